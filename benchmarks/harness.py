@@ -1,0 +1,181 @@
+"""Racing candidates against limits in turns, and saying what came out. Nothing here imports `pagoda`.
+
+A machine's speed drifts while a benchmark runs (other tenants, clocks, disk caches), so absolute figures of
+two separate runs do not compare. Here every round gives each entrant its turn, the order rotates, and what is
+reported is the median over rounds of the ratio *within* a round. Every round is quoted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+Step = Callable[[int], None]
+Runs = dict[str, list[float]]
+Json = Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure with its target: `value` must be at least (ratio) or below (seconds, times) `target`."""
+
+    key: str
+    value: float
+    target: float
+    unit: str  # "ratio": share of the limit's speed; "seconds"; "times": as long as the limit takes
+    runs: Json = field(default_factory=dict)
+    note: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """True if the target is met."""
+        return self.value >= self.target if self.unit == "ratio" else self.value < self.target
+
+    @property
+    def wanted(self) -> str:
+        """The target as people write it."""
+        if self.unit == "seconds":
+            return f"< {seconds_text(self.target)}"
+        return f">= {self.target:.2f}" if self.unit == "ratio" else f"< {self.target:.2f} x"
+
+    @property
+    def text(self) -> str:
+        """The value as people write it."""
+        return seconds_text(self.value) if self.unit == "seconds" else f"{self.value:.3f}"
+
+
+def race(entrants: Mapping[str, Step], rounds: int, steps: int = 1, warm: int = 1) -> Runs:
+    """Gives each entrant `steps` timed calls a round, interleaved step by step in rotating order.
+
+    Each call gets a running number (so that it can cycle through memory or keys). Returns seconds per round
+    by entrant; `warm` rounds come first and are not counted.
+    """
+    names = list(entrants)
+    runs: Runs = {name: [] for name in names}
+    number = 0
+    for turn in range(warm + rounds):
+        spent = dict.fromkeys(names, 0.0)
+        for _ in range(steps):
+            shift = number % len(names)
+            for name in names[shift:] + names[:shift]:
+                began = time.perf_counter()
+                entrants[name](number)
+                spent[name] += time.perf_counter() - began
+            number += 1
+        if turn >= warm:
+            for name in names:
+                runs[name].append(spent[name])
+    return runs
+
+
+def joined(parts: Sequence[Runs]) -> Runs:
+    """The rounds of several races of the same entrants, one after the other."""
+    return {name: [spent for part in parts for spent in part[name]] for name in parts[0]}
+
+
+def ratios(limit: Sequence[float], candidate: Sequence[float]) -> list[float]:
+    """Speed of the candidate as a share of the limit's, round by round (both given as seconds)."""
+    return [above / below for above, below in zip(limit, candidate, strict=True)]
+
+
+def gb_per_second(seconds: Sequence[float], size_bytes: int) -> list[float]:
+    """Seconds for `size_bytes` -> 10^9 bytes a second, three digits."""
+    return [round(size_bytes / each / 1e9, 3) for each in seconds]
+
+
+def ratio_figure(
+    key: str,
+    target: float,
+    runs: Runs,
+    *,
+    size_bytes: int,
+    threads: str,
+    candidate: str = "candidate",
+    limit: str = "limit",
+    beside: Json | None = None,
+) -> Figure:
+    """A figure from the paired rounds of one candidate and one limit that moved `size_bytes` a round each."""
+    paired = ratios(runs[limit], runs[candidate])
+    ours, theirs = gb_per_second(runs[candidate], size_bytes), gb_per_second(runs[limit], size_bytes)
+    note = f"{statistics.median(ours):.2f} of {statistics.median(theirs):.2f} GB/s, {threads}"
+    quoted: dict[str, object] = {
+        "candidate_gb_per_second": ours,
+        "limit_gb_per_second": theirs,
+        "ratio": [round(each, 4) for each in paired],
+        "threads": threads,
+    }
+    quoted |= beside or {}
+    return Figure(key, statistics.median(paired), target, "ratio", quoted, note)
+
+
+def seconds_figure(
+    key: str, target: float, seconds: Sequence[float], note: str = "", **more: object
+) -> Figure:
+    """A figure in seconds: the median over rounds."""
+    quoted = {"seconds": [round(each, 9) for each in seconds], **more}
+    return Figure(key, statistics.median(seconds), target, "seconds", quoted, note)
+
+
+def seconds_text(seconds: float) -> str:
+    """Seconds in the unit that fits."""
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns"
+
+
+def machine() -> dict[str, object]:
+    """What the figures were taken on: cores, load, Python."""
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "cpu": _cpu_model(),
+        "load_1min": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+    }
+
+
+def report(
+    figures: Sequence[Figure], as_json: bool, beside: Sequence[Figure] = (), extra: Json | None = None
+) -> None:
+    """Prints one JSON object, or a table for people. `beside`: figures that explain others."""
+    everything = [*figures, *beside]
+    if as_json:
+        values: dict[str, object] = {each.key: round(each.value, 9) for each in everything}
+        values["targets"] = {each.key: {"target": each.target, "ok": each.ok} for each in figures}
+        values["notes"] = {each.key: each.note for each in everything}
+        values["runs"] = {each.key: each.runs for each in everything}
+        print(json.dumps(values | {"machine": machine()} | dict(extra or {}), indent=1))
+        return
+    width = max(len(each.key) for each in everything)
+    for each in everything:
+        mark = "    " if each in beside else "ok  " if each.ok else "MISS"
+        wanted = "" if each in beside else each.wanted
+        print(f"{each.key:<{width}}  {each.text:>9}  {wanted:>10}  {mark}  {each.note}")
+    for name, value in (machine() | dict(extra or {})).items():
+        print(f"{name}: {value}")
+
+
+def say(message: str) -> None:
+    """One line of progress to stderr (stdout is for the result)."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def _cpu_model() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.machine()

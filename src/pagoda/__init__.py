@@ -1,0 +1,62 @@
+"""PagodaKV: one cache in storeys for the attention keys and values that an LLM engine has computed.
+
+Public names are resolved on first use: `import pagoda` loads no numpy, lmdb, torch or pydantic.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pagoda.cache import Cache, Hit
+    from pagoda.config import Config
+    from pagoda.errors import ClosedError, ConfigError, LedgerCorrupt, NoRoomError, PagodaError, StoreError
+    from pagoda.keys import Namespace
+    from pagoda.layout import KVLayout
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Cache",
+    "ClosedError",
+    "Config",
+    "ConfigError",
+    "Hit",
+    "KVLayout",
+    "LedgerCorrupt",
+    "Namespace",
+    "NoRoomError",
+    "PagodaError",
+    "StoreError",
+    "__version__",
+]
+
+_HOME = {
+    "Cache": "pagoda.cache",
+    "Hit": "pagoda.cache",
+    "Config": "pagoda.config",
+    "KVLayout": "pagoda.layout",
+    "Namespace": "pagoda.keys",
+    "ClosedError": "pagoda.errors",
+    "ConfigError": "pagoda.errors",
+    "LedgerCorrupt": "pagoda.errors",
+    "NoRoomError": "pagoda.errors",
+    "PagodaError": "pagoda.errors",
+    "StoreError": "pagoda.errors",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import the public name `name` on first use and keep it. Raises AttributeError for any other name."""
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'pagoda' has no attribute {name!r}")
+    found: object = getattr(import_module(home), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    """Return the public names, imported yet or not."""
+    return sorted({*globals(), *__all__})

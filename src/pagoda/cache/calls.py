@@ -1,0 +1,167 @@
+"""The four calls of an engine, checked and made ready to run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypedDict
+
+from pagoda.cache.ask import Ask, Keys, KeyScheme, Mask, ask_for
+from pagoda.cache.border import Job, Watched
+from pagoda.cache.deadline import Deadline
+from pagoda.cache.forks import renewed_after_fork
+from pagoda.cache.hit import Hit, Stored
+from pagoda.cache.parts import Parts
+from pagoda.cache.storeys import Storeys
+from pagoda.cache.weights import Weights
+from pagoda.cache.work import Work, hit_without
+from pagoda.clock import Clock
+from pagoda.config import Config
+from pagoda.keys import Item, Namespace, TokenIds
+from pagoda.layout import KVLayout
+from pagoda.metrics import Reason
+from pagoda.transfer import Transfer
+
+__all__ = ["Calls", "Options"]
+
+_MOST_NAMESPACES = 1024  # kept ready; tenants beyond that are hashed anew
+_EPOCHS = 2**32  # epochs of this machine within one epoch of the configured namespace
+
+
+class Options(TypedDict, total=False):
+    """What every call takes by keyword."""
+
+    start_tokens: int  # the chunks before this token are not asked for: a multiple of chunk_tokens
+    mask: Mask | None  # the same as one bool a token: False...False True...True
+    keys: Keys | None  # instead of hashing the tokens (which may then be None)
+    items: Sequence[Item]  # multimodal items at their token positions
+    lora: str | None  # instead of the namespace's
+    salt: str | None  # instead of the namespace's: keeps tenants apart
+    tiers: Iterable[str] | None  # only these
+    deadline_seconds: (
+        float | None
+    )  # of the whole call; by default config.deadline_seconds without anything arriving
+
+
+class Calls:
+    """Makes jobs out of calls. Thread-safe. Every wrong use is a ValueError here, before anything is done."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        config: Config,
+        namespace: Namespace,
+        layout: KVLayout,
+        scheme: KeyScheme,
+        clock: Clock,
+    ) -> None:
+        self.parts = parts
+        self._work = Work(parts, config, layout)
+        self._config = config
+        self._layout = layout
+        self._scheme = scheme
+        self._clock = clock
+        self._weights = Weights(config.roots().values(), namespace.model)
+        self._base = namespace
+        self._namespaces: dict[tuple[str, str, int], Namespace] = {}
+        self.renew()
+        renewed_after_fork(self)
+
+    def renew(self) -> None:
+        """Make the lock anew."""
+        self._lock = threading.Lock()
+
+    # ---- jobs
+
+    def lookup(self, tokens: TokenIds | None, counted: bool, options: Options) -> Job[Hit]:
+        """See Cache.lookup."""
+        storeys, ask, deadline = self._prepared(tokens, options)
+        return self._job("lookup", lambda: self._work.lookup(storeys, ask, deadline, counted), ask, deadline)
+
+    def retrieve(
+        self, tokens: TokenIds | None, kv: Transfer | None, counted: bool, options: Options
+    ) -> Job[Hit]:
+        """See Cache.retrieve; without `kv`, Cache.prefetch."""
+        storeys, ask, deadline = self._prepared(tokens, options)
+        watched = None if kv is None else Watched(kv, self._layout)
+        return self._job(
+            "retrieve" if kv is not None else "prefetch",
+            lambda: self._work.retrieve(storeys, ask, watched, deadline, counted),
+            ask,
+            deadline,
+        )
+
+    def store(self, tokens: TokenIds | None, kv: Transfer, options: Options) -> Job[Stored]:
+        """See Cache.store."""
+        storeys, ask, deadline = self._prepared(tokens, options, loads=False)
+        watched = Watched(kv, self._layout)
+
+        def missed(reason: Reason, _: str) -> Stored:
+            return Stored(0, 0, 0, len(ask.keys), reason)
+
+        def work() -> Stored:
+            return self._work.store(storeys, ask, watched, deadline)
+
+        return Job("store", work, missed, deadline, self.parts.tally)
+
+    def explain(self, tokens: TokenIds | None, options: Options) -> Job[Hit]:
+        """See Cache.explain."""
+        storeys, ask, deadline = self._prepared(tokens, options)
+        return self._job("explain", lambda: self._work.explain(storeys, ask, deadline), ask, deadline)
+
+    def _job(self, name: str, work: Callable[[], Hit], ask: Ask, deadline: Deadline) -> Job[Hit]:
+        def missed(reason: Reason, detail: str) -> Hit:
+            return hit_without(ask, reason, detail)
+
+        return Job(name, work, missed, deadline, self.parts.tally)
+
+    # ---- what they ask about
+
+    def namespace(self, lora: str | None = None, salt: str | None = None) -> Namespace:
+        """The namespace of an adapter and a tenant as of now: a stat notices weights that somebody changed."""
+        epoch = self._weights.epoch()
+        lora = self._base.lora if lora is None else lora
+        salt = self._base.salt if salt is None else salt
+        with self._lock:
+            known = self._namespaces.get((lora, salt, epoch))
+        if known is not None:
+            return known
+        made = self._base.with_(
+            lora=lora, salt=salt, weights_epoch=self._base.weights_epoch * _EPOCHS + epoch
+        )
+        with self._lock:
+            while len(self._namespaces) >= _MOST_NAMESPACES:
+                self._namespaces.pop(next(iter(self._namespaces)))
+            self._namespaces[lora, salt, epoch] = made
+        return made
+
+    def ask(self, tokens: TokenIds | None, options: Options) -> Ask:
+        """The question that these options put. Raises ValueError for wrong use."""
+        return ask_for(
+            tokens,
+            options.get("keys"),
+            namespace=self.namespace(options.get("lora"), options.get("salt")),
+            chunk_tokens=self._layout.chunk_tokens,
+            scheme=self._scheme,
+            start_tokens=options.get("start_tokens", 0),
+            mask=options.get("mask"),
+            items=options.get("items", ()),
+        )
+
+    def register(self) -> None:
+        """Make the cache's own namespace known to every tier, with its labels; waits for it. StoreError if it fails."""
+        self._work.register(self.namespace(), wait=True)
+
+    def weights_changed(self) -> int:
+        """Raise the weights epoch; returns it."""
+        return self._weights.raised()
+
+    def _prepared(
+        self, tokens: TokenIds | None, options: Options, loads: bool = True
+    ) -> tuple[Storeys, Ask, Deadline]:
+        storeys = self.parts.storeys.only(options.get("tiers"))
+        ask = self.ask(tokens, options)
+        given = options.get("deadline_seconds")
+        patience = self._config.deadline_seconds if given is None else given
+        nbytes = len(ask.keys) * self._layout.chunk_bytes if loads else None
+        return storeys, ask, Deadline(self._clock, patience, nbytes, strict=given is not None)

@@ -1,0 +1,259 @@
+"""Cache: store, lookup, retrieve and prefetch over all the tiers of a machine."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Unpack
+
+from pagoda.cache import registry
+from pagoda.cache.ask import KeyScheme
+from pagoda.cache.calls import Calls, Options
+from pagoda.cache.forms import Forms
+from pagoda.cache.hit import Cleared, Hit, Stored
+from pagoda.cache.parts import assemble
+from pagoda.cache.storeys import Storeys, open_storeys, storeys_of
+from pagoda.clock import Clock
+from pagoda.config import Config
+from pagoda.errors import ClosedError, ConfigError
+from pagoda.keys import Item, Namespace, TokenIds, chunk_keys
+from pagoda.layout import KVLayout
+from pagoda.metrics import DROPS, MISSES
+from pagoda.tiers.base import Tier
+from pagoda.transfer import Transfer
+
+__all__ = ["Cache"]
+
+
+class Cache(Forms):
+    """The KV cache of one model and layout. Thread-safe; a forked child may go on using it.
+
+    Calls never raise for trouble at run time (a full disk, a dead tier, a corrupt chunk): that is a miss with a
+    `Reason`, a counter and one rate-limited log line. ValueError is for wrong use. After `close` every call is a miss.
+    """
+
+    def __init__(
+        self,
+        config: Config | None = None,
+        *,
+        namespace: Namespace,
+        layout: KVLayout,
+        name: str | None = None,
+        tiers: Sequence[Tier] | None = None,
+        key_scheme: KeyScheme = chunk_keys,
+        clock: Clock | None = None,
+        **overrides: object,
+    ) -> None:
+        """Open the tiers that `config` describes, or take over `tiers` (top down, closed with the cache).
+
+        Without `config`, the options come from the environment and the configuration file; `overrides` go before
+        either. The namespace's `layout` is filled in. Raises ConfigError, StoreError with the remedy, ValueError.
+        """
+        self.name = name
+        self.config = _configured(config, layout, overrides)
+        self.layout = layout
+        self.namespace = _completed(namespace, layout)
+        clock = clock or Clock()
+        storeys = open_storeys(self.config, layout, clock) if tiers is None else storeys_of(tiers, layout)
+        parts = assemble(storeys, self.config, layout, key_scheme, clock)
+        self._calls = Calls(parts, self.config, self.namespace, layout, key_scheme, clock)
+        self._finalizer = weakref.finalize(self, parts.close, 5.0)
+        try:
+            self._calls.register()
+        except BaseException:
+            self._finalizer()
+            raise
+
+    # ---- by name
+
+    @classmethod
+    def open(
+        cls,
+        name: str,
+        config: Config | None = None,
+        *,
+        namespace: Namespace,
+        layout: KVLayout,
+        **overrides: object,
+    ) -> Cache:
+        """Return this process's cache of that name, opened now if there is none.
+
+        Raises ValueError if it is open with another config, namespace or layout.
+        """
+        config = _configured(config, layout, overrides)
+        wanted = registry.Wanted(config, _completed(namespace, layout), layout)
+        return registry.open_named(
+            name, wanted, lambda: cls(config, namespace=namespace, layout=layout, name=name)
+        )
+
+    @staticmethod
+    def get(name: str) -> Cache | None:
+        """Return this process's cache of that name, None if there is none."""
+        return registry.get(name)
+
+    @staticmethod
+    def destroy(name: str) -> bool:
+        """Close the cache of that name and forget it; False if there is none. What is stored stays."""
+        return registry.destroy(name)
+
+    # ---- the calls of an engine
+
+    def store(self, tokens: TokenIds | None, kv: Transfer, **options: Unpack[Options]) -> Stored:
+        """Keep the whole chunks of `kv`: in host memory when this returns, in the lower tiers some time later.
+
+        `kv` holds what the *present* weights computed for `tokens`. Options as in `Options`.
+        """
+        return self._calls.store(tokens, kv, options).run()
+
+    def lookup(self, tokens: TokenIds | None, *, counted: bool = True, **options: Unpack[Options]) -> Hit:
+        """Say how many leading tokens are cached and where; copies nothing, keeps them from eviction for a moment.
+
+        Those who look up and then retrieve the same prompt leave one of the two uncounted, or hits count twice.
+        """
+        return self._calls.lookup(tokens, counted, options).run()
+
+    def retrieve(
+        self, tokens: TokenIds | None, kv: Transfer, *, counted: bool = True, **options: Unpack[Options]
+    ) -> Hit:
+        """Fill `kv` with the leading chunks that are cached; says which. Only validated chunks are in the hit.
+
+        A hit may cover the whole prompt: ask for `tokens[:-1]` if the engine has to compute the last one.
+        """
+        return self._calls.retrieve(tokens, kv, counted, options).run()
+
+    def prefetch(self, tokens: TokenIds | None, **options: Unpack[Options]) -> Hit:
+        """Bring leading chunks up to the host tier, at most half of it. The hit says what is there now; not counted."""
+        return self._calls.retrieve(tokens, None, False, options).run()
+
+    def keys(
+        self,
+        tokens: TokenIds,
+        start: int = 0,
+        *,
+        items: Sequence[Item] = (),
+        lora: str | None = None,
+        salt: str | None = None,
+    ) -> list[tuple[int, int, bytes]]:
+        """Return (start, end, key) of each whole chunk from token `start` on; changes nothing."""
+        ask = self._calls.ask(tokens, {"start_tokens": start, "items": items, "lora": lora, "salt": salt})
+        return [
+            (at, at + ask.chunk_tokens, key)
+            for at, key in zip(ask.starts(0, len(ask.keys)), ask.keys, strict=True)
+        ]
+
+    # ---- the calls of people
+
+    def explain(self, tokens: TokenIds | None, **options: Unpack[Options]) -> Hit:
+        """Say what a lookup would, with the reason found out thoroughly; touches and counts nothing."""
+        return self._calls.explain(tokens, options).run()
+
+    def holders(self, key: bytes) -> list[str]:
+        """Return the names of the tiers that have a chunk, from the top down."""
+        return [tier.name for tier in self._storeys.all if tier.contains(key)]
+
+    def observe_prefill(self, tokens: int, seconds: float) -> None:
+        """Tell how long the engine took to compute `tokens`: what loading has to beat."""
+        self._calls.parts.tools.worth.observe_prefill(tokens, seconds)
+
+    def weights_changed(self) -> int:
+        """Say that the model's weights were updated in place: nothing stored before will hit again. Returns the epoch.
+
+        It holds on this machine, for good, and for every process that has the model's cache open from its next call on.
+        Raises StoreError if that could not be written down.
+        """
+        return self._calls.weights_changed()
+
+    def clear(self, *, lora: str | None = None, salt: str | None = None, everything: bool = False) -> Cleared:
+        """Remove the chunks of this namespace (of an adapter, of a tenant), or of all, from every tier.
+
+        What is on its way at that moment does not come back. A tier that fails is named in the result.
+        """
+        root = None if everything else self._calls.namespace(lora, salt).root
+        chunks, failed = dict.fromkeys(self._storeys.names, 0), dict[str, str]()
+        # down, so that nothing cleared is written down again; then up, for what was on its way up meanwhile
+        for tier in (*self._storeys.all, *reversed(self._storeys.all[:-1])):
+            try:
+                chunks[tier.name] += tier.clear(root)
+            except Exception as trouble:  # noqa: BLE001  # a border: the other tiers are cleared all the same
+                failed[tier.name] = f"{type(trouble).__name__}: {trouble}"
+        return Cleared(chunks, failed)
+
+    def stats(self) -> dict[str, object]:
+        """Return gauges and counters of every tier, hit rate, misses and drops by reason, and measured rates."""
+        if self._calls.parts.closed:
+            raise ClosedError("the cache is closed")
+        counters = self._calls.parts.tally.counters()
+        descent = self._calls.parts.descent
+        return {
+            "name": self.name,
+            "tiers": {tier.name: dict(tier.stats()) for tier in self._storeys.all},
+            "counters": counters,
+            "hit_rate": counters["hit_tokens"] / max(1, counters["asked_tokens"]),
+            "misses": _by_reason(counters, "miss_", MISSES),
+            "drops": _by_reason(counters, "drop_", DROPS),
+            "waiting_chunks": descent.waiting if descent is not None else 0,
+            "staging_buffers": self._calls.parts.tools.staging.out + self._calls.parts.storing.out,
+            "rates": self._calls.parts.tools.worth.rates(),
+        }
+
+    def flush(self, timeout: float = 30.0) -> bool:
+        """Wait until the lower tiers have what was queued for them; False if `timeout` seconds were not enough."""
+        until = time.monotonic() + timeout
+        descent = self._calls.parts.descent
+        flushed = descent.flush(timeout) if descent is not None else True
+        for tier in self._storeys.lower:
+            wait = getattr(tier, "flush", None)
+            flushed = (wait is None or bool(wait(max(0.0, until - time.monotonic())))) and flushed
+        return flushed
+
+    def close(self, timeout: float = 5.0) -> bool:
+        """Write down what is queued, as far as `timeout` seconds allow, and end; False if some was left. Idempotent."""
+        registry.forget(self)
+        self._finalizer.detach()
+        return self._calls.parts.close(timeout)
+
+    def __enter__(self) -> Cache:
+        """Return itself; leaving the block closes it."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """The names of the tiers, from the top down."""
+        return self._storeys.names
+
+    @property
+    def _storeys(self) -> Storeys:
+        return self._calls.parts.storeys
+
+
+def _configured(config: Config | None, layout: KVLayout, overrides: Mapping[str, object]) -> Config:
+    """The options of a cache over `layout`. Raises ConfigError."""
+    if config is None:
+        from pagoda.config.load import load
+
+        return load(None, None, None, **{"chunk_tokens": layout.chunk_tokens, **overrides}).config
+    config = replace(config, **overrides)  # type: ignore[arg-type]
+    if config.chunk_tokens != layout.chunk_tokens:
+        raise ConfigError(
+            f"chunk_tokens = {config.chunk_tokens}, but the layout has chunks of {layout.chunk_tokens} tokens: "
+            "build the layout with config.chunk_tokens"
+        )
+    return config
+
+
+def _completed(namespace: Namespace, layout: KVLayout) -> Namespace:
+    """The namespace with the layout in it: two layouts never share a key."""
+    if namespace.layout not in ("", layout.fingerprint):
+        raise ValueError(
+            f"the namespace is of layout {namespace.layout!r}, not {layout.fingerprint!r}: leave it out"
+        )
+    return namespace.with_(layout=layout.fingerprint)
+
+
+def _by_reason(counters: Mapping[str, int], prefix: str, reasons: Sequence[str]) -> dict[str, int]:
+    return {reason: counters[prefix + reason] for reason in reasons if counters.get(prefix + reason)}

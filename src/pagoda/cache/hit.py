@@ -1,0 +1,70 @@
+"""The answers of a cache, as values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.metrics import Reason
+
+__all__ = ["Cleared", "Hit", "Stored", "hit_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class Hit:
+    """How many leading tokens, from which tiers, and why not more. Immutable.
+
+    The tokens served are [start_tokens, stop_tokens); what lies beyond in a destination is undefined.
+    """
+
+    num_tokens: int  # whole chunks, validated after the copy; counted from `start_tokens`
+    by_tier: dict[str, int]  # tokens; the values add up to num_tokens
+    mask: npt.NDArray[np.bool_] = field(repr=False)  # (length of the prompt,): True for the tokens served
+    reason: Reason | None  # why the first chunk not served was not; None: every whole chunk was
+    detail: str = ""  # for people: "evicted 12 s ago", "another salt"
+    start_tokens: int = 0  # where the asking began
+
+    @property
+    def stop_tokens(self) -> int:
+        """The first position of the prompt that is left to compute."""
+        return self.start_tokens + self.num_tokens
+
+
+class Stored(NamedTuple):
+    """What became of the chunks of one `store`; num_chunks + present + refused = the whole chunks offered."""
+
+    num_chunks: int  # newly kept: readable from now on
+    num_tokens: int  # of those
+    present: int  # here already, or being brought by somebody else
+    refused: int  # not kept
+    reason: Reason | None = None  # why the first of those was refused
+
+
+class Cleared(NamedTuple):
+    """What a `clear` removed. A tier that failed is named, never passed over."""
+
+    chunks: dict[str, int]  # by tier
+    failed: dict[str, str]  # tier -> trouble
+
+    @property
+    def ok(self) -> bool:
+        """Whether every tier is clear."""
+        return not self.failed
+
+
+def hit_of(
+    start_tokens: int,
+    length_tokens: int,
+    by_tier: Mapping[str, int],
+    reason: Reason | None,
+    detail: str = "",
+) -> Hit:
+    """Return the hit whose served tokens are those of `by_tier` (tokens by tier); changes nothing."""
+    served = sum(by_tier.values())
+    mask = np.zeros(length_tokens, np.bool_)
+    mask[start_tokens : start_tokens + served] = True
+    return Hit(served, {t: n for t, n in by_tier.items() if n}, mask, reason, detail, start_tokens)

@@ -1,0 +1,65 @@
+"""Which tiers have the leading chunks of a prompt: no bytes move."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import NamedTuple
+
+from pagoda.cache.ask import Ask
+from pagoda.cache.deadline import Deadline
+from pagoda.cache.storeys import Storeys
+from pagoda.metrics import Reason
+from pagoda.tiers.base import Tier
+
+__all__ = ["LEASE_SECONDS", "Look", "look"]
+
+LEASE_SECONDS = 5.0  # how long a hit that nobody has begun to load is kept from eviction
+
+
+class Look(NamedTuple):
+    """The leading run and where it lies: `by_tier` in chunks, and what the host tier said of the first key missing."""
+
+    chunks: int
+    by_tier: dict[str, int]
+    reason: Reason | None
+
+
+def look(storeys: Storeys, ask: Ask, deadline: Deadline, *, stamp: int | None, touch: bool = True) -> Look:
+    """Find the leading run through all the tiers; leases what the host has of it, unless `touch` is False."""
+    at, by_tier, reason = 0, dict.fromkeys(storeys.names, 0), None
+    lacking: set[str] = set()  # tiers known not to have keys[at]
+    while at < len(ask.keys) and len(lacking) < len(storeys.all):
+        for tier in storeys.all:
+            if tier.name in lacking:
+                continue
+            keys, start = ask.keys[at:], ask.first + at
+            if tier is storeys.host:
+                count, reason = _on_host(storeys, keys, start, deadline, stamp, touch)
+            else:
+                count = tier.find(keys, start=start) if touch else _contained(tier, keys)
+            lacking = {*(() if count else lacking), tier.name}
+            by_tier[tier.name] += count
+            at += count
+            if at == len(ask.keys):
+                return Look(at, by_tier, None)
+    return Look(at, by_tier, reason)
+
+
+def _on_host(
+    storeys: Storeys, keys: Sequence[bytes], start: int, deadline: Deadline, stamp: int | None, touch: bool
+) -> tuple[int, Reason | None]:
+    assert storeys.host is not None
+    match = storeys.host.ledger.match(
+        keys,
+        start=start,
+        stamp=stamp,
+        lease_seconds=LEASE_SECONDS if touch else 0.0,
+        touch=touch,
+        deadline_seconds=deadline.remaining(),
+    )
+    return len(match.slots), match.reason
+
+
+def _contained(tier: Tier, keys: Sequence[bytes]) -> int:
+    return sum(1 for _ in takewhile(tier.contains, keys))

@@ -1,0 +1,79 @@
+"""What a cache is made of, apart from the cache itself, so that it can be closed when nobody has the cache any more."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+from pagoda.cache.ask import KeyScheme
+from pagoda.cache.below import Below
+from pagoda.cache.descent import Descent
+from pagoda.cache.staging import Staging
+from pagoda.cache.storeys import Storeys
+from pagoda.cache.tally import Tally
+from pagoda.cache.up import Tools
+from pagoda.cache.why import Why
+from pagoda.cache.workers import Workers
+from pagoda.cache.worth import Worth
+from pagoda.clock import Clock
+from pagoda.config import Config
+from pagoda.layout import KVLayout
+from pagoda.metrics import Reason
+
+__all__ = ["Parts", "assemble"]
+
+log = logging.getLogger("pagoda.cache")
+
+
+@dataclass
+class Parts:
+    """The working parts of one cache. Each is thread-safe."""
+
+    storeys: Storeys
+    tally: Tally
+    workers: Workers
+    why: Why
+    tools: Tools
+    storing: (
+        Staging  # for stores that have no host tier; loads have their own, so that neither starves the other
+    )
+    closed: bool = False
+
+    @property
+    def descent(self) -> Descent | None:
+        """The background writer, if there is anything to write to."""
+        return self.tools.descent
+
+    def close(self, timeout: float) -> bool:
+        """Flush, then end all within about `timeout` seconds; False if something was left unwritten. Idempotent."""
+        if self.closed:
+            return True
+        self.closed = True
+        until = time.monotonic() + timeout
+        self.workers.close()
+        flushed = self.descent.close(timeout * 0.6) if self.descent is not None else True
+        self.tally.close()
+        for tier in reversed(self.storeys.all):
+            try:
+                tier.close(max(0.1, until - time.monotonic()))
+            except Exception as trouble:  # noqa: BLE001  # a border: the tiers below must be closed all the same
+                flushed = False
+                self.tally.warn(log, Reason.IO_ERROR, f"closing {tier.name}: {trouble}", trouble)
+        return flushed
+
+
+def assemble(storeys: Storeys, config: Config, layout: KVLayout, scheme: KeyScheme, clock: Clock) -> Parts:
+    """Put the parts together; starts no thread."""
+    ledgers = storeys.ledgers()
+    tally = Tally(ledgers[0][1] if ledgers else None, clock)
+    workers = Workers()
+    descent = None
+    if storeys.host is not None and storeys.lower:
+        below = Below(storeys.host, storeys.lower, config.queue_chunks, clock)
+        descent = Descent(storeys.host, below, config.write_policy, config.selective_hits, clock, tally)
+    worth = Worth(layout.chunk_bytes, layout.chunk_tokens, clock, config.worth_it)
+    counts_in = ledgers[0][0] if ledgers else ""
+    tools = Tools(Staging(layout.slot_bytes), worth, descent, clock, counts_in)
+    why = Why(storeys, scheme, layout.chunk_tokens, clock, workers)
+    return Parts(storeys, tally, workers, why, tools, Staging(layout.slot_bytes))

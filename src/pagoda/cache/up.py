@@ -1,0 +1,267 @@
+"""The way up: a run of chunks from wherever it lies to the engine, or into the host tier.
+
+Host slots are copied out and then validated; what lies lower comes through a `Pipeline`. A chunk that somebody else is
+bringing is waited for, not loaded twice.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.cache.ask import Ask
+from pagoda.cache.deadline import Deadline
+from pagoda.cache.descent import Descent
+from pagoda.cache.look import LEASE_SECONDS
+from pagoda.cache.pipeline import Pipeline
+from pagoda.cache.rooms import HostRooms, Rooms, StagedRooms
+from pagoda.cache.staging import Staging
+from pagoda.cache.storeys import Storeys
+from pagoda.cache.worth import Worth
+from pagoda.clock import Clock
+from pagoda.ledger import Busy, Refused, Reserved
+from pagoda.metrics import Reason
+from pagoda.tiers import DiskTier
+from pagoda.tiers.base import Tier
+from pagoda.transfer import Transfer
+
+__all__ = ["Run", "Tools"]
+
+_COPY_BYTES = 256 << 20  # copied between two looks at the deadline
+_PAUSE_SECONDS = (0.0002, 0.005)  # between two looks at a chunk that somebody else is bringing
+_TRY_EVERY = 16  # looks; between them nobody is kept from the ledger by a write
+_MOST_ROUNDS = 3  # times in a row that a chunk may vanish between two steps
+
+
+class Tools(NamedTuple):
+    """What all runs of one cache share."""
+
+    staging: Staging
+    worth: Worth
+    descent: Descent | None
+    clock: Clock
+    counts_in: str  # the tier whose counters are the cache's
+
+
+class Run:
+    """One run on its way up, into `kv`, or without one only as far as the host tier. Used by one thread, once.
+
+    Afterwards `done` chunks were served, `by_tier` says from where; `reason` (and `index` = done) why no more, with
+    ABSENT for a chunk that no tier has.
+    """
+
+    def __init__(
+        self, storeys: Storeys, ask: Ask, kv: Transfer | None, deadline: Deadline, tools: Tools
+    ) -> None:
+        self._storeys = storeys
+        self._ask = ask
+        self._kv = kv
+        self._deadline = deadline
+        self._tools = tools
+        self._stamp = storeys.host.ledger.stamp() if storeys.host is not None else 0
+        self._end = len(ask.keys)
+        self._stamps: dict[str, int | None] = {}  # of each lower tier
+        self._seen: dict[str, int] = {}  # up to which chunk each lower tier has the run
+        self._around: int | None = None  # since when (ns) somebody else has been bringing the next chunk
+        self._pause = _PAUSE_SECONDS[0]
+        self._full = storeys.host is None  # no more host slots for this run
+        self._rounds = 0
+        self.done = 0
+        self._room = storeys.host.ledger.slots // 2 if storeys.host is not None else 0  # for a prefetch
+        self._polls = 0  # looks at a chunk that somebody else is bringing
+        self.by_tier = dict.fromkeys(storeys.names, 0)
+        self.reason: Reason | None = None
+        self.detail = ""
+        self.told = False  # a lower tier has counted `reason` where this cache counts
+        self.hint: Reason | None = None  # what the host tier said of the first chunk it lacks
+
+    def go(self) -> Run:
+        """Serve as many leading chunks as can be had before the deadline; returns itself."""
+        while self.done < self._end and self.reason is None:
+            if self._storeys.host is not None:
+                self._from_host()
+                if self.done == self._end or self.reason is not None:
+                    break
+            before, busy = self.done, self.hint is Reason.BUSY
+            tier: Tier | None = None
+            if not busy or self._polls % _TRY_EVERY == 0 or self._goes_around():
+                tier, found = self._below()
+                if tier is not None and self.reason is None:
+                    busy = self._load(tier, self.done + found)
+                elif busy and self._polls:
+                    self._probe()
+            if self.reason is None and self.done == before:
+                self._wait_or_end(busy, tier)
+        if self._kv is None:
+            self._lease_all()
+        return self
+
+    def _lease_all(self) -> None:
+        """Let all leases of a prefetch end together: a head whose lease ended first would go before its tail."""
+        host, keys = self._storeys.host, self._ask.keys[: self.done]
+        if host is not None and keys:
+            host.ledger.match(
+                keys,
+                touch=False,
+                lease_seconds=LEASE_SECONDS,
+                deadline_seconds=self._deadline.patience_seconds,
+            )
+
+    # -- from host slots ------------------------------------------------------------------------------------------
+
+    def _from_host(self) -> None:
+        """Serve what the host tier has from here on."""
+        assert self._storeys.host is not None
+        ledger = self._storeys.host.ledger
+        match = ledger.match(
+            self._ask.keys[self.done :],
+            start=self._ask.first + self.done,
+            stamp=self._stamp,
+            lease_seconds=LEASE_SECONDS,
+            deadline_seconds=self._deadline.remaining(),
+        )
+        self.hint, first = match.reason, self.done
+        step = max(1, _COPY_BYTES // self._storeys.host.slot_bytes)
+        for i in range(0, len(match.slots), step):
+            if self.reason is None:
+                self._copy_host(match.slots[i : i + step], match.generations[i : i + step])
+        if self._tools.descent is not None and len(match.slots):
+            self._tools.descent.used(self._ask, first, match.slots, match.generations)
+
+    def _copy_host(self, slots: npt.NDArray[np.int64], generations: npt.NDArray[np.uint64]) -> None:
+        host = self._storeys.host
+        assert host is not None
+        count = len(slots)
+        if self._kv is None:
+            return self._served(count, host.name)
+        if self._deadline.cancelled:
+            return self._stop(Reason.DEADLINE, "cancelled")
+        began = time.perf_counter()
+        views = [host.slab.view(slot) for slot in slots.tolist()]
+        self._kv.from_slots(self._ask.starts(self.done, self.done + count), views)
+        valid = host.ledger.still_valid(slots, generations)
+        good = count if valid.all() else int(valid.argmin())
+        self._served(good, host.name)
+        self._tools.worth.measured(host.name, good * host.chunk_bytes, time.perf_counter() - began)
+        if good < count:
+            self._stop(Reason.ABSENT, "evicted while it was being copied")
+        return None
+
+    # -- from lower tiers -----------------------------------------------------------------------------------------
+
+    def _below(self) -> tuple[Tier | None, int]:
+        """The first lower tier that has the next chunk and is worth asking, and how many it has in a row."""
+        for tier in self._storeys.lower:
+            found = self._found(tier)
+            if found and self._kv is None:
+                return self._below_for_prefetch(tier, found)
+            if found and self._tools.worth.beats(tier.name):
+                return tier, found
+            if found:
+                self._stop(Reason.NOT_WORTH_IT, f"computing is faster than reading from {tier.name}")
+                return None, 0
+        return None, 0
+
+    def _found(self, tier: Tier) -> int:
+        """How many chunks from here on `tier` has in a row; one stamp for the run, so that its tail stays older."""
+        if self.done >= self._seen.get(tier.name, 0):
+            if tier.name not in self._stamps:
+                self._stamps[tier.name] = tier.ledger.stamp() if isinstance(tier, DiskTier) else None
+            found = tier.find(
+                self._ask.keys[self.done : self._end],
+                start=self._ask.first + self.done,
+                stamp=self._stamps[tier.name],
+            )
+            self._seen[tier.name] = self.done + found
+        return self._seen[tier.name] - self.done
+
+    def _below_for_prefetch(self, tier: Tier, found: int) -> tuple[Tier | None, int]:
+        """A prefetch brings up no more than leases can keep: beyond that it would evict what it has just brought."""
+        found = min(found, self._room - sum(self.by_tier[lower.name] for lower in self._storeys.lower))
+        if found > 0:
+            return tier, found
+        self._stop(Reason.FULL, "half of the host tier is the most that is prefetched")
+        return None, 0
+
+    def _load(self, tier: Tier, stop: int) -> bool:
+        """Bring chunks [done, stop) up from `tier`; returns whether somebody else is bringing the next one."""
+        rooms, before, began = self._rooms(), self.done, time.perf_counter()
+        pipeline = Pipeline(tier, rooms, self._ask, self._kv, self._deadline, self._served)
+        end = pipeline.carry(self.done, stop)
+        if end is not None:
+            self._stop(end.reason, end.detail)
+            self.told = end.counted and tier.name == self._tools.counts_in
+        nbytes, seconds = (self.done - before) * tier.chunk_bytes, time.perf_counter() - began
+        self._tools.worth.measured(tier.name, nbytes, seconds)
+        if self._tools.descent is not None:
+            self._tools.descent.is_below(tier, pipeline.kept)
+        return self._stopped(rooms)
+
+    def _rooms(self) -> Rooms:
+        host = self._storeys.host
+        if host is None or self._full or self._goes_around():
+            return StagedRooms(self._tools.staging, self._deadline)
+        lease = LEASE_SECONDS if self._kv is None else 0.0
+        return HostRooms(host, self._ask, self._deadline, self._stamp, lease)
+
+    def _stopped(self, rooms: Rooms) -> bool:
+        """Note why there were no more rooms; returns whether somebody else is bringing the next chunk."""
+        stopped = rooms.stopped if isinstance(rooms, HostRooms) else None
+        if isinstance(stopped, Refused):
+            self._full = True
+            if self._kv is None and self.reason is None:
+                self._stop(stopped.reason, "the host tier has no room for more")
+        return isinstance(stopped, Busy)
+
+    # -- ends and waits -------------------------------------------------------------------------------------------
+
+    def _served(self, count: int, tier: str) -> None:
+        self.done += count
+        self.by_tier[tier] += count
+        if count:
+            self._deadline.progress()
+            self._around, self._pause, self._rounds, self._polls = None, _PAUSE_SECONDS[0], 0, 0
+
+    def _stop(self, reason: Reason, detail: str = "") -> None:
+        self.reason, self.detail = reason, detail
+
+    def _goes_around(self) -> bool:
+        """Whether the next chunk has been somebody else's for so long that this call reads it for itself."""
+        if self._around is None or self._kv is None:
+            return False
+        waited_ns = self._tools.clock.monotonic_ns() - self._around
+        return waited_ns > self._deadline.patience_seconds * 0.5e9
+
+    def _wait_or_end(self, busy: bool, tier: Tier | None) -> None:
+        """Nothing came: end the run, or look again (in a moment, if somebody else is bringing the chunk)."""
+        self._rounds = 0 if busy else self._rounds + 1
+        if not busy and (tier is None or self._rounds > _MOST_ROUNDS):
+            return self._stop(Reason.ABSENT)
+        if self._deadline.passed:
+            return self._stop(Reason.BUSY if busy else Reason.DEADLINE)
+        if busy:
+            self._polls += 1
+            self._around = self._around or self._tools.clock.monotonic_ns()
+            self._tools.clock.sleep(min(self._pause, self._deadline.remaining()))
+            self._pause = min(self._pause * 2, _PAUSE_SECONDS[1])
+        return None
+
+    def _probe(self) -> None:
+        """Find out whether whoever began to store the next chunk still lives: a reserve takes back from the dead."""
+        host, ask, at = self._storeys.host, self._ask, self.done
+        assert host is not None
+        outcomes = host.ledger.reserve(
+            ask.keys[at : at + 1],
+            namespace=ask.namespace.root,
+            start=ask.first + at,
+            parent=ask.before(at),
+            tokens=ask.chunk_tokens,
+            stamp=self._stamp,
+            deadline_seconds=self._deadline.remaining(),
+        )
+        reserved = [outcome for outcome in outcomes if isinstance(outcome, Reserved)]
+        if reserved:
+            host.ledger.abort(reserved)

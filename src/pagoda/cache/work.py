@@ -1,0 +1,180 @@
+"""What the calls of an engine do, inside the border."""
+
+from __future__ import annotations
+
+from pagoda.cache.ask import Ask
+from pagoda.cache.border import Watched
+from pagoda.cache.deadline import Deadline
+from pagoda.cache.down import store_below, store_on_host
+from pagoda.cache.hit import Hit, Stored, hit_of
+from pagoda.cache.look import look
+from pagoda.cache.parts import Parts
+from pagoda.cache.storeys import Storeys
+from pagoda.cache.up import Run
+from pagoda.cache.why import Answer
+from pagoda.config import Config
+from pagoda.keys import Namespace
+from pagoda.layout import KVLayout
+from pagoda.metrics import Reason
+from pagoda.tiers import DiskTier
+
+__all__ = ["Work", "hit_without"]
+
+_MOST_LABELLED = 4096
+
+
+class Work:
+    """Does what is asked, with the parts of one cache. Thread-safe."""
+
+    def __init__(self, parts: Parts, config: Config, layout: KVLayout) -> None:
+        self._parts = parts
+        self._config = config
+        self._layout = layout
+        self._labelled: set[bytes] = set()
+
+    def lookup(self, storeys: Storeys, ask: Ask, deadline: Deadline, counted: bool) -> Hit:
+        """What a retrieve would be expected to serve; leases what the host tier has of it."""
+        hit = self._gate(storeys, ask, deadline) or _hit(ask, {}, _short(ask))
+        return self._counted(ask, hit, counted)
+
+    def _gate(self, storeys: Storeys, ask: Ask, deadline: Deadline) -> Hit | None:
+        """What a retrieve would be expected to serve."""
+        if self._parts.closed:
+            return _hit(ask, {}, Answer(Reason.CLOSED, "the cache is closed"))
+        if not ask.keys:
+            return None
+        stamp = storeys.host.ledger.stamp() if storeys.host is not None else None
+        seen = look(storeys, ask, deadline, stamp=stamp)
+        tokens = {tier: chunks * ask.chunk_tokens for tier, chunks in seen.by_tier.items()}
+        worthless = [
+            tier
+            for tier, chunks in seen.by_tier.items()
+            if chunks and not self._parts.tools.worth.beats(tier)
+        ]
+        if (
+            worthless
+        ):  # runs of tiers alternate at most in theory: what lies above the first such tier is served
+            names = list(tokens)
+            tokens = {tier: n for tier, n in tokens.items() if names.index(tier) < names.index(worthless[0])}
+        total = sum(tokens.values())
+        if total and total < self._config.min_hit_tokens:
+            return _hit(
+                ask, {}, Answer(Reason.BELOW_MINIMUM, f"{total} of {self._config.min_hit_tokens} tokens")
+            )
+        if worthless:
+            return _hit(ask, tokens, _not_worth_it(worthless[0]))
+        if seen.chunks == len(ask.keys):
+            return _hit(ask, tokens, None)
+        return _hit(ask, tokens, self._parts.why.missing(ask, seen.chunks, seen.reason, storeys))
+
+    def retrieve(
+        self, storeys: Storeys, ask: Ask, kv: Watched | None, deadline: Deadline, counted: bool
+    ) -> Hit:
+        """Bring chunks up into `kv`, or without it into the host tier."""
+        refused = self._refused(storeys, ask, kv, deadline)
+        if refused is not None:
+            return self._counted(ask, refused, counted)
+        run = Run(storeys, ask, kv, deadline, self._parts.tools).go()
+        tokens = {tier: chunks * ask.chunk_tokens for tier, chunks in run.by_tier.items()}
+        answer: Answer | None = None
+        if run.reason is Reason.ABSENT:
+            answer = self._parts.why.missing(ask, run.done, run.hint, storeys)
+        elif run.reason is not None:
+            answer = Answer(run.reason, run.detail)
+        host = storeys.host
+        if host is not None and kv is not None:
+            self._parts.tally.count("loaded_chunks", run.by_tier[host.name])
+            self._parts.tally.count("loaded_bytes", run.by_tier[host.name] * self._layout.chunk_bytes)
+        return self._counted(ask, _hit(ask, tokens, answer), counted, run.told)
+
+    def _refused(self, storeys: Storeys, ask: Ask, kv: Watched | None, deadline: Deadline) -> Hit | None:
+        """The answer of a retrieve that need not begin, None if it is to go on."""
+        if not ask.keys:
+            return _hit(ask, {}, _short(ask))
+        if self._parts.closed:
+            return _hit(ask, {}, Answer(Reason.CLOSED, "the cache is closed"))
+        if kv is None and storeys.host is None:
+            return _hit(ask, {}, Answer(Reason.TIER_SKIPPED, "there is no host tier to prefetch into"))
+        host = storeys.host
+        if host is not None and kv is not None and not self._parts.tools.worth.beats(host.name):
+            return _hit(ask, {}, _not_worth_it(host.name))
+        if self._config.min_hit_tokens > len(ask.keys) * ask.chunk_tokens:
+            return _hit(
+                ask, {}, Answer(Reason.BELOW_MINIMUM, f"at least {self._config.min_hit_tokens} tokens")
+            )
+        if self._config.min_hit_tokens:
+            expected = self._gate(storeys, ask, deadline)
+            if expected is not None and expected.reason is Reason.BELOW_MINIMUM:
+                return expected
+        return None
+
+    def store(self, storeys: Storeys, ask: Ask, kv: Watched, deadline: Deadline) -> Stored:
+        """Bring chunks down from `kv`."""
+        if self._parts.closed:
+            return Stored(0, 0, 0, len(ask.keys), Reason.CLOSED)
+        if not ask.keys:
+            return Stored(0, 0, 0, 0)
+        self.register(ask.namespace)
+        if storeys.host is None:
+            return self._store_below(storeys, ask, kv, deadline)
+        stored, copies = store_on_host(storeys.host, ask, kv, deadline)
+        if self._parts.descent is not None and storeys.lower:
+            self._parts.descent.stored(ask, copies)
+        self._parts.tally.count("stored_bytes", stored.num_chunks * self._layout.chunk_bytes)
+        return stored
+
+    def _store_below(self, storeys: Storeys, ask: Ask, kv: Watched, deadline: Deadline) -> Stored:
+        if not storeys.lower:
+            return Stored(0, 0, 0, len(ask.keys), Reason.TIER_SKIPPED)
+        stamps = [tier.ledger.stamp() if isinstance(tier, DiskTier) else None for tier in storeys.lower]
+        return store_below(storeys.lower, ask, kv, deadline, self._parts.storing, stamps)
+
+    def explain(self, storeys: Storeys, ask: Ask, deadline: Deadline) -> Hit:
+        """What a lookup would say, found out thoroughly and without touching anything."""
+        if not ask.keys:
+            return _hit(ask, {}, _short(ask))
+        seen = look(storeys, ask, deadline, stamp=None, touch=False)
+        tokens = {tier: chunks * ask.chunk_tokens for tier, chunks in seen.by_tier.items()}
+        if seen.chunks == len(ask.keys):
+            return _hit(ask, tokens, None)
+        return _hit(
+            ask, tokens, self._parts.why.missing(ask, seen.chunks, seen.reason, storeys, thorough=True)
+        )
+
+    def register(self, namespace: Namespace, wait: bool = False) -> None:
+        """Make a namespace known with its labels; an engine's call does not `wait` for it, since labels are synced."""
+        if namespace.root in self._labelled:
+            return
+        if len(self._labelled) >= _MOST_LABELLED:
+            self._labelled.clear()
+        self._labelled.add(namespace.root)
+        if wait:
+            self._parts.storeys.register(namespace)
+        else:
+            self._parts.workers.call(lambda: self._parts.storeys.register(namespace))
+
+    def _counted(self, ask: Ask, hit: Hit, counted: bool, told: bool = False) -> Hit:
+        if counted:
+            self._parts.tally.asked(ask, hit, told)
+        return hit
+
+
+def _hit(ask: Ask, by_tier: dict[str, int], answer: Answer | None) -> Hit:
+    reason, detail = answer or (None, "")
+    return hit_of(ask.start_tokens, ask.length_tokens, by_tier, reason, detail)
+
+
+def hit_without(ask: Ask, reason: Reason, detail: str) -> Hit:
+    """Return the hit of nothing at all."""
+    return _hit(ask, {}, Answer(reason, detail))
+
+
+def _short(ask: Ask) -> Answer | None:
+    """The reason of a miss where there is no whole chunk to ask for."""
+    if ask.length_tokens >= ask.chunk_tokens:
+        return None
+    return Answer(Reason.SHORT_PROMPT, f"{ask.length_tokens} tokens, a chunk has {ask.chunk_tokens}")
+
+
+def _not_worth_it(tier: str) -> Answer:
+    return Answer(Reason.NOT_WORTH_IT, f"computing is faster than reading from {tier}")

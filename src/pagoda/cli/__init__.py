@@ -1,0 +1,66 @@
+"""The command `pagoda`. Importing this imports nothing heavy; a command imports what it needs when it runs.
+
+Exit codes: 0 done, 1 failed (damage found, a store that cannot be used), 2 wrong use (one line on stderr says
+what), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import cast
+
+FAILED, USAGE, INTERRUPTED = 1, 2, 130
+
+
+class UsageError(Exception):
+    """Wrong use of a command; the message is the one line that is shown."""
+
+
+class FailedError(Exception):
+    """A command could not do its work; the message is the one line that is shown."""
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; trouble is one line on stderr, never a traceback."""
+    try:
+        return _run(sys.argv[1:] if args is None else args)
+    except KeyboardInterrupt:
+        return _complain("interrupted", INTERRUPTED)
+    except BrokenPipeError:
+        # whoever read us has gone; what is still buffered must not raise again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+
+
+def _run(args: Sequence[str]) -> int:
+    import logging
+
+    import typer
+
+    logging.getLogger("pagoda").addHandler(
+        logging.NullHandler()
+    )  # what matters is raised and said in one line
+    from pagoda.cli.app import app
+    from pagoda.errors import ConfigError, PagodaError
+
+    # the root of the errors that typer shows: click's own, or that of the click inside typer
+    refusal = cast("type[Exception]", typer.BadParameter.__mro__[2])
+    try:
+        code = typer.main.get_command(app).main(args=list(args), prog_name="pagoda", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except typer.Abort:
+        return _complain("interrupted", INTERRUPTED)
+    except (UsageError, ConfigError) as trouble:
+        return _complain(str(trouble), USAGE)
+    except (FailedError, PagodaError) as trouble:
+        return _complain(str(trouble), FAILED)
+    except refusal as trouble:
+        return _complain(getattr(trouble, "format_message", trouble.__str__)(), USAGE)
+
+
+def _complain(message: str, code: int) -> int:
+    print(f"pagoda: {' '.join(message.split())}", file=sys.stderr)
+    return code

@@ -1,0 +1,188 @@
+"""What each tier would serve of a prompt, and why not more. Reads ledgers, touches nothing, not even recency."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from pagoda.cli import show
+from pagoda.cli.stores import label, tier_of
+from pagoda.config import Config
+from pagoda.keys import Namespace, TokenIds, as_token_ids, chunk_keys
+from pagoda.ledger import Ledger, NamespaceRow
+from pagoda.metrics import Reason
+from pagoda.slab import FileSlab, MemorySlab
+from pagoda.slab.file import aligned
+
+_TIMED_CHUNKS = 4
+
+
+class Verdict(NamedTuple):
+    """How many leading tokens, why the next ones are not served (None: all whole chunks are), and that in words."""
+
+    num_tokens: int
+    reason: Reason | None
+    detail: str
+
+
+class Answer(NamedTuple):
+    """The verdict on one tier (or "all") under one namespace."""
+
+    namespace: bytes
+    model: str
+    tier: str
+    verdict: Verdict
+
+    def as_json(self) -> dict[str, object]:
+        """Return all of it in plain types."""
+        verdict = self.verdict._asdict()
+        return {"namespace": self.namespace.hex(), "model": self.model, "tier": self.tier, **verdict}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt and its keys under every namespace that any tier knows. Made by `prompt_of`."""
+
+    num_tokens: int
+    tiers: Sequence[Ledger]
+    known: Mapping[bytes, NamespaceRow]
+    chunk_tokens: Mapping[bytes, int]
+    keys: Mapping[bytes, list[bytes]]
+    min_hit_tokens: int
+    prefill_tokens_per_second: float | None  # None: nothing is judged by whether it is worth loading
+
+
+def prompt_of(
+    tokens: TokenIds, tiers: Sequence[Ledger], config: Config, chunk_tokens: int | None, prefill: float | None
+) -> Prompt:
+    """Hash the prompt under every namespace; chunks have `chunk_tokens` tokens, by default as what is stored."""
+    ids = as_token_ids(tokens)
+    known: dict[bytes, NamespaceRow] = {}
+    for ledger in tiers:
+        known.update(ledger.namespaces(counted=False))
+    found = {} if chunk_tokens else _stored_sizes(tiers)
+    # a namespace of which nothing is stored is cut as its neighbours are
+    usual = chunk_tokens or next(iter(found.values()), config.chunk_tokens)
+    sizes = {root: found.get(root, usual) for root in known}
+    keys = {root: chunk_keys(ids, root, size) for root, size in sizes.items()}
+    worth = prefill if config.worth_it else None
+    return Prompt(len(ids), tiers, known, sizes, keys, config.min_hit_tokens, worth)
+
+
+def answers(prompt: Prompt, root: bytes) -> list[Answer]:
+    """Return the answer of each tier for one namespace; of several tiers also what they serve together, as "all".
+
+    What is below the minimum counts for nothing, which only the answer for all tiers can say.
+    """
+    model = label(prompt.known[root].fields)
+    here = [ledger for ledger in prompt.tiers if root in ledger.namespaces(counted=False)]
+    if len(here) == 1:
+        return [Answer(root, model, tier_of(here[0]), _together(prompt, root, here))]
+    alone = [Answer(root, model, tier_of(ledger), _from(prompt, root, ledger, 0)) for ledger in here]
+    return [*alone, Answer(root, model, "all", _together(prompt, root, here))]
+
+
+def _stored_sizes(tiers: Sequence[Ledger]) -> dict[bytes, int]:
+    """Return the tokens in a chunk of each namespace that has any, as its first one says."""
+    found: dict[bytes, int] = {}
+    for ledger in tiers:
+        awaited = {root for root, row in ledger.namespaces().items() if row.chunks} - found.keys()
+        for row in ledger.rows() if awaited else ():
+            if row.namespace_root in awaited and row.tokens:
+                found[row.namespace_root] = row.tokens
+                awaited.discard(row.namespace_root)
+            if not awaited:
+                break
+    return found
+
+
+def _together(prompt: Prompt, root: bytes, tiers: Sequence[Ledger]) -> Verdict:
+    """Return what the tiers serve from the top down, each going on where the one above ended."""
+    size = prompt.chunk_tokens[root]
+    verdicts: list[Verdict] = []
+    run = 0
+    for ledger in tiers:
+        verdicts.append(_from(prompt, root, ledger, run))
+        run += verdicts[-1].num_tokens // size
+        if verdicts[-1].reason is None:
+            break
+    total, last = run * size, verdicts[-1]
+    if 0 < total < prompt.min_hit_tokens:
+        detail = f"{total} tokens are there, min_hit_tokens = {prompt.min_hit_tokens}"
+        return Verdict(0, Reason.BELOW_MINIMUM, detail)
+    if last.reason is Reason.ABSENT:  # any tier that remembers more than this one says more
+        last = next((verdict for verdict in reversed(verdicts) if verdict.reason is not Reason.ABSENT), last)
+    return last._replace(num_tokens=total)
+
+
+def _from(prompt: Prompt, root: bytes, ledger: Ledger, start: int) -> Verdict:
+    """Return what this tier has from chunk `start` on."""
+    size, keys = prompt.chunk_tokens[root], prompt.keys[root]
+    if not keys:
+        detail = f"{prompt.num_tokens} tokens do not fill a chunk of {size}"
+        return Verdict(0, Reason.SHORT_PROMPT, detail)
+    match = ledger.match(keys[start:], start=start, touch=False)
+    run = len(match.slots)
+    dear = _dear(prompt, ledger, match.slots[:_TIMED_CHUNKS].tolist(), size)
+    if dear:
+        return Verdict(0, Reason.NOT_WORTH_IT, dear)
+    if start + run == len(keys):
+        return Verdict(run * size, None, "all whole chunks are there")
+    return Verdict(run * size, *_why(prompt, root, ledger, start + run, match.reason))
+
+
+def _why(prompt: Prompt, root: bytes, ledger: Ledger, index: int, now: Reason | None) -> tuple[Reason, str]:
+    """Return why chunk `index` is not there, and in words since when or which field differs."""
+    reason, age_seconds = ledger.why(prompt.keys[root][index])
+    if now is not None and now is not reason:  # what is the matter now says more than what is remembered
+        reason, age_seconds = now, None
+    if reason is Reason.ABSENT:
+        for other, keys in prompt.keys.items():
+            if other != root and len(ledger.match(keys[: index + 1], touch=False).slots) > index:
+                return Reason.OTHER_NAMESPACE, _difference(prompt.known[root], prompt.known[other])
+    since = f" {show.age(age_seconds)} ago" if age_seconds is not None else ""
+    return reason, f"chunk {index}: {reason.value.replace('_', ' ')}{since}"
+
+
+def _difference(mine: NamespaceRow, other: NamespaceRow) -> str:
+    """Say in which fields the namespace that has the chunk differs, and how."""
+    names = Namespace.differing(mine.fields, other.fields)
+    pairs = [f"{name} {other.fields.get(name, '')!r}, not {mine.fields.get(name, '')!r}" for name in names]
+    return f"there is one with {' and '.join(pairs)}"
+
+
+def _dear(prompt: Prompt, ledger: Ledger, slots: Sequence[int], size: int) -> str:
+    """Say how much longer loading one of these slots takes than computing it; empty if it does not."""
+    if prompt.prefill_tokens_per_second is None or not slots:
+        return ""
+    load, compute = _load_seconds(ledger, slots), size / prompt.prefill_tokens_per_second
+    return (
+        f"a chunk loads in {load * 1e3:.3g} ms, computing takes {compute * 1e3:.3g} ms"
+        if load > compute
+        else ""
+    )
+
+
+def _load_seconds(ledger: Ledger, slots: Sequence[int]) -> float:
+    """Return the least time that bringing one of these slots into private memory took."""
+    room = aligned(ledger.slot_bytes)
+    times = []
+    if ledger.kind == "file":
+        disk = FileSlab(ledger.slab_path, ledger.slots, ledger.slot_bytes)
+        for slot in slots:
+            began = time.perf_counter()
+            disk.read(slot, [room])
+            times.append(time.perf_counter() - began)
+        disk.close()
+        return min(times)
+    memory = MemorySlab(ledger.slab_path, ledger.slots, ledger.slot_bytes)
+    for slot in [*slots, *slots]:  # the first time faults the pages in
+        began = time.perf_counter()
+        np.copyto(room, memory.view(slot))
+        times.append(time.perf_counter() - began)
+    memory.close()
+    return min(times)

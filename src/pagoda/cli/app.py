@@ -1,0 +1,61 @@
+"""The commands and their names. Modules are light; what is heavy is imported when a command runs."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Annotated
+
+import typer
+
+from pagoda.cli import FailedError, config
+from pagoda.cli.bench import bench
+from pagoda.cli.check import check
+from pagoda.cli.clear import clear
+from pagoda.cli.explain import explain
+from pagoda.cli.ls import ls
+from pagoda.cli.stats import stats
+
+_STYLE = {"help_option_names": ["-h", "--help"]}
+
+app = typer.Typer(
+    name="pagoda",
+    help="PagodaKV: one cache in storeys, so that no prompt prefix is computed twice.",
+    add_completion=False,
+    context_settings=_STYLE,
+    pretty_exceptions_enable=False,
+)
+for command in (stats, ls, check, clear, explain, bench):
+    app.command()(command)
+app.add_typer(config.app, name="config")
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    ctx: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    from pagoda import __version__
+
+    if version:
+        print(f"pagoda {__version__}")
+        raise typer.Exit
+    if ctx.invoked_subcommand is None:
+        print(ctx.get_help())
+
+
+@app.command(
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []},
+    add_help_option=False,
+)
+def demo(ctx: typer.Context) -> int:
+    """Show a prompt served from memory and from disk: same text, much sooner."""
+    try:
+        module = import_module("pagoda.cli.demo")
+    except ModuleNotFoundError as missing:
+        if missing.name not in ("torch", "transformers", "tokenizers"):
+            raise
+        raise FailedError(f"the demo needs {missing.name}: pip install 'pagodakv[transformers]'") from None
+    inner = typer.Typer(add_completion=False, context_settings=_STYLE)
+    inner.command()(module.demo)
+    code = typer.main.get_command(inner).main(args=ctx.args, prog_name="pagoda demo", standalone_mode=False)
+    return code if isinstance(code, int) else 0

@@ -1,0 +1,85 @@
+"""`pagoda bench`: how fast the configured tiers are, beside the memory and the disk under them."""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pagoda.cli import UsageError, show
+from pagoda.cli.stores import AsJson, ConfigFile, configured
+
+if TYPE_CHECKING:
+    from pagoda.cli.measure import Figure
+    from pagoda.config import Config
+
+
+def bench(
+    seconds: Annotated[float, typer.Option(min=1, max=600, help="About how long it may take.")] = 20.0,
+    chunk_size: Annotated[
+        str, typer.Option(metavar="SIZE", help="Bytes of a chunk, such as 32MiB.")
+    ] = "32MiB",
+    as_json: AsJson = False,
+    config: ConfigFile = None,
+) -> int:
+    """Measure the configured tiers beside the memory and the disk under them; nothing stored is touched."""
+    loaded, chunk_bytes = configured(config), _chunk_bytes(chunk_size)
+    tiers = [tier for tier in ("host", "disk") if getattr(loaded, f"{tier}_bytes")]
+    if not tiers:
+        raise UsageError("host_size and disk_size are 0: there is no tier to measure")
+    figures = _measured(loaded, tiers, chunk_bytes, seconds / len(tiers), as_json)
+    if as_json:
+        values = {figure.name: figure.as_json() for figure in figures}
+        show.print_json({"chunk_bytes": chunk_bytes, **values})
+        return 0
+    rows = [
+        (
+            figure.name.replace("_", " "),
+            round(statistics.median(figure.tier), 2),
+            round(statistics.median(figure.limit), 2),
+            round(figure.ratio, 3),
+            figure.threads,
+            len(figure.tier),
+        )
+        for figure in figures
+    ]
+    columns = ("", "GB/s", "limit GB/s", "ratio", "threads", "turns")
+    show.print_table(f"chunks of {show.size(chunk_bytes)}", columns, rows)
+    print("limits: copying in memory; bare O_DIRECT reads and writes of the same file system")
+    if "disk" not in tiers:
+        show.note("no disk tier is configured (disk_path and disk_size), so none was measured")
+    return 0
+
+
+def _chunk_bytes(text: str) -> int:
+    from pagoda.config.sizes import parse_size
+
+    try:
+        size = parse_size(text)
+    except ValueError as trouble:
+        raise UsageError(f"--chunk-size {text}: {trouble}") from None
+    if not isinstance(size, int) or not 4096 <= size <= 2**30 or size % 4096:
+        raise UsageError(f"--chunk-size {text}: a multiple of 4096 bytes up to 1GiB is needed")
+    return size
+
+
+def _measured(
+    config: Config, tiers: list[str], chunk_bytes: int, seconds: float, as_json: bool
+) -> list[Figure]:
+    """Measure the tiers one after the other, under a progress bar."""
+    import time
+
+    from pagoda.cli.measure import disk_figures, host_figures
+
+    measures = {"host": host_figures, "disk": disk_figures}
+    figures = []
+    with show.progress(as_json) as bars:
+        for tier in tiers:
+            task, began = bars.add_task(f"measuring {tier}", total=seconds), time.monotonic()
+
+            def tick(task: int = task, began: float = began) -> None:
+                bars.update(task, completed=min(seconds, time.monotonic() - began))  # type: ignore[arg-type]
+
+            figures += measures[tier](config, chunk_bytes, seconds, tick)
+    return figures

@@ -1,0 +1,182 @@
+"""`pagoda check`: do the numbers of a ledger add up, and are the bytes on the disk still right?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+
+from pagoda.cli import FAILED, show
+from pagoda.cli.stores import AsJson, ConfigFile, Directory, attached, find_stores, tier_of
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+    from pagoda.ledger import Ledger, Row
+    from pagoda.slab.file import FileSlab
+
+_ADVANCE_CHUNKS = 16
+
+
+class Verdict(NamedTuple):
+    """What was found in one store. `trouble` is what is wrong with it, or empty."""
+
+    directory: Path
+    tier: str
+    trouble: str
+    gauges: dict[str, int]
+    unreachable: int
+    stale_hints: int
+    read_chunks: int
+    damaged: list[bytes]
+    dropped: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong (unreachable chunks and stale hints are none: they go by themselves)."""
+        return not self.trouble and not self.damaged
+
+    def as_json(self) -> dict[str, object]:
+        """Return all of it in plain types."""
+        damaged = [key.hex() for key in self.damaged]
+        return {"ok": self.ok, **self._asdict(), "directory": str(self.directory), "damaged": damaged}
+
+
+def check(
+    directory: Directory = None,
+    read: Annotated[
+        bool, typer.Option("--read", help="Read every chunk on the disk and verify its bytes.")
+    ] = False,
+    drop: Annotated[bool, typer.Option("--drop", help="With --read: drop what is damaged.")] = False,
+    as_json: AsJson = False,
+    config: ConfigFile = None,
+) -> int:
+    """Check that the ledgers add up and, with --read, that the bytes on the disk are the ones stored."""
+    from pagoda.cli import UsageError
+
+    if drop and not read:
+        raise UsageError("--drop: what is damaged is only known after reading; add --read")
+    with show.progress(as_json) as bars:
+        verdicts = []
+        for store in find_stores(directory, config):
+            task = bars.add_task(f"checking {store}", total=None)
+            verdicts.append(_judged(store, read, drop, partial(_advance, bars, task)))
+            bars.update(task, visible=False)
+    ok = all(verdict.ok for verdict in verdicts)
+    if as_json:
+        show.print_json({"ok": ok, "stores": [verdict.as_json() for verdict in verdicts]})
+    else:
+        _print(verdicts)
+    return 0 if ok else FAILED
+
+
+def _advance(bars: Progress, task: TaskID, done: int, total: int) -> None:
+    bars.update(task, completed=done, total=total)
+
+
+def _judged(store: Path, read: bool, drop: bool, advance: Callable[[int, int], None]) -> Verdict:
+    """Check one store; trouble with it is part of the verdict."""
+    from pagoda.errors import PagodaError
+
+    verdict = Verdict(store, "", "", {}, 0, 0, 0, [], 0)
+    try:
+        with attached(store) as ledger:
+            verdict = verdict._replace(tier=tier_of(ledger))
+            report = ledger.check()
+            verdict = verdict._replace(
+                gauges=report.gauges, unreachable=report.unreachable, stale_hints=report.stale_hints
+            )
+            if read and ledger.kind == "file":
+                number, damaged = _read_all(ledger, advance)
+                verdict = verdict._replace(read_chunks=number, damaged=[row.key for row in damaged])
+                verdict = verdict._replace(dropped=_drop(ledger, damaged) if drop else 0)
+    except PagodaError as trouble:
+        return verdict._replace(trouble=str(trouble))
+    return verdict
+
+
+def _read_all(ledger: Ledger, advance: Callable[[int, int], None]) -> tuple[int, list[Row]]:
+    """Verify each chunk that stays in place while it is read; return their number and the damaged ones."""
+    from pagoda.slab.file import FileSlab
+
+    total, read, damaged = ledger.gauges()["ready"], 0, []
+    slab = FileSlab(ledger.slab_path, ledger.slots, ledger.slot_bytes)
+    try:
+        for row, sound in _verified(ledger, slab):
+            read += 1
+            if not sound:
+                damaged.append(row)
+            if read % _ADVANCE_CHUNKS == 0:
+                advance(read, max(total, read))
+    finally:
+        slab.close()
+    return read, damaged
+
+
+def _verified(ledger: Ledger, slab: FileSlab) -> Iterator[tuple[Row, bool]]:
+    import numpy as np
+
+    from pagoda.codec import HEADER_BYTES, Expected, verify
+    from pagoda.slab.file import aligned
+
+    room = aligned(ledger.slot_bytes)
+    page, payload = room[:HEADER_BYTES], room[HEADER_BYTES:]
+    for row in ledger.rows():
+        expected = Expected(
+            store_id=ledger.store_id,
+            slot=row.slot,
+            namespace=row.namespace_root,
+            epoch=row.epoch,
+            key=row.key,
+            position=row.position,
+            sequence=row.generation,
+        )
+        try:
+            slab.read(row.slot, [room])
+            sound = verify(page, payload, expected) is None
+        except OSError:
+            sound = False
+        # a slot that was given to another chunk meanwhile says nothing about the first
+        if ledger.still_valid(np.array([row.slot]), np.array([row.generation], np.uint64))[0]:
+            yield row, sound
+
+
+def _drop(ledger: Ledger, damaged: list[Row]) -> int:
+    from pagoda.metrics import Reason
+
+    return sum(ledger.drop(row.key, row.slot, row.generation, Reason.FAILED_CHECK) for row in damaged)
+
+
+def _print(verdicts: list[Verdict]) -> None:
+    if not verdicts:
+        show.note("nothing is stored yet (pagoda config show tells where it would be)")
+        return
+    rows = [
+        (
+            verdict.tier or "?",
+            "ok" if verdict.ok else "DAMAGED",
+            verdict.gauges.get("ready", 0),
+            verdict.unreachable,
+            verdict.stale_hints,
+            verdict.read_chunks,
+            len(verdict.damaged),
+            verdict.directory,
+        )
+        for verdict in verdicts
+    ]
+    columns = ("tier", "verdict", "chunks", "unreachable", "stale hints", "read", "damaged", "directory")
+    show.print_table("", columns, rows)
+    for verdict in verdicts:
+        if verdict.trouble:
+            show.note(f"{verdict.directory}: {verdict.trouble}")
+        if verdict.damaged:
+            keys = ", ".join(key.hex()[:12] for key in verdict.damaged[:8])
+            done = (
+                f"; {verdict.dropped} dropped"
+                if verdict.dropped
+                else " (they will be misses; --drop removes them)"
+            )
+            show.note(f"{verdict.directory}: damaged chunks {keys}{done}")

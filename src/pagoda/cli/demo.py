@@ -1,0 +1,126 @@
+"""`pagoda demo`: a prompt answered cold, from host memory by another process, and from disk after memory is wiped."""
+
+from __future__ import annotations
+
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pagoda.cli import FAILED, INTERRUPTED, UsageError, show
+from pagoda.cli.stores import AsJson
+
+if TYPE_CHECKING:
+    from pagoda.cli.demo_process import Size
+    from pagoda.cli.demo_run import Shown
+
+_STEPS = 16  # of all processes together, for the progress bar
+_FROM = {"cold": "computed", "host": "host", "disk": "disk"}
+
+
+def demo(
+    model: Annotated[
+        str | None, typer.Option(metavar="PATH_OR_ID", help="A real model instead of a random one.")
+    ] = None,
+    as_json: AsJson = False,
+    host_path: Annotated[
+        Path, typer.Option(help="Where host memory is: the demo makes its own directory there.")
+    ] = Path("/dev/shm"),
+    disk_path: Annotated[
+        Path | None, typer.Option(help="Where the disk is: the demo makes its own directory there.")
+    ] = None,
+) -> int:
+    """Show a prompt served from memory and from disk: same text, much sooner. Leaves nothing behind."""
+    from pagoda.cli.demo_process import Size
+
+    missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"the demo needs {' and '.join(missing)}: pip install torch 'pagodakv[transformers]'"
+        )
+    try:
+        shown = _ran(Size(), model, host_path, disk_path or Path(tempfile.gettempdir()), as_json)
+    except KeyboardInterrupt:
+        show.note("interrupted; the demo left nothing behind")
+        return INTERRUPTED
+    if as_json:
+        show.print_json(shown.as_json())
+    else:
+        _print(shown, model)
+    return 0 if shown.identical and shown.controls_differ else FAILED
+
+
+def _ran(size: Size, model: str | None, host_in: Path, disk_in: Path, as_json: bool) -> Shown:
+    """Run the processes under a progress bar."""
+    from pagoda.cli.demo_run import run_demo
+
+    with show.progress(as_json) as bars:
+        task = bars.add_task("starting", total=_STEPS)
+
+        def step(process: str, what: str) -> None:
+            bars.update(task, advance=1, description=f"{process}: {what}")
+
+        shown = run_demo(size, model, host_in, disk_in, step)
+        bars.update(task, completed=_STEPS, description="done")
+    return shown
+
+
+def _print(shown: Shown, model: str | None) -> None:
+    what = model or f"a Llama of {shown.outcomes['cold'].parameters / 1e6:.0f} million random weights"
+    title = (
+        f"{what}, fp32: two questions about the same {shown.cold[0].prompt_tokens:,} tokens, a process a tier"
+    )
+    columns = ("process", "question", "tokens reused", "computed", "first token", "against cold", "text")
+    show.print_table(title, columns, _rows(shown))
+    print(_chart(shown))
+    print(
+        f"host hit against handing generate a clone of the same KV: {shown.outcomes['host'].host_vs_handover:.2f}x "
+        "the time to first token"
+    )
+    controls = {name: _changes(differs) for name, differs in shown.outcomes["cold"].controls.items()}
+    print(
+        f"controls: zeroed KV {controls['zeroed']} the text, another prompt's KV {controls['other']} it; "
+        f"at least {shown.distinct_tokens} different tokens in {len(shown.cold[0].tokens)}"
+    )
+    if model is None:
+        print(
+            f"random weights write noise ({shown.cold[0].text[:12]!r}...): what counts is that it is the same"
+        )
+
+
+def _rows(shown: Shown) -> list[tuple[object, ...]]:
+    rows: list[tuple[object, ...]] = []
+    for process, outcome in shown.outcomes.items():
+        for number, (answer, cold) in enumerate(zip(outcome.answers, shown.cold, strict=True)):
+            reused = sum(answer.by_tier.values())
+            rows.append(
+                (
+                    process,
+                    str(number + 1),
+                    ", ".join(f"{tokens:,} from {tier}" for tier, tokens in answer.by_tier.items())
+                    or f"none {answer.reason}".strip(),
+                    f"{answer.prompt_tokens - reused:,}",
+                    f"{answer.seconds:.3f} s",
+                    f"{cold.seconds / answer.seconds:.1f}x",
+                    "identical" if answer.tokens == cold.tokens else "DIFFERS",
+                )
+            )
+    return rows
+
+
+def _chart(shown: Shown, width: int = 60) -> str:
+    """Bars of the time to first token, in one scale."""
+    seconds = {name: shown.ttft(name) for name in _FROM}
+    longest = max(value for value in seconds.values() if value == value)
+    lines = ["time to first token"]
+    for name, value in seconds.items():
+        bar = "" if value != value else "█" * max(1, round(value / longest * width))
+        figure = "not served" if value != value else f"{value:.3f} s"
+        lines.append(f"  {_FROM[name]:>8} {bar} {figure}")
+    return "\n".join(lines)
+
+
+def _changes(differs: bool) -> str:
+    return "changes" if differs else "DOES NOT CHANGE"

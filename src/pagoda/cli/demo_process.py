@@ -1,0 +1,358 @@
+"""One process of the demo: build the model, ask the questions, say how it went as JSON lines on stdout.
+
+Run as `python -m pagoda.cli.demo_process` with a task (JSON) on stdin. Each process builds the same model anew, so
+whatever it reuses came out of the cache's own memory and files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, Protocol
+
+from pagoda.cli.demo_text import QUESTIONS, ByteTokenizer, documents
+
+if TYPE_CHECKING:
+    import torch
+
+    from pagoda.connectors.transformers import CachedModel
+
+__all__ = ["Answer", "Outcome", "Size", "Task"]
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large the demo is; the defaults are a Llama of about 60 million parameters."""
+
+    hidden: int = 768
+    layers: int = 9
+    intermediate: int = 2048
+    heads: int = 12
+    kv_heads: int = 4
+    initializer_range: float = 0.08  # large enough that the text depends on the context
+    document_tokens: int = 4096
+    new_tokens: int = 48
+    chunk_tokens: int = 256
+    rounds: int = 7  # of the race between a host hit and handing over the same KV
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one process is to do."""
+
+    process: str  # "cold": compute, store, controls · "host": race too · "disk"
+    host_path: str
+    disk_path: str
+    size: Size
+    model: str | None = None  # a path or id of a real model
+
+
+@dataclass
+class Answer:
+    """One question, answered."""
+
+    prompt_tokens: int
+    tokens: list[int]
+    seconds: float  # to the first token, looking for KV included
+    by_tier: dict[str, int] = field(default_factory=dict)
+    text: str = ""
+    reason: str = ""  # why no more was reused
+
+
+@dataclass
+class Outcome:
+    """What one process found."""
+
+    answers: list[Answer]
+    parameters: int = 0
+    controls: dict[str, bool] = field(default_factory=dict)  # whether the text changed
+    handover_seconds: float = 0.0
+    host_seconds: float = 0.0
+    host_vs_handover: float = 0.0
+
+
+# What is used of Transformers, whose own types promise less (and are not there where it is not installed).
+
+
+class _Tokenizer(Protocol):
+    def encode(self, text: str) -> list[int]: ...
+    def decode(self, ids: list[int]) -> str: ...
+
+
+class _Layer(Protocol):
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def lazy_initialization(self, keys: torch.Tensor, values: torch.Tensor) -> None: ...
+
+
+class _KV(Protocol):
+    layers: list[_Layer]
+
+
+class _Model(Protocol):
+    config: object
+
+    def generate(self, ids: torch.Tensor, **kwargs: object) -> torch.Tensor: ...
+    def parameters(self) -> Iterator[torch.Tensor]: ...
+
+
+class _FirstToken:
+    """A streamer that notes when the first token came. Used by one `generate`."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        """Called once with the prompt, then with each token."""
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Called when all tokens are there."""
+
+
+class _Asker:
+    """A model and its prompts. Not thread-safe."""
+
+    def __init__(self, task: Task, step: Callable[[str], None]) -> None:
+        import torch
+
+        self.task, self.step = task, step
+        step("building the model")
+        self.model, self.tokenizer = _real(task.model) if task.model else _random(task.size)
+        limit = getattr(self.model.config, "max_position_embeddings", None) or 1 << 20
+        self.room = min(task.size.document_tokens, limit - task.size.new_tokens - 128)
+        texts = documents()
+        self.prompts = [self.prompt(texts.asked, question) for question in QUESTIONS]
+        self.other = self.prompt(texts.other, QUESTIONS[0])
+        step("warming up")  # threads and buffers of torch are made on first use: not what is measured
+        self.ask(torch.full((1, 64), 32), self.empty(), new_tokens=2)
+
+    def prompt(self, text: str, question: str) -> torch.Tensor:
+        """Return [1, tokens]: as many tokens of the document as fit, and the question."""
+        import torch
+
+        ids = self.tokenizer.encode(text[: self.room * 16])[: self.room]
+        return torch.tensor([ids + self.tokenizer.encode(question)])
+
+    def empty(self) -> _KV:
+        """Return a KV cache with nothing in it."""
+        kv: _KV = import_module("transformers").DynamicCache(config=self.model.config)
+        return kv
+
+    def ask(self, ids: torch.Tensor, kv: _KV, new_tokens: int | None = None) -> Answer:
+        """Generate without PagodaKV, from whatever is in `kv`; fills it."""
+        return self._timed(ids, self.model.generate, new_tokens, past_key_values=kv)
+
+    def ask_cached(self, cached: CachedModel, ids: torch.Tensor, new_tokens: int | None = None) -> Answer:
+        """Generate with PagodaKV."""
+        answer = self._timed(ids, cached.generate, new_tokens, store=new_tokens is None)
+        assert cached.last is not None
+        hit = cached.last.hit
+        answer.by_tier, answer.reason = hit.by_tier, f"{hit.reason or ''} {hit.detail}".strip()
+        return answer
+
+    def _timed(
+        self,
+        ids: torch.Tensor,
+        generate: Callable[..., torch.Tensor],
+        new_tokens: int | None,
+        **kwargs: object,
+    ) -> Answer:
+        import torch
+
+        first, began = _FirstToken(), time.perf_counter()
+        out = generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new_tokens or self.task.size.new_tokens,
+            do_sample=False,
+            streamer=first,
+            **kwargs,
+        )
+        tokens: list[int] = out[0, ids.shape[1] :].tolist()
+        return Answer(ids.shape[1], tokens, first.times[1] - began, text=self.tokenizer.decode(tokens))
+
+
+def _random(size: Size) -> tuple[_Model, _Tokenizer]:
+    """A Llama with random weights, the same in every process."""
+    import torch
+
+    transformers = import_module("transformers")
+    tokenizer = ByteTokenizer()
+    config = transformers.LlamaConfig(
+        vocab_size=tokenizer.vocabulary,
+        hidden_size=size.hidden,
+        num_hidden_layers=size.layers,
+        intermediate_size=size.intermediate,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
+        max_position_embeddings=max(8192, 2 * size.document_tokens),
+        initializer_range=size.initializer_range,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config).eval(), tokenizer
+
+
+def _real(name: str) -> tuple[_Model, _Tokenizer]:
+    import torch
+
+    transformers = import_module("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
+    return model, transformers.AutoTokenizer.from_pretrained(name)
+
+
+def _open(asker: _Asker) -> CachedModel:
+    """Open the cache; its tiers have room for a few prompts of this size."""
+    from pagoda.config import Config
+    from pagoda.connectors.transformers import CachedModel, layout_of
+
+    task = asker.task
+    layout = layout_of(asker.model, task.size.chunk_tokens)
+    chunks = max(prompt.shape[1] for prompt in asker.prompts) // task.size.chunk_tokens + 1
+    room = max(64, 4 * chunks) * (layout.slot_bytes + 4096) + (16 << 20)
+    config = Config(
+        chunk_tokens=task.size.chunk_tokens,
+        host_size=room,
+        host_path=task.host_path,
+        disk_size=room,
+        disk_path=task.disk_path,
+        deadline_seconds=60.0,
+    )
+    return CachedModel(asker.model, config)
+
+
+def _cold(asker: _Asker) -> Outcome:
+    """Compute everything, without PagodaKV; then store it. The controls show that the KV decides the text."""
+    answers, caches = [], []
+    for number, ids in enumerate(asker.prompts):
+        asker.step(f"question {number + 1}: computing {ids.shape[1]:,} tokens")
+        caches.append(asker.empty())
+        answers.append(asker.ask(ids, caches[-1]))
+    outcome = Outcome(answers)
+    with _open(asker) as cached:
+        asker.step("storing the KV")
+        for ids, kv in zip(asker.prompts, caches, strict=True):
+            cached.store(ids, kv)
+        if not cached.cache.flush(120.0):
+            raise SystemExit("the disk tier did not take the KV within two minutes")
+    asker.step("control: the same question over zeroed KV")
+    documents_end = asker.room
+    zeroed = [[plane.zero_() for plane in layer] for layer in _planes(caches[0], documents_end)]
+    outcome.controls["zeroed"] = _text_over(asker, zeroed) != answers[0].tokens
+    asker.step("control: the same question over another prompt's KV")
+    other = asker.empty()
+    asker.ask(asker.other, other, new_tokens=1)
+    outcome.controls["other"] = _text_over(asker, _planes(other, documents_end)) != answers[0].tokens
+    return outcome
+
+
+def _host(asker: _Asker) -> Outcome:
+    """Ask again; then race a host hit against handing over a clone of the same KV."""
+    with _open(asker) as cached:
+        outcome = _asked(asker, cached)
+        asker.step("host hit against a clone of the same KV from a dict")
+        ids = asker.prompts[0]
+        with cached.prefix(ids) as prefix:
+            kept = {0: _planes(prefix.past_key_values, prefix.columns)} if prefix.columns else {}
+        if not kept:
+            return outcome
+        hits: list[float] = []
+        clones: list[float] = []
+        for turn in range(asker.task.size.rounds):
+            if turn % 2:
+                hits.append(_hit_seconds(asker, cached))
+            clones.append(_clone_seconds(asker, kept))
+            if not turn % 2:
+                hits.append(_hit_seconds(asker, cached))
+        outcome.host_seconds, outcome.handover_seconds = statistics.median(hits), statistics.median(clones)
+        outcome.host_vs_handover = statistics.median(a / b for a, b in zip(hits, clones, strict=True))
+        return outcome
+
+
+def _asked(asker: _Asker, cached: CachedModel) -> Outcome:
+    answers = []
+    for number, ids in enumerate(asker.prompts):
+        asker.step(f"question {number + 1}: looking for its KV")
+        answers.append(asker.ask_cached(cached, ids))
+    return Outcome(answers)
+
+
+def _disk(asker: _Asker) -> Outcome:
+    with _open(asker) as cached:
+        return _asked(asker, cached)
+
+
+def _planes(kv: _KV, tokens: int) -> list[list[torch.Tensor]]:
+    """Clones of K and V of the leading tokens."""
+    return [[plane[:, :, :tokens].clone() for plane in (layer.keys, layer.values)] for layer in kv.layers]
+
+
+def _cache_of(asker: _Asker, planes: Sequence[Sequence[torch.Tensor]]) -> _KV:
+    """A KV cache over these very tensors: nothing is copied, which no other way to hand them over does."""
+    kv = asker.empty()
+    for layer, (keys, values) in zip(kv.layers, planes, strict=True):
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values = keys, values
+    return kv
+
+
+def _text_over(asker: _Asker, planes: Sequence[Sequence[torch.Tensor]]) -> list[int]:
+    return asker.ask(asker.prompts[0], _cache_of(asker, planes)).tokens
+
+
+def _hit_seconds(asker: _Asker, cached: CachedModel) -> float:
+    return asker.ask_cached(cached, asker.prompts[0], new_tokens=1).seconds
+
+
+def _clone_seconds(asker: _Asker, kept: dict[int, list[list[torch.Tensor]]]) -> float:
+    began = time.perf_counter()
+    kv = _cache_of(asker, [[plane.clone() for plane in layer] for layer in kept[0]])
+    cloned = time.perf_counter() - began
+    return cloned + asker.ask(asker.prompts[0], kv, new_tokens=1).seconds
+
+
+def _end_with_the_parent() -> None:
+    """Wait for the end of stdin: whoever started this process has its outcome, or is gone."""
+    while os.read(0, 1):  # not through sys.stdin: its lock would be in the way of a normal exit
+        pass
+    os._exit(130)
+
+
+def main() -> int:
+    """Do the task on stdin; returns the exit code."""
+    given = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+    task = Task(**{**given, "size": Size(**given["size"])})
+
+    def tell(**line: object) -> None:
+        print(json.dumps(line), flush=True)
+
+    try:
+        asker = _Asker(task, lambda step: tell(step=step))
+        outcome = {"cold": _cold, "host": _host, "disk": _disk}[task.process](asker)
+    except (OSError, ValueError) as trouble:
+        if task.model is None:
+            raise
+        tell(refused=str(trouble).strip().splitlines()[0])  # not to be had, or its KV cannot be cut
+        return 1
+    outcome.parameters = sum(parameter.numel() for parameter in asker.model.parameters())
+    tell(outcome=asdict(outcome))
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,196 @@
+"""The three processes of the demo, one after the other, and what they prove together."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+
+from pagoda.cli import FailedError, UsageError
+from pagoda.cli.demo_process import Answer, Outcome, Size, Task
+
+__all__ = ["Shown", "run_demo"]
+
+PROCESSES = ("cold", "host", "disk")
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What the three processes found."""
+
+    outcomes: dict[str, Outcome]
+
+    @property
+    def cold(self) -> list[Answer]:
+        """The answers without PagodaKV."""
+        return self.outcomes["cold"].answers
+
+    @property
+    def identical(self) -> bool:
+        """Whether every process gave the very tokens of the cold one."""
+        wanted = [answer.tokens for answer in self.cold]
+        return all([answer.tokens for answer in each.answers] == wanted for each in self.outcomes.values())
+
+    @property
+    def distinct_tokens(self) -> int:
+        """The fewest different tokens in an answer: one that repeats itself would prove little."""
+        return min(len(set(answer.tokens)) for answer in self.cold)
+
+    @property
+    def controls_differ(self) -> bool:
+        """Whether the text changed with zeroed KV and with another prompt's KV."""
+        return all(self.outcomes["cold"].controls.values())
+
+    def ttft(self, process: str) -> float:
+        """Seconds to the first token: the mean over the questions that were served by that tier (all, if cold)."""
+        answers = self.outcomes[process].answers
+        from_there = [answer.seconds for answer in answers if process == "cold" or process in answer.by_tier]
+        return statistics.mean(from_there) if from_there else float("nan")
+
+    def served(self, tier: str) -> bool:
+        """Whether that tier served a question at all in its process."""
+        return any(tier in answer.by_tier for answer in self.outcomes[tier].answers)
+
+    def as_json(self) -> dict[str, object]:
+        """Return all of it in plain types."""
+        race = self.outcomes["host"]
+        return {
+            "identical": self.identical,
+            "distinct_tokens": self.distinct_tokens,
+            "controls_differ": self.controls_differ,
+            "ttft_cold_seconds": self.ttft("cold"),
+            "ttft_host_seconds": self.ttft("host"),
+            "ttft_disk_seconds": self.ttft("disk"),
+            "host_vs_handover": race.host_vs_handover,
+            "handover_seconds": race.handover_seconds,
+            "parameters": race.parameters,
+            "prompt_tokens": [answer.prompt_tokens for answer in self.cold],
+            "reused_tokens": {
+                process: [answer.by_tier for answer in self.outcomes[process].answers]
+                for process in PROCESSES
+            },
+            "controls": self.outcomes["cold"].controls,
+        }
+
+
+def run_demo(
+    size: Size,
+    model: str | None,
+    host_in: Path,
+    disk_in: Path,
+    step: Callable[[str, str], None],
+) -> Shown:
+    """Run the processes with stores of their own under `host_in` and `disk_in`, removed afterwards whatever happens.
+
+    `step(process, what)` is called as they go. Raises UsageError for a model that cannot be had or cached, FailedError
+    with the last words of a process that failed.
+    """
+    outcomes = {}
+    with _interruptible(), _own_directory(host_in) as host, _own_directory(disk_in) as disk:
+        for process in PROCESSES:
+            if process == "disk":
+                step("disk", "wiping the host tier")
+                shutil.rmtree(host / "host", ignore_errors=True)
+            task = Task(process, str(host / "host"), str(disk / "disk"), size, model)
+            outcomes[process] = _run(task, lambda what, process=process: step(process, what))  # type: ignore[misc]
+    return Shown(outcomes)
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let SIGTERM and SIGINT both be a KeyboardInterrupt, also where a shell had SIGINT ignored; put back later."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def _own_directory(parent: Path) -> Iterator[Path]:
+    try:
+        made = Path(tempfile.mkdtemp(prefix="pagoda-demo-", dir=parent))
+    except OSError as trouble:
+        raise UsageError(f"the demo needs a directory in {parent}: {trouble.strerror}") from None
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _run(task: Task, step: Callable[[str], None]) -> Outcome:
+    """Run one process to its end; it never outlives this call."""
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pagoda.cli.demo_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env={
+                "OMP_WAIT_POLICY": "passive",
+                **os.environ,
+            },  # spinning threads fall over each other on a busy machine
+        )
+        try:
+            outcome = _followed(process, task, step)
+        finally:
+            _ended(process)
+        if outcome is None:
+            errors.seek(0)
+            said = [line for line in errors.read().splitlines() if line.strip()]
+            raise FailedError(
+                f"the {task.process} process failed: {said[-1] if said else process.returncode}"
+            )
+        return outcome
+
+
+def _followed(process: subprocess.Popen[str], task: Task, step: Callable[[str], None]) -> Outcome | None:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(json.dumps(asdict(task)) + "\n")
+        process.stdin.flush()  # left open: its end tells the process that nobody waits for it any more
+    for line in process.stdout:
+        with contextlib.suppress(json.JSONDecodeError):  # libraries print too
+            said = json.loads(line)
+            if "step" in said:
+                step(said["step"])
+            elif "refused" in said:
+                raise UsageError(f"--model {task.model}: {said['refused']}")
+            elif "outcome" in said:
+                found = said["outcome"]
+                return Outcome(**{**found, "answers": [Answer(**answer) for answer in found["answers"]]})
+    return None
+
+
+def _ended(process: subprocess.Popen[str]) -> None:
+    """End the process: what is done ends by itself, the rest is asked once, and then made to."""
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+    try:
+        process.wait(10.0)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

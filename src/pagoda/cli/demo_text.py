@@ -1,0 +1,43 @@
+"""What the demo asks about: real text that comes with Python, and a byte-level tokenizer for it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["QUESTIONS", "ByteTokenizer", "Documents", "documents"]
+
+QUESTIONS = (
+    "\n\nQuestion: when is __del__ called?\nAnswer:",
+    "\n\nQuestion: what should __repr__ return?\nAnswer:",
+)
+_SUBJECT = "specialnames"  # "Special method names" of the language reference
+
+
+class Documents(NamedTuple):
+    """The text that is asked about, and another one for the control."""
+
+    asked: str
+    other: str
+
+
+class ByteTokenizer:
+    """One token a byte: ids are bytes. Immutable."""
+
+    vocabulary = 256
+
+    def encode(self, text: str) -> list[int]:
+        """Return the UTF-8 bytes of `text`."""
+        return list(text.encode())
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of bytes; what is no UTF-8 is shown as a replacement character."""
+        return bytes(ids).decode(errors="replace")
+
+
+def documents() -> Documents:
+    """Return two texts of the Python documentation, each of more than 100,000 characters. Changes nothing."""
+    from pydoc_data.topics import topics
+
+    subjects = sorted(topics, key=lambda name: (name != _SUBJECT, -len(topics[name]), name))
+    texts = [topics[name] for name in subjects]
+    return Documents("\n".join(texts), "\n".join(texts[1:]))

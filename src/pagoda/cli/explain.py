@@ -1,0 +1,108 @@
+"""`pagoda explain`: how much of a prompt each tier would serve, and why not more. Does not touch recency."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pagoda.cli import UsageError, show
+from pagoda.cli.stores import (
+    AsJson,
+    ConfigFile,
+    Directory,
+    Model,
+    Prefix,
+    attached,
+    chosen,
+    configured,
+    find_stores,
+    refuse_unknown,
+)
+
+if TYPE_CHECKING:
+    from pagoda.cli.answers import Answer
+    from pagoda.keys import TokenIds
+
+
+def explain(
+    directory: Directory = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Token ids: a JSON list or separated by spaces; - = stdin."),
+    ] = None,
+    model: Model = None,
+    namespace: Prefix = None,
+    chunk_tokens: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Tokens in a chunk; default: as what is stored.")
+    ] = None,
+    prefill: Annotated[
+        float | None,
+        typer.Option(
+            min=1, metavar="N", help="Tokens a second that the engine computes: is loading worth it?"
+        ),
+    ] = None,
+    as_json: AsJson = False,
+    config: ConfigFile = None,
+) -> int:
+    """Say how many leading tokens of a prompt each tier would serve, and why not more."""
+    if tokens is None:
+        raise UsageError("--tokens FILE is missing: the prompt's token ids (- = stdin)")
+    ids = read_tokens(tokens)
+    from pagoda.cli.answers import answers, prompt_of
+
+    with ExitStack() as stack:
+        tiers = [stack.enter_context(attached(store)) for store in find_stores(directory, config)]
+        prompt = prompt_of(ids, tiers, configured(config), chunk_tokens, prefill)
+        refuse_unknown(prompt.known, model, namespace)
+        found = [answers(prompt, root) for root in chosen(prompt.known, model, namespace)]
+    found.sort(key=lambda group: -group[-1].verdict.num_tokens)  # the best namespace first
+    flat = [answer for group in found for answer in group]
+    if as_json:
+        show.print_json({"asked_tokens": prompt.num_tokens, "answers": [answer.as_json() for answer in flat]})
+    elif not flat:
+        show.note("nothing is stored yet, so nothing would hit")
+    else:
+        _print(flat, prompt.num_tokens)
+    return 0
+
+
+def read_tokens(source: str) -> TokenIds:
+    """Return the token ids in a file, or in stdin for "-". Raises UsageError for what is no token id."""
+    import json
+
+    from pagoda.keys import as_token_ids
+
+    try:
+        text = sys.stdin.read() if source == "-" else Path(source).read_text()
+    except (OSError, UnicodeDecodeError) as trouble:
+        reason = getattr(trouble, "strerror", None) or "not text"
+        raise UsageError(f"--tokens {source}: cannot be read: {reason}") from None
+    try:
+        ids = json.loads(text) if text.lstrip().startswith("[") else [int(word) for word in text.split()]
+        found = as_token_ids(ids)
+    except ValueError as trouble:
+        raise UsageError(f"--tokens {source}: not a list of token ids: {trouble}") from None
+    if not len(found):
+        raise UsageError(f"--tokens {source}: holds no token ids")
+    return found
+
+
+def _print(answers: Sequence[Answer], asked_tokens: int) -> None:
+    rows = [
+        (
+            answer.tier,
+            answer.model,
+            answer.verdict.num_tokens,
+            show.share(answer.verdict.num_tokens, asked_tokens),
+            answer.verdict.reason or "",
+            answer.verdict.detail,
+        )
+        for answer in answers
+    ]
+    columns = ("tier", "model", "tokens", "share", "why not more", "")
+    show.print_table(f"of {asked_tokens:,} tokens", columns, rows)

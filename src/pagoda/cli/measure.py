@@ -1,0 +1,274 @@
+"""What `pagoda bench` measures: the tiers of a configuration against the memory and the disk under them.
+
+Limit and tier take turns on the same bytes, so that a busy machine slows both; ratios are medians over turns.
+The stores are made beside the configured ones and removed afterwards: nothing stored is read or evicted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from itertools import cycle
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.cli import FailedError
+from pagoda.config import Config
+from pagoda.config.sizes import nearest_existing
+from pagoda.keys import Namespace
+from pagoda.layout import KVLayout
+from pagoda.ledger import Reserved
+from pagoda.slab.file import aligned
+from pagoda.tiers import Chunk, DiskTier, HostTier
+
+Bytes = npt.NDArray[np.uint8]
+Step = Callable[[], None]
+
+_SPREAD_BYTES = 512 << 20  # what a turn cycles through: several times a common last-level cache
+_TURNS_AROUND = 4  # a member may have a quarter of the slots reserved at once, so that is one turn
+_LEDGER_BYTES = 64 << 20
+_IO_SECONDS = 60.0
+
+
+@dataclass
+class Figure:
+    """How fast one thing went beside its limit: GB/s (10^9 bytes) of each turn."""
+
+    name: str
+    threads: int
+    limit: list[float] = field(default_factory=list)
+    tier: list[float] = field(default_factory=list)
+
+    @property
+    def ratio(self) -> float:
+        """The median over the turns of the tier's speed to that of the limit."""
+        return statistics.median(tier / limit for tier, limit in zip(self.tier, self.limit, strict=True))
+
+    def as_json(self) -> dict[str, object]:
+        """Return the medians in plain types."""
+        return {
+            "gb_per_second": statistics.median(self.tier),
+            "limit_gb_per_second": statistics.median(self.limit),
+            "ratio": self.ratio,
+            "threads": self.threads,
+            "turns": len(self.tier),
+        }
+
+
+def host_figures(config: Config, chunk_bytes: int, seconds: float, tick: Step) -> list[Figure]:
+    """Measure reserve, copy, commit and match, copy, validate against copying those bytes with one thread."""
+    layout = KVLayout.opaque(config.chunk_tokens, chunk_bytes, "bench")
+    size_bytes = _slots(chunk_bytes) * layout.slot_bytes
+    parent = Path(config.host_path).parent if config.host_shared else Path("/dev/shm")
+    with _place(parent, 2 * size_bytes) as root:
+        tier = HostTier.open(layout, root, size_bytes, populate=False)
+        try:
+            tier.slab.populate(background=False)
+            return _host_turns(tier, layout, seconds, tick)
+        finally:
+            tier.close()
+
+
+def disk_figures(config: Config, chunk_bytes: int, seconds: float, tick: Step) -> list[Figure]:
+    """Measure verified writes and reads against bare O_DIRECT I/O of the same bytes with as many threads."""
+    layout = KVLayout.opaque(config.chunk_tokens, chunk_bytes, "bench")
+    size_bytes = _slots(chunk_bytes) * (layout.slot_bytes + 4096)
+    with _place(Path(config.disk_path).parent, 2 * size_bytes) as root:
+        tier = DiskTier.open(
+            layout,
+            root,
+            size_bytes,
+            direct=config.disk_direct,
+            durable=config.durable,
+            io_threads=config.io_threads,
+            queue_chunks=_slots(chunk_bytes),
+            deadline_seconds=_IO_SECONDS,
+        )
+        try:
+            with _limit_file(root, size_bytes, config.disk_direct) as limit:
+                return _disk_turns(tier, limit, config, layout, seconds, tick)
+        finally:
+            tier.close()
+
+
+def _host_turns(tier: HostTier, layout: KVLayout, seconds: float, tick: Step) -> list[Figure]:
+    namespace = Namespace("pagoda bench")
+    tier.register(namespace)
+    size, slots = layout.chunk_bytes, _slots(layout.chunk_bytes)
+    source, target = _filled(size), _filled(size)
+    # shared anonymous memory is what /dev/shm is made of: the same pages, without a ledger around them
+    room = np.frombuffer(mmap.mmap(-1, slots * size), np.uint8).reshape(slots, size)
+    np.copyto(room, 1)
+    bare = cycle([list(part) for part in np.split(room, _TURNS_AROUND)])
+    part: list[Bytes] = []
+    keys: list[bytes] = []
+
+    def copy_in() -> None:
+        part[:] = next(bare)
+        for slot in part:
+            np.copyto(slot, source)
+
+    def copy_out() -> None:
+        for slot in part:
+            np.copyto(target, slot)
+
+    def write() -> None:
+        keys[:] = _fresh_keys(len(part))
+        for at in range(0, len(keys), tier.ledger.window):
+            asked = keys[at : at + tier.ledger.window]
+            outcomes = tier.ledger.reserve(asked, namespace=namespace.root, start=at)
+            reserved = [outcome for outcome in outcomes if isinstance(outcome, Reserved)]
+            for outcome in reserved:
+                np.copyto(tier.slab.view(outcome.slot)[:size], source)
+            if len(reserved) < len(asked) or not all(tier.ledger.commit(reserved)):
+                raise FailedError(f"the host tier would not take a chunk: {outcomes[-1]}")
+
+    def read() -> None:
+        match = tier.ledger.match(keys)
+        for slot in match.slots.tolist():
+            np.copyto(target, tier.slab.view(slot)[:size])
+        if len(match.slots) < len(keys) or not tier.ledger.still_valid(match.slots, match.generations).all():
+            raise FailedError("the host tier lost a chunk while it was measured")
+
+    writes, reads = Figure("host_write", 1), Figure("host_read", 1)
+    nbytes = slots // _TURNS_AROUND * size
+    for _ in _turns(seconds):
+        writes.limit.append(_speed(nbytes, copy_in))
+        writes.tier.append(_speed(nbytes, write))
+        reads.limit.append(_speed(nbytes, copy_out))
+        reads.tier.append(_speed(nbytes, read))
+        tick()
+    return [writes, reads]
+
+
+def _slots(chunk_bytes: int) -> int:
+    """Return how many slots a turn goes around in: enough to leave the caches, and for a ledger to work with."""
+    return max(4 * _TURNS_AROUND, _SPREAD_BYTES // chunk_bytes // _TURNS_AROUND * _TURNS_AROUND)
+
+
+def _disk_turns(
+    tier: DiskTier, limit: int, config: Config, layout: KVLayout, seconds: float, tick: Step
+) -> list[Figure]:
+    namespace = Namespace("pagoda bench")
+    tier.register(namespace)
+    count = _slots(layout.chunk_bytes) // _TURNS_AROUND
+    buffers = [aligned(layout.slot_bytes) for _ in range(count)]
+    for buffer in buffers:
+        buffer[: layout.chunk_bytes] = _filled(layout.chunk_bytes)
+    keys: list[bytes] = []
+    nbytes, slot_bytes = count * layout.chunk_bytes, layout.slot_bytes
+
+    def save() -> None:
+        keys[:] = _fresh_keys(count)
+        chunks = [
+            Chunk(
+                key, number, config.chunk_tokens, buffer, keys[number - 1] if number else None, lambda: True
+            )
+            for number, (key, buffer) in enumerate(zip(keys, buffers, strict=True))
+        ]
+        _all_done(tier.save(chunks, namespace.root), "write")
+
+    def load() -> None:
+        _all_done(tier.load(keys, buffers, namespace=namespace.root), "read")
+
+    def bare_write(number: int) -> None:
+        os.pwrite(limit, buffers[number].data, number * slot_bytes)
+
+    def bare_read(number: int) -> None:
+        os.preadv(limit, [buffers[number].data], number * slot_bytes)
+
+    writes, reads = Figure("disk_write", config.io_threads), Figure("disk_read", config.io_threads)
+    with ThreadPoolExecutor(config.io_threads) as pool:
+
+        def at_once(move: Callable[[int], None]) -> Callable[[], object]:
+            return lambda: list(pool.map(move, range(count)))
+
+        for _ in _turns(seconds):
+            writes.limit.append(_speed(nbytes, at_once(bare_write)))
+            writes.tier.append(_speed(nbytes, save))
+            reads.limit.append(_speed(nbytes, at_once(bare_read)))
+            reads.tier.append(_speed(nbytes, load))
+            tick()
+    return [writes, reads]
+
+
+def _turns(seconds: float) -> Iterator[int]:
+    """Yield until the time is up, three times at least."""
+    until, number = time.monotonic() + seconds, 0
+    while number < 3 or time.monotonic() < until:
+        yield number
+        number += 1
+
+
+def _speed(nbytes: int, step: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    step()
+    return nbytes / (time.perf_counter() - began) / 1e9
+
+
+def _fresh_keys(count: int) -> list[bytes]:
+    return [secrets.token_bytes(32) for _ in range(count)]
+
+
+def _filled(nbytes: int) -> Bytes:
+    """Return random bytes, every page in place."""
+    return np.resize(np.random.default_rng(0).integers(0, 256, 1 << 20, np.uint8), nbytes)
+
+
+def _all_done(futures: Sequence[object], what: str) -> None:
+    from concurrent.futures import Future
+
+    from pagoda.tiers import Done
+
+    waited = [future for future in futures if isinstance(future, Future)]
+    wait(waited, _IO_SECONDS)
+    for future in waited:
+        done: Done = future.result(0)
+        if not done.ok:
+            raise FailedError(f"the disk tier could not {what} a chunk: {done.reason}")
+
+
+@contextlib.contextmanager
+def _place(parent: Path, need_bytes: int) -> Iterator[Path]:
+    """Make a directory for a store, and remove it at the end. Raises FailedError without room."""
+    parent = nearest_existing(parent)
+    room = os.statvfs(parent)
+    if room.f_bavail * room.f_frsize < need_bytes + _LEDGER_BYTES:
+        raise FailedError(
+            f"{parent}: {need_bytes >> 20} MiB must be free to measure; try a smaller --chunk-size"
+        )
+    try:
+        root = Path(tempfile.mkdtemp(prefix="pagoda-bench-", dir=parent))
+    except OSError as trouble:
+        raise FailedError(f"{parent}: cannot be written: {trouble.strerror}") from None
+    try:
+        yield root
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _limit_file(root: Path, nbytes: int, direct: bool | None) -> Iterator[int]:
+    """Open a preallocated file for bare I/O, past the page cache where the file system can."""
+    path = root / ".limit"
+    flags = os.O_RDWR | os.O_CREAT
+    try:
+        fd = os.open(path, flags if direct is False else flags | os.O_DIRECT, 0o600)
+    except OSError:
+        fd = os.open(path, flags, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+        yield fd
+    finally:
+        os.close(fd)

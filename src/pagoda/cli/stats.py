@@ -1,0 +1,198 @@
+"""`pagoda stats`: what is stored, what hits and what misses and why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+
+from pagoda.cli import FAILED, show
+from pagoda.cli.stores import AsJson, ConfigFile, Directory, attached, find_stores, label, tier_of
+
+if TYPE_CHECKING:
+    from pagoda.ledger import Ledger, NamespaceRow
+
+
+class Snapshot(NamedTuple):
+    """What one store said at one moment."""
+
+    directory: Path
+    tier: str
+    kind: str
+    slot_bytes: int
+    gauges: dict[str, int]
+    counters: dict[str, int]
+    namespaces: list[NamespaceRow]
+    pins: dict[str, int]
+
+    def as_json(self) -> dict[str, object]:
+        """Return all of it in plain types."""
+        namespaces = [
+            {"namespace": row.root.hex(), "epoch": row.epoch, "chunks": row.chunks, "fields": row.fields}
+            for row in self.namespaces
+        ]
+        plain = {name: value for name, value in self._asdict().items() if name != "namespaces"}
+        return {**plain, "directory": str(self.directory), "namespaces": namespaces}
+
+
+def stats(
+    directory: Directory = None,
+    as_json: AsJson = False,
+    prometheus: Annotated[
+        bool, typer.Option("--prometheus", help="Print the Prometheus text format.")
+    ] = False,
+    config: ConfigFile = None,
+) -> int:
+    """Show what the stores hold, what hit, and what missed and why."""
+    from pagoda.cli import UsageError
+
+    if as_json and prometheus:
+        raise UsageError("--json and --prometheus: choose one")
+    found, broken = read_stores(find_stores(directory, config))
+    if as_json:
+        failures = [{"directory": str(store), "error": trouble} for store, trouble in broken.items()]
+        show.print_json({"stores": [snapshot.as_json() for snapshot in found] + failures})
+    elif prometheus:
+        print(_prometheus(found), end="")
+    else:
+        _print(found)
+    if not as_json:
+        for trouble in broken.values():
+            show.note(trouble)
+    return FAILED if broken else 0
+
+
+def read_stores(stores: list[Path]) -> tuple[list[Snapshot], dict[Path, str]]:
+    """Return a snapshot of each store that can be read, and what is wrong with the others."""
+    from pagoda.errors import PagodaError
+
+    found, broken = [], {}
+    for store in stores:
+        try:
+            with attached(store) as ledger:
+                found.append(_snapshot(store, ledger))
+        except PagodaError as trouble:
+            broken[store] = str(trouble)
+    return found, broken
+
+
+def _snapshot(store: Path, ledger: Ledger) -> Snapshot:
+    gauges = ledger.gauges()
+    return Snapshot(
+        directory=store,
+        tier=tier_of(ledger),
+        kind=ledger.kind,
+        slot_bytes=ledger.slot_bytes,
+        # this command is a member too while it looks; people ask about the others
+        gauges={**gauges, "members": gauges["members"] - 1},
+        counters=ledger.counters(),
+        namespaces=sorted(ledger.namespaces().values(), key=lambda row: -row.chunks),
+        pins={owner: len(keys) for owner, keys in ledger.pins().items()},
+    )
+
+
+def _print(found: list[Snapshot]) -> None:
+    if not found:
+        show.note("nothing is stored yet (pagoda config show tells where it would be)")
+        return
+    _print_room(found)
+    _print_namespaces(found)
+    _print_traffic(found)
+    for title, prefix in (("misses", "miss_"), ("drops", "drop_")):
+        rows = [
+            (snapshot.tier, name.removeprefix(prefix), count)
+            for snapshot in found
+            for name, count in snapshot.counters.items()
+            if name.startswith(prefix) and count
+        ]
+        if rows:
+            show.print_table(f"{title} by reason", ("tier", "reason", "chunks"), rows)
+    pins = [(snapshot.tier, owner, count) for snapshot in found for owner, count in snapshot.pins.items()]
+    if pins:
+        show.print_table("pins", ("tier", "owner", "chunks"), pins)
+
+
+def _print_room(found: list[Snapshot]) -> None:
+    names = ("slots", "ready", "free", "reserved", "pinned", "leased", "members")
+    rows = [
+        (
+            snapshot.tier,
+            *(snapshot.gauges[name] for name in names),
+            show.size(snapshot.slot_bytes),
+            show.size(snapshot.gauges["ready"] * snapshot.slot_bytes),
+            show.size(snapshot.gauges["slots"] * snapshot.slot_bytes),
+            snapshot.directory,
+        )
+        for snapshot in found
+    ]
+    show.print_table("room", ("tier", *names, "slot", "used", "size", "directory"), rows)
+    for snapshot in found:
+        if snapshot.gauges.get("unscanned"):
+            show.note(f"{snapshot.directory}: {snapshot.gauges['unscanned']:,} slots are still to be scanned")
+
+
+def _print_namespaces(found: list[Snapshot]) -> None:
+    rows = [
+        (
+            snapshot.tier,
+            row.root.hex()[:12],
+            label(row.fields),
+            row.chunks,
+            show.size(row.chunks * snapshot.slot_bytes),
+            row.epoch,
+        )
+        for snapshot in found
+        for row in snapshot.namespaces
+    ]
+    if rows:
+        show.print_table("namespaces", ("tier", "namespace", "model", "chunks", "bytes", "epoch"), rows)
+
+
+def _print_traffic(found: list[Snapshot]) -> None:
+    rows = []
+    for snapshot in found:
+        count = snapshot.counters
+        rows.append(
+            (
+                snapshot.tier,
+                count["lookups"],
+                count["hits"],
+                show.share(count["hit_tokens"], count["asked_tokens"]),
+                count["stored_chunks"],
+                show.size(count["stored_bytes"]),
+                count["loaded_chunks"],
+                show.size(count["loaded_bytes"]),
+                count["evicted_chunks"],
+                count["failed_checks"],
+            )
+        )
+    columns = (
+        "tier",
+        "lookups",
+        "hits",
+        "hit tokens",
+        "stored",
+        "bytes",
+        "loaded",
+        "bytes",
+        "evicted",
+        "damaged",
+    )
+    show.print_table("traffic", columns, rows)
+
+
+def _prometheus(found: list[Snapshot]) -> str:
+    """Return all stores in one exposition: the samples of a family stand together under one TYPE line."""
+    from pagoda.metrics import prometheus
+
+    families: dict[str, list[str]] = {}
+    for snapshot in found:
+        labels = {"tier": snapshot.tier, "store": str(snapshot.directory)}
+        gauges = {**snapshot.gauges, "slot_bytes": snapshot.slot_bytes}
+        family = ""
+        for line in prometheus(snapshot.counters, gauges, labels).splitlines():
+            if line.startswith("#"):
+                family = line
+            families.setdefault(family, []).extend([] if line == family else [line])
+    return "".join(f"{line}\n" for family, samples in families.items() for line in (family, *samples))

@@ -1,0 +1,131 @@
+"""Finds the stores that a command is about and opens them beside the processes that use them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeAlias
+
+import typer
+
+from pagoda.cli import UsageError
+from pagoda.config.suggest import did_you_mean
+
+if TYPE_CHECKING:
+    from pagoda.config import Config
+    from pagoda.ledger import Ledger, NamespaceRow
+
+STATE = "state"  # the file that makes a directory a store
+TIERS = {"memory": "host", "file": "disk"}
+
+Directory: TypeAlias = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[DIRECTORY]", help="A tier's root or one store in it; default: the configured roots."
+    ),
+]
+ConfigFile: TypeAlias = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE", help="Configuration file instead of the usual ones."),
+]
+AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Model: TypeAlias = Annotated[str | None, typer.Option(metavar="NAME", help="Only namespaces of this model.")]
+Prefix: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--namespace", metavar="PREFIX", help="Only the namespace whose hexadecimal name begins so."
+    ),
+]
+
+
+def configured(file: Path | None) -> Config:
+    """Return the loaded configuration. Raises ConfigError."""
+    from pagoda.config.load import load
+
+    return load(file=file).config
+
+
+def find_stores(directory: Path | None, config_file: Path | None) -> list[Path]:
+    """Return the directories of the stores meant, host tier first; empty if the configured roots hold none.
+
+    Raises:
+        UsageError: a directory was named that does not exist or holds no store.
+    """
+    if directory is None:
+        roots = configured(config_file).roots().values()
+        return [store for root in roots for store in _stores_in(root)]
+    if not directory.is_dir():
+        raise UsageError(f"{directory}: {'not a directory' if directory.exists() else 'no such directory'}")
+    found = _stores_in(directory.absolute())
+    if not found:
+        raise UsageError(f"{directory}: holds no store; name a tier's root, such as /dev/shm/pagoda-0")
+    return found
+
+
+def _stores_in(directory: Path) -> list[Path]:
+    try:
+        if (directory / STATE).is_file():
+            return [directory]
+        return sorted(
+            path for path in directory.iterdir() if path.name[0] != "." and (path / STATE).is_file()
+        )
+    except FileNotFoundError:
+        return []
+    except OSError as trouble:
+        raise UsageError(f"{directory}: cannot be read: {trouble.strerror}") from None
+
+
+@contextmanager
+def attached(store: Path) -> Iterator[Ledger]:
+    """Open a store that exists, as long as the context lasts; others go on using it. Raises StoreError."""
+    from pagoda.ledger import Ledger
+
+    ledger = Ledger.attach(store)
+    try:
+        yield ledger
+    finally:
+        ledger.close()
+
+
+def tier_of(ledger: Ledger) -> str:
+    """Return the name of the tier that a store belongs to."""
+    return TIERS.get(ledger.kind, ledger.kind)
+
+
+def label(fields: Mapping[str, str]) -> str:
+    """Return what tells a namespace apart for people: its model and whatever is set beside it."""
+    extra = [
+        f"{name}={fields[name]}" for name in ("revision", "kv_dtype", "lora", "salt") if fields.get(name)
+    ]
+    if fields.get("weights_epoch", "0") != "0":
+        extra.append(f"weights_epoch={fields['weights_epoch']}")
+    return " ".join([fields.get("model") or "(not named)", *extra])
+
+
+def chosen(
+    rows: Mapping[bytes, NamespaceRow], model: str | None, prefix: str | None
+) -> dict[bytes, NamespaceRow]:
+    """Return the namespaces that `--model` and `--namespace` ask for; all if neither is given."""
+    return {
+        root: row
+        for root, row in rows.items()
+        if (model is None or row.fields.get("model") == model)
+        and (prefix is None or root.hex().startswith(prefix.lower()))
+    }
+
+
+def refuse_unknown(known: Mapping[bytes, NamespaceRow], model: str | None, prefix: str | None) -> None:
+    """Raise the UsageError of a choice that no store knows, naming what there is."""
+    if prefix is not None and (not prefix or set(prefix.lower()) - set("0123456789abcdef")):
+        raise UsageError(
+            f"--namespace {prefix!r}: not the beginning of a hexadecimal name (pagoda stats lists them)"
+        )
+    if (model is None and prefix is None) or chosen(known, model, prefix):
+        return
+    if model is not None:
+        models = sorted({row.fields.get("model", "") for row in known.values()})
+        raise UsageError(
+            f"--model {model}: nothing stored of it{did_you_mean(model, models)} (pagoda stats lists what is)"
+        )
+    raise UsageError(f"--namespace {prefix}: no namespace begins so (pagoda stats lists them)")

@@ -1,0 +1,170 @@
+"""The header and the checksum of a chunk that lies outside memory. Pure functions; thread-safe."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from pagoda.metrics import Reason
+
+HEADER_BYTES = 4096
+MAGIC = b"PAGODAKV"
+FORMAT = 1
+CODECS = ("raw",)
+
+# magic, format, header bytes; store_id, slot, namespace, epoch, key;
+# position, length, tokens; codec, fingerprint, sequence
+_FIELDS = struct.Struct("<8sII16sQ32sQ32sQQQ16s32sQ")
+_CHECKSUM = slice(_FIELDS.size, _FIELDS.size + 16)  # xxh3_128 over the packed fields and payload[:length]
+_OWN = slice(_CHECKSUM.stop, _CHECKSUM.stop + 8)  # xxh3_64 over all other bytes of the page
+
+Page = npt.NDArray[np.uint8] | memoryview | bytes
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a stored chunk says of itself.
+
+    `length` is in payload bytes, `position` in chunks from the start of the chain; `sequence` is the
+    generation the ledger gave the slot; `fingerprint` is the layout's. Bytes: store 16, others 32.
+    """
+
+    store_id: bytes
+    slot: int
+    namespace: bytes
+    epoch: int
+    key: bytes
+    position: int
+    length: int
+    tokens: int
+    codec: str
+    fingerprint: str
+    sequence: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """What a reader asks of a stored chunk; None: not asked."""
+
+    store_id: bytes | None = None
+    slot: int | None = None
+    namespace: bytes | None = None
+    epoch: int | None = None
+    key: bytes | None = None
+    position: int | None = None
+    length: int | None = None
+    tokens: int | None = None
+    codec: str | None = None
+    fingerprint: str | None = None
+    sequence: int | None = None
+
+
+_NAMES = tuple(field.name for field in fields(Header))
+
+
+def seal(
+    header: Header, payload: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8] | None = None
+) -> npt.NDArray[np.uint8]:
+    """The header page (4096,) of `payload[:header.length]`, page-aligned; written into `out` if given.
+
+    Reads the payload once, with the GIL released. Raises ValueError for fields that do not fit the format.
+    """
+    packed = _pack(header)
+    if payload.nbytes < header.length:
+        raise ValueError(f"the payload has {payload.nbytes} bytes, the header says {header.length}")
+    page = _new_page() if out is None else out
+    if page.shape != (HEADER_BYTES,):
+        raise ValueError(f"a header page has {HEADER_BYTES} bytes, got shape {page.shape}")
+    head = packed + _payload_checksum(packed, payload, header.length)
+    page[:] = 0
+    page[: len(head)] = np.frombuffer(head, dtype=np.uint8)
+    page[_OWN] = np.frombuffer(_own_checksum(page.data), dtype=np.uint8)
+    return page
+
+
+def parse(page: Page) -> Header | None:
+    """The header in `page`, or None if it is not ours or a byte of it is damaged; needs no payload."""
+    view = _view(page)
+    if view.nbytes != HEADER_BYTES or view[:8] != MAGIC or view[_OWN] != _own_checksum(view):
+        return None
+    _, format_, size, store, slot, space, epoch, key, position, length, tokens, codec, layout, sequence = (
+        _FIELDS.unpack_from(view)
+    )
+    if format_ != FORMAT or size != HEADER_BYTES:
+        return None
+    try:
+        names = codec.rstrip(b"\0").decode(), layout.rstrip(b"\0").decode()
+    except UnicodeDecodeError:
+        return None
+    return Header(store, slot, space, epoch, key, position, length, tokens, names[0], names[1], sequence)
+
+
+def verify(page: Page, payload: npt.NDArray[np.uint8], expected: Header | Expected) -> Reason | None:
+    """None if page and payload are whole and the header says all that `expected` asks; else FAILED_CHECK.
+
+    Fields are compared before the payload is read: a wrong chunk costs no checksum. An unknown codec fails.
+    """
+    found = parse(page)
+    if found is None or found.codec not in CODECS or found.length > payload.nbytes:
+        return Reason.FAILED_CHECK
+    for name in _NAMES:
+        wanted = getattr(expected, name)
+        if wanted is not None and wanted != getattr(found, name):
+            return Reason.FAILED_CHECK
+    view = _view(page)
+    if _payload_checksum(view[: _FIELDS.size], payload, found.length) != view[_CHECKSUM]:
+        return Reason.FAILED_CHECK
+    return None
+
+
+def _pack(header: Header) -> bytes:
+    for name, value, size in (
+        ("store_id", header.store_id, 16),
+        ("namespace", header.namespace, 32),
+        ("key", header.key, 32),
+    ):
+        if len(value) != size:
+            raise ValueError(f"{name} has {size} bytes, got {len(value)}")
+    try:
+        return _FIELDS.pack(
+            MAGIC, FORMAT, HEADER_BYTES,
+            header.store_id, header.slot, header.namespace, header.epoch, header.key,
+            header.position, header.length, header.tokens,
+            _text("codec", header.codec, 16), _text("fingerprint", header.fingerprint, 32), header.sequence,
+        )  # fmt: skip
+    except struct.error as error:
+        raise ValueError(f"a header number is outside 64 unsigned bits: {error}") from error
+
+
+def _text(name: str, value: str, size: int) -> bytes:
+    raw = value.encode()
+    if len(raw) > size or b"\0" in raw:
+        raise ValueError(f"{name} may have {size} bytes of UTF-8 without NUL, got {value!r}")
+    return raw
+
+
+def _payload_checksum(packed: bytes | memoryview, payload: npt.NDArray[np.uint8], length: int) -> bytes:
+    state = xxhash.xxh3_128(packed)
+    if length:
+        state.update(_view(payload)[:length])
+    return state.digest()
+
+
+def _view(page: Page) -> memoryview:
+    return (page.data if isinstance(page, np.ndarray) else memoryview(page)).cast("B")
+
+
+def _own_checksum(view: memoryview) -> bytes:
+    state = xxhash.xxh3_64(view[: _OWN.start])
+    state.update(view[_OWN.stop :])
+    return state.digest()
+
+
+def _new_page() -> npt.NDArray[np.uint8]:
+    room = np.empty(2 * HEADER_BYTES, dtype=np.uint8)
+    skip = -room.ctypes.data % HEADER_BYTES
+    return room[skip : skip + HEADER_BYTES]

@@ -1,0 +1,119 @@
+"""The configuration of a cache: one plain frozen dataclass, with no pydantic in it.
+
+`Config` may be built by hand; `pagoda.config.load.load` builds it from files, the environment and options,
+and tells where every value came from.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+
+from pagoda.config.checks import WritePolicy, checked
+from pagoda.config.sizes import AUTO, auto_bytes
+from pagoda.errors import ConfigError
+
+__all__ = ["Config", "WritePolicy", "defaults", "option_names"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a cache is to be. Immutable: threads may share it. Sizes are the whole machine's, never per rank.
+
+    Raises:
+        ConfigError: a value cannot stand; the message names the field, the value and what to do.
+    """
+
+    chunk_tokens: int = field(default=256, metadata={"help": "Tokens in one chunk, the unit of storing."})
+    host_size: int | str = field(
+        default=AUTO,
+        metadata={"help": "Host memory of the whole machine: '64GiB', bytes, 'auto' (a quarter), 0 = off."},
+    )
+    host_path: str = field(
+        default_factory=lambda: f"/dev/shm/pagoda-{os.getuid()}",
+        metadata={"help": "Directory of the host tier; lies in memory (/dev/shm or hugetlbfs)."},
+    )
+    host_shared: bool = field(
+        default=True,
+        metadata={"help": "Share host memory with other processes; false = private memory of one process."},
+    )
+    disk_size: int | str = field(
+        default=0, metadata={"help": "Disk room of the whole machine: '1.5TB', bytes, 0 = no disk tier."}
+    )
+    disk_path: str = field(
+        default="", metadata={"help": "Directory of the disk tier, on a local file system."}
+    )
+    disk_direct: bool | None = field(
+        default=None, metadata={"help": "Use O_DIRECT: true, false, or 'auto' (where the file system can)."}
+    )
+    durable: bool = field(
+        default=False, metadata={"help": "Sync each batch to the disk before it counts as stored."}
+    )
+    write_policy: WritePolicy = field(
+        default="write_through",
+        metadata={
+            "help": "What reaches lower tiers: all, what was hit often enough, the coldest ahead of eviction."
+        },
+    )
+    selective_hits: int = field(
+        default=2, metadata={"help": "Hits after which 'selective' writes a chunk down."}
+    )
+    min_hit_tokens: int = field(
+        default=0, metadata={"help": "Hits of fewer tokens than this are not loaded."}
+    )
+    worth_it: bool = field(
+        default=True, metadata={"help": "Load only what is expected to be faster than computing it."}
+    )
+    deadline_seconds: float = field(default=1.0, metadata={"help": "The longest that one call may wait."})
+    io_threads: int = field(default=2, metadata={"help": "Threads that read and write the disk."})
+    queue_chunks: int = field(
+        default=64, metadata={"help": "Chunks that may wait for the lower tiers; more are dropped."}
+    )
+    policy: str = field(default="lru", metadata={"help": "Which chunk goes first when a tier is full."})
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            object.__setattr__(self, option.name, checked(option.name, getattr(self, option.name)))
+        if self.disk_bytes and not self.disk_path:
+            raise ConfigError(f"disk_size = {self.disk_size}: where is it? set disk_path, or disk_size = 0")
+        if self.disk_path and not self.disk_bytes:
+            raise ConfigError(f"disk_path = {self.disk_path!r}: how large? set disk_size, such as '100GiB'")
+        if self.disk_path and self.disk_path == self.host_path:
+            raise ConfigError(
+                f"disk_path = {self.disk_path!r}: is host_path too; each tier needs its own directory"
+            )
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the host tier for the whole machine, "auto" resolved here and now; 0 = no host tier."""
+        if self.host_size == AUTO:
+            return auto_bytes(Path(self.host_path) if self.host_shared else None)
+        return int(self.host_size)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the disk tier for the whole machine; 0 = no disk tier."""
+        return int(self.disk_size)
+
+    def roots(self) -> dict[str, Path]:
+        """Return the directory of each local tier that other processes see, by tier name. Changes nothing."""
+        roots = {}
+        if self.host_shared and self.host_size != 0:
+            roots["host"] = Path(self.host_path)
+        if self.disk_bytes:
+            roots["disk"] = Path(self.disk_path)
+        return roots
+
+
+def option_names() -> list[str]:
+    """Return the names of all options, in the order in which they are shown."""
+    return [option.name for option in fields(Config)]
+
+
+def defaults() -> dict[str, object]:
+    """Return the default of every option on this machine."""
+    return {
+        option.name: option.default_factory() if option.default_factory is not MISSING else option.default
+        for option in fields(Config)
+    }

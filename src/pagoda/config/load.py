@@ -1,0 +1,201 @@
+"""Builds a `Config` from every place that options come from, and remembers where each one came from.
+
+Keyword arguments win over command-line options, those over PAGODA_... variables, those over the TOML file,
+that over the defaults. pydantic-settings is imported by the first call, not by importing this module.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, get_type_hints
+
+from pagoda.config import Config, defaults, option_names
+from pagoda.config.checks import checked
+from pagoda.config.suggest import did_you_mean
+from pagoda.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pydantic_settings import BaseSettings
+
+PREFIX = "PAGODA_"
+FILE_VARIABLE = "PAGODA_CONFIG"
+DEFAULT = "default"
+_LISTED = " (pagoda config show lists them)"
+
+
+class Loaded(NamedTuple):
+    """A configuration and, by option, where its value came from ("default", "file /etc/...")."""
+
+    config: Config
+    origins: dict[str, str]
+
+
+class _Layer(NamedTuple):
+    """Options from one place, and how that place is named in errors and origins."""
+
+    values: Mapping[str, object]
+    origin: Callable[[str], str]
+
+
+def load(
+    cli: Mapping[str, object] | None = None,
+    file: str | os.PathLike[str] | None = None,
+    environ: Mapping[str, str] | None = None,
+    **kwargs: object,
+) -> Loaded:
+    """Return the configuration and the origin of each value. Reads the environment and a file.
+
+    Args:
+        cli: options of a command line by option name; None values were not given.
+        file: the TOML file; by default the one PAGODA_CONFIG names, else ./pagoda.toml, else
+            ~/.config/pagoda/config.toml, else none.
+        environ: instead of `os.environ`.
+
+    Raises:
+        ConfigError: an unknown option or variable (with the nearest known one), or a value that cannot stand.
+    """
+    environ = os.environ if environ is None else environ
+    layers = [
+        _arguments(kwargs),
+        _options({name: value for name, value in (cli or {}).items() if value is not None}),
+        _environment(environ),
+        _file(_find_file(file, environ)),
+    ]
+    values, origins = _merge(layers)
+    for name, value in values.items():
+        try:
+            checked(name, value)
+        except ConfigError as trouble:
+            raise ConfigError(f"{trouble} ({origins[name]})") from None
+    return Loaded(Config(**values), {name: origins.get(name, DEFAULT) for name in option_names()})  # type: ignore[arg-type]
+
+
+def schema() -> dict[str, object]:
+    """Return the JSON schema of the TOML file. Changes nothing."""
+    found: dict[str, object] = _settings_class().model_json_schema()
+    found["title"] = "pagoda.toml"
+    return found
+
+
+def _merge(layers: list[_Layer]) -> tuple[dict[str, object], dict[str, str]]:
+    """Let pydantic-settings merge the layers, first wins, and turn text into the types of the options."""
+    from pydantic import ValidationError
+    from pydantic_settings import InitSettingsSource, PydanticBaseSettingsSource
+
+    class Layered(_settings_class()):  # type: ignore[misc]  # the base is made at run time, from Config's fields
+        @classmethod
+        def settings_customise_sources(
+            cls, settings_cls: type[BaseSettings], *args: object, **kwargs: object
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            return tuple(InitSettingsSource(settings_cls, dict(layer.values)) for layer in layers)
+
+    origins: dict[str, str] = {}
+    for layer in reversed(layers):
+        origins.update({name: layer.origin(name) for name in layer.values})
+    try:
+        settings = Layered()
+    except ValidationError as invalid:
+        trouble = invalid.errors()[0]
+        name = str(trouble["loc"][0])
+        message = f"{name} = {trouble['input']!r}: {trouble['msg'].lower()} ({origins[name]})"
+        raise ConfigError(message) from None
+    return {name: getattr(settings, name) for name in origins}, origins
+
+
+@cache
+def _settings_class() -> type[BaseSettings]:
+    """Make the pydantic model of `Config`'s fields: the dataclass stays the only list of options."""
+    from dataclasses import fields
+    from typing import Annotated
+
+    from pydantic import BeforeValidator, Field, create_model
+    from pydantic_settings import BaseSettings
+
+    hints = get_type_hints(Config)
+    hints["disk_direct"] = Annotated[bool | None, BeforeValidator(_auto_is_none)]
+    preset = defaults()
+    return create_model(  # type: ignore[call-overload, no-any-return]
+        "Settings",
+        __base__=BaseSettings,
+        **{
+            option.name: (
+                hints[option.name],
+                Field(default=preset[option.name], description=option.metadata["help"]),
+            )
+            for option in fields(Config)
+        },
+    )
+
+
+def _auto_is_none(value: object) -> object:
+    return None if isinstance(value, str) and value.strip().lower() == "auto" else value
+
+
+def _arguments(kwargs: Mapping[str, object]) -> _Layer:
+    _refuse_unknown(kwargs, "argument")
+    return _Layer({name: _text(value) for name, value in kwargs.items()}, lambda name: f"argument {name}")
+
+
+def _text(value: object) -> object:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _options(given: Mapping[str, object]) -> _Layer:
+    def flag(name: str) -> str:
+        return "--" + name.replace("_", "-")
+
+    _refuse_unknown(given, "option", flag)
+    return _Layer(given, lambda name: f"option {flag(name)}")
+
+
+def _environment(environ: Mapping[str, str]) -> _Layer:
+    """Read the PAGODA_ variables; an empty one counts as not set, as shells cannot say otherwise."""
+
+    def variable(name: str) -> str:
+        return PREFIX + name.upper()
+
+    known = {variable(name): name for name in option_names()}
+    for found in environ:
+        if found.startswith(PREFIX) and found not in known and found != FILE_VARIABLE:
+            raise ConfigError(f"{found}: no such variable{did_you_mean(found, known)}{_LISTED}")
+    values = {name: environ[found] for found, name in known.items() if environ.get(found)}
+    return _Layer(values, lambda name: f"environment {variable(name)}")
+
+
+def _find_file(file: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> Path | None:
+    """Return the TOML file to read: a named one must exist, the usual places need not."""
+    named = file if file is not None else environ.get(FILE_VARIABLE) or None
+    if named is not None:
+        path = Path(named).expanduser()
+        if not path.is_file():
+            where = "" if file is not None else f" (environment {FILE_VARIABLE})"
+            raise ConfigError(f"{path}: no such configuration file{where}")
+        return path
+    home = Path(environ.get("XDG_CONFIG_HOME") or Path(environ.get("HOME") or "~").expanduser() / ".config")
+    return next(
+        (path for path in (Path("pagoda.toml"), home / "pagoda" / "config.toml") if path.is_file()), None
+    )
+
+
+def _file(path: Path | None) -> _Layer:
+    if path is None:
+        return _Layer({}, str)
+    try:
+        with path.open("rb") as stream:
+            values = tomllib.load(stream)
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as trouble:
+        raise ConfigError(f"{path}: cannot be read as TOML: {trouble}") from None
+    where = path.absolute()
+    _refuse_unknown(values, f"{where}:")
+    return _Layer(values, lambda name: f"file {where}")
+
+
+def _refuse_unknown(values: Mapping[str, object], place: str, spell: Callable[[str], str] = str) -> None:
+    known = [spell(name) for name in option_names()]
+    for name in map(spell, values):
+        if name not in known:
+            raise ConfigError(f"{place} {name}: no such option{did_you_mean(name, known)}{_LISTED}")

@@ -1,0 +1,134 @@
+"""Sizes as people write them ("64GiB", "1.5TB", "auto"), and what "auto" comes to on this machine.
+
+Every size is for the whole machine and shared by all its processes, never one rank's share.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from pathlib import Path
+
+UNITS: dict[str, int] = {
+    "B": 1,
+    **{f"{letter}B": 1000**power for power, letter in enumerate("KMGTP", start=1)},
+    **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGTP", start=1)},
+}
+AUTO = "auto"
+AUTO_SHARE = 0.25
+"""The share of the memory limit that "auto" takes."""
+FILESYSTEM_SHARE = 0.9
+"""The most of its file system that "auto" takes: the ledger's own files and other programs need the rest."""
+SMALLEST_BYTES = 4096
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z]*)\s*")
+_EXACT = {unit.lower(): factor for unit, factor in UNITS.items()}
+
+
+def parse_size(value: int | str) -> int | str:
+    """Return `value` in bytes, or "auto". Changes nothing.
+
+    Raises:
+        ValueError: not a size; the message says what to write instead.
+    """
+    if isinstance(value, bool):
+        raise ValueError("a size is a number of bytes, text such as '64GiB', or 'auto'")
+    if isinstance(value, int):
+        return _checked(value)
+    if value.strip().lower() == AUTO:
+        return AUTO
+    match = _SIZE.fullmatch(value)
+    if match is None:
+        raise ValueError("write a size as '64GiB', '1.5TB', a number of bytes, or 'auto'")
+    return _checked(_scaled(match[1], match[2]))
+
+
+def _scaled(number: str, unit: str) -> int:
+    if not unit:
+        if "." in number:
+            raise ValueError("a part of a byte; a unit is missing, such as GiB")
+        return int(number)
+    factor = _EXACT.get(unit.lower())
+    if factor is not None:
+        return round(float(number) * factor) if "." in number else int(number) * factor
+    if unit.lower() in ("k", "m", "g", "t", "p"):
+        letter = unit.upper()
+        raise ValueError(
+            f"'{unit}' may mean two sizes: write {number}{letter}iB (1024s) or {number}{letter}B (1000s)"
+        )
+    raise ValueError(f"'{unit}' is not a unit; the units are {', '.join(UNITS)}")
+
+
+def _checked(size_bytes: int) -> int:
+    if size_bytes < 0:
+        raise ValueError("a size cannot be negative; 0 turns the tier off")
+    if 0 < size_bytes < SMALLEST_BYTES:
+        raise ValueError(f"{size_bytes} bytes hold nothing; is a unit missing, as in {size_bytes}GiB?")
+    if size_bytes >= 2**63:
+        raise ValueError("more than any file can hold")
+    return size_bytes
+
+
+def format_size(size_bytes: float) -> str:
+    """Return `size_bytes` in the largest binary unit that keeps it above one, such as "1.50 GiB". Pure."""
+    value, unit = float(size_bytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
+        if abs(value) < 1024 or unit == "PiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
+
+
+def auto_bytes(directory: Path | None) -> int:
+    """Return what "auto" comes to: a share of the memory limit, never more than the file system can hold.
+
+    `directory` is where the memory lies (it need not exist yet); None for private memory. The whole size of the
+    file system counts, not what is free today, so that the answer is the same from one start to the next.
+    """
+    size_bytes = int(memory_limit_bytes() * AUTO_SHARE)
+    if directory is not None:
+        room = os.statvfs(nearest_existing(directory))
+        size_bytes = min(size_bytes, int(room.f_blocks * room.f_frsize * FILESYSTEM_SHARE))
+    return size_bytes // 2**20 * 2**20
+
+
+def nearest_existing(path: Path) -> Path:
+    """Return `path` or the nearest of its parents that exists."""
+    for candidate in (path, *path.parents):
+        if candidate.exists():
+            return candidate
+    return Path("/")
+
+
+def memory_limit_bytes(proc: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the bytes this process may use: the tightest limit of its cgroup and its parents, else RAM."""
+    ram = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([ram, *_cgroup_limits(proc, mount)])
+
+
+def _cgroup_limits(proc: Path, mount: Path) -> list[int]:
+    """Return every limit above this process, of both cgroup versions; unreadable ones count as none."""
+    try:
+        lines = proc.read_text().splitlines()
+    except OSError:
+        lines = ["0::/"]
+    found = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            base, name = mount, "memory.max"
+        elif "memory" in controllers.split(","):
+            base, name = mount / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        inside = Path(path.lstrip("/"))
+        found += [_limit(base / level / name) for level in (inside, *inside.parents)]
+    return [int(limit) for limit in found if math.isfinite(limit)]
+
+
+def _limit(file: Path) -> float:
+    try:
+        return float(file.read_text().strip().replace("max", "inf"))
+    except (OSError, ValueError):
+        return math.inf

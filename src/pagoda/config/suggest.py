@@ -1,0 +1,15 @@
+"""Did-you-mean sentences for misspelt names. Pure."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return "; did you mean X?" for the nearest of `known`, capitals aside, or an empty string."""
+    spelt = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(word.lower(), spelt, n=1, cutoff=0.6)
+    if not near and len(word) > 2:
+        near = [name for name in spelt if word.lower() in name][:1]
+    return f"; did you mean {spelt[near[0]]}?" if near else ""

@@ -1,0 +1,126 @@
+"""What a Transformers model's KV depends on besides the tokens: its weights, its config, its active adapters.
+
+Weights are named by their bytes: xxh3_128 of every parameter and buffer, blake3 over names, shapes, dtypes and those
+digests. All weights are read once (5 to 10 GB/s a core); after that a look at addresses and version counters shows
+whether one was written to. xxh3 tells accidents apart, not forgeries: who can put crafted weights under a model can do
+worse than share a cache.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from blake3 import blake3
+
+__all__ = ["Stamp", "adapters_digest", "stamp_of", "weights_digest"]
+
+Stamp = tuple[tuple[int, int], ...]
+
+# fields of a config that no number of a forward pass depends on; what is not listed here tells models apart
+_VOLATILE = frozenset(
+    {
+        "_name_or_path",
+        "architectures",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "transformers_version",
+        "use_cache",
+    }
+)
+_PIECE_BYTES = 256 << 20  # what is brought from a device to the CPU at a time
+
+
+def weights_digest(model: Any) -> str:
+    """Return 32 hex characters that name the weights, the config and the code version of `model`; changes nothing.
+
+    Raises ValueError if a weight has no bytes here (meta device, offloaded).
+    """
+    import transformers
+
+    found = blake3(derive_key_context="PagodaKV weights of a Transformers model")
+    release = ".".join(
+        transformers.__version__.split(".")[:2]
+    )  # a release may change what a cache layer holds
+    config = {name: value for name, value in model.config.to_dict().items() if name not in _VOLATILE}
+    found.update(
+        json.dumps([type(model).__qualname__, release, config], sort_keys=True, default=str).encode()
+    )
+    for name, tensor in _tensors(model):
+        described = [name, list(tensor.shape), str(tensor.dtype), _bytes_digest(name, tensor)]
+        found.update(json.dumps(described).encode())
+    return str(found.hexdigest(16))
+
+
+def stamp_of(model: Any) -> Stamp:
+    """Return what changes when a weight is replaced or written to in place: address and version of each tensor."""
+    return tuple(
+        (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for _, tensor in _tensors(model)
+    )
+
+
+def adapters_digest(model: Any) -> str:
+    """Return a name for the adapters (LoRA and the like) that are at work in `model`, "" if none is.
+
+    Their weights are parameters of the model and so part of `weights_digest`; this says which of them act, and how
+    strongly. Raises ValueError for adapters that put virtual tokens before the prompt.
+    """
+    if any(getattr(config, "is_prompt_learning", False) for config in _peft_configs(model)):
+        raise ValueError(
+            "prompt and prefix tuning put virtual tokens into the KV: not supported, switch them off"
+        )
+    at_work = []
+    for name, module in model.named_modules():
+        merged = list(getattr(module, "merged_adapters", ()) or ())
+        active = (
+            []
+            if getattr(module, "disable_adapters", False)
+            else _names(getattr(module, "active_adapters", ()))
+        )
+        if merged or active:
+            scaling = getattr(module, "scaling", {})
+            scales = {key: scaling.get(key) for key in active} if isinstance(scaling, dict) else str(scaling)
+            at_work.append([name, active, merged, scales])
+    if not at_work:
+        return ""
+    return str(blake3(json.dumps(at_work, sort_keys=True, default=str).encode()).hexdigest(16))
+
+
+def _names(active: Any) -> list[str]:
+    if callable(active):  # a method of whole models; the layers below them have a property
+        return []
+    return [active] if isinstance(active, str) else list(active or ())
+
+
+def _peft_configs(model: Any) -> list[Any]:
+    configs = getattr(model, "peft_config", None)
+    return list(configs.values()) if isinstance(configs, dict) else []
+
+
+def _tensors(model: Any) -> list[tuple[str, Any]]:
+    """Parameters and buffers, those that are not saved (rotary frequencies) included."""
+    return sorted([*model.named_parameters(), *model.named_buffers()], key=lambda named: named[0])
+
+
+def _bytes_digest(name: str, tensor: Any) -> str:
+    if tensor.device.type == "meta":
+        raise ValueError(
+            f"{name} has no data here (meta device or offloaded): load the whole model, or pass weights=..."
+        )
+    found = xxhash.xxh3_128()
+    flat = tensor.detach().contiguous().flatten()
+    step = max(_PIECE_BYTES // max(flat.element_size(), 1), 1)
+    for start in range(0, flat.numel(), step):
+        found.update(_as_bytes(flat[start : start + step].cpu()))
+    return found.hexdigest()
+
+
+def _as_bytes(flat: Any) -> memoryview:
+    import torch
+
+    array: npt.NDArray[np.uint8] = flat.view(torch.uint8).numpy()
+    return array.data

@@ -1,0 +1,146 @@
+"""Which models and calls can be cached at all: a refusal is a sentence, and never a wrong text."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NamedTuple
+
+from pagoda.layout import KVLayout, Plane
+
+__all__ = ["Seen", "check_call", "check_model", "see_model"]
+
+_WHY = {
+    "DynamicSlidingWindowLayer": "a sliding window forgets tokens, so its KV cannot be cut at a chunk",
+    "DynamicIndexedLayer": "it keeps an index beside K and V that is not stored yet",
+    "LinearAttentionLayer": "a recurrent state cannot be cut at a chunk",
+    "LinearAttentionAndFullAttentionLayer": "a recurrent state cannot be cut at a chunk",
+    "LinearAttentionAndSlidingWindowAttentionLayer": "a recurrent state cannot be cut at a chunk",
+    "DummyLayer": "layers that share the KV of others are not supported yet",
+}
+_LENGTH_ROPES = ("dynamic", "longrope")  # rotary frequencies that depend on how long the prompt is
+
+
+_APART = ("negative_prompt_ids", "negative_prompt_attention_mask")  # of a pass with a cache of its own
+_MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
+
+
+class Seen(NamedTuple):
+    """What one look at a model showed."""
+
+    layout: KVLayout
+    devices: list[Any]  # where each layer keeps its KV
+
+
+def check_model(model: Any) -> None:
+    """Raise ValueError if the KV of a prefix cannot be cut out of this model's cache, or depends on what follows it."""
+    from transformers import DynamicCache
+
+    config = model.config
+    if config.is_encoder_decoder or getattr(model, "_is_stateful", False):
+        raise ValueError(
+            f"{type(model).__name__} keeps a state that is not KV of its tokens: it cannot be cached"
+        )
+    for layer in DynamicCache(config=config).layers:
+        kind = type(layer).__name__
+        if kind != "DynamicLayer":
+            raise ValueError(
+                f"{type(model).__name__} has a layer of kind {kind}: {_WHY.get(kind, 'it cannot be cut')}"
+            )
+    ropes = set(_rope_types(config.get_text_config(decoder=True)))
+    if ropes & set(_LENGTH_ROPES):
+        raise ValueError(
+            f"rope type {(ropes & set(_LENGTH_ROPES)).pop()!r}: K depends on the length of the prompt"
+        )
+
+
+def see_model(model: Any, chunk_tokens: int) -> Seen:
+    """Return the layout of the model's KV, by running it on three tokens; changes nothing.
+
+    Raises ValueError if layers differ, if the cache is not K and V of each token, or if the KV of a token
+    depends on tokens after it.
+    """
+    two, three = _forward(model, 2), _forward(model, 3)
+    planes = {tuple(_plane(model, tensor) for tensor in layer) for layer in three}
+    if len(planes) != 1:
+        raise ValueError(
+            f"{type(model).__name__} has layers of different shapes {sorted(planes)}: not supported yet"
+        )
+    for short, long in zip(two, three, strict=True):
+        for a, b in zip(short, long, strict=True):
+            if (a.float() - b[..., :2, :].float()).abs().max() > 0.05 * b.float().abs().max():
+                raise ValueError(f"{type(model).__name__}: the KV of a token depends on what comes after it")
+    layout = KVLayout.of(len(three), planes.pop(), chunk_tokens)
+    return Seen(layout, [layer[0].device for layer in three])
+
+
+def check_call(model: Any, kwargs: dict[str, Any]) -> Any:
+    """Return the generation config that `generate` will use; changes nothing.
+
+    Raises ValueError for an argument that the KV would depend on, that brings another cache, or that chooses a way
+    of decoding which does not begin where a filled cache ends.
+    """
+    import torch
+
+    if model.training:
+        raise ValueError(
+            "the model is in training mode, where dropout changes the KV: call model.eval() first"
+        )
+    for name in ("past_key_values", "cache_implementation", "inputs_embeds", "inputs", "custom_generate"):
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"{name} cannot be given here: this call makes the KV cache itself, from input_ids"
+            )
+    for name, value in kwargs.items():
+        if isinstance(value, torch.Tensor) and name not in _APART:
+            raise ValueError(f"{name}: the KV would depend on it, and keys are made of token ids alone")
+    config = _generation_config(model, kwargs)
+    if config.cache_implementation not in (None, "dynamic", "dynamic_full"):
+        raise ValueError(
+            f"cache_implementation {config.cache_implementation!r} in the generation config: only the dynamic is cut"
+        )
+    if config.use_cache is False:
+        raise ValueError("use_cache=False leaves no KV to be stored or handed over")
+    mode = config.get_generation_mode(kwargs.get("assistant_model")).value
+    if (
+        mode not in _MODES
+    ):  # assisted decoding feeds the whole prompt again over the filled cache: another text
+        raise ValueError(
+            f"{mode.replace('_', ' ')} does not begin from a filled cache: one of {', '.join(_MODES)}"
+        )
+    return config
+
+
+def _generation_config(model: Any, kwargs: dict[str, Any]) -> Any:
+    defaults = model.generation_config
+    config = copy.deepcopy(kwargs.get("generation_config") or type(defaults)())
+    config.update(**defaults.to_dict(), defaults_only=True, allow_custom_entries=True)
+    config.update(**{name: value for name, value in kwargs.items() if name != "generation_config"})
+    return config
+
+
+def _forward(model: Any, tokens: int) -> list[tuple[Any, Any]]:
+    import torch
+    from transformers import DynamicCache
+
+    cache: Any = DynamicCache(config=model.config)
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    ids = torch.arange(1, tokens + 1, device=model.device)[None] % vocabulary
+    with torch.inference_mode():
+        model(input_ids=ids, past_key_values=cache, use_cache=True)
+    layers = [(layer.keys, layer.values) for layer in cache.layers]
+    if any(
+        plane is None or plane.ndim != 4 or plane.shape[2] != tokens for layer in layers for plane in layer
+    ):
+        raise ValueError(f"{type(model).__name__} does not keep K and V [batch, heads, tokens, dim] a layer")
+    return layers
+
+
+def _plane(model: Any, tensor: Any) -> Plane:
+    _, heads, _, dim = tensor.shape
+    return Plane(heads, dim, str(tensor.dtype).removeprefix("torch."))
+
+
+def _rope_types(config: Any) -> list[str]:
+    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    per_layer = [found, *(value for value in found.values() if isinstance(value, dict))]
+    return [str(each.get("rope_type") or each.get("type")) for each in per_layer]

@@ -1,0 +1,285 @@
+"""Hugging Face Transformers: a model whose prompts are served from the cache.
+
+cached = CachedModel(model, disk_size="100GiB", disk_path="/var/cache/pagoda")
+out = cached.generate(input_ids, max_new_tokens=48)             # one call
+
+with cached.prefix(input_ids) as prefix:                        # the two halves
+    out = model.generate(input_ids, past_key_values=prefix.past_key_values, max_new_tokens=48)
+    cached.store(input_ids, prefix.past_key_values)
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+from pagoda.cache import Cache, Hit, Stored
+from pagoda.config import Config
+from pagoda.connectors.handover import Planes, dynamic_cache, kv_of_row, prefill_measured, room_for
+from pagoda.connectors.identity import adapters_digest, stamp_of, weights_digest
+from pagoda.connectors.rows import Row, grown_mask, mask_of, rows_of
+from pagoda.connectors.supported import Seen, check_call, check_model, see_model
+from pagoda.keys import Namespace
+from pagoda.layout import KVLayout
+
+__all__ = ["CachedModel", "Prefix", "layout_of", "namespace_of"]
+
+
+@dataclass
+class Prefix:
+    """The KV that was found for a batch, as a cache to hand to `generate`, and how it was found.
+
+    Greedy search, sampling and beam search begin from it; assisted decoding does not, and would write another text. As
+    a context manager it lets go of the KV at the end. Not thread-safe.
+    """
+
+    past_key_values: Any  # a transformers.DynamicCache of `columns` columns, empty if nothing was found
+    columns: int  # of input_ids that need not be computed, padding included; always less than there are
+    num_tokens: list[int]  # tokens of each row in those columns
+    hits: list[Hit]  # one a row; a row may have more than the columns that all have
+    seconds: float
+
+    @property
+    def hit(self) -> Hit:
+        """The hit of the row that had least."""
+        return min(self.hits, key=lambda hit: hit.num_tokens)
+
+    def __enter__(self) -> Prefix:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.past_key_values = None
+
+
+class CachedModel:
+    """A Transformers model in front of a `Cache`: prompts begin with what was computed for them before, by anybody.
+
+    Options are those of `Config`; or pass a Config; or a `cache` made with `layout_of` and `namespace_of`. The weights
+    are part of the namespace by their bytes (see `identity`), so models never share KV unless they are the same;
+    `weights` replaces that digest by a name of your own (a checkpoint's hash) and is then yours to keep right.
+    LoRA adapters that are active are part of it too. `salt` separates tenants, for all calls or for one.
+
+    The last token of a prompt is always left to compute: with a full hit `generate` would silently go on from
+    another position. Models and calls whose KV cannot be cut are a ValueError that says why.
+
+    Thread-safe as far as the model is. `last` is the Prefix of the latest `generate`, without its KV.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        config: Config | None = None,
+        *,
+        cache: Cache | None = None,
+        revision: str = "",
+        weights: str | None = None,
+        salt: str = "",
+        **options: Any,
+    ) -> None:
+        check_model(model)
+        self.model = model
+        self.last: Prefix | None = None
+        self.last_stored: list[Stored] = []
+        config = cache.config if cache is not None else _configured(config, options)
+        self._seen: Seen = see_model(model, config.chunk_tokens)
+        self._stamp = stamp_of(model)
+        self._lock = threading.Lock()
+        self._named: dict[str, Any] = {"revision": revision, "weights": weights, "salt": salt}
+        namespace = namespace_of(model, self._seen.layout, **self._named)
+        self._open: Callable[[Namespace], Cache] | None = None
+        if cache is None:
+            self._open = lambda space: Cache(config, namespace=space, layout=self._seen.layout)
+            cache = self._open(namespace)
+        else:
+            _check_made_for(cache, namespace)
+        self.cache = cache
+
+    @property
+    def layout(self) -> KVLayout:
+        """The layout of the model's KV."""
+        return self._seen.layout
+
+    def generate(
+        self,
+        input_ids: Any,
+        attention_mask: Any | None = None,
+        *,
+        store: bool = True,
+        store_output: bool = False,
+        salt: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Return what `model.generate` returns for these arguments, sooner; stores the KV of the prompt.
+
+        `store_output` stores that of the generated tokens too; `store=False` only reads. Raises ValueError for
+        what cannot be cached.
+        """
+        decoding = check_call(self.model, kwargs)
+        beams = decoding.num_beams or 1
+        repeats = max(beams, decoding.num_return_sequences or 1)
+        if store_output and beams > 1:
+            raise ValueError(
+                "store_output: beams change rows while they grow, so only their prompt can be stored"
+            )
+        mask = mask_of(self.model, input_ids, attention_mask)
+        before = self._ready(salt)
+        found = self.prefix(input_ids, mask, salt=salt)
+        kv, found.past_key_values, self.last = found.past_key_values, None, found
+        if repeats > 1:
+            kv.batch_repeat_interleave(repeats)
+        with prefill_measured(self.model, self._observe):
+            out = self.model.generate(input_ids, attention_mask=mask, past_key_values=kv, **kwargs)
+        if self._ready(salt) != before:
+            self.last_stored = []  # weights or adapters were changed meanwhile: whose KV is this?
+        elif store_output:
+            ids = getattr(out, "sequences", out)
+            mask = grown_mask(mask.repeat_interleave(repeats, 0), ids)
+            self.last_stored = self.store(ids, kv, mask, salt=salt)
+        elif store:
+            self.last_stored = self.store(input_ids, kv, mask, salt=salt, every=repeats)
+        return out
+
+    def prefix(self, input_ids: Any, attention_mask: Any | None = None, *, salt: str | None = None) -> Prefix:
+        """Return a DynamicCache with the KV of the leading tokens that the tiers have; changes the model in nothing.
+
+        Rows of a batch use what all of them have. It never covers the whole prompt.
+        """
+        began = time.perf_counter()
+        cache, space = self._ready(salt)
+        rows = rows_of(input_ids, mask_of(self.model, input_ids, attention_mask))
+        planes = room_for(self._seen, len(rows), input_ids.shape[1])
+        hits = self._retrieve(cache, rows, planes, space)
+        columns = min(row.pad + hit.num_tokens for row, hit in zip(rows, hits, strict=True))
+        tokens = [max(columns - row.pad, 0) for row in rows]
+        if not any(tokens):
+            columns = 0
+        kv = dynamic_cache(self.model, self._seen, planes, rows, columns)
+        return Prefix(kv, columns, tokens, hits, time.perf_counter() - began)
+
+    def store(
+        self,
+        input_ids: Any,
+        past_key_values: Any,
+        attention_mask: Any | None = None,
+        *,
+        salt: str | None = None,
+        every: int = 1,
+    ) -> list[Stored]:
+        """Store the KV of the whole chunks of each row of `input_ids`; returns one answer a row.
+
+        `past_key_values` is the DynamicCache after `generate` or `forward` with the weights and adapters as they are
+        now; the rows of `input_ids` are its rows 0, every, 2 * every, ... Columns beyond those of the prompt are stored
+        too: generated tokens, if passed.
+        """
+        cache, space = self._ready(salt)
+        layers = past_key_values.layers
+        if len(layers) != self.layout.layers or any(
+            type(layer).__name__ != "DynamicLayer" for layer in layers
+        ):
+            raise ValueError(
+                "past_key_values must be a DynamicCache of this model: K and V of every token, uncut"
+            )
+        planes = [[layer.keys, layer.values] for layer in layers]
+        columns = min(past_key_values.get_seq_length(), input_ids.shape[1])
+        rows = rows_of(input_ids, mask_of(self.model, input_ids, attention_mask))
+        answers = []
+        for number, row in enumerate(rows):
+            kv = kv_of_row(planes, number * every, row.pad, max(columns, row.pad), self._seen)
+            answers.append(cache.store(row.tokens[: kv.num_tokens], kv, **space))
+        return answers
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Close the cache if it was opened here; idempotent, ends within `timeout` seconds."""
+        if self._open is not None:
+            self.cache.close(timeout)
+
+    def __enter__(self) -> CachedModel:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _retrieve(self, cache: Cache, rows: list[Row], planes: Planes, space: dict[str, Any]) -> list[Hit]:
+        """Fill the rows with what the tiers have of them, up to their last token but one."""
+        most = planes[0][0].shape[2] - 1
+        if len(rows) > 1:  # do not load of one row what another lacks
+            looked = [cache.lookup(row.tokens[:-1], counted=False, **space).num_tokens for row in rows]
+            most = min(most, *(row.pad + tokens for row, tokens in zip(rows, looked, strict=True)))
+        hits = []
+        for number, row in enumerate(rows):
+            chunks = -(-max(most - row.pad, 0) // self.layout.chunk_tokens)
+            tokens = row.tokens[:-1][: chunks * self.layout.chunk_tokens]
+            kv = kv_of_row(planes, number, row.pad, planes[0][0].shape[2], self._seen)
+            hits.append(cache.retrieve(tokens, kv, **space))
+        return hits
+
+    def _ready(self, salt: str | None) -> tuple[Cache, dict[str, Any]]:
+        """Return the cache of the weights as they are now, and the options that name adapters and tenant."""
+        with self._lock:
+            stamp = stamp_of(self.model)
+            if stamp != self._stamp:
+                self._weights_changed()
+                self._stamp = stamp
+            return self.cache, {"lora": adapters_digest(self.model) or None, "salt": salt}
+
+    def _observe(self, tokens: int, seconds: float) -> None:
+        if tokens >= self.layout.chunk_tokens:  # fewer say nothing about the speed of computing chunks
+            self.cache.observe_prefill(tokens, seconds)
+
+    def _weights_changed(self) -> None:
+        """A weight was written to: go on in the namespace of what the weights are now."""
+        if self._named["weights"] is not None or self._open is None:
+            raise ValueError(
+                "the weights were changed: make a new CachedModel, so that old KV is not used with them"
+            )
+        namespace = namespace_of(self.model, self._seen.layout, **self._named)
+        old, self.cache = self.cache, self._open(namespace)
+        old.close()
+
+
+def layout_of(model: Any, chunk_tokens: int = 256) -> KVLayout:
+    """Return the layout of the model's KV, by running it on three tokens. Raises ValueError if it cannot be cut."""
+    check_model(model)
+    return see_model(model, chunk_tokens).layout
+
+
+def namespace_of(
+    model: Any, layout: KVLayout, *, revision: str = "", weights: str | None = None, salt: str = ""
+) -> Namespace:
+    """Return the namespace of a model: reads all its weights unless `weights` names them. Changes nothing."""
+    name = str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
+    return Namespace(
+        model=name.rstrip("/").rsplit("/", 1)[-1],
+        revision=revision,
+        weights=weights_digest(model) if weights is None else weights,
+        kv_dtype=layout.planes[0].dtype,
+        layout=layout.fingerprint,
+        salt=salt,
+    )
+
+
+def _configured(config: Config | None, options: dict[str, Any]) -> Config:
+    """Return the given config, or what files, environment and defaults say, with `options` before either."""
+    if config is not None:
+        return replace(config, **options)
+    from pagoda.config.load import load
+
+    return load(None, None, None, **options).config
+
+
+def _check_made_for(cache: Cache, namespace: Namespace) -> None:
+    """Raise ValueError if a cache that was passed in belongs to another model."""
+    asked = namespace.with_(salt=cache.namespace.salt, weights_epoch=cache.namespace.weights_epoch)
+    differing = Namespace.differing(cache.namespace.fields(), asked.fields())
+    if differing:
+        raise ValueError(
+            f"the cache was made for another model ({', '.join(differing)} differ): use namespace_of"
+        )

@@ -1,0 +1,304 @@
+"""Tokens to keys. Pure: nothing here reads or changes anything outside its arguments.
+
+    root   = blake3(canonical encoding of the Namespace)                      32 bytes
+    key[i] = blake3(token bytes of chunk i + its multimodal items, key=key[i-1]), key[-1] = root
+
+Key i therefore names the whole prefix up to chunk i, on every machine and in every process. The hash is
+cryptographic because token ids are chosen by whoever sends the prompt.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "FORMAT_VERSION",
+    "Item",
+    "KeyChain",
+    "Namespace",
+    "TokenIds",
+    "as_token_ids",
+    "chunk_keys",
+    "derive_keys",
+]
+
+FORMAT_VERSION = 1  # part of every root: raised when the meaning of a key or of stored bytes changes
+KEY_BYTES = 32
+
+Int32s: TypeAlias = npt.NDArray[np.int32]
+TokenIds: TypeAlias = "Sequence[int] | npt.NDArray[np.integer] | array[int] | memoryview | torch.Tensor"
+
+_INT32_MAX = 2**31 - 1
+# Token ids are never negative, so a negative int32 ends the tokens of a message whatever the chunk length is.
+_ITEMS_FOLLOW = struct.pack("<i", -1)
+_DERIVED = struct.pack("<i", -2)
+
+
+def as_token_ids(tokens: TokenIds) -> Int32s:
+    """Return token ids as a contiguous 1-D little-endian int32 array; changes nothing.
+
+    An int32 array (numpy, torch on the CPU, array.array, any typed buffer) is wrapped without a copy, other
+    integer types are converted at once; only a list or tuple is walked. Raises ValueError for anything else.
+    """
+    found = _from_items(tokens) if isinstance(tokens, list | tuple | range) else _from_buffer(tokens)
+    if found.ndim != 1:
+        raise ValueError(f"token ids must be 1-D, got shape {found.shape}: pass one sequence, e.g. ids[0]")
+    if found.dtype.kind not in "iu":
+        raise ValueError(
+            f"token ids must be integers, got {found.dtype}: convert them, e.g. ids.astype('int32')"
+        )
+    if found.size and found.dtype.kind == "i" and found.min() < 0:
+        raise ValueError(
+            f"token id {found.min()} is negative: remove padding and placeholder ids before calling"
+        )
+    if found.size and found.dtype.itemsize >= 4 and found.dtype != np.int32 and found.max() > _INT32_MAX:
+        raise ValueError(
+            f"token id {found.max()} is over {_INT32_MAX}: ids are int32, map them to the model's vocabulary"
+        )
+    return np.ascontiguousarray(found, dtype="<i4")
+
+
+def _from_items(tokens: Sequence[int]) -> npt.NDArray[np.generic]:
+    """Turn a list into an array. The types are looked at first, because numpy would take True for 1."""
+    kinds = set(map(type, tokens))
+    wrong = [kind for kind in kinds if kind is not int and not issubclass(kind, np.integer)]
+    if wrong:
+        what = ", ".join(sorted(kind.__name__ for kind in wrong))
+        raise ValueError(
+            f"token ids must be one flat sequence of int, found {what} among them: pass plain ints"
+        )
+    try:
+        return np.array(tokens, dtype=np.int64)
+    except OverflowError:
+        raise ValueError(
+            f"a token id is over {_INT32_MAX}: ids are int32, map them to the vocabulary"
+        ) from None
+
+
+def _from_buffer(tokens: object) -> npt.NDArray[np.generic]:
+    """Wrap an array, tensor or typed buffer without a copy."""
+    if isinstance(tokens, bytes | bytearray | str):
+        raise ValueError(
+            f"token ids as {type(tokens).__name__} have no item size: pass memoryview(data).cast('i') "
+            "for int32 ids, or numpy.frombuffer(data, 'uint8') for byte-level ids"
+        )
+    try:
+        found: npt.NDArray[np.generic] = np.asarray(tokens)
+    except (TypeError, ValueError, RuntimeError) as error:  # e.g. a tensor on a GPU
+        raise ValueError(f"token ids must be readable by the CPU, e.g. ids.cpu(): {error}") from None
+    if found.dtype == object:
+        raise ValueError(f"token ids must be an integer array or a list of int, got {type(tokens).__name__}")
+    return found
+
+
+class Item(NamedTuple):
+    """A multimodal item (an image, a sound) whose embeddings stand at token positions [start, stop)."""
+
+    start: int
+    stop: int
+    digest: bytes  # 32 bytes: a cryptographic hash of the content and of how it was processed
+
+
+def chunk_keys(tokens: TokenIds, root: bytes, chunk_tokens: int, items: Iterable[Item] = ()) -> list[bytes]:
+    """Return the 32-byte keys of the whole chunks of `tokens` (a last part has none). Changes nothing.
+
+    Items may overlap each other and reach past the end of the tokens. Raises ValueError for bad ids or items.
+    """
+    _check_chain(root, chunk_tokens)
+    ids = as_token_ids(tokens)
+    trailers = _trailers(_checked(items, 0, len(ids)), 0, len(ids) // chunk_tokens, chunk_tokens)
+    return _chain(ids, root, chunk_tokens, trailers)
+
+
+class KeyChain:
+    """The keys of a growing conversation: only what is new is hashed. Not thread-safe: one chain, one thread.
+
+    `keys` and `num_tokens` describe all that was extended so far; the last, unfilled chunk's tokens are kept.
+    """
+
+    def __init__(self, root: bytes, chunk_tokens: int) -> None:
+        _check_chain(root, chunk_tokens)
+        self.root = root
+        self.chunk_tokens = chunk_tokens
+        self._keys: list[bytes] = []
+        self._tail: Int32s = np.empty(0, dtype="<i4")  # always an own copy, always shorter than a chunk
+        self._items: list[Item] = []  # those that reach past the last whole chunk
+
+    @property
+    def keys(self) -> list[bytes]:
+        """The keys of all whole chunks so far (a copy)."""
+        return list(self._keys)
+
+    @property
+    def num_tokens(self) -> int:
+        """All tokens so far, those of the unfilled chunk included."""
+        return len(self._keys) * self.chunk_tokens + len(self._tail)
+
+    def extend(self, tokens: TokenIds, items: Iterable[Item] = ()) -> list[bytes]:
+        """Append `tokens` and return the keys of the chunks that this filled; items count from the first.
+
+        Raises ValueError, and changes nothing, for bad ids or items, or an item in a chunk already hashed.
+        """
+        ids = as_token_ids(tokens)
+        first, hashed = len(self._keys), len(self._keys) * self.chunk_tokens
+        new = _checked(items, hashed, self.num_tokens + len(ids))
+        pending = np.concatenate((self._tail, ids)) if len(self._tail) else ids
+        count = len(pending) // self.chunk_tokens
+        known = sorted(self._items + new)
+        trailers = _trailers(known, first, first + count, self.chunk_tokens)
+        keys = _chain(pending, self._keys[-1] if self._keys else self.root, self.chunk_tokens, trailers)
+        self._tail = pending[count * self.chunk_tokens :].copy()
+        self._keys += keys
+        self._items = [item for item in known if item.stop > len(self._keys) * self.chunk_tokens]
+        return keys
+
+
+def derive_keys(digests: Sequence[bytes], root: bytes) -> list[bytes]:
+    """Return one key for each of an engine's own chained digests, under `root`; changes nothing.
+
+    A digest must already name the whole prefix up to its block. Raises ValueError if one is under 16 bytes.
+    """
+    _check_chain(root, 1)
+    short = [len(digest) for digest in digests if len(digest) < 16]
+    if short:
+        raise ValueError(
+            f"a digest of {short[0]} bytes cannot name a prefix: set the engine's hash to a 32-byte one"
+        )
+    return [blake3(_DERIVED + digest, key=root).digest() for digest in digests]
+
+
+def _chain(ids: Int32s, parent: bytes, chunk_tokens: int, trailers: Mapping[int, bytes]) -> list[bytes]:
+    """Hash the whole chunks of `ids`; `trailers`: chunk (0 = first of `ids`) -> what follows its tokens."""
+    view = ids.data.cast("B") if len(ids) else memoryview(b"")
+    step = chunk_tokens * 4
+    keys: list[bytes] = []
+    append = keys.append
+    for number, start in enumerate(range(0, len(view) - step + 1, step)):
+        hasher = blake3(view[start : start + step], key=parent)
+        if trailers and number in trailers:
+            hasher.update(trailers[number])
+        parent = hasher.digest()
+        append(parent)
+    return keys
+
+
+def _trailers(items: Sequence[Item], first: int, last: int, chunk_tokens: int) -> dict[int, bytes]:
+    """Return, for chunks [first, last) that items overlap, what follows their tokens (0 = `first`).
+
+    One record an item: start and stop relative to the chunk's first token as signed 64-bit, then the digest.
+    They are not clipped to the chunk: one long item differs from two short ones, and a prefix keeps its keys.
+    """
+    found: dict[int, bytes] = {}
+    for item in items:
+        for chunk in range(max(item.start // chunk_tokens, first), min(-(-item.stop // chunk_tokens), last)):
+            origin = chunk * chunk_tokens
+            record = struct.pack("<qq", item.start - origin, item.stop - origin) + item.digest
+            found[chunk - first] = found.get(chunk - first, _ITEMS_FOLLOW) + record
+    return found
+
+
+def _checked(items: Iterable[Item], hashed: int, num_tokens: int) -> list[Item]:
+    """Return the items in canonical order. Raises ValueError unless they begin in [hashed, num_tokens)."""
+    checked = sorted(Item(*item) for item in items)
+    for start, stop, digest in checked:
+        if not isinstance(digest, bytes) or len(digest) != KEY_BYTES:
+            raise ValueError(
+                f"digest of item [{start}, {stop}) must be {KEY_BYTES} bytes, e.g. blake3(pixels).digest()"
+            )
+        if not 0 <= start < stop < 2**62:
+            raise ValueError(
+                f"item [{start}, {stop}) must be a half-open range of token positions with start < stop"
+            )
+        if start >= num_tokens:
+            raise ValueError(
+                f"item [{start}, {stop}) begins past the {num_tokens} tokens: pass it with its tokens"
+            )
+        if start < hashed:
+            raise ValueError(
+                f"item [{start}, {stop}) begins in tokens hashed already (up to {hashed}): pass it with them"
+            )
+    return checked
+
+
+def _check_chain(root: bytes, chunk_tokens: int) -> None:
+    if len(root) != KEY_BYTES:
+        raise ValueError(f"a root is {KEY_BYTES} bytes, got {len(root)}: use Namespace(...).root")
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """All that KV depends on besides the tokens: a different field is a different key space. Immutable.
+
+    `revision` is the model's version, `weights` a digest of its weights, `weights_epoch` counts updates in
+    place, `layout` is a layout's fingerprint, `lora` names the adapter's content (not its path), `salt` keeps
+    tenants apart. Raises ValueError for a field of the wrong type.
+    """
+
+    model: str
+    revision: str = ""
+    weights: str = ""
+    weights_epoch: int = 0
+    kv_dtype: str = ""
+    layout: str = ""
+    world_size: int = 1
+    lora: str = ""
+    salt: str = field(default="", repr=False)  # a secret
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            wanted = int if entry.name in _INT_FIELDS else str
+            if type(value) is not wanted:
+                raise ValueError(
+                    f"Namespace.{entry.name} must be {wanted.__name__}, got {type(value).__name__}"
+                )
+        if not self.model:
+            raise ValueError(
+                "Namespace.model must not be empty: give the model's name or a digest of its weights"
+            )
+        if not 0 <= self.weights_epoch < 2**63 or not 1 <= self.world_size < 2**31:
+            raise ValueError("Namespace.weights_epoch must be at least 0 and world_size at least 1")
+
+    @cached_property
+    def root(self) -> bytes:
+        """The 32-byte parent of every first key: a hash of all fields and of FORMAT_VERSION."""
+        # pairs in MessagePack are length-prefixed and typed: no two namespaces encode alike
+        pairs = [("format", FORMAT_VERSION), *((f.name, getattr(self, f.name)) for f in fields(self))]
+        encoded = msgspec.msgpack.encode(pairs)
+        return blake3(encoded, derive_key_context="PagodaKV namespace root").digest()
+
+    def fields(self) -> dict[str, str]:
+        """Return every field as text for people to read, of the salt only the start of a digest."""
+        texts = {f.name: str(getattr(self, f.name)) for f in fields(self)}
+        if self.salt:
+            texts["salt"] = blake3(self.salt.encode(), derive_key_context="PagodaKV salt label").hexdigest()[
+                :16
+            ]
+        return {"format": str(FORMAT_VERSION), **texts}
+
+    @staticmethod
+    def differing(a_fields: Mapping[str, str], b_fields: Mapping[str, str]) -> list[str]:
+        """Return the names of the fields (as `fields()` gives them) in which two namespaces differ."""
+        return [name for name in {**a_fields, **b_fields} if a_fields.get(name) != b_fields.get(name)]
+
+    def with_(self, **changes: str | int) -> Namespace:
+        """Return a changed copy. Raises ValueError for a bad value, TypeError for an unknown field."""
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+
+_INT_FIELDS = frozenset({"weights_epoch", "world_size"})

@@ -1,0 +1,465 @@
+"""The ledger: which chunk lies in which slot of a slab, for any number of processes, with no daemon.
+
+    reserve -> copy bytes into the slots, no lock held -> commit | abort
+    match   -> copy bytes out of the slots, no lock held -> still_valid
+
+Bytes read are the chunk's if and only if the slot's published generation still is, after the copy, the one that the
+*entry* had; so no read lock and no reference count can leak, whatever dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagoda import policy as policies
+from pagoda.clock import Clock
+from pagoda.errors import StoreError
+from pagoda.ledger import filling, keeping, reading
+from pagoda.ledger.locks import SCAN, barrier
+from pagoda.ledger.members import mark_device
+from pagoda.ledger.namespaces import Namespaces
+from pagoda.ledger.outcome import Found, Match, Outcome, Present, Refused, Reserved
+from pagoda.ledger.rebuild import absorb
+from pagoda.ledger.session import Session, UnavailableError
+from pagoda.ledger.sight import BATCH
+from pagoda.ledger.spaces import Spaces
+from pagoda.ledger.state import LOCKS, read_state
+from pagoda.ledger.store import StoreSpec, open_store
+from pagoda.ledger.writing import Writing
+from pagoda.metrics import Reason
+
+_LONGEST_LEASE_SECONDS = 60.0
+_PRESENT_LEASE_SECONDS = 1.0
+_STAMP_STEP = 1 << 16  # between two stamps of one process: room for the positions of a run
+_ATTEMPTS = 12  # each looks at up to five times as many victims as all before
+_MOST_VICTIMS = 2048  # looked at in one transaction: some ms
+_KEY_BYTES = 32
+_ROOM = (Reason.FULL, Reason.REBUILDING)
+
+T = TypeVar("T")
+
+_ledgers: list[Ledger] = []
+_ledgers_lock = threading.Lock()
+
+
+class Ledger(Spaces):
+    """One store's ledger in this process. Thread-safe and fork-safe; `open` hands out one shared object a store.
+
+    Calls with `deadline_seconds` never take longer, never raise for trouble at run time, and count what they refuse:
+    `drop_<reason>` for each Refused, `miss_ledger_busy` for each read and `drop_ledger_busy` for each write that could
+    not be had in time. Misses of `match` are the caller's to count.
+    """
+
+    def __init__(self, session: Session, policy: str) -> None:
+        super().__init__(session)
+        self._uses = 1
+        self._policy_name, self._policy = policy, policies.make(policy, session.columns)
+        self._policy_lock = threading.Lock()
+        self._last_stamp = 0
+        self._room = 0
+        self.window = max(1, self.slots // 8)
+        self._quota = max(1, self.slots // 4)
+
+    @classmethod
+    def open(
+        cls, spec: StoreSpec, policy: str = "lru", clock: Clock | None = None, deadline_seconds: float = 60.0
+    ) -> Ledger:
+        """Open or make the store. StoreError or NoRoomError with the remedy; ValueError for an unknown policy."""
+        return cls._shared(spec, policy, clock or Clock(), deadline_seconds, create=True)
+
+    @classmethod
+    def attach(cls, directory: Path, clock: Clock | None = None, deadline_seconds: float = 10.0) -> Ledger:
+        """Open an existing store as it is. StoreError if there is none."""
+        directory = directory.resolve()
+        state = read_state(directory)
+        if state is None:
+            raise StoreError(f"there is no usable store at {directory}")
+        spec = StoreSpec(
+            directory.parent, directory.name, state.kind, state.slots, state.slot_bytes, private=state.private
+        )
+        return cls._shared(spec, "lru", clock or Clock(), deadline_seconds, create=False)
+
+    @classmethod
+    def _shared(
+        cls, spec: StoreSpec, policy: str, clock: Clock, deadline_seconds: float, create: bool
+    ) -> Ledger:
+        until = time.monotonic() + deadline_seconds
+        if spec.private and create:
+            spec = dataclasses.replace(spec, name=f"{spec.name}.private-{os.getpid()}-{secrets.token_hex(4)}")
+        path = spec.root / spec.name / LOCKS
+        with _ledgers_lock:
+            for ledger in _ledgers:  # by the file, not by the path: two of one store would be inside one gate
+                if ledger._session.store.locks.is_at(path) and not ledger._session.closed:
+                    return ledger._shared_with(spec)
+            store = open_store(spec, clock, deadline_seconds, create)
+            try:
+                ledger = cls(Session(store, clock, _left(until)), policy)
+            except BaseException:
+                store.release()
+                raise
+            _ledgers.append(ledger)
+        ledger._tidy(_left(until))
+        return ledger
+
+    def _shared_with(self, spec: StoreSpec) -> Ledger:
+        if (self.kind, self.slot_bytes) != (spec.kind, spec.slot_bytes):
+            raise StoreError(
+                f"{self.directory} is open here for another kind of chunks ({self.kind}, {self.slot_bytes} bytes a "
+                "slot): give each tier a path of its own"
+            )
+        self._uses += 1
+        return self
+
+    # ---- storing
+
+    def stamp(self) -> int:
+        """Return a recency stamp for one request: pass the same to every window of a run."""
+        self._last_stamp = max(self._last_stamp + _STAMP_STEP, self._session.stamp(self._now()))
+        return self._last_stamp
+
+    def reserve(
+        self, keys: Sequence[bytes], *, namespace: bytes, start: int = 0, parent: bytes | None = None, tokens: int = 0,
+        parts: int = 1, stamp: int | None = None, deadline_seconds: float = 1.0,
+    ) -> list[Outcome]:  # fmt: skip
+        """Promise each key a slot to copy `tokens` tokens' KV into, evicting as needed; leading keys first.
+
+        `keys` stand at chain positions from `start` on, behind `parent`. At most `window` keys get a slot in one call,
+        at most a quarter of the slots are promised to one member. Changes recency and leases of what is Present.
+        """
+        if parts < 1:
+            raise ValueError(f"a chunk has at least one part, not {parts}")
+        if any(len(key) != _KEY_BYTES for key in keys):
+            raise ValueError(f"a key has {_KEY_BYTES} bytes")
+        until = time.monotonic() + deadline_seconds
+        stamp = self.stamp() if stamp is None else stamp
+        outcomes: list[Outcome] = []
+        hindrance: Reason | None = None
+        if self._room < len(keys) > BATCH:
+            self._keep_later(keys[BATCH : self.window], start + BATCH, stamp, until)
+        for at in range(0, min(len(keys), self.window), BATCH):
+            batch = keys[at : min(at + BATCH, self.window)]
+            if hindrance is not None:
+                outcomes += [Refused(key, hindrance) for key in batch]
+                continue
+            before = keys[at - 1] if at else parent
+            ask = filling.Ask(batch, self._admit(batch), namespace, start + at, before, tokens, parts, stamp)
+            made, hindrance = self._reserve_batch(ask, until)
+            outcomes += made
+        outcomes += [Refused(key, Reason.FULL) for key in keys[len(outcomes) :]]
+        for outcome in outcomes:
+            if isinstance(outcome, Refused):
+                self.count(f"drop_{outcome.reason}")
+        return outcomes
+
+    def _reserve_batch(self, ask: filling.Ask, until: float) -> tuple[list[Outcome], Reason | None]:
+        """Reserve with as few victims as needed; look for more outside the gate as long as some are found.
+
+        Returns what hinders all further keys too, if anything does.
+        """
+        done: list[Outcome] = []
+        passed_over = 0
+        for _ in range(_ATTEMPTS):
+            rest = ask._replace(
+                keys=ask.keys[len(done) :], admitted=ask.admitted[len(done) :], start=ask.start + len(done),
+                parent=ask.keys[len(done) - 1] if done else ask.parent,
+            )  # fmt: skip
+            looked = self._room < len(rest.keys)
+            # So many more than are wanted that those who are kept do not hide those who may go.
+            count = min(len(rest.keys) + 4 * passed_over, _MOST_VICTIMS)
+            victims = self._victims(count, rest.stamp - rest.start) if looked else []
+            try:
+                batch = self._session.write(partial(self._reserve_in, rest, victims), _left(until))
+            except UnavailableError as error:
+                return done + [Refused(key, error.reason) for key in rest.keys], error.reason
+            self._keep_present(batch.outcomes, rest.start, rest.stamp)  # before the next victims are chosen
+            if batch.passed_over:
+                self._pass_over(batch.passed_over, rest.stamp)
+            passed_over += len(batch.passed_over)
+            if not batch.short:
+                return done + batch.outcomes, None
+            if looked and not len(victims):
+                break
+            served = next(
+                i for i, o in enumerate(batch.outcomes) if isinstance(o, Refused) and o.reason in _ROOM
+            )
+            done, batch = done + batch.outcomes[:served], batch._replace(outcomes=batch.outcomes[served:])
+        return done + batch.outcomes, Reason.FULL
+
+    def _pass_over(self, slots: list[int], stamp: int) -> None:
+        """Make those young that somebody keeps, so that they are not offered again and again."""
+        with self._policy_lock:
+            self._policy.touch(np.array(slots, np.int64), np.full(len(slots), max(self.stamp(), stamp)))
+
+    def _reserve_in(
+        self, ask: filling.Ask, victims: Sequence[filling.Victim], writing: Writing, spaces: Namespaces
+    ) -> filling.Batch:
+        batch = filling.reserve(writing, ask, victims, self._quota, spaces)
+        self._room = writing.meta.free()
+        return batch
+
+    def _admit(self, keys: Sequence[bytes]) -> list[bool]:
+        with self._policy_lock:
+            return self._policy.admit(keys)
+
+    def _victims(self, count: int, stamp: int) -> list[filling.Victim]:
+        with self._policy_lock:
+            slots = self._policy.victims(count, stamp, self._now())
+        return list(map(filling.Victim, slots.tolist(), self._session.columns.generation[slots].tolist()))
+
+    def _keep_later(self, keys: Sequence[bytes], start: int, stamp: int, until: float) -> None:
+        """Let the first batches of a call evict nothing that its later ones will find."""
+        with contextlib.suppress(UnavailableError):
+            found = self._session.read(lambda txn, tables: reading.present(txn, tables, keys), _left(until))
+            self._keep_present(found, start, stamp)
+
+    def _keep_present(self, outcomes: Sequence[Outcome | None], start: int, stamp: int) -> None:
+        kept = [
+            (o.slot, o.generation, stamp - start - i)
+            for i, o in enumerate(outcomes)
+            if isinstance(o, Present)
+        ]
+        if kept:
+            slots, generations, stamps = (np.array(column) for column in zip(*kept, strict=True))
+            self._touch(slots.astype(np.int64), generations.astype(np.uint64), stamps, linked=False)
+            self.lease(slots, generations, _PRESENT_LEASE_SECONDS)
+
+    def commit(
+        self, reserved: Sequence[Reserved], part: int = 0, deadline_seconds: float = 1.0
+    ) -> list[bool]:
+        """Say that the bytes of one part are in; a chunk is visible when all parts are.
+
+        False: not stored (superseded, cleared, taken back), or not yet: what missed its deadline is done by this
+        process's next transaction.
+        """
+        done: list[bool] = []
+        until = time.monotonic() + deadline_seconds
+        for batch in _batches(reserved):
+            try:
+                done += self._session.write(lambda w, s: filling.commit(w, batch, part, s), _left(until))  # noqa: B023
+            except UnavailableError as error:
+                self.count(f"drop_{error.reason}", len(batch))
+                self._session.defer(partial(self._commit_late, batch, part))
+                done += [False] * len(batch)
+        return done
+
+    def _commit_late(self, reserved: Sequence[Reserved], part: int, writing: Writing) -> None:
+        filling.commit(writing, reserved, part, Namespaces(self.directory, writing.tables))
+
+    def abort(self, reserved: Sequence[Reserved], deadline_seconds: float = 1.0) -> None:
+        """Give up this member's parts, and free the slots that nobody else writes into any more.
+
+        Only when this member writes into them no longer; what it has no part in is left alone.
+        """
+        until = time.monotonic() + deadline_seconds
+        for batch in _batches(reserved):
+            self._now_or_later(partial(filling.abort, reserved=batch), _left(until))
+
+    def adopt(self, reserved: Sequence[Reserved], part: int, deadline_seconds: float = 1.0) -> list[bool]:
+        """Say that this member writes that part of chunks which another may have reserved."""
+        done: list[bool] = []
+        until = time.monotonic() + deadline_seconds
+        for batch in _batches(reserved):
+            try:
+                done += self._session.write(lambda w, _: filling.adopt(w, batch, part), _left(until))  # noqa: B023
+            except UnavailableError:
+                done += [False] * len(batch)
+        return done
+
+    def _now_or_later(self, work: Callable[[Writing], None], deadline_seconds: float) -> None:
+        """Do what nobody waits for: now, or with the next transaction."""
+        try:
+            self._session.write(lambda w, _: work(w), deadline_seconds)
+        except UnavailableError:
+            self._session.defer(work)
+
+    # ---- reading
+
+    def match(
+        self, keys: Sequence[bytes], *, start: int = 0, stamp: int | None = None, lease_seconds: float = 0.0,
+        touch: bool = True, deadline_seconds: float = 1.0,
+    ) -> Match:  # fmt: skip
+        """Return the leading run of keys that may be read. Changes recency (unless told not to) and leases.
+
+        The generations are those of the entries: compare them with `still_valid` after the copy.
+        """
+        columns, until = self._session.columns, time.monotonic() + deadline_seconds
+        try:
+            run = self._session.read(
+                lambda txn, tables: reading.find(txn, tables, columns, keys), deadline_seconds
+            )
+        except UnavailableError as error:
+            self.count(f"miss_{error.reason}")
+            return Match(np.empty(0, np.int64), np.empty(0, np.uint64), error.reason)
+        slots, generations = run.slots[: run.intact], run.generations[: run.intact]
+        reason = reading.miss_reason(run, keys)
+        if run.intact < len(run.slots):
+            at = run.intact
+            self._drop(
+                keys[at], int(run.slots[at]), int(run.generations[at]), Reason.FAILED_CHECK, _left(until)
+            )
+        elif reason is None and len(slots) < len(keys):
+            reason = self.why(keys[len(slots)]).reason
+        if touch and len(slots):
+            stamps = (self.stamp() if stamp is None else stamp) - start - np.arange(len(slots))
+            self._touch(slots, generations, stamps, linked=True)
+        if lease_seconds and len(slots):
+            self.lease(slots, generations, lease_seconds)
+        return Match(slots, generations, reason)
+
+    def _touch(
+        self,
+        slots: NDArray[np.int64],
+        generations: NDArray[np.uint64],
+        stamps: NDArray[np.int64],
+        linked: bool,
+    ) -> None:
+        """Raise the recency of what still stands; `linked`: each is the parent of the next."""
+        columns = self._session.columns
+        standing = columns.generation[slots] == generations
+        rows = slots[standing]
+        with self._policy_lock:
+            self._policy.touch(rows, stamps[standing])
+        columns.hits[rows] += np.uint32(1)
+        if linked and len(slots) > 1:
+            child = standing[1:]
+            columns.parent_slot[slots[1:][child]] = slots[:-1][child]
+            columns.parent_generation[slots[1:][child]] = generations[:-1][child]
+
+    def still_valid(self, slots: NDArray[np.int64], generations: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        """Say of each slot whether what was copied out of it was the chunk that was matched. Takes no lock."""
+        barrier()
+        return np.asarray(self._session.columns.generation[slots] == generations)
+
+    def lease(self, slots: NDArray[np.int64], generations: NDArray[np.uint64], seconds: float) -> None:
+        """Ask the policy to pass these slots by for a while: at most 60 s, at most half of the slots."""
+        columns, now = self._session.columns, self._now()
+        rows = np.asarray(slots)[columns.generation[slots] == np.asarray(generations)]
+        fresh = columns.lease_until[rows] <= now
+        room = max(0, self.slots // 2 - int(np.count_nonzero(columns.lease_until > now)))
+        rows = np.concatenate([rows[~fresh], rows[fresh][:room]])
+        until = now + int(min(seconds, _LONGEST_LEASE_SECONDS) * 1e9)
+        columns.lease_until[rows] = np.maximum(columns.lease_until[rows], until)
+
+    def hold(self, slots: NDArray[np.int64], generations: NDArray[np.uint64]) -> list[bool]:
+        """Keep chunks from eviction until `release` or the death of this process; False where they have gone."""
+        pairs = _pairs(slots, generations)
+        try:
+            return self._session.write(lambda w, _: [keeping.hold(w, *pair) for pair in pairs], 1.0)
+        except UnavailableError:
+            return [False] * len(pairs)
+
+    def release(self, slots: NDArray[np.int64], generations: NDArray[np.uint64]) -> None:
+        """End one hold of this member on each of these chunks."""
+        pairs = _pairs(slots, generations)
+
+        def work(writing: Writing) -> None:
+            for pair in pairs:
+                keeping.release(writing, *pair)
+
+        self._now_or_later(work, 1.0)
+
+    # ---- pins, removal
+
+    def pin(self, keys: Sequence[bytes], owner: str) -> int:
+        """Keep chunks from eviction in the name of `owner`; return how many. At most a quarter of the slots."""
+        if not owner or "\n" in owner:
+            raise ValueError(f"{owner!r} cannot own pins: give a name of one line")
+
+        pinned = 0
+        for batch in _batches(keys):
+            pinned += self._patiently(lambda w, _: keeping.pin(w, batch, owner, self._quota))  # noqa: B023
+        return pinned
+
+    def unpin(self, keys: Sequence[bytes] | None, owner: str) -> int:
+        """End the pins of `owner` on these chunks (None: on all); return how many."""
+        return self._patiently(lambda w, _: keeping.unpin(w, keys, owner))
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        """Remove chunks, pinned or not; return how many were there."""
+        return sum(self._patiently(lambda w, _: keeping.remove(w, batch)) for batch in _batches(keys))  # noqa: B023
+
+    def drop(self, key: bytes, slot: int, generation: int, reason: Reason) -> bool:
+        """Remove a chunk that failed a check, if it still is the one that did; counted."""
+        return self._drop(key, slot, generation, reason, 1.0)
+
+    def _drop(self, key: bytes, slot: int, generation: int, reason: Reason, seconds: float) -> bool:
+        if reason is Reason.FAILED_CHECK:
+            self.count("failed_checks")
+        try:
+            return self._session.write(lambda w, _: keeping.drop(w, key, slot, generation, reason), seconds)
+        except UnavailableError:
+            self._session.defer(lambda w: _ignore(keeping.drop(w, key, slot, generation, reason)))
+            return False
+
+    # ---- members, rebuild, the end
+
+    def uses_device(self) -> None:
+        """Say that this process has registered the slab with a GPU, whose copies may outlive it."""
+        self._patiently(lambda w, _: mark_device(w))
+
+    def unscanned(self) -> range:
+        """Slots whose headers have yet to be read after a rebuild."""
+        totals = self.gauges()
+        return range(self.slots - totals["unscanned"], self.slots)
+
+    def begin_scan(self) -> bool:
+        """Be the one process that reads the headers back; False if another is."""
+        return self._session.store.locks.try_lock(SCAN, exclusive=True)
+
+    def end_scan(self) -> None:
+        """Leave the rest of the headers to others."""
+        self._session.store.locks.unlock(SCAN)
+
+    def absorb(self, first_slot: int, found: Sequence[Found | None]) -> None:
+        """Enter what the headers of the next unscanned slots say; None where a slot holds nothing. At most 64."""
+        self._patiently(lambda w, spaces: absorb(w, spaces, first_slot, found))
+
+    def close(self) -> None:
+        """Leave the store: reservations and holds are given up; the last to leave a store on disk marks it clean."""
+        with _ledgers_lock:
+            self._uses -= 1
+            if self._uses == 0:
+                _ledgers.remove(self)
+                self._session.close()
+
+
+def _fresh_locks() -> None:
+    """A forked child has one thread: no lock that another thread of its parent held may stay locked."""
+    global _ledgers_lock
+    _ledgers_lock = threading.Lock()
+    for ledger in _ledgers:
+        ledger._policy_lock, ledger._labels_lock = threading.Lock(), threading.Lock()
+        ledger._policy = policies.make(
+            ledger._policy_name, ledger.columns
+        )  # a thread may have been inside it
+
+
+os.register_at_fork(after_in_child=_fresh_locks)
+
+
+def _left(until: float) -> float:
+    return max(0.0, until - time.monotonic())
+
+
+def _batches(items: Sequence[T]) -> list[Sequence[T]]:
+    return [items[at : at + BATCH] for at in range(0, len(items), BATCH)]
+
+
+def _pairs(slots: NDArray[np.int64], generations: NDArray[np.uint64]) -> list[tuple[int, int]]:
+    return [(int(slot), int(generation)) for slot, generation in zip(slots, generations, strict=True)]
+
+
+def _ignore(_: bool) -> None:
+    """For a step whose answer nobody waits for any more."""

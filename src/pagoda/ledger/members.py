@@ -1,0 +1,141 @@
+"""Members: who has the store open, and taking back what the dead left."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagoda.ledger.columns import NOT_READY, Columns
+from pagoda.ledger.state import MEMBER_ROWS
+from pagoda.ledger.tables import COUNTERS_ROW, HOLD, MEMBER, MEMBER_KEY, SLOT, SLOT_KEY, Reservation
+from pagoda.ledger.writing import Writing
+from pagoda.metrics import COUNTERS
+
+DEVICE_GRACE_NS = 5_000_000_000  # a copy begun by a GPU may outlive the process that began it
+_NOBODY = 0
+_LOOK = 2048  # slots that `mend` looks at in one transaction
+
+
+def enrol(writing: Writing) -> int:
+    """Write the row of this member; return its row of counters. LookupError if all rows are taken."""
+    taken = {MEMBER.unpack(row)[0] for _, row in writing.tables.rows(writing.txn, writing.tables.members)}
+    counter_row = next((row for row in range(MEMBER_ROWS) if row not in taken), None)
+    if counter_row is None:
+        raise LookupError
+    row = MEMBER.pack(counter_row, os.getpid() & 0xFFFFFFFF, 0, 0)
+    writing.txn.put(MEMBER_KEY.pack(writing.member), row, db=writing.tables.members)
+    return counter_row
+
+
+def mark_device(writing: Writing) -> None:
+    """Note that this member's memory is registered with a GPU: its slots outlive it by a grace."""
+    row = writing.get(writing.tables.members, MEMBER_KEY.pack(writing.member))
+    if row is not None:
+        counter_row, pid, reserved, _ = MEMBER.unpack(row)
+        row = MEMBER.pack(counter_row, pid, reserved, 1)
+        writing.txn.put(MEMBER_KEY.pack(writing.member), row, db=writing.tables.members)
+
+
+def reap(writing: Writing, most: int) -> int:
+    """Take back up to `most` slots that only dead members could still fill; return how many.
+
+    A dead member's row goes when nothing is left of it. Its counters stay in its row until then (see `retire`).
+    """
+    freed = 0
+    for slot, reservation in _abandoned(writing):
+        if freed == most:
+            return freed
+        if _may_still_be_written(writing, reservation):
+            _orphan(writing, slot, reservation)
+            continue
+        writing.unreserve(slot, reservation)
+        writing.give_back(slot)
+        writing.count("reaped_chunks")
+        freed += 1
+    return freed
+
+
+def dead(writing: Writing) -> list[int]:
+    """Members whose process is gone."""
+    numbers = [
+        MEMBER_KEY.unpack(row)[0] for row, _ in writing.tables.rows(writing.txn, writing.tables.members)
+    ]
+    return [number for number in numbers if not writing.alive(number)]
+
+
+def retire(writing: Writing, member: int, counters: NDArray[np.uint64]) -> None:
+    """Strike a member off: its holds go, its counters are folded into those of the dead."""
+    key = MEMBER_KEY.pack(member)
+    row = writing.txn.pop(key, db=writing.tables.members)
+    if row is None:
+        return
+    totals = folded(writing.get(writing.tables.meta, COUNTERS_ROW)) + counters[MEMBER.unpack(row)[0]]
+    writing.txn.put(COUNTERS_ROW, totals.tobytes(), db=writing.tables.meta)
+    for slot, held in list(writing.tables.rows(writing.txn, writing.tables.holds)):
+        others = b"".join(HOLD.pack(*hold) for hold in HOLD.iter_unpack(held) if hold[1] != member)
+        if others and others != held:
+            writing.txn.put(slot, others, db=writing.tables.holds)
+        elif not others:
+            writing.txn.delete(slot, db=writing.tables.holds)
+
+
+def mend(writing: Writing, columns: Columns, start: int, stamp: int) -> int | None:
+    """Publish chunks among the slots from `start` on whose committer died before it could; where to go on.
+
+    Their recency would otherwise never let them be evicted.
+    """
+    silent = start + np.flatnonzero(
+        (columns.last_use[start:] == NOT_READY) & (columns.generation[start:] > 0)
+    )
+    for slot in silent[:_LOOK].tolist():
+        row = writing.get(writing.tables.slots, SLOT_KEY.pack(slot))
+        if row is None:
+            continue
+        generation, _, _, position, _, key = SLOT.unpack(row)
+        if columns.generation[slot] != generation or columns.key_of(slot) != key:
+            writing.fill(slot, generation, key, position, None)
+        writing.ready(slot, stamp)
+    return int(silent[_LOOK]) if len(silent) > _LOOK else None
+
+
+def folded(row: bytes | None) -> NDArray[np.uint64]:
+    """The counters of the dead, by their order in COUNTERS."""
+    totals = np.zeros(len(COUNTERS), np.uint64)
+    if row is not None:
+        known = np.frombuffer(row, np.uint64)
+        totals[: len(known)] = known
+    return totals
+
+
+def owes(writing: Writing, member: int) -> bool:
+    """Whether a slot is still reserved that only this member could fill."""
+    return any(member in (r.owner, *r.writers) for _, r in _reservations(writing))
+
+
+def _reservations(writing: Writing) -> list[tuple[int, Reservation]]:
+    rows = writing.tables.rows(writing.txn, writing.tables.reserved)
+    return [(SLOT_KEY.unpack(row)[0], Reservation.unpack(value)) for row, value in rows]
+
+
+def _abandoned(writing: Writing) -> list[tuple[int, Reservation]]:
+    """Reservations of which no living member holds an uncommitted part."""
+    return [(slot, r) for slot, r in _reservations(writing) if not any(map(writing.alive, r.writers))]
+
+
+def _may_still_be_written(writing: Writing, reservation: Reservation) -> bool:
+    if reservation.owner == _NOBODY:  # since a time of another boot: long ago
+        return 0 <= writing.now - reservation.started < DEVICE_GRACE_NS
+    rows = [writing.get(writing.tables.members, MEMBER_KEY.pack(w)) for w in reservation.writers if w]
+    return any(MEMBER.unpack(row)[3] for row in rows if row is not None)
+
+
+def _orphan(writing: Writing, slot: int, reservation: Reservation) -> None:
+    """Free the key at once and the slot after the grace."""
+    if reservation.owner == _NOBODY:
+        return
+    writing.forget_pending(reservation)
+    writing.owe(reservation.owner, -1)
+    orphan = reservation._replace(owner=_NOBODY, started=writing.now)
+    writing.txn.put(SLOT_KEY.pack(slot), orphan.pack(), db=writing.tables.reserved)

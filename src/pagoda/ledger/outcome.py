@@ -1,0 +1,105 @@
+"""What the ledger answers: small typed tuples. Run-time trouble is a `Refused` or a reason, never an exception."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagoda.metrics import Reason
+
+
+class Reserved(NamedTuple):
+    """A slot to copy the chunk's bytes into, then commit or abort. May be sent to another process."""
+
+    key: bytes
+    slot: int
+    generation: int
+
+
+class Present(NamedTuple):
+    """The chunk is there already; nothing to do."""
+
+    key: bytes
+    slot: int
+    generation: int
+
+
+class Busy(NamedTuple):
+    """A living member is filling a slot for that key."""
+
+    key: bytes
+    owner: int
+
+
+class Refused(NamedTuple):
+    """There is no room, or the policy or a bound says no."""
+
+    key: bytes
+    reason: Reason
+
+
+Outcome = Reserved | Present | Busy | Refused
+
+
+class Match(NamedTuple):
+    """The leading run that may be read: slot i, of generation i, holds key i; and why the run ends where it does.
+
+    `reason` is None if all keys are in the run.
+    """
+
+    slots: NDArray[np.int64]
+    generations: NDArray[np.uint64]
+    reason: Reason | None
+
+
+class Miss(NamedTuple):
+    """Why a key is not there, and for how long (seconds, if known)."""
+
+    reason: Reason
+    age_seconds: float | None
+
+
+class NamespaceRow(NamedTuple):
+    """A namespace that has, or had, chunks here."""
+
+    root: bytes
+    fields: dict[str, str]
+    epoch: int
+    chunks: int
+
+
+class Row(NamedTuple):
+    """A chunk that may be read."""
+
+    key: bytes
+    slot: int
+    generation: int
+    namespace_root: bytes
+    epoch: int
+    position: int
+    tokens: int
+    last_use_age_seconds: float
+    hits: int
+    leased: bool
+    pinned: bool
+
+
+class Found(NamedTuple):
+    """A chunk whose header was read from the slab during a rebuild."""
+
+    key: bytes
+    namespace_root: bytes
+    epoch: int
+    position: int
+    tokens: int
+    sequence: int
+
+
+class Report(NamedTuple):
+    """What `check` counted. `unreachable`: chunks whose parent is gone; `stale_hints`: rows whose hints are wrong."""
+
+    gauges: dict[str, int]
+    unreachable: int
+    stale_hints: int

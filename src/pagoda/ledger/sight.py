@@ -1,0 +1,193 @@
+"""What can be seen of a ledger: its chunks, namespaces, pins, totals and counters, and whether they add up."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar, cast
+
+import lmdb
+
+from pagoda.errors import StoreError
+from pagoda.ledger import reading
+from pagoda.ledger.columns import Columns
+from pagoda.ledger.members import folded
+from pagoda.ledger.namespaces import Namespaces
+from pagoda.ledger.outcome import Miss, NamespaceRow, Report, Row
+from pagoda.ledger.session import Session, UnavailableError
+from pagoda.ledger.state import SLAB, Kind
+from pagoda.ledger.tables import COUNTERS_ROW, MEMBER, NAMESPACE, SLOT, SLOT_KEY, Tables
+from pagoda.ledger.writing import GHOST_REASONS, Writing
+from pagoda.metrics import Reason
+
+PATIENT_SECONDS = 30.0  # for what a person waits for: listings, clear, pins
+BATCH = 64  # chunks a transaction
+_PAGE = 256
+
+T = TypeVar("T")
+
+
+class Sight:
+    """The half of a ledger that shows. Thread-safe; changes nothing but what the dead left (`reap`, `check`)."""
+
+    def __init__(self, session: Session) -> None:
+        state = session.store.state
+        self._session = session
+        self.directory: Path = session.store.directory
+        self.kind: Kind = state.kind
+        self.slots, self.slot_bytes = state.slots, state.slot_bytes
+        self.store_id = bytes.fromhex(state.store_id)
+        self.slab_path: Path = self.directory / SLAB
+
+    @property
+    def columns(self) -> Columns:
+        """The hints of all slots; for policies, listings and tests."""
+        return self._session.columns
+
+    @property
+    def member(self) -> int:
+        """This process's number in the store."""
+        return self._session.member
+
+    def why(self, key: bytes) -> Miss:
+        """Why a key that has no entry has none, as far as it is remembered."""
+        ghost = self.columns.ghost(key)
+        if ghost is None:
+            return Miss(Reason.ABSENT, None)
+        age = (self._session.stamp(self._now()) - ghost.stamp) / 1e9
+        return Miss(GHOST_REASONS[ghost.reason % len(GHOST_REASONS)], max(0.0, age))
+
+    def rows(self, limit: int | None = None) -> Iterator[Row]:
+        """Walk all chunks by slot, a page at a time, while others go on."""
+        at: int | None = 0
+        given = 0
+        while at is not None:
+            start = at
+            page, at = self._read_patiently(lambda txn, tables: self._page(txn, tables, start))  # noqa: B023
+            for row in page:
+                if given == limit:
+                    return
+                given += 1
+                yield row
+
+    def _page(self, txn: lmdb.Transaction, tables: Tables, start: int) -> tuple[list[Row], int | None]:
+        spaces, now = Namespaces(self.directory, tables), self._now()
+        found: list[Row] = []
+        for key, value in tables.rows(txn, tables.slots, SLOT_KEY.pack(start)):
+            slot: int = SLOT_KEY.unpack(key)[0]
+            if len(found) == _PAGE:
+                return found, slot
+            pinned = txn.get(SLOT.unpack(value)[-1], db=tables.pins) is not None
+            found.append(self._row(slot, value, spaces.root(txn, SLOT.unpack(value)[1]) or b"", pinned, now))
+        return found, None
+
+    def _row(self, slot: int, value: bytes, root: bytes, pinned: bool, now: int) -> Row:
+        generation, _, epoch, position, tokens, key = SLOT.unpack(value)
+        age = (self._session.stamp(now) - int(self.columns.last_use[slot])) / 1e9
+        hits, leased = int(self.columns.hits[slot]), bool(self.columns.lease_until[slot] > now)
+        return Row(key, slot, generation, root, epoch, position, tokens, max(0.0, age), hits, leased, pinned)
+
+    def pins(self) -> dict[str, list[bytes]]:
+        """Who pinned what."""
+
+        def work(txn: lmdb.Transaction, tables: Tables) -> dict[str, list[bytes]]:
+            found: dict[str, list[bytes]] = {}
+            for key, value in tables.rows(txn, tables.pins):
+                for owner in value.decode().split("\n"):
+                    found.setdefault(owner, []).append(key)
+            return found
+
+        return self._read_patiently(work)
+
+    def namespaces(self, counted: bool = True) -> dict[bytes, NamespaceRow]:
+        """All namespaces known here, with the number of their chunks; 0 if not `counted`, which spares a walk."""
+
+        def work(txn: lmdb.Transaction, tables: Tables) -> dict[bytes, NamespaceRow]:
+            chunks: dict[int, int] = {}
+            for _, row in tables.rows(txn, tables.slots) if counted else ():
+                number = SLOT.unpack(row)[1]
+                chunks[number] = chunks.get(number, 0) + 1
+            known = Namespaces(self.directory, tables).known(txn).items()
+            return {
+                root: NamespaceRow(root, fields, epoch, chunks.get(n, 0))
+                for root, (n, epoch, fields) in known
+            }
+
+        return self._read_patiently(work)
+
+    def epoch(self, namespace_root: bytes) -> int:
+        """How often a namespace has been cleared."""
+
+        def work(txn: lmdb.Transaction, tables: Tables) -> int:
+            row = txn.get(namespace_root, db=tables.namespaces)
+            return int(NAMESPACE.unpack_from(row)[1]) if row is not None else 0
+
+        return self._read_patiently(work)
+
+    def _known(self) -> dict[bytes, tuple[int, int, dict[str, str]]]:
+        return self._read_patiently(lambda txn, tables: Namespaces(self.directory, tables).known(txn))
+
+    def count(self, counter: str, n: int = 1) -> None:
+        """Add to a counter of pagoda.metrics.COUNTERS; KeyError for an unknown one."""
+        self._session.count(counter, n)
+
+    def counters(self) -> dict[str, int]:
+        """The counters of all members, and of those who left."""
+
+        def work(txn: lmdb.Transaction, tables: Tables) -> dict[str, int]:
+            rows = [MEMBER.unpack(row)[0] for _, row in tables.rows(txn, tables.members)]
+            return self._session.counted(
+                rows, folded(cast("bytes | None", txn.get(COUNTERS_ROW, db=tables.meta)))
+            )
+
+        return self._read_patiently(work)
+
+    def gauges(self) -> dict[str, int]:
+        """Slots: all, free, reserved, ready, unscanned, pinned, leased; and members."""
+        return self._read_patiently(
+            lambda txn, tables: reading.gauges(txn, tables, self.columns, self._now())
+        )
+
+    def check(self) -> Report:
+        """Judge the tables while nobody writes. LedgerCorrupt with the numbers if they do not add up."""
+        self.reap()
+
+        def work(txn: lmdb.Transaction, tables: Tables) -> Report:
+            totals = reading.gauges(txn, tables, self.columns, self._now())
+            return reading.check(txn, tables, self.columns, totals)
+
+        return self._read_patiently(work)
+
+    def reap(self) -> int:
+        """Take back what dead members had reserved; return how many slots."""
+        return self._tidy(PATIENT_SECONDS)
+
+    def _tidy(self, seconds: float) -> int:
+        freed, got, until = 0, BATCH, time.monotonic() + seconds
+        with contextlib.suppress(UnavailableError):
+            while got == BATCH:
+                got = self._session.reap(BATCH, max(0.0, until - time.monotonic()))
+                freed += got
+            while self._session.mend(max(0.0, until - time.monotonic())):
+                pass
+        return freed
+
+    def _patiently(self, work: Callable[[Writing, Namespaces], T]) -> T:
+        """Do what must be done or be known to have failed: StoreError after a while."""
+        try:
+            return self._session.write(work, PATIENT_SECONDS)
+        except UnavailableError as error:
+            raise StoreError(
+                f"the ledger at {self.directory} could not be changed: {error.reason}"
+            ) from error
+
+    def _read_patiently(self, work: Callable[[lmdb.Transaction, Tables], T]) -> T:
+        try:
+            return self._session.read(work, PATIENT_SECONDS)
+        except UnavailableError as error:
+            raise StoreError(f"the ledger at {self.directory} could not be read: {error.reason}") from error
+
+    def _now(self) -> int:
+        return self._session.clock.monotonic_ns()

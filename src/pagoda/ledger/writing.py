@@ -1,0 +1,241 @@
+"""One write transaction: what it changes in the tables, and what it publishes in the columns after its commit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import cast
+
+import lmdb
+import numpy as np
+from numpy.typing import NDArray
+
+from pagoda.ledger.columns import FEW, NO_PARENT, NOT_READY, Columns
+from pagoda.ledger.tables import (
+    ENTRY,
+    HOLD,
+    MEMBER,
+    MEMBER_KEY,
+    META_ROW,
+    SLOT,
+    SLOT_KEY,
+    Meta,
+    Reservation,
+    Tables,
+)
+from pagoda.metrics import Reason
+
+GHOST_REASONS = (Reason.EVICTED, Reason.CLEARED, Reason.REMOVED, Reason.FAILED_CHECK)
+
+
+class Writing:
+    """The state of one write transaction. Lives inside the gate, on one thread, and is forgotten after `publish`."""
+
+    def __init__(
+        self, txn: lmdb.Transaction, tables: Tables, member: int, alive: Callable[[int], bool], now: int
+    ) -> None:
+        self.txn, self.tables, self.member, self.now = txn, tables, member, now
+        self.meta: Meta = tables.load_meta(txn)
+        self.counts: dict[str, int] = {}
+        self._owed: dict[int, int] = {}  # member -> change of the number of slots it has reserved
+        self._alive, self._known_alive = alive, {member: True, 0: False}
+        self._generations: dict[int, int] = {}
+        self._filling: dict[
+            int, tuple[bytes, int, int, int]
+        ] = {}  # slot -> key, position, parent slot, its generation
+        self._links: dict[int, tuple[int, int]] = {}  # slot -> parent slot, its generation
+        self._ready: dict[int, int] = {}  # slot -> recency stamp
+        self._ghosts: dict[Reason, list[bytes]] = {}
+
+    def get(self, table: lmdb._Database, key: bytes) -> bytes | None:
+        """The row of a key, if there is one."""
+        return cast("bytes | None", self.txn.get(key, db=table))
+
+    # ---- slots
+
+    def next_generation(self) -> int:
+        """A number that no slot has had before."""
+        self.meta.next_generation += 1
+        return self.meta.next_generation - 1
+
+    def take_free(self) -> int | None:
+        """Take a slot that holds nothing; None if there is none."""
+        if self.meta.free() > self.meta.slots - self.meta.unused:
+            cursor = self.txn.cursor(db=self.tables.free)
+            if cursor.first():
+                slot: int = SLOT_KEY.unpack(cursor.key())[0]
+                cursor.delete()
+                return slot
+        if self.meta.unused < self.meta.slots:
+            self.meta.unused += 1
+            return self.meta.unused - 1
+        return None
+
+    def give_back(self, slot: int) -> None:
+        """Put a slot among the free ones. Its generation is published anew: who is reading it must not believe it."""
+        self.txn.put(SLOT_KEY.pack(slot), b"", db=self.tables.free)
+        self._generations[slot] = self.next_generation()
+        self._ready.pop(slot, None)
+
+    def take_out(self, slot: int, reason: Reason) -> bytes | None:
+        """Remove the chunk of a slot from the tables (the slot is then the caller's); None if it holds none."""
+        row = self.txn.pop(SLOT_KEY.pack(slot), db=self.tables.slots)
+        if row is None:
+            return None
+        key: bytes = SLOT.unpack(row)[-1]
+        self.txn.delete(key, db=self.tables.entries)
+        self.meta.ready -= 1
+        self._ghosts.setdefault(reason, []).append(key)
+        self.count("evicted_chunks" if reason is Reason.EVICTED else "removed_chunks")
+        return key
+
+    def drop(self, slot: int, reason: Reason) -> bool:
+        """Remove the chunk of a slot and free the slot, pins and holds notwithstanding."""
+        key = self.take_out(slot, reason)
+        if key is None:
+            return False
+        self.txn.delete(key, db=self.tables.pins)
+        self.txn.delete(SLOT_KEY.pack(slot), db=self.tables.holds)
+        self.give_back(slot)
+        return True
+
+    def chunk(self, slot: int, generation: int) -> bytes | None:
+        """The key of the chunk in a slot, if it still is the one of that generation."""
+        row = self.get(self.tables.slots, SLOT_KEY.pack(slot))
+        if row is None:
+            return None
+        held, *_, key = SLOT.unpack(row)
+        return key if held == generation else None
+
+    def kept(self, slot: int, key: bytes) -> bool:
+        """Whether somebody pinned the chunk in a slot, or a living member holds it."""
+        if self.get(self.tables.pins, key) is not None:
+            return True
+        holds = self.get(self.tables.holds, SLOT_KEY.pack(slot))
+        return holds is not None and any(self.alive(member) for _, member in HOLD.iter_unpack(holds))
+
+    # ---- reservations
+
+    def fill(
+        self, slot: int, generation: int, key: bytes, position: int, parent: tuple[int, int] | None
+    ) -> None:
+        """Publish, after the commit, that a slot is being filled with a key."""
+        self._generations[slot] = generation
+        self._ready.pop(slot, None)
+        self._filling[slot] = (key, position, *(parent or (NO_PARENT, 0)))
+
+    def link(self, slot: int, parent: tuple[int, int]) -> None:
+        """Publish, after the commit, behind which chunk a chunk that is there stands now."""
+        self._links[slot] = parent
+
+    def ready(self, slot: int, stamp: int) -> None:
+        """Publish, after the commit, that a slot may be evicted in the order of its recency."""
+        self._ready[slot] = stamp
+
+    def reservation(self, slot: int, generation: int) -> Reservation | None:
+        """The reservation of that slot, if it still is that one."""
+        row = self.get(self.tables.reserved, SLOT_KEY.pack(slot))
+        if row is None:
+            return None
+        reservation = Reservation.unpack(row)
+        return reservation if reservation.generation == generation else None
+
+    def unreserve(self, slot: int, reservation: Reservation, latest: bool | None = None) -> None:
+        """Take a reservation out of the tables; the slot is then the caller's. `latest`: `is_latest`, if known."""
+        self.txn.delete(SLOT_KEY.pack(slot), db=self.tables.reserved)
+        if self.is_latest(reservation) if latest is None else latest:
+            self.txn.delete(reservation.key, db=self.tables.pending)
+        self.meta.reserved -= 1
+        self.owe(reservation.owner, -1)
+
+    def forget_pending(self, reservation: Reservation) -> None:
+        """Let others reserve the key of a reservation, unless they have done so already."""
+        if self.is_latest(reservation):
+            self.txn.delete(reservation.key, db=self.tables.pending)
+
+    def is_latest(self, reservation: Reservation) -> bool:
+        """Whether nobody has reserved the same key since."""
+        row = self.get(self.tables.pending, reservation.key)
+        return row is not None and bool(ENTRY.unpack(row)[1] == reservation.generation)
+
+    # ---- members
+
+    def alive(self, member: int) -> bool:
+        """Whether a member's process lives (its byte is locked)."""
+        if member not in self._known_alive:
+            self._known_alive[member] = self._alive(member)
+        return self._known_alive[member]
+
+    def owed(self, member: int) -> int:
+        """The number of slots that a member has reserved."""
+        row = self.get(self.tables.members, MEMBER_KEY.pack(member))
+        return 0 if row is None else max(0, MEMBER.unpack(row)[2] + self._owed.get(member, 0))
+
+    def owe(self, member: int, change: int) -> None:
+        """Change the number of slots that a member has reserved; written once, by `save`."""
+        self._owed[member] = self._owed.get(member, 0) + change
+
+    def _save_owed(self) -> None:
+        for member, change in self._owed.items():
+            row = self.get(self.tables.members, MEMBER_KEY.pack(member))
+            if row is not None and change:
+                counter_row, pid, reserved, device = MEMBER.unpack(row)
+                row = MEMBER.pack(counter_row, pid, max(0, reserved + change), device)
+                self.txn.put(MEMBER_KEY.pack(member), row, db=self.tables.members)
+
+    def count(self, counter: str, n: int = 1) -> None:
+        """Add to a counter once the transaction has been committed."""
+        self.counts[counter] = self.counts.get(counter, 0) + n
+
+    # ---- the end
+
+    def save(self) -> None:
+        """Write the totals; the last thing inside the transaction."""
+        self._save_owed()
+        self.txn.put(META_ROW, self.meta.pack(), db=self.tables.meta)
+
+    def publish(self, columns: Columns, stamp: int) -> None:
+        """Assign the columns what has been committed: after the commit, before the gate is left."""
+        if max(len(self._generations), len(self._ready)) <= FEW:
+            self._publish_few(columns)
+        else:
+            self._publish_many(columns)
+        for slot, (parent, generation) in self._links.items():
+            columns.parent_slot[slot] = parent
+            columns.parent_generation[slot] = generation
+        for reason, gone in self._ghosts.items():
+            columns.remember(gone, stamp, GHOST_REASONS.index(reason))
+
+    def _publish_few(self, columns: Columns) -> None:
+        for slot, generation in self._generations.items():
+            columns.generation[slot] = generation
+            columns.last_use[slot] = NOT_READY
+            columns.lease_until[slot] = 0
+            columns.hits[slot] = 0
+        for slot, (key, position, parent, parent_generation) in self._filling.items():
+            columns.keys[slot] = np.frombuffer(key, np.uint64)
+            columns.position[slot] = position
+            columns.parent_slot[slot] = parent
+            columns.parent_generation[slot] = parent_generation
+        for slot, recency in self._ready.items():
+            columns.last_use[slot] = recency
+
+    def _publish_many(self, columns: Columns) -> None:
+        if self._generations:
+            slots = _array(self._generations, np.int64)
+            columns.generation[slots] = _array(self._generations.values(), np.uint64)
+            columns.last_use[slots] = NOT_READY
+            columns.lease_until[slots] = 0
+            columns.hits[slots] = 0
+        if self._filling:
+            slots = _array(self._filling, np.int64)
+            keys, positions, parents, generations = zip(*self._filling.values(), strict=True)
+            columns.keys[slots] = np.frombuffer(b"".join(keys), np.uint64).reshape(-1, 4)
+            columns.position[slots] = positions
+            columns.parent_slot[slots] = parents
+            columns.parent_generation[slots] = np.array(generations, np.uint64)
+        if self._ready:
+            columns.last_use[_array(self._ready, np.int64)] = _array(self._ready.values(), np.int64)
+
+
+def _array(values: Iterable[int], dtype: type[np.generic]) -> NDArray[np.generic]:
+    return np.fromiter(values, dtype)

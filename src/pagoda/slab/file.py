@@ -1,0 +1,225 @@
+"""A slab in a file: slots in and out with preadv/pwritev, past the page cache where the filesystem can."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.errors import StoreError
+from pagoda.slab.memory import PAGE_BYTES, aligned
+
+__all__ = ["Buffer", "FileSlab", "aligned", "as_view"]
+
+_IOV_MAX = 1024
+_MAX_STALLS = 16  # calls in a row without a whole page moved, before it counts as an error
+
+Buffer = npt.NDArray[np.uint8] | memoryview
+_Move = Callable[[Sequence[memoryview], int], int]
+
+_slabs: weakref.WeakSet[FileSlab] = weakref.WeakSet()
+
+
+class FileSlab:
+    """`slots` slots of `slot_bytes` bytes (a header page and the payload) in an existing file.
+
+    `direct` None: O_DIRECT if an aligned read works with it; True: StoreError if not; False: buffered.
+    Under O_DIRECT every buffer must begin on a page (4096) and have whole pages, else ValueError.
+
+    Thread-safe: all methods (positioned I/O, no shared offset); the ledger prevents two writers of one slot.
+    All trouble of a running I/O is an OSError: EIO at the end of the file, EBADF after close().
+    """
+
+    def __init__(self, path: Path, slots: int, slot_bytes: int, direct: bool | None = None) -> None:
+        if slots < 1 or slot_bytes < PAGE_BYTES or slot_bytes % PAGE_BYTES:
+            raise ValueError(f"need slots >= 1 and slot_bytes in whole pages, got {slots} and {slot_bytes}")
+        self.path = path
+        self.slots = slots
+        self.slot_bytes = slot_bytes
+        self._fd, self.direct = _open(path, slots * slot_bytes, direct)
+        self._lock = threading.Lock()
+        self._active = 0  # calls that may be using _fd now
+        self._closed = False
+        _slabs.add(self)
+
+    def _after_fork(self) -> None:
+        """Forget the calls of the parent's other threads: they do not go on in the child."""
+        self._lock = threading.Lock()
+        self._active = 0
+
+    def read(self, slot: int, buffers: Sequence[Buffer]) -> None:
+        """Fill `buffers` one after the other from the start of `slot`; OSError if not all bytes came."""
+        views = self._views(slot, buffers)
+        offset = slot * self.slot_bytes
+        with self._open_fd() as fd:
+            self._move_all(self._readv, views, offset)
+            if not self.direct:  # the caller has the bytes now: a second copy in the page cache is waste
+                _forget(fd, offset, sum(view.nbytes for view in views))
+
+    def write(self, slot: int, buffers: Sequence[Buffer]) -> None:
+        """Write `buffers` one after the other from the start of `slot`; an OSError leaves it torn."""
+        views = self._views(slot, buffers)
+        with self._open_fd():
+            self._move_all(self._writev, views, slot * self.slot_bytes)
+
+    def read_headers(self, first: int, count: int) -> list[memoryview]:
+        """The first page of each slot in [first, first + count); OSError if any of them cannot be read."""
+        pages = aligned(max(0, count) * PAGE_BYTES).reshape(-1, PAGE_BYTES)
+        headers = [page.data for page in pages]
+        for slot, header in enumerate(headers, first):
+            views = self._views(slot, [header])
+            with self._open_fd():
+                self._move_all(self._readv, views, slot * self.slot_bytes)
+        return headers
+
+    def sync(self) -> None:
+        """Return when all that was written is on the medium (fdatasync)."""
+        with self._open_fd() as fd:
+            os.fdatasync(fd)
+            if not self.direct:
+                _forget(fd, 0, 0)  # clean pages only go once they are clean
+
+    def close(self) -> None:
+        """Refuse new calls and close the file once the last running one ends; idempotent, never waits."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            idle = self._active == 0
+        if idle:
+            os.close(self._fd)
+
+    @contextlib.contextmanager
+    def _open_fd(self) -> Iterator[int]:
+        # A descriptor closed under a running call could name another file by then, and be written to.
+        with self._lock:
+            if self._closed:
+                raise OSError(errno.EBADF, "this slab is closed", str(self.path))
+            self._active += 1
+        try:
+            yield self._fd
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._active -= 1
+            last = self._closed and self._active == 0
+        if last:
+            os.close(self._fd)
+
+    def _views(self, slot: int, buffers: Sequence[Buffer]) -> list[memoryview]:
+        if not 0 <= slot < self.slots:
+            raise ValueError(f"slot {slot} is outside [0, {self.slots})")
+        views = [as_view(buffer) for buffer in buffers if buffer.nbytes]
+        total = sum(view.nbytes for view in views)
+        if total > self.slot_bytes:
+            raise ValueError(f"{total} bytes do not fit a slot of {self.slot_bytes}")
+        if self.direct and any(view.nbytes % PAGE_BYTES or _address(view) % PAGE_BYTES for view in views):
+            raise ValueError(f"O_DIRECT needs whole pages of {PAGE_BYTES} bytes that begin on a page")
+        return views
+
+    def _move_all(self, move: _Move, views: Sequence[memoryview], offset: int) -> None:
+        """Repeat `move` until all of `views` is through.
+
+        Invariant: [0, done) is through, and done is in whole pages under O_DIRECT: a page that a short call
+        ended in is moved again.
+        """
+        total = sum(view.nbytes for view in views)
+        done = stalls = 0
+        while done < total:
+            moved = move(_after(views, done)[:_IOV_MAX], offset + done)
+            if moved <= 0:
+                raise OSError(errno.EIO, f"{total - done} bytes missing at {offset + done}", str(self.path))
+            reached = done + moved
+            if self.direct and reached < total:
+                reached -= reached % PAGE_BYTES
+            stalls = stalls + 1 if reached == done else 0
+            if stalls > _MAX_STALLS:
+                raise OSError(errno.EIO, f"no progress at {offset + done}", str(self.path))
+            done = reached
+
+    # The two calls below are the seam that pagoda.testing.FaultySlab cuts in.
+    def _readv(self, views: Sequence[memoryview], offset: int) -> int:
+        return os.preadv(self._fd, views, offset)
+
+    def _writev(self, views: Sequence[memoryview], offset: int) -> int:
+        return os.pwritev(self._fd, views, offset)
+
+
+def _after(views: Sequence[memoryview], skip: int) -> list[memoryview]:
+    """`views` without their first `skip` bytes."""
+    for index, view in enumerate(views):
+        if skip < view.nbytes:
+            return [view[skip:], *views[index + 1 :]]
+        skip -= view.nbytes
+    return []
+
+
+def as_view(buffer: Buffer) -> memoryview:
+    """The same bytes as a flat memoryview of format "B"; no copy."""
+    return (buffer.data if isinstance(buffer, np.ndarray) else buffer).cast("B")
+
+
+def _address(view: memoryview) -> int:
+    return np.frombuffer(view, dtype=np.uint8).ctypes.data
+
+
+def _forget(fd: int, offset: int, length: int) -> None:
+    """Drop clean pages of the range (length 0: to the end) from the page cache; only advice."""
+    with contextlib.suppress(OSError):
+        os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
+
+
+def _open(path: Path, nbytes: int, direct: bool | None) -> tuple[int, bool]:
+    if direct is not False:
+        fd = _open_direct(path)
+        if fd is not None:
+            return _checked_size(fd, path, nbytes), True
+        if direct:
+            raise StoreError(f"the filesystem of {path} cannot do O_DIRECT: set disk_direct to None or False")
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise StoreError(f"cannot open the slab {path}: {error.strerror}") from error
+    return _checked_size(fd, path, nbytes), False
+
+
+def _open_direct(path: Path) -> int | None:
+    """A descriptor with O_DIRECT, or None where the file cannot be opened or read that way."""
+    flag = getattr(os, "O_DIRECT", 0)
+    if not flag:
+        return None
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | flag)
+    except OSError:
+        return None
+    try:
+        os.preadv(fd, [aligned(PAGE_BYTES).data], 0)  # some filesystems accept the flag and refuse the I/O
+    except OSError:
+        os.close(fd)
+        return None
+    return fd
+
+
+def _checked_size(fd: int, path: Path, nbytes: int) -> int:
+    size = os.fstat(fd).st_size
+    if size < nbytes:
+        os.close(fd)
+        raise StoreError(f"the slab {path} has {size} bytes, {nbytes} are needed: remove its store")
+    return fd
+
+
+def _after_fork_in_child() -> None:
+    for slab in list(_slabs):
+        slab._after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,33 @@
+"""For people who test code that uses, or extends, PagodaKV. Needs no test framework to be imported.
+
+`FakeClock` is time that stands still until told to go on; `FaultySlab` a file slab that fails on demand;
+`TierConformance` and `PolicyConformance` are suites to subclass: what they check is what a tier, a policy is.
+The names resolve late: a fake clock costs no tiers.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pagoda.testing.clock import FakeClock
+    from pagoda.testing.policy import PolicyConformance
+    from pagoda.testing.slab import Fault, FaultySlab
+    from pagoda.testing.tier import TierConformance
+
+__all__ = ["FakeClock", "Fault", "FaultySlab", "PolicyConformance", "TierConformance"]
+
+_HOMES = {
+    "FakeClock": "clock",
+    "Fault": "slab",
+    "FaultySlab": "slab",
+    "PolicyConformance": "policy",
+    "TierConformance": "tier",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,203 @@
+"""A file slab that fails when it is told to, in the ways that disks fail."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum, auto
+from pathlib import Path
+
+from pagoda.slab.file import Buffer, FileSlab, as_view
+from pagoda.slab.memory import PAGE_BYTES, aligned
+
+_HANG_SECONDS = 60.0  # a hang nobody releases ends, so that no test run stands for ever
+CALLS = ("read", "write", "read_headers", "sync")
+
+
+class Fault(StrEnum):
+    """What goes wrong with one call."""
+
+    SHORT = (
+        auto()
+    )  # one system call moves only half of what was asked; nothing is lost if the rest is moved after it
+    TORN = auto()  # the first half is moved, then EIO
+    EIO = auto()  # nothing is moved
+    ENOSPC = auto()  # nothing is moved
+    BIT_FLIP = auto()  # one bit is not what it was, and nobody says so
+    LOST = auto()  # nothing is moved, and nobody says so
+    DELAY = auto()  # it takes `delay_seconds` longer
+    HANG = auto()  # it begins only after `release()`
+
+
+@dataclass
+class _Planned:
+    fault: Fault
+    skip: int
+    times: int
+    at: int | None
+
+
+class FaultySlab(FileSlab):
+    """A FileSlab whose next calls can be made to fail: `slab.fail_next("write", Fault.TORN)`.
+
+    `calls` counts the calls by name, `struck` the faults that were injected. Thread-safe: all methods; of
+    several concurrent calls a fault strikes the first to ask.
+    """
+
+    def __init__(self, path: Path, slots: int, slot_bytes: int, direct: bool | None = None) -> None:
+        super().__init__(path, slots, slot_bytes, direct)
+        self.calls: Counter[str] = Counter()
+        self.struck: Counter[Fault] = Counter()
+        self.delay_seconds = 0.05
+        self.hanging = threading.Event()  # set once a call hangs
+        self._released = threading.Event()
+        self._plans: dict[str, list[_Planned]] = {name: [] for name in CALLS}
+        self._plan_lock = threading.Lock()
+        self._shorten = threading.local()
+
+    @classmethod
+    def like(cls, slab: FileSlab) -> FaultySlab:
+        """A faulty slab over the same file; the other stays open."""
+        return cls(slab.path, slab.slots, slab.slot_bytes, slab.direct)
+
+    def fail_next(
+        self, call: str, fault: Fault, times: int = 1, *, skip: int = 0, at: int | None = None
+    ) -> None:
+        """Make the next `times` calls of that name fail, after `skip` more that do not; plans queue up.
+
+        `at` is the byte of all the call moves that BIT_FLIP strikes (None: the middle one). Raises ValueError
+        for an unknown name.
+        """
+        if call not in CALLS:
+            raise ValueError(f"unknown call {call!r}; choose one of {', '.join(CALLS)}")
+        with self._plan_lock:
+            self._plans[call].append(_Planned(Fault(fault), skip, times, at))
+
+    def heal(self) -> None:
+        """Forget all faults that have not struck yet, and let go of all calls that hang."""
+        with self._plan_lock:
+            for plans in self._plans.values():
+                plans.clear()
+        self.release()
+
+    def release(self) -> None:
+        """Let all calls that hang, now or later, go on."""
+        self._released.set()
+
+    def read(self, slot: int, buffers: Sequence[Buffer]) -> None:
+        """As FileSlab.read, unless a fault strikes."""
+        plan = self._next("read")
+        self._run(plan, buffers, lambda part: FileSlab.read(self, slot, part))
+        if plan is not None and plan.fault is Fault.BIT_FLIP:
+            _flip(self._views(slot, buffers), plan.at)
+
+    def write(self, slot: int, buffers: Sequence[Buffer]) -> None:
+        """As FileSlab.write, unless a fault strikes."""
+        plan = self._next("write")
+        if plan is not None and plan.fault is Fault.BIT_FLIP:
+            buffers = [_copy(view) for view in self._views(slot, buffers)]
+            _flip(buffers, plan.at)
+        self._run(plan, buffers, lambda part: FileSlab.write(self, slot, part))
+
+    def read_headers(self, first: int, count: int) -> list[memoryview]:
+        """As FileSlab.read_headers, unless a fault strikes; the pages of a LOST read are zeros."""
+        plan = self._next("read_headers")
+        headers = [memoryview(bytearray(PAGE_BYTES)) for _ in range(count)]
+
+        def read(part: Sequence[Buffer]) -> None:
+            headers[: len(part)] = FileSlab.read_headers(self, first, len(part))
+
+        self._run(plan, list(headers), read)
+        if plan is not None and plan.fault is Fault.BIT_FLIP:
+            _flip(headers, plan.at)
+        return headers
+
+    def sync(self) -> None:
+        """As FileSlab.sync, unless a fault strikes."""
+        self._run(self._next("sync"), [], lambda part: FileSlab.sync(self))
+
+    def _next(self, call: str) -> _Planned | None:
+        with self._plan_lock:
+            self.calls[call] += 1
+            plans = self._plans[call]
+            while plans and plans[0].skip == 0 and plans[0].times == 0:
+                plans.pop(0)
+            if not plans:
+                return None
+            plan = plans[0]
+            if plan.skip:
+                plan.skip -= 1
+                return None
+            plan.times -= 1
+            self.struck[plan.fault] += 1
+            return plan
+
+    def _run(
+        self, plan: _Planned | None, buffers: Sequence[Buffer], move: Callable[[Sequence[Buffer]], None]
+    ) -> None:
+        fault = plan.fault if plan is not None else None
+        if fault is Fault.LOST:
+            return
+        if fault in (Fault.EIO, Fault.ENOSPC):
+            raise self._error(errno.EIO if fault is Fault.EIO else errno.ENOSPC)
+        if fault is Fault.TORN:
+            move(_first_half(buffers))
+            raise self._error(errno.EIO)
+        if fault is Fault.DELAY:
+            time.sleep(self.delay_seconds)
+        if fault is Fault.HANG:
+            self.hanging.set()
+            self._released.wait(_HANG_SECONDS)
+        self._shorten.next = fault is Fault.SHORT
+        move(buffers)
+
+    def _error(self, number: int) -> OSError:
+        return OSError(number, f"{os.strerror(number)} (injected)", str(self.path))
+
+    def _readv(self, views: Sequence[memoryview], offset: int) -> int:
+        return super()._readv(self._cut(views), offset)
+
+    def _writev(self, views: Sequence[memoryview], offset: int) -> int:
+        return super()._writev(self._cut(views), offset)
+
+    def _cut(self, views: Sequence[memoryview]) -> Sequence[memoryview]:
+        """The first half of `views` if this thread's call is to be short; whole pages, for O_DIRECT."""
+        if not getattr(self._shorten, "next", False):
+            return views
+        self._shorten.next = False
+        return _first_half(views) or views
+
+
+def _first_half(buffers: Sequence[Buffer]) -> list[memoryview]:
+    """The first half of all the bytes, in whole pages; nothing of a single page."""
+    views = [as_view(buffer) for buffer in buffers]
+    left = sum(view.nbytes for view in views) // 2 // PAGE_BYTES * PAGE_BYTES
+    half: list[memoryview] = []
+    for view in views:
+        if left > 0:
+            half.append(view[:left])
+            left -= half[-1].nbytes
+    return half
+
+
+def _copy(view: memoryview) -> memoryview:
+    copy = aligned(view.nbytes)
+    copy.data[:] = view
+    return copy.data
+
+
+def _flip(buffers: Sequence[Buffer], at: int | None) -> None:
+    """Flip the lowest bit of byte `at` of all the bytes (None: of the middle one)."""
+    total = sum(buffer.nbytes for buffer in buffers)
+    left = total // 2 if at is None else at
+    for buffer in buffers:
+        view = as_view(buffer)
+        if left < view.nbytes:
+            view[left] ^= 1
+            return
+        left -= view.nbytes

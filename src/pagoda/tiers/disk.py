@@ -1,0 +1,350 @@
+"""The disk tier: a ledger and a slab in a file, with I/O threads in between."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import NamedTuple
+
+from pagoda.clock import Clock
+from pagoda.codec import HEADER_BYTES
+from pagoda.keys import Namespace
+from pagoda.layout import KVLayout
+from pagoda.ledger import Ledger, StoreSpec
+from pagoda.metrics import Reason
+from pagoda.slab import FileSlab
+from pagoda.tiers.base import Bytes, Chunk, Done, check_sizes, ended, ledger_bytes
+from pagoda.tiers.breaker import Breaker
+from pagoda.tiers.copies import Copies
+from pagoda.tiers.device import Device, Slab
+from pagoda.tiers.queue import Read, Write
+from pagoda.tiers.threads import IoThreads
+
+_LOAD_LEASE_SECONDS = 10.0  # what a load has found stays until its turn comes
+
+_GLANCE_SECONDS = 0.02  # for what is nice to know: a save does not wait
+
+
+class _Slot(NamedTuple):
+    slot: int
+    generation: int
+
+
+class DiskTier(Copies):
+    """Chunks in one file, written and read by background threads; survives restarts, and a lost ledger (by a scan).
+
+    Thread-safe and fork-safe. What is queued is found and read from the queue. `close()` or garbage collection ends the
+    threads.
+    """
+
+    name = "disk"
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        ledger: Ledger,
+        slab: Slab,
+        *,
+        durable: bool = False,
+        io_threads: int = 2,
+        queue_chunks: int = 64,
+        deadline_seconds: float = 5.0,
+        clock: Clock | None = None,
+    ) -> None:
+        """Take over `ledger` and `slab`, which belong together: `close()` closes them."""
+        if io_threads < 1 or queue_chunks < 1:
+            raise ValueError(
+                f"io_threads and queue_chunks must be at least 1, got {io_threads}, {queue_chunks}"
+            )
+        self.chunk_bytes = layout.chunk_bytes
+        self.slot_bytes = layout.slot_bytes
+        self.ahead = io_threads
+        self.ledger = ledger
+        self.deadline_seconds = deadline_seconds
+        self._breaker = Breaker(clock or Clock())
+        device = Device(
+            ledger,
+            slab,
+            chunk_bytes=layout.chunk_bytes,
+            slot_bytes=layout.slot_bytes,
+            fingerprint=layout.fingerprint,
+            breaker=self._breaker,
+            durable=durable,
+        )
+        self._closed = False
+        self._threads = IoThreads(device, io_threads, queue_chunks)
+        self._finalizer = weakref.finalize(self, self._threads.close, 1.0)
+        self._threads.start()
+
+    @classmethod
+    def open(
+        cls,
+        layout: KVLayout,
+        path: Path,
+        size_bytes: int,
+        *,
+        direct: bool | None = None,
+        policy: str = "lru",
+        durable: bool = False,
+        io_threads: int = 2,
+        queue_chunks: int = 64,
+        deadline_seconds: float = 5.0,
+        clock: Clock | None = None,
+    ) -> DiskTier:
+        """Open or create the store of `layout` under the directory `path`. Raises StoreError, ValueError.
+
+        `size_bytes` is for the slots, headers included; the ledger's own files (`ledger_bytes`) come on top.
+        """
+        stride = HEADER_BYTES + layout.slot_bytes
+        slots = size_bytes // stride
+        if slots < 1:
+            raise ValueError(f"a disk tier of {size_bytes} bytes has no room for one chunk of {stride}")
+        spec = StoreSpec(
+            root=path,
+            name=layout.fingerprint,
+            kind="file",
+            slots=slots,
+            slot_bytes=stride,
+            limit_bytes=size_bytes + ledger_bytes(slots),
+        )
+        ledger = Ledger.open(spec, policy=policy, clock=clock or Clock())
+        try:
+            slab = FileSlab(ledger.slab_path, ledger.slots, stride, direct)
+        except BaseException:
+            ledger.close()
+            raise
+        return cls(
+            layout,
+            ledger,
+            slab,
+            durable=durable,
+            io_threads=io_threads,
+            queue_chunks=queue_chunks,
+            deadline_seconds=deadline_seconds,
+            clock=clock,
+        )
+
+    def register(self, namespace: Namespace) -> None:
+        """Make the namespace known with its labels; idempotent, cheap."""
+        self.ledger.register(namespace.root, namespace.fields())
+
+    def wait_ready(self, timeout: float) -> bool:
+        """Wait until the ledger's rebuild, if there is one, has ended; the tier works meanwhile, but finds less."""
+        return self._threads.wait_scanned(timeout)
+
+    @property
+    def resting(self) -> bool:
+        """Whether the disk is left out for a while, after failures in a row: nothing is found meanwhile."""
+        return self._breaker.resting
+
+    # ---- finding -------------------------------------------------------------------------------------------------
+
+    def find(self, keys: Sequence[bytes], *, start: int = 0, stamp: int | None = None) -> int:
+        """How many leading keys are stored or queued; touches recency, copies nothing."""
+        if self._closed or self._breaker.resting:
+            return 0
+        found = 0
+        for place in self._places(keys, start, stamp=stamp):
+            if isinstance(place, Reason):
+                break
+            found += 1
+        return found
+
+    def contains(self, key: bytes) -> bool:
+        """Whether the key is stored or queued; touches nothing."""
+        if self._closed or self._breaker.resting:
+            return False
+        return any(not isinstance(place, Reason) for place in self._places([key], 0, touch=False))
+
+    def in_flight(self, key: bytes) -> bool:
+        """Whether a save of this key is queued or being written."""
+        return self._threads.queue.in_flight(key)
+
+    def wait(self, keys: Iterable[bytes], timeout: float) -> bool:
+        """Wait until no save of these keys is in flight; False if `timeout` seconds were not enough."""
+        return self._threads.queue.wait(keys, timeout)
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until nothing at all is queued or being done; False if `timeout` seconds were not enough."""
+        return self._threads.queue.wait(None, timeout)
+
+    def holders(self, key: bytes) -> list[str]:
+        """Who keeps this chunk: names of pins, "in flight"."""
+        owners = [owner for owner, keys in self.ledger.pins().items() if key in keys]
+        return [*owners, "in flight"] if self.in_flight(key) else owners
+
+    def _places(
+        self,
+        keys: Sequence[bytes],
+        start: int,
+        *,
+        stamp: int | None = None,
+        touch: bool = True,
+        lease_seconds: float = 0.0,
+    ) -> Iterator[Write | _Slot | Reason]:
+        """Where each key is, or why it is nowhere; taken lazily, one transaction a run.
+
+        The queue is looked at first: what leaves it meanwhile is in the ledger, or was dropped and is a miss later.
+        """
+        queued = self._threads.queue.saving(keys)
+        stamp = self.ledger.stamp() if stamp is None else stamp
+        index = 0
+        while index < len(keys):
+            write = queued.get(keys[index])
+            if write is not None and write.usable():
+                yield write
+                index += 1
+                continue
+            stop = next((n for n in range(index + 1, len(keys)) if keys[n] in queued), len(keys))
+            match = self.ledger.match(
+                keys[index:stop],
+                start=start + index,
+                stamp=stamp,
+                lease_seconds=lease_seconds,
+                touch=touch,
+                deadline_seconds=self.deadline_seconds,
+            )
+            yield from map(_Slot, match.slots.tolist(), match.generations.tolist())
+            index += len(match.slots)
+            if index < stop:
+                yield match.reason or Reason.ABSENT
+                index += 1
+
+    # ---- saving --------------------------------------------------------------------------------------------------
+
+    def save(
+        self, chunks: Sequence[Chunk], namespace: bytes, *, stamp: int | None = None
+    ) -> list[Future[Done]]:
+        """Queue chunks to be written straight from their payloads; never waits for room. See Tier.save."""
+        check_sizes("payload", (chunk.payload for chunk in chunks), self.chunk_bytes)
+        refused = self._refused()
+        if refused is not None:
+            return [self._dropped(refused) for _ in chunks]
+        self._threads.start()
+        stamp = (
+            self.ledger.stamp() if stamp is None else stamp
+        )  # one for the whole run: its tail goes before its head
+        present = self._present(chunks, stamp)
+        return [
+            ended(True) if n < present else self._save(Write(chunk, namespace, stamp))
+            for n, chunk in enumerate(chunks)
+        ]
+
+    def _present(self, chunks: Sequence[Chunk], stamp: int) -> int:
+        """How many leading chunks are stored already: they take no place in the queue, and what follows evicts none."""
+        if not chunks:
+            return 0
+        keys = [chunk.key for chunk in chunks]
+        match = self.ledger.match(
+            keys, start=chunks[0].position, stamp=stamp, lease_seconds=1.0, deadline_seconds=_GLANCE_SECONDS
+        )
+        return len(match.slots)
+
+    def _save(self, write: Write) -> Future[Done]:
+        if write.chunk.payload.nbytes > self.slot_bytes:
+            return self._dropped(Reason.TOO_LARGE)
+        queued = self._threads.queue.add_write(write)
+        return self._dropped(queued) if isinstance(queued, Reason) else queued.future
+
+    def _refused(self) -> Reason | None:
+        if self._closed:
+            return Reason.CLOSED
+        return Reason.TIER_SKIPPED if self._breaker.resting else None
+
+    def _dropped(self, reason: Reason) -> Future[Done]:
+        if not self._closed:  # a closed ledger counts no more
+            self.ledger.count(f"drop_{reason}")
+        return ended(False, reason)
+
+    def _no_room(self) -> Reason | None:
+        if self._closed:
+            return Reason.CLOSED
+        return None if self._threads.queue.has_room() else Reason.QUEUE_FULL
+
+    # ---- loading -------------------------------------------------------------------------------------------------
+
+    def load(
+        self, keys: Sequence[bytes], buffers: Sequence[Bytes], *, start: int = 0, namespace: bytes
+    ) -> list[Future[Done]]:
+        """Read verified chunks straight into `buffers`; one transaction finds a run. See Tier.load."""
+        if len(keys) != len(buffers):
+            raise ValueError(f"{len(keys)} keys and {len(buffers)} buffers: need one buffer a key")
+        check_sizes("buffer", buffers, self.chunk_bytes)
+        refused = self._refused()
+        if refused is not None:
+            return [self._missed(refused) for _ in keys]
+        # `find` has touched the run with one stamp; a stamp a window would make its tail younger than its head
+        places = self._places(keys, start, touch=False, lease_seconds=_LOAD_LEASE_SECONDS)
+        return [
+            self._read(place, Read(key, start + n, namespace, buffer))
+            for n, (key, buffer, place) in enumerate(zip(keys, buffers, places, strict=True))
+        ]
+
+    def _read(self, place: Write | _Slot | Reason, read: Read) -> Future[Done]:
+        if isinstance(place, Reason):
+            return self._missed(place)
+        if isinstance(place, Write):
+            read.write = place
+        else:
+            read.slot, read.generation = place
+        self._threads.start()
+        refused = self._threads.queue.add_read(read)
+        return read.future if refused is None else self._missed(refused)
+
+    def _missed(self, reason: Reason) -> Future[Done]:
+        if not self._closed and reason is not Reason.LEDGER_BUSY:  # which the ledger counts
+            self.ledger.count(f"miss_{reason}")
+        return ended(False, reason)
+
+    def _load_one(self, key: bytes, buffer: Bytes, namespace: bytes | None) -> Future[Done]:
+        refused = self._refused()
+        if refused is not None:
+            return self._missed(refused)
+        place = next(self._places([key], 0, lease_seconds=_LOAD_LEASE_SECONDS))
+        return self._read(place, Read(key, None, namespace, buffer))
+
+    # ---- taking away ---------------------------------------------------------------------------------------------
+
+    def remove(self, key: bytes) -> bool:
+        """Remove a chunk, queued or stored; False if it is not here. Waits for a write of it that has begun."""
+        if self._closed:
+            return False
+        waiting, begun = self._threads.queue.cancel(Reason.REMOVED, key=key)
+        self._end(waiting, Reason.REMOVED)
+        if begun:
+            self.wait([key], self.deadline_seconds)
+        return self.ledger.remove([key]) > 0 or bool(waiting or begun)
+
+    def clear(self, namespace: bytes | None = None) -> int:
+        """Remove all chunks of one namespace (its root), or all; what is in flight will not appear."""
+        if self._closed:
+            return 0
+        waiting, begun = self._threads.queue.cancel(Reason.CLEARED, namespace=namespace)
+        self._end(waiting, Reason.CLEARED)
+        return self.ledger.clear(namespace) + len(waiting) + len(begun)
+
+    def _end(self, writes: Iterable[Write], reason: Reason) -> None:
+        for write in writes:
+            self.ledger.count(f"drop_{reason}")
+            self._threads.queue.saved(write, Done(False, reason))
+
+    # ---- the whole -----------------------------------------------------------------------------------------------
+
+    def stats(self) -> Mapping[str, int]:
+        """Gauges and counters of the store, and this process's `queued_writes`, `queued_reads`, `resting`."""
+        if self._closed:
+            return {}
+        writes, reads = self._threads.queue.outstanding()
+        own = {"queued_writes": writes, "queued_reads": reads, "resting": int(self._breaker.resting)}
+        return {**self.ledger.gauges(), **self.ledger.counters(), **own}
+
+    def close(self, timeout: float = 5.0) -> None:
+        """End within `timeout` seconds: drops what is queued with CLOSED, counted. Idempotent.
+
+        I/O that hangs keeps its own thread, future and slot until it ends, and the ledger stays open for it until then.
+        """
+        self._closed = True
+        self._finalizer.detach()
+        self._threads.close(timeout)

@@ -1,0 +1,106 @@
+"""How chunks get from the slots of a disk tier, or from its queue, into the buffers of a caller."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pagoda import codec
+from pagoda.metrics import Reason
+from pagoda.tiers.base import Bytes, Done
+from pagoda.tiers.device import Device, Scratch
+from pagoda.tiers.queue import IoQueue, Read
+
+
+class Reader:
+    """Reads chunks and verifies every field and byte. Thread-safe; each call on one I/O thread with its scratch."""
+
+    def __init__(self, device: Device, queue: IoQueue) -> None:
+        self._device = device
+        self._queue = queue
+        self._epochs: dict[bytes, int] = {}  # as last seen; a chunk of an epoch that ended has left its slot
+
+    def load(self, read: Read, scratch: Scratch) -> None:
+        """Do one read and end its future, whatever happens."""
+        try:
+            reason = self._load(read, scratch)
+        except Exception as error:  # noqa: BLE001  # the border of the background: becomes the value of the future
+            reason = self._device.trouble(error, "a load")
+        self._count(reason)
+        self._queue.loaded(read, Done(reason is None, reason), self._device.chunk_bytes)
+
+    def _load(self, read: Read, scratch: Scratch) -> Reason | None:
+        if self._from_queue(read):
+            return None
+        reason = self._from_slot(read, scratch) if read.slot >= 0 else Reason.EVICTED
+        if reason is not Reason.EVICTED:
+            return reason
+        # It left its slot while the read waited, or came from the queue into one: look again, once.
+        match = self._device.ledger.match([read.key], start=read.position or 0)
+        if not len(match.slots):
+            return reason if read.slot >= 0 else match.reason
+        read.slot, read.generation = int(match.slots[0]), int(match.generations[0])
+        return self._from_slot(read, scratch)
+
+    def _from_queue(self, read: Read) -> bool:
+        write = read.write
+        if write is None or read.namespace not in (None, write.namespace):
+            return False
+        nbytes = self._device.chunk_bytes
+        np.copyto(read.buffer[:nbytes], write.chunk.payload[:nbytes])
+        return write.usable()  # after the copy: what was copied is what the key names
+
+    def _from_slot(self, read: Read, scratch: Scratch) -> Reason | None:
+        device, nbytes = self._device, self._device.chunk_bytes
+        if device.breaker.resting:
+            return Reason.TIER_SKIPPED
+        direct = device.suits(read.buffer)
+        payload = read.buffer[: device.slot_bytes] if direct else scratch.room
+        try:
+            device.slab.read(read.slot, [scratch.page, payload])
+        except OSError as error:
+            return self._drop(read, device.trouble(error, f"reading slot {read.slot}"))
+        device.breaker.worked()
+        if not device.is_valid(read.slot, read.generation):
+            return Reason.EVICTED
+        if not self._verified(read, scratch.page, payload):
+            return self._drop(read, Reason.FAILED_CHECK)
+        if not direct:
+            np.copyto(read.buffer[:nbytes], payload[:nbytes])
+        return None
+
+    def _verified(self, read: Read, page: Bytes, payload: Bytes) -> bool:
+        space = read.namespace
+        if space is None:
+            return codec.verify(page, payload, self._expected(read, None)) is None
+        known = self._epochs.get(space)
+        if known is not None and codec.verify(page, payload, self._expected(read, known)) is None:
+            return True
+        epoch = self._epochs[space] = self._device.ledger.epoch(space)
+        return epoch != known and codec.verify(page, payload, self._expected(read, epoch)) is None
+
+    def _expected(self, read: Read, epoch: int | None) -> codec.Expected:
+        return codec.Expected(
+            store_id=self._device.ledger.store_id,
+            slot=read.slot,
+            namespace=read.namespace,
+            epoch=epoch,
+            key=read.key,
+            position=read.position,
+            length=self._device.chunk_bytes,
+            codec="raw",
+            fingerprint=self._device.fingerprint,
+            sequence=read.generation,
+        )
+
+    def _drop(self, read: Read, reason: Reason) -> Reason:
+        """Take an entry that cannot be served out of the ledger, unless it has changed since."""
+        self._device.ledger.drop(read.key, read.slot, read.generation, reason)
+        return reason
+
+    def _count(self, reason: Reason | None) -> None:
+        ledger = self._device.ledger
+        if reason is None:
+            ledger.count("loaded_chunks")
+            ledger.count("loaded_bytes", self._device.chunk_bytes)
+        elif reason is not Reason.LEDGER_BUSY:  # which the ledger counts
+            ledger.count(f"miss_{reason}")

@@ -1,0 +1,10 @@
+"""Copies between an engine's KV memory and slots: runs of contiguous bytes, never permuted."""
+
+from __future__ import annotations
+
+from pagoda.transfer.base import Transfer
+from pagoda.transfer.block import BlockKV
+from pagoda.transfer.dense import DenseKV
+from pagoda.transfer.paged import PagedKV
+
+__all__ = ["BlockKV", "DenseKV", "PagedKV", "Transfer"]

@@ -1,0 +1,81 @@
+"""KV that the engine keeps block-first: each chunk is one contiguous run, so copying it is one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.layout import KVLayout
+from pagoda.transfer.base import Array, Bytes, Pair, Words, copy_pairs, pieces, words
+
+__all__ = ["BlockKV"]
+
+
+class BlockKV:
+    """Blocks [blocks, ...] of one chunk each: any inner shape, contiguous, of `layout.chunk_bytes` bytes.
+
+    The engine's own order of bytes inside a block is what is stored; let the layout name it
+    (`KVLayout.opaque`), or use [blocks, layers, planes, heads, tokens, dim] where the layout has planes.
+    Tokens [i * chunk_tokens, (i + 1) * chunk_tokens) of the sequence lie in block `table[i]`; without a table
+    in block i.
+
+    Thread-safe as `Transfer` says. Raises ValueError that names what does not match.
+    """
+
+    def __init__(
+        self, blocks: Array, layout: KVLayout, *, table: Sequence[int] | None = None, threads: int = 1
+    ) -> None:
+        array = words(blocks, "blocks", None)
+        if array.ndim < 2 or not len(array) or not array[0].flags.c_contiguous:
+            raise ValueError(
+                f"blocks must be [blocks, ...], each contiguous, got {array.shape} strides {array.strides}"
+            )
+        if array[0].nbytes != layout.chunk_bytes:
+            raise ValueError(
+                f"blocks: one has {array[0].nbytes} bytes, a chunk of the layout {layout.chunk_bytes}"
+            )
+        self.layout = layout
+        self._threads = threads
+        self._blocks = _as_bytes(array)
+        self._table = range(len(array)) if table is None else _checked_table(table, len(array))
+        self.num_tokens = len(self._table) * layout.chunk_tokens
+
+    @property
+    def run_bytes(self) -> int:
+        """The length of one contiguous run: a whole chunk."""
+        return self.layout.chunk_bytes
+
+    def to_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
+        """Copy the chunks that begin at `starts` into `slots`; changes the slots only."""
+        copy_pairs([Pair(slot, own) for own, slot in self._pairs(starts, slots, True)], self._threads)
+
+    def from_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
+        """Copy `slots` into the blocks of `starts`; changes those blocks only."""
+        copy_pairs([Pair(own, slot) for own, slot in self._pairs(starts, slots, False)], self._threads)
+
+    def _pairs(
+        self, starts: Sequence[int], slots: Sequence[Bytes], into_slots: bool
+    ) -> list[tuple[Bytes, Bytes]]:
+        size = self.layout.chunk_tokens
+        odd = [start for start in starts if start % size]
+        if odd:
+            raise ValueError(f"starts must be multiples of chunk_tokens ({size}), got {odd[0]}")
+        checked = pieces(self.layout, self.num_tokens, starts, slots, into_slots=into_slots)
+        return [(self._blocks[self._table[start // size]], slot) for start, slot in checked]
+
+
+def _as_bytes(array: Words) -> Bytes:
+    """Return [blocks, bytes] over the same memory; the stride from block to block may be anything."""
+    first = array[0].reshape(-1).view(np.uint8)
+    return np.lib.stride_tricks.as_strided(first, (len(array), first.size), (array.strides[0], 1))
+
+
+def _checked_table(table: Sequence[int], blocks: int) -> list[int]:
+    ids: npt.NDArray[np.int64] = np.asarray(table, dtype=np.int64)
+    if ids.ndim != 1 or np.any(ids < 0) or np.any(ids >= blocks):
+        raise ValueError(f"table must be 1-D block numbers in [0, {blocks})")
+    if len(np.unique(ids)) != len(ids):
+        raise ValueError("table names a block twice")
+    return [int(number) for number in ids]

@@ -1,0 +1,211 @@
+"""Paged pools as rows of runs, block tables and slot mappings as run numbers. Pure: views only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, TypeAlias, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.layout import KVLayout, itemsize
+from pagoda.transfer.base import Array, Words, words
+
+__all__ = [
+    "Ids",
+    "PoolFormat",
+    "Pools",
+    "Rows",
+    "Runs",
+    "by_token",
+    "runs_of_mapping",
+    "runs_of_table",
+    "see_pools",
+]
+
+PoolFormat: TypeAlias = Literal["planes_first", "blocks_first", "blocks_outermost", "plane_pools"]
+Pools: TypeAlias = "Array | Sequence[Array | Sequence[Array]]"
+Ids: TypeAlias = npt.NDArray[np.int64]
+
+
+class Rows(NamedTuple):
+    """A pool as [rows, words of one run]: block b of its i-th plane is row `b * step + firsts[i]`."""
+
+    rows: Words
+    step: int
+    firsts: Ids
+    offset: int  # where the first of these planes begins in a slot; the others follow at once
+    group: int = 1  # rows a block: 1, or block_size if a run is one token
+
+    def numbers(self, ids: Ids) -> Ids:
+        """Return the rows [planes, ids] of blocks, or with a group of token slots block * group + offset."""
+        blocks, offsets = ids // self.group, ids % self.group
+        return (blocks * self.step + self.firsts[:, None]) * self.group + offsets
+
+
+class Runs(NamedTuple):
+    """Where a sequence lies: run i has tokens [i * tokens, (i + 1) * tokens); the first `skip` are -1."""
+
+    ids: Ids
+    tokens: int
+    skip: int
+    num_tokens: int
+
+
+def see_pools(pools: Pools, layout: KVLayout, form: PoolFormat, block_size: int) -> tuple[list[Rows], int]:
+    """Return the rows of all pools and their number of blocks. Raises ValueError naming what is wrong."""
+    if form not in get_args(PoolFormat):
+        raise ValueError(f"pool_format must be one of {', '.join(get_args(PoolFormat))}, got {form!r}")
+    if form == "blocks_outermost":
+        found = _outermost(pools, layout, block_size)
+    else:
+        _check_layout(layout)
+        if len(pools) != layout.layers:
+            raise ValueError(f"pools: {len(pools)} layers were given, the layout has {layout.layers}")
+        see = _plane_pools if form == "plane_pools" else _paired
+        found = [
+            rows for layer, pool in enumerate(pools) for rows in see(pool, layer, layout, form, block_size)
+        ]
+    blocks = {len(pool.rows) // max(pool.step, len(pool.firsts)) for pool in found}
+    if len(blocks) != 1:
+        raise ValueError(f"pools must all have as many blocks, got {sorted(blocks)}")
+    return found, blocks.pop()
+
+
+def by_token(pool: Rows, block_size: int) -> Rows:
+    """Return the same pool with one token a run. Raises ValueError if it is not contiguous."""
+    if not pool.rows.flags.c_contiguous:
+        raise ValueError("slot_mapping is not made of whole blocks: that needs pools that are contiguous")
+    rows = pool.rows.reshape(len(pool.rows) * block_size, -1)
+    return pool._replace(rows=rows, group=block_size)
+
+
+def runs_of_table(block_table: Array | Sequence[int], blocks: int, block_size: int) -> Runs:
+    """Return the runs of a block table. Raises ValueError naming it."""
+    ids, skip = _checked_ids(block_table, "block_table", blocks)
+    return Runs(ids, block_size, skip, len(ids) * block_size)
+
+
+def runs_of_mapping(slot_mapping: Array | Sequence[int], blocks: int, block_size: int) -> Runs:
+    """Return the runs of a slot mapping: blocks where it is whole ones, else tokens. Raises ValueError."""
+    slots, skip = _checked_ids(slot_mapping, "slot_mapping", blocks * block_size)
+    whole = len(slots) // block_size * block_size
+    by_block = slots[:whole].reshape(-1, block_size)
+    used = by_block[skip // block_size :]
+    if skip % block_size == 0 and np.all(used[:, 0] % block_size == 0) and np.all(np.diff(used) == 1):
+        ids = np.where(by_block[:, 0] < 0, -1, by_block[:, 0] // block_size)
+        return Runs(ids, block_size, skip // block_size, len(slots))
+    return Runs(slots, 1, skip, len(slots))
+
+
+def _checked_ids(given: Array | Sequence[int], argument: str, limit: int) -> tuple[Ids, int]:
+    """Return the ids and how many leading ones are -1."""
+    try:
+        array = np.asarray(given)
+    except (TypeError, RuntimeError) as error:  # a tensor on a GPU
+        raise ValueError(f"{argument} must be readable by the CPU: {error}") from None
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
+        raise ValueError(f"{argument} must be 1-D integers, got {array.ndim}-D {array.dtype}")
+    ids: Ids = array.astype(np.int64)
+    there = np.flatnonzero(ids != -1)
+    skip = int(there[0]) if there.size else len(ids)
+    rest = ids[skip:]
+    bad = rest[(rest < 0) | (rest >= limit)]
+    if bad.size:
+        raise ValueError(
+            f"{argument}: {bad[0]} is not in [0, {limit}), and -1 may stand at the beginning only"
+        )
+    if len(np.unique(rest)) != len(rest):
+        raise ValueError(f"{argument} names the same place twice")
+    return ids, skip
+
+
+def _check_layout(layout: KVLayout) -> None:
+    if not layout.planes:
+        raise ValueError("layout is opaque: only pool_format 'blocks_outermost' can be stored without planes")
+    if layout.token_order != "tokens_first" and any(plane.heads != 1 for plane in layout.planes):
+        raise ValueError(
+            "layout must have token_order 'tokens_first': a paged pool keeps tokens before heads"
+        )
+
+
+def _paired(pool: object, layer: int, layout: KVLayout, form: PoolFormat, size: int) -> list[Rows]:
+    """K and V of a layer in one pool, planes first or blocks first."""
+    heads, dim, dtype = layout.planes[0]
+    if len(layout.planes) != 2 or layout.planes[1] != layout.planes[0]:
+        raise ValueError(f"pool_format {form!r} holds two equal planes, the layout has {layout.planes}")
+    array = words(pool, f"pools[{layer}]", dtype)
+    axis = 0 if form == "planes_first" else 1
+    blocks = array.shape[1 - axis] if array.ndim == 5 else 0
+    lead = (2, blocks) if axis == 0 else (blocks, 2)
+    _check_shape(array, f"pools[{layer}]", (*lead, size, heads, dim))
+    offset = layout.plane_offset(layer, 0)
+    if not array.flags.c_contiguous:
+        planes = [array[0], array[1]] if axis == 0 else [array[:, 0], array[:, 1]]
+        return [
+            _one(plane, f"pools[{layer}]", layout.plane_offset(layer, i)) for i, plane in enumerate(planes)
+        ]
+    rows = array.reshape(2 * blocks, -1)
+    if axis == 0:
+        return [Rows(rows, 1, np.array([0, blocks]), offset)]
+    return [Rows(rows, 2, np.array([0, 1]), offset)]
+
+
+def _plane_pools(pool: object, layer: int, layout: KVLayout, form: PoolFormat, size: int) -> list[Rows]:
+    """Each plane of a layer in a pool of its own."""
+    planes = list(pool) if isinstance(pool, list | tuple) else [pool]
+    if len(planes) != len(layout.planes):
+        raise ValueError(f"pools[{layer}] has {len(planes)} planes, the layout has {len(layout.planes)}")
+    found = []
+    for number, (given, (heads, dim, dtype)) in enumerate(zip(planes, layout.planes, strict=True)):
+        name = f"pools[{layer}][{number}]"
+        array = words(given, name, dtype)
+        if array.ndim == 3 and heads == 1:
+            array = array[:, :, None]
+        _check_shape(array, name, (len(array), size, heads, dim))
+        found.append(_one(array, name, layout.plane_offset(layer, number)))
+    return found
+
+
+def _outermost(pools: object, layout: KVLayout, size: int) -> list[Rows]:
+    """One pool for all layers, block by block."""
+    array = words(pools, "pools", layout.planes[0].dtype if layout.planes else None)
+    if not layout.planes:
+        return [_one(array, "pools", 0, layout.chunk_bytes * size // layout.chunk_tokens)]
+    _check_layout(layout)
+    count, (heads, dim, dtype) = len(layout.planes), layout.planes[0]
+    if any(plane != layout.planes[0] for plane in layout.planes):
+        raise ValueError(f"pool_format 'blocks_outermost' holds equal planes, the layout has {layout.planes}")
+    _check_shape(array, "pools", (len(array), layout.layers, count, size, heads, dim))
+    run = size * heads * dim * itemsize(dtype)
+    if not array[:1].flags.c_contiguous:
+        raise ValueError(f"pools: blocks must be contiguous, got strides {array.strides}")
+    if array.flags.c_contiguous:
+        each = layout.layers * count
+        return [Rows(array.reshape(-1, run // array.itemsize), each, np.arange(each), 0)]
+    return [
+        _one(array[:, layer, plane], "pools", layout.plane_offset(layer, plane))
+        for layer in range(layout.layers)
+        for plane in range(count)
+    ]
+
+
+def _one(array: Words, argument: str, offset: int, run_bytes: int | None = None) -> Rows:
+    """One plane, [blocks, ...]: blocks may lie apart, each is contiguous."""
+    if array.ndim < 2 or not array[:1].flags.c_contiguous:
+        raise ValueError(
+            f"{argument}: blocks must be contiguous, got shape {array.shape} strides {array.strides}"
+        )
+    each = array[:1].size
+    if run_bytes is not None and each * array.itemsize != run_bytes:
+        raise ValueError(
+            f"{argument}: a block has {each * array.itemsize} bytes, the layout says {run_bytes}"
+        )
+    strides = (array.strides[0], array.itemsize)
+    rows = np.lib.stride_tricks.as_strided(array, (len(array), each), strides)
+    return Rows(rows, 1, np.zeros(1, np.int64), offset)
+
+
+def _check_shape(array: Words, argument: str, shape: tuple[int, ...]) -> None:
+    if array.shape != shape:
+        raise ValueError(f"{argument} must have the shape {list(shape)}, got {list(array.shape)}")

@@ -1,0 +1,118 @@
+"""What the tests of the cache share: a small layout, prompts, and KV whose bytes are a function of the tokens."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.cache import Cache, Hit
+from pagoda.config import Config
+from pagoda.keys import Namespace, chunk_keys
+from pagoda.layout import KVLayout
+from pagoda.transfer import BlockKV
+
+CHUNK = 16
+LAYOUT = KVLayout.opaque(CHUNK, 8192, "tests of the cache")
+NAMESPACE = Namespace("a-model")
+SPAWN = multiprocessing.get_context("spawn")
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class KV(NamedTuple):
+    """The KV of one prompt in an engine: (chunks, chunk_bytes) and the transfer over it."""
+
+    blocks: Bytes
+    transfer: BlockKV
+
+    def same(self, other: KV, begin: int = 0, end: int | None = None) -> bool:
+        """Whether chunks [begin, end) hold the same bytes."""
+        return bool((self.blocks[begin:end] == other.blocks[begin:end]).all())
+
+
+def prompt(chunks: float, seed: int = 0) -> npt.NDArray[np.int32]:
+    """Token ids of a prompt of that many chunks; another seed is another prompt from its first token on."""
+    return np.random.default_rng(seed).integers(0, 50_000, int(chunks * CHUNK), dtype=np.int32)
+
+
+def kv_of(tokens: npt.NDArray[np.int32], layout: KVLayout = LAYOUT) -> KV:
+    """The KV that the model computes for a prompt: every chunk a function of all the tokens up to it."""
+    blocks = blank(tokens, layout).blocks
+    for i, key in enumerate(chunk_keys(tokens, bytes(32), CHUNK)):
+        blocks[i] = np.random.default_rng(list(key)).integers(0, 256, layout.chunk_bytes, dtype=np.uint8)
+    return KV(blocks, BlockKV(blocks, layout))
+
+
+def blank(tokens: npt.NDArray[np.int32], layout: KVLayout = LAYOUT) -> KV:
+    """Room for the KV of a prompt."""
+    blocks = np.zeros((max(1, len(tokens) // CHUNK), layout.chunk_bytes), np.uint8)
+    return KV(blocks, BlockKV(blocks, layout))
+
+
+def config_of(host: Path | None, disk: Path | None, **options: object) -> Config:
+    """A configuration with 64 host slots and 256 disk slots, where their directories are given."""
+    slot = LAYOUT.slot_bytes
+    wanted: dict[str, object] = {
+        "chunk_tokens": CHUNK,
+        "host_size": 64 * slot if host is not None else 0,
+        "worth_it": False,
+    }
+    if host is not None:
+        wanted["host_path"] = str(host / "host")
+    if disk is not None:
+        wanted |= {"disk_path": str(disk / "disk"), "disk_size": 256 * (slot + 4096)}
+    return Config(**{**wanted, **options})  # type: ignore[arg-type]
+
+
+@contextmanager
+def cache_at(
+    host: Path | None, disk: Path | None, namespace: Namespace = NAMESPACE, **options: object
+) -> Iterator[Cache]:
+    """An open cache, closed afterwards."""
+    cache = Cache(config_of(host, disk, **options), namespace=namespace, layout=LAYOUT)
+    try:
+        yield cache
+    finally:
+        cache.close()
+
+
+def stored(cache: Cache, tokens: npt.NDArray[np.int32], **options: object) -> KV:
+    """Store the KV of a prompt, wait until it is everywhere, and return it."""
+    kv = kv_of(tokens)
+    answer = cache.store(tokens, kv.transfer, **options)  # type: ignore[arg-type]
+    assert answer.refused == 0, answer
+    assert cache.flush(30)
+    return kv
+
+
+def served(cache: Cache, tokens: npt.NDArray[np.int32], **options: object) -> tuple[Hit, KV]:
+    """Retrieve a prompt, and check that every token in the hit has the right bytes."""
+    kv = blank(tokens)
+    hit = cache.retrieve(tokens, kv.transfer, **options)  # type: ignore[arg-type]
+    assert kv.same(kv_of(tokens), hit.start_tokens // CHUNK, hit.stop_tokens // CHUNK)
+    assert hit.num_tokens == sum(hit.by_tier.values()) == int(hit.mask.sum())
+    return hit, kv
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Wait for a condition; fails after a while."""
+    until = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < until, "it did not come about"
+        time.sleep(0.005)
+
+
+def run_all(processes: Sequence[multiprocessing.process.BaseProcess], seconds: float = 60.0) -> None:
+    """Start processes and wait for all to end well."""
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(seconds)
+        assert process.exitcode == 0, process

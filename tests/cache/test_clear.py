@@ -1,0 +1,88 @@
+"""Clearing: all tiers, this namespace only, and nothing comes back."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from pagoda.metrics import Reason
+from tests.cache.kit import NAMESPACE, blank, cache_at, kv_of, prompt, served, stored
+
+
+def test_every_tier_is_cleared_and_counted(shm_root: Path, tmp_path: Path) -> None:
+    with cache_at(shm_root, tmp_path) as cache:
+        stored(cache, prompt(5))
+        cleared = cache.clear()
+        assert cleared.ok and cleared.chunks == {"host": 5, "disk": 5}
+        assert served(cache, prompt(5))[0].num_tokens == 0
+    with cache_at(shm_root / "after", tmp_path) as cache:
+        assert served(cache, prompt(5))[0].num_tokens == 0
+
+
+def test_one_tenant_is_cleared_and_the_others_stay(shm_root: Path, tmp_path: Path) -> None:
+    with cache_at(shm_root, tmp_path) as cache:
+        for salt in ("", "one", "two"):
+            stored(cache, prompt(4), salt=salt)
+        assert cache.clear(salt="one").chunks == {"host": 4, "disk": 4}
+        assert cache.lookup(prompt(4), salt="one").num_tokens == 0
+        assert served(cache, prompt(4), salt="two")[0].num_tokens == 64
+        assert served(cache, prompt(4), salt="two", tiers=["disk"])[0].num_tokens == 64
+        assert cache.clear().chunks == {"host": 4, "disk": 4}
+        assert served(cache, prompt(4), salt="two")[0].num_tokens == 64
+        assert cache.clear(everything=True).chunks == {"host": 4, "disk": 4}
+        assert cache.lookup(prompt(4), salt="two").num_tokens == 0
+
+
+def test_another_model_stays(shm_root: Path) -> None:
+    with cache_at(shm_root, None) as cache, cache_at(shm_root, None, NAMESPACE.with_(model="b")) as other:
+        stored(cache, prompt(4))
+        stored(other, prompt(4))
+        assert cache.clear().chunks == {"host": 4}
+        assert served(other, prompt(4))[0].num_tokens == 64
+
+
+def test_a_tier_that_fails_is_named_and_the_others_are_cleared(
+    shm_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with cache_at(shm_root, tmp_path) as cache:
+        stored(cache, prompt(5))
+        host = cache._storeys.host
+        assert host is not None
+
+        def broken(_: object = None) -> int:
+            raise OSError("out of order")
+
+        monkeypatch.setattr(host, "clear", broken)
+        cleared = cache.clear()
+        assert not cleared.ok and cleared.chunks["disk"] == 5
+        assert "out of order" in cleared.failed["host"]
+
+
+def test_a_store_that_began_before_does_not_come_back(shm_root: Path, tmp_path: Path) -> None:
+    with cache_at(shm_root, tmp_path) as cache:
+        stop = threading.Event()
+        clears = 0
+
+        def storing() -> None:
+            seed = 0
+            while not stop.is_set():
+                seed += 1
+                cache.store(prompt(4, seed), kv_of(prompt(4, seed)).transfer)
+
+        thread = threading.Thread(target=storing)
+        thread.start()
+        for _ in range(20):
+            clears += sum(cache.clear().chunks.values())
+        stop.set()
+        thread.join(30)
+        assert cache.flush(30)
+        cache.clear()
+        assert clears > 0
+        for tier in cache._storeys.all:
+            assert tier.stats()["ready"] == 0
+        assert cache.retrieve(prompt(4, 1), blank(prompt(4)).transfer).reason in (
+            Reason.CLEARED,
+            Reason.ABSENT,
+        )

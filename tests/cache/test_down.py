@@ -1,0 +1,208 @@
+"""Runs on their way down: rooms, refusals, write policies, what happens behind a store."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from pagoda.cache import Cache
+from pagoda.metrics import Reason
+from pagoda.testing import Fault
+from tests.cache.kit import CHUNK, LAYOUT, blank, cache_at, kv_of, prompt, served, stored, wait_until
+from tests.cache.test_up import Watching, faulty_cache
+
+
+def _on_disk(cache: Cache) -> int:
+    ready = cache.stats()["tiers"]["disk"]["ready"]  # type: ignore[index]
+    assert isinstance(ready, int)
+    return ready
+
+
+def test_a_run_longer_than_the_host_tier_keeps_its_head(shm_root: Path) -> None:
+    tokens = prompt(100)
+    with cache_at(shm_root, None) as cache:
+        answer = cache.store(tokens, kv_of(tokens).transfer)
+        assert answer == (64, 64 * CHUNK, 0, 36, Reason.FULL)
+        assert served(cache, tokens)[0].num_tokens == 64 * CHUNK
+        assert cache.store(tokens, kv_of(tokens).transfer).present == 64
+        assert served(cache, tokens)[0].num_tokens == 64 * CHUNK  # twice the same: nothing was lost by it
+
+
+def test_a_prompt_of_more_than_the_tier_stored_twice_still_hits(shm_root: Path) -> None:
+    tokens = prompt(77)  # 1.2 times the tier
+    with cache_at(shm_root, None) as cache:
+        for _ in range(2):
+            cache.store(tokens, kv_of(tokens).transfer)
+        assert served(cache, tokens)[0].num_tokens == 64 * CHUNK
+
+
+def test_newer_prompts_take_the_place_of_older_ones(shm_root: Path) -> None:
+    with cache_at(shm_root, None) as cache:
+        for seed in range(10):
+            assert cache.store(prompt(16, seed), kv_of(prompt(16, seed)).transfer).num_chunks == 16
+        assert served(cache, prompt(16, 9))[0].num_tokens == 256
+        assert served(cache, prompt(16, 0))[0].num_tokens == 0
+        assert cache._storeys.host.ledger.check().unreachable == 0  # type: ignore[union-attr]
+
+
+def test_the_tail_of_a_prompt_goes_before_its_head(shm_root: Path) -> None:
+    with cache_at(shm_root, None) as cache:
+        cache.store(prompt(60, 0), kv_of(prompt(60, 0)).transfer)
+        cache.store(prompt(30, 1), kv_of(prompt(30, 1)).transfer)
+        left = served(cache, prompt(60, 0))[0].num_tokens // CHUNK
+        assert 0 < left <= 34
+        assert served(cache, prompt(30, 1))[0].num_tokens == 30 * CHUNK
+
+
+def test_an_exception_in_the_middle_of_a_store_leaves_no_reservation(shm_root: Path) -> None:
+    with cache_at(shm_root, None) as cache:
+        tokens = prompt(20)
+
+        class Breaking(Watching):
+            def before(self) -> None:
+                if len(self.calls) == 1:
+                    raise RuntimeError("the engine's stream was lost")
+
+        answer = cache.store(tokens, Breaking(kv_of(tokens).transfer))
+        assert answer.reason is Reason.IO_ERROR
+        ledger = cache._storeys.host.ledger  # type: ignore[union-attr]
+        assert ledger.gauges()["reserved"] == 0
+        assert served(cache, tokens)[0].num_tokens == 8 * CHUNK  # the first window was whole
+        ledger.check()
+
+
+def test_a_chunk_is_visible_only_after_its_copy(shm_root: Path) -> None:
+    with cache_at(shm_root, None) as cache:
+        tokens = prompt(4)
+        seen: list[int] = []
+
+        class Peeking(Watching):
+            def before(self) -> None:
+                seen.append(cache.lookup(tokens).num_tokens)
+
+        cache.store(tokens, Peeking(kv_of(tokens).transfer))
+        assert seen == [0] and cache.lookup(tokens).num_tokens == 64
+
+
+def test_store_does_not_wait_for_the_disk(shm_root: Path, tmp_path: Path) -> None:
+    cache, slab = faulty_cache(shm_root, tmp_path)
+    with cache:
+        slab.fail_next("write", Fault.HANG, times=2)
+        began = time.monotonic()
+        for seed in range(20):
+            cache.store(prompt(8, seed), kv_of(prompt(8, seed)).transfer)
+        assert time.monotonic() - began < 10
+        assert slab.hanging.wait(10)
+        assert served(cache, prompt(8, 19))[0].by_tier == {"host": 128}
+        slab.heal()
+        assert cache.flush(60)
+        counters = cache.stats()["tiers"]["disk"]  # type: ignore[index]
+        assert isinstance(counters, dict)
+        # what was evicted before its turn is a drop with a reason, and never counts as stored
+        assert counters["stored_chunks"] == counters["ready"]
+        assert counters["stored_chunks"] + counters["drop_stale"] >= 64
+
+
+def test_chunks_that_the_disk_dropped_are_written_by_the_next_store(shm_root: Path, tmp_path: Path) -> None:
+    cache, slab = faulty_cache(shm_root, tmp_path)
+    tokens = prompt(6)
+    with cache:
+        slab.fail_next("write", Fault.ENOSPC, times=2)
+        cache.store(tokens, kv_of(tokens).transfer)
+        assert cache.flush(30)
+        assert cache.lookup(tokens, tiers=["disk"]).num_tokens < 96
+        slab.heal()
+        assert cache.store(tokens, kv_of(tokens).transfer).present == 6
+        assert cache.flush(30)
+        assert served(cache, tokens, tiers=["disk"])[0].num_tokens == 96
+
+
+def test_a_full_disk_is_a_drop_and_the_host_goes_on(shm_root: Path, tmp_path: Path) -> None:
+    with cache_at(shm_root, tmp_path, disk_size=40 * (LAYOUT.slot_bytes + 4096)) as cache:
+        for seed in range(6):
+            stored(cache, prompt(10, seed))
+        assert _on_disk(cache) <= 40
+        assert served(cache, prompt(10, 5))[0].by_tier == {"host": 160}
+        assert served(cache, prompt(10, 5), tiers=["disk"])[0].num_tokens == 160
+
+
+def test_write_through_writes_every_chunk(shm_root: Path, tmp_path: Path) -> None:
+    with cache_at(shm_root, tmp_path) as cache:
+        stored(cache, prompt(40))
+        assert _on_disk(cache) == 40
+        assert cache._storeys.lower[0].stats()["loaded_chunks"] == 0
+
+
+def test_selective_writes_what_was_hit_often_enough(shm_root: Path, tmp_path: Path) -> None:
+    with cache_at(shm_root, tmp_path, write_policy="selective", selective_hits=3) as cache:
+        tokens, other = prompt(10), prompt(10, 1)
+        stored(cache, tokens)
+        stored(cache, other)
+        for _ in range(2):
+            served(cache, tokens)
+        assert cache.flush(30) and _on_disk(cache) == 0
+        served(cache, tokens[: 6 * CHUNK])
+        assert cache.flush(30) and _on_disk(cache) == 6
+        served(cache, tokens)
+        assert cache.flush(30) and _on_disk(cache) == 10
+        assert cache.lookup(other, tiers=["disk"]).num_tokens == 0
+
+
+def test_write_back_writes_the_coldest_ahead_of_their_eviction(shm_root: Path, tmp_path: Path) -> None:
+    with cache_at(shm_root, tmp_path, write_policy="write_back") as cache:
+        for seed in range(3):
+            cache.store(prompt(10, seed), kv_of(prompt(10, seed)).transfer)
+        time.sleep(0.3)
+        assert _on_disk(cache) == 0  # there is room enough: nothing needs to be clean
+        for seed in range(3, 6):
+            cache.store(prompt(10, seed), kv_of(prompt(10, seed)).transfer)
+        wait_until(lambda: _on_disk(cache) > 0)
+        keys = [key for _, _, key in cache.keys(prompt(10, 0))]
+        assert cache._storeys.lower[0].contains(keys[-1])  # the coldest: the tail of the oldest prompt
+        assert cache.lookup(prompt(10, 5), tiers=["disk"]).num_tokens == 0
+        assert cache.flush(30)
+        assert _on_disk(cache) == 60  # asked for, all goes down
+
+
+def test_write_back_keeps_up_with_a_stream_of_prompts(shm_root: Path, tmp_path: Path) -> None:
+    with cache_at(shm_root, tmp_path, write_policy="write_back") as cache:
+        for seed in range(20):
+            cache.store(prompt(8, seed), kv_of(prompt(8, seed)).transfer)
+            if seed >= 7:  # full: the next prompt's room is made clean before it comes
+                wait_until(lambda seed=seed: _on_disk(cache) >= 8 * (seed - 6))  # type: ignore[misc]
+                wait_until(lambda: cache.stats()["tiers"]["host"]["leased"] == 0)  # type: ignore[index]
+        assert cache.flush(30)
+        hits = sum(served(cache, prompt(8, seed))[0].num_tokens for seed in range(20))
+        assert hits == 20 * 8 * CHUNK
+
+
+def test_write_back_writes_what_is_left_when_it_closes(shm_root: Path, tmp_path: Path) -> None:
+    with cache_at(shm_root, tmp_path, write_policy="write_back") as cache:
+        cache.store(prompt(10), kv_of(prompt(10)).transfer)
+    with cache_at(shm_root / "after", tmp_path) as cache:
+        assert served(cache, prompt(10))[0].by_tier == {"disk": 160}
+
+
+@pytest.mark.parametrize("policy", ["write_through", "selective", "write_back"])
+def test_close_is_bounded_even_if_the_disk_hangs(shm_root: Path, tmp_path: Path, policy: str) -> None:
+    cache, slab = faulty_cache(shm_root, tmp_path, write_policy=policy, selective_hits=1)
+    slab.fail_next("write", Fault.HANG, times=4)
+    for _ in range(2):
+        cache.store(prompt(8), kv_of(prompt(8)).transfer)
+        cache.retrieve(prompt(8), blank(prompt(8)).transfer)
+    began = time.monotonic()
+    assert not cache.close(timeout=1.0)
+    assert time.monotonic() - began < 5
+    slab.heal()
+
+
+def test_a_store_without_a_host_tier_is_bounded_by_its_buffers(tmp_path: Path) -> None:
+    with cache_at(None, tmp_path, disk_size=30 * (LAYOUT.slot_bytes + 4096)) as cache:
+        tokens = prompt(60)
+        answer = cache.store(tokens, kv_of(tokens).transfer)
+        assert answer.num_chunks + answer.refused == 60
+        assert cache.flush(30)
+        assert cache.stats()["staging_buffers"] == 0
+        assert served(cache, tokens)[0].num_tokens == 30 * CHUNK

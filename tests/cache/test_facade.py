@@ -1,0 +1,376 @@
+"""Cache: store, lookup, retrieve, prefetch over real tiers."""
+
+from __future__ import annotations
+
+import array
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pagoda.cache import Cache
+from pagoda.errors import ConfigError, StoreError
+from pagoda.keys import Item, Namespace, chunk_keys
+from pagoda.layout import KVLayout
+from pagoda.metrics import Reason
+from pagoda.tiers import HostTier
+from pagoda.transfer import BlockKV
+from tests.cache.kit import (
+    CHUNK,
+    LAYOUT,
+    NAMESPACE,
+    blank,
+    cache_at,
+    config_of,
+    kv_of,
+    prompt,
+    served,
+    stored,
+    wait_until,
+)
+
+
+@pytest.fixture
+def cache(shm_root: Path, tmp_path: Path) -> Iterator[Cache]:
+    with cache_at(shm_root, tmp_path) as opened:
+        yield opened
+
+
+def test_what_is_stored_is_served_from_host_memory(cache: Cache) -> None:
+    tokens = prompt(10.5)
+    answer = cache.store(tokens, kv_of(tokens).transfer)
+    assert answer == (10, 160, 0, 0, None)
+    hit, _ = served(cache, tokens)
+    assert (hit.num_tokens, hit.by_tier, hit.reason) == (160, {"host": 160}, None)
+    assert hit.mask.shape == (168,) and hit.mask[:160].all() and not hit.mask[160:].any()
+
+
+def test_the_disk_serves_what_the_host_tier_has_lost(shm_root: Path, tmp_path: Path) -> None:
+    tokens = prompt(10)
+    with cache_at(shm_root / "before", tmp_path) as cache:
+        stored(cache, tokens)
+    with cache_at(shm_root / "after", tmp_path) as cache:
+        assert cache.lookup(tokens).by_tier == {"disk": 160}
+        assert served(cache, tokens)[0].by_tier == {"disk": 160}
+        assert served(cache, tokens)[0].by_tier == {"host": 160}  # it came up on the way
+
+
+def test_one_run_may_come_from_two_tiers(shm_root: Path, tmp_path: Path) -> None:
+    tokens = prompt(12)
+    with cache_at(shm_root / "before", tmp_path) as cache:
+        stored(cache, tokens)
+    with cache_at(shm_root / "after", tmp_path) as cache:
+        head = tokens[: 4 * CHUNK]
+        cache.store(head, kv_of(head).transfer)
+        assert cache.lookup(tokens).by_tier == {"host": 64, "disk": 128}
+        assert served(cache, tokens)[0].by_tier == {"host": 64, "disk": 128}
+
+
+def test_a_run_may_change_tiers_more_than_once(shm_root: Path, tmp_path: Path) -> None:
+    tokens = prompt(12)
+    with cache_at(shm_root / "before", tmp_path) as cache:
+        stored(cache, tokens)
+    with cache_at(shm_root / "after", tmp_path) as cache:
+        cache.store(tokens, kv_of(tokens).transfer, tiers=["host"])
+        keys = [key for _, _, key in cache.keys(tokens)]
+        cache._storeys.host.ledger.remove(keys[3:5])  # type: ignore[union-attr]
+        hit, _ = served(cache, tokens)
+        assert hit.num_tokens == 192 and hit.by_tier == {"host": 160, "disk": 32}
+
+
+def test_chosen_tiers(cache: Cache) -> None:
+    tokens = prompt(6)
+    stored(cache, tokens)
+    assert cache.lookup(tokens, tiers=["disk"]).by_tier == {"disk": 96}
+    assert cache.lookup(tokens, tiers="host").by_tier == {"host": 96}
+    assert served(cache, tokens, tiers=["disk"])[0].by_tier == {"disk": 96}
+    assert cache.lookup(tokens, tiers=[]).num_tokens == 0
+    for call in (cache.lookup, cache.prefetch, cache.explain):
+        with pytest.raises(ValueError, match=r"no tier 'tape'.*host, disk"):
+            call(tokens, tiers=["tape"])
+
+
+def test_a_store_to_chosen_tiers_stays_there(cache: Cache) -> None:
+    only_host, only_disk = prompt(3, 1), prompt(3, 2)
+    stored(cache, only_host, tiers=["host"])
+    stored(cache, only_disk, tiers=["disk"])
+    assert cache.lookup(only_host).by_tier == {"host": 48}
+    assert cache.lookup(only_disk).by_tier == {"disk": 48}
+    served(cache, only_disk)
+
+
+def test_storing_again_stores_nothing(cache: Cache) -> None:
+    tokens = prompt(8)
+    stored(cache, tokens[: 5 * CHUNK])
+    assert cache.store(tokens, kv_of(tokens).transfer) == (3, 48, 5, 0, None)
+    assert cache.store(tokens, kv_of(tokens).transfer) == (0, 0, 8, 0, None)
+
+
+def test_start_tokens_skips_what_the_engine_has(cache: Cache) -> None:
+    tokens = prompt(10)
+    stored(cache, tokens)
+    hit, kv = served(cache, tokens, start_tokens=3 * CHUNK)
+    assert (hit.start_tokens, hit.num_tokens, hit.stop_tokens) == (48, 112, 160)
+    assert not hit.mask[:48].any() and hit.mask[48:].all()
+    assert not kv.blocks[:3].any()  # never written
+
+
+def test_a_store_may_skip_a_prefix(cache: Cache) -> None:
+    tokens = prompt(10)
+    answer = cache.store(tokens, kv_of(tokens).transfer, start_tokens=4 * CHUNK)
+    assert answer.num_chunks == 6
+    assert cache.lookup(tokens).num_tokens == 0
+    assert served(cache, tokens, start_tokens=4 * CHUNK)[0].num_tokens == 96
+
+
+def test_a_mask_says_the_same_as_a_start(cache: Cache) -> None:
+    tokens = prompt(10.5)
+    stored(cache, tokens)
+    mask = np.arange(len(tokens)) >= 3 * CHUNK
+    hit, _ = served(cache, tokens, mask=mask)
+    assert (hit.start_tokens, hit.num_tokens) == (48, 112)
+    assert served(cache, tokens, mask=[True] * len(tokens))[0].num_tokens == 160
+    nothing = np.zeros(160, bool)
+    assert cache.lookup(tokens[:160], mask=nothing).num_tokens == 0
+
+
+@pytest.mark.parametrize("start", [1, 15, 17, -16, 176])
+def test_a_start_within_a_chunk_or_past_the_end_is_refused(cache: Cache, start: int) -> None:
+    tokens = prompt(10)
+    with pytest.raises(ValueError, match=r"multiple of the chunk|past the 160 tokens"):
+        cache.retrieve(tokens, blank(tokens).transfer, start_tokens=start)
+    with pytest.raises(ValueError, match=r"multiple of the chunk|past the 160 tokens"):
+        cache.store(tokens, blank(tokens).transfer, start_tokens=start)
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        ([True] * 16 + [False] * 16 + [True] * 128, "False after a True"),
+        ([False] * 5 + [True] * 155, "multiple of the chunk"),
+        ([True] * 159, "one bool a token"),
+        ([1] * 160, "one bool a token"),
+        (np.ones((2, 160), bool), "one bool a token"),
+    ],
+)
+def test_a_bad_mask_is_refused(cache: Cache, mask: object, message: str) -> None:
+    tokens = prompt(10)
+    for call in (cache.lookup, cache.prefetch):
+        with pytest.raises(ValueError, match=message):
+            call(tokens, mask=mask)  # type: ignore[arg-type]
+
+
+def test_a_mask_and_another_start_are_refused(cache: Cache) -> None:
+    tokens = prompt(10)
+    with pytest.raises(ValueError, match="pass one of them"):
+        cache.lookup(tokens, mask=np.arange(160) >= 32, start_tokens=16)
+
+
+def test_keys_are_public_and_stand_in_for_tokens(cache: Cache) -> None:
+    tokens = prompt(10.5)
+    triples = cache.keys(tokens)
+    assert [triple[:2] for triple in triples] == [(i * 16, i * 16 + 16) for i in range(10)]
+    root = NAMESPACE.with_(layout=LAYOUT.fingerprint).root
+    keys = [key for _, _, key in triples]
+    assert keys == chunk_keys(tokens, root, CHUNK)
+    assert cache.keys(tokens, 48) == triples[3:]
+    cache.store(None, kv_of(tokens).transfer, keys=keys)
+    assert cache.lookup(tokens).num_tokens == 160
+    assert cache.lookup(None, keys=keys).num_tokens == 160
+    assert cache.lookup(tokens, keys=triples).num_tokens == 160
+    assert served(cache, tokens, keys=keys[:7])[0].num_tokens == 112
+    hit = cache.lookup(tokens, keys=triples[4:])
+    assert (hit.start_tokens, hit.num_tokens) == (64, 96)
+
+
+def test_keys_that_do_not_fit_are_refused(cache: Cache) -> None:
+    tokens = prompt(4)
+    triples = cache.keys(tokens)
+    with pytest.raises(ValueError, match="both of one prompt"):
+        cache.lookup(tokens[:40], keys=triples)
+    with pytest.raises(ValueError, match="32 bytes"):
+        cache.lookup(tokens, keys=[b"short"])
+    with pytest.raises(ValueError, match="one run"):
+        cache.lookup(tokens, keys=[triples[0], triples[2]])
+    with pytest.raises(ValueError, match="earlier keys"):
+        cache.lookup(tokens, keys=triples[2:], start_tokens=16)
+    with pytest.raises(ValueError, match="pass tokens, or keys"):
+        cache.lookup(None)
+
+
+def test_tokens_of_any_kind_mean_the_same(cache: Cache) -> None:
+    tokens = prompt(4)
+    stored(cache, tokens)
+    for same in (
+        tokens.tolist(),
+        tokens.astype(np.int64),
+        array.array("i", tokens.tolist()),
+        memoryview(tokens),
+    ):
+        assert cache.lookup(same).num_tokens == 64
+
+
+def test_multimodal_items_are_part_of_the_keys(cache: Cache) -> None:
+    tokens = prompt(4)
+    image, other = Item(20, 30, b"i" * 32), Item(20, 30, b"o" * 32)
+    stored(cache, tokens, items=[image])
+    assert cache.lookup(tokens, items=[image]).num_tokens == 64
+    assert cache.lookup(tokens, items=[other]).num_tokens == 16
+    assert cache.lookup(tokens).num_tokens == 16
+
+
+def test_tenants_and_adapters_do_not_share(cache: Cache) -> None:
+    tokens = prompt(4)
+    stored(cache, tokens, salt="one", lora="a")
+    assert cache.lookup(tokens, salt="one", lora="a").num_tokens == 64
+    for other in ({}, {"salt": "one"}, {"lora": "a"}, {"salt": "two", "lora": "a"}):
+        assert cache.lookup(tokens, **other).num_tokens == 0  # type: ignore[arg-type]
+
+
+def test_prefetch_brings_chunks_up_to_the_host_tier(shm_root: Path, tmp_path: Path) -> None:
+    tokens = prompt(10)
+    with cache_at(shm_root / "before", tmp_path) as cache:
+        stored(cache, tokens)
+    with cache_at(shm_root / "after", tmp_path) as cache:
+        assert cache.prefetch(tokens).by_tier == {"disk": 160}
+        assert cache.prefetch(tokens).by_tier == {"host": 160}
+        assert served(cache, tokens)[0].by_tier == {"host": 160}
+        assert cache.stats()["tiers"]["disk"]["loaded_chunks"] == 10  # type: ignore[index]
+        assert cache.stats()["counters"]["lookups"] == 1  # type: ignore[index]
+
+
+def test_prefetch_takes_no_more_than_half_of_the_host_tier(shm_root: Path, tmp_path: Path) -> None:
+    tokens = prompt(60)
+    with cache_at(shm_root / "before", tmp_path) as cache:
+        stored(cache, tokens)
+    with cache_at(shm_root / "after", tmp_path) as cache:
+        hit = cache.prefetch(tokens)
+        assert (hit.num_tokens, hit.reason) == (32 * CHUNK, Reason.FULL)
+        assert served(cache, tokens)[0].num_tokens == 60 * CHUNK
+
+
+def test_prefetch_without_a_host_tier_is_refused_with_a_reason(tmp_path: Path) -> None:
+    with cache_at(None, tmp_path) as cache:
+        tokens = prompt(3)
+        stored(cache, tokens)
+        assert cache.prefetch(tokens).reason is Reason.TIER_SKIPPED
+
+
+def test_holders(cache: Cache) -> None:
+    tokens = prompt(2)
+    stored(cache, tokens)
+    key = cache.keys(tokens)[0][2]
+    assert cache.holders(key) == ["host", "disk"]
+    assert cache.holders(bytes(32)) == []
+
+
+def test_stats_add_up(cache: Cache) -> None:
+    tokens = prompt(10.5)
+    served(cache, tokens)
+    stored(cache, tokens)
+    served(cache, tokens)
+    served(cache, tokens[:10])
+    stats = cache.stats()
+    counters = stats["counters"]
+    assert isinstance(counters, dict)
+    assert (counters["lookups"], counters["hits"], counters["hit_tokens"]) == (3, 1, 160)
+    assert counters["asked_tokens"] == 168 * 2 + 10
+    assert counters["hit_tokens_host"] == 160 and counters["hit_tokens_disk"] == 0
+    assert counters["stored_chunks"] == counters["loaded_chunks"] == 10
+    assert counters["stored_bytes"] == counters["loaded_bytes"] == 10 * LAYOUT.chunk_bytes
+    assert stats["misses"] == {"absent": 1, "short_prompt": 1}
+    assert stats["hit_rate"] == pytest.approx(160 / 346)
+    assert stats["waiting_chunks"] == stats["staging_buffers"] == 0
+
+
+def test_a_look_up_may_stay_uncounted(cache: Cache) -> None:
+    tokens = prompt(2)
+    cache.lookup(tokens, counted=False)
+    cache.retrieve(tokens, blank(tokens).transfer, counted=False)
+    cache.explain(tokens)
+    assert cache.stats()["counters"]["lookups"] == 0  # type: ignore[index]
+
+
+def test_another_layout_is_refused(cache: Cache) -> None:
+    other = KVLayout.opaque(CHUNK, 8192, "something else")
+    kv = BlockKV(np.zeros((2, 8192), np.uint8), other)
+    for call in (cache.store, cache.retrieve):
+        with pytest.raises(ValueError, match="build both with one KVLayout"):
+            call(prompt(2), kv)
+
+
+def test_kv_that_is_too_short_for_its_tokens_is_refused_and_leaves_nothing(cache: Cache) -> None:
+    tokens = prompt(6)
+    with pytest.raises(ValueError, match=r"is not (in|within) the"):
+        cache.store(tokens, blank(tokens[: 3 * CHUNK]).transfer)
+    ledger = cache._storeys.host.ledger  # type: ignore[union-attr]
+    assert ledger.gauges()["reserved"] == 0 and cache.lookup(tokens).num_tokens == 0
+    stored(cache, tokens)
+    with pytest.raises(ValueError, match=r"is not (in|within) the"):
+        cache.retrieve(tokens, blank(tokens[: 3 * CHUNK]).transfer)
+    with pytest.raises(ValueError, match=r"is not (in|within) the"):
+        cache.retrieve(tokens, blank(tokens[: 3 * CHUNK]).transfer, tiers=["disk"])
+    assert ledger.gauges()["reserved"] == 0
+    wait_until(lambda: cache.stats()["staging_buffers"] == 0)  # reads that were under way end by themselves
+
+
+def test_a_config_of_another_chunk_length_is_refused(shm_root: Path) -> None:
+    with pytest.raises(ConfigError, match="build the layout with"):
+        Cache(config_of(shm_root, None, chunk_tokens=32), namespace=NAMESPACE, layout=LAYOUT)
+
+
+def test_a_namespace_of_another_layout_is_refused(shm_root: Path) -> None:
+    with pytest.raises(ValueError, match="leave it out"):
+        Cache(config_of(shm_root, None), namespace=Namespace("m", layout="0" * 16), layout=LAYOUT)
+
+
+def test_without_a_config_the_options_come_from_the_environment(
+    shm_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PAGODA_HOST_PATH", str(shm_root / "here"))
+    monkeypatch.setenv("PAGODA_HOST_SIZE", "1MiB")
+    with Cache(namespace=NAMESPACE, layout=LAYOUT, min_hit_tokens=7) as cache:
+        assert (cache.config.chunk_tokens, cache.config.min_hit_tokens) == (CHUNK, 7)
+        assert cache.tiers == ("host",)
+        assert (shm_root / "here").is_dir()
+
+
+def test_a_tier_that_cannot_be_opened_leaves_none_open(shm_root: Path, tmp_path: Path) -> None:
+    with pytest.raises(StoreError):
+        Cache(config_of(shm_root, tmp_path, disk_size=1 << 60), namespace=NAMESPACE, layout=LAYOUT)
+    with cache_at(shm_root, None) as cache:
+        assert cache.stats()["tiers"]["host"]["members"] == 1  # type: ignore[index]
+
+
+def test_given_tiers_take_the_place_of_the_configured(shm_root: Path) -> None:
+    tier = HostTier.open(LAYOUT, shm_root / "own", 20 * LAYOUT.slot_bytes, shared=False)
+    with Cache(config_of(None, None), namespace=NAMESPACE, layout=LAYOUT, tiers=[tier]) as cache:
+        stored(cache, prompt(3))
+        assert served(cache, prompt(3))[0].by_tier == {"host": 48}
+    wrong = KVLayout.opaque(CHUNK, 4096, "small")
+    tier = HostTier.open(wrong, shm_root / "own", 1 << 20)
+    with pytest.raises(ValueError, match="chunks of 4096 bytes"):
+        Cache(config_of(None, None), namespace=NAMESPACE, layout=LAYOUT, tiers=[tier])
+    tier.close()
+
+
+def test_with_no_tier_at_all_everything_is_a_miss() -> None:
+    with Cache(config_of(None, None), namespace=NAMESPACE, layout=LAYOUT) as cache:
+        tokens = prompt(3)
+        assert cache.store(tokens, kv_of(tokens).transfer).refused == 3
+        assert cache.retrieve(tokens, blank(tokens).transfer).reason is Reason.ABSENT
+        assert cache.stats()["misses"] == {"absent": 1}
+
+
+def test_after_close_every_call_is_a_miss(shm_root: Path, tmp_path: Path) -> None:
+    with cache_at(shm_root, tmp_path) as cache:
+        tokens = prompt(3)
+        stored(cache, tokens)
+    assert cache.lookup(tokens).reason is Reason.CLOSED
+    assert cache.retrieve(tokens, blank(tokens).transfer).reason is Reason.CLOSED
+    assert cache.prefetch(tokens).reason is Reason.CLOSED
+    assert cache.store(tokens, kv_of(tokens).transfer).reason is Reason.CLOSED
+    assert cache.lookup_future(tokens).result(5).reason is Reason.CLOSED
+    assert cache.close()

@@ -1,0 +1,181 @@
+"""Several processes with one cache: right bytes, no leaks, whoever dies."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from multiprocessing.synchronize import Event
+from pathlib import Path
+
+import numpy as np
+
+from pagoda.cache import Cache
+from pagoda.ledger import Ledger
+from pagoda.metrics import Reason
+from pagoda.slab import MemorySlab
+from tests.cache.kit import CHUNK, LAYOUT, SPAWN, blank, cache_at, kv_of, prompt, run_all, served, stored
+from tests.cache.test_up import Watching
+
+PROMPTS = 12
+SMALL = 40 * LAYOUT.slot_bytes  # evicts all the time
+
+
+def _busy(shm_root: Path, tmp_path: Path, number: int, seconds: float) -> None:
+    random = np.random.default_rng(number)
+    until = time.monotonic() + seconds
+    with cache_at(shm_root, tmp_path, host_size=SMALL, deadline_seconds=5.0) as cache:
+        calls = 0
+        while time.monotonic() < until:
+            calls += 1
+            tokens = prompt(int(random.integers(1, 16)), int(random.integers(PROMPTS)))
+            kind = random.integers(10)
+            if kind < 5:
+                served(cache, tokens)  # checks every byte
+            elif kind < 8:
+                cache.store(tokens, kv_of(tokens).transfer)
+            elif kind < 9:
+                cache.prefetch(tokens)
+            else:
+                cache.lookup(tokens)
+            if calls % 40 == 0 and number == 0:
+                cache.clear()
+        assert calls > 10
+
+
+def _whole(shm_root: Path, tmp_path: Path) -> None:
+    with cache_at(shm_root, tmp_path, host_size=SMALL) as cache:
+        for _, ledger in cache._storeys.ledgers():
+            ledger.reap()
+            ledger.check()
+            assert ledger.gauges()["reserved"] == 0
+
+
+def test_processes_that_share_everything_read_right_bytes(shm_root: Path, tmp_path: Path) -> None:
+    run_all([SPAWN.Process(target=_busy, args=(shm_root, tmp_path, n, 3.0)) for n in range(3)])
+    _whole(shm_root, tmp_path)
+
+
+def test_processes_that_are_killed_leave_right_bytes_and_no_slots(shm_root: Path, tmp_path: Path) -> None:
+    others = [SPAWN.Process(target=_busy, args=(shm_root, tmp_path, n, 4.0)) for n in (1, 2)]
+    for process in others:
+        process.start()
+    for n in range(3):
+        victim = SPAWN.Process(target=_busy, args=(shm_root, tmp_path, 10 + n, 60.0))
+        victim.start()
+        time.sleep(1.0)
+        victim.kill()
+        victim.join(10)
+        assert victim.exitcode == -signal.SIGKILL
+    for process in others:
+        process.join(60)
+        assert process.exitcode == 0
+    _whole(shm_root, tmp_path)
+
+
+def _store_and_stand_still(shm_root: Path, began: Event) -> None:
+    class Standing(Watching):
+        def before(self) -> None:
+            began.set()
+            time.sleep(60)
+
+    with cache_at(shm_root, None) as cache:
+        cache.store(prompt(4), Standing(kv_of(prompt(4)).transfer))
+
+
+def test_what_a_dead_process_was_storing_is_soon_nobody_s(shm_root: Path) -> None:
+    with cache_at(shm_root, None, deadline_seconds=5.0) as cache:
+        began = SPAWN.Event()
+        process = SPAWN.Process(target=_store_and_stand_still, args=(shm_root, began), daemon=True)
+        process.start()
+        assert began.wait(30)
+        assert served(cache, prompt(4), deadline_seconds=0.2)[0].reason is Reason.BUSY
+        process.kill()
+        process.join(10)
+        started = time.monotonic()
+        hit, _ = served(cache, prompt(4))
+        assert hit.reason is Reason.ABSENT and time.monotonic() - started < 3  # not the whole deadline
+        stored(cache, prompt(4))
+
+
+def test_a_store_warms_the_next_process(shm_root: Path) -> None:
+    def child() -> None:
+        with cache_at(shm_root, None) as cache:
+            stored(cache, prompt(5))
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(30)
+    with cache_at(shm_root, None) as cache:
+        assert served(cache, prompt(5))[0].by_tier == {"host": 80}
+
+
+def _in_child(cache: Cache) -> None:
+    assert served(cache, prompt(5))[0].num_tokens == 80
+    stored(cache, prompt(5, 1))
+    assert cache.retrieve_future(prompt(5, 1), blank(prompt(5, 1)).transfer).result(10).num_tokens == 80
+    os.kill(os.getppid(), 0)
+
+
+def test_a_forked_child_goes_on_with_the_same_cache(shm_root: Path, tmp_path: Path) -> None:
+    with cache_at(shm_root, tmp_path) as cache:
+        stored(cache, prompt(5))
+        process = multiprocessing.get_context("fork").Process(target=_in_child, args=(cache,))
+        process.start()
+        stored(cache, prompt(5, 2))
+        process.join(30)
+        assert process.exitcode == 0
+        assert served(cache, prompt(5, 1))[0].num_tokens == 80
+        assert served(cache, prompt(5, 1), tiers=["disk"])[0].num_tokens == 80
+        assert cache._storeys.host.ledger.check().unreachable == 0  # type: ignore[union-attr]
+
+
+def _count_hits(shm_root: Path) -> None:
+    with cache_at(shm_root, None) as cache:
+        served(cache, prompt(5))
+
+
+def test_counters_are_seen_by_other_processes_and_outlive_them(shm_root: Path) -> None:
+    with cache_at(shm_root, None) as cache:
+        stored(cache, prompt(5))
+        run_all([SPAWN.Process(target=_count_hits, args=(shm_root,)) for _ in range(2)])
+        counters = cache.stats()["counters"]
+        assert isinstance(counters, dict)
+        assert (counters["lookups"], counters["hit_tokens_host"]) == (2, 160)
+
+
+def test_bytes_scribbled_by_another_owner_are_never_served(shm_root: Path) -> None:
+    """A slot that was given to somebody else during the copy is noticed, whatever its bytes are by then."""
+    with cache_at(shm_root, None) as cache:
+        stored(cache, prompt(8, 5))
+        ledger = cache._storeys.host.ledger  # type: ignore[union-attr]
+        assert isinstance(ledger, Ledger)
+        slab = MemorySlab(ledger.slab_path, ledger.slots, LAYOUT.slot_bytes)
+
+        class Scribbling(Watching):
+            def before(self) -> None:
+                if not self.calls:
+                    cache.clear()
+                    slab.array[:] = 255
+
+        hit = cache.retrieve(prompt(8, 5), Scribbling(blank(prompt(8)).transfer))
+        assert (hit.num_tokens, hit.reason) == (0, Reason.CLEARED)
+        assert cache.config.chunk_tokens == CHUNK
+
+
+def _with_private_memory(cache: Cache) -> None:
+    served(cache, prompt(5))  # the memory is the parent's: a hit is right, and a miss is right too
+    cache.store(prompt(5, 1), kv_of(prompt(5, 1)).transfer)
+    served(cache, prompt(5, 1))
+
+
+def test_a_forked_child_of_a_cache_in_private_memory_reads_and_leaves_right_bytes(shm_root: Path) -> None:
+    with cache_at(shm_root, None, host_shared=False) as cache:
+        stored(cache, prompt(5))
+        process = multiprocessing.get_context("fork").Process(target=_with_private_memory, args=(cache,))
+        process.start()
+        process.join(30)
+        assert process.exitcode == 0
+        served(cache, prompt(5, 1))  # whatever it finds of what the child stored is right
+        assert served(cache, prompt(5))[0].num_tokens == 80

@@ -1,0 +1,34 @@
+"""Ranges for profilers: nothing unless they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from pagoda.cache import ranges
+from tests.cache.kit import cache_at, prompt, served, stored
+
+
+@pytest.fixture(autouse=True)
+def _off_again() -> Iterator[None]:
+    yield
+    ranges.enable(False)
+
+
+def _seen(shm_root: Path) -> set[str]:
+    with cache_at(shm_root, None) as cache, torch.profiler.profile() as profile:
+        stored(cache, prompt(2))
+        served(cache, prompt(2))
+    return {event.key for event in profile.key_averages() if event.key.startswith("pagoda.")}
+
+
+def test_off_by_default(shm_root: Path) -> None:
+    assert _seen(shm_root) == set()
+
+
+def test_calls_and_copies_have_ranges_when_asked_for(shm_root: Path) -> None:
+    ranges.enable()
+    assert _seen(shm_root) == {"pagoda.store", "pagoda.copy_down", "pagoda.retrieve", "pagoda.copy_up"}

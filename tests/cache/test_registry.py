@@ -1,0 +1,71 @@
+"""Caches by name."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pagoda.cache import Cache
+from pagoda.metrics import Reason
+from tests.cache.kit import LAYOUT, NAMESPACE, config_of, prompt, served, stored
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> Iterator[None]:
+    yield
+    Cache.destroy("one")
+    Cache.destroy("two")
+
+
+def _open(name: str, shm_root: Path, **options: object) -> Cache:
+    return Cache.open(name, config_of(shm_root, None), namespace=NAMESPACE, layout=LAYOUT, **options)
+
+
+def test_the_same_name_is_the_same_cache(shm_root: Path) -> None:
+    cache = _open("one", shm_root)
+    assert _open("one", shm_root) is cache is Cache.get("one") and cache.name == "one"
+    assert _open("two", shm_root) is not cache
+    assert Cache.get("three") is None
+
+
+def test_another_config_under_the_same_name_is_refused(shm_root: Path) -> None:
+    _open("one", shm_root)
+    with pytest.raises(ValueError, match="another config"):
+        _open("one", shm_root, min_hit_tokens=5)
+    with pytest.raises(ValueError, match="another namespace"):
+        Cache.open("one", config_of(shm_root, None), namespace=NAMESPACE.with_(model="b"), layout=LAYOUT)
+
+
+def test_destroy_closes_and_forgets_but_keeps_what_is_stored(shm_root: Path) -> None:
+    cache = _open("one", shm_root)
+    stored(cache, prompt(3))
+    assert Cache.destroy("one") and not Cache.destroy("one")
+    assert Cache.get("one") is None
+    assert cache.lookup(prompt(3)).reason is Reason.CLOSED
+    again = _open("one", shm_root, min_hit_tokens=5)
+    assert served(again, prompt(3))[0].num_tokens == 48
+
+
+def test_a_closed_cache_is_forgotten(shm_root: Path) -> None:
+    cache = _open("one", shm_root)
+    cache.close()
+    assert Cache.get("one") is None and _open("one", shm_root) is not cache
+
+
+def test_one_that_cannot_be_opened_is_not_kept(shm_root: Path) -> None:
+    with pytest.raises(ValueError):
+        _open("one", shm_root, chunk_tokens=32)
+    assert Cache.get("one") is None
+
+
+def test_threads_that_open_at_once_get_one_cache(shm_root: Path) -> None:
+    opened: list[Cache] = []
+    threads = [threading.Thread(target=lambda: opened.append(_open("one", shm_root))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(opened) == 8 and len(set(map(id, opened))) == 1

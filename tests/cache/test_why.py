@@ -1,0 +1,193 @@
+"""Every reason of a miss, provoked for real, and told alike by retrieve, lookup and explain."""
+
+from __future__ import annotations
+
+import signal
+import time
+from multiprocessing.synchronize import Event
+from pathlib import Path
+
+import pytest
+
+from pagoda.cache import Cache, Hit
+from pagoda.keys import Namespace
+from pagoda.ledger import Ledger
+from pagoda.metrics import Reason
+from pagoda.testing import Fault
+from tests.cache.kit import CHUNK, LAYOUT, NAMESPACE, SPAWN, cache_at, kv_of, prompt, served, stored
+from tests.cache.test_up import faulty_cache, on_disk
+
+
+def _told(cache: Cache, chunks: float, reason: Reason, detail: str = "", seed: int = 0) -> Hit:
+    """All three calls name the same reason; explain counts nothing."""
+    tokens = prompt(chunks, seed)
+    before = cache.stats()["counters"]
+    explained = cache.explain(tokens)
+    assert cache.stats()["counters"] == before
+    for hit in (explained, cache.lookup(tokens), served(cache, tokens)[0]):
+        assert hit.reason is reason, hit
+        assert detail in hit.detail, hit.detail
+    counters = cache.stats()["counters"]
+    assert isinstance(counters, dict) and isinstance(before, dict)
+    assert counters[f"miss_{reason}"] == before[f"miss_{reason}"] + 2
+    return explained
+
+
+def test_absent(shm_root: Path, tmp_path: Path) -> None:
+    with cache_at(shm_root, tmp_path) as cache:
+        assert _told(cache, 4, Reason.ABSENT, "never stored").num_tokens == 0
+        stored(cache, prompt(4))
+        hit = cache.explain(prompt(4))
+        assert (hit.num_tokens, hit.reason) == (64, None)
+
+
+def test_evicted_says_when(shm_root: Path) -> None:
+    with cache_at(shm_root, None) as cache:
+        for seed in range(8):
+            stored(cache, prompt(16, seed))
+        assert _told(cache, 16, Reason.EVICTED, "evicted 0 s ago (host)").num_tokens == 0
+
+
+def test_cleared(shm_root: Path, tmp_path: Path) -> None:
+    with cache_at(shm_root, tmp_path) as cache:
+        stored(cache, prompt(4))
+        cache.clear()
+        _told(cache, 4, Reason.CLEARED, "cleared 0 s ago")
+
+
+def test_removed(shm_root: Path) -> None:
+    with cache_at(shm_root, None) as cache:
+        stored(cache, prompt(4))
+        cache._storeys.host.remove(cache.keys(prompt(4))[2][2])  # type: ignore[union-attr]
+        assert _told(cache, 4, Reason.REMOVED).num_tokens == 32
+
+
+@pytest.mark.parametrize(
+    ("other", "field"),
+    [
+        (NAMESPACE.with_(lora="an-adapter"), "lora"),
+        (NAMESPACE.with_(salt="a-tenant"), "salt"),
+        (NAMESPACE.with_(kv_dtype="float16"), "kv_dtype"),
+        (NAMESPACE.with_(revision="2", weights="abc"), "revision, weights"),
+        (Namespace("another-model"), "model"),
+    ],
+)
+def test_other_namespace_names_the_field(shm_root: Path, other: Namespace, field: str) -> None:
+    with cache_at(shm_root, None, other) as cache:
+        stored(cache, prompt(4))
+    with cache_at(shm_root, None) as cache:
+        hit = _told(cache, 4, Reason.OTHER_NAMESPACE, f"another {field}")
+        assert "a-tenant" not in hit.detail
+
+
+def test_another_namespace_is_only_named_for_a_prompt_that_is_there(shm_root: Path) -> None:
+    with cache_at(shm_root, None, NAMESPACE.with_(lora="x")) as cache:
+        stored(cache, prompt(4))
+    with cache_at(shm_root, None) as cache:
+        _told(cache, 4, Reason.ABSENT, seed=1)
+
+
+def test_busy(shm_root: Path) -> None:
+    with cache_at(shm_root, None, deadline_seconds=0.1) as cache:
+        stored(cache, prompt(2))
+        tokens = prompt(4)
+        keys = [key for _, _, key in cache.keys(tokens)]
+        ledger = cache._storeys.host.ledger  # type: ignore[union-attr]
+        ledger.reserve(keys[2:], namespace=cache._calls.namespace().root, start=2, parent=keys[1])
+        assert cache.explain(tokens).reason is Reason.BUSY
+        assert _told(cache, 4, Reason.BUSY).num_tokens == 32
+
+
+def test_short_prompt(shm_root: Path) -> None:
+    with cache_at(shm_root, None) as cache:
+        stored(cache, prompt(1))
+        _told(cache, 0.9, Reason.SHORT_PROMPT, "14 tokens, a chunk has 16")
+        assert cache.store(prompt(0.9), kv_of(prompt(0.9)).transfer) == (0, 0, 0, 0, None)
+
+
+def test_tier_skipped(shm_root: Path, tmp_path: Path) -> None:
+    with cache_at(shm_root / "before", tmp_path) as cache:
+        stored(cache, prompt(3))
+    with cache_at(shm_root / "after", tmp_path) as cache:
+        hit = cache.lookup(prompt(3), tiers=["host"])
+        assert hit.reason is Reason.TIER_SKIPPED and "disk has it" in hit.detail
+        assert cache.lookup(prompt(3, 1), tiers=["host"]).reason is Reason.ABSENT
+
+
+def test_a_disk_that_keeps_failing_is_left_out_and_says_so(shm_root: Path, tmp_path: Path) -> None:
+    for seed in range(6):
+        on_disk(shm_root, tmp_path, 3, seed)
+    cache, slab = faulty_cache(shm_root, tmp_path)
+    with cache:
+        slab.fail_next("read", Fault.EIO, times=100)
+        reasons = [served(cache, prompt(3, seed))[0].reason for seed in range(6)]
+        assert reasons[0] is Reason.IO_ERROR and reasons[-1] is Reason.TIER_SKIPPED
+        assert "kept failing" in cache.explain(prompt(3, 5)).detail
+        stored(cache, prompt(3, 9), tiers=["host"])  # and the host tier goes on
+        assert served(cache, prompt(3, 9))[0].num_tokens == 48
+
+
+def test_deadline(shm_root: Path, tmp_path: Path) -> None:
+    with cache_at(shm_root / "before", tmp_path) as cache:
+        stored(cache, prompt(3))
+    with cache_at(shm_root / "after", tmp_path) as cache:
+        hit, _ = served(cache, prompt(3), deadline_seconds=0.0)
+        assert hit.num_tokens == 0 and hit.reason in (Reason.DEADLINE, Reason.LEDGER_BUSY)
+
+
+def _stand_in_the_gate(directory: Path, inside: Event) -> None:
+    ledger = Ledger.attach(directory)
+    with ledger._session.gate.writing(10):
+        inside.set()
+        time.sleep(60)
+
+
+def test_ledger_busy(shm_root: Path) -> None:
+    with cache_at(shm_root, None, deadline_seconds=0.2) as cache:
+        stored(cache, prompt(3))
+        ledger = cache._storeys.host.ledger  # type: ignore[union-attr]
+        inside = SPAWN.Event()
+        process = SPAWN.Process(target=_stand_in_the_gate, args=(ledger.directory, inside), daemon=True)
+        process.start()
+        assert inside.wait(30)
+        assert process.pid is not None
+        began = time.monotonic()
+        hit, _ = served(cache, prompt(3))
+        assert (hit.num_tokens, hit.reason) == (0, Reason.LEDGER_BUSY)
+        assert cache.lookup(prompt(3)).reason is Reason.LEDGER_BUSY
+        assert cache.store(prompt(3, 1), kv_of(prompt(3, 1)).transfer).reason is Reason.LEDGER_BUSY
+        assert time.monotonic() - began < 5
+        process.kill()
+        process.join(10)
+        assert process.exitcode == -signal.SIGKILL
+        assert served(cache, prompt(3))[0].num_tokens == 48
+        counters = cache.stats()["counters"]
+        assert isinstance(counters, dict) and counters["miss_ledger_busy"] >= 2
+
+
+def test_the_reason_is_about_the_first_chunk_not_served(shm_root: Path) -> None:
+    with cache_at(shm_root, None) as cache:
+        stored(cache, prompt(6)[: 4 * CHUNK])
+        hit = _told(cache, 6, Reason.ABSENT)
+        assert hit.num_tokens == 64
+
+
+def test_explain_touches_nothing(shm_root: Path) -> None:
+    with cache_at(shm_root, None) as cache:
+        stored(cache, prompt(4))
+        ledger = cache._storeys.host.ledger  # type: ignore[union-attr]
+        before = (
+            ledger.columns.last_use.copy(),
+            ledger.columns.hits.copy(),
+            ledger.columns.lease_until.copy(),
+        )
+        cache.explain(prompt(4))
+        after = (ledger.columns.last_use, ledger.columns.hits, ledger.columns.lease_until)
+        assert all((a == b).all() for a, b in zip(before, after, strict=True))
+
+
+def test_keys_alone_have_reasons_too(shm_root: Path) -> None:
+    with cache_at(shm_root, None) as cache:
+        keys = cache.keys(prompt(3))
+        assert cache.explain(None, keys=keys).reason is Reason.ABSENT
+        assert cache.layout is LAYOUT

@@ -1,0 +1,102 @@
+"""Loading only what is expected to be faster than computing it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pagoda.cache.worth import Worth
+from pagoda.metrics import Reason
+from pagoda.testing import FakeClock
+from tests.cache.kit import CHUNK, cache_at, prompt, served, stored
+
+MB = 1_000_000
+
+
+def test_nothing_is_refused_before_both_rates_are_known() -> None:
+    worth = Worth(MB, 256, FakeClock())
+    assert worth.beats("disk")
+    worth.measured("disk", MB, 10.0)
+    assert worth.beats("disk")
+    other = Worth(MB, 256, FakeClock())
+    other.observe_prefill(256, 0.001)
+    assert other.beats("disk")
+
+
+def test_the_faster_way_is_taken() -> None:
+    worth = Worth(MB, 256, FakeClock())
+    worth.measured("disk", MB, 0.1)
+    worth.measured("host", MB, 0.001)
+    worth.observe_prefill(256, 0.05)
+    assert worth.beats("host") and not worth.beats("disk")
+    for _ in range(20):
+        worth.observe_prefill(256, 0.5)
+    assert worth.beats("disk")
+    assert worth.rates()["disk_bytes_per_second"] == 10 * MB
+
+
+def test_a_slow_tier_gets_its_chance_again() -> None:
+    clock = FakeClock()
+    worth = Worth(MB, 256, clock)
+    worth.measured("disk", MB, 10.0)
+    worth.observe_prefill(256, 0.001)
+    assert not worth.beats("disk")
+    clock.advance(61)
+    assert worth.beats("disk")
+
+
+def test_it_can_be_switched_off() -> None:
+    worth = Worth(MB, 256, FakeClock(), enabled=False)
+    worth.measured("disk", MB, 10.0)
+    worth.observe_prefill(256, 0.001)
+    assert worth.beats("disk")
+
+
+def test_senseless_measurements_are_ignored() -> None:
+    worth = Worth(MB, 256, FakeClock())
+    worth.measured("disk", 0, 1.0)
+    worth.measured("disk", 5, 0.0)
+    worth.observe_prefill(0, 1.0)
+    assert worth.rates() == {"prefill_tokens_per_second": 0.0}
+
+
+def test_a_run_that_is_cheaper_to_compute_is_left_alone(shm_root: Path, tmp_path: Path) -> None:
+    tokens = prompt(10)
+    with cache_at(shm_root / "before", tmp_path) as cache:
+        stored(cache, tokens)
+    with cache_at(shm_root / "after", tmp_path, worth_it=True) as cache:
+        cache.observe_prefill(1_000_000, 0.0001)  # absurdly fast
+        assert served(cache, tokens[: 2 * CHUNK])[0].num_tokens == 32  # the disk has not been measured yet
+        hit, _ = served(cache, tokens, start_tokens=2 * CHUNK)
+        assert (hit.num_tokens, hit.reason) == (0, Reason.NOT_WORTH_IT)
+        assert cache.lookup(tokens).reason is Reason.NOT_WORTH_IT
+        assert cache.stats()["misses"] == {"not_worth_it": 2}
+
+
+def test_host_chunks_are_served_where_only_the_disk_is_too_slow(shm_root: Path, tmp_path: Path) -> None:
+    tokens = prompt(10)
+    with cache_at(shm_root / "before", tmp_path) as cache:
+        stored(cache, tokens)
+    with cache_at(shm_root / "after", tmp_path, worth_it=True) as cache:
+        stored(cache, tokens[: 4 * CHUNK])
+        worth = cache._calls.parts.tools.worth
+        worth.measured("disk", 8192, 10.0)
+        cache.observe_prefill(CHUNK, 1.0)
+        expected = (64, {"host": 64}, Reason.NOT_WORTH_IT)
+        looked = cache.lookup(tokens)
+        assert (looked.num_tokens, looked.by_tier, looked.reason) == expected
+        hit, _ = served(cache, tokens)
+        assert (hit.num_tokens, hit.by_tier, hit.reason) == expected
+
+
+def test_a_hit_below_the_minimum_is_not_loaded(shm_root: Path) -> None:
+    tokens, other = prompt(10), prompt(10, 1)
+    with cache_at(shm_root, None, min_hit_tokens=100) as cache:
+        stored(cache, tokens[: 3 * CHUNK])
+        stored(cache, other)
+        hit, kv = served(cache, tokens)
+        assert (hit.num_tokens, hit.reason) == (0, Reason.BELOW_MINIMUM) and not kv.blocks.any()
+        assert "48 of 100 tokens" in hit.detail
+        assert cache.lookup(tokens).reason is Reason.BELOW_MINIMUM
+        assert served(cache, tokens[: 3 * CHUNK])[0].reason is Reason.BELOW_MINIMUM
+        assert served(cache, other)[0].num_tokens == 160
+        assert served(cache, other, start_tokens=128)[0].reason is Reason.BELOW_MINIMUM

@@ -1,0 +1,139 @@
+"""Real stores for the tests of the command, and a way to run the command as a process of its own."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+
+from pagoda.cli import main
+from pagoda.keys import Namespace, chunk_keys
+from pagoda.layout import KVLayout
+from pagoda.ledger import Ledger, Reserved, StoreSpec
+from pagoda.slab import FileSlab
+from pagoda.tiers import Chunk, DiskTier
+
+CHUNK = 16
+LLAMA = Namespace("llama", kv_dtype="bfloat16")
+QWEN = Namespace("qwen")
+_RUN = "import sys; from pagoda.cli import main; sys.exit(main())"
+
+# stores chunks for ever, some 64 of them staying, so that others may look on
+_WRITER = """
+import sys, itertools
+from pathlib import Path
+from tests.cli.shelf import LLAMA, host, put
+ledger = host(Path(sys.argv[1]))
+for number in itertools.count():
+    put(ledger, LLAMA, range(number % 1000, number % 1000 + 64))
+    if number == 0:
+        print("ready", flush=True)
+"""
+
+
+def host(root: Path, slots: int = 64, name: str = "layout") -> Ledger:
+    """Open a store in memory whose slots nobody reads."""
+    return Ledger.open(StoreSpec(root=root, name=name, kind="memory", slots=slots, slot_bytes=4096))
+
+
+@contextmanager
+def disk(root: Path, slots: int = 64) -> Iterator[DiskTier]:
+    """Open a disk tier for chunks of one page."""
+    layout = KVLayout.opaque(CHUNK, 4096, "test")
+    spec = StoreSpec(root=root, name=layout.fingerprint, kind="file", slots=slots, slot_bytes=8192)
+    ledger = Ledger.open(spec)
+    tier = DiskTier(layout, ledger, FileSlab(ledger.slab_path, ledger.slots, 8192))
+    try:
+        yield tier
+    finally:
+        tier.close()
+
+
+def put(ledger: Ledger, namespace: Namespace, tokens: Sequence[int], start: int = 0) -> list[bytes]:
+    """Store the chunks of `tokens` from chunk `start` on (or not, if someone clears); return all their keys."""
+    ledger.register(namespace.root, namespace.fields())
+    keys = chunk_keys(list(tokens), namespace.root, CHUNK)
+    for position, key in enumerate(keys[start:], start):
+        outcome = ledger.reserve([key], namespace=namespace.root, start=position, tokens=CHUNK)[0]
+        if isinstance(outcome, Reserved):
+            ledger.commit([outcome])
+    return keys
+
+
+def save(tier: DiskTier, namespace: Namespace, tokens: Sequence[int]) -> list[bytes]:
+    """Write the chunks of `tokens` to the disk, each filled with its position; return their keys."""
+    tier.register(namespace)
+    keys = chunk_keys(list(tokens), namespace.root, CHUNK)
+    parents = [None, *keys[:-1]]
+    chunks = [
+        Chunk(key, n, CHUNK, np.full(4096, n + 1, np.uint8), parents[n], lambda: True)
+        for n, key in enumerate(keys)
+    ]
+    assert all(future.result(30).ok for future in tier.save(chunks, namespace.root))
+    return keys
+
+
+def pagoda(*args: object, stdin: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the command as a process of its own, with no configuration but `variables`."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PAGODA_")}
+    return subprocess.run(
+        [sys.executable, "-c", _RUN, *map(str, args)],
+        input=stdin,
+        env={**clean, "HOME": "/nonexistent", "XDG_CONFIG_HOME": "/nonexistent", **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def answer(*args: object, code: int = 0, stdin: str = "", **variables: str) -> dict[str, object]:
+    """Run the command with --json; return what it printed, which must be one object and nothing else."""
+    done = pagoda(*args, "--json", stdin=stdin, **variables)
+    assert done.returncode == code, done.stderr
+    found = json.loads(done.stdout)
+    assert isinstance(found, dict)
+    return found
+
+
+def refused(*args: object, stdin: str = "", **variables: str) -> str:
+    """Run the command in this process; return the one line with which it must refuse."""
+    out, err, environment = io.StringIO(), io.StringIO(), {"HOME": "/nonexistent", **variables}
+    with (
+        mock.patch.dict(os.environ, environment, clear=True),
+        mock.patch.object(sys, "stdin", io.StringIO(stdin)),
+        redirect_stdout(out),
+        redirect_stderr(err),
+    ):
+        code = main([str(argument) for argument in args])
+    return one_line(code, out.getvalue(), err.getvalue())
+
+
+def one_line(code: int, out: str, err: str) -> str:
+    """Return what a command said that refused as it should: exit code 2, one line on stderr, nothing else."""
+    assert (code, out) == (2, ""), out + err
+    assert err.startswith("pagoda: ") and err.count("\n") == 1, err
+    return err
+
+
+@contextmanager
+def writer(root: Path) -> Iterator[subprocess.Popen[str]]:
+    """Have another process store chunks under `root` all the time."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _WRITER, str(root)], stdout=subprocess.PIPE, text=True, cwd=Path.cwd()
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()

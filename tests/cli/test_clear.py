@@ -1,0 +1,122 @@
+"""`pagoda clear`: what was named goes from every tier, and nothing else does."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+
+from tests.cli.shelf import LLAMA, QWEN, answer, disk, host, pagoda, put, refused, save, writer
+
+
+def test_everything_in_all_tiers(shm_root: Path, tmp_path: Path) -> None:
+    ledger = host(shm_root / "host")
+    put(ledger, LLAMA, range(64))
+    put(ledger, QWEN, range(32))
+    with disk(tmp_path / "disk") as tier:
+        save(tier, LLAMA, range(48))
+        where = {
+            "PAGODA_HOST_PATH": str(shm_root / "host"),
+            "PAGODA_DISK_PATH": str(tmp_path / "disk"),
+            "PAGODA_DISK_SIZE": "1GiB",
+        }
+        found = answer("clear", "--yes", **where)
+        assert found["cleared"] == 9 and found["failed"] == {}
+        assert ledger.gauges()["ready"] == tier.ledger.gauges()["ready"] == 0
+    shown = pagoda("clear", "--yes", **where)
+    assert shown.returncode == 0 and "host" in shown.stdout and "disk" in shown.stdout
+
+
+def test_one_tenant_only(shm_root: Path) -> None:
+    ledger = host(shm_root)
+    mine, theirs = LLAMA.with_(salt="mine"), LLAMA.with_(salt="theirs")
+    put(ledger, mine, range(32))
+    kept = put(ledger, theirs, range(48))
+    assert answer("clear", shm_root, "--yes", "--namespace", mine.root.hex()[:12])["cleared"] == 2
+    assert len(ledger.match(kept).slots) == 3
+
+
+def test_one_model_only(shm_root: Path) -> None:
+    ledger = host(shm_root)
+    put(ledger, LLAMA, range(64))
+    kept = put(ledger, QWEN, range(32))
+    assert answer("clear", shm_root, "-y", "--model", "llama")["cleared"] == 4
+    assert len(ledger.match(kept).slots) == 2
+
+
+def test_nothing_goes_without_a_yes_or_for_a_wrong_name(shm_root: Path) -> None:
+    ledger = host(shm_root)
+    keys = put(ledger, LLAMA, range(64))
+    put(ledger, LLAMA.with_(salt="other"), range(16))
+    assert "--yes" in refused("clear", shm_root)
+    assert "--yes" in refused("clear", shm_root, stdin="y\n")
+    assert "did you mean llama?" in refused("clear", shm_root, "--yes", "--model", "lama")
+    assert "no namespace begins so" in refused("clear", shm_root, "--yes", "--namespace", "0" * 64)
+    assert "hexadecimal" in refused("clear", shm_root, "--yes", "--namespace", "")
+    assert len(ledger.match(keys).slots) == 4
+
+
+@pytest.mark.parametrize(("typed", "code", "left"), [(b"y\n", 0, 0), (b"n\n", 1, 4), (b"\x03", 130, 4)])
+def test_on_a_terminal_it_asks(shm_root: Path, typed: bytes, code: int, left: int) -> None:
+    ledger = host(shm_root)
+    put(ledger, LLAMA, range(64))
+    ours, theirs = pty.openpty()
+    program = "import sys; from pagoda.cli import main; sys.exit(main(sys.argv[1:]))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, "clear", str(shm_root)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(theirs)
+    seen = b""
+    while b"?" not in seen:
+        seen += os.read(ours, 1000)
+    os.write(ours, typed)
+    try:
+        while more := os.read(ours, 1000):
+            seen += more
+    except OSError:  # the other end is closed
+        pass
+    os.close(ours)
+    assert process.wait(60) == code, seen
+    assert b"EVERYTHING" in seen and b"Traceback" not in seen
+    assert ledger.gauges()["ready"] == left
+
+
+def test_a_beginning_of_two_namespaces_clears_neither(shm_root: Path) -> None:
+    ledger = host(shm_root)
+    namespaces = {}
+    for number in range(17):  # two of 17 names begin with the same digit
+        namespace = LLAMA.with_(salt=str(number))
+        put(ledger, namespace, range(16))
+        namespaces.setdefault(namespace.root.hex()[0], []).append(namespace)
+    digit = next(digit for digit, several in namespaces.items() if len(several) > 1)
+    assert "write more of it" in refused("clear", shm_root, "--yes", "--namespace", digit)
+    assert ledger.gauges()["ready"] == 17
+
+
+def test_a_store_that_fails_is_named_and_the_others_are_cleared(shm_root: Path) -> None:
+    put(host(shm_root, name="bad"), LLAMA, range(16))
+    good = host(shm_root, name="good")
+    put(good, LLAMA, range(16))
+    (shm_root / "bad" / "state").write_bytes(b"{}")
+    found = answer("clear", shm_root, "--yes", code=1)
+    assert found["cleared"] == 1
+    assert list(found["failed"]) == [str(shm_root / "bad")]  # type: ignore[call-overload]
+    assert good.gauges()["ready"] == 0
+
+
+def test_clearing_while_another_process_stores(shm_root: Path) -> None:
+    with writer(shm_root) as process:
+        assert answer("clear", shm_root, "--yes")["failed"] == {}
+        assert process.poll() is None
+        assert answer("check", shm_root)["ok"] is True

@@ -1,0 +1,97 @@
+"""`pagoda config` and what the command itself says of wrong use."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import cast
+
+import pagoda as package
+from pagoda.config import option_names
+from tests.cli.shelf import answer, one_line, pagoda, refused
+
+
+def test_show_tells_where_each_value_came_from(tmp_path: Path) -> None:
+    file = tmp_path / "my.toml"
+    file.write_text("chunk_tokens = 128\n")
+    found = answer("config", "show", "--config", file, PAGODA_HOST_SIZE="1GiB")
+    options = cast("dict[str, dict[str, object]]", found["options"])
+    assert list(options) == option_names()
+    assert options["chunk_tokens"] == {"value": 128, "origin": f"file {file}"}
+    assert options["host_size"] == {"value": 2**30, "origin": "environment PAGODA_HOST_SIZE"}
+    assert options["policy"]["origin"] == "default"
+    shown = pagoda("config", "show", PAGODA_CONFIG=str(file)).stdout
+    assert f"file {file}" in shown and "auto (" in shown
+
+
+def test_check_says_what_would_not_work(tmp_path: Path) -> None:
+    assert answer("config", "check", PAGODA_HOST_SIZE="64MiB")["ok"] is True
+    done = pagoda("config", "check", PAGODA_HOST_SIZE="4000TiB")
+    assert done.returncode == 1 and "smaller size" in done.stderr and done.stderr.count("\n") == 1
+    (tmp_path / "bad.toml").write_text("chunk_token = 1\n")
+    assert "did you mean chunk_tokens?" in refused("config", "check", tmp_path / "bad.toml")
+    assert "no such configuration file" in refused("config", "check", tmp_path / "none.toml")
+
+
+def test_schema_is_json() -> None:
+    found = json.loads(pagoda("config", "schema").stdout)
+    assert list(found["properties"]) == option_names()
+
+
+def test_version_help_and_no_command() -> None:
+    assert pagoda("--version").stdout == f"pagoda {package.__version__}\n"
+    for arguments in ([], ["--help"], ["-h"]):
+        done = pagoda(*arguments)
+        assert done.returncode == 0
+        for command in ("stats", "ls", "check", "clear", "explain", "bench", "demo", "config"):
+            assert command in done.stdout
+    assert "--no-such" in refused("--no-such")
+    assert "--no-such" in refused("stats", "--no-such")
+
+
+def test_wrong_use_of_the_real_command_is_one_line_and_no_traceback() -> None:
+    for arguments in (["stats", "/no/such/place"], ["ls", "--limit", "few"], ["sats"]):
+        done = pagoda(*arguments)
+        one_line(done.returncode, done.stdout, done.stderr)
+    done = pagoda("stats", PAGODA_HOST_SIZE="many")
+    assert "PAGODA_HOST_SIZE" in one_line(done.returncode, done.stdout, done.stderr)
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom pagoda.cli import main\nmain(['--help'])\n"
+        "sys.exit(str({'numpy', 'torch', 'lmdb', 'pydantic_settings'} & set(sys.modules) or '') or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_interrupted_is_130_without_a_traceback(shm_root: Path) -> None:
+    environment = {**os.environ, "PAGODA_HOST_PATH": str(shm_root / "x"), "PAGODA_HOST_SIZE": "1GiB"}
+    code = "import sys; from pagoda.cli import main; sys.exit(main(['bench', '--seconds', '60']))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=environment,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    while not list(shm_root.glob("pagoda-bench-*/*/slab")) and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, "")
+    assert "Traceback" not in err and err.count("\n") <= 1
+    assert list(shm_root.iterdir()) == []
+
+
+def test_a_reader_that_goes_away_is_no_traceback(shm_root: Path) -> None:
+    code = "import sys; from pagoda.cli import main; sys.exit(main(['config', 'schema']))"
+    script = f'{sys.executable} -c "{code}" | true'
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""

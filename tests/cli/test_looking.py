@@ -1,0 +1,228 @@
+"""`pagoda stats`, `ls` and `check` on real stores, quiet ones and ones that others are using."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import cast
+
+from pagoda.cli import main
+from pagoda.ledger import Ledger
+from tests.cli.shelf import CHUNK, LLAMA, QWEN, answer, disk, host, pagoda, put, refused, save, writer
+
+
+def stores(found: dict[str, object]) -> list[dict[str, dict[str, int]]]:
+    return cast("list[dict[str, dict[str, int]]]", found["stores"])
+
+
+def test_stats_of_two_tiers_from_the_configuration(shm_root: Path, tmp_path: Path) -> None:
+    ledger = host(shm_root / "host")
+    put(ledger, LLAMA, range(64))
+    put(ledger, QWEN, range(32))
+    ledger.count("lookups", 3)
+    ledger.count("miss_absent", 2)
+    ledger.close()
+    with disk(tmp_path / "disk") as tier:
+        save(tier, LLAMA, range(48))
+    where = {
+        "PAGODA_HOST_PATH": str(shm_root / "host"),
+        "PAGODA_DISK_PATH": str(tmp_path / "disk"),
+        "PAGODA_DISK_SIZE": "1GiB",
+    }
+    first, second = stores(answer("stats", **where))
+    assert (first["tier"], first["kind"], second["tier"], second["kind"]) == (
+        "host",
+        "memory",
+        "disk",
+        "file",
+    )
+    assert (first["gauges"]["slots"], first["gauges"]["ready"], first["gauges"]["free"]) == (64, 6, 58)
+    assert first["counters"]["lookups"] == 3
+    assert first["counters"]["miss_absent"] == 2
+    assert [
+        row["fields"]["model"] for row in cast("list[dict[str, dict[str, str]]]", first["namespaces"])
+    ] == [
+        "llama",
+        "qwen",
+    ]
+    assert second["gauges"]["ready"] == 3
+    shown = pagoda("stats", **where).stdout
+    assert "llama kv_dtype=bfloat16" in shown and "qwen" in shown
+    assert re.search(r"host +absent +2", shown)
+    assert "queue_full" not in shown  # only reasons that happened are shown
+
+
+def test_one_store_may_be_named_too(shm_root: Path) -> None:
+    put(host(shm_root, name="a"), LLAMA, range(16))
+    put(host(shm_root, name="b"), LLAMA, range(32))
+    assert len(stores(answer("stats", shm_root))) == 2
+    (one,) = stores(answer("stats", shm_root / "b"))
+    assert one["gauges"]["ready"] == 2
+
+
+def test_prometheus_has_one_type_line_a_family_and_its_samples_together(shm_root: Path) -> None:
+    for name in ("a", "b"):
+        put(host(shm_root, name=name), LLAMA, range(16))
+    text = pagoda("stats", shm_root, "--prometheus").stdout
+    sample = re.compile(r'([a-z_]+)\{([a-z_]+="[^"]*",?)*\} -?[0-9.e+]+')
+    family = ""
+    families, seen = set(), set()
+    for line in text.splitlines():
+        if line.startswith("# TYPE "):
+            family = line.split()[2]
+            assert family not in families
+            families.add(family)
+            continue
+        match = sample.fullmatch(line)
+        assert match is not None and match[1] == family, line
+        assert line not in seen
+        seen.add(line)
+    assert "pagoda_misses_total" in families and "pagoda_ready" in families
+    assert len([line for line in seen if line.startswith("pagoda_ready{")]) == 2
+
+
+def test_ls_lists_latest_first_within_the_limit(shm_root: Path) -> None:
+    ledger = host(shm_root)
+    old = put(ledger, LLAMA, range(64))
+    new = put(ledger, QWEN, range(32))
+    ledger.match(new)
+    ledger.pin(new[:1], "me")
+    found = answer("ls", shm_root, "--limit", 2)
+    assert found["total"] == 6
+    chunks = cast("list[dict[str, object]]", found["chunks"])
+    assert [chunk["key"] for chunk in chunks] == [key.hex() for key in new]
+    assert chunks[0]["pinned"] is True and chunks[1]["pinned"] is False
+    assert chunks[0]["model"] == "qwen" and chunks[0]["tokens"] == CHUNK and chunks[1]["position"] == 1
+    everything = answer("ls", shm_root, "--limit", 0, "--model", "llama")
+    assert {chunk["key"] for chunk in cast("list[dict[str, object]]", everything["chunks"])} == {
+        key.hex() for key in old
+    }
+    done = pagoda("ls", shm_root, "--limit", 1)
+    assert done.stdout.count("\n") == 2 and "5 more" in done.stderr
+
+
+def test_ls_by_namespace_sums_up(shm_root: Path) -> None:
+    ledger = host(shm_root)
+    put(ledger, LLAMA, range(64))
+    put(ledger, QWEN, range(32))
+    found = cast("list[dict[str, object]]", answer("ls", shm_root, "--by", "namespace")["namespaces"])
+    assert [(row["model"], row["chunks"], row["tokens"]) for row in found] == [
+        ("llama kv_dtype=bfloat16", 4, 64),
+        ("qwen", 2, 32),
+    ]
+    only = answer("ls", shm_root, "--by", "namespace", "--namespace", QWEN.root.hex()[:10])
+    assert len(cast("list[object]", only["namespaces"])) == 1
+
+
+def test_looking_changes_no_recency_and_no_counters(shm_root: Path) -> None:
+    ledger = host(shm_root)
+    put(ledger, LLAMA, range(64))
+    before = (ledger.columns.last_use.tobytes(), ledger.columns.hits.tobytes(), ledger.counters())
+    for command in (["stats"], ["ls"], ["check"]):
+        assert pagoda(*command, shm_root).returncode == 0
+    assert (ledger.columns.last_use.tobytes(), ledger.columns.hits.tobytes(), ledger.counters()) == before
+    assert ledger.gauges()["members"] == 1
+
+
+def test_the_truth_while_another_process_stores(shm_root: Path) -> None:
+    with writer(shm_root) as process:
+        for _ in range(3):
+            (seen,) = stores(answer("stats", shm_root))
+            gauges = seen["gauges"]
+            assert gauges["members"] == 1
+            assert gauges["free"] + gauges["reserved"] + gauges["ready"] == gauges["slots"] == 64
+            assert len(cast("list[object]", answer("ls", shm_root, "--limit", 0)["chunks"])) <= 64
+            assert answer("check", shm_root)["ok"] is True
+        assert process.poll() is None
+        first = seen["counters"]["stored_chunks"]
+        (later,) = stores(answer("stats", shm_root))
+        assert later["counters"]["stored_chunks"] >= first
+    assert answer("check", shm_root)["ok"] is True  # the writer was killed
+
+
+def test_check_reads_the_disk_and_names_what_is_damaged(tmp_path: Path) -> None:
+    with disk(tmp_path) as tier:
+        keys = save(tier, LLAMA, range(64))
+        slab = tier.ledger.slab_path
+        slot = int(tier.ledger.match(keys).slots[2])
+    assert answer("check", tmp_path, "--read")["ok"] is True
+    with slab.open("r+b") as stream:
+        stream.seek(slot * 8192 + 4096 + 100)
+        stream.write(b"\xff")
+    assert answer("check", tmp_path)["ok"] is True  # bytes are judged only when read
+    found = answer("check", tmp_path, "--read", code=1)
+    (store,) = stores(found)
+    assert found["ok"] is False
+    assert store["damaged"] == [keys[2].hex()] and store["read_chunks"] == 4 and store["dropped"] == 0
+    assert keys[2].hex()[:12] in pagoda("check", tmp_path, "--read").stderr
+    (store,) = stores(answer("check", tmp_path, "--read", "--drop", code=1))
+    assert store["dropped"] == 1
+    assert stores(answer("check", tmp_path, "--read"))[0]["read_chunks"] == 3
+
+
+def test_a_store_that_cannot_be_used_fails_and_hides_no_other(shm_root: Path) -> None:
+    put(host(shm_root, name="good"), LLAMA, range(16))
+    put(host(shm_root, name="bad"), LLAMA, range(16))
+    (shm_root / "bad" / "state").write_bytes(b"{}")
+    found = stores(answer("stats", shm_root, code=1))
+    assert [("error" in store) for store in found] == [False, True]
+    assert stores(answer("check", shm_root, code=1))[0]["trouble"]
+    done = pagoda("stats", shm_root)
+    assert done.returncode == 1 and "Traceback" not in done.stderr and "bad" in done.stderr
+
+
+def test_looking_at_a_store_that_is_broken_does_not_remove_it(shm_root: Path) -> None:
+    ledger = host(shm_root)
+    put(ledger, LLAMA, range(64))
+    ledger.close()
+    os.truncate(shm_root / "layout" / "columns", 4096)
+    for command in ("stats", "check", "ls"):
+        done = pagoda(command, shm_root)
+        assert done.returncode == 1 and "layout" in done.stdout + done.stderr
+        assert "Traceback" not in done.stderr
+    assert sorted(path.name for path in (shm_root / "layout").iterdir()).count("slab") == 1
+
+
+def test_a_damaged_ledger_is_found(shm_root: Path) -> None:
+    ledger = host(shm_root)
+    keys = put(ledger, LLAMA, range(64))
+    session = ledger._session
+    with session.gate.writing(1.0), session._tables.env.begin(write=True) as txn:  # type: ignore[union-attr]
+        txn.delete(keys[0], db=session._tables.entries)  # type: ignore[union-attr]
+    found = answer("check", shm_root, code=1)
+    assert "disagree" in str(stores(found)[0]["trouble"])
+
+
+def test_nothing_stored_yet_is_no_error(tmp_path: Path) -> None:
+    where = {"PAGODA_HOST_PATH": str(tmp_path / "none")}
+    for command in ("stats", "ls", "check"):
+        done = pagoda(command, **where)
+        assert done.returncode == 0
+    assert answer("stats", **where) == {"stores": []}
+
+
+def test_wrong_use_is_one_line(shm_root: Path, tmp_path: Path) -> None:
+    put(host(shm_root), LLAMA, range(16))
+    (tmp_path / "file").write_text("")
+    assert "no such directory" in refused("stats", tmp_path / "none")
+    assert "not a directory" in refused("ls", tmp_path / "file")
+    assert "holds no store" in refused("check", tmp_path)
+    assert "choose one" in refused("stats", shm_root, "--json", "--prometheus")
+    assert "--read" in refused("check", shm_root, "--drop")
+    assert "--limit" in refused("ls", shm_root, "--limit", "-1")
+    assert "--limit" in refused("ls", shm_root, "--limit", "many")
+    assert "--by" in refused("ls", shm_root, "--by", "colour")
+    assert "did you mean llama?" in refused("ls", shm_root, "--model", "lama")
+    assert "hexadecimal" in refused("ls", shm_root, "--namespace", "xyz")
+    assert "no namespace begins so" in refused("ls", shm_root, "--namespace", "00" * 32)
+    assert "No such command" in refused("stat")
+    assert "64GiB" in refused("stats", PAGODA_HOST_SIZE="64G")
+    assert "did you mean PAGODA_HOST_SIZE?" in refused("ls", PAGODA_HOSTSIZE="1GiB")
+
+
+def test_called_from_python_it_returns_the_code(shm_root: Path) -> None:
+    put(host(shm_root), LLAMA, range(16))
+    assert main(["check", str(shm_root)]) == 0
+    assert main(["check", str(shm_root / "none")]) == 2
+    assert isinstance(Ledger.attach(shm_root / "layout"), Ledger)

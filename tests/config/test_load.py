@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from pagoda.config import Config, option_names
+from pagoda.config.load import load, schema
+from pagoda.errors import ConfigError
+
+
+@pytest.fixture
+def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty current directory and home, so that no file of this machine is found."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def env(nowhere: Path, **variables: str) -> dict[str, str]:
+    return {"HOME": str(nowhere / "home"), **variables}
+
+
+def test_nothing_given_is_all_defaults(nowhere: Path) -> None:
+    loaded = load(environ=env(nowhere))
+    assert loaded.config == Config()
+    assert loaded.origins == dict.fromkeys(option_names(), "default")
+
+
+def test_order_of_the_sources_and_their_origins(nowhere: Path) -> None:
+    file = nowhere / "my.toml"
+    file.write_text(
+        'chunk_tokens = 1\nhost_size = "1GiB"\nio_threads = 1\nqueue_chunks = 1\ndurable = true\n'
+    )
+    environ = env(nowhere, PAGODA_CHUNK_TOKENS="2", PAGODA_HOST_SIZE="2GiB", PAGODA_IO_THREADS="2")
+    cli = {"chunk_tokens": 3, "host_size": "3GiB", "policy": None}
+    loaded = load(cli, file, environ, chunk_tokens=4)
+    config, origins = loaded
+    assert (config.chunk_tokens, config.host_bytes, config.io_threads, config.queue_chunks) == (
+        4,
+        3 * 2**30,
+        2,
+        1,
+    )
+    assert config.durable is True
+    assert origins["chunk_tokens"] == "argument chunk_tokens"
+    assert origins["host_size"] == "option --host-size"
+    assert origins["io_threads"] == "environment PAGODA_IO_THREADS"
+    assert origins["queue_chunks"] == f"file {file}"
+    assert origins["policy"] == "default"
+
+
+def test_the_usual_places_of_the_file(nowhere: Path) -> None:
+    environ = env(nowhere)
+    at_home = nowhere / "home" / ".config" / "pagoda" / "config.toml"
+    at_home.parent.mkdir(parents=True)
+    at_home.write_text("chunk_tokens = 11\n")
+    assert load(environ=environ).config.chunk_tokens == 11
+    (nowhere / "pagoda.toml").write_text("chunk_tokens = 12\n")
+    assert load(environ=environ).config.chunk_tokens == 12
+    (nowhere / "named.toml").write_text("chunk_tokens = 13\n")
+    environ["PAGODA_CONFIG"] = str(nowhere / "named.toml")
+    assert load(environ=environ).config.chunk_tokens == 13
+    assert load(file=at_home, environ=environ).config.chunk_tokens == 11
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("auto", None), ("true", True), ("0", False), ("off", False)],
+)
+def test_flags_from_the_environment(nowhere: Path, text: str, value: bool | None) -> None:
+    assert load(environ=env(nowhere, PAGODA_DISK_DIRECT=text)).config.disk_direct is value
+
+
+def test_an_empty_variable_is_not_set(nowhere: Path) -> None:
+    loaded = load(environ=env(nowhere, PAGODA_CHUNK_TOKENS="", PAGODA_CONFIG=""))
+    assert loaded.config == Config()
+
+
+def test_paths_may_be_path_objects(nowhere: Path) -> None:
+    config = load(environ=env(nowhere), disk_path=nowhere / "kv", disk_size="1GiB").config
+    assert config.disk_path == str(nowhere / "kv")
+
+
+def refused(*said: str, **arguments: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(**arguments)  # type: ignore[arg-type]
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in said:
+        assert part in message
+
+
+def test_unknown_names_are_errors_with_a_suggestion(nowhere: Path) -> None:
+    environ = env(nowhere)
+    refused("PAGODA_HOSTSIZE", "did you mean PAGODA_HOST_SIZE?", environ=env(nowhere, PAGODA_HOSTSIZE="1GiB"))
+    refused(
+        "PAGODA_Host_Size", "did you mean PAGODA_HOST_SIZE?", environ=env(nowhere, PAGODA_Host_Size="1GiB")
+    )
+    refused("argument chunk_token:", "did you mean chunk_tokens?", environ=environ, chunk_token=1)
+    refused("option --chunk-token:", "did you mean --chunk-tokens?", cli={"chunk_token": 1}, environ=environ)
+    (nowhere / "pagoda.toml").write_text("disksize = 1\n")
+    refused(str(nowhere / "pagoda.toml"), "disksize", "did you mean disk_size?", environ=environ)
+    (nowhere / "pagoda.toml").write_text('[host]\nsize = "1GiB"\n')
+    refused("host", "did you mean host_", environ=environ)
+
+
+def test_a_bad_value_names_its_origin(nowhere: Path) -> None:
+    refused("chunk_tokens = 'many'", "PAGODA_CHUNK_TOKENS", environ=env(nowhere, PAGODA_CHUNK_TOKENS="many"))
+    refused("host_size = '64G'", "64GiB", "PAGODA_HOST_SIZE", environ=env(nowhere, PAGODA_HOST_SIZE="64G"))
+    refused("write_policy", "back", "--write-policy", cli={"write_policy": "back"}, environ=env(nowhere))
+    (nowhere / "pagoda.toml").write_text("io_threads = 0\n")
+    refused("io_threads = 0", "pagoda.toml", environ=env(nowhere))
+    (nowhere / "pagoda.toml").unlink()
+    refused("set disk_path", environ=env(nowhere), disk_size="1GiB")
+
+
+def test_files_that_cannot_be_read(nowhere: Path) -> None:
+    refused("no.toml", "no such configuration file", file="no.toml", environ=env(nowhere))
+    refused("no.toml", "PAGODA_CONFIG", environ=env(nowhere, PAGODA_CONFIG="no.toml"))
+    (nowhere / "pagoda.toml").write_text("= nonsense\n")
+    refused("pagoda.toml", "TOML", environ=env(nowhere))
+    (nowhere / "pagoda.toml").write_bytes(b"\xff\xfe\x00")
+    refused("pagoda.toml", "TOML", environ=env(nowhere))
+
+
+def test_the_real_environment_is_read(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("PAGODA_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(nowhere))
+    monkeypatch.setenv("PAGODA_CHUNK_TOKENS", "64")
+    assert load().config.chunk_tokens == 64
+
+
+def test_schema_lists_every_option() -> None:
+    found = json.loads(json.dumps(schema()))
+    assert list(found["properties"]) == option_names()
+    assert found["additionalProperties"] is False
+    assert found["properties"]["write_policy"]["enum"] == ["write_through", "selective", "write_back"]
+    assert all("description" in entry for entry in found["properties"].values())

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pagoda.codec import HEADER_BYTES
+from pagoda.layout import KVLayout
+from pagoda.ledger import Ledger, StoreSpec
+from pagoda.slab import FileSlab, MemorySlab
+from pagoda.testing import TierConformance
+from pagoda.tiers import DiskTier, HostTier
+from pagoda.tiers.base import Tier
+
+LAYOUT = KVLayout.opaque(4, 5000, "conformance")
+STRIDE = HEADER_BYTES + LAYOUT.slot_bytes
+SLOTS = 128  # one member may have a quarter of them reserved
+
+
+class TestSharedHost(TierConformance):
+    @pytest.fixture(autouse=True)
+    def _root(self, shm_root: Path) -> None:
+        self.root = shm_root
+
+    def make_tier(self, tmp_path: Path) -> Tier:
+        ledger = Ledger.open(
+            StoreSpec(self.root / tmp_path.name, LAYOUT.fingerprint, "memory", SLOTS, LAYOUT.slot_bytes)
+        )
+        return HostTier(LAYOUT, ledger, MemorySlab(ledger.slab_path, SLOTS, LAYOUT.slot_bytes))
+
+
+class TestPrivateHost(TierConformance):
+    def make_tier(self, tmp_path: Path) -> Tier:
+        ledger = Ledger.open(
+            StoreSpec(tmp_path, LAYOUT.fingerprint, "memory", SLOTS, LAYOUT.slot_bytes, private=True)
+        )
+        return HostTier(LAYOUT, ledger, MemorySlab(None, SLOTS, LAYOUT.slot_bytes))
+
+
+class TestDisk(TierConformance):
+    direct: bool | None = None
+    durable = False
+
+    def make_tier(self, tmp_path: Path) -> Tier:
+        ledger = Ledger.open(StoreSpec(tmp_path, LAYOUT.fingerprint, "file", SLOTS, STRIDE))
+        slab = FileSlab(ledger.slab_path, SLOTS, STRIDE, self.direct)
+        return DiskTier(LAYOUT, ledger, slab, durable=self.durable)
+
+
+class TestBufferedDisk(TestDisk):
+    direct = False
+
+
+class TestDurableDisk(TestDisk):
+    durable = True

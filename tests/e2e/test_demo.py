@@ -1,0 +1,146 @@
+"""The demo in small: three processes, the same text, controls that differ; and how it ends when it cannot go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pagoda.cli import UsageError, demo
+from pagoda.cli.demo_process import Size
+from pagoda.cli.demo_run import run_demo
+from pagoda.cli.demo_text import ByteTokenizer, documents
+from tests.e2e.tiny import llama
+
+SMALL = Size(
+    hidden=128,
+    layers=3,
+    intermediate=256,
+    heads=4,
+    kv_heads=2,
+    initializer_range=0.18,
+    document_tokens=192,
+    new_tokens=32,
+    chunk_tokens=64,
+    rounds=2,
+)
+KEYS = {
+    "identical",
+    "distinct_tokens",
+    "controls_differ",
+    "ttft_cold_seconds",
+    "ttft_host_seconds",
+    "ttft_disk_seconds",
+    "host_vs_handover",
+}
+COMMAND = [sys.executable, "-c", "import sys; from pagoda.cli import main; sys.exit(main())", "demo"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.mark.timeout(300)  # three imports of torch, on a machine that tests other things too
+def test_three_processes_one_text(shm_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steps: list[tuple[str, str]] = []
+    shown = run_demo(SMALL, None, shm_root, tmp_path, lambda *step: steps.append(step))
+    told = shown.as_json()
+    assert told.keys() >= KEYS
+    assert told["identical"] is True
+    assert told["controls_differ"] is True
+    assert told["distinct_tokens"] >= 12
+    assert told["reused_tokens"] == {
+        "cold": [{}, {}],
+        "host": [{"host": 192}] * 2,
+        "disk": [{"disk": 192}, {"host": 192}],
+    }
+    assert all(told[key] > 0 for key in KEYS if "seconds" in key or "_vs_" in key)
+    assert {process for process, _ in steps} == {"cold", "host", "disk"}
+    assert not list(shm_root.iterdir())
+    assert not list(tmp_path.iterdir())
+    demo._print(shown, None)
+    printed = capsys.readouterr().out
+    assert "identical" in printed
+    assert "DIFFERS" not in printed
+    assert "random weights write noise" in printed
+    assert "█" in printed
+
+
+@pytest.mark.timeout(300)
+def test_a_real_model_from_a_path(shm_root: Path, tmp_path: Path) -> None:
+    """Saved weights and a tokenizer from disk; nothing is downloaded."""
+    import tokenizers
+    import transformers
+
+    alphabet = {letter: i for i, letter in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))}
+    plain = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=alphabet, merges=[]))
+    plain.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    plain.decoder = tokenizers.decoders.ByteLevel()
+    saved = tmp_path / "model"
+    transformers.PreTrainedTokenizerFast(tokenizer_object=plain).save_pretrained(saved)
+    llama(vocab_size=len(alphabet)).save_pretrained(saved)
+    shown = run_demo(SMALL, str(saved), shm_root, tmp_path, lambda *_: None)
+    assert shown.identical
+    assert shown.controls_differ
+    assert shown.served("disk")
+
+
+def test_a_model_that_cannot_be_had_or_cached(shm_root: Path, tmp_path: Path) -> None:
+    import transformers
+
+    with pytest.raises(UsageError, match="--model /nowhere"):
+        run_demo(SMALL, "/nowhere", shm_root, tmp_path, lambda *_: None)
+    with pytest.raises(UsageError, match="the demo needs a directory"):
+        run_demo(SMALL, None, tmp_path / "absent", tmp_path, lambda *_: None)
+    assert not list(shm_root.iterdir())
+    assert transformers
+
+
+def test_torch_missing_is_one_line_with_the_remedy() -> None:
+    code = "import sys; sys.modules['torch'] = None; from pagoda.cli import main; sys.exit(main(['demo']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "pip install" in done.stderr
+    assert "needs torch" in done.stderr
+
+
+@pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM"])
+def test_an_interrupted_demo_leaves_nothing_behind(how: str, shm_root: Path, tmp_path: Path) -> None:
+    command = [*COMMAND, "--json", "--host-path", str(shm_root), "--disk-path", str(tmp_path)]
+    running = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    until = time.monotonic() + 60
+    while not list(tmp_path.iterdir()):  # the first process is about to start
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    time.sleep(1.0)
+    if how == "Ctrl-C":
+        os.killpg(running.pid, signal.SIGINT)  # what a terminal does
+    else:
+        running.terminate()
+    out, errors = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert out == ""
+    assert errors == "pagoda: interrupted; the demo left nothing behind\n"
+    assert not list(shm_root.iterdir())
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ProcessLookupError):
+        os.killpg(running.pid, 0)
+
+
+def test_the_text_is_long_enough_and_bytes_come_back() -> None:
+    asked, other = documents()
+    assert len(asked.encode()) > 100_000
+    assert asked[:4096] != other[:4096]
+    tokenizer = ByteTokenizer()
+    assert tokenizer.decode(tokenizer.encode(asked[:5000])) == asked[:5000]
+    assert json.dumps(tokenizer.encode("é")) == "[195, 169]"

@@ -1,0 +1,203 @@
+"""What the fault tests share: stores made of known bytes, children that may die, small file systems."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from blake3 import blake3
+
+from pagoda.clock import Clock
+from pagoda.codec import HEADER_BYTES
+from pagoda.keys import Namespace
+from pagoda.layout import KVLayout
+from pagoda.ledger import Ledger, Present, Reserved, StoreSpec
+from pagoda.slab.memory import MemorySlab
+from pagoda.tiers.base import Chunk
+from pagoda.tiers.disk import DiskTier
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMESPACE = blake3(b"a namespace").digest()
+FIELDS = {"model": "test"}
+SLOT_BYTES = 8192
+
+
+def key(number: int) -> bytes:
+    """The key of chunk `number` of one long prompt."""
+    return blake3(b"chunk %d" % number).digest()
+
+
+def keys(numbers: Iterable[int]) -> list[bytes]:
+    """Keys of several chunks."""
+    return [key(number) for number in numbers]
+
+
+def payload(of: bytes, nbytes: int = SLOT_BYTES) -> np.ndarray:
+    """The bytes that belong to a key: every 8-byte word depends on the key and on its place."""
+    scale, shift = np.frombuffer(of[:16], np.uint64)
+    words: np.ndarray = np.arange(nbytes // 8, dtype=np.uint64) * (scale | np.uint64(1)) + shift
+    return words.view(np.uint8)
+
+
+def memory_spec(
+    root: Path, slots: int = 32, name: str = "fingerprint", limit_bytes: int | None = None
+) -> StoreSpec:
+    """A small store in memory."""
+    return StoreSpec(
+        root=root, name=name, kind="memory", slots=slots, slot_bytes=SLOT_BYTES, limit_bytes=limit_bytes
+    )
+
+
+class Store:
+    """A ledger with its slab in memory, and the two things one does with them. Not thread-safe."""
+
+    def __init__(
+        self, root: Path, slots: int = 32, name: str = "fingerprint", limit_bytes: int | None = None
+    ) -> None:
+        self.ledger = Ledger.open(memory_spec(root, slots, name, limit_bytes))
+        self.slab = MemorySlab(self.ledger.slab_path, self.ledger.slots, self.ledger.slot_bytes)
+        self.ledger.register(NAMESPACE, FIELDS)
+
+    def save(self, wanted: Sequence[bytes]) -> int:
+        """Stores a prompt from its start, in windows with one stamp; returns how many of its chunks are in."""
+        stamp, stored = self.ledger.stamp(), 0
+        for start in range(0, len(wanted), self.ledger.window):
+            window = wanted[start : start + self.ledger.window]
+            parent = wanted[start - 1] if start else None
+            outcomes = self.ledger.reserve(
+                window, namespace=NAMESPACE, start=start, parent=parent, tokens=16, stamp=stamp
+            )
+            reserved = [one for one in outcomes if isinstance(one, Reserved)]
+            for one in reserved:
+                self.slab.view(one.slot)[:] = payload(one.key)
+            stored += sum(self.ledger.commit(reserved)) + sum(isinstance(one, Present) for one in outcomes)
+        return stored
+
+    def load(self, wanted: Sequence[bytes]) -> int:
+        """Reads the leading run of a prompt and returns its length; AssertionError if a valid chunk has other bytes."""
+        match = self.ledger.match(wanted)
+        copies = [self.slab.view(int(slot)).copy() for slot in match.slots]
+        valid = self.ledger.still_valid(match.slots, match.generations)
+        for one, copy, good in zip(wanted, copies, valid, strict=False):
+            assert not good or np.array_equal(copy, payload(one))
+        return int(np.argmin(valid)) if len(valid) and not valid.all() else len(valid)
+
+    def close(self) -> None:
+        """Closes the ledger."""
+        self.ledger.close()
+
+
+def environment() -> dict[str, str]:
+    """What a child needs so that it can import this module as `support`."""
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(Path(__file__).parent)])
+    }
+
+
+def python(
+    code: str, *arguments: object, before: Sequence[str] = (), seconds: float = 60.0
+) -> subprocess.CompletedProcess[str]:
+    """Runs a script in a new process that can import this module as `support`."""
+    command = [*before, sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=seconds, check=False
+    )
+
+
+def succeeded(done: subprocess.CompletedProcess[str]) -> str:
+    """What a script printed; AssertionError with its trace if it failed or was killed by a signal."""
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def own_mounts() -> list[str]:
+    """The words before a command that give it mounts of its own; skips the test where that is not permitted."""
+    words = ["unshare", "--mount", "--propagation", "private"]
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*words, "true"], capture_output=True, check=False).returncode
+    ):
+        pytest.skip("needs root (unshare --mount) for a file system of its own size")
+    return words
+
+
+def apart(work: Callable[[], object]) -> str:
+    """What `work` returned in a forked child, as text: a process of its own, and much quicker than `python`."""
+    receive, send = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.write(send, str(work()).encode())
+        except BaseException:  # noqa: BLE001
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    os.close(send)
+    with os.fdopen(receive) as pipe:
+        said = pipe.read()
+    status = os.waitpid(pid, 0)[1]
+    assert status == 0, f"status {status}, said {said!r}"
+    return said
+
+
+class AfterReboot(Clock):
+    """The machine's clock, but after a restart of the machine."""
+
+    def __init__(self, boot: str = "another boot") -> None:
+        self._boot = boot
+
+    def boot_id(self) -> str:
+        """The id of that boot."""
+        return self._boot
+
+
+LAYOUT = KVLayout.opaque(16, SLOT_BYTES, "fault tests")
+STRIDE = HEADER_BYTES + SLOT_BYTES
+TENANT = Namespace(model="test")
+OTHER_TENANT = Namespace(model="test", salt="other")
+
+
+def disk(root: Path, slots: int = 40, clock: Clock | None = None) -> DiskTier:
+    """Opens the disk tier of `slots` slots under a root."""
+    tier = DiskTier.open(LAYOUT, root, disk_bytes(slots), clock=clock)
+    tier.register(TENANT)
+    tier.register(OTHER_TENANT)
+    return tier
+
+
+def disk_bytes(slots: int) -> int:
+    """A size for which the tier has `slots` slots."""
+    return slots * STRIDE
+
+
+def save_to(tier: DiskTier, wanted: Sequence[bytes], namespace: Namespace = TENANT) -> int:
+    """Stores a prompt from its start; returns how many of its chunks are on the disk."""
+    parents = [None, *wanted]
+    chunks = [
+        Chunk(one, position, 16, payload(one), parents[position], lambda: True)
+        for position, one in enumerate(wanted)
+    ]
+    stored, stamp = 0, tier.ledger.stamp()
+    for start in range(0, len(chunks), 16):
+        stored += sum(
+            one.result(20).ok for one in tier.save(chunks[start : start + 16], namespace.root, stamp=stamp)
+        )
+    return stored
+
+
+def load_from(tier: DiskTier, wanted: Sequence[bytes], namespace: Namespace = TENANT) -> list[bytes]:
+    """Which of these keys the tier serves; AssertionError if one comes with other bytes."""
+    served = []
+    for one in wanted:
+        found = tier.get(one, namespace=namespace.root)
+        if found is not None:
+            assert np.array_equal(found[:SLOT_BYTES], payload(one)), f"wrong bytes for {one.hex()[:12]}"
+            served.append(one)
+    return served

@@ -1,0 +1,194 @@
+"""`kill -9` at every system call of making, opening, resizing, rebuilding and closing a store: the next goes on."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pagoda.clock import Clock
+from tests.faults.support import AfterReboot, Store, apart, disk, keys, load_from, save_to
+
+CALLS = (
+    "open",
+    "write",
+    "fsync",
+    "fdatasync",
+    "rename",
+    "replace",
+    "unlink",
+    "rmdir",
+    "mkdir",
+    "truncate",
+    "ftruncate",
+    "posix_fallocate",
+)
+PROMPT = keys(range(12))
+STEP = 1 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 3  # odd: before and after a call in turn
+
+
+def killed_at(number: int, work: Callable[[], object], doomed: Path) -> bool:
+    """Runs `work` in a child that is killed before or after its call `number`; whether it was. Its tree is `doomed`."""
+    pid = os.fork()
+    if pid == 0:
+        arm(number)
+        try:
+            work()
+        except BaseException:  # noqa: BLE001
+            import traceback
+
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    status = os.waitpid(pid, 0)[1]
+    assert status in (0, signal.SIGKILL), f"status {status} at call {number} in {doomed}"
+    return status == signal.SIGKILL
+
+
+def arm(number: int) -> None:
+    """From now on, call `number // 2` of those that change files is the last: it happens if `number` is odd."""
+    count = itertools.count()
+
+    def watched(call: Callable[..., object]) -> Callable[..., object]:
+        def wrapper(*args: object, **kwargs: object) -> object:
+            last = next(count) == number // 2
+            if last and number % 2 == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                if last:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        return wrapper
+
+    for name in CALLS:
+        setattr(os, name, watched(getattr(os, name)))
+
+
+def sweep(root: Path, image: Path | None, work: Callable[[], object], after: Callable[[], object]) -> int:
+    """Kills `work` at every call in turn, each time from the same image, and has `after` look; how many calls."""
+    for number in range(0, 1000, STEP):
+        shutil.rmtree(root, ignore_errors=True)
+        if image is not None:
+            shutil.copytree(image, root)
+        killed = killed_at(number, work, root)
+        apart(after)
+        left = [path.name for path in root.iterdir() if path.name.startswith((".new", ".gone"))]
+        assert not left, f"call {number}: {left}"
+        if not killed:
+            return number // 2
+    raise AssertionError("it never ended")
+
+
+def test_making_a_store_in_memory(shm_root: Path) -> None:
+    root = shm_root / "root"
+
+    def make() -> None:
+        store = Store(root)
+        store.save(PROMPT)
+        store.close()
+
+    def look() -> None:
+        store = Store(root)
+        assert store.load(PROMPT) in (0, 4, 8, 12)
+        assert store.save(PROMPT) == 12 and store.load(PROMPT) == 12
+        store.ledger.reap()
+        store.ledger.check()
+        assert store.ledger.gauges()["members"] == 1
+        store.close()
+
+    assert sweep(root, None, make, look) > 10
+
+
+def image_of_disk(root: Path, slots: int = 40) -> Path:
+    """A disk store with one prompt, closed."""
+
+    def work() -> None:
+        tier = disk(root, slots)
+        assert save_to(tier, PROMPT) == 12
+        tier.close()
+
+    apart(work)
+    return root
+
+
+def look_at_disk(root: Path, slots: int, clock: Clock | None, least: int) -> Callable[[], object]:
+    """A process that opens the disk store, finds at least so many chunks, and uses it."""
+
+    def look() -> None:
+        tier = disk(root, slots, clock)
+        assert tier.wait_ready(20)
+        assert len(load_from(tier, PROMPT)) >= least
+        assert save_to(tier, keys(range(100, 105))) == 5 == len(load_from(tier, keys(range(100, 105))))
+        tier.ledger.check()
+        gauges = tier.ledger.gauges()
+        assert gauges["slots"] == slots and gauges["members"] == 1 and not gauges["reserved"], gauges
+        tier.close()
+
+    return look
+
+
+def use(root: Path, slots: int, clock: Clock | None = None) -> Callable[[], object]:
+    """A process that opens a disk store and closes it."""
+
+    def work() -> None:
+        tier = disk(root, slots, clock)
+        tier.wait_ready(20)
+        tier.close()
+
+    return work
+
+
+@pytest.mark.parametrize("rebooted", [False, True])
+def test_opening_and_closing_a_store_on_disk(shm_root: Path, rebooted: bool) -> None:
+    image, root = image_of_disk(shm_root / "image"), shm_root / "root"
+    clock = AfterReboot() if rebooted else None  # the machine goes down too, after the kill
+    assert sweep(root, image, use(root, 40), look_at_disk(root, 40, clock, 12)) > 5
+
+
+@pytest.mark.parametrize("rebooted", [False, True])
+@pytest.mark.parametrize("slots", [24, 64])
+def test_resizing_a_store_on_disk(shm_root: Path, slots: int, rebooted: bool) -> None:
+    image, root = image_of_disk(shm_root / "image"), shm_root / "root"
+    clock = AfterReboot() if rebooted else None
+    assert sweep(root, image, use(root, slots), look_at_disk(root, slots, clock, 0)) > 5
+
+
+def test_rebuilding_a_store_on_disk(shm_root: Path) -> None:
+    image, root = image_of_disk(shm_root / "image"), shm_root / "root"
+    next(image.glob("*/data.mdb")).unlink()
+    assert sweep(root, image, use(root, 40), look_at_disk(root, 40, None, 12)) > 5
+
+
+def test_discarding_a_store_for_another_layout(shm_root: Path) -> None:
+    root = shm_root / "root"
+    limit = 0
+
+    def first() -> None:
+        store = Store(root, slots=256, name="first")
+        store.save(PROMPT)
+        store.close()
+
+    apart(first)
+    image = shutil.copytree(root, shm_root / "image")
+    limit = sum(path.stat().st_size for path in image.rglob("*") if path.is_file()) * 3 // 2
+
+    def second() -> None:
+        store = Store(root, slots=256, name="second", limit_bytes=limit)
+        store.save(PROMPT)
+        store.close()
+
+    def look() -> None:
+        store = Store(root, slots=256, name="second", limit_bytes=limit)
+        store.save(PROMPT)
+        assert store.load(PROMPT) == 12
+        assert sum(path.stat().st_size for path in root.rglob("*") if path.is_file()) <= limit
+        store.close()
+
+    assert sweep(root, image, second, look) > 10

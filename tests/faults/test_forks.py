@@ -1,0 +1,149 @@
+"""Forked children: new members with no reservations, that may outlive their parent or die at any moment."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from pagoda.ledger import Busy, Reserved
+from tests.faults.support import NAMESPACE, Store, keys, python, succeeded
+
+OUTLIVES = """
+import os, signal, sys, time
+from pathlib import Path
+from support import Store, keys
+store = Store(Path(sys.argv[1]))
+store.save(keys(range(5)))
+parent = os.getpid()
+if os.fork():
+    os.kill(parent, signal.SIGKILL)
+while os.getppid() == parent:
+    time.sleep(0.01)
+assert store.load(keys(range(5))) == 5
+for turn in range(20):
+    prompt = keys(range(turn * 10, turn * 10 + 10))
+    assert store.save(prompt) == 10 and store.load(prompt) == 10
+gauges = store.ledger.gauges()
+store.ledger.reap()
+store.ledger.check()
+assert store.ledger.gauges()["members"] == 1, store.ledger.gauges()
+store.close()
+Path(sys.argv[2]).write_text("fine")
+"""
+
+
+def in_child(work: Callable[[], None]) -> int:
+    """Runs `work` in a forked child and returns its exit status."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        except BaseException:  # noqa: BLE001
+            import traceback
+
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(pid, 0)[1]
+
+
+def test_a_child_outlives_its_killed_parent(shm_root: Path, tmp_path: Path) -> None:
+    done = python(OUTLIVES, shm_root, tmp_path / "said")
+    assert done.returncode == -signal.SIGKILL
+    until = time.monotonic() + 20
+    while not (tmp_path / "said").exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    assert (tmp_path / "said").read_text() == "fine", done.stderr
+
+
+def test_a_child_is_a_member_of_its_own_without_reservations(shm_root: Path) -> None:
+    store = Store(shm_root)
+    [mine] = store.ledger.reserve(keys([1]), namespace=NAMESPACE)
+    assert isinstance(mine, Reserved)
+    number = store.ledger.member
+
+    def child() -> None:
+        assert store.ledger.commit([mine]) == [False]
+        [other] = store.ledger.reserve(keys([1]), namespace=NAMESPACE)
+        assert isinstance(other, Busy) and other.owner == number
+        assert store.ledger.member != number
+        store.ledger.abort([mine])
+
+    assert in_child(child) == 0
+    assert store.ledger.commit([mine]) == [True]
+    store.ledger.check()
+    store.close()
+
+
+def test_what_a_killed_child_reserved_and_held_comes_back(shm_root: Path) -> None:
+    store = Store(shm_root)
+    store.save(keys(range(4)))
+    match = store.ledger.match(keys(range(4)))
+
+    def child() -> None:
+        assert all(store.ledger.hold(match.slots, match.generations))
+        assert all(
+            isinstance(one, Reserved)
+            for one in store.ledger.reserve(keys(range(10, 14)), namespace=NAMESPACE)
+        )
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert in_child(child) == signal.SIGKILL
+    outcomes = store.ledger.reserve(keys(range(10, 14)), namespace=NAMESPACE)
+    assert all(isinstance(one, Reserved) for one in outcomes), (
+        "the dead child's reservations are taken back when they are met"
+    )
+    store.ledger.abort([one for one in outcomes if isinstance(one, Reserved)])
+    for turn in range(10):
+        store.save(keys(range(100 * turn + 100, 100 * turn + 132)))
+    assert store.load(keys(range(4))) == 0, "a dead member holds nothing"
+    store.ledger.reap()
+    gauges = store.ledger.gauges()
+    assert gauges["reserved"] == 0 and gauges["members"] == 1
+    store.ledger.check()
+    store.close()
+
+
+def test_a_fork_among_busy_threads_leaves_both_sides_working(shm_root: Path) -> None:
+    code = """
+import os, sys, threading
+from pathlib import Path
+from support import Store, keys
+store = Store(Path(sys.argv[1]), slots=64)
+done = threading.Event()
+def work(seed):
+    turn = 0
+    while not done.is_set():
+        prompt = keys(range(seed * 100000 + turn * 3, seed * 100000 + turn * 3 + 6))
+        store.save(prompt)
+        store.load(prompt)
+        turn += 1
+threads = [threading.Thread(target=work, args=(n,)) for n in range(3)]
+for thread in threads:
+    thread.start()
+bad = 0
+for turn in range(25):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            assert store.save(keys(range(5))) == 5
+            store.load(keys(range(5)))
+            store.close()
+        except BaseException as error:
+            print("child:", repr(error), file=sys.stderr, flush=True)
+            os._exit(1)
+        os._exit(0)
+    bad += os.waitpid(pid, 0)[1] != 0
+done.set()
+for thread in threads:
+    thread.join(10)
+assert not any(thread.is_alive() for thread in threads)
+store.ledger.reap()
+store.ledger.check()
+assert store.ledger.gauges()["reserved"] == 0
+sys.exit(bad)
+"""
+    succeeded(python(code, shm_root))

@@ -1,0 +1,76 @@
+"""Capacity: three layouts in turn under one root, and a prompt larger than the tier."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pagoda.errors import StoreError
+from tests.faults.support import SLOT_BYTES, Store, apart, keys
+
+
+def used_bytes(root: Path) -> int:
+    """Bytes that all files under a root take."""
+    return sum(path.stat().st_blocks * 512 for path in root.rglob("*") if path.is_file())
+
+
+def fill(root: Path, name: str, limit_bytes: int, slots: int) -> None:
+    """Another process stores a prompt under one layout."""
+
+    def work() -> None:
+        store = Store(root, slots=slots, name=name, limit_bytes=limit_bytes)
+        assert store.save(keys(range(20))) == 20
+        store.close()
+
+    apart(work)
+
+
+def test_three_layouts_in_turn_stay_below_the_roots_limit(shm_root: Path) -> None:
+    slots = 512
+    fill(shm_root / "probe", "layout", 1 << 30, slots)
+    one = used_bytes(shm_root / "probe")
+    limit = one * 2 + one // 2
+    root = shm_root / "root"
+    for turn in range(3):
+        for name in ("first", "second", "third"):
+            fill(root, name, limit, slots)
+            assert used_bytes(root) <= limit, f"turn {turn}, layout {name}"
+    assert {path.name for path in root.iterdir() if path.is_dir()} == {"second", "third"}
+
+
+def test_a_store_that_is_open_is_never_discarded_for_another_layout(shm_root: Path) -> None:
+    fill(shm_root / "probe", "layout", 1 << 30, 512)
+    limit = used_bytes(shm_root / "probe") * 3 // 2
+    root = shm_root / "root"
+    first = Store(root, slots=512, name="first", limit_bytes=limit)
+    first.save(keys(range(20)))
+    with pytest.raises(StoreError, match=r"limit|size|room"):
+        Store(root, slots=512, name="second", limit_bytes=limit)
+    assert first.load(keys(range(20))) == 20
+    first.close()
+    second = Store(root, slots=512, name="second", limit_bytes=limit)
+    second.close()
+    assert used_bytes(root) <= limit
+
+
+@pytest.mark.parametrize("slots", [32, 400])
+def test_a_prompt_larger_than_the_tier_stored_twice_still_hits(shm_root: Path, slots: int) -> None:
+    store = Store(shm_root, slots=slots)
+    prompt = keys(range(slots * 12 // 10))
+    for _ in range(3):
+        store.save(prompt)
+        assert store.load(prompt) >= slots * 9 // 10
+        store.ledger.check()
+    store.close()
+
+
+def test_a_slab_is_never_larger_than_it_was_asked_to_be(shm_root: Path) -> None:
+    store = Store(shm_root, slots=64)
+    for turn in range(20):
+        store.save(keys(range(turn * 50, turn * 50 + 50)))
+        assert os.stat(store.ledger.slab_path).st_size == 64 * SLOT_BYTES
+    gauges = store.ledger.gauges()
+    assert gauges["ready"] <= 64 and gauges["free"] + gauges["ready"] == 64
+    store.close()

@@ -1,0 +1,105 @@
+"""What the tests of the ledger's rules share: keys, chains, children and another process that lives on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from blake3 import blake3
+
+from pagoda.ledger import Ledger, Reserved, StoreSpec
+
+SLOTS = 32
+TENANT, OTHER = blake3(b"tenant").digest(), blake3(b"other tenant").digest()
+
+
+def keys(*numbers: int) -> list[bytes]:
+    """Keys by number."""
+    return [blake3(b"%d" % number).digest() for number in numbers]
+
+
+def spec(root: Path, slots: int = SLOTS) -> StoreSpec:
+    """A store in memory."""
+    return StoreSpec(root=root, name="rules", kind="memory", slots=slots, slot_bytes=4096)
+
+
+def put(
+    ledger: Ledger, wanted: Sequence[bytes], namespace: bytes = TENANT, chained: bool = True
+) -> list[Reserved]:
+    """Stores a chain from its start (or single chunks, each the first of its own chain)."""
+    stored: list[Reserved] = []
+    stamp = ledger.stamp()
+    step = ledger.window if chained else 1
+    for start in range(0, len(wanted), step):
+        first = start if chained else 0
+        parent = wanted[start - 1] if first else None
+        outcomes = ledger.reserve(
+            wanted[start : start + step], namespace=namespace, start=first, parent=parent, stamp=stamp
+        )
+        reserved = [one for one in outcomes if isinstance(one, Reserved)]
+        assert all(ledger.commit(reserved))
+        stored += reserved
+        stamp = stamp if chained else ledger.stamp()
+    return stored
+
+
+def reserved(outcomes: Sequence[object]) -> list[Reserved]:
+    """Those that got a room."""
+    return [one for one in outcomes if isinstance(one, Reserved)]
+
+
+def places(stored: Sequence[Reserved]) -> tuple[np.ndarray, np.ndarray]:
+    """Slots and generations as arrays."""
+    return np.array([one.slot for one in stored], np.int64), np.array(
+        [one.generation for one in stored], np.uint64
+    )
+
+
+def present(ledger: Ledger, wanted: Sequence[bytes]) -> list[bool]:
+    """Which of these are there."""
+    there = {row.key for row in ledger.rows()}
+    return [key in there for key in wanted]
+
+
+def in_child(work: Callable[[], None], wait: bool = True) -> int:
+    """Runs `work` in a forked child that ends without any goodbye; its exit status, or its process id."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        except BaseException:  # noqa: BLE001
+            import traceback
+
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(pid, 0)[1] if wait else pid
+
+
+class Peer:
+    """Another process that does something, says whether it went well and lives on until it is ended."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        receive, send = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                os.write(send, b"y" if work() else b"n")
+                time.sleep(60)
+            finally:
+                os._exit(1)
+        os.close(send)
+        said = os.read(receive, 1)
+        os.close(receive)
+        if said != b"y":
+            self.end()
+            raise AssertionError("the other process did not get what it asked for")
+
+    def end(self) -> None:
+        """Kills it; it is gone when this returns."""
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)

@@ -1,0 +1,177 @@
+"""What the tests of the ledger's parts share: small stores, keys by number, and other processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+from blake3 import blake3
+
+from pagoda.clock import Clock
+from pagoda.ledger import Ledger, Outcome, Reserved, StoreSpec
+from pagoda.ledger.locks import GATE, LockFile
+from pagoda.ledger.state import LOCKS, Kind
+
+TENANT, OTHER = blake3(b"tenant").digest(), blake3(b"other tenant").digest()
+SLOT_BYTES = 4096
+
+
+def keys(*numbers: int) -> list[bytes]:
+    """Keys by number."""
+    return [blake3(b"%d" % number).digest() for number in numbers]
+
+
+def spec(
+    root: Path, slots: int = 32, name: str = "store", kind: Kind = "memory", limit_bytes: int | None = None,
+    private: bool = False, slot_bytes: int = SLOT_BYTES,
+) -> StoreSpec:  # fmt: skip
+    """A small store."""
+    return StoreSpec(root, name, kind, slots, slot_bytes, limit_bytes, private)
+
+
+def opened(root: Path, slots: int = 32, clock: Clock | None = None, kind: Kind = "memory") -> Ledger:
+    """A ledger of a small store with one tenant."""
+    ledger = Ledger.open(spec(root, slots, kind=kind), clock=clock)
+    ledger.register(TENANT, {"model": "test"})
+    return ledger
+
+
+def reserved(outcomes: Sequence[Outcome]) -> list[Reserved]:
+    """Those that got a room."""
+    return [one for one in outcomes if isinstance(one, Reserved)]
+
+
+def put(
+    ledger: Ledger, wanted: Sequence[bytes], namespace: bytes = TENANT, chained: bool = True
+) -> list[Reserved]:
+    """Store a chain from its start, or single chunks, each the first of its own chain."""
+    stored: list[Reserved] = []
+    step = min(ledger.window, 64) if chained else 1
+    stamp = ledger.stamp()
+    for at in range(0, len(wanted), step):
+        start = at if chained else 0
+        rooms = reserved(
+            ledger.reserve(
+                wanted[at : at + step],
+                namespace=namespace,
+                start=start,
+                parent=wanted[at - 1] if start else None,
+                tokens=16,
+                stamp=stamp if chained else None,
+            )
+        )
+        assert all(ledger.commit(rooms))
+        stored += rooms
+    return stored
+
+
+def there(ledger: Ledger, wanted: Sequence[bytes]) -> list[bool]:
+    """Which of these are stored."""
+    found = {row.key for row in ledger.rows()}
+    return [key in found for key in wanted]
+
+
+def places(stored: Sequence[Reserved]) -> tuple[np.ndarray, np.ndarray]:
+    """Slots and generations as arrays."""
+    return (
+        np.array([one.slot for one in stored], np.int64),
+        np.array([one.generation for one in stored], np.uint64),
+    )
+
+
+def child(work: Callable[[], None]) -> int:
+    """Run `work` in a forked child; its process id. It exits with 0, or 1 and a trace."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            work()
+            status = 0
+        except BaseException:  # noqa: BLE001 - told by the exit status
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    return pid
+
+
+def wait(pid: int) -> int:
+    """The exit status of a child."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def in_child(work: Callable[[], None]) -> None:
+    """Run `work` in a forked child, which must succeed."""
+    assert wait(child(work)) == 0
+
+
+class Other:
+    """Another process that did `work`, said so (`said`: what it returned), and waits; killed when this ends."""
+
+    def __init__(self, work: Callable[[], bytes | None]) -> None:
+        receive, send = os.pipe()
+
+        def act() -> None:
+            os.write(send, b"y" + (work() or b""))
+            time.sleep(300)
+
+        self.pid = child(act)
+        os.close(send)
+        with os.fdopen(receive, "rb", buffering=0) as pipe:
+            answer = pipe.read(65536)
+        assert answer[:1] == b"y", "the other process failed"
+        self.said = answer[1:]
+
+    def __enter__(self) -> Other:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Kill it; it is gone when this returns."""
+        if self.pid:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+            self.pid = 0
+
+
+def holding(path: Path, byte: int, exclusive: bool = True) -> Other:
+    """Another process that has this byte of the lock file at `path`."""
+
+    def work() -> None:
+        assert LockFile.at(path).try_lock(byte, exclusive)
+
+    return Other(work)
+
+
+def gate_taken(ledger: Ledger) -> Other:
+    """Another process that sits in the gate of this ledger."""
+    return holding(ledger.directory / LOCKS, GATE)
+
+
+def open_once(root: Path, **more: object) -> None:
+    """Opens a store and leaves it open."""
+    Ledger.open(spec(root, **more))  # type: ignore[arg-type]
+
+
+def rebuilt(root: Path, slots: int) -> Ledger:
+    """A ledger on disk that knows nothing yet."""
+    opened(root, slots, kind="file").close()
+    (root / "store" / "data.mdb").unlink()
+    ledger = opened(root, slots, kind="file")
+    assert ledger.unscanned() == range(slots)
+    return ledger
+
+
+def absorb_nothing(ledger: Ledger) -> None:
+    """Ends a scan that found nothing."""
+    while len(left := ledger.unscanned()):
+        ledger.absorb(left[0], [None] * min(64, len(left)))

@@ -1,0 +1,96 @@
+"""The mapped columns: views, published keys, ghosts, resize."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pagoda.ledger.columns import NO_PARENT, NOT_READY, Columns, columns_bytes
+from tests.ledger.support import keys
+
+
+def make(directory: Path, slots: int = 100, name: str = "columns") -> Columns:
+    path = directory / name
+    path.write_bytes(bytes(columns_bytes(slots)))
+    columns = Columns(path, slots)
+    columns.reset()
+    return columns
+
+
+@pytest.mark.parametrize("slots", [1, 7, 511, 512, 513])
+def test_no_two_columns_share_a_byte(tmp_path: Path, slots: int) -> None:
+    columns = make(tmp_path, slots)
+    names = (
+        "generation",
+        "keys",
+        "last_use",
+        "lease_until",
+        "parent_slot",
+        "parent_generation",
+        "hits",
+        "position",
+    )
+    for number, name in enumerate(names, 1):
+        assert len(getattr(columns, name)) == slots
+        getattr(columns, name)[:] = number
+    for number, name in enumerate(names, 1):
+        assert (getattr(columns, name) == number).all(), name
+
+
+def test_new_columns_hold_nothing(tmp_path: Path) -> None:
+    columns = make(tmp_path)
+    assert (columns.last_use == NOT_READY).all() and (columns.parent_slot == NO_PARENT).all()
+    assert not columns.generation.any() and columns.ghost(keys(1)[0]) is None
+
+
+def test_what_one_process_assigns_another_sees(tmp_path: Path) -> None:
+    one, other = make(tmp_path), Columns(tmp_path / "columns", 100)
+    one.generation[5] = 77
+    one.keys[5] = np.frombuffer(keys(1)[0], np.uint64)
+    assert other.generation[5] == 77 and other.key_of(5) == keys(1)[0]
+
+
+def test_published_keys_are_compared_whole(tmp_path: Path) -> None:
+    columns = make(tmp_path)
+    for slot, key in enumerate(keys(1, 2, 3)):
+        columns.keys[slot] = np.frombuffer(key, np.uint64)
+    almost = keys(2)[0][:-1] + bytes([keys(2)[0][-1] ^ 1])
+    rows = np.array([0, 1, 2], np.int64)
+    assert columns.names(rows, [keys(1)[0], almost, keys(3)[0]]).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("count", [1, 4, 5, 64])
+def test_ghosts_of_few_and_of_many(tmp_path: Path, count: int) -> None:
+    columns = make(tmp_path, 4096)
+    gone = keys(*range(count))
+    columns.remember(gone, stamp=123, reason=2)
+    assert all(columns.ghost(key) == (123, 2) for key in gone)
+    assert columns.ghost(keys(10**6)[0]) is None
+
+
+def test_a_ghost_gives_way_to_another_in_its_place(tmp_path: Path) -> None:
+    columns = make(tmp_path, 1)
+    for number in range(20):
+        columns.remember(keys(number), stamp=number + 1, reason=0)
+        assert columns.ghost(keys(number)[0]) == (number + 1, 0)
+    assert sum(columns.ghost(key) is not None for key in keys(*range(20))) <= 2
+
+
+def test_no_ghosts_to_remember(tmp_path: Path) -> None:
+    make(tmp_path).remember([], stamp=1, reason=0)
+
+
+@pytest.mark.parametrize("slots", [50, 100, 150])
+def test_a_resize_takes_over_what_both_have(tmp_path: Path, slots: int) -> None:
+    old, new = make(tmp_path), make(tmp_path, slots, "new")
+    old.generation[:] = np.arange(100) + 1
+    old.last_use[:] = np.arange(100)
+    old.parent_slot[:] = np.arange(100) - 1
+    old.parent_slot[10] = 90
+    new.copy_from(old)
+    both = min(slots, 100)
+    assert (new.generation[:both] == old.generation[:both]).all() and (new.last_use[both:] == NOT_READY).all()
+    assert new.parent_slot[10] == (90 if slots > 90 else NO_PARENT)
+    assert new.parent_slot[20] == 19 and (new.parent_slot < slots).all()

@@ -1,0 +1,358 @@
+"""Reserve, commit, abort and adopt: parts, refusals, quota, window, busy, superseded, and who is a victim."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pagoda.ledger import Busy, Ledger, Present, Refused, Reserved
+from pagoda.ledger.filling import Victim
+from pagoda.metrics import Reason
+from pagoda.testing import FakeClock
+from tests.ledger.support import (
+    OTHER,
+    TENANT,
+    Other,
+    child,
+    in_child,
+    keys,
+    opened,
+    places,
+    put,
+    reserved,
+    there,
+    wait,
+)
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def ledger(shm_root: Path, clock: FakeClock) -> Iterator[Ledger]:
+    opened_here = opened(shm_root, clock=clock)
+    yield opened_here
+    opened_here.check()
+    opened_here.close()
+
+
+# asking
+
+
+@pytest.mark.parametrize("wrong", [b"", b"short", bytes(33)])
+def test_a_key_of_another_length_is_refused_before_anything_is_changed(ledger: Ledger, wrong: bytes) -> None:
+    with pytest.raises(ValueError, match="32"):
+        ledger.reserve([*keys(1), wrong], namespace=TENANT)
+    assert not ledger.gauges()["reserved"]
+
+
+def test_a_chunk_has_a_part(ledger: Ledger) -> None:
+    with pytest.raises(ValueError, match="part"):
+        ledger.reserve(keys(1), namespace=TENANT, parts=0)
+
+
+def test_nothing_asked_nothing_answered(ledger: Ledger) -> None:
+    assert ledger.reserve([], namespace=TENANT) == []
+    assert ledger.commit([]) == [] and ledger.adopt([], 0) == []
+    ledger.abort([])
+    assert ledger.match([]).reason is None
+
+
+def test_each_key_gets_its_own_answer(ledger: Ledger) -> None:
+    [stored] = put(ledger, keys(1))
+    ledger.reserve(keys(2), namespace=TENANT)
+    present, busy, new = ledger.reserve(keys(1, 2, 3), namespace=TENANT)
+    assert present == Present(*stored)
+    assert busy == Busy(keys(2)[0], ledger.member)
+    assert isinstance(new, Reserved)
+
+
+def test_one_key_twice_in_a_call_is_busy_with_itself(ledger: Ledger) -> None:
+    one, two = ledger.reserve(keys(1, 1), namespace=TENANT)
+    assert isinstance(one, Reserved) and two == Busy(keys(1)[0], ledger.member)
+    assert ledger.commit([one]) == [True]
+
+
+def test_no_two_reservations_have_a_generation_or_a_slot_in_common(ledger: Ledger) -> None:
+    seen: set[int] = set()
+    for turn in range(20):
+        rooms = reserved(ledger.reserve(keys(*range(turn * 4, turn * 4 + 4)), namespace=TENANT))
+        assert len({room.slot for room in rooms}) == 4
+        assert not seen & {room.generation for room in rooms}
+        seen |= {room.generation for room in rooms}
+        ledger.commit(rooms) if turn % 2 else ledger.abort(rooms)
+
+
+def test_a_reservation_may_be_sent_to_another_process(ledger: Ledger) -> None:
+    [room] = reserved(ledger.reserve(keys(1), namespace=TENANT))
+    sent = pickle.dumps(room)
+
+    def work() -> None:
+        again = pickle.loads(sent)
+        assert ledger.adopt([again], 0) == [True] and ledger.commit([again]) == [True]
+
+    in_child(work)
+    assert ledger.commit([room]) == [False] and there(ledger, keys(1)) == [True]
+
+
+# bounds
+
+
+def test_the_window_and_the_quota(ledger: Ledger) -> None:
+    first = ledger.reserve(keys(*range(10)), namespace=TENANT)
+    assert [type(one) for one in first] == [Reserved] * ledger.window + [Refused] * (10 - ledger.window)
+    second = ledger.reserve(keys(*range(100, 104)), namespace=TENANT)
+    third = ledger.reserve(keys(200), namespace=TENANT)
+    assert all(isinstance(one, Reserved) for one in second)
+    assert third == [Refused(keys(200)[0], Reason.FULL)]
+    ledger.abort(reserved(first)[:1])
+    assert isinstance(ledger.reserve(keys(200), namespace=TENANT)[0], Reserved)
+    assert ledger.counters()["drop_full"] == 10 - ledger.window + 1
+
+
+def test_the_quota_is_a_members_own(ledger: Ledger) -> None:
+    for start in (0, 4):
+        ledger.reserve(keys(*range(start, start + 4)), namespace=TENANT)
+
+    def work() -> None:
+        for start in (100, 104):
+            assert len(reserved(ledger.reserve(keys(*range(start, start + 4)), namespace=TENANT))) == 4
+        assert not reserved(ledger.reserve(keys(200), namespace=TENANT))
+        assert len(reserved(ledger.reserve(keys(0), namespace=TENANT))) == 0, "Busy"
+
+    in_child(work)
+
+
+def test_a_part_that_another_committed_frees_the_quota_of_who_reserved(ledger: Ledger) -> None:
+    rooms = reserved(ledger.reserve(keys(*range(4)), namespace=TENANT))
+    in_child(lambda: _must(all(ledger.adopt(rooms, 0)) and all(ledger.commit(rooms))))
+    assert len(reserved(ledger.reserve(keys(*range(10, 14)), namespace=TENANT))) == 4
+    assert len(reserved(ledger.reserve(keys(*range(20, 24)), namespace=TENANT))) == 4
+
+
+# busy and superseded
+
+
+def test_a_key_is_busy_for_a_while_and_then_whoever_commits_last_loses(
+    ledger: Ledger, clock: FakeClock
+) -> None:
+    slow = reserved(ledger.reserve(keys(1), namespace=TENANT))
+    clock.advance(9.9)
+    assert isinstance(ledger.reserve(keys(1), namespace=TENANT)[0], Busy)
+    clock.advance(0.2)
+    quick = reserved(ledger.reserve(keys(1), namespace=TENANT))
+    assert (
+        quick[0].slot != slot_of(slow) and ledger.commit(quick) == [True] and ledger.commit(slow) == [False]
+    )
+    assert ledger.gauges()["ready"] == 1 and ledger.gauges()["reserved"] == 0
+
+
+def test_the_superseded_one_loses_also_if_it_is_quicker(ledger: Ledger, clock: FakeClock) -> None:
+    slow = reserved(ledger.reserve(keys(1), namespace=TENANT))
+    clock.advance(11)
+    quick = reserved(ledger.reserve(keys(1), namespace=TENANT))
+    assert ledger.commit(slow) == [False] and ledger.commit(quick) == [True]
+
+
+def test_a_dead_writer_keeps_nobody_from_reserving_its_key(ledger: Ledger) -> None:
+    in_child(lambda: (ledger.reserve(keys(1), namespace=TENANT), None)[1])
+    [room] = reserved(ledger.reserve(keys(1), namespace=TENANT))
+    assert ledger.commit([room]) == [True]
+
+
+# parts
+
+
+def test_a_wrong_part_is_an_error_and_another_members_part_is_not_mine(ledger: Ledger) -> None:
+    rooms = reserved(ledger.reserve(keys(1), namespace=TENANT, parts=2))
+    for part in (-1, 2):
+        with pytest.raises(ValueError, match="part"):
+            ledger.commit(rooms, part)
+        assert ledger.adopt(rooms, part) == [False]
+    in_child(lambda: _must(ledger.commit(rooms, 0) == [False]))
+    assert ledger.commit(rooms, 0) == [True] and ledger.commit(rooms, 0) == [False]
+    assert ledger.adopt(rooms, 0) == [False], "it is in"
+    assert ledger.commit(rooms, 1) == [True]
+
+
+def test_a_reservation_under_another_key_is_not_committed(ledger: Ledger) -> None:
+    [room] = reserved(ledger.reserve(keys(1), namespace=TENANT))
+    assert ledger.commit([room._replace(key=keys(2)[0])]) == [False]
+    assert ledger.commit([room]) == [True] and there(ledger, keys(1, 2)) == [True, False]
+
+
+def test_an_abort_waits_for_the_parts_of_the_living(ledger: Ledger) -> None:
+    """Their bytes are on the way: the slot is nobody else's until they have landed."""
+    [room] = reserved(ledger.reserve(keys(1), namespace=TENANT, parts=2))
+
+    def adopt() -> None:
+        assert ledger.adopt([room], 1) == [True]
+
+    with Other(adopt):
+        ledger.abort([room])
+        assert ledger.gauges()["reserved"] == 1 and ledger.reap() == 0
+        [again] = reserved(ledger.reserve(keys(1), namespace=TENANT))
+        assert again.slot != room.slot, "the key is free at once, the slot is not"
+        assert ledger.commit([again]) == [True]
+        assert ledger.commit([room], 0) == [False]
+    assert ledger.reap() == 1 and ledger.gauges()["reserved"] == 0
+    assert ledger.match(keys(1)).slots.tolist() == [again.slot]
+
+
+def test_the_last_part_of_what_was_aborted_frees_the_slot_and_is_not_stored(ledger: Ledger) -> None:
+    [room] = reserved(ledger.reserve(keys(1), namespace=TENANT, parts=3))
+    assert ledger.commit([room], 0) == [True]
+    receive, send = os.pipe()
+
+    def finish() -> None:
+        os.read(receive, 1)
+        assert ledger.commit([room], 2) == [False]
+        assert not ledger.gauges()["reserved"]
+
+    def adopt_then_finish() -> None:
+        assert ledger.adopt([room], 2) == [True]
+        os.write(told, b"x")
+        finish()
+
+    heard, told = os.pipe()
+    pid = child(adopt_then_finish)
+    os.read(heard, 1)
+    ledger.abort([room])
+    assert ledger.gauges()["reserved"] == 1
+    os.write(send, b"x")
+    assert wait(pid) == 0
+    assert ledger.gauges()["reserved"] == 0 and there(ledger, keys(1)) == [False]
+
+
+def test_a_stranger_aborts_nothing(ledger: Ledger) -> None:
+    rooms = reserved(ledger.reserve(keys(1), namespace=TENANT))
+    in_child(lambda: ledger.abort(rooms))
+    assert ledger.commit(rooms) == [True]
+
+
+def test_no_part_of_what_was_cleared_is_said_to_be_in(ledger: Ledger) -> None:
+    rooms = reserved(ledger.reserve(keys(1), namespace=TENANT, parts=2))
+    ledger.clear(TENANT)
+    assert ledger.commit(rooms, 0) == [False] and ledger.commit(rooms, 1) == [False]
+    assert not ledger.gauges()["reserved"]
+
+
+# victims
+
+
+def long_store(root: Path, clock: FakeClock) -> tuple[Ledger, list[bytes]]:
+    """A full store of 1024 slots whose oldest 64 chunks are the head of a chain of 128 keys."""
+    ledger = opened(root, 1024, clock)
+    chain = keys(*range(128))
+    put(ledger, chain[:64])
+    clock.advance(1)
+    put(ledger, keys(*range(1000, 1960)), chained=False)
+    clock.advance(1)
+    return ledger, chain
+
+
+def test_what_one_call_found_is_not_evicted_by_its_own_later_batches(
+    shm_root: Path, clock: FakeClock
+) -> None:
+    ledger, chain = long_store(shm_root, clock)
+    outcomes = ledger.reserve(chain, namespace=TENANT)
+    assert [type(one) for one in outcomes] == [Present] * 64 + [Reserved] * 64
+    assert ledger.still_valid(*places(outcomes[:64])).all()  # type: ignore[arg-type]
+    assert ledger.commit(reserved(outcomes)) == [True] * 64
+    assert len(ledger.match(chain).slots) == 128
+    ledger.close()
+
+
+def test_what_one_call_will_find_is_not_evicted_by_its_own_earlier_batches(
+    shm_root: Path, clock: FakeClock
+) -> None:
+    ledger, chain = long_store(shm_root, clock)
+    longer = [*keys(*range(5000, 5064)), *chain[:64]]
+    outcomes = ledger.reserve(longer, namespace=TENANT)
+    assert [type(one) for one in outcomes] == [Reserved] * 64 + [Present] * 64
+    ledger.abort(reserved(outcomes))
+    ledger.close()
+
+
+def test_what_a_call_found_is_not_evicted_by_its_second_attempt(ledger: Ledger, clock: FakeClock) -> None:
+    old = put(ledger, keys(1, 2))
+    pinned = put(ledger, keys(*range(100, 104)), chained=False)
+    ledger.pin([one.key for one in pinned], "ann")
+    clock.advance(1)
+    put(ledger, keys(*range(200, 226)), chained=False)
+    clock.advance(1)
+    for room in old:
+        ledger.columns.last_use[room.slot] += 1
+    outcomes = ledger.reserve(keys(1, 2, 3, 4), namespace=TENANT)
+    assert [type(one) for one in outcomes] == [Present, Present, Reserved, Reserved]
+    assert ledger.still_valid(*places(old)).all()
+    ledger.abort(reserved(outcomes))
+
+
+def test_a_chain_whose_head_is_stored_anew_is_no_orphan(ledger: Ledger, clock: FakeClock) -> None:
+    chain = keys(*range(4))
+    put(ledger, chain)
+    put(ledger, keys(*range(100, 128)), chained=False)
+    ledger.remove(chain[:1])
+    clock.advance(1)
+    outcomes = ledger.reserve(chain, namespace=TENANT)
+    assert [type(one) for one in outcomes] == [Reserved, Present, Present, Present]
+    assert ledger.commit(reserved(outcomes)) == [True]
+    assert ledger.check().unreachable == 0
+    clock.advance(2)
+    put(ledger, keys(*range(200, 228)), chained=False)
+    assert all(there(ledger, chain))
+
+
+def test_a_chunk_behind_a_chunk_whose_parent_is_gone_goes_first_too(ledger: Ledger, clock: FakeClock) -> None:
+    put(ledger, keys(*range(100, 128)), chained=False)
+    clock.advance(1)
+    chain = keys(*range(4))
+    put(ledger, chain)
+    ledger.remove(chain[:1])
+    put(ledger, keys(300, 301, 302, 303), chained=False)
+    assert there(ledger, chain) == [False] * 4 and all(there(ledger, keys(*range(100, 128))))
+
+
+def test_tenants_share_the_room(ledger: Ledger, clock: FakeClock) -> None:
+    put(ledger, keys(*range(32)), chained=False)
+    clock.advance(1)
+    put(ledger, keys(*range(100, 116)), OTHER, chained=False)
+    assert there(ledger, keys(*range(32))) == [False] * 16 + [True] * 16
+    counts = {root: row.chunks for root, row in ledger.namespaces().items()}
+    assert counts == {TENANT: 16, OTHER: 16}
+
+
+def slot_of(rooms: list[Reserved]) -> int:
+    return rooms[0].slot
+
+
+def _must(holds: bool) -> None:
+    assert holds
+
+
+def test_a_victim_that_another_has_evicted_and_filled_since_is_left_alone(
+    ledger: Ledger, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = put(ledger, keys(*range(100, 100 + ledger.slots)), chained=False)
+    clock.advance(1)
+    name_victims, named = ledger._victims, list[Victim]()
+
+    def overtaken(count: int, stamp: int) -> list[Victim]:
+        named.extend(name_victims(count, stamp))
+        monkeypatch.undo()
+        in_child(lambda: put(ledger, keys(777)) and None)
+        return named
+
+    monkeypatch.setattr(ledger, "_victims", overtaken)
+    [room] = reserved(ledger.reserve(keys(888), namespace=TENANT))
+    assert there(ledger, keys(777)) == [True], "what was just stored was evicted in place of what was old"
+    assert room.slot not in [victim.slot for victim in named]
+    assert sum(there(ledger, [one.key for one in old])) == ledger.slots - 2
+    ledger.abort([room])

@@ -1,0 +1,204 @@
+"""Members: numbers, what the dead leave, the grace of a GPU, rows of counters."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pagoda.errors import StoreError
+from pagoda.ledger import Busy, Ledger, members, session
+from pagoda.ledger.members import DEVICE_GRACE_NS
+from pagoda.testing import FakeClock
+from tests.ledger.support import TENANT, Other, child, in_child, keys, opened, put, reserved, there, wait
+
+GRACE_SECONDS = DEVICE_GRACE_NS / 1e9
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def ledger(shm_root: Path, clock: FakeClock) -> Iterator[Ledger]:
+    opened_here = opened(shm_root, clock=clock)
+    yield opened_here
+    opened_here.check()
+    opened_here.close()
+
+
+def test_numbers_are_never_used_again(shm_root: Path) -> None:
+    seen = []
+    for _ in range(3):
+        ledger = opened(shm_root)
+        seen.append(ledger.member)
+        with Other(lambda: str((ledger.gauges(), ledger.member)[1]).encode()) as other:  # noqa: B023
+            seen.append(int(other.said))
+        ledger.close()
+    assert len(set(seen)) == 6 and seen == sorted(seen)
+
+
+def test_the_dead_are_struck_off_with_all_they_had(ledger: Ledger) -> None:
+    stored = put(ledger, keys(*range(4)), chained=False)
+
+    def work() -> None:
+        import numpy as np
+
+        slots = np.array([one.slot for one in stored])
+        generations = np.array([one.generation for one in stored], np.uint64)
+        assert all(ledger.hold(slots, generations))
+        assert len(reserved(ledger.reserve(keys(10, 11, 12), namespace=TENANT))) == 3
+
+    with Other(work):
+        assert ledger.reap() == 0 and ledger.gauges()["members"] == 2
+    assert ledger.reap() == 3 and ledger.reap() == 0
+    gauges = ledger.gauges()
+    assert gauges["members"] == 1 and gauges["reserved"] == 0 and gauges["free"] == 28
+    assert ledger.counters()["reaped_chunks"] == 3
+    put(ledger, keys(*range(100, 200)), chained=False)
+    assert not any(there(ledger, keys(*range(4))))
+
+
+def test_what_the_dead_reserved_is_taken_back_when_room_is_short(ledger: Ledger) -> None:
+    put(ledger, keys(*range(100, 128)), chained=False)
+    in_child(lambda: (ledger.reserve(keys(1, 2, 3, 4), namespace=TENANT), None)[1])
+    put(ledger, keys(11, 12, 13, 14))
+    assert all(there(ledger, keys(*range(100, 128)))), "nobody living was evicted"
+
+
+def test_a_stopped_member_is_alive(ledger: Ledger) -> None:
+    with Other(lambda: (ledger.reserve(keys(1), namespace=TENANT), None)[1]) as other:
+        os.kill(other.pid, signal.SIGSTOP)
+        assert ledger.reap() == 0 and isinstance(ledger.reserve(keys(1), namespace=TENANT)[0], Busy)
+
+
+# a GPU
+
+
+def test_a_slot_that_a_gpu_may_still_write_is_kept_for_a_while_and_its_key_is_not(
+    ledger: Ledger, clock: FakeClock
+) -> None:
+    def work() -> None:
+        ledger.uses_device()
+        assert len(reserved(ledger.reserve(keys(1, 2), namespace=TENANT))) == 2
+
+    Other(work).end()
+    assert ledger.reap() == 0 and ledger.gauges()["reserved"] == 2
+    rooms = reserved(ledger.reserve(keys(1, 2), namespace=TENANT))
+    assert len(rooms) == 2 and all(ledger.commit(rooms))
+    clock.advance(GRACE_SECONDS - 0.1)
+    assert ledger.reap() == 0
+    clock.advance(0.2)
+    assert ledger.reap() == 2 and ledger.gauges()["members"] == 1
+    assert all(there(ledger, keys(1, 2)))
+
+
+def test_the_grace_is_for_who_writes_and_not_for_who_reserved(ledger: Ledger, clock: FakeClock) -> None:
+    rooms = reserved(ledger.reserve(keys(1, 2), namespace=TENANT))
+
+    def work() -> None:
+        ledger.uses_device()
+        assert all(ledger.adopt(rooms, 0))
+
+    Other(work).end()
+    assert ledger.reap() == 0 and ledger.gauges()["reserved"] == 2
+    clock.advance(GRACE_SECONDS + 1)
+    assert ledger.reap() == 2
+
+
+def test_a_grace_ends_with_the_boot(tmp_path: Path) -> None:
+    clock = FakeClock(seconds=10**6)
+    ledger = opened(tmp_path, clock=clock, kind="file")
+
+    def work() -> None:
+        ledger.uses_device()
+        ledger.reserve(keys(1), namespace=TENANT)
+
+    Other(work).end()
+    ledger.reap()
+    ledger.close()
+    clock.reboot("next boot", seconds=5)
+    again = opened(tmp_path, clock=clock, kind="file")
+    assert not len(again.unscanned()) and not again.gauges()["reserved"]
+    again.check()
+    again.close()
+
+
+# rows of counters
+
+
+def test_counters_are_those_of_all_the_living_and_the_dead(ledger: Ledger) -> None:
+    ledger.count("lookups", 1)
+
+    def work() -> None:
+        ledger.gauges()
+        ledger.count("lookups", 10)
+
+    def leave() -> None:
+        work()
+        ledger.close()
+
+    with Other(work):
+        assert ledger.counters()["lookups"] == 11
+    assert ledger.counters()["lookups"] == 11
+    ledger.reap()
+    assert ledger.counters()["lookups"] == 11
+    in_child(leave)
+    assert ledger.counters()["lookups"] == 21
+    ledger.reap()
+    with Other(work):  # takes the row of one who is gone
+        assert ledger.counters()["lookups"] == 31
+
+
+def test_counters_stay_when_all_have_left(shm_root: Path) -> None:
+    ledger = opened(shm_root)
+    ledger.count("lookups", 5)
+    ledger.close()
+    again = opened(shm_root)
+    assert again.counters()["lookups"] == 5
+    again.close()
+
+
+def test_too_many_members_are_refused_until_one_leaves(
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (members, session):
+        monkeypatch.setattr(module, "MEMBER_ROWS", 2)
+    ledger = opened(shm_root)
+
+    def work() -> None:
+        ledger.gauges()
+
+    def too_many() -> None:
+        ledger.close()  # of this process's own, which is no member yet
+        with pytest.raises(StoreError, match="close some"):
+            opened(shm_root)
+
+    second = Other(work)
+    third = Other(too_many)  # refused, and lives on
+    second.end()
+    in_child(work)
+    third.end()
+    ledger.reap()
+    assert ledger.gauges()["members"] == 1
+    ledger.close()
+
+
+def test_a_member_that_died_while_it_enrolled_is_nobody(
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = opened(shm_root)
+
+    def die() -> None:
+        monkeypatch.setattr(session, "enrol", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        ledger.gauges()
+
+    assert wait(child(die)) == -signal.SIGKILL
+    in_child(lambda: (ledger.gauges(), None)[1])
+    ledger.reap()
+    assert ledger.gauges()["members"] == 1
+    ledger.close()

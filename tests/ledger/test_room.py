@@ -1,0 +1,128 @@
+"""Is there room, and may this place hold a store?"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pagoda.errors import NoRoomError, StoreError
+from pagoda.ledger import room
+from pagoda.ledger.room import allocate, cgroup_free_bytes, require_free, require_local, require_own
+
+MIB = 1 << 20
+
+
+def group(path: Path, limit: str, used: int, droppable: int = 0) -> None:
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "memory.max").write_text(f"{limit}\n")
+    (path / "memory.current").write_text(f"{used}\n")
+    (path / "memory.stat").write_text(f"anon 5\ninactive_file {droppable}\nshmem 7\n")
+
+
+def test_without_cgroups_nothing_is_limited(tmp_path: Path) -> None:
+    assert cgroup_free_bytes(tmp_path) is None
+
+
+def test_the_tightest_group_above_this_process_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "_own_group", lambda: "pod/container")
+    group(tmp_path / "pod/container", "max", 0)
+    assert cgroup_free_bytes(tmp_path) is None
+    group(tmp_path / "pod", str(100 * MIB), 60 * MIB, 10 * MIB)
+    assert cgroup_free_bytes(tmp_path) == 50 * MIB
+    group(tmp_path / "pod/container", str(20 * MIB), 15 * MIB)
+    assert cgroup_free_bytes(tmp_path) == 5 * MIB
+    group(tmp_path, str(MIB), 5 * MIB)
+    assert cgroup_free_bytes(tmp_path) == 0
+
+
+def test_a_group_that_cannot_be_read_limits_nothing(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("plenty")
+    assert cgroup_free_bytes(tmp_path) is None
+
+
+def test_more_than_the_group_has_left_is_refused_in_memory_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "cgroup_free_bytes", lambda: 1000)
+    require_free(tmp_path, 2000, in_memory=False)
+    require_free(tmp_path, 1000, in_memory=True)
+    with pytest.raises(NoRoomError, match="cgroup"):
+        require_free(tmp_path, 1001, in_memory=True)
+
+
+def test_more_than_the_file_system_has_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(NoRoomError, match="free some room"):
+        require_free(tmp_path, 1 << 60, in_memory=False)
+    with pytest.raises(NoRoomError, match="shm-size"):
+        require_free(Path("/dev/shm"), 1 << 60, in_memory=True)
+
+
+def test_an_allocated_file_has_its_blocks(shm_root: Path) -> None:
+    allocate(shm_root / "file", 5 * 4096)
+    status = (shm_root / "file").stat()
+    assert status.st_size == 5 * 4096 <= status.st_blocks * 512 and status.st_mode & 0o777 == 0o600
+    with pytest.raises(NoRoomError, match="smaller size"):
+        allocate(shm_root / "file", 1 << 60)
+
+
+def test_what_belongs_to_another_user_is_refused(tmp_path: Path) -> None:
+    require_own(tmp_path)
+    if os.geteuid() != 0:
+        pytest.skip("needs root to give a directory away")
+    os.chown(tmp_path, 12345, 12345)
+    with pytest.raises(StoreError, match="12345"):
+        require_own(tmp_path)
+    os.chown(tmp_path, 0, 0)
+
+
+def mounts(monkeypatch: pytest.MonkeyPatch, *lines: tuple[str, str]) -> None:
+    """Let these be the mount points and their types of file system."""
+    text = "".join(f"1 2 0:3 / {point} rw shared:5 - {kind} source rw\n" for point, kind in lines)
+    real = Path.read_text
+
+    def read(path: Path, *more: str, **options: str) -> str:
+        return text if str(path) == "/proc/self/mountinfo" else real(path, *more, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Path, "read_text", read)
+
+
+@pytest.mark.parametrize("kind", ["nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "ceph", "lustre", "9p"])
+def test_a_network_file_system_is_refused_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    mounts(monkeypatch, ("/", "ext4"), (str(tmp_path), kind))
+    with pytest.raises(StoreError, match="local disk"):
+        require_local(tmp_path / "deep" / "below")
+    require_local(tmp_path.parent)
+
+
+def test_the_latest_of_two_mounts_on_one_point_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounts(monkeypatch, (str(tmp_path), "nfs"), ("/", "ext4"), (str(tmp_path), "xfs"))
+    require_local(tmp_path)
+
+
+def test_mount_points_with_blanks_and_accents_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, written in (("two words", "two\\040words"), ("données", "données")):
+        mounts(monkeypatch, ("/", "ext4"), (f"{tmp_path}/{written}", "nfs"))
+        with pytest.raises(StoreError):
+            require_local(tmp_path / name)
+
+
+def test_a_link_to_a_network_file_system_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "far").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "far")
+    mounts(monkeypatch, ("/", "ext4"), (f"{tmp_path}/far", "nfs"))
+    with pytest.raises(StoreError):
+        require_local(tmp_path / "link")
+
+
+def test_this_machines_memory_may_hold_a_store(shm_root: Path) -> None:
+    require_local(shm_root)

@@ -1,0 +1,389 @@
+"""One rule of the ledger a test, each as small as it can be: what no interleaving, policy or death may change."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from blake3 import blake3
+
+from pagoda.clock import Clock
+from pagoda.errors import StoreError
+from pagoda.ledger import Busy, Ledger, Refused, Reserved, StoreSpec
+from pagoda.ledger.namespaces import MOST, read_labels, save_labels
+from pagoda.metrics import Reason
+from pagoda.testing import FakeClock
+from tests.ledger.rules import (
+    OTHER,
+    SLOTS,
+    TENANT,
+    Peer,
+    in_child,
+    keys,
+    places,
+    present,
+    put,
+    reserved,
+    spec,
+)
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    """Time that stands still."""
+    return FakeClock()
+
+
+@pytest.fixture
+def ledger(shm_root: Path, clock: FakeClock) -> Iterator[Ledger]:
+    """A ledger of 32 slots with two tenants."""
+    opened = Ledger.open(spec(shm_root), clock=clock)
+    for namespace, model in ((TENANT, "a"), (OTHER, "b")):
+        opened.register(namespace, {"model": model})
+    yield opened
+    opened.check()
+    opened.close()
+
+
+class Interrupting(Clock):
+    """The machine's clock; the next look at it first runs something, as if another process had been quicker."""
+
+    def __init__(self) -> None:
+        self.first: Callable[[], None] | None = None
+
+    def monotonic_ns(self) -> int:
+        """The time, after what was to happen first."""
+        if (first := self.first) is not None:
+            self.first = None
+            first()
+        return super().monotonic_ns()
+
+
+# validity
+
+
+def test_a_chunk_that_another_process_replaced_during_the_match_is_not_valid(shm_root: Path) -> None:
+    clock = Interrupting()
+    ledger = Ledger.open(spec(shm_root, 8), clock=clock)
+    [old], [new] = keys(1), keys(2)
+
+    def replace() -> None:
+        assert in_child(child) == 0
+
+    def child() -> None:
+        assert ledger.remove([old]) == 1
+        for _ in range(8):
+            [room] = reserved(ledger.reserve([new], namespace=TENANT))
+            assert ledger.commit([room]) == [True]
+            if room.slot == slot:
+                return
+            ledger.pin([new], "keep")
+        raise AssertionError("the slot was not used again")
+
+    seen = 0
+    for touch in (True, False):
+        [stored] = put(ledger, [old])
+        slot = stored.slot
+        clock.first = replace
+        match = ledger.match([old], touch=touch)
+        replaced, clock.first = clock.first is None, None
+        seen += replaced
+        if replaced and len(match.slots):
+            assert not ledger.still_valid(match.slots, match.generations).any()
+        ledger.clear()
+    assert seen, "match never looked at the clock: this test shows nothing"
+    ledger.close()
+
+
+@pytest.mark.parametrize("how", ["remove", "clear", "drop", "evict"])
+def test_a_chunk_that_is_gone_is_no_longer_valid(ledger: Ledger, how: str) -> None:
+    [one] = put(ledger, keys(1))
+    slots, generations = places([one])
+    assert ledger.still_valid(slots, generations).tolist() == [True]
+    if how == "remove":
+        assert ledger.remove([one.key]) == 1
+    elif how == "clear":
+        assert ledger.clear(TENANT) == 1
+    elif how == "drop":
+        assert ledger.drop(one.key, one.slot, one.generation, Reason.FAILED_CHECK)
+    else:
+        put(ledger, keys(*range(100, 100 + SLOTS)), chained=False)
+    assert ledger.still_valid(slots, generations).tolist() == [False]
+    assert not len(ledger.match([one.key]).slots)
+
+
+def test_an_aborted_reservation_was_never_valid_to_a_reader(ledger: Ledger) -> None:
+    [room] = reserved(ledger.reserve(keys(1), namespace=TENANT))
+    ledger.abort([room])
+    assert ledger.still_valid(*places([room])).tolist() == [False]
+    assert ledger.commit([room]) == [False]
+
+
+def test_a_key_that_was_published_for_another_slot_is_a_miss_and_its_entry_goes(ledger: Ledger) -> None:
+    [one, two] = put(ledger, keys(1, 2))
+    ledger.columns.keys[one.slot] = ledger.columns.keys[two.slot]  # what a torn ledger would look like
+    assert not len(ledger.match([one.key]).slots)
+    assert present(ledger, [one.key, two.key]) == [False, True]
+
+
+def test_a_drop_with_another_generation_changes_nothing(ledger: Ledger) -> None:
+    [one] = put(ledger, keys(1))
+    assert not ledger.drop(one.key, one.slot, one.generation + 1, Reason.FAILED_CHECK)
+    assert present(ledger, [one.key]) == [True]
+
+
+# visibility
+
+
+def test_nothing_is_seen_before_its_commit(ledger: Ledger) -> None:
+    room = reserved(ledger.reserve(keys(1), namespace=TENANT))
+    assert not len(ledger.match(keys(1)).slots) and ledger.match(keys(1)).reason is Reason.BUSY
+    assert ledger.commit(room) == [True]
+    assert len(ledger.match(keys(1)).slots) == 1
+
+
+def test_a_chunk_of_two_parts_is_seen_when_both_are_in(ledger: Ledger) -> None:
+    room = reserved(ledger.reserve(keys(1), namespace=TENANT, parts=2))
+    assert ledger.commit(room, part=1) == [True]
+    assert not len(ledger.match(keys(1)).slots)
+    assert ledger.commit(room, part=1) == [False], "the same part twice is not both parts"
+    assert not len(ledger.match(keys(1)).slots)
+    assert ledger.commit(room, part=0) == [True]
+    assert len(ledger.match(keys(1)).slots) == 1
+
+
+def test_the_first_of_two_writers_of_a_key_that_was_taken_over_loses(
+    ledger: Ledger, clock: FakeClock
+) -> None:
+    [slow] = reserved(ledger.reserve(keys(1), namespace=TENANT))
+    clock.advance(60)
+    [quick] = reserved(ledger.reserve(keys(1), namespace=TENANT))
+    assert quick.slot != slow.slot
+    assert ledger.commit([slow]) == [False]
+    assert ledger.commit([quick]) == [True]
+    assert ledger.match(keys(1)).slots.tolist() == [quick.slot]
+
+
+# clearing
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_is_in_flight_during_a_clear_does_not_come_in(ledger: Ledger, whole: bool) -> None:
+    put(ledger, keys(1), OTHER)
+    room = reserved(ledger.reserve(keys(2), namespace=TENANT))
+    epoch = ledger.epoch(TENANT)
+    ledger.clear(None if whole else TENANT)
+    assert ledger.epoch(TENANT) > epoch
+    assert ledger.commit(room) == [False]
+    assert present(ledger, keys(1, 2)) == [not whole, False]
+    assert put(ledger, keys(2)), "the key may be stored anew"
+
+
+def on_disk(root: Path) -> Ledger:
+    """A ledger in files."""
+    return Ledger.open(StoreSpec(root=root, name="rules", kind="file", slots=8, slot_bytes=8192))
+
+
+def test_the_epoch_of_a_cleared_namespace_is_on_the_disk_before_clear_returns(tmp_path: Path) -> None:
+    ledger = on_disk(tmp_path)
+    put(ledger, keys(1))
+    ledger.clear(TENANT)
+    assert read_labels(ledger.directory)[TENANT.hex()].epoch == ledger.epoch(TENANT) > 0
+    ledger.close()
+
+
+def test_an_epoch_on_the_disk_is_never_lowered(tmp_path: Path) -> None:
+    ledger = on_disk(tmp_path)
+    ledger.register(TENANT, {"model": "m"})
+    known = ledger._known()
+    ledger.clear(TENANT)
+    save_labels(ledger.directory, known)  # by somebody who looked before the clear and writes after it
+    assert read_labels(ledger.directory)[TENANT.hex()].epoch == 1
+    ledger.close()
+
+
+def test_clearing_says_so_if_what_was_cleared_could_come_back(tmp_path: Path) -> None:
+    ledger = on_disk(tmp_path)
+    put(ledger, keys(1))
+    (ledger.directory / "namespaces").unlink(missing_ok=True)
+    (ledger.directory / "namespaces").mkdir()  # cannot be replaced by a file
+    with pytest.raises(StoreError, match="namespaces"):
+        ledger.clear(TENANT)
+    assert present(ledger, keys(1)) == [False], "it is gone for now all the same"
+    ledger.register(OTHER, {"model": "b"})  # of no consequence
+    ledger.close()
+
+
+@pytest.mark.parametrize("kind", ["memory", "file"])
+def test_any_number_of_tenants_may_come_and_go(tmp_path: Path, kind: Literal["memory", "file"]) -> None:
+    ledger = Ledger.open(StoreSpec(root=tmp_path, name="rules", kind=kind, slots=32, slot_bytes=8192))
+    ledger.register(TENANT, {"model": "m"})
+    put(ledger, keys(1))
+    [room] = reserved(ledger.reserve(keys(2), namespace=OTHER))
+    for tenant in [blake3(b"t%d" % number).digest() for number in range(3 * MOST)]:  # none of them stays
+        ledger._patiently(lambda w, spaces, root=tenant: spaces.put(w, root, {"salt": "x" * 64}, 0))  # type: ignore[misc]
+    assert len(ledger.namespaces()) <= MOST
+    assert ledger.namespaces()[TENANT].fields == {"model": "m"}
+    assert ledger.commit([room]) == [True]
+    assert put(ledger, keys(*range(100, 140)), chained=False)
+    assert ledger.clear() > 0
+    ledger.check()
+    ledger.close()
+    again = Ledger.open(StoreSpec(root=tmp_path, name="rules", kind=kind, slots=32, slot_bytes=8192))
+    assert again.epoch(TENANT) == 1
+    again.close()
+
+
+# the living and the dead
+
+
+def filling(ledger: Ledger, *numbers: int) -> Peer:
+    """Another process that has reserved some keys."""
+    return Peer(lambda: len(reserved(ledger.reserve(keys(*numbers), namespace=TENANT))) == len(numbers))
+
+
+def test_the_reservation_of_a_living_member_is_never_taken_back(ledger: Ledger, clock: FakeClock) -> None:
+    peer = filling(ledger, 1, 2)
+    try:
+        clock.advance(3600)
+        assert ledger.reap() == 0
+        for start in range(100, 100 + 4 * SLOTS):
+            put(ledger, keys(start))
+        assert ledger.gauges()["reserved"] == 2
+        ledger.check()
+    finally:
+        peer.end()
+    ledger.reap()
+    assert ledger.gauges()["reserved"] == 0 and ledger.gauges()["members"] == 1
+
+
+def test_a_stopped_member_lives(ledger: Ledger) -> None:
+    peer = filling(ledger, 1)
+    try:
+        os.kill(peer.pid, signal.SIGSTOP)
+        time.sleep(0.05)
+        assert ledger.reap() == 0 and ledger.gauges()["reserved"] == 1
+        [outcome] = ledger.reserve(keys(1), namespace=TENANT)
+        assert isinstance(outcome, Busy) and outcome.owner != ledger.member
+        os.kill(peer.pid, signal.SIGCONT)
+    finally:
+        peer.end()
+
+
+def test_the_reservation_of_a_dead_member_is_taken_back_when_it_is_met(ledger: Ledger) -> None:
+    filling(ledger, 1).end()
+    [outcome] = ledger.reserve(keys(1), namespace=TENANT)
+    assert isinstance(outcome, Reserved)
+    assert ledger.commit([outcome]) == [True]
+    ledger.reap()
+    assert ledger.gauges()["reserved"] == 0
+
+
+def test_a_living_members_holds_keep_and_a_dead_ones_do_not(ledger: Ledger) -> None:
+    kept = put(ledger, keys(*range(4)), chained=False)
+    peer = Peer(lambda: all(ledger.hold(*places(kept))))
+    put(ledger, keys(*range(100, 100 + 2 * SLOTS)), chained=False)
+    assert all(present(ledger, keys(*range(4))))
+    peer.end()
+    put(ledger, keys(*range(300, 300 + SLOTS)), chained=False)
+    assert not any(present(ledger, keys(*range(4))))
+
+
+def test_a_part_that_a_living_member_adopted_keeps_the_reservation_of_a_dead_one(ledger: Ledger) -> None:
+    receive, send = os.pipe()
+
+    def work() -> bool:
+        [room] = reserved(ledger.reserve(keys(1), namespace=TENANT, parts=2))
+        return os.write(send, f"{room.slot} {room.generation}".encode()) > 0
+
+    peer = Peer(work)
+    try:
+        slot, generation = map(int, os.read(receive, 100).split())
+        room = Reserved(keys(1)[0], slot, generation)
+        assert ledger.adopt([room], 1) == [True]
+    finally:
+        peer.end()
+    assert ledger.reap() == 0 and ledger.gauges()["reserved"] == 1
+    assert ledger.adopt([room], 0) == [True]
+    assert ledger.commit([room], 0) == [True] and ledger.commit([room], 1) == [True]
+    assert present(ledger, keys(1)) == [True]
+
+
+def test_a_part_is_only_committed_by_its_writer(ledger: Ledger) -> None:
+    rooms = reserved(ledger.reserve(keys(1), namespace=TENANT))
+
+    def stranger() -> None:
+        assert ledger.commit(rooms) == [False]
+
+    assert in_child(stranger) == 0
+    assert ledger.commit(rooms) == [True]
+
+
+def test_a_stranger_cannot_abort_what_a_living_member_fills(ledger: Ledger) -> None:
+    rooms = reserved(ledger.reserve(keys(1), namespace=TENANT))
+    assert in_child(lambda: ledger.abort(rooms)) == 0
+    assert ledger.gauges()["reserved"] == 1
+    assert ledger.commit(rooms) == [True]
+
+
+def test_an_abort_frees_the_slot_only_when_the_writers_of_the_other_parts_are_done(ledger: Ledger) -> None:
+    rooms = reserved(ledger.reserve(keys(1), namespace=TENANT, parts=2))
+    peer = Peer(lambda: ledger.adopt(rooms, 1) == [True])
+    try:
+        ledger.abort(rooms)
+        assert ledger.reap() == 0 and ledger.gauges()["reserved"] == 1
+        assert ledger.commit(rooms, 0) == [False]
+    finally:
+        peer.end()
+    assert ledger.reap() == 1 and ledger.gauges()["reserved"] == 0
+
+
+# waiting
+
+
+def test_calls_return_by_their_deadline_while_the_gate_is_taken(ledger: Ledger) -> None:
+    [stored] = put(ledger, keys(1))
+    [room] = reserved(ledger.reserve(keys(2), namespace=TENANT))
+    with gate_taken(ledger):
+        for call in (
+            lambda: ledger.match(keys(1), deadline_seconds=0.1),
+            lambda: ledger.reserve(keys(3), namespace=TENANT, deadline_seconds=0.1),
+            lambda: ledger.commit([room], deadline_seconds=0.1),
+        ):
+            began = time.monotonic()
+            call()
+            assert 0.05 < time.monotonic() - began < 2.0
+        assert ledger.match(keys(1), deadline_seconds=0.0).reason is Reason.LEDGER_BUSY
+        [refused] = ledger.reserve(keys(3), namespace=TENANT, deadline_seconds=0.0)
+        assert isinstance(refused, Refused) and refused.reason is Reason.LEDGER_BUSY
+        assert ledger.still_valid(*places([stored])).all(), "validity needs no gate"
+    put(ledger, keys(4))
+    assert ledger.gauges()["reserved"] == 0, "the commit that was late has been done by the next transaction"
+    assert ledger.counters()["miss_ledger_busy"] >= 2
+
+
+def test_an_abort_that_was_late_is_done_by_the_next_transaction(ledger: Ledger) -> None:
+    rooms = reserved(ledger.reserve(keys(1, 2), namespace=TENANT))
+    with gate_taken(ledger):
+        ledger.abort(rooms, deadline_seconds=0.05)
+    put(ledger, keys(5))
+    assert ledger.gauges()["reserved"] == 0
+    assert present(ledger, keys(1, 2, 5)) == [False, False, True]
+
+
+@contextlib.contextmanager
+def gate_taken(ledger: Ledger) -> Iterator[None]:
+    """Another process has the gate to itself for as long as this lasts."""
+    locks = ledger.directory / "locks"
+    peer = Peer(lambda: fcntl.lockf(os.open(locks, os.O_RDWR), fcntl.LOCK_EX, 1, 0) is None)
+    try:
+        yield
+    finally:
+        peer.end()

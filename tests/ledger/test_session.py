@@ -1,0 +1,420 @@
+"""This process's part in a store: transactions, what waits for the next, forks, threads, the end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import lmdb
+import pytest
+
+from pagoda.errors import ClosedError
+from pagoda.ledger import Ledger, Present, Refused, Reserved, session
+from pagoda.ledger.columns import NOT_READY
+from pagoda.ledger.session import UnavailableError
+from pagoda.ledger.writing import Writing
+from pagoda.metrics import Reason
+from tests.ledger.support import (
+    TENANT,
+    Other,
+    child,
+    gate_taken,
+    in_child,
+    keys,
+    opened,
+    places,
+    put,
+    reserved,
+    there,
+    wait,
+)
+
+
+@pytest.fixture
+def ledger(shm_root: Path) -> Iterator[Ledger]:
+    opened_here = opened(shm_root)
+    yield opened_here
+    opened_here.check()
+    opened_here.close()
+
+
+def busy_store(ledger: Ledger) -> None:
+    """Everything one does with a store goes."""
+    put(ledger, keys(*range(1000, 1100)), chained=False)
+    assert len(ledger.match(keys(1099)).slots) == 1
+    ledger.remove(keys(1099))
+    assert ledger.clear() > 0
+    assert ledger.gauges()["free"] == ledger.slots
+    ledger.check()
+
+
+# transactions
+
+
+def test_trouble_in_a_transaction_is_a_reason_and_changes_nothing(ledger: Ledger) -> None:
+    for error, reason in (
+        (lmdb.MapFullError(), Reason.FULL),
+        (lmdb.Error(), Reason.IO_ERROR),
+        (OSError(), Reason.IO_ERROR),
+    ):
+
+        def work(writing: Writing, _: object, error: Exception = error) -> None:
+            writing.meta.ready = 12345
+            raise error
+
+        with pytest.raises(UnavailableError) as caught:
+            ledger._session.write(work, 1.0)
+        assert caught.value.reason is reason
+        put(ledger, keys(1))
+    ledger.check()
+
+
+def test_a_full_map_is_a_refusal_and_the_rest_goes_on(shm_root: Path) -> None:
+    ledger = opened(shm_root)
+    put(ledger, keys(1))
+    with pytest.raises(Exception, match="full"):
+        for number in range(100_000):
+            ledger.register(keys(number)[0], {"model": "m" * 4000})
+    [outcome] = ledger.reserve(keys(5), namespace=TENANT)
+    assert isinstance(outcome, Reserved | Refused)
+    assert len(ledger.match(keys(1)).slots) == 1
+    if isinstance(outcome, Refused):
+        assert outcome.reason is Reason.FULL
+    ledger.close()
+    again = opened(shm_root)
+    assert len(again.match(keys(1)).slots) == 1
+    again.close()
+
+
+def test_what_waits_is_done_once_even_if_a_transaction_fails_between(ledger: Ledger) -> None:
+    done = []
+    ledger._session.defer(lambda writing: done.append(writing))
+
+    def fail(*_: object) -> None:
+        raise lmdb.Error
+
+    for _ in range(2):
+        with pytest.raises(UnavailableError):
+            ledger._session.write(fail, 1.0)
+    put(ledger, keys(1))
+    assert len(done) == 3 and len({id(writing) for writing in done}) == 3
+    put(ledger, keys(2))
+    assert len(done) == 3, "once it has been committed it is not done again"
+
+
+def test_a_late_commit_with_a_wrong_part_spoils_nobody_elses_call(ledger: Ledger) -> None:
+    rooms = reserved(ledger.reserve(keys(1), namespace=TENANT))
+    with pytest.raises(ValueError, match="part"):
+        ledger.commit(rooms, part=3)
+    with gate_taken(ledger):
+        assert ledger.commit(rooms, part=3, deadline_seconds=0.02) == [False]
+    put(ledger, keys(2))
+    assert ledger.commit(rooms) == [True]
+
+
+def test_late_commits_of_many_threads_are_all_done(ledger: Ledger) -> None:
+    rooms = reserved(ledger.reserve(keys(1, 2, 3, 4), namespace=TENANT))
+    with gate_taken(ledger):
+        threads = [
+            threading.Thread(target=ledger.commit, args=([room], 0), kwargs={"deadline_seconds": 0.02})
+            for room in rooms
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+    put(ledger, keys(9))
+    assert all(there(ledger, keys(1, 2, 3, 4))) and not ledger.gauges()["reserved"]
+
+
+def test_every_call_ends_by_its_deadline_however_many_transactions_it_takes(shm_root: Path) -> None:
+    ledger = opened(shm_root, slots=2048)
+    rooms = reserved(ledger.reserve(keys(*range(256)), namespace=TENANT))
+    assert len(rooms) == 256
+    with gate_taken(ledger):
+        for call in (
+            lambda: ledger.commit(rooms, deadline_seconds=0.3),
+            lambda: ledger.adopt(rooms, 0, deadline_seconds=0.3),
+            lambda: ledger.abort(rooms[:0] or rooms, deadline_seconds=0.3),
+            lambda: ledger.reserve(keys(*range(1000, 1256)), namespace=TENANT, deadline_seconds=0.3),
+            lambda: ledger.match(keys(*range(256)), deadline_seconds=0.3),
+        ):
+            began = time.monotonic()
+            call()
+            assert time.monotonic() - began < 0.9
+        outcomes = ledger.reserve(keys(*range(256)), namespace=TENANT, deadline_seconds=0.0)
+        assert {one.reason for one in outcomes if isinstance(one, Refused)} == {Reason.LEDGER_BUSY}
+    ledger.close()
+
+
+def test_a_call_of_a_child_ends_by_its_deadline_too(ledger: Ledger) -> None:
+    def act() -> None:
+        began = time.monotonic()
+        assert ledger.match(keys(1), deadline_seconds=0.3).reason is Reason.LEDGER_BUSY
+        assert time.monotonic() - began < 0.9
+
+    with gate_taken(ledger):
+        in_child(act)
+
+
+# death between two steps
+
+
+def steps(ledger: Ledger, rooms: list[Reserved], step: str) -> None:
+    if step == "reserve":
+        ledger.reserve(keys(500, 501), namespace=TENANT)
+    elif step == "commit":
+        ledger.commit(reserved(ledger.reserve(keys(600, 601), namespace=TENANT)))
+    elif step == "abort":
+        ledger.abort(reserved(ledger.reserve(keys(600, 601), namespace=TENANT)))
+    elif step == "remove":
+        ledger.remove([room.key for room in rooms[:3]])
+    else:
+        ledger.clear(TENANT)
+
+
+@pytest.mark.parametrize("step", ["reserve", "commit", "abort", "remove", "clear"])
+@pytest.mark.parametrize("when", ["before the commit", "before publishing"])
+def test_a_death_at_any_step_loses_no_slot(
+    shm_root: Path, step: str, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = opened(shm_root)
+    rooms = put(ledger, keys(*range(32)), chained=False)
+
+    def die() -> None:
+        method = "save" if when == "before the commit" else "publish"
+        whole = getattr(Writing, method)
+        calls = iter(range(10))
+        ledger.gauges()  # is a member by now
+
+        def last(writing: Writing, *more: object) -> None:
+            if next(calls) == (1 if step in ("commit", "abort") else 0):
+                os.kill(os.getpid(), signal.SIGKILL)
+            whole(writing, *more)
+
+        monkeypatch.setattr(Writing, method, last)
+        steps(ledger, rooms, step)
+
+    assert wait(child(die)) == -signal.SIGKILL
+    ledger.reap()
+    report = ledger.check()
+    assert not report.gauges["reserved"] and report.stale_hints == 0
+    for turn in range(3):
+        put(ledger, keys(*range(2000 + 100 * turn, 2032 + 100 * turn)), chained=False)
+    assert ledger.gauges()["ready"] == 32 and not any(there(ledger, keys(600, 601))), (
+        "all slots can be used again"
+    )
+    busy_store(ledger)
+    ledger.close()
+
+
+def test_what_a_dead_member_committed_and_did_not_publish_can_be_evicted_after_the_next_opening(
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die() -> None:
+        ledger = opened(shm_root)
+        rooms = reserved(ledger.reserve(keys(1, 2), namespace=TENANT))
+        monkeypatch.setattr(Writing, "publish", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        ledger.commit(rooms)
+
+    assert wait(child(die)) == -signal.SIGKILL
+    ledger = opened(shm_root)
+    match = ledger.match(keys(1, 2))
+    assert len(match.slots) == 2 and (ledger.columns.last_use[match.slots] != NOT_READY).all()
+    ledger.close()
+
+
+# forks
+
+
+def test_a_child_is_a_stranger_with_a_number_of_its_own(ledger: Ledger) -> None:
+    [room] = reserved(ledger.reserve(keys(1), namespace=TENANT))
+    number = ledger.member
+
+    def act() -> None:
+        assert ledger.commit([room]) == [False]
+        ledger.abort([room])
+        assert ledger.member not in (0, number)
+        put(ledger, keys(2))
+
+    in_child(act)
+    assert ledger.member == number and ledger.commit([room]) == [True]
+    assert all(there(ledger, keys(1, 2)))
+
+
+def test_grandchildren_work_too(ledger: Ledger) -> None:
+    def act() -> None:
+        put(ledger, keys(1))
+        in_child(lambda: (put(ledger, keys(2)), None)[1])
+        put(ledger, keys(3))
+
+    in_child(act)
+    assert all(there(ledger, keys(1, 2, 3)))
+
+
+def test_what_a_child_counts_before_its_first_transaction_is_not_its_parents(ledger: Ledger) -> None:
+    ledger.count("lookups", 7)
+    in_child(lambda: ledger.count("lookups", 100))
+    assert ledger.counters()["lookups"] == 7
+
+    def act() -> None:
+        ledger.count("lookups", 10)
+        ledger.match(keys(1))
+        ledger.count("lookups", 10)
+
+    in_child(act)
+    assert ledger.counters()["lookups"] == 27
+
+
+def test_what_waits_in_the_parent_is_not_done_by_the_child(ledger: Ledger) -> None:
+    rooms = reserved(ledger.reserve(keys(1), namespace=TENANT))
+    with gate_taken(ledger):
+        ledger.abort(rooms, deadline_seconds=0.02)
+
+    def act() -> None:
+        put(ledger, keys(2))
+        assert ledger.gauges()["reserved"] == 1
+
+    in_child(act)
+    put(ledger, keys(3))
+    assert ledger.gauges()["reserved"] == 0
+
+
+def test_a_fork_while_a_thread_waits_at_the_gate(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "_FORK_SECONDS", 0.1)
+    put(ledger, keys(1))
+    receive, send = os.pipe()
+
+    def act() -> None:
+        os.read(receive, 1)  # the gate is free
+        assert len(ledger.match(keys(1)).slots) == 1
+        put(ledger, keys(2))
+
+    with gate_taken(ledger):
+        waiting = threading.Thread(target=ledger.match, args=(keys(1),), kwargs={"deadline_seconds": 5})
+        waiting.start()
+        time.sleep(0.05)
+        began = time.monotonic()
+        pid = child(act)
+        assert time.monotonic() - began < 1.0, "a fork waits for nobody who is stopped"
+    waiting.join(10)
+    os.write(send, b"x")
+    assert wait(pid) == 0
+    assert all(there(ledger, keys(1, 2)))
+
+
+def test_two_threads_that_fork_at_once_leave_the_gate_open(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "_FORK_SECONDS", 0.05)
+    session._before_fork()
+    other = threading.Thread(target=lambda: (session._before_fork(), session._after_in_parent()))
+    other.start()
+    other.join(10)
+    session._after_in_parent()
+    assert ledger.match(keys(1), deadline_seconds=0.2).reason is Reason.ABSENT
+
+
+def test_forks_among_busy_threads(ledger: Ledger) -> None:
+    done = threading.Event()
+
+    def work(first: int) -> None:
+        number = first
+        while not done.is_set():
+            put(ledger, keys(number))
+            ledger.match(keys(number))
+            number += 1
+
+    threads = [threading.Thread(target=work, args=(first,)) for first in (10_000, 20_000)]
+    for thread in threads:
+        thread.start()
+    try:
+        for number in range(10):
+            in_child(lambda: (put(ledger, keys(number)), None)[1])  # noqa: B023
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join(20)
+    ledger.reap()
+    assert ledger.gauges()["members"] == 1 and not ledger.gauges()["reserved"]
+
+
+# threads
+
+
+def test_threads_share_one_ledger(shm_root: Path) -> None:
+    ledger = opened(shm_root, slots=256)
+    errors: list[BaseException] = []
+
+    def work(first: int) -> None:
+        try:
+            for number in range(first, first + 60):
+                outcomes = ledger.reserve(keys(number, 7), namespace=TENANT)
+                ledger.commit(reserved(outcomes))
+                match = ledger.match(keys(number))
+                assert len(match.slots) == 1 and ledger.still_valid(match.slots, match.generations).all()
+                assert not any(isinstance(one, Refused) for one in outcomes)
+        except BaseException as error:  # noqa: BLE001 - told by the main thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(1000 * n,)) for n in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not errors
+    ledger.check()
+    assert ledger.gauges()["ready"] == 241
+    assert isinstance(ledger.reserve(keys(7), namespace=TENANT)[0], Present)
+    ledger.close()
+
+
+# the end
+
+
+def test_closing_gives_up_what_was_reserved_and_held(shm_root: Path) -> None:
+    ledger = opened(shm_root)
+    stored = put(ledger, keys(*range(5)))
+    with Other(lambda: (opened(shm_root).gauges(), None)[1]):
+        ledger.hold(*places(stored))
+        ledger.reserve(keys(10, 11), namespace=TENANT)
+        ledger.close()
+        again = opened(shm_root)
+        gauges = again.gauges()
+        assert gauges["reserved"] == 0 and gauges["members"] == 2 and gauges["ready"] == 5
+        put(again, keys(*range(100, 200)), chained=False)
+        assert not any(there(again, keys(*range(5))))
+        again.close()
+
+
+@pytest.mark.parametrize("call", ["match", "reserve", "gauges", "close"])
+def test_a_closed_ledger_says_so(shm_root: Path, call: str) -> None:
+    ledger = opened(shm_root)
+    ledger.close()
+    calls: dict[str, Callable[[], object]] = {
+        "match": lambda: ledger.match(keys(1)),
+        "reserve": lambda: ledger.reserve(keys(1), namespace=TENANT),
+        "gauges": ledger.gauges,
+    }
+    if call == "close":
+        ledger.close()
+    else:
+        with pytest.raises(ClosedError):
+            calls[call]()
+
+
+def test_closing_ends_in_time_while_another_sits_in_the_gate(shm_root: Path) -> None:
+    ledger = opened(shm_root)
+    ledger.reserve(keys(1), namespace=TENANT)
+    with gate_taken(ledger):
+        began = time.monotonic()
+        ledger.close()
+        assert time.monotonic() - began < 4.0
+    again = opened(shm_root)
+    gauges = again.gauges()
+    assert gauges["reserved"] == 0 and gauges["members"] == 1
+    again.close()

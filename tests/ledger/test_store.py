@@ -1,0 +1,340 @@
+"""The directory of a store: made, opened, joined, resized, rebuilt and discarded as a whole."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from pagoda.errors import ClosedError, NoRoomError, StoreError
+from pagoda.ledger import Ledger, store
+from pagoda.ledger.locks import OPEN
+from pagoda.ledger.state import LOCKS, read_state, write_synced
+from tests.ledger.support import (
+    TENANT,
+    Other,
+    absorb_nothing,
+    child,
+    gate_taken,
+    holding,
+    in_child,
+    keys,
+    open_once,
+    opened,
+    put,
+    rebuilt,
+    spec,
+    there,
+    wait,
+)
+
+
+def names(root: Path) -> set[str]:
+    return {path.name for path in root.iterdir() if path.is_dir()}
+
+
+def used_bytes(root: Path) -> int:
+    return sum(path.stat().st_blocks * 512 for path in root.rglob("*") if path.is_file())
+
+
+# making
+
+
+def test_a_new_store_has_all_its_blocks_and_is_its_owners_alone(shm_root: Path) -> None:
+    ledger = opened(shm_root / "root")
+    state = read_state(ledger.directory)
+    assert state is not None and state.slots == 32 and not state.clean
+    for name, size in state.sizes().items():
+        status = (ledger.directory / name).stat()
+        assert status.st_size == size and status.st_blocks * 512 >= size, name
+    for path in [shm_root / "root", ledger.directory, *ledger.directory.iterdir()]:
+        assert path.stat().st_mode & 0o077 == 0, path
+    ledger.close()
+
+
+@pytest.mark.parametrize(
+    "bad", [{"slots": 0}, {"slot_bytes": 100}, {"name": ""}, {"name": "a/b"}, {"name": ".x"}]
+)
+def test_a_spec_that_makes_no_sense_is_refused(shm_root: Path, bad: dict[str, object]) -> None:
+    with pytest.raises(ValueError):
+        spec(shm_root, **bad)  # type: ignore[arg-type]
+
+
+def test_what_a_killed_process_left_half_made_is_swept(shm_root: Path) -> None:
+    for name in (".new-abc", ".gone-abc"):
+        (shm_root / name).mkdir()
+        (shm_root / name / "junk").write_bytes(bytes(100_000))
+    opened(shm_root).close()
+    assert names(shm_root) == {"store"}
+
+
+def test_an_unknown_policy_leaves_nothing_open(shm_root: Path) -> None:
+    with pytest.raises(ValueError, match="policy"):
+        Ledger.open(spec(shm_root), policy="magic")
+    opened(shm_root, slots=64).close()
+    in_child(lambda: _must(opened(shm_root, slots=40).slots == 40))
+
+
+# opening again
+
+
+def test_a_store_is_warm_and_the_same_when_it_is_opened_again(shm_root: Path) -> None:
+    ledger = opened(shm_root)
+    put(ledger, keys(1, 2, 3))
+    number = ledger.store_id
+    ledger.close()
+    again = opened(shm_root)
+    assert again is not ledger and again.store_id == number and all(there(again, keys(1, 2, 3)))
+    again.check()
+    again.close()
+
+
+def test_one_process_has_one_ledger_a_store_until_the_last_close(shm_root: Path) -> None:
+    one, two = opened(shm_root), opened(shm_root)
+    assert one is two
+    one.close()
+    put(two, keys(1))
+    two.close()
+    with pytest.raises(ClosedError):
+        two.match(keys(1))
+
+
+def test_a_store_is_one_by_whatever_path(shm_root: Path, tmp_path: Path) -> None:
+    ledger = opened(shm_root)
+    (tmp_path / "link").symlink_to(shm_root)
+    same, attached = opened(tmp_path / "link"), Ledger.attach(tmp_path / "link" / "store")
+    assert same is ledger and attached is ledger
+    for _ in range(3):
+        ledger.close()
+
+
+def test_a_store_that_is_open_by_another_path_is_not_discarded_for_room(
+    shm_root: Path, tmp_path: Path
+) -> None:
+    ledger = opened(shm_root)
+    put(ledger, keys(1))
+    (tmp_path / "link").symlink_to(shm_root)
+    with pytest.raises(NoRoomError):
+        Ledger.open(spec(tmp_path / "link", name="second", limit_bytes=used_bytes(shm_root) * 3 // 2))
+    assert names(shm_root) == {"store"} and there(ledger, keys(1)) == [True]
+    ledger.close()
+
+
+def test_two_tiers_never_share_a_store(shm_root: Path) -> None:
+    ledger = opened(shm_root)
+    with pytest.raises(StoreError, match="path of its own"):
+        Ledger.open(spec(shm_root, slot_bytes=8192))
+    with pytest.raises(StoreError, match="path of its own"):
+        Ledger.open(spec(shm_root, kind="file"))
+    ledger.close()
+    with Other(lambda: open_once(shm_root)), pytest.raises(StoreError, match="another path"):
+        Ledger.open(spec(shm_root, slot_bytes=8192))
+
+
+def test_a_store_whose_directory_was_removed_is_made_anew_beside_the_old(shm_root: Path) -> None:
+    import shutil
+
+    old = opened(shm_root)
+    put(old, keys(1))
+    shutil.rmtree(old.directory)
+    new = opened(shm_root)
+    assert new is not old and new.store_id != old.store_id
+    put(new, keys(2))
+    assert len(old.match(keys(1)).slots) == 1 and not len(new.match(keys(1)).slots)
+    old.close()
+    assert len(new.match(keys(2)).slots) == 1
+    new.close()
+
+
+# waiting
+
+
+def test_opening_ends_in_time_while_another_holds_the_root(shm_root: Path) -> None:
+    opened(shm_root).close()
+    with holding(shm_root / LOCKS, OPEN):
+        began = time.monotonic()
+        with pytest.raises(StoreError, match="stopped"):
+            Ledger.open(spec(shm_root), deadline_seconds=0.2)
+        assert time.monotonic() - began < 2.0
+
+
+def test_opening_ends_in_time_while_another_has_the_store_to_itself(shm_root: Path) -> None:
+    opened(shm_root).close()
+    with holding(shm_root / "store" / LOCKS, OPEN), pytest.raises(StoreError, match="stopped"):
+        Ledger.open(spec(shm_root), deadline_seconds=0.2)
+    opened(shm_root).close()
+
+
+def test_opening_ends_in_time_while_another_sits_in_the_gate(shm_root: Path) -> None:
+    ledger = opened(shm_root)
+    with gate_taken(ledger):
+        ledger.close()
+        began = time.monotonic()
+        with pytest.raises(StoreError, match="stopped"):
+            Ledger.open(spec(shm_root), deadline_seconds=0.2)
+        assert time.monotonic() - began < 2.0
+    opened(shm_root).close()
+
+
+# attaching
+
+
+def test_an_existing_store_is_attached_to_as_it_is(shm_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = opened(shm_root, slots=40)
+    put(ledger, keys(1))
+    ledger.close()
+    monkeypatch.chdir(shm_root / "store")
+    attached = Ledger.attach(Path("."))
+    assert attached.slots == 40 and there(attached, keys(1)) == [True]
+    attached.close()
+
+
+def test_nothing_is_made_by_attaching(shm_root: Path) -> None:
+    (shm_root / "store").mkdir()
+    for name in ("store", "absent"):
+        with pytest.raises(StoreError):
+            Ledger.attach(shm_root / name)
+    assert names(shm_root) == {"store"} and not list((shm_root / "store").iterdir())
+
+
+# private
+
+
+def test_private_stores_are_apart_and_gone_when_closed(shm_root: Path) -> None:
+    one, two = (Ledger.open(spec(shm_root, private=True)) for _ in range(2))
+    assert one.directory != two.directory
+    put(one, keys(1))
+    assert not len(two.match(keys(1)).slots)
+    one.close()
+    assert names(shm_root) == {two.directory.name}
+    two.close()
+    assert not names(shm_root)
+
+
+def test_the_private_store_of_a_dead_process_is_swept(shm_root: Path) -> None:
+    with Other(lambda: open_once(shm_root, private=True)):
+        opened(shm_root).close()
+        assert len(names(shm_root)) == 2
+    opened(shm_root).close()
+    assert names(shm_root) == {"store"}
+
+
+# room
+
+
+def test_stores_nobody_has_open_make_room_oldest_first(shm_root: Path) -> None:
+    for age, name in ((300, "old"), (200, "older is not oldest"), (100, "young")):
+        Ledger.open(spec(shm_root, name=name)).close()
+        past = time.time() - age
+        os.utime(shm_root / name / "state", (past, past))
+    limit = used_bytes(shm_root) * 7 // 6
+    Ledger.open(spec(shm_root, name="new", limit_bytes=limit)).close()
+    assert names(shm_root) == {"older is not oldest", "young", "new"} and used_bytes(shm_root) <= limit
+
+
+def test_a_store_that_cannot_fit_is_refused_with_the_remedy_and_nothing_stays(shm_root: Path) -> None:
+    with pytest.raises(NoRoomError, match="limit"):
+        Ledger.open(spec(shm_root, slots=100_000, limit_bytes=1 << 20))
+    with pytest.raises(NoRoomError, match="smaller size"):
+        Ledger.open(spec(shm_root, slots=1 << 40, slot_bytes=1 << 20))
+    assert not names(shm_root)
+
+
+# resizing
+
+
+@pytest.mark.parametrize("kind", ["memory", "file"])
+@pytest.mark.parametrize("slots", [8, 31, 33, 200])
+def test_a_resize_keeps_what_lies_in_slots_that_stay(shm_root: Path, kind: str, slots: int) -> None:
+    ledger = opened(shm_root, 32, kind=kind)  # type: ignore[arg-type]
+    stored = put(ledger, keys(*range(32)), chained=False)
+    ledger.pin([one.key for one in stored], "ann")
+    ledger.reserve(keys(100), namespace=TENANT)
+    ledger.close()
+    again = opened(shm_root, slots, kind=kind)  # type: ignore[arg-type]
+    again.check()
+    expected = {one.key for one in stored if one.slot < slots}
+    assert {row.key for row in again.rows()} - set(keys(100)) <= expected
+    assert len(expected) - 1 <= again.gauges()["ready"] <= len(expected)
+    assert os.stat(again.slab_path).st_size == slots * 4096
+    put(again, keys(*range(200, 200 + 3 * slots)), chained=False)
+    again.check()
+    again.close()
+
+
+def test_a_store_that_others_have_open_keeps_its_size(shm_root: Path) -> None:
+    with Other(lambda: open_once(shm_root)):
+        ledger = opened(shm_root, slots=64)
+        assert ledger.slots == 32
+        ledger.close()
+    ledger = opened(shm_root, slots=64)
+    assert ledger.slots == 64
+    ledger.close()
+
+
+@pytest.mark.parametrize("kind", ["memory", "file"])
+@pytest.mark.parametrize("step", ["write_state", "Columns", "allocate", "resize_tables"])
+@pytest.mark.parametrize("slots", [16, 64])
+def test_a_crash_in_the_middle_of_a_resize(
+    shm_root: Path, kind: str, step: str, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = opened(shm_root, kind=kind)  # type: ignore[arg-type]
+    put(ledger, keys(*range(20)))
+    ledger.close()
+
+    def crash() -> None:
+        def die(*_: object, **__: object) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        monkeypatch.setattr(store, step, die)
+        opened(shm_root, slots, kind=kind)  # type: ignore[arg-type]
+
+    assert wait(child(crash)) == -signal.SIGKILL
+    again = opened(shm_root, slots, kind=kind)  # type: ignore[arg-type]
+    assert again.slots == slots
+    absorb_nothing(again)
+    again.check()
+    put(again, keys(*range(100, 100 + 2 * slots)), chained=False)
+    again.check()
+    again.close()
+
+
+def test_a_resize_while_a_scan_is_unfinished(shm_root: Path) -> None:
+    for slots in (60, 16):
+        ledger = rebuilt(shm_root, 40)
+        ledger.absorb(0, [None] * 20)
+        ledger.close()
+        ledger = opened(shm_root, slots, kind="file")
+        left = ledger.unscanned()
+        assert left == (range(20, slots) if slots > 20 else range(16, 16))
+        ledger.check()
+        absorb_nothing(ledger)
+        assert ledger.gauges()["free"] == slots
+        put(ledger, keys(*range(3 * slots)), chained=False)
+        ledger.check()
+        ledger.close()
+
+
+# small files
+
+
+def test_a_small_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "small"
+    write_synced(path, b"old")
+
+    def write_on_a_full_disk() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+        with pytest.raises(OSError):
+            write_synced(path, b"new" * 1000)
+
+    in_child(write_on_a_full_disk)
+    assert path.read_bytes() == b"old" and [entry.name for entry in tmp_path.iterdir()] == ["small"]
+
+
+def _must(holds: bool) -> None:
+    assert holds

@@ -1,0 +1,185 @@
+"""A store after what went wrong: reboots, power cuts, crashes in the middle, children that come late."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from pagoda.errors import ClosedError
+from pagoda.ledger import Found, store
+from pagoda.ledger.columns import NOT_READY
+from pagoda.ledger.state import read_state, write_state
+from pagoda.testing import FakeClock
+from tests.ledger.support import (
+    TENANT,
+    Other,
+    absorb_nothing,
+    child,
+    in_child,
+    keys,
+    open_once,
+    opened,
+    places,
+    put,
+    rebuilt,
+    there,
+    wait,
+)
+
+
+def clean(root: Path) -> bool:
+    state = read_state(root / "store")
+    assert state is not None
+    return state.clean
+
+
+def test_only_the_last_to_leave_a_store_on_disk_marks_it_clean(tmp_path: Path) -> None:
+    with Other(lambda: open_once(tmp_path, kind="file")):
+        ledger = opened(tmp_path, kind="file")
+        ledger.close()
+        assert not clean(tmp_path)
+    ledger = opened(tmp_path, kind="file")
+    assert not clean(tmp_path)
+    ledger.close()
+    assert clean(tmp_path)
+
+
+def test_who_leaves_while_another_joins_does_not_mark_what_the_other_will_change_as_clean(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, said = os.pipe()
+
+    def leave() -> None:
+        ledger = opened(tmp_path, kind="file")
+        (tmp_path / "ready").touch()
+        os.read(go, 1)
+        ledger.close()
+
+    pid = child(leave)
+    while not (tmp_path / "ready").exists():
+        time.sleep(0.005)
+    real = store.read_state
+
+    def leave_now(directory: Path) -> object:  # another process acts between two steps of this one
+        if directory.name == "store":
+            monkeypatch.setattr(store, "read_state", real)
+            os.write(said, b"x")
+            assert wait(pid) == 0
+        return real(directory)
+
+    monkeypatch.setattr(store, "_sweep", lambda root: None)
+    monkeypatch.setattr(store, "read_state", leave_now)
+    ledger = opened(tmp_path, kind="file")
+    assert store.read_state is real and not clean(tmp_path)
+    ledger.close()
+    assert clean(tmp_path)
+
+
+def test_leases_are_void_after_a_reboot_and_recency_never_goes_back(tmp_path: Path) -> None:
+    clock = FakeClock(seconds=10**6)
+    ledger = opened(tmp_path, clock=clock, kind="file")
+    stored = put(ledger, keys(*range(32)), chained=False)
+    ledger.lease(*places(stored[:10]), 60.0)
+    newest = ledger.stamp()
+    assert ledger.gauges()["leased"] == 10
+    ledger.close()
+    clock.reboot("next boot", seconds=10)
+    again = opened(tmp_path, clock=clock, kind="file")
+    assert again.stamp() > newest - (1 << 20) and again.stamp() > int(again.columns.last_use.max())
+    assert again.gauges()["leased"] == 0 and again.gauges()["ready"] == 32
+    put(again, keys(100))
+    assert there(again, keys(0)) == [False], "the oldest is no longer leased"
+    again.close()
+
+
+def test_a_damaged_recency_ends_in_no_overflow(tmp_path: Path) -> None:
+    clock = FakeClock()
+    ledger = opened(tmp_path, clock=clock, kind="file")
+    [stored] = put(ledger, keys(1))
+    ledger.columns.last_use[stored.slot] = NOT_READY - 1
+    ledger.close()
+    clock.reboot("next boot")
+    again = opened(tmp_path, clock=clock, kind="file")
+    assert len(again.match(keys(1)).slots) == 1
+    put(again, keys(2, 3))
+    again.close()
+
+
+def test_memory_is_discarded_after_a_reboot(shm_root: Path) -> None:
+    clock = FakeClock()
+    ledger = opened(shm_root, clock=clock)
+    put(ledger, keys(1))
+    number = ledger.store_id
+    ledger.close()
+    clock.reboot("next boot")
+    again = opened(shm_root, clock=clock)
+    assert again.store_id != number and not again.gauges()["ready"]
+    again.close()
+
+
+def test_after_a_power_cut_the_ledger_is_rebuilt_with_newer_generations(tmp_path: Path) -> None:
+    clock = FakeClock()
+
+    def lose_power() -> None:
+        ledger = opened(tmp_path, clock=clock, kind="file")
+        stored = put(ledger, keys(1, 2))
+        (tmp_path / "generation").write_text(str(max(one.generation for one in stored)))
+
+    in_child(lose_power)
+    clock.reboot("next boot")
+    again = opened(tmp_path, clock=clock, kind="file")
+    assert again.unscanned() == range(32) and not len(again.match(keys(1)).slots)
+    again.absorb(0, [Found(keys(1)[0], TENANT, 0, 0, 16, 5), None])
+    assert len(again.match(keys(1)).slots) == 1
+    absorb_nothing(again)
+    [new] = put(again, keys(3))
+    assert new.generation > int((tmp_path / "generation").read_text())
+    again.check()
+    again.close()
+
+
+@pytest.mark.parametrize("step", ["write_state", "_make_ledger", "_renew"])
+def test_a_crash_in_the_middle_of_a_rebuild(
+    tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rebuilt(tmp_path, 32).close()
+    (tmp_path / "store" / "columns").unlink()
+
+    def crash() -> None:
+        monkeypatch.setattr(store, step, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+        opened(tmp_path, kind="file")
+
+    assert wait(child(crash)) == -signal.SIGKILL
+    again = opened(tmp_path, kind="file")
+    absorb_nothing(again)
+    again.check()
+    put(again, keys(1))
+    again.close()
+
+
+def test_a_child_whose_store_was_resized_before_it_could_open_it_again_has_it_closed(shm_root: Path) -> None:
+    """Its parent died between the fork and this; what it has mapped are files that nobody uses any more."""
+    ledger = opened(shm_root)
+    put(ledger, keys(1))
+    state = read_state(ledger.directory)
+    assert state is not None
+
+    def orphan() -> None:
+        with pytest.raises(ClosedError):
+            ledger.match(keys(1))
+        fresh = opened(shm_root)
+        assert fresh is not ledger and len(fresh.match(keys(1)).slots) == 1
+        ledger.close()
+        assert len(fresh.match(keys(1)).slots) == 1
+        fresh.close()
+
+    import msgspec
+
+    write_state(ledger.directory, msgspec.structs.replace(state, incarnation=state.incarnation + 1))
+    in_child(orphan)
+    write_state(ledger.directory, state)
+    ledger.close()

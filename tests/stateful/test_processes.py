@@ -1,0 +1,36 @@
+"""Four processes at random on one host slab, and on a disk, with kill -9 and SIGSTOP: nothing wrong, leaked or late."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.stress import Summary, run
+
+OPERATIONS = 12_000
+
+
+def judge(summary: Summary) -> None:
+    """All promises held, and the run was one in which they could have been broken."""
+    assert not summary.violations, "\n".join(summary.violations[:20])
+    counts = summary.counts
+    assert counts["wrong"] == counts["late"] == counts["errors"] == 0
+    assert summary.kills >= 2 and summary.stops >= 2 and counts["forks"] >= 10
+    assert counts["overtaken"] > 0, "a run without any race shows little"
+
+
+@pytest.mark.timeout(110)
+def test_twelve_thousand_operations_of_four_processes_on_one_host_slab(
+    shm_root: Path, tmp_path: Path
+) -> None:
+    summary = run(tmp_path / "run", shm_root, OPERATIONS, seed=1, limit_seconds=90)
+    judge(summary)
+    assert summary.counts["ops"] >= OPERATIONS and summary.counts["checked"] >= OPERATIONS
+
+
+@pytest.mark.timeout(110)
+def test_four_processes_with_a_disk_below(shm_root: Path, tmp_path: Path) -> None:
+    summary = run(tmp_path / "run", shm_root, OPERATIONS // 2, 2, 90, disk=tmp_path / "disk")
+    judge(summary)
+    assert summary.counts["disk_saved"] > 100 and summary.counts["disk_hits"] > 100

@@ -1,0 +1,50 @@
+"""`import pagoda` costs nothing: whatever is heavy is imported by the first use of a name."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+HEAVY = (
+    "numpy",
+    "lmdb",
+    "torch",
+    "pydantic",
+    "pydantic_settings",
+    "msgspec",
+    "blake3",
+    "typer",
+    "rich",
+    "transformers",
+)
+
+
+def modules_after(code: str) -> set[str]:
+    """The modules that a fresh interpreter has after `code`."""
+    code += "\nimport json, sys; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_import_is_light() -> None:
+    bare = modules_after("pass")
+    after = modules_after("import pagoda; dir(pagoda)")
+    assert not (after - bare) & set(HEAVY)
+    assert {name for name in after if name.startswith("pagoda")} == {"pagoda"}
+
+
+def test_errors_are_light() -> None:
+    after = modules_after("from pagoda import PagodaError")
+    assert not after & set(HEAVY)
+
+
+def test_keys_and_layouts_need_no_engine() -> None:
+    after = modules_after("from pagoda import KVLayout, Namespace; Namespace('m').root")
+    assert not after & {"lmdb", "torch", "pydantic", "typer", "rich", "transformers"}
+
+
+def test_metrics_are_pure_python() -> None:
+    assert "numpy" not in modules_after("import pagoda.metrics, pagoda.clock")

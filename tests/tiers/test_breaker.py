@@ -1,0 +1,42 @@
+"""pagoda.tiers.breaker"""
+
+from __future__ import annotations
+
+from pagoda.testing import FakeClock
+from pagoda.tiers.breaker import Breaker
+
+
+def test_rests_after_failures_in_a_row_only() -> None:
+    breaker = Breaker(FakeClock(), limit=3)
+    for _ in range(2):
+        breaker.failed()
+    breaker.worked()
+    for _ in range(2):
+        breaker.failed()
+    assert not breaker.resting
+    breaker.failed()
+    assert breaker.resting
+
+
+def test_after_the_rest_it_is_tried_again() -> None:
+    clock = FakeClock()
+    breaker = Breaker(clock, limit=1, rest_seconds=5)
+    breaker.failed()
+    clock.advance(4.9)
+    assert breaker.resting
+    clock.advance(0.2)
+    assert not breaker.resting
+    breaker.worked()
+    clock.advance(0.2)
+    assert not breaker.resting
+
+
+def test_a_probe_that_fails_begins_another_rest() -> None:
+    clock = FakeClock()
+    breaker = Breaker(clock, limit=3, rest_seconds=5)
+    for _ in range(3):
+        breaker.failed()
+    clock.advance(5.1)
+    breaker.failed()
+    clock.advance(4.9)
+    assert breaker.resting

@@ -1,0 +1,313 @@
+"""pagoda.tiers.disk, its writer and its reader (what every tier does: tests/conformance)"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pagoda.metrics import Reason
+from pagoda.testing import Fault
+from pagoda.tiers import DiskTier, Done
+from tests.tiers.tools import (
+    LAYOUT,
+    ROOT,
+    SECONDS,
+    STRIDE,
+    check,
+    chunks_of,
+    ends,
+    is_right,
+    keys_of,
+    oks,
+    open_disk,
+    open_faulty,
+    payload_of,
+    right,
+    room,
+    store,
+)
+
+WORKER = Path(__file__).with_name("worker.py")
+
+
+def worker(*args: object) -> str:
+    """What another process prints."""
+    command = [sys.executable, "-m", "tests.tiers.worker", *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, check=True).stdout
+
+
+@pytest.mark.parametrize("direct", [None, False])
+def test_restart_in_the_same_process(tmp_path: Path, direct: bool | None) -> None:
+    keys = keys_of(12)
+    tier = open_disk(tmp_path, direct=direct)
+    store(tier, keys)
+    tier.close()
+    again = open_disk(tmp_path, direct=direct)
+    assert again.find(keys) == 12
+    assert all(right(again, key) for key in keys)
+    check(again)
+    again.close()
+
+
+def test_restart_by_other_processes(tmp_path: Path) -> None:
+    assert worker("store", tmp_path, 32, 12).split() == ["12"]
+    assert worker("read", tmp_path, 32, 12).split() == ["12"]
+    tier = open_disk(tmp_path)
+    assert all(right(tier, key) for key in keys_of(12))
+    tier.close()
+
+
+@pytest.mark.parametrize("direct", [None, False])
+@pytest.mark.parametrize("spare", [0, 1])
+def test_any_buffer_will_do(tmp_path: Path, direct: bool | None, spare: int) -> None:
+    """Payloads and buffers that O_DIRECT cannot use are copied on the way."""
+    tier, _ = open_faulty(tmp_path, direct=direct)
+    keys = keys_of(6)
+    sources, buffers = (
+        [np.empty(LAYOUT.chunk_bytes + spare, np.uint8)[spare:] for _ in keys] for _ in range(2)
+    )
+    for source, key in zip(sources, keys, strict=True):
+        source[:] = payload_of(key)[: LAYOUT.chunk_bytes]
+    chunks = [chunk._replace(payload=source) for chunk, source in zip(chunks_of(keys), sources, strict=True)]
+    assert all(oks(tier.save(chunks, ROOT)))
+    assert all(oks(tier.load(keys, buffers, namespace=ROOT)))
+    assert all(is_right(key, buffer) for key, buffer in zip(keys, buffers, strict=True))
+    tier.close()
+
+
+def test_what_is_queued_is_found_and_read(tmp_path: Path) -> None:
+    tier, slab = open_faulty(tmp_path)
+    keys = keys_of(6)
+    slab.fail_next("write", Fault.HANG)
+    saving = tier.save(chunks_of(keys), ROOT)
+    assert slab.hanging.wait(SECONDS)
+    assert tier.find(keys) == 6
+    assert all(tier.in_flight(key) and tier.contains(key) for key in keys)
+    buffers = [room() for _ in keys]
+    loading = tier.load(keys, buffers, namespace=ROOT)
+    slab.release()
+    assert all(oks(loading))
+    assert all(is_right(key, buffer) for key, buffer in zip(keys, buffers, strict=True))
+    assert all(oks(saving))
+    assert slab.calls["read"] == 0
+    tier.close()
+
+
+def test_what_is_queued_and_goes_stale_is_not_served(tmp_path: Path) -> None:
+    tier, slab = open_faulty(tmp_path)
+    valid = threading.Event()
+    valid.set()
+    first, second = keys_of(2)
+    slab.fail_next("write", Fault.HANG)
+    saving = tier.save(chunks_of([first]), ROOT)
+    assert slab.hanging.wait(SECONDS)
+    saving += tier.save(chunks_of([second], 1, still_valid=valid.is_set), ROOT)
+    loading = tier.load([second], [room()], start=1, namespace=ROOT)
+    assert tier.contains(second)
+    valid.clear()
+    assert not tier.contains(second)
+    slab.release()
+    assert not loading[0].result(SECONDS).ok
+    assert oks(saving) == [True, False]
+    assert tier.stats()["drop_stale"] == 1
+    check(tier)
+    tier.close()
+
+
+def test_a_mixed_run_of_stored_and_queued_is_one_run(tmp_path: Path) -> None:
+    tier, slab = open_faulty(tmp_path)
+    keys = keys_of(9)
+    store(tier, keys[:3])
+    store(tier, keys[5:7], 5)
+    slab.fail_next("write", Fault.HANG)
+    saving = tier.save(chunks_of(keys[3:5], 3), ROOT)
+    assert slab.hanging.wait(SECONDS)
+    assert tier.find(keys) == 7
+    buffers = [room() for _ in keys]
+    loading = tier.load(keys, buffers, namespace=ROOT)
+    slab.release()
+    assert oks(loading) == [True] * 7 + [False] * 2
+    assert all(is_right(key, buffer) for key, buffer in zip(keys[:7], buffers, strict=False))
+    assert all(oks(saving))
+    tier.close()
+
+
+def test_two_loads_of_one_chunk_read_it_once(tmp_path: Path) -> None:
+    tier, slab = open_faulty(tmp_path, io_threads=2)
+    (key,) = keys_of(1)
+    store(tier, [key])
+    slab.fail_next("read", Fault.HANG)
+    buffers = [room(), room(), room()]
+    loading = [tier.load([key], [buffer], namespace=ROOT)[0] for buffer in buffers]
+    assert slab.hanging.wait(SECONDS)
+    slab.release()
+    assert all(oks(loading))
+    assert all(is_right(key, buffer) for buffer in buffers)
+    assert slab.calls["read"] == 1
+    tier.close()
+
+
+def test_reads_go_before_the_writes_that_wait(tmp_path: Path) -> None:
+    tier, slab = open_faulty(tmp_path, queue_chunks=16, slots=128)
+    first, *others = keys_of(10)
+    store(tier, [first])
+    slab.fail_next("write", Fault.HANG)
+    saving = tier.save(chunks_of(others, 1), ROOT)
+    assert slab.hanging.wait(SECONDS)
+    (loading,) = tier.load([first], [room()], namespace=ROOT)
+    slab.fail_next("write", Fault.DELAY, times=20)
+    slab.release()
+    assert loading.result(SECONDS).ok
+    assert not saving[-1].done()
+    assert all(oks(saving))
+    tier.close()
+
+
+def test_several_reads_are_in_flight(tmp_path: Path) -> None:
+    tier, slab = open_faulty(tmp_path, io_threads=4)
+    keys = keys_of(8)
+    store(tier, keys)
+    slab.delay_seconds = 0.2
+    slab.fail_next("read", Fault.DELAY, times=8)
+    begin = time.monotonic()
+    assert all(oks(tier.load(keys, [room() for _ in keys], namespace=ROOT)))
+    assert time.monotonic() - begin < 1.2  # one after the other: 1.6 s
+    tier.close()
+
+
+def test_a_full_queue_drops_the_newest_and_says_so(tmp_path: Path) -> None:
+    tier, slab = open_faulty(tmp_path, queue_chunks=4)
+    keys = keys_of(7)
+    slab.fail_next("write", Fault.HANG)
+    saving = tier.save(chunks_of(keys), ROOT)
+    assert tier.put(keys[6], payload_of(keys[6])[: LAYOUT.chunk_bytes], namespace=ROOT) is False
+    slab.release()
+    assert ends(saving) == [Done(True, None)] * 4 + [Done(False, Reason.QUEUE_FULL)] * 3
+    assert tier.stats()["drop_queue_full"] == 4
+    assert tier.find(keys) == 4
+    tier.close()
+
+
+def test_put_many_waits_for_room_in_the_queue(tmp_path: Path) -> None:
+    tier, slab = open_faulty(tmp_path, queue_chunks=2)
+    slab.fail_next("write", Fault.DELAY, times=3)
+    keys = keys_of(8)
+    assert tier.put_many(iter(chunks_of(keys)), namespace=ROOT) == 8
+    tier.close()
+
+
+def test_flush_waits_for_all(tmp_path: Path) -> None:
+    tier, slab = open_faulty(tmp_path)
+    slab.fail_next("write", Fault.HANG)
+    saving = tier.save(chunks_of(keys_of(3)), ROOT)
+    assert not tier.flush(0.05)
+    slab.release()
+    assert tier.flush(SECONDS)
+    assert all(future.done() for future in saving)
+    tier.close()
+
+
+def test_eviction_keeps_the_newest_and_the_limit(tmp_path: Path) -> None:
+    tier = open_disk(tmp_path, slots=16)
+    for chain in range(1, 8):
+        store(tier, keys_of(8, chain))
+    assert tier.find(keys_of(8, 7)) == 8
+    assert tier.find(keys_of(8, 1)) == 0
+    gauges = check(tier)
+    assert gauges["ready"] <= gauges["slots"] == 16
+    used = sum(path.stat().st_blocks * 512 for path in tmp_path.rglob("slab"))
+    assert used <= 16 * STRIDE + 65536
+    tier.close()
+
+
+def test_a_run_longer_than_the_tier_keeps_its_head(tmp_path: Path) -> None:
+    tier = open_disk(tmp_path, slots=40)
+    keys = keys_of(48)
+    for _ in range(2):
+        ends(tier.save(chunks_of(keys), ROOT))
+        assert tier.find(keys) >= 39
+    check(tier)
+    tier.close()
+
+
+def test_durable_syncs_before_it_commits(tmp_path: Path) -> None:
+    tier, slab = open_faulty(tmp_path, durable=True)
+    slab.fail_next("sync", Fault.HANG)
+    keys = keys_of(2)
+    saving = tier.save(chunks_of(keys), ROOT)
+    assert slab.hanging.wait(SECONDS)
+    assert len(tier.ledger.match(keys).slots) == 0
+    slab.release()
+    assert all(oks(saving))
+    assert slab.calls["sync"] >= 1
+    tier.close()
+
+
+def test_durable_stores_nothing_if_the_sync_fails(tmp_path: Path) -> None:
+    tier, slab = open_faulty(tmp_path, durable=True)
+    slab.fail_next("sync", Fault.EIO)
+    keys = keys_of(1)
+    assert ends(tier.save(chunks_of(keys), ROOT)) == [Done(False, Reason.IO_ERROR)]
+    assert tier.find(keys) == 0
+    check(tier)
+    tier.close()
+
+
+def test_a_removed_chunk_that_was_being_written_does_not_appear(tmp_path: Path) -> None:
+    tier, slab = open_faulty(tmp_path)
+    keys = keys_of(1)
+    slab.fail_next("write", Fault.HANG)
+    saving = tier.save(chunks_of(keys), ROOT)
+    assert slab.hanging.wait(SECONDS)
+    threading.Timer(0.1, slab.release).start()
+    assert tier.remove(keys[0]) is True
+    assert ends(saving) == [Done(False, Reason.REMOVED)]
+    assert not tier.contains(keys[0])
+    store(tier, keys)
+    tier.close()
+
+
+def test_a_cleared_namespace_stays_clear_of_what_was_being_written(tmp_path: Path) -> None:
+    tier, slab = open_faulty(tmp_path)
+    keys = keys_of(5)
+    store(tier, keys[:2])
+    slab.fail_next("write", Fault.HANG)
+    saving = tier.save(chunks_of(keys[2:], 2), ROOT)
+    assert slab.hanging.wait(SECONDS)
+    assert tier.clear(ROOT) == 5
+    slab.release()
+    assert oks(saving) == [False] * 3
+    assert tier.find(keys) == 0
+    check(tier)
+    store(tier, keys)
+    assert all(right(tier, key) for key in keys)
+    tier.close()
+
+
+def test_chunks_of_another_process_are_busy_while_it_writes_them(tmp_path: Path) -> None:
+    """The same ledger with a second tier: its reservation is somebody else's."""
+    tier, slab = open_faulty(tmp_path)
+    other, _ = open_faulty(tmp_path)
+    keys = keys_of(1)
+    slab.fail_next("write", Fault.HANG)
+    saving = tier.save(chunks_of(keys), ROOT)
+    assert slab.hanging.wait(SECONDS)
+    assert ends(other.save(chunks_of(keys), ROOT)) == [Done(False, Reason.BUSY)]
+    slab.release()
+    assert all(oks(saving))
+    assert all(oks(other.save(chunks_of(keys), ROOT)))
+    tier.close()
+    other.close()
+
+
+def test_wrong_numbers_are_value_errors(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no room for one chunk"):
+        DiskTier.open(LAYOUT, tmp_path, STRIDE - 1)
+    with pytest.raises(ValueError, match="io_threads"):
+        open_disk(tmp_path, io_threads=0)

@@ -1,0 +1,263 @@
+"""The disk tier on a disk that fails: a miss or a drop with its reason, never wrong bytes, nothing left behind."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pagoda import codec
+from pagoda.codec import HEADER_BYTES
+from pagoda.metrics import Reason
+from pagoda.testing import FakeClock, Fault
+from pagoda.tiers import DiskTier, Done
+from tests.tiers.tools import (
+    LAYOUT,
+    ROOT,
+    SECONDS,
+    STRIDE,
+    check,
+    chunks_of,
+    ends,
+    keys_of,
+    oks,
+    open_disk,
+    open_faulty,
+    right,
+    room,
+    store,
+)
+
+
+@pytest.fixture(params=[None, False], ids=["direct", "buffered"])
+def direct(request: pytest.FixtureRequest) -> bool | None:
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("fault", [Fault.SHORT, Fault.DELAY])
+def test_short_and_late_io_is_finished(tmp_path: Path, fault: Fault, direct: bool | None) -> None:
+    tier, slab = open_faulty(tmp_path, direct=direct)
+    keys = keys_of(3)
+    slab.fail_next("write", fault, times=3)
+    store(tier, keys)
+    slab.fail_next("read", fault, times=3)
+    assert all(right(tier, key) for key in keys)
+    assert slab.struck[fault] == 6
+    tier.close()
+
+
+@pytest.mark.parametrize("fault", [Fault.EIO, Fault.ENOSPC, Fault.TORN])
+def test_a_write_that_fails_is_not_stored(tmp_path: Path, fault: Fault, direct: bool | None) -> None:
+    tier, slab = open_faulty(tmp_path, direct=direct)
+    keys = keys_of(3)
+    slab.fail_next("write", fault, skip=1)
+    assert ends(tier.save(chunks_of(keys), ROOT)) == [
+        Done(True, None),
+        Done(False, Reason.IO_ERROR),
+        Done(True, None),
+    ]
+    assert tier.find(keys) == 1
+    assert not right(tier, keys[1])
+    assert tier.stats()["drop_io_error"] == 1
+    assert tier.stats()["stored_chunks"] == 2
+    assert check(tier)["free"] == 30
+    store(tier, keys)
+    assert all(right(tier, key) for key in keys)
+    tier.close()
+
+
+@pytest.mark.parametrize("fault", [Fault.BIT_FLIP, Fault.LOST])
+def test_a_write_that_lies_is_found_out_when_it_is_read(
+    tmp_path: Path, fault: Fault, direct: bool | None
+) -> None:
+    tier, slab = open_faulty(tmp_path, direct=direct)
+    keys = keys_of(1)
+    slab.fail_next("write", fault, at=HEADER_BYTES + 77 if fault is Fault.BIT_FLIP else None)
+    store(tier, keys)
+    assert ends(tier.load(keys, [room()], namespace=ROOT)) == [Done(False, Reason.FAILED_CHECK)]
+    assert not tier.contains(keys[0])
+    assert tier.stats()["failed_checks"] == 1
+    assert tier.stats()["miss_failed_check"] == 1
+    assert check(tier)["free"] == 32
+    tier.close()
+
+
+@pytest.mark.parametrize(
+    "at", [0, 100, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + LAYOUT.chunk_bytes - 1]
+)
+def test_one_flipped_bit_anywhere_is_a_miss(tmp_path: Path, at: int) -> None:
+    tier, slab = open_faulty(tmp_path)
+    keys = keys_of(1)
+    store(tier, keys)
+    slab.fail_next("read", Fault.BIT_FLIP, at=at)
+    assert ends(tier.load(keys, [room()], namespace=ROOT)) == [Done(False, Reason.FAILED_CHECK)]
+    assert tier.find(keys) == 0
+    tier.close()
+
+
+@pytest.mark.parametrize("fault", [Fault.EIO, Fault.TORN])
+def test_a_read_that_fails_is_a_miss_and_the_entry_goes(tmp_path: Path, fault: Fault) -> None:
+    tier, slab = open_faulty(tmp_path)
+    keys = keys_of(2)
+    store(tier, keys)
+    slab.fail_next("read", fault)
+    assert ends(tier.load(keys, [room(), room()], namespace=ROOT)) == [
+        Done(False, Reason.IO_ERROR),
+        Done(True, None),
+    ]
+    assert not tier.contains(keys[0])
+    assert tier.stats()["miss_io_error"] == 1
+    check(tier)
+    tier.close()
+
+
+def test_trouble_is_one_log_line_not_one_a_chunk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tier, slab = open_faulty(tmp_path)
+    slab.fail_next("write", Fault.EIO, times=3)
+    with caplog.at_level(logging.WARNING, "pagoda.tiers"):
+        assert not any(oks(tier.save(chunks_of(keys_of(3)), ROOT)))
+    assert len(caplog.records) == 1
+    assert "io_error" in caplog.text
+    tier.close()
+
+
+def test_a_source_that_goes_between_checksum_and_write(tmp_path: Path) -> None:
+    tier, slab = open_faulty(tmp_path)
+    keys = keys_of(1)
+    answers = iter([True, False])  # before the reservation, after the checksum
+    assert ends(tier.save(chunks_of(keys, still_valid=lambda: next(answers)), ROOT)) == [
+        Done(False, Reason.STALE)
+    ]
+    assert slab.calls["write"] == 0
+    assert not tier.contains(keys[0])
+    check(tier)
+    tier.close()
+
+
+def test_a_source_that_goes_during_the_write(tmp_path: Path) -> None:
+    tier, slab = open_faulty(tmp_path)
+    keys = keys_of(1)
+    answers = iter([True, True, False])
+    assert ends(tier.save(chunks_of(keys, still_valid=lambda: next(answers)), ROOT)) == [
+        Done(False, Reason.STALE)
+    ]
+    assert slab.calls["write"] == 1
+    assert not tier.contains(keys[0])
+    assert check(tier)["free"] == 32
+    tier.close()
+
+
+def test_a_source_that_raises_is_a_drop(tmp_path: Path) -> None:
+    tier, _ = open_faulty(tmp_path)
+
+    def raises() -> bool:
+        raise RuntimeError("the source broke")
+
+    keys = keys_of(2)
+    bad = tier.save(chunks_of(keys[:1], still_valid=raises), ROOT)
+    assert ends(bad) == [Done(False, Reason.IO_ERROR)]
+    store(tier, keys)
+    check(tier)
+    tier.close()
+
+
+def slot_file(tier: DiskTier) -> np.memmap[tuple[int, int], np.dtype[np.uint8]]:
+    """The slab's bytes, (slots, stride), through the page cache."""
+    shape = (tier.ledger.slots, STRIDE)
+    return np.memmap(tier.ledger.slab_path, np.uint8, "r+", shape=shape)
+
+
+def test_bytes_of_another_chunk_under_a_right_key(tmp_path: Path) -> None:
+    tier = open_disk(tmp_path, direct=False)
+    one, two = keys_of(2)
+    store(tier, [one, two])
+    slots = tier.ledger.match([one, two]).slots
+    file = slot_file(tier)
+    file[slots[0]] = file[slots[1]]
+    assert tier.get(one) is None
+    assert right(tier, two)
+    assert not tier.contains(one)
+    tier.close()
+
+
+CHANGES = {
+    "another store": {"store_id": b"x" * 16},
+    "another slot": {"slot": 31},
+    "another namespace": {"namespace": b"n" * 32},
+    "another epoch": {"epoch": 9},
+    "another key": {"key": b"k" * 32},
+    "another position": {"position": 3},
+    "another length": {"length": 4096},
+    "another layout": {"fingerprint": "0123456789abcdef"},
+    "an older write": {"sequence": 1},
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_well_sealed_header_that_is_not_the_one_asked_for(tmp_path: Path, what: str) -> None:
+    """A slab file of another store, or an older copy of this one, put in place of ours."""
+    tier = open_disk(tmp_path, direct=False)
+    (key,) = keys_of(1)
+    store(tier, [key])
+    slot = int(tier.ledger.match([key]).slots[0])
+    page = slot_file(tier)[slot]
+    header = codec.parse(page[:HEADER_BYTES].tobytes())
+    assert header is not None
+    fields = {**vars(header), **CHANGES[what]}
+    page[:HEADER_BYTES] = codec.seal(codec.Header(**fields), page[HEADER_BYTES:])
+    assert ends(tier.load([key], [room()], namespace=ROOT)) == [Done(False, Reason.FAILED_CHECK)]
+    assert not tier.contains(key)
+    tier.close()
+
+
+def test_an_evicted_chunk_is_no_failed_check(tmp_path: Path) -> None:
+    """The slot is taken for another chunk between the match and the read."""
+    tier, slab = open_faulty(tmp_path, slots=16, io_threads=2)
+    (key,) = keys_of(1)
+    store(tier, [key])
+    slab.fail_next("read", Fault.HANG)
+    (loading,) = tier.load([key], [room()], namespace=ROOT)
+    assert slab.hanging.wait(SECONDS)
+    assert tier.remove(key)
+    store(tier, keys_of(16, chain=5))
+    slab.release()
+    done = loading.result(SECONDS)
+    assert done.ok is False
+    assert done.reason is Reason.EVICTED
+    assert tier.stats()["failed_checks"] == 0
+    tier.close()
+
+
+def test_a_disk_that_keeps_failing_is_left_out_and_tried_again(tmp_path: Path) -> None:
+    clock = FakeClock()
+    tier, slab = open_faulty(tmp_path, clock=clock)
+    kept, *others = keys_of(8)
+    store(tier, [kept])
+    slab.fail_next("write", Fault.EIO, times=99)
+    failed = [ends(tier.save(chunks_of([key], n), ROOT))[0].reason for n, key in enumerate(others)]
+    assert failed[0] is Reason.IO_ERROR
+    assert failed[-1] is Reason.TIER_SKIPPED
+    assert tier.find([kept]) == 0
+    assert tier.get(kept) is None
+    assert tier.stats()["resting"] == 1
+    assert tier.stats()["drop_tier_skipped"] >= 1
+    slab.heal()
+    clock.advance(60)
+    assert tier.find([kept]) == 1
+    assert right(tier, kept)
+    store(tier, others)
+    assert tier.stats()["resting"] == 0
+    tier.close()
+
+
+def test_a_queue_whose_disk_begins_to_fail_ends_quickly(tmp_path: Path) -> None:
+    tier, slab = open_faulty(tmp_path, slots=128)
+    slab.fail_next("write", Fault.EIO, times=99)
+    reasons = [done.reason for done in ends(tier.save(chunks_of(keys_of(30)), ROOT))]
+    assert reasons.count(Reason.IO_ERROR) == 4
+    assert reasons.count(Reason.TIER_SKIPPED) == 26
+    assert slab.calls["write"] == 4
+    check(tier)
+    tier.close()

@@ -1,0 +1,221 @@
+"""pagoda.tiers.host (what every tier does: tests/conformance)"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pagoda.errors import ClosedError
+from pagoda.layout import KVLayout
+from pagoda.metrics import Reason
+from pagoda.tiers import Done, HostTier
+from tests.tiers.tools import (
+    LAYOUT,
+    NAMESPACE,
+    ROOT,
+    check,
+    chunks_of,
+    ends,
+    is_right,
+    keys_of,
+    payload_of,
+    right,
+    room,
+    store,
+)
+
+SIZE = 64 * LAYOUT.slot_bytes
+
+
+def open_host(root: Path, *, shared: bool = True, size_bytes: int = SIZE) -> HostTier:
+    tier = HostTier.open(LAYOUT, root, size_bytes, shared=shared)
+    tier.register(NAMESPACE)
+    return tier
+
+
+def test_a_run_longer_than_the_window_is_stored_whole(shm_root: Path) -> None:
+    tier = open_host(shm_root)
+    keys = keys_of(3 * tier.ledger.window + 1)
+    store(tier, keys)
+    assert tier.find(keys) == len(keys)
+    assert all(right(tier, key) for key in keys)
+    check(tier)
+    tier.close()
+
+
+def test_slots_are_filled_in_place_by_who_has_the_ledger(shm_root: Path) -> None:
+    tier = open_host(shm_root)
+    (key,) = keys_of(1)
+    (reserved,) = tier.ledger.reserve([key], namespace=ROOT)
+    tier.slab.view(reserved.slot)[:] = payload_of(key)
+    assert not tier.contains(key)
+    assert tier.ledger.commit([reserved]) == [True]  # type: ignore[list-item]
+    assert right(tier, key)
+    tier.close()
+
+
+def test_an_evicted_chunk_is_a_miss_with_its_reason(shm_root: Path) -> None:
+    tier = open_host(shm_root, size_bytes=8 * LAYOUT.slot_bytes)
+    old, new = keys_of(8, chain=1), keys_of(8, chain=2)
+    store(tier, old)
+    store(tier, new)
+    assert ends(tier.load(old[:1], [room()], namespace=ROOT)) == [Done(False, Reason.EVICTED)]
+    assert tier.find(new) == 8
+    tier.close()
+
+
+def test_a_source_that_goes_while_it_is_copied_is_not_stored(shm_root: Path) -> None:
+    tier = open_host(shm_root)
+    keys = keys_of(1)
+    (done,) = ends(tier.save(chunks_of(keys, still_valid=lambda: False), ROOT))
+    assert done == Done(False, Reason.STALE)
+    assert not tier.contains(keys[0])
+    assert tier.stats()["drop_stale"] == 1
+    assert check(tier)["free"] == 64
+    tier.close()
+
+
+def test_a_source_that_raises_frees_its_slot(shm_root: Path) -> None:
+    tier = open_host(shm_root)
+
+    def raises() -> bool:
+        raise RuntimeError("the source broke")
+
+    with pytest.raises(RuntimeError):
+        tier.save(chunks_of(keys_of(2), still_valid=raises), ROOT)
+    assert check(tier)["free"] == 64
+    tier.close()
+
+
+def test_another_tier_of_the_machine_sees_the_same_chunks(shm_root: Path) -> None:
+    tier = open_host(shm_root)
+    keys = keys_of(4)
+    store(tier, keys)
+    code = f"""
+from pathlib import Path
+from tests.tiers.test_host import *
+tier = open_host(Path({str(shm_root)!r}))
+print(sum(right(tier, key) for key in keys_of(4)))
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert found.stdout.split() == ["4"]
+    tier.close()
+
+
+def test_chunks_outlive_the_tier_object(shm_root: Path) -> None:
+    tier = open_host(shm_root)
+    keys = keys_of(4)
+    store(tier, keys)
+    tier.close()
+    tier.close()
+    again = open_host(shm_root)
+    assert all(right(again, key) for key in keys)
+    again.close()
+
+
+def test_private_tiers_share_nothing(tmp_path: Path) -> None:
+    one, two = open_host(tmp_path, shared=False), open_host(tmp_path, shared=False)
+    keys = keys_of(2)
+    store(one, keys)
+    assert one.find(keys) == 2
+    assert two.find(keys) == 0
+    one.close()
+    two.close()
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
+
+
+def test_private_memory_costs_no_file(tmp_path: Path) -> None:
+    tier = HostTier.open(LAYOUT, tmp_path, 4000 * LAYOUT.slot_bytes, shared=False, populate=False)
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*")) < 2000 * LAYOUT.slot_bytes
+    tier.close()
+
+
+def test_a_forked_child_shares_the_memory(shm_root: Path) -> None:
+    tier = open_host(shm_root)
+    mine, childs = keys_of(2, chain=1), keys_of(2, chain=2)
+    store(tier, mine)
+    child = os.fork()
+    if child == 0:
+        try:
+            good = all(right(tier, key) for key in mine)
+            store(tier, childs)
+            os._exit(0 if good else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert all(right(tier, key) for key in childs)
+    tier.close()
+
+
+def test_a_forked_child_does_not_use_private_memory(tmp_path: Path) -> None:
+    tier = open_host(tmp_path, shared=False)
+    keys = keys_of(2)
+    store(tier, keys)
+    child = os.fork()
+    if child == 0:
+        try:
+            (saved,) = ends(tier.save(chunks_of(keys_of(1, chain=7)), ROOT))
+            os._exit(0 if (tier.find(keys), tier.get(keys[0]), saved.ok) == (0, None, False) else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert all(right(tier, key) for key in keys)
+    tier.close()
+
+
+def test_a_forked_child_cannot_reserve_in_private_memory(tmp_path: Path) -> None:
+    """Its bytes would go to its own copy of the slab, and the parent would take its own for them."""
+    tier = open_host(tmp_path, shared=False)
+    child = os.fork()
+    if child == 0:
+        try:
+            tier.ledger.reserve(keys_of(1), namespace=ROOT)
+            os._exit(1)
+        except ClosedError:
+            os._exit(0)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert check(tier)["free"] == 64
+    tier.close()
+
+
+def test_a_load_into_plain_buffers(shm_root: Path) -> None:
+    tier = open_host(shm_root)
+    keys = keys_of(3)
+    store(tier, keys)
+    buffers = [np.empty(LAYOUT.chunk_bytes + 1, np.uint8)[1:] for _ in keys]
+    assert all(done.ok for done in ends(tier.load(keys, buffers, namespace=ROOT)))
+    assert all(is_right(key, buffer) for key, buffer in zip(keys, buffers, strict=True))
+    tier.close()
+
+
+def test_a_size_without_room_for_a_chunk_is_a_value_error(shm_root: Path) -> None:
+    with pytest.raises(ValueError, match="no room for one chunk"):
+        HostTier.open(LAYOUT, shm_root, LAYOUT.slot_bytes - 1)
+
+
+def test_two_layouts_of_one_root_lie_apart(shm_root: Path) -> None:
+    other = KVLayout.opaque(4, 5000, "another")
+    one = HostTier.open(LAYOUT, shm_root, SIZE)
+    one.close()
+    two = HostTier.open(other, shm_root, SIZE)
+    (key,) = keys_of(1)
+    assert two.put(key, np.ones(5000, np.uint8), namespace=ROOT)
+    two.close()
+
+
+def test_holders_are_those_who_pinned(shm_root: Path) -> None:
+    tier = open_host(shm_root)
+    keys = keys_of(1)
+    store(tier, keys)
+    tier.ledger.pin(keys, "somebody")
+    assert tier.holders(keys[0]) == ["somebody"]
+    tier.close()

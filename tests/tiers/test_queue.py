@@ -1,0 +1,155 @@
+"""pagoda.tiers.queue"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from pagoda.metrics import Reason
+from pagoda.tiers.base import Done
+from pagoda.tiers.queue import IoQueue, Read, Write
+from tests.tiers.tools import LAYOUT, ROOT, chunks_of, is_right, keys_of, payload_of, room
+
+KEYS = keys_of(8)
+OK = Done(True, None)
+
+
+def write(n: int, namespace: bytes = ROOT) -> Write:
+    return Write(chunks_of(KEYS[n : n + 1], n)[0], namespace, None)
+
+
+def read(n: int) -> Read:
+    return Read(KEYS[n], n, ROOT, room())
+
+
+def test_reads_come_before_writes_and_each_kind_in_order() -> None:
+    queue = IoQueue(8)
+    writes = [write(n) for n in range(3)]
+    for each in writes:
+        assert queue.add_write(each) is each
+    reads = [read(5), read(6)]
+    for one in reads:
+        assert queue.add_read(one) is None
+    assert [queue.take(2), queue.take(2)] == reads
+    assert queue.take(2) == writes[:2]
+    assert queue.take(2) == writes[2:]
+
+
+def test_the_writes_of_a_batch_leave_some_to_the_other_threads() -> None:
+    queue = IoQueue(8)
+    for n in range(4):
+        queue.add_write(write(n))
+    assert [len(queue.take(16, 2) or []) for _ in range(3)] == [2, 1, 1]  # type: ignore[arg-type]
+
+
+def test_the_newest_write_is_refused_until_one_has_ended() -> None:
+    queue = IoQueue(2)
+    first = write(0)
+    queue.add_write(first)
+    queue.add_write(write(1))
+    assert not queue.has_room()
+    assert queue.add_write(write(2)) is Reason.QUEUE_FULL
+    queue.take(1)
+    assert queue.add_write(write(2)) is Reason.QUEUE_FULL  # being written still counts
+    queue.saved(first, OK)
+    assert isinstance(queue.add_write(write(2)), Write)
+
+
+def test_reads_are_bounded_too() -> None:
+    queue = IoQueue(2, read_chunks=2)
+    assert [queue.add_read(read(n)) for n in range(3)] == [None, None, Reason.QUEUE_FULL]
+
+
+def test_the_same_key_is_written_once() -> None:
+    queue = IoQueue(2)
+    first = write(0)
+    queue.add_write(first)
+    assert queue.add_write(write(0)) is first
+    assert queue.take(9) == [first]
+
+
+def test_a_write_is_in_flight_until_it_has_ended() -> None:
+    queue = IoQueue(2)
+    first = write(0)
+    queue.add_write(first)
+    queue.take(1)
+    assert queue.in_flight(KEYS[0])
+    assert queue.saving(KEYS) == {KEYS[0]: first}
+    assert not queue.wait([KEYS[0]], 0.01)
+    queue.saved(first, OK)
+    assert not queue.in_flight(KEYS[0])
+    assert queue.wait([KEYS[0]], 0)
+    assert first.future.result(0) == OK
+
+
+def test_wait_ends_when_the_write_ends() -> None:
+    queue = IoQueue(2)
+    first = write(0)
+    queue.add_write(first)
+    threading.Timer(0.05, lambda: queue.saved(first, OK)).start()
+    begin = time.monotonic()
+    assert queue.wait(KEYS, 10)
+    assert time.monotonic() - begin < 5
+
+
+def test_reads_of_one_chunk_share_one_flight_and_all_get_the_bytes() -> None:
+    queue = IoQueue(2)
+    leader, follower, other = read(0), read(0), read(1)
+    for each in (leader, follower, other):
+        queue.add_read(each)
+    assert queue.take(1) is leader
+    assert queue.take(1) is other
+    leader.buffer[:] = payload_of(KEYS[0])
+    queue.loaded(leader, OK, LAYOUT.chunk_bytes)
+    assert follower.future.result(0) == OK
+    assert is_right(KEYS[0], follower.buffer)
+    assert queue.outstanding() == (0, 1)
+
+
+def test_who_follows_shares_a_failure_too() -> None:
+    queue = IoQueue(2)
+    leader, follower = read(0), read(0)
+    queue.add_read(leader)
+    queue.add_read(follower)
+    queue.loaded(leader, Done(False, Reason.IO_ERROR), LAYOUT.chunk_bytes)
+    assert follower.future.result(0) == Done(False, Reason.IO_ERROR)
+    again = read(0)
+    queue.add_read(again)
+    assert not again.future.done()
+
+
+def test_cancel_takes_what_waits_and_marks_what_is_being_written() -> None:
+    queue = IoQueue(8)
+    begun, waiting, other = write(0), write(1), write(2, namespace=b"other")
+    for each in (begun, waiting, other):
+        queue.add_write(each)
+    assert queue.take(1) == [begun]
+    assert queue.cancel(Reason.CLEARED, namespace=ROOT) == ([waiting], [begun])
+    assert not begun.usable()
+    assert queue.saving(KEYS) == {KEYS[2]: other}
+    assert queue.in_flight(KEYS[0])
+    assert queue.add_write(write(0)) is Reason.BUSY
+    assert queue.take(9) == [other]
+
+
+def test_close_hands_back_what_had_not_begun() -> None:
+    queue = IoQueue(8)
+    begun, waiting, one = write(0), write(1), read(3)
+    queue.add_write(begun)
+    queue.take(1)
+    queue.add_write(waiting)
+    queue.add_read(one)
+    assert queue.close() == ([waiting], [one])
+    assert queue.close() == ([], [])
+    assert queue.take(1) is None
+    assert queue.add_write(write(2)) is Reason.CLOSED
+    assert queue.add_read(read(2)) is Reason.CLOSED
+
+
+def test_close_wakes_who_waits_for_work() -> None:
+    queue = IoQueue(8)
+    thread = threading.Thread(target=queue.take, args=(1,), daemon=True)
+    thread.start()
+    queue.close()
+    thread.join(10)
+    assert not thread.is_alive()

@@ -1,0 +1,203 @@
+"""pagoda.tiers.threads: how a disk tier ends, is forgotten, and is forked."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+
+from pagoda.metrics import Reason
+from pagoda.testing import Fault
+from pagoda.tiers import Done
+from tests.tiers.tools import (
+    ROOT,
+    SECONDS,
+    check,
+    chunks_of,
+    ends,
+    keys_of,
+    oks,
+    open_disk,
+    open_faulty,
+    right,
+    room,
+    store,
+)
+
+
+def io_threads(before: Iterable[threading.Thread]) -> list[threading.Thread]:
+    """The threads that were started since."""
+    return [thread for thread in threading.enumerate() if thread not in before]
+
+
+def gone(threads: list[threading.Thread]) -> bool:
+    for thread in threads:
+        thread.join(SECONDS)
+    return not any(thread.is_alive() for thread in threads)
+
+
+def test_close_leaves_nothing_running(tmp_path: Path) -> None:
+    before = threading.enumerate()
+    tier = open_disk(tmp_path)
+    threads = io_threads(before)
+    assert threads
+    store(tier, keys_of(4))
+    tier.close()
+    assert not any(thread.is_alive() for thread in threads)
+    tier.close()
+
+
+def test_close_drops_what_is_queued_and_counts_it(tmp_path: Path) -> None:
+    tier, slab = open_faulty(tmp_path)
+    keep, _ = open_faulty(tmp_path)  # the same store, to read its counters afterwards
+    keys = keys_of(6)
+    slab.fail_next("write", Fault.HANG)
+    (begun,) = tier.save(chunks_of(keys[:1]), ROOT)
+    assert slab.hanging.wait(SECONDS)
+    waiting = tier.save(chunks_of(keys[1:], 1), ROOT)
+    (loading,) = tier.load(keys[2:3], [room()], start=2, namespace=ROOT)
+    begin = time.monotonic()
+    tier.close(timeout=0.2)
+    assert time.monotonic() - begin < 3
+    assert ends(waiting) == [Done(False, Reason.CLOSED)] * 5
+    assert loading.result(0) == Done(False, Reason.CLOSED)
+    assert keep.stats()["drop_closed"] == 5
+    assert not begun.done()  # its I/O hangs: whether it is stored is not known
+    slab.release()
+    begun.result(SECONDS)
+    keep.close()
+
+
+def test_a_write_that_hangs_keeps_the_store_open_until_it_ends(tmp_path: Path) -> None:
+    before = threading.enumerate()
+    tier, slab = open_faulty(tmp_path)
+    threads = io_threads(before)
+    keys = keys_of(1)
+    slab.fail_next("write", Fault.HANG)
+    saving = tier.save(chunks_of(keys), ROOT)
+    assert slab.hanging.wait(SECONDS)
+    tier.close(timeout=0.1)
+    slab.release()
+    assert all(oks(saving))
+    assert gone(threads)
+    again = open_disk(tmp_path)
+    assert right(again, keys[0])
+    check(again)
+    again.close()
+
+
+def test_a_tier_that_nobody_holds_ends_its_threads(tmp_path: Path) -> None:
+    before = threading.enumerate()
+    tier = open_disk(tmp_path)
+    threads = io_threads(before)
+    store(tier, keys_of(2))
+    held = weakref.ref(tier)
+    del tier
+    gc.collect()
+    assert held() is None
+    assert gone(threads)
+    again = open_disk(tmp_path)
+    assert again.find(keys_of(2)) == 2
+    again.close()
+
+
+def test_a_payload_is_let_go_once_it_is_written(tmp_path: Path) -> None:
+    tier = open_disk(tmp_path)
+    chunks = chunks_of(keys_of(3))
+    payloads = [weakref.ref(chunk.payload) for chunk in chunks]
+    saving = tier.save(chunks, ROOT)
+    assert all(oks(saving))
+    del chunks, saving
+    deadline = time.monotonic() + SECONDS
+    while any(payload() is not None for payload in payloads) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert all(payload() is None for payload in payloads)
+    tier.close()
+
+
+def test_a_process_that_forgets_to_close_ends(tmp_path: Path) -> None:
+    code = f"""
+from pathlib import Path
+from tests.tiers.tools import *
+tier = open_disk(Path({str(tmp_path)!r}))
+store(tier, keys_of(4))
+tier.save(chunks_of(keys_of(4, chain=2)), ROOT)
+print("end")
+"""
+    begin = time.monotonic()
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert run.stdout == "end\n"
+    assert run.stderr == ""
+    assert time.monotonic() - begin < 30
+    tier = open_disk(tmp_path)
+    assert all(right(tier, key) for key in keys_of(4))
+    check(tier)
+    tier.close()
+
+
+def in_child(work: object) -> int:
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(0 if work() else 1)  # type: ignore[operator]
+        finally:
+            os._exit(2)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_forked_child_has_threads_of_its_own(tmp_path: Path) -> None:
+    tier = open_disk(tmp_path)
+    mine, childs = keys_of(4), keys_of(4, chain=1)
+    store(tier, mine)
+
+    def work() -> bool:
+        store(tier, childs)
+        good = all(right(tier, key) for key in [*mine, *childs])
+        tier.close()
+        return good
+
+    assert in_child(work) == 0
+    assert all(right(tier, key) for key in [*mine, *childs])
+    store(tier, keys_of(4, chain=2))
+    check(tier)
+    tier.close()
+
+
+def test_a_fork_while_writes_are_queued(tmp_path: Path) -> None:
+    tier, slab = open_faulty(tmp_path)
+    keys = keys_of(4)
+    slab.fail_next("write", Fault.HANG)
+    saving = tier.save(chunks_of(keys), ROOT)
+    assert slab.hanging.wait(SECONDS)
+
+    def work() -> bool:
+        slab.release()
+        nothing_queued = tier.find(keys) == 0 and not tier.in_flight(keys[0])
+        store(tier, keys_of(3, chain=1))
+        return nothing_queued
+
+    assert in_child(work) == 0
+    slab.release()
+    assert all(oks(saving))
+    assert all(right(tier, key) for key in [*keys, *keys_of(3, chain=1)])
+    tier.ledger.reap()
+    check(tier)
+    tier.close()
+
+
+def test_forks_in_the_middle_of_io(tmp_path: Path) -> None:
+    tier = open_disk(tmp_path, slots=200, queue_chunks=128)
+    for chain in range(1, 13):
+        saving = tier.save(chunks_of(keys_of(8, chain)), ROOT)
+        assert in_child(lambda chain=chain: store(tier, keys_of(2, 100 + chain)) is None) == 0  # type: ignore[misc]
+        assert all(oks(saving))
+        assert all(right(tier, key) for key in keys_of(2, 100 + chain))
+    tier.ledger.reap()
+    check(tier)
+    tier.close()
