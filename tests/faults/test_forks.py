@@ -129,8 +129,9 @@ for turn in range(25):
     pid = os.fork()
     if pid == 0:
         try:
-            assert store.save(keys(range(5))) == 5
-            store.load(keys(range(5)))
+            own = keys(range(10**8, 10**8 + 5))
+            assert store.save(own) == 5
+            store.load(own)
             store.close()
         except BaseException as error:
             print("child:", repr(error), file=sys.stderr, flush=True)
