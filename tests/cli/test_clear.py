@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import pty
+import select
 import subprocess
 import sys
 import termios
@@ -82,8 +83,10 @@ def test_on_a_terminal_it_asks(shm_root: Path, typed: bytes, code: int, left: in
         seen += os.read(ours, 1000)
     os.write(ours, typed)
     try:
-        while more := os.read(ours, 1000):
-            seen += more
+        while True:
+            while not select.select([ours], [], [], 1.0)[0]:
+                os.write(ours, typed)  # a Ctrl-C between the prompt and the read is only noticed at the next key
+            seen += os.read(ours, 1000)
     except OSError:  # the other end is closed
         pass
     os.close(ours)
