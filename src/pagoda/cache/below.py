@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from pagoda.cache.ask import Ask
 from pagoda.cache.deadline import Deadline
 from pagoda.clock import Clock
 from pagoda.ledger import Ledger, Reserved
 from pagoda.tiers import HostTier
 from pagoda.tiers.base import Chunk, Done, Tier
 
-__all__ = ["Batch", "Below", "Copy", "Generations", "Slots"]
+__all__ = ["Batch", "Below", "Copy", "Generations", "Slots", "copies_of"]
 
 _MOST_PIECE = 16  # chunks handed to a tier at once; two pieces are in its hands at most
 _LEASE_SECONDS = 30.0  # how long a slot is kept for a write
@@ -36,11 +37,16 @@ class Copy(NamedTuple):
     generation: int
 
 
+def copies_of(ask: Ask, first: int, slots: Slots, generations: Generations) -> Iterator[Copy]:
+    """The chunks of `ask` from keys[first] on, which lie in these slots."""
+    for i, row in enumerate(zip(slots.tolist(), generations.tolist(), strict=True), first):
+        yield Copy(ask.keys[i], ask.first + i, ask.before(i), *row)
+
+
 class Batch(NamedTuple):
     """Copies of one run, in order. One stamp a lower tier for the whole run: its tail goes first there too."""
 
     namespace: bytes
-    tokens: int
     copies: list[Copy]
     stamps: tuple[int | None, ...]
 
@@ -48,18 +54,22 @@ class Batch(NamedTuple):
 class Below:
     """The lower tiers of one cache, as its background writer sees them. `write` is for one thread, the rest for any."""
 
-    def __init__(self, host: HostTier, tiers: Sequence[Tier], queue_chunks: int, clock: Clock) -> None:
+    def __init__(
+        self, host: HostTier, tiers: Sequence[Tier], chunk_tokens: int, queue_chunks: int, clock: Clock
+    ) -> None:
         self.tiers = tuple(tiers)
         self.stopped = threading.Event()  # nothing more is waited for
         self._host = host
+        self._tokens = chunk_tokens
         self._clock = clock
         self._piece = max(1, min(_MOST_PIECE, queue_chunks // 2))
         # generation of the chunk in each host slot that all lower tiers are known to have
         self._clean: Generations = np.zeros(host.ledger.slots, np.uint64)
 
-    def is_clean(self, slots: Slots, generations: Generations) -> npt.NDArray[np.bool_]:
-        """Which of these chunks all lower tiers are known to have."""
-        return np.asarray(self._clean[slots] == generations)
+    def unclean(self, copies: Sequence[Copy]) -> list[Copy]:
+        """Those of these chunks that not all lower tiers are known to have."""
+        clean = self._clean[[copy.slot for copy in copies]].tolist() if copies else []
+        return [copy for copy, known in zip(copies, clean, strict=True) if known != copy.generation]
 
     def note_clean(self, copies: Sequence[Copy | Reserved]) -> None:
         """Note that all lower tiers have what is in these slots."""
@@ -84,18 +94,16 @@ class Below:
             for i in range(0, len(todo), self._piece):
                 piece = todo[i : i + self._piece]
                 lease.extend(piece)
-                futures = tier.save(
-                    [self._chunk(copy, batch) for copy in piece], batch.namespace, stamp=stamp
-                )
+                futures = tier.save([self._chunk(copy) for copy in piece], batch.namespace, stamp=stamp)
                 missing += self._failed(before)
                 before = futures
             return missing + self._failed(before)
         finally:
             lease.end()
 
-    def _chunk(self, copy: Copy, batch: Batch) -> Chunk:
+    def _chunk(self, copy: Copy) -> Chunk:
         payload, valid = self._host.slab.view(copy.slot), self._validity(copy)
-        return Chunk(copy.key, copy.position, batch.tokens, payload, copy.parent, valid)
+        return Chunk(copy.key, copy.position, self._tokens, payload, copy.parent, valid)
 
     def _validity(self, copy: Copy) -> Callable[[], bool]:
         ledger = self._host.ledger

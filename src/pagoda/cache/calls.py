@@ -135,6 +135,12 @@ class Calls:
             self._namespaces[lora, salt, epoch] = made
         return made
 
+    def root(self, lora: str | None, salt: str | None) -> bytes:
+        """The root of such a namespace, whose labels the tiers are told behind the scenes."""
+        namespace = self.namespace(lora, salt)
+        self._work.register(namespace)
+        return namespace.root
+
     def ask(self, tokens: TokenIds | None, options: Options) -> Ask:
         """The question that these options put. Raises ValueError for wrong use."""
         return ask_for(

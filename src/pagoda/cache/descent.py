@@ -17,8 +17,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from pagoda.cache.ask import Ask
-from pagoda.cache.below import Batch, Below, Copy, Generations, Slots
+from pagoda.cache.below import Batch, Below, Copy
 from pagoda.cache.forks import renewed_after_fork
 from pagoda.cache.tally import Tally
 from pagoda.clock import Clock
@@ -80,17 +79,12 @@ class Descent:
 
     # -- from the calls of the engine: never waits ----------------------------------------------------------------
 
-    def stored(self, ask: Ask, copies: Sequence[Copy]) -> None:
-        """Note that a store left these chunks in host slots."""
-        if not copies or self._policy == "selective":
-            return
-        slots = np.fromiter((copy.slot for copy in copies), np.int64, len(copies))
-        generations = np.fromiter((copy.generation for copy in copies), np.uint64, len(copies))
-        clean = self._below.is_clean(slots, generations).tolist()
-        fresh = [copy for copy, known in zip(copies, clean, strict=True) if not known]
+    def stored(self, namespace: bytes, copies: Sequence[Copy]) -> None:
+        """Note that these chunks of one run lie in host slots; `namespace` is the root of theirs."""
+        fresh = self._below.unclean(copies) if self._policy != "selective" else []
         if not fresh:
             return
-        batch = self._batch(ask, fresh)
+        batch = self._batch(namespace, fresh)
         if self._policy == "write_through":
             self._put(batch)
             return
@@ -104,27 +98,26 @@ class Descent:
         known = self._dirty.get(copy.slot)
         return known is not None and known[0].generation != copy.generation
 
-    def used(self, ask: Ask, first: int, slots: Slots, generations: Generations) -> None:
-        """Note that chunks keys[first:first + len(slots)] of `ask` were served from these host slots."""
+    def used(self, namespace: bytes, copies: Iterable[Copy]) -> None:
+        """Note that these chunks of one run were served from host slots; looks at them only if that matters."""
         if self._policy != "selective":
             return
-        often = self._columns.hits[slots] >= self._hits
-        fresh = np.flatnonzero(often & ~self._below.is_clean(slots, generations))
-        if len(fresh):
-            rows = [(first + i, int(slots[i]), int(generations[i])) for i in fresh.tolist()]
-            copies = [Copy(ask.keys[i], ask.first + i, ask.before(i), *row) for i, *row in rows]
-            self._put(self._batch(ask, copies))
+        hits = self._columns.hits
+        often = [copy for copy in copies if hits[copy.slot] >= self._hits]
+        fresh = self._below.unclean(often)
+        if fresh:
+            self._put(self._batch(namespace, fresh))
 
     def is_below(self, tier: Tier, rooms: Sequence[Reserved]) -> None:
         """Note that these host slots were filled from `tier`."""
         if self._below.tiers == (tier,):
             self._below.note_clean(rooms)
 
-    def _batch(self, ask: Ask, copies: list[Copy]) -> Batch:
+    def _batch(self, namespace: bytes, copies: list[Copy]) -> Batch:
         stamps = tuple(
             tier.ledger.stamp() if isinstance(tier, DiskTier) else None for tier in self._below.tiers
         )
-        return Batch(ask.namespace.root, ask.chunk_tokens, copies, stamps)
+        return Batch(namespace, copies, stamps)
 
     def _put(self, batch: Batch) -> None:
         with self._awake():

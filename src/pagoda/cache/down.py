@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 from pagoda.cache.ask import Ask
-from pagoda.cache.below import Copy
+from pagoda.cache.below import Copy, copies_of
 from pagoda.cache.deadline import Deadline
 from pagoda.cache.hit import Stored
 from pagoda.cache.staging import Staging
@@ -37,8 +37,7 @@ def store_on_host(host: HostTier, ask: Ask, kv: Transfer, deadline: Deadline) ->
     """
     ledger, stamp, total = host.ledger, host.ledger.stamp(), len(ask.keys)
     have = ledger.match(ask.keys, start=ask.first, stamp=stamp, deadline_seconds=deadline.remaining())
-    rows = zip(have.slots.tolist(), have.generations.tolist(), strict=True)
-    copies = [Copy(ask.keys[i], ask.first + i, ask.before(i), *row) for i, row in enumerate(rows)]
+    copies = list(copies_of(ask, 0, have.slots, have.generations))
     at = present = len(copies)
     new, reasons = 0, list[Reason]()
     if have.reason in (Reason.LEDGER_BUSY, Reason.IO_ERROR):

@@ -14,6 +14,7 @@ from pagoda.cache.calls import Calls, Options
 from pagoda.cache.forms import Forms
 from pagoda.cache.hit import Cleared, Hit, Stored
 from pagoda.cache.parts import assemble
+from pagoda.cache.slots import HostSlots
 from pagoda.cache.storeys import Storeys, open_storeys, storeys_of
 from pagoda.clock import Clock
 from pagoda.config import Config
@@ -59,6 +60,7 @@ class Cache(Forms):
         storeys = open_storeys(self.config, layout, clock) if tiers is None else storeys_of(tiers, layout)
         parts = assemble(storeys, self.config, layout, key_scheme, clock)
         self._calls = Calls(parts, self.config, self.namespace, layout, key_scheme, clock)
+        self._slots = HostSlots(self._calls, storeys.host, layout) if storeys.host is not None else None
         self._finalizer = weakref.finalize(self, parts.close, 5.0)
         try:
             self._calls.register()
@@ -225,6 +227,11 @@ class Cache(Forms):
     def tiers(self) -> tuple[str, ...]:
         """The names of the tiers, from the top down."""
         return self._storeys.names
+
+    @property
+    def slots(self) -> HostSlots | None:
+        """The slots of the host tier, for engines that copy into and out of them themselves; None without one."""
+        return self._slots
 
     @property
     def _storeys(self) -> Storeys:

@@ -70,7 +70,7 @@ def assemble(storeys: Storeys, config: Config, layout: KVLayout, scheme: KeySche
     workers = Workers()
     descent = None
     if storeys.host is not None and storeys.lower:
-        below = Below(storeys.host, storeys.lower, config.queue_chunks, clock)
+        below = Below(storeys.host, storeys.lower, layout.chunk_tokens, config.queue_chunks, clock)
         descent = Descent(storeys.host, below, config.write_policy, config.selective_hits, clock, tally)
     worth = Worth(layout.chunk_bytes, layout.chunk_tokens, clock, config.worth_it)
     counts_in = ledgers[0][0] if ledgers else ""

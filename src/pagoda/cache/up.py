@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.cache.ask import Ask
+from pagoda.cache.below import copies_of
 from pagoda.cache.deadline import Deadline
 from pagoda.cache.descent import Descent
 from pagoda.cache.look import LEASE_SECONDS
@@ -129,7 +130,8 @@ class Run:
             if self.reason is None:
                 self._copy_host(match.slots[i : i + step], match.generations[i : i + step])
         if self._tools.descent is not None and len(match.slots):
-            self._tools.descent.used(self._ask, first, match.slots, match.generations)
+            copies = copies_of(self._ask, first, match.slots, match.generations)
+            self._tools.descent.used(self._ask.namespace.root, copies)
 
     def _copy_host(self, slots: npt.NDArray[np.int64], generations: npt.NDArray[np.uint64]) -> None:
         host = self._storeys.host

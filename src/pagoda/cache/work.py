@@ -119,7 +119,7 @@ class Work:
             return self._store_below(storeys, ask, kv, deadline)
         stored, copies = store_on_host(storeys.host, ask, kv, deadline)
         if self._parts.descent is not None and storeys.lower:
-            self._parts.descent.stored(ask, copies)
+            self._parts.descent.stored(ask.namespace.root, copies)
         self._parts.tally.count("stored_bytes", stored.num_chunks * self._layout.chunk_bytes)
         return stored
 

@@ -1,0 +1,186 @@
+"""The door to the slots of the host tier, for engines that copy into and out of them themselves.
+
+reserve -> copy into `view(slot)` -> commit | abort          find -> hold -> copy out -> still_valid -> release
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.cache.below import Copy, Generations, Slots
+from pagoda.cache.border import Job
+from pagoda.cache.calls import Calls
+from pagoda.cache.deadline import Deadline
+from pagoda.cache.look import LEASE_SECONDS
+from pagoda.errors import ClosedError
+from pagoda.layout import KVLayout
+from pagoda.ledger import Match, Outcome, Refused, Reserved
+from pagoda.metrics import Reason
+from pagoda.tiers import HostTier
+from pagoda.tiers.base import Bytes, runs
+
+__all__ = ["HostSlots"]
+
+T = TypeVar("T")
+
+
+class HostSlots:
+    """The host tier's slots by its ledger, with what the cache does around a copy: count, and write down.
+
+    Thread-safe. Trouble at run time is a value: a shorter match, False, Refused. After the cache is closed every call
+    is a miss; copies must have ended before, for their slots may then be another's.
+    """
+
+    def __init__(self, calls: Calls, host: HostTier, layout: KVLayout) -> None:
+        self._calls = calls
+        self._parts = calls.parts
+        self._host = host
+        self._ledger = host.ledger
+        self._layout = layout
+
+    @property
+    def count(self) -> int:
+        """How many slots the host tier has."""
+        return self._ledger.slots
+
+    def namespace(self, lora: str | None = None, salt: str | None = None) -> bytes:
+        """The root of an adapter's and a tenant's namespace under the present weights; tells the tiers its labels."""
+        return self._calls.root(lora, salt)
+
+    def stamp(self) -> int:
+        """A recency stamp for all that is reserved for one prompt, so that its tail goes before its head."""
+        return self._ledger.stamp()
+
+    def view(self, slot: int) -> Bytes:
+        """The bytes of a slot, (slot_bytes,) uint8, shared memory; after close, bytes that are nobody's. IndexError."""
+        try:
+            return self._host.slab.view(slot)
+        except ClosedError:
+            return np.zeros(self._host.slot_bytes, np.uint8)
+
+    # ---- out of slots
+
+    def find(self, keys: Sequence[bytes], start: int, *, touch: bool = True) -> Match:
+        """The leading run of `keys`, which stand at chain positions from `start` on; leased for LEASE_SECONDS.
+
+        Without `touch`, neither recency nor leases change. Counts no hit: the engine's lookup does.
+        """
+
+        def work(deadline: Deadline) -> Match:
+            lease, left = LEASE_SECONDS if touch else 0.0, deadline.remaining()
+            return self._ledger.match(
+                keys, start=start, lease_seconds=lease, touch=touch, deadline_seconds=left
+            )
+
+        nothing = np.empty(0, np.int64), np.empty(0, np.uint64)
+        return self._run("find", work, lambda reason, _: Match(*nothing, reason))
+
+    def hold(self, slots: Slots, generations: Generations) -> list[bool]:
+        """Keep chunks from eviction until `release` or the end of this process; False where they have gone."""
+        missed = [False] * len(slots)
+        return self._run("hold", lambda _: self._ledger.hold(slots, generations), lambda *_: missed)
+
+    def release(self, slots: Slots, generations: Generations) -> None:
+        """End one hold on each of these chunks."""
+        with suppress(
+            ClosedError
+        ):  # another cache of this process may still have the ledger open, and our holds
+            self._ledger.release(slots, generations)
+
+    def still_valid(self, slots: Slots, generations: Generations) -> npt.NDArray[np.bool_]:
+        """Say of each slot whether what was copied out of it, until now, was the chunk that was found."""
+        missed = np.zeros(len(slots), np.bool_)
+        return self._run(
+            "still_valid", lambda _: self._ledger.still_valid(slots, generations), lambda *_: missed
+        )
+
+    def used(self, namespace: bytes, read: Sequence[Copy]) -> None:
+        """Note that these chunks were copied out, validly: they are counted, and those hit often are written down."""
+
+        def work(_: Deadline) -> None:
+            self._parts.tally.count("loaded_chunks", len(read))
+            self._parts.tally.count("loaded_bytes", len(read) * self._host.chunk_bytes)
+            if (descent := self._parts.descent) is not None:
+                for run in runs(read, self.count, _follows):
+                    descent.used(namespace, run)
+
+        self._run("used", work, lambda *_: None)
+
+    # ---- into slots
+
+    def reserve(
+        self, keys: Sequence[bytes], *, namespace: bytes, start: int, parent: bytes | None, stamp: int | None = None
+    ) -> list[Outcome]:  # fmt: skip
+        """Promise each key a slot to copy into, evicting as needed: `Ledger.reserve` for any number of keys.
+
+        Goes in windows under one stamp; the first with a refusal is the last. Raises ValueError for what is no key.
+        """
+        if any(len(key) != 32 for key in keys):
+            raise ValueError("a key has 32 bytes: use Cache.keys, KeyChain or derive_keys")
+        made: list[Outcome] = []  # the caller's to commit or abort, whatever comes after
+
+        def rest(reason: Reason, _: str = "") -> list[Outcome]:
+            return made + [Refused(key, reason) for key in keys[len(made) :]]
+
+        def work(deadline: Deadline) -> list[Outcome]:
+            one = self.stamp() if stamp is None else stamp
+            while (at := len(made)) < len(keys):
+                window, before = keys[at : at + self._ledger.window], keys[at - 1] if at else parent
+                made.extend(self._ledger.reserve(
+                    window, namespace=namespace, start=start + at, parent=before,
+                    tokens=self._layout.chunk_tokens, stamp=one, deadline_seconds=deadline.remaining(),
+                ))  # fmt: skip
+                refused = next((item.reason for item in made[at:] if isinstance(item, Refused)), None)
+                if refused is not None:
+                    self._parts.tally.count(f"drop_{refused}", len(keys) - len(made))
+                    return rest(refused)
+            return made
+
+        return self._run("reserve", work, rest)
+
+    def commit(self, namespace: bytes, written: Sequence[Copy]) -> list[bool]:
+        """Make chunks visible whose bytes are in their slots, and have them written down by the cache's policy.
+
+        `written` is of one namespace, each of its runs in order. False: not stored, and the slot is given up.
+        """
+        reserved = [Reserved(copy.key, copy.slot, copy.generation) for copy in written]
+        good: list[bool] = []
+
+        def work(deadline: Deadline) -> list[bool]:
+            good.extend(self._ledger.commit(reserved, deadline_seconds=deadline.remaining()))
+            self._parts.tally.count("stored_bytes", sum(good) * self._host.chunk_bytes)
+            kept = {copy for copy, ok in zip(written, good, strict=True) if ok}
+            if (descent := self._parts.descent) is not None:
+                for run in runs(written, self.count, _follows):
+                    descent.stored(namespace, [copy for copy in run if copy in kept])
+            return good
+
+        if self._parts.closed:
+            self.abort(reserved)
+        return self._run("commit", work, lambda *_: good or [False] * len(reserved))
+
+    def abort(self, reserved: Sequence[Reserved]) -> None:
+        """Give slots up into which nothing is copied any more."""
+        with suppress(ClosedError):  # as in `release`
+            self._ledger.abort(reserved)
+
+    def _run(self, name: str, work: Callable[[Deadline], T], missed: Callable[[Reason, str], T]) -> T:
+        """Do `work` inside the border: whatever goes wrong is `missed`, counted and logged."""
+        deadline = Deadline(self._parts.tools.clock, self._host.deadline_seconds, strict=True)
+
+        def opened() -> T:
+            if self._parts.closed:
+                raise ClosedError("the cache is closed")
+            return work(deadline)
+
+        return Job(name, opened, missed, deadline, self._parts.tally).run()
+
+
+def _follows(copy: Copy, before: Copy) -> bool:
+    """Whether `copy` comes right after `before` in one chain."""
+    return copy.position == before.position + 1 and copy.parent == before.key
