@@ -71,14 +71,14 @@ class HostSlots:
         Without `touch`, neither recency nor leases change. Counts no hit: the engine's lookup does.
         """
 
-        def work(deadline: Deadline) -> Match:
-            lease, left = LEASE_SECONDS if touch else 0.0, deadline.remaining()
-            return self._ledger.match(
-                keys, start=start, lease_seconds=lease, touch=touch, deadline_seconds=left
-            )
-
-        nothing = np.empty(0, np.int64), np.empty(0, np.uint64)
-        return self._run("find", work, lambda reason, _: Match(*nothing, reason))
+        nothing, lease = (np.empty(0, np.int64), np.empty(0, np.uint64)), LEASE_SECONDS if touch else 0.0
+        return self._run(
+            "find",
+            lambda deadline: self._ledger.match(
+                keys, start=start, touch=touch, lease_seconds=lease, deadline_seconds=deadline.remaining()
+            ),
+            lambda reason, _: Match(*nothing, reason),
+        )
 
     def hold(self, slots: Slots, generations: Generations) -> list[bool]:
         """Keep chunks from eviction until `release` or the end of this process; False where they have gone."""
@@ -87,17 +87,13 @@ class HostSlots:
 
     def release(self, slots: Slots, generations: Generations) -> None:
         """End one hold on each of these chunks."""
-        with suppress(
-            ClosedError
-        ):  # another cache of this process may still have the ledger open, and our holds
+        with suppress(ClosedError):  # not `_run`: holds outlive this cache if another has the ledger open
             self._ledger.release(slots, generations)
 
     def still_valid(self, slots: Slots, generations: Generations) -> npt.NDArray[np.bool_]:
         """Say of each slot whether what was copied out of it, until now, was the chunk that was found."""
-        missed = np.zeros(len(slots), np.bool_)
-        return self._run(
-            "still_valid", lambda _: self._ledger.still_valid(slots, generations), lambda *_: missed
-        )
+        gone = np.zeros(len(slots), np.bool_)
+        return self._run("valid", lambda _: self._ledger.still_valid(slots, generations), lambda *_: gone)
 
     def used(self, namespace: bytes, read: Sequence[Copy]) -> None:
         """Note that these chunks were copied out, validly: they are counted, and those hit often are written down."""
@@ -135,10 +131,9 @@ class HostSlots:
                     window, namespace=namespace, start=start + at, parent=before,
                     tokens=self._layout.chunk_tokens, stamp=one, deadline_seconds=deadline.remaining(),
                 ))  # fmt: skip
-                refused = next((item.reason for item in made[at:] if isinstance(item, Refused)), None)
-                if refused is not None:
-                    self._parts.tally.count(f"drop_{refused}", len(keys) - len(made))
-                    return rest(refused)
+                if refused := [item.reason for item in made[at:] if isinstance(item, Refused)]:
+                    self._parts.tally.count(f"drop_{refused[0]}", len(keys) - len(made))
+                    return rest(refused[0])
             return made
 
         return self._run("reserve", work, rest)
@@ -160,9 +155,11 @@ class HostSlots:
                     descent.stored(namespace, [copy for copy in run if copy in kept])
             return good
 
-        if self._parts.closed:
-            self.abort(reserved)
-        return self._run("commit", work, lambda *_: good or [False] * len(reserved))
+        def missed(*_: object) -> list[bool]:
+            self.abort(reserved[len(good) :])
+            return good + [False] * (len(reserved) - len(good))
+
+        return self._run("commit", work, missed)
 
     def abort(self, reserved: Sequence[Reserved]) -> None:
         """Give slots up into which nothing is copied any more."""

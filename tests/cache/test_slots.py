@@ -1,0 +1,339 @@
+"""The door to host slots: what an engine copies by hand is the cache's like everything else."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from pagoda.cache import Cache
+from pagoda.cache.below import Copy
+from pagoda.cache.slots import HostSlots
+from pagoda.ledger import Busy, Outcome, Present, Refused, Reserved
+from pagoda.metrics import Reason
+from tests.cache.kit import (
+    CHUNK,
+    LAYOUT,
+    SPAWN,
+    Bytes,
+    cache_at,
+    kv_of,
+    prompt,
+    run_all,
+    served,
+    stored,
+    wait_until,
+)
+
+Prompt = npt.NDArray[np.int32]
+
+
+def slots_of(cache: Cache) -> HostSlots:
+    assert cache.slots is not None
+    return cache.slots
+
+
+def keys_of(cache: Cache, tokens: Prompt) -> list[bytes]:
+    return [key for _, _, key in cache.keys(tokens)]
+
+
+def reserved_for(cache: Cache, tokens: Prompt) -> list[Outcome]:
+    slots = slots_of(cache)
+    return slots.reserve(keys_of(cache, tokens), namespace=slots.namespace(), start=0, parent=None)
+
+
+def copied(cache: Cache, tokens: Prompt, outcomes: Sequence[Outcome]) -> list[Copy]:
+    """Fill the reserved slots of a prompt by hand; returns what is to be committed."""
+    keys, blocks, written = keys_of(cache, tokens), kv_of(tokens).blocks, list[Copy]()
+    for i, item in enumerate(outcomes):
+        if isinstance(item, Reserved):
+            slots_of(cache).view(item.slot)[: LAYOUT.chunk_bytes] = blocks[i]
+            written.append(Copy(item.key, i, keys[i - 1] if i else None, item.slot, item.generation))
+    return written
+
+
+def written(cache: Cache, tokens: Prompt) -> list[Copy]:
+    """Bring a prompt into host slots by hand, all of it."""
+    copies = copied(cache, tokens, reserved_for(cache, tokens))
+    assert slots_of(cache).commit(slots_of(cache).namespace(), copies) == [True] * len(copies)
+    return copies
+
+
+def read(cache: Cache, tokens: Prompt) -> tuple[int, Bytes]:
+    """Copy a prompt out by hand: how many leading chunks are valid, and the bytes."""
+    slots, blocks = slots_of(cache), np.zeros((len(tokens) // CHUNK, LAYOUT.chunk_bytes), np.uint8)
+    found = slots.find(keys_of(cache, tokens), 0)
+    for i, slot in enumerate(found.slots.tolist()):
+        blocks[i] = slots.view(slot)[: LAYOUT.chunk_bytes]
+    valid = slots.still_valid(found.slots, found.generations)
+    return (len(valid) if valid.all() else int(valid.argmin())), blocks
+
+
+def counters_of(cache: Cache) -> dict[str, int]:
+    counters = cache.stats()["counters"]
+    assert isinstance(counters, dict)
+    return counters
+
+
+def on_disk(cache: Cache, tokens: Prompt) -> int:
+    return cache.lookup(tokens, tiers=["disk"], counted=False).num_tokens // CHUNK
+
+
+def test_there_are_slots_only_with_a_host_tier(shm_root: Path, tmp_path: Path) -> None:
+    with cache_at(None, tmp_path) as cache:
+        assert cache.slots is None
+    with cache_at(shm_root, tmp_path) as cache:
+        assert cache.slots is cache.slots and slots_of(cache).count == 64
+
+
+def test_what_is_copied_in_by_hand_is_the_cache_s(shm_root: Path, tmp_path: Path) -> None:
+    tokens = prompt(6)
+    with cache_at(shm_root, tmp_path) as cache:
+        copies = copied(cache, tokens, reserved_for(cache, tokens))
+        assert cache.lookup(tokens).num_tokens == 0 and len(copies) == 6  # not before it is committed
+        assert slots_of(cache).commit(slots_of(cache).namespace(), copies) == [True] * 6
+        assert cache.lookup(tokens).by_tier == {"host": 96}
+        assert served(cache, tokens)[0].num_tokens == 96
+        assert counters_of(cache)["stored_bytes"] == 6 * LAYOUT.chunk_bytes
+        assert all(isinstance(item, Present) for item in reserved_for(cache, tokens))
+        assert cache.flush(30)
+        assert cache._storeys.host is not None
+        cache._storeys.host.clear()
+        assert served(cache, tokens)[0].by_tier == {"disk": 96}
+    with cache_at(shm_root / "after", tmp_path) as cache:
+        assert served(cache, tokens)[0].by_tier == {"disk": 96}
+
+
+def test_what_the_cache_stored_is_copied_out_by_hand(shm_root: Path) -> None:
+    tokens = prompt(6)
+    with cache_at(shm_root, None) as cache:
+        kv = stored(cache, tokens)
+        count, blocks = read(cache, prompt(6))
+        assert count == 6 and (blocks == kv.blocks).all()
+        longer = np.concatenate([tokens, prompt(2, 1)])
+        found = slots_of(cache).find(keys_of(cache, longer)[2:], 2)
+        assert (len(found.slots), found.reason) == (4, Reason.ABSENT)
+
+
+def test_a_look_without_touch_changes_nothing(shm_root: Path) -> None:
+    with cache_at(shm_root, None) as cache:
+        copies, columns = written(cache, prompt(3)), slots_of(cache)._ledger.columns
+        rows = [copy.slot for copy in copies]
+
+        def state() -> list[list[int]]:
+            return [column[rows].tolist() for column in (columns.last_use, columns.hits, columns.lease_until)]
+
+        before = state()
+        assert len(slots_of(cache).find(keys_of(cache, prompt(3)), 0, touch=False).slots) == 3
+        assert state() == before
+        assert len(slots_of(cache).find(keys_of(cache, prompt(3)), 0).slots) == 3
+        assert all(
+            a < b for old, new in zip(before, state(), strict=True) for a, b in zip(old, new, strict=True)
+        )
+
+
+def test_write_through_writes_down_what_several_runs_left(shm_root: Path, tmp_path: Path) -> None:
+    with cache_at(shm_root, tmp_path) as cache:
+        runs = [prompt(3, seed) for seed in range(4)]
+        copies = [copy for run in runs for copy in copied(cache, run, reserved_for(cache, run))]
+        assert slots_of(cache).commit(slots_of(cache).namespace(), copies) == [True] * 12
+        assert cache.flush(30)
+        assert [on_disk(cache, run) for run in runs] == [3] * 4
+        slots_of(cache)._ledger.check()
+
+
+def test_write_back_writes_what_is_left_when_it_closes(shm_root: Path, tmp_path: Path) -> None:
+    with cache_at(shm_root, tmp_path, write_policy="write_back") as cache:
+        written(cache, prompt(5))
+        assert on_disk(cache, prompt(5)) == 0
+    with cache_at(shm_root / "after", tmp_path) as cache:
+        assert served(cache, prompt(5))[0].by_tier == {"disk": 80}
+
+
+def test_selective_writes_what_was_copied_out_often(shm_root: Path, tmp_path: Path) -> None:
+    with cache_at(shm_root, tmp_path, write_policy="selective", selective_hits=2) as cache:
+        copies, slots = written(cache, prompt(5)), slots_of(cache)
+        for times in (1, 2):
+            assert len(slots.find(keys_of(cache, prompt(5)), 0).slots) == 5
+            slots.used(slots.namespace(), copies)
+            assert cache.flush(30)
+            assert on_disk(cache, prompt(5)) == (5 if times == 2 else 0)
+        assert counters_of(cache)["loaded_chunks"] == 10
+        assert counters_of(cache)["loaded_bytes"] == 10 * LAYOUT.chunk_bytes
+
+
+def test_a_chunk_that_goes_during_the_copy_is_not_valid(shm_root: Path) -> None:
+    with cache_at(shm_root, None) as cache:
+        written(cache, prompt(4))
+        slots, keys = slots_of(cache), keys_of(cache, prompt(4))
+        found = slots.find(keys, 0)
+        assert slots._ledger.remove(keys[2:3]) == 1
+        assert slots.still_valid(found.slots, found.generations).tolist() == [True, True, False, True]
+        assert slots.hold(found.slots, found.generations) == [True, True, False, True]
+        slots.release(found.slots, found.generations)
+
+
+def test_what_was_cleared_during_the_copy_is_not_stored(shm_root: Path, tmp_path: Path) -> None:
+    with cache_at(shm_root, tmp_path) as cache:
+        copies = copied(cache, prompt(4), reserved_for(cache, prompt(4)))
+        cache.clear()
+        assert slots_of(cache).commit(slots_of(cache).namespace(), copies) == [False] * 4
+        assert cache.flush(30) and cache.lookup(prompt(4)).num_tokens == 0
+        assert slots_of(cache)._ledger.gauges()["reserved"] == 0
+
+
+def test_held_chunks_stay_until_they_are_released(shm_root: Path) -> None:
+    with cache_at(shm_root, None) as cache:
+        written(cache, prompt(4, 99))
+        slots, keys = slots_of(cache), keys_of(cache, prompt(4, 99))
+        held = slots.find(keys, 0, touch=False)
+        assert slots.hold(held.slots, held.generations) == [True] * 4
+        for seed in range(10):
+            written(cache, prompt(8, seed))
+        assert slots.still_valid(held.slots, held.generations).all()
+        slots.release(held.slots, held.generations)
+        for seed in range(10, 20):
+            written(cache, prompt(8, seed))
+        assert not slots.still_valid(held.slots, held.generations).any()
+        slots._ledger.check()
+
+
+def test_a_reserve_may_be_longer_than_a_window(shm_root: Path) -> None:
+    with cache_at(shm_root, None) as cache:
+        slots, tokens = slots_of(cache), prompt(14)
+        assert slots._ledger.window == 8
+        assert len(written(cache, tokens)) == 14
+        assert served(cache, tokens)[0].num_tokens == 14 * CHUNK
+        use = slots._ledger.columns.last_use[slots.find(keys_of(cache, tokens), 0, touch=False).slots]
+        assert (np.diff(use.astype(np.int64)) < 0).all()  # its tail goes before its head, across windows
+        assert slots._ledger.check().unreachable == 0
+
+
+def test_a_reserve_ends_with_the_first_refusal(shm_root: Path) -> None:
+    with cache_at(shm_root, None) as cache:
+        slots = slots_of(cache)
+        outcomes = reserved_for(
+            cache, prompt(40)
+        )  # a quarter of 64 slots is the most that one may be promised
+        assert [isinstance(item, Reserved) for item in outcomes] == [True] * 16 + [False] * 24
+        assert {item.reason for item in outcomes if isinstance(item, Refused)} == {Reason.FULL}
+        assert [item.key for item in outcomes] == keys_of(cache, prompt(40))
+        assert counters_of(cache)["drop_full"] == 24
+        assert all(isinstance(item, Busy) for item in reserved_for(cache, prompt(16)))
+        slots.abort([item for item in outcomes if isinstance(item, Reserved)])
+        assert slots._ledger.gauges()["reserved"] == 0
+
+
+def test_what_is_no_key_is_wrong_use(shm_root: Path) -> None:
+    with cache_at(shm_root, None) as cache:
+        slots = slots_of(cache)
+        with pytest.raises(ValueError, match="32 bytes"):
+            slots.reserve([b"short"], namespace=slots.namespace(), start=0, parent=None)
+        with pytest.raises(IndexError):
+            slots.view(64)
+
+
+def test_namespaces_are_told_apart_and_known_by_their_labels(shm_root: Path) -> None:
+    with cache_at(shm_root, None) as cache:
+        slots, tokens = slots_of(cache), prompt(2)
+        keys = [key for _, _, key in cache.keys(tokens, salt="a tenant")]
+        root = slots.namespace(salt="a tenant")
+        rooms = slots.reserve(keys, namespace=root, start=0, parent=None)
+        assert slots.commit(root, copied(cache, tokens, rooms)) == [True] * 2
+        wait_until(lambda: bool(slots._ledger.namespaces()[root].fields.get("salt")))
+        assert cache.clear(salt="another").chunks["host"] == 0
+        assert cache.clear(salt="a tenant").chunks["host"] == 2
+        cache.weights_changed()
+        assert slots.namespace(salt="a tenant") != root
+
+
+def _all_are_misses(slots: HostSlots, keys: list[bytes], copies: list[Copy]) -> None:
+    rows = np.array([copy.slot for copy in copies]), np.array([c.generation for c in copies], np.uint64)
+    found = slots.find(keys, 0)
+    assert (len(found.slots), found.reason) == (0, Reason.CLOSED)
+    assert slots.hold(*rows) == [False] * len(copies)
+    assert slots.still_valid(*rows).tolist() == [False] * len(copies)
+    slots.release(*rows)
+    slots.used(bytes(32), copies)
+    outcomes = slots.reserve(keys, namespace=bytes(32), start=0, parent=None)
+    assert outcomes == [Refused(key, Reason.CLOSED) for key in keys]
+    assert slots.commit(bytes(32), copies) == [False] * len(copies)
+    slots.abort([Reserved(copy.key, copy.slot, copy.generation) for copy in copies])
+    assert slots.view(copies[0].slot).shape == (LAYOUT.slot_bytes,)
+    assert (slots.count, len(slots.namespace())) == (64, 32) and slots.stamp() > 0
+
+
+def test_after_close_everything_is_a_miss(
+    shm_root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR)
+    with cache_at(shm_root, tmp_path) as cache:
+        slots, keys, copies = slots_of(cache), keys_of(cache, prompt(4)), written(cache, prompt(4))
+    _all_are_misses(slots, keys, copies)
+    slots.view(copies[0].slot)[:] = 255  # a copy that comes too late harms nobody
+    with cache_at(shm_root, None) as cache:
+        assert read(cache, prompt(4))[0] in (0, 4)
+        served(cache, prompt(4))
+    assert not caplog.records
+
+
+def test_a_closed_cache_gives_its_slots_up_though_another_has_the_ledger_open(
+    shm_root: Path, tmp_path: Path
+) -> None:
+    with cache_at(shm_root, tmp_path) as other, cache_at(shm_root, tmp_path) as cache:
+        written(cache, prompt(4))
+        slots = slots_of(cache)
+        held = slots.find(keys_of(cache, prompt(4)), 0)
+        assert all(slots.hold(held.slots, held.generations))
+        first, second = prompt(4, 1), prompt(4, 2)
+        late = copied(cache, first, reserved_for(cache, first))
+        given_up = [item for item in reserved_for(cache, second) if isinstance(item, Reserved)]
+        cache.close()
+        assert slots.commit(bytes(32), late) == [False] * 4
+        slots.abort(given_up)
+        slots.release(held.slots, held.generations)
+        ledger = slots_of(other)._ledger
+        assert ledger.gauges()["reserved"] == 0
+        ledger.columns.lease_until[:] = 0
+        for seed in range(10, 20):
+            written(other, prompt(8, seed))
+        assert not ledger.still_valid(held.slots, held.generations).any()  # no hold was left on them
+
+
+def _commits(shm_root: Path, tmp_path: Path) -> None:
+    with cache_at(shm_root, tmp_path) as cache:
+        written(cache, prompt(10))
+
+
+def _copies_out(shm_root: Path, tmp_path: Path) -> None:
+    with cache_at(shm_root, tmp_path) as cache:
+        wait_until(lambda: len(slots_of(cache).find(keys_of(cache, prompt(10)), 0, touch=False).slots) == 10)
+        count, blocks = read(cache, prompt(10))
+        assert count == 10 and (blocks == kv_of(prompt(10)).blocks).all()
+
+
+def test_two_processes_share_the_slots(shm_root: Path, tmp_path: Path) -> None:
+    with cache_at(shm_root, tmp_path):  # the store outlives the one who commits
+        run_all([SPAWN.Process(target=work, args=(shm_root, tmp_path)) for work in (_copies_out, _commits)])
+
+
+def test_a_forked_child_of_a_cache_in_private_memory_misses(shm_root: Path) -> None:
+    with cache_at(shm_root, None, host_shared=False) as cache:
+        slots, tokens = slots_of(cache), prompt(4)
+        copies = written(cache, tokens)
+
+        def child() -> None:
+            assert len(slots.find(keys_of(cache, tokens), 0).slots) == 0
+            assert slots.commit(slots.namespace(), copies) == [False] * 4
+            assert {type(item) for item in reserved_for(cache, prompt(2, 1))} == {Refused}
+
+        process = multiprocessing.get_context("fork").Process(target=child)
+        process.start()
+        process.join(30)
+        assert process.exitcode == 0
+        assert served(cache, tokens)[0].num_tokens == 64
