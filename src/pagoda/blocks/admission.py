@@ -1,0 +1,132 @@
+"""How a waiting request gets its blocks: what its prefix hits, what is brought up from the host, what is its own."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+
+from pagoda.blocks.outcome import Admitted, Match, Place, Plan, Refused, Waiting
+from pagoda.blocks.record import Record, blocks_for
+from pagoda.blocks.rooms import Rooms
+from pagoda.blocks.storeys import Storeys
+from pagoda.blocks.tree import Node
+from pagoda.cache.hit import Hit
+
+__all__ = ["Admission"]
+
+
+class Admission:
+    """Matches and admits records that wait. Not thread-safe."""
+
+    def __init__(self, rooms: Rooms, storeys: Storeys, prefix_caching: bool) -> None:
+        self._rooms = rooms
+        self._tree = rooms.tree
+        self._storeys = storeys
+        self._prefix_caching = prefix_caching
+        self.match_seconds = 0.0
+
+    # ---- finding
+
+    def match(self, record: Record) -> Match:
+        """What an admission would find."""
+        self._renew(record)
+        keys = record.most_hits()
+        device = len(self._path(record))
+        host = storage = 0
+        if device < len(keys) and not self._rooms.paused:
+            host = len(self._storeys.find(keys[device:], device).slots)
+            storage = self._storeys.below(keys[device + host :], device + host, record)
+        whole = record.before_items(device + host + storage)
+        host = min(host, whole - device)
+        storage = whole - device - host
+        return Match(*(blocks * record.block_tokens for blocks in (device, host, storage)))
+
+    def prefetch(self, record: Record) -> Future[Hit] | None:
+        """Begin to bring up to the host what the device lacks."""
+        self._renew(record)
+        keys, device = record.most_hits(), len(self._path(record))
+        if device < len(keys) and not self._rooms.paused:
+            record.fetch = self._storeys.fetch(keys, device, record)
+        return record.fetch
+
+    def _renew(self, record: Record) -> None:
+        """Hash anew if the weights were changed, here or by another process."""
+        if self._prefix_caching:
+            root = self._storeys.root(record.lora, record.salt)
+            if root != record.root:
+                record.rehash(root)
+
+    def _path(self, record: Record) -> list[Node]:
+        """The nodes that the request would share."""
+        path = self._tree.path(record.most_hits())
+        return path[: record.before_items(len(path))]
+
+    # ---- admission
+
+    def admit(self, record: Record, reserve_tokens: int, evict: bool) -> Admitted | Waiting | Refused:
+        """Give a request its blocks. Up to the refusal nothing is changed; after it nothing can fail."""
+        began = time.perf_counter()
+        self._renew(record)
+        path = self._path(record)
+        new = blocks_for(record.num_tokens + reserve_tokens, record.block_tokens) - len(path)
+        available = self._rooms.available(path, evict)
+        if new > available:
+            return Refused(new, available)
+        self._rooms.call_back(path)
+        tip = path[-1] if path else None
+        if tip is not None:
+            self._tree.lock(tip)
+        waiting = self._rooms.make(new)
+        if waiting is not None:
+            self._rooms.unlock(tip, self._tree.now())
+            return waiting
+        self._take(record, path, new)
+        self.match_seconds += time.perf_counter() - began
+        plan = self._bring_up(record, len(path))
+        return self._admitted(record, len(path), plan)
+
+    def _take(self, record: Record, path: list[Node], new: int) -> None:
+        blocks = self._rooms.pool.take(new)
+        assert blocks is not None, "make() has seen to it that they are free"
+        record.admitted = True
+        record.tip = path[-1] if path else None
+        record.table = [node.block for node in path] + blocks
+        record.entered = len(path)
+        if self._tree.coming:
+            record.waits = {node.ticket for node in path if node.place is Place.TO_DEVICE}
+
+    def _bring_up(self, record: Record, device: int) -> Plan | None:
+        """Plan to fill blocks behind the path from the host, as far as it has them and keeps them."""
+        keys = record.most_hits()
+        if device == len(keys) or self._rooms.paused:
+            return None
+        match = self._storeys.find(keys[device:], device)
+        count = record.before_items(device + len(match.slots)) - device
+        if count * record.block_tokens < max(1, self._storeys.min_hit_tokens):
+            return None
+        held = self._storeys.hold(match.slots[:count], match.generations[:count])
+        if not held:
+            return None
+        move = self._rooms.moves.begin_up(record.request_id, match.slots[:held], match.generations[:held])
+        parent, stop = record.tip, device + held
+        if parent is not None and parent.place is Place.TO_DEVICE:
+            move.behind = parent.ticket
+        blocks = record.table[device:stop]
+        move.nodes = self._tree.expect(keys[device:stop], record.root, parent, blocks, move.ticket)
+        self._tree.lock(move.nodes[-1])
+        self._rooms.unlock(parent)
+        record.tip, record.entered = move.nodes[-1], stop
+        record.waits.add(move.ticket)
+        return self._rooms.moves.up(move)
+
+    def _admitted(self, record: Record, device: int, plan: Plan | None) -> Admitted:
+        record.computed_tokens = record.entered * record.block_tokens
+        by_tier = self._storeys.by_tier(record, device)
+        counts = self._rooms.counts
+        counts["requests"] += 1
+        counts["hit_requests"] += record.entered > 0
+        counts["asked_tokens"] += record.num_tokens
+        for tier, tokens in by_tier.items():
+            counts[f"hit_tokens_{tier if tier in ('device', 'host') else 'storage'}"] += tokens
+        waits = frozenset(record.waits)
+        return Admitted(list(record.table), record.entered, record.computed_tokens, by_tier, plan, waits)
