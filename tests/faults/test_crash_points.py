@@ -78,7 +78,11 @@ def sweep(root: Path, image: Path | None, work: Callable[[], object], after: Cal
         if image is not None:
             shutil.copytree(image, root)
         killed = killed_at(number, work, root)
-        apart(after)
+        try:
+            apart(after)
+        except AssertionError as error:
+            error.add_note(f"after a kill {'behind' if number % 2 else 'before'} call {number // 2}")
+            raise
         left = [path.name for path in root.iterdir() if path.name.startswith((".new", ".gone"))]
         assert not left, f"call {number}: {left}"
         if not killed:
