@@ -40,7 +40,8 @@ class Storeys:
         """What the keys of an adapter and a tenant begin with, under the present weights."""
         if self.slots is not None:
             return self.slots.namespace(lora, salt)
-        return Namespace("", lora=lora or "", salt=salt or "", weights_epoch=self._epoch).root
+        only = Namespace("device blocks only", weights_epoch=self._epoch)
+        return only.with_(lora=lora or "", salt=salt or "").root
 
     def weights_changed(self) -> None:
         """Change every root, for good."""
