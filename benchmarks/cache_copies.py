@@ -92,7 +92,7 @@ def opened(
         tiers: list[Tier] = [host]
         if disk is not None:
             tiers.append(DiskTier.open(layout, disk, disk_bytes))
-        config = Config(worth_it=False, deadline_seconds=30.0)
+        config = Config(chunk_tokens=layout.chunk_tokens, worth_it=False, deadline_seconds=30.0)
         cache = Cache(config, namespace=NAMESPACE, layout=layout, tiers=tiers)
         try:
             yield cache

@@ -26,23 +26,29 @@ Json = Mapping[str, object]
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure with its target: `value` must be at least (ratio) or below (seconds, times) `target`."""
+    """One figure; `value` must be at least (ratio) or below (seconds, times) `target`, if there is one."""
 
     key: str
     value: float
-    target: float
-    unit: str  # "ratio": share of the limit's speed; "seconds"; "times": as long as the limit takes
+    target: float | None
+    unit: (
+        str  # "ratio": share of the limit; "seconds"; "times": as long as the limit takes; or what is counted
+    )
     runs: Json = field(default_factory=dict)
     note: str = ""
 
     @property
     def ok(self) -> bool:
         """True if the target is met."""
+        if self.target is None:
+            return True
         return self.value >= self.target if self.unit == "ratio" else self.value < self.target
 
     @property
     def wanted(self) -> str:
         """The target as people write it."""
+        if self.target is None:
+            return ""
         if self.unit == "seconds":
             return f"< {seconds_text(self.target)}"
         return f">= {self.target:.2f}" if self.unit == "ratio" else f"< {self.target:.2f} x"
@@ -50,7 +56,9 @@ class Figure:
     @property
     def text(self) -> str:
         """The value as people write it."""
-        return seconds_text(self.value) if self.unit == "seconds" else f"{self.value:.3f}"
+        if self.unit == "seconds":
+            return seconds_text(self.value)
+        return f"{self.value:.3f}" if self.unit in ("ratio", "times") else f"{self.value:,.0f}"
 
 
 def race(entrants: Mapping[str, Step], rounds: int, steps: int = 1, warm: int = 1) -> Runs:
@@ -147,20 +155,21 @@ def machine() -> dict[str, object]:
 def report(
     figures: Sequence[Figure], as_json: bool, beside: Sequence[Figure] = (), extra: Json | None = None
 ) -> None:
-    """Prints one JSON object, or a table for people. `beside`: figures that explain others."""
+    """Prints one JSON object, or a table for people. `beside`: figures whose targets do not count here."""
+    wanted = [each for each in figures if each.target is not None]
     everything = [*figures, *beside]
     if as_json:
         values: dict[str, object] = {each.key: round(each.value, 9) for each in everything}
-        values["targets"] = {each.key: {"target": each.target, "ok": each.ok} for each in figures}
+        values["targets"] = {each.key: {"target": each.target, "ok": each.ok} for each in wanted}
         values["notes"] = {each.key: each.note for each in everything}
         values["runs"] = {each.key: each.runs for each in everything}
         print(json.dumps(values | {"machine": machine()} | dict(extra or {}), indent=1))
         return
     width = max(len(each.key) for each in everything)
     for each in everything:
-        mark = "    " if each in beside else "ok  " if each.ok else "MISS"
-        wanted = "" if each in beside else each.wanted
-        print(f"{each.key:<{width}}  {each.text:>9}  {wanted:>10}  {mark}  {each.note}")
+        mark = "    " if each not in wanted else "ok  " if each.ok else "MISS"
+        target = each.wanted if each in wanted else ""
+        print(f"{each.key:<{width}}  {each.text:>9}  {target:>10}  {mark}  {each.note}")
     for name, value in (machine() | dict(extra or {})).items():
         print(f"{name}: {value}")
 

@@ -1,0 +1,18 @@
+"""The speed of `pagoda.blocks`: `python benchmarks/blocks.py [--json] [--quick]`.
+
+Bookkeeping by the clock, and a small engine with and without a prefix cache, host memory and a disk behind it; the
+JSON quotes every round under "runs". What each figure means and what it was last: docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+from blocks_books import admit_figure, tree_figures
+from ground import Part, main
+
+PARTS: dict[str, Part] = {
+    "admit": admit_figure,
+    "tree": tree_figures,
+}
+
+if __name__ == "__main__":
+    main(__doc__, PARTS, {})

@@ -1,0 +1,202 @@
+"""The bookkeeping of `pagoda.blocks` by the clock and by the byte; no KV is copied anywhere here."""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+import sys
+import time
+import tracemalloc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from hashlib import sha256
+
+import numpy as np
+from cache_copies import Tokens, opened
+from ground import NAMESPACE, Plan
+from harness import Figure, Runs, say, seconds_figure, seconds_text
+
+from pagoda import KVLayout
+from pagoda.blocks import Admitted, BlockManager
+from pagoda.blocks.ends import Ends
+from pagoda.blocks.moves import Moves
+from pagoda.blocks.pool import BlockPool
+from pagoda.blocks.rooms import Rooms
+from pagoda.blocks.tree import Tree
+
+BLOCK_TOKENS = 64
+LONG_TOKENS = 128 * 1024
+LONG_BLOCKS = LONG_TOKENS // BLOCK_TOKENS
+EVICTED = 1000
+HOST_SLOTS = (
+    32 * 1024
+)  # one reserve takes up to an eighth of them, so all of the evicted and all of a long prompt
+_LAYOUT = KVLayout.opaque(BLOCK_TOKENS, 4096, "benchmark")
+
+
+class Watch:
+    """Seconds by what they were spent on, a list of rounds each."""
+
+    def __init__(self) -> None:
+        self.rounds: Runs = {}
+
+    @contextmanager
+    def on(self, name: str) -> Iterator[None]:
+        """Time what is done inside."""
+        began = time.perf_counter()
+        yield
+        self.rounds.setdefault(name, []).append(time.perf_counter() - began)
+
+    def figure(self, key: str, target: float, on: str, note: str) -> Figure:
+        """What was spent on one thing, with all the others beside it."""
+        beside = {name: seconds for name, seconds in self.rounds.items() if name != on}
+        told = (f"{name} {seconds_text(statistics.median(seconds))}" for name, seconds in beside.items())
+        quoted = {name: [round(each, 9) for each in seconds] for name, seconds in beside.items()}
+        return seconds_figure(key, target, self.rounds[on], f"{note}; beside it: {', '.join(told)}", **quoted)
+
+
+# ---- a long prompt
+
+
+def admit_figure(plan: Plan) -> list[Figure]:
+    """`match` and `admit` of 131,072 tokens whose keys are known, all hits: on the device, then in host memory."""
+    watch = Watch()
+    with opened(plan, _LAYOUT, HOST_SLOTS * _LAYOUT.slot_bytes) as cache:
+        manager = BlockManager(LONG_BLOCKS + 8, BLOCK_TOKENS, cache=cache)
+        tokens = np.arange(LONG_TOKENS, dtype=np.int32)
+        _write_down(manager, tokens)
+        for tier in ("device", "host"):
+            for turn in range(1 + max(9, plan.rounds)):
+                if tier == "host":
+                    manager.reset()
+                _admit(manager, tokens, tier, watch if turn else Watch())  # the first round warms up
+        manager.check()
+    note = f"{LONG_BLOCKS:,} blocks on the device"
+    return [watch.figure("match_admit_128k_seconds", 0.005, "match + admit", note)]
+
+
+def _write_down(manager: BlockManager, tokens: Tokens) -> None:
+    """Serve a prompt; it is on the device and in host memory then."""
+    manager.add("first", tokens)
+    manager.admit("first")
+    manager.computed("first", len(tokens))
+    copies = manager.finish("first")
+    if copies is None or len(copies.copies) != LONG_BLOCKS:
+        raise RuntimeError(f"not all was written back: {copies and len(copies.copies)}")
+    manager.completed(copies.ticket)
+
+
+def _admit(manager: BlockManager, tokens: Tokens, tier: str, watch: Watch) -> None:
+    """Match and admit a prompt all of which is on `tier`, and let it go again."""
+    suffix = "" if tier == "device" else f" ({tier})"
+    with watch.on(f"hash{suffix}"):
+        manager.add("next", tokens)
+    with watch.on(f"match + admit{suffix}"):
+        match = manager.match("next")
+        admitted = manager.admit("next")
+    hits = (LONG_BLOCKS - 1) * BLOCK_TOKENS  # the last token is always left to compute
+    if not isinstance(admitted, Admitted) or not match.num_tokens == admitted.by_tier.get(tier) == hits:
+        raise RuntimeError(f"not all was found on {tier}: {match}, {admitted}")
+    if admitted.plan is not None:
+        with watch.on(f"completed{suffix}"):
+            manager.completed(admitted.plan.ticket)
+    with watch.on(f"release{suffix}"):
+        manager.release("next")
+
+
+# ---- a million nodes
+
+
+def tree_figures(plan: Plan) -> list[Figure]:
+    """Eviction of 1,000 among 1,000,000 nodes of two shapes of tree, and what a node takes of memory."""
+    nodes = 100_000 if plan.quick else 1_000_000
+    watch, memory = Watch(), dict[str, dict[str, float]]()
+    for shape, length in (("leaves", 1), ("chains", LONG_BLOCKS)):
+        say(f"  {nodes:,} nodes: {shape} ...")
+        with opened(plan, _LAYOUT, HOST_SLOTS * _LAYOUT.slot_bytes) as cache:
+            tracemalloc.start()
+            rooms = Rooms(BlockPool(nodes), Tree(), Moves(cache.slots))
+            empty = _traced()
+            _fill(rooms, length)
+            memory[shape] = _parts(rooms.tree, _traced() - empty) | {"pool": empty / nodes}
+            tracemalloc.stop()
+            _use_again(rooms.tree, nodes // 5)
+            _evict(plan, rooms, shape, watch)
+            rooms.tree.check()
+    slower = max(memory, key=lambda shape: statistics.median(watch.rounds[shape]))
+    note = f"{slower} of {nodes:,} nodes"
+    return [watch.figure("evict_1000_of_1m_seconds", 0.010, slower, note), _bytes_figure(memory)]
+
+
+def _fill(rooms: Rooms, length: int) -> None:
+    """Prompts of `length` blocks with nothing in common, one after the other, until no block is free."""
+    blocks = rooms.pool.take(rooms.pool.free) or []
+    for first in range(0, len(blocks), length):
+        tip = None
+        for block in blocks[first : first + length]:
+            tip = rooms.tree.insert(sha256(block.to_bytes(4)).digest(), NAMESPACE.root, tip, block)
+        if tip is not None:
+            rooms.tree.unlock(tip, rooms.tree.now())
+
+
+def _use_again(tree: Tree, times: int) -> None:
+    """Use prompts again at random, so that the order of eviction is not that of memory."""
+    ends = [node for node in tree.nodes.values() if not node.children]
+    dice = random.Random(1)
+    for end in dice.choices(ends, k=min(times, len(ends))):
+        tree.lock(end)
+        tree.unlock(end, tree.now())
+
+
+def _evict(plan: Plan, rooms: Rooms, shape: str, watch: Watch) -> None:
+    """Evict to nowhere, then to the host."""
+    ends = Ends(rooms, {}, BLOCK_TOKENS, 1)
+    for turn in range(1 + max(9, plan.rounds)):
+        clock = watch if turn else Watch()  # the first round warms up
+        rooms.paused, free = True, rooms.pool.free
+        with clock.on(shape):
+            copies = rooms.lower(EVICTED)
+        if copies is not None or rooms.pool.free != free + EVICTED:
+            raise RuntimeError(f"{rooms.pool.free - free} blocks were evicted")
+        rooms.paused = False
+        with clock.on(f"{shape} to the host"):
+            copies = rooms.lower(EVICTED)
+        if copies is None or len(copies.copies) != EVICTED:
+            raise RuntimeError("the host did not take all")
+        with clock.on(f"{shape} at the host"):
+            ends.report(copies.ticket, 0, None)
+
+
+# ---- memory
+
+
+def _traced() -> int:
+    """Bytes of all that is alive and was made since tracing began."""
+    gc.collect()
+    return tracemalloc.get_traced_memory()[0]
+
+
+def _parts(tree: Tree, taken: int) -> dict[str, float]:
+    """Bytes a node, and how much of it is what."""
+    nodes = len(tree.nodes)
+    key, node = next(iter(tree.nodes.items()))
+    parts = {
+        "node": sys.getsizeof(node),
+        "key": sys.getsizeof(key),
+        "dict": sys.getsizeof(tree.nodes) / nodes,
+    }
+    whole = taken / nodes
+    return {"whole": whole, **parts, "numbers and heap entry": whole - sum(parts.values())}
+
+
+def _bytes_figure(memory: Mapping[str, Mapping[str, float]]) -> Figure:
+    """The shape that takes more."""
+    told = (
+        f"{shape} {parts['whole']:.0f} ({', '.join(f'{what} {parts[what]:.0f}' for what in list(parts)[1:-1])})"
+        for shape, parts in memory.items()
+    )
+    note = f"{'; '.join(told)}; the pool besides: {memory['leaves']['pool']:.0f} a block"
+    return Figure(
+        "bytes_per_node", max(parts["whole"] for parts in memory.values()), None, "bytes", memory, note
+    )
