@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from pagoda.clock import Clock
+from pagoda.ledger.columns import Columns
+from pagoda.ledger.writing import Writing
 from tests.faults.support import AfterReboot, Store, apart, disk, keys, load_from, save_to
 
 CALLS = (
@@ -168,6 +170,25 @@ def test_rebuilding_a_store_on_disk(shm_root: Path) -> None:
     image, root = image_of_disk(shm_root / "image"), shm_root / "root"
     next(image.glob("*/data.mdb")).unlink()
     assert sweep(root, image, use(root, 40), look_at_disk(root, 40, None, 12)) > 5
+
+
+def test_a_rebuild_that_dies_between_commit_and_publication_loses_nothing(shm_root: Path) -> None:
+    root = image_of_disk(shm_root / "root")
+    next(root.glob("*/data.mdb")).unlink()
+    publish = Writing.publish
+
+    def last_words(writing: Writing, columns: Columns, stamp: int) -> None:
+        if writing.meta.scan > 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        publish(writing, columns, stamp)
+
+    def doomed() -> None:
+        Writing.publish = last_words  # type: ignore[method-assign]
+        use(root, 40)()
+
+    with pytest.raises(AssertionError, match="status 9"):
+        apart(doomed)
+    apart(look_at_disk(root, 40, None, 12))
 
 
 def test_discarding_a_store_for_another_layout(shm_root: Path) -> None:

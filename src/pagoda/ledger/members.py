@@ -84,11 +84,10 @@ def retire(writing: Writing, member: int, counters: NDArray[np.uint64]) -> None:
 def mend(writing: Writing, columns: Columns, start: int, stamp: int) -> int | None:
     """Publish chunks among the slots from `start` on whose committer died before it could; where to go on.
 
-    Their recency would otherwise never let them be evicted.
+    Their recency would otherwise never let them be evicted, and what a rebuild found would not be believed.
     """
-    silent = start + np.flatnonzero(
-        (columns.last_use[start:] == NOT_READY) & (columns.generation[start:] > 0)
-    )
+    end = min(writing.meta.scan, writing.meta.unused)  # no slot beyond has ever been touched
+    silent = start + np.flatnonzero(columns.last_use[start:end] == NOT_READY)
     for slot in silent[:_LOOK].tolist():
         row = writing.get(writing.tables.slots, SLOT_KEY.pack(slot))
         if row is None:
