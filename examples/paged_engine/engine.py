@@ -1,0 +1,245 @@
+"""Continuous batching over blocks: what an engine does around `pagoda.blocks.BlockManager`.
+
+A request's way:
+
+    add ──> waiting ──admit──> loading ──copies came──> running ──last token──> finished
+      (prefetch: disk -> host)  ^  (host -> device)        │  (write-back: device -> host -> disk)
+                                └────────preempted─────────┘
+
+The manager does all the bookkeeping and touches no KV: where something must be copied it returns a `Plan`, we do the
+copies (another thread, while the model computes) and tell it by the plan's ticket how they ended.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from transformers import PreTrainedModel
+
+from pagoda import Cache, Hit, KVLayout
+from pagoda.blocks import Admitted, BlockManager, Direction, Extended, Plan, Waiting
+
+from .attention import KVPool, Part, batch_of, next_tokens, paged_model
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One request, its answer so far and how it went. `tokens` is the prompt and all that was generated."""
+
+    id: str
+    tokens: list[int]
+    max_new_tokens: int = 32
+    salt: str | None = None  # of its tenant: other salts never share KV with it
+    arrival_seconds: float = 0.0  # for whoever adds it: when
+    after: str | None = None  # and after which other request
+
+    prompt_tokens: int = 0
+    prefetch: Future[Hit] | None = None
+    table: list[int] = field(default_factory=list)  # its blocks, while it is admitted
+    computed: int = 0  # leading tokens whose KV is in those blocks
+    loading: bool = False  # copies it needs are under way
+    blocked: frozenset[int] = (
+        frozenset()
+    )  # tickets that make room for it: no use in asking again before they end
+
+    hits: dict[str, int] = field(default_factory=dict)  # leading tokens not computed, by tier
+    preemptions: int = 0
+    arrived: float = 0.0
+    first_token_seconds: float | None = None
+
+    @property
+    def left(self) -> int:
+        """Tokens to compute before the next one is known: 1 while decoding."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def output(self) -> list[int]:
+        """The generated tokens."""
+        return self.tokens[self.prompt_tokens :]
+
+
+class Engine:
+    """Serves requests with one model, greedily. Not thread-safe; `add` some, then `step` until not `busy`.
+
+    A step is one forward pass of at most `step_tokens` tokens: one for each request that decodes, the rest of the
+    budget for prompts, in chunks. Without `cache` evicted blocks are dropped; without `prefix_caching` nothing is kept.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        layout: KVLayout,
+        *,
+        blocks: int,
+        cache: Cache | None = None,
+        prefix_caching: bool = True,
+        step_tokens: int | None = None,
+        most_running: int = 32,
+        patience_seconds: float = 5.0,  # the longest that a request waits for its prefetch
+    ) -> None:
+        self.pool = KVPool(layout, blocks, model.device)
+        self.manager = BlockManager(blocks, layout.chunk_tokens, cache=cache, prefix_caching=prefix_caching)
+        self.waiting: list[Sequence] = []  # both in the order of arrival
+        self.running: list[Sequence] = []
+        self.prompt_tokens_computed = 0
+        self._model = paged_model(model)
+        self._slots = cache.slots if cache is not None else None
+        self._step_tokens = step_tokens or 1 << 30
+        self._most_running, self._patience_seconds = most_running, patience_seconds
+        ends = model.generation_config.eos_token_id
+        self._ends = {ends} if isinstance(ends, int) else set(ends or ())
+        self._copier = ThreadPoolExecutor(1, "copier")
+        self._moving: dict[int, Future[None]] = {}  # by ticket
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to step for."""
+        return bool(self.waiting or self.running)
+
+    def add(self, seq: Sequence) -> None:
+        """Take a request, and bring up from storage what is there of it. Raises ValueError if it cannot fit."""
+        old, new, room = len(seq.tokens), seq.max_new_tokens, self.manager.total * self.pool.block_tokens
+        if old < 1 or new < 1 or old + new > room:
+            raise ValueError(
+                f"request {seq.id!r}: {old} + {new} tokens; at least 1 + 1, at most {room} in all"
+            )
+        self.manager.add(seq.id, seq.tokens, salt=seq.salt)
+        seq.prefetch = self.manager.prefetch(seq.id)
+        seq.arrived, seq.prompt_tokens = time.monotonic(), old
+        self.waiting.append(seq)
+
+    def abort(self, seq: Sequence) -> None:
+        """Forget a request, wherever it is; its blocks are free or cached."""
+        self.manager.release(seq.id)
+        (self.running if seq in self.running else self.waiting).remove(seq)
+
+    def step(self) -> list[Sequence]:
+        """Do what can be done now; returns the requests that finished by it. Never waits longer than a moment."""
+        self._settle()
+        self._admit()
+        work = self._schedule()
+        if not work:  # wait a moment for a copy or a prefetch
+            fetches = [seq.prefetch for seq in self.waiting if seq.prefetch is not None]
+            pending = [future for future in (*self._moving.values(), *fetches) if not future.done()]
+            time.sleep(0.001)
+            wait(pending, 0.05, FIRST_COMPLETED)
+            return []
+        parts = [Part(seq.tokens[seq.computed :][:new], seq.computed, seq.table) for seq, new in work]
+        tokens = next_tokens(self._model, batch_of(parts, self.pool))
+        return [seq for (seq, new), token in zip(work, tokens, strict=True) if self._advance(seq, new, token)]
+
+    def close(self) -> None:
+        """Abandon the requests, wait for copies under way. The cache stays open: it is the caller's."""
+        for seq in [*self.running, *self.waiting]:
+            self.abort(seq)
+        self._copier.shutdown()
+        self._settle()
+
+    def _admit(self) -> None:
+        """Give blocks to those who wait, first come first served, until there is no room."""
+        now = time.monotonic()
+        for seq in list(self.waiting):
+            if len(self.running) == self._most_running or seq.blocked & self._moving.keys():
+                return
+            patient = now < seq.arrived + self._patience_seconds
+            if seq.prefetch is not None and not seq.prefetch.done() and patient:
+                continue  # its KV is on the way from the disk; others may go first
+            reserve = min(self.pool.block_tokens, seq.prompt_tokens + seq.max_new_tokens - len(seq.tokens))
+            answer = self.manager.admit(seq.id, reserve_tokens=reserve)
+            if isinstance(answer, Waiting):
+                self._move(answer.plan)
+                seq.blocked = answer.tickets
+                return
+            if not isinstance(answer, Admitted):
+                return  # until somebody finishes
+            self._move(answer.plan)
+            seq.table, seq.computed, seq.loading = answer.table, answer.computed_tokens, bool(answer.waits)
+            seq.hits = answer.by_tier if not seq.output else seq.hits
+            self.waiting.remove(seq)
+            insort(self.running, seq, key=attrgetter("arrived"))
+
+    def _schedule(self) -> list[tuple[Sequence, int]]:
+        """Choose who computes how many tokens in this step: those that decode, then prompts, oldest first."""
+        work, budget = [], self._step_tokens
+        for seq in sorted(self.running, key=lambda seq: seq.left > 1):
+            new = min(seq.left, budget)
+            if new and seq in self.running and not seq.loading and self._has_room(seq):
+                work.append((seq, new))
+                budget -= new
+        return sorted(work, key=lambda entry: entry[1])
+
+    def _has_room(self, seq: Sequence) -> bool:
+        """Get a block for the next token if one is needed, from the youngest if it must be."""
+        while len(seq.tokens) > len(seq.table) * self.pool.block_tokens:
+            if seq.blocked & self._moving.keys():
+                return False
+            answer = self.manager.extend(seq.id, len(seq.tokens))
+            if isinstance(answer, Extended):
+                seq.table = answer.table
+            elif isinstance(answer, Waiting):
+                self._move(answer.plan)
+                seq.blocked = answer.tickets
+                return False
+            else:
+                youngest = self.running[-1]
+                self.manager.preempt(
+                    youngest.id
+                )  # what it computed is cached: it will find its own work again
+                youngest.preemptions += 1
+                self._back_to_waiting(youngest)
+                if youngest is seq:
+                    return False
+        return True
+
+    def _back_to_waiting(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        seq.table, seq.computed, seq.loading = [], 0, False
+        insort(self.waiting, seq, key=attrgetter("arrived"))
+
+    def _advance(self, seq: Sequence, new: int, token: int) -> bool:
+        """Note what a step computed of a request; returns whether it has finished by it."""
+        self.prompt_tokens_computed += max(0, min(new, seq.prompt_tokens - seq.computed))
+        seq.computed += new
+        self.manager.computed(seq.id, seq.computed)
+        if seq.left:
+            return False  # a chunk in the middle of a prompt: its next token is known already
+        if seq.first_token_seconds is None:
+            seq.first_token_seconds = time.monotonic() - seq.arrived
+        seq.tokens.append(token)
+        self.manager.append(seq.id, [token])
+        if len(seq.output) < seq.max_new_tokens and token not in self._ends:
+            return False
+        self._move(self.manager.finish(seq.id))
+        self.running.remove(seq)
+        return True
+
+    def _move(self, plan: Plan | None) -> None:
+        """Begin the copies of a plan, if there is one."""
+        if plan is not None:
+            self._moving[plan.ticket] = self._copier.submit(self._copy, plan)
+
+    def _copy(self, plan: Plan) -> None:
+        """Copy whole blocks, on the copier's thread. What it raises ends up in the future."""
+        for block, slot, _ in plan.copies:
+            move = self.pool.to_slot if plan.direction is Direction.DOWN else self.pool.from_slot
+            move(block, self._slots.view(slot))
+
+    def _settle(self) -> None:
+        """Tell the manager which copies ended, and do what it says came of them."""
+        for ticket in [ticket for ticket, copies in self._moving.items() if copies.done()]:
+            failed = self._moving.pop(ticket).exception() is not None
+            settled = self.manager.failed(ticket) if failed else self.manager.completed(ticket)
+            for seq in list(self.running):
+                if seq.id in settled.shortened:  # less came than was promised: compute from there
+                    seq.computed = settled.shortened[seq.id]
+                    if not seq.output:
+                        found = min(seq.hits.get("device", 0), seq.computed)
+                        seq.hits = {"device": found, "host": seq.computed - found}
+                if seq.id in settled.ready:
+                    seq.loading = False
+                elif seq.id in settled.again:
+                    self._back_to_waiting(seq)
