@@ -163,7 +163,7 @@ def test_opening_and_closing_a_store_on_disk(shm_root: Path, rebooted: bool) -> 
 def test_resizing_a_store_on_disk(shm_root: Path, slots: int, rebooted: bool) -> None:
     image, root = image_of_disk(shm_root / "image"), shm_root / "root"
     clock = AfterReboot() if rebooted else None
-    assert sweep(root, image, use(root, slots), look_at_disk(root, slots, clock, 0)) > 5
+    assert sweep(root, image, use(root, slots), look_at_disk(root, slots, clock, 12)) > 5
 
 
 def test_rebuilding_a_store_on_disk(shm_root: Path) -> None:

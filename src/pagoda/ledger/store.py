@@ -273,7 +273,7 @@ def _judge(directory: Path, spec: StoreSpec, clock: Clock) -> State | None:
     if state.kind == "memory" and (wrong or not trusted):
         log.warning("discarding the store at %s: %s", directory, wrong or "it is from before the last boot")
         return None
-    if state.kind == "file" and not _slab_stands(directory, state):
+    if state.kind == "file" and not (directory / SLAB).is_file():
         log.warning("discarding the store at %s: %s", directory, wrong)
         return None
     if wrong or not trusted:
@@ -301,11 +301,12 @@ def _tables_stand(directory: Path, state: State) -> bool:
         return False
 
 
-def _slab_stands(directory: Path, state: State) -> bool:
-    try:
-        return os.stat(directory / SLAB).st_size == state.slots * state.slot_bytes
-    except OSError:
-        return False
+def _fit_slab(directory: Path, nbytes: int) -> None:
+    """Give a slab its size; what is cut off is gone, what is added holds nothing."""
+    slab = directory / SLAB
+    if os.stat(slab).st_size > nbytes:
+        os.truncate(slab, nbytes)
+    allocate(slab, nbytes)
 
 
 def _renew(directory: Path, state: State, boot: str, clock: Clock) -> State:
@@ -375,6 +376,7 @@ def _rebuild(directory: Path, state: State) -> State:
         state, incarnation=state.incarnation + 1, boot_id=NEVER_BOOTED, clean=False
     )
     write_state(directory, state)
+    _fit_slab(directory, state.slots * state.slot_bytes)  # another size if who resized the store was killed
     _make_ledger(directory, state, scan=0)
     return state
 
@@ -401,8 +403,7 @@ def _resize(directory: Path, state: State, spec: StoreSpec) -> State:
     columns.reset()
     columns.copy_from(old)
     if spec.slot_bytes:
-        os.truncate(directory / SLAB, min(state.slots, resized.slots) * spec.slot_bytes)
-        allocate(directory / SLAB, resized.slots * spec.slot_bytes)
+        _fit_slab(directory, resized.slots * spec.slot_bytes)
     allocate(directory / TABLES, resized.map_bytes)
     resize_tables(directory / TABLES, resized.map_bytes, resized.slots)
     return resized
