@@ -1,0 +1,232 @@
+"""A small engine for the tests of the block manager: its memory holds KV whose bytes are a function of the tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+from pagoda.blocks import Admitted, BlockManager, Direction, Plan, Settled, Waiting
+from pagoda.cache import Cache
+from pagoda.clock import Clock
+from pagoda.config import Config
+from pagoda.keys import Item, Namespace, chunk_keys
+from pagoda.layout import KVLayout
+from pagoda.ledger import Ledger
+from pagoda.transfer import BlockKV
+
+BLOCK = 4  # tokens
+LAYOUT = KVLayout.opaque(BLOCK, 64, "tests of blocks")
+NAMESPACE = Namespace("a-model")
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@contextmanager
+def cache_at(
+    host: Path, disk: Path | None = None, *, slots: int = 64, clock: Clock | None = None, **options: object
+) -> Iterator[Cache]:
+    """An open cache of `slots` host slots (and 256 on the disk), closed afterwards."""
+    wanted: dict[str, object] = {
+        "chunk_tokens": BLOCK,
+        "host_path": str(host / "host"),
+        "host_size": slots * LAYOUT.slot_bytes,
+        "worth_it": False,
+        "deadline_seconds": 20.0,  # patience: the machine may be busy
+    }
+    if disk is not None:
+        wanted |= {"disk_path": str(disk / "disk"), "disk_size": 256 * (LAYOUT.slot_bytes + 4096)}
+    config = Config(**{**wanted, **options})  # type: ignore[arg-type]
+    cache = Cache(config, namespace=NAMESPACE, layout=LAYOUT, clock=clock)
+    try:
+        yield cache
+    finally:
+        cache.close()
+
+
+def prompt(tokens: int, seed: int = 0) -> list[int]:
+    """Token ids; another seed is another prompt from its first token on."""
+    return [int(token) for token in np.random.default_rng(seed).integers(0, 50_000, tokens)]
+
+
+def truth(
+    tokens: Sequence[int], items: Iterable[Item] = (), lora: str | None = None, salt: str | None = None
+) -> list[Bytes]:
+    """The KV that the model computes for the whole blocks of a prompt: each a function of all that is before it."""
+    root = blake3(repr((lora, salt)).encode()).digest()
+    keys = chunk_keys(list(tokens), root, BLOCK, items)
+    return [
+        np.random.default_rng(list(key)).integers(0, 256, LAYOUT.chunk_bytes, dtype=np.uint8) for key in keys
+    ]
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Wait for a condition; fails after a while."""
+    until = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < until, "it did not come about"
+        time.sleep(0.005)
+
+
+def ledger_of(cache: Cache) -> Ledger:
+    """The host tier's ledger."""
+    host = cache._storeys.host
+    assert host is not None
+    return host.ledger
+
+
+class Request:
+    """A request as the engine knows it."""
+
+    def __init__(self, tokens: Sequence[int], options: dict[str, object]) -> None:
+        self.tokens = list(tokens)
+        self.options = options
+
+    def truth(self) -> list[Bytes]:
+        """Its right KV."""
+        return truth(self.tokens, **self.options)  # type: ignore[arg-type]
+
+
+class Engine:
+    """Device memory and a block manager over it. Checks the manager's books after every step."""
+
+    def __init__(self, blocks: int, cache: Cache | None = None, *, ranks: int = 1, **options: object) -> None:
+        self.cache = cache
+        self.ranks = ranks
+        self.manager = BlockManager(blocks, BLOCK, cache=cache, ranks=ranks, **options)  # type: ignore[arg-type]
+        self.kv: Bytes = np.zeros((blocks, LAYOUT.chunk_bytes), np.uint8)
+        self.requests: dict[str, Request] = {}
+
+    # ---- copies
+
+    def copy(self, plan: Plan, rank: int | None = None) -> None:
+        """Do the copies of a plan; every rank has its share of the bytes."""
+        assert self.cache is not None and self.cache.slots is not None
+        share = LAYOUT.chunk_bytes // self.ranks
+        mine = slice(None) if rank is None else slice(rank * share, (rank + 1) * share)
+        for block, slot, _ in plan.copies:
+            row = self.cache.slots.view(slot)[: LAYOUT.chunk_bytes]
+            if plan.direction is Direction.DOWN:
+                row[mine] = self.kv[block][mine]
+            else:
+                self.kv[block][mine] = row[mine]
+
+    def end(self, plan: Plan | None, blocks: int | None = None) -> Settled:
+        """Do a plan, if it is one, and tell its end on all ranks: the first `blocks` are good."""
+        settled = Settled()
+        if plan is not None:
+            self.copy(plan)
+            for rank in range(self.ranks):
+                settled = self.manager.completed(plan.ticket, rank=rank, blocks=blocks)
+            self.manager.check()
+        return settled
+
+    # ---- requests
+
+    def add(self, name: str, tokens: Sequence[int], **options: object) -> None:
+        """A new request."""
+        self.requests[name] = Request(tokens, options)
+        self.manager.add(name, tokens, **options)  # type: ignore[arg-type]
+        self.manager.check()
+
+    def admit(self, name: str, reserve_tokens: int = 0) -> Admitted:
+        """Admit a request, doing the copies DOWN that make room, but not those UP."""
+        for _ in range(100):
+            answer = self.manager.admit(name, reserve_tokens=reserve_tokens)
+            self.manager.check()
+            if not isinstance(answer, Waiting):
+                assert isinstance(answer, Admitted), answer
+                return answer
+            assert answer.plan is not None, "it waits for what nobody does"
+            self.end(answer.plan)
+        raise AssertionError("it waits for ever")
+
+    def compute(self, name: str, num_tokens: int | None = None) -> None:
+        """Compute the KV up to `num_tokens` (None: all) into the request's own blocks."""
+        request, table = self.requests[name], self.manager.table(name)
+        count = len(request.tokens) if num_tokens is None else num_tokens
+        blocks = request.truth()
+        for i in range(self.manager._records[name].computed_tokens // BLOCK, count // BLOCK):
+            self.kv[table[i]] = blocks[i]
+        self.manager.computed(name, count)
+        self.manager.check()
+
+    def start(self, name: str, tokens: Sequence[int], **options: object) -> Admitted:
+        """Add, admit, load and compute a request: it has the KV of all its tokens, and all of it is right."""
+        self.add(name, tokens, **options)
+        return self.resume(name)
+
+    def resume(self, name: str) -> Admitted:
+        """The same for a request that waits."""
+        admitted = self.admit(name)
+        if admitted.plan is not None:
+            settled = self.end(admitted.plan)
+            assert settled.ready == (name,) and not settled.shortened
+        self.compute(name)
+        self.is_right(name)
+        return admitted
+
+    def append(self, name: str, tokens: Sequence[int]) -> None:
+        """Generate tokens, with room for them."""
+        self.requests[name].tokens += tokens
+        self.manager.append(name, tokens)
+        assert isinstance(self.manager.extend(name, len(self.requests[name].tokens)), tuple)
+
+    def finish(self, name: str, **options: bool) -> Settled:
+        """Finish a request and do its write-back."""
+        plan = self.manager.finish(name, **options)
+        self.manager.check()
+        del self.requests[name]
+        return self.end(plan)
+
+    def is_right(self, name: str, num_tokens: int | None = None) -> None:
+        """Assert that the leading blocks of a request hold its KV."""
+        request, table = self.requests[name], self.manager.table(name)
+        count = len(request.tokens) if num_tokens is None else num_tokens
+        for i, block in enumerate(request.truth()[: count // BLOCK]):
+            assert (self.kv[table[i]] == block).all(), f"block {i} of {name} is not its KV"
+
+    def leave(self, name: str, tokens: Sequence[int], **options: object) -> None:
+        """Run a request from its beginning to its end: its KV stays to be hit."""
+        self.start(name, tokens, **options)
+        self.finish(name)
+
+    # ---- what is where
+
+    def keys(self, tokens: Sequence[int], items: Iterable[Item] = (), salt: str | None = None) -> list[bytes]:
+        """The keys of the whole blocks of a prompt."""
+        return chunk_keys(list(tokens), self.manager._storeys.root(None, salt), BLOCK, items)
+
+    def places(self, tokens: Sequence[int]) -> list[str]:
+        """Where the whole blocks of a prompt are."""
+        return [str(self.manager.where(key)) for key in self.keys(tokens)]
+
+    def demoted(self, blocks: int) -> int:
+        """Demote blocks at once; returns how many are free now."""
+        self.end(self.manager.demote(blocks))
+        return self.manager.free
+
+    def stat(self, name: str) -> float:
+        """One gauge or counter."""
+        return self.manager.stats()[name]
+
+
+def retrieved(cache: Cache, tokens: Sequence[int]) -> tuple[int, bool]:
+    """Retrieve a prompt as an engine of whole prompts does: how many tokens, and whether their KV is right."""
+    blocks = np.zeros((max(1, len(tokens) // BLOCK), LAYOUT.chunk_bytes), np.uint8)
+    hit = cache.retrieve(list(tokens), BlockKV(blocks, LAYOUT))
+    right = truth(tokens)[: hit.num_tokens // BLOCK]
+    return hit.num_tokens, all((a == b).all() for a, b in zip(blocks, right, strict=False))
+
+
+def stored(cache: Cache, tokens: Sequence[int]) -> None:
+    """Store a prompt as an engine of whole prompts does."""
+    blocks = np.stack(truth(tokens))
+    answer = cache.store(list(tokens), BlockKV(blocks, LAYOUT))
+    assert answer.refused == 0, answer
+    assert cache.flush(60)
