@@ -24,6 +24,7 @@ class Write:
     stamp: int | None
     future: Future[Done] = field(default_factory=begun)
     cancelled: Reason | None = None  # removed or cleared meanwhile
+    turn: int = 0  # the number of the batch that it was taken in
 
     def usable(self) -> bool:
         """Whether the payload still is what the key names, and nobody took the key away."""
@@ -65,6 +66,7 @@ class IoQueue:
         self._saving: dict[bytes, Write] = {}  # queued or being written, by key
         self._loading: dict[tuple[bytes, int | None, bytes | None], Read] = {}  # the leader of each flight
         self._outstanding_reads = 0  # followers included
+        self._turn = 0  # of the last batch of writes that was taken
         self._closed = False
 
     def add_write(self, write: Write) -> Write | Reason:
@@ -152,7 +154,11 @@ class IoQueue:
             if self._closed:
                 return None
             count = min(most_writes, -(-len(self._writes) // shares))
-            return [self._writes.popleft() for _ in range(count)]
+            batch = [self._writes.popleft() for _ in range(count)]
+            self._turn += 1
+            for write in batch:
+                write.turn = self._turn
+            return batch
 
     def take_read(self) -> Read | None:
         """The next read, if there is one; does not wait."""

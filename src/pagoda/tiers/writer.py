@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -39,6 +41,8 @@ class Writer:
         # for other tiers of this process.
         share = device.ledger.window // io_threads
         self.batch_chunks = max(1, min(BATCH_CHUNKS, share, BATCH_BYTES // device.slot_bytes))
+        self._turns = threading.Condition()
+        self._turn = 0  # of the last batch that has its slots
 
     def save(self, writes: Sequence[Write], scratch: Scratch, between: Callable[[], None]) -> None:
         """Write a batch and end its futures, whatever happens; `between` runs before each chunk (reads go first)."""
@@ -61,9 +65,10 @@ class Writer:
         ledger = self._device.ledger
         places: dict[Write, _Place] = {}
         try:
-            live = [write for write in writes if not self._ended_before(write, ends)]
-            for run in runs(live, ledger.window, _follows):
-                self._reserve(run, places, ends)
+            with self._in_turn(writes[0].turn):
+                live = [write for write in writes if not self._ended_before(write, ends)]
+                for run in runs(live, ledger.window, _follows):
+                    self._reserve(run, places, ends)
             for write, place in places.items():
                 between()
                 reason = self._write(write, place, scratch)
@@ -74,6 +79,18 @@ class Writer:
             # Only now has the I/O of these slots ended, however late: nobody else could have been given them before.
             if places:
                 ledger.abort([place.reserved for place in places.values()])
+
+    @contextmanager
+    def _in_turn(self, turn: int) -> Iterator[None]:
+        """Batches get their slots in the order in which they were queued, or a head could find its room taken."""
+        with self._turns:
+            self._turns.wait_for(lambda: self._turn >= turn - 1, _LEDGER_SECONDS)
+        try:
+            yield
+        finally:
+            with self._turns:
+                self._turn = max(self._turn, turn)
+                self._turns.notify_all()
 
     def _ended_before(self, write: Write, ends: dict[Write, Done]) -> bool:
         """End a write that needs no slot any more."""
