@@ -37,6 +37,7 @@ check: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/local.py $(ARGS)
 	$(BIN)/python benchmarks/cache.py $(ARGS)
+	$(BIN)/python benchmarks/blocks.py $(ARGS)
 
 mutants: $(READY)
 	$(BIN)/python tests/mutants/run.py $(ARGS)

@@ -7,11 +7,13 @@ JSON quotes every round under "runs". What each figure means and what it was las
 from __future__ import annotations
 
 from blocks_books import admit_figure, tree_figures
+from blocks_engine import engine_figures
 from ground import Part, main
 
 PARTS: dict[str, Part] = {
     "admit": admit_figure,
     "tree": tree_figures,
+    "engine": engine_figures,
 }
 
 if __name__ == "__main__":

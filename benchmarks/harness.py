@@ -31,9 +31,7 @@ class Figure:
     key: str
     value: float
     target: float | None
-    unit: (
-        str  # "ratio": share of the limit; "seconds"; "times": as long as the limit takes; or what is counted
-    )
+    unit: str  # "ratio": share of the limit; "seconds"; "times": as long as it takes; or what is counted
     runs: Json = field(default_factory=dict)
     note: str = ""
 
