@@ -1,0 +1,404 @@
+"""Known mistakes of block managers, which must not come back. Each test names the mistake that it pins."""
+
+from __future__ import annotations
+
+import heapq
+import time
+import tracemalloc
+from pathlib import Path
+
+import pytest
+from blake3 import blake3
+
+import pagoda.keys
+from pagoda.blocks import Admitted, BlockManager, Direction, Refused, Waiting
+from pagoda.blocks.tree import upward
+from pagoda.testing import FakeClock
+from tests.blocks.kit import BLOCK, Engine, cache_at, ledger_of, prompt, retrieved, stored
+from tests.ledger.support import gate_taken
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of every message that is hashed from now on."""
+    lengths: list[int] = []
+
+    def counting(data: bytes, **options: object) -> object:
+        lengths.append(len(data))
+        return blake3(data, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(pagoda.keys, "blake3", counting)
+    return lengths
+
+
+def test_mistake_8_hashing_the_whole_prompt_at_each_step(hosted: Engine, hashed: list[int]) -> None:
+    engine = Engine(64, hosted.cache)
+    hashed.clear()
+    engine.manager.add("a", prompt(160))
+    assert hashed == [BLOCK * 4] * 40
+    hashed.clear()
+    engine.manager.match("a")
+    engine.manager.admit("a")
+    engine.manager.computed("a", 160)
+    for step in range(1, 41):
+        engine.manager.append("a", [step])
+        engine.manager.extend("a", 160 + step)
+        engine.manager.computed("a", 160 + step)
+        assert hashed == [BLOCK * 4] * (step // BLOCK)  # each block once, when it is full
+    engine.manager.preempt("a")
+    engine.manager.match("a")
+    engine.manager.admit("a")
+    engine.manager.finish("a")
+    assert len(hashed) == 10
+
+
+def test_mistake_8_a_heap_that_is_searched_or_rebuilt_on_each_match(
+    bare: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work: list[int] = []
+    real = heapq.heapify
+
+    def counting(heap: list[int]) -> None:
+        work.append(len(heap))
+        real(heap)
+
+    monkeypatch.setattr(heapq, "heapify", counting)
+    manager = BlockManager(600, BLOCK)
+    for n in range(300):  # 600 nodes, 300 leaves
+        manager.add("x", [n + 1] * 9)
+        manager.admit("x")
+        manager.computed("x", 9)
+        manager.finish("x")
+        manager.check() if n % 100 == 0 else None
+    longest, steps = 0, 6000
+    for n in range(steps):
+        manager.add("x", [n % 300 + 1] * 9)
+        manager.admit("x")
+        manager.finish("x")
+        longest = max(longest, len(manager._tree._heap))
+    manager.check()
+    assert longest <= 2 * 300 + 1024 + 1
+    assert sum(work) <= 4 * steps  # amortized: a few entries a step, whatever is in the tree
+
+
+def test_mistake_8_prompts_kept_alive_by_nodes() -> None:
+    block_tokens, prompts = 1024, 32
+    manager = BlockManager(prompts * 16, block_tokens)
+    manager.add("first", prompt(16 * block_tokens, 99))
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for n in range(prompts):
+            name = str(n)
+            manager.add(name, prompt(16 * block_tokens, n))
+            manager.admit(name)
+            manager.computed(name, 16 * block_tokens)
+            manager.finish(name)
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert manager.stats()["cached"] == prompts * 16
+    assert (after - before) / (prompts * 16) < block_tokens  # bytes a node; its tokens alone would be 4 each
+
+
+def test_mistake_9_state_changed_before_the_refusal_with_no_rollback(shm_root: Path) -> None:
+    with cache_at(shm_root) as cache:
+        engine = Engine(8, cache, write_back=False)
+        engine.leave("seen", prompt(8))
+        engine.leave("younger", prompt(4, 1))
+        engine.start("runs", prompt(16, 2))
+        for n in range(20):  # a prompt that will never fit, tried again and again, hits the oldest
+            engine.add(f"big {n}", prompt(8) + prompt(24, 3))
+            assert isinstance(engine.manager.admit(f"big {n}"), Refused)
+            engine.manager.release(f"big {n}")
+        assert (engine.stat("evictable"), engine.stat("evicted_blocks"), engine.stat("requests")) == (3, 0, 3)
+        engine.end(engine.manager.demote(1))
+        assert engine.places(prompt(8)) == ["device", "host"]  # its recency was not touched
+        engine.manager.release("runs")
+        engine.manager.check()
+        assert engine.stat("in_use") == 0 and engine.manager.has_room(8, evict=True)
+
+
+def test_mistake_9_extend_is_all_or_nothing(bare: Engine) -> None:
+    bare.start("a", prompt(20))
+    bare.start("b", prompt(8, 1))
+    table = bare.manager.table("b")
+    assert bare.manager.extend("b", 16) == Refused(2, 1)
+    assert bare.manager.table("b") == table and bare.manager.free == 1
+    bare.manager.check()
+
+
+def test_mistake_10_a_hit_on_a_block_in_flight_that_leaves_a_hole(hosted: Engine) -> None:
+    hosted.leave("a", prompt(16))
+    hosted.demoted(2)
+    hosted.kv[hosted.manager._pool._free] = 0
+    for name in "bcd":
+        hosted.add(name, prompt(17))
+    down = hosted.manager.demote(1)  # device, leaving, coming: all in one path
+    first, second, third = (hosted.admit(name) for name in "bcd")
+    hosted.end(down)
+    assert first.plan is not None and second.plan is third.plan is None
+    for admitted in (first, second, third):
+        assert (admitted.computed_tokens, admitted.shared, len(admitted.table)) == (16, 4, 5)
+        assert admitted.table[:4] == first.table[:4] and len(set(admitted.table)) == 5
+        assert admitted.waits == {first.plan.ticket}
+    settled = hosted.end(first.plan)
+    assert settled.ready == ("b", "c", "d")
+    for name in "bcd":
+        hosted.is_right(name, 16)
+
+
+def test_mistake_10_who_shares_a_block_that_did_not_come_waits_again(hosted: Engine) -> None:
+    hosted.leave("a", prompt(12))
+    hosted.demoted(3)
+    hosted.kv[:] = 0
+    for name in "bcd":
+        hosted.add(name, prompt(12)[: 5 if name == "d" else 12] + prompt(2, 1))
+    first, second, third = hosted.admit("b"), hosted.admit("c"), hosted.admit("d")
+    assert [a.computed_tokens for a in (first, second, third)] == [12, 12, 4]
+    settled = hosted.end(first.plan, blocks=1)
+    assert (settled.shortened, settled.again, settled.ready) == ({"b": 4}, ("c",), ("b", "d"))
+    assert hosted.manager.table("c") == [] and hosted.manager.table("b") == first.table
+    hosted.compute("b")
+    assert hosted.admit("c").by_tier == {"device": 12}
+    for name in "bcd":
+        hosted.compute(name)
+        hosted.is_right(name)
+
+
+def test_mistake_11_a_late_ticket_after_its_block_was_used_again(hosted: Engine) -> None:
+    hosted.leave("a", prompt(4))
+    first = hosted.manager.demote(1)
+    assert first is not None
+    hosted.manager.failed(first.ticket)
+    hosted.start("b", prompt(4, 1))  # in the same block
+    hosted.finish("b")
+    second = hosted.manager.demote(1)
+    assert second is not None and second.copies[0].block == first.copies[0].block
+    assert second.ticket != first.ticket
+    before = hosted.manager.stats()
+    late = hosted.manager.completed(first.ticket)  # of the same block, to the host as well
+    assert (late.known, late.ended, late.freed, late.ready, late.again) == (False, False, 0, (), ())
+    assert not hosted.manager.failed(first.ticket).known
+    assert not hosted.manager.completed(999).known and not hosted.manager.completed(-1).known
+    assert hosted.manager.stats() == before and hosted.places(prompt(4, 1)) == ["to_host"]
+    hosted.end(second)
+    assert hosted.cache is not None
+    assert retrieved(hosted.cache, prompt(4, 1)) == (4, True)
+    assert retrieved(hosted.cache, prompt(4)) == (0, True)
+
+
+def test_mistake_11_tickets_are_never_used_twice_not_even_after_a_reset(hosted: Engine) -> None:
+    seen = []
+    for n in range(5):
+        hosted.leave(f"{n}", prompt(8, n))
+        plan = hosted.manager.demote(2)
+        assert plan is not None
+        seen.append(plan.ticket)
+        hosted.manager.reset(abandon=True)
+    assert len(set(seen)) == 5
+    hosted.leave("x", prompt(8, 9))
+    plan = hosted.manager.demote(2)
+    assert plan is not None
+    for ticket in seen:
+        assert not hosted.manager.completed(ticket).known
+    assert hosted.end(plan).freed == 2
+
+
+def test_mistake_11_a_request_of_the_same_name_has_nothing_of_the_old_ones_ticket(hosted: Engine) -> None:
+    hosted.leave("a", prompt(8))
+    hosted.demoted(2)
+    hosted.add("b", prompt(9))
+    up = hosted.admit("b").plan
+    hosted.manager.release("b")
+    hosted.add("b", prompt(9, 1))  # the name again, another prompt
+    admitted = hosted.admit("b")
+    assert admitted.waits == frozenset()
+    settled = hosted.end(up)
+    assert (settled.ready, settled.shortened, settled.again) == ((), {}, ())
+    assert hosted.manager.table("b") == admitted.table
+
+
+def test_mistake_12_a_freed_block_that_counts_as_one_on_the_host(hosted: Engine) -> None:
+    assert hosted.cache is not None
+    ledger = ledger_of(hosted.cache)
+    hosted.manager.pause()  # what goes now is dropped: it is nowhere
+    hosted.leave("a", prompt(16))
+    hosted.manager.demote(4)
+    assert hosted.places(prompt(16)) == ["freed"] * 4
+    assert (hosted.manager.free, ledger.gauges()["free"]) == (8, 64)  # each list has its own, and all of it
+    hosted.manager.resume()
+    hosted.add("b", prompt(17))
+    assert hosted.admit("b").computed_tokens == 0
+    hosted.compute("b")
+    hosted.finish("b")
+    hosted.demoted(4)
+    gauges = ledger.gauges()
+    assert gauges["free"] + gauges["ready"] == 64 and gauges["ready"] == 4
+    hosted.manager.check()
+
+
+def test_mistake_13_waiting_for_ever_on_another_process(shm_root: Path) -> None:
+    with cache_at(shm_root, deadline_seconds=0.5) as cache:
+        engine = Engine(8, cache)
+        stored(cache, prompt(16))
+        engine.start("runs", prompt(8, 1))
+        engine.add("a", prompt(17))
+        began = time.monotonic()
+        with gate_taken(ledger_of(cache)):
+            answers = [engine.manager.finish("runs"), engine.manager.demote(1)]
+            assert answers == [None, None]  # nothing can be written: no plan, and no error
+            answer = engine.manager.admit("a")
+            assert isinstance(answer, Admitted)
+        assert time.monotonic() - began < 30
+        engine.manager.check()
+        engine.manager.release("a")
+        engine.add("b", prompt(17))
+        assert engine.resume("b").computed_tokens == 16  # and nothing is broken afterwards
+
+
+def test_mistake_13_one_bad_report_and_nobody_listens_any_more(shm_root: Path) -> None:
+    with cache_at(shm_root) as cache:
+        engine = Engine(8, cache, ranks=2, write_back=False)
+        engine.leave("a", prompt(8))
+        plan = engine.manager.demote(2)
+        assert plan is not None
+        engine.copy(plan)
+        for blocks in (-1, 3):
+            with pytest.raises(ValueError, match="of 2 copies"):
+                engine.manager.completed(plan.ticket, blocks=blocks)
+        for rank in (-1, 2):
+            with pytest.raises(ValueError, match="none of the 2 ranks"):
+                engine.manager.completed(plan.ticket, rank=rank)
+            with pytest.raises(ValueError, match="none of the 2 ranks"):
+                engine.manager.lost(rank)
+        assert engine.manager.in_flight == 1 and not engine.manager.completed(plan.ticket).ended
+        assert engine.manager.completed(plan.ticket, rank=1).freed == 2
+        assert engine.places(prompt(8)) == ["host"] * 2
+
+
+def test_mistake_13_a_copy_whose_end_is_never_told_stops_nobody_else(hosted: Engine) -> None:
+    hosted.leave("a", prompt(8))
+    hosted.demoted(2)
+    hosted.add("b", prompt(9))
+    up = hosted.admit("b").plan  # and the engine forgets it
+    for n in range(10):
+        hosted.leave(f"{n}", prompt(19, n + 1))
+    assert hosted.manager.in_flight == 1
+    hosted.manager.reset(abandon=True)
+    assert hosted.manager.free == 8 and up is not None and not hosted.manager.completed(up.ticket).known
+
+
+def test_mistake_17_evicting_parents_before_children(hosted: Engine) -> None:
+    hosted.leave("a", prompt(16))
+    hosted.leave("b", prompt(8) + prompt(8, 1))
+    for n in range(6):
+        hosted.end(hosted.manager.demote(1))
+        for tokens in (prompt(16), prompt(8) + prompt(8, 1)):
+            places = hosted.places(tokens)
+            assert places == sorted(places), f"a hole after {n + 1}: {places}"  # "device" before "host"
+    assert hosted.manager.free == 8
+
+
+def test_mistake_17_the_host_gets_parents_before_children(shm_root: Path) -> None:
+    clock = FakeClock()
+    with cache_at(shm_root, slots=16, clock=clock) as cache:
+        engine = Engine(24, cache, write_back=False)
+        engine.leave("a", prompt(80))
+        plan = engine.manager.demote(20)  # a quarter of the slots is promised to one: the head
+        assert plan is not None and len(plan.copies) == 4
+        engine.end(plan)
+        assert engine.places(prompt(80)) == ["host"] * 4 + ["freed"] * 16
+        assert retrieved(cache, prompt(80)) == (16, True)
+
+
+def test_mistake_17_what_comes_back_is_inserted_behind_its_parent(hosted: Engine) -> None:
+    hosted.leave("a", prompt(16))
+    hosted.demoted(2)
+    hosted.start("b", prompt(17))
+    nodes = list(upward(hosted.manager._tree.nodes[hosted.keys(prompt(16))[3]]))
+    assert [node.position for node in nodes] == [3, 2, 1, 0]
+    assert [node.key for node in reversed(nodes)] == hosted.keys(prompt(16))
+    hosted.finish("b")
+    hosted.demoted(1)
+    assert hosted.places(prompt(16)) == ["device"] * 3 + ["host"]  # not the first of what came back
+
+
+def test_mistake_19_a_rank_that_has_nothing_reports_as_well(shm_root: Path) -> None:
+    with cache_at(shm_root) as cache:
+        engine = Engine(8, cache, ranks=3, write_back=False)
+        engine.leave("a", prompt(8))
+        plan = engine.manager.demote(2)
+        assert plan is not None
+        engine.copy(plan)
+        assert not engine.manager.failed(plan.ticket, rank=0).ended  # that it failed here settles nothing yet
+        assert not engine.manager.completed(plan.ticket, rank=2).ended
+        assert engine.manager.free == 6  # rank 1 may be reading still
+        assert engine.manager.completed(plan.ticket, rank=1).ended
+        assert engine.manager.free == 8 and engine.places(prompt(8)) == ["freed"] * 2
+
+
+def test_mistake_20_loading_what_is_cheaper_to_compute(shm_root: Path) -> None:
+    with cache_at(shm_root, min_hit_tokens=12) as cache:
+        engine = Engine(16, cache, write_back=False)
+        engine.leave("a", prompt(16))
+        engine.demoted(4)
+        engine.add("short", prompt(9))
+        admitted = engine.admit("short")
+        assert (admitted.plan, admitted.computed_tokens) == (None, 0)
+        engine.manager.release("short")
+        engine.add("long", prompt(13))
+        assert engine.admit("long").computed_tokens == 12
+
+
+def test_mistake_20_writing_what_is_there_or_never_read_again(shm_root: Path, tmp_path: Path) -> None:
+    with cache_at(shm_root, tmp_path, write_policy="selective", selective_hits=2) as cache:
+        engine = Engine(16, cache)
+        engine.leave("a", prompt(16))
+        engine.leave("once", prompt(16, 1))
+        assert engine.stat("demoted_blocks") == 8
+        assert engine.manager.demote(16) is None and engine.manager.free == 16  # not copied a second time
+        assert cache.flush(60)
+        keys = engine.keys(prompt(16))
+        assert cache.holders(keys[0]) == ["host"]  # nobody has read it
+        for n in range(2):
+            engine.leave(f"hit {n}", prompt(17))
+            assert engine.manager.demote(16) is None
+            assert cache.flush(60)
+        assert engine.stat("promoted_blocks") == 8 and engine.stat("demoted_blocks") == 8
+        assert cache.holders(keys[0]) == cache.holders(keys[3]) == ["host", "disk"]
+        assert cache.holders(engine.keys(prompt(16, 1))[0]) == ["host"]
+
+
+@pytest.mark.parametrize("place", ["device", "host", "coming"])
+def test_mistake_21_a_hit_that_covers_the_whole_prompt(hosted: Engine, place: str) -> None:
+    hosted.leave("a", prompt(16))
+    if place != "device":
+        hosted.demoted(4)
+    if place == "coming":
+        hosted.add("other", prompt(17))
+        assert hosted.admit("other").plan is not None
+    hosted.add("b", prompt(16))
+    assert hosted.manager.match("b").num_tokens == 12
+    admitted = hosted.admit("b")
+    assert (admitted.computed_tokens, admitted.shared, len(admitted.table)) == (12, 3, 4)
+    hosted.manager.release("b")
+    hosted.add("c", prompt(16)[:13])
+    assert hosted.manager.match("c").num_tokens == 12  # one token is enough
+
+
+def test_a_waiting_answer_is_not_a_promise(hosted: Engine) -> None:
+    """Two that wait for the same room: who comes first has it, the other waits again and hangs nothing."""
+    hosted.leave("a", prompt(32))
+    hosted.add("b", prompt(20, 1))
+    hosted.add("c", prompt(20, 2))
+    first, second = hosted.manager.admit("b"), hosted.manager.admit("c")
+    assert isinstance(first, Waiting) and isinstance(second, Waiting)
+    assert first.plan is not None and second.plan is None
+    hosted.end(first.plan)
+    assert isinstance(hosted.manager.admit("c"), Admitted)
+    again = hosted.manager.admit("b")
+    assert isinstance(again, Refused) and again.available == 3
+    assert first.plan.direction is Direction.DOWN
+    hosted.manager.release("c")
+    assert len(hosted.admit("b").table) == 5
