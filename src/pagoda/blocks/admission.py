@@ -11,6 +11,7 @@ from pagoda.blocks.rooms import Rooms
 from pagoda.blocks.storeys import Storeys
 from pagoda.blocks.tree import Node
 from pagoda.cache.hit import Hit
+from pagoda.metrics import Reason
 
 __all__ = ["Admission"]
 
@@ -82,7 +83,7 @@ class Admission:
             return waiting
         self._take(record, path, new)
         self.match_seconds += time.perf_counter() - began
-        plan = self._bring_up(record, len(path))
+        plan = self._bring_up(record)
         return self._admitted(record, len(path), plan)
 
     def _take(self, record: Record, path: list[Node], new: int) -> None:
@@ -95,16 +96,19 @@ class Admission:
         if self._tree.coming:
             record.waits = {node.ticket for node in path if node.place is Place.TO_DEVICE}
 
-    def _bring_up(self, record: Record, device: int) -> Plan | None:
+    def _bring_up(self, record: Record) -> Plan | None:
         """Plan to fill blocks behind the path from the host, as far as it has them and keeps them."""
-        keys = record.most_hits()
+        keys, device = record.most_hits(), record.entered
         if device == len(keys) or self._rooms.paused:
             return None
         match = self._storeys.find(keys[device:], device)
         count = record.before_items(device + len(match.slots)) - device
-        if count * record.block_tokens < max(1, self._storeys.min_hit_tokens):
-            return None
-        held = self._storeys.hold(match.slots[:count], match.generations[:count])
+        reason, held = match.reason, 0
+        if 0 < count * record.block_tokens < self._storeys.min_hit_tokens:
+            reason = Reason.BELOW_MINIMUM
+        elif count:
+            held = self._storeys.hold(match.slots[:count], match.generations[:count])
+        self._storeys.asked(record, len(keys) - device, held, reason)
         if not held:
             return None
         move = self._rooms.moves.begin_up(record.request_id, match.slots[:held], match.generations[:held])
@@ -121,7 +125,9 @@ class Admission:
 
     def _admitted(self, record: Record, device: int, plan: Plan | None) -> Admitted:
         record.computed_tokens = record.entered * record.block_tokens
-        by_tier = self._storeys.by_tier(record, device)
+        below = self._storeys.by_tier(record, record.entered - device)
+        record.fetch = None  # whatever it brought, it brought for this admission
+        by_tier = {"device": device * record.block_tokens, **below} if device else below
         counts = self._rooms.counts
         counts["requests"] += 1
         counts["hit_requests"] += record.entered > 0

@@ -15,6 +15,7 @@ from pagoda.cache import Cache
 from pagoda.cache.hit import Hit
 from pagoda.keys import Namespace
 from pagoda.ledger import Match
+from pagoda.metrics import Reason
 
 __all__ = ["Storeys"]
 
@@ -126,14 +127,18 @@ class Storeys:
             return Place.LOADING
         return Place.STORAGE if self._cache.holders(key) else Place.FREED
 
-    def by_tier(self, record: Record, device: int) -> dict[str, int]:
-        """The tokens that an admission found, by the tier where they were when the request came."""
-        tokens = {"device": device * record.block_tokens}
-        rest = (record.entered - device) * record.block_tokens
-        if record.fetch is not None and record.fetch.done():
-            lower = {tier: n for tier, n in record.fetch.result().by_tier.items() if tier in self._lower}
-            for tier, brought in lower.items():
-                tokens[tier] = min(rest, brought)
-                rest -= tokens[tier]
+    def by_tier(self, record: Record, blocks: int) -> dict[str, int]:
+        """The tokens of so many blocks in host slots, by the tier where they were before the request's prefetch."""
+        rest, tokens = blocks * record.block_tokens, dict[str, int]()
+        if record.fetch is not None and record.fetch.done() and not record.fetch.cancelled():
+            for tier, brought in record.fetch.result().by_tier.items():
+                if tier in self._lower:
+                    tokens[tier] = min(rest, brought)
+                    rest -= tokens[tier]
         tokens["host"] = rest
         return {tier: n for tier, n in tokens.items() if n}
+
+    def asked(self, record: Record, wanted: int, held: int, reason: Reason | None) -> None:
+        """Count a question about `wanted` blocks, of which `held` could be had, where the cache counts."""
+        if self.slots is not None:
+            self.slots.asked(wanted * record.block_tokens, self.by_tier(record, held), reason)

@@ -5,7 +5,7 @@ reserve -> copy into `view(slot)` -> commit | abort          find -> hold -> cop
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
@@ -68,7 +68,7 @@ class HostSlots:
     def find(self, keys: Sequence[bytes], start: int, *, touch: bool = True) -> Match:
         """The leading run of `keys`, which stand at chain positions from `start` on; leased for LEASE_SECONDS.
 
-        Without `touch`, neither recency nor leases change. Counts no hit: the engine's lookup does.
+        Without `touch`, neither recency nor leases change. Counts no hit: that is `asked`.
         """
 
         nothing, lease = (np.empty(0, np.int64), np.empty(0, np.uint64)), LEASE_SECONDS if touch else 0.0
@@ -79,6 +79,10 @@ class HostSlots:
             ),
             lambda reason, _: Match(*nothing, reason),
         )
+
+    def asked(self, num_tokens: int, by_tier: Mapping[str, int], reason: Reason | None) -> None:
+        """Count what an engine asked the cache for and got of it, as a lookup does: tokens, and why not more."""
+        self._parts.tally.asked(num_tokens, by_tier, reason)
 
     def hold(self, slots: Slots, generations: Generations) -> list[bool]:
         """Keep chunks from eviction until `release` or the end of this process; False where they have gone."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
+from collections.abc import Mapping
 
-from pagoda.cache.ask import Ask
 from pagoda.cache.forks import renewed_after_fork
-from pagoda.cache.hit import Hit
 from pagoda.clock import Clock
 from pagoda.ledger import Ledger
 from pagoda.metrics import COUNTERS, RateLimitedLog, Reason
@@ -43,17 +42,16 @@ class Tally:
                 with self._lock:
                     self._own[name] += number
 
-    def asked(self, ask: Ask, hit: Hit, told: bool = False) -> None:
-        """Count one question and its answer; the reason of its miss only if the tier has not `told` it already."""
+    def asked(self, num_tokens: int, by_tier: Mapping[str, int], reason: Reason | None) -> None:
+        """Count one question about so many tokens and its answer; `reason`: of a miss that no tier has counted."""
         self.count("lookups")
-        self.count("asked_tokens", ask.length_tokens - ask.start_tokens)
-        if hit.num_tokens:
-            self.count("hits")
-            self.count("hit_tokens", hit.num_tokens)
-        for tier, tokens in hit.by_tier.items():
+        self.count("asked_tokens", num_tokens)
+        self.count("hits", bool(sum(by_tier.values())))
+        self.count("hit_tokens", sum(by_tier.values()))
+        for tier, tokens in by_tier.items():
             self.count(f"hit_tokens_{tier if tier in _LOCAL else 'remote'}", tokens)
-        if hit.reason is not None and hit.reason is not Reason.LEDGER_BUSY and not told:
-            self.count(f"miss_{hit.reason}")
+        if reason is not None and reason is not Reason.LEDGER_BUSY:
+            self.count(f"miss_{reason}")
 
     def close(self) -> None:
         """From now on count in this process only: the row in the shared counters may soon be another member's."""

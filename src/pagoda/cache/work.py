@@ -155,7 +155,8 @@ class Work:
 
     def _counted(self, ask: Ask, hit: Hit, counted: bool, told: bool = False) -> Hit:
         if counted:
-            self._parts.tally.asked(ask, hit, told)
+            reason = None if told else hit.reason
+            self._parts.tally.asked(ask.length_tokens - ask.start_tokens, hit.by_tier, reason)
         return hit
 
 
