@@ -46,7 +46,10 @@ class Admission:
         """Begin to bring up to the host what the device lacks."""
         self._renew(record)
         keys, device = record.most_hits(), len(self._path(record))
-        if device < len(keys) and not self._rooms.paused:
+        if self._rooms.paused:
+            return None
+        host = len(self._storeys.find(keys[device:], device).slots)
+        if device + host < len(keys):
             record.fetch = self._storeys.fetch(keys, device, record)
         return record.fetch
 

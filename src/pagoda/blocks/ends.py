@@ -28,6 +28,11 @@ class Ends:
 
     # ---- reports
 
+    @property
+    def short_of_ranks(self) -> bool:
+        """Whether a rank has died."""
+        return bool(self._lost)
+
     def report(self, ticket: int, rank: int, blocks: int | None) -> Settled:
         """Rank `rank` has done with a ticket: its first `blocks` copies (None: all) are good. Raises ValueError."""
         if not 0 <= rank < self._ranks:
@@ -81,6 +86,7 @@ class Ends:
         if move.void:
             self._rooms.pool.give_back([node.block for node in move.nodes])
             return Settled()
+        right = self._before_items(move, right)
         self._tree.arrive(move.nodes[:right])
         self._rooms.counts["promoted_blocks"] += right
         again: list[str] = []
@@ -103,15 +109,24 @@ class Ends:
     def _waiting_for(self, move: Up) -> list[Record]:
         return [record for record in self._records.values() if move.ticket in record.waits]
 
+    def _sharing(self, move: Up, node: Node) -> list[Record]:
+        """The requests that wait for a move and have this node of it in their paths."""
+        at = node.position
+        return [r for r in self._waiting_for(move) if r.entered > at and r.keys[at] == node.key]
+
+    def _before_items(self, move: Up, right: int) -> int:
+        """The longest run of at most `right` blocks that ends inside no multimodal item: all who share it have that."""
+        if right == len(move.nodes):
+            return right
+        first, at = move.nodes[right], move.nodes[right].position
+        whole = min((r.before_items(at) for r in self._sharing(move, first)), default=at)
+        return right - (at - whole)
+
     def _cut_short(self, move: Up, right: int) -> tuple[list[str], dict[str, int]]:
         """The nodes from `right` on did not come: one request takes their blocks over, the others wait again."""
         missing = move.nodes[right:]
         first, at = missing[0], missing[0].position
-        sharing = [
-            record
-            for record in self._waiting_for(move)
-            if record.entered > at and record.keys[at] == first.key
-        ]
+        sharing = self._sharing(move, first)
         heir = _heir(sharing, move, missing[-1])
         others = [record for record in sharing if record is not heir]
         for record in others:

@@ -325,8 +325,8 @@ class BlockManager:
         self._rooms.paused = True
 
     def resume(self) -> None:
-        """Plan moves again."""
-        self._rooms.paused = False
+        """Plan moves again, unless a rank was lost: its share of every chunk would be missing."""
+        self._rooms.paused = self._ends.short_of_ranks
 
     # ---- pins, clearing
 
