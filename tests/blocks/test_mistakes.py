@@ -402,3 +402,50 @@ def test_a_waiting_answer_is_not_a_promise(hosted: Engine) -> None:
     assert first.plan.direction is Direction.DOWN
     hosted.manager.release("c")
     assert len(hosted.admit("b").table) == 5
+
+
+def test_mistake_5_evicting_what_is_being_loaded(shm_root: Path) -> None:
+    clock = FakeClock()
+    with cache_at(shm_root, slots=16, clock=clock) as cache:
+        engine = Engine(16, cache, write_back=False)
+        engine.leave("a", prompt(16))
+        engine.demoted(4)
+        engine.kv[:] = 0
+        engine.add("b", prompt(17))
+        plan = engine.admit("b").plan
+        for n in range(1, 6):  # twenty chunks more than there is room for, when every lease has ended
+            clock.advance(100)
+            stored(cache, prompt(16, n))
+        assert engine.end(plan).shortened == {}
+        engine.is_right("b", 16)
+        clock.advance(100)
+        engine.finish("b")
+        for n in range(6, 10):
+            clock.advance(100)
+            stored(cache, prompt(16, n))
+        assert retrieved(cache, prompt(16)) == (0, True)  # the hold has ended with the ticket
+
+
+def test_mistake_15_copies_that_were_overtaken_count_as_good(hosted: Engine) -> None:
+    assert hosted.cache is not None
+    hosted.leave("a", prompt(16))
+    hosted.demoted(4)
+    hosted.add("b", prompt(17))
+    plan = hosted.admit("b").plan
+    assert hosted.cache.clear().ok  # what is in the slots now may be anything
+    assert hosted.end(plan).shortened == {"b": 0}
+    hosted.compute("b")
+    hosted.is_right("b")
+
+
+def test_mistake_9_who_is_told_to_wait_has_no_pins(hosted: Engine) -> None:
+    hosted.leave("a", prompt(16))
+    hosted.leave("b", prompt(16, 1))
+    hosted.add("c", prompt(16) + prompt(8, 2))
+    waiting = hosted.manager.admit("c")
+    assert isinstance(waiting, Waiting)
+    hosted.manager.check()
+    assert hosted.stat("evictable") == 6
+    hosted.end(waiting.plan)
+    hosted.manager.release("c")
+    assert hosted.demoted(8) == 8

@@ -66,8 +66,9 @@ def test_a_parent_has_been_used_when_its_child_was() -> None:
     tree = Tree()
     used(tree, [1], 10)
     used(tree, [2], 20)
-    used(tree, [1, 3], 10)  # the path through [1] is younger than [2]
-    assert evicted(tree, 3) == [20, 11, 10]
+    tip = used(tree, [1, 3], 10)  # the path through [1] is younger than [2]
+    assert tree.drop(tip) == 11  # and is so though this end of it has gone
+    assert evicted(tree, 2) == [20, 10]
 
 
 def test_one_child_that_stays_keeps_its_parent() -> None:
