@@ -869,11 +869,11 @@ def test_moves_can_be_paused_and_drained(hosted: Engine) -> None:
 
 def test_clearing_has_a_visible_state(hosted: Engine) -> None:
     """Clearing has a visible state: blocks of old copies are counted as in flight until the last ticket ended."""
-    _, up = in_all_states(hosted)
+    down, up = in_all_states(hosted)
     hosted.manager.reset()
     assert (hosted.manager.in_flight, hosted.stat("in_flight")) == (2, 2)
     hosted.add("big", prompt(32, 7))
-    assert hosted.manager.admit("big") == Refused(8, 6)
+    assert hosted.manager.admit("big") == Waiting(None, frozenset({down.ticket, up.ticket}))
     hosted.end(up)
     assert hosted.manager.in_flight == 1 and len(hosted.admit("big").table) == 8
 

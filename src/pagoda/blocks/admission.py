@@ -38,6 +38,7 @@ class Admission:
             host = len(self._storeys.find(keys[device:], device).slots)
             storage = self._storeys.below(keys[device + host :], device + host, record)
         whole = record.before_items(device + host + storage)
+        device = min(device, whole)
         host = min(host, whole - device)
         storage = whole - device - host
         return Match(*(blocks * record.block_tokens for blocks in (device, host, storage)))
@@ -60,22 +61,43 @@ class Admission:
             if root != record.root:
                 record.rehash(root)
 
-    def _path(self, record: Record) -> list[Node]:
-        """The nodes that the request would share."""
-        path = self._tree.path(record.most_hits())
-        return path[: record.before_items(len(path))]
+    def _path(self, record: Record, alone: bool = False) -> list[Node]:
+        """The nodes that the request would share.
+
+        They may end inside an item if the host has the rest of it, unless they are to stand `alone`. Changes nothing.
+        """
+        keys = record.most_hits()
+        path = self._tree.path(keys)
+        whole = record.before_items(len(path))
+        if whole < len(path) < len(keys) and not alone and not self._rooms.paused:
+            found = self._storeys.find(keys[len(path) :], len(path), touch=False)
+            if record.before_items(len(path) + len(found.slots)) >= len(path):
+                return path
+        return path[:whole]
 
     # ---- admission
 
     def admit(self, record: Record, reserve_tokens: int, evict: bool) -> Admitted | Waiting | Refused:
-        """Give a request its blocks. Up to the refusal nothing is changed; after it nothing can fail."""
-        began = time.perf_counter()
+        """Give a request its blocks."""
         self._renew(record)
-        path = self._path(record)
+        answer = self._try(record, self._path(record), reserve_tokens, evict)
+        if answer is None:  # the host has lost the rest of an item meanwhile
+            answer = self._try(record, self._path(record, alone=True), reserve_tokens, evict)
+            assert answer is not None, "a path that stands alone needs nothing of the host"
+        return answer
+
+    def _try(
+        self, record: Record, path: list[Node], reserve_tokens: int, evict: bool
+    ) -> Admitted | Waiting | Refused | None:
+        """Give a request its blocks behind a path. Up to the refusal nothing is changed.
+
+        None: the path ends inside an item, and the rest did not come up; the request waits again.
+        """
+        began = time.perf_counter()
         new = blocks_for(record.num_tokens + reserve_tokens, record.block_tokens) - len(path)
-        available = self._rooms.available(path, evict)
-        if new > available:
-            return Refused(new, available)
+        shortage = self._rooms.shortage(new, path, evict)
+        if shortage is not None:
+            return shortage
         self._rooms.call_back(path)
         tip = path[-1] if path else None
         if tip is not None:
@@ -87,6 +109,9 @@ class Admission:
         self._take(record, path, new)
         self.match_seconds += time.perf_counter() - began
         plan = self._bring_up(record)
+        if record.before_items(record.entered) < record.entered:
+            self._rooms.roll_back(record)
+            return None
         return self._admitted(record, len(path), plan)
 
     def _take(self, record: Record, path: list[Node], new: int) -> None:
@@ -105,12 +130,16 @@ class Admission:
         if device == len(keys) or self._rooms.paused:
             return None
         match = self._storeys.find(keys[device:], device)
-        count = record.before_items(device + len(match.slots)) - device
+        count = max(0, record.before_items(device + len(match.slots)) - device)
         reason, held = match.reason, 0
         if 0 < count * record.block_tokens < self._storeys.min_hit_tokens:
             reason = Reason.BELOW_MINIMUM
         elif count:
-            held = self._storeys.hold(match.slots[:count], match.generations[:count])
+            held = self._storeys.hold(
+                match.slots[:count],
+                match.generations[:count],
+                lambda n: record.before_items(device + n) - device,
+            )
         self._storeys.asked(record, len(keys) - device, held, reason)
         if not held:
             return None

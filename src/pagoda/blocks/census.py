@@ -54,8 +54,7 @@ class Census:
     def _check_locks(self, pinned: Sequence[Node]) -> None:
         """A node is locked by the requests, moves and pins whose paths end there, and once by each locked child."""
         ends = [record.tip for record in self._records.values()]
-        ends += [move.lock for move in self._moves.downs()]
-        ends += [move.nodes[-1] for move in self._moves.ups() if not move.void]
+        ends += self._moves.ends()
         owners: dict[int, int] = {}
         for end in (*ends, *pinned):
             for node in upward(end):

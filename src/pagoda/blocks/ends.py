@@ -120,17 +120,17 @@ class Ends:
             return right
         first, at = move.nodes[right], move.nodes[right].position
         whole = min((r.before_items(at) for r in self._sharing(move, first)), default=at)
-        return right - (at - whole)
+        return max(0, right - (at - whole))
 
     def _cut_short(self, move: Up, right: int) -> tuple[list[str], dict[str, int]]:
         """The nodes from `right` on did not come: one request takes their blocks over, the others wait again."""
         missing = move.nodes[right:]
         first, at = missing[0], missing[0].position
         sharing = self._sharing(move, first)
-        heir = _heir(sharing, move, missing[-1])
+        heir = _heir(sharing, move, at, missing[-1])
         others = [record for record in sharing if record is not heir]
         for record in others:
-            self.roll_back(record)
+            self._rooms.roll_back(record)
         kept: set[int] = set()
         if heir is not None:
             kept = set(heir.table[at : heir.entered])
@@ -163,12 +163,6 @@ class Ends:
 
     # ---- calling off
 
-    def roll_back(self, record: Record) -> None:
-        """Let an admitted request wait again: nothing of what its admission did is left."""
-        self._rooms.pool.give_back(record.own)
-        self._rooms.unlock(record.tip)
-        record.let_go()
-
     def call_off_up(self, move: Up) -> None:
         """Forget what a move is for; nobody may wait for it. Its blocks are free when its copies have ended."""
         self._rooms.unlock(move.nodes[-1])
@@ -181,7 +175,7 @@ class Ends:
         """Forget what all moves are for. Returns the requests that waited, which wait to be admitted again."""
         rolled = [record for record in self._records.values() if record.waits]
         for record in rolled:
-            self.roll_back(record)
+            self._rooms.roll_back(record)
         for up in reversed(self._moves.ups()):
             if not up.void:
                 self.call_off_up(up)
@@ -200,9 +194,13 @@ class Ends:
                 self._end_up(move, 0)
 
 
-def _heir(sharing: list[Record], move: Up, last: Node) -> Record | None:
-    """Who goes on with the blocks of a run that did not come: who led it, or anybody whose path ends in it."""
+def _heir(sharing: list[Record], move: Up, at: int, last: Node) -> Record | None:
+    """Who goes on with the blocks of a run that did not come: who led it, or anybody whose path ends in it.
+
+    Not one with an item of which a part has come: it would have to compute into the middle of the item.
+    """
     fitting = [record for record in sharing if record.entered <= last.position + 1]
+    fitting = [record for record in fitting if record.before_items(at) == at]
     return next((record for record in fitting if record.request_id == move.leader), next(iter(fitting), None))
 
 

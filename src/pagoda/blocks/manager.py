@@ -77,7 +77,7 @@ class BlockManager:
         self.block_tokens = block_tokens
         self.prefix_caching = prefix_caching
         self._write_back = write_back
-        self._storeys = Storeys(cache if prefix_caching else None)
+        self._storeys = Storeys(cache)
         self._pool = BlockPool(num_blocks)
         self._tree = Tree()
         self._moves = Moves(self._storeys.slots)
@@ -162,9 +162,9 @@ class BlockManager:
         new = blocks_for(num_tokens, self.block_tokens) - len(record.table)
         if new <= 0:
             return Extended(list(record.table), 0)
-        available = self._rooms.available(evict=evict)
-        if new > available:
-            return Refused(new, available)
+        shortage = self._rooms.shortage(new, evict=evict)
+        if shortage is not None:
+            return shortage
         waiting = self._rooms.make(new)
         if waiting is not None:
             return waiting
@@ -254,10 +254,10 @@ class BlockManager:
         sources = [
             Source(node.key, node.root, node.position, _key(node.parent), node.block, None) for node in nodes
         ]
-        plan = self._moves.down(sources, lock=record.tip).plan
-        if plan is not None:
-            self._tree.lock(record.tip)
-        return plan
+        planned = self._moves.down(sources, path=nodes)
+        if planned.lock is not None:
+            self._tree.lock(planned.lock)
+        return planned.plan
 
     # ---- moves
 
@@ -399,7 +399,7 @@ class BlockManager:
 
     def has_room(self, num_blocks: int, *, evict: bool = False) -> bool:
         """Whether so many blocks are free or, with `evict`, could be made free. Changes nothing."""
-        return self._rooms.available(evict=evict) >= num_blocks
+        return not isinstance(self._rooms.shortage(num_blocks, evict=evict), Refused)
 
     def stats(self) -> dict[str, int | float]:
         """Gauges, and counters since the beginning; times in seconds."""

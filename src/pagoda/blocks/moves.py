@@ -28,6 +28,7 @@ class Planned(NamedTuple):
     plan: Plan | None
     uncopied: list[Source]  # the host has them already, or gets them from somebody else, or has no room
     refused: int  # of those: how many there was no room for
+    lock: Node | None = None  # to be locked for the move: the last node that is copied and stays
 
 
 class Source(NamedTuple):
@@ -56,7 +57,7 @@ class Down(Move):
 
     sources: list[Source] = field(default_factory=list)
     reserved: list[Reserved] = field(default_factory=list)
-    lock: Node | None = None  # the end of the path that is written back
+    lock: Node | None = None  # the end of what is written back of a path
     goes: list[Node] = field(default_factory=list)  # the nodes that leave, in the order of `sources`
 
     @property
@@ -109,12 +110,17 @@ class Moves:
         """The moves to the device."""
         return [move for move in self.under_way.values() if isinstance(move, Up)]
 
+    def ends(self) -> list[Node]:
+        """The nodes that moves have locked."""
+        locked = [move.lock for move in self.downs() if move.lock is not None]
+        return locked + [move.nodes[-1] for move in self.ups() if not move.void]
+
     # ---- down
 
-    def down(self, sources: Sequence[Source], lock: Node | None = None) -> Planned:
+    def down(self, sources: Sequence[Source], path: Sequence[Node] = ()) -> Planned:
         """Plan to copy down what the host lacks and has room for; nothing is planned without a host.
 
-        `sources` come in the order of their chains, a parent before its child.
+        `sources` come in the order of their chains, a parent before its child; `path` are their nodes if they stay.
         """
         if self.slots is None or not sources:
             return Planned(None, list(sources), len(sources))
@@ -135,6 +141,7 @@ class Moves:
                     refused += isinstance(outcome, Refused)
         if not chosen:
             return Planned(None, others, refused)
+        lock = path[sources.index(chosen[-1])] if path else None
         goes = [source.node for source in chosen if source.node is not None]
         move = Down(self._ticket(), sources=chosen, reserved=reserved, lock=lock, goes=goes)
         for node in goes:
@@ -142,7 +149,7 @@ class Moves:
         self.under_way[move.ticket] = move
         pairs = zip(chosen, reserved, strict=True)
         copies = (Copy(source.block, item.slot, item.generation) for source, item in pairs)
-        return Planned(Plan(move.ticket, Direction.DOWN, tuple(copies)), others, refused)
+        return Planned(Plan(move.ticket, Direction.DOWN, tuple(copies)), others, refused, lock)
 
     def end_down(self, move: Down, good: int) -> int:
         """Commit what was copied well and is still what it was, give up the other slots; returns how many stand."""

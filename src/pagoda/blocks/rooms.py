@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from pagoda.blocks.moves import Moves, Source
-from pagoda.blocks.outcome import Place, Plan, Waiting
+from pagoda.blocks.outcome import Place, Plan, Refused, Waiting
 from pagoda.blocks.pool import BlockPool
-from pagoda.blocks.tree import Node, Tree
+from pagoda.blocks.record import Record
+from pagoda.blocks.tree import Node, Tree, upward
 
 __all__ = ["Rooms"]
 
@@ -24,8 +25,34 @@ class Rooms:
         self.paused = False
         self.counts: Counter[str] = Counter()
 
-    def available(self, path: Sequence[Node] = (), evict: bool = True) -> int:
-        """How many blocks could be had, now or when the moves under way have ended, with `path` left as it is."""
+    def shortage(
+        self, blocks: int, path: Sequence[Node] = (), evict: bool = True
+    ) -> Waiting | Refused | None:
+        """Why `blocks` blocks cannot be made free now: only when moves have ended, or not at all; None: they can.
+
+        Changes nothing. `path` is to be left as it is.
+        """
+        available = self._available(path, evict)
+        if blocks <= available:
+            return None
+        available += self._kept_by_moves(path) if evict else 0
+        if blocks <= available:
+            return Waiting(None, frozenset(self.moves.under_way))
+        return Refused(blocks, available)
+
+    def _kept_by_moves(self, path: Sequence[Node]) -> int:
+        """How many blocks nobody needs but the moves under way, leaving ones apart."""
+        locks: dict[Node, int] = {}
+        for end in self.moves.ends():
+            for node in upward(end):
+                locks[node] = locks.get(node, node.locks) - 1
+                if locks[node]:
+                    break
+        kept = {node for node, left in locks.items() if not left}.difference(path)
+        return len(kept) + sum(move.size for move in self.moves.ups() if move.void)
+
+    def _available(self, path: Sequence[Node], evict: bool) -> int:
+        """How many blocks could be had, now or when those that are leaving have left, with `path` left as it is."""
         if not evict:
             return self.pool.free
         unlocked = sum(
@@ -35,7 +62,7 @@ class Rooms:
         return self.pool.free + self.tree.evictable - unlocked + self.tree.leaving - leaving
 
     def make(self, blocks: int) -> Waiting | None:
-        """See to it that `blocks` are free, which must be `available`; Waiting if copies have to end before."""
+        """See to it that `blocks` are free, of which there is no `shortage`; Waiting if copies have to end before."""
         short = blocks - self.pool.free
         if short <= 0:
             return None
@@ -65,6 +92,12 @@ class Rooms:
                 if node.place is Place.TO_HOST:
                     self.tree.cancel(node)
                     self.counts["cancelled_moves"] += 1
+
+    def roll_back(self, record: Record) -> None:
+        """Let an admitted request wait again: nothing of what its admission did is left."""
+        self.pool.give_back(record.own)
+        self.unlock(record.tip)
+        record.let_go()
 
     def unlock(self, node: Node | None, now: int = 0) -> None:
         """End one lock, and free what only that lock kept."""

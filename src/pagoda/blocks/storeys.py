@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import numpy as np
@@ -52,21 +52,26 @@ class Storeys:
 
     # ---- host
 
-    def find(self, keys: Sequence[bytes], start: int) -> Match:
-        """The leading run of `keys` in host slots, leased for a moment."""
+    def find(self, keys: Sequence[bytes], start: int, *, touch: bool = True) -> Match:
+        """The leading run of `keys` in host slots, leased for a moment, unless they are not to be touched."""
         if self.slots is None or not keys:
             return _NOTHING
         began = time.perf_counter()
-        match = self.slots.find(keys, start)
+        match = self.slots.find(keys, start, touch=touch)
         self.host_seconds += time.perf_counter() - began
         return match
 
-    def hold(self, slots: npt.NDArray[np.int64], generations: npt.NDArray[np.uint64]) -> int:
-        """Keep chunks until they are released: how many leading ones could be."""
+    def hold(
+        self,
+        slots: npt.NDArray[np.int64],
+        generations: npt.NDArray[np.uint64],
+        whole: Callable[[int], int],
+    ) -> int:
+        """Keep chunks until they are released: how many leading ones could be, cut by `whole` to what can be used."""
         if self.slots is None:
             return 0
         held = self.slots.hold(slots, generations)
-        count = held.index(False) if False in held else len(held)
+        count = max(0, whole(held.index(False) if False in held else len(held)))
         behind = [i for i in range(count, len(held)) if held[i]]
         if behind:
             self.slots.release(slots[behind], generations[behind])
