@@ -25,6 +25,9 @@ SPAWN = multiprocessing.get_context("spawn")
 
 Bytes = npt.NDArray[np.uint8]
 
+# A call that may succeed has this long: nobody knows for how long a busy machine stands still.
+PATIENT_SECONDS = 30.0
+
 
 class KV(NamedTuple):
     """The KV of one prompt in an engine: (chunks, chunk_bytes) and the transfer over it."""
@@ -57,12 +60,13 @@ def blank(tokens: npt.NDArray[np.int32], layout: KVLayout = LAYOUT) -> KV:
 
 
 def config_of(host: Path | None, disk: Path | None, **options: object) -> Config:
-    """A configuration with 64 host slots and 256 disk slots, where their directories are given."""
+    """A configuration with 64 host slots and 256 disk slots, where their directories are given; a patient one."""
     slot = LAYOUT.slot_bytes
     wanted: dict[str, object] = {
         "chunk_tokens": CHUNK,
         "host_size": 64 * slot if host is not None else 0,
         "worth_it": False,
+        "deadline_seconds": PATIENT_SECONDS,
     }
     if host is not None:
         wanted["host_path"] = str(host / "host")
@@ -101,7 +105,7 @@ def served(cache: Cache, tokens: npt.NDArray[np.int32], **options: object) -> tu
     return hit, kv
 
 
-def wait_until(true: Callable[[], bool], seconds: float = 20.0) -> None:
+def wait_until(true: Callable[[], bool], seconds: float = 60.0) -> None:
     """Wait for a condition; fails after a while."""
     until = time.monotonic() + seconds
     while not true():
@@ -109,7 +113,7 @@ def wait_until(true: Callable[[], bool], seconds: float = 20.0) -> None:
         time.sleep(0.005)
 
 
-def run_all(processes: Sequence[multiprocessing.process.BaseProcess], seconds: float = 60.0) -> None:
+def run_all(processes: Sequence[multiprocessing.process.BaseProcess], seconds: float = 100.0) -> None:
     """Start processes and wait for all to end well."""
     for process in processes:
         process.start()

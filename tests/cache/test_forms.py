@@ -19,12 +19,12 @@ from tests.cache.test_up import Watching, faulty_cache, on_disk
 def test_futures_say_the_same_as_the_calls(shm_root: Path, tmp_path: Path) -> None:
     tokens = prompt(6)
     with cache_at(shm_root, tmp_path) as cache:
-        assert cache.store_future(tokens, kv_of(tokens).transfer).result(10).num_chunks == 6
-        assert cache.lookup_future(tokens).result(10).num_tokens == 96
+        assert cache.store_future(tokens, kv_of(tokens).transfer).result(60).num_chunks == 6
+        assert cache.lookup_future(tokens).result(60).num_tokens == 96
         kv = blank(tokens)
-        assert cache.retrieve_future(tokens, kv.transfer, start_tokens=32).result(10).num_tokens == 64
+        assert cache.retrieve_future(tokens, kv.transfer, start_tokens=32).result(60).num_tokens == 64
         assert kv.same(kv_of(tokens), 2, 6)
-        assert cache.prefetch_future(tokens).result(10).num_tokens == 96
+        assert cache.prefetch_future(tokens).result(60).num_tokens == 96
 
 
 def test_wrong_use_is_raised_by_the_call_itself(shm_root: Path) -> None:
@@ -32,10 +32,10 @@ def test_wrong_use_is_raised_by_the_call_itself(shm_root: Path) -> None:
         with pytest.raises(ValueError, match="multiple of the chunk"):
             cache.retrieve_future(prompt(2), blank(prompt(2)).transfer, start_tokens=3)
         future = cache.retrieve_future(prompt(2), blank(prompt(1)).transfer)
-        assert future.result(10).num_tokens == 0  # nothing to copy: nobody noticed
+        assert future.result(60).num_tokens == 0  # nothing to copy: nobody noticed
         cache.store(prompt(2), kv_of(prompt(2)).transfer)
         with pytest.raises(ValueError, match="not"):
-            cache.retrieve_future(prompt(2), blank(prompt(1)).transfer).result(10)
+            cache.retrieve_future(prompt(2), blank(prompt(1)).transfer).result(60)
 
 
 def test_too_many_at_once_are_misses_and_not_a_queue_without_end(shm_root: Path) -> None:
@@ -53,7 +53,7 @@ def test_too_many_at_once_are_misses_and_not_a_queue_without_end(shm_root: Path)
         assert all(future.result().reason is Reason.QUEUE_FULL for future in refused)
         goes_on.set()
         assert all(future.result(30) is not None for future in futures)
-        assert cache.lookup_future(tokens).result(10) is not None
+        assert cache.lookup_future(tokens).result(60) is not None
 
 
 def test_asyncio_forms_say_the_same_as_the_calls(shm_root: Path) -> None:
@@ -75,7 +75,7 @@ def test_asyncio_forms_say_the_same_as_the_calls(shm_root: Path) -> None:
 
 def test_the_event_loop_goes_on_meanwhile(shm_root: Path, tmp_path: Path) -> None:
     on_disk(shm_root, tmp_path, 4)
-    cache, slab = faulty_cache(shm_root, tmp_path, deadline_seconds=10.0)
+    cache, slab = faulty_cache(shm_root, tmp_path)
 
     async def main() -> int:
         slab.fail_next("read", Fault.HANG)
@@ -94,7 +94,7 @@ def test_the_event_loop_goes_on_meanwhile(shm_root: Path, tmp_path: Path) -> Non
 
 def test_a_cancelled_retrieve_ends_before_the_await_does(shm_root: Path, tmp_path: Path) -> None:
     on_disk(shm_root, tmp_path, 8)
-    cache, slab = faulty_cache(shm_root, tmp_path, deadline_seconds=30.0)
+    cache, slab = faulty_cache(shm_root, tmp_path, deadline_seconds=50.0)
     kv = blank(prompt(8))
 
     async def main() -> None:
@@ -106,7 +106,7 @@ def test_a_cancelled_retrieve_ends_before_the_await_does(shm_root: Path, tmp_pat
         began = time.monotonic()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert time.monotonic() - began < 5  # not the deadline of 30 s
+        assert time.monotonic() - began < 25  # not the deadline of 50 s
 
     with cache:
         asyncio.run(main())
@@ -123,12 +123,12 @@ def test_a_cancelled_retrieve_ends_before_the_await_does(shm_root: Path, tmp_pat
 def test_a_cancelled_store_is_whole_or_not_there(shm_root: Path) -> None:
     tokens = prompt(40)
     with cache_at(shm_root, None) as cache:
-        began = threading.Event()
+        began, cancelled = threading.Event(), threading.Event()
 
         class Slow(Watching):
             def before(self) -> None:
                 began.set()
-                time.sleep(0.05)
+                assert cancelled.wait(60)
 
         async def main() -> None:
             task = asyncio.create_task(cache.astore(tokens, Slow(kv_of(tokens).transfer)))
@@ -136,13 +136,16 @@ def test_a_cancelled_store_is_whole_or_not_there(shm_root: Path) -> None:
                 await asyncio.sleep(0.001)
             task.cancel()
             task.cancel()
+            for _ in range(10):  # the task gets its turn, and hears of it, before the copy goes on
+                await asyncio.sleep(0)
+            cancelled.set()
             with pytest.raises(asyncio.CancelledError):
                 await task
 
         asyncio.run(main())
         assert cache._storeys.host.ledger.gauges()["reserved"] == 0  # type: ignore[union-attr]
         hit, _ = served(cache, tokens)
-        assert hit.num_tokens % (8 * CHUNK) == 0 and hit.num_tokens < 40 * CHUNK
+        assert hit.num_tokens == 8 * CHUNK  # the window that was being copied, and none after it
 
 
 def test_a_call_cancelled_before_it_began_does_nothing(shm_root: Path) -> None:
@@ -174,10 +177,10 @@ def test_close_ends_while_calls_are_under_way(shm_root: Path, tmp_path: Path) ->
     on_disk(shm_root, tmp_path, 8)
     cache, slab = faulty_cache(shm_root, tmp_path)
     slab.fail_next("read", Fault.HANG, times=8)
-    future = cache.retrieve_future(prompt(8), blank(prompt(8)).transfer)
-    assert slab.hanging.wait(10)
+    future = cache.retrieve_future(prompt(8), blank(prompt(8)).transfer, deadline_seconds=3.0)
+    assert slab.hanging.wait(30)
     began = time.monotonic()
     cache.close(timeout=0.5)
-    assert time.monotonic() - began < 5
-    assert future.result(10).num_tokens == 0
+    assert time.monotonic() - began < 30  # the reads hang for 60 s
+    assert future.result(30).num_tokens == 0
     slab.heal()

@@ -14,7 +14,7 @@ from tests.cache.test_up import faulty_cache, on_disk
 
 def test_many_threads_load_a_prompt_once(shm_root: Path, tmp_path: Path) -> None:
     on_disk(shm_root, tmp_path, 20)
-    cache, slab = faulty_cache(shm_root, tmp_path, deadline_seconds=20.0)
+    cache, slab = faulty_cache(shm_root, tmp_path)
     tokens = prompt(20)
     with cache, ThreadPoolExecutor(8) as threads:
         slab.delay_seconds = 0.01
@@ -29,14 +29,14 @@ def test_many_threads_load_a_prompt_once(shm_root: Path, tmp_path: Path) -> None
 
 def test_a_prefetch_and_a_retrieve_of_the_same_chunks_load_them_once(shm_root: Path, tmp_path: Path) -> None:
     on_disk(shm_root, tmp_path, 20)
-    cache, slab = faulty_cache(shm_root, tmp_path, deadline_seconds=20.0)
+    cache, slab = faulty_cache(shm_root, tmp_path)
     tokens = prompt(20)
     with cache:
         slab.delay_seconds = 0.01
         slab.fail_next("read", Fault.DELAY, times=100)
         ahead = cache.prefetch_future(tokens)
         hit, _ = served(cache, tokens)
-        assert hit.num_tokens == ahead.result(30).num_tokens == 320
+        assert hit.num_tokens == ahead.result(60).num_tokens == 320
         assert slab.calls["read"] == 20
 
 
@@ -47,7 +47,7 @@ def test_samples_of_one_prompt_store_it_once(shm_root: Path) -> None:
         together = threading.Barrier(6)
 
         def sample(n: int) -> int:
-            together.wait(10)
+            together.wait(60)
             return cache.store(tokens, kvs[n].transfer).num_chunks
 
         with ThreadPoolExecutor(6) as threads:
@@ -56,8 +56,8 @@ def test_samples_of_one_prompt_store_it_once(shm_root: Path) -> None:
 
 
 def _process(shm_root: Path, tmp_path: Path, together: Barrier) -> None:
-    with cache_at(shm_root, tmp_path, deadline_seconds=20.0, host_size=64 * LAYOUT.slot_bytes) as cache:
-        together.wait(30)
+    with cache_at(shm_root, tmp_path, host_size=64 * LAYOUT.slot_bytes) as cache:
+        together.wait(60)
         for seed in range(3):
             hit, _ = served(cache, prompt(12, seed))
             assert hit.num_tokens == 192
@@ -78,12 +78,12 @@ def test_many_processes_load_prompts_once(shm_root: Path, tmp_path: Path) -> Non
 def test_a_retrieve_that_comes_second_is_served_as_chunks_arrive(shm_root: Path, tmp_path: Path) -> None:
     with cache_at(shm_root / "before", tmp_path) as cache:
         stored(cache, prompt(16))
-    cache, slab = faulty_cache(shm_root, tmp_path, deadline_seconds=20.0)
+    cache, slab = faulty_cache(shm_root, tmp_path)
     with cache:
         slab.fail_next("read", Fault.HANG, skip=6)
         first = cache.retrieve_future(prompt(16), blank(prompt(16)).transfer)
-        assert slab.hanging.wait(10)
+        assert slab.hanging.wait(30)
         second = cache.retrieve_future(prompt(16), blank(prompt(16)).transfer)
         slab.heal()
-        assert first.result(30).num_tokens == second.result(30).num_tokens == 256
+        assert first.result(60).num_tokens == second.result(60).num_tokens == 256
         assert slab.calls["read"] == 16

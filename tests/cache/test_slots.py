@@ -334,6 +334,6 @@ def test_a_forked_child_of_a_cache_in_private_memory_misses(shm_root: Path) -> N
 
         process = multiprocessing.get_context("fork").Process(target=child)
         process.start()
-        process.join(30)
+        process.join(60)
         assert process.exitcode == 0
         assert served(cache, tokens)[0].num_tokens == 64

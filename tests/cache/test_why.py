@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from multiprocessing.synchronize import Event
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.cache import Cache, Hit
+from pagoda.cache import Cache, Hit, why
 from pagoda.keys import Namespace
 from pagoda.ledger import Ledger
 from pagoda.metrics import Reason
@@ -18,15 +19,22 @@ from tests.cache.kit import CHUNK, LAYOUT, NAMESPACE, SPAWN, cache_at, kv_of, pr
 from tests.cache.test_up import faulty_cache, on_disk
 
 
+@pytest.fixture(autouse=True)
+def _time_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine's call compares namespaces for a millisecond only, which may pass before the first of them."""
+    monkeypatch.setattr(why, "_BUDGET_NS", 60 * 10**9)
+    monkeypatch.setattr(why, "_LIST_SECONDS", 60.0)
+
+
 def _told(cache: Cache, chunks: float, reason: Reason, detail: str = "", seed: int = 0) -> Hit:
-    """All three calls name the same reason; explain counts nothing."""
+    """All three calls name the same reason; explain counts nothing. `detail` is a pattern."""
     tokens = prompt(chunks, seed)
     before = cache.stats()["counters"]
     explained = cache.explain(tokens)
     assert cache.stats()["counters"] == before
     for hit in (explained, cache.lookup(tokens), served(cache, tokens)[0]):
         assert hit.reason is reason, hit
-        assert detail in hit.detail, hit.detail
+        assert re.search(detail, hit.detail), hit.detail
     counters = cache.stats()["counters"]
     assert isinstance(counters, dict) and isinstance(before, dict)
     assert counters[f"miss_{reason}"] == before[f"miss_{reason}"] + 2
@@ -45,14 +53,14 @@ def test_evicted_says_when(shm_root: Path) -> None:
     with cache_at(shm_root, None) as cache:
         for seed in range(8):
             stored(cache, prompt(16, seed))
-        assert _told(cache, 16, Reason.EVICTED, "evicted 0 s ago (host)").num_tokens == 0
+        assert _told(cache, 16, Reason.EVICTED, r"evicted \d+ s ago \(host\)").num_tokens == 0
 
 
 def test_cleared(shm_root: Path, tmp_path: Path) -> None:
     with cache_at(shm_root, tmp_path) as cache:
         stored(cache, prompt(4))
         cache.clear()
-        _told(cache, 4, Reason.CLEARED, "cleared 0 s ago")
+        _told(cache, 4, Reason.CLEARED, r"cleared \d+ s ago")
 
 
 def test_removed(shm_root: Path) -> None:
@@ -88,7 +96,7 @@ def test_another_namespace_is_only_named_for_a_prompt_that_is_there(shm_root: Pa
 
 
 def test_busy(shm_root: Path) -> None:
-    with cache_at(shm_root, None, deadline_seconds=0.1) as cache:
+    with cache_at(shm_root, None, deadline_seconds=1.5) as cache:
         stored(cache, prompt(2))
         tokens = prompt(4)
         keys = [key for _, _, key in cache.keys(tokens)]
@@ -128,35 +136,38 @@ def test_a_disk_that_keeps_failing_is_left_out_and_says_so(shm_root: Path, tmp_p
 
 
 def test_deadline(shm_root: Path, tmp_path: Path) -> None:
-    with cache_at(shm_root / "before", tmp_path) as cache:
-        stored(cache, prompt(3))
-    with cache_at(shm_root / "after", tmp_path) as cache:
+    on_disk(shm_root, tmp_path, 3)
+    cache, slab = faulty_cache(shm_root, tmp_path)
+    with cache:
+        slab.fail_next("read", Fault.HANG, times=3)  # what has come is served even when it is late
         hit, _ = served(cache, prompt(3), deadline_seconds=0.0)
         assert hit.num_tokens == 0 and hit.reason in (Reason.DEADLINE, Reason.LEDGER_BUSY)
+        slab.heal()
 
 
 def _stand_in_the_gate(directory: Path, inside: Event) -> None:
     ledger = Ledger.attach(directory)
-    with ledger._session.gate.writing(10):
+    with ledger._session.gate.writing(60):
         inside.set()
-        time.sleep(60)
+        time.sleep(100)
 
 
 def test_ledger_busy(shm_root: Path) -> None:
-    with cache_at(shm_root, None, deadline_seconds=0.2) as cache:
+    with cache_at(shm_root, None) as cache:
         stored(cache, prompt(3))
         ledger = cache._storeys.host.ledger  # type: ignore[union-attr]
         inside = SPAWN.Event()
         process = SPAWN.Process(target=_stand_in_the_gate, args=(ledger.directory, inside), daemon=True)
         process.start()
-        assert inside.wait(30)
+        assert inside.wait(60)
         assert process.pid is not None
         began = time.monotonic()
-        hit, _ = served(cache, prompt(3))
+        hit, _ = served(cache, prompt(3), deadline_seconds=0.2)
         assert (hit.num_tokens, hit.reason) == (0, Reason.LEDGER_BUSY)
-        assert cache.lookup(prompt(3)).reason is Reason.LEDGER_BUSY
-        assert cache.store(prompt(3, 1), kv_of(prompt(3, 1)).transfer).reason is Reason.LEDGER_BUSY
-        assert time.monotonic() - began < 5
+        assert cache.lookup(prompt(3), deadline_seconds=0.2).reason is Reason.LEDGER_BUSY
+        other = kv_of(prompt(3, 1)).transfer
+        assert cache.store(prompt(3, 1), other, deadline_seconds=0.2).reason is Reason.LEDGER_BUSY
+        assert time.monotonic() - began < 25
         process.kill()
         process.join(10)
         assert process.exitcode == -signal.SIGKILL
