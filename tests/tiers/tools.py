@@ -20,7 +20,7 @@ LAYOUT = KVLayout.opaque(4, 10_000, "test chunks that do not fill their last pag
 NAMESPACE = Namespace(model="tiers")
 ROOT = NAMESPACE.root
 STRIDE = HEADER_BYTES + LAYOUT.slot_bytes
-SECONDS = 20.0
+SECONDS = 40.0  # less than a call of a faulty slab hangs
 
 
 def always() -> bool:
@@ -87,7 +87,8 @@ def disk_spec(path: Path, slots: int) -> StoreSpec:
 
 def open_disk(path: Path, slots: int = 32, **options: object) -> DiskTier:
     """A disk tier as users open it."""
-    tier = DiskTier.open(LAYOUT, path, slots * STRIDE, **options)  # type: ignore[arg-type]
+    patient = {"deadline_seconds": 30.0, **options}
+    tier = DiskTier.open(LAYOUT, path, slots * STRIDE, **patient)  # type: ignore[arg-type]
     tier.register(NAMESPACE)
     return tier
 
@@ -101,7 +102,7 @@ def open_faulty(
     io_threads: int = 1,
     queue_chunks: int = 64,
     durable: bool = False,
-    deadline_seconds: float = 5.0,
+    deadline_seconds: float = 30.0,
 ) -> tuple[DiskTier, FaultySlab]:
     """A disk tier whose slab fails on demand; one I/O thread, so that what comes after what is certain."""
     ledger = Ledger.open(disk_spec(path, slots))
