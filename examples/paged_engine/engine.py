@@ -42,9 +42,7 @@ class Sequence:
     table: list[int] = field(default_factory=list)  # its blocks, while it is admitted
     computed: int = 0  # leading tokens whose KV is in those blocks
     loading: bool = False  # copies it needs are under way
-    blocked: frozenset[int] = (
-        frozenset()
-    )  # tickets that make room for it: no use in asking again before they end
+    blocked: frozenset[int] = frozenset()  # tickets that make room for it: ask again when they end
 
     hits: dict[str, int] = field(default_factory=dict)  # leading tokens not computed, by tier
     preemptions: int = 0
@@ -104,9 +102,7 @@ class Engine:
         """Take a request, and bring up from storage what is there of it. Raises ValueError if it cannot fit."""
         old, new, room = len(seq.tokens), seq.max_new_tokens, self.manager.total * self.pool.block_tokens
         if old < 1 or new < 1 or old + new > room:
-            raise ValueError(
-                f"request {seq.id!r}: {old} + {new} tokens; at least 1 + 1, at most {room} in all"
-            )
+            raise ValueError(f"request {seq.id!r}: {old} + {new} tokens; at least 1 + 1, at most {room}")
         self.manager.add(seq.id, seq.tokens, salt=seq.salt)
         seq.prefetch = self.manager.prefetch(seq.id)
         seq.arrived, seq.prompt_tokens = time.monotonic(), old
@@ -125,15 +121,15 @@ class Engine:
         if not work:  # wait a moment for a copy or a prefetch
             fetches = [seq.prefetch for seq in self.waiting if seq.prefetch is not None]
             pending = [future for future in (*self._moving.values(), *fetches) if not future.done()]
-            time.sleep(0.001)
-            wait(pending, 0.05, FIRST_COMPLETED)
+            if not wait(pending, 0.05, FIRST_COMPLETED).done:
+                time.sleep(0.001)
             return []
         parts = [Part(seq.tokens[seq.computed :][:new], seq.computed, seq.table) for seq, new in work]
         tokens = next_tokens(self._model, batch_of(parts, self.pool))
         return [seq for (seq, new), token in zip(work, tokens, strict=True) if self._advance(seq, new, token)]
 
     def close(self) -> None:
-        """Abandon the requests, wait for copies under way. The cache stays open: it is the caller's."""
+        """End: abandon the requests, wait for copies under way. The cache stays open: it is the caller's."""
         for seq in [*self.running, *self.waiting]:
             self.abort(seq)
         self._copier.shutdown()
