@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NAMESPACE = blake3(b"a namespace").digest()
 FIELDS = {"model": "test"}
 SLOT_BYTES = 8192
+PATIENT_SECONDS = 30.0  # for a call that has to succeed: a busy machine may stand still for a while
 
 
 def key(number: int) -> bytes:
@@ -72,17 +73,19 @@ class Store:
             window = wanted[start : start + self.ledger.window]
             parent = wanted[start - 1] if start else None
             outcomes = self.ledger.reserve(
-                window, namespace=NAMESPACE, start=start, parent=parent, tokens=16, stamp=stamp
-            )
+                window, namespace=NAMESPACE, start=start, parent=parent, tokens=16, stamp=stamp,
+                deadline_seconds=PATIENT_SECONDS,
+            )  # fmt: skip
             reserved = [one for one in outcomes if isinstance(one, Reserved)]
             for one in reserved:
                 self.slab.view(one.slot)[:] = payload(one.key)
-            stored += sum(self.ledger.commit(reserved)) + sum(isinstance(one, Present) for one in outcomes)
+            stored += sum(self.ledger.commit(reserved, deadline_seconds=PATIENT_SECONDS))
+            stored += sum(isinstance(one, Present) for one in outcomes)
         return stored
 
     def load(self, wanted: Sequence[bytes]) -> int:
         """Reads the leading run of a prompt and returns its length; AssertionError if a valid chunk has other bytes."""
-        match = self.ledger.match(wanted)
+        match = self.ledger.match(wanted, deadline_seconds=PATIENT_SECONDS)
         copies = [self.slab.view(int(slot)).copy() for slot in match.slots]
         valid = self.ledger.still_valid(match.slots, match.generations)
         for one, copy, good in zip(wanted, copies, valid, strict=False):
@@ -102,7 +105,7 @@ def environment() -> dict[str, str]:
 
 
 def python(
-    code: str, *arguments: object, before: Sequence[str] = (), seconds: float = 60.0
+    code: str, *arguments: object, before: Sequence[str] = (), seconds: float = 120.0
 ) -> subprocess.CompletedProcess[str]:
     """Runs a script in a new process that can import this module as `support`."""
     command = [*before, sys.executable, "-c", code, *map(str, arguments)]
@@ -166,7 +169,7 @@ OTHER_TENANT = Namespace(model="test", salt="other")
 
 def disk(root: Path, slots: int = 40, clock: Clock | None = None) -> DiskTier:
     """Opens the disk tier of `slots` slots under a root."""
-    tier = DiskTier.open(LAYOUT, root, disk_bytes(slots), clock=clock)
+    tier = DiskTier.open(LAYOUT, root, disk_bytes(slots), deadline_seconds=PATIENT_SECONDS, clock=clock)
     tier.register(TENANT)
     tier.register(OTHER_TENANT)
     return tier
@@ -187,7 +190,7 @@ def save_to(tier: DiskTier, wanted: Sequence[bytes], namespace: Namespace = TENA
     stored, stamp = 0, tier.ledger.stamp()
     for start in range(0, len(chunks), 16):
         stored += sum(
-            one.result(20).ok for one in tier.save(chunks[start : start + 16], namespace.root, stamp=stamp)
+            one.result(60).ok for one in tier.save(chunks[start : start + 16], namespace.root, stamp=stamp)
         )
     return stored
 

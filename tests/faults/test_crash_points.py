@@ -129,7 +129,7 @@ def look_at_disk(root: Path, slots: int, clock: Clock | None, least: int) -> Cal
 
     def look() -> None:
         tier = disk(root, slots, clock)
-        assert tier.wait_ready(20)
+        assert tier.wait_ready(60)
         assert len(load_from(tier, PROMPT)) >= least
         assert save_to(tier, keys(range(100, 105))) == 5 == len(load_from(tier, keys(range(100, 105))))
         tier.ledger.check()
@@ -145,7 +145,7 @@ def use(root: Path, slots: int, clock: Clock | None = None) -> Callable[[], obje
 
     def work() -> None:
         tier = disk(root, slots, clock)
-        tier.wait_ready(20)
+        tier.wait_ready(60)
         tier.close()
 
     return work

@@ -61,7 +61,7 @@ for root in map(Path, sys.argv[1:]):
     tier = disk(root, clock=AfterReboot())
     save_to(tier, keys(range(300, 305)))
     load_from(tier, keys(range(140)))
-    assert tier.wait_ready(20)
+    assert tier.wait_ready(60)
     found = load_from(tier, keys(range(140)))
     assert not load_from(tier, keys(range(200, 210)), OTHER_TENANT), "cleared chunks came back"
     tier.ledger.check()
@@ -112,7 +112,7 @@ def test_mixtures_of_old_and_new_pages_are_rebuilt_and_never_serve_wrong_bytes(
     images: tuple[Path, Path], tmp_path: Path
 ) -> None:
     roots = [cut(images, tmp_path / str(seed), seed) for seed in range(24)]
-    found = [int(line.split()[1]) for line in succeeded(python(AFTER, *roots, seconds=100)).splitlines()]
+    found = [int(line.split()[1]) for line in succeeded(python(AFTER, *roots, seconds=200)).splitlines()]
     assert len(found) == len(roots) and max(found) >= 10, found
 
 
@@ -153,7 +153,7 @@ def test_a_clean_ledger_is_trusted_after_a_reboot_and_is_clean_no_more_while_ope
     watch = OpenWatch(crashed / LAYOUT.fingerprint / "data.mdb")
     tier = disk(crashed, clock=AfterReboot("a third boot"))
     assert watch.events() == ["deleted"]
-    assert tier.wait_ready(20) and load_from(tier, OLD) == OLD
+    assert tier.wait_ready(60) and load_from(tier, OLD) == OLD
     tier.close()
 
 
@@ -180,7 +180,7 @@ def test_of_one_key_the_highest_sequence_stands(tmp_path: Path) -> None:
     crashed = shutil.copytree(tmp_path / "root", tmp_path / "crashed")
     tier.close()
     again = disk(crashed, slots=8, clock=AfterReboot())
-    assert again.wait_ready(20)
+    assert again.wait_ready(60)
     assert {one: again.ledger.match([one]).slots.tolist() for one in (key, other)} == places
     assert load_from(again, [key, other]) == [key, other]
     again.ledger.check()
@@ -189,7 +189,7 @@ def test_of_one_key_the_highest_sequence_stands(tmp_path: Path) -> None:
 
 def test_what_was_cleared_has_no_entry_after_a_rebuild(images: tuple[Path, Path], tmp_path: Path) -> None:
     tier = disk(shutil.copytree(images[1], tmp_path / "root"), clock=AfterReboot())
-    assert tier.wait_ready(20)
+    assert tier.wait_ready(60)
     cleared = keys(range(200, 210))
     assert not {row.key for row in tier.ledger.rows()} & set(cleared)
     assert tier.find(cleared) == 0
@@ -203,7 +203,7 @@ def test_generations_of_a_rebuilt_ledger_never_meet_those_of_the_old_one(tmp_pat
     crashed = shutil.copytree(tmp_path / "root", tmp_path / "crashed")
     tier.close()
     again = disk(crashed, slots=8, clock=AfterReboot())
-    assert again.wait_ready(20)
+    assert again.wait_ready(60)
     again.clear()
     save_to(again, keys(range(20, 28)))
     assert before.isdisjoint(row.generation for row in again.ledger.rows())

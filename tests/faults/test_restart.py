@@ -113,7 +113,7 @@ def test_the_disk_tier_is_warm_after_its_ledger_was_deleted(tmp_path: Path, name
     ))  # fmt: skip
     (root / LAYOUT.fingerprint / name).unlink()
     tier = disk(root)
-    assert tier.wait_ready(20)
+    assert tier.wait_ready(60)
     assert load_from(tier, PROMPT) == PROMPT
     tier.ledger.check()
     assert save_to(tier, keys(range(100, 140))) == 40
@@ -132,13 +132,13 @@ import sys
 from pathlib import Path
 from support import *
 tier = disk(Path(sys.argv[1]))
-assert tier.wait_ready(20)
+assert tier.wait_ready(60)
 assert load_from(tier, keys(range(20))) == keys(range(20))
 tier.ledger.check()
 tier.close()
 """
     readers = [subprocess.Popen([sys.executable, "-c", code, str(root)], env=environment()) for _ in range(4)]
-    assert [reader.wait(60) for reader in readers] == [0] * 4
+    assert [reader.wait(120) for reader in readers] == [0] * 4
 
 
 def test_a_killed_scanner_is_followed_by_another(tmp_path: Path) -> None:
@@ -155,11 +155,11 @@ def test_a_killed_scanner_is_followed_by_another(tmp_path: Path) -> None:
         "    if first >= 64: os.kill(os.getpid(), signal.SIGKILL)\n"
         "    return real(device, first, count)\n"
         "pagoda.tiers.scan._read = die\n"
-        "disk(Path(sys.argv[1]), slots=200).wait_ready(20)", root,
+        "disk(Path(sys.argv[1]), slots=200).wait_ready(60)", root,
     )  # fmt: skip
     assert done.returncode == -signal.SIGKILL, done.stderr
     tier = disk(root, slots=200)
-    assert tier.wait_ready(20)
+    assert tier.wait_ready(60)
     assert load_from(tier, PROMPT) == PROMPT
     tier.ledger.check()
     tier.close()

@@ -8,7 +8,7 @@ import pytest
 
 from tests.faults.support import own_mounts, python, succeeded
 
-pytestmark = pytest.mark.timeout(100)
+pytestmark = pytest.mark.timeout(300)
 
 SMALL = """
 import os, subprocess, sys, traceback
@@ -164,7 +164,7 @@ assert save_to(tier, prompt) == 20
 tier.close()
 os.unlink(where / "junk")
 tier = disk(where / "root", slots=64)
-assert tier.wait_ready(20) and load_from(tier, prompt) == prompt
+assert tier.wait_ready(60) and load_from(tier, prompt) == prompt
 tier.ledger.check()
 tier.close()
 print("fine")
@@ -175,14 +175,14 @@ print("fine")
 def test_a_file_system_too_small_for_each_file_in_turn_is_an_error_with_the_remedy(
     tmp_path: Path, free_room: str
 ) -> None:
-    printed = succeeded(python(SMALL, tmp_path, free_room, before=own_mounts(), seconds=90))
+    printed = succeeded(python(SMALL, tmp_path, free_room, before=own_mounts(), seconds=200))
     assert int(printed.split()[-1]) >= 20
 
 
 def test_a_file_system_that_fills_up_after_the_opening_disturbs_nothing(tmp_path: Path) -> None:
-    assert "fine" in succeeded(python(FULL, tmp_path, before=own_mounts(), seconds=90))
+    assert "fine" in succeeded(python(FULL, tmp_path, before=own_mounts(), seconds=200))
 
 
 def test_a_disk_that_is_full_to_the_last_byte_keeps_working(tmp_path: Path) -> None:
-    said = succeeded(python(FULL_DISK, tmp_path, before=own_mounts(), seconds=90))
+    said = succeeded(python(FULL_DISK, tmp_path, before=own_mounts(), seconds=200))
     assert "fine" in said and "said:" in said, "that what was cleared might come back is told"

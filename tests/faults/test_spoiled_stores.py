@@ -188,6 +188,6 @@ def test_the_winner_of_a_race_to_create_is_used_by_all(shm_root: Path) -> None:
         assert len(ids) == 1 and ids != {""}
     finally:
         for process in racing:
-            process.communicate("\n", timeout=30)
+            process.communicate("\n", timeout=90)
     assert all(process.returncode == 0 for process in racing)
     assert [path.name for path in shm_root.iterdir() if path.is_dir()] == [memory_spec(shm_root).name]

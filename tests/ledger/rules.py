@@ -38,10 +38,15 @@ def put(
         first = start if chained else 0
         parent = wanted[start - 1] if first else None
         outcomes = ledger.reserve(
-            wanted[start : start + step], namespace=namespace, start=first, parent=parent, stamp=stamp
+            wanted[start : start + step],
+            namespace=namespace,
+            start=first,
+            parent=parent,
+            stamp=stamp,
+            deadline_seconds=30.0,
         )
         reserved = [one for one in outcomes if isinstance(one, Reserved)]
-        assert all(ledger.commit(reserved))
+        assert all(ledger.commit(reserved, deadline_seconds=30.0))
         stored += reserved
         stamp = stamp if chained else ledger.stamp()
     return stored
@@ -89,7 +94,7 @@ class Peer:
         if self.pid == 0:
             try:
                 os.write(send, b"y" if work() else b"n")
-                time.sleep(60)
+                time.sleep(300)
             finally:
                 os._exit(1)
         os.close(send)

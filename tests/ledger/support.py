@@ -20,6 +20,7 @@ from pagoda.ledger.state import LOCKS, Kind
 
 TENANT, OTHER = blake3(b"tenant").digest(), blake3(b"other tenant").digest()
 SLOT_BYTES = 4096
+PATIENT_SECONDS = 30.0  # for a call that has to succeed: a busy machine may stand still for a while
 
 
 def keys(*numbers: int) -> list[bytes]:
@@ -64,9 +65,10 @@ def put(
                 parent=wanted[at - 1] if start else None,
                 tokens=16,
                 stamp=stamp if chained else None,
+                deadline_seconds=PATIENT_SECONDS,
             )
         )
-        assert all(ledger.commit(rooms))
+        assert all(ledger.commit(rooms, deadline_seconds=PATIENT_SECONDS))
         stored += rooms
     return stored
 
