@@ -1,8 +1,7 @@
-"""Bugs that were found by test or by thought, each in its smallest form."""
+"""What the model test (tests/stateful/test_blocks_model.py) found, each as the shortest way there."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -11,114 +10,9 @@ from blake3 import blake3
 from pagoda.blocks import Admitted, Match, Refused, Waiting
 from pagoda.cache.below import Generations, Slots
 from pagoda.keys import Item
-from tests.blocks.kit import BLOCK, Engine, cache_at, ledger_of, prompt, stored
-from tests.blocks.test_checklist import workers_stopped
+from tests.blocks.kit import Engine, cache_at, ledger_of, prompt
 
 IMAGE = (Item(1, 14, blake3(b"an image").digest()),)  # of blocks 0 to 3
-
-
-def test_a_manager_without_a_cache_has_a_namespace(bare: Engine) -> None:
-    bare.leave("a", prompt(9))
-    bare.add("b", prompt(9), salt="bob")
-    bare.add("c", prompt(9))
-    assert bare.manager.match("b") == Match(0, 0, 0) and bare.manager.match("c") == Match(8, 0, 0)
-    bare.manager.weights_changed()
-    assert bare.manager.match("c") == Match(0, 0, 0)
-
-
-def test_resume_does_not_bring_a_dead_rank_back(shm_root: Path) -> None:
-    """Its share of a chunk would be missing, though all that live have said that theirs is in."""
-    with cache_at(shm_root) as cache:
-        engine = Engine(8, cache, ranks=2, write_back=False)
-        engine.leave("a", prompt(8))
-        engine.manager.lost(1)
-        engine.manager.pause()
-        engine.manager.resume()
-        assert engine.manager.paused and engine.manager.demote(2) is None
-        assert engine.places(prompt(8)) == ["freed"] * 2
-
-
-def test_a_prefetch_is_counted_for_one_admission_only(shm_root: Path, tmp_path: Path) -> None:
-    with cache_at(shm_root, tmp_path) as cache:
-        stored(cache, prompt(16))
-    shutil.rmtree(shm_root / "host")
-    with cache_at(shm_root, tmp_path) as cache:
-        engine = Engine(8, cache, write_back=False)
-        engine.add("a", prompt(17))
-        future = engine.manager.prefetch("a")
-        assert future is not None and future.result(60).num_tokens == 16
-        assert engine.resume("a").by_tier == {"disk": 16}
-        engine.manager.preempt("a")
-        engine.demoted(4)
-        assert engine.resume("a").by_tier == {"host": 16}  # no disk had to be read this time
-
-
-def test_a_prefetch_that_was_cancelled_does_not_break_the_admission(shm_root: Path, tmp_path: Path) -> None:
-    with cache_at(shm_root, tmp_path) as cache:
-        stored(cache, prompt(16))
-        ledger_of(cache).clear(None)
-        engine = Engine(8, cache)
-        goes_on = workers_stopped(cache)
-        try:
-            engine.add("a", prompt(17))
-            future = engine.manager.prefetch("a")
-            assert future is not None and future.cancel()
-            stored_by_hand = engine.manager.write_back(prompt(4), [0])
-            assert stored_by_hand is not None
-            engine.manager.completed(stored_by_hand.ticket)
-            assert engine.admit("a").by_tier == {"host": 4}
-        finally:
-            goes_on.set()
-
-
-def test_a_run_that_is_cut_short_ends_before_an_item_as_well(hosted: Engine) -> None:
-    items = [Item(6, 14, blake3(b"cat").digest())]
-    hosted.leave("a", prompt(16), items=items)
-    hosted.demoted(4)
-    hosted.kv[:] = 0
-    for name in "bc":
-        hosted.add(name, prompt(17), items=items)
-    first, second = hosted.admit("b"), hosted.admit("c")
-    assert first.computed_tokens == second.computed_tokens == 16
-    settled = hosted.end(first.plan, blocks=3)  # that is inside the image, where no prefill can begin
-    assert (settled.shortened, settled.again) == ({"b": 4}, ("c",))
-    hosted.compute("b")
-    hosted.is_right("b")
-    assert hosted.resume("c").computed_tokens == 16
-
-
-def test_nothing_to_prefetch(shm_root: Path, tmp_path: Path) -> None:
-    with cache_at(shm_root, tmp_path) as cache:
-        stored(cache, prompt(8))
-        engine = Engine(8, cache)
-        engine.start("on the device", prompt(8, 1))
-        for name, tokens in (("a", prompt(8)), ("b", prompt(8, 1)), ("c", prompt(2))):
-            engine.add(name, [*tokens, 1])
-            assert engine.manager.prefetch(name) is None, name
-        engine.add("new", prompt(9, 2))  # of this one only the tiers can tell
-        future = engine.manager.prefetch("new")
-        assert future is not None and future.result(60).num_tokens == 0
-    with cache_at(shm_root) as cache:
-        engine = Engine(8, cache)
-        engine.add("a", prompt(9))
-        assert engine.manager.prefetch("a") is None  # there is no lower tier
-
-
-@pytest.mark.parametrize("released", [False, True])
-def test_an_end_that_never_was_is_no_end(hosted: Engine, released: bool) -> None:
-    hosted.leave("a", prompt(4 * BLOCK))
-    hosted.demoted(4)
-    hosted.add("b", prompt(17))
-    up = hosted.admit("b").plan
-    if released:
-        hosted.manager.release("b")
-    else:
-        hosted.manager.preempt("b")
-    assert hosted.manager.in_flight == 1 and hosted.stat("in_flight") == 4
-    settled = hosted.end(up, blocks=2)
-    assert (settled.shortened, settled.again, settled.ready, settled.freed) == ({}, (), (), 2)
-    assert hosted.places(prompt(16)) == ["device", "device", "host", "host"]
-    assert hosted.cache is not None and ledger_of(hosted.cache).gauges()["reserved"] == 0
 
 
 def with_half_an_image_on_the_host(engine: Engine) -> list[int]:
