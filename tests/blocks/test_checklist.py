@@ -339,6 +339,21 @@ def test_extend_gives_room_for_more_tokens(bare: Engine) -> None:
     assert (bare.stat("cached"), bare.stat("in_use")) == (1, 2)
 
 
+def test_extend_makes_room_as_admit_does(hosted: Engine) -> None:
+    """Extend: not enough room -> evict, by copies that are waited for; the request goes on with what it has."""
+    hosted.leave("old", prompt(28))
+    hosted.start("a", prompt(4, 1))
+    table = hosted.manager.table("a")
+    assert isinstance(hosted.manager.extend("a", 12, evict=False), Refused)
+    waiting = hosted.manager.extend("a", 12)
+    assert isinstance(waiting, Waiting) and waiting.plan is not None and len(waiting.plan.copies) == 2
+    assert hosted.manager.table("a") == table
+    hosted.end(waiting.plan)
+    answer = hosted.manager.extend("a", 12)
+    assert isinstance(answer, Extended) and (answer.new, answer.table[:1]) == (2, table)
+    assert hosted.places(prompt(28)) == ["device"] * 5 + ["host"] * 2
+
+
 @pytest.mark.parametrize(("keep", "hit"), [(True, 12), (False, 4)])
 def test_output_blocks_enter_at_the_end_if_they_are_to_be_kept(bare: Engine, keep: bool, hit: int) -> None:
     """Finish: output blocks enter too (option)."""

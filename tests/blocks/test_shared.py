@@ -196,3 +196,29 @@ def test_new_weights_of_one_process_are_new_for_all(shm_root: Path) -> None:
         one.manager.weights_changed()
         assert two.manager.match("b") == Match(0, 0, 0)
         assert two.resume("b").computed_tokens == 0
+
+
+def test_an_engine_outlives_its_cache(shm_root: Path, tmp_path: Path) -> None:
+    """When the cache was closed, every question to it is a miss; the device's own blocks are served as before."""
+    with cache_at(shm_root, tmp_path) as cache:
+        engine = Engine(16, cache)
+        engine.leave("a", TOKENS[:16])
+        engine.demoted(2)
+        engine.start("runs", prompt(9, 2))
+        engine.add("b", TOKENS[:17])
+        up = engine.admit("b").plan
+        written = engine.manager.finish("runs")
+        assert up is not None and written is not None
+    assert engine.manager.completed(up.ticket).shortened == {"b": 8}  # whose slots they were cannot be told
+    assert engine.manager.completed(written.ticket).ended
+    engine.manager.check()
+    engine.compute("b")
+    engine.is_right("b")
+    assert engine.manager.finish("b") is None
+    engine.add("c", TOKENS[:17])
+    assert engine.manager.match("c") == Match(16, 0, 0)
+    engine.resume("c")
+    engine.finish("c")
+    assert engine.manager.demote(16) is None and engine.manager.free == 16  # dropped: there is nowhere to go
+    assert engine.places(TOKENS[:16]) == ["freed"] * 4
+    engine.manager.check()
