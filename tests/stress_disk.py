@@ -26,11 +26,12 @@ CHUNK_TOKENS = 4
 PATIENCE_SECONDS = 6.0  # for a load: reads queue behind each other on a busy disk
 
 
-def open_disk(plan: Plan) -> DiskTier:
+def open_disk(plan: Plan, deadline_seconds: float | None = None) -> DiskTier:
     """Opens the disk tier of a plan (each process has one, shared by its threads or not)."""
     layout = KVLayout.opaque(CHUNK_TOKENS, plan.payload_bytes, "stress")
     size_bytes = plan.disk_slots * (plan.payload_bytes + HEADER_BYTES)
-    return DiskTier.open(layout, Path(plan.disk_root), size_bytes, deadline_seconds=plan.deadline_seconds)
+    patience = plan.deadline_seconds if deadline_seconds is None else deadline_seconds
+    return DiskTier.open(layout, Path(plan.disk_root), size_bytes, deadline_seconds=patience)
 
 
 class DiskSide:

@@ -83,6 +83,7 @@ class Tally:
             path.write_bytes(b"\0" * (8 * rows * len(FIELDS)))
         self.array = np.memmap(path, dtype=np.int64, mode="r+", shape=(rows, len(FIELDS)))
         self._log = directory / "violations.log"
+        self.goes_on = directory / "goes-on"  # the run does, for as long as this is there
 
     def add(self, row: int, field: str, n: int = 1) -> None:
         """Adds to one count of one row."""
@@ -407,8 +408,8 @@ class Worker:
         self.open()
 
     def finished(self) -> bool:
-        """Whether all processes together have done enough."""
-        return self.tally.total("ops") >= self.plan.target_ops
+        """Whether all processes together have done enough, and had to suffer enough meanwhile."""
+        return self.tally.total("ops") >= self.plan.target_ops and not self.tally.goes_on.exists()
 
     def step(self) -> None:
         """One random operation."""
