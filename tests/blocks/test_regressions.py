@@ -132,3 +132,23 @@ def test_a_plain_pool_writes_back_and_tells_of_new_weights(shm_root: Path) -> No
         assert cache.lookup(tokens).num_tokens == 8
         engine.manager.weights_changed()
         assert cache.lookup(tokens).num_tokens == 0
+
+
+def test_the_heir_of_a_run_is_in_no_other_move(shm_root: Path) -> None:
+    """It kept blocks that a second copy still wrote, waited for that for ever, and both freed them."""
+    long = prompt(40)
+    branch = [*long[:20], *prompt(9, 1)]  # goes on where neither ends
+    with cache_at(shm_root) as cache:
+        engine = Engine(24, cache, write_back=False)
+        engine.leave("one", long)
+        engine.leave("two", branch)
+        engine.demoted(24)
+        engine.kv[:] = 0
+        engine.add("a", [*long, 1])
+        engine.add("b", branch)
+        first, second = engine.admit("a"), engine.admit("b")
+        engine.manager.release("a")
+        settled = engine.end(first.plan, blocks=2)
+        assert (settled.shortened, settled.again) == ({}, ("b",))
+        assert engine.end(second.plan).ended
+        engine.resume("b")

@@ -127,7 +127,7 @@ class Ends:
         missing = move.nodes[right:]
         first, at = missing[0], missing[0].position
         sharing = self._sharing(move, first)
-        heir = _heir(sharing, move, at, missing[-1])
+        heir = _heir(sharing, move, missing)
         others = [record for record in sharing if record is not heir]
         for record in others:
             self._rooms.roll_back(record)
@@ -194,13 +194,14 @@ class Ends:
                 self._end_up(move, 0)
 
 
-def _heir(sharing: list[Record], move: Up, at: int, last: Node) -> Record | None:
+def _heir(sharing: list[Record], move: Up, missing: list[Node]) -> Record | None:
     """Who goes on with the blocks of a run that did not come: who led it, or anybody whose path ends in it.
 
-    Not one with an item of which a part has come: it would have to compute into the middle of the item.
+    Not one whose path goes on in another move: its copies are still written. Nor one with an item of which a part has
+    come: it would have to compute into the middle of the item.
     """
-    fitting = [record for record in sharing if record.entered <= last.position + 1]
-    fitting = [record for record in fitting if record.before_items(at) == at]
+    at = missing[0].position
+    fitting = [record for record in sharing if record.tip in missing and record.before_items(at) == at]
     return next((record for record in fitting if record.request_id == move.leader), next(iter(fitting), None))
 
 
