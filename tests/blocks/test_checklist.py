@@ -384,6 +384,42 @@ def test_a_twin_that_is_there_gives_our_block_back(bare: Engine) -> None:
     assert bare.start("c", prompt(9)).computed_tokens == 8
 
 
+def test_a_twin_that_is_coming_is_not_waited_for(hosted: Engine) -> None:
+    """A twin that is on its way: our blocks stay our own until it is there."""
+    assert hosted.cache is not None
+    hosted.add("a", prompt(9))
+    hosted.admit("a")
+    stored(hosted.cache, prompt(8))  # by somebody else, meanwhile
+    hosted.add("b", prompt(9))
+    up = hosted.admit("b").plan
+    assert up is not None
+    hosted.compute("a", 8)
+    assert (hosted.stat("in_use"), hosted.stat("in_flight"), hosted.stat("cached")) == (4, 2, 0)
+    hosted.end(up)
+    hosted.compute("a")
+    assert (hosted.stat("in_use"), hosted.stat("cached")) == (4, 2)
+    hosted.finish("a")
+    assert (hosted.manager.free, hosted.stat("evictable")) == (5, 0)
+    hosted.is_right("b", 8)
+
+
+def test_a_twin_that_leaves_without_its_parent_is_none(hosted: Engine) -> None:
+    """A twin out of reach, on its way to the host: ours enters the tree in its place, and its move goes on."""
+    assert hosted.cache is not None
+    hosted.leave("a", prompt(8))
+    stored(hosted.cache, prompt(4))
+    down = hosted.manager.demote(2)  # the first is on the host and goes at once; the second is copied
+    assert down is not None and len(down.copies) == 1 and hosted.places(prompt(8)) == ["host", "to_host"]
+    admitted = hosted.start("b", prompt(9))
+    assert admitted.by_tier == {"host": 4} and hosted.stat("cancelled_moves") == 0
+    assert hosted.places(prompt(8)) == ["device", "device"]
+    assert hosted.end(down).freed == 1
+    assert hosted.places(prompt(8)) == ["device", "device"]
+    hosted.finish("b")
+    assert hosted.manager.demote(2) is None  # the host has both by now
+    assert retrieved(hosted.cache, prompt(8)) == (8, True)
+
+
 def test_a_host_twin_adopts_our_device_block(hosted: Engine) -> None:
     """A host twin adopts our device block: it is found on the device, and needs no copy to go to the host."""
     assert hosted.cache is not None
@@ -429,6 +465,25 @@ def test_persistent_nodes_are_never_candidates(bare: Engine) -> None:
     assert len(bare.admit("b").table) == 7
     with pytest.raises(ValueError, match="pinned"):
         bare.manager.unpin(prompt(8))
+
+
+def test_what_is_coming_cannot_be_pinned_yet(hosted: Engine) -> None:
+    """...and a pin is for what is on the device: a leaving block is called back, a coming one is not counted."""
+    hosted.leave("a", prompt(12))
+    hosted.demoted(1)
+    down = hosted.manager.demote(1)
+    hosted.add("b", prompt(13))
+    up = hosted.admit("b").plan
+    assert hosted.manager.pin(prompt(12)) == 8
+    hosted.end(down)
+    hosted.end(up)
+    assert hosted.manager.pin(prompt(12)) == 12 and hosted.stat("pinned") == 2
+    hosted.manager.release("b")
+    hosted.manager.demote(8)
+    assert hosted.places(prompt(12)) == ["device"] * 3
+    assert [hosted.manager.unpin(prompt(12)) for _ in range(2)] == [12, 8]  # the longest first
+    hosted.manager.check()
+    assert hosted.stat("evictable") == 3
 
 
 # ---- 9
