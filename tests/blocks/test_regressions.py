@@ -152,3 +152,26 @@ def test_the_heir_of_a_run_is_in_no_other_move(shm_root: Path) -> None:
         assert (settled.shortened, settled.again) == ({}, ("b",))
         assert engine.end(second.plan).ended
         engine.resume("b")
+
+
+def test_a_block_that_was_called_back_and_leaves_again_leaves_with_its_first_copy(hosted: Engine) -> None:
+    """Its key was busy with that copy, so it got no second one; the first was thrown away: it was nowhere."""
+    tokens = prompt(16)
+    hosted.leave("a", tokens)
+    down = hosted.manager.demote(4)
+    assert hosted.start("b", [*tokens, 1]).by_tier == {"device": 16}
+    hosted.manager.release("b")
+    assert hosted.manager.demote(4) is None
+    hosted.manager.check()
+    assert hosted.places(tokens) == ["to_host"] * 4
+    assert hosted.end(down).freed == 4
+    assert hosted.places(tokens) == ["host"] * 4
+    hosted.kv[:] = 0
+    assert hosted.start("c", [*tokens, 1]).by_tier == {"host": 16}
+
+
+def test_what_left_and_did_not_arrive_is_counted(hosted: Engine) -> None:
+    """Whoever wonders why nothing hits sees that the copies fail."""
+    hosted.leave("a", prompt(16))
+    assert hosted.end(hosted.manager.demote(4), blocks=1).freed == 4
+    assert (hosted.stat("demoted_blocks"), hosted.stat("dropped_blocks")) == (1, 3)

@@ -75,8 +75,10 @@ class Ends:
     # ---- down
 
     def _end_down(self, move: Down, good: int) -> None:
-        self._rooms.counts["demoted_blocks"] += self._moves.end_down(move, good)
-        self._rooms.pool.give_back(self._tree.depart(move.leaving()))
+        leaving, stored = move.leaving(), self._moves.end_down(move, good)
+        self._rooms.counts["demoted_blocks"] += stored
+        self._rooms.counts["dropped_blocks"] += max(0, len(leaving) - stored)
+        self._rooms.pool.give_back(self._tree.depart(leaving))
         self._rooms.unlock(move.lock)
 
     # ---- up

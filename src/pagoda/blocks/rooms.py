@@ -80,7 +80,9 @@ class Rooms:
             self.counts["dropped_blocks"] += len(nodes)
             self.pool.give_back(self.tree.depart(nodes))
             return None
-        planned = self.moves.down([_source(node) for node in reversed(nodes)])  # parents before children
+        # One that was called back while its copy runs leaves with that copy; parents before children.
+        fresh = [node for node in reversed(nodes) if node.ticket not in self.moves.under_way]
+        planned = self.moves.down([_source(node) for node in fresh])
         self.counts["dropped_blocks"] += planned.refused
         self.pool.give_back(self.tree.depart([one.node for one in planned.uncopied if one.node is not None]))
         return planned.plan

@@ -56,7 +56,7 @@ class Node:
         self.locks = 0  # requests, moves and pins that end here, and locked children
         self.last_use = 0
         self.entry = 0  # the number of its valid entry in the heap; 0: it is no candidate
-        self.ticket = 0  # of the move that it is in
+        self.ticket = 0  # of the move that it is in, or was called back from
         self.detached = False  # no longer found; its block is freed with the last lock
 
 
@@ -200,8 +200,8 @@ class Tree:
         return chosen
 
     def cancel(self, node: Node) -> None:
-        """Keep a leaving node after all. Its parent must be on the device."""
-        node.place, node.ticket = Place.DEVICE, 0
+        """Keep a leaving node after all; its copy goes on. Its parent must be on the device."""
+        node.place = Place.DEVICE
         self.leaving -= 1
         self.devices += 1
         if node.parent is not None:
