@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from blake3 import blake3
@@ -175,3 +176,20 @@ def test_what_left_and_did_not_arrive_is_counted(hosted: Engine) -> None:
     hosted.leave("a", prompt(16))
     assert hosted.end(hosted.manager.demote(4), blocks=1).freed == 4
     assert (hosted.stat("demoted_blocks"), hosted.stat("dropped_blocks")) == (1, 3)
+
+
+def test_the_end_of_a_copy_looks_at_nobody_else(hosted: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asked every request whether it waited: with 10,000 of them, milliseconds a ticket."""
+
+    class OneByOne(dict[str, object]):
+        def values(self) -> NoReturn:
+            raise AssertionError("all requests are looked at")
+
+    hosted.leave("a", prompt(16))
+    hosted.demoted(4)
+    for name in "bc":
+        hosted.add(name, prompt(17))
+    first, second = hosted.admit("b"), hosted.admit("c")
+    assert first.plan is not None and second.waits == {first.plan.ticket}
+    monkeypatch.setattr(hosted.manager._ends, "_records", OneByOne(hosted.manager._records))
+    assert hosted.end(first.plan).ready == ("b", "c")

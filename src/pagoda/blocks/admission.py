@@ -122,7 +122,8 @@ class Admission:
         record.table = [node.block for node in path] + blocks
         record.entered = len(path)
         if self._tree.coming:
-            record.waits = {node.ticket for node in path if node.place is Place.TO_DEVICE}
+            coming = {node.ticket for node in path if node.place is Place.TO_DEVICE}
+            self._rooms.moves.wait(record, coming)
 
     def _bring_up(self, record: Record) -> Plan | None:
         """Plan to fill blocks behind the path from the host, as far as it has them and keeps them."""
@@ -152,8 +153,9 @@ class Admission:
         self._tree.lock(move.nodes[-1])
         self._rooms.unlock(parent)
         record.tip, record.entered = move.nodes[-1], stop
-        record.waits.add(move.ticket)
-        return self._rooms.moves.up(move)
+        plan = self._rooms.moves.up(move)
+        self._rooms.moves.wait(record, [move.ticket])
+        return plan
 
     def _admitted(self, record: Record, device: int, plan: Plan | None) -> Admitted:
         record.computed_tokens = record.entered * record.block_tokens

@@ -98,7 +98,7 @@ class Ends:
         else:
             self._rooms.unlock(move.nodes[-1])
         ready: list[str] = []
-        for record in self._waiting_for(move):
+        for record in move.waiting():
             record.waits.discard(move.ticket)
             if not record.waits:
                 ready.append(record.request_id)
@@ -108,13 +108,10 @@ class Ends:
                 settled = _joined(settled, self._end_up(behind, behind.landed))
         return settled
 
-    def _waiting_for(self, move: Up) -> list[Record]:
-        return [record for record in self._records.values() if move.ticket in record.waits]
-
     def _sharing(self, move: Up, node: Node) -> list[Record]:
         """The requests that wait for a move and have this node of it in their paths."""
         at = node.position
-        return [r for r in self._waiting_for(move) if r.entered > at and r.keys[at] == node.key]
+        return [r for r in move.waiting() if r.entered > at and r.keys[at] == node.key]
 
     def _before_items(self, move: Up, right: int) -> int:
         """The longest run of at most `right` blocks that ends inside no multimodal item: all who share it have that."""

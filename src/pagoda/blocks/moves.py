@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.blocks.outcome import Copy, Direction, Place, Plan
+from pagoda.blocks.record import Record
 from pagoda.blocks.tree import Node
 from pagoda.cache import below
 from pagoda.cache.slots import HostSlots
@@ -87,11 +88,16 @@ class Up(Move):
     leader: str | None = None  # the request that it was planned for
     behind: int = 0  # the ticket of the move that brings the parent of its first node
     landed: int | None = None  # its copies have ended, so many good; it waits for the one that it is behind
+    asked: dict[str, Record] = field(default_factory=dict)  # by id: who waited for it; some may have gone
 
     @property
     def size(self) -> int:
         """How many copies there are."""
         return len(self.nodes)
+
+    def waiting(self) -> list[Record]:
+        """The requests that wait for it."""
+        return [record for record in self.asked.values() if self.ticket in record.waits]
 
 
 class Moves:
@@ -175,6 +181,14 @@ class Moves:
         self.under_way[move.ticket] = move
         rows = zip(move.nodes, move.slots.tolist(), move.generations.tolist(), strict=True)
         return Plan(move.ticket, Direction.UP, tuple(Copy(node.block, *row) for node, *row in rows))
+
+    def wait(self, record: Record, tickets: Iterable[int]) -> None:
+        """Let a request wait for moves to the device."""
+        for ticket in tickets:
+            move = self.under_way[ticket]
+            assert isinstance(move, Up), "only what is coming is waited for"
+            move.asked[record.request_id] = record
+            record.waits.add(ticket)
 
     def begin_up(self, leader: str, slots: npt.NDArray[np.int64], generations: npt.NDArray[np.uint64]) -> Up:
         """A move with a new ticket, of slots that are held; not under way yet."""
