@@ -9,6 +9,7 @@ import pytest
 from blake3 import blake3
 
 from pagoda.blocks import Admitted, Match, Refused, Waiting
+from pagoda.cache import Cache
 from pagoda.cache.below import Generations, Slots
 from pagoda.keys import Item
 from tests.blocks.kit import Engine, cache_at, ledger_of, prompt
@@ -193,3 +194,36 @@ def test_the_end_of_a_copy_looks_at_nobody_else(hosted: Engine, monkeypatch: pyt
     assert first.plan is not None and second.waits == {first.plan.ticket}
     monkeypatch.setattr(hosted.manager._ends, "_records", OneByOne(hosted.manager._records))
     assert hosted.end(first.plan).ready == ("b", "c")
+
+
+@contextmanager
+def nobody_gets_in(cache: Cache) -> Iterator[None]:
+    """The ledger's gate is shut, as by a process that was stopped inside."""
+    shut, opens = Event(), Event()
+
+    def stay() -> None:
+        with ledger_of(cache)._session.gate.writing(60):
+            shut.set()
+            opens.wait(60)
+
+    inside = Thread(target=stay)
+    inside.start()
+    shut.wait(60)
+    try:
+        yield
+    finally:
+        opens.set()
+        inside.join()
+
+
+def test_a_busy_ledger_is_waited_for_once(shm_root: Path) -> None:
+    """Eight prompts were eight waits, one after the other, in the engine's step."""
+    with cache_at(shm_root, deadline_seconds=0.5) as cache:
+        engine = Engine(16, cache, write_back=False)
+        for seed in range(8):
+            engine.leave(str(seed), prompt(8, seed))
+        with nobody_gets_in(cache):
+            began = time.monotonic()
+            assert engine.manager.demote(16) is None
+            assert time.monotonic() - began < 3
+        assert engine.manager.free == 16 and engine.stat("dropped_blocks") == 16

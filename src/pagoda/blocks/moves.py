@@ -18,7 +18,8 @@ from pagoda.blocks.record import Record
 from pagoda.blocks.tree import Node
 from pagoda.cache import below
 from pagoda.cache.slots import HostSlots
-from pagoda.ledger import Refused, Reserved
+from pagoda.ledger import Outcome, Refused, Reserved
+from pagoda.metrics import Reason
 
 __all__ = ["Down", "Move", "Moves", "Planned", "Source", "Up"]
 
@@ -134,10 +135,17 @@ class Moves:
         reserved: list[Reserved] = []
         others: list[Source] = []
         refused = 0
+        waited = False  # for the ledger, in vain: that is done once, whatever the number of runs
         for run in _runs(sources):
-            outcomes = self.slots.reserve(
-                [one.key for one in run], namespace=run[0].root, start=run[0].position, parent=run[0].parent
+            keys = [one.key for one in run]
+            outcomes: list[Outcome] = (
+                [Refused(key, Reason.LEDGER_BUSY) for key in keys]
+                if waited
+                else self.slots.reserve(
+                    keys, namespace=run[0].root, start=run[0].position, parent=run[0].parent
+                )
             )
+            waited = Refused(keys[-1], Reason.LEDGER_BUSY) in outcomes
             for source, outcome in zip(run, outcomes, strict=True):
                 if isinstance(outcome, Reserved):
                     chosen.append(source)
