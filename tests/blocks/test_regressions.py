@@ -1,8 +1,12 @@
-"""What the model test (tests/stateful/test_blocks_model.py) found, each as the shortest way there."""
+"""What the model test (tests/stateful/test_blocks_model.py) and a reading found, each as the shortest way there."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Event, Thread
 from typing import NoReturn
 
 import pytest
