@@ -116,3 +116,21 @@ def test_an_end_that_never_was_is_no_end(hosted: Engine, released: bool) -> None
     assert (settled.shortened, settled.again, settled.ready, settled.freed) == ({}, (), (), 2)
     assert hosted.places(prompt(16)) == ["device", "device", "host", "host"]
     assert hosted.cache is not None and ledger_of(hosted.cache).gauges()["reserved"] == 0
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_match_promises_nothing_below_the_minimum(shm_root: Path, half: bool) -> None:
+    """It told of host tokens that an admission does not load, too few as they are."""
+    items = [Item(1, 14, blake3(b"cat").digest())] if half else []
+    with cache_at(shm_root, min_hit_tokens=12) as cache:
+        engine = Engine(8, cache, write_back=False)
+        engine.leave("a", prompt(20), items=items)
+        engine.demoted(3)
+        engine.add("b", prompt(17), items=items)
+        wanted = 0 if half else 8
+        assert engine.manager.match("b") == Match(wanted, 0, 0)
+        assert engine.admit("b").computed_tokens == wanted
+        engine.manager.release("b")
+        engine.demoted(1)
+        engine.add("c", prompt(17), items=items)
+        assert engine.manager.match("c") == Match(4, 12, 0) and engine.admit("c").computed_tokens == 16

@@ -38,6 +38,8 @@ class Admission:
             host = len(self._storeys.find(keys[device:], device).slots)
             storage = self._storeys.below(keys[device + host :], device + host, record)
         whole = record.before_items(device + host + storage)
+        if (whole - device) * record.block_tokens < self._storeys.min_hit_tokens:
+            whole = record.before_items(device)
         device = min(device, whole)
         host = min(host, whole - device)
         storage = whole - device - host
