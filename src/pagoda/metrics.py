@@ -79,10 +79,14 @@ class RateLimitedLog:
     def __init__(self, clock: Clock | None = None, every_seconds: float = 10.0) -> None:
         self._clock = clock or Clock()
         self._every_ns = int(every_seconds * 1e9)
-        self._lock = threading.Lock()
         self._seen: dict[
             Reason, tuple[int, int]
         ] = {}  # reason -> (monotonic ns of its last line, suppressed since)
+        self.renew()
+
+    def renew(self) -> None:
+        """Make the lock anew, in a forked child: a thread of the parent may have held it."""
+        self._lock = threading.Lock()
 
     def warn(self, logger: logging.Logger, reason: Reason, message: str) -> None:
         """Log `message` as a warning, or only count it if this reason had its line a moment ago."""

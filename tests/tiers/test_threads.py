@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -198,4 +199,22 @@ def test_forks_in_the_middle_of_io(tmp_path: Path) -> None:
         assert all(right(tier, key) for key in keys_of(2, 100 + chain))
     tier.ledger.reap()
     check(tier)
+    tier.close()
+
+
+def test_a_fork_while_a_thread_holds_the_locks_of_the_device(tmp_path: Path) -> None:
+    """The I/O threads take them for each chunk, and are not there in the child to let go of them."""
+    tier = open_disk(tmp_path)
+    keys = keys_of(3)
+    store(tier, keys)
+    device = tier._threads._device
+
+    def work() -> bool:
+        signal.alarm(60)  # instead of a deadlock
+        device.trouble(OSError("told once"), "a test")
+        return tier.find(keys) == 3 and all(right(tier, key) for key in keys)
+
+    with device.breaker._lock, device.log._lock:
+        assert in_child(work) == 0
+    assert all(right(tier, key) for key in keys)
     tier.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
@@ -67,3 +68,12 @@ def forget(cache: Cache) -> None:
     with _lock:
         for name in [name for name, known in _caches.items() if known is cache]:
             del _caches[name]
+
+
+def _fresh_lock() -> None:
+    """A forked child has one thread: another of its parent may have been opening a cache."""
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_fresh_lock)

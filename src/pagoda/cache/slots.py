@@ -142,21 +142,26 @@ class HostSlots:
 
         return self._run("reserve", work, rest)
 
-    def commit(self, namespace: bytes, written: Sequence[Copy]) -> list[bool]:
+    def commit(self, written: Mapping[bytes, Sequence[Copy]]) -> list[bool]:
         """Make chunks visible whose bytes are in their slots, and have them written down by the cache's policy.
 
-        `written` is of one namespace, each of its runs in order. False: not stored, and the slot is given up.
+        `written`: by the root of their namespace, each run of it in order. One answer a chunk; False: not stored, and the
+        slot is given up.
         """
-        reserved = [Reserved(copy.key, copy.slot, copy.generation) for copy in written]
+        reserved = [
+            Reserved(copy.key, copy.slot, copy.generation) for copies in written.values() for copy in copies
+        ]
         good: list[bool] = []
 
         def work(deadline: Deadline) -> list[bool]:
             good.extend(self._ledger.commit(reserved, deadline_seconds=deadline.remaining()))
             self._parts.tally.count("stored_bytes", sum(good) * self._host.chunk_bytes)
-            kept = {copy for copy, ok in zip(written, good, strict=True) if ok}
+            kept = {(one.slot, one.generation) for one, ok in zip(reserved, good, strict=True) if ok}
             if (descent := self._parts.descent) is not None:
-                for run in runs(written, self.count, _follows):
-                    descent.stored(namespace, [copy for copy in run if copy in kept])
+                for namespace, copies in written.items():
+                    for run in runs(copies, self.count, _follows):
+                        stored = [copy for copy in run if (copy.slot, copy.generation) in kept]
+                        descent.stored(namespace, stored)
             return good
 
         def missed(*_: object) -> list[bool]:

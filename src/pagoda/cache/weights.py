@@ -13,6 +13,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from pagoda.cache.forks import renewed_after_fork
 from pagoda.errors import StoreError
 
 __all__ = ["Weights"]
@@ -24,8 +25,13 @@ class Weights:
     def __init__(self, roots: Iterable[Path], model: str) -> None:
         digest = blake3(model.encode(), derive_key_context="PagodaKV weights epoch").hexdigest(8)
         self._paths = [root / f"weights-{digest}" for root in roots]
-        self._lock = threading.Lock()
         self._known = 0  # never goes back in this process, whatever becomes of the files
+        self.renew()
+        renewed_after_fork(self)
+
+    def renew(self) -> None:
+        """Make the lock anew."""
+        self._lock = threading.Lock()
 
     def epoch(self) -> int:
         """The number of times that the weights were changed in place. Costs one stat a root."""

@@ -17,9 +17,13 @@ class Breaker:
         self._clock = clock
         self._limit = limit
         self._rest_ns = int(rest_seconds * 1e9)
-        self._lock = threading.Lock()
         self._failures = 0
         self._retry_ns = 0
+        self.renew()
+
+    def renew(self) -> None:
+        """Make the lock anew, in a forked child: a thread of the parent may have held it."""
+        self._lock = threading.Lock()
 
     @property
     def resting(self) -> bool:

@@ -74,6 +74,11 @@ class Device:
             return False
         return not self.slab.direct or buffer.ctypes.data % HEADER_BYTES == 0
 
+    def renew(self) -> None:
+        """Make locks anew, in a forked child: a thread of the parent may have held them."""
+        self.breaker.renew()
+        self.log.renew()
+
     def close(self) -> None:
         """Let go of the slab and the ledger."""
         self.slab.close()

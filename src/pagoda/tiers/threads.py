@@ -129,6 +129,7 @@ class IoThreads:
 
 def _renew_in_child() -> None:
     for threads in list(_all):
+        threads._device.renew()
         threads._renew()
 
 
