@@ -24,7 +24,7 @@ def modules_after(code: str) -> set[str]:
     """The modules that a fresh interpreter has after `code`."""
     code += "\nimport json, sys; print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
     )
     return set(json.loads(done.stdout.splitlines()[-1]))
 

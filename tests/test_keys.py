@@ -395,6 +395,6 @@ def test_keys_are_the_same_in_another_process(seed: str) -> None:
     code = "from tests.test_keys import computed; print(computed())"
     environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.getcwd()}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=120
     )
     assert done.stdout.strip() == str(GOLDEN)

@@ -214,7 +214,7 @@ def test_needs_no_test_framework() -> None:
         "import sys; from pagoda.testing import FakeClock, FaultySlab, PolicyConformance, TierConformance; "
     )
     code += "assert not {'pytest', 'hypothesis', 'torch'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_names_resolve_late() -> None:
@@ -224,4 +224,4 @@ def test_names_resolve_late() -> None:
     with pytest.raises(AttributeError, match="Nothing"):
         testing.__getattr__("Nothing")
     code = "import sys; from pagoda.testing import FakeClock; assert not {'numpy', 'lmdb'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -50,7 +50,8 @@ def disk(root: Path, slots: int = 64) -> Iterator[DiskTier]:
     layout = KVLayout.opaque(CHUNK, 4096, "test")
     spec = StoreSpec(root=root, name=layout.fingerprint, kind="file", slots=slots, slot_bytes=8192)
     ledger = Ledger.open(spec)
-    tier = DiskTier(layout, ledger, FileSlab(ledger.slab_path, ledger.slots, 8192))
+    slab = FileSlab(ledger.slab_path, ledger.slots, 8192)
+    tier = DiskTier(layout, ledger, slab, deadline_seconds=30.0)
     try:
         yield tier
     finally:
@@ -62,9 +63,11 @@ def put(ledger: Ledger, namespace: Namespace, tokens: Sequence[int], start: int 
     ledger.register(namespace.root, namespace.fields())
     keys = chunk_keys(list(tokens), namespace.root, CHUNK)
     for position, key in enumerate(keys[start:], start):
-        outcome = ledger.reserve([key], namespace=namespace.root, start=position, tokens=CHUNK)[0]
+        (outcome,) = ledger.reserve(
+            [key], namespace=namespace.root, start=position, tokens=CHUNK, deadline_seconds=30.0
+        )
         if isinstance(outcome, Reserved):
-            ledger.commit([outcome])
+            ledger.commit([outcome], deadline_seconds=30.0)
     return keys
 
 
@@ -77,7 +80,7 @@ def save(tier: DiskTier, namespace: Namespace, tokens: Sequence[int]) -> list[by
         Chunk(key, n, CHUNK, np.full(4096, n + 1, np.uint8), parents[n], lambda: True)
         for n, key in enumerate(keys)
     ]
-    assert all(future.result(30).ok for future in tier.save(chunks, namespace.root))
+    assert all(future.result(60).ok for future in tier.save(chunks, namespace.root))
     return keys
 
 
@@ -90,7 +93,7 @@ def pagoda(*args: object, stdin: str = "", **variables: str) -> subprocess.Compl
         env={**clean, "HOME": "/nonexistent", "XDG_CONFIG_HOME": "/nonexistent", **variables},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
 
 

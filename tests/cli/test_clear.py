@@ -84,13 +84,15 @@ def test_on_a_terminal_it_asks(shm_root: Path, typed: bytes, code: int, left: in
     os.write(ours, typed)
     try:
         while True:
-            while not select.select([ours], [], [], 1.0)[0]:
-                os.write(ours, typed)  # a Ctrl-C between the prompt and the read is only noticed at the next key
+            while not select.select([ours], [], [], 10.0)[0]:
+                os.write(
+                    ours, typed
+                )  # a Ctrl-C between the prompt and the read is only noticed at the next key
             seen += os.read(ours, 1000)
     except OSError:  # the other end is closed
         pass
     os.close(ours)
-    assert process.wait(60) == code, seen
+    assert process.wait(120) == code, seen
     assert b"EVERYTHING" in seen and b"Traceback" not in seen
     assert ledger.gauges()["ready"] == left
 

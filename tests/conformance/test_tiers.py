@@ -14,6 +14,7 @@ from pagoda.tiers.base import Tier
 
 LAYOUT = KVLayout.opaque(4, 5000, "conformance")
 STRIDE = HEADER_BYTES + LAYOUT.slot_bytes
+PATIENT_SECONDS = 30.0  # every call may succeed: a busy machine may stand still for a while
 SLOTS = 128  # one member may have a quarter of them reserved
 
 
@@ -26,7 +27,8 @@ class TestSharedHost(TierConformance):
         ledger = Ledger.open(
             StoreSpec(self.root / tmp_path.name, LAYOUT.fingerprint, "memory", SLOTS, LAYOUT.slot_bytes)
         )
-        return HostTier(LAYOUT, ledger, MemorySlab(ledger.slab_path, SLOTS, LAYOUT.slot_bytes))
+        slab = MemorySlab(ledger.slab_path, SLOTS, LAYOUT.slot_bytes)
+        return HostTier(LAYOUT, ledger, slab, deadline_seconds=PATIENT_SECONDS)
 
 
 class TestPrivateHost(TierConformance):
@@ -34,7 +36,8 @@ class TestPrivateHost(TierConformance):
         ledger = Ledger.open(
             StoreSpec(tmp_path, LAYOUT.fingerprint, "memory", SLOTS, LAYOUT.slot_bytes, private=True)
         )
-        return HostTier(LAYOUT, ledger, MemorySlab(None, SLOTS, LAYOUT.slot_bytes))
+        slab = MemorySlab(None, SLOTS, LAYOUT.slot_bytes)
+        return HostTier(LAYOUT, ledger, slab, deadline_seconds=PATIENT_SECONDS)
 
 
 class TestDisk(TierConformance):
@@ -44,7 +47,7 @@ class TestDisk(TierConformance):
     def make_tier(self, tmp_path: Path) -> Tier:
         ledger = Ledger.open(StoreSpec(tmp_path, LAYOUT.fingerprint, "file", SLOTS, STRIDE))
         slab = FileSlab(ledger.slab_path, SLOTS, STRIDE, self.direct)
-        return DiskTier(LAYOUT, ledger, slab, durable=self.durable)
+        return DiskTier(LAYOUT, ledger, slab, durable=self.durable, deadline_seconds=PATIENT_SECONDS)
 
 
 class TestBufferedDisk(TestDisk):

@@ -334,6 +334,7 @@ def test_a_cache_of_ones_own(house: House) -> None:
     model = llama()
     layout = layout_of(model, CHUNK)
     options = {"host_size": "64MiB", "host_path": str(house.host / "own"), "chunk_tokens": CHUNK}
+    options |= {"deadline_seconds": 20.0, "worth_it": False}
     with Cache(namespace=namespace_of(model, layout, salt="x"), layout=layout, **options) as cache:
         cached = CachedModel(model, cache=cache)
         assert text(cached, prompt(80)) == generated(model, prompt(80))
