@@ -60,7 +60,7 @@ def copied(cache: Cache, tokens: Prompt, outcomes: Sequence[Outcome]) -> list[Co
 def written(cache: Cache, tokens: Prompt) -> list[Copy]:
     """Bring a prompt into host slots by hand, all of it."""
     copies = copied(cache, tokens, reserved_for(cache, tokens))
-    assert slots_of(cache).commit(slots_of(cache).namespace(), copies) == [True] * len(copies)
+    assert slots_of(cache).commit({slots_of(cache).namespace(): copies}) == [True] * len(copies)
     return copies
 
 
@@ -96,7 +96,7 @@ def test_what_is_copied_in_by_hand_is_the_cache_s(shm_root: Path, tmp_path: Path
     with cache_at(shm_root, tmp_path) as cache:
         copies = copied(cache, tokens, reserved_for(cache, tokens))
         assert cache.lookup(tokens).num_tokens == 0 and len(copies) == 6  # not before it is committed
-        assert slots_of(cache).commit(slots_of(cache).namespace(), copies) == [True] * 6
+        assert slots_of(cache).commit({slots_of(cache).namespace(): copies}) == [True] * 6
         assert cache.lookup(tokens).by_tier == {"host": 96}
         assert served(cache, tokens)[0].num_tokens == 96
         assert counters_of(cache)["stored_bytes"] == 6 * LAYOUT.chunk_bytes
@@ -141,7 +141,7 @@ def test_write_through_writes_down_what_several_runs_left(shm_root: Path, tmp_pa
     with cache_at(shm_root, tmp_path) as cache:
         runs = [prompt(3, seed) for seed in range(4)]
         copies = [copy for run in runs for copy in copied(cache, run, reserved_for(cache, run))]
-        assert slots_of(cache).commit(slots_of(cache).namespace(), copies) == [True] * 12
+        assert slots_of(cache).commit({slots_of(cache).namespace(): copies}) == [True] * 12
         assert cache.flush(30)
         assert [on_disk(cache, run) for run in runs] == [3] * 4
         slots_of(cache)._ledger.check()
@@ -182,7 +182,7 @@ def test_what_was_cleared_during_the_copy_is_not_stored(shm_root: Path, tmp_path
     with cache_at(shm_root, tmp_path) as cache:
         copies = copied(cache, prompt(4), reserved_for(cache, prompt(4)))
         cache.clear()
-        assert slots_of(cache).commit(slots_of(cache).namespace(), copies) == [False] * 4
+        assert slots_of(cache).commit({slots_of(cache).namespace(): copies}) == [False] * 4
         assert cache.flush(30) and cache.lookup(prompt(4)).num_tokens == 0
         assert slots_of(cache)._ledger.gauges()["reserved"] == 0
 
@@ -244,7 +244,7 @@ def test_namespaces_are_told_apart_and_known_by_their_labels(shm_root: Path) -> 
         keys = [key for _, _, key in cache.keys(tokens, salt="a tenant")]
         root = slots.namespace(salt="a tenant")
         rooms = slots.reserve(keys, namespace=root, start=0, parent=None)
-        assert slots.commit(root, copied(cache, tokens, rooms)) == [True] * 2
+        assert slots.commit({root: copied(cache, tokens, rooms)}) == [True] * 2
         wait_until(lambda: bool(slots._ledger.namespaces()[root].fields.get("salt")))
         assert cache.clear(salt="another").chunks["host"] == 0
         assert cache.clear(salt="a tenant").chunks["host"] == 2
@@ -262,7 +262,7 @@ def _all_are_misses(slots: HostSlots, keys: list[bytes], copies: list[Copy]) -> 
     slots.used(bytes(32), copies)
     outcomes = slots.reserve(keys, namespace=bytes(32), start=0, parent=None)
     assert outcomes == [Refused(key, Reason.CLOSED) for key in keys]
-    assert slots.commit(bytes(32), copies) == [False] * len(copies)
+    assert slots.commit({bytes(32): copies}) == [False] * len(copies)
     slots.abort([Reserved(copy.key, copy.slot, copy.generation) for copy in copies])
     assert slots.view(copies[0].slot).shape == (LAYOUT.slot_bytes,)
     assert (slots.count, len(slots.namespace())) == (64, 32) and slots.stamp() > 0
@@ -294,7 +294,7 @@ def test_a_closed_cache_gives_its_slots_up_though_another_has_the_ledger_open(
         late = copied(cache, first, reserved_for(cache, first))
         given_up = [item for item in reserved_for(cache, second) if isinstance(item, Reserved)]
         cache.close()
-        assert slots.commit(bytes(32), late) == [False] * 4
+        assert slots.commit({bytes(32): late}) == [False] * 4
         slots.abort(given_up)
         slots.release(held.slots, held.generations)
         ledger = slots_of(other)._ledger
@@ -329,7 +329,7 @@ def test_a_forked_child_of_a_cache_in_private_memory_misses(shm_root: Path) -> N
 
         def child() -> None:
             assert len(slots.find(keys_of(cache, tokens), 0).slots) == 0
-            assert slots.commit(slots.namespace(), copies) == [False] * 4
+            assert slots.commit({slots.namespace(): copies}) == [False] * 4
             assert {type(item) for item in reserved_for(cache, prompt(2, 1))} == {Refused}
 
         process = multiprocessing.get_context("fork").Process(target=child)
