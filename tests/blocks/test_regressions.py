@@ -220,14 +220,19 @@ def nobody_gets_in(cache: Cache) -> Iterator[None]:
         inside.join()
 
 
-def test_a_busy_ledger_is_waited_for_once(shm_root: Path) -> None:
-    """Eight prompts were eight waits, one after the other, in the engine's step."""
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_busy_ledger_is_waited_for_once(shm_root: Path, begun: bool) -> None:
+    """Eight prompts were eight waits in the engine's step, one after the other, and eight tenants eight at the end."""
     with cache_at(shm_root, deadline_seconds=0.5) as cache:
         engine = Engine(16, cache, write_back=False)
         for seed in range(8):
-            engine.leave(str(seed), prompt(8, seed))
+            engine.leave(str(seed), prompt(8, seed), salt=str(seed))
+        plan = engine.manager.demote(16) if begun else None
         with nobody_gets_in(cache):
             began = time.monotonic()
-            assert engine.manager.demote(16) is None
+            if plan is None:
+                assert engine.manager.demote(16) is None
+            else:
+                engine.end(plan)
             assert time.monotonic() - began < 3
         assert engine.manager.free == 16 and engine.stat("dropped_blocks") == 16

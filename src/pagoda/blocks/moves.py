@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -172,15 +171,12 @@ class Moves:
         pairs = list(zip(move.sources, move.reserved, strict=True))
         kept = [i < good and move.keeps(source) for i, (source, _) in enumerate(pairs)]
         self.slots.abort([item for (_, item), keep in zip(pairs, kept, strict=True) if not keep])
-        written = [pair for pair, keep in zip(pairs, kept, strict=True) if keep]
-        stored = 0
-        for root, group in groupby(written, lambda pair: pair[0].root):
-            copies = [
-                below.Copy(source.key, source.position, source.parent, item.slot, item.generation)
-                for source, item in group
-            ]
-            stored += sum(self.slots.commit(root, copies))
-        return stored
+        written: dict[bytes, list[below.Copy]] = {}
+        for (source, item), keep in zip(pairs, kept, strict=True):
+            if keep:
+                copy = below.Copy(source.key, source.position, source.parent, item.slot, item.generation)
+                written.setdefault(source.root, []).append(copy)
+        return sum(self.slots.commit(written)) if written else 0
 
     # ---- up
 

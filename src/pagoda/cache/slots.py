@@ -145,7 +145,7 @@ class HostSlots:
     def commit(self, written: Mapping[bytes, Sequence[Copy]]) -> list[bool]:
         """Make chunks visible whose bytes are in their slots, and have them written down by the cache's policy.
 
-        `written`: by the root of their namespace, each run of it in order. One answer a chunk; False: not stored, and the
+        `written`: by the root of their namespace, each run in order. One answer a chunk; False: not stored, and the
         slot is given up.
         """
         reserved = [
