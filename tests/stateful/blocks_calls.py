@@ -299,10 +299,15 @@ class Calls(Judge):
 
     def late(self, which: int, rank: int, end: str) -> None:
         """What a late, an unknown or a repeated report says changes nothing."""
-        number = pick(self.gone, which) if self.gone and end != "count" else 10**6 + which
+        number, rank = 10**6 + which, rank % self.ranks
+        again = [ticket for ticket in self.tickets.values() if rank in ticket.reports]
+        if end == "all" and again:
+            number = pick(again, which).plan.ticket
+        elif end != "count" and self.gone:
+            number = pick(self.gone, which)
         before = self.snapshot()
         tell = self.manager.failed if end == "failed" else self.manager.completed
-        settled = tell(number, rank=rank % self.ranks)
+        settled = tell(number, rank=rank)
         assert not settled.known and not (
             settled.ready or settled.shortened or settled.again or settled.freed
         )

@@ -113,6 +113,11 @@ class Engine:
         rows = () if self.ledger is None else self.ledger.rows()
         return {row.key: (row.slot, row.generation) for row in rows}
 
+    def holds(self) -> int:
+        """How many chunks of the host tier are kept from eviction for a load."""
+        assert self.ledger is not None
+        return self.ledger._session.read(lambda txn, tables: len(list(tables.rows(txn, tables.holds))), 20.0)
+
     def below(self, key: bytes) -> bool:
         """Whether a tier below the host has a key."""
         return self.cache is not None and any(tier.contains(key) for tier in self.cache._storeys.lower)

@@ -95,6 +95,10 @@ class BlocksMachine(Calls, RuleBasedStateMachine):
         stats = manager.stats()
         assert manager.in_flight == stats["in_flight"] == stats["in_use"] == stats["pinned"] == 0, stats
         assert stats["free"] + stats["cached"] == stats["total"], stats
+        if self.ledger is not None:
+            self.fetched()
+            assert self.ledger.gauges()["reserved"] == sum(map(len, self.busy)), "a reservation was left"
+            assert not self.holds(), "a hold was left"
         manager.reset()
         assert manager.free == manager.total
         manager.check()
