@@ -16,7 +16,8 @@ from pagoda.blocks import Admitted, Match, Refused, Waiting
 from pagoda.cache import Cache
 from pagoda.cache.below import Generations, Slots
 from pagoda.keys import Item
-from tests.blocks.kit import Engine, cache_at, ledger_of, prompt
+from tests.blocks.kit import Engine, cache_at, ledger_of, prompt, stored
+from tests.blocks.test_checklist import workers_stopped
 
 IMAGE = (Item(1, 14, blake3(b"an image").digest()),)  # of blocks 0 to 3
 
@@ -236,3 +237,27 @@ def test_a_busy_ledger_is_waited_for_once(shm_root: Path, begun: bool) -> None:
                 engine.end(plan)
             assert time.monotonic() - began < 3
         assert engine.manager.free == 16 and engine.stat("dropped_blocks") == 16
+
+
+def test_a_prefetch_is_shared_by_those_only_who_need_no_more(shm_root: Path, tmp_path: Path) -> None:
+    """What had left the device since was waited for, and was not brought: not a token hit."""
+    tokens = prompt(17)
+    with cache_at(shm_root, tmp_path) as cache:
+        stored(cache, tokens)
+        ledger_of(cache).clear(None)
+        engine = Engine(8, cache, write_back=False)
+        engine.leave("before", tokens[:8])
+        goes_on = workers_stopped(cache)
+        try:
+            engine.add("a", tokens)
+            part = engine.manager.prefetch("a")
+            engine.manager.pause()
+            engine.demoted(2)
+            engine.manager.resume()
+            engine.add("b", tokens)
+            whole = engine.manager.prefetch("b")
+            assert engine.manager.prefetch("a") is whole is not part
+        finally:
+            goes_on.set()
+        assert whole is not None and whole.result(60).num_tokens == 16
+        assert engine.admit("b").computed_tokens == 16

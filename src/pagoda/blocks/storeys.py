@@ -99,7 +99,7 @@ class Storeys:
             return None
         self._fetches = {key: fetch for key, fetch in self._fetches.items() if not fetch[1].done()}
         known = self._fetches.get(keys[-1])
-        if known is not None:
+        if known is not None and keys[start] in known[0]:
             return known[1]
         began = time.perf_counter()
         future = self._cache.prefetch_future(
