@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from pagoda.blocks import Admitted, Match, Refused, Waiting
 from pagoda.cache import Cache
 from pagoda.cache.below import Generations, Slots
 from pagoda.keys import Item
-from tests.blocks.kit import Engine, cache_at, ledger_of, prompt, stored
+from tests.blocks.kit import BLOCK, Engine, cache_at, ledger_of, prompt, stored
 from tests.blocks.test_checklist import workers_stopped
 
 IMAGE = (Item(1, 14, blake3(b"an image").digest()),)  # of blocks 0 to 3
@@ -261,3 +262,17 @@ def test_a_prefetch_is_shared_by_those_only_who_need_no_more(shm_root: Path, tmp
             goes_on.set()
         assert whole is not None and whole.result(60).num_tokens == 16
         assert engine.admit("b").computed_tokens == 16
+
+
+def test_a_generated_token_takes_a_few_bytes(bare: Engine) -> None:
+    """It took an array of its own: 130 bytes."""
+    bare.add("a", prompt(4))
+    tracemalloc.start()
+    try:
+        for token in prompt(2000, 1):
+            bare.manager.append("a", [token])
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    keys = 2000 // BLOCK * 100
+    assert taken < keys + 2000 * 16

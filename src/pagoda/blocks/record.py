@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 
@@ -38,7 +39,7 @@ class Record:
         self.prompt_tokens = 0
         self.root = b""
         self.keys: list[bytes] = []
-        self._ids: list[np.ndarray[tuple[int, ...], np.dtype[np.int32]]] = []
+        self._ids = array("i")
         self._chain: KeyChain | None = None  # None: nothing is hashed, nothing can hit
         self.fetch: Future[Hit] | None = None
         self.let_go()
@@ -62,20 +63,18 @@ class Record:
 
     def append(self, tokens: TokenIds, items: Iterable[Item] = ()) -> None:
         """Add tokens; only what is new is hashed. Raises ValueError, and changes nothing, for bad ids or items."""
-        ids = as_token_ids(tokens).copy()
+        ids = as_token_ids(tokens)
         items = [Item(*item) for item in items]
         if self._chain is not None:
             self.keys += self._chain.extend(ids, items)
-        self._ids.append(ids)
+        self._ids.frombytes(ids.tobytes())
         self.items += items
         self.num_tokens += len(ids)
 
     def rehash(self, root: bytes) -> None:
         """Name all blocks anew, under another root."""
-        ids = np.concatenate(self._ids) if self._ids else np.empty(0, np.int32)
         self.root, self._chain = root, KeyChain(root, self.block_tokens)
-        self.keys = self._chain.extend(ids, self.items)
-        self._ids = [ids]
+        self.keys = self._chain.extend(np.array(self._ids, np.int32), self.items)
 
     def before_items(self, blocks: int) -> int:
         """The longest run of at most `blocks` blocks that does not end inside a multimodal item."""
