@@ -276,3 +276,15 @@ def test_a_generated_token_takes_a_few_bytes(bare: Engine) -> None:
         tracemalloc.stop()
     keys = 2000 // BLOCK * 100
     assert taken < keys + 2000 * 16
+
+
+def test_a_pin_can_be_ended_after_others_changed_the_weights(shm_root: Path) -> None:
+    """Its keys are not those of the tokens any more: it kept its blocks until a reset."""
+    with cache_at(shm_root) as cache, cache_at(shm_root) as other:
+        engine = Engine(8, cache, write_back=False)
+        engine.leave("a", prompt(16))
+        assert engine.manager.pin(prompt(16)) == 16
+        other.weights_changed()
+        assert engine.manager.unpin(prompt(16)) == 16
+        engine.manager.check()
+        assert engine.stat("evictable") == 4

@@ -340,7 +340,8 @@ class BlockManager:
     ) -> int:
         """Keep the leading blocks of `tokens` that are on the device there, until `unpin`; returns how many tokens."""
         keys = chunk_keys(tokens, self._storeys.root(lora, salt), self.block_tokens, items)
-        return self._pins.pin(keys) * self.block_tokens
+        names = chunk_keys(tokens, self._storeys.lasting_root(lora, salt), self.block_tokens, items)
+        return self._pins.pin(keys, names) * self.block_tokens
 
     def unpin(
         self,
@@ -351,8 +352,8 @@ class BlockManager:
         salt: str | None = None,
     ) -> int:
         """End the longest pin on a prefix of `tokens`; returns its tokens. ValueError if there is none."""
-        keys = chunk_keys(tokens, self._storeys.root(lora, salt), self.block_tokens, items)
-        return self._pins.unpin(keys) * self.block_tokens
+        names = chunk_keys(tokens, self._storeys.lasting_root(lora, salt), self.block_tokens, items)
+        return self._pins.unpin(names) * self.block_tokens
 
     def reset(self, *, abandon: bool = False) -> None:
         """Forget requests, tree and pins. Blocks of running copies come back when their tickets end.

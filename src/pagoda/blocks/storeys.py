@@ -41,8 +41,12 @@ class Storeys:
         """What the keys of an adapter and a tenant begin with, under the present weights."""
         if self.slots is not None:
             return self.slots.namespace(lora, salt)
-        only = Namespace("device blocks only", weights_epoch=self._epoch)
-        return only.with_(lora=lora or "", salt=salt or "").root
+        return _root(lora, salt, self._epoch)
+
+    @staticmethod
+    def lasting_root(lora: str | None, salt: str | None) -> bytes:
+        """The same under any weights: for what is found again when they have changed."""
+        return _root(lora, salt, 0)
 
     def weights_changed(self) -> None:
         """Change every root, for good."""
@@ -147,3 +151,8 @@ class Storeys:
         """Count a question about `wanted` blocks, of which `held` could be had, where the cache counts."""
         if self.slots is not None:
             self.slots.asked(wanted * record.block_tokens, self.by_tier(record, held), reason)
+
+
+def _root(lora: str | None, salt: str | None, epoch: int) -> bytes:
+    only = Namespace("device blocks only", weights_epoch=epoch)
+    return only.with_(lora=lora or "", salt=salt or "").root
