@@ -59,7 +59,7 @@ def test_many_threads_write_one_line(caplog: pytest.LogCaptureFixture) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(10)
+            thread.join(60)
     assert caplog.messages == ["busy: busy"]
 
 

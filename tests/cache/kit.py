@@ -92,7 +92,7 @@ def stored(cache: Cache, tokens: npt.NDArray[np.int32], **options: object) -> KV
     kv = kv_of(tokens)
     answer = cache.store(tokens, kv.transfer, **options)  # type: ignore[arg-type]
     assert answer.refused == 0, answer
-    assert cache.flush(30)
+    assert cache.flush(100)
     return kv
 
 

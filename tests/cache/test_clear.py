@@ -80,7 +80,7 @@ def test_a_store_that_began_before_does_not_come_back(shm_root: Path, tmp_path: 
             clears += sum(cache.clear().chunks.values())
         stop.set()
         thread.join(60)
-        assert cache.flush(30)
+        assert cache.flush(100)
         cache.clear()
         assert clears > 0
         for tier in cache._storeys.all:

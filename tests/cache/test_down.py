@@ -97,7 +97,7 @@ def test_store_does_not_wait_for_the_disk(shm_root: Path, tmp_path: Path) -> Non
         assert slab.hanging.wait(30)
         assert served(cache, prompt(8, 19))[0].by_tier == {"host": 128}
         slab.heal()
-        assert cache.flush(60)
+        assert cache.flush(100)
         counters = cache.stats()["tiers"]["disk"]  # type: ignore[index]
         assert isinstance(counters, dict)
         # what was evicted before its turn is a drop with a reason, and never counts as stored
@@ -111,11 +111,11 @@ def test_chunks_that_the_disk_dropped_are_written_by_the_next_store(shm_root: Pa
     with cache:
         slab.fail_next("write", Fault.ENOSPC, times=2)
         cache.store(tokens, kv_of(tokens).transfer)
-        assert cache.flush(30)
+        assert cache.flush(100)
         assert cache.lookup(tokens, tiers=["disk"]).num_tokens < 96
         slab.heal()
         assert cache.store(tokens, kv_of(tokens).transfer).present == 6
-        assert cache.flush(30)
+        assert cache.flush(100)
         assert served(cache, tokens, tiers=["disk"])[0].num_tokens == 96
 
 
@@ -142,11 +142,11 @@ def test_selective_writes_what_was_hit_often_enough(shm_root: Path, tmp_path: Pa
         stored(cache, other)
         for _ in range(2):
             served(cache, tokens)
-        assert cache.flush(30) and _on_disk(cache) == 0
+        assert cache.flush(100) and _on_disk(cache) == 0
         served(cache, tokens[: 6 * CHUNK])
-        assert cache.flush(30) and _on_disk(cache) == 6
+        assert cache.flush(100) and _on_disk(cache) == 6
         served(cache, tokens)
-        assert cache.flush(30) and _on_disk(cache) == 10
+        assert cache.flush(100) and _on_disk(cache) == 10
         assert cache.lookup(other, tiers=["disk"]).num_tokens == 0
 
 
@@ -163,7 +163,7 @@ def test_write_back_writes_the_coldest_ahead_of_their_eviction(shm_root: Path, t
         # the coldest: the tail of the oldest prompt; its piece is queued one by one
         wait_until(lambda: cache._storeys.lower[0].contains(keys[-1]))
         assert cache.lookup(prompt(10, 5), tiers=["disk"]).num_tokens == 0
-        assert cache.flush(30)
+        assert cache.flush(100)
         assert _on_disk(cache) == 60  # asked for, all goes down
 
 
@@ -174,7 +174,7 @@ def test_write_back_keeps_up_with_a_stream_of_prompts(shm_root: Path, tmp_path: 
             if seed >= 7:  # full: the next prompt's room is made clean before it comes
                 wait_until(lambda seed=seed: _on_disk(cache) >= 8 * (seed - 6))  # type: ignore[misc]
                 wait_until(lambda: cache.stats()["tiers"]["host"]["leased"] == 0)  # type: ignore[index]
-        assert cache.flush(30)
+        assert cache.flush(100)
         hits = sum(served(cache, prompt(8, seed))[0].num_tokens for seed in range(20))
         assert hits == 20 * 8 * CHUNK
 
@@ -204,6 +204,6 @@ def test_a_store_without_a_host_tier_is_bounded_by_its_buffers(tmp_path: Path) -
         tokens = prompt(60)
         answer = cache.store(tokens, kv_of(tokens).transfer)
         assert answer.num_chunks + answer.refused == 60
-        assert cache.flush(30)
+        assert cache.flush(100)
         assert cache.stats()["staging_buffers"] == 0
         assert served(cache, tokens)[0].num_tokens == 30 * CHUNK

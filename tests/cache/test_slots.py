@@ -101,7 +101,7 @@ def test_what_is_copied_in_by_hand_is_the_cache_s(shm_root: Path, tmp_path: Path
         assert served(cache, tokens)[0].num_tokens == 96
         assert counters_of(cache)["stored_bytes"] == 6 * LAYOUT.chunk_bytes
         assert all(isinstance(item, Present) for item in reserved_for(cache, tokens))
-        assert cache.flush(30)
+        assert cache.flush(100)
         assert cache._storeys.host is not None
         cache._storeys.host.clear()
         assert served(cache, tokens)[0].by_tier == {"disk": 96}
@@ -142,7 +142,7 @@ def test_write_through_writes_down_what_several_runs_left(shm_root: Path, tmp_pa
         runs = [prompt(3, seed) for seed in range(4)]
         copies = [copy for run in runs for copy in copied(cache, run, reserved_for(cache, run))]
         assert slots_of(cache).commit({slots_of(cache).namespace(): copies}) == [True] * 12
-        assert cache.flush(30)
+        assert cache.flush(100)
         assert [on_disk(cache, run) for run in runs] == [3] * 4
         slots_of(cache)._ledger.check()
 
@@ -161,7 +161,7 @@ def test_selective_writes_what_was_copied_out_often(shm_root: Path, tmp_path: Pa
         for times in (1, 2):
             assert len(slots.find(keys_of(cache, prompt(5)), 0).slots) == 5
             slots.used(slots.namespace(), copies)
-            assert cache.flush(30)
+            assert cache.flush(100)
             assert on_disk(cache, prompt(5)) == (5 if times == 2 else 0)
         assert counters_of(cache)["loaded_chunks"] == 10
         assert counters_of(cache)["loaded_bytes"] == 10 * LAYOUT.chunk_bytes
@@ -183,7 +183,7 @@ def test_what_was_cleared_during_the_copy_is_not_stored(shm_root: Path, tmp_path
         copies = copied(cache, prompt(4), reserved_for(cache, prompt(4)))
         cache.clear()
         assert slots_of(cache).commit({slots_of(cache).namespace(): copies}) == [False] * 4
-        assert cache.flush(30) and cache.lookup(prompt(4)).num_tokens == 0
+        assert cache.flush(100) and cache.lookup(prompt(4)).num_tokens == 0
         assert slots_of(cache)._ledger.gauges()["reserved"] == 0
 
 

@@ -33,5 +33,5 @@ def test_a_wait_ends_when_one_comes_back() -> None:
     assert first is not None and second is not None
     threading.Timer(0.05, staging.give, [first]).start()
     began = time.monotonic()
-    assert staging.take(10) is first
-    assert time.monotonic() - began < 5
+    assert staging.take(100) is first
+    assert time.monotonic() - began < 50

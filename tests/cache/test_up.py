@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pagoda.cache import Cache
+from pagoda.clock import Clock
 from pagoda.layout import KVLayout
 from pagoda.ledger import Ledger, Reserved, StoreSpec
 from pagoda.metrics import Reason
@@ -58,11 +59,13 @@ class Watching:
         self.kv.from_slots(starts, slots)
 
 
-def faulty_cache(shm_root: Path, tmp_path: Path, **options: object) -> tuple[Cache, FaultySlab]:
-    """A cache whose disk can be made to fail."""
+def faulty_cache(
+    shm_root: Path, tmp_path: Path, *, disk_clock: Clock | None = None, **options: object
+) -> tuple[Cache, FaultySlab]:
+    """A cache whose disk can be made to fail; `disk_clock` says for how long a failing one is left out."""
     ledger = Ledger.open(StoreSpec(tmp_path / "disk", LAYOUT.fingerprint, "file", 256, SLOT + 4096))
     faulty = FaultySlab(ledger.slab_path, ledger.slots, SLOT + 4096)
-    disk = DiskTier(LAYOUT, ledger, faulty, deadline_seconds=PATIENT_SECONDS)
+    disk = DiskTier(LAYOUT, ledger, faulty, deadline_seconds=PATIENT_SECONDS, clock=disk_clock)
     config = config_of(shm_root, None, **options)
     host = HostTier.open(LAYOUT, Path(config.host_path), config.host_bytes, deadline_seconds=PATIENT_SECONDS)
     return Cache(config, namespace=NAMESPACE, layout=LAYOUT, tiers=[host, disk]), faulty
@@ -92,7 +95,7 @@ def test_without_a_host_tier_chunks_pass_through_a_few_buffers(tmp_path: Path) -
     with cache_at(None, tmp_path) as cache:
         assert cache.tiers == ("disk",)
         assert cache.store(tokens, kv_of(tokens).transfer).num_chunks == 100
-        assert cache.flush(30)
+        assert cache.flush(100)
         hit, _ = served(cache, tokens)
         assert hit.by_tier == {"disk": 1600}
         assert cache.stats()["staging_buffers"] == 0
@@ -111,7 +114,7 @@ def test_what_is_queued_is_read_from_the_queue(shm_root: Path, tmp_path: Path) -
         hit, _ = served(cache, tokens, tiers=["disk"])
         assert hit.by_tier == {"disk": 96}  # in its queue, not in the file yet
         slab.heal()
-        assert cache.flush(30)
+        assert cache.flush(100)
 
 
 def test_a_slot_evicted_during_the_copy_is_a_miss(shm_root: Path) -> None:

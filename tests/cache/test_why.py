@@ -14,7 +14,7 @@ from pagoda.cache import Cache, Hit, why
 from pagoda.keys import Namespace
 from pagoda.ledger import Ledger
 from pagoda.metrics import Reason
-from pagoda.testing import Fault
+from pagoda.testing import FakeClock, Fault
 from tests.cache.kit import CHUNK, LAYOUT, NAMESPACE, SPAWN, cache_at, kv_of, prompt, served, stored
 from tests.cache.test_up import faulty_cache, on_disk
 
@@ -125,7 +125,7 @@ def test_tier_skipped(shm_root: Path, tmp_path: Path) -> None:
 def test_a_disk_that_keeps_failing_is_left_out_and_says_so(shm_root: Path, tmp_path: Path) -> None:
     for seed in range(6):
         on_disk(shm_root, tmp_path, 3, seed)
-    cache, slab = faulty_cache(shm_root, tmp_path)
+    cache, slab = faulty_cache(shm_root, tmp_path, disk_clock=FakeClock())
     with cache:
         slab.fail_next("read", Fault.EIO, times=100)
         reasons = [served(cache, prompt(3, seed))[0].reason for seed in range(6)]

@@ -42,7 +42,7 @@ class House:
 
     def shut(self, wipe_host: bool = False) -> None:
         for cached in self._open:
-            assert cached.cache.flush(30.0)
+            assert cached.cache.flush(120.0)
             cached.close()
         self._open.clear()
         if wipe_host:

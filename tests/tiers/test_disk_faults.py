@@ -253,7 +253,7 @@ def test_a_disk_that_keeps_failing_is_left_out_and_tried_again(tmp_path: Path) -
 
 
 def test_a_queue_whose_disk_begins_to_fail_ends_quickly(tmp_path: Path) -> None:
-    tier, slab = open_faulty(tmp_path, slots=128)
+    tier, slab = open_faulty(tmp_path, slots=128, clock=FakeClock())  # the rest does not end meanwhile
     slab.fail_next("write", Fault.EIO, times=99)
     reasons = [done.reason for done in ends(tier.save(chunks_of(keys_of(30)), ROOT))]
     assert reasons.count(Reason.IO_ERROR) == 4

@@ -49,7 +49,7 @@ def test_close_leaves_nothing_running(tmp_path: Path) -> None:
     threads = io_threads(before)
     assert threads
     store(tier, keys_of(4))
-    tier.close()
+    tier.close(timeout=60.0)
     assert not any(thread.is_alive() for thread in threads)
     tier.close()
 
