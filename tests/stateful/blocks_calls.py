@@ -80,6 +80,7 @@ class Calls(Judge):
         assert self.ledger is not None
         request = pick(self.idle(), which)
         self.ledger.remove(self.keys(request.prompt)[which % 4 :])
+        self.rob()
         future = self.manager.prefetch(request.name)
         if future is not None:
             self.seen["fetched"] += 1
@@ -432,6 +433,7 @@ class Calls(Judge):
             places = {(copy.slot, copy.generation) for copy in pick(ups, which).plan.copies}
             keys = [key for key, place in self.on_host().items() if place in places]
         self.ledger.remove(keys[which % max(1, len(keys)) :][:count])
+        self.rob()
 
     def wait(self, seconds: float) -> None:
         """Time passes; leases end."""

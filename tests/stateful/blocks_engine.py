@@ -252,12 +252,19 @@ class Engine:
     def came(self, ticket: Ticket) -> int:
         """How many leading copies of a ticket are good: on every rank, and out of a slot that still is the chunk's."""
         good = 0 if self.dead else min(ticket.reports.values())
-        if ticket.plan.direction is Direction.DOWN:
-            return good
+        return good if ticket.plan.direction is Direction.DOWN else min(good, self.standing(ticket))
+
+    def standing(self, ticket: Ticket) -> int:
+        """How many leading slots of a ticket still hold the chunks that were there."""
         assert self.ledger is not None
         slots = np.array([copy.slot for copy in ticket.plan.copies])
         generations = np.array([copy.generation for copy in ticket.plan.copies], np.uint64)
-        return min(good, leading(self.ledger.still_valid(slots, generations).tolist()))
+        return leading(self.ledger.still_valid(slots, generations).tolist())
+
+    def rob(self) -> None:
+        """Notes that chunks have been removed under copies."""
+        for ticket in self.tickets.values():
+            ticket.robbed = True
 
     def forget_deps(self) -> None:
         """What moves were for is gone: each ends by itself, and those that waited for others have ended."""

@@ -156,13 +156,9 @@ class Judge(Engine):
             assert ticket.first + len(blocks) == leader.shared
             wanted = self.keys(leader.prompt)[ticket.first : leader.shared]
             assert [host.get((copy.slot, copy.generation)) for copy in plan.copies] == wanted
-            taken = {copy.block for other in others for copy in other.copies}
             self.devices.scribble(blocks)
         else:
             assert not any((copy.slot, copy.generation) in host for copy in plan.copies)
-            taken = {
-                copy.block for other in others if other.direction is Direction.UP for copy in other.copies
-            }
             downs = {
                 copy.slot for other in others if other.direction is Direction.DOWN for copy in other.copies
             }
@@ -170,7 +166,9 @@ class Judge(Engine):
             ticket.source = [self.devices.kv[:, block].tobytes() for block in blocks]
             known = {self.slot_bytes(tags) for tags in self.right.values()}
             assert all(held in known for held in ticket.source), "rubbish is on its way to the host"
-        assert not taken & set(blocks), "two copies with one block"
+        # (a copy DOWN that was called off may still read what is somebody else's by now: nothing comes of it)
+        filled = {copy.block for other in others if other.direction is Direction.UP for copy in other.copies}
+        assert not filled & set(blocks), "two copies with one block"
         self.tickets[plan.ticket] = ticket
 
     def judge_settled(self, ticket: Ticket, settled: Settled, before: dict[str, object] | None) -> None:
@@ -263,7 +261,12 @@ class Judge(Engine):
         assert taken <= tables | tree | flying, f"blocks {taken - tables - tree - flying} are lost"
 
     def agree_host(self) -> None:
-        """Every chunk of the host tier is one that is known, with its bytes."""
+        """Every chunk of the host tier is one that is known, with its bytes; what is being loaded stays."""
+        for ticket in self.tickets.values():
+            if ticket.plan.direction is Direction.UP and not ticket.robbed:
+                assert self.standing(ticket) == len(ticket.plan.copies), (
+                    "a chunk went while it was being loaded"
+                )
         if self.cache is not None:
             assert self.cache.slots is not None
             for key, (slot, generation) in self.on_host().items():

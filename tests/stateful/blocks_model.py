@@ -142,6 +142,7 @@ class Ticket:
     leader: str | None = None  # the request whose admission it serves
     first: int = 0  # UP: where in its table the copies begin
     source: list[bytes] = field(default_factory=list)  # DOWN: what the blocks held at first
+    robbed: bool = False  # somebody has removed chunks meanwhile
     lock: str | None = None  # a request whose blocks must stay as they are
     reports: dict[int, int] = field(default_factory=dict)  # rank -> good copies
     deps: set[int] = field(default_factory=set)  # tickets that bring the blocks before its own

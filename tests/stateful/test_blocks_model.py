@@ -169,6 +169,7 @@ class BlocksMachine(Calls, RuleBasedStateMachine):
             self.other_removes(which + more, 1 + which)
         elif op == "clear" and self.other is not None and which == 0:
             self.other.clear(everything=True)
+            self.rob()
         elif op == "wait" and self.kind == "host":
             self.wait([0.5, 6.0, 100.0][which % 3])
         elif op == "pin" and self.requests and len(self.pins) < 2:
@@ -198,7 +199,7 @@ class BlocksMachine(Calls, RuleBasedStateMachine):
         """What there always is to do."""
         if self.manager.paused:
             self.manager.resume()
-        elif self.tickets and which % 2:
+        elif self.tickets and which in (1, 4, 6):
             self.settle(which, 0, "all" if self.calm or which < 4 else ENDS[which % 5], which // 2)
         elif self.able() and len(self.requests) == MOST_REQUESTS:
             self.release(which, False)
