@@ -134,3 +134,24 @@ def test_match_promises_nothing_below_the_minimum(shm_root: Path, half: bool) ->
         engine.demoted(1)
         engine.add("c", prompt(17), items=items)
         assert engine.manager.match("c") == Match(4, 12, 0) and engine.admit("c").computed_tokens == 16
+
+
+def test_a_negative_count_is_refused_and_changes_nothing(hosted: Engine) -> None:
+    """It was taken for nothing at all, which hides a mistake in the engine's arithmetic."""
+    hosted.leave("a", prompt(16))
+    hosted.add("b", prompt(16))
+    before = hosted.manager.stats()
+    for wrong in (
+        lambda: hosted.manager.demote(-1),
+        lambda: hosted.manager.has_room(-1),
+        lambda: hosted.manager.admit("b", reserve_tokens=-1),
+    ):
+        with pytest.raises(ValueError, match="negative"):
+            wrong()
+    after = hosted.manager.stats()
+    assert {name: after[name] for name in ("free", "evicted_blocks", "requests")} == {
+        name: before[name] for name in ("free", "evicted_blocks", "requests")
+    }
+    hosted.admit("b")
+    with pytest.raises(ValueError, match="negative"):
+        hosted.manager.extend("b", -5)

@@ -150,16 +150,16 @@ class BlockManager:
 
         All or nothing: Refused has changed nothing; Waiting has begun to make room, and the request goes on waiting.
         """
-        if reserve_tokens < 0:
-            raise ValueError(f"reserve_tokens must not be negative, got {reserve_tokens}")
-        return self._admission.admit(self._waiting(request_id), reserve_tokens, evict)
+        return self._admission.admit(
+            self._waiting(request_id), _count("reserve_tokens", reserve_tokens), evict
+        )
 
     # ---- while it runs
 
     def extend(self, request_id: str, num_tokens: int, *, evict: bool = True) -> Extended | Waiting | Refused:
         """Give an admitted request blocks for `num_tokens` tokens in all. All or nothing, as `admit`."""
         record = self._admitted_one(request_id)
-        new = blocks_for(num_tokens, self.block_tokens) - len(record.table)
+        new = blocks_for(_count("num_tokens", num_tokens), self.block_tokens) - len(record.table)
         if new <= 0:
             return Extended(list(record.table), 0)
         shortage = self._rooms.shortage(new, evict=evict)
@@ -232,7 +232,10 @@ class BlockManager:
         self._let_go(record)
 
     def release(self, request_id: str, *, discard: bool = False) -> None:
-        """Forget a request, wherever it is. `discard`: what only it computed goes at once, and is not demoted."""
+        """Forget a request, wherever it is.
+
+        `discard`: what it computed since its admission, and nobody else uses, goes at once and is not demoted.
+        """
         record = self._record(request_id)
         made = record.made if discard else []
         self._let_go(record)
@@ -291,7 +294,7 @@ class BlockManager:
 
     def demote(self, num_blocks: int) -> Plan | None:
         """Begin to free up to `num_blocks` blocks ahead of need; what needs no copy is free when this returns."""
-        return self._rooms.lower(num_blocks)
+        return self._rooms.lower(_count("num_blocks", num_blocks))
 
     def completed(self, ticket: int, *, rank: int = 0, blocks: int | None = None) -> Settled:
         """Say that the copies of a plan have ended, and that the first `blocks` of them (None: all) are good.
@@ -400,7 +403,8 @@ class BlockManager:
 
     def has_room(self, num_blocks: int, *, evict: bool = False) -> bool:
         """Whether so many blocks are free or, with `evict`, could be made free. Changes nothing."""
-        return not isinstance(self._rooms.shortage(num_blocks, evict=evict), Refused)
+        blocks = _count("num_blocks", num_blocks)
+        return not isinstance(self._rooms.shortage(blocks, evict=evict), Refused)
 
     def stats(self) -> dict[str, int | float]:
         """Gauges, and counters since the beginning; times in seconds."""
@@ -439,6 +443,12 @@ class BlockManager:
         if not record.admitted:
             raise ValueError(f"request {request_id!r} waits to be admitted")
         return record
+
+
+def _count(name: str, number: int) -> int:
+    if number < 0:
+        raise ValueError(f"{name} must not be negative, got {number}")
+    return number
 
 
 def _key(node: Node | None) -> bytes | None:
