@@ -150,9 +150,8 @@ class BlockManager:
 
         All or nothing: Refused has changed nothing; Waiting has begun to make room, and the request goes on waiting.
         """
-        return self._admission.admit(
-            self._waiting(request_id), _count("reserve_tokens", reserve_tokens), evict
-        )
+        reserve = _count("reserve_tokens", reserve_tokens)
+        return self._admission.admit(self._waiting(request_id), reserve, evict)
 
     # ---- while it runs
 
