@@ -228,6 +228,7 @@ def _open(asker: _Asker) -> CachedModel:
         disk_size=room,
         disk_path=task.disk_path,
         deadline_seconds=60.0,
+        worth_it=False,  # what is shown is reuse, even where a pause of the machine made it look slow once
     )
     return CachedModel(asker.model, config)
 
