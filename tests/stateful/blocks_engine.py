@@ -133,9 +133,9 @@ class Engine:
             "gauges": {name: stats[name] for name in GAUGES},
             "free": self.manager.free,
             "tables": {r.name: self.manager.table(r.name) for r in self.running()},
-            "places": {key: self.manager.where(key) for key in list(self.right)[-4:]},
+            "places": {key: self.manager.where(key) for key in list(self.right)[-4:] if self.kind != "disk"},
             "nodes": self.nodes(),
-            "host": self.on_host() if self.kind == "host" else {},  # a prefetch may be under way
+            "host": self.on_host() if self.kind == "host" else {},  # over a disk a prefetch may be under way
             "order": self.order(),
         }
 
