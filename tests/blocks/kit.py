@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -230,3 +231,32 @@ def stored(cache: Cache, tokens: Sequence[int]) -> None:
     answer = cache.store(list(tokens), BlockKV(blocks, LAYOUT))
     assert answer.refused == 0, answer
     assert cache.flush(60)
+
+
+def workers_stopped(cache: Cache) -> threading.Event:
+    """Keep the threads of a cache busy until the event is set."""
+    goes_on, inside = threading.Event(), threading.Semaphore(0)
+
+    class Slow(BlockKV):
+        def to_slots(self, *args: object) -> None:
+            inside.release()
+            assert goes_on.wait(100)
+            super().to_slots(*args)  # type: ignore[arg-type]
+
+    seeds = range(1000, 1020)
+    busy = [cache.store_future(prompt(4, n), Slow(np.stack(truth(prompt(4, n))), LAYOUT)) for n in seeds]
+    assert inside.acquire(timeout=60)
+    assert not busy[-1].running() and not busy[-1].done(), "there are more threads than thought"
+    return goes_on
+
+
+def everything(engine: Engine) -> object:
+    """All that a refusal must leave alone."""
+    manager = engine.manager
+    nodes = {
+        key: (node.block, node.place, node.locks, node.children, node.last_use, node.entry, node.ticket)
+        for key, node in manager._tree.nodes.items()
+    }
+    stats = {name: n for name, n in manager.stats().items() if not name.endswith("seconds")}
+    records = {name: (list(r.table), r.entered, set(r.waits), r.tip) for name, r in manager._records.items()}
+    return nodes, stats, records, list(manager._pool._free), sorted(e[:2] for e in manager._tree._heap)

@@ -10,8 +10,7 @@ from blake3 import blake3
 
 from pagoda.blocks import Match
 from pagoda.keys import Item
-from tests.blocks.kit import BLOCK, Engine, cache_at, ledger_of, prompt, stored
-from tests.blocks.test_checklist import workers_stopped
+from tests.blocks.kit import BLOCK, Engine, cache_at, ledger_of, prompt, stored, workers_stopped
 
 
 def test_a_manager_without_a_cache_has_a_namespace(bare: Engine) -> None:

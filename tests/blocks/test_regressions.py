@@ -17,8 +17,7 @@ from pagoda.blocks import Admitted, Match, Refused, Waiting
 from pagoda.cache import Cache
 from pagoda.cache.below import Generations, Slots
 from pagoda.keys import Item
-from tests.blocks.kit import BLOCK, Engine, cache_at, ledger_of, prompt, stored
-from tests.blocks.test_checklist import workers_stopped
+from tests.blocks.kit import BLOCK, Engine, cache_at, ledger_of, prompt, stored, workers_stopped
 
 IMAGE = (Item(1, 14, blake3(b"an image").digest()),)  # of blocks 0 to 3
 

@@ -1,0 +1,113 @@
+"""`python -m examples.paged_engine`: replays, Ctrl-C, bad input, and its length."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from examples.paged_engine import __main__ as cli
+from tests.examples.kit import (
+    COMMAND,
+    ROOT,
+)
+
+
+def test_the_command_replays_and_another_process_hits_the_disk(
+    shm_root: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    lines = [
+        {"id": "a", "prompt": "The quick brown fox jumps over the lazy dog. " * 6, "max_new_tokens": 24},
+        {"id": "b", "prompt": "And then?", "max_new_tokens": 24, "after": "a", "arrival_seconds": 0.1},
+        {"id": "c", "tokens": list(range(40)), "max_new_tokens": 24, "salt": "x", "arrival_seconds": 0},
+    ]
+    path = tmp_path / "requests.jsonl"
+    path.write_text("\n".join(json.dumps(line) for line in lines))
+    for number, tier in ((0, None), (1, "disk")):
+        args = [
+            path,
+            "--verify",
+            "--json",
+            "--host-path",
+            shm_root / f"{number}",
+            "--disk-path",
+            tmp_path / "disk",
+        ]
+        if number == 0:
+            monkeypatch.setattr(sys, "argv", ["paged_engine", *map(str, args)])
+            assert cli.main() == 0
+            said = capsys.readouterr().out
+        else:
+            said = subprocess.check_output([*COMMAND, *map(str, args)], cwd=ROOT, text=True, timeout=60)
+        rows = {row["id"]: row for row in json.loads(said)["requests"]}
+        assert all(row["identical"] is True and row["first_token_seconds"] > 0 for row in rows.values())
+        assert rows["b"]["prompt_tokens"] == rows["a"]["prompt_tokens"] + 24 + len("And then?")
+        assert rows["b"]["device"] > 256
+        assert {name: rows["a"][name] > 0 for name in ("device", "host", "disk")} == {
+            name: name == tier for name in ("device", "host", "disk")
+        }
+        assert len({token for row in rows.values() for token in row["output"]}) >= 20
+
+
+def test_the_command_is_interrupted_cleanly(tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    path.write_text(json.dumps({"id": "a", "prompt": "x", "arrival_seconds": 600}))
+    (tmp_path / "temporary").mkdir()
+    env = os.environ | {"TMPDIR": str(tmp_path / "temporary")}
+    running = subprocess.Popen([*COMMAND, str(path)], cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 60
+    while not (made := list((tmp_path / "temporary").glob("paged-*/*/slab"))) and time.monotonic() < until:
+        time.sleep(0.05)
+    running.send_signal(signal.SIGINT)
+    _, said = running.communicate(timeout=30)
+    assert (running.returncode, said) == (130, "paged_engine: interrupted\n")
+    assert made and not made[0].exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "line", "says"),
+    [
+        (["--blocks", "0"], None, "must be at least 1"),
+        (["--host", "3kk"], None, "'kk' is not a unit"),
+        (["--host", "4KiB"], None, "no room for one chunk"),
+        (["--disk", "1q"], None, "'q' is not a unit"),
+        (["--device", "nowhere"], None, "--device nowhere"),
+        (["--model", "/nowhere/at/all"], None, "/nowhere/at/all"),
+        (["--host-path", "/proc/none"], None, "cannot be made"),
+        (["--blocks", "4"], {"id": "a", "prompt": "x" * 100}, "100 + 32 tokens; at least 1 + 1, at most 64"),
+        ([], {"id": "a"}, "line 1: "),
+        ([], {"id": 1, "tokens": [1]}, "line 1: 'id'"),
+        ([], {"id": "a", "tokens": [256]}, "line 1: tokens are numbers from 0 to 255"),
+        ([], {"id": "a", "tokens": [1], "table": []}, "line 1: 'table' is no field"),
+        ([], {"id": "a", "tokens": [1], "after": "b"}, "line 1: its id was there before, or 'after'"),
+        ([], [], "line 1: "),
+    ],
+)
+def test_bad_input_is_one_line(
+    args: list[str], line: object, says: str, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    path = tmp_path / "requests.jsonl"
+    path.write_text(json.dumps(line or {"id": "a", "tokens": [1]}) if line != [] else "[]")
+    monkeypatch.setattr(sys, "argv", ["paged_engine", str(path), *args])
+    assert cli.main() == 2
+    said = capsys.readouterr()
+    assert says in said.err and said.err.count("\n") == 1 and not said.out
+
+
+def test_usage_is_shown_without_importing_torch() -> None:
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", *COMMAND[1:], "--help"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "--no-prefix-cache" in done.stdout
+    assert "pagoda.errors" in done.stderr and "torch" not in done.stderr
+
+
+def test_it_can_be_read() -> None:
+    files = sorted((ROOT / "examples" / "paged_engine").glob("*.py"))
+    assert sum(len(file.read_text().splitlines()) for file in files) <= 600
