@@ -237,7 +237,8 @@ class Calls(Judge):
         request.back()
         if self.prefix and not waited and not stale:
             found = self.manager.match(request.name).device_tokens
-            assert found >= request.prompt.cut(computed // BLOCK) * BLOCK, "it does not find its own work"
+            own = self.before_coming(self.keys(request.prompt)[: computed // BLOCK])
+            assert found >= request.prompt.cut(own) * BLOCK, "it does not find its own work"
 
     def release(self, which: int, discard: bool) -> None:
         """Aborted, in any state; twice is an error."""

@@ -124,10 +124,15 @@ class Judge(Engine):
         """What a request has computed and let go of is in the tree still."""
         if self.prefix and not request.waits and not request.stale:
             keys = self.keys(request.prompt)[: computed // BLOCK]
+            keys = keys[: self.before_coming(keys)]
             assert all(self.manager.where(key) in ON_DEVICE for key in keys), (
                 "what was computed is not cached"
             )
             self.used.update(dict.fromkeys(keys, self.now + 1))
+
+    def before_coming(self, keys: list[bytes]) -> int:
+        """How many keys stand before the first whose block is coming: behind that one nothing is entered."""
+        return leading(self.manager.where(key) is not Place.TO_DEVICE for key in keys)
 
     def nobodys(self, request: Request) -> int:
         """Blocks at the end of its own ones that no other request, move, pin or cached continuation needs."""
