@@ -44,6 +44,7 @@ mutants: $(READY)
 
 soak: $(READY)
 	$(BIN)/python tests/soak.py $(ARGS)
+	$(BIN)/python -m pytest -q -m soak
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
