@@ -8,7 +8,17 @@ import signal
 from pathlib import Path
 
 from pagoda.blocks import Match
-from tests.blocks.kit import Engine, cache_at, ledger_of, prompt, retrieved, stored, truth, wait_until
+from tests.blocks.kit import (
+    Engine,
+    cache_at,
+    ledger_of,
+    prompt,
+    retrieved,
+    stored,
+    truth,
+    wait_until,
+    workers_stopped,
+)
 from tests.cache.kit import SPAWN, run_all
 
 TOKENS = prompt(24)
@@ -137,10 +147,12 @@ def test_one_prefetch_serves_all_who_want_the_same(shm_root: Path, tmp_path: Pat
     shutil.rmtree(shm_root / "host")
     with cache_at(shm_root, tmp_path) as cache:
         engine = Engine(32, cache)
+        goes_on = workers_stopped(cache)  # so that the first has not ended when the last asks
         futures = []
         for n in range(4):
             engine.add(f"{n}", [*TOKENS, n])
             futures.append(engine.manager.prefetch(f"{n}"))
+        goes_on.set()
         assert all(future is not None and future.result(60).num_tokens == 24 for future in futures)
         tiers = cache.stats()["tiers"]
         assert tiers["disk"]["loaded_chunks"] == 6  # type: ignore[index]

@@ -67,8 +67,10 @@ class Calls(Judge):
         assert match.num_tokens % BLOCK == 0 and match.num_tokens == cut(match.num_tokens // BLOCK) * BLOCK
         assert match.device_tokens <= here * BLOCK and match.num_tokens <= cut(everywhere) * BLOCK
         assert match.device_tokens >= cut(min(self.surely(keys), here)) * BLOCK, "a block in use did not hit"
-        assert match.device_tokens == min(cut(everywhere), here) * BLOCK or self.kind == "disk"
-        if not self.manager.paused and not self.dead:
+        alone = self.manager.paused or self.dead  # an item cannot end on the host then
+        ours = cut(here) if alone else min(cut(everywhere), here)
+        assert match.device_tokens == ours * BLOCK or self.kind == "disk"
+        if not alone:
             assert (
                 match.device_tokens + match.host_tokens == min(cut(everywhere), above) * BLOCK
                 or self.kind == "disk"
