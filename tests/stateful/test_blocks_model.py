@@ -250,8 +250,8 @@ USUAL = {
 
 # machine, examples, steps at least, and how often the usual has to happen in them
 RUNS: dict[str, tuple[type[BlocksMachine], int, int, dict[str, int]]] = {
-    "host": (BlocksMachine, 80, 15_000, USUAL),
-    "nothing": (WithoutHost, 25, 4_500, {"evicted_blocks": 100}),
+    "host": (BlocksMachine, 80, 15_500, USUAL),
+    "nothing": (WithoutHost, 25, 4_900, {"evicted_blocks": 100}),
     "disk": (WithDisk, 8, 1_400, {"fetched": 5}),
 }
 
