@@ -305,6 +305,21 @@ def test_a_closed_cache_gives_its_slots_up_though_another_has_the_ledger_open(
         assert not ledger.still_valid(held.slots, held.generations).any()  # no hold was left on them
 
 
+def test_a_slot_is_ready_between_its_commit_and_its_end(shm_root: Path) -> None:
+    with cache_at(shm_root, None) as cache:
+        slots, tokens = slots_of(cache), prompt(8)
+        copies = copied(cache, tokens, reserved_for(cache, tokens))
+        rows = np.array([copy.slot for copy in copies])
+        generations = np.array([copy.generation for copy in copies], np.uint64)
+        assert slots.still_valid(rows, generations).all() and not slots.ready(rows, generations).any()
+        slots.commit({slots.namespace(): copies[:6]})
+        slots.abort([Reserved(copy.key, copy.slot, copy.generation) for copy in copies[6:]])
+        assert slots.ready(rows, generations).tolist() == [True] * 6 + [False] * 2
+        assert slots.ready(rows[:0], generations[:0]).tolist() == []
+        cache.clear()
+        assert not slots.ready(rows, generations).any()
+
+
 def _commits(shm_root: Path, tmp_path: Path) -> None:
     with cache_at(shm_root, tmp_path) as cache:
         written(cache, prompt(10))

@@ -99,6 +99,14 @@ class HostSlots:
         gone = np.zeros(len(slots), np.bool_)
         return self._run("valid", lambda _: self._ledger.still_valid(slots, generations), lambda *_: gone)
 
+    def ready(self, slots: Slots, generations: Generations) -> npt.NDArray[np.bool_]:
+        """Say of each slot whether the chunk that was reserved or found there is committed and has not gone since.
+
+        A hint, for telling others what is stored: what is copied out is judged by `still_valid`. Takes no lock.
+        """
+        gone = np.zeros(len(slots), np.bool_)
+        return self._run("ready", lambda _: self._ledger.ready(slots, generations), lambda *_: gone)
+
     def used(self, namespace: bytes, read: Sequence[Copy]) -> None:
         """Note that these chunks were copied out, validly: they are counted, and those hit often are written down."""
 

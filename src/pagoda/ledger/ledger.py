@@ -27,6 +27,7 @@ from pagoda import policy as policies
 from pagoda.clock import Clock
 from pagoda.errors import StoreError
 from pagoda.ledger import filling, keeping, reading
+from pagoda.ledger.columns import NOT_READY
 from pagoda.ledger.locks import SCAN, barrier
 from pagoda.ledger.members import mark_device
 from pagoda.ledger.namespaces import Namespaces
@@ -341,6 +342,11 @@ class Ledger(Spaces):
         """Say of each slot whether what was copied out of it was the chunk that was matched. Takes no lock."""
         barrier()
         return np.asarray(self._session.columns.generation[slots] == generations)
+
+    def ready(self, slots: NDArray[np.int64], generations: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        """Say of each slot whether its chunk is committed and still there; a hint, for telling. Takes no lock."""
+        columns = self._session.columns
+        return np.asarray(self.still_valid(slots, generations) & (columns.last_use[slots] != NOT_READY))
 
     def lease(self, slots: NDArray[np.int64], generations: NDArray[np.uint64], seconds: float) -> None:
         """Ask the policy to pass these slots by for a while: at most 60 s, at most half of the slots."""
