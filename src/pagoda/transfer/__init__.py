@@ -6,5 +6,6 @@ from pagoda.transfer.base import Transfer
 from pagoda.transfer.block import BlockKV
 from pagoda.transfer.dense import DenseKV
 from pagoda.transfer.paged import PagedKV
+from pagoda.transfer.pages import PagesKV, merged
 
-__all__ = ["BlockKV", "DenseKV", "PagedKV", "Transfer"]
+__all__ = ["BlockKV", "DenseKV", "PagedKV", "PagesKV", "Transfer", "merged"]

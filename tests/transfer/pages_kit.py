@@ -1,0 +1,130 @@
+"""What the tests of pages share: planes inside larger memory, and where each byte of a chunk belongs, said plainly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.layout import KVLayout
+
+BLOCKS, BLOCK_TOKENS, POISON = 16, 4, 0xA5
+
+Bytes = npt.NDArray[np.uint8]
+T = TypeVar("T")
+
+
+class Memory(NamedTuple):
+    """A plane `view` [BLOCKS, page] and the memory around it, of which no byte but the plane's may change."""
+
+    whole: Bytes
+    view: Bytes
+
+
+class Case(NamedTuple):
+    """One transfer and what it is about; `starts`: all whole chunks of the table, last first."""
+
+    pages: list[int]
+    table: list[int]
+    layout: KVLayout
+    part: int
+    parts: int
+    apart: int
+    slot_offset: int
+
+    @property
+    def starts(self) -> list[int]:
+        tokens = len(self.table) * BLOCK_TOKENS
+        return list(range(0, tokens - self.layout.chunk_tokens + 1, self.layout.chunk_tokens))[::-1]
+
+    def ids(self, start: int) -> list[int]:
+        first = start // BLOCK_TOKENS
+        return self.table[first : first + self.layout.chunk_tokens // BLOCK_TOKENS]
+
+    def planes(self, seed: int) -> list[Memory]:
+        return make_planes(self.pages, seed, self.apart)
+
+    def filled_slots(self) -> list[Bytes]:
+        random = np.random.default_rng(7)
+        return [
+            random.integers(0, 256, self.slot_offset + self.layout.slot_bytes, dtype=np.uint8)[
+                self.slot_offset :
+            ]
+            for _ in self.starts
+        ]
+
+    def kv(self, transfer: Callable[..., T], planes: list[Memory], **options: object) -> T:
+        return transfer(
+            [plane.view for plane in planes],
+            self.layout,
+            block_tokens=BLOCK_TOKENS,
+            block_table=self.table,
+            part=self.part,
+            parts=self.parts,
+            **options,
+        )
+
+
+def case_of(
+    pages: list[int],
+    table: list[int],
+    *,
+    blocks_a_chunk: int = 2,
+    part: int = 0,
+    parts: int = 1,
+    apart: int = 0,
+    slot_offset: int = 0,
+) -> Case:
+    layout = layout_of(pages, blocks_a_chunk, parts)
+    return Case(pages, table, layout, part, parts, apart, slot_offset)
+
+
+def layout_of(pages: list[int], blocks_a_chunk: int, parts: int = 1) -> KVLayout:
+    return KVLayout.opaque(
+        blocks_a_chunk * BLOCK_TOKENS, parts * blocks_a_chunk * sum(pages), "tests of pages"
+    )
+
+
+def make_planes(pages: list[int], seed: int, apart: int = 0) -> list[Memory]:
+    """Planes with `apart` bytes between two pages."""
+    random = np.random.default_rng(seed)
+    wholes = [random.integers(0, 256, (BLOCKS, page + apart), dtype=np.uint8) for page in pages]
+    return [Memory(whole, whole[:, :page]) for whole, page in zip(wholes, pages, strict=True)]
+
+
+def bytes_of(array: Bytes) -> bytes:
+    return array.tobytes()
+
+
+def poisoned(layout: KVLayout, offset: int = 0) -> Bytes:
+    """A slot that begins `offset` bytes behind an aligned address."""
+    return np.full(offset + layout.slot_bytes, POISON, np.uint8)[offset:]
+
+
+def place(case: Case, plane: int, block: int) -> slice:
+    """Where in a slot the page of that plane and of that block of the chunk lies."""
+    count = case.layout.chunk_tokens // BLOCK_TOKENS
+    before = case.part * count * sum(case.pages) + count * sum(case.pages[:plane])
+    return slice(before + block * case.pages[plane], before + (block + 1) * case.pages[plane])
+
+
+def expected_slot(case: Case, planes: list[Bytes], start: int) -> bytes:
+    """A poisoned slot after the chunk at `start` was copied into it."""
+    slot = poisoned(case.layout)
+    for number, plane in enumerate(planes):
+        for at, block in enumerate(case.ids(start)):
+            slot[place(case, number, at)] = plane[block]
+    return slot.tobytes()
+
+
+def expected_blocks(case: Case, planes: list[Memory], slots: list[Bytes]) -> list[bytes]:
+    """All memory of the planes after `slots` were copied into the chunks of `case.starts`."""
+    after = [plane.whole.copy() for plane in planes]
+    for start, slot in zip(case.starts, slots, strict=True):
+        for number, page in enumerate(case.pages):
+            for at, block in enumerate(case.ids(start)):
+                if block >= 0:
+                    after[number][block, :page] = slot[place(case, number, at)]
+    return [array.tobytes() for array in after]

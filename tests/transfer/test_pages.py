@@ -1,0 +1,246 @@
+"""PagesKV against plain slicing: planes near and far, parts, skipped blocks, merged planes; no other byte changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagoda.layout import KVLayout
+from pagoda.transfer import PagesKV, merged
+from tests.transfer.pages_kit import (
+    BLOCK_TOKENS,
+    BLOCKS,
+    Case,
+    bytes_of,
+    case_of,
+    expected_blocks,
+    expected_slot,
+    layout_of,
+    make_planes,
+    poisoned,
+)
+
+
+def check(case: Case, threads: int = 1) -> None:
+    """Both ways: every byte that must change did, and no other, in slots and in memory."""
+    source = case.planes(seed=1)
+    kv = case.kv(PagesKV, source, threads=threads)
+    stored = [start for start in case.starts if -1 not in case.ids(start)]
+    slots = [poisoned(case.layout, case.slot_offset) for _ in stored]
+    before = [bytes_of(plane.whole) for plane in source]
+    kv.to_slots(stored, slots)
+    for start, slot in zip(stored, slots, strict=True):
+        assert slot.tobytes() == expected_slot(case, [plane.view for plane in source], start)
+    assert [bytes_of(plane.whole) for plane in source] == before
+
+    target, filled = case.planes(seed=2), case.filled_slots()
+    want = expected_blocks(case, target, filled)
+    case.kv(PagesKV, target, threads=threads).from_slots(case.starts, filled)
+    assert [bytes_of(plane.whole) for plane in target] == want
+
+
+@pytest.mark.parametrize("apart", [0, 8, 5])
+@pytest.mark.parametrize("pages", [[64], [64, 64], [24, 7, 16], [1], [4096, 512]])
+@pytest.mark.parametrize("table", [[7, 3, 15, 0, 9, 2], [4, 5, 6, 7, 8, 9], [4, 5, 9, 8, 2, 3]])
+def test_both_ways(pages: list[int], table: list[int], apart: int) -> None:
+    check(case_of(pages, table, apart=apart))
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_threads(threads: int) -> None:
+    check(case_of([64, 32], [7, 3, 15, 0, 9, 2]), threads)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [[-1, -1, 3, 4, 5, 6], [-1, 3, 4, 5, 6, 7], [3, 4, 5, -1], [3, -1, 5, -1, -1, 2], [-1, -1, -1, -1]],
+)
+def test_what_is_minus_one_is_never_written_nor_stored(table: list[int]) -> None:
+    case = case_of([64, 32], table)
+    check(case)
+    with pytest.raises(ValueError, match="block_table: a block that is -1"):
+        slots = [poisoned(case.layout) for _ in case.starts]
+        case.kv(PagesKV, case.planes(1)).to_slots(case.starts, slots)
+    assert all((slot == 0xA5).all() for slot in slots)
+
+
+@pytest.mark.parametrize("apart", [0, 3])
+@pytest.mark.parametrize("parts", [2, 3])
+def test_each_part_touches_its_own_bytes_only(parts: int, apart: int) -> None:
+    for part in range(parts):
+        check(case_of([24, 8], [7, 3, -1, 0, 2, 1], part=part, parts=parts, apart=apart))
+    slot, table = poisoned(layout_of([24, 8], 2, parts)), [7, 3]
+    ranks = [case_of([24, 8], table, part=part, parts=parts) for part in range(parts)]
+    for seed, rank in enumerate(ranks):
+        rank.kv(PagesKV, rank.planes(seed)).to_slots([0], [slot])
+    for seed, rank in enumerate(ranks):
+        target = rank.planes(99)
+        rank.kv(PagesKV, target).from_slots([0], [slot])
+        for got, put in zip(target, rank.planes(seed), strict=True):
+            assert (got.view[table] == put.view[table]).all()
+
+
+@given(data=st.data())
+def test_any_table_and_any_planes(data: st.DataObject) -> None:
+    pages = data.draw(st.lists(st.integers(1, 70), min_size=1, max_size=4))
+    table = data.draw(st.permutations(range(BLOCKS)))[: data.draw(st.integers(0, BLOCKS))]
+    skipped = data.draw(st.sets(st.integers(0, BLOCKS)))
+    parts = data.draw(st.integers(1, 3))
+    check(
+        case_of(
+            pages,
+            [-1 if i in skipped else block for i, block in enumerate(table)],
+            blocks_a_chunk=data.draw(st.integers(1, 4)),
+            parts=parts,
+            part=data.draw(st.integers(0, parts - 1)),
+            apart=data.draw(st.sampled_from([0, 0, 1, 8])),
+            slot_offset=data.draw(st.sampled_from([0, 1, 4])),
+        ),
+        data.draw(st.integers(1, 3)),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
+def test_tensors(dtype: torch.dtype) -> None:
+    case = case_of([48, 16], [5, 1, 2, 11])
+    planes = case.planes(1)
+    tensors = [torch.from_numpy(plane.view).view(dtype) for plane in planes]
+    slots = [poisoned(case.layout) for _ in case.starts]
+    kv = PagesKV(tensors, case.layout, block_tokens=BLOCK_TOKENS, block_table=[5, 1, 2, 11])
+    kv.to_slots(case.starts, slots)
+    for start, slot in zip(case.starts, slots, strict=True):
+        assert slot.tobytes() == expected_slot(case, [plane.view for plane in planes], start)
+
+
+# ---- merged
+
+
+def _layers_in_a_block(layers: int, page: int, gap: int = 0) -> tuple[np.ndarray, list[np.ndarray]]:
+    whole = np.random.default_rng(0).integers(0, 256, (BLOCKS, layers * page + gap), dtype=np.uint8)
+    return whole, [whole[:, at * page : (at + 1) * page] for at in range(layers)]
+
+
+@pytest.mark.parametrize("gap", [0, 5])
+@pytest.mark.parametrize("kind", ["array", "tensor"])
+def test_layers_that_lie_in_one_block_become_one_plane(kind: str, gap: int) -> None:
+    whole, planes = _layers_in_a_block(4, 16, gap)
+    given_ = [torch.from_numpy(whole)[:, at : at + 16] for at in range(0, 64, 16)]
+    wide = merged(planes if kind == "array" else given_)
+    assert len(wide) == 1 and tuple(wide[0].shape) == (BLOCKS, 64)
+    assert (np.asarray(wide[0]) == whole[:, :64]).all()
+    table, layout = [3, 4, 9, 2], layout_of([64], 2)
+    slots = [np.zeros(layout.slot_bytes, np.uint8) for _ in range(2)]
+    PagesKV(wide, layout, block_tokens=BLOCK_TOKENS, block_table=table).to_slots([0, 8], slots)
+    for slot, ids in zip(slots, (table[:2], table[2:]), strict=True):
+        assert slot[: layout.chunk_bytes].tobytes() == whole[ids, :64].tobytes()
+    before = whole.copy()
+    PagesKV(wide, layout, block_tokens=BLOCK_TOKENS, block_table=[0, 1]).from_slots([0], slots[:1])
+    before[[0, 1], :64] = before[[3, 4], :64]
+    assert (whole == before).all()
+
+
+def test_only_neighbours_are_merged() -> None:
+    whole, planes = _layers_in_a_block(4, 16)
+    assert [plane.shape[1] for plane in merged([planes[0], planes[1], planes[3]])] == [32, 16]
+    assert [plane.shape[1] for plane in merged([planes[1], planes[0]])] == [16, 16]
+    alone = np.zeros((2 * BLOCKS, 16), np.uint8)
+    assert len(merged([alone[:BLOCKS], alone[BLOCKS:]])) == 2  # one after the other is not side by side
+    assert len(merged([whole[:1, :16], whole[:1, 16:32]])) == 2
+    assert len(merged([planes[0][:4], planes[1][:5]])) == 2
+    rows = np.zeros((4, 2 * 16), np.uint8)
+    assert len(merged([rows[:, :16], rows[:, 16:], np.zeros((4, 16), np.uint8)])) == 2
+
+
+# ---- wrong use
+
+
+def test_a_block_that_comes_twice_cannot_be_written() -> None:
+    case = case_of([16], [3, 4, 3, 5])
+    target = case.planes(0)
+    kv, before = case.kv(PagesKV, target), bytes_of(target[0].whole)
+    with pytest.raises(ValueError, match="names a block twice"):
+        kv.from_slots([0, 8], case.filled_slots())
+    assert bytes_of(target[0].whole) == before
+    kv.from_slots([8], case.filled_slots()[:1])  # of these chunks no other has it
+    with pytest.raises(ValueError, match="names a block twice"):
+        kv.from_slots([0, 0], case.filled_slots())
+    slots = [poisoned(case.layout) for _ in range(2)]
+    kv.to_slots([0, 8], slots)  # reading a block twice is right
+    assert slots[0][:16].tobytes() == slots[1][:16].tobytes()
+
+
+def _pages(**changes: object) -> PagesKV:
+    given_: dict[str, object] = {
+        "planes": [np.zeros((BLOCKS, 16), np.uint8)],
+        "layout": layout_of([16], 2),
+        "block_tokens": BLOCK_TOKENS,
+        "block_table": [1, 2, 3],
+    }
+    given_ |= changes
+    return PagesKV(given_.pop("planes"), given_.pop("layout"), **given_)  # type: ignore[arg-type]
+
+
+DENSE = KVLayout.dense(1, 1, 2, "int8", 8, token_order="tokens_first")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"block_tokens": 3}, "chunk_tokens .8. must be a multiple of block_tokens .3."),
+        ({"block_tokens": 0}, "multiple of block_tokens"),
+        ({"part": 1}, "part must be one of the 1 parts, got 1"),
+        ({"part": -1}, "part must be one of"),
+        ({"parts": 2}, "opaque with chunk_bytes 64 "),
+        ({"layout": layout_of([17], 2)}, "opaque with chunk_bytes 32 "),
+        ({"layout": DENSE}, "got 32 with planes"),
+        ({"planes": []}, "got no plane"),
+        (
+            {"planes": [np.zeros((4, 8), np.uint8), np.zeros((5, 8), np.uint8)]},
+            r"as many blocks, got \[4, 5\]",
+        ),
+        ({"planes": [np.zeros((4, 8), np.uint16)]}, r"planes\[0\] must be \[num_blocks, page_bytes\]"),
+        ({"planes": [np.zeros((4, 2, 8), np.uint8)]}, r"planes\[0\] must be"),
+        ({"planes": [np.zeros((0, 8), np.uint8)]}, r"planes\[0\] must be"),
+        ({"planes": [np.zeros((16, 4), np.uint8).T]}, r"planes\[0\]: pages must be contiguous"),
+        ({"planes": [np.broadcast_to(np.zeros(16, np.uint8), (4, 16))]}, r"planes\[0\]: pages"),
+        ({"planes": [[1]]}, r"planes\[0\] must be a tensor or a numpy array"),
+        ({"block_table": [1, BLOCKS]}, rf"block_table: {BLOCKS} is not in"),
+        ({"block_table": [-2, 1]}, "block_table: -2 is not in"),
+        ({"block_table": [[1]]}, "block_table must be 1-D integers"),
+        ({"block_table": [0.5]}, "block_table must be 1-D integers"),
+    ],
+)
+def test_what_does_not_fit_is_named(changes: dict[str, object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        _pages(**changes)
+
+
+@pytest.mark.parametrize(
+    ("starts", "slots", "says"),
+    [
+        ([2], 1, "starts must be multiples of block_tokens"),
+        ([8], 1, r"starts: the chunk \[8, 16\) is not in the 12 tokens"),
+        ([-4], 1, "starts: the chunk"),
+        ([0, 4], 1, "of one length"),
+    ],
+)
+def test_starts_and_slots_that_do_not_fit(starts: Sequence[int], slots: int, says: str) -> None:
+    for way in ("to_slots", "from_slots"):
+        with pytest.raises(ValueError, match=says):
+            getattr(_pages(), way)(starts, [np.zeros(4096, np.uint8) for _ in range(slots)])
+
+
+def test_a_slot_that_is_too_short_is_refused() -> None:
+    with pytest.raises(ValueError, match="slots: one has 31 bytes, a chunk needs 32"):
+        _pages().to_slots([0], [np.zeros(31, np.uint8)])
+
+
+def test_what_it_says_of_itself() -> None:
+    kv = _pages()
+    assert (kv.num_tokens, kv.run_bytes, kv.layout) == (12, 16, layout_of([16], 2))
+    assert make_planes([16], 0)[0].view.shape == (BLOCKS, 16)
