@@ -1,6 +1,8 @@
 """The door to the slots of the host tier, for engines that copy into and out of them themselves.
 
 reserve -> copy into `view(slot)` -> commit | abort          find -> hold -> copy out -> still_valid -> release
+
+Where several ranks write a chunk, one reserves it with as many parts; each adopts its part, copies and commits it.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from pagoda.cache.deadline import Deadline
 from pagoda.cache.look import LEASE_SECONDS
 from pagoda.errors import ClosedError
 from pagoda.layout import KVLayout
-from pagoda.ledger import Match, Outcome, Refused, Reserved
+from pagoda.ledger import Landed, Match, Outcome, Refused, Reserved
 from pagoda.metrics import Reason
 from pagoda.tiers import HostTier
 from pagoda.tiers.base import Bytes, runs
@@ -122,12 +124,17 @@ class HostSlots:
     # ---- into slots
 
     def reserve(
-        self, keys: Sequence[bytes], *, namespace: bytes, start: int, parent: bytes | None, stamp: int | None = None
+        self, keys: Sequence[bytes], *, namespace: bytes, start: int, parent: bytes | None, stamp: int | None = None,
+        parts: int = 1, deadline_seconds: float | None = None,
     ) -> list[Outcome]:  # fmt: skip
         """Promise each key a slot to copy into, evicting as needed: `Ledger.reserve` for any number of keys.
 
-        Goes in windows under one stamp; the first with a refusal is the last. Raises ValueError for what is no key.
+        Goes in windows under one stamp; the first with a refusal is the last. A chunk of several `parts` is visible
+        when all are committed; until it is adopted a part is this process's. Takes no longer than the deadline, the
+        host tier's if none is given. Raises ValueError for what is no key, or for no part.
         """
+        if parts < 1:
+            raise ValueError(f"parts must be at least 1, got {parts}")
         if any(len(key) != 32 for key in keys):
             raise ValueError("a key has 32 bytes: use Cache.keys, KeyChain or derive_keys")
         made: list[Outcome] = []  # the caller's to commit or abort, whatever comes after
@@ -141,30 +148,50 @@ class HostSlots:
                 window, before = keys[at : at + self._ledger.window], keys[at - 1] if at else parent
                 made.extend(self._ledger.reserve(
                     window, namespace=namespace, start=start + at, parent=before,
-                    tokens=self._layout.chunk_tokens, stamp=one, deadline_seconds=deadline.remaining(),
+                    tokens=self._layout.chunk_tokens, parts=parts, stamp=one, deadline_seconds=deadline.remaining(),
                 ))  # fmt: skip
                 if refused := [item.reason for item in made[at:] if isinstance(item, Refused)]:
                     self._parts.tally.count(f"drop_{refused[0]}", len(keys) - len(made))
                     return rest(refused[0])
             return made
 
-        return self._run("reserve", work, rest)
+        return self._run("reserve", work, rest, deadline_seconds)
 
-    def commit(self, written: Mapping[bytes, Sequence[Copy]]) -> list[bool]:
-        """Make chunks visible whose bytes are in their slots, and have them written down by the cache's policy.
+    def adopt(self, reserved: Sequence[Reserved], part: int) -> list[bool]:
+        """Become the writer of one part of chunks that another process reserved: before the first byte is copied.
+
+        False where that part is not there to be written any more; then nothing may be copied. One that is adopted is
+        to be committed or aborted; if this process dies before, the chunk never becomes visible and its slot is freed.
+        """
+        missed = [False] * len(reserved)
+        return self._run(
+            "adopt",
+            lambda deadline: self._ledger.adopt(reserved, part, deadline.remaining()),
+            lambda *_: missed,
+        )
+
+    def commit(self, written: Mapping[bytes, Sequence[Copy]], part: int = 0) -> list[bool]:
+        """Say that the bytes of one part of chunks are in their slots; with its last part a chunk becomes visible.
 
         `written`: by the root of their namespace, each run in order. One answer a chunk; False: not stored, and the
-        slot is given up.
+        slot is given up as far as it is this process's. What became visible by this call, and no other, is counted and
+        written down by the cache's policy: of one chunk by one process, the one whose part was the last. Raises
+        ValueError for a negative part; a part that the chunks do not have is False.
         """
+        if part < 0:
+            raise ValueError(f"part must not be negative, got {part}")
         reserved = [
             Reserved(copy.key, copy.slot, copy.generation) for copies in written.values() for copy in copies
         ]
         good: list[bool] = []
 
         def work(deadline: Deadline) -> list[bool]:
-            good.extend(self._ledger.commit(reserved, deadline_seconds=deadline.remaining()))
-            self._parts.tally.count("stored_bytes", sum(good) * self._host.chunk_bytes)
-            kept = {(one.slot, one.generation) for one, ok in zip(reserved, good, strict=True) if ok}
+            landed = self._ledger.commit_part(reserved, part, deadline.remaining())
+            good.extend(how is not Landed.LOST for how in landed)
+            # Not what is merely good: a reserved slot has its generation already, so half a chunk would pass for valid.
+            visible = [one for one, how in zip(reserved, landed, strict=True) if how is Landed.WHOLE]
+            self._parts.tally.count("stored_bytes", len(visible) * self._host.chunk_bytes)
+            kept = {(one.slot, one.generation) for one in visible}
             if (descent := self._parts.descent) is not None:
                 for namespace, copies in written.items():
                     for run in runs(copies, self.count, _follows):
@@ -183,9 +210,13 @@ class HostSlots:
         with suppress(ClosedError):  # as in `release`
             self._ledger.abort(reserved)
 
-    def _run(self, name: str, work: Callable[[Deadline], T], missed: Callable[[Reason, str], T]) -> T:
+    def _run(
+        self, name: str, work: Callable[[Deadline], T], missed: Callable[[Reason, str], T],
+        deadline_seconds: float | None = None,
+    ) -> T:  # fmt: skip
         """Do `work` inside the border: whatever goes wrong is `missed`, counted and logged."""
-        deadline = Deadline(self._parts.tools.clock, self._host.deadline_seconds, strict=True)
+        seconds = self._host.deadline_seconds if deadline_seconds is None else deadline_seconds
+        deadline = Deadline(self._parts.tools.clock, seconds, strict=True)
 
         def opened() -> T:
             if self._parts.closed:

@@ -5,6 +5,7 @@ from pagoda.ledger.ledger import Ledger
 from pagoda.ledger.outcome import (
     Busy,
     Found,
+    Landed,
     Match,
     Miss,
     NamespaceRow,
@@ -21,6 +22,7 @@ __all__ = [
     "Busy",
     "Columns",
     "Found",
+    "Landed",
     "Ledger",
     "Match",
     "Miss",

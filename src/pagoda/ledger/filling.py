@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from pagoda.ledger.members import reap
 from pagoda.ledger.namespaces import Namespaces
-from pagoda.ledger.outcome import Busy, Outcome, Present, Refused, Reserved
+from pagoda.ledger.outcome import Busy, Landed, Outcome, Present, Refused, Reserved
 from pagoda.ledger.tables import ENTRY, SLOT, SLOT_KEY, Reservation
 from pagoda.ledger.writing import Writing
 from pagoda.metrics import Reason
@@ -77,8 +77,8 @@ def reserve(writing: Writing, ask: Ask, victims: Sequence[Victim], quota: int, s
     return Batch(outcomes, rooms.passed_over, rooms.short)
 
 
-def commit(writing: Writing, reserved: Sequence[Reserved], part: int, spaces: Namespaces) -> list[bool]:
-    """Note that one part of each chunk is in; a chunk is visible when all are. False where it came to nothing."""
+def commit(writing: Writing, reserved: Sequence[Reserved], part: int, spaces: Namespaces) -> list[Landed]:
+    """Note that one part of each chunk is in; a chunk is visible when all are."""
     standing = _Standing(writing, spaces)
     return [_commit_one(writing, item, part, standing) for item in reserved]
 
@@ -178,22 +178,22 @@ class _Standing(dict[tuple[int, int], bool]):
         return self[space]
 
 
-def _commit_one(writing: Writing, item: Reserved, part: int, standing: _Standing) -> bool:
+def _commit_one(writing: Writing, item: Reserved, part: int, standing: _Standing) -> Landed:
     reservation = writing.reservation(item.slot, item.generation)
     if reservation is None or reservation.key != item.key or not _is_writer(writing, reservation, part):
-        return False
+        return Landed.LOST
     writers = (*reservation.writers[:part], 0, *reservation.writers[part + 1 :])
     latest = writing.is_latest(reservation)
     wanted = latest and standing[reservation.namespace, reservation.epoch]
     if any(writers):
         row = reservation._replace(writers=writers).pack()
         writing.txn.put(SLOT_KEY.pack(item.slot), row, db=writing.tables.reserved)
-        return wanted
+        return Landed.PART if wanted else Landed.LOST
     writing.unreserve(item.slot, reservation, latest)
     entry = ENTRY.pack(item.slot, item.generation)
     if not wanted or not writing.txn.put(item.key, entry, overwrite=False, db=writing.tables.entries):
         writing.give_back(item.slot)
-        return False
+        return Landed.LOST
     row = SLOT.pack(
         item.generation,
         reservation.namespace,
@@ -206,7 +206,7 @@ def _commit_one(writing: Writing, item: Reserved, part: int, standing: _Standing
     writing.meta.ready += 1
     writing.ready(item.slot, reservation.stamp)
     writing.count("stored_chunks")
-    return True
+    return Landed.WHOLE
 
 
 def _is_writer(writing: Writing, reservation: Reservation, part: int) -> bool:

@@ -31,7 +31,7 @@ from pagoda.ledger.columns import NOT_READY
 from pagoda.ledger.locks import SCAN, barrier
 from pagoda.ledger.members import mark_device
 from pagoda.ledger.namespaces import Namespaces
-from pagoda.ledger.outcome import Found, Match, Outcome, Present, Refused, Reserved
+from pagoda.ledger.outcome import Found, Landed, Match, Outcome, Present, Refused, Reserved
 from pagoda.ledger.rebuild import absorb
 from pagoda.ledger.session import Session, UnavailableError
 from pagoda.ledger.sight import BATCH
@@ -244,7 +244,13 @@ class Ledger(Spaces):
         False: not stored (superseded, cleared, taken back), or not yet: what missed its deadline is done by this
         process's next transaction.
         """
-        done: list[bool] = []
+        return [how is not Landed.LOST for how in self.commit_part(reserved, part, deadline_seconds)]
+
+    def commit_part(
+        self, reserved: Sequence[Reserved], part: int, deadline_seconds: float = 1.0
+    ) -> list[Landed]:
+        """Do what `commit` does, and tell which chunks it was the last part of: only those are visible now."""
+        done: list[Landed] = []
         until = time.monotonic() + deadline_seconds
         for batch in _batches(reserved):
             try:
@@ -252,7 +258,7 @@ class Ledger(Spaces):
             except UnavailableError as error:
                 self.count(f"drop_{error.reason}", len(batch))
                 self._session.defer(partial(self._commit_late, batch, part))
-                done += [False] * len(batch)
+                done += [Landed.LOST] * len(batch)
         return done
 
     def _commit_late(self, reserved: Sequence[Reserved], part: int, writing: Writing) -> None:

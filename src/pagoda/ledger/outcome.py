@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import NamedTuple
 
 import numpy as np
@@ -41,6 +42,14 @@ class Refused(NamedTuple):
 
 
 Outcome = Reserved | Present | Busy | Refused
+
+
+class Landed(Enum):
+    """What came of committing one part of a chunk. Of all its parts exactly one, the last, is WHOLE."""
+
+    LOST = 0  # superseded, cleared, taken back, or not done in time
+    PART = 1  # it is in, and others are missing: nobody may read the chunk yet, though its generation stands
+    WHOLE = 2  # it is in and was the last: the chunk is visible now
 
 
 class Match(NamedTuple):
