@@ -1,0 +1,128 @@
+"""What the connector counts, on its way through vLLM: to the log line and to Prometheus.
+
+Each half counts what it does, vLLM adds both up once a step, and the process that serves the metrics gets a plain dict.
+An exception anywhere on that way would end the engine, so nothing here raises one: what is no count is not counted.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.metrics.utils import create_metric_per_engine
+
+__all__ = ["COUNTERS", "PREFIX", "PagodaPromMetrics", "PagodaStats"]
+
+PREFIX = "vllm:pagoda_"  # a second engine in one process unregisters what the first left by "vllm:"
+
+COUNTERS: Mapping[str, str] = MappingProxyType(
+    {
+        "lookups": "Requests that PagodaKV was asked about.",
+        "asked_tokens": "Tokens that were asked for: those of the requests that the engine's own cache lacked.",
+        "hit_tokens_host": "Tokens found in host memory and not computed.",
+        "hit_tokens_disk": "Tokens found on disk and not computed.",
+        "hit_tokens_remote": "Tokens found in remote tiers and not computed.",
+        "loaded_tokens": "Tokens brought into the engine's KV memory.",
+        "loaded_bytes": "Bytes brought into the engine's KV memory, by all ranks.",
+        "load_seconds": "Time that loads took, of all ranks.",
+        "failed_loads": "Loads that came to nothing, whole or in part; the engine computes instead.",
+        "failed_load_tokens": "Tokens that failed loads left to the engine to compute.",
+        "saved_chunks": "Chunks copied into host memory.",
+        "saved_bytes": "Bytes copied into host memory, by all ranks.",
+        "refused_chunks": "Chunks that got no room in host memory and were not saved.",
+    }
+)
+
+_TIERS = ("host", "disk", "remote")
+
+
+class PagodaStats(KVConnectorStats):
+    """Counts since the last `take`, by name. Thread-safe; pickled, it is its numbers."""
+
+    data: dict[str, Any]
+
+    def __init__(self, data: Mapping[str, Any] | None = None) -> None:
+        super().__init__({})
+        self._lock = threading.Lock()
+        for name, number in (data or {}).items():
+            self.count(name, number)
+
+    def __reduce__(self) -> tuple[type[PagodaStats], tuple[dict[str, Any]]]:
+        with self._lock:
+            return type(self), (dict(self.data),)
+
+    def count(self, name: str, number: float) -> None:
+        """Add to a counter; its names are those of `COUNTERS`. What is not above zero is left out."""
+        if not number > 0:
+            return
+        plain = float(number)  # numpy's own numbers cannot be serialised
+        with self._lock:
+            self.data[name] = self.data.get(name, 0) + (int(plain) if plain.is_integer() else plain)
+
+    def take(self) -> PagodaStats | None:
+        """Return what was counted and begin anew; None if that was nothing. The answer is the caller's alone."""
+        with self._lock:
+            taken, self.data = self.data, {}
+        return PagodaStats(taken) if taken else None
+
+    def reset(self) -> None:
+        """Begin anew."""
+        with self._lock:
+            self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> PagodaStats:
+        """Add another's counts to these, and return these."""
+        for name, number in list(other.data.items()):
+            self.count(name, number)
+        return self
+
+    def is_empty(self) -> bool:
+        """Whether nothing was counted."""
+        return not self.data
+
+    def reduce(self) -> dict[str, int | float]:
+        """Return what a person wants to read in the log line: sums and speeds, without what did not happen."""
+        sums = dict(self.data)
+        line: dict[str, int | float] = {}
+        if asked := sums.get("asked_tokens", 0):
+            hits = sum(sums.get(f"hit_tokens_{tier}", 0) for tier in _TIERS)
+            line["hit_rate"] = round(hits / asked, 3)
+        for name in [*COUNTERS, *sorted(sums.keys() - COUNTERS.keys())]:
+            number = sums.get(name, 0)
+            if name.endswith("_bytes") and number:
+                line[name.removesuffix("_bytes") + "_GB"] = round(number / 1e9, 3)
+            elif name == "load_seconds" and number:
+                line["load_GB_per_second"] = round(sums.get("loaded_bytes", 0) / number / 1e9, 2)
+            elif number:
+                line[name] = round(number, 3)
+        return line
+
+
+class PagodaPromMetrics(KVConnectorPromMetrics):
+    """One Prometheus counter a name, `vllm:pagoda_<name>_total`, with the labels that vLLM gives each engine."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters: dict[str, dict[int, Any]] = {
+            name: create_metric_per_engine(
+                self._counter_cls(name=PREFIX + name, documentation=text, labelnames=labelnames),
+                per_engine_labelvalues,
+            )
+            for name, text in COUNTERS.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add one step's counts of an engine."""
+        for name, number in transfer_stats_data.items():
+            counter = self._counters.get(name, {}).get(engine_idx)
+            if counter is not None and number > 0:
+                counter.inc(number)
