@@ -1,0 +1,92 @@
+"""Names LoRA adapters by what lies in their files, so that a name or a path that is used again never lies."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from pagoda.connectors.vllm.checkpoint import file_digest
+from pagoda.connectors.vllm.files import snapshot
+
+__all__ = ["Adapters", "lora_name"]
+
+_CONFIG = "adapter_config.json"
+_WEIGHTS = (
+    "adapter_model.safetensors",
+    "adapter_model.bin",
+    "adapter_model.pt",
+)  # the first is what vLLM reads
+_MOST = 65_536  # adapters remembered; one more is not named, so that none is ever forgotten and named anew
+
+_Stamp = tuple[tuple[str, int, int, int, int], ...]
+
+
+class Adapters:
+    """The adapters this process has met. Thread-safe; files are read at the first sight of an adapter only.
+
+    vLLM keeps an adapter in memory under its number, whatever its name and path, and reads its files again whenever
+    it likes. So files that changed, or another path, after the first sight of a number leave open which weights are
+    at work: that number is not named as long as it does not stand for what it stood for first.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._met: dict[int, tuple[_Stamp, str]] = {}
+        self._digests: dict[_Stamp, str] = {}
+
+    def name(self, lora_request: Any) -> str | None:
+        """Return 32 hex characters that name the adapter's content, None if it cannot be told; "" for no adapter."""
+        if lora_request is None:
+            return ""
+        try:
+            directory = snapshot(lora_request.lora_path)
+            return None if directory is None else self._name(lora_request, directory)
+        except (AttributeError, OSError, ValueError):
+            return None
+
+    def _name(self, lora_request: Any, directory: Path) -> str | None:
+        who = int(lora_request.lora_int_id)
+        files = [_CONFIG, *[name for name in _WEIGHTS if (directory / name).is_file()][:1]]
+        if len(files) < 2:
+            return None
+        stamp = _stamp(directory, files)
+        with self._lock:  # the second of two who ask at once waits for the first one's reading
+            if who not in self._met:
+                if len(self._met) >= _MOST:
+                    return None
+                self._met[who] = (stamp, self._digest(directory, files, stamp))
+            first, digest = self._met[who]
+        if stamp != first:
+            return None
+        kind = json.dumps([digest, bool(getattr(lora_request, "is_3d_lora_weight", False))])
+        return str(blake3(kind.encode(), derive_key_context="PagodaKV adapter").hexdigest(16))
+
+    def _digest(self, directory: Path, files: list[str], stamp: _Stamp) -> str:
+        if stamp not in self._digests:
+            digest = json.dumps([[name, file_digest(directory / name)] for name in files])
+            if _stamp(directory, files) != stamp:
+                raise OSError(f"{directory} was written to while it was read")
+            self._digests[stamp] = digest
+        return self._digests[stamp]
+
+
+def _stamp(directory: Path, files: list[str]) -> _Stamp:
+    found = [(name, (directory / name).stat()) for name in files]
+    return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_dev, stat.st_ino) for name, stat in found)
+
+
+_ADAPTERS = Adapters()
+
+
+def lora_name(lora_request: Any) -> str | None:
+    """Return what names the content of a request's LoRA adapter: "" = no adapter, None = it cannot be named.
+
+    With None nothing may be stored or loaded for the request: the files cannot be read, or were changed since this
+    process first met the adapter. Reads the files once an adapter, then looks at their sizes and times only.
+    Thread-safe.
+    """
+    return _ADAPTERS.name(lora_request)

@@ -1,0 +1,178 @@
+"""The settings of a vLLM engine that change what KV it computes, as plain values that encode alike everywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+__all__ = ["config_facts", "plain"]
+
+# fields of a model's config that no number of a forward pass depends on; what is not listed here tells models apart
+_VOLATILE = frozenset(
+    {
+        "_attn_implementation",
+        "_attn_implementation_internal",
+        "_commit_hash",
+        "_name_or_path",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "transformers_version",
+        "use_cache",
+    }
+)
+# rotary embeddings that give a position the same angles however long a context the engine allows
+_LENGTH_BLIND_ROPES = frozenset({None, "default", "linear", "llama3", "yarn", "mrope", "proportional"})
+# what is about room, speed or checks in the multimodal config; the rest may change what is computed
+_MULTIMODAL_ROOM = frozenset(
+    {
+        "interleave_mm_strings",
+        "limit_per_prompt",
+        "mm_encoder_tp_mode",
+        "mm_hasher_algorithm",
+        "mm_ipc_gpu_memory_gb",
+        "mm_processor_cache_gb",
+        "mm_processor_cache_type",
+        "mm_shm_cache_max_object_size_mb",
+        "mm_tensor_ipc",
+        "skip_mm_profiling",
+    }
+)
+_CACHE = (
+    "cache_dtype",
+    "calculate_kv_scales",  # not in every version of vLLM
+    "kv_cache_dtype_skip_layers",
+    "kv_sharing_fast_prefill",
+    "mamba_cache_dtype",
+    "mamba_ssm_cache_dtype",
+    "swa_bounded_replay",
+)
+_ENVIRONMENT = (  # variables by which vLLM quantises weights or activations, or routes tokens, otherwise
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
+    "VLLM_MARLIN_INPUT_DTYPE",
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
+    "VLLM_MXFP4_EMULATION_DEQUANT_AT_LOAD",
+    "VLLM_MXFP8_EMULATION_DEQUANT_AT_LOAD",
+)
+
+
+def config_facts(vllm_config: VllmConfig) -> dict[str, object]:
+    """Return all settings that change the values of KV, the weights aside. Changes nothing.
+
+    Raises ValueError for a setting that has no stable text.
+    """
+    from vllm import envs
+
+    cache, attention = vllm_config.cache_config, vllm_config.attention_config
+    facts = {
+        "model": _model_facts(vllm_config.model_config),
+        "cache": {name: getattr(cache, name, None) for name in _CACHE},
+        "attention": [attention.use_non_causal, attention.indexer_kv_dtype],
+        "environment": {name: getattr(envs, name, None) for name in _ENVIRONMENT},
+        "additional": vllm_config.additional_config or None,
+        "lora": _lora_facts(vllm_config),
+        "draft": _draft_facts(vllm_config),
+    }
+    return {name: plain(value) for name, value in facts.items()}
+
+
+def _model_facts(model_config: Any) -> dict[str, object]:
+    multimodal = model_config.multimodal_config
+    return {
+        "config": plain(_stable(model_config.hf_config.to_dict())),  # hf_overrides are in it
+        "architecture": model_config.architecture,
+        "class": model_config.model_class_overrides,
+        "implementation": model_config.model_impl,
+        "convert": model_config.convert_type,
+        "dtype": model_config.dtype,
+        "quantization": [model_config.quantization, model_config.quantization_config],
+        "code_revision": model_config.code_revision if model_config.trust_remote_code else None,
+        "disable_sliding_window": model_config.disable_sliding_window,
+        "max_model_len": model_config.max_model_len if _length_matters(model_config) else None,
+        "multimodal": None
+        if multimodal is None
+        else {name: value for name, value in vars(multimodal).items() if name not in _MULTIMODAL_ROOM},
+    }
+
+
+def _length_matters(model_config: Any) -> bool:
+    """Whether the engine's longest context changes what is computed for a prompt, or may."""
+    config = model_config.hf_config.to_dict()
+    return (
+        model_config.multimodal_config is not None  # processors size their inputs by it
+        or str(config.get("model_type", "")).startswith("llama4")  # so is its attention's temperature
+        or not _ropes(config) <= _LENGTH_BLIND_ROPES
+    )
+
+
+def _ropes(config: Mapping[str, Any]) -> set[object]:
+    """The types of rotary embeddings anywhere in a model's config."""
+    found: set[object] = set()
+    for name, value in config.items():
+        if name in ("rope_type", "rope_scaling_type"):
+            found.add(value)
+        if isinstance(value, Mapping):
+            if name in ("rope_scaling", "rope_parameters"):
+                found.add(value.get("rope_type", value.get("type")))
+            found |= _ropes(value)
+    return found
+
+
+def _stable(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _stable(each) for name, each in value.items() if name not in _VOLATILE}
+    return [_stable(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _lora_facts(vllm_config: VllmConfig) -> object:
+    """What of the LoRA settings changes how adapters act; None where they act as they were trained."""
+    lora = vllm_config.lora_config
+    if lora is None:
+        return None
+    dtype = None if lora.lora_dtype == vllm_config.model_config.dtype else lora.lora_dtype
+    facts = [dtype, lora.target_modules or None, lora.enable_tower_connector_lora or None]
+    return facts if any(facts) else None
+
+
+def _draft_facts(vllm_config: VllmConfig) -> object:
+    """The draft model's settings, where speculation uses a model: its layers may keep KV in the same blocks."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.draft_model_config is None:
+        return None
+    return [speculative.method, speculative.kv_cache_dtype, _model_facts(speculative.draft_model_config)]
+
+
+def plain(value: Any) -> Any:
+    """Return `value` as JSON knows it, the same in every process; changes nothing.
+
+    Raises ValueError for an object whose text would hold an address, or is not known to be stable.
+    """
+    if value is None or (isinstance(value, bool | str | int) and not isinstance(value, enum.Enum)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else repr(value)
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__qualname__}.{value.name}"
+    if isinstance(value, Mapping):
+        return {str(name): plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    if isinstance(value, set | frozenset):
+        return sorted((plain(each) for each in value), key=repr)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {each.name: plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
+        return str(value)
+    raise ValueError(
+        f"a setting of vLLM is a {type(value).__qualname__}, which has no stable name, so KV computed with it cannot"
+        " be told apart: leave that setting out, or switch the cache off"
+    )

@@ -1,0 +1,101 @@
+"""What vLLM's KV depends on besides the tokens and the layout: weights, config, adapters, and what changes them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from blake3 import blake3
+
+from pagoda.connectors.vllm.adapters import lora_name
+from pagoda.connectors.vllm.checkpoint import files_digest
+from pagoda.connectors.vllm.facts import config_facts, plain
+from pagoda.connectors.vllm.files import checkpoint_directory, checkpoint_files
+from pagoda.keys import Namespace
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from pagoda.connectors.vllm.options import Options
+
+__all__ = ["lora_name", "namespace_of", "weights_digest"]
+
+_SNAPSHOT = re.compile(
+    r"models--(?P<name>[^/]+)/snapshots/[^/]+/?$"
+)  # of a hub's cache, as vLLM finds it offline
+
+
+def namespace_of(vllm_config: VllmConfig, kv_dtype: str, world_size: int, options: Options) -> Namespace:
+    """Return the namespace of this engine's KV, without the layout and the adapter. Reads the weight files.
+
+    `world_size` is the number of parts that a chunk is made of. The revision is said only where `weights` was given
+    by hand: a digest of the files says more, and the same revision has many names.
+    Raises ValueError if the weights cannot be named, with the remedy.
+    """
+    revision = str(vllm_config.model_config.revision or "") if options.weights else ""
+    return Namespace(
+        model=_name(vllm_config.model_config.model),
+        revision=revision,
+        weights=weights_digest(vllm_config, options.weights),
+        kv_dtype=kv_dtype,
+        world_size=world_size,
+        salt=options.salt,
+    )
+
+
+def weights_digest(vllm_config: VllmConfig, weights: str | None = None) -> str:
+    """Return 32 hex characters that name all that the values of KV depend on; changes nothing.
+
+    The same on every machine, in every process and after a restart. It names the weight files (see
+    `checkpoint.file_digest` for what is read of large ones), the resolved config of the model, and those
+    settings of the engine that change what is computed; of a draft model that keeps KV beside the model's, the same.
+    `weights` names the checkpoints in place of their files.
+
+    Raises ValueError if weights are not read from files of this machine, with the remedy.
+    """
+    found = blake3(derive_key_context="PagodaKV weights of a vLLM engine")
+    parts: list[object] = [config_facts(vllm_config)]
+    for role, model_config, load_config in _checkpoints(vllm_config):
+        parts.append([role, _named(model_config, load_config, weights)])
+    found.update(json.dumps(plain(parts), sort_keys=True).encode())
+    return str(found.hexdigest(16))
+
+
+def _checkpoints(vllm_config: VllmConfig) -> list[tuple[str, Any, Any]]:
+    """Role, ModelConfig and LoadConfig of every checkpoint that KV is computed from."""
+    listed = [("model", vllm_config.model_config, vllm_config.load_config)]
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.draft_model_config is not None:
+        draft = speculative.draft_model_config
+        same = (
+            draft.model == vllm_config.model_config.model
+        )  # its head is in the same files, or it has no weights
+        if not same:
+            listed.append(("draft", draft, speculative.draft_load_config or vllm_config.load_config))
+    return listed
+
+
+def _named(model_config: Any, load_config: Any, weights: str | None) -> object:
+    if weights is not None:
+        return ["given", weights, _name(model_config.model), model_config.revision]
+    if load_config.load_format == "dummy":
+        return ["dummy", model_config.seed]
+    directory = checkpoint_directory(model_config, load_config)
+    names = checkpoint_files(directory, model_config, load_config)
+    try:
+        return ["files", files_digest(directory, names)]
+    except OSError as trouble:
+        raise ValueError(
+            f"{model_config.model}: its weights cannot be named: {trouble}; give the checkpoint's hash as `weights` in"
+            " kv_connector_extra_config"
+        ) from None
+
+
+def _name(model: str) -> str:
+    """The last part of a model's id or path; of a snapshot in a hub's cache the model's name, as online."""
+    snapshot = _SNAPSHOT.search(model)
+    if snapshot:
+        return snapshot["name"].split("--")[-1]
+    return Path(model).name or model

@@ -1,0 +1,52 @@
+"""What of vLLM and of the machine decides how the bytes inside a page are laid out."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+
+__all__ = ["machine_facts"]
+
+
+def machine_facts(
+    device: torch.device, vllm_config: VllmConfig, layer_names: Sequence[str]
+) -> dict[str, object]:
+    """Return vLLM's minor release, the kind of device, and the attention backend of each layer. Changes nothing.
+
+    Raises ValueError for a device or a layer that is not known here.
+    """
+    import vllm
+
+    release = ".".join(vllm.__version__.split(".")[:2])
+    backends = {name: _backend(vllm_config, name) for name in layer_names}
+    return {"vllm": release, "device": _device(device), "backends": backends}
+
+
+def _device(device: torch.device) -> list[object]:
+    """The kind of device as far as a page's bytes may depend on it: no number, no name of a card."""
+    import torch
+    from vllm import envs
+
+    if device.type == "cpu":  # K is packed for the vector unit
+        cpu: Any = torch.cpu
+        flags = [bool(cpu._is_amx_tile_supported()), bool(cpu._is_avx512_supported())]
+        return ["cpu", platform.machine(), torch.backends.cpu.get_cpu_capability(), *flags]
+    if device.type == "cuda":
+        kind = "rocm" if torch.version.hip else "cuda"
+        return [kind, *torch.cuda.get_device_capability(device), bool(envs.VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT)]
+    raise ValueError(f"KV caches on {device.type!r} are not known here: CPUs and CUDA devices are")
+
+
+def _backend(vllm_config: VllmConfig, layer_name: str) -> list[object]:
+    layer: Any = vllm_config.compilation_config.static_forward_context.get(layer_name)
+    if layer is None:
+        raise ValueError(
+            f"{layer_name}: no attention layer of this name, so how it lays out its pages is not known"
+        )
+    backend = layer.get_attn_backend()
+    return [f"{backend.__module__}.{backend.__qualname__}", backend.get_name(), getattr(layer, "isa", None)]

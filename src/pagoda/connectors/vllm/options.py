@@ -1,0 +1,105 @@
+"""What `kv_connector_extra_config` may say: every option of `Config` and a few that only a connector has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pagoda.config import Config, option_names
+from pagoda.config.load import DEFAULT, load
+from pagoda.config.suggest import did_you_mean
+from pagoda.errors import ConfigError
+
+__all__ = ["Options", "read_options"]
+
+_CHUNK_TOKENS = 256  # what chunks come to if nobody says otherwise
+_OWN = ("weights", "salt", "store_output", "allow_untested_vllm")
+# keys that vLLM's own OffloadingConnector reads from the same mapping
+_OF_VLLM = (
+    "block_size",
+    "blocks_per_chunk",
+    "canonical_layout",
+    "offload_prompt_only",
+    "self_describing_kv_events",
+    "spec_module_path",
+    "spec_name",
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What one connector was told. Immutable: threads may share it.
+
+    `weights` names the checkpoint in place of its files' digest; None = look at the files. `salt` keeps tenants
+    apart (a secret). `store_output`: chunks that generated tokens complete are stored too. `allow_untested_vllm`:
+    run with a vLLM that this release was not tested with.
+    """
+
+    config: Config
+    weights: str | None = None
+    salt: str = field(default="", repr=False)
+    store_output: bool = True
+    allow_untested_vllm: bool = False
+
+
+def read_options(extra_config: Mapping[str, Any], block_tokens: int) -> Options:
+    """Return the options of `kv_connector_extra_config`, of the files and of the environment. Changes nothing.
+
+    The chunk is a whole number of the engine's blocks: what was configured, or else the most that is not above
+    256 tokens, and at least one block.
+
+    Raises:
+        ConfigError: (a ValueError) an unknown key (with the nearest known one), a value that cannot stand, or a
+            `chunk_tokens` that blocks of `block_tokens` tokens cannot make up.
+    """
+    if block_tokens < 1:
+        raise ValueError(f"block_tokens must be at least 1, got {block_tokens}")
+    known = (*option_names(), *_OWN, *_OF_VLLM)
+    for name in extra_config:
+        if name not in known:
+            raise ConfigError(
+                f"kv_connector_extra_config: {name}: no such option{did_you_mean(str(name), known)}"
+                f" (known are {', '.join(sorted((*option_names(), *_OWN)))})"
+            )
+    given = {name: extra_config[name] for name in option_names() if name in extra_config}
+    loaded = load(**given)
+    config, origin = loaded.config, loaded.origins["chunk_tokens"]
+    if origin == DEFAULT:
+        config = replace(config, chunk_tokens=max(_CHUNK_TOKENS // block_tokens, 1) * block_tokens)
+    elif config.chunk_tokens % block_tokens:
+        raise ConfigError(_uneven(config.chunk_tokens, origin, block_tokens))
+    return Options(
+        config=config,
+        weights=_text(extra_config, "weights"),
+        salt=_text(extra_config, "salt") or "",
+        store_output=_flag(extra_config, "store_output", True),
+        allow_untested_vllm=_flag(extra_config, "allow_untested_vllm", False),
+    )
+
+
+def _uneven(chunk_tokens: int, origin: str, block_tokens: int) -> str:
+    below = chunk_tokens // block_tokens * block_tokens
+    near = " or ".join(str(tokens) for tokens in (below, below + block_tokens) if tokens)
+    return (
+        f"chunk_tokens = {chunk_tokens} ({origin}): vLLM's blocks have {block_tokens} tokens and a chunk is whole"
+        f" blocks; set chunk_tokens to {near}, or leave it out"
+    )
+
+
+def _text(extra_config: Mapping[str, Any], name: str) -> str | None:
+    value = extra_config.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, str) or not value:
+        raise ConfigError(
+            f"kv_connector_extra_config: {name} = {value!r}: a text that is not empty is needed"
+        )
+    return value
+
+
+def _flag(extra_config: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = extra_config.get(name, default)
+    if not isinstance(value, bool):
+        raise ConfigError(f"kv_connector_extra_config: {name} = {value!r}: write true or false")
+    return value

@@ -1,0 +1,136 @@
+"""What one look at a worker's KV cache shows: the pages as bytes, and a text of all that decides those bytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pagoda.connectors.vllm.machine import machine_facts
+from pagoda.connectors.vllm.planes import Page, check_apart, page_of
+from pagoda.transfer.pages import merged
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+__all__ = ["Seen", "see_kv_caches"]
+
+
+class Seen(NamedTuple):
+    """The KV cache of one worker.
+
+    `planes`: int8 [num_blocks, page_bytes] views of the KV memory, rows contiguous; `page_bytes` of each.
+    A chunk has `parts` parts and this worker's is `part`; of several ranks that hold the same KV one `writes`.
+    `description` is the same in every worker of every machine of this kind: no address, no rank, no number of blocks.
+    """
+
+    planes: list[torch.Tensor]
+    block_tokens: int
+    num_blocks: int
+    page_bytes: tuple[int, ...]
+    description: str
+    parts: int
+    part: int
+    writes: bool
+    on_cpu: bool
+
+
+def see_kv_caches(
+    kv_caches: Mapping[str, torch.Tensor], vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+) -> Seen:
+    """Return the pages of `kv_caches` (by layer name) and all that decides their bytes. Copies and changes nothing.
+
+    Raises ValueError for anything that is not known to be one dense page per block and layer, with the remedy.
+    """
+    if len(kv_cache_config.kv_cache_groups) != 1:
+        raise ValueError(f"{len(kv_cache_config.kv_cache_groups)} KV cache groups: one is needed")
+    group = kv_cache_config.kv_cache_groups[0]
+    specs = _specs(group)
+    block_tokens = {int(spec.block_size) for spec in specs.values()}
+    if len(block_tokens) != 1:
+        raise ValueError(
+            f"layers with blocks of {sorted(block_tokens)} tokens in one group: one size is needed"
+        )
+    pages = _pages(kv_caches, specs, kv_cache_config.num_blocks)
+    devices = {page.plane.device for page in pages}
+    if len(devices) != 1:
+        raise ValueError(f"KV caches on several devices {sorted(map(str, devices))}: one is needed")
+    check_apart(pages)
+    planes = merged([page.plane for page in pages])
+    parts, part, writes = _parts(vllm_config, int(kv_cache_config.kv_tp_replicas))
+    page_bytes = tuple(int(plane.shape[1]) for plane in planes)
+    facts = {
+        "machine": machine_facts(next(iter(pages)).plane.device, vllm_config, list(kv_caches)),
+        "layout": kv_cache_config.kv_cache_layout or vllm_config.cache_config.kv_cache_layout,
+        "cache_dtype": str(vllm_config.cache_config.cache_dtype),
+        "block_tokens": block_tokens.copy().pop(),
+        "layers": [[list(page.names), page.kernel_tokens, page.page_bytes, page.text] for page in pages],
+        "page_bytes": page_bytes,
+        "parts": [parts, int(kv_cache_config.kv_tp_replicas)],
+    }
+    if facts["layout"] is None:
+        raise ValueError(
+            "the KV cache layout is not resolved: planes can be seen only once the engine has chosen it"
+        )
+    return Seen(
+        planes=planes,  # type: ignore[arg-type]  # tensors went in
+        block_tokens=block_tokens.pop(),
+        num_blocks=int(kv_cache_config.num_blocks),
+        page_bytes=page_bytes,
+        description=json.dumps(facts, sort_keys=True),
+        parts=parts,
+        part=part,
+        writes=writes,
+        on_cpu=planes[0].device.type == "cpu",  # type: ignore[union-attr]
+    )
+
+
+def _specs(group: Any) -> dict[str, Any]:
+    """The spec of each layer of a group, in the group's order."""
+    inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    return {name: inner[name] if inner else group.kv_cache_spec for name in group.layer_names}
+
+
+def _pages(kv_caches: Mapping[str, Any], specs: dict[str, Any], num_blocks: int) -> list[Page]:
+    """One page a layer, in the group's order; layers that share the whole of another's memory join it."""
+    missing = [name for name in specs if name not in kv_caches]
+    if missing or not specs:
+        raise ValueError(f"no KV cache was registered for the layers {missing}: nothing can be stored")
+    found: dict[tuple[int, int, int], Page] = {}
+    for name, spec in specs.items():
+        page = page_of(name, kv_caches[name], spec, num_blocks)
+        place = (page.start, page.stride, page.page_bytes)
+        known = found.get(place)
+        if known is not None and (known.kernel_tokens, known.text) != (page.kernel_tokens, page.text):
+            raise ValueError(f"layers {known.names} and {name} share memory and see it differently")
+        found[place] = page if known is None else known._replace(names=(*known.names, name))
+    places = {(page.start, page.stride) for page in found.values()}
+    for name in kv_caches:  # layers outside of the group may only read what a layer of the group writes
+        if name not in specs:
+            tensor = kv_caches[name]
+            ratio = tensor.shape[0] // num_blocks if tensor.shape[0] % num_blocks == 0 else 1
+            at = (int(tensor.data_ptr()), tensor.stride(0) * ratio * tensor.element_size())
+            if at not in places:
+                raise ValueError(
+                    f"{name} has KV of its own but is in no KV cache group: it would not be stored"
+                )
+    return list(found.values())
+
+
+def _parts(vllm_config: VllmConfig, replicas: int) -> tuple[int, int, bool]:
+    """Parts of a chunk, this worker's, and whether it is the one of its replicas that writes."""
+    from vllm.distributed import parallel_state
+
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    if replicas < 1 or ranks % replicas:
+        raise ValueError(f"{ranks} tensor-parallel ranks cannot hold {replicas} copies each of the same KV")
+    if not parallel_state.model_parallel_is_initialized():
+        if ranks > 1:
+            raise ValueError(
+                "the rank of this worker is not known yet: planes are seen after the ranks have met"
+            )
+        return 1, 0, True
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    return ranks // replicas, rank // replicas, rank % replicas == 0

@@ -1,0 +1,213 @@
+"""What the connector refuses: one table, each refusal a sentence with the remedy. What it does not know, it refuses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+    from pagoda.connectors.vllm.options import Options
+
+__all__ = ["TESTED", "check_engine", "check_vllm"]
+
+TESTED = (0, 32)  # the minor release of vLLM that this connector is tested with
+_ROUTE_B = (
+    'name the OffloadingConnector with "spec_name": "PagodaOffloadingSpec" and "spec_module_path":'
+    ' "pagoda.connectors.vllm" in kv_connector_extra_config instead'
+)
+_HASHES = ("sha256", "sha256_cbor")
+# spec classes by name, exactly: a subclass is another kind until somebody has looked at it
+_FULL = ("FullAttentionSpec", "MLAAttentionSpec")
+_HYBRID = (
+    *_FULL,
+    "ChunkedLocalAttentionSpec",
+    "MambaSpec",
+    "SlidingWindowMLASpec",
+    "SlidingWindowSpec",
+)
+
+
+def check_vllm(options: Options) -> None:
+    """Raise ValueError, with the remedy, if this vLLM or these options cannot work. Changes nothing."""
+    import vllm
+
+    check_version(vllm.__version__, options.allow_untested_vllm)
+    if options.config.host_size == 0:
+        raise ValueError(
+            "host_size = 0: chunks travel through the host tier, which all processes of the engine share; set"
+            " host_size, such as '8GiB', and host_shared = true"
+        )
+    if not options.config.host_shared:
+        raise ValueError(
+            "host_shared = false: vLLM's scheduler and workers are processes that share the host tier; leave"
+            " host_shared at true"
+        )
+
+
+def check_version(version: str, allow_untested: bool) -> None:
+    """Raise ValueError if `version` of vLLM is older than what is tested, or newer and not allowed by name."""
+    tested = ".".join(str(part) for part in TESTED)
+    found = re.match(r"(\d+)\.(\d+)", version)
+    release = (int(found[1]), int(found[2])) if found else None
+    if release == TESTED:
+        return
+    if release is not None and release < TESTED:
+        raise ValueError(
+            f"vLLM {version} is older than {tested}, which this connector needs: install vLLM {tested}"
+        )
+    if not allow_untested:
+        raise ValueError(
+            f"vLLM {version} was not tested with this connector, {tested} was: install vLLM {tested}, or write"
+            ' "allow_untested_vllm": true in kv_connector_extra_config'
+        )
+
+
+def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, hybrid: bool) -> None:
+    """Raise ValueError, with the remedy, if KV of this engine cannot be cut into chunks. Changes nothing.
+
+    `hybrid`: the engine is served by the OffloadingSpec, where vLLM does the work of several KV cache groups.
+    """
+    for name, refused in (*_ALWAYS, *(() if hybrid else _CONNECTOR)):
+        sentence = refused(vllm_config)
+        if sentence:
+            raise ValueError(f"{name}: {sentence}")
+    groups = list(kv_cache_config.kv_cache_groups)
+    if not groups:
+        raise ValueError("this model keeps no KV cache: there is nothing to store; leave the connector out")
+    if len(groups) > 1 and not hybrid:
+        raise ValueError(f"{len(groups)} KV cache groups (a hybrid model): {_ROUTE_B}")
+    for group in groups:
+        _check_group(group, hybrid)
+    if kv_cache_config.hisparse_host_num_blocks is not None:
+        raise ValueError("HiSparse keeps KV in a host pool of its own: leave hisparse_config out")
+
+
+def _check_group(group: Any, hybrid: bool) -> None:
+    if group.host_resident or group.role.name != "DEFAULT" or not group.enable_kv_transfer:
+        raise ValueError("HiSparse groups keep KV in a host pool of their own: leave hisparse_config out")
+    for spec in _layer_specs(group.kv_cache_spec):
+        kind = type(spec).__name__
+        if kind not in (_HYBRID if hybrid else _FULL):
+            remedy = _ROUTE_B if kind in _HYBRID else "leave the connector out for this model"
+            raise ValueError(
+                f"KV cache layers of kind {kind} {_WHY.get(kind, 'are not known here')}: {remedy}"
+            )
+        if getattr(spec, "non_causal", False):
+            raise ValueError(
+                "layers that attend to later tokens (prefix LM): the KV of a chunk depends on what follows it; leave"
+                " the connector out for this model"
+            )
+        if kind in _FULL and getattr(spec, "tokens_per_state", 1) != 1:
+            raise ValueError(
+                "layers that keep one state for several tokens are not supported: leave the connector out for"
+                " this model"
+            )
+
+
+_WHY = {
+    "ChunkedLocalAttentionSpec": "forget tokens",
+    "CircularBufferSpec": "keep a ring of raw keys beside the KV",
+    "CrossAttentionSpec": "keep the KV of an encoder",
+    "EncoderOnlyAttentionSpec": "belong to an encoder",
+    "HiddenStateCacheSpec": "keep hidden states",
+    "MambaSpec": "keep a recurrent state",
+    "RSWASpec": "give up blocks in the middle of a sequence",
+    "SinkFullAttentionSpec": "begin with attention sinks that are no tokens",
+    "SlidingWindowMLASpec": "forget tokens",
+    "SlidingWindowSpec": "forget tokens",
+}
+
+
+def _layer_specs(spec: KVCacheSpec) -> Iterator[KVCacheSpec]:
+    inner = getattr(spec, "kv_cache_specs", None)  # UniformTypeKVCacheSpecs: one spec a layer
+    if inner is None:
+        yield spec
+    else:
+        for each in inner.values():
+            yield from _layer_specs(each)
+
+
+Refusal = Callable[[Any], str | None]  # of a VllmConfig: the sentence, None = nothing to refuse
+
+
+def _above_one(setting: str, reason: str) -> tuple[str, Refusal]:
+    def refused(vllm_config: Any) -> str | None:
+        size = getattr(vllm_config.parallel_config, setting)
+        return f"{size}: {reason}; set it to 1" if size > 1 else None
+
+    return setting, refused
+
+
+def _scales(vllm_config: Any) -> str | None:
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        return "the scales are found at run time and differ from engine to engine; set it to false"
+    return None
+
+
+def _hashes(vllm_config: Any) -> str | None:
+    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
+    if algorithm in _HASHES:
+        return None
+    return (
+        f"{algorithm!r} can be made to collide by who sends prompts, and chunks outlive the engine; pass"
+        " --prefix-caching-hash-algo sha256"
+    )
+
+
+def _policy(vllm_config: Any) -> str | None:
+    if vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute":
+        return None
+    return 'a lost chunk would fail the request; write "kv_load_failure_policy": "recompute" in --kv-transfer-config'
+
+
+def _role(vllm_config: Any) -> str | None:
+    role = vllm_config.kv_transfer_config.kv_role
+    return None if role == "kv_both" else f'{role!r}: a cache stores and loads; write "kv_role": "kv_both"'
+
+
+def _model(vllm_config: Any) -> str | None:
+    model = vllm_config.model_config
+    if model.is_encoder_decoder:
+        return "an encoder and a decoder: the KV depends on more than the tokens; leave the connector out"
+    if getattr(model, "is_diffusion", False) or vllm_config.diffusion_config is not None:
+        return "a diffusion model rewrites its tokens, and their KV; leave the connector out"
+    if vllm_config.attention_config.use_non_causal:
+        return "use_non_causal: the KV of a chunk depends on what follows it; leave the connector out"
+    return None
+
+
+def _hisparse(vllm_config: Any) -> str | None:
+    if vllm_config.attention_config.hisparse_config is None:
+        return None
+    return "KV lies in a host pool of its own; leave it out"
+
+
+def _elastic(vllm_config: Any) -> str | None:
+    return "ranks come and go; leave it out" if vllm_config.parallel_config.enable_elastic_ep else None
+
+
+def _hidden_states(vllm_config: Any) -> str | None:
+    speculative = vllm_config.speculative_config
+    method = None if speculative is None else str(speculative.method)
+    if method in ("extract_hidden_states", "custom_class"):
+        return f"method {method!r} keeps in the KV cache what is not KV, or may; choose another"
+    return None
+
+
+_ALWAYS: tuple[tuple[str, Refusal], ...] = (
+    _above_one("pipeline_parallel_size", "each stage has its own layers, which is not supported yet"),
+    _above_one("decode_context_parallel_size", "ranks share the tokens of a block, which is not supported"),
+    _above_one("prefill_context_parallel_size", "ranks share the tokens of a prompt, which is not supported"),
+    ("calculate_kv_scales", _scales),
+    ("prefix_caching_hash_algo", _hashes),
+    ("kv_role", _role),
+    ("model", _model),
+    ("hisparse_config", _hisparse),
+    ("enable_elastic_ep", _elastic),
+    ("speculative_config", _hidden_states),
+)
+_CONNECTOR: tuple[tuple[str, Refusal], ...] = (("kv_load_failure_policy", _policy),)
