@@ -24,6 +24,7 @@ __all__ = [
     "Pair",
     "Transfer",
     "Words",
+    "check_starts",
     "copy_pairs",
     "in_threads",
     "pieces",
@@ -74,11 +75,7 @@ def pieces(
     """
     if len(starts) != len(slots):
         raise ValueError(f"starts and slots must be of one length, got {len(starts)} and {len(slots)}")
-    for start in starts:
-        if start < 0 or start + layout.chunk_tokens > tokens:
-            raise ValueError(
-                f"starts: the chunk [{start}, {start + layout.chunk_tokens}) is not in the {tokens} tokens"
-            )
+    check_starts(layout, tokens, starts)
     for slot in slots:
         if slot.dtype != np.uint8 or slot.ndim != 1 or not slot.flags.c_contiguous:
             raise ValueError(f"slots must be contiguous 1-D uint8, got {slot.ndim}-D {slot.dtype}")
@@ -87,6 +84,15 @@ def pieces(
         if into_slots and not slot.flags.writeable:
             raise ValueError("slots: one is read-only")
     return ((int(start), slot[: layout.chunk_bytes]) for start, slot in zip(starts, slots, strict=True))
+
+
+def check_starts(layout: KVLayout, tokens: int, starts: Sequence[int]) -> None:
+    """Raise ValueError if a chunk does not lie within `tokens` tokens."""
+    for start in starts:
+        if start < 0 or start + layout.chunk_tokens > tokens:
+            raise ValueError(
+                f"starts: the chunk [{start}, {start + layout.chunk_tokens}) is not in the {tokens} tokens"
+            )
 
 
 def word_dtype(dtype: str) -> np.dtype[np.unsignedinteger]:

@@ -11,13 +11,18 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.layout import KVLayout
-from pagoda.transfer.base import Array, Bytes, Words, in_threads, pieces, words
+from pagoda.transfer.base import Array, Bytes, Words, check_starts, in_threads, pieces, words
 
-__all__ = ["PagesKV", "Places", "Plane", "Share", "merged", "see_plane"]
+__all__ = ["WORD_BYTES", "PagesKV", "Places", "Plane", "Share", "Span", "merged", "see_plane"]
 
 Ids = npt.NDArray[np.int64]
 
-_WORD_BYTES = (8, 4, 2, 1)
+WORD_BYTES = (
+    8,
+    4,
+    2,
+    1,
+)  # an address, a stride and a length that are multiples of it can be copied in such words
 
 
 class Plane(NamedTuple):
@@ -31,15 +36,19 @@ class Plane(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Blocks [begin, begin + len(ids)) of a chunk, none to be skipped. `first`: ids are first, first + 1, ..."""
+    """Blocks [begin, begin + len(ids)) of a chunk, none to be skipped. `first`: ids are first, first + 1, ...
+
+    In the table they stand at [at, at + len(ids)).
+    """
 
     begin: int
+    at: int
     ids: Ids
     first: int | None
 
 
 class Share(NamedTuple):
-    """What a part has of one chunk: where its blocks are, and its bytes [planes][blocks][page] of the slot."""
+    """What a part has of one chunk: where its blocks are, and its bytes [plane][block][page] of the slot."""
 
     spans: list[Span]
     room: Bytes
@@ -143,27 +152,32 @@ class Places:
                 f"blocks of all planes), got {layout.chunk_bytes}{' with planes' if layout.planes else ''}"
             )
         self.block_tokens, self._part = block_tokens, part
-        self._ids = _checked_table(block_table, counts[0])
-        self.num_tokens = len(self._ids) * block_tokens
+        self.ids = _checked_table(block_table, counts[0])
+        self.num_tokens = len(self.ids) * block_tokens
 
     def shares(self, starts: Sequence[int], slots: Sequence[Bytes], *, into_slots: bool) -> list[Share]:
         """Return what is to be copied of each chunk, all checked. ValueError for what does not fit."""
+        checked = pieces(self.layout, self.num_tokens, starts, slots, into_slots=into_slots)
+        begin = self._part * self.part_bytes
+        rooms = [slot[begin : begin + self.part_bytes] for _, slot in checked]
+        spans = self.spans(starts, into_slots=into_slots)
+        return [Share(*share) for share in zip(spans, rooms, strict=True)]
+
+    def spans(self, starts: Sequence[int], *, into_slots: bool) -> list[list[Span]]:
+        """Return where the blocks of each chunk are, all checked. ValueError for what does not fit."""
+        check_starts(self.layout, self.num_tokens, starts)
         odd = [start for start in starts if start % self.block_tokens]
         if odd:
             raise ValueError(f"starts must be multiples of block_tokens ({self.block_tokens}), got {odd[0]}")
-        found = []
-        first_byte = self._part * self.part_bytes
-        for start, slot in pieces(self.layout, self.num_tokens, starts, slots, into_slots=into_slots):
-            first = start // self.block_tokens
-            ids = self._ids[first : first + self.blocks]
-            found.append((ids, slot[first_byte : first_byte + self.part_bytes]))
-        if into_slots and any((ids < 0).any() for ids, _ in found):
+        firsts = [start // self.block_tokens for start in starts]
+        found = [self.ids[first : first + self.blocks] for first in firsts]
+        if into_slots and any((ids < 0).any() for ids in found):
             raise ValueError("block_table: a block that is -1 has no KV here to be stored")
         if not into_slots and found:
-            written = np.concatenate([ids[ids >= 0] for ids, _ in found])
+            written = np.concatenate([ids[ids >= 0] for ids in found])
             if len(np.unique(written)) != len(written):
                 raise ValueError("block_table names a block twice: its bytes would be those of either chunk")
-        return [Share(list(_spans(ids)), room) for ids, room in found]
+        return [list(_spans(ids, first)) for ids, first in zip(found, firsts, strict=True)]
 
 
 class PagesKV:
@@ -249,19 +263,20 @@ def _scatter(work: Sequence[_Piece]) -> None:
             rows[span.ids] = room  # no block comes twice
 
 
-def _spans(ids: Ids) -> Iterator[Span]:
-    """Cut the blocks of a chunk at those that are -1."""
+def _spans(ids: Ids, first: int) -> Iterator[Span]:
+    """Cut the blocks of a chunk, which stand in the table from `first` on, at those that are -1."""
     there = np.flatnonzero(ids >= 0)
     for group in np.split(there, np.flatnonzero(np.diff(there) > 1) + 1):
         if len(group):
-            found = ids[group]
-            yield Span(int(group[0]), found, int(found[0]) if bool((np.diff(found) == 1).all()) else None)
+            begin, found = int(group[0]), ids[group]
+            run = int(found[0]) if bool((np.diff(found) == 1).all()) else None
+            yield Span(begin, first + begin, found, run)
 
 
 def _as_words(array: Words, plane: Plane) -> Words:
     """Return the plane's rows as the widest words that fit; wide words are copied twice as fast as bytes."""
     lies = (plane.address, plane.stride, plane.page_bytes)
-    width = next(width for width in _WORD_BYTES if not any(number % width for number in lies))
+    width = next(width for width in WORD_BYTES if not any(number % width for number in lies))
     return array.view(f"u{width}")
 
 

@@ -1,0 +1,163 @@
+"""DevicePagesKV on CPU tensors: bit for bit what PagesKV does; a snapshot is what was there when it was taken."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagoda.transfer import PagesKV, merged
+from pagoda.transfer.device_pages import DevicePagesKV
+from tests.transfer.pages_kit import (
+    BLOCK_TOKENS,
+    BLOCKS,
+    Bytes,
+    Case,
+    Memory,
+    bytes_of,
+    case_of,
+    expected_blocks,
+    expected_slot,
+    layout_of,
+    poisoned,
+)
+
+
+def device_kv(case: Case, planes: list[Memory]) -> DevicePagesKV:
+    def make(views: Sequence[Bytes], *args: object, **options: object) -> DevicePagesKV:
+        return DevicePagesKV([torch.from_numpy(view) for view in views], *args, **options)  # type: ignore[arg-type]
+
+    return case.kv(make, planes)
+
+
+def check(case: Case) -> None:
+    """Both ways and by a snapshot: every byte that must change did, and no other."""
+    source = case.planes(seed=1)
+    kv = device_kv(case, source)
+    stored = [start for start in case.starts if -1 not in case.ids(start)]
+    want = [expected_slot(case, [plane.view for plane in source], start) for start in stored]
+    before = [bytes_of(plane.whole) for plane in source]
+    ways = [
+        kv.to_slots,
+        lambda starts, slots: kv.snapshot(starts).to_slots(slots),
+        case.kv(PagesKV, source).to_slots,
+    ]
+    for way in ways:
+        slots = [poisoned(case.layout, case.slot_offset) for _ in stored]
+        way(stored, slots)
+        assert [slot.tobytes() for slot in slots] == want
+    assert [bytes_of(plane.whole) for plane in source] == before
+
+    target, filled = case.planes(seed=2), case.filled_slots()
+    blocks = expected_blocks(case, target, filled)
+    device_kv(case, target).from_slots(case.starts, filled)
+    assert [bytes_of(plane.whole) for plane in target] == blocks
+
+
+@pytest.mark.parametrize("apart", [0, 8, 5])
+@pytest.mark.parametrize("pages", [[64], [24, 7, 16], [1], [4096, 512], [12, 20]])
+@pytest.mark.parametrize("table", [[7, 3, 15, 0, 9, 2], [4, 5, 6, 7, 8, 9]])
+def test_as_on_the_cpu(pages: list[int], table: list[int], apart: int) -> None:
+    check(case_of(pages, table, apart=apart))
+
+
+@given(data=st.data())
+def test_any_table_and_any_planes(data: st.DataObject) -> None:
+    pages = data.draw(st.lists(st.integers(1, 70), min_size=1, max_size=4))
+    table = data.draw(st.permutations(range(BLOCKS)))[: data.draw(st.integers(0, BLOCKS))]
+    skipped = data.draw(st.sets(st.integers(0, BLOCKS)))
+    parts = data.draw(st.integers(1, 3))
+    check(
+        case_of(
+            pages,
+            [-1 if i in skipped else block for i, block in enumerate(table)],
+            blocks_a_chunk=data.draw(st.integers(1, 4)),
+            parts=parts,
+            part=data.draw(st.integers(0, parts - 1)),
+            apart=data.draw(st.sampled_from([0, 0, 1, 8])),
+            slot_offset=data.draw(st.sampled_from([0, 1, 4])),
+        )
+    )
+
+
+def test_a_snapshot_is_what_was_there_when_it_was_taken() -> None:
+    case = case_of([64, 32], [7, 3, 15, 0])
+    source = case.planes(1)
+    want = [expected_slot(case, [plane.view for plane in source], start) for start in case.starts]
+    snapshot = device_kv(case, source).snapshot(case.starts)
+    assert snapshot.nbytes == 2 * case.layout.chunk_bytes
+    for plane in source:
+        plane.whole[:] = 0  # the engine goes on
+    slots = [poisoned(case.layout) for _ in case.starts]
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(snapshot.to_slots, slots).result(60)
+    assert [slot.tobytes() for slot in slots] == want
+    with pytest.raises(ValueError, match="of one length"):
+        snapshot.to_slots(slots[:1])
+    with pytest.raises(ValueError, match="read-only"):
+        frozen = poisoned(case.layout)
+        frozen.flags.writeable = False
+        snapshot.to_slots([frozen, frozen])
+
+
+def test_memory_made_in_inference_mode_is_written_on_any_thread() -> None:
+    with torch.inference_mode():
+        planes = [torch.zeros((BLOCKS, 64), dtype=torch.int8) for _ in range(2)]
+    layout = layout_of([64, 64], 2)
+    kv = DevicePagesKV(planes, layout, block_tokens=BLOCK_TOKENS, block_table=[5, 2, 3, 9])
+    slots = [np.full(layout.slot_bytes, n, np.uint8) for n in (1, 2)]
+    again = [np.zeros(layout.slot_bytes, np.uint8) for _ in slots]
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(kv.from_slots, [0, 8], slots).result(60)
+        thread.submit(kv.to_slots, [0, 8], again).result(60)
+    assert [int(planes[1][block, 0]) for block in (5, 2, 3, 9)] == [1, 1, 2, 2]
+    assert [slot[: layout.chunk_bytes].tolist() for slot in again] == [
+        slot[: layout.chunk_bytes].tolist() for slot in slots
+    ]
+
+
+def test_merged_planes_and_read_only_slots() -> None:
+    whole = torch.randint(0, 256, (BLOCKS, 64), dtype=torch.uint8)
+    wide = merged([whole[:, :32], whole[:, 32:]])
+    layout, before = layout_of([64], 2), whole.clone()
+    slot = np.arange(layout.slot_bytes).astype(np.uint8)
+    slot.flags.writeable = False
+    DevicePagesKV(wide, layout, block_tokens=BLOCK_TOKENS, block_table=[3, 1]).from_slots([0], [slot])
+    before[[3, 1]] = torch.arange(128, dtype=torch.uint8).reshape(2, 64)
+    assert torch.equal(whole, before)
+
+
+def test_what_does_not_fit_is_named() -> None:
+    layout = layout_of([16], 2)
+    plane = torch.zeros((BLOCKS, 16), dtype=torch.uint8)
+
+    def make(planes: object, table: Sequence[int] = (1, 2)) -> DevicePagesKV:
+        return DevicePagesKV(planes, layout, block_tokens=BLOCK_TOKENS, block_table=table)  # type: ignore[arg-type]
+
+    for planes in ([plane.numpy()], [plane, plane.to("meta")]):
+        with pytest.raises(ValueError, match=r"planes\[\d\] must be a tensor on one device"):
+            make(planes)
+    with pytest.raises(ValueError, match="planes lie on meta"):
+        make([plane.to("meta")])
+    with pytest.raises(ValueError, match="got no plane"):
+        make([])
+    with pytest.raises(ValueError, match=r"planes\[0\] must be \[num_blocks, page_bytes\]"):
+        make([plane.to(torch.int16)])
+    with pytest.raises(ValueError, match="a block that is -1"):
+        make([plane], [-1, 2]).snapshot([0])
+    with pytest.raises(ValueError, match="starts: the chunk"):
+        make([plane]).snapshot([8])
+    with pytest.raises(ValueError, match="names a block twice"):
+        make([plane], [2, 2]).from_slots([0], [poisoned(layout)])
+
+
+def test_torch_is_imported_when_it_is_needed() -> None:
+    script = "import sys, pagoda.transfer.device_pages, pagoda.transfer; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False, timeout=60).returncode == 0
