@@ -1,0 +1,179 @@
+"""PagodaConnector: vLLM's KV connector interface (V1), each call handed to the half that it belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+
+from pagoda.connectors.vllm.meta import Handshake, PagodaMetadata, PagodaWorkerMetadata
+from pagoda.connectors.vllm.options import read_options
+from pagoda.connectors.vllm.scheduler import PagodaScheduler
+from pagoda.connectors.vllm.stats import PagodaPromMetrics, PagodaStats
+from pagoda.connectors.vllm.supported import check_engine, check_vllm
+from pagoda.connectors.vllm.worker import PagodaWorker
+
+__all__ = ["PagodaConnector"]
+
+
+class PagodaConnector(KVConnectorBase_V1):
+    """Keeps the KV of an engine in PagodaKV's tiers, for models with one kind of attention.
+
+    vLLM makes one for its scheduler and one for each worker, from `--kv-transfer-config`; see docs/vllm.md. Engines
+    of one machine share what they store. Whatever fails at run time is computed again; what is not known to work is
+    refused when the engine starts, with a ValueError that says what to do.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        block_tokens = vllm_config.cache_config.block_size
+        options = read_options(extra, block_tokens)
+        check_vllm(options)
+        check_engine(vllm_config, kv_cache_config, hybrid=False)
+        self._scheduler: PagodaScheduler | None = None
+        self._worker: PagodaWorker | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            events = vllm_config.kv_events_config
+            self._scheduler = PagodaScheduler(
+                options,
+                kv_cache_config.hash_block_size,
+                events=events is not None and events.enable_kv_cache_events,
+            )
+        else:
+            self._worker = PagodaWorker(options, vllm_config, kv_cache_config)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: a chunk that is not saved is computed again."""
+        return False
+
+    def shutdown(self) -> None:
+        """End all threads and close the cache, in bounded time. Idempotent."""
+        for half in (self._scheduler, self._worker):
+            if half is not None:
+                half.shutdown()
+
+    # ---- a worker's half
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Open the cache for the engine's KV memory. Raises ValueError for a layout that is not known."""
+        self._working.register(kv_caches)
+
+    def get_handshake_metadata(self) -> Handshake | None:
+        """Tell the scheduler's half what the KV memory is."""
+        return self._working.handshake
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """Take the step's work."""
+        super().bind_connector_metadata(connector_metadata)
+        self._working.begin(self._step)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Begin the step's loads; they go on behind this step and the next ones."""
+        self._working.load(self._step)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: no request is scheduled before its load has ended."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: whole chunks are saved after the step."""
+
+    def wait_for_save(self) -> None:
+        """Copy the pages of the chunks that this step completed."""
+        self._working.save(self._step)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """The requests whose loads have ended. Nothing is ever sent: saves keep no block."""
+        return None, self._working.finished_loads(self._step.idle)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """The blocks that loads left unfilled; vLLM computes them."""
+        return self._working.take_bad_blocks()
+
+    def build_connector_worker_meta(self) -> PagodaWorkerMetadata | None:
+        """Tell the scheduler's half whose loads failed."""
+        return self._working.take_meta()
+
+    # ---- the scheduler's half
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        """Open the cache as the workers have described it."""
+        self._scheduling.opened(metadata.values())
+
+    def on_new_request(self, request: Any) -> None:
+        """Begin to look it up."""
+        self._scheduling.new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens can be loaded; (None, False) while that is being found out."""
+        return self._scheduling.matched(request, num_computed_tokens)
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        """By tier, the tokens that are being loaded."""
+        return self._scheduling.sources(request, num_external_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Have the next step load what the request was admitted with."""
+        self._scheduling.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> PagodaMetadata:
+        """This step's work for the workers."""
+        return self._scheduling.step(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Take what the workers tell."""
+        self._scheduling.told(connector_output)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Forget the request; its blocks may be freed at once."""
+        self._scheduling.finished(request)
+        return False, None
+
+    def reset_cache(self) -> bool:
+        """Let nothing that was stored before hit again, for any engine of this machine: weights may have changed."""
+        return self._scheduling.reset()
+
+    def take_events(self) -> Iterable[Any]:
+        """KV events of medium "CPU"."""
+        return self._scheduling.take_events()
+
+    # ---- both
+
+    def get_kv_connector_stats(self) -> PagodaStats | None:
+        """What this half counted since the last call."""
+        half = self._scheduler if self._scheduler is not None else self._working
+        return half.take_stats()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PagodaStats:
+        """Stats from what another process sent."""
+        return PagodaStats() if data is None else PagodaStats(data=data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> PagodaPromMetrics:
+        """The Prometheus counters of `PagodaStats`."""
+        return PagodaPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @property
+    def _step(self) -> PagodaMetadata:
+        meta = self._get_connector_metadata()
+        assert isinstance(meta, PagodaMetadata)
+        return meta
+
+    @property
+    def _working(self) -> PagodaWorker:
+        assert self._worker is not None
+        return self._worker
+
+    @property
+    def _scheduling(self) -> PagodaScheduler:
+        assert self._scheduler is not None
+        return self._scheduler

@@ -1,0 +1,71 @@
+"""What the two halves tell each other, through vLLM: plain data that can be pickled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from pagoda.cache.below import Copy
+from pagoda.keys import Namespace
+from pagoda.layout import KVLayout
+
+__all__ = ["Handshake", "Load", "PagodaMetadata", "PagodaWorkerMetadata", "Save"]
+
+
+class Load(NamedTuple):
+    """Chunks to bring into blocks of one request, which waits for it."""
+
+    request: str
+    keys: list[bytes]  # of all chunks from the first of the prompt to the last wanted
+    first: int  # the chunk that the load begins with
+    blocks: list[int]  # id of each block of the sequence; -1 for those that are not to be filled
+    lora: str | None
+    salt: str | None
+
+
+class Save(NamedTuple):
+    """Chunks of one request that this step completes, and the slots reserved for them."""
+
+    root: bytes
+    copies: list[Copy]  # in ascending position
+    first: int  # the chunk that `blocks` begin with
+    blocks: list[int]
+
+
+@dataclass
+class PagodaMetadata(KVConnectorMetadata):
+    """One step's work for the workers."""
+
+    scheduler_pid: int
+    loads: list[Load] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
+    idle: bool = False  # nothing is computed in this step
+    computed_tokens: int = 0  # in this step, if all of them belong to one prompt
+
+
+@dataclass
+class PagodaWorkerMetadata(KVConnectorWorkerMetadata):
+    """What became of loads, told once; the scheduler offers nothing more to requests whose load failed."""
+
+    failed: set[str]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> PagodaWorkerMetadata:
+        """Join what two ranks tell; changes neither."""
+        assert isinstance(other, PagodaWorkerMetadata)
+        return PagodaWorkerMetadata(self.failed | other.failed)
+
+
+@dataclass
+class Handshake(KVConnectorHandshakeMetadata):
+    """What a rank found its KV memory to be. All ranks of an engine must agree in it."""
+
+    namespace: Namespace
+    layout: KVLayout
+    block_tokens: int
+    parts: int

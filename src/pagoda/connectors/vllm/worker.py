@@ -1,0 +1,259 @@
+"""A worker's half: brings chunks into the engine's blocks, on threads, and the pages of new chunks into slots.
+
+What is saved is copied within the step that computed it, so that no block need be kept for it afterwards.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import partial
+from typing import Any, NamedTuple
+
+from pagoda.cache import Cache, Hit
+from pagoda.cache.below import Copy
+from pagoda.connectors.vllm.identity import namespace_of
+from pagoda.connectors.vllm.meta import Handshake, Load, PagodaMetadata, PagodaWorkerMetadata, Save
+from pagoda.connectors.vllm.options import Options
+from pagoda.connectors.vllm.seen import see_kv_caches
+from pagoda.connectors.vllm.shared import let_go, opened
+from pagoda.connectors.vllm.stats import PagodaStats
+from pagoda.layout import KVLayout
+from pagoda.ledger import Reserved
+from pagoda.transfer.device_pages import DevicePagesKV, Snapshot
+from pagoda.transfer.pages import PagesKV
+
+__all__ = ["PagodaWorker"]
+
+log = logging.getLogger("pagoda.vllm")
+
+_LOAD_THREADS = 4
+_SAVE_THREADS = 1  # chunks of one prompt become visible in its order
+_IDLE_SECONDS = 0.005
+_END_SECONDS = 5.0
+_MOST_SNAPSHOT_BYTES = 512 << 20  # of device memory that wait to be copied into slots
+
+
+class _Loading(NamedTuple):
+    """A load in progress."""
+
+    load: Load
+    future: Future[Hit]
+    began: float
+
+
+class PagodaWorker:
+    """Does what the scheduler's half asks for. Used by the worker's thread; copies run on threads of its own."""
+
+    def __init__(self, options: Options, vllm_config: Any, kv_cache_config: Any) -> None:
+        self._options = options
+        self._configs = vllm_config, kv_cache_config
+        self._cache: Cache | None = None
+        self._loading: dict[str, _Loading] = {}
+        self._bad_blocks: set[int] = set()
+        self._failed: set[str] = set()
+        self._saving: dict[Future[None], int] = {}  # bytes of device memory that each keeps
+        self._load_threads = ThreadPoolExecutor(_LOAD_THREADS, thread_name_prefix="pagoda-load")
+        self._save_threads = ThreadPoolExecutor(_SAVE_THREADS, thread_name_prefix="pagoda-save")
+        self._began = 0.0
+        self._stats = PagodaStats()
+
+    def register(self, kv_caches: dict[str, Any]) -> None:
+        """Look at the engine's KV memory and open the cache for it. Raises ValueError for what is not known."""
+        vllm_config, kv_cache_config = self._configs
+        seen = see_kv_caches(kv_caches, vllm_config, kv_cache_config)
+        blocks = self._options.config.chunk_tokens // seen.block_tokens
+        layout = KVLayout.opaque(
+            self._options.config.chunk_tokens,
+            seen.parts * blocks * sum(seen.page_bytes),
+            seen.description,
+        )
+        kv_dtype = str(vllm_config.cache_config.cache_dtype)
+        namespace = namespace_of(vllm_config, kv_dtype, seen.parts, self._options)
+        self._cache = opened(self._options.config, namespace, layout)
+        self._seen, self._layout = seen, layout
+        self.handshake = Handshake(namespace, layout, seen.block_tokens, seen.parts)
+
+    # ---- a step
+
+    def begin(self, meta: PagodaMetadata) -> None:
+        """Note when the step began."""
+        self._began = time.perf_counter()
+
+    def load(self, meta: PagodaMetadata) -> None:
+        """Begin the step's loads; returns at once."""
+        for load in meta.loads:
+            began = time.perf_counter()
+            future = self._load_threads.submit(self._retriever(load))
+            self._loading[load.request] = _Loading(load, future, began)
+
+    def _retriever(self, load: Load) -> Callable[[], Hit]:
+        """What a thread does for a load; on a GPU it waits for all that was launched before now."""
+        cache, kv = self._opened(), self._kv(load.blocks)
+        start = load.first * self._layout.chunk_tokens
+        return lambda: cache.retrieve(
+            None,
+            kv,
+            keys=load.keys,
+            start_tokens=start,
+            lora=load.lora,
+            salt=load.salt,
+            counted=False,
+        )
+
+    def save(self, meta: PagodaMetadata) -> None:
+        """Copy the pages of the step's new chunks; they become visible behind the step."""
+        here = (
+            meta.scheduler_pid == os.getpid()
+        )  # then both halves have one cache, which weighs loading against this
+        if here and self._seen.on_cpu and meta.computed_tokens >= self._layout.chunk_tokens:
+            self._opened().observe_prefill(meta.computed_tokens, time.perf_counter() - self._began)
+        for save in meta.saves:
+            if not self._seen.writes:
+                continue  # another rank has the same bytes and writes them
+            copies = list(save.copies)
+            if not here:
+                copies = self._adopted(copies)
+            if copies:
+                self._copy(save, copies)
+
+    def _adopted(self, copies: Sequence[Copy]) -> list[Copy]:
+        """Those whose slots still wait for this rank's part."""
+        slots = self._opened().slots
+        assert slots is not None
+        standing = slots.adopt(_reserved(copies), self._seen.part)
+        return [copy for copy, stands in zip(copies, standing, strict=True) if stands]
+
+    def _copy(self, save: Save, copies: list[Copy]) -> None:
+        slots = self._opened().slots
+        assert slots is not None
+        kv = self._kv([-1] * (save.first * self._blocks_per_chunk) + save.blocks)
+        starts = [copy.position * self._layout.chunk_tokens for copy in copies]
+        views = [slots.view(copy.slot) for copy in copies]
+        snapshot: Snapshot | None = None
+        try:
+            if isinstance(kv, PagesKV):
+                kv.to_slots(starts, views)
+            elif sum(self._saving.values()) < _MOST_SNAPSHOT_BYTES:
+                snapshot = kv.snapshot(starts)
+            else:
+                raise MemoryError("too many bytes of device memory wait to be saved")
+        except Exception as trouble:  # noqa: BLE001  # a border: what is not saved is computed again
+            self._not_saved(copies, trouble)
+            return
+        finish = _nothing if snapshot is None else partial(snapshot.to_slots, views)
+        future = self._save_threads.submit(self._commit, save.root, copies, finish)
+        self._saving[future] = 0 if snapshot is None else snapshot.nbytes
+        future.add_done_callback(lambda ended: self._saving.pop(ended, None))
+        self._stats.count("saved_bytes", len(copies) * self._layout.chunk_bytes // self._seen.parts)
+
+    def _not_saved(self, copies: list[Copy], trouble: Exception) -> None:
+        slots = self._opened().slots
+        assert slots is not None
+        slots.abort(_reserved(copies))
+        log.warning("%d chunks were not saved: %s: %s", len(copies), type(trouble).__name__, trouble)
+
+    def _commit(self, root: bytes, copies: list[Copy], finish: Callable[[], None]) -> None:
+        slots = self._opened().slots
+        assert slots is not None
+        try:
+            finish()
+        except Exception as trouble:  # noqa: BLE001  # a border: the thread lives on
+            self._not_saved(copies, trouble)
+            return
+        slots.commit({root: copies}, self._seen.part)
+
+    # ---- what is told after a step
+
+    def finished_loads(self, idle: bool) -> set[str]:
+        """The requests whose loads have ended, told once; blocks that were not filled are in `take_bad_blocks` then.
+
+        In an `idle` step it waits a moment for one: an engine that spins would keep the load's thread from the GIL.
+        """
+        if idle and self._loading:
+            running = [loading.future for loading in self._loading.values()]
+            wait(running, _IDLE_SECONDS, return_when=FIRST_COMPLETED)
+        ended = [name for name, loading in self._loading.items() if loading.future.done()]
+        for name in ended:
+            self._ended(self._loading.pop(name))
+        return set(ended)
+
+    def _ended(self, loading: _Loading) -> None:
+        load, chunk = loading.load, self._layout.chunk_tokens
+        came = 0
+        if (trouble := loading.future.exception()) is None:
+            came = loading.future.result().stop_tokens
+        else:
+            log.warning("a load failed: %s: %s", type(trouble).__name__, trouble)
+        wanted = [block for block in load.blocks if block >= 0]
+        bad = [block for block in load.blocks[came // self._seen.block_tokens :] if block >= 0]
+        tokens = (len(wanted) - len(bad)) * self._seen.block_tokens
+        self._stats.count("loaded_tokens", tokens)
+        chunks = max(0, came // chunk - load.first)
+        self._stats.count("loaded_bytes", chunks * self._layout.chunk_bytes // self._seen.parts)
+        self._stats.count("load_seconds", time.perf_counter() - loading.began)
+        if bad:
+            self._bad_blocks.update(bad)
+            self._failed.add(load.request)
+            self._stats.count("failed_loads", 1)
+            self._stats.count("failed_load_tokens", len(bad) * self._seen.block_tokens)
+
+    def take_bad_blocks(self) -> set[int]:
+        """The blocks that loads left unfilled since the last call."""
+        taken, self._bad_blocks = self._bad_blocks, set()
+        return taken
+
+    def take_meta(self) -> PagodaWorkerMetadata | None:
+        """The requests whose loads failed since the last call."""
+        if not self._failed:
+            return None
+        taken, self._failed = self._failed, set()
+        return PagodaWorkerMetadata(taken)
+
+    def take_stats(self) -> PagodaStats | None:
+        """What was counted since the last call."""
+        return self._stats.take()
+
+    def shutdown(self) -> None:
+        """End the copies that run, then let go of the cache; ends in bounded time. Idempotent."""
+        self._load_threads.shutdown(wait=False, cancel_futures=True)
+        running: list[Future[Any]] = [loading.future for loading in self._loading.values()]
+        running += self._saving
+        wait(running, _END_SECONDS)
+        self._save_threads.shutdown(wait=False, cancel_futures=True)
+        cache, self._cache = self._cache, None
+        if cache is not None:
+            let_go(cache)
+
+    # ---- parts of it
+
+    @property
+    def _blocks_per_chunk(self) -> int:
+        return self._layout.chunk_tokens // self._seen.block_tokens
+
+    def _kv(self, blocks: Sequence[int]) -> PagesKV | DevicePagesKV:
+        kind = PagesKV if self._seen.on_cpu else DevicePagesKV
+        return kind(
+            self._seen.planes,
+            self._layout,
+            block_tokens=self._seen.block_tokens,
+            block_table=blocks,
+            part=self._seen.part,
+            parts=self._seen.parts,
+        )
+
+    def _opened(self) -> Cache:
+        if self._cache is None:
+            raise RuntimeError("the connector has no KV memory yet, or was shut down")
+        return self._cache
+
+
+def _reserved(copies: Sequence[Copy]) -> list[Reserved]:
+    return [Reserved(copy.key, copy.slot, copy.generation) for copy in copies]
+
+
+def _nothing() -> None:
+    """For pages that are in their slots already."""
