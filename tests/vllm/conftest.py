@@ -1,0 +1,85 @@
+"""What the tests with real engines share: models, tiers' rooms, engines that live for the whole run."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm import models
+from tests.vllm.engines import Engine, options
+from tests.vllm.inside import Answer
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama."""
+    return models.make_llama(tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture(scope="session")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, int, str]]:
+    """Two adapters of it, as (name, number, path)."""
+    root = tmp_path_factory.mktemp("adapters")
+    return [(f"adapter-{seed}", seed, str(models.make_lora(root / f"{seed}", seed))) for seed in (1, 2)]
+
+
+@pytest.fixture(scope="session")
+def session_shm() -> Iterator[Path]:
+    """A directory of this run's own in the machine's shared memory."""
+    root = Path(tempfile.mkdtemp(prefix="pagoda-vllm-", dir="/dev/shm"))
+    try:
+        yield root
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def lora_options(llama: Path) -> dict[str, Any]:
+    """The options of the engines whose answers are compared."""
+    return options(llama, enable_lora=True, max_loras=2, max_lora_rank=models.RANK)
+
+
+@pytest.fixture(scope="session")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where engines write."""
+    return tmp_path_factory.mktemp("logs")
+
+
+class Plain:
+    """An engine without a connector: what it says is right. Each question is asked once."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._known: dict[str, tuple[tuple[int, ...], ...]] = {}
+
+    def says(self, *prompts: Sequence[int], **how: Any) -> list[tuple[tuple[int, ...], ...]]:
+        """The tokens (of each sample) that belong to each prompt."""
+        for prompt in prompts:
+            if (name := repr((list(prompt), how))) not in self._known:
+                self._known[name] = self._engine.say(prompt, **how)[0].tokens
+        return [self._known[repr((list(prompt), how))] for prompt in prompts]
+
+
+@pytest.fixture(scope="session")
+def plain(lora_options: dict[str, Any], logs: Path) -> Iterator[Plain]:
+    """The engine without a connector."""
+    engine = Engine("plain", logs / "plain.log", **lora_options)
+    yield Plain(engine)
+    engine.stop()
+
+
+@pytest.fixture(scope="session")
+def same(plain: Plain) -> Callable[..., list[Answer]]:
+    """Asks an engine, and asserts that it says what the engine without a connector says."""
+
+    def ask(engine: Engine, *prompts: Sequence[int], **how: Any) -> list[Answer]:
+        answers = engine.say(*prompts, **how)
+        assert [answer.tokens for answer in answers] == plain.says(*prompts, **how)
+        return answers
+
+    return ask

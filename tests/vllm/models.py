@@ -1,0 +1,73 @@
+"""Tiny models made on the spot: a random Llama, and adapters for it that change what it says."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCABULARY = 256, 4, 2, 64, 4, 1024
+EOS, BOS, UNKNOWN = 1, 2, 0
+RANK = 8
+_WORDS = range(3, 1000)
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    """A prompt of that many tokens; other seeds differ from the first token on."""
+    draw = random.Random(seed)
+    return [draw.choice(_WORDS) for _ in range(tokens)]
+
+
+def words(tokens: list[int]) -> str:
+    """The text that the tokenizer turns back into these tokens."""
+    return " ".join(f"t{token}" for token in tokens)
+
+
+def make_llama(directory: Path, seed: int = 0, dtype: str = "float32") -> Path:
+    """Write a random Llama with a word-level tokenizer; its weights are so large that texts differ.
+
+    In float32 a different order of summation (batches, chunked prefill, ranks) does not change a greedy choice.
+    """
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=512, num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM,
+        max_position_embeddings=8192, initializer_range=0.2, bos_token_id=BOS, eos_token_id=EOS,
+    )  # fmt: skip
+    LlamaForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(directory)
+    tokenizer = Tokenizer(
+        models.WordLevel({f"t{number}": number for number in range(VOCABULARY)}, unk_token=f"t{UNKNOWN}")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token=f"t{UNKNOWN}", eos_token=f"t{EOS}", bos_token=f"t{BOS}",
+        pad_token=f"t{UNKNOWN}",
+    ).save_pretrained(directory)  # fmt: skip
+    return directory
+
+
+def make_lora(directory: Path, seed: int) -> Path:
+    """Write an adapter of the Llama's attention, large enough that it says something else."""
+    import torch
+    from safetensors.torch import save_file
+
+    draw = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(LAYERS):
+        for module, rows in (("q_proj", HEADS * HEAD_DIM), ("v_proj", KV_HEADS * HEAD_DIM)):
+            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            tensors[f"{name}.lora_A.weight"] = torch.randn(RANK, HIDDEN, generator=draw) * 0.3
+            tensors[f"{name}.lora_B.weight"] = torch.randn(rows, RANK, generator=draw) * 0.3
+    directory.mkdir(parents=True)
+    save_file(tensors, str(directory / "adapter_model.safetensors"))
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": 2 * RANK, "lora_dropout": 0.0,
+        "target_modules": ["q_proj", "v_proj"], "bias": "none", "base_model_name_or_path": "tiny",
+        "fan_in_fan_out": False, "inference_mode": True, "modules_to_save": None,
+    }  # fmt: skip
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return directory

@@ -1,0 +1,89 @@
+"""The tiers of a test, looked at and spoilt from outside of the engines that use them."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pagoda.ledger import Ledger
+from pagoda.ledger.state import STATE
+
+PATIENT_SECONDS = 30.0
+
+
+def wait_until(condition: Callable[[], object], what: str, seconds: float = PATIENT_SECONDS) -> None:
+    """Wait for something that must come; AssertionError if it does not."""
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, f"never came: {what}"
+        time.sleep(0.02)
+
+
+def stores(root: Path) -> list[Path]:
+    """The stores under a tier's root: one a layout."""
+    if not root.is_dir():
+        return []
+    return sorted(path for path in root.iterdir() if path.name[0] != "." and (path / STATE).is_file())
+
+
+@contextmanager
+def ledger_of(root: Path) -> Iterator[Ledger]:
+    """The ledger of the only store under a tier's root, shared with whoever has it open."""
+    (store,) = stores(root)
+    ledger = Ledger.attach(store)
+    try:
+        yield ledger
+    finally:
+        ledger.close()
+
+
+def ready(root: Path) -> int:
+    """How many chunks can be had from a tier."""
+    if not stores(root):
+        return 0
+    with ledger_of(root) as ledger:
+        return ledger.gauges()["ready"]
+
+
+def keys(root: Path) -> set[bytes]:
+    """Which chunks can be had from a tier."""
+    with ledger_of(root) as ledger:
+        return {row.key for row in ledger.rows()}
+
+
+def wait_ready(root: Path, chunks: int) -> None:
+    """Wait until a tier has that many chunks: what an engine stores is visible a little after its answer."""
+    wait_until(lambda: ready(root) >= chunks, f"{chunks} chunks in {root}, there are {ready(root)}")
+
+
+def check(root: Path) -> dict[str, int]:
+    """Have the ledger's numbers judged; return its gauges."""
+    with ledger_of(root) as ledger:
+        return dict(ledger.check().gauges)
+
+
+def clear(root: Path) -> None:
+    """Remove all chunks of a tier, as somebody else would."""
+    with ledger_of(root) as ledger:
+        ledger.clear(None)
+
+
+def wipe(root: Path) -> None:
+    """Remove a tier as a reboot does: nobody may have it open."""
+    shutil.rmtree(root)
+
+
+def flip_payloads(root: Path) -> int:
+    """Flip bytes in the middle of every chunk in a tier's slab file; returns how many were there."""
+    with ledger_of(root) as ledger, open(ledger.slab_path, "r+b") as slab:
+        rows = list(ledger.rows())
+        for row in rows:
+            at = row.slot * ledger.slot_bytes + ledger.slot_bytes // 2
+            slab.seek(at)
+            flipped = bytes(byte ^ 0xFF for byte in slab.read(64))
+            slab.seek(at)
+            slab.write(flipped)
+    return len(rows)
