@@ -6,12 +6,12 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from tests.vllm import models
-from tests.vllm.engines import Engine, options
+from tests.vllm.engines import Engine, connector, options
 from tests.vllm.inside import Answer
 
 
@@ -65,12 +65,38 @@ class Plain:
         return [self._known[repr((list(prompt), how))] for prompt in prompts]
 
 
+class Tiers(NamedTuple):
+    """The directories of an engine's tiers."""
+
+    host: Path
+    disk: Path
+
+
 @pytest.fixture(scope="session")
-def plain(lora_options: dict[str, Any], logs: Path) -> Iterator[Plain]:
+def tiers(session_shm: Path, tmp_path_factory: pytest.TempPathFactory) -> Tiers:
+    """The tiers of `pagoda`, which other engines may share."""
+    return Tiers(session_shm / "host", tmp_path_factory.mktemp("tiers") / "disk")
+
+
+@pytest.fixture(scope="session")
+def _both(lora_options: dict[str, Any], logs: Path, tiers: Tiers) -> Iterator[tuple[Engine, Engine]]:
+    without = Engine("plain", logs / "plain.log", **lora_options)
+    ours = Engine("pagoda", logs / "pagoda.log", **lora_options, **connector(*tiers))
+    yield without, ours
+    without.stop()
+    ours.stop()
+
+
+@pytest.fixture(scope="session")
+def plain(_both: tuple[Engine, Engine]) -> Plain:
     """The engine without a connector."""
-    engine = Engine("plain", logs / "plain.log", **lora_options)
-    yield Plain(engine)
-    engine.stop()
+    return Plain(_both[0])
+
+
+@pytest.fixture(scope="session")
+def pagoda(_both: tuple[Engine, Engine]) -> Engine:
+    """The engine with the connector, host and disk; tests that share it ask about prompts of their own."""
+    return _both[1]
 
 
 @pytest.fixture(scope="session")

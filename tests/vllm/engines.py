@@ -39,15 +39,15 @@ def options(model: Path, **others: Any) -> dict[str, Any]:
     return {
         "model": str(model), "dtype": "float32", "max_model_len": 4096, "block_size": BLOCK,
         "enforce_eager": True, "num_gpu_blocks_override": POOL_BLOCKS, "kv_cache_memory_bytes": 64 << 20,
-        "max_num_seqs": 16, "seed": 0,
+        "max_num_seqs": 16, "max_num_batched_tokens": 512, "seed": 0,
     } | others  # fmt: skip
 
 
 def connector(host: Path, disk: Path | None = None, **extra: Any) -> dict[str, Any]:
     """The option of an engine that uses these tiers."""
-    tiers = {"host_path": str(host), "host_size": "64MiB", "chunk_tokens": CHUNK, "worth_it": False}
+    tiers = {"host_path": str(host), "host_size": "128MiB", "chunk_tokens": CHUNK, "worth_it": False}
     if disk is not None:
-        tiers |= {"disk_path": str(disk), "disk_size": "128MiB"}
+        tiers |= {"disk_path": str(disk), "disk_size": "192MiB"}
     # patient: a busy machine must not turn a hit that a test expects into a miss
     tiers |= {"deadline_seconds": 20.0} | extra
     return {
@@ -146,3 +146,8 @@ class Engine:
             os.kill(self.process.pid, signal.SIGUSR1)
             time.sleep(1.0)
         return self.log.read_text(errors="replace")[-6000:] if self.log.exists() else ""
+
+
+def loadable(prompt_tokens: int) -> int:
+    """How many tokens of a prompt that is stored can be loaded: whole chunks, and a token is left to compute."""
+    return min(prompt_tokens // CHUNK * CHUNK, (prompt_tokens - 1) // BLOCK * BLOCK)

@@ -1,0 +1,176 @@
+"""With PagodaKV an engine says what it says without, whatever came from where; and what was to hit has hit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.vllm import stores
+from tests.vllm.conftest import Plain, Tiers
+from tests.vllm.engines import BLOCK, CHUNK, Engine, loadable
+from tests.vllm.inside import Answer, Room
+from tests.vllm.models import prompt
+
+Same = Callable[..., list[Answer]]
+
+
+@pytest.fixture
+def stored(pagoda: Engine, tiers: Tiers, same: Same) -> Callable[..., None]:
+    """Has prompts computed and stored, and the device's own cache emptied. Their answers are compared, too."""
+
+    def store(*prompts: list[int], max_tokens: int = 1, **how: Any) -> None:
+        before = stores.ready(tiers.host)
+        for one in prompts:
+            (answer,) = same(pagoda, one, max_tokens=max_tokens, **how)
+            assert answer.external == 0
+        chunks = sum((len(one) + max_tokens - 1) // CHUNK for one in prompts)
+        stores.wait_ready(tiers.host, before + chunks)
+        pagoda.reset()
+
+    return store
+
+
+def test_lengths(pagoda: Engine, same: Same, stored: Callable[..., None]) -> None:
+    """Prompts that end with a chunk, with a block, a token before and behind either; and shorter ones."""
+    lengths = [10 * CHUNK, 10 * CHUNK + BLOCK, 10 * CHUNK + 1, 10 * CHUNK - 1, CHUNK, CHUNK - 1, CHUNK + 1, 5]
+    prompts = [prompt(100 + length, length) for length in lengths]
+    stored(*prompts)
+    for one in prompts:
+        (answer,) = same(pagoda, one)
+        assert (answer.local, answer.external) == (0, loadable(len(one)))
+        (answer,) = same(pagoda, one)
+        assert (answer.local, answer.external) == ((len(one) - 1) // BLOCK * BLOCK, 0)
+
+
+def test_all_at_once(pagoda: Engine, same: Same, stored: Callable[..., None]) -> None:
+    """Prompts with common beginnings and the same prompt twice, some of them stored, in one batch."""
+    base = prompt(200, 9 * CHUNK)
+    stored(base, prompt(201, 5 * CHUNK + 3))
+    branches = [base[: 4 * CHUNK] + prompt(210 + i, 200) for i in range(3)]
+    answers = same(pagoda, base, base, *branches, prompt(201, 5 * CHUNK + 3), prompt(220, 300))
+    assert answers[0].local + answers[0].external == loadable(len(base))
+    assert all(answer.local + answer.external == 4 * CHUNK for answer in answers[2:5])
+    assert answers[5].external == 5 * CHUNK
+    assert answers[6].external == 0
+
+
+def test_longer_than_a_step(pagoda: Engine, same: Same, stored: Callable[..., None]) -> None:
+    """A prompt that vLLM computes in several steps, and one that goes on where the hit ends."""
+    long = prompt(300, 1900)
+    stored(long)
+    (answer,) = same(pagoda, long)
+    assert (answer.local, answer.external) == (0, loadable(1900))
+    pagoda.reset()
+    (answer,) = same(pagoda, long + prompt(301, 1400))
+    assert (answer.local, answer.external) == (0, 1900 // CHUNK * CHUNK)
+
+
+@pytest.mark.parametrize("local_blocks", [1, 2, 3])
+def test_behind_a_local_hit(
+    pagoda: Engine, same: Same, stored: Callable[..., None], local_blocks: int
+) -> None:
+    """The device has the first blocks, and ends within a chunk or with one; the rest is loaded."""
+    one = prompt(400 + local_blocks, 8 * CHUNK + 7)
+    stored(one)
+    same(pagoda, one[: local_blocks * BLOCK + 1])
+    (answer,) = same(pagoda, one)
+    local = local_blocks * BLOCK
+    assert (answer.local, answer.external) == (local, loadable(len(one)) - local)
+
+
+def test_what_the_model_wrote(pagoda: Engine, plain: Plain, same: Same, stored: Callable[..., None]) -> None:
+    """The next turn of a conversation finds the answer of the last one."""
+    first = prompt(500, 200)
+    stored(first, max_tokens=150)
+    ((written,),) = plain.says(first, max_tokens=150)
+    second = first + list(written) + prompt(501, 60)
+    (answer,) = same(pagoda, second)
+    assert (answer.local, answer.external) == (0, (200 + 149) // CHUNK * CHUNK)
+
+
+def test_preempted(pagoda: Engine, same: Same, stored: Callable[..., None]) -> None:
+    """More requests than the device has blocks for: some lose theirs in between, and load again what they had."""
+    prompts = [prompt(600 + i, 330) for i in range(12)]
+    stored(*prompts)
+    before = pagoda.call(preemptions)
+    answers = same(pagoda, *prompts, max_tokens=120)
+    assert [answer.external for answer in answers] == [320] * 12
+    assert pagoda.call(preemptions) > before
+
+
+def preemptions(room: Room) -> int:
+    """How often a request lost its blocks."""
+    return room.preemptions
+
+
+def test_several_samples(pagoda: Engine, same: Same, stored: Callable[..., None]) -> None:
+    """Several samples of one prompt share what was loaded."""
+    one = prompt(700, 6 * CHUNK)
+    stored(one)
+    (answer,) = same(pagoda, one, n=3, seed=7)
+    assert len(set(answer.tokens)) == 3
+    assert answer.external >= loadable(len(one))
+
+
+def test_adapters(
+    pagoda: Engine,
+    plain: Plain,
+    same: Same,
+    stored: Callable[..., None],
+    adapters: list[tuple[str, int, str]],
+) -> None:
+    """What an adapter computed is for that adapter only."""
+    one = prompt(800, 5 * CHUNK + 9)
+    stored(one, lora=adapters[0])
+    (with_first,) = same(pagoda, one, lora=adapters[0])
+    assert with_first.external == loadable(len(one))
+    for other in (adapters[1], None):
+        pagoda.reset()
+        (answer,) = same(pagoda, one, lora=other)
+        assert answer.external == 0
+        assert answer.tokens != with_first.tokens
+
+
+def test_salts(pagoda: Engine, same: Same, stored: Callable[..., None]) -> None:
+    """What one tenant stored is for that tenant only."""
+    one = prompt(900, 5 * CHUNK + 9)
+    stored(one, salt="one tenant")
+    (answer,) = same(pagoda, one, salt="one tenant")
+    assert answer.external == loadable(len(one))
+    for other in ("another tenant", None):
+        pagoda.reset()
+        (answer,) = same(pagoda, one, salt=other)
+        assert answer.external == 0
+
+
+def test_these_tests_can_fail(pagoda: Engine, plain: Plain, stored: Callable[..., None]) -> None:
+    """Were other bytes loaded than those stored, another text would come out."""
+    one = prompt(1000, 8 * CHUNK + 5)
+    stored(one, salt="zeros")
+    pagoda.call(load_zeros, True)
+    try:
+        (answer,) = pagoda.say(one, salt="zeros")
+    finally:
+        pagoda.call(load_zeros, False)
+        pagoda.reset()
+    assert answer.external == loadable(len(one))
+    assert [answer.tokens] != plain.says(one, salt="zeros")
+
+
+def load_zeros(room: Room, zeros: bool) -> None:
+    """Have every load write zeros instead of what was stored, or no more."""
+    import numpy as np
+
+    from pagoda.transfer.pages import PagesKV
+
+    if not zeros:
+        PagesKV.from_slots = room.kept.pop("from_slots")
+        return
+    from_slots = room.kept["from_slots"] = PagesKV.from_slots
+
+    def wrong(self: PagesKV, starts: Any, slots: Any) -> None:
+        from_slots(self, starts, [np.zeros_like(np.asarray(slot)) for slot in slots])
+
+    PagesKV.from_slots = wrong
