@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+import numbers
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -154,25 +155,35 @@ def plain(value: Any) -> Any:
 
     Raises ValueError for an object whose text would hold an address, or is not known to be stable.
     """
-    if value is None or (isinstance(value, bool | str | int) and not isinstance(value, enum.Enum)):
+    if value is None or type(value) in (bool, int, str):
         return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else repr(value)
     if isinstance(value, enum.Enum):
         return f"{type(value).__qualname__}.{value.name}"
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value) if math.isfinite(value) else repr(float(value))
+    if isinstance(value, str | bytes):
+        return str(value)
     if isinstance(value, Mapping):
         return {str(name): plain(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | range):
         return [plain(each) for each in value]
     if isinstance(value, set | frozenset):
         return sorted((plain(each) for each in value), key=repr)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {each.name: plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
+    return _plain_object(value)
+
+
+def _plain_object(value: Any) -> Any:
     if isinstance(value, type):
         return f"{value.__module__}.{value.__qualname__}"
+    if dataclasses.is_dataclass(value):
+        return {each.name: plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
     if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
         return str(value)
+    if callable(getattr(value, "to_dict", None)):  # a config inside a config
+        return plain(_stable(value.to_dict()))
     raise ValueError(
-        f"a setting of vLLM is a {type(value).__qualname__}, which has no stable name, so KV computed with it cannot"
-        " be told apart: leave that setting out, or switch the cache off"
+        f"a setting of vLLM or of the model is a {type(value).__qualname__}, which has no stable text, so KV computed"
+        " with it cannot be told apart: leave that setting out, or run without the connector"
     )

@@ -49,4 +49,9 @@ def _backend(vllm_config: VllmConfig, layer_name: str) -> list[object]:
             f"{layer_name}: no attention layer of this name, so how it lays out its pages is not known"
         )
     backend = layer.get_attn_backend()
-    return [f"{backend.__module__}.{backend.__qualname__}", backend.get_name(), getattr(layer, "isa", None)]
+    view = getattr(
+        layer, "kv_cache", None
+    )  # as the kernel sees it: its blocks may be smaller than the engine's
+    seen = [list(view.shape[1:]), list(view.stride())] if hasattr(view, "stride") else None
+    kind = f"{backend.__module__}.{backend.__qualname__}"
+    return [kind, backend.get_name(), getattr(layer, "isa", None), str(getattr(view, "dtype", None)), seen]

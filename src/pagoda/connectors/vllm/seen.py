@@ -88,9 +88,11 @@ def see_kv_caches(
 
 
 def _specs(group: Any) -> dict[str, Any]:
-    """The spec of each layer of a group, in the group's order."""
+    """The spec of each layer of a group, in the group's order; layers that use another's KV may have none."""
     inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)
-    return {name: inner[name] if inner else group.kv_cache_spec for name in group.layer_names}
+    if inner is None:
+        return dict.fromkeys(group.layer_names, group.kv_cache_spec)
+    return {name: inner[name] for name in group.layer_names if name in inner}
 
 
 def _pages(kv_caches: Mapping[str, Any], specs: dict[str, Any], num_blocks: int) -> list[Page]:
@@ -107,14 +109,14 @@ def _pages(kv_caches: Mapping[str, Any], specs: dict[str, Any], num_blocks: int)
             raise ValueError(f"layers {known.names} and {name} share memory and see it differently")
         found[place] = page if known is None else known._replace(names=(*known.names, name))
     places = {(page.start, page.stride) for page in found.values()}
-    for name in kv_caches:  # layers outside of the group may only read what a layer of the group writes
+    for name in kv_caches:  # a layer without a spec may only read what a layer with one writes
         if name not in specs:
             tensor = kv_caches[name]
             ratio = tensor.shape[0] // num_blocks if tensor.shape[0] % num_blocks == 0 else 1
             at = (int(tensor.data_ptr()), tensor.stride(0) * ratio * tensor.element_size())
             if at not in places:
                 raise ValueError(
-                    f"{name} has KV of its own but is in no KV cache group: it would not be stored"
+                    f"{name} has KV of its own but no spec in the KV cache group: it would not be stored"
                 )
     return list(found.values())
 

@@ -1,0 +1,217 @@
+"""Pages of real KV caches: every layout that vLLM knows, kernel blocks, padding, sharing, ranks."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.configs import BLOCK, allocate, engine_config, make_layers
+
+DENSE = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
+PAGE = 2 * BLOCK * 128 * 2  # heads, tokens, K and V, bfloat16
+
+
+def see(config: Any, cache_config: Any, kv_caches: dict[str, Any]) -> Any:
+    from pagoda.connectors.vllm.seen import see_kv_caches
+
+    return see_kv_caches(kv_caches, config, cache_config)
+
+
+@pytest.fixture(params=DENSE)
+def layout(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_a_plane_row_is_a_block_of_all_layers_and_nothing_else(llama: Path, layout: str) -> None:
+    """Writing through the engine's views shows up in exactly that row, byte for byte, whatever the layout."""
+    import torch
+
+    config = engine_config(llama, layout)
+    cache_config, kv_caches = allocate(config, make_layers(config))
+    seen = see(config, cache_config, kv_caches)
+    assert seen.num_blocks == 6 and seen.block_tokens == BLOCK and sum(seen.page_bytes) == 4 * PAGE
+    assert len(seen.planes) == (1 if layout.startswith("B") else 4)
+    assert (seen.parts, seen.part, seen.writes, seen.on_cpu) == (1, 0, True, True)
+    assert all(plane.dtype == torch.int8 and plane.stride(1) == 1 for plane in seen.planes)
+    for block in (0, 3, 5):
+        for number, tensor in enumerate(kv_caches.values()):
+            for plane in seen.planes:
+                plane.zero_()
+            tensor[block].copy_(torch.randn(tensor[block].shape))
+            written = [(plane != 0).any(dim=1).nonzero().flatten().tolist() for plane in seen.planes]
+            assert [row for rows in written for row in rows] == [block]
+            rows = torch.cat([plane[block] for plane in seen.planes])
+            page = rows[number * PAGE : (number + 1) * PAGE].view(torch.bfloat16)
+            order = sorted(range(3), key=lambda dim: -tensor.stride(dim + 1))
+            assert torch.equal(page, tensor[block].permute(order).flatten())
+            assert int((rows != 0).sum()) == int((rows[number * PAGE : (number + 1) * PAGE] != 0).sum())
+
+
+@pytest.mark.parametrize("layout", ["LHBNC", "BHLNC"])
+def test_layouts_that_tear_a_block_apart_are_refused(llama: Path, layout: str) -> None:
+    config = engine_config(llama, layout)
+    cache_config, kv_caches = allocate(config, make_layers(config))
+    with pytest.raises(ValueError, match=r"not one run.*VLLM_KV_CACHE_LAYOUT=LBNHC"):
+        see(config, cache_config, kv_caches)
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC"])
+def test_kernel_blocks_are_joined_to_the_blocks_of_the_engine(llama: Path, layout: str) -> None:
+    import torch
+
+    config = engine_config(llama, layout, block_size=128)
+    specs = make_layers(config)
+    split = see(config, *allocate(config, specs, kernel_block_size=32))
+    whole = see(config, *allocate(config, specs))
+    assert split.page_bytes == whole.page_bytes == (4 * PAGE,) * 4
+    assert split.num_blocks == 6 and split.block_tokens == 128
+    assert split.description != whole.description, "the bytes inside lie otherwise"
+    cache_config, kv_caches = allocate(config, specs, kernel_block_size=32)
+    seen = see(config, cache_config, kv_caches)
+    next(iter(kv_caches.values()))[4:8].copy_(torch.ones(4, 2, 32, 128))
+    assert seen.planes[0][1].all()  # 1.0 in bfloat16 has no byte of zeros
+    assert not seen.planes[0][0].any() and not seen.planes[0][2].any()
+
+
+def test_kernel_blocks_between_other_layers_are_refused(llama: Path) -> None:
+    """vLLM never splits such blocks itself; views that claim so are taken for what they are: unknown."""
+    config = engine_config(llama, "LBHNC", block_size=64)
+    cache_config, kv_caches = allocate(config, make_layers(config))
+    torn = {
+        name: tensor.as_strided((12, 2, 32, 128), (5120, 4096, 128, 1)) for name, tensor in kv_caches.items()
+    }
+    with pytest.raises(ValueError, match="do not lie side by side"):
+        see(config, cache_config, torn)
+    torn = {name: tensor[:, :, :32][::1].repeat(2, 1, 1, 1)[:11] for name, tensor in kv_caches.items()}
+    with pytest.raises(ValueError, match="11 blocks of the kernel are no multiple of 6 blocks"):
+        see(config, cache_config, torn)
+
+
+def test_padding_is_not_stored(llama: Path) -> None:
+    config = engine_config(llama, "LBHNC")
+    specs = {name: replace(spec, page_size_padded=PAGE + 512) for name, spec in make_layers(config).items()}
+    seen = see(config, *allocate(config, specs))
+    assert seen.page_bytes == (PAGE,) * 4
+    assert {plane.stride(0) for plane in seen.planes} == {PAGE + 512}
+
+
+def test_layers_that_use_anothers_kv_are_one_plane(llama: Path) -> None:
+    """As vLLM makes them: the layer joins the group's names, without memory of its own."""
+    config = engine_config(llama, "LBHNC")
+    specs = make_layers(config)
+    (last, _) = specs.popitem()
+    cache_config, kv_caches = allocate(config, specs)
+    kv_caches[last] = kv_caches["model.layers.1.self_attn.attn"]
+    assert len(see(config, cache_config, kv_caches).planes) == 3
+    cache_config.kv_cache_groups[0].layer_names.append(last)
+    assert len(see(config, cache_config, kv_caches).planes) == 3
+
+
+def test_layers_nobody_speaks_of_are_refused(llama: Path) -> None:
+    config = engine_config(llama, "LBHNC")
+    specs = make_layers(config)
+    cache_config, kv_caches = allocate(config, specs)
+    name, tensor = next(iter(kv_caches.items()))
+    with pytest.raises(ValueError, match=r"draft\.attn has KV of its own"):
+        see(config, cache_config, {**kv_caches, "draft.attn": tensor.clone()})
+    with pytest.raises(ValueError, match="no KV cache was registered"):
+        see(config, cache_config, {other: each for other, each in kv_caches.items() if other != name})
+
+
+def test_pages_that_overlap_or_are_too_few_are_refused(llama: Path) -> None:
+    config = engine_config(llama, "LBHNC")
+    cache_config, kv_caches = allocate(config, make_layers(config))
+    names = list(kv_caches)
+    first = kv_caches[names[0]]
+    shifted = first.as_strided(first.shape, first.stride(), first.storage_offset() + 128)
+    with pytest.raises(ValueError, match="overlap"):
+        see(config, cache_config, {**kv_caches, names[1]: shifted})
+    with pytest.raises(ValueError, match=r"blocks of the kernel are no multiple of 7"):
+        see(config, replace(cache_config, num_blocks=7), kv_caches)
+
+
+def test_pages_of_another_size_than_the_spec_says_are_refused(llama: Path) -> None:
+    config = engine_config(llama, "LBHNC")
+    cache_config, kv_caches = allocate(config, make_layers(config))
+    with pytest.raises(ValueError, match="but vLLM says"):
+        see(config, cache_config, {name: tensor[..., :64].contiguous() for name, tensor in kv_caches.items()})
+    with pytest.raises(ValueError, match="is no tensor"):
+        see(config, cache_config, {name: [tensor, tensor] for name, tensor in kv_caches.items()})
+    with pytest.raises(ValueError, match=r"is no tensor \[blocks, heads, tokens, content\] but Tensor"):
+        see(config, cache_config, {name: tensor.flatten(1) for name, tensor in kv_caches.items()})
+
+
+def test_planes_keep_apart_whatever_the_strides() -> None:
+    """`check_apart` against marking every byte, for random pages of one buffer."""
+    import torch
+
+    from pagoda.connectors.vllm.planes import Page, check_apart
+
+    draw, refused = random.Random(7), 0
+    for _ in range(3000):
+        buffer, pages, marks, clash = torch.zeros(400, dtype=torch.int8), [], set(), False
+        stride = draw.choice((20, 40))
+        for number in range(draw.randint(2, 3)):
+            stride = stride if draw.random() < 0.8 else draw.choice((20, 40))
+            size, start = draw.randint(4, 12), draw.randrange(0, 120, 4)
+            plane = buffer.as_strided((4, size), (stride, 1), start)
+            pages.append(
+                Page(plane.data_ptr(), stride, size, 1, "", plane, buffer.data_ptr(), (f"layer {number}",))
+            )
+            mine = {start + block * stride + byte for block in range(4) for byte in range(size)}
+            clash |= bool(marks & mine)
+            marks |= mine
+        try:
+            check_apart(pages)
+        except ValueError:
+            refused += 1
+        else:
+            assert not clash, [
+                (page.start - buffer.data_ptr(), page.stride, page.page_bytes) for page in pages
+            ]
+    assert 300 < refused < 2900
+
+
+def test_replicas_are_one_part_and_one_of_them_writes(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 ranks of which 2 and 2 hold the same: 2 parts. The ranks' group is vLLM's, its rank is set."""
+    from vllm.distributed import parallel_state
+
+    config = engine_config(llama, "LBHNC")
+    cache_config, kv_caches = allocate(config, make_layers(config))
+    config.parallel_config.tensor_parallel_size = 4
+    with pytest.raises(ValueError, match="rank of this worker is not known"):
+        see(config, cache_config, kv_caches)
+    monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: True)
+    found = []
+    for rank in range(4):
+        monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
+        found.append(see(config, replace(cache_config, kv_tp_replicas=2), kv_caches))
+    assert [(seen.parts, seen.part, seen.writes) for seen in found] == [
+        (2, 0, True), (2, 0, False), (2, 1, True), (2, 1, False),
+    ]  # fmt: skip
+    assert len({seen.description for seen in found}) == 1
+    with pytest.raises(ValueError, match="cannot hold 3 copies"):
+        see(config, replace(cache_config, kv_tp_replicas=3), kv_caches)
+
+
+def test_the_description_tells_formats_apart_and_nothing_else(llama: Path) -> None:
+    def described(layout: str = "LBHNC", num_blocks: int = 6, **how: Any) -> str:
+        heads = how.pop("kv_heads", 2)
+        config = engine_config(llama, layout, **how)
+        return str(
+            see(config, *allocate(config, make_layers(config, kv_heads=heads), num_blocks)).description
+        )
+
+    base = described()
+    assert described(num_blocks=9) == base and described(max_model_len=2048) == base
+    others = [described(layout) for layout in DENSE[1:]] + [described(block_size=64), described(kv_heads=4)]
+    assert len({base, *others}) == 1 + len(others)
+    facts = json.loads(base)
+    assert facts["machine"]["vllm"] == "0.32" and facts["machine"]["device"][0] == "cpu"
+    assert not re.search(r"0x[0-9a-f]{6}|cuda:\d", base)
