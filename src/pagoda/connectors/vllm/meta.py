@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from pagoda.cache.below import Copy
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
+from pagoda.ledger import Reserved
 
 __all__ = ["Handshake", "Load", "PagodaMetadata", "PagodaWorkerMetadata", "Save"]
 
@@ -51,14 +52,15 @@ class PagodaMetadata(KVConnectorMetadata):
 
 @dataclass
 class PagodaWorkerMetadata(KVConnectorWorkerMetadata):
-    """What became of loads, told once; the scheduler offers nothing more to requests whose load failed."""
+    """What came to nothing, told once."""
 
-    failed: set[str]
+    failed: set[str]  # requests whose load failed: nothing more is offered to them
+    unsaved: set[Reserved]  # slots that a rank could not make its own: the scheduler gives them up
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> PagodaWorkerMetadata:
         """Join what two ranks tell; changes neither."""
         assert isinstance(other, PagodaWorkerMetadata)
-        return PagodaWorkerMetadata(self.failed | other.failed)
+        return PagodaWorkerMetadata(self.failed | other.failed, self.unsaved | other.unsaved)
 
 
 @dataclass

@@ -7,69 +7,27 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
-import time
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from pagoda.cache import Cache, Hit
+from pagoda.cache import Cache
 from pagoda.cache.below import Copy
-from pagoda.cache.look import LEASE_SECONDS
 from pagoda.connectors.vllm.events import StoredEvents
-from pagoda.connectors.vllm.identity import lora_name
+from pagoda.connectors.vllm.lookups import Lookups, Tracked
 from pagoda.connectors.vllm.meta import Handshake, Load, PagodaMetadata, PagodaWorkerMetadata, Save
 from pagoda.connectors.vllm.options import Options
 from pagoda.connectors.vllm.shared import let_go, opened
 from pagoda.connectors.vllm.stats import PagodaStats
-from pagoda.keys import derive_keys
 from pagoda.ledger import Refused, Reserved
-from pagoda.metrics import Reason
 
 __all__ = ["PagodaScheduler"]
 
 log = logging.getLogger("pagoda.vllm")
 
-_LOOK_THREADS = 2
-_MOST_LOOKS = 64  # begun ahead of their turn
-_FIRST_POLL_SECONDS = 0.003  # so that most look-ups are answered in the pass that asks
-_LOOK_SECONDS = 5.0  # a look-up that takes longer is a miss
 _RESERVE_SECONDS = 0.02
 _SOURCES = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
-
-
-class _Found(NamedTuple):
-    """What a look-up answered."""
-
-    root: bytes
-    lora: str | None
-    salt: str | None
-    hashes: int  # block hashes the request had then
-    hit: Hit
-    at: float
-
-
-@dataclass
-class _Tracked:
-    """One request, from its arrival until it ends."""
-
-    request: Any
-    look: Future[_Found | None] | None = None  # None as its answer: nothing of this request is cached
-    asked_at: float = 0.0
-    polled: bool = False
-    found: _Found | None = None
-    loads: bool = True  # False: a load of it came to nothing, it computes for itself
-    saves: bool = True
-    reason: Reason | None = None  # why there was no look-up
-    counted: bool = False
-    keys: list[bytes] = field(default_factory=list)
-    saved: int = 0  # leading chunks that need no saving
-    seen: int = 0  # chunks that were computed when saving was last tried
-    stamp: int | None = None
-    offered: tuple[int, int] = (0, 0)  # local tokens, and where the hit ends
 
 
 class PagodaScheduler:
@@ -81,11 +39,9 @@ class PagodaScheduler:
         self._wants_events = events
         self._events: StoredEvents | None = None
         self._cache: Cache | None = None
-        self._tracked: dict[str, _Tracked] = {}
+        self._tracked: dict[str, Tracked] = {}
         self._loading: dict[str, set[bytes]] = {}
         self._loads: list[Load] = []
-        self._looks = threading.Semaphore(_MOST_LOOKS)
-        self._threads = ThreadPoolExecutor(_LOOK_THREADS, thread_name_prefix="pagoda-look")
         self._stats = PagodaStats()
 
     def opened(self, handshakes: Iterable[Handshake]) -> None:
@@ -96,13 +52,15 @@ class PagodaScheduler:
                 "the tensor-parallel ranks lay out their KV differently: start all with the same version, "
                 "environment and hardware"
             )
-        self._cache = opened(self._options.config, first.namespace, first.layout)
+        cache = opened(self._options.config, first.namespace, first.layout)
+        assert cache.slots is not None  # an engine without a host tier was refused
+        self._cache, self._slots = cache, cache.slots
         self._parts = first.parts
         self._block_tokens = first.block_tokens
         self._chunk_tokens = first.layout.chunk_tokens
-        self._base_salt = first.namespace.salt
-        if self._wants_events and self._cache.slots is not None:
-            self._events = StoredEvents(self._cache.slots, self._chunk_tokens, self._block_tokens)
+        self._lookups = Lookups(cache, self._hash_tokens, first.namespace.salt)
+        if self._wants_events:
+            self._events = StoredEvents(self._slots, self._chunk_tokens, self._block_tokens)
 
     # ---- what is cached
 
@@ -113,34 +71,33 @@ class PagodaScheduler:
         if len(request.block_hashes) != request.num_tokens // self._hash_tokens:
             log.error("block hashes that do not fit the tokens: request %s is not cached", request.request_id)
             return
-        tracked = self._tracked[request.request_id] = _Tracked(request)
-        self._look(tracked)
+        tracked = self._tracked[request.request_id] = Tracked(request)
+        self._lookups.begin(tracked)
 
     def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond `local_tokens` can be loaded; (None, False): ask again.
 
-        Changes nothing but what is remembered of the look-up; O(1) while there is nothing new to tell.
+        Changes nothing but what is remembered of the look-up.
         """
         tracked = self._tracked.get(request.request_id)
         if tracked is None or self._cache is None:
             return 0, False
-        tracked.offered = local_tokens, local_tokens
+        tracked.local_tokens = local_tokens
         if not tracked.loads or request.skip_reading_prefix_cache:
             return 0, False
-        if not self._answered(tracked):
+        if not self._lookups.answered(tracked):
             return None, False
-        found = tracked.found
         # at least one token is left to compute, for the model has to say something
-        stop = 0 if found is None else found.hit.stop_tokens
+        stop = 0 if tracked.found is None else tracked.found.hit.stop_tokens
         stop = min(stop, (request.num_tokens - 1) // self._block_tokens * self._block_tokens)
         tokens = stop - local_tokens
         if tokens <= 0 or tokens < self._options.config.min_hit_tokens:
             return 0, False
-        self._keys_of(tracked, -(-stop // self._chunk_tokens))
-        wanted = tracked.keys[local_tokens // self._chunk_tokens :]
+        chunks = -(-stop // self._chunk_tokens)
+        self._lookups.extend_keys(tracked, chunks)
+        wanted = tracked.keys[local_tokens // self._chunk_tokens : chunks]
         if any(not keys.isdisjoint(wanted) for keys in self._loading.values()):
             return None, False  # somebody is loading it: soon it is in the engine's own cache
-        tracked.offered = local_tokens, stop
         return tokens, True
 
     def sources(self, request: Any, tokens: int) -> dict[CacheHitSource, int]:
@@ -148,7 +105,7 @@ class PagodaScheduler:
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.found is None or not tokens:
             return {}
-        begin, split, at = tracked.offered[0], dict[CacheHitSource, int](), 0
+        begin, split, at = tracked.local_tokens, dict[CacheHitSource, int](), 0
         for tier, count in tracked.found.hit.by_tier.items():  # in the order of the prompt
             share = max(0, min(at + count, begin + tokens) - max(at, begin))
             source = _SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
@@ -156,78 +113,6 @@ class PagodaScheduler:
                 split[source] = split.get(source, 0) + share
             at += count
         return split
-
-    def _answered(self, tracked: _Tracked) -> bool:
-        """Whether it is known what is cached of a request; begins to look (again) where it is not, or no more."""
-        now = time.monotonic()
-        if tracked.look is None and not self._look(tracked):
-            return False
-        assert tracked.look is not None
-        if not tracked.polled:
-            tracked.polled = True
-            _wait(tracked.look, _FIRST_POLL_SECONDS)
-        if not tracked.look.done():
-            if now - tracked.asked_at < _LOOK_SECONDS:
-                return False
-            tracked.loads, tracked.reason = False, Reason.DEADLINE
-            return True
-        if (trouble := tracked.look.exception()) is not None:
-            log.warning("a look-up failed: %s: %s", type(trouble).__name__, trouble)
-            tracked.loads, tracked.reason = False, Reason.IO_ERROR
-            return True
-        tracked.found = found = tracked.look.result()
-        hashes = len(tracked.request.block_hashes)
-        if found is not None and (found.hashes != hashes or now - found.at > LEASE_SECONDS):
-            self._look(tracked)
-            return False
-        if found is not None:
-            tracked.saved = max(tracked.saved, found.hit.stop_tokens // self._chunk_tokens)
-        return True
-
-    def _look(self, tracked: _Tracked) -> bool:
-        """Begin to look up; False where too many are being looked up."""
-        assert self._cache is not None
-        if not self._looks.acquire(blocking=False):
-            return False
-        request, hashes = tracked.request, len(tracked.request.block_hashes)
-        digests = self._digests(request, 0, hashes)
-        tracked.asked_at, tracked.polled = time.monotonic(), False
-        tracked.look = self._threads.submit(self._lookup, self._cache, request, digests, hashes)
-        tracked.look.add_done_callback(lambda _: self._looks.release())
-        return True
-
-    def _lookup(self, cache: Cache, request: Any, digests: list[bytes], hashes: int) -> _Found | None:
-        """What a thread does: name the request's namespace, derive its keys, ask the tiers."""
-        lora = None
-        if request.lora_request is not None:
-            lora = lora_name(request.lora_request)
-            if lora is None:
-                return None
-        salt = self._salt(request)
-        assert cache.slots is not None
-        root = cache.slots.namespace(lora, salt)
-        keys = derive_keys(digests, root)
-        hit = cache.lookup(None, keys=keys, lora=lora, salt=salt, counted=False)
-        return _Found(root, lora, salt, hashes, hit, time.monotonic())
-
-    def _salt(self, request: Any) -> str | None:
-        if not request.cache_salt:
-            return None
-        return f"{self._base_salt}\n{request.cache_salt}" if self._base_salt else str(request.cache_salt)
-
-    def _digests(self, request: Any, begin: int, hashes: int) -> list[bytes]:
-        """The engine's hash at the end of each chunk from number `begin` on: it names the whole prefix."""
-        step = self._chunk_tokens // self._hash_tokens
-        return [bytes(digest) for digest in request.block_hashes[begin * step + step - 1 : hashes : step]]
-
-    def _keys_of(self, tracked: _Tracked, chunks: int) -> None:
-        """Extend the request's keys to `chunks`, or as far as it has block hashes."""
-        assert tracked.found is not None
-        have = len(tracked.keys)
-        if have < chunks:
-            hashes = chunks * (self._chunk_tokens // self._hash_tokens)
-            digests = self._digests(tracked.request, have, hashes)
-            tracked.keys += derive_keys(digests, tracked.found.root)
 
     # ---- loads
 
@@ -240,7 +125,7 @@ class PagodaScheduler:
         if not tokens:
             return
         assert tracked.found is not None
-        local = tracked.offered[0]
+        local = tracked.local_tokens
         stop = local + tokens
         chunks, first = -(-stop // self._chunk_tokens), local // self._chunk_tokens
         ids = list(blocks.get_block_ids()[0])
@@ -253,30 +138,31 @@ class PagodaScheduler:
             Load(request.request_id, keys, first, table, tracked.found.lora, tracked.found.salt)
         )
 
-    def _count(self, tracked: _Tracked, tokens: int) -> None:
+    def _count(self, tracked: Tracked, tokens: int) -> None:
         """Count a request once: what it asked for, and what it got from which tier."""
-        found = tracked.found
-        if tracked.counted or self._cache is None or self._cache.slots is None:
+        if tracked.counted:
             return
         tracked.counted = True
-        asked = tracked.request.num_tokens - tracked.offered[0]
+        asked = tracked.request.num_tokens - tracked.local_tokens
         split = self.sources(tracked.request, tokens)
         by_tier = {tier: split.get(source, 0) for tier, source in _SOURCES.items()}
         by_tier["remote"] = tokens - sum(by_tier.values())
-        reason = found.hit.reason if found is not None else tracked.reason
-        self._cache.slots.asked(asked, {tier: n for tier, n in by_tier.items() if n}, reason)
+        reason = tracked.found.hit.reason if tracked.found is not None else tracked.reason
+        self._slots.asked(asked, {tier: n for tier, n in by_tier.items() if n}, reason)
         self._stats.count("lookups", 1)
         self._stats.count("asked_tokens", asked)
         for tier, number in by_tier.items():
             self._stats.count(f"hit_tokens_{tier}", number)
 
     def told(self, output: Any) -> None:
-        """Note what the workers tell: which loads ended, and which of them failed."""
+        """Note what the workers tell: which loads ended, which of them failed, which slots will not be filled."""
         meta = output.kv_connector_worker_meta
         if isinstance(meta, PagodaWorkerMetadata):
             for request in meta.failed:
                 if (tracked := self._tracked.get(request)) is not None:
                     tracked.loads, tracked.saved, tracked.seen = False, 0, 0
+            if meta.unsaved:
+                self._slots.abort(list(meta.unsaved))
         for request in output.finished_recving or ():
             self._loading.pop(request, None)
 
@@ -288,6 +174,7 @@ class PagodaScheduler:
         self._loads = []
         if self._cache is None:
             return meta
+        self._lookups.next_pass()
         for name, scheduled in output.num_scheduled_tokens.items():
             tracked = self._tracked.get(name)
             if tracked is not None:
@@ -296,7 +183,7 @@ class PagodaScheduler:
             meta.computed_tokens = output.total_num_scheduled_tokens
         return meta
 
-    def _save(self, tracked: _Tracked, scheduled: int, output: Any, meta: PagodaMetadata) -> None:
+    def _save(self, tracked: Tracked, scheduled: int, output: Any, meta: PagodaMetadata) -> None:
         """Reserve slots for the chunks that are complete after this step, and have them filled."""
         request = tracked.request
         if not tracked.saves:
@@ -306,10 +193,10 @@ class PagodaScheduler:
         if not self._options.store_output:
             tokens = min(tokens, request.num_prompt_tokens)
         done = tokens // self._chunk_tokens
-        if done <= max(tracked.saved, tracked.seen) or not self._nameable(tracked):
+        if done <= max(tracked.saved, tracked.seen) or not self._lookups.settled(tracked):
             return
         table = output.kv_connector_block_state.get_block_ids(request.request_id)
-        self._keys_of(tracked, done)
+        self._lookups.extend_keys(tracked, done)
         done = min(done, len(tracked.keys))
         tracked.seen, first = done, tracked.saved
         if table is None or first >= done:
@@ -322,18 +209,9 @@ class PagodaScheduler:
                 Save(tracked.found.root, copies, first, list(table[0][first * step : done * step]))
             )
 
-    def _nameable(self, tracked: _Tracked) -> bool:
-        """Whether the namespace of a request is known; one that was not looked up yet is looked up now."""
-        if tracked.look is None:
-            self._look(tracked)
-        look = tracked.look
-        if tracked.found is None and look is not None and look.done() and look.exception() is None:
-            tracked.found = look.result()
-        return tracked.found is not None
-
-    def _reserved(self, tracked: _Tracked, first: int, done: int) -> list[Copy]:
-        assert self._cache is not None and self._cache.slots is not None and tracked.found is not None
-        slots, keys = self._cache.slots, tracked.keys
+    def _reserved(self, tracked: Tracked, first: int, done: int) -> list[Copy]:
+        assert tracked.found is not None
+        slots, keys = self._slots, tracked.keys
         if tracked.stamp is None:
             tracked.stamp = slots.stamp()
         outcomes = slots.reserve(
@@ -389,14 +267,7 @@ class PagodaScheduler:
 
     def shutdown(self) -> None:
         """End the threads and let go of the cache; ends in bounded time. Idempotent."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
         cache, self._cache = self._cache, None
         if cache is not None:
+            self._lookups.close()
             let_go(cache)
-
-
-def _wait(future: Future[Any], seconds: float) -> None:
-    try:
-        future.exception(seconds)
-    except TimeoutError:
-        return

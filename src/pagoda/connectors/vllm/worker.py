@@ -55,6 +55,7 @@ class PagodaWorker:
         self._loading: dict[str, _Loading] = {}
         self._bad_blocks: set[int] = set()
         self._failed: set[str] = set()
+        self._unsaved: set[Reserved] = set()
         self._saving: dict[Future[None], int] = {}  # bytes of device memory that each keeps
         self._load_threads = ThreadPoolExecutor(_LOAD_THREADS, thread_name_prefix="pagoda-load")
         self._save_threads = ThreadPoolExecutor(_SAVE_THREADS, thread_name_prefix="pagoda-save")
@@ -125,6 +126,9 @@ class PagodaWorker:
         slots = self._opened().slots
         assert slots is not None
         standing = slots.adopt(_reserved(copies), self._seen.part)
+        self._unsaved.update(
+            one for one, stands in zip(_reserved(copies), standing, strict=True) if not stands
+        )
         return [copy for copy, stands in zip(copies, standing, strict=True) if stands]
 
     def _copy(self, save: Save, copies: list[Copy]) -> None:
@@ -207,11 +211,12 @@ class PagodaWorker:
         return taken
 
     def take_meta(self) -> PagodaWorkerMetadata | None:
-        """The requests whose loads failed since the last call."""
-        if not self._failed:
+        """What came to nothing since the last call."""
+        if not self._failed and not self._unsaved:
             return None
-        taken, self._failed = self._failed, set()
-        return PagodaWorkerMetadata(taken)
+        taken = PagodaWorkerMetadata(self._failed, self._unsaved)
+        self._failed, self._unsaved = set(), set()
+        return taken
 
     def take_stats(self) -> PagodaStats | None:
         """What was counted since the last call."""

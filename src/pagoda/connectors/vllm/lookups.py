@@ -1,0 +1,175 @@
+"""Finding out what is cached of each request, on threads, so that vLLM's scheduler never waits for a tier."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from pagoda.cache import Cache, Hit
+from pagoda.cache.look import LEASE_SECONDS
+from pagoda.connectors.vllm.identity import lora_name
+from pagoda.keys import derive_keys
+from pagoda.metrics import Reason
+
+__all__ = ["Found", "Lookups", "Tracked"]
+
+log = logging.getLogger("pagoda.vllm")
+
+_THREADS = 2
+_MOST = 64  # begun and not ended; the others are begun when vLLM asks for them
+_PATIENCE_SECONDS = 0.003  # in one pass over the waiting requests, so that most are answered in it
+_LONGEST_SECONDS = 5.0  # a look-up that takes longer is a miss
+
+
+class Found(NamedTuple):
+    """What a look-up answered."""
+
+    root: bytes  # of the request's namespace
+    lora: str | None
+    salt: str | None
+    hashes: int  # block hashes that the request had then
+    hit: Hit
+    at: float
+
+
+@dataclass
+class Tracked:
+    """One request, from its arrival until it ends."""
+
+    request: Any
+    look: Future[Found | None] | None = None  # its answer None: of this request nothing is cached
+    asked_at: float = 0.0
+    polled: bool = False
+    found: Found | None = None
+    loads: bool = True  # False: a load or a look-up of it came to nothing, it computes for itself
+    saves: bool = True
+    reason: Reason | None = None  # why there was no look-up
+    counted: bool = False
+    keys: list[bytes] = field(default_factory=list)  # under found.root
+    saved: int = 0  # leading chunks that need no saving
+    seen: int = 0  # chunks that were computed when saving was last tried
+    stamp: int | None = None
+    local_tokens: int = 0  # in the engine's own cache, when the tiers were last asked about
+
+
+class Lookups:
+    """The look-ups of one engine. Used by the scheduler's thread; the tiers are asked by threads of its own."""
+
+    def __init__(self, cache: Cache, hash_tokens: int, salt: str) -> None:
+        self._cache = cache
+        self._hash_tokens = hash_tokens  # tokens of one of vLLM's block hashes
+        self._chunk_tokens = cache.layout.chunk_tokens
+        self._salt = salt
+        self._patience = _PATIENCE_SECONDS  # left in this pass
+        self._room = threading.Semaphore(_MOST)
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="pagoda-look")
+
+    def begin(self, tracked: Tracked) -> bool:
+        """Begin to look a request up; False where too many are being looked up."""
+        if not self._room.acquire(blocking=False):
+            return False
+        request, hashes = tracked.request, len(tracked.request.block_hashes)
+        digests = self._digests(request, 0, hashes)
+        tracked.asked_at, tracked.polled = time.monotonic(), False
+        tracked.look = self._threads.submit(self._lookup, request, digests, hashes)
+        tracked.look.add_done_callback(lambda _: self._room.release())
+        return True
+
+    def answered(self, tracked: Tracked) -> bool:
+        """Whether it is known what is cached of a request; begins to look (again) where it is not, or no more."""
+        if tracked.look is None and not self.begin(tracked):
+            return False
+        look = tracked.look
+        assert look is not None
+        if not tracked.polled:
+            tracked.polled = True
+            self._give_a_moment(look)
+        if not look.done():
+            if time.monotonic() - tracked.asked_at < _LONGEST_SECONDS:
+                return False
+            tracked.loads, tracked.reason = False, Reason.DEADLINE
+            return True
+        if (trouble := look.exception()) is not None:
+            log.warning("a look-up failed: %s: %s", type(trouble).__name__, trouble)
+            tracked.loads, tracked.reason = False, Reason.IO_ERROR
+            return True
+        return self._taken(tracked, look.result())
+
+    def settled(self, tracked: Tracked) -> bool:
+        """Whether a request's namespace is known, so that it can be saved; begins to look where nobody has."""
+        if tracked.found is None:
+            if tracked.look is None:
+                self.begin(tracked)
+            look = tracked.look
+            if look is not None and look.done() and look.exception() is None:
+                self._note(tracked, look.result())
+        return tracked.found is not None
+
+    def extend_keys(self, tracked: Tracked, chunks: int) -> None:
+        """Extend a request's keys to `chunks`, or as far as it has block hashes."""
+        assert tracked.found is not None
+        have = len(tracked.keys)
+        if have < chunks:
+            hashes = chunks * (self._chunk_tokens // self._hash_tokens)
+            tracked.keys += derive_keys(self._digests(tracked.request, have, hashes), tracked.found.root)
+
+    def next_pass(self) -> None:
+        """Begin a new pass over the waiting requests."""
+        self._patience = _PATIENCE_SECONDS
+
+    def close(self) -> None:
+        """End the threads; does not wait for them. Idempotent."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _taken(self, tracked: Tracked, found: Found | None) -> bool:
+        """Take an answer, unless it is of long ago or of fewer tokens: then look again."""
+        if found is not None:
+            hashes = len(tracked.request.block_hashes)
+            if found.hashes != hashes or time.monotonic() - found.at > LEASE_SECONDS:
+                self.begin(tracked)
+                return False
+        self._note(tracked, found)
+        return True
+
+    def _note(self, tracked: Tracked, found: Found | None) -> None:
+        if found is not None:
+            if tracked.found is not None and tracked.found.root != found.root:
+                tracked.keys, tracked.saved, tracked.seen = [], 0, 0
+            tracked.saved = max(tracked.saved, found.hit.stop_tokens // self._chunk_tokens)
+        tracked.found = found
+
+    def _give_a_moment(self, look: Future[Any]) -> None:
+        """Wait for a look-up as long as all waits of this pass together are short."""
+        if self._patience > 0 and not look.done():
+            began = time.monotonic()
+            wait([look], self._patience)
+            self._patience -= time.monotonic() - began
+
+    def _lookup(self, request: Any, digests: list[bytes], hashes: int) -> Found | None:
+        """What a thread does: name the request's namespace, derive its keys, ask the tiers."""
+        lora = None
+        if request.lora_request is not None:
+            lora = lora_name(request.lora_request)
+            if lora is None:
+                return None
+        salt = self._salt_of(request)
+        assert self._cache.slots is not None
+        root = self._cache.slots.namespace(lora, salt)
+        keys = derive_keys(digests, root)
+        hit = self._cache.lookup(None, keys=keys, lora=lora, salt=salt, counted=False)
+        return Found(root, lora, salt, hashes, hit, time.monotonic())
+
+    def _salt_of(self, request: Any) -> str | None:
+        """The tenant's name: the engine's, and within it the request's."""
+        if not request.cache_salt:
+            return None
+        return f"{self._salt}\n{request.cache_salt}" if self._salt else str(request.cache_salt)
+
+    def _digests(self, request: Any, begin: int, hashes: int) -> list[bytes]:
+        """The engine's hash at the end of each chunk from number `begin` on: it names the whole prefix."""
+        step = self._chunk_tokens // self._hash_tokens
+        return [bytes(digest) for digest in request.block_hashes[begin * step + step - 1 : hashes : step]]
