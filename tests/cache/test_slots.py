@@ -531,3 +531,29 @@ def test_a_reserve_waits_no_longer_than_it_is_told(shm_root: Path) -> None:
                 slots.reserve, keys, namespace=bytes(32), start=0, parent=None, deadline_seconds=0.01
             )
             assert late.result(PATIENT_SECONDS / 2) == [Refused(key, Reason.LEDGER_BUSY) for key in keys]
+
+
+def _clears_and_fills(shm_root: Path) -> None:
+    with cache_at(shm_root, None) as cache:
+        assert cache.clear().chunks["host"] == 4
+        for seed in range(20):
+            written(cache, prompt(8, seed))
+
+
+def test_no_byte_of_a_held_slot_changes_though_another_process_clears_it(shm_root: Path) -> None:
+    tokens = prompt(4, 99)
+    with cache_at(shm_root, None) as cache:
+        copies, slots = written(cache, tokens), slots_of(cache)
+        rows = [copy.slot for copy in copies], [copy.generation for copy in copies]
+        places = np.array(rows[0]), np.array(rows[1], np.uint64)
+        assert slots.hold(*places) == [True] * 4
+        run_all([SPAWN.Process(target=_clears_and_fills, args=(shm_root,))])
+        blocks = kv_of(tokens).blocks
+        held = [slots.view(copy.slot)[: LAYOUT.chunk_bytes] for copy in copies]
+        assert all((view == block).all() for view, block in zip(held, blocks, strict=True))
+        assert not slots.still_valid(*places).any()
+        slots.release(*places)
+        for seed in range(20, 40):
+            written(cache, prompt(8, seed))
+        assert not any((view == block).all() for view, block in zip(held, blocks, strict=True))
+        slots._ledger.check()

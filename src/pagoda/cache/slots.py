@@ -87,7 +87,10 @@ class HostSlots:
         self._parts.tally.asked(num_tokens, by_tier, reason)
 
     def hold(self, slots: Slots, generations: Generations) -> list[bool]:
-        """Keep chunks from eviction until `release` or the end of this process; False where they have gone."""
+        """Keep chunks from eviction until `release` or the end of this process; False where they have gone.
+
+        No byte of a held slot changes. What is removed or cleared meanwhile is no longer found, nor `still_valid`.
+        """
         missed = [False] * len(slots)
         return self._run("hold", lambda _: self._ledger.hold(slots, generations), lambda *_: missed)
 

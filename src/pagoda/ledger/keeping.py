@@ -26,12 +26,13 @@ def hold(writing: Writing, slot: int, generation: int) -> bool:
 
 
 def release(writing: Writing, slot: int, generation: int) -> None:
-    """End one hold of this member on a chunk, if it has one."""
+    """End one hold of this member on a chunk, if it has one; the last frees the slot if the chunk has gone."""
     holds = list(HOLD.iter_unpack(writing.get(writing.tables.holds, SLOT_KEY.pack(slot)) or b""))
     if (generation, writing.member) in holds:
         holds.remove((generation, writing.member))
         left = b"".join(HOLD.pack(*row) for row in holds)
         _put_or_delete(writing, writing.tables.holds, SLOT_KEY.pack(slot), left)
+        writing.unheld(slot)
 
 
 def pin(writing: Writing, keys: Sequence[bytes], owner: str, most: int) -> int:

@@ -365,7 +365,10 @@ class Ledger(Spaces):
         columns.lease_until[rows] = np.maximum(columns.lease_until[rows], until)
 
     def hold(self, slots: NDArray[np.int64], generations: NDArray[np.uint64]) -> list[bool]:
-        """Keep chunks from eviction until `release` or the death of this process; False where they have gone."""
+        """Keep chunks from eviction until `release` or the death of this process; False where they have gone.
+
+        What is removed or cleared meanwhile is no longer found nor valid, but no byte of its slot changes before.
+        """
         pairs = _pairs(slots, generations)
         try:
             return self._session.write(lambda w, _: [keeping.hold(w, *pair) for pair in pairs], 1.0)

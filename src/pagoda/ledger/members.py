@@ -9,12 +9,11 @@ from numpy.typing import NDArray
 
 from pagoda.ledger.columns import NOT_READY, Columns
 from pagoda.ledger.state import MEMBER_ROWS
-from pagoda.ledger.tables import COUNTERS_ROW, HOLD, MEMBER, MEMBER_KEY, SLOT, SLOT_KEY, Reservation
+from pagoda.ledger.tables import COUNTERS_ROW, HOLD, MEMBER, MEMBER_KEY, NOBODY, SLOT, SLOT_KEY, Reservation
 from pagoda.ledger.writing import Writing
 from pagoda.metrics import COUNTERS
 
 DEVICE_GRACE_NS = 5_000_000_000  # a copy begun by a GPU may outlive the process that began it
-_NOBODY = 0
 _LOOK = 2048  # slots that `mend` looks at in one transaction
 
 
@@ -124,7 +123,7 @@ def _abandoned(writing: Writing) -> list[tuple[int, Reservation]]:
 
 
 def _may_still_be_written(writing: Writing, reservation: Reservation) -> bool:
-    if reservation.owner == _NOBODY:  # since a time of another boot: long ago
+    if reservation.owner == NOBODY:  # since a time of another boot: long ago
         return 0 <= writing.now - reservation.started < DEVICE_GRACE_NS
     rows = [writing.get(writing.tables.members, MEMBER_KEY.pack(w)) for w in reservation.writers if w]
     return any(MEMBER.unpack(row)[3] for row in rows if row is not None)
@@ -132,9 +131,9 @@ def _may_still_be_written(writing: Writing, reservation: Reservation) -> bool:
 
 def _orphan(writing: Writing, slot: int, reservation: Reservation) -> None:
     """Free the key at once and the slot after the grace."""
-    if reservation.owner == _NOBODY:
+    if reservation.owner == NOBODY:
         return
     writing.forget_pending(reservation)
     writing.owe(reservation.owner, -1)
-    orphan = reservation._replace(owner=_NOBODY, started=writing.now)
+    orphan = reservation._replace(owner=NOBODY, started=writing.now)
     writing.txn.put(SLOT_KEY.pack(slot), orphan.pack(), db=writing.tables.reserved)

@@ -30,7 +30,7 @@ from pagoda.ledger.members import dead, enrol, mend, owes, reap, retire
 from pagoda.ledger.namespaces import Namespaces
 from pagoda.ledger.state import COLUMNS, COUNTERS_FILE, MEMBER_ROWS, TABLES
 from pagoda.ledger.store import Store, reopen_store
-from pagoda.ledger.tables import SLOT_KEY, Reservation, Tables
+from pagoda.ledger.tables import NOBODY, SLOT_KEY, Reservation, Tables
 from pagoda.ledger.writing import Writing
 from pagoda.metrics import COUNTERS, Reason
 
@@ -287,7 +287,10 @@ class Session:
                     late(writing)
             for row, value in list(tables.rows(txn, tables.reserved)):
                 reservation = Reservation.unpack(value)
-                if reservation.owner == self.member and set(reservation.writers) <= {0, self.member}:
+                if reservation.owner in (NOBODY, self.member) and set(reservation.writers) <= {
+                    0,
+                    self.member,
+                }:
                     writing.unreserve(SLOT_KEY.unpack(row)[0], reservation)
                     writing.give_back(SLOT_KEY.unpack(row)[0])
             retire(writing, self.member, self._counters)

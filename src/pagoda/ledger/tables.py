@@ -37,6 +37,7 @@ NAMESPACE = Struct("<II")
 _META = Struct("<8Q")
 _RESERVATION = Struct("<QQqqIIII32sH")
 _WRITER = Struct("<Q")
+NOBODY = 0  # no member has this number
 META_ROW, COUNTERS_ROW = b"meta", b"counters"
 
 _BYTES_PER_SLOT = 640  # all tables, half-full pages and copy-on-write included
@@ -74,7 +75,11 @@ class Meta:
 
 
 class Reservation(NamedTuple):
-    """A slot that is being filled. `writers`: per part the member that has yet to write it, 0 once it is in."""
+    """A slot that is being filled. `writers`: per part the member that has yet to write it, 0 once it is in.
+
+    Of owner NOBODY it will not become a chunk: the slot waits until its `writers` are gone. They may still write, or,
+    where a chunk was removed while it was held, they are its holders.
+    """
 
     generation: int
     owner: int

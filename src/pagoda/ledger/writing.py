@@ -16,6 +16,7 @@ from pagoda.ledger.tables import (
     MEMBER,
     MEMBER_KEY,
     META_ROW,
+    NOBODY,
     SLOT,
     SLOT_KEY,
     Meta,
@@ -89,14 +90,37 @@ class Writing:
         return key
 
     def drop(self, slot: int, reason: Reason) -> bool:
-        """Remove the chunk of a slot and free the slot, pins and holds notwithstanding."""
+        """Remove the chunk of a slot, pinned or held; the slot is free at once, or when nobody holds it any more."""
         key = self.take_out(slot, reason)
         if key is None:
             return False
         self.txn.delete(key, db=self.tables.pins)
-        self.txn.delete(SLOT_KEY.pack(slot), db=self.tables.holds)
-        self.give_back(slot)
+        holders = self.holders(slot)
+        if holders:  # they may be copying out of it, and do not look again: no byte of it may change
+            reservation = Reservation(self.next_generation(), NOBODY, 0, 0, 0, 0, 0, 0, key, holders)
+            self.txn.put(SLOT_KEY.pack(slot), reservation.pack(), db=self.tables.reserved)
+            self.meta.reserved += 1
+            self._generations[slot] = reservation.generation
+            self._ready.pop(slot, None)
+        else:
+            self.txn.delete(SLOT_KEY.pack(slot), db=self.tables.holds)
+            self.give_back(slot)
         return True
+
+    def unheld(self, slot: int) -> None:
+        """Free a slot whose chunk was removed while it was held, if nobody holds it any more."""
+        row = self.get(self.tables.reserved, SLOT_KEY.pack(slot))
+        reservation = Reservation.unpack(row) if row is not None else None
+        if reservation is None or reservation.owner != NOBODY:
+            return
+        holders = self.holders(slot)
+        if holders:
+            row = reservation._replace(writers=holders).pack()
+            self.txn.put(SLOT_KEY.pack(slot), row, db=self.tables.reserved)
+        else:
+            self.txn.delete(SLOT_KEY.pack(slot), db=self.tables.holds)
+            self.unreserve(slot, reservation, latest=False)
+            self.give_back(slot)
 
     def chunk(self, slot: int, generation: int) -> bytes | None:
         """The key of the chunk in a slot, if it still is the one of that generation."""
@@ -108,10 +132,12 @@ class Writing:
 
     def kept(self, slot: int, key: bytes) -> bool:
         """Whether somebody pinned the chunk in a slot, or a living member holds it."""
-        if self.get(self.tables.pins, key) is not None:
-            return True
-        holds = self.get(self.tables.holds, SLOT_KEY.pack(slot))
-        return holds is not None and any(self.alive(member) for _, member in HOLD.iter_unpack(holds))
+        return self.get(self.tables.pins, key) is not None or bool(self.holders(slot))
+
+    def holders(self, slot: int) -> tuple[int, ...]:
+        """The living members that hold the chunk in a slot."""
+        holds = HOLD.iter_unpack(self.get(self.tables.holds, SLOT_KEY.pack(slot)) or b"")
+        return tuple(sorted({member for _, member in holds if self.alive(member)}))
 
     # ---- reservations
 

@@ -1,0 +1,113 @@
+"""Held chunks: while a living member holds a slot it is nobody else's, even when the chunk in it has gone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from pagoda.ledger import Ledger, Reserved
+from pagoda.metrics import Reason
+from tests.ledger.support import TENANT, Other, in_child, keys, opened, places, put, reserved, there
+
+SLOTS = 32
+
+
+@pytest.fixture
+def ledger(shm_root: Path) -> Iterator[Ledger]:
+    ledger = opened(shm_root, SLOTS)
+    yield ledger
+    ledger.check()
+    ledger.close()
+
+
+def held(ledger: Ledger, *numbers: int) -> list[Reserved]:
+    """Chunks that are stored and held."""
+    stored = put(ledger, keys(*numbers), chained=False)
+    assert ledger.hold(*places(stored)) == [True] * len(stored)
+    return stored
+
+
+def handed_out(ledger: Ledger) -> set[int]:
+    """All slots that others can get, whatever they reserve; nothing is kept of it."""
+    got: set[int] = set()
+    for at in range(1000, 1000 + 4 * SLOTS):
+        rooms = reserved(ledger.reserve(keys(at), namespace=TENANT))
+        got |= {room.slot for room in rooms}
+        ledger.commit(rooms)
+    return got
+
+
+def removed(ledger: Ledger, stored: Sequence[Reserved]) -> None:
+    assert ledger.remove([one.key for one in stored]) == len(stored)
+
+
+def cleared(ledger: Ledger, stored: Sequence[Reserved]) -> None:
+    assert ledger.clear(TENANT) >= len(stored)
+
+
+def failed(ledger: Ledger, stored: Sequence[Reserved]) -> None:
+    assert all(ledger.drop(*one, Reason.FAILED_CHECK) for one in stored)
+
+
+@pytest.mark.parametrize("end", [removed, cleared, failed])
+def test_the_slot_of_a_chunk_that_goes_while_it_is_held_is_nobodys_until_the_release(
+    ledger: Ledger, end: Callable[[Ledger, Sequence[Reserved]], None]
+) -> None:
+    stored = held(ledger, 1, 2, 3)
+    slots = {one.slot for one in stored}
+    in_child(lambda: end(ledger, stored))
+    assert there(ledger, keys(1, 2, 3)) == [False] * 3
+    assert not ledger.still_valid(*places(stored)).any()
+    assert ledger.hold(*places(stored)) == [False] * 3
+    assert ledger.gauges()["reserved"] == 3 and ledger.check()
+    assert not slots & handed_out(ledger)
+    assert not slots & {one.slot for one in put(ledger, keys(1, 2, 3))}, "the keys are free at once"
+    ledger.release(*places(stored[:1]))
+    assert ledger.gauges()["reserved"] == 2 and ledger.check()
+    assert slots & handed_out(ledger) == {stored[0].slot}
+    ledger.release(*places(stored[1:]))
+    assert ledger.gauges()["reserved"] == 0
+    assert slots <= handed_out(ledger)
+
+
+def test_the_last_of_several_holds_frees_the_slot(ledger: Ledger) -> None:
+    stored = held(ledger, 1)
+    with Other(lambda: _must(ledger.hold(*places(stored)) == [True])) as other:
+        assert ledger.hold(*places(stored)) == [True]
+        removed(ledger, stored)
+        for _ in range(2):
+            assert stored[0].slot not in handed_out(ledger)
+            ledger.release(*places(stored))
+        assert stored[0].slot not in handed_out(ledger), "the other holds it"
+        ledger.release(*places(stored))
+        assert ledger.gauges()["reserved"] == 1, "one more release than holds ends nobody else's"
+        other.end()
+        assert ledger.reap() == 1 and ledger.gauges()["reserved"] == 0
+        assert stored[0].slot in handed_out(ledger)
+
+
+def test_a_holder_that_leaves_frees_what_it_held(shm_root: Path, ledger: Ledger) -> None:
+    stored = put(ledger, keys(1), chained=False)
+
+    def hold_remove_leave() -> None:
+        assert ledger.hold(*places(stored)) == [True]
+        removed(ledger, stored)
+        assert ledger.gauges()["reserved"] == 1
+        ledger.close()
+
+    in_child(hold_remove_leave)
+    assert ledger.gauges()["reserved"] == 0
+
+
+def test_a_dead_holder_keeps_nothing(ledger: Ledger) -> None:
+    stored = put(ledger, keys(1), chained=False)
+    with Other(lambda: _must(ledger.hold(*places(stored)) == [True])):
+        pass
+    removed(ledger, stored)
+    assert ledger.gauges()["reserved"] == 0
+
+
+def _must(true: bool) -> None:
+    assert true
