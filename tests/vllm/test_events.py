@@ -128,7 +128,7 @@ def test_what_was_not_saved_in_the_end_is_never_told(cache: Cache) -> None:
     engine = Engine(cache)
     done = engine.reserved(request_of(4))
     engine.slots.abort([Reserved(copy.key, copy.slot, copy.generation) for copy in done])
-    assert engine.take() == [] and engine.take(5.0) == []
+    assert engine.take() == [] and engine.take(5.0) == [] and not engine.events._pending
     again = engine.reserved(request_of(4, 1))  # the same slots, for another prompt
     assert {copy.slot for copy in again} & {copy.slot for copy in done}
     engine.commit(again)
@@ -231,8 +231,9 @@ def test_cleared_is_told_as_removed_without_a_look(cache: Cache) -> None:
     engine, request = Engine(cache), request_of(2)
     engine.stored(request)
     assert len(engine.take()) == 2
-    engine.reserved(request_of(2, 1))
+    done = engine.reserved(request_of(2, 1))
     engine.events.clear()
+    engine.commit(done)
     (event,) = engine.take()
     assert event == BlockRemoved(block_hashes=list(request.block_hashes), medium="CPU", group_idx=0)
     assert engine.take(5.0) == []
