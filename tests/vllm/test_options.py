@@ -1,0 +1,93 @@
+"""What kv_connector_extra_config may say, and where else options come from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pagoda.connectors.vllm.options import Options, read_options
+from pagoda.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def nothing_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """No file and no variable of the machine has a say."""
+    for name in ("PAGODA_CONFIG", "PAGODA_CHUNK_TOKENS", "PAGODA_HOST_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("block", "chunk"), [(1, 256), (16, 256), (32, 256), (48, 240), (256, 256), (544, 544)]
+)
+def test_chunks_are_whole_blocks_and_at_most_256_tokens(block: int, chunk: int) -> None:
+    assert read_options({}, block).config.chunk_tokens == chunk
+
+
+def test_options_of_the_cache_and_of_the_connector() -> None:
+    options = read_options(
+        {
+            "host_size": "2GiB", "disk_path": "/nowhere/pagoda", "disk_size": "1TiB", "min_hit_tokens": 64,
+            "weights": "v7", "salt": "tenant", "store_output": False, "allow_untested_vllm": True,
+        },
+        16,
+    )  # fmt: skip
+    assert (options.config.host_bytes, options.config.disk_bytes) == (2 << 30, 1 << 40)
+    assert (options.config.min_hit_tokens, options.config.disk_path) == (64, "/nowhere/pagoda")
+    assert (options.weights, options.salt) == ("v7", "tenant")
+    assert (options.store_output, options.allow_untested_vllm) == (False, True)
+    assert "tenant" not in repr(options)
+
+
+def test_without_a_word_the_defaults_stand() -> None:
+    options = read_options({}, 16)
+    assert options == Options(options.config)
+    assert (options.weights, options.salt, options.store_output, options.allow_untested_vllm) == (
+        None, "", True, False,
+    )  # fmt: skip
+
+
+def test_what_vllm_reads_itself_is_passed_by() -> None:
+    read_options({"spec_name": "PagodaOffloadingSpec", "spec_module_path": "x", "block_size": 512}, 16)
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        ({"hosts_size": "1GiB"}, "hosts_size: no such option; did you mean host_size?"),
+        ({"weight": "v1"}, "weight: no such option; did you mean weights?"),
+        ({"host_size": "lots"}, "host_size = 'lots'.*a size as.*argument host_size"),
+        ({"io_threads": "many"}, "io_threads = 'many'.*integer.*argument io_threads"),
+        ({"store_output": "yes"}, "store_output = 'yes': write true or false"),
+        ({"allow_untested_vllm": 1}, "allow_untested_vllm = 1: write true or false"),
+        ({"weights": ""}, "weights = '': a text that is not empty"),
+        ({"salt": 7}, "salt = 7: a text that is not empty"),
+        ({"chunk_tokens": 100}, r"chunk_tokens = 100 \(argument chunk_tokens\).*32 tokens.*to 96 or 128"),
+        ({"chunk_tokens": 16}, r"chunk_tokens = 16 .*set chunk_tokens to 32, or leave it out"),
+    ],
+)
+def test_what_cannot_stand_is_one_sentence_with_the_remedy(extra: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        read_options(extra, 32)
+
+
+def test_a_file_and_the_environment_have_a_say_and_are_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    (tmp_path / "pagoda.toml").write_text("chunk_tokens = 128\nmin_hit_tokens = 32\n")
+    assert read_options({}, 64).config.chunk_tokens == 128
+    with pytest.raises(ConfigError, match=r"chunk_tokens = 128 \(file .*pagoda.toml\).*48 tokens"):
+        read_options({}, 48)
+    monkeypatch.setenv("PAGODA_CHUNK_TOKENS", "96")
+    assert read_options({}, 48).config.chunk_tokens == 96
+    with pytest.raises(ConfigError, match=r"environment PAGODA_CHUNK_TOKENS.*64 tokens.*to 64 or 128"):
+        read_options({}, 64)
+    options = read_options({"chunk_tokens": 192}, 64)
+    assert (options.config.chunk_tokens, options.config.min_hit_tokens) == (192, 32)
+
+
+def test_a_block_of_no_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match="block_tokens must be at least 1"):
+        read_options({}, 0)

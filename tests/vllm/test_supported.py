@@ -1,0 +1,253 @@
+"""Every refusal: real configs of vLLM, one thing changed, one sentence with the remedy."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.vllm.configs import BLOCK, allocate, engine_config, make_layers
+
+
+@pytest.fixture(scope="module")
+def engine(llama: Path) -> tuple[Any, Any]:
+    """The configs of a plain engine."""
+    config = engine_config(llama)
+    bare = copy.deepcopy(config)
+    return bare, allocate(config, make_layers(config))[0]
+
+
+@pytest.fixture
+def configs(engine: tuple[Any, Any]) -> tuple[Any, Any]:
+    """The same, to be changed."""
+    return copy.deepcopy(engine[0]), copy.deepcopy(engine[1])
+
+
+def check(configs: tuple[Any, Any], hybrid: bool = False) -> None:
+    from pagoda.connectors.vllm.supported import check_engine
+
+    check_engine(*configs, hybrid=hybrid)
+
+
+def test_a_plain_engine_is_supported(configs: tuple[Any, Any]) -> None:
+    check(configs)
+    check(configs, hybrid=True)
+
+
+def test_so_are_mla_and_layers_of_uniform_kind(configs: tuple[Any, Any]) -> None:
+    import torch
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec, UniformTypeKVCacheSpecs
+
+    group = configs[1].kv_cache_groups[0]
+    mla = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+    group.kv_cache_spec = mla
+    check(configs)
+    other = replace(mla, head_size=128)
+    group.kv_cache_spec = UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs={"a": mla, "b": other})
+    check(configs)
+
+
+def _set(path: str, value: object) -> Callable[[Any, Any], None]:
+    *owners, name = path.split(".")
+
+    def change(config: Any, cache_config: Any) -> None:
+        owner = config
+        for each in owners:
+            owner = getattr(owner, each)
+        object.__setattr__(owner, name, value)
+
+    return change
+
+
+ALWAYS = [
+    ("parallel_config.pipeline_parallel_size", 2, "pipeline_parallel_size: 2: .*set it to 1"),
+    ("parallel_config.decode_context_parallel_size", 2, "decode_context_parallel_size: 2: .*set it to 1"),
+    ("parallel_config.prefill_context_parallel_size", 2, "prefill_context_parallel_size: 2: .*set it to 1"),
+    ("parallel_config.enable_elastic_ep", True, "enable_elastic_ep: .*leave it out"),
+    ("cache_config.calculate_kv_scales", True, "calculate_kv_scales: .*set it to false"),
+    ("cache_config.prefix_caching_hash_algo", "xxhash", "'xxhash'.*--prefix-caching-hash-algo sha256"),
+    ("cache_config.prefix_caching_hash_algo", "xxhash_cbor", "--prefix-caching-hash-algo sha256"),
+    ("kv_transfer_config.kv_role", "kv_producer", "kv_role.*kv_both"),
+    ("kv_transfer_config.kv_role", "kv_consumer", "kv_role.*kv_both"),
+    ("model_config.is_encoder_decoder", True, "an encoder and a decoder"),
+    ("diffusion_config", SimpleNamespace(), "diffusion"),
+    ("attention_config.use_non_causal", True, "use_non_causal.*what follows it"),
+    ("attention_config.hisparse_config", SimpleNamespace(), "hisparse_config.*leave it out"),
+    (
+        "speculative_config",
+        SimpleNamespace(method="extract_hidden_states"),
+        "extract_hidden_states.*choose another",
+    ),
+    ("speculative_config", SimpleNamespace(method="custom_class"), "custom_class.*choose another"),
+]
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+@pytest.mark.parametrize(("path", "value", "says"), ALWAYS)
+def test_settings_that_are_refused(
+    configs: tuple[Any, Any], path: str, value: object, says: str, hybrid: bool
+) -> None:
+    _set(path, value)(*configs)
+    with pytest.raises(ValueError, match=says):
+        check(configs, hybrid)
+
+
+def test_sha256_cbor_and_speculation_with_a_model_are_not_refused(configs: tuple[Any, Any]) -> None:
+    _set("cache_config.prefix_caching_hash_algo", "sha256_cbor")(*configs)
+    _set("speculative_config", SimpleNamespace(method="eagle3"))(*configs)
+    check(configs)
+
+
+def test_failed_loads_must_be_recomputed(configs: tuple[Any, Any]) -> None:
+    _set("kv_transfer_config.kv_load_failure_policy", "fail")(*configs)
+    with pytest.raises(ValueError, match='"kv_load_failure_policy": "recompute"'):
+        check(configs)
+    check(configs, hybrid=True)  # there vLLM has no failed loads
+
+
+def _specs() -> dict[str, Any]:
+    import torch
+    from vllm.v1 import kv_cache_interface as kinds
+
+    heads = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+    return {
+        "SlidingWindowSpec": kinds.SlidingWindowSpec(**heads, sliding_window=64),
+        "ChunkedLocalAttentionSpec": kinds.ChunkedLocalAttentionSpec(**heads, attention_chunk_size=64),
+        "SlidingWindowMLASpec": kinds.SlidingWindowMLASpec(**heads, sliding_window=64),
+        "MambaSpec": kinds.MambaSpec(BLOCK, shapes=((4, 4),), dtypes=(torch.float32,)),
+        "CrossAttentionSpec": kinds.CrossAttentionSpec(**heads),
+        "EncoderOnlyAttentionSpec": kinds.EncoderOnlyAttentionSpec(**heads),
+        "SinkFullAttentionSpec": kinds.SinkFullAttentionSpec(**heads, sink_len=4),
+        "RSWASpec": kinds.RSWASpec(**heads, rswa_window=64),
+        "HiddenStateCacheSpec": kinds.HiddenStateCacheSpec(**heads),
+        "CircularBufferSpec": kinds.CircularBufferSpec(**heads),
+    }
+
+
+OF_HYBRIDS = ("SlidingWindowSpec", "ChunkedLocalAttentionSpec", "SlidingWindowMLASpec", "MambaSpec")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *OF_HYBRIDS,
+        "CrossAttentionSpec",
+        "EncoderOnlyAttentionSpec",
+        "SinkFullAttentionSpec",
+        "RSWASpec",
+        "HiddenStateCacheSpec",
+        "CircularBufferSpec",
+    ],
+)
+def test_layers_whose_blocks_are_not_the_kv_of_their_tokens(configs: tuple[Any, Any], kind: str) -> None:
+    configs[1].kv_cache_groups[0].kv_cache_spec = _specs()[kind]
+    remedy = "PagodaOffloadingSpec" if kind in OF_HYBRIDS else "leave the connector out"
+    with pytest.raises(ValueError, match=f"{kind} .*{remedy}"):
+        check(configs)
+    if kind in OF_HYBRIDS:
+        check(configs, hybrid=True)
+    else:
+        with pytest.raises(ValueError, match=f"{kind} .*leave the connector out"):
+            check(configs, hybrid=True)
+
+
+def test_a_kind_nobody_has_looked_at_is_refused(configs: tuple[Any, Any]) -> None:
+    """A subclass of full attention too: vLLM adds them, and each keeps something else in its blocks."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    class NewAttentionSpec(FullAttentionSpec):
+        pass
+
+    group = configs[1].kv_cache_groups[0]
+    group.kv_cache_spec = NewAttentionSpec(
+        **{
+            name: getattr(group.kv_cache_spec, name)
+            for name in ("block_size", "num_kv_heads", "head_size", "dtype")
+        }
+    )
+    for hybrid in (False, True):
+        with pytest.raises(ValueError, match=r"NewAttentionSpec are not known here"):
+            check(configs, hybrid)
+
+
+@pytest.mark.parametrize(("name", "value", "says"), [
+    ("non_causal", True, "attend to later tokens"), ("tokens_per_state", 4, "one state for several tokens"),
+])  # fmt: skip
+def test_full_attention_that_is_not(configs: tuple[Any, Any], name: str, value: object, says: str) -> None:
+    group = configs[1].kv_cache_groups[0]
+    group.kv_cache_spec = replace(group.kv_cache_spec, **{name: value})
+    with pytest.raises(ValueError, match=says):
+        check(configs)
+
+
+def test_groups(configs: tuple[Any, Any]) -> None:
+    from vllm.v1.kv_cache_interface import KVCacheGroupRole
+
+    config, cache_config = configs
+    group = cache_config.kv_cache_groups[0]
+    two = replace(cache_config, kv_cache_groups=[group, replace(group, kv_cache_spec=_specs()["MambaSpec"])])
+    with pytest.raises(ValueError, match=r"2 KV cache groups.*PagodaOffloadingSpec"):
+        check((config, two))
+    check((config, two), hybrid=True)
+    with pytest.raises(ValueError, match="keeps no KV cache"):
+        check((config, replace(cache_config, kv_cache_groups=[])))
+    for change in (
+        {"host_resident": True},
+        {"role": KVCacheGroupRole.HISPARSE_SOURCE},
+        {"enable_kv_transfer": False},
+    ):
+        with pytest.raises(ValueError, match="HiSparse"):
+            check((config, replace(cache_config, kv_cache_groups=[replace(group, **change)])))
+    with pytest.raises(ValueError, match="HiSparse"):
+        check((config, replace(cache_config, hisparse_host_num_blocks=4)))
+
+
+def test_every_kind_that_vllm_knows_is_decided() -> None:
+    """A kind that a new vLLM adds is refused until it is named; this fails so that somebody looks."""
+    from vllm.v1 import kv_cache_interface as kinds
+
+    from pagoda.connectors.vllm import supported
+
+    ours = {*supported._FULL, *supported._HYBRID, *supported._WHY}
+    abstract = {"KVCacheSpec", "AttentionSpec", "UniformTypeKVCacheSpecs"}
+    theirs = {
+        name
+        for name, kind in vars(kinds).items()
+        if inspect.isclass(kind) and issubclass(kind, kinds.KVCacheSpec)
+    }
+    assert theirs - abstract - ours == {"HiSparseHotSpec", "HiSparseResidentSpec"}, "refused as not known"
+    assert ours <= theirs
+
+
+@pytest.mark.parametrize(("version", "allowed", "says"), [
+    ("0.32.0", False, None), ("0.32.3.dev1+g123", False, None),
+    ("0.33.0", False, 'not tested.*0.32 was.*"allow_untested_vllm": true'), ("0.33.0", True, None),
+    ("1.0.0rc1", False, "not tested"), ("1.0.0", True, None),
+    ("0.31.2", False, "older than 0.32"), ("0.31.2", True, "older than 0.32"), ("0.9.1", True, "older than 0.32"),
+    ("dev", False, "not tested"), ("dev", True, None),
+])  # fmt: skip
+def test_versions(version: str, allowed: bool, says: str | None) -> None:
+    from pagoda.connectors.vllm.supported import check_version
+
+    if says is None:
+        check_version(version, allowed)
+    else:
+        with pytest.raises(ValueError, match=says):
+            check_version(version, allowed)
+
+
+def test_the_host_tier_is_needed() -> None:
+    from pagoda.connectors.vllm.options import read_options
+    from pagoda.connectors.vllm.supported import check_vllm
+
+    check_vllm(read_options({"host_size": "64MiB"}, BLOCK))
+    with pytest.raises(ValueError, match=r"host_size = 0: .*set host_size"):
+        check_vllm(read_options({"host_size": 0}, BLOCK))
+    with pytest.raises(ValueError, match=r"host_shared = false: .*leave host_shared at true"):
+        check_vllm(read_options({"host_shared": False}, BLOCK))
