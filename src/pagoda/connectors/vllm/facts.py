@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["config_facts", "plain"]
+__all__ = ["config_facts", "draft_config", "plain"]
 
 # fields of a model's config that no number of a forward pass depends on; what is not listed here tells models apart
 _VOLATILE = frozenset(
@@ -62,6 +62,7 @@ _ENVIRONMENT = (  # variables by which vLLM quantises weights or activations, or
     "VLLM_MXFP4_EMULATION_DEQUANT_AT_LOAD",
     "VLLM_MXFP8_EMULATION_DEQUANT_AT_LOAD",
 )
+_NO_DRAFT = ("ngram", "ngram_gpu", "suffix")  # for these vLLM puts the model itself in the draft's place
 
 
 def config_facts(vllm_config: VllmConfig) -> dict[str, object]:
@@ -144,10 +145,19 @@ def _lora_facts(vllm_config: VllmConfig) -> object:
 
 def _draft_facts(vllm_config: VllmConfig) -> object:
     """The draft model's settings, where speculation uses a model: its layers may keep KV in the same blocks."""
-    speculative = vllm_config.speculative_config
-    if speculative is None or speculative.draft_model_config is None:
+    draft = draft_config(vllm_config)
+    if draft is None:
         return None
-    return [speculative.method, speculative.kv_cache_dtype, _model_facts(speculative.draft_model_config)]
+    speculative = vllm_config.speculative_config
+    return [speculative.method, speculative.kv_cache_dtype, _model_facts(draft)]
+
+
+def draft_config(vllm_config: VllmConfig) -> Any:
+    """Return the ModelConfig of the model that speculates; None if none does. Changes nothing."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or str(speculative.method) in _NO_DRAFT:
+        return None
+    return speculative.draft_model_config
 
 
 def plain(value: Any) -> Any:

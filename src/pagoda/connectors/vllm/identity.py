@@ -11,7 +11,7 @@ from blake3 import blake3
 
 from pagoda.connectors.vllm.adapters import lora_name
 from pagoda.connectors.vllm.checkpoint import files_digest
-from pagoda.connectors.vllm.facts import config_facts, plain
+from pagoda.connectors.vllm.facts import config_facts, draft_config, plain
 from pagoda.connectors.vllm.files import checkpoint_directory, checkpoint_files
 from pagoda.keys import Namespace
 
@@ -65,15 +65,11 @@ def weights_digest(vllm_config: VllmConfig, weights: str | None = None) -> str:
 
 def _checkpoints(vllm_config: VllmConfig) -> list[tuple[str, Any, Any]]:
     """Role, ModelConfig and LoadConfig of every checkpoint that KV is computed from."""
-    listed = [("model", vllm_config.model_config, vllm_config.load_config)]
-    speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.draft_model_config is not None:
-        draft = speculative.draft_model_config
-        same = (
-            draft.model == vllm_config.model_config.model
-        )  # its head is in the same files, or it has no weights
-        if not same:
-            listed.append(("draft", draft, speculative.draft_load_config or vllm_config.load_config))
+    model, load_config = vllm_config.model_config, vllm_config.load_config
+    listed = [("model", model, load_config)]
+    draft = draft_config(vllm_config)
+    if draft is not None and (draft.model, draft.revision) != (model.model, model.revision):
+        listed.append(("draft", draft, vllm_config.speculative_config.draft_load_config or load_config))
     return listed
 
 
