@@ -18,10 +18,8 @@ from pagoda.transfer.device_pages import DevicePagesKV
 from tests.transfer.pages_kit import (
     BLOCK_TOKENS,
     BLOCKS,
-    Bytes,
     Case,
     Memory,
-    bytes_of,
     case_of,
     expected_blocks,
     expected_slot,
@@ -30,20 +28,36 @@ from tests.transfer.pages_kit import (
 )
 
 
-def device_kv(case: Case, planes: list[Memory]) -> DevicePagesKV:
-    def make(views: Sequence[Bytes], *args: object, **options: object) -> DevicePagesKV:
-        return DevicePagesKV([torch.from_numpy(view) for view in views], *args, **options)  # type: ignore[arg-type]
-
-    return case.kv(make, planes)
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
-def check(case: Case) -> None:
+def device_kv(case: Case, wholes: list[torch.Tensor]) -> DevicePagesKV:
+    """The transfer over planes that lie at the front of the rows of `wholes`."""
+    return DevicePagesKV(
+        [whole[:, :page] for whole, page in zip(wholes, case.pages, strict=True)],
+        case.layout,
+        block_tokens=BLOCK_TOKENS,
+        block_table=case.table,
+        part=case.part,
+        parts=case.parts,
+    )
+
+
+def on(device: str, planes: list[Memory]) -> list[torch.Tensor]:
+    return [torch.from_numpy(plane.whole).to(device) for plane in planes]
+
+
+def bytes_on(wholes: list[torch.Tensor]) -> list[bytes]:
+    return [whole.cpu().numpy().tobytes() for whole in wholes]
+
+
+def check(case: Case, device: str = "cpu") -> None:
     """Both ways and by a snapshot: every byte that must change did, and no other."""
     source = case.planes(seed=1)
-    kv = device_kv(case, source)
+    wholes = on(device, source)
+    kv, before = device_kv(case, wholes), bytes_on(wholes)
     stored = [start for start in case.starts if -1 not in case.ids(start)]
     want = [expected_slot(case, [plane.view for plane in source], start) for start in stored]
-    before = [bytes_of(plane.whole) for plane in source]
     ways = [
         kv.to_slots,
         lambda starts, slots: kv.snapshot(starts).to_slots(slots),
@@ -53,19 +67,21 @@ def check(case: Case) -> None:
         slots = [poisoned(case.layout, case.slot_offset) for _ in stored]
         way(stored, slots)
         assert [slot.tobytes() for slot in slots] == want
-    assert [bytes_of(plane.whole) for plane in source] == before
+    assert bytes_on(wholes) == before
 
     target, filled = case.planes(seed=2), case.filled_slots()
     blocks = expected_blocks(case, target, filled)
-    device_kv(case, target).from_slots(case.starts, filled)
-    assert [bytes_of(plane.whole) for plane in target] == blocks
+    wholes = on(device, target)
+    device_kv(case, wholes).from_slots(case.starts, filled)
+    assert bytes_on(wholes) == blocks
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("apart", [0, 8, 5])
 @pytest.mark.parametrize("pages", [[64], [24, 7, 16], [1], [4096, 512], [12, 20]])
 @pytest.mark.parametrize("table", [[7, 3, 15, 0, 9, 2], [4, 5, 6, 7, 8, 9]])
-def test_as_on_the_cpu(pages: list[int], table: list[int], apart: int) -> None:
-    check(case_of(pages, table, apart=apart))
+def test_as_on_the_cpu(pages: list[int], table: list[int], apart: int, device: str) -> None:
+    check(case_of(pages, table, apart=apart), device)
 
 
 @given(data=st.data())
@@ -87,14 +103,16 @@ def test_any_table_and_any_planes(data: st.DataObject) -> None:
     )
 
 
-def test_a_snapshot_is_what_was_there_when_it_was_taken() -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_snapshot_is_what_was_there_when_it_was_taken(device: str) -> None:
     case = case_of([64, 32], [7, 3, 15, 0])
     source = case.planes(1)
     want = [expected_slot(case, [plane.view for plane in source], start) for start in case.starts]
-    snapshot = device_kv(case, source).snapshot(case.starts)
+    wholes = on(device, [Memory(plane.whole.copy(), plane.view) for plane in source])
+    snapshot = device_kv(case, wholes).snapshot(case.starts)
     assert snapshot.nbytes == 2 * case.layout.chunk_bytes
-    for plane in source:
-        plane.whole[:] = 0  # the engine goes on
+    for whole in wholes:
+        whole.zero_()  # the engine goes on
     slots = [poisoned(case.layout) for _ in case.starts]
     with ThreadPoolExecutor(1) as thread:
         thread.submit(snapshot.to_slots, slots).result(60)
@@ -105,6 +123,23 @@ def test_a_snapshot_is_what_was_there_when_it_was_taken() -> None:
         frozen = poisoned(case.layout)
         frozen.flags.writeable = False
         snapshot.to_slots([frozen, frozen])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_was_launched_before_it_is_waited_for(device: str) -> None:
+    """On a device: a long queue of work stands before the copies in both directions."""
+    layout, table, work = layout_of([4096], 2), [5, 2], torch.ones((1024, 1024), device=device)
+    plane = torch.zeros((BLOCKS, 4096), dtype=torch.uint8, device=device)
+    for _ in range(200 if device == "cuda" else 1):
+        work = work @ work * 1e-3
+    plane.fill_(7)
+    kv = DevicePagesKV([plane], layout, block_tokens=BLOCK_TOKENS, block_table=table)
+    slot, other = np.zeros(layout.slot_bytes, np.uint8), np.full(layout.slot_bytes, 9, np.uint8)
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(kv.to_slots, [0], [slot]).result(60)
+        assert (slot == 7).all()
+        thread.submit(kv.from_slots, [0], [other]).result(60)
+    assert plane.sum(dtype=torch.int64).item() == (2 * 9 + (BLOCKS - 2) * 7) * 4096
 
 
 def test_memory_made_in_inference_mode_is_written_on_any_thread() -> None:
