@@ -27,7 +27,6 @@ from tests.transfer.pages_kit import (
     poisoned,
 )
 
-
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
