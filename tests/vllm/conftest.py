@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.vllm import models
-from tests.vllm.engines import Engine, connector, options
+from tests.vllm import models, stores
+from tests.vllm.engines import CHUNK, Engine, connector, options
 from tests.vllm.inside import Answer
 
 
@@ -48,6 +48,9 @@ def lora_options(llama: Path) -> dict[str, Any]:
 def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where engines write."""
     return tmp_path_factory.mktemp("logs")
+
+
+Same = Callable[..., list[Answer]]
 
 
 class Plain:
@@ -109,3 +112,33 @@ def same(plain: Plain) -> Callable[..., list[Answer]]:
         return answers
 
     return ask
+
+
+@pytest.fixture
+def stored(pagoda: Engine, tiers: Tiers, same: Same) -> Callable[..., None]:
+    """Has prompts computed and stored, and the device's own cache emptied. Their answers are compared, too."""
+
+    def store(*prompts: list[int], max_tokens: int = 1, **how: Any) -> None:
+        before = stores.ready(tiers.host)
+        for one in prompts:
+            (answer,) = same(pagoda, one, max_tokens=max_tokens, **how)
+            assert answer.external == 0
+        chunks = sum((len(one) + max_tokens - 1) // CHUNK for one in prompts)
+        stores.wait_ready(tiers.host, before + chunks)
+        pagoda.reset()
+
+    return store
+
+
+@pytest.fixture
+def only_on_disk(stored: Callable[..., None], tiers: Tiers) -> Callable[..., set[bytes]]:
+    """As `stored`; and then host memory is cleared. Returns the keys of the chunks, which are on the disk."""
+
+    def store(*prompts: list[int], **how: Any) -> set[bytes]:
+        before = stores.keys(tiers.disk) if stores.stores(tiers.disk) else set()
+        stored(*prompts, **how)
+        stores.wait_ready(tiers.disk, len(before) + sum(len(one) // CHUNK for one in prompts))
+        stores.clear(tiers.host)
+        return stores.keys(tiers.disk) - before
+
+    return store

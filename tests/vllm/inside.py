@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -45,6 +46,7 @@ class Room:
         from vllm import LLM
 
         self.preemptions = 0
+        self.counts = _counted()
         self.kept: dict[str, Any] = {}  # what a function leaves for a later one
         self._prefills: dict[str, Any] = {}
         self.llm = LLM(**options)
@@ -117,6 +119,21 @@ class Room:
         gc.collect()
 
 
+def _counted() -> Counter[str]:
+    """What the connector's halves in this process tell vLLM that they counted, from now on."""
+    from pagoda.connectors.vllm import PagodaConnector
+
+    counts, take = Counter[str](), PagodaConnector.get_kv_connector_stats
+
+    def watched(self: PagodaConnector) -> Any:
+        if (stats := take(self)) is not None:
+            counts.update(stats.data)
+        return stats
+
+    PagodaConnector.get_kv_connector_stats = watched  # type: ignore[method-assign]
+    return counts
+
+
 def _is_of(name: str, request: str) -> bool:
     """Whether an engine's request (its name has a random tail, samples have a number before) is that request."""
     parts = name.split("_", 1)
@@ -126,6 +143,11 @@ def _is_of(name: str, request: str) -> bool:
 def reset(room: Room) -> None:
     """Forget what is on the device: whatever hits next comes through the connector."""
     assert room.llm.reset_prefix_cache()
+
+
+def counts(room: Room) -> dict[str, float]:
+    """What the connector counted since the engine's start."""
+    return dict(room.counts)
 
 
 def live(pipe: Connection, log: str, options: dict[str, Any], prepare: Callable[[], None] | None) -> None:

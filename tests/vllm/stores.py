@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from pagoda.ledger import Ledger
-from pagoda.ledger.state import STATE
+from pagoda.ledger.state import LOCKS, STATE
 
 PATIENT_SECONDS = 30.0
+_ROOT = Path(__file__).resolve().parents[2]
 
 
 def wait_until(condition: Callable[[], object], what: str, seconds: float = PATIENT_SECONDS) -> None:
@@ -76,10 +79,16 @@ def wipe(root: Path) -> None:
     shutil.rmtree(root)
 
 
-def flip_payloads(root: Path) -> int:
-    """Flip bytes in the middle of every chunk in a tier's slab file; returns how many were there."""
+def remove(root: Path, position: int) -> None:
+    """Remove the chunks that stand at that place of their prompts."""
+    with ledger_of(root) as ledger:
+        ledger.remove([row.key for row in ledger.rows() if row.position == position])
+
+
+def spoil(root: Path, keys: set[bytes], position: int | None = None) -> int:
+    """Flip bytes in the middle of chunks in a tier's slab file (at one place of their prompts, or all); how many."""
     with ledger_of(root) as ledger, open(ledger.slab_path, "r+b") as slab:
-        rows = list(ledger.rows())
+        rows = [row for row in ledger.rows() if row.key in keys and position in (None, row.position)]
         for row in rows:
             at = row.slot * ledger.slot_bytes + ledger.slot_bytes // 2
             slab.seek(at)
@@ -87,3 +96,27 @@ def flip_payloads(root: Path) -> int:
             slab.seek(at)
             slab.write(flipped)
     return len(rows)
+
+
+def elsewhere(call: str) -> None:
+    """Do something of this module in a process of its own, such as "clear(Path('...'))"."""
+    code = f"from pathlib import Path; from tests.vllm.stores import *; {call}"
+    subprocess.run([sys.executable, "-c", code], cwd=_ROOT, check=True, timeout=60)
+
+
+@contextmanager
+def busy(root: Path) -> Iterator[None]:
+    """Have another process stand in the gate of a tier's ledger, as one that was stopped there would."""
+    (store,) = stores(root)
+    code = (
+        "import fcntl, sys; file = open(sys.argv[1], 'r+b')\n"
+        "for byte in (1, 0): fcntl.lockf(file, fcntl.LOCK_EX, 1, byte)\n"
+        "print('in', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(store / LOCKS)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"in\n"
+        try:
+            yield
+        finally:
+            other.kill()

@@ -7,29 +7,12 @@ from typing import Any
 
 import pytest
 
-from tests.vllm import stores
-from tests.vllm.conftest import Plain, Tiers
+from tests.vllm.conftest import Plain
 from tests.vllm.engines import BLOCK, CHUNK, Engine, loadable
 from tests.vllm.inside import Answer, Room
 from tests.vllm.models import prompt
 
 Same = Callable[..., list[Answer]]
-
-
-@pytest.fixture
-def stored(pagoda: Engine, tiers: Tiers, same: Same) -> Callable[..., None]:
-    """Has prompts computed and stored, and the device's own cache emptied. Their answers are compared, too."""
-
-    def store(*prompts: list[int], max_tokens: int = 1, **how: Any) -> None:
-        before = stores.ready(tiers.host)
-        for one in prompts:
-            (answer,) = same(pagoda, one, max_tokens=max_tokens, **how)
-            assert answer.external == 0
-        chunks = sum((len(one) + max_tokens - 1) // CHUNK for one in prompts)
-        stores.wait_ready(tiers.host, before + chunks)
-        pagoda.reset()
-
-    return store
 
 
 def test_lengths(pagoda: Engine, same: Same, stored: Callable[..., None]) -> None:

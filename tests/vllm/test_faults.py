@@ -1,0 +1,247 @@
+"""Whatever happens to what is stored, the engine says what it says without, goes on, and stores anew."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm import inside, stores
+from tests.vllm.conftest import Tiers
+from tests.vllm.engines import BLOCK, CHUNK, Engine, connector, loadable
+from tests.vllm.inside import Answer, Room
+from tests.vllm.models import prompt
+
+Same = Callable[..., list[Answer]]
+OnDisk = Callable[..., set[bytes]]
+
+
+@pytest.fixture(scope="session")
+def cramped(lora_options: dict[str, Any], logs: Path, session_shm: Path, tiers: Tiers) -> Iterator[Engine]:
+    """An engine with room for 16 chunks in a host tier of its own, and little patience; its disk is `pagoda`'s."""
+    how = connector(session_shm / "cramped", tiers.disk, host_size="4MiB", deadline_seconds=3.0)
+    engine = Engine("cramped", logs / "cramped.log", **lora_options, **how)
+    yield engine.wait_up()
+    engine.stop()
+
+
+@pytest.fixture(autouse=True)
+def sound(pagoda: Engine, tiers: Tiers) -> Iterator[None]:
+    """After each test: no fault is left in the engine, nothing is left half done, and the numbers add up."""
+    yield
+    pagoda.call(mend)
+    pagoda.reset()
+    for root in tiers:
+        stores.wait_until(
+            lambda root=root: stores.check(root)["reserved"] == 0, f"nothing reserved in {root}"
+        )
+
+
+def hits_again(engine: Engine, same: Same, one: list[int]) -> None:
+    """The prompt is stored, or was stored again meanwhile, or is now: all of it can be loaded."""
+
+    def hit() -> bool:
+        engine.reset()
+        before = failed_loads(engine)
+        (answer,) = same(engine, one)
+        return answer.external == loadable(len(one)) and failed_loads(engine) == before
+
+    stores.wait_until(hit, "a hit after the fault")
+
+
+def failed_loads(engine: Engine) -> float:
+    """How many loads did not bring all that was looked up."""
+    return engine.call(inside.counts).get("failed_loads", 0)
+
+
+@pytest.mark.parametrize("position", [None, 0, 3], ids=["all", "the first", "the fourth"])
+def test_spoilt_on_disk(
+    pagoda: Engine, tiers: Tiers, same: Same, only_on_disk: OnDisk, position: int | None
+) -> None:
+    """Bytes on the disk were flipped."""
+    one = prompt(2000 if position is None else 2010 + position, 8 * CHUNK + 9)
+    chunks = only_on_disk(one)
+    assert stores.spoil(tiers.disk, chunks, position) == (8 if position is None else 1)
+    before = failed_loads(pagoda)
+    same(pagoda, one)
+    assert failed_loads(pagoda) == before + 1
+    hits_again(pagoda, same, one)
+
+
+def test_disk_fails(pagoda: Engine, tiers: Tiers, same: Same, only_on_disk: OnDisk) -> None:
+    """Every read of the disk is an I/O error, for a while."""
+    one, two = prompt(2100, 8 * CHUNK + 9), prompt(2101, 8 * CHUNK + 9)
+    only_on_disk(one, two)
+    before = failed_loads(pagoda)
+    pagoda.call(fail_reads)
+    same(pagoda, one, two)
+    assert failed_loads(pagoda) > before
+    pagoda.call(mend)
+    hits_again(pagoda, same, one)
+    fresh = iter(range(2110, 2200))
+
+    def takes() -> bool:
+        before = stores.ready(tiers.disk)
+        same(pagoda, prompt(next(fresh), CHUNK + 1))
+        time.sleep(0.5)
+        return stores.ready(tiers.disk) > before
+
+    stores.wait_until(takes, "the end of the disk's rest")
+
+
+def fail_reads(room: Room) -> None:
+    """Have every read of the disk fail."""
+    from pagoda.slab.file import FileSlab
+
+    def failing(self: FileSlab, views: Any, offset: int) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    patch(room, FileSlab, "_readv", failing)
+
+
+def patch(room: Room, owner: Any, name: str, replacement: Any) -> None:
+    """Replace a function until `mend`."""
+    room.kept.setdefault("patched", []).append((owner, name, getattr(owner, name)))
+    setattr(owner, name, replacement)
+
+
+def mend(room: Room) -> None:
+    """Put back all that was replaced."""
+    for owner, name, original in reversed(room.kept.pop("patched", [])):
+        setattr(owner, name, original)
+
+
+@pytest.mark.parametrize("what", ["clear", "remove"])
+def test_gone_between_look_up_and_load(
+    pagoda: Engine, tiers: Tiers, same: Same, only_on_disk: OnDisk, what: str
+) -> None:
+    """What was looked up is evicted by somebody else, all of it or from the middle, before the load begins."""
+    one = prompt(2200 if what == "clear" else 2201, 8 * CHUNK + 9)
+    only_on_disk(one)
+    hits_again(pagoda, same, one)  # so that it is in host memory, too
+    pagoda.reset()
+    before = failed_loads(pagoda)
+    argument = "" if what == "clear" else ", 4"
+    pagoda.call(interrupt_load, [f"{what}(Path({str(root)!r}){argument})" for root in tiers])
+    same(pagoda, one)
+    assert failed_loads(pagoda) == before + 1
+    pagoda.call(mend)
+    hits_again(pagoda, same, one)
+
+
+def interrupt_load(room: Room, calls: list[str]) -> None:
+    """Have another process do something right before the next loads begin."""
+    half = room.worker_half
+    start = half.start_load_kv
+
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        if half._get_connector_metadata().loads:
+            for call in calls:
+                stores.elsewhere(call)
+        start(*args, **kwargs)
+
+    patch(room, half, "start_load_kv", interrupted)
+
+
+def test_aborted_while_it_is_loaded(pagoda: Engine, same: Same, only_on_disk: OnDisk) -> None:
+    """A request is given up while its blocks are being filled: they are free later, and not before."""
+    one = prompt(2300, 16 * CHUNK + 9)
+    only_on_disk(one)
+    pagoda.call(slow_reads, 0.05)
+    free, during, after = pagoda.call(abort_during_load, one)
+    assert during < free
+    assert after == free
+    pagoda.call(mend)
+    same(pagoda, one)
+    hits_again(pagoda, same, one)
+
+
+def slow_reads(room: Room, seconds: float) -> None:
+    """Have every read of the disk take longer."""
+    from pagoda.slab.file import FileSlab
+
+    readv = FileSlab._readv
+
+    def slow(self: FileSlab, views: Any, offset: int) -> int:
+        time.sleep(seconds)
+        return readv(self, views, offset)
+
+    patch(room, FileSlab, "_readv", slow)
+
+
+def abort_during_load(room: Room, one: list[int]) -> tuple[int, int, int]:
+    """Abort a request whose load has begun; free blocks before it, right after its abort and when it has gone."""
+    from vllm import SamplingParams
+    from vllm.v1.request import RequestStatus
+
+    engine, scheduler = room.llm.llm_engine, room.scheduler
+    pool = scheduler.kv_cache_manager.block_pool
+    free = pool.get_num_free_blocks()
+    name = engine.add_request("aborted", {"prompt_token_ids": one}, SamplingParams(max_tokens=4))
+
+    def loading() -> bool:
+        engine.step()
+        return scheduler.requests[name].status is RequestStatus.WAITING_FOR_REMOTE_KVS
+
+    def gone() -> bool:
+        engine.step()
+        return name not in scheduler.requests and pool.get_num_free_blocks() == free
+
+    stores.wait_until(loading, "a load")
+    engine.abort_request([name], internal=True)
+    during = pool.get_num_free_blocks()
+    stores.wait_until(gone, "the end of an aborted request")
+    return free, during, pool.get_num_free_blocks()
+
+
+def test_nothing_can_be_saved(pagoda: Engine, tiers: Tiers, same: Same) -> None:
+    """The copy into host memory fails."""
+    one = prompt(2400, 8 * CHUNK + 9)
+    pagoda.call(fail_saves)
+    same(pagoda, one)
+    pagoda.call(mend)
+    pagoda.reset()
+    (answer,) = same(pagoda, one)
+    assert answer.external == 0
+    hits_again(pagoda, same, one)
+
+
+def fail_saves(room: Room) -> None:
+    """Have every copy into slots fail."""
+    from pagoda.transfer.pages import PagesKV
+
+    def failing(self: PagesKV, starts: Any, slots: Any) -> None:
+        raise MemoryError("no")
+
+    patch(room, PagesKV, "to_slots", failing)
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_busy_ledger(
+    cramped: Engine, tiers: Tiers, session_shm: Path, same: Same, only_on_disk: OnDisk, tier: str
+) -> None:
+    """Somebody was stopped in the gate of a ledger."""
+    one = prompt(2500 if tier == "host" else 2501, 4 * CHUNK + 9)
+    only_on_disk(one)
+    root = session_shm / "cramped" if tier == "host" else tiers.disk
+    with stores.busy(root):
+        (answer,) = same(cramped, one)
+        assert answer.external == 0
+        same(cramped, prompt(2510, 200), prompt(2511, 300), max_tokens=70)
+    hits_again(cramped, same, one)
+
+
+def test_little_room(cramped: Engine, tiers: Tiers, same: Same, only_on_disk: OnDisk) -> None:
+    """The host tier has room for less than one prompt, which comes from the disk all the same."""
+    prompts = [prompt(2600 + i, 30 * CHUNK + BLOCK + 9) for i in range(3)]
+    only_on_disk(*prompts)
+    for one in prompts:
+        hits_again(cramped, same, one)
+    cramped.reset()
+    same(cramped, *[prompt(2610 + i, 10 * CHUNK) for i in range(8)], max_tokens=70)
+    cramped.reset()
+    same(cramped, *prompts, *[prompt(2610 + i, 10 * CHUNK) for i in range(8)], max_tokens=70)
