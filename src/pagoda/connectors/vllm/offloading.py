@@ -1,0 +1,218 @@
+"""PagodaOffloadingSpec: the storage behind vLLM's own OffloadingConnector, for models of several KV cache groups."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    OffloadingCounterMetadata,
+    OffloadingManager,
+    OffloadingMetricMetadata,
+    OffloadingSpec,
+    OffloadingWorker,
+)
+from vllm.v1.kv_offload.config import OffloadingConfig
+
+from pagoda.connectors.vllm.facts import plain
+from pagoda.connectors.vllm.identity import namespace_of
+from pagoda.connectors.vllm.machine import machine_facts
+from pagoda.connectors.vllm.offloading_find import Group
+from pagoda.connectors.vllm.offloading_meta import Greeting, greet, greeted
+from pagoda.connectors.vllm.offloading_scheduler import LATE, REFUSED, OffloadedChunks
+from pagoda.connectors.vllm.offloading_worker import SlotCopies, Stock
+from pagoda.connectors.vllm.options import Options, read_options
+from pagoda.connectors.vllm.shared import opened
+from pagoda.connectors.vllm.supported import check_engine, check_vllm
+from pagoda.transfer.pages import merged
+
+__all__ = ["PagodaOffloadingSpec"]
+
+_WINDOWS = {  # by spec class: the attribute that says how many tokens before the end of a hit are needed
+    "ChunkedLocalAttentionSpec": "attention_chunk_size",
+    "SlidingWindowMLASpec": "sliding_window",
+    "SlidingWindowSpec": "sliding_window",
+}
+_STATE = "MambaSpec"
+
+
+class PagodaOffloadingSpec(OffloadingSpec):
+    """Keeps the KV of hybrid models (sliding windows, several groups) in PagodaKV's tiers.
+
+    Named in `--kv-transfer-config` as the OffloadingConnector's spec; see docs/vllm.md. vLLM makes one for its
+    scheduler and one for each worker. What is not known to work is refused at the start, with a ValueError that says
+    what to do.
+    """
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        """The counters beside vLLM's own."""
+        return {
+            REFUSED: OffloadingCounterMetadata("Number of chunks that found no slot in the host tier."),
+            LATE: OffloadingCounterMetadata("Number of chunk lookups that were a miss for taking too long."),
+        }
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        super().__init__(config)
+        if config.canonical_layout:
+            raise ValueError("canonical_layout: chunks are kept as the engine lays them out; leave it out")
+        self.options, self.blocks_per_chunk = _options(config)
+        check_vllm(self.options)
+        # vLLM says that all ranks hold the same bytes: then only the first stores, and all load what it stored
+        self.replicated_layout = config.replicated_layout
+        self._parts = 1 if config.replicated_layout else config.parallel.world_size
+        self._part = 0 if config.replicated_layout else config.parallel.rank
+        self._root = Path(self.options.config.host_path)
+        self._manager: OffloadedChunks | None = None
+        self._worker: SlotCopies | None = None
+
+    # ---- the scheduler's half
+
+    def get_manager(self) -> OffloadingManager:
+        """The scheduler's half; made when all workers have registered their KV memory. ValueError if they have not."""
+        if self._manager is None:
+            greeting = greeted(self._root, self.config.engine_id, self.config.parallel.world_size)
+            if greeting.parts != self._parts or greeting.chunk_tokens != self.options.config.chunk_tokens:
+                raise ValueError(
+                    f"the workers cut chunks of {greeting.chunk_tokens} tokens in {greeting.parts} parts, the "
+                    f"scheduler of {self.options.config.chunk_tokens} in {self._parts}: give all the same "
+                    "configuration and environment"
+                )
+            groups = {
+                group.group_id: Group(group.tokens_per_block * self.blocks_per_chunk, window)
+                for group, window in zip(self.config.groups, greeting.windows, strict=True)
+            }
+            cache = opened(self.options.config, greeting.namespace, greeting.layout)
+            self._manager = OffloadedChunks(cache, groups, self._parts, self.config.enable_kv_cache_events)
+        return self._manager
+
+    # ---- a worker's half
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        """A worker's half, over this KV memory. Raises ValueError for what is not known, StoreError for a tier."""
+        if self._worker is not None:
+            self._worker.shutdown()
+        connector = self._connector()
+        vllm_config, kv_cache_config = connector._vllm_config, connector._kv_cache_config
+        check_engine(vllm_config, kv_cache_config, hybrid=True)
+        specs = [_specs(kv_cache_config.kv_cache_groups[group.group_id]) for group in self.config.groups]
+        stocks = self._stocks(kv_caches, specs)
+        greeting = Greeting(
+            namespace=namespace_of(
+                vllm_config, str(vllm_config.cache_config.cache_dtype), self._parts, self.options
+            ),
+            chunk_tokens=self.options.config.chunk_tokens,
+            chunk_bytes=max(stock.layout(self._parts).chunk_bytes for stock in stocks),
+            description=self._description(vllm_config, specs, stocks),
+            parts=self._parts,
+            windows=tuple(_window(group) for group in specs),
+        )
+        cache = opened(self.options.config, greeting.namespace, greeting.layout)
+        worker = self._worker = SlotCopies(cache, stocks, self._part, self._parts)
+        _tell_failures(connector, worker)
+        greet(self._root, self.config.engine_id, self.config.parallel.rank, greeting)
+        return worker
+
+    def _connector(self) -> Any:
+        """The connector of this process whose spec this is: it knows the model's configuration, a spec does not."""
+        agent: Any = get_kv_transfer_group() if has_kv_transfer_group() else None
+        for connector in (agent, *getattr(agent, "_connectors", ())):
+            if getattr(getattr(connector, "connector_worker", None), "spec", None) is self:
+                return connector
+        raise ValueError(
+            "PagodaOffloadingSpec works under vLLM's OffloadingConnector only: name that as kv_connector"
+        )
+
+    def _stocks(self, kv_caches: CanonicalKVCaches, specs: list[dict[str, Any]]) -> list[Stock]:
+        stocks = []
+        for group, refs, layers in zip(self.config.groups, kv_caches.group_data_refs, specs, strict=True):
+            pages = [kv_caches.tensors[ref.tensor_idx].tensor[:, : ref.page_size_bytes] for ref in refs]
+            planes: list[Any] = merged(pages)
+            state = _kinds(layers) == {_STATE}
+            stocks.append(Stock(group.group_id, planes, group.tokens_per_block, self.blocks_per_chunk, state))
+        return stocks
+
+    def _description(self, vllm_config: Any, specs: list[dict[str, Any]], stocks: list[Stock]) -> str:
+        """All that decides the bytes of a chunk."""
+        layers = [name for group in specs for name in group]
+        contexts = vllm_config.compilation_config.static_forward_context
+        facts = {
+            "machine": machine_facts(stocks[0].planes[0].device, vllm_config, layers),
+            "layout": self.config.kv_cache_layout,
+            "cache_dtype": str(vllm_config.cache_config.cache_dtype),
+            "groups": [
+                [
+                    [name, type(spec).__name__, plain(spec), list(_tensors(contexts[name].kv_cache))]
+                    for name, spec in group.items()
+                ]
+                for group in specs
+            ],
+            "pages": [[stock.block_tokens, [plane.shape[1] for plane in stock.planes]] for stock in stocks],
+            "blocks_per_chunk": self.blocks_per_chunk,
+            "parts": [self._parts, self.config.parallel.world_size],
+        }
+        return json.dumps(facts, sort_keys=True)
+
+
+def _options(config: OffloadingConfig) -> tuple[Options, int]:
+    """What was configured, and the blocks of a chunk: vLLM's own options go first, then `chunk_tokens`."""
+    extra, blocks = dict(config.extra_config), config.cache.blocks_per_chunk
+    sizes = sorted({group.tokens_per_block for group in config.groups})
+    theirs = [name for name in ("block_size", "blocks_per_chunk") if extra.get(name) is not None]
+    if theirs or len(sizes) > 1:
+        tokens = sizes[-1] * blocks
+        if extra.setdefault("chunk_tokens", tokens) != tokens:
+            told = f"{theirs[0]} = {extra[theirs[0]]}" if theirs else f"groups with blocks of {sizes} tokens"
+            raise ValueError(
+                f"chunk_tokens = {extra['chunk_tokens']}, but {told} makes chunks of {tokens} tokens: leave "
+                "chunk_tokens out, or say blocks_per_chunk"
+            )
+        return read_options(extra, sizes[-1]), blocks
+    options = read_options(extra, sizes[0])
+    return options, options.config.chunk_tokens // sizes[0]
+
+
+def _specs(group: Any) -> dict[str, Any]:
+    """The spec of each layer of a group, in its order."""
+    inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    return {name: inner[name] if inner else group.kv_cache_spec for name in group.layer_names}
+
+
+def _kinds(layers: dict[str, Any]) -> set[str]:
+    return {type(spec).__name__ for spec in layers.values()}
+
+
+def _window(layers: dict[str, Any]) -> int | None:
+    """How many tokens before the end of a hit a group needs; None: all from the first on."""
+    kinds = _kinds(layers)
+    if kinds == {_STATE}:
+        return 1
+    if kinds <= _WINDOWS.keys():
+        return max(int(getattr(spec, _WINDOWS[type(spec).__name__])) for spec in layers.values())
+    return None
+
+
+def _tensors(kv_cache: Any) -> Iterator[list[object]]:
+    """What a layer's tensors are like, apart from how many blocks they have."""
+    for tensor in (kv_cache,) if isinstance(kv_cache, torch.Tensor) else tuple(kv_cache):
+        yield [str(tensor.dtype), list(tensor.shape[1:]), list(tensor.stride())]
+
+
+def _tell_failures(connector: Any, worker: SlotCopies) -> None:
+    """Have vLLM told of loads that came to nothing, which its OffloadingConnector takes for impossible.
+
+    vLLM recomputes such a request (`kv_load_failure_policy`: "recompute") or fails it; without this the engine stops.
+    """
+    results = connector.get_transfer_results
+
+    def with_failures(finished_req_ids: set[str]) -> Any:
+        found = results(finished_req_ids)
+        found.failed_recving |= worker.take_failed(found.finished_recving)
+        return found
+
+    connector.get_transfer_results = with_failures

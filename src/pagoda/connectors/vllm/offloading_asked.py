@@ -1,0 +1,255 @@
+"""What vLLM's scheduler has asked for and what is known of it: a table of its own thread, fed by threads."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import groupby
+from typing import Any
+
+from pagoda.cache import Cache
+from pagoda.connectors.vllm.offloading_find import Asked, Finder, Found, Group, State
+from pagoda.keys import derive_keys
+
+__all__ = ["Questions"]
+
+log = logging.getLogger("pagoda.vllm")
+
+_MISS_SECONDS = 1.0  # how long a miss is believed
+_LONGEST_SECONDS = 30.0  # in all that one request may wait for answers
+_IDLE_SECONDS = 10.0  # a hit that is not looked at for so long is let go
+_LINGER_SECONDS = 30.0  # holds of loads that were under way when the cache was reset
+_BRING_THREADS = 2
+
+
+class Questions:
+    """The chunks that waiting requests have asked for. Of the scheduler's thread; nothing here waits.
+
+    A chunk is asked for once for all requests, held as long as one of them may load it, and a miss where the answer
+    takes too long: where nothing has been found out for `deadline_seconds`, or in all for half a minute.
+    """
+
+    def __init__(self, cache: Cache, groups: Sequence[Group]) -> None:
+        assert cache.slots is not None
+        self._slots, self._patience = cache.slots, cache.config.deadline_seconds
+        self._finder = Finder(cache, groups)
+        self.root = cache.slots.namespace()
+        self._known: dict[bytes, Asked] = {}
+        self._new: dict[str, list[Asked]] = {}  # by request
+        self._wanted: list[Asked] = []
+        self._of: dict[str, set[bytes]] = {}  # what a request has asked for
+        self._since: dict[str, float] = {}  # when it first asked
+        self._answers = ThreadPoolExecutor(1, thread_name_prefix="pagoda-find")
+        self._brings = ThreadPoolExecutor(_BRING_THREADS, thread_name_prefix="pagoda-bring")
+        self._releases = ThreadPoolExecutor(1, thread_name_prefix="pagoda-release")
+        self._lingering: list[tuple[float, list[tuple[int, int]]]] = []
+        self._swept_at = 0.0
+        self._late = 0
+
+    def get(self, name: bytes) -> Asked | None:
+        """What is known of a chunk."""
+        return self._known.get(name)
+
+    # ---- asking
+
+    def look(self, name: bytes, group: int, position: int, request: str, lower: bool) -> State:
+        """Return what is known of a chunk, and have it found out if that is nothing."""
+        self._drain()
+        now = time.monotonic()
+        asked = self._known.get(name)
+        if asked is None or (asked.state is State.MISSED and now > asked.until):
+            if now - self._since.setdefault(request, now) > _LONGEST_SECONDS:
+                return State.MISSED
+            key = asked.key if asked is not None else derive_keys([name], self.root)[0]
+            asked = self._known[name] = Asked(name, key, group, position, lower, since=now, seen=now)
+            self._new.setdefault(request, []).append(asked)
+        asked.seen = now
+        asked.users.add(request)
+        self._of.setdefault(request, set()).add(name)
+        if asked.state is State.FOUND:
+            asked.state, asked.since = State.COMING, now
+            self._wanted.append(asked)
+        if asked.state in (State.ASKED, State.COMING) and self._overdue(asked, request, now):
+            self._late += 1
+            self._missed(asked, now)
+        return asked.state
+
+    def _overdue(self, asked: Asked, request: str, now: float) -> bool:
+        waited = now - max(asked.since, self._finder.moved)
+        return waited > self._patience or now - self._since.setdefault(request, now) > _LONGEST_SECONDS
+
+    def _missed(self, asked: Asked, now: float) -> None:
+        asked.state, asked.until = State.MISSED, now + _MISS_SECONDS
+
+    def flush(self) -> None:
+        """Hand what was asked since the last call to the threads; let go of what nobody looks at."""
+        self._drain()
+        now = time.monotonic()
+        if (root := self._slots.namespace()) != self.root:  # another process has changed the weights
+            self.reset()
+            self.root = root
+        for asked in self._new.values():
+            if question := [one for one in asked if one.state is State.ASKED]:
+                self._submit(self._answers, self._answer, question)
+        if self._wanted:
+            self._submit(self._brings, self._finder.bring, self._wanted)
+        self._new, self._wanted = {}, []
+        if now - self._swept_at > _MISS_SECONDS:
+            self._swept_at = now
+            self._sweep(now)
+
+    def _answer(self, question: list[Asked]) -> None:
+        coming = self._finder.answer(question)
+        for _, chunks in groupby(coming, key=lambda one: one.group):
+            self._submit(self._brings, self._finder.bring, list(chunks))
+
+    def _submit(self, threads: ThreadPoolExecutor, work: Any, asked: list[Asked]) -> None:
+        def ended(future: Future[Any]) -> None:
+            trouble = None if future.cancelled() else future.exception()
+            if trouble is not None:
+                log.warning("a look-up failed: %s: %s", type(trouble).__name__, trouble)
+                self._finder.tell([Found(one, State.MISSED) for one in asked])
+
+        try:
+            threads.submit(work, asked).add_done_callback(ended)
+        except RuntimeError:  # closed meanwhile
+            self._finder.tell([Found(one, State.MISSED) for one in asked])
+
+    # ---- answers
+
+    def _drain(self) -> None:
+        news = self._finder.news
+        while not news.empty():
+            late = [pair for found in news.get() for pair in self._heard(found)]
+            self._release(late)
+
+    def _heard(self, found: Found) -> Iterable[tuple[int, int]]:
+        """Note one chunk's news; yields the hold that nobody wants any more."""
+        asked, now = found.asked, time.monotonic()
+        if asked.state not in (State.ASKED, State.COMING):
+            if found.state is State.HELD:
+                yield found.slot, found.generation
+        elif found.state is State.HELD:
+            asked.state, asked.slot, asked.generation = State.HELD, found.slot, found.generation
+        elif found.state is State.MISSED:
+            self._missed(asked, now)
+        elif found.state is State.GONE:
+            self._forget(asked)
+        else:
+            asked.state, asked.since = found.state, now
+
+    # ---- loads
+
+    def load(self, name: bytes) -> Asked | None:
+        """Begin to load a hit; None if it is none."""
+        asked = self._known.get(name)
+        if asked is None or asked.state is not State.HELD:
+            return None
+        asked.loads += 1
+        return asked
+
+    def loaded(self, names: Iterable[bytes], request: str) -> None:
+        """Note that a request has loaded these chunks."""
+        ended = []
+        for name in names:
+            asked = self._known.get(name)
+            if asked is not None and asked.loads:
+                asked.loads -= 1
+                asked.users.discard(request)
+                ended.append(asked)
+        self._let_go(ended)
+
+    def finished(self, request: str) -> None:
+        """Note that a request has ended: nobody else's chunks are let go."""
+        self._since.pop(request, None)
+        ended = []
+        for name in self._of.pop(request, ()):
+            asked = self._known.get(name)
+            if asked is not None:
+                asked.users.discard(request)
+                ended.append(asked)
+        self._let_go(ended)
+
+    def stored(self, names: Iterable[bytes]) -> None:
+        """Note that these chunks are there now, whatever was said before."""
+        for name in names:
+            asked = self._known.get(name)
+            if asked is not None and asked.state is State.MISSED:
+                self._forget(asked)
+
+    # ---- ends
+
+    def _let_go(self, ended: Iterable[Asked]) -> None:
+        unused = [asked for asked in ended if not asked.users and not asked.loads]
+        held = [(asked.slot, asked.generation) for asked in unused if asked.state is State.HELD]
+        for asked in unused:
+            if asked.state is not State.MISSED:  # others may believe it for a while
+                self._forget(asked)
+        self._release(held)
+
+    def _forget(self, asked: Asked) -> None:
+        asked.state = State.GONE
+        if self._known.get(asked.name) is asked:
+            del self._known[asked.name]
+
+    def _sweep(self, now: float) -> None:
+        """Forget old misses, hits that nobody looks at, and what was under way when the cache was reset."""
+        old = [asked for asked in self._known.values() if asked.state is State.MISSED and now > asked.until]
+        for asked in old:
+            self._forget(asked)
+        idle = [
+            asked for asked in self._known.values()
+            if asked.state in (State.HELD, State.FOUND) and not asked.loads and now - asked.seen > _IDLE_SECONDS
+        ]  # fmt: skip
+        for asked in idle:
+            asked.users.clear()
+        self._let_go(idle)
+        over = [row for row in self._lingering if row[0] < now]
+        self._lingering = [row for row in self._lingering if row[0] >= now]
+        self._release([pair for _, pairs in over for pair in pairs])
+
+    def reset(self) -> None:
+        """Forget everything; slots that are being loaded from are kept for a while, for nobody tells of their end."""
+        self._drain()
+        held = [asked for asked in self._known.values() if asked.state is State.HELD]
+        loading = [(asked.slot, asked.generation) for asked in held if asked.loads]
+        idle = [(asked.slot, asked.generation) for asked in held if not asked.loads]
+        for asked in list(self._known.values()):
+            self._forget(asked)
+        self._new, self._wanted = {}, []
+        self._of.clear()
+        self.root = self._slots.namespace()
+        self._release(idle)
+        if loading:
+            self._lingering.append((time.monotonic() + _LINGER_SECONDS, loading))
+
+    def _release(self, pairs: list[tuple[int, int]]) -> None:
+        if not pairs:
+            return
+        try:
+            released = self._releases.submit(self._finder.holds.release, pairs)
+        except RuntimeError:  # closed meanwhile: nobody is left who waits
+            self._finder.holds.release(pairs)
+            return
+        released.add_done_callback(
+            lambda done: self._finder.holds.release(pairs) if done.cancelled() else None
+        )
+
+    def take_late(self) -> int:
+        """How many answers came too late since the last call."""
+        late, self._late = self._late, 0
+        return late
+
+    def close(self) -> None:
+        """End the threads and release everything that is held; ends in bounded time."""
+        self._answers.shutdown(wait=True, cancel_futures=True)
+        self._brings.shutdown(wait=True, cancel_futures=True)
+        self._drain()
+        self._releases.shutdown(wait=True)
+        held = [asked for asked in self._known.values() if asked.state is State.HELD]
+        self._finder.holds.release([(asked.slot, asked.generation) for asked in held])
+        self._finder.holds.release([pair for _, pairs in self._lingering for pair in pairs])
+        self._known.clear()
+        self._lingering = []

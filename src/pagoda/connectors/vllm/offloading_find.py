@@ -1,0 +1,326 @@
+"""Where the chunks are that vLLM's scheduler asks for, found out on threads: in host slots, held, or brought there.
+
+A load that was promised cannot be taken back, so a chunk is a hit only while this process holds its slot. Of groups
+with full attention a hit is a run from the first chunk on; of sliding windows only the end of that run is needed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from queue import SimpleQueue
+from typing import NamedTuple
+
+import numpy as np
+
+from pagoda.cache import Cache
+from pagoda.cache.slots import HostSlots
+from pagoda.metrics import Reason
+
+__all__ = ["Asked", "Finder", "Found", "Group", "Holds", "State"]
+
+_HELD_SHARE = 2  # one half of the slots is the most that is held at a time
+_RUN_SHARE = 0.75  # of those: what runs may take, so that windows, without which no run hits, find room
+_PIECE = 16  # chunks brought up at once: nothing is told of any before all are there
+_BATCH = 64  # chunks of one transaction
+_MOST_FINDS = 128  # holes that are looked into, of one question
+
+
+class State(Enum):
+    """What is known of a chunk that was asked for."""
+
+    ASKED = auto()  # nothing yet
+    FOUND = auto()  # some tier has it; it is brought when it is asked for again
+    COMING = auto()
+    HELD = auto()  # in a host slot that this process holds
+    MISSED = auto()
+    GONE = auto()  # nobody waits for the answer
+
+
+class Group(NamedTuple):
+    """One KV cache group. `window`: tokens before the end of a hit that are needed; None: all of them."""
+
+    chunk_tokens: int
+    window: int | None
+
+
+@dataclass(slots=True, eq=False)
+class Asked:
+    """One chunk of one group. Only the scheduler's thread changes it; others read what is constant, and `state`."""
+
+    name: bytes  # what vLLM calls it
+    key: bytes
+    group: int
+    position: int
+    lower: bool  # whether lower tiers may be asked
+    since: float
+    seen: float
+    state: State = State.ASKED
+    until: float = 0.0  # when a miss is forgotten
+    slot: int = -1
+    generation: int = 0
+    tier: str = "host"  # that had it
+    users: set[str] = field(default_factory=set)
+    loads: int = 0
+
+
+class Found(NamedTuple):
+    """The news of one chunk."""
+
+    asked: Asked
+    state: State
+    slot: int = -1
+    generation: int = 0
+    tier: str = "host"
+
+
+class Holds:
+    """The slots that this process keeps from eviction, never more than a half of all. Thread-safe."""
+
+    def __init__(self, slots: HostSlots) -> None:
+        self._slots = slots
+        self.most = max(1, slots.count // _HELD_SHARE)
+        self._lock = threading.Lock()
+        self.count = 0
+
+    def hold(
+        self, asked: Sequence[Asked], slots: np.ndarray, generations: np.ndarray, share: float
+    ) -> list[Found]:
+        """Hold the leading chunks that there is room for; those that could not be held are MISSED."""
+        with self._lock:
+            room = max(0, min(len(asked), int(self.most * share) - self.count))
+            self.count += room
+        held: list[bool] = []
+        for at in range(0, room, _BATCH):
+            end = min(at + _BATCH, room)
+            held += self._slots.hold(slots[at:end], generations[at:end])
+        with self._lock:
+            self.count -= held.count(False)
+        rows = zip(asked, held, slots[:room].tolist(), generations[:room].tolist(), strict=False)
+        found = [
+            Found(one, State.HELD, slot, generation, one.tier) if ok else Found(one, State.MISSED)
+            for one, ok, slot, generation in rows
+        ]
+        return found + [Found(one, State.MISSED) for one in asked[room:]]
+
+    def release(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """End one hold on each of these (slot, generation)."""
+        if pairs:
+            slots, generations = zip(*pairs, strict=True)
+            self._slots.release(np.array(slots, np.int64), np.array(generations, np.uint64))
+            with self._lock:
+                self.count -= len(pairs)
+
+
+class Finder:
+    """Answers questions about chunks into `news`. Its methods may run on any thread, many at a time."""
+
+    def __init__(self, cache: Cache, groups: Sequence[Group]) -> None:
+        assert cache.slots is not None
+        self._cache, self._slots = cache, cache.slots
+        self._groups = groups
+        self._lower = tuple(tier for tier in cache.tiers if tier != "host")
+        self.holds = Holds(cache.slots)
+        self.news: SimpleQueue[list[Found]] = SimpleQueue()
+        self.moved = 0.0  # when something was last found out: who waits is patient while things move
+
+    def tell(self, news: list[Found]) -> None:
+        """Hand news to the scheduler's thread."""
+        self.moved = time.monotonic()
+        self.news.put(news)
+
+    # ---- a question: chunks of one request that nothing is known of
+
+    def answer(self, question: Sequence[Asked]) -> list[Asked]:
+        """Find out where these chunks are, hold those that are in host slots; returns those that are to be brought."""
+        by_group: dict[int, list[Asked]] = {}
+        for one in sorted(question, key=lambda one: (one.group, one.position)):
+            by_group.setdefault(one.group, []).append(one)
+        runs = {group: asked for group, asked in by_group.items() if self._groups[group].window is None}
+        windows = {group: asked for group, asked in by_group.items() if group not in runs}
+        news, coming, end = self._answer_runs(runs) if runs else ([], [], None)
+        for group, asked in windows.items():
+            told, more = self._answer_windows(group, asked, end)
+            news, coming = news + told, coming + more
+        self.tell(news + [Found(one, State.COMING) for one in coming])
+        return coming
+
+    def _answer_runs(self, runs: dict[int, list[Asked]]) -> tuple[list[Found], list[Asked], int]:
+        """Full attention: a hit is what all such groups have from the first chunk on; returns also where it ends."""
+        places: dict[Asked, tuple[int, int]] = {}
+        below: set[Asked] = set()
+        end, reason = min(self._stop(asked[-1]) for asked in runs.values()), None
+        for asked in runs.values():
+            for run in _consecutive(asked):
+                match = self._slots.find([one.key for one in run], run[0].position)
+                have = len(match.slots)
+                places |= zip(
+                    run, zip(match.slots.tolist(), match.generations.tolist(), strict=True), strict=False
+                )
+                lower = self._below(run[have:])
+                below.update(run[have : have + lower])
+                if have + lower < len(run):
+                    first = run[have + lower]
+                    if self._start(first) < end:
+                        end, reason = self._start(first), match.reason or Reason.ABSENT
+                    break
+        begin = min(self._start(asked[0]) for asked in runs.values())
+        if end - begin < self._cache.config.min_hit_tokens:
+            end = begin
+        everyone = sorted((one for asked in runs.values() for one in asked), key=self._stop)
+        hits = [one for one in everyone if self._stop(one) <= end and (one in places or one in below)]
+        here, coming = [one for one in hits if one in places], [one for one in hits if one in below]
+        told = self._hold(here, [places[one] for one in here], _RUN_SHARE)
+        told += [Found(one, State.MISSED) for one in everyone if one not in places and one not in below]
+        told += [
+            Found(one, State.MISSED)
+            for one in everyone
+            if self._stop(one) > end and (one in places or one in below)
+        ]
+        self._count(next(iter(runs.values())), here, coming, reason)
+        return told, coming, end
+
+    def _answer_windows(
+        self, group: int, asked: list[Asked], end: int | None
+    ) -> tuple[list[Found], list[Asked]]:
+        """Sliding windows and states: hold the window before the end of the run, if it is there as a whole."""
+        if end is None:
+            return self._presence(asked), []
+        beyond = [Found(one, State.MISSED) for one in asked if self._start(one) >= end]
+        within = [one for one in asked if self._start(one) < end]
+        window, size = self._groups[group].window or 0, self._groups[group].chunk_tokens
+        needed = [one for one in within if self._stop(one) > end - window - size]
+        places: list[tuple[int, int]] = []
+        here = 0
+        if needed and len(list(_consecutive(needed))) == 1:
+            match = self._slots.find([one.key for one in needed], needed[0].position)
+            places = list(zip(match.slots.tolist(), match.generations.tolist(), strict=True))
+            here = len(places)
+        if not needed or here + self._below(needed[here:]) < len(needed):
+            return beyond + self._presence(within), []
+        lower = [Found(one, State.GONE) for one in within[: len(within) - len(needed)]]
+        return beyond + lower + self._hold(needed[:here], places, 1.0), needed[here:]
+
+    def _presence(self, asked: Sequence[Asked]) -> list[Found]:
+        """Which chunks some tier has, holes notwithstanding; from the last one back, as far as there is time."""
+        told: list[Found] = []
+        finds = 0
+        for run in reversed(list(_consecutive(asked))):
+            for piece in (run[max(0, at - _PIECE) : at] for at in range(len(run), 0, -_PIECE)):
+                at = 0
+                while at < len(piece):
+                    rest, have = piece[at:], 0
+                    if finds < _MOST_FINDS:
+                        match = self._slots.find([one.key for one in rest], rest[0].position, touch=False)
+                        have = len(match.slots) + self._below(rest[len(match.slots) :])
+                    finds += 1
+                    told += [Found(one, State.FOUND) for one in rest[:have]]
+                    told += [Found(one, State.MISSED) for one in rest[have : have + 1]]
+                    at += have + 1
+        return told
+
+    # ---- what is to be brought
+
+    def bring(self, asked: Sequence[Asked]) -> None:
+        """Hold these chunks, after bringing those up that are not in the host tier; tells of each, piece by piece."""
+        by_group: dict[int, list[Asked]] = {}
+        for one in sorted(asked, key=lambda one: (one.group, one.position)):
+            by_group.setdefault(one.group, []).append(one)
+        for group, chunks in by_group.items():
+            chained, share = self._groups[group].window is None, 1.0
+            if chained:
+                share = _RUN_SHARE
+            broken = False
+            for run in _consecutive(chunks):
+                for piece in (run[at : at + _PIECE] for at in range(0, len(run), _PIECE)):
+                    wanted = [one for one in piece if one.state is not State.GONE]
+                    told = (
+                        [Found(one, State.MISSED) for one in wanted]
+                        if broken
+                        else self._bring(wanted, chained, share)
+                    )
+                    broken = chained and any(found.state is State.MISSED for found in told)
+                    self.tell(told)
+
+    def _bring(self, piece: Sequence[Asked], chained: bool, share: float) -> list[Found]:
+        told: list[Found] = []
+        for run in _consecutive(piece):
+            at, fetched = 0, -1
+            while at < len(run):
+                rest = run[at:]
+                match = self._slots.find([one.key for one in rest], rest[0].position)
+                here = rest[: len(match.slots)]
+                told += self._hold(
+                    here, list(zip(match.slots.tolist(), match.generations.tolist(), strict=True)), share
+                )
+                at += len(here)
+                if at == len(run):
+                    break
+                if fetched < at and run[at].lower and self._lower:
+                    fetched = at
+                    self._fetch(run[at:])
+                    continue
+                if chained:
+                    told += [Found(one, State.MISSED) for one in run[at:]]
+                    break
+                told.append(Found(run[at], State.MISSED))
+                at += 1
+        return told
+
+    def _fetch(self, run: Sequence[Asked]) -> None:
+        hit = self._cache.prefetch(None, keys=self._placed(run))
+        chunks = hit.num_tokens // self._cache.layout.chunk_tokens
+        tier = max(hit.by_tier, key=lambda name: name in self._lower, default="host")
+        for one in run[:chunks]:
+            one.tier = tier
+
+    # ---- parts of it
+
+    def _hold(self, asked: Sequence[Asked], places: Sequence[tuple[int, int]], share: float) -> list[Found]:
+        if not asked:
+            return []
+        slots = np.array([slot for slot, _ in places], np.int64)
+        generations = np.array([generation for _, generation in places], np.uint64)
+        return self.holds.hold(asked, slots, generations, share)
+
+    def _below(self, run: Sequence[Asked]) -> int:
+        """How many leading chunks of a run lower tiers have."""
+        if not run or not self._lower or not run[0].lower:
+            return 0
+        hit = self._cache.lookup(None, counted=False, keys=self._placed(run), tiers=self._lower)
+        return hit.num_tokens // self._cache.layout.chunk_tokens
+
+    def _placed(self, run: Sequence[Asked]) -> list[tuple[int, int, bytes]]:
+        """Keys with token positions as the cache counts them, whose chunks all have one length."""
+        size = self._cache.layout.chunk_tokens
+        return [(one.position * size, (one.position + 1) * size, one.key) for one in run]
+
+    def _start(self, one: Asked) -> int:
+        return one.position * self._groups[one.group].chunk_tokens
+
+    def _stop(self, one: Asked) -> int:
+        return (one.position + 1) * self._groups[one.group].chunk_tokens
+
+    def _count(
+        self, asked: Sequence[Asked], here: Sequence[Asked], coming: Sequence[Asked], reason: Reason | None
+    ) -> None:
+        """Count the question as one about tokens: what the first group with full attention has of them."""
+        size, group = self._groups[asked[0].group].chunk_tokens, asked[0].group
+        host, below = (sum(one.group == group for one in ones) * size for ones in (here, coming))
+        by_tier = {"host": host} | ({self._lower[0]: below} if self._lower else {})
+        self._slots.asked(len(asked) * size, {tier: n for tier, n in by_tier.items() if n}, reason)
+
+
+def _consecutive(asked: Sequence[Asked]) -> Iterator[list[Asked]]:
+    """Cut chunks of one group, in ascending order, at the gaps between them."""
+    run: list[Asked] = []
+    for one in asked:
+        if run and one.position != run[-1].position + 1:
+            yield run
+            run = []
+        run.append(one)
+    if run:
+        yield run

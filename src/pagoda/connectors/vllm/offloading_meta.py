@@ -1,0 +1,105 @@
+"""What the halves of the OffloadingSpec tell each other: by vLLM's metadata each step, once by a file at the start.
+
+vLLM's OffloadingConnector has no handshake. The workers register their KV memory before the scheduler's half exists,
+all on one machine, so each leaves a small file beside the host tier and the scheduler takes them up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from blake3 import blake3
+from vllm.v1.kv_offload.base import LoadStoreSpec
+
+from pagoda.cache.below import Copy
+from pagoda.keys import Namespace
+from pagoda.layout import KVLayout
+
+__all__ = ["Greeting", "Placed", "SlotsSpec", "greet", "greeted"]
+
+
+class Placed(NamedTuple):
+    """A chunk of one KV cache group (its index among those that are offloaded) in a host slot."""
+
+    group: int
+    copy: Copy
+
+
+@dataclass
+class SlotsSpec(LoadStoreSpec):
+    """The slots that one job of a request copies into, or out of, in the order in which vLLM names its blocks.
+
+    `fingerprint`: the layout of the store whose slots these are. `pid`: who reserved them. `lost`: a chunk that was
+    promised is not among them, so the load cannot be done.
+    """
+
+    fingerprint: str
+    pid: int
+    request: str
+    root: bytes
+    chunks: list[Placed] = field(default_factory=list)
+    lost: bool = False
+
+
+class Greeting(msgspec.Struct, frozen=True):
+    """What a rank found its KV memory to be. All ranks of an engine must agree in it.
+
+    `windows`: by group, None where a hit is a run of chunks from the first on (full attention), else how many tokens
+    before the end of a hit are needed: the sliding window, or 1 for a recurrent state.
+    """
+
+    namespace: Namespace
+    chunk_tokens: int
+    chunk_bytes: int
+    description: str
+    parts: int
+    windows: tuple[int | None, ...]
+
+    @property
+    def layout(self) -> KVLayout:
+        """The layout of the engine's chunks."""
+        return KVLayout.opaque(self.chunk_tokens, self.chunk_bytes, self.description)
+
+
+def greet(root: Path, engine_id: str, rank: int, greeting: Greeting) -> None:
+    """Leave a rank's greeting in the host tier's directory, for this user only. Raises OSError."""
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = _path(root, engine_id, rank)
+    written = path.with_name(f"{path.name}.{os.getpid()}")
+    with contextlib.suppress(FileNotFoundError):
+        written.unlink()
+    descriptor = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(msgspec.json.encode(greeting))
+    written.replace(path)
+
+
+def greeted(root: Path, engine_id: str, ranks: int) -> Greeting:
+    """Take up the greetings of all ranks, and remove them. Raises ValueError if one is missing or they differ."""
+    found = []
+    for rank in range(ranks):
+        path = _path(root, engine_id, rank)
+        try:
+            found.append(msgspec.json.decode(path.read_bytes(), type=Greeting))
+            path.unlink()
+        except (OSError, msgspec.MsgspecError) as trouble:
+            raise ValueError(
+                f"worker {rank} of {ranks} left no description of its KV memory in {root} ({trouble}): the scheduler "
+                "and all workers must run on one machine, as one user, with the same host_path"
+            ) from None
+    if any(greeting != found[0] for greeting in found):
+        raise ValueError(
+            "the tensor-parallel ranks lay out their KV differently: start all with the same version, environment and "
+            "hardware"
+        )
+    return found[0]
+
+
+def _path(root: Path, engine_id: str, rank: int) -> Path:
+    digest = blake3(engine_id.encode(), derive_key_context="PagodaKV vLLM engine").hexdigest(8)
+    return root / f"engine-{digest}-{rank}"

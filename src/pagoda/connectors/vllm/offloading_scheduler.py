@@ -1,0 +1,304 @@
+"""The scheduler's half of the OffloadingSpec: which chunks are hits, and which slots new ones go to. It never waits."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    OffloadingManager,
+    PrepareStoreOutput,
+    RequestOffloadingContext,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from pagoda.cache import Cache
+from pagoda.cache.below import Copy
+from pagoda.connectors.vllm.offloading_asked import Questions
+from pagoda.connectors.vllm.offloading_find import Group, State
+from pagoda.connectors.vllm.offloading_meta import Placed, SlotsSpec
+from pagoda.connectors.vllm.shared import let_go
+from pagoda.keys import derive_keys
+from pagoda.ledger import Refused, Reserved
+
+__all__ = ["LATE", "REFUSED", "OffloadedChunks"]
+
+log = logging.getLogger("pagoda.vllm")
+
+REFUSED, LATE = "vllm:pagoda_refused_chunks", "vllm:pagoda_late_lookups"
+_RESERVE_SECONDS = 0.02  # of one step: a slot that is not to be had by then is a chunk that is not stored
+_EVENTS_SECONDS = 1.0  # between two looks at what has gone
+_LINGER_SECONDS = 30.0  # a reservation that nobody will speak of any more is given up after this
+_ANSWERS = {
+    State.ASKED: LookupResult.RETRY,
+    State.FOUND: LookupResult.HIT_PENDING,
+    State.COMING: LookupResult.HIT_PENDING,
+    State.HELD: LookupResult.HIT,
+    State.MISSED: LookupResult.MISS,
+    State.GONE: LookupResult.MISS,
+}
+_SOURCES = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
+
+
+@dataclass
+class _Request:
+    """One request, from its arrival to its end."""
+
+    stamp: int | None = None
+    stores: bool = True  # False: who can say which weights computed what of it
+    tails: dict[int, tuple[int, bytes]] = field(default_factory=dict)  # group -> last chunk reserved, its key
+
+
+class OffloadedChunks(OffloadingManager):
+    """vLLM's view of what is stored. Used by the scheduler's thread; `shutdown` ends the threads behind it.
+
+    A key is a block hash with the number of a KV cache group. The groups' chunks are chains of their own; of adapters
+    vLLM's hashes know name and path, not the content.
+    """
+
+    def __init__(self, cache: Cache, groups: dict[int, Group], parts: int, events: bool = False) -> None:
+        """Take over `cache`. `groups`: by the number that vLLM's keys name them with, in its order."""
+        assert cache.slots is not None
+        self._cache, self._slots, self._parts = cache, cache.slots, parts
+        self._numbers = {number: index for index, number in enumerate(groups)}
+        self._groups = tuple(groups.values())
+        self._questions = Questions(cache, self._groups)
+        self._requests: dict[str, _Request] = {}
+        self._storing: dict[bytes, Reserved] = {}
+        self._lingering: list[tuple[float, list[Reserved]]] = []
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="pagoda-settle")
+        self._stored: SimpleQueue[list[tuple[bytes, Reserved]]] = SimpleQueue()
+        self._events = events
+        self._new: list[tuple[bytes, Reserved]] = []
+        self._told: dict[bytes, Reserved] = {}  # what was told to be stored
+        self._looked_at = 0.0
+        self._refused = 0
+        self._closed = False
+
+    # ---- what is stored
+
+    def lookup(self, key: bytes, req_context: Any) -> Any:
+        """Say whether a chunk can be loaded; RETRY while that is being found out. Never waits."""
+        request = self._requests.get(req_context.req_id)
+        allowed = req_context.load_tier_filter
+        if request is None or not request.stores or not allowed.allows(Medium.CPU, Locality.LOCAL):
+            return LookupResult.MISS
+        group, position = self._place(key, req_context)
+        lower = allowed.allows(Medium.STORAGE, Locality.LOCAL)
+        state = self._questions.look(bytes(key), group, position, req_context.req_id, lower)
+        return _ANSWERS[state]
+
+    def get_load_source(self, key: bytes, req_context: Any) -> CacheHitSource:
+        """The tier in which a hit was found."""
+        asked = self._questions.get(bytes(key))
+        return _SOURCES.get(asked.tier if asked else "", CacheHitSource.EXTERNAL_UNSPECIFIED)
+
+    def prepare_load(self, keys: Collection[bytes], req_context: Any) -> SlotsSpec:
+        """Name the slots of hits; they are held until `complete_load`."""
+        spec = self._spec(req_context.req_id, b"")
+        for key in keys:
+            asked = self._questions.load(bytes(key))
+            if asked is None:  # vLLM may not load what was no hit: then the worker says that the load failed
+                spec.lost = True
+                continue
+            copy = Copy(asked.key, asked.position, None, asked.slot, asked.generation)
+            spec.chunks.append(Placed(asked.group, copy))
+        spec.root = self._questions.root
+        return spec
+
+    def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
+        """Let go of what was loaded."""
+        self._questions.loaded([bytes(key) for key in keys], req_context.req_id)
+
+    # ---- what is to be stored
+
+    def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput:
+        """Reserve slots for chunks that are not there yet, as far as that can be had at once."""
+        root = self._slots.namespace()
+        spec = self._spec(req_context.req_id, root)
+        taken: list[bytes] = []
+        request = self._requests.setdefault(req_context.req_id, _Request())
+        names = [bytes(key) for key in keys] if request.stores and not self._closed else []
+        until = time.monotonic() + _RESERVE_SECONDS
+        for group, first, run in self._runs(names, req_context):
+            ours = derive_keys(run, root)
+            for name, copy in zip(run, self._reserved(request, root, group, first, ours, until), strict=True):
+                if copy is not None:
+                    spec.chunks.append(Placed(group, copy))
+                    self._storing[name] = Reserved(copy.key, copy.slot, copy.generation)
+                    taken.append(name)
+        return PrepareStoreOutput(keys_to_store=taken, store_spec=spec, evicted_keys=[])
+
+    def _runs(self, names: Sequence[bytes], context: Any) -> Iterable[tuple[int, int, list[bytes]]]:
+        """Cut what is offered into (group, position of the first chunk, chunks that follow each other)."""
+        run: list[bytes] = []
+        place = (-1, -1)
+        for name in names:
+            if name in self._storing:
+                continue  # on its way for another request
+            group, position = self._place(name, context)
+            if run and (group, position) != (place[0], place[1] + len(run)):
+                yield place[0], place[1], run
+                run = []
+            if not run:
+                place = group, position
+            run.append(name)
+        if run:
+            yield place[0], place[1], run
+
+    def _reserved(
+        self, request: _Request, root: bytes, group: int, first: int, keys: list[bytes], until: float
+    ) -> list[Copy | None]:
+        """Reserve a slot for each chunk of a run; None where it is there already, or is refused."""
+        if request.stamp is None:
+            request.stamp = self._slots.stamp()
+        chained = self._groups[group].window is None
+        tail, before = request.tails.get(group, (-1, b""))
+        parent = before if chained and tail == first - 1 and first else None
+        outcomes = self._slots.reserve(
+            keys,
+            namespace=root,
+            start=first,
+            parent=parent,
+            stamp=request.stamp,
+            parts=self._parts,
+            deadline_seconds=max(0.0, until - time.monotonic()),
+        )
+        request.tails[group] = first + len(keys) - 1, keys[-1]
+        self._refused += sum(isinstance(outcome, Refused) for outcome in outcomes)
+        return [
+            Copy(key, first + n, keys[n - 1] if n else parent, outcome.slot, outcome.generation)
+            if isinstance(outcome, Reserved)
+            else None
+            for n, (key, outcome) in enumerate(zip(keys, outcomes, strict=True))
+        ]
+
+    def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
+        """Give up what the workers did not commit; what they did can be loaded."""
+        ended = [(bytes(key), self._storing.pop(bytes(key))) for key in keys if bytes(key) in self._storing]
+        if ended and not self._closed:
+            self._thread.submit(self._settle, ended)
+
+    def _settle(self, ended: list[tuple[bytes, Reserved]]) -> None:
+        """What a thread does with stores that have ended."""
+        slots = np.array([item.slot for _, item in ended], np.int64)
+        generations = np.array([item.generation for _, item in ended], np.uint64)
+        ready = self._slots.ready(slots, generations).tolist()
+        self._slots.abort([item for (_, item), there in zip(ended, ready, strict=True) if not there])
+        self._stored.put([one for one, there in zip(ended, ready, strict=True) if there])
+
+    # ---- requests and steps
+
+    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        """Remember the request."""
+        self._requests.setdefault(req_context.req_id, _Request())
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: Any) -> None:
+        """Let go of what only this request waited for."""
+        self._requests.pop(req_context.req_id, None)
+        self._questions.finished(req_context.req_id)
+
+    def on_schedule_end(self, context: Any) -> None:
+        """Have found out what this step asked."""
+        self._take_stored()
+        self._questions.flush()
+        now = time.monotonic()
+        if self._lingering and self._lingering[0][0] < now:
+            given_up = [item for until, items in self._lingering if until < now for item in items]
+            self._lingering = [row for row in self._lingering if row[0] >= now]
+            self._thread.submit(self._slots.abort, given_up)
+
+    def has_pending_work(self) -> bool:
+        """False: requests that wait for an answer keep the engine stepping by themselves."""
+        return False
+
+    def reset_cache(self) -> None:
+        """Let nothing that was stored before hit again, for any engine of this machine: weights may have changed."""
+        try:
+            self._cache.weights_changed()
+        except Exception as trouble:  # noqa: BLE001  # a border: vLLM must not die of it
+            cleared = self._cache.clear(everything=True)
+            log.warning(
+                "the weights' epoch could not be kept (%s); cleared all tiers instead: %s", trouble, cleared
+            )
+        for request in self._requests.values():
+            request.stores = False
+        self._questions.reset()
+        if self._storing:  # vLLM does not say any more how these end
+            self._lingering.append((time.monotonic() + _LINGER_SECONDS, list(self._storing.values())))
+            self._storing.clear()
+
+    # ---- telling others
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """What was stored since the last call, and at most once a second what has gone."""
+        self._take_stored()
+        told, self._new = self._new, []
+        if told:
+            yield OffloadingEvent(
+                [name for name, _ in told], Medium.CPU, removed=False, locality=Locality.LOCAL
+            )
+            self._told.update(told)
+        now = time.monotonic()
+        if self._told and now - self._looked_at > _EVENTS_SECONDS and not self._closed:
+            self._looked_at = now
+            slots = np.array([item.slot for item in self._told.values()], np.int64)
+            generations = np.array([item.generation for item in self._told.values()], np.uint64)
+            there = self._slots.ready(slots, generations).tolist()
+            gone = [name for name, ok in zip(self._told, there, strict=True) if not ok]
+            for name in gone:
+                del self._told[name]
+            if gone:
+                yield OffloadingEvent(gone, Medium.CPU, removed=True, locality=Locality.LOCAL)
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        """What was counted since the last call."""
+        late, refused = self._questions.take_late(), self._refused
+        self._refused = 0
+        if not late and not refused:
+            return None
+        stats = OffloadingConnectorStats()
+        stats.increase_counter(LATE, late)
+        stats.increase_counter(REFUSED, refused)
+        return stats
+
+    def shutdown(self) -> None:
+        """End the threads, release what is held and let go of the cache; ends in bounded time. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._questions.close()
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._slots.abort(list(self._storing.values()))
+        let_go(self._cache)
+
+    # ---- parts of it
+
+    def _take_stored(self) -> None:
+        while not self._stored.empty():
+            ended = self._stored.get()
+            self._questions.stored([name for name, _ in ended])
+            if self._events:
+                self._new += ended
+
+    def _place(self, key: bytes, context: Any) -> tuple[int, int]:
+        """The group's index and the chain position of one of vLLM's keys."""
+        group = self._numbers[int.from_bytes(key[-4:], "big")]
+        end = context.get_offload_key_position(key) or 0
+        return group, max(0, -(-end // self._groups[group].chunk_tokens) - 1)
+
+    def _spec(self, request: str, root: bytes) -> SlotsSpec:
+        return SlotsSpec(self._cache.layout.fingerprint, os.getpid(), request, root)

@@ -1,0 +1,346 @@
+"""A worker's half of the OffloadingSpec: copies between the engine's blocks and host slots, on threads.
+
+vLLM fences the blocks: it waits for a job before it gives one of its blocks to somebody else, and lets no request run
+before its load has ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
+
+from pagoda.cache import Cache
+from pagoda.cache.below import Copy
+from pagoda.connectors.vllm.offloading_meta import SlotsSpec
+from pagoda.connectors.vllm.shared import let_go
+from pagoda.layout import KVLayout
+from pagoda.ledger import Reserved
+from pagoda.transfer.device_pages import DevicePagesKV
+from pagoda.transfer.pages import PagesKV
+
+__all__ = ["SlotCopies", "Stock"]
+
+log = logging.getLogger("pagoda.vllm")
+
+_LOAD_THREADS = 2
+_TRIES = 3  # to find a chunk again that somebody has removed while it was being loaded
+_FENCE_SECONDS = 10.0  # a store that has not copied its blocks by then is given up
+_END_SECONDS = 5.0
+
+
+class Stock(NamedTuple):
+    """The KV memory of one group: planes [num_blocks, page_bytes], and what a chunk of it is.
+
+    `number`: what vLLM's keys call the group. `state`: of a chunk's blocks only the last one counts.
+    """
+
+    number: int
+    planes: list[torch.Tensor]
+    block_tokens: int
+    blocks_per_chunk: int
+    state: bool = False
+
+    def layout(self, parts: int) -> KVLayout:
+        """The group's own bytes of a chunk: the leading ones of a slot, or all."""
+        nbytes = parts * self.blocks_per_chunk * sum(plane.shape[1] for plane in self.planes)
+        return KVLayout.opaque(self.blocks_per_chunk * self.block_tokens, nbytes, "one group")
+
+
+class _Share(NamedTuple):
+    """What one job copies of one group. The chunks lie one behind the other in `kv`, which is built for the job."""
+
+    copies: list[Copy]
+    kv: PagesKV | DevicePagesKV
+
+    def starts(self, copies: Sequence[Copy]) -> list[int]:
+        """Where some of the chunks begin in `kv`."""
+        numbers = {copy: number for number, copy in enumerate(self.copies)}
+        return [numbers[copy] * self.kv.layout.chunk_tokens for copy in copies]
+
+
+@dataclass(eq=False)
+class _Job:
+    """One job of vLLM's. `lost`: chunks whose slots were reserved but whose blocks are not all there."""
+
+    number: int
+    spec: SlotsSpec
+    stores: bool
+    shares: list[_Share] = field(default_factory=list)
+    lost: list[Copy] = field(default_factory=list)
+    wrong: str = ""  # why nothing of it can be done
+    submitted: float = field(default_factory=time.perf_counter)
+    begun: bool = False
+    spoilt: bool = False  # its blocks were given away before they were copied
+    copied: threading.Event = field(
+        default_factory=threading.Event
+    )  # from then on its blocks are not touched
+
+
+class SlotCopies(OffloadingWorker):
+    """Does vLLM's jobs. Used by the worker's thread; copies run on threads of its own.
+
+    A store that fails is dropped, and nobody was promised anything. A load can fail only if somebody removes chunks
+    (`pagoda clear`) while they are being loaded: then they are looked for again in all tiers, and if they are gone the
+    request is named by `take_failed`, for vLLM to compute it.
+    """
+
+    def __init__(self, cache: Cache, stocks: Sequence[Stock], part: int = 0, parts: int = 1) -> None:
+        """Take over `cache`. Stocks stand in the order of vLLM's groups. ValueError if a chunk of one fits no slot."""
+        assert cache.slots is not None
+        self._cache, self._slots = cache, cache.slots
+        self._stocks, self._part, self._parts = tuple(stocks), part, parts
+        self._layouts = [stock.layout(parts) for stock in stocks]
+        needed = max(layout.chunk_bytes for layout in self._layouts)
+        if needed > cache.layout.chunk_bytes:
+            raise ValueError(f"a chunk needs {needed} bytes, the layout has {cache.layout.chunk_bytes}")
+        self._lock = threading.Lock()
+        self._jobs: dict[int, _Job] = {}
+        self._finished: SimpleQueue[TransferResult] = SimpleQueue()
+        self._failed: set[str] = set()
+        self._futures: set[Future[None]] = set()
+        self._loads = ThreadPoolExecutor(_LOAD_THREADS, thread_name_prefix="pagoda-load")
+        self._stores = ThreadPoolExecutor(1, thread_name_prefix="pagoda-store")
+        self._closed = False
+
+    # ---- vLLM's calls
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: SlotsSpec, **_: Any) -> bool:
+        """Begin to copy blocks into slots. Always True: what cannot be stored is dropped."""
+        self._submit(self._stores, _Job(job_id, dst_spec, stores=True), src_spec)
+        return True
+
+    def submit_load(self, job_id: int, src_spec: SlotsSpec, dst_spec: Any, **_: Any) -> bool:
+        """Begin to copy slots into blocks. Always True."""
+        self._submit(self._loads, _Job(job_id, src_spec, stores=False), dst_spec)
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        """The jobs that have ended since the last call."""
+        ended = []
+        while not self._finished.empty():
+            ended.append(self._finished.get())
+        return ended
+
+    def take_failed(self, among: set[str]) -> set[str]:
+        """Which of these requests, whose jobs have ended, could not be loaded; told once."""
+        with self._lock:
+            taken = self._failed & among
+            self._failed -= taken
+        return taken
+
+    def wait(self, job_ids: Iterable[int]) -> None:
+        """Wait until the blocks of these jobs are not touched any more.
+
+        A store that takes long is given up: what it has copied is thrown away. A load is waited for once it has
+        begun, for it is a copy in memory; one that has not is called off.
+        """
+        until = time.monotonic() + _FENCE_SECONDS
+        with self._lock:
+            jobs = [self._jobs[number] for number in job_ids if number in self._jobs]
+        for job in jobs:
+            if job.copied.wait(max(0.0, until - time.monotonic())):
+                continue
+            with self._lock:
+                job.spoilt = not job.copied.is_set()
+                running = job.begun and not job.stores
+            if running:
+                job.copied.wait()
+
+    def shutdown(self) -> None:
+        """End the copies, then let go of the cache; ends in bounded time. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._loads.shutdown(wait=False, cancel_futures=True)
+        wait_for(list(self._futures), _END_SECONDS)
+        self._stores.shutdown(wait=False, cancel_futures=True)
+        let_go(self._cache)
+
+    # ---- jobs
+
+    def _submit(self, threads: ThreadPoolExecutor, job: _Job, blocks: Any) -> None:
+        """Prepare a job on vLLM's thread, behind all that it has launched so far, and have it done on another."""
+        try:
+            self._plan(job, blocks)
+        except Exception as trouble:  # noqa: BLE001  # a border: vLLM must not die of it
+            job.wrong = f"{type(trouble).__name__}: {trouble}"
+        with self._lock:
+            self._jobs[job.number] = job
+        try:
+            future = threads.submit(self._do, job)
+        except RuntimeError:  # closed meanwhile
+            job.wrong = "the connector was shut down"
+            self._end(job, 0)
+            return
+        self._futures.add(future)
+        future.add_done_callback(self._futures.discard)
+
+    def _plan(self, job: _Job, blocks: Any) -> None:
+        """Find the blocks of each chunk. Raises ValueError if vLLM's blocks are not those of the chunks."""
+        if job.spec.fingerprint != self._cache.layout.fingerprint:
+            raise ValueError("the slots are those of another layout: another engine has the same engine_id")
+        if job.spec.lost:
+            raise ValueError("vLLM loads a chunk that was no hit")
+        ids, at = [int(block) for block in blocks.block_ids], 0
+        for group, stock in enumerate(self._stocks):
+            copies = [copy for of, copy in job.spec.chunks if of == group]
+            mine, at = ids[at : at + blocks.group_sizes[group]], at + blocks.group_sizes[group]
+            if not copies and not mine:
+                continue
+            table = _table(stock, copies, mine, int(blocks.block_indices[group]), job.stores)
+            if table is None and not job.stores:
+                raise ValueError(
+                    f"{len(mine)} blocks are not those of {len(copies)} chunks of group {stock.number}"
+                )
+            rows = list(_rows(stock, copies, table))
+            kept = [(copy, row) for copy, row in rows if not job.stores or -1 not in row]
+            job.lost += [copy for copy in copies if copy not in dict(kept)]
+            if kept:
+                job.shares.append(
+                    self._share(group, [copy for copy, _ in kept], [b for _, row in kept for b in row])
+                )
+
+    def _share(self, group: int, copies: list[Copy], table: list[int]) -> _Share:
+        stock = self._stocks[group]
+        kind = PagesKV if stock.planes[0].device.type == "cpu" else DevicePagesKV
+        kv = kind(
+            stock.planes,
+            self._layouts[group],
+            block_tokens=stock.block_tokens,
+            block_table=table,
+            part=self._part,
+            parts=self._parts,
+        )
+        return _Share(copies, kv)
+
+    def _do(self, job: _Job) -> None:
+        """What a thread does; whatever happens, the job ends."""
+        with self._lock:
+            job.begun = True
+            if job.spoilt:
+                job.wrong = "its blocks were given away before it had begun"
+        copied = 0
+        try:
+            if not job.wrong:
+                copied = self._store(job) if job.stores else self._load(job)
+        except Exception as trouble:  # noqa: BLE001  # a border: the thread lives on
+            job.wrong = f"{type(trouble).__name__}: {trouble}"
+        self._end(job, copied)
+
+    def _end(self, job: _Job, copied: int) -> None:
+        job.copied.set()
+        if job.wrong:
+            log.warning("%s: %s", "chunks were not stored" if job.stores else "a load failed", job.wrong)
+            if job.stores:
+                self._slots.abort(_reserved(copy for _, copy in job.spec.chunks))
+        with self._lock:
+            if job.wrong and not job.stores:
+                self._failed.add(job.spec.request)
+            self._jobs.pop(job.number, None)
+        nbytes = copied * self._cache.layout.chunk_bytes // self._parts
+        seconds = time.perf_counter() - job.submitted
+        self._finished.put(TransferResult(job.number, True, nbytes, seconds))
+
+    # ---- stores
+
+    def _store(self, job: _Job) -> int:
+        """Copy blocks into slots and commit this worker's part; returns how many chunks."""
+        every = [copy for share in job.shares for copy in share.copies]
+        standing = dict.fromkeys(every, True)
+        if every and job.spec.pid != os.getpid():
+            answers = self._slots.adopt(_reserved(every), self._part)
+            standing = dict(zip(every, answers, strict=True))
+        done: list[list[Copy]] = []
+        for share in job.shares:
+            copies = [copy for copy in share.copies if standing[copy]]
+            share.kv.to_slots(share.starts(copies), [self._slots.view(copy.slot) for copy in copies])
+            done.append(copies)
+        with self._lock:
+            job.copied.set()
+            if job.spoilt:
+                raise RuntimeError("its blocks were given away while they were being copied")
+        for copies in done:
+            self._slots.commit({job.spec.root: copies}, self._part)
+        if job.lost:
+            self._slots.abort(_reserved(job.lost))
+        return sum(map(len, done))
+
+    # ---- loads
+
+    def _load(self, job: _Job) -> int:
+        """Copy slots into blocks; returns how many chunks. Raises RuntimeError if one has gone."""
+        for share in job.shares:
+            share.kv.from_slots(
+                share.starts(share.copies), [self._slots.view(copy.slot) for copy in share.copies]
+            )
+            valid = self._slots.still_valid(*_places(share.copies)).tolist()
+            for copy, stands in zip(share.copies, valid, strict=True):
+                if not stands and not self._again(share, copy):
+                    raise RuntimeError("a chunk was removed while it was being loaded")
+        every = [copy for share in job.shares for copy in share.copies]
+        if self._part == 0:
+            self._slots.used(job.spec.root, every)
+        return len(every)
+
+    def _again(self, share: _Share, copy: Copy) -> bool:
+        """Load a chunk from wherever it is by now; False if it has gone."""
+        size = self._cache.layout.chunk_tokens
+        for _ in range(_TRIES):
+            match = self._slots.find([copy.key], copy.position)
+            if not len(match.slots):
+                self._cache.prefetch(
+                    None, keys=[(copy.position * size, (copy.position + 1) * size, copy.key)]
+                )
+                match = self._slots.find([copy.key], copy.position)
+            if not len(match.slots):
+                return False
+            share.kv.from_slots(share.starts([copy]), [self._slots.view(int(match.slots[0]))])
+            if self._slots.still_valid(match.slots, match.generations).all():
+                return True
+        return False
+
+
+def _table(stock: Stock, copies: list[Copy], ids: list[int], first: int, stores: bool) -> list[int] | None:
+    """The id of each block of these chunks, -1 where vLLM names none; None if they do not belong together.
+
+    vLLM names a group's blocks from number `first` of the sequence on, and leaves out those it has not: what it names
+    are the blocks of the chunks only if none is missing between the first and the last.
+    """
+    each = stock.blocks_per_chunk
+    ids = [block or -1 for block in ids]  # block 0 is nobody's
+    if stores and stock.state and len(ids) == len(copies):
+        return [block for block in ids for _ in range(each)]
+    skip = first % each
+    rest = len(copies) * each - skip - len(ids)
+    if not copies or first // each != copies[0].position or not 0 <= rest < (1 if stores else each):
+        return None
+    return [-1] * skip + ids + [-1] * rest
+
+
+def _rows(stock: Stock, copies: list[Copy], table: list[int] | None) -> Iterable[tuple[Copy, list[int]]]:
+    """Each chunk with the ids of its blocks."""
+    each = stock.blocks_per_chunk
+    if table is not None:
+        for number, copy in enumerate(copies):
+            yield copy, table[number * each : (number + 1) * each]
+
+
+def _reserved(copies: Iterable[Copy]) -> list[Reserved]:
+    return [Reserved(copy.key, copy.slot, copy.generation) for copy in copies]
+
+
+def _places(copies: Sequence[Copy]) -> tuple[Any, Any]:
+    slots = np.array([copy.slot for copy in copies], np.int64)
+    return slots, np.array([copy.generation for copy in copies], np.uint64)
