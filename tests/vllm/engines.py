@@ -14,7 +14,7 @@ from tests.vllm import inside
 from tests.vllm.inside import Answer, Room
 
 BLOCK, CHUNK, POOL_BLOCKS = 32, 64, 136
-START_SECONDS, CALL_SECONDS, END_SECONDS = 120.0, 90.0, 30.0
+START_SECONDS, CALL_SECONDS, END_SECONDS = 120.0, 90.0, 60.0
 
 _PRELOAD = [
     "vllm.entrypoints.llm",
@@ -49,7 +49,7 @@ def connector(host: Path, disk: Path | None = None, **extra: Any) -> dict[str, A
     if disk is not None:
         tiers |= {"disk_path": str(disk), "disk_size": "192MiB"}
     # patient: a busy machine must not turn a hit that a test expects into a miss
-    tiers |= {"deadline_seconds": 20.0} | extra
+    tiers |= {"deadline_seconds": 20.0, "queue_chunks": 1024} | extra
     return {
         "kv_transfer_config": {
             "kv_connector": "PagodaConnector",

@@ -1,0 +1,138 @@
+"""Several engines on one machine: they share what they store, and die without harm to the others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm import stores
+from tests.vllm.conftest import Same, Tiers
+from tests.vllm.engines import CHUNK, Engine, connector, loadable
+from tests.vllm.inside import Room
+from tests.vllm.models import prompt
+
+Start = Callable[..., Engine]
+
+
+@pytest.fixture
+def start(lora_options: dict[str, Any], logs: Path, tiers: Tiers) -> Iterator[Start]:
+    """Starts engines on the tiers of `pagoda`, or on others; what still lives is ended."""
+    begun: list[Engine] = []
+
+    def begin(name: str, host: Path = tiers.host) -> Engine:
+        engine = Engine(name, logs / f"{name}.log", **lora_options, **connector(host, tiers.disk))
+        begun.append(engine)
+        return engine.wait_up()
+
+    yield begin
+    for engine in begun:
+        engine.stop()
+
+
+@pytest.fixture
+def sound(tiers: Tiers) -> Callable[[], None]:
+    """Asserts that nothing is left of those who died, and that the numbers add up."""
+
+    def judge() -> None:
+        for root in tiers:
+            stores.wait_until(
+                lambda root=root: stores.check(root)["reserved"] == 0, f"nothing reserved in {root}"
+            )
+
+    return judge
+
+
+def test_engines_come_and_go(
+    pagoda: Engine, tiers: Tiers, start: Start, sound: Callable[[], None], same: Same, stored: Callable[..., None],
+    session_shm: Path, tmp_path: Path,
+) -> None:  # fmt: skip
+    """One life of a machine: two engines share; one is killed as it stores, its successor as it loads; a reboot."""
+    ours, theirs = (
+        [prompt(3000 + i, 9 * CHUNK + 5) for i in range(3)],
+        [prompt(3010 + i, 700) for i in range(3)],
+    )
+    stored(*ours)
+
+    second = start("second")
+    shared(second, same, ours)  # what the first computed, the second loads
+    before = stores.ready(tiers.host)
+    same(second, *theirs)
+    stores.wait_ready(tiers.host, before + 3 * (700 // CHUNK))
+    shared(pagoda, same, theirs)  # and the other way round
+
+    torn = [prompt(3020 + i, 1000) for i in range(3)]
+    second.call(slow_saves)
+    second.ask(Room.say, torn)
+    stores.wait_until(lambda: reserved(tiers.host) > 0, "a store under way")
+    second.kill()
+    pagoda.reset()
+    same(pagoda, *torn)
+    sound()
+
+    third = start("third")
+    shared(third, same, ours)
+    same(third, *torn)
+    third.reset()
+    mark = tmp_path / "loading"
+    third.call(slow_loads, str(mark))
+    third.ask(Room.say, [*ours, *theirs, *torn])
+    stores.wait_until(mark.exists, "a load under way")
+    third.kill()
+    pagoda.reset()
+    shared(pagoda, same, [*ours, *theirs])
+    same(pagoda, *torn)
+    sound()
+
+    stores.wait_until(lambda: stores.keys(tiers.host) <= stores.keys(tiers.disk), "all on the disk")
+    rebooted = start("rebooted", session_shm / "after a reboot")
+    shared(rebooted, same, [*ours, *theirs, *torn])  # all of it from the disk
+    rebooted.stop()
+    assert pagoda.alive()
+    sound()
+
+
+def shared(engine: Engine, same: Same, prompts: list[list[int]]) -> None:
+    """Assert that an engine loads all that can be loaded of prompts that another (or it itself) computed."""
+    engine.reset()
+    for one in prompts:
+        (answer,) = same(engine, one)
+        assert (answer.local, answer.external) == (0, loadable(len(one)))
+
+
+def reserved(root: Path) -> int:
+    """How many slots are being written."""
+    with stores.ledger_of(root) as ledger:
+        return ledger.gauges()["reserved"]
+
+
+def slow_saves(room: Room) -> None:
+    """Have every copy into slots take longer, in the middle."""
+    from pagoda.transfer.pages import PagesKV
+
+    to_slots = PagesKV.to_slots
+
+    def slow(self: PagesKV, starts: Any, slots: Any) -> None:
+        for one, slot in zip(starts, slots, strict=True):
+            to_slots(self, [one], [slot])
+            time.sleep(0.2)
+
+    PagesKV.to_slots = slow  # type: ignore[method-assign]
+
+
+def slow_loads(room: Room, mark: str) -> None:
+    """Have every copy into the engine's blocks take longer, and tell when there has been one."""
+    from pagoda.transfer.pages import PagesKV
+
+    from_slots = PagesKV.from_slots
+
+    def slow(self: PagesKV, starts: Any, slots: Any) -> None:
+        for one, slot in zip(starts, slots, strict=True):
+            from_slots(self, [one], [slot])
+            Path(mark).touch()
+            time.sleep(0.2)
+
+    PagesKV.from_slots = slow  # type: ignore[method-assign]
