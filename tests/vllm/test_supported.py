@@ -70,6 +70,13 @@ ALWAYS = [
     ("parallel_config.decode_context_parallel_size", 2, "decode_context_parallel_size: 2: .*set it to 1"),
     ("parallel_config.prefill_context_parallel_size", 2, "prefill_context_parallel_size: 2: .*set it to 1"),
     ("parallel_config.enable_elastic_ep", True, "enable_elastic_ep: .*leave it out"),
+    ("parallel_config.distributed_executor_backend", "ray", "'ray'.*--distributed-executor-backend mp"),
+    (
+        "parallel_config.distributed_executor_backend",
+        "external_launcher",
+        "--distributed-executor-backend mp",
+    ),
+    ("parallel_config.nnodes", 2, "share a machine's memory; set --nnodes to 1"),
     ("cache_config.calculate_kv_scales", True, "calculate_kv_scales: .*set it to false"),
     ("cache_config.prefix_caching_hash_algo", "xxhash", "'xxhash'.*--prefix-caching-hash-algo sha256"),
     ("cache_config.prefix_caching_hash_algo", "xxhash_cbor", "--prefix-caching-hash-algo sha256"),

@@ -82,13 +82,13 @@ def config_facts(vllm_config: VllmConfig) -> dict[str, object]:
         "lora": _lora_facts(vllm_config),
         "draft": _draft_facts(vllm_config),
     }
-    return {name: plain(value) for name, value in facts.items()}
+    return {name: plain(value, name) for name, value in facts.items()}
 
 
 def _model_facts(model_config: Any) -> dict[str, object]:
     multimodal = model_config.multimodal_config
     return {
-        "config": plain(_stable(model_config.hf_config.to_dict())),  # hf_overrides are in it
+        "config": _stable(model_config.hf_config.to_dict()),  # hf_overrides are in it
         "architecture": model_config.architecture,
         "class": model_config.model_class_overrides,
         "implementation": model_config.model_impl,
@@ -160,10 +160,10 @@ def draft_config(vllm_config: VllmConfig) -> Any:
     return speculative.draft_model_config
 
 
-def plain(value: Any) -> Any:
+def plain(value: Any, where: str = "a setting") -> Any:
     """Return `value` as JSON knows it, the same in every process; changes nothing.
 
-    Raises ValueError for an object whose text would hold an address, or is not known to be stable.
+    Raises ValueError, which says `where`, for an object whose text would hold an address, or is not known to be stable.
     """
     if value is None or type(value) in (bool, int, str):
         return value
@@ -176,24 +176,24 @@ def plain(value: Any) -> Any:
     if isinstance(value, str | bytes):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(name): plain(each) for name, each in value.items()}
+        return {str(name): plain(each, f"{where}.{name}") for name, each in value.items()}
     if isinstance(value, list | tuple | range):
-        return [plain(each) for each in value]
+        return [plain(each, where) for each in value]
     if isinstance(value, set | frozenset):
-        return sorted((plain(each) for each in value), key=repr)
-    return _plain_object(value)
+        return sorted((plain(each, where) for each in value), key=repr)
+    return _plain_object(value, where)
 
 
-def _plain_object(value: Any) -> Any:
+def _plain_object(value: Any, where: str) -> Any:
     if isinstance(value, type):
         return f"{value.__module__}.{value.__qualname__}"
     if dataclasses.is_dataclass(value):
-        return {each.name: plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
+        return plain({each.name: getattr(value, each.name) for each in dataclasses.fields(value)}, where)
     if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
         return str(value)
     if callable(getattr(value, "to_dict", None)):  # a config inside a config
-        return plain(_stable(value.to_dict()))
+        return plain(_stable(value.to_dict()), where)
     raise ValueError(
-        f"a setting of vLLM or of the model is a {type(value).__qualname__}, which has no stable text, so KV computed"
-        " with it cannot be told apart: leave that setting out, or run without the connector"
+        f"{where} is a {type(value).__qualname__}, which has no stable text, so KV computed with it cannot be told"
+        " apart: leave that setting out, or run without the connector"
     )

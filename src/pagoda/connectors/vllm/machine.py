@@ -49,9 +49,14 @@ def _backend(vllm_config: VllmConfig, layer_name: str) -> list[object]:
             f"{layer_name}: no attention layer of this name, so how it lays out its pages is not known"
         )
     backend = layer.get_attn_backend()
-    view = getattr(
-        layer, "kv_cache", None
-    )  # as the kernel sees it: its blocks may be smaller than the engine's
-    seen = [list(view.shape[1:]), list(view.stride())] if hasattr(view, "stride") else None
     kind = f"{backend.__module__}.{backend.__qualname__}"
-    return [kind, backend.get_name(), getattr(layer, "isa", None), str(getattr(view, "dtype", None)), seen]
+    return [kind, backend.get_name(), getattr(layer, "isa", None), _view(getattr(layer, "kv_cache", None))]
+
+
+def _view(view: Any) -> list[object] | None:
+    """How the kernel sees a layer's KV: its blocks may be smaller than the engine's. Not how many there are."""
+    import torch
+
+    if not isinstance(view, torch.Tensor):
+        return None
+    return [str(view.dtype), list(view.shape[1:]), list(view.stride())]

@@ -190,6 +190,19 @@ def _elastic(vllm_config: Any) -> str | None:
     return "ranks come and go; leave it out" if vllm_config.parallel_config.enable_elastic_ep else None
 
 
+def _one_machine(vllm_config: Any) -> str | None:
+    """Ranks write the parts of a chunk into one host tier, and the scheduler reserves the room for them there."""
+    parallel = vllm_config.parallel_config
+    if parallel.nnodes_within_dp > 1:
+        return "the ranks of one engine must share a machine's memory; set --nnodes to 1"
+    if parallel.distributed_executor_backend not in (None, "mp", "uni"):
+        return (
+            f"{parallel.distributed_executor_backend!r} may start ranks on several machines, or a scheduler a rank;"
+            " pass --distributed-executor-backend mp"
+        )
+    return None
+
+
 def _hidden_states(vllm_config: Any) -> str | None:
     speculative = vllm_config.speculative_config
     method = None if speculative is None else str(speculative.method)
@@ -208,6 +221,7 @@ _ALWAYS: tuple[tuple[str, Refusal], ...] = (
     ("model", _model),
     ("hisparse_config", _hisparse),
     ("enable_elastic_ep", _elastic),
+    ("distributed_executor_backend", _one_machine),
     ("speculative_config", _hidden_states),
 )
 _CONNECTOR: tuple[tuple[str, Refusal], ...] = (("kv_load_failure_policy", _policy),)
