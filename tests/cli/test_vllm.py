@@ -87,6 +87,7 @@ def test_hybrid_goes_through_the_offloading_of_vllm() -> None:
     assert config == {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {**ROUTE_B, "host_size": "1GiB"},
     }
 

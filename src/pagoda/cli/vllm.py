@@ -139,17 +139,15 @@ def serve(ctx: typer.Context) -> None:
 
 def transfer_config(extra: Mapping[str, object], *, hybrid: bool) -> str:
     """Return the value of vLLM's `--kv-transfer-config`, as JSON, with our options in it. Pure."""
+    named: dict[str, object] = {}
     if hybrid:
+        route = {"kv_connector": "OffloadingConnector"}
         named = {"spec_name": "PagodaOffloadingSpec", "spec_module_path": MODULE}
-        route = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
-        return json.dumps({**route, "kv_connector_extra_config": {**named, **extra}})
-    route = {
-        "kv_connector": "PagodaConnector",
-        "kv_connector_module_path": MODULE,
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-    }
-    return json.dumps({**route, "kv_connector_extra_config": dict(extra)} if extra else route)
+    else:
+        route = {"kv_connector": "PagodaConnector", "kv_connector_module_path": MODULE}
+    config = {**route, "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    inside = {**named, **extra}
+    return json.dumps({**config, "kv_connector_extra_config": inside} if inside else config)
 
 
 def _checked(given: Mapping[str, str | bool]) -> dict[str, object]:
