@@ -92,6 +92,12 @@ def test_hybrid_goes_through_the_offloading_of_vllm() -> None:
     }
 
 
+def test_what_hybrid_models_store_is_said_in_the_words_of_vllm() -> None:
+    for option, prompt_only in (("--store-output", False), ("--no-store-output", True)):
+        _, config = printed("--hybrid", option, "serve", "m")
+        assert config["kv_connector_extra_config"] == {**ROUTE_B, "offload_prompt_only": prompt_only}
+
+
 def test_what_the_environment_says_is_left_to_the_connector(tmp_path: Path) -> None:
     file = tmp_path / "my.toml"
     file.write_text("chunk_tokens = 128\n")

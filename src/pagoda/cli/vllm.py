@@ -139,14 +139,15 @@ def serve(ctx: typer.Context) -> None:
 
 def transfer_config(extra: Mapping[str, object], *, hybrid: bool) -> str:
     """Return the value of vLLM's `--kv-transfer-config`, as JSON, with our options in it. Pure."""
-    named: dict[str, object] = {}
+    inside = dict(extra)
     if hybrid:
         route = {"kv_connector": "OffloadingConnector"}
-        named = {"spec_name": "PagodaOffloadingSpec", "spec_module_path": MODULE}
+        if "store_output" in inside:  # what is offered to be stored is vLLM's to decide there
+            inside["offload_prompt_only"] = not inside.pop("store_output")
+        inside = {"spec_name": "PagodaOffloadingSpec", "spec_module_path": MODULE, **inside}
     else:
         route = {"kv_connector": "PagodaConnector", "kv_connector_module_path": MODULE}
     config = {**route, "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
-    inside = {**named, **extra}
     return json.dumps({**config, "kv_connector_extra_config": inside} if inside else config)
 
 
