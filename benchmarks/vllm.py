@@ -1,0 +1,17 @@
+"""The speed of the vLLM connector: `.venv-vllm/bin/python benchmarks/vllm.py [--json] [--quick]`.
+
+Real engines on the CPU with a small random Llama, each in a process of its own, taking turns. The JSON quotes every run
+under "runs". What each figure means and what it was last: docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import sys
+
+sys.path.append(sys.path.pop(0))  # this file must not be taken for vLLM
+
+from ground import main
+from vllm_figures import PARTS
+
+if __name__ == "__main__":
+    main(__doc__, PARTS, {})

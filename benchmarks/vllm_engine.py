@@ -1,0 +1,374 @@
+"""A vLLM engine in a process of its own, and what is measured inside of it. Engines of one run take turns.
+
+`Engine` is the side that asks; the functions that take a `Room` run in the engine's process. vLLM is imported once, by
+the process that all engines are forked from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import wraps
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple  # noqa: TID251  # vLLM's objects, as in a connector
+
+import numpy as np
+from limits import MIB, Bytes, touched
+
+BLOCK, POOL_BLOCKS = 32, 512
+VOCABULARY, HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 4096, 512, 6, 8, 4, 64
+CALL_SECONDS = 240.0
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's core in the process that asks: no queue between them
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONSAFEPATH": "1",  # a file of this folder must not be taken for vLLM
+}
+_PRELOAD = [
+    "vllm.entrypoints.llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.model_executor.models.llama",
+]
+_FORKS = multiprocessing.get_context("forkserver")
+# what vLLM's scheduler and worker call in every step, or for every request
+_SCHEDULER_CALLS = (
+    "on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta",
+    "update_connector_output", "request_finished",
+)  # fmt: skip
+_WORKER_CALLS = ("start_load_kv", "wait_for_save", "get_finished")
+
+
+class First(NamedTuple):
+    """The first token of one prompt: seconds by the wall, and how many tokens of it came from where."""
+
+    seconds: float
+    device: int
+    host: int
+    disk: int
+
+
+class Turn(NamedTuple):
+    """One turn of work: seconds until all was answered and stored, and the tokens of prompts and answers."""
+
+    seconds: float
+    tokens: int
+    cpu_seconds: float
+    settle_seconds: float
+
+
+class Copied(NamedTuple):
+    """One call that copied pages: which way, bytes, seconds by the wall, and the length of its runs."""
+
+    way: str  # "load" or "save"
+    nbytes: int
+    seconds: float
+    run_bytes: int
+
+
+class Load(NamedTuple):
+    """One whole load, from the metadata to the last block: bytes and seconds."""
+
+    nbytes: int
+    seconds: float
+
+
+@dataclass
+class Room:
+    """An engine and what was seen in it."""
+
+    llm: Any
+    calls: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    copies: list[Copied] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    memory: tuple[Bytes, Bytes] | None = None
+
+
+class Engine:
+    """An engine in a process of its own. Of one thread; `close` ends the process."""
+
+    def __init__(self, name: str, log: Path, **options: Any) -> None:
+        self.name, self._log = name, log
+        _prepare()
+        self._pipe, theirs = _FORKS.Pipe()
+        self._process = _FORKS.Process(target=_live, args=(theirs, str(log), options), name=name)
+        self._process.start()
+        theirs.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """`function(room, *args)` in the engine's process. RuntimeError with the end of its log if that fails."""
+        with contextlib.suppress(ConnectionError):
+            self._pipe.send((function, args))
+        return self.answer()
+
+    def answer(self) -> Any:
+        """Waits for the answer to what was asked last; the first is that the engine is up."""
+        try:
+            good, answer = (
+                self._pipe.recv() if self._pipe.poll(CALL_SECONDS) else (False, "no answer in time")
+            )
+        except (EOFError, ConnectionError):
+            good, answer = False, "its process has ended"
+        if not good:
+            raise RuntimeError(f"{self.name}: {answer}\n{self._log.read_text(errors='replace')[-3000:]}")
+        return answer
+
+    def cpu_seconds(self) -> float:
+        """The processor time that its process has taken until now."""
+        stat = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
+
+    def close(self) -> None:
+        """Ends the engine; kills it if it does not end."""
+        with contextlib.suppress(ConnectionError):
+            self._pipe.send(None)
+        self._process.join(20)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+
+def options(model: Path, **others: Any) -> dict[str, Any]:
+    """The options of every engine."""
+    return {
+        "model": str(model), "dtype": "bfloat16", "max_model_len": 4096, "block_size": BLOCK,
+        "enforce_eager": True, "num_gpu_blocks_override": POOL_BLOCKS, "kv_cache_memory_bytes": 256 * MIB,
+        "max_num_seqs": 16, "max_num_batched_tokens": 4096, "seed": 0, "skip_tokenizer_init": True,
+    } | others  # fmt: skip
+
+
+def connector(**extra: Any) -> dict[str, Any]:
+    """The option of an engine with the connector."""
+    return {
+        "kv_transfer_config": {
+            "kv_connector": "PagodaConnector",
+            "kv_connector_module_path": "pagoda.connectors.vllm",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": extra,
+        }
+    }
+
+
+def wait_for_model(directory: Path) -> None:
+    """Writes a random Llama of about 20 million parameters, in a process of its own. RuntimeError if that fails."""
+    _prepare()
+    process = _FORKS.Process(target=_make_model, args=(str(directory),))
+    process.start()
+    process.join(CALL_SECONDS)
+    if process.exitcode != 0:
+        process.kill()
+        raise RuntimeError(f"the model was not made: {process.exitcode}")
+
+
+def _prepare() -> None:
+    """Sets what the process that all are forked from is started with."""
+    os.environ.update(_ENVIRONMENT)
+    _FORKS.set_forkserver_preload(_PRELOAD)
+
+
+def _make_model(directory: str) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=1408, num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, max_position_embeddings=8192,
+    )  # fmt: skip
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+
+
+# ---- in the engine's process
+
+
+def first_token(room: Room, prompt: Sequence[int]) -> First:
+    """Asks for one token."""
+    before = room.counts.copy()
+    began = time.perf_counter()
+    (output,) = _generate(room, [prompt], 1)
+    seconds = time.perf_counter() - began
+    host, disk = (
+        room.counts[f"hit_tokens_{tier}"] - before[f"hit_tokens_{tier}"] for tier in ("host", "disk")
+    )
+    return First(seconds, output.num_cached_tokens - host - disk, host, disk)
+
+
+def turn(room: Room, prompts: Sequence[Sequence[int]], max_tokens: int) -> Turn:
+    """Answers all prompts at once, and waits until what is to be stored is stored."""
+    began, cpu = time.perf_counter(), time.process_time()
+    outputs = _generate(room, prompts, max_tokens)
+    answered = time.perf_counter()
+    settle(room)
+    ended = time.perf_counter()
+    tokens = sum(map(len, prompts)) + sum(len(output.outputs[0].token_ids) for output in outputs)
+    return Turn(ended - began, tokens, time.process_time() - cpu, ended - answered)
+
+
+def settle(room: Room) -> None:
+    """Waits until the connector has committed what it copied, and the lower tiers have written it."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    if not has_kv_transfer_group():
+        return
+    worker = get_kv_transfer_group()._worker
+    while worker._saving:
+        time.sleep(0.0005)
+    if not worker._cache.flush(60.0):
+        raise RuntimeError("the lower tiers were not written in a minute")
+
+
+def reset(room: Room) -> None:
+    """Forgets what is on the device."""
+    if not room.llm.reset_prefix_cache():
+        raise RuntimeError("the device's blocks are in use")
+
+
+def take(room: Room) -> tuple[dict[str, list[float]], list[Copied]]:
+    """What was timed since the last call."""
+    calls, copies = dict(room.calls), list(room.copies)
+    room.calls.clear()
+    room.copies.clear()
+    return calls, copies
+
+
+def memcpy(room: Room, nbytes: int, run_bytes: int, number: int) -> float:
+    """Seconds that one np.copyto of `nbytes` takes, in runs of `run_bytes` that do not touch on the one side.
+
+    Each number has its own place in 256 MiB on each side, so that nothing is in a cache.
+    """
+    if room.memory is None:
+        room.memory = touched(256 * MIB, 1), touched(256 * MIB, 2)
+    rows = nbytes // run_bytes
+    whole, runs = room.memory
+    places = max(1, whole.size // (2 * nbytes))
+    start = number % places * 2 * nbytes
+    source = runs[start : start + 2 * rows * run_bytes].reshape(rows, 2, run_bytes)[:, 0]
+    into = whole[start : start + rows * run_bytes].reshape(rows, run_bytes)
+    began = time.perf_counter()
+    np.copyto(into, source)
+    return time.perf_counter() - began
+
+
+def chunk_tokens(room: Room) -> int:
+    """Tokens of a chunk, as the connector has them without being told."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return get_kv_transfer_group()._worker._layout.chunk_tokens  # type: ignore[no-any-return]
+
+
+def threads(room: Room) -> dict[str, int]:
+    """How many threads compute and copy."""
+    import torch
+
+    return {"torch": torch.get_num_threads(), "copies": 1}
+
+
+def _generate(room: Room, prompts: Sequence[Sequence[int]], max_tokens: int) -> Any:
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+    return room.llm.generate([{"prompt_token_ids": list(each)} for each in prompts], params, use_tqdm=False)
+
+
+def _live(pipe: Connection, log: str, engine: dict[str, Any]) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ.update(_ENVIRONMENT)
+    try:
+        from vllm import LLM
+
+        room = Room(LLM(**engine))
+        _watch(room)
+        pipe.send((True, None))
+        while (call := pipe.recv()) is not None:
+            function, args = call
+            pipe.send((True, function(room, *args)))
+    except EOFError:
+        return
+    except BaseException:  # noqa: BLE001  # whoever asks is told
+        pipe.send((False, traceback.format_exc()))
+    os._exit(0)
+
+
+def _watch(room: Room) -> None:
+    """Times the connector's calls and copies, and adds its counts up, where there is a connector."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    if not has_kv_transfer_group():
+        return
+    from pagoda.connectors.vllm.stats import PagodaStats
+    from pagoda.transfer.pages import PagesKV
+
+    scheduler = room.llm.llm_engine.engine_core.engine_core.scheduler
+    for half, names in ((scheduler.connector, _SCHEDULER_CALLS), (get_kv_transfer_group(), _WORKER_CALLS)):
+        for name in names:
+            setattr(half, name, _timed(room, name, getattr(half, name)))
+    _time_copies(room, PagesKV)
+    count = PagodaStats.count
+
+    def counted(self: PagodaStats, name: str, number: float) -> None:
+        room.counts[name] += number  # type: ignore[assignment]
+        count(self, name, number)
+
+    PagodaStats.count = counted  # type: ignore[method-assign]
+
+
+def _timed(room: Room, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    asked: set[str] = set()
+
+    @wraps(call)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        answer = call(*args, **kwargs)
+        spent = time.perf_counter() - began
+        kind = name
+        if name == "get_num_new_matched_tokens":
+            kind += "_again" if args[0].request_id in asked else "_first"
+            asked.add(args[0].request_id)
+        room.calls[kind].append(spent)
+        return answer
+
+    return timed
+
+
+def _time_copies(room: Room, kind: type[Any]) -> None:
+    for name, way in (("to_slots", "save"), ("from_slots", "load")):
+        setattr(kind, name, _timed_copy(room, way, getattr(kind, name)))
+
+
+def _timed_copy(room: Room, way: str, copy: Callable[..., None]) -> Callable[..., None]:
+    @wraps(copy)
+    def timed(kv: Any, starts: Sequence[int], slots: Any) -> None:
+        began = time.perf_counter()
+        copy(kv, starts, slots)
+        spent = time.perf_counter() - began
+        room.copies.append(Copied(way, len(starts) * kv.layout.chunk_bytes, spent, kv.run_bytes))
+
+    return timed

@@ -1,0 +1,297 @@
+"""The figures of the vLLM connector: first tokens, the scheduler's time, throughput without hits, copies.
+
+All engines of a run are alive from the beginning, each in its process, and take turns; who does not have its turn waits
+for a message and takes no processor time, which is measured, too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import random
+import shutil
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+import vllm_engine as inside
+from ground import Plan
+from harness import Figure
+from vllm_engine import BLOCK, VOCABULARY, Copied, Engine, First, Turn, connector, options, wait_for_model
+
+from pagoda.ledger import Ledger
+from pagoda.ledger.state import STATE
+
+PROMPT = 3_000
+ANSWERED = 16
+CASES = ("device_without", "device", "host", "disk")
+CALLS = {
+    "lookup_first": "get_num_new_matched_tokens_first",
+    "lookup_again": "get_num_new_matched_tokens_again",
+    "build_meta": "build_connector_meta",
+}
+
+
+class House:
+    """Three engines with one model: without the connector, with host memory, with host memory and a disk."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._shm = Path(tempfile.mkdtemp(prefix="pagoda-bench-", dir=plan.shm))
+        self._disk = Path(tempfile.mkdtemp(prefix="pagoda-bench-", dir=plan.disk))
+        self._draw = random.Random(1)
+        atexit.register(self.close)
+        model = self._disk / "model"
+        wait_for_model(model)
+        self.host_path = self._shm / "both"
+        tiers = {"worth_it": False, "deadline_seconds": 20.0}
+        disk = {"disk_path": str(self._disk / "disk"), "disk_size": "2GiB"}
+        both = connector(host_path=str(self.host_path), host_size="512MiB", **disk, **tiers)
+        host = connector(host_path=str(self._shm / "host"), host_size="256MiB", **tiers)
+        self.engines = {
+            name: Engine(name, self._disk / f"{name}.log", **options(model, **extra))
+            for name, extra in {"without": {}, "host": host, "both": both}.items()
+        }
+        for engine in self.engines.values():
+            engine.answer()
+        self.without, self.host, self.both = self.engines.values()
+        self.threads: dict[str, int] = self.both.call(inside.threads)
+        for engine in self.engines.values():
+            engine.call(inside.first_token, self.prompt(PROMPT))
+            engine.call(inside.turn, [self.prompt(64)] * 2, 2)
+        self.chunk_tokens: int = self.both.call(inside.chunk_tokens)
+
+    def prompt(self, tokens: int) -> list[int]:
+        """A prompt that nobody has seen."""
+        return self._draw.choices(range(3, VOCABULARY), k=tokens)
+
+    def empty_host(self) -> None:
+        """Removes all chunks of the host tier of `both`, as an eviction would."""
+        (store,) = (path for path in self.host_path.iterdir() if (path / STATE).is_file())
+        ledger = Ledger.attach(store)
+        try:
+            ledger.clear(None)
+        finally:
+            ledger.close()
+
+    def first(self, case: str, prompt: Sequence[int]) -> First:
+        """The first token of a prompt that is in the tier of the case, and in none above it."""
+        engine = self.without if case == "device_without" else self.both
+        if case != "disk":
+            engine.call(inside.first_token, prompt)  # brings it up
+        engine.call(inside.settle)
+        if case == "disk":
+            self.empty_host()
+        if case in ("host", "disk"):
+            engine.call(inside.reset)
+        return engine.call(inside.first_token, prompt)  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """Ends the engines and removes all that they left."""
+        for engine in getattr(self, "engines", {}).values():
+            engine.close()
+        shutil.rmtree(self._shm, ignore_errors=True)
+        shutil.rmtree(self._disk, ignore_errors=True)
+
+
+@cache
+def house(plan: Plan) -> House:
+    """The engines of this run, started once."""
+    return House(plan)
+
+
+# ---- first tokens, the scheduler's time and the copies of the same requests
+
+
+def first_figures(plan: Plan) -> list[Figure]:
+    """Seconds to the first token of 3,000, by where the prompt is; and what was called and copied for it."""
+    at = house(plan)
+    at.both.call(inside.take)
+    whole = PROMPT // at.chunk_tokens * at.chunk_tokens + 24  # the same tokens hit, whatever the chunk
+    runs = _first_rounds(at, PROMPT, 4 if plan.quick else 11)
+    even = _first_rounds(at, whole, 3 if plan.quick else 7, cold=False)
+    calls, copies = at.both.call(inside.take)
+    crowd = _crowd(at, 2 if plan.quick else 5)
+    figures = [_seconds(f"ttft_{case}_seconds", each, _where(each)) for case, each in runs.items()]
+    figures += [
+        _ratio("host_hit_vs_device_hit", runs["host"], runs["device_without"], 1.5),
+        _ratio("disk_hit_vs_device_hit", runs["disk"], runs["device_without"]),
+        _ratio("host_hit_vs_cold", runs["host"], runs["cold_without"]),
+        _ratio("cold_vs_cold_without", runs["cold"], runs["cold_without"]),
+        _ratio("device_hit_vs_without", runs["device"], runs["device_without"]),
+        _ratio(f"host_hit_vs_device_hit_of_{whole}_tokens", even["host"], even["device_without"]),
+        _ratio(f"disk_hit_vs_device_hit_of_{whole}_tokens", even["disk"], even["device_without"]),
+    ]
+    return figures + _calls(calls, crowd) + _copies(at, copies)
+
+
+def _first_rounds(at: House, tokens: int, rounds: int, cold: bool = True) -> dict[str, list[First]]:
+    """Each round has a new prompt: cold, then in each tier, in rotating order."""
+    runs: dict[str, list[First]] = {case: [] for case in CASES}
+    if cold:
+        runs = {"cold_without": [], "cold": []} | runs
+    for number in range(rounds):
+        prompt = at.prompt(tokens)
+        order = [("cold_without", at.without), ("cold", at.both)]
+        for name, engine in order[:: -1 if number % 2 else 1]:
+            first = engine.call(inside.first_token, prompt)
+            if cold:
+                runs[name].append(first)
+        for case in CASES[number % 4 :] + CASES[: number % 4]:
+            runs[case].append(_checked(case, at.first(case, prompt), tokens, at.chunk_tokens))
+    return runs
+
+
+def _checked(case: str, first: First, tokens: int, chunk: int) -> First:
+    """RuntimeError if the hit did not come from where it should."""
+    device = (tokens - 1) // BLOCK * BLOCK
+    below = min(tokens // chunk * chunk, device)
+    wanted = {"host": (0, below, 0), "disk": (0, 0, below)}.get(case, (device, 0, 0))
+    if first[1:] != wanted:
+        raise RuntimeError(f"{case}: hit {first[1:]} tokens of device, host and disk, expected {wanted}")
+    return first
+
+
+def _crowd(at: House, rounds: int) -> dict[str, list[float]]:
+    """More prompts at once than the device has room for, all of them in host memory: the scheduler asks again."""
+    prompts = [at.prompt(PROMPT) for _ in range(8)]
+    at.both.call(inside.turn, prompts, 1)
+    at.both.call(inside.take)
+    for _ in range(rounds):
+        at.both.call(inside.reset)
+        at.both.call(inside.turn, prompts, ANSWERED)
+    calls, _ = at.both.call(inside.take)
+    return calls  # type: ignore[no-any-return]
+
+
+def _calls(single: Mapping[str, list[float]], crowd: Mapping[str, list[float]]) -> list[Figure]:
+    figures = []
+    for name, call in CALLS.items():
+        for kind, calls in (("", single), ("_crowd", crowd)):
+            if spent := calls.get(call, []):
+                ordered = sorted(spent)
+                note = (
+                    f"{len(ordered)} calls, 90 % below {ordered[len(ordered) * 9 // 10] * 1e6:.0f} us, "
+                    f"longest {ordered[-1] * 1e6:.0f} us"
+                )
+                figures.append(_seconds(f"{name}{kind}_seconds", spent, note))
+    others = {
+        f"{call}{kind}": {"median_us": round(statistics.median(spent) * 1e6, 1), "calls": len(spent)}
+        for kind, calls in (("", single), ("_crowd", crowd))
+        for call, spent in calls.items()
+        if call not in CALLS.values()
+    }
+    return [dataclasses.replace(figures[0], runs={**figures[0].runs, "other_calls": others}), *figures[1:]]
+
+
+def _copies(at: House, copies: Sequence[Copied]) -> list[Figure]:
+    """Copies of pages against np.copyto of as many bytes in runs of the same length, in the same process."""
+    figures = []
+    for way in ("save", "load"):
+        mine = [copy for copy in copies if copy.way == way and copy.nbytes * 2 > PROMPT * 6 * 1024][-15:]
+        limit = [
+            at.both.call(inside.memcpy, copy.nbytes, copy.run_bytes, number)
+            for number, copy in enumerate(mine)
+        ]
+        ours = [copy.nbytes / copy.seconds / 1e9 for copy in mine]
+        theirs = [copy.nbytes / spent / 1e9 for copy, spent in zip(mine, limit, strict=True)]
+        quoted = {
+            "gb_per_second": _rounded(ours),
+            "memcpy_gb_per_second": _rounded(theirs),
+            "nbytes": [copy.nbytes for copy in mine],
+            "run_bytes": [copy.run_bytes for copy in mine],
+            "threads": at.threads,
+        }
+        value = statistics.median(ours) / statistics.median(theirs)
+        note = (
+            f"{statistics.median(ours):.1f} of {statistics.median(theirs):.1f} GB/s, "
+            f"runs of {mine[0].run_bytes >> 10} KiB, 1 thread"
+        )
+        figures.append(Figure(f"{way}_vs_memcpy", value, None, "ratio", quoted, note))
+    return figures
+
+
+# ---- throughput of prompts that never hit
+
+
+def throughput_figures(plan: Plan) -> list[Figure]:
+    """Tokens a second of prompts that nobody has seen, with the connector against without, stores included."""
+    at = house(plan)
+    figures = _no_hit(at, at.host, "no_hit_throughput", 0.97, 8 if plan.quick else 24)
+    if not plan.quick:
+        figures += _no_hit(at, at.both, "no_hit_throughput_with_disk", None, 12)
+    return figures
+
+
+def _no_hit(at: House, ours: Engine, name: str, target: float | None, pairs: int) -> list[Figure]:
+    """Pairs of turns, the order within them alternating: without, with, with, without, ..."""
+    runs: dict[str, list[Turn]] = {"with": [], "without": []}
+    idle: list[float] = []
+    for number in range(pairs + 1):
+        pair = (("without", at.without), ("with", ours))
+        for kind, engine in pair[:: -1 if number % 2 else 1]:
+            other = at.without if engine is ours else ours
+            before = other.cpu_seconds()
+            turn = engine.call(inside.turn, [at.prompt(512) for _ in range(8)], ANSWERED)
+            if number:  # the first pair is for warming up
+                runs[kind].append(turn)
+                idle.append(other.cpu_seconds() - before)
+    ratios = [
+        (mine.tokens / mine.seconds) / (theirs.tokens / theirs.seconds)
+        for mine, theirs in zip(runs["with"], runs["without"], strict=True)
+    ]
+    processor = [
+        theirs.cpu_seconds / mine.cpu_seconds
+        for mine, theirs in zip(runs["with"], runs["without"], strict=True)
+    ]
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    quoted = {
+        "ratio": _rounded(ratios),
+        "ratio_of_processor_time": _rounded(processor),
+        "tokens_per_second_with": _rounded([each.tokens / each.seconds for each in runs["with"]]),
+        "tokens_per_second_without": _rounded([each.tokens / each.seconds for each in runs["without"]]),
+        "settle_seconds": _rounded([each.settle_seconds for each in runs["with"]]),
+        "processor_seconds_of_the_idle_engine": max(idle),
+        "threads": at.threads,
+    }
+    speeds = [statistics.median(each.tokens / each.seconds for each in runs[kind]) for kind in runs]
+    note = (
+        f"{speeds[0]:,.0f} of {speeds[1]:,.0f} tokens/s, quartiles {low:.3f} {middle:.3f} {high:.3f} of {pairs} pairs, "
+        f"processor time {statistics.median(processor):.3f}, idle engine {max(idle):.2f} s"
+    )
+    return [
+        Figure(name, middle, None, "ratio", quoted, note),
+        Figure(f"{name}_lower_quartile", low, target, "ratio", {}, "of the same pairs"),
+    ]
+
+
+# ---- parts of it
+
+
+def _seconds(key: str, runs: Sequence[First] | Sequence[float], note: str) -> Figure:
+    seconds = [each.seconds if isinstance(each, First) else each for each in runs]
+    return Figure(key, statistics.median(seconds), None, "seconds", {"seconds": _rounded(seconds, 7)}, note)
+
+
+def _ratio(key: str, ours: Sequence[First], limit: Sequence[First], target: float | None = None) -> Figure:
+    """How many times as long ours takes: the median of what the rounds say."""
+    times = [a.seconds / b.seconds for a, b in zip(ours, limit, strict=True)]
+    medians = [statistics.median(each.seconds for each in side) * 1e3 for side in (ours, limit)]
+    note = f"{medians[0]:.1f} ms against {medians[1]:.1f} ms, hits {sum(ours[0][1:])} and {sum(limit[0][1:])} tokens"
+    return Figure(key, statistics.median(times), target, "times", {"times": _rounded(times)}, note)
+
+
+def _where(runs: Sequence[First]) -> str:
+    hits = zip(("device", "host", "disk"), runs[0][1:], strict=True)
+    return " and ".join(f"{tokens} tokens of {tier}" for tier, tokens in hits if tokens) or "nothing hit"
+
+
+def _rounded(numbers: Sequence[float], digits: int = 4) -> list[float]:
+    return [round(number, digits) for number in numbers]
+
+
+PARTS: dict[str, Callable[[Plan], Sequence[Figure]]] = {
+    "first": first_figures,
+    "throughput": throughput_figures,
+}
