@@ -158,6 +158,7 @@ def test_wrong_use_is_one_line() -> None:
     assert "option --io-threads" in refused("vllm", "--io-threads", "few", "serve", "m")
     assert "disk_path" in refused("vllm", "--disk-size", "1GiB", "serve", "m")
     assert "host memory" in refused("vllm", "--host-size", "0", "serve", "m")
+    assert "host memory" in refused("vllm", "--no-host-shared", "serve", "m")
     assert "PAGODA_HOST_SIZE" in refused("vllm", "serve", "m", PAGODA_HOST_SIZE="many")
 
 

@@ -160,9 +160,10 @@ def _checked(given: Mapping[str, str | bool]) -> dict[str, object]:
     from pagoda.config.load import load
 
     config = load(cli=given).config
-    if config.host_size == 0:
+    if config.host_size == 0 or not config.host_shared:
+        wrong = "host_size = 0" if config.host_size == 0 else "host_shared = false"
         raise UsageError(
-            "host_size = 0: vLLM's KV comes and goes through host memory; write a size such as 64GiB"
+            f"{wrong}: vLLM's processes meet in host memory; write a host_size and leave host_shared"
         )
     return {name: given[name] if name in _SIZES else getattr(config, name) for name in given}
 
