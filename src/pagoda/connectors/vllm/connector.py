@@ -40,6 +40,7 @@ class PagodaConnector(KVConnectorBase_V1):
                 options,
                 kv_cache_config.hash_block_size,
                 events=events is not None and events.enable_kv_cache_events,
+                shares_blocks=bool(vllm_config.cache_config.enable_prefix_caching),
             )
         else:
             self._worker = PagodaWorker(options, vllm_config, kv_cache_config)

@@ -31,7 +31,8 @@ class Found(NamedTuple):
     root: bytes  # of the request's namespace
     lora: str | None
     salt: str | None
-    hashes: int  # block hashes that the request had then
+    hashes: int  # block hashes that the request had then ...
+    last: bytes  # ... and the last of them: it names all of the tokens
     hit: Hit
     at: float
 
@@ -50,10 +51,12 @@ class Tracked:
     reason: Reason | None = None  # why there was no look-up
     counted: bool = False
     keys: list[bytes] = field(default_factory=list)  # under found.root
+    named: bytes = b""  # the block hash that the last of the keys was made of
     saved: int = 0  # leading chunks that need no saving
     seen: int = 0  # chunks that were computed when saving was last tried
     stamp: int | None = None
     local_tokens: int = 0  # in the engine's own cache, when the tiers were last asked about
+    waits_for: str | None = None  # the request whose load brings some of the same chunks
 
 
 class Lookups:
@@ -73,9 +76,15 @@ class Lookups:
         if not self._room.acquire(blocking=False):
             return False
         request, hashes = tracked.request, len(tracked.request.block_hashes)
-        digests = self._digests(request, 0, hashes)
+        digests, last = self._digests(request, 0, hashes), _last(request)
         tracked.asked_at, tracked.polled = time.monotonic(), False
-        tracked.look = self._threads.submit(self._lookup, request, digests, hashes)
+        try:
+            tracked.look = self._threads.submit(self._lookup, request, digests, hashes, last)
+        except RuntimeError as trouble:  # no thread could be started, or this is the end
+            self._room.release()
+            log.warning("a look-up could not begin: %s", trouble)
+            tracked.loads, tracked.reason = False, Reason.IO_ERROR
+            return False
         tracked.look.add_done_callback(lambda _: self._room.release())
         return True
 
@@ -110,12 +119,22 @@ class Lookups:
         return tracked.found is not None
 
     def extend_keys(self, tracked: Tracked, chunks: int) -> None:
-        """Extend a request's keys to `chunks`, or as far as it has block hashes."""
+        """Extend a request's keys to `chunks`, or as far as it has block hashes.
+
+        A session whose tokens were replaced (streamed input) begins anew: the old keys would name other tokens.
+        """
         assert tracked.found is not None
-        have = len(tracked.keys)
+        step, hashes, have = (
+            self._chunk_tokens // self._hash_tokens,
+            tracked.request.block_hashes,
+            len(tracked.keys),
+        )
+        if have and hashes[have * step - 1 : have * step] != [tracked.named]:
+            tracked.keys, tracked.saved, tracked.seen, have = [], 0, 0, 0
         if have < chunks:
-            hashes = chunks * (self._chunk_tokens // self._hash_tokens)
-            tracked.keys += derive_keys(self._digests(tracked.request, have, hashes), tracked.found.root)
+            digests = self._digests(tracked.request, have, chunks * step)
+            tracked.keys += derive_keys(digests, tracked.found.root)
+            tracked.named = digests[-1] if digests else tracked.named
 
     def next_pass(self) -> None:
         """Begin a new pass over the waiting requests."""
@@ -126,10 +145,13 @@ class Lookups:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _taken(self, tracked: Tracked, found: Found | None) -> bool:
-        """Take an answer, unless it is of long ago or of fewer tokens: then look again."""
+        """Take an answer, unless it is of long ago or of other tokens: then look again."""
         if found is not None:
-            hashes = len(tracked.request.block_hashes)
-            if found.hashes != hashes or time.monotonic() - found.at > LEASE_SECONDS:
+            hashes, at = tracked.request.block_hashes, found.hashes
+            other = at > 0 and hashes[at - 1 : at] != [found.last]
+            if other:
+                tracked.keys, tracked.saved, tracked.seen = [], 0, 0
+            if other or len(hashes) != at or time.monotonic() - found.at > LEASE_SECONDS:
                 self.begin(tracked)
                 return False
         self._note(tracked, found)
@@ -149,7 +171,7 @@ class Lookups:
             wait([look], self._patience)
             self._patience -= time.monotonic() - began
 
-    def _lookup(self, request: Any, digests: list[bytes], hashes: int) -> Found | None:
+    def _lookup(self, request: Any, digests: list[bytes], hashes: int, last: bytes) -> Found | None:
         """What a thread does: name the request's namespace, derive its keys, ask the tiers."""
         lora = None
         if request.lora_request is not None:
@@ -161,7 +183,7 @@ class Lookups:
         root = self._cache.slots.namespace(lora, salt)
         keys = derive_keys(digests, root)
         hit = self._cache.lookup(None, keys=keys, lora=lora, salt=salt, counted=False)
-        return Found(root, lora, salt, hashes, hit, time.monotonic())
+        return Found(root, lora, salt, hashes, last, hit, time.monotonic())
 
     def _salt_of(self, request: Any) -> str | None:
         """The tenant's name: the engine's, and within it the request's."""
@@ -173,3 +195,8 @@ class Lookups:
         """The engine's hash at the end of each chunk from number `begin` on: it names the whole prefix."""
         step = self._chunk_tokens // self._hash_tokens
         return [bytes(digest) for digest in request.block_hashes[begin * step + step - 1 : hashes : step]]
+
+
+def _last(request: Any) -> bytes:
+    """The hash of all whole blocks of a request together."""
+    return bytes(request.block_hashes[-1]) if request.block_hashes else b""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,20 +22,23 @@ from pagoda.connectors.vllm.options import Options
 from pagoda.connectors.vllm.shared import let_go, opened
 from pagoda.connectors.vllm.stats import PagodaStats
 from pagoda.ledger import Refused, Reserved
+from pagoda.metrics import RateLimitedLog, Reason
 
 __all__ = ["PagodaScheduler"]
 
 log = logging.getLogger("pagoda.vllm")
 
-_RESERVE_SECONDS = 0.02
+_RESERVE_SECONDS = 0.02  # for all reserves of one step together
+_LEAST_SECONDS = 0.001  # with less of them left, the others wait for the next step
 _SOURCES = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
 
 
 class PagodaScheduler:
     """Answers vLLM's scheduler. Used by its thread only; `shutdown` ends the look-up threads."""
 
-    def __init__(self, options: Options, hash_tokens: int, events: bool) -> None:
+    def __init__(self, options: Options, hash_tokens: int, events: bool, shares_blocks: bool = True) -> None:
         self._options = options
+        self._shares_blocks = shares_blocks  # what one request loaded, others find in the engine's own cache
         self._hash_tokens = hash_tokens  # tokens of one of vLLM's block hashes
         self._wants_events = events
         self._events: StoredEvents | None = None
@@ -42,7 +46,9 @@ class PagodaScheduler:
         self._tracked: dict[str, Tracked] = {}
         self._loading: dict[str, set[bytes]] = {}
         self._loads: list[Load] = []
+        self._patience = 0.0  # left in this step
         self._stats = PagodaStats()
+        self._lines = RateLimitedLog()
 
     def opened(self, handshakes: Iterable[Handshake]) -> None:
         """Open the cache that the workers have described. Raises ValueError if they do not agree."""
@@ -85,20 +91,31 @@ class PagodaScheduler:
         tracked.local_tokens = local_tokens
         if not tracked.loads or request.skip_reading_prefix_cache:
             return 0, False
+        # at least one token is left to compute, for the model has to say something
+        most = (request.num_tokens - 1) // self._block_tokens * self._block_tokens
+        whole = request.num_tokens // self._chunk_tokens * self._chunk_tokens
+        least = max(1, self._options.config.min_hit_tokens)
+        if min(most, whole) - local_tokens < least:  # whatever the tiers have
+            tracked.reason = None if whole else Reason.SHORT_PROMPT
+            return 0, False
+        if tracked.waits_for in self._loading:
+            return None, False
         if not self._lookups.answered(tracked):
             return None, False
-        # at least one token is left to compute, for the model has to say something
-        stop = 0 if tracked.found is None else tracked.found.hit.stop_tokens
-        stop = min(stop, (request.num_tokens - 1) // self._block_tokens * self._block_tokens)
-        tokens = stop - local_tokens
-        if tokens <= 0 or tokens < self._options.config.min_hit_tokens:
+        stop = min(most, 0 if tracked.found is None else tracked.found.hit.stop_tokens)
+        if stop - local_tokens < least:
             return 0, False
         chunks = -(-stop // self._chunk_tokens)
         self._lookups.extend_keys(tracked, chunks)
         wanted = tracked.keys[local_tokens // self._chunk_tokens : chunks]
-        if any(not keys.isdisjoint(wanted) for keys in self._loading.values()):
-            return None, False  # somebody is loading it: soon it is in the engine's own cache
-        return tokens, True
+        tracked.waits_for = self._loader(wanted) if self._shares_blocks else None
+        if tracked.waits_for is not None:
+            return None, False
+        return stop - local_tokens, True
+
+    def _loader(self, wanted: list[bytes]) -> str | None:
+        """Who is loading any of these chunks: soon they are in the engine's own cache."""
+        return next((name for name, keys in self._loading.items() if not keys.isdisjoint(wanted)), None)
 
     def sources(self, request: Any, tokens: int) -> dict[CacheHitSource, int]:
         """Split the tokens that are being loaded by the tier they were found in."""
@@ -161,6 +178,9 @@ class PagodaScheduler:
             for request in meta.failed:
                 if (tracked := self._tracked.get(request)) is not None:
                     tracked.loads, tracked.saved, tracked.seen = False, 0, 0
+            for tracked in self._tracked.values() if meta.failed else ():
+                if tracked.waits_for in meta.failed:
+                    tracked.look = None  # what was found for it may be what did not come: look again
             if meta.unsaved:
                 self._slots.abort(list(meta.unsaved))
         for request in output.finished_recving or ():
@@ -173,12 +193,20 @@ class PagodaScheduler:
         meta = PagodaMetadata(os.getpid(), self._loads, idle=not output.num_scheduled_tokens)
         self._loads = []
         if self._cache is None:
+            self._lines.warn(log, Reason.CLOSED, "no worker has described its KV memory: nothing is cached")
             return meta
         self._lookups.next_pass()
+        self._patience = _RESERVE_SECONDS
         for name, scheduled in output.num_scheduled_tokens.items():
             tracked = self._tracked.get(name)
-            if tracked is not None:
+            if tracked is None:
+                continue
+            try:
                 self._save(tracked, scheduled, output, meta)
+            except Exception as trouble:  # noqa: BLE001  # a border: the engine goes on without
+                tracked.saves = False
+                why = f"{type(trouble).__name__}: {trouble}"
+                self._lines.warn(log, Reason.IO_ERROR, f"a request is not saved any more: {why}")
         if len(output.num_scheduled_tokens) == 1:
             meta.computed_tokens = output.total_num_scheduled_tokens
         return meta
@@ -193,7 +221,9 @@ class PagodaScheduler:
         if not self._options.store_output:
             tokens = min(tokens, request.num_prompt_tokens)
         done = tokens // self._chunk_tokens
-        if done <= max(tracked.saved, tracked.seen) or not self._lookups.settled(tracked):
+        if done <= max(tracked.saved, tracked.seen) or self._patience < _LEAST_SECONDS:
+            return
+        if not self._lookups.settled(tracked):
             return
         table = output.kv_connector_block_state.get_block_ids(request.request_id)
         self._lookups.extend_keys(tracked, done)
@@ -214,6 +244,7 @@ class PagodaScheduler:
         slots, keys = self._slots, tracked.keys
         if tracked.stamp is None:
             tracked.stamp = slots.stamp()
+        began = time.monotonic()
         outcomes = slots.reserve(
             keys[first:done],
             namespace=tracked.found.root,
@@ -221,8 +252,9 @@ class PagodaScheduler:
             parent=keys[first - 1] if first else None,
             stamp=tracked.stamp,
             parts=self._parts,
-            deadline_seconds=_RESERVE_SECONDS,
+            deadline_seconds=self._patience,
         )
+        self._patience -= time.monotonic() - began
         if self._events is not None:
             self._events.note(tracked.request, first, outcomes)
         refused = [n for n, outcome in enumerate(outcomes, first) if isinstance(outcome, Refused)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -23,6 +24,7 @@ from pagoda.connectors.vllm.shared import let_go, opened
 from pagoda.connectors.vllm.stats import PagodaStats
 from pagoda.layout import KVLayout
 from pagoda.ledger import Reserved
+from pagoda.metrics import RateLimitedLog, Reason
 from pagoda.transfer.device_pages import DevicePagesKV, Snapshot
 from pagoda.transfer.pages import PagesKV
 
@@ -60,7 +62,9 @@ class PagodaWorker:
         self._load_threads = ThreadPoolExecutor(_LOAD_THREADS, thread_name_prefix="pagoda-load")
         self._save_threads = ThreadPoolExecutor(_SAVE_THREADS, thread_name_prefix="pagoda-save")
         self._began = 0.0
+        self._handled: BaseException | None = None
         self._stats = PagodaStats()
+        self._lines = RateLimitedLog()
 
     def register(self, kv_caches: dict[str, Any]) -> None:
         """Look at the engine's KV memory and open the cache for it. Raises ValueError for what is not known."""
@@ -81,14 +85,19 @@ class PagodaWorker:
     # ---- a step
 
     def begin(self, meta: PagodaMetadata) -> None:
-        """Note when the step began."""
+        """Note when the step began, and in whose `except` the engine is called, if in anybody's."""
         self._began = time.perf_counter()
+        self._handled = sys.exc_info()[1]
 
     def load(self, meta: PagodaMetadata) -> None:
         """Begin the step's loads; returns at once."""
         for load in meta.loads:
             began = time.perf_counter()
-            future = self._load_threads.submit(self._retriever(load))
+            try:
+                future = self._load_threads.submit(self._retriever(load))
+            except Exception as trouble:  # noqa: BLE001  # a border: a load that does not begin has failed
+                future = Future[Hit]()
+                future.set_exception(trouble)
             self._loading[load.request] = _Loading(load, future, began)
 
     def _retriever(self, load: Load) -> Callable[[], Hit]:
@@ -106,7 +115,13 @@ class PagodaWorker:
         )
 
     def save(self, meta: PagodaMetadata) -> None:
-        """Copy the pages of the step's new chunks; they become visible behind the step."""
+        """Copy the pages of the step's new chunks; they become visible behind the step.
+
+        vLLM calls this on the way out of a step that raised, too (a signal, no memory): then nobody knows which layers
+        were computed, and what is stored outlives the engine.
+        """
+        (handled, self._handled), trouble = (self._handled, None), sys.exc_info()[1]
+        broken = trouble is not None and trouble is not handled
         here = (
             meta.scheduler_pid == os.getpid()
         )  # then both halves have one cache, which weighs loading against this
@@ -116,6 +131,9 @@ class PagodaWorker:
             if not self._seen.writes:
                 continue  # another rank has the same bytes and writes them
             copies = list(save.copies)
+            if broken:
+                self._not_saved(copies, "the step was broken off", Reason.FAILED_CHECK)
+                continue
             if not here:
                 copies = self._adopted(copies)
             if copies:
@@ -134,31 +152,32 @@ class PagodaWorker:
     def _copy(self, save: Save, copies: list[Copy]) -> None:
         slots = self._opened().slots
         assert slots is not None
-        kv = self._kv([-1] * (save.first * self._blocks_per_chunk) + save.blocks)
-        starts = [copy.position * self._layout.chunk_tokens for copy in copies]
-        views = [slots.view(copy.slot) for copy in copies]
         snapshot: Snapshot | None = None
         try:
+            kv = self._kv([-1] * (save.first * self._blocks_per_chunk) + save.blocks)
+            starts = [copy.position * self._layout.chunk_tokens for copy in copies]
+            views = [slots.view(copy.slot) for copy in copies]
             if isinstance(kv, PagesKV):
                 kv.to_slots(starts, views)
-            elif sum(self._saving.values()) < _MOST_SNAPSHOT_BYTES:
+            elif sum(list(self._saving.values())) < _MOST_SNAPSHOT_BYTES:
                 snapshot = kv.snapshot(starts)
             else:
                 raise MemoryError("too many bytes of device memory wait to be saved")
+            finish = _nothing if snapshot is None else partial(snapshot.to_slots, views)
+            future = self._save_threads.submit(self._commit, save.root, copies, finish)
         except Exception as trouble:  # noqa: BLE001  # a border: what is not saved is computed again
-            self._not_saved(copies, trouble)
+            self._not_saved(copies, f"{type(trouble).__name__}: {trouble}", Reason.IO_ERROR)
             return
-        finish = _nothing if snapshot is None else partial(snapshot.to_slots, views)
-        future = self._save_threads.submit(self._commit, save.root, copies, finish)
         self._saving[future] = 0 if snapshot is None else snapshot.nbytes
         future.add_done_callback(lambda ended: self._saving.pop(ended, None))
         self._stats.count("saved_bytes", len(copies) * self._layout.chunk_bytes // self._seen.parts)
 
-    def _not_saved(self, copies: list[Copy], trouble: Exception) -> None:
+    def _not_saved(self, copies: list[Copy], why: str, reason: Reason) -> None:
         slots = self._opened().slots
         assert slots is not None
         slots.abort(_reserved(copies))
-        log.warning("%d chunks were not saved: %s: %s", len(copies), type(trouble).__name__, trouble)
+        self._stats.count("refused_chunks", len(copies))
+        self._lines.warn(log, reason, f"{len(copies)} chunks were not saved: {why}")
 
     def _commit(self, root: bytes, copies: list[Copy], finish: Callable[[], None]) -> None:
         slots = self._opened().slots
@@ -166,7 +185,7 @@ class PagodaWorker:
         try:
             finish()
         except Exception as trouble:  # noqa: BLE001  # a border: the thread lives on
-            self._not_saved(copies, trouble)
+            self._not_saved(copies, f"{type(trouble).__name__}: {trouble}", Reason.IO_ERROR)
             return
         slots.commit({root: copies}, self._seen.part)
 
@@ -189,9 +208,10 @@ class PagodaWorker:
         load, chunk = loading.load, self._layout.chunk_tokens
         came = 0
         if (trouble := loading.future.exception()) is None:
-            came = loading.future.result().stop_tokens
+            hit = loading.future.result()
+            came, why, reason = hit.stop_tokens, hit.detail, hit.reason or Reason.ABSENT
         else:
-            log.warning("a load failed: %s: %s", type(trouble).__name__, trouble)
+            why, reason = f"{type(trouble).__name__}: {trouble}", Reason.IO_ERROR
         wanted = [block for block in load.blocks if block >= 0]
         bad = [block for block in load.blocks[came // self._seen.block_tokens :] if block >= 0]
         tokens = (len(wanted) - len(bad)) * self._seen.block_tokens
@@ -202,6 +222,7 @@ class PagodaWorker:
         if bad:
             self._bad_blocks.update(bad)
             self._failed.add(load.request)
+            self._lines.warn(log, reason, f"{len(bad)} of {len(wanted)} blocks of a load did not come: {why}")
             self._stats.count("failed_loads", 1)
             self._stats.count("failed_load_tokens", len(bad) * self._seen.block_tokens)
 
@@ -226,7 +247,7 @@ class PagodaWorker:
         """End the copies that run, then let go of the cache; ends in bounded time. Idempotent."""
         self._load_threads.shutdown(wait=False, cancel_futures=True)
         running: list[Future[Any]] = [loading.future for loading in self._loading.values()]
-        running += self._saving
+        running += list(self._saving)
         wait(running, _END_SECONDS)
         self._save_threads.shutdown(wait=False, cancel_futures=True)
         cache, self._cache = self._cache, None

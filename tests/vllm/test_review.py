@@ -1,0 +1,266 @@
+"""Both halves of the connector without an engine: real requests of vLLM, a real cache, memory whose bytes are known."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import KVConnectorBlockState
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
+
+from pagoda.cache import Cache
+from pagoda.connectors.vllm.connector import PagodaConnector
+from pagoda.connectors.vllm.meta import Handshake, PagodaMetadata
+from pagoda.connectors.vllm.options import Options
+from pagoda.connectors.vllm.scheduler import PagodaScheduler
+from pagoda.connectors.vllm.seen import Seen
+from pagoda.connectors.vllm.shared import opened
+from pagoda.connectors.vllm.worker import PagodaWorker
+from pagoda.keys import Namespace
+from pagoda.layout import KVLayout
+from tests.cache.kit import config_of, wait_until
+
+BLOCK, CHUNK, PAGE, BLOCKS = 4, 16, 2048, 256
+LAYOUT = KVLayout.opaque(CHUNK, CHUNK // BLOCK * PAGE, "tests of the connector")
+NAMESPACE = Namespace("a-model")
+
+
+class Halves:
+    """A scheduler's and a worker's half over one cache of 64 slots, and the memory of 256 blocks."""
+
+    def __init__(self, root: Path, **more: Any) -> None:
+        init_none_hash(sha256)
+        self.options = Options(config_of(root, None))
+        self.memory = torch.zeros(BLOCKS, PAGE, dtype=torch.int8)
+        self.scheduler = PagodaScheduler(self.options, BLOCK, events=False, **more)
+        self.scheduler.opened([Handshake(NAMESPACE, LAYOUT, BLOCK, 1)])
+        self.worker = PagodaWorker(self.options, None, None)
+        self.worker._cache = opened(self.options.config, NAMESPACE, LAYOUT)
+        self.worker._seen = Seen([self.memory], BLOCK, BLOCKS, (PAGE,), "", 1, 0, True, True)
+        self.worker._layout = LAYOUT
+
+    @property
+    def cache(self) -> Cache:
+        assert self.worker._cache is not None
+        return self.worker._cache
+
+    def request(self, tokens: list[int], name: str) -> Request:
+        request = Request(
+            name, tokens, SamplingParams(), None, block_hasher=get_request_block_hasher(BLOCK, sha256)
+        )
+        self.scheduler.new_request(request)
+        return request
+
+    def asked(self, request: Request, local: int = 0) -> int:
+        """What can be loaded, as soon as that is known."""
+        answers: list[int | None] = [None]
+
+        def known() -> bool:
+            self.scheduler._lookups.next_pass()
+            answers[0] = self.scheduler.matched(request, local)[0]
+            return answers[0] is not None
+
+        wait_until(known)
+        assert answers[0] is not None
+        return answers[0]
+
+    def step(self, table: list[int], **scheduled: int) -> PagodaMetadata:
+        state = KVConnectorBlockState(set(scheduled), lambda _: (table,), {})
+        return self.scheduler.step(
+            SimpleNamespace(
+                num_scheduled_tokens=scheduled,
+                total_num_scheduled_tokens=sum(scheduled.values()),
+                kv_connector_block_state=state,
+            )
+        )
+
+    def saved(self, meta: PagodaMetadata) -> None:
+        """What a worker does in a step that goes well, until its chunks are visible or given up."""
+        self.worker.begin(meta)
+        self.worker.save(meta)
+        wait_until(lambda: not self.worker._saving)
+
+    def stored(self, tokens: list[int], name: str, table: list[int]) -> None:
+        request = self.request(tokens, name)
+        assert self.asked(request) == 0
+        self.saved(self.step(table, **{name: len(tokens)}))
+        self.scheduler.finished(request)
+
+    def close(self) -> None:
+        self.worker.shutdown()
+        self.scheduler.shutdown()
+
+
+@pytest.fixture
+def halves(shm_root: Path) -> Iterator[Halves]:
+    made = Halves(shm_root)
+    yield made
+    made.close()
+
+
+def tokens(chunks: float, seed: int = 0) -> list[int]:
+    return [seed * 1000 + n for n in range(int(chunks * CHUNK))]
+
+
+def fill(memory: torch.Tensor, table: list[int], salt: int) -> None:
+    for block in table:
+        memory[block] = (block * 7 + salt) % 127
+
+
+def test_a_step_that_breaks_off_stores_nothing(halves: Halves, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM saves on the way out of a forward that raised: a signal in the middle of it, no memory."""
+    connector: Any = object.__new__(PagodaConnector)
+    connector._worker, connector._scheduler, connector._connector_metadata = halves.worker, None, None
+    monkeypatch.setattr(mixin, "get_kv_transfer_group", lambda: connector)
+    monkeypatch.setattr(mixin, "get_forward_context", lambda: None)
+
+    def step(meta: PagodaMetadata, trouble: BaseException | None) -> None:
+        output = SimpleNamespace(kv_connector_metadata=meta, has_sync_kv_loads=False, finished_req_ids=set())
+        with mixin.KVConnectorModelRunnerMixin._get_kv_connector_output(output):  # type: ignore[arg-type]
+            if trouble is not None:
+                raise trouble
+
+    table = list(range(8))
+    for number, trouble in enumerate((SystemExit(), KeyboardInterrupt(), RuntimeError("no memory"))):
+        request = halves.request(tokens(2), f"r{number}")
+        assert halves.asked(request) == 0
+        meta = halves.step(table, **{f"r{number}": 2 * CHUNK})
+        assert len(meta.saves[0].copies) == 2
+        with pytest.raises(type(trouble)):
+            step(meta, trouble)
+        wait_until(lambda: not halves.worker._saving)
+        halves.scheduler.finished(request)
+    request = halves.request(tokens(2), "later")
+    assert halves.asked(request) == 0
+    try:
+        raise LookupError
+    except LookupError:  # an engine may well be used where somebody handles something else
+        step(halves.step(table, later=2 * CHUNK), None)
+    wait_until(lambda: not halves.worker._saving)
+    halves.scheduler.finished(request)
+    assert halves.asked(halves.request(tokens(3), "next")) == 2 * CHUNK
+
+
+def test_what_is_loaded_is_what_was_saved(halves: Halves) -> None:
+    there, here = list(range(10, 18)), list(range(100, 108))
+    fill(halves.memory, there, 3)
+    halves.stored(tokens(2), "first", there)
+    request = halves.request([*tokens(2), 1, 2, 3], "second")
+    assert halves.asked(request, local=BLOCK) == 2 * CHUNK - BLOCK
+    halves.memory[here] = 111
+    halves.scheduler.allocated(
+        request, SimpleNamespace(get_block_ids=lambda: ([10, *here[1:]],)), 2 * CHUNK - BLOCK
+    )
+    halves.worker.load(halves.step([]))
+    wait_until(lambda: bool(halves.worker.finished_loads(True)))
+    assert not halves.worker.take_bad_blocks()
+    assert torch.equal(halves.memory[here[1:]], halves.memory[there[1:]])
+    assert (halves.memory[here[0]] == 111).all()  # that one was in the engine's own cache
+
+
+def test_a_load_that_cannot_begin_is_told_as_failed(halves: Halves) -> None:
+    halves.stored(tokens(2), "first", list(range(8)))
+    request = halves.request([*tokens(2), 1], "second")
+    assert halves.asked(request) == 2 * CHUNK
+    far = [*range(8, 15), BLOCKS + 5]  # a block that the memory does not have
+    halves.scheduler.allocated(request, SimpleNamespace(get_block_ids=lambda: (far,)), 2 * CHUNK)
+    halves.worker.load(halves.step([]))
+    assert halves.worker.finished_loads(False) == {"second"}
+    assert halves.worker.take_bad_blocks() == set(far)
+    meta = halves.worker.take_meta()
+    halves.scheduler.told(KVConnectorOutput(finished_recving={"second"}, kv_connector_worker_meta=meta))
+    assert halves.asked(request) == 0  # it computes for itself
+
+
+def test_a_save_that_cannot_be_copied_is_given_up(halves: Halves) -> None:
+    request = halves.request(tokens(1), "first")
+    assert halves.asked(request) == 0
+    halves.saved(halves.step([1, 2, 3, BLOCKS], first=CHUNK))
+    stats = halves.worker.take_stats()
+    assert stats is not None and stats.data["refused_chunks"] == 1
+    halves.stored(tokens(1), "again", [1, 2, 3, 4])
+    assert halves.asked(halves.request(tokens(2), "third")) == CHUNK
+
+
+def test_a_session_whose_tokens_are_replaced_gets_keys_of_its_new_tokens(halves: Halves) -> None:
+    """Streamed input drops tokens that were not computed, and puts others in their place."""
+    there = list(range(8))
+    halves.stored(tokens(2), "first", there)
+    request = halves.request([*tokens(2), 1], "session")
+    assert halves.asked(request) == 2 * CHUNK
+    del request._all_token_ids[:], request.block_hashes[:]
+    request._all_token_ids.extend([*tokens(2, seed=9), 1])
+    request.update_block_hashes()
+    assert halves.asked(request) == 0  # as many tokens, but others
+    fill(halves.memory, there, 5)
+    halves.saved(halves.step(there, session=2 * CHUNK))
+    assert halves.asked(halves.request([*tokens(2, seed=9), 1], "second")) == 2 * CHUNK
+
+
+def test_who_waits_for_anothers_load_asks_anew_when_it_fails(halves: Halves) -> None:
+    halves.stored(tokens(2), "stored", list(range(8)))
+    first, second = (halves.request([*tokens(2), 1], name) for name in ("first", "second"))
+    assert halves.asked(first) == halves.asked(second) == 2 * CHUNK
+    halves.scheduler.allocated(first, SimpleNamespace(get_block_ids=lambda: ([*range(8, 17)],)), 2 * CHUNK)
+    assert halves.scheduler.matched(second, 0) == (None, False)
+    halves.cache.clear()
+    halves.worker.load(halves.step([]))
+    wait_until(lambda: bool(halves.worker.finished_loads(True)))
+    meta = halves.worker.take_meta()
+    assert meta is not None and meta.failed == {"first"}
+    halves.scheduler.told(KVConnectorOutput(finished_recving={"first"}, kv_connector_worker_meta=meta))
+    assert halves.asked(second) == 0
+
+
+def test_loads_are_not_waited_for_where_the_engine_keeps_no_prefixes(shm_root: Path) -> None:
+    halves = Halves(shm_root, shares_blocks=False)
+    halves.stored(tokens(2), "stored", list(range(8)))
+    first, second = (halves.request([*tokens(2), 1], name) for name in ("first", "second"))
+    assert halves.asked(first) == 2 * CHUNK
+    halves.scheduler.allocated(first, SimpleNamespace(get_block_ids=lambda: ([*range(8, 17)],)), 2 * CHUNK)
+    assert halves.asked(second) == 2 * CHUNK
+    halves.close()
+
+
+def test_who_can_get_nothing_does_not_wait_for_a_look_up(halves: Halves) -> None:
+    go_on = threading.Event()
+    busy = [halves.scheduler._lookups._threads.submit(go_on.wait, 60.0) for _ in range(2)]
+    try:
+        assert halves.scheduler.matched(halves.request(tokens(0.9), "short"), 0) == (0, False)
+        long = halves.request(tokens(3.1), "long")
+        assert halves.scheduler.matched(long, 3 * CHUNK) == (
+            0,
+            False,
+        )  # all of it is in the engine's own cache
+        assert halves.scheduler.matched(long, 2 * CHUNK) == (None, False)
+    finally:
+        go_on.set()
+    assert [each.result() for each in busy] == [True, True]
+    assert halves.asked(long, 2 * CHUNK) == 0
+
+
+def test_reserves_of_one_step_have_one_patience(halves: Halves) -> None:
+    """Many requests complete chunks in one step: those that come too late are saved in the next one."""
+    request = halves.request(tokens(1), "late")
+    assert halves.asked(request) == 0
+    tracked = halves.scheduler._tracked["late"]
+    meta, output = (
+        PagodaMetadata(0),
+        SimpleNamespace(
+            kv_connector_block_state=KVConnectorBlockState({"late"}, lambda _: (list(range(4)),), {})
+        ),
+    )
+    halves.scheduler._patience = 0.0
+    halves.scheduler._save(tracked, CHUNK, output, meta)
+    assert not meta.saves
+    assert len(halves.step(list(range(4)), late=CHUNK).saves) == 1
