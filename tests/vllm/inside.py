@@ -89,13 +89,19 @@ class Room:
         salt: str | None = None,
         n: int = 1,
         seed: int | None = None,
+        prompt_logprobs: int | None = None,
     ) -> list[Answer]:
         """Generate for all prompts at once; greedy unless there is a seed."""
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
 
         params = SamplingParams(
-            temperature=0.0 if seed is None else 1.0, seed=seed, max_tokens=max_tokens, ignore_eos=True, n=n
+            temperature=0.0 if seed is None else 1.0,
+            seed=seed,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            n=n,
+            prompt_logprobs=prompt_logprobs,
         )
         asked = [{"prompt_token_ids": list(one)} | ({"cache_salt": salt} if salt else {}) for one in prompts]
         outputs = self.llm.generate(

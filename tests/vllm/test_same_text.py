@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.conftest import Plain
+from tests.vllm.conftest import Plain, Same
 from tests.vllm.engines import BLOCK, CHUNK, Engine, loadable
-from tests.vllm.inside import Answer, Room
+from tests.vllm.inside import Room
 from tests.vllm.models import prompt
-
-Same = Callable[..., list[Answer]]
 
 
 def test_lengths(pagoda: Engine, same: Same, stored: Callable[..., None]) -> None:
@@ -126,6 +124,14 @@ def test_salts(pagoda: Engine, same: Same, stored: Callable[..., None]) -> None:
         pagoda.reset()
         (answer,) = same(pagoda, one, salt=other)
         assert answer.external == 0
+
+
+def test_prompt_logprobs(pagoda: Engine, same: Same, stored: Callable[..., None]) -> None:
+    """A request that wants something of every token of its prompt has every token computed."""
+    one = prompt(950, 5 * CHUNK + 9)
+    stored(one)
+    (answer,) = same(pagoda, one, prompt_logprobs=1)
+    assert (answer.local, answer.external) == (0, 0)
 
 
 def test_these_tests_can_fail(pagoda: Engine, plain: Plain, stored: Callable[..., None]) -> None:

@@ -1,0 +1,160 @@
+"""`pagoda vllm serve`: vLLM's own server, with PagodaKV in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm import inside, stores
+from tests.vllm.conftest import Plain, Same, Tiers
+from tests.vllm.engines import CHUNK, Engine, connector, loadable
+from tests.vllm.models import prompt
+
+_START_SECONDS, _CALL_SECONDS, _END_SECONDS = 150.0, 60.0, 60.0
+
+
+class Server:
+    """A server in a session of its own, so that whatever it leaves running can be found."""
+
+    def __init__(self, log: Path, options: dict[str, Any], tiers: Tiers) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        self._log = log
+        extra = connector(*tiers)["kv_transfer_config"]["kv_connector_extra_config"]
+        model, rest = options["model"], {name: one for name, one in options.items() if name != "model"}
+        rest |= {"host": "127.0.0.1", "port": self._url.rsplit(":", 1)[1], "served_model_name": "tiny"}
+        command = [
+            *(str(Path(sys.executable).with_name("pagoda")), "vllm", *_flags(extra)),
+            *("serve", model, *_flags(rest), "--enable-prompt-tokens-details"),
+        ]
+        with log.open("wb") as file:
+            self.process = subprocess.Popen(
+                command,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=os.environ | inside.ENVIRONMENT,
+                start_new_session=True,
+            )
+
+    def wait_up(self) -> Server:
+        """Wait until it answers."""
+
+        def up() -> bool:
+            assert self.process.poll() is None, self.last_words()
+            try:
+                self.get("/health")
+            except OSError:
+                return False
+            return True
+
+        stores.wait_until(up, "a server", _START_SECONDS)
+        return self
+
+    def get(self, path: str) -> str:
+        """What a path says."""
+        with urllib.request.urlopen(f"{self._url}{path}", timeout=_CALL_SECONDS) as answer:
+            return str(answer.read().decode())
+
+    def complete(self, one: list[int], max_tokens: int) -> tuple[tuple[int, ...], int]:
+        """The tokens of a completion, and how many of its prompt's were cached somewhere."""
+        asked = {
+            "model": "tiny", "prompt": one, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
+            "return_token_ids": True,
+        }  # fmt: skip
+        request = urllib.request.Request(
+            f"{self._url}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=_CALL_SECONDS) as answer:
+            said = json.load(answer)
+        details = said["usage"]["prompt_tokens_details"]
+        return tuple(said["choices"][0]["token_ids"]), details["cached_tokens"] if details else 0
+
+    def terminate(self) -> int:
+        """End it as an operator does; its exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(_END_SECONDS)
+
+    def left(self) -> bool:
+        """Whether any process of its session still runs."""
+        try:
+            os.killpg(self.process.pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def last_words(self) -> str:
+        """The end of its log."""
+        return self._log.read_text(errors="replace")[-4000:]
+
+    def kill(self) -> None:
+        """Leave nothing of it."""
+        if self.left():
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(_END_SECONDS)
+
+
+def _flags(options: dict[str, Any]) -> list[str]:
+    flags = []
+    for name, one in options.items():
+        flag = name.replace("_", "-")
+        if isinstance(one, bool):
+            flags.append(f"--{flag}" if one else f"--no-{flag}")
+        else:
+            flags += [f"--{flag}", str(one)]
+    return flags
+
+
+@pytest.fixture
+def server(lora_options: dict[str, Any], logs: Path, tiers: Tiers) -> Iterator[Server]:
+    """A server on the tiers of `pagoda`, with the same options."""
+    one = Server(logs / "server.log", lora_options, tiers)
+    yield one
+    one.kill()
+
+
+def test_server(
+    server: Server, pagoda: Engine, plain: Plain, tiers: Tiers, same: Same, stored: Callable[..., None]
+) -> None:
+    """It hits what another engine stored, and another what it stored; it shows what it does, and ends cleanly."""
+    ours, theirs = prompt(5000, 9 * CHUNK + 3), prompt(5001, 9 * CHUNK + 3)
+    stored(ours)
+    server.wait_up()
+
+    tokens, cached = server.complete(ours, 8)
+    assert ((tokens,), cached) == (*plain.says(ours), loadable(len(ours))), server.last_words()
+    before = stores.ready(tiers.host)
+    tokens, cached = server.complete(theirs, 8)
+    assert ((tokens,), cached) == (*plain.says(theirs), 0)
+    stores.wait_ready(tiers.host, before + len(theirs) // CHUNK)
+
+    metrics = server.get("/metrics")
+    assert counter(metrics, "hit_tokens_host") + counter(metrics, "hit_tokens_disk") == loadable(len(ours))
+    assert counter(metrics, "loaded_tokens") == loadable(len(ours))
+    assert counter(metrics, "saved_chunks") == len(theirs) // CHUNK
+
+    assert server.terminate() == 0, server.last_words()
+    stores.wait_until(lambda: not server.left(), "the end of all its processes")
+    pagoda.reset()
+    (answer,) = same(pagoda, theirs)
+    assert answer.external == loadable(len(theirs))
+    for tier in tiers:
+        assert stores.check(tier)["reserved"] == 0
+
+
+def counter(metrics: str, name: str) -> float:
+    """The sum of a counter of ours in Prometheus' text."""
+    found = re.findall(rf"^vllm:pagoda_{name}(?:_total)?(?:{{.*}})? (\S+)$", metrics, re.MULTILINE)
+    assert found, f"no {name} in\n" + "\n".join(line for line in metrics.splitlines() if "pagoda" in line)
+    return sum(map(float, found))
