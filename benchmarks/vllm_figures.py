@@ -35,7 +35,8 @@ CALLS = {
 
 
 class House:
-    """Three engines with one model: without the connector, with host memory, with host memory and a disk."""
+    """Engines with one model: without the connector, with host memory only, with host memory and a disk (whose chunks
+    are those of the default, or of one block)."""
 
     def __init__(self, plan: Plan) -> None:
         self._shm = Path(tempfile.mkdtemp(prefix="pagoda-bench-", dir=plan.shm))
@@ -44,45 +45,51 @@ class House:
         atexit.register(self.close)
         model = self._disk / "model"
         wait_for_model(model)
-        self.host_path = self._shm / "both"
-        tiers = {"worth_it": False, "deadline_seconds": 20.0}
-        disk = {"disk_path": str(self._disk / "disk"), "disk_size": "2GiB"}
-        both = connector(host_path=str(self.host_path), host_size="512MiB", **disk, **tiers)
-        host = connector(host_path=str(self._shm / "host"), host_size="256MiB", **tiers)
-        self.engines = {
-            name: Engine(name, self._disk / f"{name}.log", **options(model, **extra))
-            for name, extra in {"without": {}, "host": host, "both": both}.items()
-        }
+        self.engines: dict[str, Engine] = {}
+        self.without = self._started("without", model)
+        self.host = self._started("host", model, **self._tiers("host", disk=False))
+        self.both = self._started("both", model, **self._tiers("both"))
+        self.fine = self._started("fine", model, **self._tiers("fine"), chunk_tokens=BLOCK)
         for engine in self.engines.values():
             engine.answer()
-        self.without, self.host, self.both = self.engines.values()
-        self.threads: dict[str, int] = self.both.call(inside.threads)
-        for engine in self.engines.values():
             engine.call(inside.first_token, self.prompt(PROMPT))
             engine.call(inside.turn, [self.prompt(64)] * 2, 2)
-        self.chunk_tokens: int = self.both.call(inside.chunk_tokens)
+        self.threads: dict[str, int] = self.both.call(inside.threads)
+
+    def _started(self, name: str, model: Path, **extra: object) -> Engine:
+        given = options(model, **(connector(**extra) if extra else {}))
+        self.engines[name] = Engine(name, self._disk / f"{name}.log", **given)
+        return self.engines[name]
+
+    def _tiers(self, name: str, disk: bool = True) -> dict[str, object]:
+        tiers = {
+            "host_path": str(self._shm / name),
+            "host_size": "256MiB",
+            "worth_it": False,
+            "deadline_seconds": 20.0,
+        }
+        return tiers | ({"disk_path": str(self._disk / name), "disk_size": "2GiB"} if disk else {})
 
     def prompt(self, tokens: int) -> list[int]:
         """A prompt that nobody has seen."""
         return self._draw.choices(range(3, VOCABULARY), k=tokens)
 
-    def empty_host(self) -> None:
-        """Removes all chunks of the host tier of `both`, as an eviction would."""
-        (store,) = (path for path in self.host_path.iterdir() if (path / STATE).is_file())
+    def _empty_host(self, engine: Engine) -> None:
+        """Removes all chunks of an engine's host tier, as an eviction would."""
+        (store,) = (path for path in (self._shm / engine.name).iterdir() if (path / STATE).is_file())
         ledger = Ledger.attach(store)
         try:
             ledger.clear(None)
         finally:
             ledger.close()
 
-    def first(self, case: str, prompt: Sequence[int]) -> First:
+    def first(self, case: str, engine: Engine, prompt: Sequence[int]) -> First:
         """The first token of a prompt that is in the tier of the case, and in none above it."""
-        engine = self.without if case == "device_without" else self.both
         if case != "disk":
             engine.call(inside.first_token, prompt)  # brings it up
         engine.call(inside.settle)
         if case == "disk":
-            self.empty_host()
+            self._empty_host(engine)
         if case in ("host", "disk"):
             engine.call(inside.reset)
         return engine.call(inside.first_token, prompt)  # type: ignore[no-any-return]
@@ -107,12 +114,14 @@ def house(plan: Plan) -> House:
 def first_figures(plan: Plan) -> list[Figure]:
     """Seconds to the first token of 3,000, by where the prompt is; and what was called and copied for it."""
     at = house(plan)
+    chunk: int = at.both.call(inside.chunk_tokens)
     at.both.call(inside.take)
-    whole = PROMPT // at.chunk_tokens * at.chunk_tokens + 24  # the same tokens hit, whatever the chunk
-    runs = _first_rounds(at, PROMPT, 4 if plan.quick else 11)
-    even = _first_rounds(at, whole, 3 if plan.quick else 7, cold=False)
+    whole = PROMPT // chunk * chunk + 24  # the same tokens hit, whatever the chunk
+    runs = _first_rounds(at, at.both, PROMPT, 3 if plan.quick else 11)
+    even = _first_rounds(at, at.both, whole, 2 if plan.quick else 7)
     calls, copies = at.both.call(inside.take)
-    crowd = _crowd(at, 2 if plan.quick else 5)
+    fine = _first_rounds(at, at.fine, PROMPT, 2 if plan.quick else 11)
+    crowd = _crowd(at, 1 if plan.quick else 5)
     figures = [_seconds(f"ttft_{case}_seconds", each, _where(each)) for case, each in runs.items()]
     figures += [
         _ratio("host_hit_vs_device_hit", runs["host"], runs["device_without"], 1.5),
@@ -122,24 +131,24 @@ def first_figures(plan: Plan) -> list[Figure]:
         _ratio("device_hit_vs_without", runs["device"], runs["device_without"]),
         _ratio(f"host_hit_vs_device_hit_of_{whole}_tokens", even["host"], even["device_without"]),
         _ratio(f"disk_hit_vs_device_hit_of_{whole}_tokens", even["disk"], even["device_without"]),
+        _ratio("host_hit_vs_device_hit_chunk_of_a_block", fine["host"], fine["device_without"], 1.5),
+        _ratio("disk_hit_vs_device_hit_chunk_of_a_block", fine["disk"], fine["device_without"]),
     ]
     return figures + _calls(calls, crowd) + _copies(at, copies)
 
 
-def _first_rounds(at: House, tokens: int, rounds: int, cold: bool = True) -> dict[str, list[First]]:
+def _first_rounds(at: House, ours: Engine, tokens: int, rounds: int) -> dict[str, list[First]]:
     """Each round has a new prompt: cold, then in each tier, in rotating order."""
-    runs: dict[str, list[First]] = {case: [] for case in CASES}
-    if cold:
-        runs = {"cold_without": [], "cold": []} | runs
+    runs: dict[str, list[First]] = {case: [] for case in ("cold_without", "cold", *CASES)}
+    chunk: int = ours.call(inside.chunk_tokens)
     for number in range(rounds):
         prompt = at.prompt(tokens)
-        order = [("cold_without", at.without), ("cold", at.both)]
+        order = [("cold_without", at.without), ("cold", ours)]
         for name, engine in order[:: -1 if number % 2 else 1]:
-            first = engine.call(inside.first_token, prompt)
-            if cold:
-                runs[name].append(first)
+            runs[name].append(engine.call(inside.first_token, prompt))
         for case in CASES[number % 4 :] + CASES[: number % 4]:
-            runs[case].append(_checked(case, at.first(case, prompt), tokens, at.chunk_tokens))
+            first = at.first(case, at.without if case == "device_without" else ours, prompt)
+            runs[case].append(_checked(case, first, tokens, chunk))
     return runs
 
 
@@ -225,44 +234,48 @@ def throughput_figures(plan: Plan) -> list[Figure]:
 
 
 def _no_hit(at: House, ours: Engine, name: str, target: float | None, pairs: int) -> list[Figure]:
-    """Pairs of turns, the order within them alternating: without, with, with, without, ..."""
-    runs: dict[str, list[Turn]] = {"with": [], "without": []}
+    """Pairs of two turns each, without, with, with, without, so that a machine that grows slower takes from both."""
+    runs: dict[str, list[Turn]] = {"without": [], "with": []}
     idle: list[float] = []
     for number in range(pairs + 1):
-        pair = (("without", at.without), ("with", ours))
-        for kind, engine in pair[:: -1 if number % 2 else 1]:
+        order = (
+            (("without", at.without), ("with", ours))
+            if number % 2
+            else (("with", ours), ("without", at.without))
+        )
+        pair: dict[str, list[Turn]] = {"without": [], "with": []}
+        for kind, engine in (*order, *order[::-1]):
             other = at.without if engine is ours else ours
             before = other.cpu_seconds()
-            turn = engine.call(inside.turn, [at.prompt(512) for _ in range(8)], ANSWERED)
-            if number:  # the first pair is for warming up
-                runs[kind].append(turn)
-                idle.append(other.cpu_seconds() - before)
-    ratios = [
-        (mine.tokens / mine.seconds) / (theirs.tokens / theirs.seconds)
-        for mine, theirs in zip(runs["with"], runs["without"], strict=True)
-    ]
-    processor = [
-        theirs.cpu_seconds / mine.cpu_seconds
-        for mine, theirs in zip(runs["with"], runs["without"], strict=True)
-    ]
+            pair[kind].append(engine.call(inside.turn, [at.prompt(512) for _ in range(4)], ANSWERED))
+            idle.append(other.cpu_seconds() - before)
+        if number:  # the first pair is for warming up
+            for kind, turns in pair.items():
+                runs[kind].append(Turn(*(sum(each) for each in zip(*turns, strict=True))))
+    both = list(zip(runs["with"], runs["without"], strict=True))
+    ratios = [a.tokens / a.seconds / (b.tokens / b.seconds) for a, b in both]
+    processor = [b.cpu_seconds / a.cpu_seconds for a, b in both]
+    speeds = {kind: [each.tokens / each.seconds for each in turns] for kind, turns in runs.items()}
     low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
     quoted = {
         "ratio": _rounded(ratios),
         "ratio_of_processor_time": _rounded(processor),
-        "tokens_per_second_with": _rounded([each.tokens / each.seconds for each in runs["with"]]),
-        "tokens_per_second_without": _rounded([each.tokens / each.seconds for each in runs["without"]]),
-        "settle_seconds": _rounded([each.settle_seconds for each in runs["with"]]),
-        "processor_seconds_of_the_idle_engine": max(idle),
+        "tokens_per_second_with": _rounded(speeds["with"], 1),
+        "tokens_per_second_without": _rounded(speeds["without"], 1),
+        "settle_seconds": _rounded([each.settle_seconds for each in runs["with"]], 6),
+        "processor_seconds_of_the_idle_engine": {"most": max(idle), "sum": round(sum(idle), 2)},
         "threads": at.threads,
     }
-    speeds = [statistics.median(each.tokens / each.seconds for each in runs[kind]) for kind in runs]
     note = (
-        f"{speeds[0]:,.0f} of {speeds[1]:,.0f} tokens/s, quartiles {low:.3f} {middle:.3f} {high:.3f} of {pairs} pairs, "
-        f"processor time {statistics.median(processor):.3f}, idle engine {max(idle):.2f} s"
+        f"{statistics.median(speeds['with']):,.0f} of {statistics.median(speeds['without']):,.0f} tokens/s, "
+        f"quartiles {low:.3f} {middle:.3f} {high:.3f} of {pairs} pairs, of processor time "
+        f"{statistics.median(processor):.3f}; 1 thread each"
     )
     return [
         Figure(name, middle, None, "ratio", quoted, note),
-        Figure(f"{name}_lower_quartile", low, target, "ratio", {}, "of the same pairs"),
+        Figure(
+            f"{name}_lower_quartile", low, target, "ratio", {"ratio": _rounded(ratios)}, "of the same pairs"
+        ),
     ]
 
 
