@@ -149,6 +149,16 @@ def test_what_does_not_change_the_kv_keeps_the_name(model: Path) -> None:
     assert {what: name for what, name in named.items() if name != before} == {}
 
 
+def test_another_transformers_keeps_the_name(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import configuration_utils
+
+    before = digest(model)
+    monkeypatch.setattr(configuration_utils, "__version__", "99.0.0")
+    config = engine_config(model)
+    assert config.model_config.hf_config.to_dict()["transformers_version"] == "99.0.0"
+    assert weights_digest(config) == before
+
+
 @pytest.mark.parametrize("rope", [
     {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
     {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 32, "long_factor": [2.0] * 32,
@@ -209,6 +219,9 @@ def test_pickled_weights_are_named(model: Path) -> None:
     file = next(model.glob("*.safetensors"))
     file.rename(model / "pytorch_model.bin")
     before = weights_digest(config)
+    for name in ("training_args.bin", "optimizer.bin", "scheduler.pt"):
+        (model / name).write_bytes(b"of a training")
+    assert weights_digest(config) == before
     flip(model / "pytorch_model.bin", 5000)
     assert weights_digest(config) != before
 
