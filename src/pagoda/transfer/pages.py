@@ -265,6 +265,9 @@ def _scatter(work: Sequence[_Piece]) -> None:
 
 def _spans(ids: Ids, first: int) -> Iterator[Span]:
     """Cut the blocks of a chunk, which stand in the table from `first` on, at those that are -1."""
+    if ids[0] >= 0 and (len(ids) == 1 or bool((ids[1:] - ids[:-1] == 1).all())):  # as it is most of the time
+        yield Span(0, first, ids, int(ids[0]))
+        return
     there = np.flatnonzero(ids >= 0)
     for group in np.split(there, np.flatnonzero(np.diff(there) > 1) + 1):
         if len(group):
