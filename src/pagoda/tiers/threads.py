@@ -117,7 +117,8 @@ class IoThreads:
 
     def _join(self, deadline: float) -> None:
         for thread in self._threads:
-            if thread is not threading.current_thread():
+            # One that is not alive has ended, or an interrupt in `start` has kept it from beginning: no join then.
+            if thread is not threading.current_thread() and thread.is_alive():
                 thread.join(max(0.0, deadline - time.monotonic()))
 
     def _close_device(self) -> None:
