@@ -133,8 +133,9 @@ class PagodaConnector(KVConnectorBase_V1):
         return False, None
 
     def reset_cache(self) -> bool:
-        """Let nothing that was stored before hit again, for any engine of this machine: weights may have changed."""
-        return self._scheduling.reset()
+        """Let nothing that was stored before hit again in this engine: the weights may have changed."""
+        self._scheduling.reset()
+        return True
 
     def take_events(self) -> Iterable[Any]:
         """KV events of medium "CPU"."""

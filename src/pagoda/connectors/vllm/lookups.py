@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import secrets
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -67,6 +69,7 @@ class Lookups:
         self._hash_tokens = hash_tokens  # tokens of one of vLLM's block hashes
         self._chunk_tokens = cache.layout.chunk_tokens
         self._salt = salt
+        self._since = ""
         self._patience = _PATIENCE_SECONDS  # left in this pass
         self._room = threading.Semaphore(_MOST)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="pagoda-look")
@@ -136,6 +139,10 @@ class Lookups:
             tracked.keys += derive_keys(digests, tracked.found.root)
             tracked.named = digests[-1] if digests else tracked.named
 
+    def renew(self) -> None:
+        """Go on where nobody has stored anything, and nobody else ever will: the weights have no name any more."""
+        self._since = secrets.token_hex(16)
+
     def next_pass(self) -> None:
         """Begin a new pass over the waiting requests."""
         self._patience = _PATIENCE_SECONDS
@@ -186,10 +193,10 @@ class Lookups:
         return Found(root, lora, salt, hashes, last, hit, time.monotonic())
 
     def _salt_of(self, request: Any) -> str | None:
-        """The tenant's name: the engine's, and within it the request's."""
-        if not request.cache_salt:
+        """What keeps a request apart: the engine's tenant, the request's, and the engine's last reset."""
+        if not request.cache_salt and not self._since:
             return None
-        return f"{self._salt}\n{request.cache_salt}" if self._salt else str(request.cache_salt)
+        return json.dumps([self._salt, request.cache_salt or "", self._since])
 
     def _digests(self, request: Any, begin: int, hashes: int) -> list[bytes]:
         """The engine's hash at the end of each chunk from number `begin` on: it names the whole prefix."""

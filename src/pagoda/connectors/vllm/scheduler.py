@@ -274,20 +274,14 @@ class PagodaScheduler:
         """Forget a request; what is being loaded for it goes on until the workers have ended it."""
         self._tracked.pop(request.request_id, None)
 
-    def reset(self) -> bool:
-        """Let nothing that was stored before hit again: the weights may have changed. False if that failed."""
-        if self._cache is None:
-            return True
-        try:
-            self._cache.weights_changed()
-        except Exception as trouble:  # noqa: BLE001  # a border: vLLM tells its user by the answer
-            log.warning("the cache could not be reset: %s", trouble)
-            return False
+    def reset(self) -> None:
+        """Let nothing that was stored before hit again in this engine: its weights may be others than its files'."""
+        if self._cache is not None:
+            self._lookups.renew()
         for tracked in self._tracked.values():
             tracked.loads = tracked.saves = False  # who can say which weights computed what of it
         if self._events is not None:
             self._events.clear()
-        return True
 
     def take_stats(self) -> PagodaStats | None:
         """What was counted since the last call."""
