@@ -86,6 +86,11 @@ class Holds:
         self._lock = threading.Lock()
         self.count = 0
 
+    def room(self, share: float) -> int:
+        """How many more chunks may be held when this share of the slots is the most."""
+        with self._lock:
+            return max(0, int(self.most * share) - self.count)
+
     def hold(
         self, asked: Sequence[Asked], slots: np.ndarray, generations: np.ndarray, share: float
     ) -> list[Found]:
@@ -168,18 +173,16 @@ class Finder:
                         end, reason = self._start(first), match.reason or Reason.ABSENT
                     break
         begin = min(self._start(asked[0]) for asked in runs.values())
-        if end - begin < self._cache.config.min_hit_tokens:
-            end = begin
         everyone = sorted((one for asked in runs.values() for one in asked), key=self._stop)
         hits = [one for one in everyone if self._stop(one) <= end and (one in places or one in below)]
-        here, coming = [one for one in hits if one in places], [one for one in hits if one in below]
+        if len(hits) > (room := self.holds.room(_RUN_SHARE)):
+            end, reason = self._start(hits[room]), Reason.FULL
+        if end - begin < self._cache.config.min_hit_tokens:
+            end, reason = begin, Reason.BELOW_MINIMUM
+        hits = [one for one in hits if self._stop(one) <= end]
+        here, coming = [one for one in hits if one in places], [one for one in hits if one not in places]
         told = self._hold(here, [places[one] for one in here], _RUN_SHARE)
-        told += [Found(one, State.MISSED) for one in everyone if one not in places and one not in below]
-        told += [
-            Found(one, State.MISSED)
-            for one in everyone
-            if self._stop(one) > end and (one in places or one in below)
-        ]
+        told += [Found(one, State.MISSED) for one in everyone if one not in hits]
         self._count(next(iter(runs.values())), here, coming, reason)
         return told, coming, end
 
@@ -193,16 +196,19 @@ class Finder:
         within = [one for one in asked if self._start(one) < end]
         window, size = self._groups[group].window or 0, self._groups[group].chunk_tokens
         needed = [one for one in within if self._stop(one) > end - window - size]
-        places: list[tuple[int, int]] = []
-        here = 0
-        if needed and len(list(_consecutive(needed))) == 1:
-            match = self._slots.find([one.key for one in needed], needed[0].position)
-            places = list(zip(match.slots.tolist(), match.generations.tolist(), strict=True))
-            here = len(places)
-        if not needed or here + self._below(needed[here:]) < len(needed):
-            return beyond + self._presence(within), []
+        present, coming = list[tuple[list[Asked], list[tuple[int, int]]]](), list[Asked]()
+        for run in _consecutive(needed):
+            match = self._slots.find([one.key for one in run], run[0].position)
+            here = len(match.slots)
+            if here + self._below(run[here:]) < len(run):
+                return beyond + self._presence(within), []
+            present.append(
+                (run[:here], list(zip(match.slots.tolist(), match.generations.tolist(), strict=True)))
+            )
+            coming += run[here:]
         lower = [Found(one, State.GONE) for one in within[: len(within) - len(needed)]]
-        return beyond + lower + self._hold(needed[:here], places, 1.0), needed[here:]
+        held = [found for chunks, places in present for found in self._hold(chunks, places, 1.0)]
+        return beyond + lower + held, coming
 
     def _presence(self, asked: Sequence[Asked]) -> list[Found]:
         """Which chunks some tier has, holes notwithstanding; from the last one back, as far as there is time."""

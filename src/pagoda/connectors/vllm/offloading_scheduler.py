@@ -39,6 +39,7 @@ log = logging.getLogger("pagoda.vllm")
 
 REFUSED, LATE = "vllm:pagoda_refused_chunks", "vllm:pagoda_late_lookups"
 _RESERVE_SECONDS = 0.02  # of one step: a slot that is not to be had by then is a chunk that is not stored
+_TURN_CHUNKS = 8  # that are reserved of one group before the next
 _EVENTS_SECONDS = 1.0  # between two looks at what has gone
 _LINGER_SECONDS = 30.0  # a reservation that nobody will speak of any more is given up after this
 _ANSWERS = {
@@ -131,37 +132,49 @@ class OffloadedChunks(OffloadingManager):
         taken: list[bytes] = []
         request = self._requests.setdefault(req_context.req_id, _Request())
         names = [bytes(key) for key in keys] if request.stores and not self._closed else []
-        until = time.monotonic() + _RESERVE_SECONDS
+        left, until = len(names), time.monotonic() + _RESERVE_SECONDS
         for group, first, run in self._runs(names, req_context):
             ours = derive_keys(run, root)
-            for name, copy in zip(run, self._reserved(request, root, group, first, ours, until), strict=True):
+            outcomes = self._reserved(request, root, group, first, ours, until)
+            for name, copy in zip(run, outcomes, strict=False):
                 if copy is not None:
                     spec.chunks.append(Placed(group, copy))
                     self._storing[name] = Reserved(copy.key, copy.slot, copy.generation)
                     taken.append(name)
+            left -= len(outcomes)
+            if len(outcomes) < len(run):  # no more room: of all groups it is the tails that are left out
+                self._refused += left
+                break
         return PrepareStoreOutput(keys_to_store=taken, store_spec=spec, evicted_keys=[])
 
     def _runs(self, names: Sequence[bytes], context: Any) -> Iterable[tuple[int, int, list[bytes]]]:
-        """Cut what is offered into (group, position of the first chunk, chunks that follow each other)."""
+        """Cut what is offered into (group, position of the first chunk, chunks that follow each other).
+
+        The groups take turns on their way through the prompt: chunks of one group alone are no hit.
+        """
+        size = _TURN_CHUNKS * max(group.chunk_tokens for group in self._groups)
+        places = [
+            (position * self._groups[group].chunk_tokens // size, group, position, name)
+            for name in names
+            if name not in self._storing  # nor on its way for another request
+            for group, position in [self._place(name, context)]
+        ]
         run: list[bytes] = []
-        place = (-1, -1)
-        for name in names:
-            if name in self._storing:
-                continue  # on its way for another request
-            group, position = self._place(name, context)
-            if run and (group, position) != (place[0], place[1] + len(run)):
-                yield place[0], place[1], run
+        before = (-1, -1, -1)
+        for turn, group, position, name in sorted(places):
+            if run and (turn, group, position) != (*before[:2], before[2] + len(run)):
+                yield before[1], before[2], run
                 run = []
             if not run:
-                place = group, position
+                before = turn, group, position
             run.append(name)
         if run:
-            yield place[0], place[1], run
+            yield before[1], before[2], run
 
     def _reserved(
         self, request: _Request, root: bytes, group: int, first: int, keys: list[bytes], until: float
     ) -> list[Copy | None]:
-        """Reserve a slot for each chunk of a run; None where it is there already, or is refused."""
+        """Reserve a slot for each chunk of a run; None where it is there already. Ends before the first refused."""
         if request.stamp is None:
             request.stamp = self._slots.stamp()
         chained = self._groups[group].window is None
@@ -177,12 +190,14 @@ class OffloadedChunks(OffloadingManager):
             deadline_seconds=max(0.0, until - time.monotonic()),
         )
         request.tails[group] = first + len(keys) - 1, keys[-1]
-        self._refused += sum(isinstance(outcome, Refused) for outcome in outcomes)
+        refused = [n for n, outcome in enumerate(outcomes) if isinstance(outcome, Refused)]
         return [
             Copy(key, first + n, keys[n - 1] if n else parent, outcome.slot, outcome.generation)
             if isinstance(outcome, Reserved)
             else None
-            for n, (key, outcome) in enumerate(zip(keys, outcomes, strict=True))
+            for n, (key, outcome) in enumerate(
+                zip(keys, outcomes[: min(refused, default=None)], strict=False)
+            )
         ]
 
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:

@@ -1,0 +1,125 @@
+"""A model with sliding windows in a real engine, whose OffloadingConnector stores here: the same text, and hits."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm import hybrid, stores
+from tests.vllm.engines import CHUNK, Engine, options
+from tests.vllm.inside import Answer
+from tests.vllm.models import prompt
+
+TRUNK = prompt(70, 700)
+PROMPTS = [
+    prompt(71, 1000),  # ten windows
+    TRUNK + prompt(72, 60),
+    TRUNK[:512] + prompt(73, 100),  # leaves it between two chunks
+    prompt(74, 5 * CHUNK),  # whole chunks and nothing more
+    prompt(75, 5 * CHUNK + 1),
+    prompt(76, CHUNK // 2),  # less than a chunk
+]
+TOKENS = 24
+
+
+class Rooms:
+    """One engine's process: first without a connector, then with one, then as after a restart of the machine."""
+
+    def __init__(
+        self, engine: Engine, plain: dict[str, Any], ours: dict[str, Any], right: list[Answer]
+    ) -> None:
+        self.engine, self.plain, self.ours, self.right = engine, plain, ours, right
+        extra = ours["kv_transfer_config"]["kv_connector_extra_config"]
+        self.host, self.disk = Path(extra["host_path"]), Path(extra["disk_path"])
+
+    def same(self, answers: list[Answer]) -> list[Answer]:
+        """Assert that this is what the engine without a connector says."""
+        assert [answer.tokens for answer in answers] == [answer.tokens for answer in self.right]
+        return answers
+
+    def one_by_one(self) -> list[Answer]:
+        """Ask for each prompt alone; nothing of another is on the device."""
+        answers = []
+        for each in PROMPTS:
+            self.engine.reset()
+            answers += self.engine.say(each, max_tokens=TOKENS)
+        return self.same(answers)
+
+
+@pytest.fixture(scope="module")
+def rooms(tmp_path_factory: pytest.TempPathFactory, session_shm: Path, logs: Path) -> Iterator[Rooms]:
+    """The engine with the connector; it has computed and stored every prompt."""
+    model = hybrid.make_gemma(tmp_path_factory.mktemp("models") / "gemma")
+    plain = options(model, max_model_len=2048, num_gpu_blocks_override=240, max_num_batched_tokens=512)
+    ours = plain | hybrid.offloading(session_shm / "hybrid", tmp_path_factory.mktemp("hybrid") / "disk")
+    engine = Engine("hybrid", logs / "hybrid.log", **plain)
+    right = []
+    for each in PROMPTS:
+        engine.reset()
+        right += engine.say(each, max_tokens=TOKENS)
+    engine.call(hybrid.anew, ours, within=120.0)
+    found = Rooms(engine, plain, ours, right)
+    for each, answer in zip(PROMPTS, right, strict=True):
+        (told,) = engine.say(each, max_tokens=TOKENS)  # on the device or not: the text is the same
+        assert told.tokens == answer.tokens
+    yield found
+    engine.stop()
+
+
+def wanted(each: list[int]) -> int:
+    """How many tokens of a prompt can be loaded: whole chunks, and one token is left to compute."""
+    return (len(each) - 1) // CHUNK * CHUNK
+
+
+def test_the_model_is_hybrid_and_says_different_things(rooms: Rooms) -> None:
+    assert set(rooms.engine.call(hybrid.groups)) == {"SlidingWindowSpec", "FullAttentionSpec"}
+    assert len({answer.tokens for answer in rooms.right}) == len(PROMPTS)
+    assert all(len(set(answer.tokens[0])) > TOKENS // 2 for answer in rooms.right)
+
+
+def test_the_same_text_from_host_memory(rooms: Rooms) -> None:
+    answers = rooms.one_by_one()
+    assert [answer.local for answer in answers] == [0] * len(PROMPTS)
+    assert [answer.external for answer in answers] == pytest.approx(
+        [wanted(each) for each in PROMPTS], abs=CHUNK
+    )
+    assert answers[0].external == wanted(PROMPTS[0])
+
+
+def test_the_same_text_for_many_requests_at_once(rooms: Rooms) -> None:
+    rooms.engine.reset()
+    answers = rooms.same(rooms.engine.say(*PROMPTS, max_tokens=TOKENS))
+    assert sum(answer.external for answer in answers) >= wanted(PROMPTS[0])
+
+
+def test_the_same_text_from_the_disk_after_a_restart(rooms: Rooms) -> None:
+    stores.wait_until(lambda: stores.keys(rooms.disk) >= stores.keys(rooms.host), "all chunks on the disk")
+    rooms.engine.call(hybrid.anew, rooms.plain, within=120.0)  # nobody has the tiers open
+    shutil.rmtree(rooms.host)
+    rooms.engine.call(hybrid.anew, rooms.ours, within=120.0)
+    answers = rooms.one_by_one()
+    assert answers[0].external == wanted(PROMPTS[0])
+    assert sum(answer.external for answer in answers) >= sum(map(wanted, PROMPTS)) - len(PROMPTS) * CHUNK
+
+
+def test_chunks_that_are_removed_before_they_are_loaded_are_computed(rooms: Rooms) -> None:
+    rooms.engine.call(hybrid.clear_before_loads)
+    for each, answer in zip(PROMPTS, rooms.right, strict=True):
+        rooms.engine.reset()
+        (told,) = rooms.engine.say(each, max_tokens=TOKENS)
+        assert told.tokens == answer.tokens
+    assert rooms.engine.call(hybrid.cleared) >= 1
+    assert rooms.engine.alive()
+
+
+def test_nothing_stored_before_a_reset_hits_after_it(rooms: Rooms) -> None:
+    rooms.engine.call(hybrid.anew, rooms.ours, within=120.0)
+    rooms.same(rooms.engine.say(*PROMPTS, max_tokens=TOKENS))
+    rooms.engine.call(hybrid.reset_all)
+    answers = rooms.engine.say(*PROMPTS, max_tokens=TOKENS)
+    assert [answer.external for answer in rooms.same(answers)] == [0] * len(PROMPTS)
+    assert rooms.engine.call(hybrid.held) == 0
