@@ -422,7 +422,7 @@ def _make_room(spec: StoreSpec, need_bytes: int, keep: Path | None = None) -> No
         if sum(sizes.values()) + need_bytes > spec.limit_bytes:
             raise NoRoomError(
                 f"{spec.root} may hold {spec.limit_bytes:,} bytes and {sum(sizes.values()):,} are in use; "
-                f"{need_bytes:,} more do not fit: choose another path, ask for less or close the other stores"
+                f"{need_bytes:,} more do not fit: take another path, ask for less, close others or raise the limit"
             )
     require_free(spec.root, need_bytes, spec.kind == "memory")
 
