@@ -116,7 +116,13 @@ def same(plain: Plain) -> Callable[..., list[Answer]]:
 
 @pytest.fixture
 def stored(pagoda: Engine, tiers: Tiers, same: Same) -> Callable[..., None]:
-    """Has prompts computed and stored, and the device's own cache emptied. Their answers are compared, too."""
+    """Has prompts computed and stored, and the device's own cache emptied. Their answers are compared, too.
+
+    The tiers are empty when the test begins.
+    """
+    pagoda.reset()
+    for root in tiers:
+        stores.clear(root)
 
     def store(*prompts: list[int], max_tokens: int = 1, **how: Any) -> None:
         before = stores.ready(tiers.host)

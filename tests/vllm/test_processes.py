@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -93,6 +94,48 @@ def test_engines_come_and_go(
     rebooted.stop()
     assert pagoda.alive()
     sound()
+
+
+def test_killed_at_any_moment(
+    pagoda: Engine, tiers: Tiers, start: Start, sound: Callable[[], None], same: Same, stored: Callable[..., None]
+) -> None:  # fmt: skip
+    """Engines that load and store are killed whenever; the one that lives says what it says without."""
+    draw = random.Random()
+    for number in range(3):
+        known = [prompt(3100 + 10 * number + i, 700) for i in range(3)]
+        fresh = [prompt(3200 + 10 * number + i, 700) for i in range(3)]
+        stored(*known)
+        victim = start(f"victim {number}")
+        victim.ask(Room.say, [*known, *fresh], max_tokens=40)
+        time.sleep(draw.uniform(0.0, 1.0))
+        victim.kill()
+        pagoda.reset()
+        same(pagoda, *known, *fresh)
+        sound()
+        shared(pagoda, same, known)
+
+
+def test_weights_changed(pagoda: Engine, same: Same, stored: Callable[..., None]) -> None:
+    """Whoever resets vLLM's connectors, as after an update of the weights, gets nothing from before."""
+    one = prompt(3300, 5 * CHUNK + 9)
+    stored(one)
+    shared(pagoda, same, [one])
+    pagoda.call(reset_all)
+    (answer,) = same(pagoda, one)
+    assert (answer.local, answer.external) == (0, 0)
+    stores.wait_until(lambda: hits(pagoda, same, one), "what was stored since")
+
+
+def reset_all(room: Room) -> None:
+    """Empty the device's prefix cache, and whatever a connector has."""
+    assert room.llm.reset_prefix_cache(reset_connector=True)
+
+
+def hits(engine: Engine, same: Same, one: list[int]) -> bool:
+    """Whether all that can be loaded of a prompt is loaded."""
+    engine.reset()
+    (answer,) = same(engine, one)
+    return answer.external == loadable(len(one))
 
 
 def shared(engine: Engine, same: Same, prompts: list[list[int]]) -> None:

@@ -96,22 +96,24 @@ def test_several_samples(pagoda: Engine, same: Same, stored: Callable[..., None]
 
 
 def test_adapters(
-    pagoda: Engine,
-    plain: Plain,
-    same: Same,
-    stored: Callable[..., None],
-    adapters: list[tuple[str, int, str]],
+    pagoda: Engine, same: Same, stored: Callable[..., None], adapters: list[tuple[str, int, str]]
 ) -> None:
-    """What an adapter computed is for that adapter only."""
-    one = prompt(800, 5 * CHUNK + 9)
-    stored(one, lora=adapters[0])
-    (with_first,) = same(pagoda, one, lora=adapters[0])
+    """What an adapter computed is for that adapter only, whatever others are called."""
+    one, (first, second) = prompt(800, 5 * CHUNK + 9), adapters
+    stored(one, lora=first)
+    (with_first,) = same(pagoda, one, lora=first)
     assert with_first.external == loadable(len(one))
-    for other in (adapters[1], None):
+    said = {}
+    for other in (second, None):
         pagoda.reset()
         (answer,) = same(pagoda, one, lora=other)
         assert answer.external == 0
-        assert answer.tokens != with_first.tokens
+        said[other] = answer.tokens
+    assert len({with_first.tokens, *said.values()}) == 3
+    pagoda.reset()
+    (answer,) = pagoda.say(one, lora=(first[0], 3, second[2]))  # the second by the name of the first
+    assert answer.external in (0, loadable(len(one)))
+    assert answer.tokens == said[second]
 
 
 def test_salts(pagoda: Engine, same: Same, stored: Callable[..., None]) -> None:
