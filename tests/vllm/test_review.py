@@ -20,7 +20,7 @@ from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
 from pagoda.cache import Cache
 from pagoda.connectors.vllm.connector import PagodaConnector
-from pagoda.connectors.vllm.meta import Handshake, PagodaMetadata
+from pagoda.connectors.vllm.meta import Handshake, PagodaMetadata, PagodaWorkerMetadata
 from pagoda.connectors.vllm.options import Options
 from pagoda.connectors.vllm.scheduler import PagodaScheduler
 from pagoda.connectors.vllm.seen import Seen
@@ -264,3 +264,36 @@ def test_reserves_of_one_step_have_one_patience(halves: Halves) -> None:
     halves.scheduler._save(tracked, CHUNK, output, meta)
     assert not meta.saves
     assert len(halves.step(list(range(4)), late=CHUNK).saves) == 1
+
+
+def test_what_has_no_room_on_the_device_is_saved_in_a_later_step(
+    halves: Halves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a long prompt, no more is copied within the device at once than is left to the connector there."""
+    monkeypatch.setattr("pagoda.connectors.vllm.worker._MOST_SNAPSHOT_BYTES", 2 * LAYOUT.chunk_bytes)
+    halves.worker._seen = halves.worker._seen._replace(on_cpu=False)  # as on a device, in CPU memory
+    table = list(range(20))
+    fill(halves.memory, table, 3)
+    request = halves.request(tokens(5), "long")
+    assert halves.asked(request) == 0
+    for chunks in (5, 3, 1, 0):
+        meta = halves.step(table, long=5 * CHUNK)
+        assert sum(len(save.copies) for save in meta.saves) == chunks
+        halves.saved(meta)
+        halves.scheduler.told(KVConnectorOutput(kv_connector_worker_meta=halves.worker.take_meta()))
+    assert halves.asked(halves.request([*tokens(5), 1], "next")) == 5 * CHUNK
+    stats = halves.worker.take_stats()
+    assert stats is not None and stats.data["saved_chunks"] == 5 and "refused_chunks" not in stats.data
+
+
+def test_a_chunk_larger_than_the_room_is_saved_alone(halves: Halves, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagoda.connectors.vllm.worker._MOST_SNAPSHOT_BYTES", LAYOUT.chunk_bytes - 1)
+    halves.worker._seen = halves.worker._seen._replace(on_cpu=False)
+    halves.stored(tokens(1), "first", list(range(4)))
+    assert halves.asked(halves.request([*tokens(1), 1], "next")) == CHUNK
+
+
+def test_two_ranks_tell_the_earliest_chunk_that_waits() -> None:
+    one = PagodaWorkerMetadata({"a"}, set(), {"a": 3, "b": 1})
+    other = PagodaWorkerMetadata({"c"}, set(), {"a": 2, "c": 7})
+    assert one.aggregate(other) == PagodaWorkerMetadata({"a", "c"}, set(), {"a": 2, "b": 1, "c": 7})

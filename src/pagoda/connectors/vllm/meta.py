@@ -33,6 +33,7 @@ class Load(NamedTuple):
 class Save(NamedTuple):
     """Chunks of one request that this step completes, and the slots reserved for them."""
 
+    request: str
     root: bytes
     copies: list[Copy]  # in ascending position
     first: int  # the chunk that `blocks` begin with
@@ -56,11 +57,17 @@ class PagodaWorkerMetadata(KVConnectorWorkerMetadata):
 
     failed: set[str]  # requests whose load failed: nothing more is offered to them
     unsaved: set[Reserved]  # slots that a rank could not make its own: the scheduler gives them up
+    later: dict[
+        str, int
+    ]  # requests that had more to save than there was room for: from which chunk on, to be tried again
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> PagodaWorkerMetadata:
         """Join what two ranks tell; changes neither."""
         assert isinstance(other, PagodaWorkerMetadata)
-        return PagodaWorkerMetadata(self.failed | other.failed, self.unsaved | other.unsaved)
+        later = self.later | {
+            name: min(first, self.later.get(name, first)) for name, first in other.later.items()
+        }
+        return PagodaWorkerMetadata(self.failed | other.failed, self.unsaved | other.unsaved, later)
 
 
 @dataclass

@@ -181,6 +181,9 @@ class PagodaScheduler:
             for tracked in self._tracked.values() if meta.failed else ():
                 if tracked.waits_for in meta.failed:
                     tracked.look = None  # what was found for it may be what did not come: look again
+            for request, first in meta.later.items():
+                if (tracked := self._tracked.get(request)) is not None:
+                    tracked.saved, tracked.seen = min(tracked.saved, first), min(tracked.seen, first)
             if meta.unsaved:
                 self._slots.abort(list(meta.unsaved))
         for request in output.finished_recving or ():
@@ -236,7 +239,13 @@ class PagodaScheduler:
         if copies:
             assert tracked.found is not None
             meta.saves.append(
-                Save(tracked.found.root, copies, first, list(table[0][first * step : done * step]))
+                Save(
+                    request.request_id,
+                    tracked.found.root,
+                    copies,
+                    first,
+                    list(table[0][first * step : done * step]),
+                )
             )
 
     def _reserved(self, tracked: Tracked, first: int, done: int) -> list[Copy]:
@@ -265,7 +274,6 @@ class PagodaScheduler:
             for n, outcome in enumerate(outcomes, first)
             if isinstance(outcome, Reserved)
         ]
-        self._stats.count("saved_chunks", len(copies))
         return copies
 
     # ---- ends

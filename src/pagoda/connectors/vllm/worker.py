@@ -36,7 +36,9 @@ _LOAD_THREADS = 4
 _SAVE_THREADS = 1  # chunks of one prompt become visible in its order
 _IDLE_SECONDS = 0.005
 _END_SECONDS = 5.0
-_MOST_SNAPSHOT_BYTES = 512 << 20  # of device memory that wait to be copied into slots
+_MOST_SNAPSHOT_BYTES = (
+    512 << 20
+)  # of device memory that wait to be copied into slots, or what one chunk takes
 
 
 class _Loading(NamedTuple):
@@ -58,6 +60,7 @@ class PagodaWorker:
         self._bad_blocks: set[int] = set()
         self._failed: set[str] = set()
         self._unsaved: set[Reserved] = set()
+        self._later: dict[str, int] = {}
         self._saving: dict[Future[None], int] = {}  # bytes of device memory that each keeps
         self._load_threads = ThreadPoolExecutor(_LOAD_THREADS, thread_name_prefix="pagoda-load")
         self._save_threads = ThreadPoolExecutor(_SAVE_THREADS, thread_name_prefix="pagoda-save")
@@ -136,6 +139,8 @@ class PagodaWorker:
                 continue
             if not here:
                 copies = self._adopted(copies)
+            if not self._seen.on_cpu:
+                copies = self._with_room(save, copies)
             if copies:
                 self._copy(save, copies)
 
@@ -149,6 +154,15 @@ class PagodaWorker:
         )
         return [copy for copy, stands in zip(copies, standing, strict=True) if stands]
 
+    def _with_room(self, save: Save, copies: list[Copy]) -> list[Copy]:
+        """The leading ones for which there is device memory; the others come again in a later step."""
+        room = _MOST_SNAPSHOT_BYTES - sum(list(self._saving.values()))
+        fit = max(0 if self._saving else 1, room * self._seen.parts // self._layout.chunk_bytes)
+        if rest := copies[fit:]:
+            self._give_up(rest)
+            self._later[save.request] = rest[0].position
+        return copies[:fit]
+
     def _copy(self, save: Save, copies: list[Copy]) -> None:
         slots = self._opened().slots
         assert slots is not None
@@ -159,10 +173,8 @@ class PagodaWorker:
             views = [slots.view(copy.slot) for copy in copies]
             if isinstance(kv, PagesKV):
                 kv.to_slots(starts, views)
-            elif sum(list(self._saving.values())) < _MOST_SNAPSHOT_BYTES:
-                snapshot = kv.snapshot(starts)
             else:
-                raise MemoryError("too many bytes of device memory wait to be saved")
+                snapshot = kv.snapshot(starts)
             finish = _nothing if snapshot is None else partial(snapshot.to_slots, views)
             future = self._save_threads.submit(self._commit, save.root, copies, finish)
         except Exception as trouble:  # noqa: BLE001  # a border: what is not saved is computed again
@@ -171,13 +183,18 @@ class PagodaWorker:
         self._saving[future] = 0 if snapshot is None else snapshot.nbytes
         future.add_done_callback(lambda ended: self._saving.pop(ended, None))
         self._stats.count("saved_bytes", len(copies) * self._layout.chunk_bytes // self._seen.parts)
+        if self._seen.part == 0:
+            self._stats.count("saved_chunks", len(copies))
 
     def _not_saved(self, copies: list[Copy], why: str, reason: Reason) -> None:
+        self._give_up(copies)
+        self._stats.count("refused_chunks", len(copies))
+        self._lines.warn(log, reason, f"{len(copies)} chunks were not saved: {why}")
+
+    def _give_up(self, copies: list[Copy]) -> None:
         slots = self._opened().slots
         assert slots is not None
         slots.abort(_reserved(copies))
-        self._stats.count("refused_chunks", len(copies))
-        self._lines.warn(log, reason, f"{len(copies)} chunks were not saved: {why}")
 
     def _commit(self, root: bytes, copies: list[Copy], finish: Callable[[], None]) -> None:
         slots = self._opened().slots
@@ -233,10 +250,10 @@ class PagodaWorker:
 
     def take_meta(self) -> PagodaWorkerMetadata | None:
         """What came to nothing since the last call."""
-        if not self._failed and not self._unsaved:
+        if not self._failed and not self._unsaved and not self._later:
             return None
-        taken = PagodaWorkerMetadata(self._failed, self._unsaved)
-        self._failed, self._unsaved = set(), set()
+        taken = PagodaWorkerMetadata(self._failed, self._unsaved, self._later)
+        self._failed, self._unsaved, self._later = set(), set(), {}
         return taken
 
     def take_stats(self) -> PagodaStats | None:
