@@ -141,6 +141,24 @@ def test_what_was_launched_before_it_is_waited_for(device: str) -> None:
     assert plane.sum(dtype=torch.int64).item() == (2 * 9 + (BLOCKS - 2) * 7) * 4096
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_another_table_of_the_same_planes(device: str) -> None:
+    case, other = case_of([24, 64], [7, 3, 4, 5]), case_of([24, 64], [1, 2])
+    source = case.planes(seed=1)
+    views = [plane.view for plane in source]
+    first = device_kv(other, on(device, source))
+    kv = first.with_table(case.table)
+    for one, its in ((kv, case), (first, other), (first.with_table(other.table), other)):
+        slots = [poisoned(case.layout) for _ in its.starts]
+        one.to_slots(its.starts, slots)
+        assert [slot.tobytes() for slot in slots] == [
+            expected_slot(its, views, start) for start in its.starts
+        ]
+        assert one.num_tokens == len(its.table) * BLOCK_TOKENS
+    with pytest.raises(ValueError, match="is not in"):
+        first.with_table([10_000])
+
+
 def test_memory_made_in_inference_mode_is_written_on_any_thread() -> None:
     with torch.inference_mode():
         planes = [torch.zeros((BLOCKS, 64), dtype=torch.int8) for _ in range(2)]

@@ -51,6 +51,24 @@ def test_both_ways(pages: list[int], table: list[int], apart: int) -> None:
     check(case_of(pages, table, apart=apart))
 
 
+def test_another_table_of_the_same_planes() -> None:
+    case = case_of([24, 64], [7, 3, 4, 5])
+    source, slots = case.planes(seed=1), [poisoned(case.layout) for _ in case.starts]
+    first = case_of([24, 64], [1, 2]).kv(PagesKV, source)
+    kv = first.with_table(case.table)
+    kv.to_slots(case.starts, slots)
+    assert [slot.tobytes() for slot in slots] == [
+        expected_slot(case, [plane.view for plane in source], start) for start in case.starts
+    ]
+    assert (first.num_tokens, kv.num_tokens) == (8, 16)
+    one = [poisoned(case.layout)]
+    first.to_slots([0], one)
+    other = case_of([24, 64], [1, 2])
+    assert one[0].tobytes() == expected_slot(other, [plane.view for plane in source], 0)
+    with pytest.raises(ValueError, match="is not in"):
+        first.with_table([BLOCKS])
+
+
 @pytest.mark.parametrize("threads", [2, 3])
 def test_threads(threads: int) -> None:
     check(case_of([64, 32], [7, 3, 15, 0, 9, 2]), threads)

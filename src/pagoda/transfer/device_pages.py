@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -54,11 +55,29 @@ class DevicePagesKV:
         if self._device.type not in ("cpu", "cuda"):
             raise ValueError(f"planes lie on {self._device}: only CUDA, ROCm and CPU memory can be copied")
         self.layout = layout
-        self.num_tokens = self._places.num_tokens
         with torch.inference_mode():
             self._rows = list(_rows(planes, seen, self._places))
+        self._set()
+
+    def _set(self) -> None:
+        """Send the table to the device; what is done from now on waits for all that was launched before."""
+        import torch
+
+        self.num_tokens = self._places.num_tokens
+        with torch.inference_mode():
             self._ids = _sent(torch.from_numpy(self._places.ids), self._device)
             self._made = _now_on(self._device)
+
+    def with_table(self, block_table: Sequence[int]) -> DevicePagesKV:
+        """Return one for another sequence in the same planes, which are not looked at again; changes nothing.
+
+        It waits for what this thread has launched until now, as one made anew does. Raises ValueError if the
+        table names a block that is not there.
+        """
+        other = copy(self)
+        other._places = self._places.with_table(block_table)
+        other._set()
+        return other
 
     def to_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
         """Copy the chunks that begin at `starts` into this part of `slots`; changes nothing else."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
@@ -151,9 +152,18 @@ class Places:
                 f"layout must be opaque with chunk_bytes {parts * self.part_bytes} ({parts} parts of {self.blocks} "
                 f"blocks of all planes), got {layout.chunk_bytes}{' with planes' if layout.planes else ''}"
             )
-        self.block_tokens, self._part = block_tokens, part
-        self.ids = _checked_table(block_table, counts[0])
-        self.num_tokens = len(self.ids) * block_tokens
+        self.block_tokens, self._part, self._there = block_tokens, part, counts[0]
+        self._set(block_table)
+
+    def _set(self, block_table: Sequence[int]) -> None:
+        self.ids = _checked_table(block_table, self._there)
+        self.num_tokens = len(self.ids) * self.block_tokens
+
+    def with_table(self, block_table: Sequence[int]) -> Places:
+        """Return the same planes with the blocks of another sequence; changes nothing. ValueError for bad ids."""
+        other = copy(self)
+        other._set(block_table)
+        return other
 
     def shares(self, starts: Sequence[int], slots: Sequence[Bytes], *, into_slots: bool) -> list[Share]:
         """Return what is to be copied of each chunk, all checked. ValueError for what does not fit."""
@@ -211,6 +221,16 @@ class PagesKV:
         self._threads = threads
         self.layout = layout
         self.num_tokens = self._places.num_tokens
+
+    def with_table(self, block_table: Sequence[int]) -> PagesKV:
+        """Return one for another sequence in the same planes, which are not looked at again; changes nothing.
+
+        Raises ValueError if the table names a block that is not there.
+        """
+        other = copy(self)
+        other._places = self._places.with_table(block_table)
+        other.num_tokens = other._places.num_tokens
+        return other
 
     @property
     def run_bytes(self) -> int:
