@@ -66,6 +66,9 @@ class PagodaWorker:
         self._save_threads = ThreadPoolExecutor(_SAVE_THREADS, thread_name_prefix="pagoda-save")
         self._began = 0.0
         self._handled: BaseException | None = None
+        self._step: int | None = None  # the last that began
+        self._ended = True  # it was saved, too
+        self._sound = True  # no step was ever broken off
         self._stats = PagodaStats()
         self._lines = RateLimitedLog()
 
@@ -79,6 +82,16 @@ class PagodaWorker:
             seen.parts * blocks * sum(seen.page_bytes),
             seen.description,
         )
+        kind = PagesKV if seen.on_cpu else DevicePagesKV
+        # the planes are looked at here, and not for each request
+        self._pages: PagesKV | DevicePagesKV = kind(
+            seen.planes,
+            layout,
+            block_tokens=seen.block_tokens,
+            block_table=[],
+            part=seen.part,
+            parts=seen.parts,
+        )
         kv_dtype = str(vllm_config.cache_config.cache_dtype)
         namespace = namespace_of(vllm_config, kv_dtype, seen.parts, self._options)
         self._cache = opened(self._options.config, namespace, layout)
@@ -88,7 +101,14 @@ class PagodaWorker:
     # ---- a step
 
     def begin(self, meta: PagodaMetadata) -> None:
-        """Note when the step began, and in whose `except` the engine is called, if in anybody's."""
+        """Note when the step began, and in whose `except` the engine is called, if in anybody's.
+
+        vLLM's scheduler takes each step for computed. One that never came here, or that never came to its end (an
+        interrupt in a notebook), leaves pages in the engine that were not.
+        """
+        if not self._ended or self._step not in (None, meta.number - 1):
+            self._broken_off()
+        self._step, self._ended = meta.number, False
         self._began = time.perf_counter()
         self._handled = sys.exc_info()[1]
 
@@ -124,7 +144,9 @@ class PagodaWorker:
         were computed, and what is stored outlives the engine.
         """
         (handled, self._handled), trouble = (self._handled, None), sys.exc_info()[1]
-        broken = trouble is not None and trouble is not handled
+        self._ended = True
+        if trouble is not None and trouble is not handled:
+            self._broken_off()
         here = (
             meta.scheduler_pid == os.getpid()
         )  # then both halves have one cache, which weighs loading against this
@@ -134,8 +156,8 @@ class PagodaWorker:
             if not self._seen.writes:
                 continue  # another rank has the same bytes and writes them
             copies = list(save.copies)
-            if broken:
-                self._not_saved(copies, "the step was broken off", Reason.FAILED_CHECK)
+            if not self._sound:
+                self._not_saved(copies, "a step of the engine was broken off", Reason.FAILED_CHECK)
                 continue
             if not here:
                 copies = self._adopted(copies)
@@ -143,6 +165,11 @@ class PagodaWorker:
                 copies = self._with_room(save, copies)
             if copies:
                 self._copy(save, copies)
+
+    def _broken_off(self) -> None:
+        if self._sound:
+            log.error("a step of the engine was broken off: until it is started anew, it stores nothing")
+        self._sound = False
 
     def _adopted(self, copies: Sequence[Copy]) -> list[Copy]:
         """Those whose slots still wait for this rank's part."""
@@ -218,10 +245,10 @@ class PagodaWorker:
             wait(running, _IDLE_SECONDS, return_when=FIRST_COMPLETED)
         ended = [name for name, loading in self._loading.items() if loading.future.done()]
         for name in ended:
-            self._ended(self._loading.pop(name))
+            self._load_ended(self._loading.pop(name))
         return set(ended)
 
-    def _ended(self, loading: _Loading) -> None:
+    def _load_ended(self, loading: _Loading) -> None:
         load, chunk = loading.load, self._layout.chunk_tokens
         came = 0
         if (trouble := loading.future.exception()) is None:
@@ -278,15 +305,7 @@ class PagodaWorker:
         return self._layout.chunk_tokens // self._seen.block_tokens
 
     def _kv(self, blocks: Sequence[int]) -> PagesKV | DevicePagesKV:
-        kind = PagesKV if self._seen.on_cpu else DevicePagesKV
-        return kind(
-            self._seen.planes,
-            self._layout,
-            block_tokens=self._seen.block_tokens,
-            block_table=blocks,
-            part=self._seen.part,
-            parts=self._seen.parts,
-        )
+        return self._pages.with_table(blocks)
 
     def _opened(self) -> Cache:
         if self._cache is None:
