@@ -45,6 +45,7 @@ class PagodaMetadata(KVConnectorMetadata):
     """One step's work for the workers."""
 
     scheduler_pid: int
+    number: int  # of the steps of an engine each has the next
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     idle: bool = False  # nothing is computed in this step

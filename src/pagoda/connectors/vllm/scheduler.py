@@ -46,6 +46,7 @@ class PagodaScheduler:
         self._tracked: dict[str, Tracked] = {}
         self._loading: dict[str, set[bytes]] = {}
         self._loads: list[Load] = []
+        self._steps = 0
         self._patience = 0.0  # left in this step
         self._stats = PagodaStats()
         self._lines = RateLimitedLog()
@@ -193,7 +194,8 @@ class PagodaScheduler:
 
     def step(self, output: Any) -> PagodaMetadata:
         """Return this step's loads and saves; reserves the slots of the latter."""
-        meta = PagodaMetadata(os.getpid(), self._loads, idle=not output.num_scheduled_tokens)
+        self._steps += 1
+        meta = PagodaMetadata(os.getpid(), self._steps, self._loads, idle=not output.num_scheduled_tokens)
         self._loads = []
         if self._cache is None:
             self._lines.warn(log, Reason.CLOSED, "no worker has described its KV memory: nothing is cached")
