@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,11 +21,10 @@ from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
 from pagoda.cache import Cache
 from pagoda.connectors.vllm.connector import PagodaConnector
-from pagoda.connectors.vllm.meta import Handshake, PagodaMetadata, PagodaWorkerMetadata
+from pagoda.connectors.vllm.meta import PagodaMetadata, PagodaWorkerMetadata
 from pagoda.connectors.vllm.options import Options
 from pagoda.connectors.vllm.scheduler import PagodaScheduler
 from pagoda.connectors.vllm.seen import Seen
-from pagoda.connectors.vllm.shared import opened
 from pagoda.connectors.vllm.worker import PagodaWorker
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
@@ -38,16 +38,15 @@ NAMESPACE = Namespace("a-model")
 class Halves:
     """A scheduler's and a worker's half over one cache of 64 slots, and the memory of 256 blocks."""
 
-    def __init__(self, root: Path, **more: Any) -> None:
+    def __init__(self, root: Path, on_cpu: bool = True, **more: Any) -> None:
         init_none_hash(sha256)
         self.options = Options(config_of(root, None))
         self.memory = torch.zeros(BLOCKS, PAGE, dtype=torch.int8)
         self.scheduler = PagodaScheduler(self.options, BLOCK, events=False, **more)
-        self.scheduler.opened([Handshake(NAMESPACE, LAYOUT, BLOCK, 1)])
         self.worker = PagodaWorker(self.options, None, None)
-        self.worker._cache = opened(self.options.config, NAMESPACE, LAYOUT)
-        self.worker._seen = Seen([self.memory], BLOCK, BLOCKS, (PAGE,), "", 1, 0, True, True)
-        self.worker._layout = LAYOUT
+        self.seen = Seen([self.memory], BLOCK, BLOCKS, (PAGE,), "tests of the connector", 1, 0, True, on_cpu)
+        self.worker.saw(self.seen, NAMESPACE)
+        self.scheduler.opened([self.worker.handshake])
 
     @property
     def cache(self) -> Cache:
@@ -108,6 +107,14 @@ def halves(shm_root: Path) -> Iterator[Halves]:
     made.close()
 
 
+@pytest.fixture
+def on_device(shm_root: Path) -> Iterator[Halves]:
+    """Saves and loads go the way of a device's memory; the memory is a CPU's."""
+    made = Halves(shm_root, on_cpu=False)
+    yield made
+    made.close()
+
+
 def tokens(chunks: float, seed: int = 0) -> list[int]:
     return [seed * 1000 + n for n in range(int(chunks * CHUNK))]
 
@@ -131,24 +138,37 @@ def test_a_step_that_breaks_off_stores_nothing(halves: Halves, monkeypatch: pyte
                 raise trouble
 
     table = list(range(8))
-    for number, trouble in enumerate((SystemExit(), KeyboardInterrupt(), RuntimeError("no memory"))):
-        request = halves.request(tokens(2), f"r{number}")
-        assert halves.asked(request) == 0
-        meta = halves.step(table, **{f"r{number}": 2 * CHUNK})
-        assert len(meta.saves[0].copies) == 2
-        with pytest.raises(type(trouble)):
-            step(meta, trouble)
-        wait_until(lambda: not halves.worker._saving)
-        halves.scheduler.finished(request)
-    request = halves.request(tokens(2), "later")
+    request = halves.request(tokens(2), "first")
     assert halves.asked(request) == 0
     try:
         raise LookupError
     except LookupError:  # an engine may well be used where somebody handles something else
-        step(halves.step(table, later=2 * CHUNK), None)
+        step(halves.step(table, first=2 * CHUNK), None)
     wait_until(lambda: not halves.worker._saving)
-    halves.scheduler.finished(request)
     assert halves.asked(halves.request(tokens(3), "next")) == 2 * CHUNK
+    for number, trouble in enumerate((SystemExit(), KeyboardInterrupt(), RuntimeError("no memory"), None), 1):
+        prompt = tokens(2, seed=number)  # the last goes well, but may have read what the others left
+        request = halves.request(prompt, f"r{number}")
+        assert halves.asked(request) == 0
+        meta = halves.step(table, **{f"r{number}": 2 * CHUNK})
+        assert len(meta.saves[0].copies) == 2
+        with nullcontext() if trouble is None else pytest.raises(type(trouble)):
+            step(meta, trouble)
+        wait_until(lambda: not halves.worker._saving)
+        halves.scheduler.finished(request)
+        assert halves.asked(halves.request([*prompt, 1], f"again{number}")) == 0
+
+
+@pytest.mark.parametrize("how", ["never begun", "never ended"])
+def test_after_a_step_that_was_lost_nothing_is_stored(halves: Halves, how: str) -> None:
+    """The scheduler takes it for computed, and so does the engine's own cache."""
+    halves.stored(tokens(1), "first", [1, 2, 3, 4])
+    lost = halves.step([], lost=0)
+    if how == "never ended":
+        halves.worker.begin(lost)
+    halves.stored(tokens(1, seed=2), "second", [1, 2, 3, 4])
+    assert halves.asked(halves.request([*tokens(1), 1], "third")) == CHUNK
+    assert halves.asked(halves.request([*tokens(1, seed=2), 1], "fourth")) == 0
 
 
 def test_what_is_loaded_is_what_was_saved(halves: Halves) -> None:
@@ -255,7 +275,7 @@ def test_reserves_of_one_step_have_one_patience(halves: Halves) -> None:
     assert halves.asked(request) == 0
     tracked = halves.scheduler._tracked["late"]
     meta, output = (
-        PagodaMetadata(0),
+        PagodaMetadata(0, 1),
         SimpleNamespace(
             kv_connector_block_state=KVConnectorBlockState({"late"}, lambda _: (list(range(4)),), {})
         ),
@@ -267,11 +287,11 @@ def test_reserves_of_one_step_have_one_patience(halves: Halves) -> None:
 
 
 def test_what_has_no_room_on_the_device_is_saved_in_a_later_step(
-    halves: Halves, monkeypatch: pytest.MonkeyPatch
+    on_device: Halves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a long prompt, no more is copied within the device at once than is left to the connector there."""
     monkeypatch.setattr("pagoda.connectors.vllm.worker._MOST_SNAPSHOT_BYTES", 2 * LAYOUT.chunk_bytes)
-    halves.worker._seen = halves.worker._seen._replace(on_cpu=False)  # as on a device, in CPU memory
+    halves = on_device
     table = list(range(20))
     fill(halves.memory, table, 3)
     request = halves.request(tokens(5), "long")
@@ -286,11 +306,12 @@ def test_what_has_no_room_on_the_device_is_saved_in_a_later_step(
     assert stats is not None and stats.data["saved_chunks"] == 5 and "refused_chunks" not in stats.data
 
 
-def test_a_chunk_larger_than_the_room_is_saved_alone(halves: Halves, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_larger_than_the_room_is_saved_alone(
+    on_device: Halves, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("pagoda.connectors.vllm.worker._MOST_SNAPSHOT_BYTES", LAYOUT.chunk_bytes - 1)
-    halves.worker._seen = halves.worker._seen._replace(on_cpu=False)
-    halves.stored(tokens(1), "first", list(range(4)))
-    assert halves.asked(halves.request([*tokens(1), 1], "next")) == CHUNK
+    on_device.stored(tokens(1), "first", list(range(4)))
+    assert on_device.asked(on_device.request([*tokens(1), 1], "next")) == CHUNK
 
 
 def test_two_ranks_tell_the_earliest_chunk_that_waits() -> None:

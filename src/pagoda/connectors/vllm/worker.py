@@ -19,9 +19,10 @@ from pagoda.cache.below import Copy
 from pagoda.connectors.vllm.identity import namespace_of
 from pagoda.connectors.vllm.meta import Handshake, Load, PagodaMetadata, PagodaWorkerMetadata, Save
 from pagoda.connectors.vllm.options import Options
-from pagoda.connectors.vllm.seen import see_kv_caches
+from pagoda.connectors.vllm.seen import Seen, see_kv_caches
 from pagoda.connectors.vllm.shared import let_go, opened
 from pagoda.connectors.vllm.stats import PagodaStats
+from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.ledger import Reserved
 from pagoda.metrics import RateLimitedLog, Reason
@@ -76,6 +77,11 @@ class PagodaWorker:
         """Look at the engine's KV memory and open the cache for it. Raises ValueError for what is not known."""
         vllm_config, kv_cache_config = self._configs
         seen = see_kv_caches(kv_caches, vllm_config, kv_cache_config)
+        kv_dtype = str(vllm_config.cache_config.cache_dtype)
+        self.saw(seen, namespace_of(vllm_config, kv_dtype, seen.parts, self._options))
+
+    def saw(self, seen: Seen, namespace: Namespace) -> None:
+        """Open the cache for what was seen. Raises StoreError with the remedy if a tier cannot be opened."""
         blocks = self._options.config.chunk_tokens // seen.block_tokens
         layout = KVLayout.opaque(
             self._options.config.chunk_tokens,
@@ -92,8 +98,6 @@ class PagodaWorker:
             part=seen.part,
             parts=seen.parts,
         )
-        kv_dtype = str(vllm_config.cache_config.cache_dtype)
-        namespace = namespace_of(vllm_config, kv_dtype, seen.parts, self._options)
         self._cache = opened(self._options.config, namespace, layout)
         self._seen, self._layout = seen, layout
         self.handshake = Handshake(namespace, layout, seen.block_tokens, seen.parts)
