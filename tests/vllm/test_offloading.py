@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,35 +18,19 @@ from vllm.v1.kv_offload.base import (
     TierFilter,
     TierMatcher,
 )
-from vllm.v1.kv_offload.config import (
-    OffloadingCacheConfig,
-    OffloadingConfig,
-    OffloadingGroupConfig,
-    OffloadingModelConfig,
-    OffloadingParallelConfig,
-)
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from pagoda.config import Config
-from pagoda.connectors.vllm.offloading import PagodaOffloadingSpec
-from pagoda.connectors.vllm.offloading_meta import Greeting, greet, greeted
-from pagoda.connectors.vllm.offloading_worker import SlotCopies, Stock
-from pagoda.connectors.vllm.shared import let_go
-from pagoda.keys import Namespace
-from tests.ledger.support import gate_taken
 from tests.vllm.halves import (
-    BLOCK,
     CHUNK,
     EACH,
     FULL,
-    LAYOUT,
     NO_STEP,
     SLIDING,
     WINDOW,
     Halves,
     be_a_rank,
     blocks_of,
-    cache_of,
     config_of,
     forks,
     keys,
@@ -245,46 +228,6 @@ def test_a_chunk_of_two_requests_is_held_until_both_are_done(halves: Halves) -> 
     wait_until(lambda: halves.manager._questions._finder.holds.count == 0)
 
 
-# ---- waits
-
-
-def test_an_answer_that_does_not_come_is_a_miss(host: Path) -> None:
-    halves = Halves(config_of(host, deadline_seconds=0.3))
-    try:
-        halves.store_prompt("p", 2)
-        context, wanted = halves.request("asks", "p", 2), keys("p", FULL, 2)
-        with gate_taken(halves.slots._ledger):
-            assert halves.answers(context, wanted) == [MISS, MISS]
-        wait_until(lambda: halves.answers(context, wanted) == [HIT, HIT])  # a miss is forgotten after a while
-    finally:
-        halves.close()
-
-
-def test_a_store_that_finds_no_slot_in_time_is_refused_and_counted(halves: Halves) -> None:
-    context = halves.request("stores", "p", 2)
-    with gate_taken(halves.slots._ledger):
-        output = halves.manager.prepare_store(keys("p", FULL, 2), context)
-    assert list(output.keys_to_store) == []
-    stats = halves.manager.get_stats()
-    assert stats is not None and stats.reduce()["vllm:pagoda_refused_chunks"] == 2
-    assert halves.manager.get_stats() is None
-
-
-def test_after_wait_blocks_may_be_overwritten(halves: Halves) -> None:
-    kept = halves.bytes_of(range(1, 61))
-    context = halves.request("stores", "p", 30)
-    wanted = keys("p", FULL, 30)
-    assert halves.begin_store(context, wanted[:8], {FULL: list(range(1, 17))}) == wanted[:8]
-    assert halves.begin_store(context, wanted[8:16], {FULL: list(range(17, 33))}) == wanted[8:16]
-    halves.worker.wait({1, 2, 3})
-    halves.blank()
-    halves.ended(2)
-    halves.manager.complete_store(set(wanted[:16]), context)
-    assert halves.answers(context, wanted[:16]) == [HIT] * 16
-    halves.load(context, {FULL: wanted[:16]}, {FULL: list(range(100, 132))})
-    assert torch.equal(halves.bytes_of(range(100, 132)), kept[:, :32])
-
-
 # ---- lower tiers, other processes
 
 
@@ -380,229 +323,6 @@ def test_each_rank_writes_its_part_and_gets_it_back(config: Config) -> None:
             rank.join(30)
         manager.shutdown()
     assert [rank.exitcode for rank in ranks] == [0, 0]
-
-
-# ---- what goes away
-
-
-def test_a_chunk_that_is_removed_while_it_is_loaded_is_found_below(host: Path, tmp_path: Path) -> None:
-    halves = Halves(config_of(host, tmp_path / "disk"))
-    try:
-        blocks = halves.store_prompt("p", 3)
-        kept = halves.bytes_of(blocks[FULL])
-        halves.worker._cache.flush(30)
-        context = halves.request("loads", "p", 3)
-        assert halves.hit(context, "p", 3) == 3
-        loaded = halves.begin_load(context, {FULL: keys("p", FULL, 3)}, {FULL: list(range(100, 106))})
-        halves.slots._host.clear(None)
-        halves.run(loaded)
-        assert halves.worker.take_failed({"loads"}) == set()
-        assert torch.equal(halves.bytes_of(range(100, 106)), kept)
-    finally:
-        halves.close()
-
-
-def test_a_chunk_that_has_gone_from_everywhere_fails_its_request(halves: Halves) -> None:
-    halves.store_prompt("p", 3)
-    context = halves.request("loads", "p", 3)
-    assert halves.hit(context, "p", 3) == 3
-    loaded = halves.begin_load(context, {FULL: keys("p", FULL, 3)}, {FULL: list(range(100, 106))})
-    assert halves.worker._cache.clear(everything=True).ok
-    halves.run(loaded)
-    assert halves.worker.take_failed({"another"}) == set()
-    assert halves.worker.take_failed({"loads", "another"}) == {"loads"}
-    halves.manager.complete_load(set(keys("p", FULL, 3)), context)
-    assert halves.answers(context, keys("p", FULL, 3)) == [MISS] * 3  # so it is not tried for ever
-
-
-def test_a_load_of_what_was_no_hit_fails_its_request(halves: Halves) -> None:
-    halves.store_prompt("p", 2)
-    context = halves.request("loads", "p", 2)
-    halves.run(halves.begin_load(context, {FULL: keys("p", FULL, 2)}, {FULL: [100, 101, 102, 103]}))
-    assert halves.worker.take_failed({"loads"}) == {"loads"}
-
-
-def test_slots_of_another_store_are_not_touched(halves: Halves) -> None:
-    halves.store_prompt("p", 2)
-    context = halves.request("loads", "p", 2)
-    assert halves.answers(context, keys("p", FULL, 2)) == [HIT, HIT]
-    loaded = halves.begin_load(context, {FULL: keys("p", FULL, 2)}, {FULL: [100, 101, 102, 103]})
-    loaded.spec.fingerprint = "f" * 16
-    halves.blank()
-    halves.run(loaded)
-    assert halves.worker.take_failed({"loads"}) == {"loads"}
-    assert not halves.bytes_of(range(len(halves.planes[0]))).any()
-
-
-def test_a_reset_forgets_what_was_stored_and_what_is_being_computed(halves: Halves) -> None:
-    halves.store_prompt("p", 3)
-    before = halves.request("before", "p", 4)
-    assert halves.hit(before, "p", 3) == 3
-    halves.manager.reset_cache()
-    wait_until(lambda: halves.manager._questions._finder.holds.count == 0)
-    assert halves.store(before, keys("p", FULL, 4), {FULL: list(range(1, 9))}) == []  # by which weights?
-    assert halves.manager.lookup(keys("p", FULL, 1)[0], before) is MISS
-    after = halves.request("after", "p", 3)
-    assert halves.answers(after, keys("p", FULL, 3)) == [MISS] * 3
-    halves.store_prompt("p", 3, at=20, name="anew")
-    wait_until(lambda: halves.answers(after, keys("p", FULL, 3)) == [HIT] * 3)
-
-
-def test_a_reset_while_chunks_are_stored_and_loaded_ends_well(halves: Halves) -> None:
-    halves.store_prompt("p", 3)
-    loads, stores = halves.request("loads", "p", 3), halves.request("stores", "q", 3)
-    assert halves.hit(loads, "p", 3) == 3
-    loaded = halves.begin_load(loads, {FULL: keys("p", FULL, 3)}, {FULL: list(range(100, 106))})
-    kept = halves.bytes_of(range(1, 7))
-    assert halves.begin_store(stores, keys("q", FULL, 3), {FULL: list(range(30, 36))}) == keys("q", FULL, 3)
-    halves.manager.reset_cache()  # vLLM says nothing more of these two
-    halves.run(loaded)
-    assert torch.equal(halves.bytes_of(range(100, 106)), kept)
-    assert halves.answers(halves.request("after", "q", 3), keys("q", FULL, 3)) == [MISS] * 3
-
-
-def test_weights_that_another_process_changed_are_noticed(halves: Halves, config: Config) -> None:
-    halves.store_prompt("p", 2)
-    other = cache_of(config)
-    assert halves.answers(halves.request("one", "p", 2), keys("p", FULL, 2)) == [HIT, HIT]
-    other.weights_changed()
-    let_go(other)
-    halves.manager.on_schedule_end(NO_STEP)
-    assert halves.answers(halves.request("two", "p", 2), keys("p", FULL, 2)) == [MISS, MISS]
-
-
-def test_events_tell_what_is_stored_and_what_has_gone(config: Config) -> None:
-    halves = Halves(config, events=True)
-    try:
-        halves.store_prompt("p", 2)
-        told: list[Any] = []
-        wait_until(lambda: told.extend(halves.manager.take_events()) or told)
-        assert [(set(event.keys), event.medium, event.removed) for event in told] == [
-            ({*keys("p", FULL, 2), *keys("p", SLIDING, 2)}, Medium.CPU, False)
-        ]
-        halves.worker._cache.clear(everything=True)
-        told.clear()
-        wait_until(lambda: told.extend(halves.manager.take_events()) or told)
-        assert [(len(event.keys), event.removed) for event in told] == [(4, True)]
-    finally:
-        halves.close()
-
-
-def test_the_end_comes_twice_and_leaves_nothing_held(halves: Halves, config: Config) -> None:
-    halves.store_prompt("p", 4)
-    context = halves.request("asks", "p", 4)
-    assert halves.hit(context, "p", 4) == 4
-    watcher = cache_of(config)
-    halves.close()
-    halves.close()
-    assert watcher.slots is not None
-    assert halves.manager._questions._finder.holds.count == 0
-    assert watcher.slots._ledger.check().gauges["reserved"] == 0
-    let_go(watcher)
-    assert halves.manager.lookup(keys("p", FULL, 5)[4], context) is not HIT
-
-
-# ---- what is refused, and what the halves tell each other
-
-
-def _offloading(host: Path, **extra: Any) -> OffloadingConfig:
-    given = {"spec_name": "PagodaOffloadingSpec", "host_path": str(host), "host_size": "1MiB", **extra}
-    groups = tuple(OffloadingGroupConfig(BLOCK, (f"layer {number}",), number) for number in (FULL, SLIDING))
-    parallel = OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 0, 1, None, False)
-    blocks = int(given.get("blocks_per_chunk") or int(given.get("block_size") or BLOCK) // BLOCK)
-    cache = OffloadingCacheConfig(BLOCK, blocks)
-    model = OffloadingModelConfig("m", "float32")
-    return OffloadingConfig(groups, PAGE_BYTES, False, given, "engine", model, cache, parallel)
-
-
-PAGE_BYTES = LAYOUT.chunk_bytes // EACH
-
-
-@pytest.mark.parametrize(
-    ("extra", "blocks"),
-    [
-        ({}, 256 // BLOCK),
-        ({"chunk_tokens": 64}, 4),
-        ({"block_size": 48}, 3),
-        ({"blocks_per_chunk": 2}, 2),
-        ({"blocks_per_chunk": 2, "chunk_tokens": 32}, 2),
-    ],
-)
-def test_how_many_blocks_a_chunk_has(host: Path, extra: dict[str, Any], blocks: int) -> None:
-    spec = PagodaOffloadingSpec(_offloading(host, **extra))
-    assert spec.blocks_per_chunk == blocks
-    assert spec.options.config.chunk_tokens == blocks * BLOCK
-
-
-@pytest.mark.parametrize(
-    ("extra", "told"),
-    [
-        ({"blocks_per_chunk": 2, "chunk_tokens": 64}, "blocks_per_chunk = 2 makes chunks of 32 tokens"),
-        ({"chunk_tokens": 40}, "vLLM's blocks have 16 tokens"),
-        ({"host_size": 0}, "host_size = 0"),
-        ({"chunk_token": 32}, "chunk_tokens"),
-    ],
-)
-def test_what_cannot_be_is_refused_with_the_remedy(host: Path, extra: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        PagodaOffloadingSpec(_offloading(host, **extra))
-
-
-def test_a_canonical_layout_is_refused(host: Path) -> None:
-    with pytest.raises(ValueError, match="canonical_layout"):
-        PagodaOffloadingSpec(replace(_offloading(host), canonical_layout=True))
-
-
-def test_groups_of_other_block_sizes_take_vllms_chunks(host: Path) -> None:
-    config = _offloading(host)
-    groups = (config.groups[0], replace(config.groups[1], tokens_per_block=4 * BLOCK))
-    spec = PagodaOffloadingSpec(replace(config, groups=groups))
-    assert (spec.blocks_per_chunk, spec.options.config.chunk_tokens) == (1, 4 * BLOCK)
-    with pytest.raises(ValueError, match="groups with blocks of"):
-        PagodaOffloadingSpec(replace(_offloading(host, chunk_tokens=32), groups=groups))
-
-
-def test_a_scheduler_without_its_workers_is_refused(host: Path) -> None:
-    with pytest.raises(ValueError, match="worker 0 of 1 left no description"):
-        PagodaOffloadingSpec(_offloading(host)).get_manager()
-
-
-def _greeting(**changes: Any) -> Greeting:
-    given = {
-        "namespace": Namespace("m", salt="secret"),
-        "chunk_tokens": CHUNK,
-        "chunk_bytes": LAYOUT.chunk_bytes,
-    }
-    return Greeting(**given | {"description": "d", "parts": 1, "windows": (None, 96)} | changes)
-
-
-def test_greetings_arrive_once_and_must_agree(host: Path) -> None:
-    greet(host, "e", 0, _greeting(description="an older engine of that name"))
-    for rank in range(2):
-        greet(host, "e", rank, _greeting())
-    assert [path.stat().st_mode & 0o777 for path in host.iterdir()] == [0o600, 0o600]  # a salt is a secret
-    assert greeted(host, "e", 2) == _greeting()
-    assert list(host.iterdir()) == []
-    with pytest.raises(ValueError, match="worker 0 of 2"):
-        greeted(host, "e", 2)
-    greet(host, "e", 0, _greeting())
-    greet(host, "e", 1, _greeting(description="another instruction set"))
-    with pytest.raises(ValueError, match="lay out their KV differently"):
-        greeted(host, "e", 2)
-
-
-def test_a_scheduler_that_cuts_other_chunks_is_refused(host: Path) -> None:
-    greet(host, "engine", 0, _greeting())
-    with pytest.raises(ValueError, match=f"chunks of {CHUNK} tokens in 1 parts"):
-        PagodaOffloadingSpec(_offloading(host, chunk_tokens=64)).get_manager()
-
-
-def test_memory_that_does_not_fit_the_layout_is_refused(config: Config) -> None:
-    cache = cache_of(config)
-    wide = [Stock(FULL, [torch.zeros(4, 2 * LAYOUT.chunk_bytes, dtype=torch.int8)], BLOCK, EACH)]
-    with pytest.raises(ValueError, match="a chunk needs"):
-        SlotCopies(cache, wide)
-    let_go(cache)
 
 
 def _context(name: str, prompt: str, chunks: int) -> ReqContext:

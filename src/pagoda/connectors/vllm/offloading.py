@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ from pagoda.connectors.vllm.supported import check_engine, check_vllm
 from pagoda.transfer.pages import merged
 
 __all__ = ["PagodaOffloadingSpec"]
+
+log = logging.getLogger("pagoda.vllm")
 
 _WINDOWS = {  # by spec class: the attribute that says how many tokens before the end of a hit are needed
     "ChunkedLocalAttentionSpec": "attention_chunk_size",
@@ -100,6 +103,10 @@ class PagodaOffloadingSpec(OffloadingSpec):
         connector = self._connector()
         vllm_config, kv_cache_config = connector._vllm_config, connector._kv_cache_config
         check_engine(vllm_config, kv_cache_config, hybrid=True)
+        if vllm_config.lora_config is not None:
+            log.warning(
+                "LoRA adapters are told apart by name and path: give an adapter that changes a new name"
+            )
         specs = [_specs(kv_cache_config.kv_cache_groups[group.group_id]) for group in self.config.groups]
         stocks = self._stocks(kv_caches, specs)
         greeting = Greeting(

@@ -17,9 +17,9 @@ __all__ = ["Questions"]
 
 log = logging.getLogger("pagoda.vllm")
 
-_MISS_SECONDS = 1.0  # how long a miss is believed
-_LONGEST_SECONDS = 30.0  # in all that one request may wait for answers
-_IDLE_SECONDS = 10.0  # a hit that is not looked at for so long is let go
+_MISS_SECONDS = 1.0  # how long a miss is believed by those who have not been told
+_LONGEST_SECONDS = 30.0  # that an answer may take, however much else is being found out meanwhile
+_IDLE_SECONDS = 10.0  # an answer that nobody looks at for so long is forgotten
 _LINGER_SECONDS = 30.0  # holds of loads that were under way when the cache was reset
 _BRING_THREADS = 2
 
@@ -28,7 +28,8 @@ class Questions:
     """The chunks that waiting requests have asked for. Of the scheduler's thread; nothing here waits.
 
     A chunk is asked for once for all requests, held as long as one of them may load it, and a miss where the answer
-    takes too long: where nothing has been found out for `deadline_seconds`, or in all for half a minute.
+    takes too long: where nothing has been found out for `deadline_seconds`, or in all for half a minute. What a
+    request was told stands for as long as it goes on asking, so that at some time all its answers are there at once.
     """
 
     def __init__(self, cache: Cache, groups: Sequence[Group]) -> None:
@@ -40,7 +41,6 @@ class Questions:
         self._new: dict[str, list[Asked]] = {}  # by request
         self._wanted: list[Asked] = []
         self._of: dict[str, set[bytes]] = {}  # what a request has asked for
-        self._since: dict[str, float] = {}  # when it first asked
         self._answers = ThreadPoolExecutor(1, thread_name_prefix="pagoda-find")
         self._brings = ThreadPoolExecutor(_BRING_THREADS, thread_name_prefix="pagoda-bring")
         self._releases = ThreadPoolExecutor(1, thread_name_prefix="pagoda-release")
@@ -59,11 +59,11 @@ class Questions:
         self._drain()
         now = time.monotonic()
         asked = self._known.get(name)
-        if asked is None or (asked.state is State.MISSED and now > asked.until):
-            if now - self._since.setdefault(request, now) > _LONGEST_SECONDS:
-                return State.MISSED
-            key = asked.key if asked is not None else derive_keys([name], self.root)[0]
-            asked = self._known[name] = Asked(name, key, group, position, lower, since=now, seen=now)
+        if asked is None or (asked.state is State.MISSED and self._again(asked, request, lower, now)):
+            key = derive_keys([name], self.root)[0]
+            users = set() if asked is None else asked.users
+            asked = Asked(name, key, group, position, lower, since=now, seen=now, users=users)
+            self._known[name] = asked
             self._new.setdefault(request, []).append(asked)
         asked.seen = now
         asked.users.add(request)
@@ -71,14 +71,18 @@ class Questions:
         if asked.state is State.FOUND:
             asked.state, asked.since = State.COMING, now
             self._wanted.append(asked)
-        if asked.state in (State.ASKED, State.COMING) and self._overdue(asked, request, now):
+        if asked.state in (State.ASKED, State.COMING) and self._overdue(asked, now):
             self._late += 1
             self._missed(asked, now)
         return asked.state
 
-    def _overdue(self, asked: Asked, request: str, now: float) -> bool:
+    def _again(self, asked: Asked, request: str, lower: bool, now: float) -> bool:
+        """Whether a miss is to be looked into once more."""
+        return (lower and not asked.lower) or (now > asked.until and request not in asked.users)
+
+    def _overdue(self, asked: Asked, now: float) -> bool:
         waited = now - max(asked.since, self._finder.moved)
-        return waited > self._patience or now - self._since.setdefault(request, now) > _LONGEST_SECONDS
+        return waited > self._patience or now - asked.since > _LONGEST_SECONDS
 
     def _missed(self, asked: Asked, now: float) -> None:
         asked.state, asked.until = State.MISSED, now + _MISS_SECONDS
@@ -163,7 +167,6 @@ class Questions:
 
     def finished(self, request: str) -> None:
         """Note that a request has ended: nobody else's chunks are let go."""
-        self._since.pop(request, None)
         ended = []
         for name in self._of.pop(request, ()):
             asked = self._known.get(name)
@@ -185,7 +188,9 @@ class Questions:
         unused = [asked for asked in ended if not asked.users and not asked.loads]
         held = [(asked.slot, asked.generation) for asked in unused if asked.state is State.HELD]
         for asked in unused:
-            if asked.state is not State.MISSED:  # others may believe it for a while
+            if (
+                asked.state is not State.MISSED or time.monotonic() > asked.until
+            ):  # others believe it for a while
                 self._forget(asked)
         self._release(held)
 
@@ -196,15 +201,13 @@ class Questions:
 
     def _sweep(self, now: float) -> None:
         """Forget old misses, hits that nobody looks at, and what was under way when the cache was reset."""
-        old = [asked for asked in self._known.values() if asked.state is State.MISSED and now > asked.until]
-        for asked in old:
-            self._forget(asked)
-        idle = [
-            asked for asked in self._known.values()
-            if asked.state in (State.HELD, State.FOUND) and not asked.loads and now - asked.seen > _IDLE_SECONDS
-        ]  # fmt: skip
-        for asked in idle:
-            asked.users.clear()
+        idle = []
+        for asked in list(self._known.values()):
+            if asked.state is State.MISSED and now > asked.until and not asked.users:
+                self._forget(asked)
+            elif not asked.loads and now - asked.seen > _IDLE_SECONDS:
+                asked.users.clear()
+                idle.append(asked)
         self._let_go(idle)
         over = [row for row in self._lingering if row[0] < now]
         self._lingering = [row for row in self._lingering if row[0] >= now]

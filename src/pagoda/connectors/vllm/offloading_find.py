@@ -24,7 +24,7 @@ __all__ = ["Asked", "Finder", "Found", "Group", "Holds", "State"]
 
 _HELD_SHARE = 2  # one half of the slots is the most that is held at a time
 _RUN_SHARE = 0.75  # of those: what runs may take, so that windows, without which no run hits, find room
-_PIECE = 16  # chunks brought up at once: nothing is told of any before all are there
+_PIECE, _PIECE_BYTES = 16, 64 << 20  # brought up at once: nothing is told of any before all are there
 _BATCH = 64  # chunks of one transaction
 _MOST_FINDS = 128  # holes that are looked into, of one question
 
@@ -130,6 +130,7 @@ class Finder:
         self._lower = tuple(tier for tier in cache.tiers if tier != "host")
         self.holds = Holds(cache.slots)
         self.news: SimpleQueue[list[Found]] = SimpleQueue()
+        self._piece = max(1, min(_PIECE, _PIECE_BYTES // cache.layout.slot_bytes))
         self.moved = 0.0  # when something was last found out: who waits is patient while things move
 
     def tell(self, news: list[Found]) -> None:
@@ -241,7 +242,7 @@ class Finder:
                 share = _RUN_SHARE
             broken = False
             for run in _consecutive(chunks):
-                for piece in (run[at : at + _PIECE] for at in range(0, len(run), _PIECE)):
+                for piece in (run[at : at + self._piece] for at in range(0, len(run), self._piece)):
                     wanted = [one for one in piece if one.state is not State.GONE]
                     told = (
                         [Found(one, State.MISSED) for one in wanted]

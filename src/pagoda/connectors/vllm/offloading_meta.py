@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +22,8 @@ from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 
 __all__ = ["Greeting", "Placed", "SlotsSpec", "greet", "greeted"]
+
+_OLD_SECONDS = 3600.0  # no engine takes so long to start
 
 
 class Placed(NamedTuple):
@@ -69,6 +72,10 @@ class Greeting(msgspec.Struct, frozen=True):
 def greet(root: Path, engine_id: str, rank: int, greeting: Greeting) -> None:
     """Leave a rank's greeting in the host tier's directory, for this user only. Raises OSError."""
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for old in root.glob("engine-*"):  # of engines that died while they started
+        with contextlib.suppress(OSError):
+            if time.time() - old.stat().st_mtime > _OLD_SECONDS:
+                old.unlink()
     path = _path(root, engine_id, rank)
     written = path.with_name(f"{path.name}.{os.getpid()}")
     with contextlib.suppress(FileNotFoundError):

@@ -114,7 +114,14 @@ class OffloadedChunks(OffloadingManager):
             if asked is None:  # vLLM may not load what was no hit: then the worker says that the load failed
                 spec.lost = True
                 continue
-            copy = Copy(asked.key, asked.position, None, asked.slot, asked.generation)
+            before = spec.chunks[-1] if spec.chunks else None
+            chained = (
+                self._groups[asked.group].window is None
+                and before is not None
+                and before.group == asked.group
+            )
+            parent = before.copy.key if before is not None and chained else None
+            copy = Copy(asked.key, asked.position, parent, asked.slot, asked.generation)
             spec.chunks.append(Placed(asked.group, copy))
         spec.root = self._questions.root
         return spec
