@@ -98,8 +98,6 @@ CHANGES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "a function that overrides the config": lambda model: {"hf_overrides": _other_epsilon},
     "the dtype": lambda model: {"dtype": "float32"},
     "the KV's dtype": lambda model: {"kv_cache_dtype": "fp8_e5m2"},
-    "random weights": lambda model: {"load_format": "dummy"},
-    "random weights of another seed": lambda model: {"load_format": "dummy", "seed": 3},
     "another implementation": lambda model: {"model_impl": "transformers"},
     "code of the checkpoint": lambda model: (model / "modeling_x.py").write_text("x = 1") and {
         "trust_remote_code": True},
@@ -167,6 +165,14 @@ def test_another_transformers_keeps_the_name(model: Path, monkeypatch: pytest.Mo
 def test_where_the_context_bends_positions_it_is_in_the_name(model: Path, rope: dict[str, Any]) -> None:
     edit_config(model, rope_parameters=rope)
     assert digest(model, max_model_len=2048) != digest(model, max_model_len=4096)
+
+
+def test_weights_from_nowhere_are_named_by_hand(model: Path) -> None:
+    """An engine that is given its weights later would share chunks with one that was given others."""
+    config = engine_config(model, load_format="dummy")
+    with pytest.raises(ValueError, match="give them a name of their own"):
+        weights_digest(config)
+    assert weights_digest(config, "run 1") != weights_digest(config, "run 2")
 
 
 def test_weights_given_by_hand_stand_for_the_files_only(model: Path) -> None:

@@ -77,7 +77,11 @@ def _named(model_config: Any, load_config: Any, weights: str | None) -> object:
     if weights is not None:
         return ["given", weights, _name(model_config.model), model_config.revision]
     if load_config.load_format == "dummy":
-        return ["dummy", model_config.seed]
+        raise ValueError(
+            'load_format "dummy": weights that come from nowhere are there to be replaced, and nobody can name what'
+            " replaces them; give them a name of their own, a new one each run, as `weights` in"
+            " kv_connector_extra_config"
+        )
     directory = checkpoint_directory(model_config, load_config)
     names = checkpoint_files(directory, model_config, load_config)
     try:
