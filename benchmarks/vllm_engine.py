@@ -49,9 +49,12 @@ _FORKS = multiprocessing.get_context("forkserver")
 # what vLLM's scheduler and worker call in every step, or for every request
 _SCHEDULER_CALLS = (
     "on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta",
-    "update_connector_output", "request_finished",
+    "update_connector_output", "request_finished", "take_events",
 )  # fmt: skip
-_WORKER_CALLS = ("start_load_kv", "wait_for_save", "get_finished")
+_WORKER_CALLS = (
+    "bind_connector_metadata", "start_load_kv", "wait_for_layer_load", "save_kv_layer", "wait_for_save",
+    "get_finished", "get_block_ids_with_load_errors", "get_kv_connector_stats", "build_connector_worker_meta",
+)  # fmt: skip
 
 
 class First(NamedTuple):

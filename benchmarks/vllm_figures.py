@@ -237,6 +237,7 @@ def _no_hit(at: House, ours: Engine, name: str, target: float | None, pairs: int
     """Pairs of two turns each, without, with, with, without, so that a machine that grows slower takes from both."""
     runs: dict[str, list[Turn]] = {"without": [], "with": []}
     idle: list[float] = []
+    ours.call(inside.take)
     for number in range(pairs + 1):
         order = (
             (("without", at.without), ("with", ours))
@@ -252,6 +253,10 @@ def _no_hit(at: House, ours: Engine, name: str, target: float | None, pairs: int
         if number:  # the first pair is for warming up
             for kind, turns in pair.items():
                 runs[kind].append(Turn(*(sum(each) for each in zip(*turns, strict=True))))
+    calls, _ = ours.call(inside.take)
+    hooks = sum(map(sum, calls.values())) / (
+        pairs + 1
+    )  # of the two turns of a pair, on the engine's own thread
     both = list(zip(runs["with"], runs["without"], strict=True))
     ratios = [a.tokens / a.seconds / (b.tokens / b.seconds) for a, b in both]
     processor = [b.cpu_seconds / a.cpu_seconds for a, b in both]
@@ -275,6 +280,14 @@ def _no_hit(at: House, ours: Engine, name: str, target: float | None, pairs: int
         Figure(name, middle, None, "ratio", quoted, note),
         Figure(
             f"{name}_lower_quartile", low, target, "ratio", {"ratio": _rounded(ratios)}, "of the same pairs"
+        ),
+        Figure(
+            f"{name}_share_of_calls",
+            hooks / statistics.median(each.seconds for each in runs["with"]),
+            None,
+            "times",
+            {"seconds_a_pair": round(hooks, 6)},
+            f"{hooks / 2 * 1e3:.2f} ms of a turn are spent inside the connector's calls",
         ),
     ]
 
