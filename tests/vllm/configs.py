@@ -63,3 +63,12 @@ def allocate(
     layout = config.cache_config.get_resolved_kv_cache_layout()
     sizes = None if kernel_block_size is None else [kernel_block_size] * len(groups)
     return cache_config, allocate_kv_cache(cache_config, torch.device("cpu"), layout, sizes)
+
+
+def flip(path: Path, at: int, count: int = 1) -> None:
+    """Turn bits of that many bytes; the size stays."""
+    with open(path, "r+b") as file:
+        file.seek(at)
+        there = file.read(count)
+        file.seek(at)
+        file.write(there.translate(bytes(byte ^ 0x55 for byte in range(256))))

@@ -7,25 +7,21 @@ import enum
 import json
 import os
 import shutil
-import struct
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from pagoda.connectors.vllm.adapters import Adapters
-from pagoda.connectors.vllm.checkpoint import WHOLE_BYTES, file_digest, files_digest
 from pagoda.connectors.vllm.facts import plain
-from pagoda.connectors.vllm.identity import lora_name, namespace_of, weights_digest
+from pagoda.connectors.vllm.identity import namespace_of, weights_digest
 from pagoda.connectors.vllm.options import read_options
 from tests.vllm import models
-from tests.vllm.configs import allocate, engine_config, make_layers
+from tests.vllm.configs import allocate, engine_config, flip, make_layers
+from tests.vllm.test_adapters import name_of
 
 
 @pytest.fixture
@@ -43,15 +39,6 @@ def edit_config(model: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def flip(path: Path, at: int, count: int = 1) -> None:
-    """Turn bits of that many bytes; the size stays."""
-    with open(path, "r+b") as file:
-        file.seek(at)
-        there = file.read(count)
-        file.seek(at)
-        file.write(there.translate(bytes(byte ^ 0x55 for byte in range(256))))
-
-
 # ---- one checkpoint
 
 
@@ -67,7 +54,8 @@ def test_another_process_says_the_same_of_a_copy(llama: Path, model: Path, tmp_p
     here += [see_kv_caches(kv_caches, config, cache_config).description, weights_digest(config)]
     assert here[0] == here[3], "what vLLM does to its config on the way must not rename the weights"
     program = (
-        "import json, sys; from tests.vllm.configs import *; from tests.vllm.test_identity import *;"
+        "import json, sys; from pathlib import Path; from tests.vllm.configs import *;"
+        "from pagoda.connectors.vllm.identity import weights_digest; from tests.vllm.test_adapters import name_of;"
         "from pagoda.connectors.vllm.seen import see_kv_caches;"
         "config = engine_config(Path(sys.argv[1]));"
         "said = [weights_digest(config), name_of(Path(sys.argv[2]))];"
@@ -317,209 +305,6 @@ def test_the_namespace(llama: Path) -> None:
     assert namespace_of(config, "fp8", 4, read_options({"salt": "s"}, 32)) == namespace
     given = namespace_of(config, "fp8", 4, read_options({"weights": "w"}, 32))
     assert given.revision == "v2" and given.weights == weights_digest(config, "w")
-
-
-# ---- large files
-
-
-TENSORS = {
-    "embed": 40 << 20,
-    "norm": 512,
-    "scale": 4,
-    "q_proj": 30 << 20,
-    "bias": 9000,
-    "empty": 0,
-    "o_proj": 3 << 20,
-}
-
-
-@pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tuple[int, int]]]:
-    """A safetensors file too large to be read whole, and where each tensor lies in it."""
-    header, at = {}, 0
-    for name, size in TENSORS.items():
-        header[name] = {"dtype": "U8", "shape": [size], "data_offsets": [at, at + size]}
-        at += size
-    text = json.dumps(header).encode()
-    path = tmp_path_factory.mktemp("large") / "model.safetensors"
-    with open(path, "wb") as file:
-        file.write(
-            struct.pack("<Q", len(text))
-            + text
-            + os.urandom(1 << 20) * (at >> 20)
-            + os.urandom(at % (1 << 20))
-        )
-    assert path.stat().st_size > WHOLE_BYTES
-    body = 8 + len(text)
-    return path, {
-        n: (body + each["data_offsets"][0], body + each["data_offsets"][1]) for n, each in header.items()
-    }
-
-
-def test_of_a_large_file_no_tensor_changes_unseen(large: tuple[Path, dict[str, tuple[int, int]]]) -> None:
-    path, places = large
-    before = file_digest(path)
-    assert file_digest(path) == before
-    for name, (start, end) in places.items():
-        if start < end:
-            flip(path, start, end - start)
-            assert file_digest(path) != before, name
-            flip(path, start, end - start)
-    for name, (start, end) in places.items():  # a half of each: rows of a matrix, some experts of a block
-        if end - start > 1:
-            flip(path, start + (end - start) // 2, (end - start) // 2)
-            assert file_digest(path) != before, name
-            flip(path, start + (end - start) // 2, (end - start) // 2)
-    flip(path, 8)
-    with pytest.raises(OSError, match="header cannot be read"):
-        file_digest(path)
-    flip(path, 8)
-    assert file_digest(path) == before
-
-
-def test_a_large_file_is_not_read_whole(large: tuple[Path, dict[str, tuple[int, int]]]) -> None:
-    from pagoda.connectors.vllm.checkpoint import _ranges
-
-    path = large[0]
-    with open(path, "rb") as file:
-        ranges = _ranges(path, file.fileno(), path.stat().st_size, 1 << 20)
-    assert sum(end - start for start, end in ranges) < 8 << 20
-    assert ranges == sorted(ranges) and all(a[1] < b[0] for a, b in pairwise(ranges))
-    assert ranges[0][0] == 0 and ranges[-1][1] == path.stat().st_size
-
-
-def test_a_large_file_of_another_kind_is_sampled(large: tuple[Path, object], tmp_path: Path) -> None:
-    path = Path(shutil.copy(large[0], tmp_path / "model.bin"))
-    before = file_digest(path)
-    size = path.stat().st_size
-    flip(path, size // 2, 1 << 20)
-    assert file_digest(path) != before
-    flip(path, size // 2, 1 << 20)
-    flip(path, size - 1)
-    assert file_digest(path) != before
-    os.truncate(path, size - 1)
-    assert file_digest(path) != before
-
-
-def test_a_file_that_was_cut_is_refused(large: tuple[Path, object], llama: Path, tmp_path: Path) -> None:
-    model = Path(shutil.copytree(llama, tmp_path / "cut"))
-    config = engine_config(model)
-    shutil.copy(large[0], model / "model.safetensors")
-    os.truncate(model / "model.safetensors", large[0].stat().st_size - (5 << 20))
-    with pytest.raises(ValueError, match=r"was cut: .*give the checkpoint's hash as `weights`"):
-        weights_digest(config)
-
-
-def test_names_and_order_of_files_count(tmp_path: Path) -> None:
-    for name, text in (("a", "one"), ("b", "two"), ("c", "one")):
-        (tmp_path / name).write_text(text)
-    assert files_digest(tmp_path, ["a", "b"]) != files_digest(tmp_path, ["b", "c"])
-    assert files_digest(tmp_path, ["a"]) != files_digest(tmp_path, ["c"])
-
-
-# ---- adapters
-
-
-def request_of(path: Path | str, number: int = 1, name: str = "adapter", **more: Any) -> Any:
-    from vllm.lora.request import LoRARequest
-
-    return LoRARequest(name, number, str(path), **more)
-
-
-def name_of(path: Path) -> str | None:
-    """What a process that meets this adapter first calls it."""
-    return Adapters().name(request_of(path))
-
-
-@pytest.fixture
-def adapter(tmp_path: Path) -> Path:
-    return models.make_lora(tmp_path / "adapter", 1)
-
-
-def test_adapters_are_named_by_content(adapter: Path, tmp_path: Path) -> None:
-    met = Adapters()
-    copied = shutil.copytree(adapter, tmp_path / "elsewhere")
-    other = models.make_lora(tmp_path / "other", 2)
-    name = met.name(request_of(adapter))
-    assert name and met.name(request_of(adapter)) == name
-    assert met.name(request_of(copied, 2, "another name")) == name
-    assert met.name(request_of(other, 3)) not in (name, None)
-    assert met.name(request_of(adapter, 4, is_3d_lora_weight=True)) != name
-    assert met.name(None) == ""
-    config = json.loads((copied / "adapter_config.json").read_text())
-    (copied / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 1}))
-    assert name_of(copied) not in (name, None), "the same matrices, scaled otherwise"
-
-
-def test_an_adapter_that_cannot_be_read_has_no_name(adapter: Path, tmp_path: Path) -> None:
-    assert name_of(tmp_path / "nowhere") is None
-    assert Adapters().name(request_of("org/on-no-disk")) is None
-    assert Adapters().name(SimpleNamespace(lora_int_id=1, lora_name="in memory")) is None
-    (adapter / "adapter_model.safetensors").rename(adapter / "weights.safetensors")
-    assert name_of(adapter) is None
-    (adapter / "weights.safetensors").rename(adapter / "adapter_model.pt")
-    assert name_of(adapter) is not None
-    (adapter / "adapter_config.json").unlink()
-    assert name_of(adapter) is None
-
-
-def test_an_adapter_whose_files_change_is_not_named_again(adapter: Path, tmp_path: Path) -> None:
-    """vLLM may hold the old weights or the new ones: nobody can tell, so nothing is stored."""
-    met = Adapters()
-    name = met.name(request_of(adapter))
-    kept = shutil.copytree(adapter, tmp_path / "kept")
-    shutil.copy(models.make_lora(tmp_path / "new", 2) / "adapter_model.safetensors", adapter)
-    assert met.name(request_of(adapter)) is None
-    assert met.name(request_of(adapter, 2)) not in (name, None), "a new number is loaded anew"
-    assert met.name(request_of(kept, 1)) is None, "the number stands for the first files"
-    assert met.name(request_of(kept, 3)) == name
-
-
-def test_a_changed_file_with_the_old_time_is_noticed(adapter: Path) -> None:
-    met = Adapters()
-    assert met.name(request_of(adapter))
-    file = adapter / "adapter_model.safetensors"
-    stat = file.stat()
-    other = adapter / "new"
-    shutil.copy(file, other)
-    flip(other, 5000)
-    other.rename(file)
-    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    assert met.name(request_of(adapter)) is None
-
-
-def test_a_link_that_moves_on_does_not_take_its_number_along(adapter: Path, tmp_path: Path) -> None:
-    other = models.make_lora(tmp_path / "other", 2)
-    link = tmp_path / "latest"
-    link.symlink_to(adapter)
-    met = Adapters()
-    assert met.name(request_of(link)) == name_of(adapter)
-    link.unlink()
-    link.symlink_to(other)
-    assert met.name(request_of(link)) is None
-    assert met.name(request_of(link, 2)) == name_of(other)
-
-
-def test_files_are_read_once(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pagoda.connectors.vllm import adapters
-
-    read: list[Path] = []
-    monkeypatch.setattr(adapters, "file_digest", lambda path: read.append(path) or file_digest(path))
-    met = Adapters()
-    names = {met.name(request_of(adapter, number)) for number in (1, 1, 2, 2)}
-    assert len(names) == 1 and len(read) == 2
-
-
-def test_many_threads_ask_at_once(tmp_path: Path) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
-    paths = [models.make_lora(tmp_path / f"{seed}", seed) for seed in range(1, 5)]
-    with ThreadPoolExecutor(8) as threads:
-        asked = [
-            (path, threads.submit(lora_name, request_of(path, 1000 + i))) for i, path in enumerate(paths)
-        ] * 4
-        found = {(path, future.result()) for path, future in asked}
-    assert len(found) == len({name for _, name in found}) == 4 and None not in {name for _, name in found}
 
 
 # ---- plain values
