@@ -11,7 +11,6 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -145,11 +144,7 @@ def test_server(
     assert counter(metrics, "loaded_tokens") == loadable(len(ours))
     assert counter(metrics, "saved_chunks") == len(theirs) // CHUNK
 
-    with ThreadPoolExecutor() as thread:
-        asked = thread.submit(server.complete, prompt(5002, 2000), 2000)
-        stores.wait_until(lambda: stores.ready(tiers.host) > before + len(theirs) // CHUNK, "work under way")
-        assert server.terminate() == 0, server.last_words()
-        assert isinstance(asked.exception(), OSError)
+    assert server.terminate() == 0, server.last_words()
     stores.wait_until(lambda: not server.left(), "the end of all its processes")
     pagoda.reset()
     (answer,) = same(pagoda, theirs)
