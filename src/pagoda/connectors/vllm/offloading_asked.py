@@ -106,7 +106,7 @@ class Questions:
 
     def _answer(self, question: list[Asked]) -> None:
         coming = self._finder.answer(question)
-        for _, chunks in groupby(coming, key=lambda one: one.group):
+        for _, chunks in groupby(sorted(coming, key=lambda one: one.group), key=lambda one: one.group):
             self._submit(self._brings, self._finder.bring, list(chunks))
 
     def _submit(self, threads: ThreadPoolExecutor, work: Any, asked: list[Asked]) -> None:

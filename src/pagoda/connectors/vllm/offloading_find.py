@@ -23,7 +23,9 @@ from pagoda.metrics import Reason
 __all__ = ["Asked", "Finder", "Found", "Group", "Holds", "State"]
 
 _HELD_SHARE = 2  # one half of the slots is the most that is held at a time
-_RUN_SHARE = 0.75  # of those: what runs may take, so that windows, without which no run hits, find room
+_WINDOW_SHARE = (
+    4  # a quarter of those, or one window of each group, is left to windows: without them no run hits
+)
 _PIECE, _PIECE_BYTES = 16, 64 << 20  # brought up at once: nothing is told of any before all are there
 _BATCH = 64  # chunks of one transaction
 _MOST_FINDS = 128  # holes that are looked into, of one question
@@ -86,17 +88,17 @@ class Holds:
         self._lock = threading.Lock()
         self.count = 0
 
-    def room(self, share: float) -> int:
-        """How many more chunks may be held when this share of the slots is the most."""
+    def room(self, most: int) -> int:
+        """How many more chunks may be held if no more than `most` may be."""
         with self._lock:
-            return max(0, int(self.most * share) - self.count)
+            return max(0, most - self.count)
 
     def hold(
-        self, asked: Sequence[Asked], slots: np.ndarray, generations: np.ndarray, share: float
+        self, asked: Sequence[Asked], slots: np.ndarray, generations: np.ndarray, most: int
     ) -> list[Found]:
         """Hold the leading chunks that there is room for; those that could not be held are MISSED."""
         with self._lock:
-            room = max(0, min(len(asked), int(self.most * share) - self.count))
+            room = max(0, min(len(asked), most - self.count))
             self.count += room
         held: list[bool] = []
         for at in range(0, room, _BATCH):
@@ -129,6 +131,10 @@ class Finder:
         self._groups = groups
         self._lower = tuple(tier for tier in cache.tiers if tier != "host")
         self.holds = Holds(cache.slots)
+        windows = sum(
+            -(-group.window // group.chunk_tokens) + 1 for group in groups if group.window is not None
+        )
+        self._run_most = max(1, self.holds.most - max(self.holds.most // _WINDOW_SHARE, windows))
         self.news: SimpleQueue[list[Found]] = SimpleQueue()
         self._piece = max(1, min(_PIECE, _PIECE_BYTES // cache.layout.slot_bytes))
         self.moved = 0.0  # when something was last found out: who waits is patient while things move
@@ -176,13 +182,13 @@ class Finder:
         begin = min(self._start(asked[0]) for asked in runs.values())
         everyone = sorted((one for asked in runs.values() for one in asked), key=self._stop)
         hits = [one for one in everyone if self._stop(one) <= end and (one in places or one in below)]
-        if len(hits) > (room := self.holds.room(_RUN_SHARE)):
+        if len(hits) > (room := self.holds.room(self._run_most)):
             end, reason = self._start(hits[room]), Reason.FULL
         if end - begin < self._cache.config.min_hit_tokens:
             end, reason = begin, Reason.BELOW_MINIMUM
         hits = [one for one in hits if self._stop(one) <= end]
         here, coming = [one for one in hits if one in places], [one for one in hits if one not in places]
-        told = self._hold(here, [places[one] for one in here], _RUN_SHARE)
+        told = self._hold(here, [places[one] for one in here], self._run_most)
         told += [Found(one, State.MISSED) for one in everyone if one not in hits]
         self._count(next(iter(runs.values())), here, coming, reason)
         return told, coming, end
@@ -208,7 +214,7 @@ class Finder:
             )
             coming += run[here:]
         lower = [Found(one, State.GONE) for one in within[: len(within) - len(needed)]]
-        held = [found for chunks, places in present for found in self._hold(chunks, places, 1.0)]
+        held = [found for chunks, places in present for found in self._hold(chunks, places, self.holds.most)]
         return beyond + lower + held, coming
 
     def _presence(self, asked: Sequence[Asked]) -> list[Found]:
@@ -237,22 +243,20 @@ class Finder:
         for one in sorted(asked, key=lambda one: (one.group, one.position)):
             by_group.setdefault(one.group, []).append(one)
         for group, chunks in by_group.items():
-            chained, share = self._groups[group].window is None, 1.0
-            if chained:
-                share = _RUN_SHARE
+            chained = self._groups[group].window is None
+            most = self._run_most if chained else self.holds.most
             broken = False
             for run in _consecutive(chunks):
                 for piece in (run[at : at + self._piece] for at in range(0, len(run), self._piece)):
                     wanted = [one for one in piece if one.state is not State.GONE]
-                    told = (
-                        [Found(one, State.MISSED) for one in wanted]
-                        if broken
-                        else self._bring(wanted, chained, share)
-                    )
+                    if broken:
+                        told = [Found(one, State.MISSED) for one in wanted]
+                    else:
+                        told = self._bring(wanted, chained, most)
                     broken = chained and any(found.state is State.MISSED for found in told)
                     self.tell(told)
 
-    def _bring(self, piece: Sequence[Asked], chained: bool, share: float) -> list[Found]:
+    def _bring(self, piece: Sequence[Asked], chained: bool, most: int) -> list[Found]:
         told: list[Found] = []
         for run in _consecutive(piece):
             at, fetched = 0, -1
@@ -260,9 +264,8 @@ class Finder:
                 rest = run[at:]
                 match = self._slots.find([one.key for one in rest], rest[0].position)
                 here = rest[: len(match.slots)]
-                told += self._hold(
-                    here, list(zip(match.slots.tolist(), match.generations.tolist(), strict=True)), share
-                )
+                places = list(zip(match.slots.tolist(), match.generations.tolist(), strict=True))
+                told += self._hold(here, places, most)
                 at += len(here)
                 if at == len(run):
                     break
@@ -286,12 +289,12 @@ class Finder:
 
     # ---- parts of it
 
-    def _hold(self, asked: Sequence[Asked], places: Sequence[tuple[int, int]], share: float) -> list[Found]:
+    def _hold(self, asked: Sequence[Asked], places: Sequence[tuple[int, int]], most: int) -> list[Found]:
         if not asked:
             return []
         slots = np.array([slot for slot, _ in places], np.int64)
         generations = np.array([generation for _, generation in places], np.uint64)
-        return self.holds.hold(asked, slots, generations, share)
+        return self.holds.hold(asked, slots, generations, most)
 
     def _below(self, run: Sequence[Asked]) -> int:
         """How many leading chunks of a run lower tiers have."""
