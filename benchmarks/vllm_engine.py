@@ -100,6 +100,7 @@ class Room:
     copies: list[Copied] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     memory: tuple[Bytes, Bytes] | None = None
+    halves: tuple[Any, Any] | None = None  # of the connector, while it may be detached
 
 
 class Engine:
@@ -220,6 +221,15 @@ def first_token(room: Room, prompt: Sequence[int]) -> First:
     return First(seconds, output.num_cached_tokens - host - disk, host, disk)
 
 
+def attach(room: Room, on: bool) -> None:
+    """Has the idle engine go on with its connector, or as an engine that has none does."""
+    from vllm.distributed.kv_transfer import kv_transfer_state
+
+    scheduler = room.llm.llm_engine.engine_core.engine_core.scheduler
+    room.halves = room.halves or (scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT)
+    scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT = room.halves if on else (None, None)
+
+
 def turn(room: Room, prompts: Sequence[Sequence[int]], max_tokens: int) -> Turn:
     """Answers all prompts at once, and waits until what is to be stored is stored."""
     began, cpu = time.perf_counter(), time.process_time()
@@ -281,13 +291,6 @@ def chunk_tokens(room: Room) -> int:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     return get_kv_transfer_group()._worker._layout.chunk_tokens  # type: ignore[no-any-return]
-
-
-def threads(room: Room) -> dict[str, int]:
-    """How many threads compute and copy."""
-    import torch
-
-    return {"torch": torch.get_num_threads(), "copies": 1}
 
 
 def _generate(room: Room, prompts: Sequence[Sequence[int]], max_tokens: int) -> Any:

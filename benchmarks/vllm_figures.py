@@ -26,6 +26,8 @@ from pagoda.ledger.state import STATE
 
 PROMPT = 3_000
 ANSWERED = 16
+THREADS = 1  # of each engine, and of each copy
+_DRAW = random.Random(2)
 CASES = ("device_without", "device", "host", "disk")
 CALLS = {
     "lookup_first": "get_num_new_matched_tokens_first",
@@ -54,7 +56,6 @@ class House:
             engine.answer()
             engine.call(inside.first_token, self.prompt(PROMPT))
             engine.call(inside.turn, [self.prompt(64)] * 2, 2)
-        self.threads: dict[str, int] = self.both.call(inside.threads)
 
     def _started(self, name: str, model: Path, **extra: object) -> Engine:
         given = options(model, **(connector(**extra) if extra else {}))
@@ -210,7 +211,7 @@ def _copies(at: House, copies: Sequence[Copied]) -> list[Figure]:
             "memcpy_gb_per_second": _rounded(theirs),
             "nbytes": [copy.nbytes for copy in mine],
             "run_bytes": [copy.run_bytes for copy in mine],
-            "threads": at.threads,
+            "threads": THREADS,
         }
         value = statistics.median(ours) / statistics.median(theirs)
         note = (
@@ -227,32 +228,38 @@ def _copies(at: House, copies: Sequence[Copied]) -> list[Figure]:
 def throughput_figures(plan: Plan) -> list[Figure]:
     """Tokens a second of prompts that nobody has seen, with the connector against without, stores included."""
     at = house(plan)
-    figures = _no_hit(at, at.host, "no_hit_throughput", 0.97, 8 if plan.quick else 24)
+    figures = _no_hit(at.host, at.host, "no_hit_throughput", 0.97, 8 if plan.quick else 24)
     if not plan.quick:
-        figures += _no_hit(at, at.both, "no_hit_throughput_with_disk", None, 12)
+        figures += _no_hit(at.both, at.both, "no_hit_throughput_with_disk", None, 12)
+        figures += _no_hit(at.without, at.host, "no_hit_throughput_of_two_engines", None, 12)
     return figures
 
 
-def _no_hit(at: House, ours: Engine, name: str, target: float | None, pairs: int) -> list[Figure]:
-    """Pairs of two turns each, without, with, with, without, so that a machine that grows slower takes from both."""
-    runs: dict[str, list[Turn]] = {"without": [], "with": []}
+def _no_hit(without: Engine, ours: Engine, name: str, target: float | None, pairs: int) -> list[Figure]:
+    """Pairs of two turns each, without, with, with, without, so that a machine that grows slower takes from both.
+
+    With one engine for both, its connector is attached and detached. Two engines differ by where their memory lies.
+    """
+    at = {"without": without, "with": ours}
+    runs: dict[str, list[Turn]] = {kind: [] for kind in at}
     idle: list[float] = []
     ours.call(inside.take)
     for number in range(pairs + 1):
-        order = (
-            (("without", at.without), ("with", ours))
-            if number % 2
-            else (("with", ours), ("without", at.without))
-        )
-        pair: dict[str, list[Turn]] = {"without": [], "with": []}
-        for kind, engine in (*order, *order[::-1]):
-            other = at.without if engine is ours else ours
-            before = other.cpu_seconds()
-            pair[kind].append(engine.call(inside.turn, [at.prompt(512) for _ in range(4)], ANSWERED))
-            idle.append(other.cpu_seconds() - before)
+        order = list(at)[:: 1 if number % 2 else -1]
+        pair: dict[str, list[Turn]] = {kind: [] for kind in at}
+        for kind in (*order, *order[::-1]):
+            prompts = [[*_DRAW.choices(range(3, VOCABULARY), k=512)] for _ in range(4)]
+            other = next((each for each in at.values() if each is not at[kind]), None)
+            before = other.cpu_seconds() if other is not None else 0.0
+            if other is None:
+                ours.call(inside.attach, kind == "with")
+            pair[kind].append(at[kind].call(inside.turn, prompts, ANSWERED))
+            idle.append(other.cpu_seconds() - before if other is not None else 0.0)
         if number:  # the first pair is for warming up
             for kind, turns in pair.items():
                 runs[kind].append(Turn(*(sum(each) for each in zip(*turns, strict=True))))
+    if without is ours:
+        ours.call(inside.attach, True)
     calls, _ = ours.call(inside.take)
     hooks = sum(map(sum, calls.values())) / (
         pairs + 1
@@ -269,7 +276,7 @@ def _no_hit(at: House, ours: Engine, name: str, target: float | None, pairs: int
         "tokens_per_second_without": _rounded(speeds["without"], 1),
         "settle_seconds": _rounded([each.settle_seconds for each in runs["with"]], 6),
         "processor_seconds_of_the_idle_engine": {"most": max(idle), "sum": round(sum(idle), 2)},
-        "threads": at.threads,
+        "threads": THREADS,
     }
     note = (
         f"{statistics.median(speeds['with']):,.0f} of {statistics.median(speeds['without']):,.0f} tokens/s, "
