@@ -37,9 +37,7 @@ _LOAD_THREADS = 4
 _SAVE_THREADS = 1  # chunks of one prompt become visible in its order
 _IDLE_SECONDS = 0.005
 _END_SECONDS = 5.0
-_MOST_SNAPSHOT_BYTES = (
-    512 << 20
-)  # of device memory that wait to be copied into slots, or what one chunk takes
+_MOST_SNAPSHOT_BYTES = 512 << 20  # of device memory that wait to be copied into slots; one chunk always may
 
 
 class _Loading(NamedTuple):
@@ -151,9 +149,8 @@ class PagodaWorker:
         self._ended = True
         if trouble is not None and trouble is not handled:
             self._broken_off()
-        here = (
-            meta.scheduler_pid == os.getpid()
-        )  # then both halves have one cache, which weighs loading against this
+        # in one process both halves have one cache, which weighs loading against computing
+        here = meta.scheduler_pid == os.getpid()
         if here and self._seen.on_cpu and meta.computed_tokens >= self._layout.chunk_tokens:
             self._opened().observe_prefill(meta.computed_tokens, time.perf_counter() - self._began)
         for save in meta.saves:
@@ -161,6 +158,7 @@ class PagodaWorker:
                 continue  # another rank has the same bytes and writes them
             copies = list(save.copies)
             if not self._sound:
+                self._unsaved.update(_reserved(copies))  # not this rank's yet, but the scheduler's
                 self._not_saved(copies, "a step of the engine was broken off", Reason.FAILED_CHECK)
                 continue
             if not here:
