@@ -68,6 +68,9 @@ def test_behind_a_local_hit(ranks: Ranks, same: Same) -> None:
     same(ranks.engine, one[: BLOCK + 1])
     (answer,) = same(ranks.engine, one)
     assert (answer.local, answer.external) == (BLOCK, loadable(len(one)) - BLOCK)
+    for blocks in range(1, len(one) // BLOCK - 1):  # each block that was loaded holds its own tokens
+        (answer,) = same(ranks.engine, one[: blocks * BLOCK] + prompt(4110 + blocks, 20))
+        assert (answer.local, answer.external) == (blocks * BLOCK, 0)
 
 
 def test_one_spoilt_part(ranks: Ranks, same: Same) -> None:

@@ -61,6 +61,19 @@ def test_behind_a_local_hit(
     assert (answer.local, answer.external) == (local, loadable(len(one)) - local)
 
 
+def test_beginnings_of_what_was_loaded(pagoda: Engine, same: Same, stored: Callable[..., None]) -> None:
+    """Each block that was loaded holds its own tokens: prompts that share only some of them find those.
+
+    (A prompt that attends to all of them does not tell in what order they lie.)
+    """
+    one = prompt(450, 6 * CHUNK + 7)
+    stored(one)
+    same(pagoda, one)
+    for blocks in range(1, len(one) // BLOCK):
+        (answer,) = same(pagoda, one[: blocks * BLOCK] + prompt(460 + blocks, 20))
+        assert (answer.local, answer.external) == (blocks * BLOCK, 0)
+
+
 def test_what_the_model_wrote(pagoda: Engine, plain: Plain, same: Same, stored: Callable[..., None]) -> None:
     """The next turn of a conversation finds the answer of the last one."""
     first = prompt(500, 200)
