@@ -215,6 +215,16 @@ def test_a_prompt_that_is_longer_than_may_be_held_hits_as_far_as_there_is_room(h
         halves.close()
 
 
+def test_no_more_than_half_of_the_slots_are_held_whatever_is_asked(halves: Halves) -> None:
+    halves.store_prompt("p", 20)
+    halves.store_prompt("q", 10, at=100)
+    one, two = halves.request("one", "p", 20), halves.request("two", "q", 10)
+    found = halves.answers(one, keys("p", SLIDING, 20)) + halves.answers(two, keys("q", SLIDING, 10))
+    found += halves.answers(two, keys("q", FULL, 10))
+    assert set(found) == {HIT, MISS}
+    assert halves.manager._questions._finder.holds.count == found.count(HIT) <= 32
+
+
 def test_a_chunk_of_two_requests_is_held_until_both_are_done(halves: Halves) -> None:
     halves.store_prompt("p", 2)
     one, two = halves.request("one", "p", 2), halves.request("two", "p", 2)

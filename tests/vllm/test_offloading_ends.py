@@ -96,6 +96,28 @@ def test_an_answer_that_does_not_come_is_a_miss(host: Path) -> None:
         halves.close()
 
 
+def test_a_look_that_hangs_is_a_miss_and_counted(host: Path) -> None:
+    halves, go_on = Halves(config_of(host, deadline_seconds=0.3)), threading.Event()
+    try:
+        halves.store_prompt("p", 2)
+        halves.manager._questions._answers.submit(go_on.wait, 30)
+        context, wanted = halves.request("asks", "p", 2), keys("p", FULL, 2)
+        assert halves.answers(context, wanted) == [MISS, MISS]
+        assert not go_on.is_set()
+        stats = halves.manager.get_stats()
+        assert stats is not None and stats.reduce()["vllm:pagoda_late_lookups"] == 2
+        go_on.set()  # what comes now is not kept
+        wait_until(
+            lambda: (
+                halves.manager.on_schedule_end(NO_STEP) or not halves.manager._questions._finder.holds.count
+            )
+        )
+        assert halves.answers(context, wanted) == [MISS, MISS]
+    finally:
+        go_on.set()
+        halves.close()
+
+
 def test_a_store_that_finds_no_slot_in_time_is_refused_and_counted(halves: Halves) -> None:
     context = halves.request("stores", "p", 2)
     with gate_taken(halves.slots._ledger):
