@@ -132,6 +132,7 @@ def test_gone_between_look_up_and_load(
     pagoda.call(interrupt_load, [f"{what}(Path({str(root)!r}){argument})" for root in tiers])
     same(pagoda, one)
     assert failed_loads(pagoda) == before + 1
+    stores.wait_ready(tiers.host, 8)  # the request itself has stored what it had to compute
     pagoda.call(mend)
     hits_again(pagoda, same, one)
 
