@@ -216,13 +216,21 @@ def test_a_prompt_that_is_longer_than_may_be_held_hits_as_far_as_there_is_room(h
 
 
 def test_no_more_than_half_of_the_slots_are_held_whatever_is_asked(halves: Halves) -> None:
-    halves.store_prompt("p", 20)
-    halves.store_prompt("q", 10, at=100)
-    one, two = halves.request("one", "p", 20), halves.request("two", "q", 10)
-    found = halves.answers(one, keys("p", SLIDING, 20)) + halves.answers(two, keys("q", SLIDING, 10))
-    found += halves.answers(two, keys("q", FULL, 10))
+    found = []
+    for prompt in ("p", "q"):
+        context, wanted = halves.request(prompt, prompt, 20), keys(prompt, SLIDING, 20)
+        for at in range(0, 20, 5):
+            halves.store(context, wanted[at : at + 5], {SLIDING: list(range(1, 11))})
+        found += halves.answers(context, wanted)
     assert set(found) == {HIT, MISS}
     assert halves.manager._questions._finder.holds.count == found.count(HIT) <= 32
+
+
+def test_where_room_is_short_every_group_gets_some_of_it(halves: Halves) -> None:
+    wanted = [*keys("p", FULL, 24), *keys("p", SLIDING, 24)]
+    taken = halves.manager.prepare_store(wanted, halves.request("stores", "p", 24)).keys_to_store
+    assert {key[-1] for key in taken} == {FULL, SLIDING}
+    assert len(taken) < len(wanted)
 
 
 def test_a_chunk_of_two_requests_is_held_until_both_are_done(halves: Halves) -> None:
