@@ -10,11 +10,11 @@ VLLM_READY := $(VLLM_VENV)/.ready
 VLLM_PIP := $(VLLM_BIN)/python -m pip -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo test test-vllm check bench bench-vllm mutants soak format wheel clean
+.PHONY: help setup setup-vllm demo test test-vllm check bench bench-vllm mutants mutants-vllm soak format wheel clean
 
 help:
 	@echo "make setup | demo | test | check | bench | mutants | soak | format | wheel | clean"
-	@echo "make setup-vllm | test-vllm | bench-vllm"
+	@echo "make setup-vllm | test-vllm | bench-vllm | mutants-vllm"
 
 setup: $(READY)
 
@@ -63,6 +63,9 @@ bench-vllm: $(VLLM_READY)
 
 mutants: $(READY)
 	$(BIN)/python tests/mutants/run.py $(ARGS)
+
+mutants-vllm: $(VLLM_READY)
+	$(VLLM_BIN)/python tests/mutants/run.py --vllm $(ARGS)
 
 soak: $(READY)
 	$(BIN)/python tests/soak.py $(ARGS)

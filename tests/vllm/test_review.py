@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -11,8 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import KVConnectorBlockState
 from vllm.v1.outputs import KVConnectorOutput
@@ -21,6 +25,7 @@ from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
 from pagoda.cache import Cache
 from pagoda.connectors.vllm.connector import PagodaConnector
+from pagoda.connectors.vllm.machine import machine_facts
 from pagoda.connectors.vllm.meta import PagodaMetadata, PagodaWorkerMetadata
 from pagoda.connectors.vllm.options import Options
 from pagoda.connectors.vllm.scheduler import PagodaScheduler
@@ -28,7 +33,9 @@ from pagoda.connectors.vllm.seen import Seen
 from pagoda.connectors.vllm.worker import PagodaWorker
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
+from pagoda.ledger import Reserved
 from tests.cache.kit import config_of, wait_until
+from tests.vllm import models
 
 BLOCK, CHUNK, PAGE, BLOCKS = 4, 16, 2048, 256
 LAYOUT = KVLayout.opaque(CHUNK, CHUNK // BLOCK * PAGE, "tests of the connector")
@@ -38,13 +45,14 @@ NAMESPACE = Namespace("a-model")
 class Halves:
     """A scheduler's and a worker's half over one cache of 64 slots, and the memory of 256 blocks."""
 
-    def __init__(self, root: Path, on_cpu: bool = True, **more: Any) -> None:
+    def __init__(self, root: Path, on_cpu: bool = True, parts: int = 1, **more: Any) -> None:
         init_none_hash(sha256)
         self.options = Options(config_of(root, None))
         self.memory = torch.zeros(BLOCKS, PAGE, dtype=torch.int8)
         self.scheduler = PagodaScheduler(self.options, BLOCK, events=False, **more)
         self.worker = PagodaWorker(self.options, None, None)
-        self.seen = Seen([self.memory], BLOCK, BLOCKS, (PAGE,), "tests of the connector", 1, 0, True, on_cpu)
+        text = "tests of the connector"
+        self.seen = Seen([self.memory], BLOCK, BLOCKS, (PAGE,), text, parts, 0, True, on_cpu)
         self.worker.saw(self.seen, NAMESPACE)
         self.scheduler.opened([self.worker.handshake])
 
@@ -53,10 +61,9 @@ class Halves:
         assert self.worker._cache is not None
         return self.worker._cache
 
-    def request(self, tokens: list[int], name: str) -> Request:
-        request = Request(
-            name, tokens, SamplingParams(), None, block_hasher=get_request_block_hasher(BLOCK, sha256)
-        )
+    def request(self, tokens: list[int], name: str, **more: Any) -> Request:
+        hasher = get_request_block_hasher(BLOCK, sha256)
+        request = Request(name, tokens, SamplingParams(), None, block_hasher=hasher, **more)
         self.scheduler.new_request(request)
         return request
 
@@ -89,8 +96,8 @@ class Halves:
         self.worker.save(meta)
         wait_until(lambda: not self.worker._saving)
 
-    def stored(self, tokens: list[int], name: str, table: list[int]) -> None:
-        request = self.request(tokens, name)
+    def stored(self, tokens: list[int], name: str, table: list[int], **more: Any) -> None:
+        request = self.request(tokens, name, **more)
         assert self.asked(request) == 0
         self.saved(self.step(table, **{name: len(tokens)}))
         self.scheduler.finished(request)
@@ -318,3 +325,126 @@ def test_two_ranks_tell_the_earliest_chunk_that_waits() -> None:
     one = PagodaWorkerMetadata({"a"}, set(), {"a": 3, "b": 1})
     other = PagodaWorkerMetadata({"c"}, set(), {"a": 2, "c": 7})
     assert one.aggregate(other) == PagodaWorkerMetadata({"a", "c"}, set(), {"a": 2, "b": 1, "c": 7})
+
+
+def test_what_a_step_does_not_compute_is_not_saved(halves: Halves) -> None:
+    """A prompt is computed in pieces; and what is scheduled behind its tokens is a draft that may be rejected."""
+    request = halves.request(tokens(3.5), "long")
+    assert halves.asked(request) == 0
+    table = list(range(16))
+    positions = []
+    for scheduled in (CHUNK - 1, 1, CHUNK + 3, 2 * CHUNK):
+        meta = halves.step(table, long=scheduled)
+        positions.append([copy.position for save in meta.saves for copy in save.copies])
+        request.num_computed_tokens += scheduled
+    assert positions == [[], [0], [1], [2]]
+
+
+def test_at_least_one_token_is_left_to_compute(halves: Halves) -> None:
+    halves.stored(tokens(2), "first", list(range(8)))
+    assert halves.asked(halves.request(tokens(2), "again")) == 2 * CHUNK - BLOCK
+
+
+def test_a_chunk_that_differs_behind_its_first_block_is_another(halves: Halves) -> None:
+    halves.stored(tokens(2), "first", list(range(8)))
+    other = [*tokens(1), *tokens(2)[CHUNK : CHUNK + BLOCK], *tokens(2, seed=1)]
+    assert halves.asked(halves.request(other, "other")) == CHUNK
+
+
+def test_another_adapter_under_the_same_path_is_another(halves: Halves, tmp_path: Path) -> None:
+    """vLLM's hashes know an adapter by its name and path; what it does to the KV is in its files."""
+    path = models.make_lora(tmp_path / "adapter", 1)
+    first, again, other = (LoRARequest("adapter", number, str(path)) for number in (9001, 9002, 9003))
+    halves.stored(tokens(2), "first", list(range(8)), lora_request=first)
+    assert halves.asked(halves.request([*tokens(2), 1], "again", lora_request=again)) == 2 * CHUNK
+    shutil.rmtree(path)
+    models.make_lora(path, 2)
+    assert halves.asked(halves.request([*tokens(2), 1], "other", lora_request=other)) == 0
+
+
+def test_after_a_reset_nothing_that_was_stored_before_hits(halves: Halves) -> None:
+    halves.stored(tokens(2), "before", list(range(8)))
+    running = halves.request([*tokens(1, seed=1), 1], "running")
+    assert halves.asked(running) == 0
+    halves.scheduler.reset()
+    meta = halves.step(list(range(4)), running=CHUNK)
+    assert not meta.saves  # who can say which weights computed it
+    halves.saved(meta)
+    halves.scheduler.finished(running)
+    assert halves.asked(halves.request([*tokens(2), 1], "after")) == 0
+    halves.stored(tokens(2), "anew", list(range(8)))
+    assert halves.asked(halves.request([*tokens(2), 1], "next")) == 2 * CHUNK
+
+
+def test_a_slot_that_was_given_up_meanwhile_is_not_written(halves: Halves) -> None:
+    """The worker of another process comes late: the slot may be somebody else's by now."""
+    request = halves.request(tokens(1), "first")
+    assert halves.asked(request) == 0
+    meta = halves.step([1, 2, 3, 4], first=CHUNK)
+    (copy,) = meta.saves[0].copies
+    slots = halves.cache.slots
+    assert slots is not None
+    reserved = Reserved(copy.key, copy.slot, copy.generation)
+    slots.abort([reserved])
+    slots.view(copy.slot)[:] = 9
+    fill(halves.memory, [1, 2, 3, 4], 3)
+    meta.scheduler_pid = 0  # no process of this machine has that number
+    halves.saved(meta)
+    assert (slots.view(copy.slot) == 9).all()
+    told = halves.worker.take_meta()
+    assert told is not None and told.unsaved == {reserved}
+
+
+def test_each_rank_has_its_own_pages_in_a_chunk(shm_root: Path) -> None:
+    halves = Halves(shm_root, parts=2)
+    memory = torch.zeros_like(halves.memory)
+    other = PagodaWorker(halves.options, None, None)
+    other.saw(halves.seen._replace(planes=[memory], part=1), NAMESPACE)
+    both = {halves.worker: halves.memory, other: memory}
+    there, here = list(range(8)), list(range(100, 108))
+    first = halves.request(tokens(2), "first")
+    assert halves.asked(first) == 0
+    meta = halves.step(there, first=2 * CHUNK)
+    for number, (worker, its) in enumerate(both.items()):
+        fill(its, there, 10 * number)
+        worker.begin(meta)
+        worker.save(meta)
+        wait_until(lambda worker=worker: not worker._saving)
+    second = halves.request([*tokens(2), 1], "second")
+    assert halves.asked(second) == 2 * CHUNK
+    halves.scheduler.allocated(second, SimpleNamespace(get_block_ids=lambda: (here,)), 2 * CHUNK)
+    meta = halves.step([])
+    for worker, its in both.items():
+        worker.load(meta)
+        wait_until(lambda worker=worker: bool(worker.finished_loads(True)))
+        assert not worker.take_bad_blocks() and torch.equal(its[here], its[there])
+    assert not torch.equal(halves.memory[here], memory[here])
+    other.shutdown()
+    halves.close()
+
+
+def test_what_the_engine_has_already_is_not_written_over(halves: Halves) -> None:
+    halves.stored(tokens(2), "first", list(range(8)))
+    request = halves.request([*tokens(2), 1], "second")
+    assert halves.asked(request, local=BLOCK) == 2 * CHUNK - BLOCK
+    blocks = SimpleNamespace(get_block_ids=lambda: ([*range(100, 109)],))
+    halves.scheduler.allocated(request, blocks, 2 * CHUNK - BLOCK)
+    halves.memory[100:109] = 111
+    halves.worker.load(halves.step([]))
+    wait_until(lambda: bool(halves.worker.finished_loads(True)))
+    written = [block for block in range(100, 109) if not (halves.memory[block] == 111).all()]
+    assert written == list(range(101, 108))
+
+
+def test_what_decides_the_bytes_of_a_page_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """K is packed for the vector unit, and each attention backend has a format of its own."""
+
+    def facts(backend: type = CPUAttentionBackend, isa: str = "vec") -> str:
+        layer = SimpleNamespace(get_attn_backend=lambda: backend, isa=isa)
+        compiled = SimpleNamespace(static_forward_context={"layer": layer})
+        config: Any = SimpleNamespace(compilation_config=compiled)
+        return str(machine_facts(torch.device("cpu"), config, ["layer"]))
+
+    told = [facts(), facts(isa="amx"), facts(FlashAttentionBackend)]
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another")
+    assert len({*told, facts()}) == 4
