@@ -115,7 +115,14 @@ def test_failed_loads_must_be_recomputed(configs: tuple[Any, Any]) -> None:
     _set("kv_transfer_config.kv_load_failure_policy", "fail")(*configs)
     with pytest.raises(ValueError, match='"kv_load_failure_policy": "recompute"'):
         check(configs)
-    check(configs, hybrid=True)  # there vLLM has no failed loads
+    check(configs, hybrid=True)  # there what is promised is held, and a load fails only with its process
+
+
+def test_adapters_need_the_connector_that_knows_their_content(configs: tuple[Any, Any]) -> None:
+    _set("lora_config", SimpleNamespace())(*configs)
+    check(configs)
+    with pytest.raises(ValueError, match="by name and path only"):
+        check(configs, hybrid=True)
 
 
 def _specs() -> dict[str, Any]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from pagoda.connectors.vllm.options import Options
 
-__all__ = ["lora_name", "namespace_of", "weights_digest"]
+__all__ = ["lora_name", "namespace_of", "salt_of", "weights_digest"]
 
 _SNAPSHOT = re.compile(
     r"models--(?P<name>[^/]+)/snapshots/[^/]+/?$"
@@ -43,6 +43,13 @@ def namespace_of(vllm_config: VllmConfig, kv_dtype: str, world_size: int, option
         world_size=world_size,
         salt=options.salt,
     )
+
+
+def salt_of(engine: str, request: str | None, since: str) -> str | None:
+    """Return what keeps chunks apart: an engine's tenant, a request's, the last reset; None if only the first does."""
+    if not request and not since:
+        return None
+    return json.dumps([engine, request or "", since])
 
 
 def weights_digest(vllm_config: VllmConfig, weights: str | None = None) -> str:

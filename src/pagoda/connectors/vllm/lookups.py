@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 import threading
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 
 from pagoda.cache import Cache, Hit
 from pagoda.cache.look import LEASE_SECONDS
-from pagoda.connectors.vllm.identity import lora_name
+from pagoda.connectors.vllm.identity import lora_name, salt_of
 from pagoda.keys import derive_keys
 from pagoda.metrics import Reason
 
@@ -185,18 +184,12 @@ class Lookups:
             lora = lora_name(request.lora_request)
             if lora is None:
                 return None
-        salt = self._salt_of(request)
+        salt = salt_of(self._salt, request.cache_salt, self._since)
         assert self._cache.slots is not None
         root = self._cache.slots.namespace(lora, salt)
         keys = derive_keys(digests, root)
         hit = self._cache.lookup(None, keys=keys, lora=lora, salt=salt, counted=False)
         return Found(root, lora, salt, hashes, last, hit, time.monotonic())
-
-    def _salt_of(self, request: Any) -> str | None:
-        """What keeps a request apart: the engine's tenant, the request's, and the engine's last reset."""
-        if not request.cache_salt and not self._since:
-            return None
-        return json.dumps([self._salt, request.cache_salt or "", self._since])
 
     def _digests(self, request: Any, begin: int, hashes: int) -> list[bytes]:
         """The engine's hash at the end of each chunk from number `begin` on: it names the whole prefix."""

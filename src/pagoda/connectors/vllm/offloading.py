@@ -103,10 +103,6 @@ class PagodaOffloadingSpec(OffloadingSpec):
         connector = self._connector()
         vllm_config, kv_cache_config = connector._vllm_config, connector._kv_cache_config
         check_engine(vllm_config, kv_cache_config, hybrid=True)
-        if vllm_config.lora_config is not None:
-            log.warning(
-                "LoRA adapters are told apart by name and path: give an adapter that changes a new name"
-            )
         specs = [_specs(kv_cache_config.kv_cache_groups[group.group_id]) for group in self.config.groups]
         stocks = self._stocks(kv_caches, specs)
         greeting = Greeting(
@@ -169,6 +165,11 @@ class PagodaOffloadingSpec(OffloadingSpec):
 def _options(config: OffloadingConfig) -> tuple[Options, int]:
     """What was configured, and the blocks of a chunk: vLLM's own options go first, then `chunk_tokens`."""
     extra, blocks = dict(config.extra_config), config.cache.blocks_per_chunk
+    if "store_output" in extra:
+        raise ValueError(
+            "store_output: what vLLM's OffloadingConnector stores is said by offload_prompt_only (true by default); "
+            "leave store_output out"
+        )
     sizes = sorted({group.tokens_per_block for group in config.groups})
     theirs = [name for name in ("block_size", "blocks_per_chunk") if extra.get(name) is not None]
     if theirs or len(sizes) > 1:

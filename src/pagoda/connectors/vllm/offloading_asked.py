@@ -34,9 +34,9 @@ class Questions:
 
     def __init__(self, cache: Cache, groups: Sequence[Group]) -> None:
         assert cache.slots is not None
-        self._slots, self._patience = cache.slots, cache.config.deadline_seconds
+        self._patience = cache.config.deadline_seconds
         self._finder = Finder(cache, groups)
-        self.root = cache.slots.namespace()
+        self.root = self._finder.root()
         self._known: dict[bytes, Asked] = {}
         self._new: dict[str, list[Asked]] = {}  # by request
         self._wanted: list[Asked] = []
@@ -91,9 +91,8 @@ class Questions:
         """Hand what was asked since the last call to the threads; let go of what nobody looks at."""
         self._drain()
         now = time.monotonic()
-        if (root := self._slots.namespace()) != self.root:  # another process has changed the weights
-            self.reset()
-            self.root = root
+        if self._finder.root() != self.root:  # another process has changed the weights
+            self.forget()
         for asked in self._new.values():
             if question := [one for one in asked if one.state is State.ASKED]:
                 self._submit(self._answers, self._answer, question)
@@ -214,6 +213,11 @@ class Questions:
         self._release([pair for _, pairs in over for pair in pairs])
 
     def reset(self) -> None:
+        """Forget everything, and find nothing that was stored before."""
+        self._finder.renew()
+        self.forget()
+
+    def forget(self) -> None:
         """Forget everything; slots that are being loaded from are kept for a while, for nobody tells of their end."""
         self._drain()
         held = [asked for asked in self._known.values() if asked.state is State.HELD]
@@ -223,7 +227,7 @@ class Questions:
             self._forget(asked)
         self._new, self._wanted = {}, []
         self._of.clear()
-        self.root = self._slots.namespace()
+        self.root = self._finder.root()
         self._release(idle)
         if loading:
             self._lingering.append((time.monotonic() + _LINGER_SECONDS, loading))

@@ -6,6 +6,7 @@ with full attention a hit is a run from the first chunk on; of sliding windows o
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ import numpy as np
 
 from pagoda.cache import Cache
 from pagoda.cache.slots import HostSlots
+from pagoda.connectors.vllm.identity import salt_of
 from pagoda.metrics import Reason
 
 __all__ = ["Asked", "Finder", "Found", "Group", "Holds", "State"]
@@ -137,7 +139,16 @@ class Finder:
         self._run_most = max(1, self.holds.most - max(self.holds.most // _WINDOW_SHARE, windows))
         self.news: SimpleQueue[list[Found]] = SimpleQueue()
         self._piece = max(1, min(_PIECE, _PIECE_BYTES // cache.layout.slot_bytes))
+        self._salt: str | None = None  # None: the namespace's
         self.moved = 0.0  # when something was last found out: who waits is patient while things move
+
+    def root(self) -> bytes:
+        """The root of the namespace that chunks lie in."""
+        return self._slots.namespace(salt=self._salt)
+
+    def renew(self) -> None:
+        """Go on where nobody has stored anything, and nobody else ever will: the weights have no name any more."""
+        self._salt = salt_of(self._cache.namespace.salt, None, secrets.token_hex(16))
 
     def tell(self, news: list[Found]) -> None:
         """Hand news to the scheduler's thread."""
@@ -281,7 +292,7 @@ class Finder:
         return told
 
     def _fetch(self, run: Sequence[Asked]) -> None:
-        hit = self._cache.prefetch(None, keys=self._placed(run))
+        hit = self._cache.prefetch(None, keys=self._placed(run), salt=self._salt)
         chunks = hit.num_tokens // self._cache.layout.chunk_tokens
         tier = max(hit.by_tier, key=lambda name: name in self._lower, default="host")
         for one in run[:chunks]:
@@ -300,7 +311,9 @@ class Finder:
         """How many leading chunks of a run lower tiers have."""
         if not run or not self._lower or not run[0].lower:
             return 0
-        hit = self._cache.lookup(None, counted=False, keys=self._placed(run), tiers=self._lower)
+        hit = self._cache.lookup(
+            None, counted=False, keys=self._placed(run), tiers=self._lower, salt=self._salt
+        )
         return hit.num_tokens // self._cache.layout.chunk_tokens
 
     def _placed(self, run: Sequence[Asked]) -> list[tuple[int, int, bytes]]:

@@ -134,7 +134,7 @@ class OffloadedChunks(OffloadingManager):
 
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput:
         """Reserve slots for chunks that are not there yet, as far as that can be had at once."""
-        root = self._slots.namespace()
+        root = self._questions.root
         spec = self._spec(req_context.req_id, root)
         taken: list[bytes] = []
         request = self._requests.setdefault(req_context.req_id, _Request())
@@ -248,14 +248,7 @@ class OffloadedChunks(OffloadingManager):
         return False
 
     def reset_cache(self) -> None:
-        """Let nothing that was stored before hit again, for any engine of this machine: weights may have changed."""
-        try:
-            self._cache.weights_changed()
-        except Exception as trouble:  # noqa: BLE001  # a border: vLLM must not die of it
-            cleared = self._cache.clear(everything=True)
-            log.warning(
-                "the weights' epoch could not be kept (%s); cleared all tiers instead: %s", trouble, cleared
-            )
+        """Let nothing that was stored before hit again in this engine: its weights may be others than its files'."""
         for request in self._requests.values():
             request.stores = False
         self._questions.reset()

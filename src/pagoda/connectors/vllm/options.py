@@ -13,7 +13,10 @@ from pagoda.errors import ConfigError
 
 __all__ = ["Options", "read_options"]
 
-_CHUNK_TOKENS = 256  # what chunks come to if nobody says otherwise
+# A hit ends with a chunk, so a chunk is one block, as in the engine's own cache: what a prompt has behind its last
+# whole chunk is computed again each time. Blocks of fewer than 32 tokens are put together, or the ledger's time for
+# a chunk (some 50 us) would show.
+_ONE_BLOCK_TOKENS, _SMALL_BLOCKS_TOKENS = 32, 64
 _OWN = ("weights", "salt", "store_output", "allow_untested_vllm")
 # keys that vLLM's own OffloadingConnector reads from the same mapping
 _OF_VLLM = (
@@ -46,8 +49,8 @@ class Options:
 def read_options(extra_config: Mapping[str, Any], block_tokens: int) -> Options:
     """Return the options of `kv_connector_extra_config`, of the files and of the environment. Changes nothing.
 
-    The chunk is a whole number of the engine's blocks: what was configured, or else the most that is not above
-    256 tokens, and at least one block.
+    The chunk is a whole number of the engine's blocks: what was configured, or else one block of at least 32 tokens, or
+    as many smaller ones as 64 tokens have room for.
 
     Raises:
         ConfigError: (a ValueError) an unknown key (with the nearest known one), a value that cannot stand, or a
@@ -66,7 +69,7 @@ def read_options(extra_config: Mapping[str, Any], block_tokens: int) -> Options:
     loaded = load(**given)
     config, origin = loaded.config, loaded.origins["chunk_tokens"]
     if origin == DEFAULT:
-        config = replace(config, chunk_tokens=max(_CHUNK_TOKENS // block_tokens, 1) * block_tokens)
+        config = replace(config, chunk_tokens=_chunk_of(block_tokens))
     elif config.chunk_tokens % block_tokens:
         raise ConfigError(_uneven(config.chunk_tokens, origin, block_tokens))
     return Options(
@@ -76,6 +79,12 @@ def read_options(extra_config: Mapping[str, Any], block_tokens: int) -> Options:
         store_output=_flag(extra_config, "store_output", True),
         allow_untested_vllm=_flag(extra_config, "allow_untested_vllm", False),
     )
+
+
+def _chunk_of(block_tokens: int) -> int:
+    if block_tokens >= _ONE_BLOCK_TOKENS:
+        return block_tokens
+    return _SMALL_BLOCKS_TOKENS // block_tokens * block_tokens
 
 
 def _uneven(chunk_tokens: int, origin: str, block_tokens: int) -> str:

@@ -71,7 +71,7 @@ def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, hyb
 
     `hybrid`: the engine is served by the OffloadingSpec, where vLLM does the work of several KV cache groups.
     """
-    for name, refused in (*_ALWAYS, *(() if hybrid else _CONNECTOR)):
+    for name, refused in (*_ALWAYS, *(_OFFLOADING if hybrid else _CONNECTOR)):
         sentence = refused(vllm_config)
         if sentence:
             raise ValueError(f"{name}: {sentence}")
@@ -169,6 +169,15 @@ def _role(vllm_config: Any) -> str | None:
     return None if role == "kv_both" else f'{role!r}: a cache stores and loads; write "kv_role": "kv_both"'
 
 
+def _lora(vllm_config: Any) -> str | None:
+    if vllm_config.lora_config is None:
+        return None
+    return (
+        "vLLM's OffloadingConnector tells adapters apart by name and path only, and chunks outlive an adapter's files;"
+        " leave enable_lora out, or the connector"
+    )
+
+
 def _model(vllm_config: Any) -> str | None:
     model = vllm_config.model_config
     if model.is_encoder_decoder:
@@ -225,3 +234,4 @@ _ALWAYS: tuple[tuple[str, Refusal], ...] = (
     ("speculative_config", _hidden_states),
 )
 _CONNECTOR: tuple[tuple[str, Refusal], ...] = (("kv_load_failure_policy", _policy),)
+_OFFLOADING: tuple[tuple[str, Refusal], ...] = (("enable_lora", _lora),)
