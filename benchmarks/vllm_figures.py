@@ -37,8 +37,7 @@ CALLS = {
 
 
 class House:
-    """Engines with one model: without the connector, with host memory only, with host memory and a disk (whose chunks
-    are those of the default, or of one block)."""
+    """Engines with one model: without the connector, with host memory only, with host memory and a disk."""
 
     def __init__(self, plan: Plan) -> None:
         self._shm = Path(tempfile.mkdtemp(prefix="pagoda-bench-", dir=plan.shm))
@@ -51,7 +50,6 @@ class House:
         self.without = self._started("without", model)
         self.host = self._started("host", model, **self._tiers("host", disk=False))
         self.both = self._started("both", model, **self._tiers("both"))
-        self.fine = self._started("fine", model, **self._tiers("fine"), chunk_tokens=BLOCK)
         for engine in self.engines.values():
             engine.answer()
             engine.call(inside.first_token, self.prompt(PROMPT))
@@ -115,13 +113,9 @@ def house(plan: Plan) -> House:
 def first_figures(plan: Plan) -> list[Figure]:
     """Seconds to the first token of 3,000, by where the prompt is; and what was called and copied for it."""
     at = house(plan)
-    chunk: int = at.both.call(inside.chunk_tokens)
     at.both.call(inside.take)
-    whole = PROMPT // chunk * chunk + 24  # the same tokens hit, whatever the chunk
     runs = _first_rounds(at, at.both, PROMPT, 3 if plan.quick else 11)
-    even = _first_rounds(at, at.both, whole, 2 if plan.quick else 7)
     calls, copies = at.both.call(inside.take)
-    fine = _first_rounds(at, at.fine, PROMPT, 2 if plan.quick else 11)
     crowd = _crowd(at, 1 if plan.quick else 5)
     figures = [_seconds(f"ttft_{case}_seconds", each, _where(each)) for case, each in runs.items()]
     figures += [
@@ -130,10 +124,6 @@ def first_figures(plan: Plan) -> list[Figure]:
         _ratio("host_hit_vs_cold", runs["host"], runs["cold_without"]),
         _ratio("cold_vs_cold_without", runs["cold"], runs["cold_without"]),
         _ratio("device_hit_vs_without", runs["device"], runs["device_without"]),
-        _ratio(f"host_hit_vs_device_hit_of_{whole}_tokens", even["host"], even["device_without"]),
-        _ratio(f"disk_hit_vs_device_hit_of_{whole}_tokens", even["disk"], even["device_without"]),
-        _ratio("host_hit_vs_device_hit_chunk_of_a_block", fine["host"], fine["device_without"], 1.5),
-        _ratio("disk_hit_vs_device_hit_chunk_of_a_block", fine["disk"], fine["device_without"]),
     ]
     return figures + _calls(calls, crowd) + _copies(at, copies)
 
