@@ -15,6 +15,7 @@ from pagoda.transfer import PagesKV, merged
 from tests.transfer.pages_kit import (
     BLOCK_TOKENS,
     BLOCKS,
+    POISON,
     Case,
     bytes_of,
     case_of,
@@ -262,3 +263,37 @@ def test_what_it_says_of_itself() -> None:
     kv = _pages()
     assert (kv.num_tokens, kv.run_bytes, kv.layout) == (12, 16, layout_of([16], 2))
     assert make_planes([16], 0)[0].view.shape == (BLOCKS, 16)
+
+
+@pytest.mark.parametrize(
+    "order", [[0, 1, 2, 3], [5, 4, 3, 2], [0, 2, 4, 6], [4, 0, 2, 6], [0, 1, 4, 5], [3, 2, 5, 6]]
+)
+@pytest.mark.parametrize("blocks_a_chunk", [1, 2])
+@pytest.mark.parametrize(
+    "table",
+    [
+        [4, 5, 6, 7, 8, 9, 10, 11],
+        [11, 2, 9, 4, 3, 8, 0, 7],
+        [4, 5, -1, 7, 8, 9, 10, 11],
+        [8, 9, 4, 5, 6, 7, 0, 1],
+    ],
+)
+@pytest.mark.parametrize("pages", [[64, 24], [7, 16]])
+def test_slots_of_one_slab(pages: list[int], table: list[int], blocks_a_chunk: int, order: list[int]) -> None:
+    """Slots at even distances, up or down, are copied together; not one byte between them changes."""
+    case = case_of(pages, table, blocks_a_chunk=blocks_a_chunk)
+    starts = [start for start in case.starts[::-1] if -1 not in case.ids(start)][: len(order)]
+    order = order[: len(starts)]
+    source, slab = case.planes(seed=1), np.full((8, case.layout.slot_bytes), POISON, np.uint8)
+    case.kv(PagesKV, source).to_slots(starts, [slab[number] for number in order])
+    want = np.full_like(slab, POISON)
+    for start, number in zip(starts, order, strict=True):
+        want[number] = np.frombuffer(expected_slot(case, [plane.view for plane in source], start), np.uint8)
+    assert slab.tobytes() == want.tobytes()
+
+    filled = np.random.default_rng(7).integers(0, 256, slab.shape, dtype=np.uint8)
+    together, apart = case.planes(seed=2), case.planes(seed=2)
+    case.kv(PagesKV, together).from_slots(starts, [filled[number] for number in order])
+    for start, number in zip(starts, order, strict=True):
+        case.kv(PagesKV, apart).from_slots([start], [filled[number].copy()])
+    assert [bytes_of(plane.whole) for plane in together] == [bytes_of(plane.whole) for plane in apart]

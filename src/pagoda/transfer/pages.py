@@ -56,11 +56,18 @@ class Share(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """One span of one plane: all rows of the plane, and the slot's words [len(ids), words of a page]."""
+    """One span of one plane: all rows of the plane, and the slot's words [*ids.shape, words of a page]."""
 
     rows: Words
     span: Span
     room: Words
+
+
+class _Row(NamedTuple):
+    """Whole chunks whose slots lie at even distances, so that numpy can copy a plane of all of them in one call."""
+
+    shares: Sequence[Share]
+    step_bytes: int  # from one slot to the next, either way
 
 
 def see_plane(plane: Array, argument: str) -> Plane:
@@ -246,12 +253,15 @@ class PagesKV:
         self._copy(_scatter, self._places.shares(starts, slots, into_slots=False))
 
     def _copy(self, copy: Callable[[Sequence[_Piece]], None], shares: Sequence[Share]) -> None:
-        work = [piece for share in shares for piece in self._pieces(share)]
+        rows = _rows(shares, self._places.blocks)
+        work = [piece for row in rows for piece in self._pieces(row)]
         threads = max(1, min(self._threads, len(work)))
         cuts = [len(work) * number // threads for number in range(threads + 1)]
         in_threads([partial(copy, work[a:b]) for a, b in pairwise(cuts)], threads)
 
-    def _pieces(self, share: Share) -> Iterator[_Piece]:
+    def _pieces(self, row: _Row) -> Iterator[_Piece]:
+        share, count = row.shares[0], len(row.shares)
+        spans = share.spans if count == 1 else [_one_span(row.shares)]
         offset = 0
         for rows, page_bytes in zip(self._rows, self._page_bytes, strict=True):
             shape = (self._places.blocks, rows.shape[1])
@@ -259,15 +269,48 @@ class PagesKV:
             if not room.flags.aligned:  # numpy would copy it through a buffer
                 rows = rows.view(np.uint8)
                 room = share.room[offset : offset + shape[0] * page_bytes].reshape(shape[0], page_bytes)
-            for span in share.spans:
-                yield _Piece(rows, span, room[span.begin : span.begin + len(span.ids)])
+            if count > 1:
+                strides = (row.step_bytes, *room.strides)
+                room = np.lib.stride_tricks.as_strided(room, (count, *room.shape), strides)
+                yield _Piece(rows, spans[0], room)
+            else:
+                for span in spans:
+                    yield _Piece(rows, span, room[span.begin : span.begin + len(span.ids)])
             offset += shape[0] * page_bytes
+
+
+def _rows(shares: Sequence[Share], blocks: int) -> Iterator[_Row]:
+    """Put neighbours together as far as they are whole and their slots lie at even distances."""
+    begin, step = 0, 0
+    places = [share.room.ctypes.data for share in shares]
+    whole = [len(share.spans) == 1 and len(share.spans[0].ids) == blocks for share in shares]
+    for at in range(1, len(shares) + 1):
+        if at < len(shares) and whole[at - 1] and whole[at]:
+            found = places[at] - places[at - 1]
+            # slots that are not as far apart as they are long, or not by whole words, are copied one by one
+            if abs(found) >= shares[at].room.nbytes and not found % WORD_BYTES[0] and step in (0, found):
+                step = found
+                continue
+        yield _Row(shares[begin:at], step)
+        begin, step = at, 0
+
+
+def _one_span(shares: Sequence[Share]) -> Span:
+    """The spans of whole chunks as one, with ids [chunks, blocks]."""
+    ids = np.stack([share.spans[0].ids for share in shares])
+    flat = ids.reshape(-1)
+    run = int(flat[0]) if bool((flat[1:] - flat[:-1] == 1).all()) else None
+    return Span(0, shares[0].spans[0].at, ids, run)
 
 
 def _gather(work: Sequence[_Piece]) -> None:
     for rows, span, room in work:
         if span.first is not None:
-            np.copyto(room, rows[span.first : span.first + len(room)])
+            np.copyto(room, rows[span.first : span.first + span.ids.size].reshape(room.shape))
+        elif span.ids.ndim > 1:
+            _gather(
+                [_Piece(rows, span._replace(ids=ids), one) for ids, one in zip(span.ids, room, strict=True)]
+            )
         elif rows.flags.c_contiguous:  # of any other array np.take would first copy all of it
             np.take(rows, span.ids, axis=0, out=room, mode="clip")  # "raise" would go through a buffer
         else:
@@ -278,7 +321,7 @@ def _gather(work: Sequence[_Piece]) -> None:
 def _scatter(work: Sequence[_Piece]) -> None:
     for rows, span, room in work:
         if span.first is not None:
-            np.copyto(rows[span.first : span.first + len(room)], room)
+            np.copyto(rows[span.first : span.first + span.ids.size].reshape(room.shape), room)
         else:
             rows[span.ids] = room  # no block comes twice
 
