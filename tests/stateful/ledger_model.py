@@ -49,7 +49,7 @@ class Model:
 
     ready: dict[bytes, tuple[int, int]] = field(default_factory=dict)  # key -> slot, generation
     pending: list[Pending] = field(default_factory=list)
-    held: set[tuple[int, int]] = field(default_factory=set)
+    held: set[tuple[int, int]] = field(default_factory=set)  # some of them gone: their slots wait
     leases: dict[tuple[int, int], int] = field(default_factory=dict)  # until, ns
     pins: dict[str, set[bytes]] = field(default_factory=dict)
     gone: set[tuple[int, int]] = field(default_factory=set)
@@ -66,11 +66,14 @@ class Model:
         """Those that nobody else may reserve yet."""
         return {key for key, one in self.claimed().items() if now - one.started <= BUSY_NS}
 
+    def waiting(self) -> set[tuple[int, int]]:
+        """Slots of chunks that have gone while they were held: nobody's until the hold ends."""
+        return self.held & self.gone
+
     def leave(self, key: bytes) -> None:
         """A chunk is no longer there."""
         place = self.ready.pop(key)
         self.gone.add(place)
-        self.held.discard(place)
         self.leases.pop(place, None)
         for pins in self.pins.values():
             pins.discard(key)

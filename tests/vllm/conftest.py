@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from pagoda.config import Config
 from tests.vllm import models, stores
 from tests.vllm.engines import CHUNK, Engine, connector, options
+from tests.vllm.halves import Halves, config_of
 from tests.vllm.inside import Answer
 
 
@@ -148,3 +150,28 @@ def only_on_disk(stored: Callable[..., None], tiers: Tiers) -> Callable[..., set
         return stores.keys(tiers.disk) - before
 
     return store
+
+
+# ---- the halves of the OffloadingSpec, without an engine
+
+
+@pytest.fixture
+def host(session_shm: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A host tier's directory of one test."""
+    root = session_shm / request.node.name[:80].replace("/", "-")
+    yield root
+    shutil.rmtree(root, ignore_errors=True)
+
+
+@pytest.fixture
+def config(host: Path) -> Config:
+    """64 host slots and no disk."""
+    return config_of(host)
+
+
+@pytest.fixture
+def halves(config: Config) -> Iterator[Halves]:
+    """Both halves over it."""
+    both = Halves(config)
+    yield both
+    both.close()

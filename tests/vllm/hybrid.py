@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.vllm.engines import connector
 from tests.vllm.inside import Room
-from tests.vllm.models import BOS, EOS, UNKNOWN, VOCABULARY
+from tests.vllm.models import BOS, EOS, UNKNOWN, VOCABULARY, write_tokenizer
 
 WINDOW = 96  # tokens; three blocks of the tests' engines
 KINDS = ["sliding_attention", "sliding_attention", "full_attention"] * 2
@@ -16,8 +16,7 @@ KINDS = ["sliding_attention", "sliding_attention", "full_attention"] * 2
 def make_gemma(directory: Path, seed: int = 0) -> Path:
     """Write a random Gemma 3 with a word-level tokenizer; its weights are so large that texts differ."""
     import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedTokenizerFast
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     torch.manual_seed(seed)
     config = Gemma3TextConfig(
@@ -27,14 +26,7 @@ def make_gemma(directory: Path, seed: int = 0) -> Path:
         bos_token_id=BOS, eos_token_id=EOS, pad_token_id=UNKNOWN, tie_word_embeddings=False,
     )  # fmt: skip
     Gemma3ForCausalLM(config).float().save_pretrained(directory)
-    tokenizer = Tokenizer(
-        models.WordLevel({f"t{number}": number for number in range(VOCABULARY)}, unk_token=f"t{UNKNOWN}")
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token=f"t{UNKNOWN}", eos_token=f"t{EOS}", bos_token=f"t{BOS}",
-        pad_token=f"t{UNKNOWN}",
-    ).save_pretrained(directory)  # fmt: skip
+    write_tokenizer(directory)
     return directory
 
 

@@ -23,22 +23,11 @@ def words(tokens: list[int]) -> str:
     return " ".join(f"t{token}" for token in tokens)
 
 
-def make_llama(directory: Path, seed: int = 0, dtype: str = "float32") -> Path:
-    """Write a random Llama with a word-level tokenizer; its weights are so large that texts differ.
-
-    In float32 a different order of summation (batches, chunked prefill, ranks) does not change a greedy choice.
-    """
-    import torch
+def write_tokenizer(directory: Path) -> None:
+    """Write the word-level tokenizer of all models here: the text of token 7 is "t7"."""
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=512, num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM,
-        max_position_embeddings=8192, initializer_range=0.2, bos_token_id=BOS, eos_token_id=EOS,
-    )  # fmt: skip
-    LlamaForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(directory)
     tokenizer = Tokenizer(
         models.WordLevel({f"t{number}": number for number in range(VOCABULARY)}, unk_token=f"t{UNKNOWN}")
     )
@@ -47,6 +36,24 @@ def make_llama(directory: Path, seed: int = 0, dtype: str = "float32") -> Path:
         tokenizer_object=tokenizer, unk_token=f"t{UNKNOWN}", eos_token=f"t{EOS}", bos_token=f"t{BOS}",
         pad_token=f"t{UNKNOWN}",
     ).save_pretrained(directory)  # fmt: skip
+
+
+def make_llama(directory: Path, seed: int = 0, dtype: str = "float32") -> Path:
+    """Write a random Llama with a word-level tokenizer; its weights are so large that texts differ.
+
+    In float32 a different order of summation (batches, chunked prefill, ranks) does not change a greedy choice.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=512, num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM,
+        max_position_embeddings=8192, initializer_range=0.2, bos_token_id=BOS, eos_token_id=EOS,
+    )  # fmt: skip
+    LlamaForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(directory)
+    write_tokenizer(directory)
     return directory
 
 

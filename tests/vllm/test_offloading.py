@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pickle
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from vllm.v1.kv_offload.base import (
     GPULoadStoreSpec,
@@ -42,28 +40,6 @@ from tests.vllm.halves import (
 
 HIT, MISS, RETRY, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY, LookupResult.HIT_PENDING
 NEEDED = WINDOW // CHUNK
-
-
-@pytest.fixture
-def host(session_shm: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
-    """A host tier's directory of one test."""
-    root = session_shm / request.node.name[:80].replace("/", "-")
-    yield root
-    shutil.rmtree(root, ignore_errors=True)
-
-
-@pytest.fixture
-def config(host: Path) -> Config:
-    """64 host slots and no disk."""
-    return config_of(host)
-
-
-@pytest.fixture
-def halves(config: Config) -> Iterator[Halves]:
-    """Both halves over it."""
-    both = Halves(config)
-    yield both
-    both.close()
 
 
 # ---- what was stored comes back

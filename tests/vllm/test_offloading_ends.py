@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,28 +51,6 @@ from tests.vllm.halves import (
 
 HIT, MISS, RETRY, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY, LookupResult.HIT_PENDING
 NEEDED = WINDOW // CHUNK
-
-
-@pytest.fixture
-def host(session_shm: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
-    """A host tier's directory of one test."""
-    root = session_shm / request.node.name[:80].replace("/", "-")
-    yield root
-    shutil.rmtree(root, ignore_errors=True)
-
-
-@pytest.fixture
-def config(host: Path) -> Config:
-    """64 host slots and no disk."""
-    return config_of(host)
-
-
-@pytest.fixture
-def halves(config: Config) -> Iterator[Halves]:
-    """Both halves over it."""
-    both = Halves(config)
-    yield both
-    both.close()
 
 
 # ---- waits
