@@ -35,7 +35,7 @@ log = logging.getLogger("pagoda.vllm")
 
 _LOAD_THREADS = 4
 _SAVE_THREADS = 1  # chunks of one prompt become visible in its order
-_IDLE_SECONDS = 0.005
+_IDLE_SECONDS, _PAUSE_SECONDS = 0.005, 0.0005
 _END_SECONDS = 5.0
 _MOST_SNAPSHOT_BYTES = 512 << 20  # of device memory that wait to be copied into slots; one chunk always may
 
@@ -240,11 +240,14 @@ class PagodaWorker:
     def finished_loads(self, idle: bool) -> set[str]:
         """The requests whose loads have ended, told once; blocks that were not filled are in `take_bad_blocks` then.
 
-        In an `idle` step it waits a moment for one: an engine that spins would keep the load's thread from the GIL.
+        In an `idle` step it waits a moment: an engine that spins would keep the threads that load, and those that
+        look up, from the GIL.
         """
         if idle and self._loading:
             running = [loading.future for loading in self._loading.values()]
             wait(running, _IDLE_SECONDS, return_when=FIRST_COMPLETED)
+        elif idle:
+            time.sleep(_PAUSE_SECONDS)
         ended = [name for name, loading in self._loading.items() if loading.future.done()]
         for name in ended:
             self._load_ended(self._loading.pop(name))
