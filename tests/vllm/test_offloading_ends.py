@@ -309,7 +309,7 @@ PAGE_BYTES = LAYOUT.chunk_bytes // EACH
 @pytest.mark.parametrize(
     ("extra", "blocks"),
     [
-        ({}, 64 // BLOCK),
+        ({}, 32 // BLOCK),
         ({"chunk_tokens": 64}, 4),
         ({"block_size": 48}, 3),
         ({"blocks_per_chunk": 2}, 2),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pagoda.connectors.vllm.options import Options, read_options
+from pagoda.connectors.vllm.options import Options, chunk_of, read_options
 from pagoda.errors import ConfigError
 
 
@@ -20,10 +20,20 @@ def nothing_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("block", "chunk"), [(1, 64), (16, 64), (24, 48), (32, 32), (48, 48), (128, 128), (544, 544)]
+    ("block", "on_cpu", "on_gpu"),
+    [
+        (1, 32, 256),
+        (16, 32, 256),
+        (24, 48, 240),
+        (32, 32, 256),
+        (48, 48, 240),
+        (128, 128, 256),
+        (544, 544, 544),
+    ],
 )
-def test_a_chunk_is_one_block_or_several_small_ones(block: int, chunk: int) -> None:
-    assert read_options({}, block).config.chunk_tokens == chunk
+def test_a_chunk_is_one_block_on_a_cpu_and_many_on_a_gpu(block: int, on_cpu: int, on_gpu: int) -> None:
+    assert (chunk_of(block, True), chunk_of(block, False)) == (on_cpu, on_gpu)
+    assert read_options({}, block).config.chunk_tokens == on_cpu  # these tests run on one
 
 
 def test_options_of_the_cache_and_of_the_connector() -> None:
