@@ -254,6 +254,12 @@ def _no_hit(without: Engine, ours: Engine, name: str, target: float | None, pair
     hooks = sum(map(sum, calls.values())) / (
         pairs + 1
     )  # of the two turns of a pair, on the engine's own thread
+    return _of_pairs(name, target, runs, idle, hooks)
+
+
+def _of_pairs(
+    name: str, target: float | None, runs: Mapping[str, list[Turn]], idle: list[float], hooks: float
+) -> list[Figure]:
     both = list(zip(runs["with"], runs["without"], strict=True))
     ratios = [a.tokens / a.seconds / (b.tokens / b.seconds) for a, b in both]
     processor = [b.cpu_seconds / a.cpu_seconds for a, b in both]
@@ -270,7 +276,7 @@ def _no_hit(without: Engine, ours: Engine, name: str, target: float | None, pair
     }
     note = (
         f"{statistics.median(speeds['with']):,.0f} of {statistics.median(speeds['without']):,.0f} tokens/s, "
-        f"quartiles {low:.3f} {middle:.3f} {high:.3f} of {pairs} pairs, of processor time "
+        f"quartiles {low:.3f} {middle:.3f} {high:.3f} of {len(both)} pairs, of processor time "
         f"{statistics.median(processor):.3f}; 1 thread each"
     )
     return [

@@ -93,19 +93,7 @@ def test_engines_come_and_go(
     rebooted = start("rebooted", session_shm / "after a reboot")
     shared(rebooted, same, [*ours, *theirs, *torn])  # all of it from the disk
 
-    rebooted.call(other_weights)
-    one = ours[0]
-    (other,) = rebooted.say(one)
-    (with_checkpoint,) = same(pagoda, one)
-    assert other.external == 0 and other.tokens != with_checkpoint.tokens
-
-    def hits_its_own() -> bool:
-        rebooted.reset()
-        (answer,) = rebooted.say(one)
-        assert answer.tokens == other.tokens
-        return answer.external == loadable(len(one))
-
-    stores.wait_until(hits_its_own, "what the other weights computed")
+    keeps_to_itself(rebooted, pagoda, same, ours[0])
     stores.wait_until(
         lambda: stores.keys(session_shm / "after a reboot") <= stores.keys(tiers.disk), "all on the disk"
     )
@@ -145,6 +133,22 @@ def other_weights(room: Room) -> None:
 
     room.llm.apply_model(change)
     assert room.llm.reset_prefix_cache(reset_connector=True)
+
+
+def keeps_to_itself(changed: Engine, pagoda: Engine, same: Same, one: list[int]) -> None:
+    """Assert that an engine whose weights change hits nothing from before, and then what it has computed since."""
+    changed.call(other_weights)
+    (other,) = changed.say(one)
+    (with_checkpoint,) = same(pagoda, one)
+    assert other.external == 0 and other.tokens != with_checkpoint.tokens
+
+    def hits_its_own() -> bool:
+        changed.reset()
+        (answer,) = changed.say(one)
+        assert answer.tokens == other.tokens
+        return answer.external == loadable(len(one))
+
+    stores.wait_until(hits_its_own, "what the other weights computed")
 
 
 def shared(engine: Engine, same: Same, prompts: list[list[int]]) -> None:
