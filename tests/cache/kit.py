@@ -13,9 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.cache import Cache, Hit
+from pagoda.cache.below import Copy
+from pagoda.cache.slots import HostSlots
 from pagoda.config import Config
 from pagoda.keys import Namespace, chunk_keys
 from pagoda.layout import KVLayout
+from pagoda.ledger import Outcome, Reserved
 from pagoda.transfer import BlockKV
 
 CHUNK = 16
@@ -24,6 +27,7 @@ NAMESPACE = Namespace("a-model")
 SPAWN = multiprocessing.get_context("spawn")
 
 Bytes = npt.NDArray[np.uint8]
+Prompt = npt.NDArray[np.int32]
 
 # A call that may succeed has this long: nobody knows for how long a busy machine stands still.
 PATIENT_SECONDS = 30.0
@@ -120,3 +124,44 @@ def run_all(processes: Sequence[multiprocessing.process.BaseProcess], seconds: f
     for process in processes:
         process.join(seconds)
         assert process.exitcode == 0, process
+
+
+def slots_of(cache: Cache) -> HostSlots:
+    assert cache.slots is not None
+    return cache.slots
+
+
+def keys_of(cache: Cache, tokens: Prompt) -> list[bytes]:
+    return [key for _, _, key in cache.keys(tokens)]
+
+
+def counters_of(cache: Cache) -> dict[str, int]:
+    counters = cache.stats()["counters"]
+    assert isinstance(counters, dict)
+    return counters
+
+
+def on_disk(cache: Cache, tokens: Prompt) -> int:
+    return cache.lookup(tokens, tiers=["disk"], counted=False).num_tokens // CHUNK
+
+
+def reserved_for(cache: Cache, tokens: Prompt) -> list[Outcome]:
+    slots = slots_of(cache)
+    return slots.reserve(keys_of(cache, tokens), namespace=slots.namespace(), start=0, parent=None)
+
+
+def copied(cache: Cache, tokens: Prompt, outcomes: Sequence[Outcome]) -> list[Copy]:
+    """Fill the reserved slots of a prompt by hand; returns what is to be committed."""
+    keys, blocks, written = keys_of(cache, tokens), kv_of(tokens).blocks, list[Copy]()
+    for i, item in enumerate(outcomes):
+        if isinstance(item, Reserved):
+            slots_of(cache).view(item.slot)[: LAYOUT.chunk_bytes] = blocks[i]
+            written.append(Copy(item.key, i, keys[i - 1] if i else None, item.slot, item.generation))
+    return written
+
+
+def written(cache: Cache, tokens: Prompt) -> list[Copy]:
+    """Bring a prompt into host slots by hand, all of it."""
+    copies = copied(cache, tokens, reserved_for(cache, tokens))
+    assert slots_of(cache).commit({slots_of(cache).namespace(): copies}) == [True] * len(copies)
+    return copies

@@ -1,0 +1,190 @@
+"""Chunks of several parts: each rank of an engine writes its own, and what one of them lacks is nobody's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+
+import pytest
+
+from pagoda.cache import Cache
+from pagoda.cache.below import Copy
+from pagoda.ledger import Busy, Reserved
+from tests.cache.kit import (
+    CHUNK,
+    LAYOUT,
+    SPAWN,
+    Prompt,
+    cache_at,
+    counters_of,
+    keys_of,
+    kv_of,
+    on_disk,
+    prompt,
+    reserved_for,
+    served,
+    slots_of,
+    written,
+)
+
+HALF = LAYOUT.chunk_bytes // 2
+
+
+def reserved_in_parts(cache: Cache, tokens: Prompt, parts: int = 2) -> list[Reserved]:
+    slots = slots_of(cache)
+    outcomes = slots.reserve(
+        keys_of(cache, tokens), namespace=slots.namespace(), start=0, parent=None, parts=parts
+    )
+    rooms = [item for item in outcomes if isinstance(item, Reserved)]
+    assert len(rooms) == len(outcomes)
+    return rooms
+
+
+def copied_part(cache: Cache, tokens: Prompt, rooms: Sequence[Reserved], part: int) -> list[Copy]:
+    """Adopt one half of the chunks and fill it; returns what is to be committed."""
+    slots, keys, blocks = slots_of(cache), keys_of(cache, tokens), kv_of(tokens).blocks
+    assert slots.adopt(rooms, part) == [True] * len(rooms)
+    for i, room in enumerate(rooms):
+        slots.view(room.slot)[part * HALF : (part + 1) * HALF] = blocks[i, part * HALF : (part + 1) * HALF]
+    return [
+        Copy(room.key, i, keys[i - 1] if i else None, room.slot, room.generation)
+        for i, room in enumerate(rooms)
+    ]
+
+
+def commit_part(cache: Cache, copies: list[Copy], part: int) -> list[bool]:
+    return slots_of(cache).commit({slots_of(cache).namespace(): copies}, part)
+
+
+def _other_rank(shm_root: Path, tmp_path: Path, pipe: Connection) -> None:
+    """Part 1 of the rooms that come through the pipe; each step is told and waited for."""
+    with cache_at(shm_root, tmp_path) as cache:
+        pipe.send("open")
+        rooms: list[Reserved] = pipe.recv()
+        copies = copied_part(cache, prompt(4), rooms, 1)
+        pipe.send("copied")
+        pipe.recv()
+        pipe.send(commit_part(cache, copies, 1))
+        assert cache.flush(100)
+        pipe.send("flushed")
+        pipe.recv()
+
+
+@contextmanager
+def other_rank(shm_root: Path, tmp_path: Path) -> Iterator[tuple[Connection, SpawnProcess]]:
+    """Another process, with the store open."""
+    ours, theirs = SPAWN.Pipe()
+    process = SPAWN.Process(target=_other_rank, args=(shm_root, tmp_path, theirs))
+    process.start()
+    theirs.close()
+    try:
+        assert told(ours) == "open"
+        yield ours, process
+    finally:
+        ours.close()
+        process.kill()
+        process.join(60)
+
+
+def told(pipe: Connection) -> object:
+    assert pipe.poll(100), "the other rank says nothing"
+    return pipe.recv()
+
+
+def nowhere(cache: Cache, tokens: Prompt) -> bool:
+    """Whether a prompt is neither found nor on disk, once all that was noted has been written."""
+    assert cache.flush(100)
+    found = slots_of(cache).find(keys_of(cache, tokens), 0)
+    return not len(found.slots) and not on_disk(cache, tokens)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_chunk_of_two_processes_is_there_when_both_have_written_it(
+    shm_root: Path, tmp_path: Path, first: int
+) -> None:
+    tokens = prompt(4)
+    with cache_at(shm_root, tmp_path) as cache, other_rank(shm_root, tmp_path) as (pipe, _):
+        rooms = reserved_in_parts(cache, tokens)
+        pipe.send(rooms)
+        assert told(pipe) == "copied"
+        copies = copied_part(cache, tokens, rooms, 0)
+        for part in (first, 1 - first):
+            if part == 0:
+                assert commit_part(cache, copies, 0) == [True] * 4
+            else:
+                pipe.send("commit")
+                assert (told(pipe), told(pipe)) == ([True] * 4, "flushed")
+            if part == first:
+                assert nowhere(cache, tokens)
+                assert counters_of(cache)["stored_bytes"] == 0
+                assert all(isinstance(item, Busy) for item in reserved_for(cache, tokens))
+        assert served(cache, tokens)[0].by_tier == {"host": 64}
+        assert cache.flush(100) and on_disk(cache, tokens) == 4
+        assert counters_of(cache)["stored_bytes"] == 4 * LAYOUT.chunk_bytes
+        pipe.send("end")
+        slots_of(cache)._ledger.check()
+    with cache_at(shm_root / "after", tmp_path) as cache:
+        assert served(cache, tokens)[0].by_tier == {"disk": 64}
+
+
+def test_a_rank_that_is_killed_before_its_part_takes_the_chunk_with_it(
+    shm_root: Path, tmp_path: Path
+) -> None:
+    tokens = prompt(4)
+    with cache_at(shm_root, tmp_path) as cache, other_rank(shm_root, tmp_path) as (pipe, process):
+        rooms = reserved_in_parts(cache, tokens)
+        pipe.send(rooms)
+        assert told(pipe) == "copied"
+        assert commit_part(cache, copied_part(cache, tokens, rooms, 0), 0) == [True] * 4
+        ledger = slots_of(cache)._ledger
+        assert ledger.reap() == 0 and ledger.gauges()["reserved"] == 4  # its bytes may yet come
+        process.kill()
+        process.join(60)
+        assert ledger.reap() == 4 and ledger.gauges()["reserved"] == 0
+        assert nowhere(cache, tokens)
+        assert len(written(cache, tokens)) == 4  # the keys are anybody's again
+        assert served(cache, tokens)[0].num_tokens == 64
+
+
+def test_what_one_rank_gives_up_is_not_stored(shm_root: Path, tmp_path: Path) -> None:
+    tokens = prompt(3)
+    with cache_at(shm_root, tmp_path) as cache:
+        slots, rooms = slots_of(cache), reserved_in_parts(cache, tokens)
+        copies = copied_part(cache, tokens, rooms, 0)
+        assert commit_part(cache, copies, 0) == [True] * 3
+        slots.abort(rooms)
+        assert slots.adopt(rooms, 1) == [False] * 3
+        assert commit_part(cache, copies, 1) == [False] * 3
+        assert nowhere(cache, tokens) and slots._ledger.gauges()["reserved"] == 0
+
+
+def test_of_a_commit_only_what_is_visible_is_written_down(shm_root: Path, tmp_path: Path) -> None:
+    with cache_at(shm_root, tmp_path) as cache:
+        rooms = reserved_in_parts(cache, prompt(4))
+        halves = [copied_part(cache, prompt(4), rooms, part) for part in (0, 1)]
+        assert commit_part(cache, halves[0][:2], 0) == [True] * 2
+        assert (
+            commit_part(cache, halves[1], 1) == [True] * 4
+        )  # of two chunks it is the last part, of two the first
+        assert cache.flush(100)
+        assert cache.lookup(prompt(4)).num_tokens == on_disk(cache, prompt(4)) * CHUNK == 2 * CHUNK
+        assert counters_of(cache)["stored_bytes"] == 2 * LAYOUT.chunk_bytes
+        assert commit_part(cache, halves[0][2:], 0) == [True] * 2
+        assert cache.flush(100) and on_disk(cache, prompt(4)) == 4
+
+
+def test_parts_that_are_none(shm_root: Path) -> None:
+    with cache_at(shm_root, None) as cache:
+        slots, namespace = slots_of(cache), slots_of(cache).namespace()
+        with pytest.raises(ValueError, match="parts must be at least 1"):
+            slots.reserve([bytes(32)], namespace=namespace, start=0, parent=None, parts=0)
+        with pytest.raises(ValueError, match="part must not be negative"):
+            slots.commit({}, -1)
+        rooms = reserved_in_parts(cache, prompt(2))
+        copies = copied_part(cache, prompt(2), rooms, 0)
+        assert slots.adopt(rooms, 2) == [False] * 2
+        assert commit_part(cache, copies, 2) == [False] * 2
+        assert slots._ledger.gauges()["reserved"] == 0
