@@ -10,10 +10,10 @@ VLLM_READY := $(VLLM_VENV)/.ready
 VLLM_PIP := $(VLLM_BIN)/python -m pip -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo test test-vllm check bench bench-vllm mutants mutants-vllm soak format wheel clean
+.PHONY: help setup setup-vllm demo test test-vllm check bench bench-remote bench-vllm mutants mutants-vllm soak format wheel clean
 
 help:
-	@echo "make setup | demo | test | check | bench | mutants | soak | format | wheel | clean"
+	@echo "make setup | demo | test | check | bench | bench-remote | mutants | soak | format | wheel | clean"
 	@echo "make setup-vllm | test-vllm | bench-vllm | mutants-vllm"
 
 setup: $(READY)
@@ -23,7 +23,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install 'pip>=25.1'
-	$(PIP) install -c constraints.txt -e '.[transformers,plot]' --group dev torch==2.13.0
+	$(PIP) install -c constraints.txt -e '.[all]' --group dev torch==2.13.0
 	touch $@
 
 setup-vllm: $(VLLM_READY)
@@ -57,6 +57,12 @@ bench: $(READY)
 	$(BIN)/python benchmarks/local.py $(ARGS)
 	$(BIN)/python benchmarks/cache.py $(ARGS)
 	$(BIN)/python benchmarks/blocks.py $(ARGS)
+
+# needs redis-server, nginx and, for shaped links, root
+bench-remote: $(READY)
+	$(BIN)/python benchmarks/remote.py $(ARGS)
+	$(BIN)/python benchmarks/codec.py $(ARGS)
+	$(BIN)/python benchmarks/remote_links.py $(ARGS)
 
 bench-vllm: $(VLLM_READY)
 	$(VLLM_BIN)/python benchmarks/vllm.py $(ARGS)

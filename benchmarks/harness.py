@@ -59,16 +59,24 @@ class Figure:
         return f"{self.value:.3f}" if self.unit in ("ratio", "times") else f"{self.value:,.0f}"
 
 
-def race(entrants: Mapping[str, Step], rounds: int, steps: int = 1, warm: int = 1) -> Runs:
+def race(
+    entrants: Mapping[str, Step],
+    rounds: int,
+    steps: int = 1,
+    warm: int = 1,
+    before: Callable[[], None] | None = None,
+) -> Runs:
     """Gives each entrant `steps` timed calls a round, interleaved step by step in rotating order.
 
     Each call gets a running number (so that it can cycle through memory or keys). Returns seconds per round
-    by entrant; `warm` rounds come first and are not counted.
+    by entrant; `warm` rounds come first and are not counted. `before` is called before each round, untimed.
     """
     names = list(entrants)
     runs: Runs = {name: [] for name in names}
     number = 0
     for turn in range(warm + rounds):
+        if before is not None:
+            before()
         spent = dict.fromkeys(names, 0.0)
         for _ in range(steps):
             shift = number % len(names)

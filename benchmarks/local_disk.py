@@ -95,8 +95,8 @@ def disk_figures(plan: Plan, nbytes: int, suffix: str = "") -> list[Figure]:
         tier.close()
         tier = open_disk(Path(directory), nbytes, turns * turn)  # "readable after a restart"
         rig = DiskSteps(tier, sources, buffers)
-        kept = min(turns, plan.rounds + 1)  # the turns that are still there
-        steps = {"candidate": lambda number: rig.read(ours(plan.rounds - number % kept))}
+        whole = [n for n in range(plan.rounds + 1 + turns) if tier.find(ours(n)) == turn]  # the policy chose
+        steps = {"candidate": lambda number: rig.read(ours(whole[number % len(whole)]))}
         read = race(steps | file.entrants("read"), plan.rounds)
         figures.append(_disk_figure(f"disk_read_cold_vs_limit{suffix}", 0.90, read, turn_bytes, file))
         if not all(map(np.array_equal, buffers, sources)):

@@ -38,6 +38,7 @@ def cache_at(
         "host_path": str(host / "host"),
         "host_size": slots * LAYOUT.slot_bytes,
         "worth_it": False,
+        "policy": "lru",  # which refuses nobody, whatever a test has asked for before
         "deadline_seconds": 20.0,  # patience: the machine may be busy
     }
     if disk is not None:

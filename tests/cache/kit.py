@@ -70,6 +70,7 @@ def config_of(host: Path | None, disk: Path | None, **options: object) -> Config
         "chunk_tokens": CHUNK,
         "host_size": 64 * slot if host is not None else 0,
         "worth_it": False,
+        "policy": "lru",  # which refuses nobody, whatever a test has asked for before
         "deadline_seconds": PATIENT_SECONDS,
     }
     if host is not None:

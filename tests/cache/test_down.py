@@ -47,6 +47,15 @@ def test_newer_prompts_take_the_place_of_older_ones(shm_root: Path) -> None:
         assert cache._storeys.host.ledger.check().unreachable == 0  # type: ignore[union-attr]
 
 
+def test_a_host_tier_above_another_takes_all(shm_root: Path, tmp_path: Path) -> None:
+    """What it kept out would never reach the tier below; a tier that is the last may keep out what its policy says."""
+    with cache_at(shm_root, None) as cache:
+        assert cache._storeys.host.ledger._advice.refuses  # type: ignore[union-attr]
+    with cache_at(shm_root, tmp_path) as cache:
+        host, disk = (ledger for _, ledger in cache._storeys.ledgers())
+        assert not host._advice.refuses and disk._advice.refuses
+
+
 def test_the_tail_of_a_prompt_goes_before_its_head(shm_root: Path) -> None:
     with cache_at(shm_root, None) as cache:
         cache.store(prompt(60, 0), kv_of(prompt(60, 0)).transfer)

@@ -48,7 +48,7 @@ def test_version_help_and_no_command() -> None:
     for arguments in ([], ["--help"], ["-h"]):
         done = pagoda(*arguments)
         assert done.returncode == 0
-        for command in ("stats", "ls", "check", "clear", "explain", "bench", "demo", "config"):
+        for command in ("stats", "ls", "check", "clear", "explain", "bench", "demo", "config", "replay"):
             assert command in done.stdout
     assert "--no-such" in refused("--no-such")
     assert "--no-such" in refused("stats", "--no-such")

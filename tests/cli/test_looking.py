@@ -199,7 +199,7 @@ def test_nothing_stored_yet_is_no_error(tmp_path: Path) -> None:
     for command in ("stats", "ls", "check"):
         done = pagoda(command, **where)
         assert done.returncode == 0
-    assert answer("stats", **where) == {"stores": []}
+    assert answer("stats", **where) == {"stores": [], "remotes": []}
 
 
 def test_wrong_use_is_one_line(shm_root: Path, tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_frozen() -> None:
         ("deadline_seconds", float("nan"), "number of seconds"),
         ("io_threads", 1000, "to 64"),
         ("queue_chunks", 0, "from 1"),
-        ("policy", "l r u", "'lru'"),
+        ("policy", "l r u", "did you mean lru?"),
     ],
 )
 def test_a_bad_value_names_the_option_the_value_and_what_to_do(name: str, value: object, said: str) -> None:

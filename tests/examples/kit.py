@@ -69,7 +69,7 @@ class House:
         config = Config(
             chunk_tokens=BLOCK, host_path=str(self.host / "host"), host_size=slots * 4096, **settings
         )
-        host = HostTier.open(layout, Path(config.host_path), slots * layout.slot_bytes)
+        host = HostTier.open(layout, Path(config.host_path), slots * layout.slot_bytes, policy="lru")
         stride = layout.slot_bytes + 4096
         ledger = Ledger.open(StoreSpec(self.disk / "disk", layout.fingerprint, "file", 1024, stride))
         self.slab = FaultySlab(ledger.slab_path, ledger.slots, stride)

@@ -169,7 +169,9 @@ OTHER_TENANT = Namespace(model="test", salt="other")
 
 def disk(root: Path, slots: int = 40, clock: Clock | None = None) -> DiskTier:
     """Opens the disk tier of `slots` slots under a root."""
-    tier = DiskTier.open(LAYOUT, root, disk_bytes(slots), deadline_seconds=PATIENT_SECONDS, clock=clock)
+    tier = DiskTier.open(
+        LAYOUT, root, disk_bytes(slots), policy="lru", deadline_seconds=PATIENT_SECONDS, clock=clock
+    )
     tier.register(TENANT)
     tier.register(OTHER_TENANT)
     return tier

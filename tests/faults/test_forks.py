@@ -118,7 +118,8 @@ done = threading.Event()
 def work(seed):
     turn = 0
     while not done.is_set():
-        prompt = keys(range(seed * 100000 + turn * 3, seed * 100000 + turn * 3 + 6))
+        own = seed * 100000
+        prompt = keys([*range(own, own + 3), *range(own + turn * 3 + 3, own + turn * 3 + 6)])
         store.save(prompt)
         store.load(prompt)
         turn += 1
@@ -131,7 +132,8 @@ for turn in range(25):
     if pid == 0:
         try:
             own = keys(range(10**8, 10**8 + 5))
-            assert store.save(own) == 5
+            # One try may find nothing older than itself: the threads go round 64 slots in some milliseconds.
+            assert any(store.save(own) == 5 for _ in range(20))
             store.load(own)
             store.close()
         except BaseException as error:

@@ -42,7 +42,7 @@ def test_no_two_columns_share_a_byte(tmp_path: Path, slots: int) -> None:
 def test_new_columns_hold_nothing(tmp_path: Path) -> None:
     columns = make(tmp_path)
     assert (columns.last_use == NOT_READY).all() and (columns.parent_slot == NO_PARENT).all()
-    assert not columns.generation.any() and columns.ghost(keys(1)[0]) is None
+    assert not columns.generation.any() and columns.table.find(keys(1)[0]) is None
 
 
 def test_what_one_process_assigns_another_sees(tmp_path: Path) -> None:
@@ -59,27 +59,6 @@ def test_published_keys_are_compared_whole(tmp_path: Path) -> None:
     almost = keys(2)[0][:-1] + bytes([keys(2)[0][-1] ^ 1])
     rows = np.array([0, 1, 2], np.int64)
     assert columns.names(rows, [keys(1)[0], almost, keys(3)[0]]).tolist() == [True, False, True]
-
-
-@pytest.mark.parametrize("count", [1, 4, 5, 64])
-def test_ghosts_of_few_and_of_many(tmp_path: Path, count: int) -> None:
-    columns = make(tmp_path, 4096)
-    gone = keys(*range(count))
-    columns.remember(gone, stamp=123, reason=2)
-    assert all(columns.ghost(key) == (123, 2) for key in gone)
-    assert columns.ghost(keys(10**6)[0]) is None
-
-
-def test_a_ghost_gives_way_to_another_in_its_place(tmp_path: Path) -> None:
-    columns = make(tmp_path, 1)
-    for number in range(20):
-        columns.remember(keys(number), stamp=number + 1, reason=0)
-        assert columns.ghost(keys(number)[0]) == (number + 1, 0)
-    assert sum(columns.ghost(key) is not None for key in keys(*range(20))) <= 2
-
-
-def test_no_ghosts_to_remember(tmp_path: Path) -> None:
-    make(tmp_path).remember([], stamp=1, reason=0)
 
 
 @pytest.mark.parametrize("slots", [50, 100, 150])

@@ -100,7 +100,6 @@ def test_it_evicts_what_a_naive_one_evicts(
             assert leased == [row for row in expected if columns.lease_until[row] > now]
             for row in victims:
                 empty(columns, row)
-            policy.evicted(np.array(victims, np.int64))
 
 
 @given(actions.filter(lambda many: all(what != "lease" for what, _ in many)))

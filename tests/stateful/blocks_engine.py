@@ -76,6 +76,7 @@ class Engine:
             host_path=str(self.root / "host"),
             host_size=slots * 4096,
             worth_it=False,
+            policy="lru",
             deadline_seconds=20.0,  # patience: the machine may be busy
             **disk,  # type: ignore[arg-type]
         )

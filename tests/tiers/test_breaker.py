@@ -40,3 +40,15 @@ def test_a_probe_that_fails_begins_another_rest() -> None:
     breaker.failed()
     clock.advance(4.9)
     assert breaker.resting
+
+
+def test_it_stays_open_after_its_rest_until_something_worked() -> None:
+    clock = FakeClock()
+    breaker = Breaker(clock, limit=2, rest_seconds=5)
+    breaker.failed()
+    assert not breaker.open
+    breaker.failed()
+    clock.advance(6)
+    assert breaker.open and not breaker.resting
+    breaker.worked()
+    assert not breaker.open

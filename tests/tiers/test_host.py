@@ -33,7 +33,7 @@ SIZE = 64 * LAYOUT.slot_bytes
 
 
 def open_host(root: Path, *, shared: bool = True, size_bytes: int = SIZE) -> HostTier:
-    tier = HostTier.open(LAYOUT, root, size_bytes, shared=shared, deadline_seconds=30.0)
+    tier = HostTier.open(LAYOUT, root, size_bytes, policy="lru", shared=shared, deadline_seconds=30.0)
     tier.register(NAMESPACE)
     return tier
 

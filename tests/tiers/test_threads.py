@@ -207,7 +207,7 @@ def test_a_fork_while_a_thread_holds_the_locks_of_the_device(tmp_path: Path) -> 
     tier = open_disk(tmp_path)
     keys = keys_of(3)
     store(tier, keys)
-    device = tier._threads._device
+    device = tier._threads._crew.device  # type: ignore[attr-defined]
 
     def work() -> bool:
         signal.alarm(60)  # instead of a deadlock

@@ -151,6 +151,8 @@ class Storeys:
         """Count a question about `wanted` blocks, of which `held` could be had, where the cache counts."""
         if self.slots is not None:
             self.slots.asked(wanted * record.block_tokens, self.by_tier(record, held), reason)
+            if self.slots.records:
+                self.slots.requested(record.keys, record.num_tokens)
 
 
 def _root(lora: str | None, salt: str | None, epoch: int) -> bytes:

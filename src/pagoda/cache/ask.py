@@ -30,6 +30,7 @@ class Ask(NamedTuple):
     chunk_tokens: int
     tokens: TokenIds | None = None  # None: the caller gave keys only
     items: tuple[Item, ...] = ()
+    head: Sequence[bytes] = ()  # the keys before keys[0], as far as the caller's question names them
 
     @property
     def start_tokens(self) -> int:
@@ -80,7 +81,7 @@ def ask_for(
         )
     skip = first - origin
     parent = given[skip - 1] if 0 < skip <= len(given) else None
-    return Ask(namespace, given[skip:], first, parent, length, chunk_tokens, ids, tuple(items))
+    return Ask(namespace, given[skip:], first, parent, length, chunk_tokens, ids, tuple(items), given[:skip])
 
 
 def _given(keys: Keys, chunk_tokens: int) -> tuple[int, list[bytes]]:

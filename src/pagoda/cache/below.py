@@ -1,4 +1,4 @@
-"""Writing chunks from host slots to the lower tiers, and remembering which ones those have."""
+"""Writing chunks from host slots to one lower tier, and remembering which ones that has."""
 
 from __future__ import annotations
 
@@ -44,49 +44,47 @@ def copies_of(ask: Ask, first: int, slots: Slots, generations: Generations) -> I
 
 
 class Batch(NamedTuple):
-    """Copies of one run, in order. One stamp a lower tier for the whole run: its tail goes first there too."""
+    """Copies of one run, in order. One stamp for the whole run: its tail goes first below too."""
 
     namespace: bytes
     copies: list[Copy]
-    stamps: tuple[int | None, ...]
+    stamp: int | None
 
 
 class Below:
-    """The lower tiers of one cache, as its background writer sees them. `write` is for one thread, the rest for any."""
+    """A lower tier of one cache, as its background writer sees it. `write` is for one thread, the rest for any."""
 
     def __init__(
-        self, host: HostTier, tiers: Sequence[Tier], chunk_tokens: int, queue_chunks: int, clock: Clock
+        self, host: HostTier, tier: Tier, chunk_tokens: int, queue_chunks: int, clock: Clock
     ) -> None:
-        self.tiers = tuple(tiers)
+        self.tier = tier
         self.stopped = threading.Event()  # nothing more is waited for
         self._host = host
         self._tokens = chunk_tokens
         self._clock = clock
         self._piece = max(1, min(_MOST_PIECE, queue_chunks // 2))
-        # generation of the chunk in each host slot that all lower tiers are known to have
+        # generation of the chunk in each host slot that the tier is known to have
         self._clean: Generations = np.zeros(host.ledger.slots, np.uint64)
 
     def unclean(self, copies: Sequence[Copy]) -> list[Copy]:
-        """Those of these chunks that not all lower tiers are known to have."""
+        """Those of these chunks that the tier is not known to have."""
         clean = self._clean[[copy.slot for copy in copies]].tolist() if copies else []
         return [copy for copy, known in zip(copies, clean, strict=True) if known != copy.generation]
 
     def note_clean(self, copies: Sequence[Copy | Reserved]) -> None:
-        """Note that all lower tiers have what is in these slots."""
+        """Note that the tier has what is in these slots."""
         for copy in copies:
             self._clean[copy.slot] = copy.generation
 
     def write(self, batch: Batch) -> None:
-        """Copy one batch down to every lower tier; waits for it, but not for ever."""
-        missing = 0
-        for tier, stamp in zip(self.tiers, batch.stamps, strict=True):
-            have = tier.find([copy.key for copy in batch.copies], start=batch.copies[0].position, stamp=stamp)
-            todo = batch.copies[have:] if is_run(batch.copies) else batch.copies
-            missing += self._send_to(tier, batch, todo, stamp)
-        if not missing:
+        """Copy one batch down; waits for it, but not for ever."""
+        keys = [copy.key for copy in batch.copies]
+        first = batch.copies[0].position
+        have = self.tier.find(keys, start=first, stamp=batch.stamp, namespace=batch.namespace)
+        if not self._send(batch, batch.copies[have:] if is_run(batch.copies) else batch.copies):
             self.note_clean(batch.copies)
 
-    def _send_to(self, tier: Tier, batch: Batch, todo: Sequence[Copy], stamp: int | None) -> int:
+    def _send(self, batch: Batch, todo: Sequence[Copy]) -> int:
         """Write in pieces; a piece is waited for when the next is on its way. Returns how many were not written."""
         missing, before = 0, list[Future[Done]]()
         lease = _Lease(self._host.ledger)
@@ -94,7 +92,8 @@ class Below:
             for i in range(0, len(todo), self._piece):
                 piece = todo[i : i + self._piece]
                 lease.extend(piece)
-                futures = tier.save([self._chunk(copy) for copy in piece], batch.namespace, stamp=stamp)
+                chunks = [self._chunk(copy) for copy in piece]
+                futures = self.tier.save(chunks, batch.namespace, stamp=batch.stamp)
                 missing += self._failed(before)
                 before = futures
             return missing + self._failed(before)

@@ -12,6 +12,7 @@ from pagoda.cache.deadline import Deadline
 from pagoda.cache.forks import renewed_after_fork
 from pagoda.cache.hit import Hit, Stored
 from pagoda.cache.parts import Parts
+from pagoda.cache.recording import Kind
 from pagoda.cache.storeys import Storeys
 from pagoda.cache.weights import Weights
 from pagoda.cache.work import Work, hit_without
@@ -61,7 +62,7 @@ class Calls:
         self._layout = layout
         self._scheme = scheme
         self._clock = clock
-        self._weights = Weights(config.roots().values(), namespace.model)
+        self._weights = Weights(config.roots().values(), namespace.model, namespace.weights_epoch)
         self._base = namespace
         self._namespaces: dict[tuple[str, str, int], Namespace] = {}
         self.renew()
@@ -76,6 +77,7 @@ class Calls:
     def lookup(self, tokens: TokenIds | None, counted: bool, options: Options) -> Job[Hit]:
         """See Cache.lookup."""
         storeys, ask, deadline = self._prepared(tokens, options)
+        self._record(Kind.LOOKED_UP, ask, counted)
         return self._job("lookup", lambda: self._work.lookup(storeys, ask, deadline, counted), ask, deadline)
 
     def retrieve(
@@ -84,6 +86,8 @@ class Calls:
         """See Cache.retrieve; without `kv`, Cache.prefetch."""
         storeys, ask, deadline = self._prepared(tokens, options)
         watched = None if kv is None else Watched(kv, self._layout)
+        if kv is not None:
+            self._record(Kind.RETRIEVED, ask, counted)
         return self._job(
             "retrieve" if kv is not None else "prefetch",
             lambda: self._work.retrieve(storeys, ask, watched, deadline, counted),
@@ -95,6 +99,7 @@ class Calls:
         """See Cache.store."""
         storeys, ask, deadline = self._prepared(tokens, options, loads=False)
         watched = Watched(kv, self._layout)
+        self._record(Kind.STORED, ask)
 
         def missed(reason: Reason, _: str) -> Stored:
             return Stored(0, 0, 0, len(ask.keys), reason)
@@ -116,6 +121,10 @@ class Calls:
         return Job(name, work, missed, deadline, self.parts.tally)
 
     # ---- what they ask about
+
+    def storeys(self) -> Storeys:
+        """The tiers that may be asked now: once weights were changed in place here, no other machine has their KV."""
+        return self.parts.storeys.local() if self._weights.epoch() else self.parts.storeys
 
     def namespace(self, lora: str | None = None, salt: str | None = None) -> Namespace:
         """The namespace of an adapter and a tenant as of now: a stat notices weights that somebody changed."""
@@ -162,10 +171,16 @@ class Calls:
         """Raise the weights epoch; returns it."""
         return self._weights.raised()
 
+    def _record(self, kind: Kind, ask: Ask, counted: bool = True) -> None:
+        if self.parts.recorder is not None:
+            keys, first = [*ask.head, *ask.keys], ask.first - len(ask.head)
+            num_tokens = ask.length_tokens - first * ask.chunk_tokens
+            self.parts.recorder.note(kind, keys, first, num_tokens, counted=counted)
+
     def _prepared(
         self, tokens: TokenIds | None, options: Options, loads: bool = True
     ) -> tuple[Storeys, Ask, Deadline]:
-        storeys = self.parts.storeys.only(options.get("tiers"))
+        storeys = self.storeys().only(options.get("tiers"))
         ask = self.ask(tokens, options)
         given = options.get("deadline_seconds")
         patience = self._config.deadline_seconds if given is None else given

@@ -1,4 +1,4 @@
-"""What happens behind a store: a background thread brings chunks from host slots to the lower tiers.
+"""What happens behind a store: background threads bring chunks from host slots to the lower tiers, one each.
 
 It holds no bytes, only notes of where they are; a chunk that is evicted before its turn is a counted drop. By policy:
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,16 +20,16 @@ import numpy as np
 
 from pagoda.cache.below import Batch, Below, Copy
 from pagoda.cache.forks import renewed_after_fork
+from pagoda.cache.storeys import stamp_of
 from pagoda.cache.tally import Tally
-from pagoda.clock import Clock
 from pagoda.config import WritePolicy
 from pagoda.ledger import Reserved
 from pagoda.ledger.columns import NOT_READY
 from pagoda.metrics import Reason
-from pagoda.tiers import DiskTier, HostTier
+from pagoda.tiers import HostTier
 from pagoda.tiers.base import Tier
 
-__all__ = ["Copy", "Descent"]
+__all__ = ["Copy", "Descent", "Descents"]
 
 log = logging.getLogger("pagoda.cache")
 
@@ -36,8 +37,51 @@ _TICK_SECONDS = 0.1  # between two looks for cold chunks
 _CLEAN_SHARE = 8  # write_back keeps an eighth of the slots free or clean
 
 
+class Descents:
+    """The background writers of one cache, a lower tier each: a slow one keeps no other waiting. Thread-safe."""
+
+    def __init__(self, each: Sequence[Descent]) -> None:
+        self._each = tuple(each)
+
+    @property
+    def waiting(self) -> int:
+        """Chunks that wait for their turn, for each tier they are to go to."""
+        return sum(descent.waiting for descent in self._each)
+
+    def stored(self, namespace: bytes, copies: Sequence[Copy], tiers: Sequence[Tier]) -> None:
+        """Note that these chunks of one run lie in host slots, and may go to `tiers`; `namespace` is their root."""
+        for descent in self._each:
+            if descent.tier in tiers:
+                descent.stored(namespace, copies)
+
+    def used(self, namespace: bytes, copies: Iterable[Copy]) -> None:
+        """Note that these chunks of one run were served from host slots; looks at them only if that matters."""
+        listening = [descent for descent in self._each if descent.selective]
+        run = list(copies) if listening else []
+        for descent in listening:
+            descent.used(namespace, run)
+
+    def is_below(self, tier: Tier, rooms: Sequence[Reserved]) -> None:
+        """Note that these host slots were filled from `tier`."""
+        for descent in self._each:
+            if descent.tier is tier:
+                descent.is_below(rooms)
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until all that was noted has been written or dropped; False if `timeout` seconds were not enough."""
+        until = time.monotonic() + timeout
+        done = [descent.flush(max(0.0, until - time.monotonic())) for descent in self._each]
+        return all(done)
+
+    def close(self, timeout: float) -> bool:
+        """Write what can be written within `timeout` seconds, drop and count the rest, end all. Idempotent."""
+        until = time.monotonic() + timeout
+        done = [descent.close(max(0.0, until - time.monotonic())) for descent in self._each]
+        return all(done)
+
+
 class Descent:
-    """The background writer of one cache. Thread-safe; the thread begins with the first chunk, anew after a fork.
+    """The background writer of one lower tier. Thread-safe; the thread begins with the first chunk, anew after a fork.
 
     Waiting notes are bounded by the slots of the host tier (more could not all be valid).
     """
@@ -48,14 +92,13 @@ class Descent:
         below: Below,
         policy: WritePolicy,
         hits: int,
-        clock: Clock,
         tally: Tally,
     ) -> None:
+        self._host = host
         self._columns = host.ledger.columns
         self._below = below
         self._policy = policy
         self._hits = hits
-        self._clock = clock
         self._tally = tally
         self._most = host.ledger.slots
         self.renew()
@@ -70,6 +113,16 @@ class Descent:
         self._dirty: dict[int, tuple[Copy, Batch]] = {}  # write_back: by slot
         self._closed = False
         self._thread: threading.Thread | None = None
+
+    @property
+    def selective(self) -> bool:
+        """Whether it writes what is hit often."""
+        return self._policy == "selective"
+
+    @property
+    def tier(self) -> Tier:
+        """The tier that it writes to."""
+        return self._below.tier
 
     @property
     def waiting(self) -> int:
@@ -99,25 +152,19 @@ class Descent:
         return known is not None and known[0].generation != copy.generation
 
     def used(self, namespace: bytes, copies: Iterable[Copy]) -> None:
-        """Note that these chunks of one run were served from host slots; looks at them only if that matters."""
-        if self._policy != "selective":
-            return
+        """Note that these chunks of one run were served from host slots: those that were hit often are written."""
         hits = self._columns.hits
         often = [copy for copy in copies if hits[copy.slot] >= self._hits]
         fresh = self._below.unclean(often)
         if fresh:
             self._put(self._batch(namespace, fresh))
 
-    def is_below(self, tier: Tier, rooms: Sequence[Reserved]) -> None:
-        """Note that these host slots were filled from `tier`."""
-        if self._below.tiers == (tier,):
-            self._below.note_clean(rooms)
+    def is_below(self, rooms: Sequence[Reserved]) -> None:
+        """Note that these host slots were filled from the tier."""
+        self._below.note_clean(rooms)
 
     def _batch(self, namespace: bytes, copies: list[Copy]) -> Batch:
-        stamps = tuple(
-            tier.ledger.stamp() if isinstance(tier, DiskTier) else None for tier in self._below.tiers
-        )
-        return Batch(namespace, copies, stamps)
+        return Batch(namespace, copies, stamp_of(self._below.tier))
 
     def _put(self, batch: Batch) -> None:
         with self._awake():
@@ -136,7 +183,9 @@ class Descent:
         with self._changed:
             yield
             if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._work, name="pagoda-descent", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._work, name=f"pagoda-descent-{self.tier.name}", daemon=True
+                )
                 self._thread.start()
             self._changed.notify_all()
 
@@ -200,9 +249,7 @@ class Descent:
         wanted = max(1, self._most // _CLEAN_SHARE) - int(np.count_nonzero(columns.last_use == NOT_READY))
         if not self._dirty or wanted <= 0:
             return
-        # leased slots are passed by when room is made, so the next to go are the coldest of the others
-        leased = columns.lease_until > self._clock.monotonic_ns()
-        coldest = np.argpartition(np.where(leased, NOT_READY, columns.last_use), wanted - 1)[:wanted].tolist()
+        coldest = self._host.ledger.next_to_go(wanted).tolist()
         chosen = [self._dirty.pop(slot) for slot in coldest if slot in self._dirty]
         live = [entry for entry in chosen if columns.generation[entry[0].slot] == entry[0].generation]
         self._tally.count(f"drop_{Reason.STALE}", len(chosen) - len(live))

@@ -36,7 +36,9 @@ def store_on_host(host: HostTier, ask: Ask, kv: Transfer, deadline: Deadline) ->
     a refusal is the last.
     """
     ledger, stamp, total = host.ledger, host.ledger.stamp(), len(ask.keys)
-    have = ledger.match(ask.keys, start=ask.first, stamp=stamp, deadline_seconds=deadline.remaining())
+    have = ledger.match(
+        ask.keys, start=ask.first, stamp=stamp, asked=False, deadline_seconds=deadline.remaining()
+    )
     copies = list(copies_of(ask, 0, have.slots, have.generations))
     at = present = len(copies)
     new, reasons = 0, list[Reason]()
@@ -52,6 +54,8 @@ def store_on_host(host: HostTier, ask: Ask, kv: Transfer, deadline: Deadline) ->
         new, present = new + len(window.new), present + len(window.present) + window.busy
         at, reasons = end, window.reasons
         deadline.progress()
+    if Reason.NOT_ADMITTED in reasons:
+        ledger.refuse(ask.keys[at:], start=ask.first + at, stamp=stamp)
     refused = total - new - present
     return Stored(new, new * ask.chunk_tokens, present, refused, reasons[0] if reasons else None), copies
 
@@ -108,7 +112,10 @@ def store_below(
 
     Waits, within the deadline, for a buffer to come back: how many chunks may be on their way is bounded by that.
     """
-    have = min(tier.find(ask.keys, start=ask.first, stamp=s) for tier, s in zip(lower, stamps, strict=True))
+    have = min(
+        tier.find(ask.keys, start=ask.first, stamp=stamp, namespace=ask.namespace.root)
+        for tier, stamp in zip(lower, stamps, strict=True)
+    )
     at, reason, futures = have, None, list[list[Future[Done]]]()
     while at < len(ask.keys) and reason is None:
         buffer = staging.take(deadline.remaining())

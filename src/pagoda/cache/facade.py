@@ -55,7 +55,7 @@ class Cache(Forms):
         self.name = name
         self.config = _configured(config, layout, overrides)
         self.layout = layout
-        self.namespace = _completed(namespace, layout)
+        self.namespace = _completed(namespace, layout, self.config)
         clock = clock or Clock()
         storeys = open_storeys(self.config, layout, clock) if tiers is None else storeys_of(tiers, layout)
         parts = assemble(storeys, self.config, layout, key_scheme, clock)
@@ -85,7 +85,7 @@ class Cache(Forms):
         Raises ValueError if it is open with another config, namespace or layout.
         """
         config = _configured(config, layout, overrides)
-        wanted = registry.Wanted(config, _completed(namespace, layout), layout)
+        wanted = registry.Wanted(config, _completed(namespace, layout, config), layout)
         return registry.open_named(
             name, wanted, lambda: cls(config, namespace=namespace, layout=layout, name=name)
         )
@@ -187,7 +187,7 @@ class Cache(Forms):
         if self._calls.parts.closed:
             raise ClosedError("the cache is closed")
         counters = self._calls.parts.tally.counters()
-        descent = self._calls.parts.descent
+        recorder = self._calls.parts.recorder
         return {
             "name": self.name,
             "tiers": {tier.name: dict(tier.stats()) for tier in self._storeys.all},
@@ -195,16 +195,16 @@ class Cache(Forms):
             "hit_rate": counters["hit_tokens"] / max(1, counters["asked_tokens"]),
             "misses": _by_reason(counters, "miss_", MISSES),
             "drops": _by_reason(counters, "drop_", DROPS),
-            "waiting_chunks": descent.waiting if descent is not None else 0,
+            "waiting_chunks": self._calls.parts.descents.waiting,
             "staging_buffers": self._calls.parts.tools.staging.out + self._calls.parts.storing.out,
             "rates": self._calls.parts.tools.worth.rates(),
+            **({"recording": recorder.stats()} if recorder is not None else {}),
         }
 
     def flush(self, timeout: float = 30.0) -> bool:
         """Wait until the lower tiers have what was queued for them; False if `timeout` seconds were not enough."""
         until = time.monotonic() + timeout
-        descent = self._calls.parts.descent
-        flushed = descent.flush(timeout) if descent is not None else True
+        flushed = self._calls.parts.descents.flush(timeout)
         for tier in self._storeys.lower:
             wait = getattr(tier, "flush", None)
             flushed = (wait is None or bool(wait(max(0.0, until - time.monotonic())))) and flushed
@@ -253,13 +253,19 @@ def _configured(config: Config | None, layout: KVLayout, overrides: Mapping[str,
     return config
 
 
-def _completed(namespace: Namespace, layout: KVLayout) -> Namespace:
-    """The namespace with the layout in it: two layouts never share a key."""
+def _completed(namespace: Namespace, layout: KVLayout, config: Config) -> Namespace:
+    """The namespace with the layout in it, for two layouts never share a key, and with the machines' weights epoch."""
     if namespace.layout not in ("", layout.fingerprint):
         raise ValueError(
             f"the namespace is of layout {namespace.layout!r}, not {layout.fingerprint!r}: leave it out"
         )
-    return namespace.with_(layout=layout.fingerprint)
+    epochs = {namespace.weights_epoch, config.weights_epoch} - {0}
+    if len(epochs) > 1:
+        raise ValueError(
+            f"weights_epoch is {namespace.weights_epoch} in the namespace, {config.weights_epoch} in the "
+            "configuration: leave one of them out"
+        )
+    return namespace.with_(layout=layout.fingerprint, weights_epoch=max(epochs, default=0))
 
 
 def _by_reason(counters: Mapping[str, int], prefix: str, reasons: Sequence[str]) -> dict[str, int]:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import takewhile
 from typing import NamedTuple
 
 from pagoda.cache.ask import Ask
 from pagoda.cache.deadline import Deadline
 from pagoda.cache.storeys import Storeys
 from pagoda.metrics import Reason
-from pagoda.tiers.base import Tier
 
 __all__ = ["LEASE_SECONDS", "Look", "look"]
 
@@ -37,7 +35,7 @@ def look(storeys: Storeys, ask: Ask, deadline: Deadline, *, stamp: int | None, t
             if tier is storeys.host:
                 count, reason = _on_host(storeys, keys, start, deadline, stamp, touch)
             else:
-                count = tier.find(keys, start=start) if touch else _contained(tier, keys)
+                count = tier.find(keys, start=start, namespace=ask.namespace.root, touch=touch)
             lacking = {*(() if count else lacking), tier.name}
             by_tier[tier.name] += count
             at += count
@@ -59,7 +57,3 @@ def _on_host(
         deadline_seconds=deadline.remaining(),
     )
     return len(match.slots), match.reason
-
-
-def _contained(tier: Tier, keys: Sequence[bytes]) -> int:
-    return sum(1 for _ in takewhile(tier.contains, keys))

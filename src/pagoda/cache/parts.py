@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from pagoda.cache.ask import KeyScheme
 from pagoda.cache.below import Below
-from pagoda.cache.descent import Descent
+from pagoda.cache.descent import Descent, Descents
+from pagoda.cache.recording import Recorder
 from pagoda.cache.staging import Staging
 from pagoda.cache.storeys import Storeys
 from pagoda.cache.tally import Tally
@@ -38,12 +40,13 @@ class Parts:
     storing: (
         Staging  # for stores that have no host tier; loads have their own, so that neither starves the other
     )
+    recorder: Recorder | None = None
     closed: bool = False
 
     @property
-    def descent(self) -> Descent | None:
-        """The background writer, if there is anything to write to."""
-        return self.tools.descent
+    def descents(self) -> Descents:
+        """The background writers, one a lower tier."""
+        return self.tools.descents
 
     def close(self, timeout: float) -> bool:
         """Flush, then end all within about `timeout` seconds; False if something was left unwritten. Idempotent."""
@@ -51,8 +54,10 @@ class Parts:
             return True
         self.closed = True
         until = time.monotonic() + timeout
+        if self.recorder is not None:
+            self.recorder.close(min(1.0, timeout))
         self.workers.close()
-        flushed = self.descent.close(timeout * 0.6) if self.descent is not None else True
+        flushed = self.descents.close(timeout * 0.6)
         self.tally.close()
         for tier in reversed(self.storeys.all):
             try:
@@ -68,12 +73,19 @@ def assemble(storeys: Storeys, config: Config, layout: KVLayout, scheme: KeySche
     ledgers = storeys.ledgers()
     tally = Tally(ledgers[0][1] if ledgers else None, clock)
     workers = Workers()
-    descent = None
-    if storeys.host is not None and storeys.lower:
-        below = Below(storeys.host, storeys.lower, layout.chunk_tokens, config.queue_chunks, clock)
-        descent = Descent(storeys.host, below, config.write_policy, config.selective_hits, clock, tally)
+    descents = _descents(storeys, config, layout, tally, clock)
     worth = Worth(layout.chunk_bytes, layout.chunk_tokens, clock, config.worth_it)
     counts_in = ledgers[0][0] if ledgers else ""
-    tools = Tools(Staging(layout.slot_bytes), worth, descent, clock, counts_in)
+    tools = Tools(Staging(layout.slot_bytes), worth, descents, clock, counts_in)
     why = Why(storeys, scheme, layout.chunk_tokens, clock, workers)
-    return Parts(storeys, tally, workers, why, tools, Staging(layout.slot_bytes))
+    recorder = Recorder(Path(config.record), layout.chunk_tokens, clock) if config.record else None
+    return Parts(storeys, tally, workers, why, tools, Staging(layout.slot_bytes), recorder)
+
+
+def _descents(storeys: Storeys, config: Config, layout: KVLayout, tally: Tally, clock: Clock) -> Descents:
+    host, each = storeys.host, list[Descent]()
+    if host is not None:
+        for tier in storeys.lower:
+            below = Below(host, tier, layout.chunk_tokens, config.queue_chunks, clock)
+            each.append(Descent(host, below, config.write_policy, config.selective_hits, tally))
+    return Descents(each)

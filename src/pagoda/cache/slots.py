@@ -19,6 +19,7 @@ from pagoda.cache.border import Job
 from pagoda.cache.calls import Calls
 from pagoda.cache.deadline import Deadline
 from pagoda.cache.look import LEASE_SECONDS
+from pagoda.cache.recording import Kind
 from pagoda.errors import ClosedError
 from pagoda.layout import KVLayout
 from pagoda.ledger import Landed, Match, Outcome, Refused, Reserved
@@ -86,6 +87,18 @@ class HostSlots:
         """Count what an engine asked the cache for and got of it, as a lookup does: tokens, and why not more."""
         self._parts.tally.asked(num_tokens, by_tier, reason)
 
+    @property
+    def records(self) -> bool:
+        """Whether requests are recorded, so that `requested` is worth calling."""
+        return self._parts.recorder is not None
+
+    def requested(self, keys: Sequence[bytes], num_tokens: int, *, start: int = 0) -> None:
+        """Record one request about so many tokens, by the keys of its prompt from chain position `start` on.
+
+        For engines that count by `asked` what they look up uncounted. Does nothing if requests are not recorded.
+        """
+        self._record(Kind.REQUESTED, keys, start, num_tokens)
+
     def hold(self, slots: Slots, generations: Generations) -> list[bool]:
         """Keep chunks from eviction until `release` or the end of this process; False where they have gone.
 
@@ -118,9 +131,8 @@ class HostSlots:
         def work(_: Deadline) -> None:
             self._parts.tally.count("loaded_chunks", len(read))
             self._parts.tally.count("loaded_bytes", len(read) * self._host.chunk_bytes)
-            if (descent := self._parts.descent) is not None:
-                for run in runs(read, self.count, _follows):
-                    descent.used(namespace, run)
+            for run in runs(read, self.count, _follows):
+                self._parts.descents.used(namespace, run)
 
         self._run("used", work, lambda *_: None)
 
@@ -140,6 +152,7 @@ class HostSlots:
             raise ValueError(f"parts must be at least 1, got {parts}")
         if any(len(key) != 32 for key in keys):
             raise ValueError("a key has 32 bytes: use Cache.keys, KeyChain or derive_keys")
+        self._record(Kind.RESERVED, keys, start, len(keys) * self._layout.chunk_tokens, parent)
         made: list[Outcome] = []  # the caller's to commit or abort, whatever comes after
 
         def rest(reason: Reason, _: str = "") -> list[Outcome]:
@@ -195,11 +208,10 @@ class HostSlots:
             visible = [one for one, how in zip(reserved, landed, strict=True) if how is Landed.WHOLE]
             self._parts.tally.count("stored_bytes", len(visible) * self._host.chunk_bytes)
             kept = {(one.slot, one.generation) for one in visible}
-            if (descent := self._parts.descent) is not None:
-                for namespace, copies in written.items():
-                    for run in runs(copies, self.count, _follows):
-                        stored = [copy for copy in run if (copy.slot, copy.generation) in kept]
-                        descent.stored(namespace, stored)
+            for namespace, copies in written.items():
+                for run in runs(copies, self.count, _follows):
+                    stored = [copy for copy in run if (copy.slot, copy.generation) in kept]
+                    self._parts.descents.stored(namespace, stored, self._calls.storeys().lower)
             return good
 
         def missed(*_: object) -> list[bool]:
@@ -212,6 +224,12 @@ class HostSlots:
         """Give slots up into which nothing is copied any more."""
         with suppress(ClosedError):  # as in `release`
             self._ledger.abort(reserved)
+
+    def _record(
+        self, kind: Kind, keys: Sequence[bytes], start: int, num_tokens: int, parent: bytes | None = None
+    ) -> None:
+        if self._parts.recorder is not None:
+            self._parts.recorder.note(kind, tuple(keys), start, num_tokens, parent=parent)
 
     def _run(
         self, name: str, work: Callable[[Deadline], T], missed: Callable[[Reason, str], T],

@@ -9,12 +9,14 @@ from typing import NamedTuple
 
 from pagoda.clock import Clock
 from pagoda.config import Config
+from pagoda.config.remotes import RemoteSpec
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.ledger import Ledger
 from pagoda.tiers import DiskTier, HostTier, Tier
+from pagoda.tiers.remote import RemoteTier
 
-__all__ = ["Storeys", "open_storeys", "storeys_of"]
+__all__ = ["Storeys", "open_remote", "open_storeys", "stamp_of", "storeys_of"]
 
 
 class Storeys(NamedTuple):
@@ -22,6 +24,7 @@ class Storeys(NamedTuple):
 
     host: HostTier | None
     lower: tuple[Tier, ...]
+    left_out: tuple[str, ...] = ()  # names of tiers of this cache that may not be asked now
 
     @property
     def all(self) -> tuple[Tier, ...]:
@@ -38,20 +41,35 @@ class Storeys(NamedTuple):
         if names is None:
             return self
         wanted = [names] if isinstance(names, str) else list(names)
-        unknown = [name for name in wanted if name not in self.names]
+        unknown = [name for name in wanted if name not in (*self.names, *self.left_out)]
         if unknown:
             raise ValueError(f"no tier {unknown[0]!r}: this cache has {', '.join(self.names) or 'none'}")
         host = self.host if self.host is not None and self.host.name in wanted else None
         return Storeys(host, tuple(tier for tier in self.lower if tier.name in wanted))
 
+    def local(self) -> Storeys:
+        """Those that other machines have no part in."""
+        remote = tuple(tier.name for tier in self.lower if isinstance(tier, RemoteTier))
+        lower = tuple(tier for tier in self.lower if not isinstance(tier, RemoteTier))
+        return Storeys(self.host, lower, remote) if remote else self
+
     def ledgers(self) -> list[tuple[str, Ledger]]:
         """The ledgers of the local tiers, by tier name."""
         return [(tier.name, tier.ledger) for tier in self.all if isinstance(tier, HostTier | DiskTier)]
+
+    def stamps(self) -> tuple[int | None, ...]:
+        """A recency stamp of each lower tier, for one run; None where a tier has no use for one."""
+        return tuple(map(stamp_of, self.lower))
 
     def register(self, namespace: Namespace) -> None:
         """Make a namespace known to every tier, with its labels; idempotent."""
         for tier in self.all:
             tier.register(namespace)
+
+
+def stamp_of(tier: Tier) -> int | None:
+    """A recency stamp for one run, so that its tail goes before its head; None where a tier has no use for one."""
+    return tier.ledger.stamp() if isinstance(tier, DiskTier) else None
 
 
 def storeys_of(tiers: Sequence[Tier], layout: KVLayout) -> Storeys:
@@ -66,7 +84,7 @@ def storeys_of(tiers: Sequence[Tier], layout: KVLayout) -> Storeys:
     hosts = [tier for tier in tiers if isinstance(tier, HostTier)]
     if len(hosts) > 1 or (hosts and tiers[0] is not hosts[0]):
         raise ValueError("there is at most one host tier, and it is the first")
-    return Storeys(
+    return _stacked(
         hosts[0] if hosts else None, tuple(tier for tier in tiers if not isinstance(tier, HostTier))
     )
 
@@ -102,5 +120,29 @@ def open_storeys(config: Config, layout: KVLayout, clock: Clock) -> Storeys:
             )
             undo.callback(disk.close)
             lower.append(disk)
+        for spec in config.remotes():
+            remote = open_remote(spec, layout, clock)
+            undo.callback(remote.close)
+            lower.append(remote)
         undo.pop_all()
-        return Storeys(host, tuple(lower))
+        return _stacked(host, tuple(lower))
+
+
+def open_remote(spec: RemoteSpec, layout: KVLayout, clock: Clock | None = None) -> RemoteTier:
+    """The remote tier that a configured URL describes; connects to nothing yet. Raises ConfigError."""
+    return RemoteTier(
+        layout,
+        spec.engine(),
+        codec=spec.codec,
+        connections=spec.connections,
+        queue_chunks=spec.queue_chunks,
+        deadline_seconds=spec.deadline_seconds,
+        look_seconds=spec.look_seconds,
+        clock=clock,
+    )
+
+
+def _stacked(host: HostTier | None, lower: tuple[Tier, ...]) -> Storeys:
+    if host is not None and lower:
+        host.ledger.take_all()
+    return Storeys(host, lower)

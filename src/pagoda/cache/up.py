@@ -15,17 +15,16 @@ import numpy.typing as npt
 from pagoda.cache.ask import Ask
 from pagoda.cache.below import copies_of
 from pagoda.cache.deadline import Deadline
-from pagoda.cache.descent import Descent
+from pagoda.cache.descent import Descents
 from pagoda.cache.look import LEASE_SECONDS
 from pagoda.cache.pipeline import Pipeline
 from pagoda.cache.rooms import HostRooms, Rooms, StagedRooms
 from pagoda.cache.staging import Staging
-from pagoda.cache.storeys import Storeys
+from pagoda.cache.storeys import Storeys, stamp_of
 from pagoda.cache.worth import Worth
 from pagoda.clock import Clock
 from pagoda.ledger import Busy, Refused, Reserved
 from pagoda.metrics import Reason
-from pagoda.tiers import DiskTier
 from pagoda.tiers.base import Tier
 from pagoda.transfer import Transfer
 
@@ -42,7 +41,7 @@ class Tools(NamedTuple):
 
     staging: Staging
     worth: Worth
-    descent: Descent | None
+    descents: Descents
     clock: Clock
     counts_in: str  # the tier whose counters are the cache's
 
@@ -129,9 +128,9 @@ class Run:
         for i in range(0, len(match.slots), step):
             if self.reason is None:
                 self._copy_host(match.slots[i : i + step], match.generations[i : i + step])
-        if self._tools.descent is not None and len(match.slots):
+        if len(match.slots):
             copies = copies_of(self._ask, first, match.slots, match.generations)
-            self._tools.descent.used(self._ask.namespace.root, copies)
+            self._tools.descents.used(self._ask.namespace.root, copies)
 
     def _copy_host(self, slots: npt.NDArray[np.int64], generations: npt.NDArray[np.uint64]) -> None:
         host = self._storeys.host
@@ -171,11 +170,12 @@ class Run:
         """How many chunks from here on `tier` has in a row; one stamp for the run, so that its tail stays older."""
         if self.done >= self._seen.get(tier.name, 0):
             if tier.name not in self._stamps:
-                self._stamps[tier.name] = tier.ledger.stamp() if isinstance(tier, DiskTier) else None
+                self._stamps[tier.name] = stamp_of(tier)
             found = tier.find(
                 self._ask.keys[self.done : self._end],
                 start=self._ask.first + self.done,
                 stamp=self._stamps[tier.name],
+                namespace=self._ask.namespace.root,
             )
             self._seen[tier.name] = self.done + found
         return self._seen[tier.name] - self.done
@@ -198,8 +198,7 @@ class Run:
             self.told = end.counted and tier.name == self._tools.counts_in
         nbytes, seconds = (self.done - before) * tier.chunk_bytes, time.perf_counter() - began
         self._tools.worth.measured(tier.name, nbytes, seconds)
-        if self._tools.descent is not None:
-            self._tools.descent.is_below(tier, pipeline.kept)
+        self._tools.descents.is_below(tier, pipeline.kept)
         return self._stopped(rooms)
 
     def _rooms(self) -> Rooms:

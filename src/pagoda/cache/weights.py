@@ -22,8 +22,10 @@ __all__ = ["Weights"]
 class Weights:
     """Reads and raises the epoch of one model. Thread-safe; other processes notice at their next `epoch()`."""
 
-    def __init__(self, roots: Iterable[Path], model: str) -> None:
-        digest = blake3(model.encode(), derive_key_context="PagodaKV weights epoch").hexdigest(8)
+    def __init__(self, roots: Iterable[Path], model: str, begun_at: int = 0) -> None:
+        """`begun_at`: the epoch that all machines agreed on; within each of them this machine counts from 0."""
+        name = f"{model}\0{begun_at}" if begun_at else model
+        digest = blake3(name.encode(), derive_key_context="PagodaKV weights epoch").hexdigest(8)
         self._paths = [root / f"weights-{digest}" for root in roots]
         self._known = 0  # never goes back in this process, whatever becomes of the files
         self.renew()

@@ -12,7 +12,7 @@ from pagoda.clock import Clock
 from pagoda.keys import Namespace
 from pagoda.ledger import Ledger
 from pagoda.metrics import Reason
-from pagoda.tiers import DiskTier
+from pagoda.tiers.remote import RemoteTier
 
 __all__ = ["Answer", "Why"]
 
@@ -76,13 +76,19 @@ class Why:
         if hint is not None and hint in _SEEN:
             return Answer(hint, _SEEN[hint])
         key = ask.keys[index]
-        resting = [tier.name for tier in chosen.lower if isinstance(tier, DiskTier) and tier.resting]
+        resting = [tier.name for tier in chosen.lower if getattr(tier, "resting", False)]
         if resting:
             return Answer(Reason.TIER_SKIPPED, f"{resting[0]} kept failing and is left out for a while")
+        silent = [t.name for t in chosen.lower if isinstance(t, RemoteTier) and not t.has_said(key)]
+        if silent:
+            return Answer(Reason.DEADLINE, f"{silent[0]} did not say in time whether it has it")
         answer = _remembered(key, chosen)
         if answer.reason is not Reason.ABSENT:
             return answer
-        others = [t.name for t in self._storeys.all if t.name not in chosen.names and t.contains(key)]
+        unasked = [tier for tier in self._storeys.all if tier.name not in chosen.names]
+        if not thorough:  # an engine's call asks over no network what it was told not to ask
+            unasked = [tier for tier in unasked if not isinstance(tier, RemoteTier)]
+        others = [tier.name for tier in unasked if tier.contains(key)]
         if others:
             return Answer(Reason.TIER_SKIPPED, f"{others[0]} has it and was not asked")
         if index == 0 and ask.first == 0 and ask.tokens is not None:

@@ -16,7 +16,6 @@ from pagoda.config import Config
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.metrics import Reason
-from pagoda.tiers import DiskTier
 
 __all__ = ["Work", "hit_without"]
 
@@ -118,16 +117,14 @@ class Work:
         if storeys.host is None:
             return self._store_below(storeys, ask, kv, deadline)
         stored, copies = store_on_host(storeys.host, ask, kv, deadline)
-        if self._parts.descent is not None and storeys.lower:
-            self._parts.descent.stored(ask.namespace.root, copies)
+        self._parts.descents.stored(ask.namespace.root, copies, storeys.lower)
         self._parts.tally.count("stored_bytes", stored.num_chunks * self._layout.chunk_bytes)
         return stored
 
     def _store_below(self, storeys: Storeys, ask: Ask, kv: Watched, deadline: Deadline) -> Stored:
         if not storeys.lower:
             return Stored(0, 0, 0, len(ask.keys), Reason.TIER_SKIPPED)
-        stamps = [tier.ledger.stamp() if isinstance(tier, DiskTier) else None for tier in storeys.lower]
-        return store_below(storeys.lower, ask, kv, deadline, self._parts.storing, stamps)
+        return store_below(storeys.lower, ask, kv, deadline, self._parts.storing, storeys.stamps())
 
     def explain(self, storeys: Storeys, ask: Ask, deadline: Deadline) -> Hit:
         """What a lookup would say, found out thoroughly and without touching anything."""

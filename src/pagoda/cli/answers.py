@@ -1,17 +1,18 @@
-"""What each tier would serve of a prompt, and why not more. Reads ledgers, touches nothing, not even recency."""
+"""What each tier would serve of a prompt, and why not more. Reads ledgers and asks remote tiers, touches no recency."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from pagoda.cli import show
+from pagoda.cli.remotes import Unanswered, leading
 from pagoda.cli.stores import label, tier_of
-from pagoda.config import Config
+from pagoda.config import Config, RemoteSpec
 from pagoda.keys import Namespace, TokenIds, as_token_ids, chunk_keys
 from pagoda.ledger import Ledger, NamespaceRow
 from pagoda.metrics import Reason
@@ -19,6 +20,7 @@ from pagoda.slab import FileSlab, MemorySlab
 from pagoda.slab.file import aligned
 
 _TIMED_CHUNKS = 4
+_Place: TypeAlias = Ledger | RemoteSpec
 
 
 class Verdict(NamedTuple):
@@ -49,6 +51,7 @@ class Prompt:
 
     num_tokens: int
     tiers: Sequence[Ledger]
+    remotes: Sequence[RemoteSpec]  # below them, top down
     known: Mapping[bytes, NamespaceRow]
     chunk_tokens: Mapping[bytes, int]
     keys: Mapping[bytes, list[bytes]]
@@ -57,7 +60,12 @@ class Prompt:
 
 
 def prompt_of(
-    tokens: TokenIds, tiers: Sequence[Ledger], config: Config, chunk_tokens: int | None, prefill: float | None
+    tokens: TokenIds,
+    tiers: Sequence[Ledger],
+    remotes: Sequence[RemoteSpec],
+    config: Config,
+    chunk_tokens: int | None,
+    prefill: float | None,
 ) -> Prompt:
     """Hash the prompt under every namespace; chunks have `chunk_tokens` tokens, by default as what is stored."""
     ids = as_token_ids(tokens)
@@ -70,7 +78,7 @@ def prompt_of(
     sizes = {root: found.get(root, usual) for root in known}
     keys = {root: chunk_keys(ids, root, size) for root, size in sizes.items()}
     worth = prefill if config.worth_it else None
-    return Prompt(len(ids), tiers, known, sizes, keys, config.min_hit_tokens, worth)
+    return Prompt(len(ids), tiers, remotes, known, sizes, keys, config.min_hit_tokens, worth)
 
 
 def answers(prompt: Prompt, root: bytes) -> list[Answer]:
@@ -79,11 +87,16 @@ def answers(prompt: Prompt, root: bytes) -> list[Answer]:
     What is below the minimum counts for nothing, which only the answer for all tiers can say.
     """
     model = label(prompt.known[root].fields)
-    here = [ledger for ledger in prompt.tiers if root in ledger.namespaces(counted=False)]
+    ledgers = [ledger for ledger in prompt.tiers if root in ledger.namespaces(counted=False)]
+    here: list[_Place] = [*ledgers, *prompt.remotes]
     if len(here) == 1:
-        return [Answer(root, model, tier_of(here[0]), _together(prompt, root, here))]
-    alone = [Answer(root, model, tier_of(ledger), _from(prompt, root, ledger, 0)) for ledger in here]
+        return [Answer(root, model, _name(here[0]), _together(prompt, root, here))]
+    alone = [Answer(root, model, _name(place), _from(prompt, root, place, 0)) for place in here]
     return [*alone, Answer(root, model, "all", _together(prompt, root, here))]
+
+
+def _name(place: _Place) -> str:
+    return place.name if isinstance(place, RemoteSpec) else tier_of(place)
 
 
 def _stored_sizes(tiers: Sequence[Ledger]) -> dict[bytes, int]:
@@ -100,13 +113,13 @@ def _stored_sizes(tiers: Sequence[Ledger]) -> dict[bytes, int]:
     return found
 
 
-def _together(prompt: Prompt, root: bytes, tiers: Sequence[Ledger]) -> Verdict:
+def _together(prompt: Prompt, root: bytes, tiers: Sequence[_Place]) -> Verdict:
     """Return what the tiers serve from the top down, each going on where the one above ended."""
     size = prompt.chunk_tokens[root]
     verdicts: list[Verdict] = []
     run = 0
-    for ledger in tiers:
-        verdicts.append(_from(prompt, root, ledger, run))
+    for place in tiers:
+        verdicts.append(_from(prompt, root, place, run))
         run += verdicts[-1].num_tokens // size
         if verdicts[-1].reason is None:
             break
@@ -119,12 +132,30 @@ def _together(prompt: Prompt, root: bytes, tiers: Sequence[Ledger]) -> Verdict:
     return last._replace(num_tokens=total)
 
 
-def _from(prompt: Prompt, root: bytes, ledger: Ledger, start: int) -> Verdict:
+def _from(prompt: Prompt, root: bytes, place: _Place, start: int) -> Verdict:
     """Return what this tier has from chunk `start` on."""
     size, keys = prompt.chunk_tokens[root], prompt.keys[root]
     if not keys:
         detail = f"{prompt.num_tokens} tokens do not fill a chunk of {size}"
         return Verdict(0, Reason.SHORT_PROMPT, detail)
+    if isinstance(place, RemoteSpec):
+        return _from_remote(prompt, root, place, start)
+    return _from_ledger(prompt, root, place, start)
+
+
+def _from_remote(prompt: Prompt, root: bytes, spec: RemoteSpec, start: int) -> Verdict:
+    size, keys = prompt.chunk_tokens[root], prompt.keys[root]
+    try:
+        run = leading(spec, root, keys[start:])
+    except Unanswered as trouble:
+        return Verdict(0, Reason.IO_ERROR, trouble.text)
+    if start + run == len(keys):
+        return Verdict(run * size, None, "all whole chunks are there")
+    return Verdict(run * size, Reason.ABSENT, f"chunk {start + run}: absent")
+
+
+def _from_ledger(prompt: Prompt, root: bytes, ledger: Ledger, start: int) -> Verdict:
+    size, keys = prompt.chunk_tokens[root], prompt.keys[root]
     match = ledger.match(keys[start:], start=start, touch=False)
     run = len(match.slots)
     dear = _dear(prompt, ledger, match.slots[:_TIMED_CHUNKS].tolist(), size)

@@ -13,6 +13,9 @@ from pagoda.cli.check import check
 from pagoda.cli.clear import clear
 from pagoda.cli.explain import explain
 from pagoda.cli.ls import ls
+from pagoda.cli.record import record
+from pagoda.cli.replay import replay
+from pagoda.cli.size import size
 from pagoda.cli.stats import stats
 
 _STYLE = {"help_option_names": ["-h", "--help"]}
@@ -24,8 +27,9 @@ app = typer.Typer(
     context_settings=_STYLE,
     pretty_exceptions_enable=False,
 )
-for command in (stats, ls, check, clear, explain, bench):
+for command in (stats, ls, check, clear, explain, bench, replay, size):
     app.command()(command)
+app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(record)
 app.add_typer(config.app, name="config")
 app.add_typer(vllm.app, name="vllm")
 

@@ -15,6 +15,7 @@ from pagoda.cli.stores import AsJson, ConfigFile, Directory, attached, find_stor
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
+    from pagoda.cli.remotes import Asked
     from pagoda.ledger import Ledger, Row
     from pagoda.slab.file import FileSlab
 
@@ -54,8 +55,12 @@ def check(
     as_json: AsJson = False,
     config: ConfigFile = None,
 ) -> int:
-    """Check that the ledgers add up and, with --read, that the bytes on the disk are the ones stored."""
+    """Check that the ledgers add up and, with --read, that the bytes on the disk are the ones stored.
+
+    Remote tiers must answer and let themselves be read; their bytes are verified whenever they are read.
+    """
     from pagoda.cli import UsageError
+    from pagoda.cli.remotes import pinged, remotes_of
 
     if drop and not read:
         raise UsageError("--drop: what is damaged is only known after reading; add --read")
@@ -65,11 +70,14 @@ def check(
             task = bars.add_task(f"checking {store}", total=None)
             verdicts.append(_judged(store, read, drop, partial(_advance, bars, task)))
             bars.update(task, visible=False)
-    ok = all(verdict.ok for verdict in verdicts)
+    remotes = pinged(remotes_of(directory, config))
+    ok = all(verdict.ok for verdict in verdicts) and not any(asked.trouble for asked in remotes)
     if as_json:
-        show.print_json({"ok": ok, "stores": [verdict.as_json() for verdict in verdicts]})
+        asked = [remote._asdict() for remote in remotes]
+        show.print_json({"ok": ok, "stores": [verdict.as_json() for verdict in verdicts], "remotes": asked})
     else:
         _print(verdicts)
+        _print_remotes(remotes)
     return 0 if ok else FAILED
 
 
@@ -180,3 +188,12 @@ def _print(verdicts: list[Verdict]) -> None:
                 else " (they will be misses; --drop removes them)"
             )
             show.note(f"{verdict.directory}: damaged chunks {keys}{done}")
+
+
+def _print_remotes(remotes: list[Asked]) -> None:
+    rows = [(asked.tier, "NO ANSWER" if asked.trouble else "answers", asked.address) for asked in remotes]
+    if rows:
+        show.print_table("remote tiers", ("tier", "verdict", "address"), rows)
+    for asked in remotes:
+        if asked.trouble:
+            show.note(asked.trouble)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from pagoda.cli import FAILED, FailedError, UsageError, show
+from pagoda.cli.remotes import Unanswered, census, cleared, remotes_of
 from pagoda.cli.stores import (
     AsJson,
     ConfigFile,
@@ -23,6 +25,7 @@ from pagoda.cli.stores import (
 )
 
 if TYPE_CHECKING:
+    from pagoda.config import RemoteSpec
     from pagoda.ledger import Ledger, NamespaceRow
 
 
@@ -34,6 +37,14 @@ class Cleared(NamedTuple):
     directory: str
 
 
+class Shared(NamedTuple):
+    """A remote tier, what it has of each namespace, and what is wrong with it (empty: nothing)."""
+
+    spec: RemoteSpec
+    chunks: Mapping[bytes, int]
+    trouble: str
+
+
 def clear(
     directory: Directory = None,
     model: Model = None,
@@ -42,28 +53,65 @@ def clear(
     as_json: AsJson = False,
     config: ConfigFile = None,
 ) -> int:
-    """Forget all chunks, or those of one model or namespace, in every tier."""
+    """Forget all chunks, or those of one model or namespace, in every tier: the remote ones, for all machines, too."""
     stores = find_stores(directory, config)
+    everything = model is None and namespace is None
+    shared = [
+        Shared(spec, *(({}, "") if everything else _counted(spec))) for spec in remotes_of(directory, config)
+    ]
     known = _known(stores)
-    refuse_unknown(known, model, namespace)
+    here = set(known)
+    for remote in shared:
+        known.update(
+            {root: _nameless(root, count) for root, count in remote.chunks.items() if root not in known}
+        )
+    broken = {remote.spec.redacted: remote.trouble for remote in shared if remote.trouble}
+    if not broken or chosen(known, model, namespace):  # a tier that does not answer may know more
+        refuse_unknown(known, model, namespace)
     roots = chosen(known, model, namespace)
     if namespace is not None and len(roots) > 1:
         raise UsageError(f"--namespace {namespace}: begins {len(roots)} namespaces; write more of it")
-    what = _described(roots, model, namespace)
-    if not yes and not _agreed(f"Clear {what} in {len(stores)} store(s)?"):
+    if not yes and not _agreed(_question(_described(roots, model, namespace), stores, shared)):
         return FAILED
-    everything = model is None and namespace is None
-    cleared, broken = _clear(stores, None if everything else list(roots))
-    if as_json:
-        gone = [store._asdict() for store in cleared]
-        show.print_json({"cleared": sum(store.chunks for store in cleared), "stores": gone, "failed": broken})
-    else:
-        show.print_table("", ("tier", "chunks cleared", "directory"), cleared)
+    wanted = None if everything else list(roots)
+    gone, failed = _clear(stores, wanted)
+    more, deaf = _clear_shared(shared, wanted)
+    broken |= {**failed, **deaf}
+    _print([*gone, *more], broken, as_json)
+    nameless = len(known) - len(here)
+    if nameless and model is not None:
+        show.note(
+            f"{nameless} namespace(s) of remote tiers have no name on this machine, whosever they are, and were left "
+            f"alone (pagoda ls --by namespace lists them, --namespace clears one)"
+        )
     if broken:
         raise FailedError(
             f"not cleared: {'; '.join(f'{store}: {trouble}' for store, trouble in broken.items())}"
         )
     return 0
+
+
+def _print(cleared: list[Cleared], broken: dict[str, str], as_json: bool) -> None:
+    if as_json:
+        gone = [store._asdict() for store in cleared]
+        show.print_json({"cleared": sum(store.chunks for store in cleared), "stores": gone, "failed": broken})
+    else:
+        show.print_table("", ("tier", "chunks cleared", "directory"), cleared)
+
+
+def _counted(spec: RemoteSpec) -> tuple[Mapping[bytes, int], str]:
+    """Return what a remote tier has of each namespace, or what is wrong with it."""
+    try:
+        return census(spec), ""
+    except Unanswered as trouble:
+        return {}, trouble.text
+
+
+def _nameless(root: bytes, chunks: int) -> NamespaceRow:
+    """Return the row of a namespace of which only a remote tier knows: names stay on the machines that made them."""
+    from pagoda.ledger import NamespaceRow
+
+    return NamespaceRow(root, {}, 0, chunks)
 
 
 def _known(stores: list[Path]) -> dict[bytes, NamespaceRow]:
@@ -87,6 +135,12 @@ def _described(roots: dict[bytes, NamespaceRow], model: str | None, prefix: str 
     return f"{len(roots)} namespace(s) of {', '.join(models)}"
 
 
+def _question(what: str, stores: list[Path], shared: list[Shared]) -> str:
+    where = f"{len(stores)} store(s)"
+    others = ", ".join(remote.spec.redacted for remote in shared)
+    return f"Clear {what} in {where}{f' and, for all machines, in {others}' if others else ''}?"
+
+
 def _agreed(question: str) -> bool:
     if not sys.stdin.isatty():
         raise UsageError("clear asks before it deletes: say --yes where nobody can answer")
@@ -106,6 +160,21 @@ def _clear(stores: list[Path], roots: list[bytes] | None) -> tuple[list[Cleared]
         except PagodaError as trouble:
             broken[str(store)] = str(trouble)
     return cleared, broken
+
+
+def _clear_shared(shared: list[Shared], roots: list[bytes] | None) -> tuple[list[Cleared], dict[str, str]]:
+    """Clear every remote tier that answered, going on past one that fails."""
+    gone: list[Cleared] = []
+    broken: dict[str, str] = {}
+    for remote in shared:
+        if remote.trouble:
+            continue
+        try:
+            chunks = cleared(remote.spec, roots)
+            gone.append(Cleared(remote.spec.name, chunks, remote.spec.redacted))
+        except Unanswered as trouble:
+            broken[remote.spec.redacted] = trouble.text
+    return gone, broken
 
 
 def _forget(ledger: Ledger, roots: list[bytes] | None) -> int:

@@ -1,4 +1,4 @@
-"""`pagoda config`: every option, its value and where it came from."""
+"""`pagoda config`: every option, its value and where it came from; and how LMCache's become ours."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pagoda.cli import FailedError, show
+from pagoda.cli import FailedError, UsageError, show
 from pagoda.cli.stores import AsJson, ConfigFile
 
 if TYPE_CHECKING:
     from pagoda.config import Config
     from pagoda.config.load import Loaded
 
-app = typer.Typer(help="Show, check or describe the configuration.")
+app = typer.Typer(help="Show, check, describe or import the configuration.")
 File = Annotated[
     Path | None, typer.Argument(metavar="[FILE]", help="Configuration file instead of the usual ones.")
 ]
@@ -31,7 +31,7 @@ def root(ctx: typer.Context) -> None:
 def show_values(as_json: AsJson = False, config: ConfigFile = None) -> int:
     """Show each option, its value and where that came from."""
     loaded = _loaded(config)
-    values = asdict(loaded.config)
+    values = {**asdict(loaded.config), "remote": [spec.redacted for spec in loaded.config.remotes()]}
     if as_json:
         options = {name: {"value": value, "origin": loaded.origins[name]} for name, value in values.items()}
         show.print_json({"options": options, "host_bytes": loaded.config.host_bytes})
@@ -43,9 +43,11 @@ def show_values(as_json: AsJson = False, config: ConfigFile = None) -> int:
 
 @app.command()
 def check(file: File = None, as_json: AsJson = False) -> int:
-    """Check the configuration and whether its places can be used."""
+    """Check the configuration, whether its places can be used and whether remote tiers answer."""
     config = _loaded(file).config
-    troubles = _troubles(config)
+    from pagoda.cli.remotes import pinged
+
+    troubles = [*_troubles(config), *(asked.trouble for asked in pinged(config.remotes()) if asked.trouble)]
     if as_json:
         show.print_json({"ok": not troubles, "troubles": troubles})
     if troubles:
@@ -64,6 +66,69 @@ def schema() -> int:
     return 0
 
 
+@app.command("import")
+def import_lmcache(
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[FILE]", help="LMCache's YAML file; default: the one its variables name, or they."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Write a new file instead of printing."),
+    ] = None,
+    workers: Annotated[
+        int, typer.Option(min=1, help="Workers (ranks) on one machine: LMCache's sizes are one worker's.")
+    ] = 1,
+    force: Annotated[bool, typer.Option("--force", help="Leave out what is not supported.")] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Turn LMCache's configuration into a pagoda.toml, naming all that does not map."""
+    import os
+
+    from pagoda.config import lmcache
+
+    named = file or (Path(name) if (name := os.environ.get(f"{lmcache.VARIABLES}CONFIG_FILE")) else None)
+    variables = lmcache.from_environment(os.environ)
+    if named is None and not variables:
+        raise UsageError(f"name LMCache's file, or set its {lmcache.VARIABLES} variables")
+    made = lmcache.translate(lmcache.read(named) if named else variables, workers)
+    toml = made.toml(str(named) if named else f"{lmcache.VARIABLES} variables")
+    ok = force or not made.refused
+    if as_json:
+        fields = [finding._asdict() for finding in made.findings]
+        show.print_json({"ok": ok, "options": made.options, "fields": fields, "toml": toml})
+    if not ok:
+        refused = "; ".join(f"{one.field}: {one.text}" for one in made.refused)
+        raise UsageError(f"{refused} (--force leaves out what is not supported)")
+    if named and variables:
+        show.note(f"{lmcache.VARIABLES} variables are ignored, as by LMCache, because there is a file")
+    for one in made.findings:
+        if one.verdict not in (lmcache.Verdict.MAPPED, lmcache.Verdict.SAME):
+            show.note(f"{one.field}: {one.verdict}: {one.text}")
+    if output:
+        _write_new(output, toml)
+    elif not as_json:
+        print(toml, end="")
+    return 0
+
+
+def _write_new(file: Path, text: str) -> None:
+    """Write a file that only its owner reads: a password may stand in it. Raises UsageError if there is one."""
+    import os
+
+    try:
+        with os.fdopen(
+            os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8"
+        ) as stream:
+            stream.write(text)
+    except FileExistsError:
+        raise UsageError(f"{file}: is there already; name a new file") from None
+    except OSError as trouble:
+        raise UsageError(f"{file}: cannot be written: {trouble.strerror}") from None
+
+
 def _loaded(file: Path | None) -> Loaded:
     from pagoda.config.load import load
 
@@ -77,6 +142,8 @@ def _worded(name: str, config: Config) -> str:
         return f"auto ({show.size(config.host_bytes)})"
     if name in ("host_size", "disk_size"):
         return show.size(value) if value else "0 (off)"
+    if name == "remote":
+        return "\n".join(spec.redacted for spec in config.remotes()) or "none"
     if isinstance(value, bool):
         return str(value).lower()
     return "auto" if value is None else str(value)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pagoda.cli import UsageError, show
+from pagoda.cli import FAILED, UsageError, show
+from pagoda.cli.remotes import pinged, remotes_of
 from pagoda.cli.stores import (
     AsJson,
     ConfigFile,
@@ -55,20 +56,26 @@ def explain(
     ids = read_tokens(tokens)
     from pagoda.cli.answers import answers, prompt_of
 
+    specs = remotes_of(directory, config)
+    silent = {asked.tier: asked.trouble for asked in pinged(specs) if asked.trouble}
+    remotes = [spec for spec in specs if spec.name not in silent]
     with ExitStack() as stack:
         tiers = [stack.enter_context(attached(store)) for store in find_stores(directory, config)]
-        prompt = prompt_of(ids, tiers, configured(config), chunk_tokens, prefill)
+        prompt = prompt_of(ids, tiers, remotes, configured(config), chunk_tokens, prefill)
         refuse_unknown(prompt.known, model, namespace)
         found = [answers(prompt, root) for root in chosen(prompt.known, model, namespace)]
     found.sort(key=lambda group: -group[-1].verdict.num_tokens)  # the best namespace first
     flat = [answer for group in found for answer in group]
     if as_json:
-        show.print_json({"asked_tokens": prompt.num_tokens, "answers": [answer.as_json() for answer in flat]})
+        rows = [answer.as_json() for answer in flat]
+        show.print_json({"asked_tokens": prompt.num_tokens, "answers": rows, "failed": silent})
     elif not flat:
         show.note("nothing is stored yet, so nothing would hit")
     else:
         _print(flat, prompt.num_tokens)
-    return 0
+    for trouble in silent.values():
+        show.note(trouble)
+    return FAILED if silent else 0
 
 
 def read_tokens(source: str) -> TokenIds:

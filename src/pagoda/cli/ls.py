@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from pagoda.cli import show
+from pagoda.cli import FAILED, show
+from pagoda.cli.remotes import Unanswered, census, remotes_of
 from pagoda.cli.stores import (
     AsJson,
     ConfigFile,
@@ -26,6 +27,7 @@ from pagoda.cli.stores import (
 )
 
 if TYPE_CHECKING:
+    from pagoda.config import RemoteSpec
     from pagoda.ledger import NamespaceRow, Row
 
 
@@ -70,10 +72,10 @@ class Total(NamedTuple):
     namespace: str
     model: str
     chunks: int
-    tokens: int
-    stored_bytes: int
-    newest_seconds: float
-    oldest_seconds: float
+    tokens: int | None = None  # a remote tier only knows how many chunks there are
+    stored_bytes: int | None = None
+    newest_seconds: float | None = None
+    oldest_seconds: float | None = None
 
 
 def ls(
@@ -87,23 +89,60 @@ def ls(
     as_json: AsJson = False,
     config: ConfigFile = None,
 ) -> int:
-    """List the chunks that are stored, latest used first."""
+    """List the chunks that are stored, latest used first; of remote tiers only how many there are."""
     known: dict[bytes, NamespaceRow] = {}
     listed = _listed(find_stores(directory, config), model, namespace, known)
+    totals: list[Total] = []
+    found: list[Listed] = []
+    number = 0
     if by is By.NAMESPACE:
         totals = _totals(listed)
+    else:
+        found, number = _latest(listed, limit)
+    shared, broken = _shared(remotes_of(directory, config), known)
+    if not broken:  # a tier that does not answer may know more
         refuse_unknown(known, model, namespace)
-        _print_totals(totals, as_json)
-        return 0
-    found, number = _latest(listed, limit)
-    refuse_unknown(known, model, namespace)
-    if as_json:
-        show.print_json({"chunks": [chunk.as_json() for chunk in found], "total": number})
-        return 0
-    _print_chunks(found)
-    if number > len(found):
-        show.note(f"{number - len(found):,} more (--limit 0 shows all)")
-    return 0
+    wanted = {root.hex() for root in chosen(known, model, namespace)}
+    shared = [total for total in shared if total.namespace in wanted]
+    if by is By.NAMESPACE:
+        _print_totals([*totals, *shared], broken, as_json)
+    elif as_json:
+        chunks = [chunk.as_json() for chunk in found]
+        counted = [{"tier": one.tier, "namespace": one.namespace, "chunks": one.chunks} for one in shared]
+        show.print_json({"chunks": chunks, "total": number, "remotes": counted, "failed": broken})
+    else:
+        _print_chunks(found)
+        if number > len(found):
+            show.note(f"{number - len(found):,} more (--limit 0 shows all)")
+        for tier in dict.fromkeys(total.tier for total in shared):
+            chunks_there = sum(total.chunks for total in shared if total.tier == tier)
+            show.note(f"{tier}: {chunks_there:,} chunks more (--by namespace shows whose)")
+    for address, trouble in broken.items():
+        show.note(f"not listed: {address}: {trouble}")
+    return FAILED if broken else 0
+
+
+def _shared(
+    remotes: Sequence[RemoteSpec], known: dict[bytes, NamespaceRow]
+) -> tuple[list[Total], dict[str, str]]:
+    """Return what each remote tier has of each namespace, and what is wrong with those that do not answer.
+
+    `known` gets the namespaces that no local tier has: their names stay on the machines that made them.
+    """
+    from pagoda.ledger import NamespaceRow
+
+    totals: list[Total] = []
+    broken: dict[str, str] = {}
+    for spec in remotes:
+        try:
+            counts = census(spec)
+        except Unanswered as trouble:
+            broken[spec.redacted] = trouble.text
+            continue
+        for root, chunks in sorted(counts.items(), key=lambda count: -count[1]):
+            row = known.setdefault(root, NamespaceRow(root, {}, 0, chunks))
+            totals.append(Total(spec.name, root.hex(), label(row.fields), chunks))
+    return totals, broken
 
 
 def _listed(
@@ -145,20 +184,20 @@ def _totals(listed: Iterator[Listed]) -> list[Total]:
         at = chunk.tier, row.namespace_root
         seconds = row.last_use_age_seconds
         name = label(chunk.namespace.fields if chunk.namespace else {})
-        old = totals.get(at) or Total(chunk.tier, row.namespace_root.hex(), name, 0, 0, 0, seconds, seconds)
+        old = totals.get(at) or Total(chunk.tier, row.namespace_root.hex(), name, 0)
         totals[at] = old._replace(
             chunks=old.chunks + 1,
-            tokens=old.tokens + row.tokens,
-            stored_bytes=old.stored_bytes + chunk.slot_bytes,
-            newest_seconds=min(old.newest_seconds, seconds),
-            oldest_seconds=max(old.oldest_seconds, seconds),
+            tokens=(old.tokens or 0) + row.tokens,
+            stored_bytes=(old.stored_bytes or 0) + chunk.slot_bytes,
+            newest_seconds=seconds if old.newest_seconds is None else min(old.newest_seconds, seconds),
+            oldest_seconds=max(old.oldest_seconds or 0.0, seconds),
         )
     return sorted(totals.values(), key=lambda total: -total.chunks)
 
 
-def _print_totals(totals: list[Total], as_json: bool) -> None:
+def _print_totals(totals: list[Total], broken: dict[str, str], as_json: bool) -> None:
     if as_json:
-        show.print_json({"namespaces": [total._asdict() for total in totals]})
+        show.print_json({"namespaces": [total._asdict() for total in totals], "failed": broken})
         return
     rows = [
         (
@@ -167,7 +206,7 @@ def _print_totals(totals: list[Total], as_json: bool) -> None:
             total.model,
             total.chunks,
             total.tokens,
-            show.size(total.stored_bytes),
+            "" if total.stored_bytes is None else show.size(total.stored_bytes),
             show.age(total.newest_seconds),
             show.age(total.oldest_seconds),
         )

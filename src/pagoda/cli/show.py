@@ -72,6 +72,11 @@ def age(seconds: float | None) -> str:
     return _Right(f"{seconds / 86400:.1f} days")
 
 
+def wait(seconds: float) -> str:
+    """Return a short time in milliseconds, a long one as `age` does."""
+    return _Right(f"{seconds * 1e3:,.0f} ms") if seconds < 10 else age(seconds)
+
+
 def share(part: float, whole: float) -> str:
     """Return a percentage, or "-" of nothing."""
     return _Right(f"{100 * part / whole:.1f} %") if whole else _Right("-")

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from pagoda.cli import FAILED, show
+from pagoda.cli.remotes import Unanswered, remotes_of, usage
 from pagoda.cli.stores import AsJson, ConfigFile, Directory, attached, find_stores, label, tier_of
 
 if TYPE_CHECKING:
+    from pagoda.config import RemoteSpec
     from pagoda.ledger import Ledger, NamespaceRow
 
 
@@ -50,17 +52,39 @@ def stats(
     if as_json and prometheus:
         raise UsageError("--json and --prometheus: choose one")
     found, broken = read_stores(find_stores(directory, config))
+    shared = [_room_of(spec) for spec in remotes_of(directory, config)]
     if as_json:
         failures = [{"directory": str(store), "error": trouble} for store, trouble in broken.items()]
-        show.print_json({"stores": [snapshot.as_json() for snapshot in found] + failures})
+        stores = [snapshot.as_json() for snapshot in found] + failures
+        show.print_json({"stores": stores, "remotes": [remote._asdict() for remote in shared]})
     elif prometheus:
-        print(_prometheus(found), end="")
+        print(_prometheus(found) + _prometheus_shared(shared), end="")
     else:
         _print(found)
+        _print_shared(shared)
+    troubles = [*broken.values(), *(remote.error for remote in shared if remote.error)]
     if not as_json:
-        for trouble in broken.values():
+        for trouble in troubles:
             show.note(trouble)
-    return FAILED if broken else 0
+    return FAILED if troubles else 0
+
+
+class Shared(NamedTuple):
+    """How full the engine of one remote tier is, in bytes (None: it does not say), or why it gave no answer."""
+
+    tier: str
+    address: str
+    used_bytes: int | None
+    limit_bytes: int | None
+    error: str
+
+
+def _room_of(spec: RemoteSpec) -> Shared:
+    try:
+        found = usage(spec)
+    except Unanswered as trouble:
+        return Shared(spec.name, spec.redacted, None, None, str(trouble))
+    return Shared(spec.name, spec.redacted, found.used_bytes, found.limit_bytes, "")
 
 
 def read_stores(stores: list[Path]) -> tuple[list[Snapshot], dict[Path, str]]:
@@ -132,6 +156,20 @@ def _print_room(found: list[Snapshot]) -> None:
             show.note(f"{snapshot.directory}: {snapshot.gauges['unscanned']:,} slots are still to be scanned")
 
 
+def _print_shared(shared: list[Shared]) -> None:
+    rows = [
+        (
+            remote.tier,
+            "NO ANSWER" if remote.error else "answers",
+            *("" if size is None else show.size(size) for size in (remote.used_bytes, remote.limit_bytes)),
+            remote.address,
+        )
+        for remote in shared
+    ]
+    if rows:
+        show.print_table("remote tiers", ("tier", "state", "used", "limit", "address"), rows)
+
+
 def _print_namespaces(found: list[Snapshot]) -> None:
     rows = [
         (
@@ -196,3 +234,19 @@ def _prometheus(found: list[Snapshot]) -> str:
                 family = line
             families.setdefault(family, []).extend([] if line == family else [line])
     return "".join(f"{line}\n" for family, samples in families.items() for line in (family, *samples))
+
+
+def _prometheus_shared(shared: list[Shared]) -> str:
+    """Return whether each remote tier answers, and what it says of its room."""
+    from pagoda.metrics import prometheus
+
+    lines: list[str] = []
+    for name in ("reachable", "used_bytes", "limit_bytes"):
+        samples = [
+            line
+            for remote in shared
+            if (value := int(not remote.error) if name == "reachable" else getattr(remote, name)) is not None
+            for line in prometheus({}, {f"remote_{name}": value}, {"tier": remote.tier}).splitlines()
+        ]
+        lines += dict.fromkeys(samples)  # one TYPE line a family
+    return "".join(f"{line}\n" for line in lines)

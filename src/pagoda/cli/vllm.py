@@ -166,6 +166,13 @@ def _checked(given: Mapping[str, str | bool]) -> dict[str, object]:
         raise UsageError(
             f"{wrong}: vLLM's processes meet in host memory; write a host_size and leave host_shared"
         )
+    if "remote" in given and any(
+        spec.redacted != url for spec, url in zip(config.remotes(), config.remote, strict=True)
+    ):
+        raise UsageError(
+            "--remote: what is secret in it would stand in vLLM's command line and in its log; "
+            "write ?password_file=PATH, or the URL in PAGODA_REMOTE or pagoda.toml"
+        )
     return {name: given[name] if name in _SIZES else getattr(config, name) for name in given}
 
 

@@ -10,11 +10,13 @@ import os
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 
+from pagoda import policy as policies
 from pagoda.config.checks import WritePolicy, checked
+from pagoda.config.remotes import RemoteSpec, parse
 from pagoda.config.sizes import AUTO, auto_bytes
 from pagoda.errors import ConfigError
 
-__all__ = ["Config", "WritePolicy", "defaults", "option_names"]
+__all__ = ["Config", "RemoteSpec", "WritePolicy", "defaults", "option_names"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,20 @@ class Config:
     disk_direct: bool | None = field(
         default=None, metadata={"help": "Use O_DIRECT: true, false, or 'auto' (where the file system can)."}
     )
+    remote: tuple[str, ...] = field(
+        default=(),
+        repr=False,  # passwords may stand in it
+        metadata={
+            "help": "Stores that many machines share, below the disk, top down: 'redis://host:6379/0', 's3://bucket'."
+        },
+    )
+    weights_epoch: int = field(
+        default=0,
+        metadata={
+            "help": "Which weights all machines have: raise it on every machine when they change; "
+            "remote tiers need it."
+        },
+    )
     durable: bool = field(
         default=False, metadata={"help": "Sync each batch to the disk before it counts as stored."}
     )
@@ -70,7 +86,15 @@ class Config:
     queue_chunks: int = field(
         default=64, metadata={"help": "Chunks that may wait for the lower tiers; more are dropped."}
     )
-    policy: str = field(default="lru", metadata={"help": "Which chunk goes first when a tier is full."})
+    policy: str = field(
+        default=policies.DEFAULT, metadata={"help": "Which chunk goes first when a tier is full."}
+    )
+    record: str = field(
+        default="",
+        metadata={
+            "help": "Record requests in this file, for pagoda replay: hashed ids, no text. Empty: off."
+        },
+    )
 
     def __post_init__(self) -> None:
         for option in fields(self):
@@ -95,6 +119,10 @@ class Config:
     def disk_bytes(self) -> int:
         """Bytes of the disk tier for the whole machine; 0 = no disk tier."""
         return int(self.disk_size)
+
+    def remotes(self) -> tuple[RemoteSpec, ...]:
+        """Return what each remote tier is to be, top down. Reads no file and asks no server."""
+        return tuple(parse(url) for url in self.remote)
 
     def roots(self) -> dict[str, Path]:
         """Return the directory of each local tier that other processes see, by tier name. Changes nothing."""

@@ -7,6 +7,8 @@ import os
 from collections.abc import Callable
 from typing import Literal, get_args
 
+from pagoda import policy as policies
+from pagoda.config.remotes import tuple_of
 from pagoda.config.sizes import AUTO, parse_size
 from pagoda.config.suggest import did_you_mean
 from pagoda.errors import ConfigError
@@ -23,6 +25,8 @@ def checked(name: str, value: object) -> object:
     """
     try:
         return _CHECKS[name](name, value)
+    except ConfigError:
+        raise
     except ValueError as trouble:
         raise ConfigError(f"{name} = {value!r}: {trouble}") from None
 
@@ -47,6 +51,18 @@ def _path(name: str, value: object) -> object:
     path = os.path.abspath(os.path.expanduser(str(text)))
     if os.path.exists(path) and not os.path.isdir(path):
         raise ValueError("is a file; name a directory")
+    return path
+
+
+def _file(name: str, value: object) -> object:
+    if not isinstance(value, str | os.PathLike):
+        raise ValueError("a file, as text")
+    text = str(os.fspath(value))
+    if "\0" in text:
+        raise ValueError("not a path; name a file")
+    path = os.path.abspath(os.path.expanduser(text)) if text else ""
+    if os.path.isdir(path) or text.endswith(os.sep):
+        raise ValueError("is a directory; name a file")
     return path
 
 
@@ -85,9 +101,15 @@ def _write_policy(name: str, value: object) -> object:
 
 
 def _policy(name: str, value: object) -> object:
-    if not isinstance(value, str) or not value.replace("-", "_").isidentifier():
-        raise ValueError("the name of a policy is needed, such as 'lru'")
+    if value not in policies.NAMES:
+        raise ValueError(
+            f"must be one of {', '.join(policies.NAMES)}{did_you_mean(str(value), policies.NAMES)}"
+        )
     return value
+
+
+def _remote(name: str, value: object) -> object:
+    return tuple_of(value)
 
 
 _CHECKS: dict[str, Check] = {
@@ -107,4 +129,7 @@ _CHECKS: dict[str, Check] = {
     "io_threads": _count(1, 64),
     "queue_chunks": _count(1, 2**20),
     "policy": _policy,
+    "record": _file,
+    "remote": _remote,
+    "weights_epoch": _count(0, 2**31 - 1),
 }

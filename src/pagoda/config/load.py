@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, get_type_hints
 
 from pagoda.config import Config, defaults, option_names
 from pagoda.config.checks import checked
+from pagoda.config.remotes import split
 from pagoda.config.suggest import did_you_mean
 from pagoda.errors import ConfigError
 
@@ -101,7 +102,8 @@ def _merge(layers: list[_Layer]) -> tuple[dict[str, object], dict[str, str]]:
     except ValidationError as invalid:
         trouble = invalid.errors()[0]
         name = str(trouble["loc"][0])
-        message = f"{name} = {trouble['input']!r}: {trouble['msg'].lower()} ({origins[name]})"
+        value = "" if name == "remote" else f" = {trouble['input']!r}"  # there may be a password in it
+        message = f"{name}{value}: {trouble['msg'].lower()} ({origins[name]})"
         raise ConfigError(message) from None
     return {name: getattr(settings, name) for name in origins}, origins
 
@@ -112,11 +114,13 @@ def _settings_class() -> type[BaseSettings]:
     from dataclasses import fields
     from typing import Annotated
 
-    from pydantic import BeforeValidator, Field, create_model
+    from pydantic import BeforeValidator, Field, WithJsonSchema, create_model
     from pydantic_settings import BaseSettings
 
     hints = get_type_hints(Config)
     hints["disk_direct"] = Annotated[bool | None, BeforeValidator(_auto_is_none)]
+    urls = WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]})
+    hints["remote"] = Annotated[tuple[str, ...], BeforeValidator(_text_is_several), urls]
     preset = defaults()
     return create_model(  # type: ignore[call-overload, no-any-return]
         "Settings",
@@ -133,6 +137,10 @@ def _settings_class() -> type[BaseSettings]:
 
 def _auto_is_none(value: object) -> object:
     return None if isinstance(value, str) and value.strip().lower() == "auto" else value
+
+
+def _text_is_several(value: object) -> object:
+    return split(value) if isinstance(value, str) else value
 
 
 def _arguments(kwargs: Mapping[str, object]) -> _Layer:

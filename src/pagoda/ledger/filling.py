@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from pagoda.ledger.ghosts import Marks, marks_of
 from pagoda.ledger.members import reap
 from pagoda.ledger.namespaces import Namespaces
 from pagoda.ledger.outcome import Busy, Landed, Outcome, Present, Refused, Reserved
@@ -21,12 +25,36 @@ class Ask(NamedTuple):
 
     keys: Sequence[bytes]
     admitted: Sequence[bool]
+    hits: Sequence[int]
     namespace: bytes
     start: int
     parent: bytes | None
     tokens: int
     parts: int
     stamp: int
+
+
+class Request:
+    """The keys of one reserve and what is found out of them on the way. They stand at positions from `start` on."""
+
+    def __init__(self, keys: Sequence[bytes], start: int, parent: bytes | None, stamp: int) -> None:
+        self.keys, self.start, self.parent, self.stamp = keys, start, parent, stamp
+        self.present = np.zeros(len(keys), np.bool_)
+        self.admitted = np.ones(len(keys), np.bool_)
+        self.hits = np.zeros(len(keys), np.int64)  # those with which each begins
+
+    def ask(self, begin: int, end: int, namespace: bytes, tokens: int, parts: int) -> Ask:
+        """The batch of keys [begin, end)."""
+        parent = self.keys[begin - 1] if begin else self.parent
+        return Ask(
+            self.keys[begin:end], self.admitted[begin:end].tolist(), self.hits[begin:end].tolist(), namespace,
+            self.start + begin, parent, tokens, parts, self.stamp,
+        )  # fmt: skip
+
+    def newcomers(self, batch: range) -> tuple[NDArray[np.int64], Marks, NDArray[np.int64]]:
+        """Which keys of a batch are not there, their marks, and the recency stamps they would have."""
+        new = batch.start + np.flatnonzero(~self.present[batch.start : batch.stop])
+        return new, marks_of([self.keys[i] for i in new.tolist()]), self.stamp - self.start - new
 
 
 class Victim(NamedTuple):
@@ -66,7 +94,7 @@ def reserve(writing: Writing, ask: Ask, victims: Sequence[Victim], quota: int, s
                 ask.start + i, ask.tokens, key, (writing.member,) * ask.parts,
             )  # fmt: skip
             _put(writing, slot, reservation)
-            writing.fill(slot, reservation.generation, key, reservation.position, link)
+            writing.fill(slot, reservation.generation, key, ask.hits[i], reservation.position, link)
             made += 1
             outcome = Reserved(key, slot, reservation.generation)
         if isinstance(outcome, Present) and link is not None:

@@ -18,26 +18,27 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pagoda import policy as policies
 from pagoda.clock import Clock
 from pagoda.errors import StoreError
 from pagoda.ledger import filling, keeping, reading
+from pagoda.ledger.advice import Advice
 from pagoda.ledger.columns import NOT_READY
+from pagoda.ledger.ghosts import marks_of
 from pagoda.ledger.locks import SCAN, barrier
 from pagoda.ledger.members import mark_device
 from pagoda.ledger.namespaces import Namespaces
 from pagoda.ledger.outcome import Found, Landed, Match, Outcome, Present, Refused, Reserved
 from pagoda.ledger.rebuild import absorb
 from pagoda.ledger.session import Session, UnavailableError
-from pagoda.ledger.sight import BATCH
+from pagoda.ledger.sight import BATCH, batches, pairs
 from pagoda.ledger.spaces import Spaces
 from pagoda.ledger.state import LOCKS, read_state
 from pagoda.ledger.store import StoreSpec, open_store
+from pagoda.ledger.upkeep import Upkeep, map_learnt
 from pagoda.ledger.writing import Writing
 from pagoda.metrics import Reason
 
@@ -48,8 +49,6 @@ _ATTEMPTS = 12  # each looks at up to five times as many victims as all before
 _MOST_VICTIMS = 2048  # looked at in one transaction: some ms
 _KEY_BYTES = 32
 _ROOM = (Reason.FULL, Reason.REBUILDING)
-
-T = TypeVar("T")
 
 _ledgers: list[Ledger] = []
 _ledgers_lock = threading.Lock()
@@ -66,8 +65,8 @@ class Ledger(Spaces):
     def __init__(self, session: Session, policy: str) -> None:
         super().__init__(session)
         self._uses = 1
-        self._policy_name, self._policy = policy, policies.make(policy, session.columns)
-        self._policy_lock = threading.Lock()
+        self._advice = Advice(policy, session.columns)
+        self._upkeep = Upkeep(session, self._advice, map_learnt(session.store.directory, self._advice))
         self._last_stamp = 0
         self._room = 0
         self.window = max(1, self.slots // 8)
@@ -105,11 +104,13 @@ class Ledger(Spaces):
                 if ledger._session.store.locks.is_at(path) and not ledger._session.closed:
                     return ledger._shared_with(spec)
             store = open_store(spec, clock, deadline_seconds, create)
-            try:
-                ledger = cls(Session(store, clock, _left(until)), policy)
-            except BaseException:
-                store.release()
-                raise
+            with contextlib.ExitStack() as undo:
+                undo.callback(store.release)
+                session = Session(store, clock, _left(until))
+                undo.pop_all()
+                undo.callback(session.close)
+                ledger = cls(session, policy)
+                undo.pop_all()
             _ledgers.append(ledger)
         ledger._tidy(_left(until))
         return ledger
@@ -145,26 +146,55 @@ class Ledger(Spaces):
             raise ValueError(f"a key has {_KEY_BYTES} bytes")
         until = time.monotonic() + deadline_seconds
         stamp = self.stamp() if stamp is None else stamp
+        request = filling.Request(keys[: self.window], start, parent, stamp)
         outcomes: list[Outcome] = []
         hindrance: Reason | None = None
-        if self._room < len(keys) > BATCH:
-            self._keep_later(keys[BATCH : self.window], start + BATCH, stamp, until)
-        for at in range(0, min(len(keys), self.window), BATCH):
-            batch = keys[at : min(at + BATCH, self.window)]
+        if self._room < len(request.keys):
+            self._look(request, until)
+        for at in range(0, len(request.keys), BATCH):
+            batch = range(at, min(at + BATCH, len(request.keys)))
+            self._admit(request, batch, hindrance)
             if hindrance is not None:
-                outcomes += [Refused(key, hindrance) for key in batch]
+                outcomes += [Refused(request.keys[i], hindrance) for i in batch]
                 continue
-            before = keys[at - 1] if at else parent
-            ask = filling.Ask(batch, self._admit(batch), namespace, start + at, before, tokens, parts, stamp)
-            made, hindrance = self._reserve_batch(ask, until)
+            made, hindrance = self._reserve_batch(request, batch, namespace, tokens, parts, until)
             outcomes += made
         outcomes += [Refused(key, Reason.FULL) for key in keys[len(outcomes) :]]
         for outcome in outcomes:
             if isinstance(outcome, Refused):
                 self.count(f"drop_{outcome.reason}")
+        self._upkeep.wake()
         return outcomes
 
-    def _reserve_batch(self, ask: filling.Ask, until: float) -> tuple[list[Outcome], Reason | None]:
+    def _look(self, request: filling.Request, until: float) -> None:
+        """Find out who is there and how much room there is: nobody who is there goes for another of the same call."""
+        with contextlib.suppress(UnavailableError):
+            found, self._room = self._session.read(
+                lambda txn, tables: reading.look(txn, tables, request.keys), _left(until)
+            )
+            request.present[:] = [item is not None for item in found]
+            self._keep_present(found, request.start, request.stamp)
+
+    def _admit(self, request: filling.Request, batch: range, hindrance: Reason | None) -> None:
+        """Ask the policy who of the newcomers of a batch may come in: nobody behind one who may not."""
+        new, marks, stamps = request.newcomers(batch)
+        if not len(new):
+            return
+        if hindrance is Reason.NOT_ADMITTED:
+            self._advice.refuse(marks, stamps, self._now())
+        elif hindrance is None:
+            admission = self._advice.admit(marks, stamps, self._room, self._now())
+            request.hits[new] = admission.hits
+            request.admitted[new[admission.leading :]] = False
+
+    def refuse(self, keys: Sequence[bytes], *, start: int, stamp: int) -> None:
+        """Note that keys were asked for that stand behind one that was not admitted. Changes ghosts only."""
+        if keys:
+            self._advice.refuse(marks_of(keys), stamp - start - np.arange(len(keys)), self._now())
+
+    def _reserve_batch(
+        self, request: filling.Request, batch: range, namespace: bytes, tokens: int, parts: int, until: float
+    ) -> tuple[list[Outcome], Reason | None]:
         """Reserve with as few victims as needed; look for more outside the gate as long as some are found.
 
         Returns what hinders all further keys too, if anything does.
@@ -172,36 +202,35 @@ class Ledger(Spaces):
         done: list[Outcome] = []
         passed_over = 0
         for _ in range(_ATTEMPTS):
-            rest = ask._replace(
-                keys=ask.keys[len(done) :], admitted=ask.admitted[len(done) :], start=ask.start + len(done),
-                parent=ask.keys[len(done) - 1] if done else ask.parent,
-            )  # fmt: skip
-            looked = self._room < len(rest.keys)
+            ask = request.ask(batch.start + len(done), batch.stop, namespace, tokens, parts)
+            looked = self._room < len(ask.keys)
             # So many more than are wanted that those who are kept do not hide those who may go.
-            count = min(len(rest.keys) + 4 * passed_over, _MOST_VICTIMS)
-            victims = self._victims(count, rest.stamp - rest.start) if looked else []
+            count = min(sum(ask.admitted) + 4 * passed_over, _MOST_VICTIMS)
+            victims = (
+                self._victims(count, request.stamp - _STAMP_STEP + 1) if looked else []
+            )  # none of its own
             try:
-                batch = self._session.write(partial(self._reserve_in, rest, victims), _left(until))
+                made = self._session.write(partial(self._reserve_in, ask, victims), _left(until))
             except UnavailableError as error:
-                return done + [Refused(key, error.reason) for key in rest.keys], error.reason
-            self._keep_present(batch.outcomes, rest.start, rest.stamp)  # before the next victims are chosen
-            if batch.passed_over:
-                self._pass_over(batch.passed_over, rest.stamp)
-            passed_over += len(batch.passed_over)
-            if not batch.short:
-                return done + batch.outcomes, None
+                return done + [Refused(key, error.reason) for key in ask.keys], error.reason
+            self._keep_present(made.outcomes, ask.start, request.stamp)  # before the next victims are chosen
+            if made.passed_over:
+                self._pass_over(made.passed_over, request.stamp)
+            passed_over += len(made.passed_over)
+            if not made.short:
+                return done + made.outcomes, None if all(ask.admitted) else Reason.NOT_ADMITTED
             if looked and not len(victims):
                 break
             served = next(
-                i for i, o in enumerate(batch.outcomes) if isinstance(o, Refused) and o.reason in _ROOM
+                i for i, o in enumerate(made.outcomes) if isinstance(o, Refused) and o.reason in _ROOM
             )
-            done, batch = done + batch.outcomes[:served], batch._replace(outcomes=batch.outcomes[served:])
-        return done + batch.outcomes, Reason.FULL
+            done, made = done + made.outcomes[:served], made._replace(outcomes=made.outcomes[served:])
+        return done + made.outcomes, Reason.FULL
 
     def _pass_over(self, slots: list[int], stamp: int) -> None:
         """Make those young that somebody keeps, so that they are not offered again and again."""
-        with self._policy_lock:
-            self._policy.touch(np.array(slots, np.int64), np.full(len(slots), max(self.stamp(), stamp)))
+        stamps = np.full(len(slots), max(self.stamp(), stamp))
+        self._advice.touch(np.array(slots, np.int64), stamps, asked=False)
 
     def _reserve_in(
         self, ask: filling.Ask, victims: Sequence[filling.Victim], writing: Writing, spaces: Namespaces
@@ -210,20 +239,9 @@ class Ledger(Spaces):
         self._room = writing.meta.free()
         return batch
 
-    def _admit(self, keys: Sequence[bytes]) -> list[bool]:
-        with self._policy_lock:
-            return self._policy.admit(keys)
-
     def _victims(self, count: int, stamp: int) -> list[filling.Victim]:
-        with self._policy_lock:
-            slots = self._policy.victims(count, stamp, self._now())
+        slots = self._advice.victims(count, stamp, self._now())
         return list(map(filling.Victim, slots.tolist(), self._session.columns.generation[slots].tolist()))
-
-    def _keep_later(self, keys: Sequence[bytes], start: int, stamp: int, until: float) -> None:
-        """Let the first batches of a call evict nothing that its later ones will find."""
-        with contextlib.suppress(UnavailableError):
-            found = self._session.read(lambda txn, tables: reading.present(txn, tables, keys), _left(until))
-            self._keep_present(found, start, stamp)
 
     def _keep_present(self, outcomes: Sequence[Outcome | None], start: int, stamp: int) -> None:
         kept = [
@@ -233,7 +251,7 @@ class Ledger(Spaces):
         ]
         if kept:
             slots, generations, stamps = (np.array(column) for column in zip(*kept, strict=True))
-            self._touch(slots.astype(np.int64), generations.astype(np.uint64), stamps, linked=False)
+            self._touch(slots.astype(np.int64), generations.astype(np.uint64), stamps, asked=False)
             self.lease(slots, generations, _PRESENT_LEASE_SECONDS)
 
     def commit(
@@ -252,7 +270,7 @@ class Ledger(Spaces):
         """Do what `commit` does, and tell which chunks it was the last part of: only those are visible now."""
         done: list[Landed] = []
         until = time.monotonic() + deadline_seconds
-        for batch in _batches(reserved):
+        for batch in batches(reserved):
             try:
                 done += self._session.write(lambda w, s: filling.commit(w, batch, part, s), _left(until))  # noqa: B023
             except UnavailableError as error:
@@ -270,14 +288,14 @@ class Ledger(Spaces):
         Only when this member writes into them no longer; what it has no part in is left alone.
         """
         until = time.monotonic() + deadline_seconds
-        for batch in _batches(reserved):
+        for batch in batches(reserved):
             self._now_or_later(partial(filling.abort, reserved=batch), _left(until))
 
     def adopt(self, reserved: Sequence[Reserved], part: int, deadline_seconds: float = 1.0) -> list[bool]:
         """Say that this member writes that part of chunks which another may have reserved."""
         done: list[bool] = []
         until = time.monotonic() + deadline_seconds
-        for batch in _batches(reserved):
+        for batch in batches(reserved):
             try:
                 done += self._session.write(lambda w, _: filling.adopt(w, batch, part), _left(until))  # noqa: B023
             except UnavailableError:
@@ -295,9 +313,11 @@ class Ledger(Spaces):
 
     def match(
         self, keys: Sequence[bytes], *, start: int = 0, stamp: int | None = None, lease_seconds: float = 0.0,
-        touch: bool = True, deadline_seconds: float = 1.0,
+        touch: bool = True, asked: bool = True, deadline_seconds: float = 1.0,
     ) -> Match:  # fmt: skip
         """Return the leading run of keys that may be read. Changes recency (unless told not to) and leases.
+
+        `asked`: by somebody who wants to read them, which is a hit; not by who is about to store what is behind them.
 
         The generations are those of the entries: compare them with `still_valid` after the copy.
         """
@@ -320,25 +340,20 @@ class Ledger(Spaces):
             reason = self.why(keys[len(slots)]).reason
         if touch and len(slots):
             stamps = (self.stamp() if stamp is None else stamp) - start - np.arange(len(slots))
-            self._touch(slots, generations, stamps, linked=True)
+            self._touch(slots, generations, stamps, asked, linked=True)
         if lease_seconds and len(slots):
             self.lease(slots, generations, lease_seconds)
         return Match(slots, generations, reason)
 
     def _touch(
-        self,
-        slots: NDArray[np.int64],
-        generations: NDArray[np.uint64],
-        stamps: NDArray[np.int64],
-        linked: bool,
-    ) -> None:
+        self, slots: NDArray[np.int64], generations: NDArray[np.uint64], stamps: NDArray[np.int64], asked: bool,
+        linked: bool = False,
+    ) -> None:  # fmt: skip
         """Raise the recency of what still stands; `linked`: each is the parent of the next."""
         columns = self._session.columns
         standing = columns.generation[slots] == generations
         rows = slots[standing]
-        with self._policy_lock:
-            self._policy.touch(rows, stamps[standing])
-        columns.hits[rows] += np.uint32(1)
+        self._advice.touch(rows, stamps[standing], asked)
         if linked and len(slots) > 1:
             child = standing[1:]
             columns.parent_slot[slots[1:][child]] = slots[:-1][child]
@@ -369,21 +384,25 @@ class Ledger(Spaces):
 
         What is removed or cleared meanwhile is no longer found nor valid, but no byte of its slot changes before.
         """
-        pairs = _pairs(slots, generations)
+        both = pairs(slots, generations)
         try:
-            return self._session.write(lambda w, _: [keeping.hold(w, *pair) for pair in pairs], 1.0)
+            return self._session.write(lambda w, _: [keeping.hold(w, *pair) for pair in both], 1.0)
         except UnavailableError:
-            return [False] * len(pairs)
+            return [False] * len(both)
 
     def release(self, slots: NDArray[np.int64], generations: NDArray[np.uint64]) -> None:
         """End one hold of this member on each of these chunks."""
-        pairs = _pairs(slots, generations)
+        both = pairs(slots, generations)
 
         def work(writing: Writing) -> None:
-            for pair in pairs:
+            for pair in both:
                 keeping.release(writing, *pair)
 
         self._now_or_later(work, 1.0)
+
+    def next_to_go(self, count: int) -> NDArray[np.int64]:
+        """Return the slots that would go first if `count` were wanted now. Changes nothing."""
+        return self._advice.victims(count, self.stamp(), self._now())
 
     # ---- pins, removal
 
@@ -393,7 +412,7 @@ class Ledger(Spaces):
             raise ValueError(f"{owner!r} cannot own pins: give a name of one line")
 
         pinned = 0
-        for batch in _batches(keys):
+        for batch in batches(keys):
             pinned += self._patiently(lambda w, _: keeping.pin(w, batch, owner, self._quota))  # noqa: B023
         return pinned
 
@@ -403,7 +422,7 @@ class Ledger(Spaces):
 
     def remove(self, keys: Sequence[bytes]) -> int:
         """Remove chunks, pinned or not; return how many were there."""
-        return sum(self._patiently(lambda w, _: keeping.remove(w, batch)) for batch in _batches(keys))  # noqa: B023
+        return sum(self._patiently(lambda w, _: keeping.remove(w, batch)) for batch in batches(keys))  # noqa: B023
 
     def drop(self, key: bytes, slot: int, generation: int, reason: Reason) -> bool:
         """Remove a chunk that failed a check, if it still is the one that did; counted."""
@@ -418,7 +437,15 @@ class Ledger(Spaces):
             self._session.defer(lambda w: _ignore(keeping.drop(w, key, slot, generation, reason)))
             return False
 
-    # ---- members, rebuild, the end
+    # ---- members, rebuild, upkeep, the end
+
+    def upkeep(self) -> None:
+        """Let the policy learn and look ahead. A thread of this ledger does it; doing it oneself does no harm."""
+        self._upkeep.once()
+
+    def take_all(self) -> None:
+        """Let the policy keep no newcomer out: there is a tier below that gets only what comes into this one."""
+        self._advice.refuses = False
 
     def uses_device(self) -> None:
         """Say that this process has registered the slab with a GPU, whose copies may outlive it."""
@@ -447,6 +474,7 @@ class Ledger(Spaces):
             self._uses -= 1
             if self._uses == 0:
                 _ledgers.remove(self)
+                self._upkeep.close()
                 self._session.close()
 
 
@@ -455,10 +483,10 @@ def _fresh_locks() -> None:
     global _ledgers_lock
     _ledgers_lock = threading.Lock()
     for ledger in _ledgers:
-        ledger._policy_lock, ledger._labels_lock = threading.Lock(), threading.Lock()
-        ledger._policy = policies.make(
-            ledger._policy_name, ledger.columns
-        )  # a thread may have been inside it
+        ledger._labels_lock = threading.Lock()
+        advice = ledger._advice  # a thread may have been inside it
+        ledger._advice = Advice(advice.policy, ledger.columns, advice.refuses)
+        ledger._upkeep = Upkeep(ledger._session, ledger._advice, ledger._upkeep.learnt)
 
 
 os.register_at_fork(after_in_child=_fresh_locks)
@@ -466,14 +494,6 @@ os.register_at_fork(after_in_child=_fresh_locks)
 
 def _left(until: float) -> float:
     return max(0.0, until - time.monotonic())
-
-
-def _batches(items: Sequence[T]) -> list[Sequence[T]]:
-    return [items[at : at + BATCH] for at in range(0, len(items), BATCH)]
-
-
-def _pairs(slots: NDArray[np.int64], generations: NDArray[np.uint64]) -> list[tuple[int, int]]:
-    return [(int(slot), int(generation)) for slot, generation in zip(slots, generations, strict=True)]
 
 
 def _ignore(_: bool) -> None:

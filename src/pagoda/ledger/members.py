@@ -93,7 +93,7 @@ def mend(writing: Writing, columns: Columns, start: int, stamp: int) -> int | No
             continue
         generation, _, _, position, _, key = SLOT.unpack(row)
         if columns.generation[slot] != generation or columns.key_of(slot) != key:
-            writing.fill(slot, generation, key, position, None)
+            writing.fill(slot, generation, key, 0, position, None)
         writing.ready(slot, stamp)
     return int(silent[_LOOK]) if len(silent) > _LOOK else None
 

@@ -42,13 +42,14 @@ def find(txn: lmdb.Transaction, tables: Tables, columns: Columns, keys: Sequence
     return Run(slots, generations, intact, pending)
 
 
-def present(txn: lmdb.Transaction, tables: Tables, keys: Sequence[bytes]) -> list[Present | None]:
-    """Which of these keys have an entry, holes notwithstanding."""
+def look(txn: lmdb.Transaction, tables: Tables, keys: Sequence[bytes]) -> tuple[list[Present | None], int]:
+    """Which of these keys have an entry, holes notwithstanding, and how many slots are free."""
     rows = [cast("bytes | None", txn.get(key, db=tables.entries)) for key in keys]
-    return [
+    found = [
         Present(key, *ENTRY.unpack(row)) if row is not None else None
         for key, row in zip(keys, rows, strict=True)
     ]
+    return found, tables.load_meta(txn).free()
 
 
 def _intact(

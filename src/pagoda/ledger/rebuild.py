@@ -41,7 +41,7 @@ def _enter(writing: Writing, spaces: Namespaces, slot: int, chunk: Found) -> boo
     writing.txn.put(SLOT_KEY.pack(slot), row, db=writing.tables.slots)
     writing.txn.put(chunk.key, ENTRY.pack(slot, chunk.sequence), db=writing.tables.entries)
     writing.meta.ready += 1
-    writing.fill(slot, chunk.sequence, chunk.key, chunk.position, None)
+    writing.fill(slot, chunk.sequence, chunk.key, 0, chunk.position, None)
     # Older than whatever is used from now on; sequences rise along a chain, its tail is to be the oldest.
     writing.ready(slot, max(0, min(chunk.sequence, FIRST_OFFSET) - 2 * chunk.position))
     return True

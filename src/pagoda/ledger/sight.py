@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar, cast
 
 import lmdb
+import numpy as np
+from numpy.typing import NDArray
 
 from pagoda.errors import StoreError
 from pagoda.ledger import reading
+from pagoda.ledger.advice import GHOST_REASONS
 from pagoda.ledger.columns import Columns
 from pagoda.ledger.members import folded
 from pagoda.ledger.namespaces import Namespaces
@@ -19,7 +22,7 @@ from pagoda.ledger.outcome import Miss, NamespaceRow, Report, Row
 from pagoda.ledger.session import Session, UnavailableError
 from pagoda.ledger.state import SLAB, Kind
 from pagoda.ledger.tables import COUNTERS_ROW, MEMBER, NAMESPACE, SLOT, SLOT_KEY, Tables
-from pagoda.ledger.writing import GHOST_REASONS, Writing
+from pagoda.ledger.writing import Writing
 from pagoda.metrics import Reason
 
 PATIENT_SECONDS = 30.0  # for what a person waits for: listings, clear, pins
@@ -53,10 +56,10 @@ class Sight:
 
     def why(self, key: bytes) -> Miss:
         """Why a key that has no entry has none, as far as it is remembered."""
-        ghost = self.columns.ghost(key)
+        ghost = self.columns.table.find(key)
         if ghost is None:
             return Miss(Reason.ABSENT, None)
-        age = (self._session.stamp(self._now()) - ghost.stamp) / 1e9
+        age = (self._session.stamp(self._now()) - ghost.went) / 1e9
         return Miss(GHOST_REASONS[ghost.reason % len(GHOST_REASONS)], max(0.0, age))
 
     def rows(self, limit: int | None = None) -> Iterator[Row]:
@@ -191,3 +194,13 @@ class Sight:
 
     def _now(self) -> int:
         return self._session.clock.monotonic_ns()
+
+
+def batches(items: Sequence[T]) -> list[Sequence[T]]:
+    """Items in the order given, as many in each as a transaction takes."""
+    return [items[at : at + BATCH] for at in range(0, len(items), BATCH)]
+
+
+def pairs(slots: NDArray[np.int64], generations: NDArray[np.uint64]) -> list[tuple[int, int]]:
+    """Slots with their generations."""
+    return [(int(slot), int(generation)) for slot, generation in zip(slots, generations, strict=True)]

@@ -11,7 +11,7 @@ import msgspec
 from pagoda.ledger.columns import columns_bytes
 from pagoda.metrics import COUNTERS
 
-FORMAT = 1
+FORMAT = 2
 STATE, LOCKS, TABLES, COLUMNS, COUNTERS_FILE, SLAB, NAMESPACES = (
     "state", "locks", "data.mdb", "columns", "counters", "slab", "namespaces",
 )  # fmt: skip

@@ -9,7 +9,9 @@ import lmdb
 import numpy as np
 from numpy.typing import NDArray
 
+from pagoda.ledger.advice import GHOST_REASONS
 from pagoda.ledger.columns import FEW, NO_PARENT, NOT_READY, Columns
+from pagoda.ledger.ghosts import marks_of
 from pagoda.ledger.tables import (
     ENTRY,
     HOLD,
@@ -25,8 +27,6 @@ from pagoda.ledger.tables import (
 )
 from pagoda.metrics import Reason
 
-GHOST_REASONS = (Reason.EVICTED, Reason.CLEARED, Reason.REMOVED, Reason.FAILED_CHECK)
-
 
 class Writing:
     """The state of one write transaction. Lives inside the gate, on one thread, and is forgotten after `publish`."""
@@ -41,11 +41,11 @@ class Writing:
         self._alive, self._known_alive = alive, {member: True, 0: False}
         self._generations: dict[int, int] = {}
         self._filling: dict[
-            int, tuple[bytes, int, int, int]
-        ] = {}  # slot -> key, position, parent slot, its generation
+            int, tuple[bytes, int, int, int, int]
+        ] = {}  # slot -> key, hits, position, parent slot, its generation
         self._links: dict[int, tuple[int, int]] = {}  # slot -> parent slot, its generation
         self._ready: dict[int, int] = {}  # slot -> recency stamp
-        self._ghosts: dict[Reason, list[bytes]] = {}
+        self._ghosts: dict[Reason, list[tuple[int, bytes]]] = {}  # slot, key
 
     def get(self, table: lmdb._Database, key: bytes) -> bytes | None:
         """The row of a key, if there is one."""
@@ -85,7 +85,7 @@ class Writing:
         key: bytes = SLOT.unpack(row)[-1]
         self.txn.delete(key, db=self.tables.entries)
         self.meta.ready -= 1
-        self._ghosts.setdefault(reason, []).append(key)
+        self._ghosts.setdefault(reason, []).append((slot, key))
         self.count("evicted_chunks" if reason is Reason.EVICTED else "removed_chunks")
         return key
 
@@ -142,12 +142,12 @@ class Writing:
     # ---- reservations
 
     def fill(
-        self, slot: int, generation: int, key: bytes, position: int, parent: tuple[int, int] | None
+        self, slot: int, generation: int, key: bytes, hits: int, position: int, parent: tuple[int, int] | None
     ) -> None:
         """Publish, after the commit, that a slot is being filled with a key."""
         self._generations[slot] = generation
         self._ready.pop(slot, None)
-        self._filling[slot] = (key, position, *(parent or (NO_PARENT, 0)))
+        self._filling[slot] = (key, hits, position, *(parent or (NO_PARENT, 0)))
 
     def link(self, slot: int, parent: tuple[int, int]) -> None:
         """Publish, after the commit, behind which chunk a chunk that is there stands now."""
@@ -221,6 +221,11 @@ class Writing:
 
     def publish(self, columns: Columns, stamp: int) -> None:
         """Assign the columns what has been committed: after the commit, before the gate is left."""
+        for reason, gone in self._ghosts.items():
+            slots = np.array([slot for slot, _ in gone], np.int64)
+            marks = marks_of([key for _, key in gone])
+            last_use, hits = columns.last_use[slots], columns.hits[slots]
+            columns.table.remember(marks, last_use, hits, stamp, GHOST_REASONS.index(reason))
         if max(len(self._generations), len(self._ready)) <= FEW:
             self._publish_few(columns)
         else:
@@ -228,8 +233,8 @@ class Writing:
         for slot, (parent, generation) in self._links.items():
             columns.parent_slot[slot] = parent
             columns.parent_generation[slot] = generation
-        for reason, gone in self._ghosts.items():
-            columns.remember(gone, stamp, GHOST_REASONS.index(reason))
+        if self._filling:
+            columns.table.forget(marks_of([key for key, *_ in self._filling.values()]))
 
     def _publish_few(self, columns: Columns) -> None:
         for slot, generation in self._generations.items():
@@ -237,7 +242,8 @@ class Writing:
             columns.last_use[slot] = NOT_READY
             columns.lease_until[slot] = 0
             columns.hits[slot] = 0
-        for slot, (key, position, parent, parent_generation) in self._filling.items():
+        for slot, (key, hits, position, parent, parent_generation) in self._filling.items():
+            columns.hits[slot] = hits
             columns.keys[slot] = np.frombuffer(key, np.uint64)
             columns.position[slot] = position
             columns.parent_slot[slot] = parent
@@ -254,7 +260,8 @@ class Writing:
             columns.hits[slots] = 0
         if self._filling:
             slots = _array(self._filling, np.int64)
-            keys, positions, parents, generations = zip(*self._filling.values(), strict=True)
+            keys, hits, positions, parents, generations = zip(*self._filling.values(), strict=True)
+            columns.hits[slots] = hits
             columns.keys[slots] = np.frombuffer(b"".join(keys), np.uint64).reshape(-1, 4)
             columns.position[slots] = positions
             columns.parent_slot[slots] = parents

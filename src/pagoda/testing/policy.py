@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pagoda.ledger.columns import NO_PARENT, NOT_READY, Columns, columns_bytes
-from pagoda.policy import Hints, Policy
+from pagoda.policy import Hints, Newcomers, Policy
 
 Rows = NDArray[np.int64]
 _NOW = 10**12
@@ -55,12 +57,12 @@ class PolicyConformance:
         columns.position[rows] = 0
         columns.parent_slot[rows] = NO_PARENT
 
-    def evict(self, columns: Columns, policy: Policy, rows: Rows) -> None:
-        """Empty these rows, as the ledger does, and tell the policy."""
+    def evict(self, columns: Columns, rows: Rows) -> None:
+        """Empty these rows, as the ledger does."""
         columns.generation[rows] += np.uint64(1)
         columns.last_use[rows] = NOT_READY
         columns.lease_until[rows] = 0
-        policy.evicted(rows)
+        columns.hits[rows] = 0
 
     def test_nothing_ready_nothing_to_evict(self, tmp_path: Path) -> None:
         policy = self.make_policy(self.columns(tmp_path))
@@ -148,7 +150,7 @@ class PolicyConformance:
         gone: list[int] = []
         while len(victims := policy.victims(13, _NEWEST, _NOW)):
             gone += victims.tolist()
-            self.evict(columns, policy, victims)
+            self.evict(columns, victims)
             assert len(gone) <= len(ready)
         assert sorted(gone) == ready.tolist()
 
@@ -158,18 +160,206 @@ class PolicyConformance:
         self.make_ready(columns, rows, rows + 100)
         policy = self.make_policy(columns)
         first = policy.victims(5, 1000, _NOW)
-        self.evict(columns, policy, first)
+        self.evict(columns, first)
         self.make_ready(columns, first, np.full(5, 2000, dtype=np.int64))
         again = policy.victims(self.slots, 1000, _NOW)
         assert not np.isin(again, first).any()
         assert len(again) == 15
 
-    def test_admit_says_one_word_a_key(self, tmp_path: Path) -> None:
-        policy = self.make_policy(self.columns(tmp_path))
-        assert policy.admit([]) == []
-        words = policy.admit([bytes([i]) * 32 for i in range(5)])
-        assert len(words) == 5
-        assert all(isinstance(word, bool) for word in words)
+    def newcomers(self, seed: int, count: int, stamp: int) -> Newcomers:
+        """The next chunks of one chain; of half of them there are ghosts."""
+        rng = np.random.default_rng(seed)
+        known = rng.random(count) < 0.5
+        hits, last_use = rng.integers(0, 9, count) * known, rng.integers(1, 10**6, count) * known
+        return Newcomers(stamp - np.arange(count), hits.astype(np.uint32), last_use)
+
+    def random_tree(self, columns: Columns, seed: int) -> Rows:
+        """Chains that branch, some parents older than their children, some leased, some out of reach; those ready."""
+        rng = np.random.default_rng(seed)
+        rows = np.flatnonzero(rng.random(self.slots) < 0.8).astype(np.int64)
+        self.make_ready(columns, rows, rng.integers(1, 10**6, len(rows)))
+        columns.hits[rows] = rng.integers(0, 5, len(rows))
+        for i in range(1, len(rows)):
+            if rng.random() < 0.9:
+                self.put_behind(columns, int(rows[i]), int(rows[max(0, i - int(rng.integers(1, 9)))]))
+        columns.lease_until[rows[rng.random(len(rows)) < 0.1]] = _NOW + rng.integers(1, _MINUTE)
+        gone = rng.random(len(rows)) < 0.03
+        self.evict(columns, rows[gone])
+        return rows[~gone]
+
+    def put_behind(self, columns: Columns, row: int, parent: int) -> None:
+        """Let a row hold what stands behind another in a prompt."""
+        columns.parent_slot[row], columns.parent_generation[row] = parent, columns.generation[parent]
+        columns.position[row] = columns.position[parent] + 1
+
+    def check_leaf_first(self, columns: Columns, victims: Rows) -> None:
+        """No victim has a child that is still there, unless it goes before it."""
+        turn = {row: i for i, row in enumerate(victims.tolist())}
+        assert len(turn) == len(victims)
+        ready = np.flatnonzero((columns.last_use != NOT_READY) & (columns.parent_slot >= 0))
+        for child in ready.tolist():
+            parent = int(columns.parent_slot[child])
+            if columns.generation[parent] == columns.parent_generation[child] and parent in turn:
+                assert turn.get(child, self.slots) < turn[parent], (child, parent)
+
+    def test_no_parent_goes_before_its_child(self, tmp_path: Path) -> None:
+        for seed in range(20):
+            columns = self.columns(tmp_path)
+            ready = self.random_tree(columns, seed)
+            policy = self.make_policy(columns)
+            for count, stamp in ((1, _NEWEST), (17, _NEWEST), (17, 5 * 10**5), (self.slots, _NEWEST)):
+                victims = policy.victims(count, stamp, _NOW)
+                self.check_leaf_first(columns, victims)
+            assert sorted(victims.tolist()) == ready.tolist()
+
+    def test_nor_when_some_are_touched_or_leased_after_it_was_looked_up(self, tmp_path: Path) -> None:
+        for seed in range(10):
+            columns = self.columns(tmp_path)
+            ready = self.random_tree(columns, seed)
+            policy, rng, stamp = self.make_policy(columns), np.random.default_rng(seed), 10**6
+            for _ in range(100):
+                some = np.unique(ready[rng.integers(0, len(ready), 2)])
+                some = some[columns.last_use[some] != NOT_READY]
+                stamp += 10**3
+                if rng.random() < 0.7:
+                    asked = bool(rng.random() < 0.5)
+                    policy.touch(some, np.full(len(some), stamp), asked)
+                    columns.hits[some] += np.uint32(asked)
+                else:
+                    columns.lease_until[some] = _NOW + int(rng.integers(-50, 50))
+                victims = policy.victims(int(rng.integers(1, 12)), stamp, _NOW + int(rng.integers(0, 20)))
+                self.check_leaf_first(columns, victims)
+                self.evict(columns, victims[: int(rng.integers(0, 4))])
+
+    def test_what_is_out_of_reach_goes_first(self, tmp_path: Path) -> None:
+        columns = self.columns(tmp_path)
+        rows = np.arange(40, dtype=np.int64)
+        self.make_ready(columns, rows, 1000 + rows)
+        for row in range(21, 40):
+            self.put_behind(columns, row, row - 1)
+        self.evict(columns, np.array([20]))
+        assert self.make_policy(columns).victims(19, _NEWEST, _NOW).tolist() == list(range(39, 20, -1))
+
+    def test_admit_takes_a_leading_part_and_all_for_whom_there_is_room(self, tmp_path: Path) -> None:
+        columns = self.columns(tmp_path)
+        self.random_tree(columns, 9)
+        policy = self.make_policy(columns)
+        assert policy.admit(self.newcomers(0, 0, 10**6), 0, _NOW) == 0
+        for seed, count in enumerate((1, 2, 7, 64)):
+            for room in (0, 1, 3, 64, 100):
+                admitted = policy.admit(self.newcomers(seed, count, 10**6 + 100 * seed), room, _NOW)
+                assert isinstance(admitted, int) and min(room, count) <= admitted <= count
+
+    def test_prepare_and_share_change_no_contract(self, tmp_path: Path) -> None:
+        columns = self.columns(tmp_path)
+        ready = self.random_tree(columns, 10)
+        policy = self.make_policy(columns)
+        values = np.zeros(policy.shared_values)
+        gone: list[int] = []
+        for turn in range(self.slots):
+            stamp = _NEWEST + turn * 10**10
+            policy.share(values)
+            policy.prepare(stamp, _NOW)
+            policy.admit(self.newcomers(turn, 3, stamp), 0, _NOW)
+            policy.prepare(stamp, _NOW)
+            victims = policy.victims(9, stamp, _NOW)
+            assert policy.victims(9, stamp, _NOW).tolist() == victims.tolist()
+            self.check_leaf_first(columns, victims)
+            self.evict(columns, victims)
+            gone += victims.tolist()
+            if not len(victims):
+                break
+        assert sorted(gone) == ready.tolist()
+
+    def test_prepare_beside_the_other_calls(self, tmp_path: Path) -> None:
+        columns = self.columns(tmp_path)
+        self.random_tree(columns, 11)
+        policy, end = self.make_policy(columns), threading.Event()
+
+        def prepare() -> None:
+            stamp = _NEWEST
+            while not end.is_set():
+                stamp += 10**12
+                policy.prepare(stamp, _NOW)
+
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(prepare)
+            try:
+                for turn in range(50):
+                    policy.admit(self.newcomers(turn, 3, _NEWEST + turn), 0, _NOW)
+                    victims = policy.victims(5, _NEWEST, _NOW)
+                    self.check_leaf_first(columns, victims)
+                    self.evict(columns, victims)
+                    policy.share(np.zeros(policy.shared_values))
+            finally:
+                end.set()
+            running.result()
+
+    def test_damaged_shared_values_do_no_harm(self, tmp_path: Path) -> None:
+        rng = np.random.default_rng(12)
+        for damage in (np.nan, np.inf, -np.inf, -1.0, 1e308, 1e18, 0.5, None):
+            columns = self.columns(tmp_path)
+            self.random_tree(columns, 12)
+            policy = self.make_policy(columns)
+            count = policy.shared_values
+            values = rng.normal(0, 10.0 ** rng.integers(-9, 300)) * rng.random(count)
+            if damage is not None:
+                values = np.zeros(count)
+                values[rng.random(count) < 0.5] = damage
+                values[:1] = damage
+            with np.errstate(all="raise", under="ignore"):
+                for turn in range(3):
+                    policy.share(values)
+                    policy.prepare(_NEWEST + turn * 10**10, _NOW)
+                    policy.admit(self.newcomers(turn, 5, _NEWEST + turn * 10**10), 2, _NOW)
+                    self.check_leaf_first(columns, policy.victims(9, _NEWEST, _NOW))
+            assert np.isfinite(values).all()
+
+    def test_two_processes_over_the_same_columns(self, tmp_path: Path) -> None:
+        columns = self.columns(tmp_path)
+        other_columns = Columns(tmp_path / "columns", self.slots)
+        ready = self.random_tree(columns, 13)
+        ours, theirs = self.make_policy(columns), self.make_policy(other_columns)
+        values, rng, stamp = np.zeros(ours.shared_values), np.random.default_rng(13), 10**6
+        gone: list[int] = []
+        while len(gone) < len(ready):
+            stamp += 10**9
+            for policy in (ours, theirs):
+                policy.share(values)
+                policy.prepare(stamp, _NOW)
+                some = ready[rng.integers(0, len(ready), 3)]
+                some = np.unique(some[columns.last_use[some] != NOT_READY])
+                policy.touch(some, np.full(len(some), stamp - 10))
+                columns.hits[some] += np.uint32(1)
+                victims = policy.victims(7, stamp, _NOW)
+                assert not np.isin(victims, gone).any()
+                self.check_leaf_first(other_columns, victims)
+                self.evict(columns, victims)
+                gone += victims.tolist()
+        assert sorted(gone) == ready.tolist()
+
+    def test_the_same_calls_have_the_same_answers(self, tmp_path: Path) -> None:
+        answers = []
+        for _ in range(2):
+            columns = self.columns(tmp_path)
+            ready = self.random_tree(columns, 14)
+            policy, stamp = self.make_policy(columns), _NEWEST
+            values = np.zeros(policy.shared_values)
+            said: list[object] = []
+            for turn in range(30):
+                stamp += 10**9
+                some = ready[turn : turn + 3]
+                some = some[columns.last_use[some] != NOT_READY]
+                policy.touch(some, np.full(len(some), stamp))
+                columns.hits[some] += np.uint32(1)
+                said.append(policy.admit(self.newcomers(turn, 6, stamp), 1, _NOW))
+                victims = policy.victims(5, stamp, _NOW)
+                said.append(victims.tolist())
+                self.evict(columns, victims[:2])
+                policy.share(values)
+                policy.prepare(stamp, _NOW)
+            answers.append((said, values.tolist()))
+        assert answers[0] == answers[1]
 
     def test_lost_columns_do_no_harm(self, tmp_path: Path) -> None:
         columns = self.columns(tmp_path)

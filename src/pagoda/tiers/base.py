@@ -52,10 +52,19 @@ class Tier(Protocol):
     def register(self, namespace: Namespace) -> None:
         """Make the namespace known with its labels, so that it can be listed and cleared; idempotent, cheap."""
 
-    def find(self, keys: Sequence[bytes], *, start: int = 0, stamp: int | None = None) -> int:
-        """How many leading keys are here or on their way here; copies nothing, touches recency.
+    def find(
+        self,
+        keys: Sequence[bytes],
+        *,
+        start: int = 0,
+        stamp: int | None = None,
+        namespace: bytes | None = None,
+        touch: bool = True,
+    ) -> int:
+        """How many leading keys are here or on their way here; copies nothing, touches recency unless told not to.
 
-        `start` is the chain position of keys[0]; calls of one request pass one `stamp`.
+        `start` is the chain position of keys[0]; calls of one request pass one `stamp`. `namespace` is the root that
+        the keys were derived under: who leaves it out has all that are registered looked through.
         """
 
     def save(

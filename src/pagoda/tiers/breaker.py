@@ -26,6 +26,12 @@ class Breaker:
         self._lock = threading.Lock()
 
     @property
+    def open(self) -> bool:
+        """Whether there were so many failures in a row, and nothing has worked since; changes nothing."""
+        with self._lock:
+            return self._failures >= self._limit
+
+    @property
     def resting(self) -> bool:
         """Whether the device is left out now; changes nothing."""
         with self._lock:

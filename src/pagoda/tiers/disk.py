@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
 
+from pagoda import policy as policies
 from pagoda.clock import Clock
 from pagoda.codec import HEADER_BYTES
 from pagoda.keys import Namespace
@@ -17,10 +17,10 @@ from pagoda.metrics import Reason
 from pagoda.slab import FileSlab
 from pagoda.tiers.base import Bytes, Chunk, Done, check_sizes, ended, ledger_bytes
 from pagoda.tiers.breaker import Breaker
-from pagoda.tiers.copies import Copies
 from pagoda.tiers.device import Device, Slab
+from pagoda.tiers.disk_crew import DiskCrew
 from pagoda.tiers.queue import Read, Write
-from pagoda.tiers.threads import IoThreads
+from pagoda.tiers.queued import Queued
 
 _LOAD_LEASE_SECONDS = 10.0  # what a load has found stays until its turn comes
 
@@ -32,7 +32,7 @@ class _Slot(NamedTuple):
     generation: int
 
 
-class DiskTier(Copies):
+class DiskTier(Queued):
     """Chunks in one file, written and read by background threads; survives restarts, and a lost ledger (by a scan).
 
     Thread-safe and fork-safe. What is queued is found and read from the queue. `close()` or garbage collection ends the
@@ -60,7 +60,6 @@ class DiskTier(Copies):
             )
         self.chunk_bytes = layout.chunk_bytes
         self.slot_bytes = layout.slot_bytes
-        self.ahead = io_threads
         self.ledger = ledger
         self.deadline_seconds = deadline_seconds
         self._breaker = Breaker(clock or Clock())
@@ -73,9 +72,7 @@ class DiskTier(Copies):
             breaker=self._breaker,
             durable=durable,
         )
-        self._closed = False
-        self._threads = IoThreads(device, io_threads, queue_chunks)
-        self._finalizer = weakref.finalize(self, self._threads.close, 1.0)
+        super().__init__(DiskCrew(device, io_threads), io_threads, queue_chunks)
         self._threads.start()
 
     @classmethod
@@ -86,7 +83,7 @@ class DiskTier(Copies):
         size_bytes: int,
         *,
         direct: bool | None = None,
-        policy: str = "lru",
+        policy: str = policies.DEFAULT,
         durable: bool = False,
         io_threads: int = 2,
         queue_chunks: int = 64,
@@ -132,7 +129,7 @@ class DiskTier(Copies):
 
     def wait_ready(self, timeout: float) -> bool:
         """Wait until the ledger's rebuild, if there is one, has ended; the tier works meanwhile, but finds less."""
-        return self._threads.wait_scanned(timeout)
+        return self._threads.wait_background(timeout)
 
     @property
     def resting(self) -> bool:
@@ -141,12 +138,15 @@ class DiskTier(Copies):
 
     # ---- finding -------------------------------------------------------------------------------------------------
 
-    def find(self, keys: Sequence[bytes], *, start: int = 0, stamp: int | None = None) -> int:
-        """How many leading keys are stored or queued; touches recency, copies nothing."""
+    def find(
+        self, keys: Sequence[bytes], *, start: int = 0, stamp: int | None = None, namespace: bytes | None = None,
+        touch: bool = True,
+    ) -> int:  # fmt: skip
+        """How many leading keys are stored or queued; copies nothing."""
         if self._closed or self._breaker.resting:
             return 0
         found = 0
-        for place in self._places(keys, start, stamp=stamp):
+        for place in self._places(keys, start, stamp=stamp, touch=touch):
             if isinstance(place, Reason):
                 break
             found += 1
@@ -157,18 +157,6 @@ class DiskTier(Copies):
         if self._closed or self._breaker.resting:
             return False
         return any(not isinstance(place, Reason) for place in self._places([key], 0, touch=False))
-
-    def in_flight(self, key: bytes) -> bool:
-        """Whether a save of this key is queued or being written."""
-        return self._threads.queue.in_flight(key)
-
-    def wait(self, keys: Iterable[bytes], timeout: float) -> bool:
-        """Wait until no save of these keys is in flight; False if `timeout` seconds were not enough."""
-        return self._threads.queue.wait(keys, timeout)
-
-    def flush(self, timeout: float) -> bool:
-        """Wait until nothing at all is queued or being done; False if `timeout` seconds were not enough."""
-        return self._threads.queue.wait(None, timeout)
 
     def holders(self, key: bytes) -> list[str]:
         """Who keeps this chunk: names of pins, "in flight"."""
@@ -238,30 +226,14 @@ class DiskTier(Copies):
             return 0
         keys = [chunk.key for chunk in chunks]
         match = self.ledger.match(
-            keys, start=chunks[0].position, stamp=stamp, lease_seconds=1.0, deadline_seconds=_GLANCE_SECONDS
-        )
+            keys, start=chunks[0].position, stamp=stamp, lease_seconds=1.0, asked=False,
+            deadline_seconds=_GLANCE_SECONDS,
+        )  # fmt: skip
         return len(match.slots)
 
-    def _save(self, write: Write) -> Future[Done]:
-        if write.chunk.payload.nbytes > self.slot_bytes:
-            return self._dropped(Reason.TOO_LARGE)
-        queued = self._threads.queue.add_write(write)
-        return self._dropped(queued) if isinstance(queued, Reason) else queued.future
-
-    def _refused(self) -> Reason | None:
-        if self._closed:
-            return Reason.CLOSED
-        return Reason.TIER_SKIPPED if self._breaker.resting else None
-
-    def _dropped(self, reason: Reason) -> Future[Done]:
+    def _count(self, name: str) -> None:
         if not self._closed:  # a closed ledger counts no more
-            self.ledger.count(f"drop_{reason}")
-        return ended(False, reason)
-
-    def _no_room(self) -> Reason | None:
-        if self._closed:
-            return Reason.CLOSED
-        return None if self._threads.queue.has_room() else Reason.QUEUE_FULL
+            self.ledger.count(name)
 
     # ---- loading -------------------------------------------------------------------------------------------------
 
@@ -294,8 +266,8 @@ class DiskTier(Copies):
         return read.future if refused is None else self._missed(refused)
 
     def _missed(self, reason: Reason) -> Future[Done]:
-        if not self._closed and reason is not Reason.LEDGER_BUSY:  # which the ledger counts
-            self.ledger.count(f"miss_{reason}")
+        if reason is not Reason.LEDGER_BUSY:  # which the ledger counts
+            self._count(f"miss_{reason}")
         return ended(False, reason)
 
     def _load_one(self, key: bytes, buffer: Bytes, namespace: bytes | None) -> Future[Done]:
@@ -311,8 +283,7 @@ class DiskTier(Copies):
         """Remove a chunk, queued or stored; False if it is not here. Waits for a write of it that has begun."""
         if self._closed:
             return False
-        waiting, begun = self._threads.queue.cancel(Reason.REMOVED, key=key)
-        self._end(waiting, Reason.REMOVED)
+        waiting, begun = self._taken_away(Reason.REMOVED, key=key)
         if begun:
             self.wait([key], self.deadline_seconds)
         return self.ledger.remove([key]) > 0 or bool(waiting or begun)
@@ -321,14 +292,8 @@ class DiskTier(Copies):
         """Remove all chunks of one namespace (its root), or all; what is in flight will not appear."""
         if self._closed:
             return 0
-        waiting, begun = self._threads.queue.cancel(Reason.CLEARED, namespace=namespace)
-        self._end(waiting, Reason.CLEARED)
+        waiting, begun = self._taken_away(Reason.CLEARED, namespace=namespace)
         return self.ledger.clear(namespace) + len(waiting) + len(begun)
-
-    def _end(self, writes: Iterable[Write], reason: Reason) -> None:
-        for write in writes:
-            self.ledger.count(f"drop_{reason}")
-            self._threads.queue.saved(write, Done(False, reason))
 
     # ---- the whole -----------------------------------------------------------------------------------------------
 
@@ -336,15 +301,4 @@ class DiskTier(Copies):
         """Gauges and counters of the store, and this process's `queued_writes`, `queued_reads`, `resting`."""
         if self._closed:
             return {}
-        writes, reads = self._threads.queue.outstanding()
-        own = {"queued_writes": writes, "queued_reads": reads, "resting": int(self._breaker.resting)}
-        return {**self.ledger.gauges(), **self.ledger.counters(), **own}
-
-    def close(self, timeout: float = 5.0) -> None:
-        """End within `timeout` seconds: drops what is queued with CLOSED, counted. Idempotent.
-
-        I/O that hangs keeps its own thread, future and slot until it ends, and the ledger stays open for it until then.
-        """
-        self._closed = True
-        self._finalizer.detach()
-        self._threads.close(timeout)
+        return {**self.ledger.gauges(), **self.ledger.counters(), **self._queue_stats()}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pagoda import policy as policies
 from pagoda.clock import Clock
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
@@ -49,7 +50,7 @@ class HostTier(Copies):
         size_bytes: int,
         *,
         shared: bool = True,
-        policy: str = "lru",
+        policy: str = policies.DEFAULT,
         populate: bool = True,
         deadline_seconds: float = 1.0,
         clock: Clock | None = None,
@@ -95,11 +96,16 @@ class HostTier(Copies):
 
     # ---- finding -------------------------------------------------------------------------------------------------
 
-    def find(self, keys: Sequence[bytes], *, start: int = 0, stamp: int | None = None) -> int:
-        """How many leading keys are stored; touches recency, copies nothing."""
+    def find(
+        self, keys: Sequence[bytes], *, start: int = 0, stamp: int | None = None, namespace: bytes | None = None,
+        touch: bool = True,
+    ) -> int:  # fmt: skip
+        """How many leading keys are stored; copies nothing."""
         if self._closed:
             return 0
-        match = self.ledger.match(keys, start=start, stamp=stamp, deadline_seconds=self.deadline_seconds)
+        match = self.ledger.match(
+            keys, start=start, stamp=stamp, touch=touch, deadline_seconds=self.deadline_seconds
+        )
         return len(match.slots)
 
     def contains(self, key: bytes) -> bool:

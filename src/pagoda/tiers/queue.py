@@ -1,4 +1,4 @@
-"""The outstanding reads and writes of a disk tier: one bounded queue, reads first."""
+"""The outstanding reads and writes of a tier: one bounded queue, reads first."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class IoQueue:
                 return Reason.QUEUE_FULL
             self._saving[write.chunk.key] = write
             self._writes.append(write)
-            self._changed.notify()
+            self._changed.notify_all()  # of the threads that wait some only read
             return write
 
     def add_read(self, read: Read) -> Reason | None:
@@ -97,7 +97,7 @@ class IoQueue:
             leader = self._loading.setdefault(read.flight, read)
             if leader is read:
                 self._reads.append(read)
-                self._changed.notify()
+                self._changed.notify_all()
             else:
                 leader.followers.append(read)
             return None
@@ -160,9 +160,11 @@ class IoQueue:
                 write.turn = self._turn
             return batch
 
-    def take_read(self) -> Read | None:
-        """The next read, if there is one; does not wait."""
+    def take_read(self, wait: bool = False) -> Read | None:
+        """The next read, if there is one; with `wait`, None means that the queue is closed."""
         with self._changed:
+            if wait:
+                self._changed.wait_for(lambda: self._closed or self._reads)
             return self._reads.popleft() if self._reads else None
 
     def saved(self, write: Write, done: Done) -> None:
@@ -171,6 +173,15 @@ class IoQueue:
             del self._saving[write.chunk.key]
             self._changed.notify_all()
         write.future.set_result(done)
+
+    @staticmethod
+    def copied(read: Read, nbytes: int) -> bool:
+        """Serve a read from the save that it goes with; False if there is none, or not any more."""
+        write = read.write
+        if write is None or read.namespace not in (None, write.namespace):
+            return False
+        np.copyto(read.buffer[:nbytes], write.chunk.payload[:nbytes])
+        return write.usable()  # after the copy: what was copied is what the key names
 
     def loaded(self, read: Read, done: Done, nbytes: int) -> None:
         """A read has ended: who followed it gets a copy first, for its buffer is the caller's again then."""

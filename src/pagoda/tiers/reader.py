@@ -29,25 +29,17 @@ class Reader:
         self._queue.loaded(read, Done(reason is None, reason), self._device.chunk_bytes)
 
     def _load(self, read: Read, scratch: Scratch) -> Reason | None:
-        if self._from_queue(read):
+        if self._queue.copied(read, self._device.chunk_bytes):
             return None
         reason = self._from_slot(read, scratch) if read.slot >= 0 else Reason.EVICTED
         if reason is not Reason.EVICTED:
             return reason
         # It left its slot while the read waited, or came from the queue into one: look again, once.
-        match = self._device.ledger.match([read.key], start=read.position or 0)
+        match = self._device.ledger.match([read.key], start=read.position or 0, asked=False)
         if not len(match.slots):
             return reason if read.slot >= 0 else match.reason
         read.slot, read.generation = int(match.slots[0]), int(match.generations[0])
         return self._from_slot(read, scratch)
-
-    def _from_queue(self, read: Read) -> bool:
-        write = read.write
-        if write is None or read.namespace not in (None, write.namespace):
-            return False
-        nbytes = self._device.chunk_bytes
-        np.copyto(read.buffer[:nbytes], write.chunk.payload[:nbytes])
-        return write.usable()  # after the copy: what was copied is what the key names
 
     def _from_slot(self, read: Read, scratch: Scratch) -> Reason | None:
         device, nbytes = self._device, self._device.chunk_bytes

@@ -1,4 +1,4 @@
-"""The I/O threads of a disk tier: started late, never kept waiting for, renewed after a fork."""
+"""The I/O threads of a tier: started late, never kept waiting for, renewed after a fork."""
 
 from __future__ import annotations
 
@@ -6,29 +6,68 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from pagoda.metrics import Reason
 from pagoda.tiers.base import Done
-from pagoda.tiers.device import Device, Scratch
-from pagoda.tiers.queue import IoQueue
-from pagoda.tiers.reader import Reader
-from pagoda.tiers.scan import scan
-from pagoda.tiers.writer import Writer
+from pagoda.tiers.queue import IoQueue, Read, Write
 
 _all: weakref.WeakSet[IoThreads] = weakref.WeakSet()
 
 
+class Hand(Protocol):
+    """What one I/O thread does its work with; made and used on that thread alone."""
+
+    def load(self, read: Read) -> None:
+        """Do one read and end its future, whatever happens."""
+
+    def save(self, writes: Sequence[Write], between: Callable[[], None]) -> None:
+        """Do a batch of writes and end their futures, whatever happens; `between` runs before each (reads go first)."""
+
+    def close(self) -> None:
+        """The thread ends."""
+
+
+class Crew(Protocol):
+    """What the threads of one tier work on. Thread-safe."""
+
+    name: str  # of the tier
+    batch_chunks: int  # writes that a thread takes at once
+    readers: int  # threads that only read
+
+    def begin(self, queue: IoQueue) -> None:
+        """Work for this queue from now on: at first, and in a forked child, where locks are made anew."""
+
+    def hand(self) -> Hand:
+        """What a new thread works with."""
+
+    def background(self, stop: threading.Event) -> None:
+        """What else there is to do, on a thread of its own, until it is done or `stop` is set."""
+
+    def interrupt(self) -> None:
+        """`stop` was set: wake the background, and let I/O that hangs fail if that is possible."""
+
+    def count(self, name: str, number: int = 1) -> None:
+        """Add to a counter of the tier."""
+
+    def trouble(self, error: Exception, what: str) -> Reason:
+        """Note that something failed; returns the reason to give."""
+
+    def close(self) -> None:
+        """Let go of all; no thread works any more."""
+
+
 class IoThreads:
-    """The queue of a disk tier and the daemon threads that work on it. Thread-safe.
+    """The queue of a tier and the daemon threads that work on it. Thread-safe.
 
     The threads refer to this object and never to the tier, so a tier that nobody holds ends them. Who comes last,
-    `close()` or a thread whose I/O hung, closes the device. In a forked child the queue is new and empty, and threads
+    `close()` or a thread whose I/O hung, closes the crew. In a forked child the queue is new and empty, and threads
     start at the next use.
     """
 
-    def __init__(self, device: Device, io_threads: int, queue_chunks: int) -> None:
-        self._device = device
+    def __init__(self, crew: Crew, io_threads: int, queue_chunks: int) -> None:
+        self._crew = crew
         self._io_threads = io_threads
         self._queue_chunks = queue_chunks
         self._closed = False
@@ -38,10 +77,9 @@ class IoThreads:
     def _renew(self) -> None:
         self._lock = threading.RLock()  # reentrant: a collected tier may close us on any thread, at any line
         self.queue = IoQueue(self._queue_chunks)
-        self._reader = Reader(self._device, self.queue)
-        self._writer = Writer(self._device, self.queue, self._io_threads)
+        self._crew.begin(self.queue)
         self._stop = threading.Event()
-        self._scanned = threading.Event()
+        self._background_done = threading.Event()
         self._threads: list[threading.Thread] = []
         self._running = 0
 
@@ -52,9 +90,13 @@ class IoThreads:
         with self._lock:
             if self._threads or self._closed:
                 return
-            targets: list[Callable[[], None]] = [self._scan, *[self._work] * self._io_threads]
+            readers = self._crew.readers
+            targets: list[Callable[[], None]] = [self._background]
+            targets += [self._read] * readers + [self._work] * (self._io_threads - readers)
             self._threads = [
-                threading.Thread(target=self._run, args=(target,), name=f"pagoda-disk-{n}", daemon=True)
+                threading.Thread(
+                    target=self._run, args=(target,), name=f"pagoda-{self._crew.name}-{n}", daemon=True
+                )
                 for n, target in enumerate(targets)
             ]
             self._running = len(self._threads)
@@ -67,36 +109,45 @@ class IoThreads:
         finally:
             with self._lock:
                 self._running -= 1
-                self._close_device()
+                self._close_crew()
 
     def _work(self) -> None:
-        scratch = Scratch(self._device.slot_bytes)
-        while True:
-            job = self.queue.take(self._writer.batch_chunks, self._io_threads)
-            if job is None:
-                return
-            if isinstance(job, list):
-                self._writer.save(job, scratch, lambda: self._read_all(scratch))
-            else:
-                self._reader.load(job, scratch)
-            del job  # while this thread waits it must not keep a payload alive
-
-    def _read_all(self, scratch: Scratch) -> None:
-        while (read := self.queue.take_read()) is not None:
-            self._reader.load(read, scratch)
-
-    def _scan(self) -> None:
+        hand = self._crew.hand()
         try:
-            scan(self._device, self._stop)
-        except Exception as error:  # noqa: BLE001  # the border of the background: what was not scanned stays free
-            self._device.trouble(error, "the scan of the slots")
+            while (job := self.queue.take(self._crew.batch_chunks, self._io_threads)) is not None:
+                if isinstance(job, list):
+                    hand.save(job, lambda: self._read_all(hand))
+                else:
+                    hand.load(job)
+                del job  # while this thread waits it must not keep a payload alive
         finally:
-            self._scanned.set()
+            hand.close()
 
-    def wait_scanned(self, timeout: float) -> bool:
-        """Wait until the rebuild, if there is one, has ended."""
+    def _read(self) -> None:
+        hand = self._crew.hand()
+        try:
+            while (read := self.queue.take_read(wait=True)) is not None:
+                hand.load(read)
+                del read
+        finally:
+            hand.close()
+
+    def _read_all(self, hand: Hand) -> None:
+        while (read := self.queue.take_read()) is not None:
+            hand.load(read)
+
+    def _background(self) -> None:
+        try:
+            self._crew.background(self._stop)
+        except Exception as error:  # noqa: BLE001  # the border of the background: what it left undone is a miss
+            self._crew.trouble(error, "work in the background")
+        finally:
+            self._background_done.set()
+
+    def wait_background(self, timeout: float) -> bool:
+        """Wait until the work in the background, if there is any, has ended."""
         self.start()
-        return self._scanned.wait(timeout)
+        return self._background_done.wait(timeout)
 
     def close(self, timeout: float) -> None:
         """End the threads within `timeout` seconds and drop what they had not begun. Idempotent."""
@@ -107,13 +158,14 @@ class IoThreads:
         self._stop.set()
         writes, reads = self.queue.close()
         for write in writes:
-            self._device.ledger.count(f"drop_{Reason.CLOSED}")
+            self._crew.count(f"drop_{Reason.CLOSED}")
             self.queue.saved(write, Done(False, Reason.CLOSED))
         for read in reads:
             self.queue.loaded(read, Done(False, Reason.CLOSED), 0)
+        self._crew.interrupt()
         self._join(time.monotonic() + timeout)
         with self._lock:
-            self._close_device()
+            self._close_crew()
 
     def _join(self, deadline: float) -> None:
         for thread in self._threads:
@@ -121,16 +173,15 @@ class IoThreads:
             if thread is not threading.current_thread() and thread.is_alive():
                 thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _close_device(self) -> None:
-        """Close the ledger and the slab once nobody can touch them any more."""
+    def _close_crew(self) -> None:
+        """Close the crew once nobody can touch what it works on any more."""
         if self._closed and self._running == 0:
             self._running = -1
-            self._device.close()
+            self._crew.close()
 
 
 def _renew_in_child() -> None:
     for threads in list(_all):
-        threads._device.renew()
         threads._renew()
 
 

@@ -46,6 +46,7 @@ class Tracked:
     look: Future[Found | None] | None = None  # its answer None: of this request nothing is cached
     asked_at: float = 0.0
     polled: bool = False
+    recorded: bool = False  # as a request, by its first look-up
     found: Found | None = None
     loads: bool = True  # False: a load or a look-up of it came to nothing, it computes for itself
     saves: bool = True
@@ -81,7 +82,10 @@ class Lookups:
         digests, last = self._digests(request, 0, hashes), _last(request)
         tracked.asked_at, tracked.polled = time.monotonic(), False
         try:
-            tracked.look = self._threads.submit(self._lookup, request, digests, hashes, last)
+            tracked.look = self._threads.submit(
+                self._lookup, request, digests, hashes, last, not tracked.recorded
+            )
+            tracked.recorded = True
         except RuntimeError as trouble:  # no thread could be started, or this is the end
             self._room.release()
             log.warning("a look-up could not begin: %s", trouble)
@@ -177,7 +181,9 @@ class Lookups:
             wait([look], self._patience)
             self._patience -= time.monotonic() - began
 
-    def _lookup(self, request: Any, digests: list[bytes], hashes: int, last: bytes) -> Found | None:
+    def _lookup(
+        self, request: Any, digests: list[bytes], hashes: int, last: bytes, first: bool
+    ) -> Found | None:
         """What a thread does: name the request's namespace, derive its keys, ask the tiers."""
         lora = None
         if request.lora_request is not None:
@@ -188,6 +194,8 @@ class Lookups:
         assert self._cache.slots is not None
         root = self._cache.slots.namespace(lora, salt)
         keys = derive_keys(digests, root)
+        if first:
+            self._cache.slots.requested(keys, request.num_tokens)
         hit = self._cache.lookup(None, keys=keys, lora=lora, salt=salt, counted=False)
         return Found(root, lora, salt, hashes, last, hit, time.monotonic())
 

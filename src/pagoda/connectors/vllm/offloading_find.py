@@ -335,6 +335,11 @@ class Finder:
         host, below = (sum(one.group == group for one in ones) * size for ones in (here, coming))
         by_tier = {"host": host} | ({self._lower[0]: below} if self._lower else {})
         self._slots.asked(len(asked) * size, {tier: n for tier, n in by_tier.items() if n}, reason)
+        if self._slots.records:
+            start = asked[0].position
+            self._slots.requested(
+                [one.key for one in asked], (asked[-1].position + 1 - start) * size, start=start
+            )
 
 
 def _consecutive(asked: Sequence[Asked]) -> Iterator[list[Asked]]:

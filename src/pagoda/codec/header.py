@@ -14,13 +14,14 @@ from pagoda.metrics import Reason
 HEADER_BYTES = 4096
 MAGIC = b"PAGODAKV"
 FORMAT = 1
-CODECS = ("raw",)
+CODECS = ("raw", "zstd")  # how the payload of a header may be stored
 
 # magic, format, header bytes; store_id, slot, namespace, epoch, key;
 # position, length, tokens; codec, fingerprint, sequence
 _FIELDS = struct.Struct("<8sII16sQ32sQ32sQQQ16s32sQ")
 _CHECKSUM = slice(_FIELDS.size, _FIELDS.size + 16)  # xxh3_128 over the packed fields and payload[:length]
 _OWN = slice(_CHECKSUM.stop, _CHECKSUM.stop + 8)  # xxh3_64 over all other bytes of the page
+_STORED = struct.Struct("<Q")  # stored_bytes, behind the checksums
 
 Page = npt.NDArray[np.uint8] | memoryview | bytes
 
@@ -31,6 +32,7 @@ class Header:
 
     `length` is in payload bytes, `position` in chunks from the start of the chain; `sequence` is the
     generation the ledger gave the slot; `fingerprint` is the layout's. Bytes: store 16, others 32.
+    `stored_bytes` is how long the payload is as its codec stores it; 0 where that is its own length.
     """
 
     store_id: bytes
@@ -44,6 +46,7 @@ class Header:
     codec: str
     fingerprint: str
     sequence: int
+    stored_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +64,7 @@ class Expected:
     codec: str | None = None
     fingerprint: str | None = None
     sequence: int | None = None
+    stored_bytes: int | None = None
 
 
 _NAMES = tuple(field.name for field in fields(Header))
@@ -82,6 +86,7 @@ def seal(
     head = packed + _payload_checksum(packed, payload, header.length)
     page[:] = 0
     page[: len(head)] = np.frombuffer(head, dtype=np.uint8)
+    _STORED.pack_into(page.data, _OWN.stop, header.stored_bytes)
     page[_OWN] = np.frombuffer(_own_checksum(page.data), dtype=np.uint8)
     return page
 
@@ -100,7 +105,18 @@ def parse(page: Page) -> Header | None:
         names = codec.rstrip(b"\0").decode(), layout.rstrip(b"\0").decode()
     except UnicodeDecodeError:
         return None
-    return Header(store, slot, space, epoch, key, position, length, tokens, names[0], names[1], sequence)
+    (stored,) = _STORED.unpack_from(view, _OWN.stop)
+    return Header(
+        store, slot, space, epoch, key, position, length, tokens, names[0], names[1], sequence, stored
+    )
+
+
+def agrees(found: Header, expected: Header | Expected) -> bool:
+    """Whether a header says all that `expected` asks, and its codec is known. Of the payload it says nothing."""
+    wanted = ((name, getattr(expected, name)) for name in _NAMES)
+    return found.codec in CODECS and all(
+        want is None or want == getattr(found, name) for name, want in wanted
+    )
 
 
 def verify(page: Page, payload: npt.NDArray[np.uint8], expected: Header | Expected) -> Reason | None:
@@ -109,12 +125,8 @@ def verify(page: Page, payload: npt.NDArray[np.uint8], expected: Header | Expect
     Fields are compared before the payload is read: a wrong chunk costs no checksum. An unknown codec fails.
     """
     found = parse(page)
-    if found is None or found.codec not in CODECS or found.length > payload.nbytes:
+    if found is None or found.length > payload.nbytes or not agrees(found, expected):
         return Reason.FAILED_CHECK
-    for name in _NAMES:
-        wanted = getattr(expected, name)
-        if wanted is not None and wanted != getattr(found, name):
-            return Reason.FAILED_CHECK
     view = _view(page)
     if _payload_checksum(view[: _FIELDS.size], payload, found.length) != view[_CHECKSUM]:
         return Reason.FAILED_CHECK

@@ -1,0 +1,135 @@
+"""Real KV of a small model that is made here: a Llama on BPE tokens of the standard library's text."""
+
+from __future__ import annotations
+
+import sysconfig
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import transformers
+from harness import say
+from tokenizers import ByteLevelBPETokenizer
+
+WORDS = 4096  # tokens of the vocabulary; of bytes alone the same KV would come back again and again
+MOST_STEPS = 150
+LAYERS, HEADS, DIM = 5, 4, 64
+PROMPT_TOKENS, CHUNK_TOKENS = 1024, 256
+HELD_OUT = 0.2  # of the text: what is measured was never trained on
+Bytes = npt.NDArray[np.uint8]
+Tokens = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Chunks of KV, one after the other in memory, and the model they come from."""
+
+    name: str
+    model: str
+    chunks: list[Bytes]
+
+
+def samples(nbytes: int, seconds: float) -> Iterator[Sample]:
+    """KV of a model with random weights, then of the same model after training it.
+
+    Training takes `seconds` of processor time by one thread, and at most MOST_STEPS.
+
+    Layer 0 is left out: its values depend on one token only, so they repeat as in no other layer, and of a model with
+    more layers it is a small part.
+    """
+    torch.set_num_threads(1)  # a second one would only wait where others are busy
+    text = _text()
+    tokens = _tokens(text)
+    cut = int(len(tokens) * (1 - HELD_OUT))
+    model = _model()
+    kind = (
+        f"Llama, {sum(each.numel() for each in model.parameters()) / 1e6:.1f} M parameters, {LAYERS} layers, "
+        f"{HEADS} KV heads of {DIM}, {WORDS} BPE tokens; layers 1-{LAYERS - 1}, computed in fp32, rounded to bf16"
+    )
+    name = f"{kind}; random weights (held-out loss {_loss(model, tokens[cut:]):.2f})"
+    yield Sample("random", name, _chunks(model, tokens[cut:], nbytes))
+    began = time.process_time()
+    steps = _train(model, tokens[:cut], began + seconds)
+    took = time.process_time() - began
+    text_of = "the text of the standard library"
+    how = f"trained {steps} steps of 2,048 tokens, {took:.0f} s of processor time, on {text_of}"
+    name = f"{kind}; {how} (held-out loss {_loss(model, tokens[cut:]):.2f})"
+    yield Sample("trained", name, _chunks(model, tokens[cut:], nbytes))
+
+
+def _text() -> list[str]:
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    return [path.read_text(errors="replace") for path in files]
+
+
+def _tokens(text: list[str]) -> Tokens:
+    say("tokens ...")
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(text, vocab_size=WORDS, show_progress=False)
+    return np.concatenate([np.asarray(each.ids, np.int64) for each in tokenizer.encode_batch(text)])
+
+
+def _model() -> transformers.LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=WORDS,
+        hidden_size=HEADS * DIM,
+        num_hidden_layers=LAYERS,
+        intermediate_size=688,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def _train(model: transformers.LlamaForCausalLM, tokens: Tokens, until: float) -> int:
+    say("training ...")
+    draw = np.random.default_rng(0)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    model.train()
+    steps = 0
+    while steps < MOST_STEPS and time.process_time() < until:
+        starts = draw.integers(0, len(tokens) - 256, 8)
+        batch = torch.from_numpy(np.stack([tokens[start : start + 256] for start in starts]))
+        loss = model(batch, labels=batch).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        steps += 1
+    model.eval()
+    return steps
+
+
+@torch.no_grad()
+def _loss(model: transformers.LlamaForCausalLM, tokens: Tokens) -> float:
+    batch = torch.from_numpy(tokens[: 8 * PROMPT_TOKENS].reshape(8, PROMPT_TOKENS))
+    return float(model(batch, labels=batch).loss)
+
+
+@torch.no_grad()
+def _chunks(model: transformers.LlamaForCausalLM, tokens: Tokens, nbytes: int) -> list[Bytes]:
+    """Chunks as the cache keeps them: layer by layer, K then V, each [heads, chunk tokens, dim] in bf16."""
+    shape = (PROMPT_TOKENS // CHUNK_TOKENS, LAYERS - 1, 2, HEADS, CHUNK_TOKENS, DIM)
+    prompt_bytes = 2 * int(np.prod(shape))
+    room = np.empty((nbytes // prompt_bytes, *shape), np.int16)
+    for number, place in enumerate(room):
+        ids = tokens[number * PROMPT_TOKENS : (number + 1) * PROMPT_TOKENS]
+        layers = model.model(torch.from_numpy(ids)[None], use_cache=True).past_key_values.layers[1:]
+        pairs = torch.stack(
+            [torch.cat((layer.keys, layer.values)) for layer in layers]
+        )  # [layer, K and V, head, ...]
+        words = pairs.to(torch.bfloat16).view(torch.int16).numpy()
+        split = words.reshape(LAYERS - 1, 2, HEADS, -1, CHUNK_TOKENS, DIM)
+        np.copyto(place, np.moveaxis(split, 3, 0))
+    flat = room.reshape(-1).view(np.uint8)
+    size = prompt_bytes // shape[0]
+    return [flat[start : start + size] for start in range(0, flat.size, size)]

@@ -1,0 +1,145 @@
+"""Chunks to and from a real Redis: our link and the whole tier against a bare loop, a bare socket and redis-py."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
+
+import numpy as np
+import redis
+from ground import Plan
+from harness import MIB, Figure, say
+from limits import Bytes
+from limits_wire import RespLoop
+from remote_ground import (
+    ROOM_TURNS,
+    Made,
+    Side,
+    Turns,
+    both_ways,
+    link_side,
+    raced_puts,
+    socket_side,
+    tier_side,
+)
+
+from pagoda.tiers.redis import RedisRemote
+from tests.remote.servers import Server, redis_server
+
+HIREDIS = importlib.util.find_spec("hiredis") is not None
+PLAIN = "redis_py_hiredis" if HIREDIS else "redis_py"
+_SIDES = ("link", "tier", "raw", PLAIN)
+
+
+class PlainRedis:
+    """redis-py as one would use it: a chunk is a string; with hiredis if that is installed."""
+
+    def __init__(self, url: str) -> None:
+        self.client = redis.Redis.from_url(url)
+        names = ("redis", "hiredis") if HIREDIS else ("redis",)
+        self.how = "1 connection, " + " ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+
+    def put(self, _: int, key: bytes, source: Bytes) -> None:
+        """SET."""
+        self.client.set(key, source.data)
+
+    def get(self, _: int, key: bytes, slot: Bytes) -> None:
+        """GET, and a copy to where it is wanted."""
+        slot[:] = np.frombuffer(self.client.get(key), np.uint8)
+
+
+def redis_figures(plan: Plan, nbytes: int) -> list[Figure]:
+    """Puts and gets of chunks of `nbytes`, into servers that are full and evict.
+
+    Each side has a Redis of its own, so that nobody gets memory that another has warmed or scattered.
+    """
+    with _field(plan, nbytes) as field:
+        if field is None:
+            return []
+        figures = partial(_figures, f"{nbytes // MIB}mib")
+        return both_ways(field.turns, field.sides, _rest, field.empty, figures)
+
+
+def fresh_figures(plan: Plan, nbytes: int) -> list[Figure]:
+    """Puts into servers that are empty and take every page anew from the system."""
+    with _field(plan, nbytes) as field:
+        if field is None:
+            return []
+        figures = partial(_figures, f"{nbytes // MIB}mib_fresh")
+        return raced_puts(field.turns, field.sides, field.empty, figures)
+
+
+def one_writer_figures(plan: Plan, nbytes: int) -> list[Figure]:
+    """Puts into servers that are full of what one connection alone has put, one chunk after the other."""
+    with _field(plan, nbytes) as field:
+        if field is None:
+            return []
+
+        def sides(stack: ExitStack) -> dict[str, Side]:
+            return {name: side._replace(fill=None) for name, side in field.sides(stack).items()}
+
+        return raced_puts(field.turns, sides, _rest, partial(_figures, f"{nbytes // MIB}mib_one_writer"))
+
+
+class Field:
+    """The servers, full after ROOM_TURNS turns, and who races on them."""
+
+    def __init__(self, turns: Turns, servers: Mapping[str, Server]) -> None:
+        self.turns, self._servers = turns, servers
+
+    def empty(self) -> None:
+        """All servers are empty and have given their memory back to the system."""
+        for server in self._servers.values():
+            redis.Redis.from_url(server.url).flushall()
+
+    def sides(self, stack: ExitStack) -> dict[str, Side]:
+        """Everybody, connected anew."""
+        turns, servers = self.turns, self._servers
+        urls = {name: server.url for name, server in servers.items()}
+        pids = {name: server.pid for name, server in servers.items()}
+        loop = stack.enter_context(closing(RespLoop(servers["raw"].port)))
+        put = turns.putting(lambda _, key, source: loop.put(key, source))
+        get = turns.getting(lambda _, key, slot: loop.get(key, slot))
+        plain = PlainRedis(urls[PLAIN])
+        return {
+            "link": link_side(stack, turns, RedisRemote(urls["link"]), pids["link"]),
+            "tier": tier_side(stack, turns, RedisRemote(urls["tier"]), pids["tier"]),
+            "raw": Side(put, get, pids["raw"], loop.threads),
+            "socket": socket_side(stack, turns),
+            PLAIN: Side(turns.putting(plain.put), turns.getting(plain.get), pids[PLAIN], plain.how),
+        }
+
+
+@contextmanager
+def _field(plan: Plan, nbytes: int) -> Iterator[Field | None]:
+    if shutil.which("redis-server") is None:
+        say("no redis-server here: its figures are left out")
+        yield None
+        return
+    turns = Turns(plan, nbytes, (32 if plan.quick else 128) * MIB)
+    room = (
+        f"--maxmemory {ROOM_TURNS * turns.turn_bytes} --maxmemory-policy allkeys-lru --maxmemory-samples 64"
+    )
+    with ExitStack() as stack:
+        yield Field(turns, {name: stack.enter_context(redis_server(*room.split())) for name in _SIDES})
+
+
+def _rest() -> None:
+    time.sleep(1.1)  # the clock of LRU ticks once a second: nobody evicts what he has just put
+
+
+def _figures(size: str, verb: str, made: Made) -> list[Figure]:
+    size = f"{verb}_{size}"
+    return [
+        made(f"redis_{size}_vs_{PLAIN}", "link", PLAIN, 1.5),
+        made(f"redis_{size}_vs_raw", "link", "raw", 0.8),
+        made(f"redis_{size}_vs_socket", "link", "socket", None),
+        made(f"redis_tier_{size}_vs_{PLAIN}", "tier", PLAIN, 1.5),
+        made(f"redis_tier_{size}_vs_raw", "tier", "raw", None),
+        made(f"redis_raw_{size}_vs_{PLAIN}", "raw", PLAIN, None),
+    ]

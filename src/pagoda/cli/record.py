@@ -1,0 +1,102 @@
+"""`pagoda record`: runs an engine with its requests recorded, as a trace for `pagoda replay` and `pagoda size`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pagoda.cli import FailedError, UsageError, show
+
+_VARIABLE = "PAGODA_RECORD"
+_FORWARDED = (signal.SIGTERM, signal.SIGHUP)
+
+
+def record(
+    out: Annotated[Path, typer.Argument(metavar="TRACE", help="The file to write.")],
+    command: Annotated[
+        list[str],
+        typer.Argument(metavar="-- COMMAND", help="What to run, such as: pagoda vllm serve MODEL"),
+    ],
+    append: Annotated[bool, typer.Option("--append", help="Add to what the file has.")] = False,
+) -> int:
+    """Run COMMAND and record the requests of every cache in it: hashed ids and lengths, no text.
+
+    The same as setting PAGODA_RECORD for COMMAND. Ends as COMMAND ends, with its exit code.
+    """
+    command = command[1:] if command[:1] == ["--"] else command
+    if not command:
+        raise UsageError("record what? write: pagoda record TRACE -- COMMAND...")
+    before = _opened(out, append)
+    code = _ran(command, {**os.environ, _VARIABLE: str(out.absolute())})
+    _tell(out, before, command)
+    return code
+
+
+def _opened(out: Path, append: bool) -> int:
+    """Make the file, and return how many lines it has already."""
+    from pagoda.cache.lines import append_lines
+
+    if out.is_dir():
+        raise UsageError(f"{out} is a directory: name a file")
+    if not append and out.exists() and (not out.is_file() or out.stat().st_size):
+        raise UsageError(f"{out} exists: name another file, or --append to it")
+    _, trouble = append_lines(out, [])
+    if trouble is not None:
+        raise UsageError(f"{out} cannot be written: {trouble.strerror}")
+    with out.open("rb") as lines:
+        return sum(1 for _ in lines)
+
+
+def _ran(command: Sequence[str], environ: dict[str, str]) -> int:
+    try:
+        process = subprocess.Popen(command, env=environ)
+    except OSError as trouble:
+        raise FailedError(f"{command[0]} cannot be run: {trouble.strerror}") from None
+    with _signals_of(process):
+        code = process.wait()
+    return code if code >= 0 else 128 - code
+
+
+@contextmanager
+def _signals_of(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Leave it to the process to end at a signal; the terminal tells it of Ctrl-C itself."""
+
+    def forward(number: int, _: object) -> None:
+        process.send_signal(number)
+
+    handlers = {signal.SIGINT: lambda *_: None, **dict.fromkeys(_FORWARDED, forward)}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _tell(out: Path, before: int, command: Sequence[str]) -> None:
+    """Say what was recorded, and what to do with it."""
+    from pagoda.cache.lines import append_lines
+    from pagoda.replay.trace import read_trace
+
+    append_lines(out, [])  # a killed process may have left half a line
+    requests = chunks = 0
+    for request in islice(read_trace(out), before, None):
+        requests += 1
+        chunks += len(request.hash_ids)
+    if requests:
+        show.note(f"recorded {requests:,} requests for {chunks:,} chunks in {out}")
+        show.note(f"what another size would give: pagoda replay {shlex.quote(str(out))} --curve")
+    else:
+        show.note(
+            f"nothing was recorded: {command[0]} asked no cache for a whole chunk, or none whose options come from the "
+            "environment"
+        )

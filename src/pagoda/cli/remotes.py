@@ -1,0 +1,118 @@
+"""Asks the configured remote tiers: one connection a question, every step with a deadline, trouble as a sentence."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from urllib.parse import unquote, urlsplit
+
+from pagoda.cli.stores import configured
+
+if TYPE_CHECKING:
+    from pagoda.config import RemoteSpec
+    from pagoda.tiers.link import Link, Usage
+
+_T = TypeVar("_T")
+PATIENCE_SECONDS = 5.0
+"""The least that a person waits for one answer; a tier's own deadline counts if it is longer."""
+
+
+class Asked(NamedTuple):
+    """A remote tier and what is wrong with it, or an empty string."""
+
+    tier: str
+    address: str
+    trouble: str
+
+
+class Unanswered(Exception):
+    """A remote tier gave no answer. `text` says what is wrong and what to do, the message also where; no secrets."""
+
+    def __init__(self, spec: RemoteSpec, text: str) -> None:
+        self.text = _masked(spec, text)
+        super().__init__(f"{spec.name} ({spec.redacted}): {self.text}")
+
+
+def remotes_of(directory: Path | None, config_file: Path | None) -> tuple[RemoteSpec, ...]:
+    """Return the configured remote tiers; none if a command is about one directory. Raises ConfigError."""
+    return configured(config_file).remotes() if directory is None else ()
+
+
+def census(spec: RemoteSpec) -> Mapping[bytes, int]:
+    """Return the number of chunks of each namespace (its root). Walks over all names. Raises Unanswered."""
+    return ask(spec, lambda link: link.census(patience(spec)))
+
+
+def usage(spec: RemoteSpec) -> Usage:
+    """Return how full the engine is. Raises Unanswered."""
+    return ask(spec, lambda link: link.usage(time.monotonic() + patience(spec)))
+
+
+def leading(spec: RemoteSpec, root: bytes, keys: Sequence[bytes]) -> int:
+    """Return how many leading keys of one namespace are there. Raises Unanswered."""
+    return ask(spec, lambda link: link.find(root, keys, time.monotonic() + patience(spec)))
+
+
+def cleared(spec: RemoteSpec, roots: Sequence[bytes] | None) -> int:
+    """Remove the chunks of these namespaces (None: all that are ours), for all machines. Raises Unanswered."""
+    found = [None] if roots is None else list(roots)
+    return ask(spec, lambda link: sum(link.clear(root, patience(spec)) for root in found))
+
+
+def pinged(specs: Sequence[RemoteSpec]) -> list[Asked]:
+    """Return for each remote tier whether it answers and can be read, and whether its codec is installed."""
+    return [Asked(spec.name, spec.redacted, _trouble(spec)) for spec in specs]
+
+
+def patience(spec: RemoteSpec) -> float:
+    """Return how long one step may take."""
+    return max(PATIENCE_SECONDS, spec.deadline_seconds)
+
+
+def ask(spec: RemoteSpec, question: Callable[[Link], _T]) -> _T:
+    """Return the answer of a remote tier. Raises Unanswered."""
+    from pagoda.errors import PagodaError
+    from pagoda.tiers.link import Refused
+
+    try:
+        link = spec.engine().link(time.monotonic() + patience(spec))
+        try:
+            return question(link)
+        finally:
+            link.close()
+    except TimeoutError:
+        late = f"no answer within {patience(spec):g} s; does it run, and is it let through?"
+        raise Unanswered(spec, late) from None
+    except Refused as refusal:
+        raise Unanswered(spec, f"refuses: {refusal}; may this user read and write here?") from None
+    except OSError as trouble:
+        raise Unanswered(spec, f"{trouble.strerror or trouble}; does it run there?") from None
+    except PagodaError as trouble:
+        raise Unanswered(spec, str(trouble)) from None
+
+
+def _trouble(spec: RemoteSpec) -> str:
+    try:
+        ask(spec, partial(_ping, spec))
+    except Unanswered as trouble:
+        return str(trouble)
+    return ""
+
+
+def _ping(spec: RemoteSpec, link: Link) -> None:
+    from pagoda import codec
+
+    link.ping(time.monotonic() + patience(spec))
+    codec.require(spec.codec)
+
+
+def _masked(spec: RemoteSpec, text: str) -> str:
+    """Return `text` without the tier's secrets, should an engine or its library have repeated one."""
+    password = urlsplit(spec.url).password or ""
+    for secret in (password, unquote(password), *spec.options.values()):
+        if len(secret) > 3 and secret not in spec.redacted:
+            text = text.replace(secret, "***")
+    return text

@@ -1,0 +1,263 @@
+"""`pagoda replay`: what a cache of another size or policy would have done with recorded requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeAlias
+
+import typer
+
+from pagoda.cli import UsageError, show
+from pagoda.cli.speeds import speeds_of
+from pagoda.cli.stores import AsJson, ConfigFile
+from pagoda.cli.traces import (
+    OPTIMUM,
+    SAMPLE,
+    Cell,
+    Jobs,
+    KVType,
+    ModelName,
+    Policies,
+    TokenBytes,
+    Trace,
+    TraceFile,
+    best,
+    bytes_of,
+    chunk_bytes_of,
+    policies_of,
+    simulated,
+    trace_of,
+)
+
+if TYPE_CHECKING:
+    from pagoda.cli.curve import Line
+    from pagoda.cli.speeds import Speeds
+
+Speed: TypeAlias = Annotated[
+    float | None, typer.Option(min=1e-3, metavar="GB/S", help="How fast chunks are loaded from there.")
+]
+_PNG = Path("pagoda-curve.png")
+_WEIGHTS = {"lru": 1.0, "fifo": 1.0, OPTIMUM: 0.3}  # what simulating takes beside the LRU
+_OTHERS = 3.0
+
+
+def replay(
+    trace: TraceFile = SAMPLE,
+    capacity_chunks: Annotated[
+        list[int] | None, typer.Option(min=1, metavar="N", help="One tier of that many chunks; or several.")
+    ] = None,
+    host: Annotated[str | None, typer.Option(metavar="SIZE", help="Host memory, such as 64GiB.")] = None,
+    disk: Annotated[str | None, typer.Option(metavar="SIZE", help="Disk below it, such as 1TiB.")] = None,
+    policy: Policies = None,
+    model: ModelName = None,
+    bytes_per_token: TokenBytes = None,
+    kv_dtype: KVType = "bfloat16",
+    curve: Annotated[
+        bool, typer.Option("--curve", help="Hit rate against size, plotted here and as PNG.")
+    ] = False,
+    points: Annotated[int, typer.Option(min=2, max=100, metavar="N", help="Sizes of the curve.")] = 8,
+    png: Annotated[
+        Path | None, typer.Option(metavar="FILE", help=f"Where the curve goes as PNG; default {_PNG}.")
+    ] = None,
+    host_speed: Speed = None,
+    disk_speed: Speed = None,
+    measured: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Speeds as `pagoda bench --json` printed them.")
+    ] = None,
+    prefill: Annotated[
+        float | None,
+        typer.Option(
+            min=1, metavar="N", help="Tokens a second that the engine computes; default: by the model."
+        ),
+    ] = None,
+    engines: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Engines that compute; default: what the trace needs uncached."
+        ),
+    ] = None,
+    jobs: Jobs = None,
+    as_json: AsJson = False,
+    config: ConfigFile = None,
+) -> int:
+    """Say what a cache of that size and policy would have done with recorded requests."""
+    tiers = {name: size for name, size in (("host", host), ("disk", disk)) if size is not None}
+    _refuse(capacity_chunks, tiers, curve, png)
+    names = policies_of(policy, config)
+    found = trace_of(trace)
+    chunk_bytes = chunk_bytes_of(found, model, bytes_per_token, kv_dtype)
+    if tiers:
+        sizes = {name: bytes_of(f"--{name}", size) for name, size in tiers.items()}
+        speeds = speeds_of(host_speed, disk_speed, prefill, measured, model)
+        return _tiers(found, names, sizes, chunk_bytes, speeds, engines, jobs, as_json)
+    if curve:
+        return _curve(found, names, capacity_chunks, points, png, chunk_bytes, jobs, as_json)
+    cells = _cells(found, names, list(dict.fromkeys(capacity_chunks or ())), jobs, as_json)
+    if as_json:
+        show.print_json(_as_json(found, cells, chunk_bytes))
+    else:
+        _print_cells(found, cells, chunk_bytes)
+    return 0
+
+
+def _refuse(chunks: Sequence[int] | None, tiers: dict[str, str], curve: bool, png: Path | None) -> None:
+    """Raise UsageError for options that do not go together."""
+    if tiers and (chunks or curve):
+        raise UsageError(
+            "--host and --disk say how large the tiers are: leave out --capacity-chunks and --curve"
+        )
+    if png is not None:
+        if not curve:
+            raise UsageError("--png goes with --curve")
+        from pagoda.cli.curve import check_png
+
+        check_png(png)
+    if not (tiers or chunks or curve):
+        raise UsageError("how large? give --capacity-chunks N, or --host SIZE and --disk SIZE, or --curve")
+
+
+def _cells(
+    trace: Trace, policies: Sequence[str], sizes: Sequence[int], jobs: int | None, quiet: bool
+) -> list[Cell]:
+    """Simulate every policy and the optimum at every size."""
+    from pagoda.cli.parallel import Crew, Work, cores
+
+    work = [
+        Work(simulated, (name, trace.room(size)), _WEIGHTS.get(name, _OTHERS))
+        for size in sizes
+        for name in policies
+    ]
+    work += [Work(best, (trace.room(size),), _WEIGHTS[OPTIMUM]) for size in sizes]
+    work.sort(
+        key=lambda piece: -piece.weight
+    )  # the long ones first, so that no process ends long after the others
+    with Crew(trace.requests, jobs or cores(), quiet) as crew:
+        found = crew.run(work, f"replaying {trace.name}")
+    by_room = {(cell.policy, cell.chunks): cell for cell in found}
+    return [
+        by_room[name, trace.room(size)]._replace(chunks=size)
+        for size in sizes
+        for name in (*policies, OPTIMUM)
+    ]
+
+
+def _as_json(trace: Trace, cells: Sequence[Cell], chunk_bytes: int | None) -> dict[str, object]:
+    """Return all cells as "runs"; if there is but one run, its keys stand beside the trace's as well."""
+    optimum = {cell.chunks: cell.hit_rate for cell in cells if cell.policy == OPTIMUM}
+    runs: list[dict[str, object]] = []
+    for cell in cells:
+        if cell.policy == OPTIMUM:
+            continue
+        run: dict[str, object] = {
+            "policy": cell.policy,
+            "capacity_chunks": cell.chunks,
+            "hit_rate": cell.hit_rate,
+            "chunks_written": cell.chunks_written,
+            "optimum": optimum[cell.chunks],
+        }
+        if chunk_bytes and cell.chunks_written is not None:
+            run |= {
+                "capacity_bytes": cell.chunks * chunk_bytes,
+                "bytes_written": cell.chunks_written * chunk_bytes,
+            }
+        runs.append(run)
+    alone = runs[0] if len(runs) == 1 else {}
+    return {**trace.as_json(), "infinite": trace.infinite, **alone, "runs": runs}
+
+
+def _print_cells(trace: Trace, cells: Sequence[Cell], chunk_bytes: int | None) -> None:
+    optimum = {cell.chunks: cell.hit_rate for cell in cells if cell.policy == OPTIMUM}
+    rows = []
+    for cell in cells:
+        if cell.chunks_written is None:
+            continue
+        row: list[object] = [cell.policy, cell.chunks]
+        row += [show.size(cell.chunks * chunk_bytes)] if chunk_bytes else []
+        row += [
+            show.share(cell.hit_rate, 1),
+            show.share(optimum[cell.chunks], 1),
+            show.share(cell.hit_rate, trace.infinite),
+            cell.chunks_written,
+        ]
+        row += [show.size(cell.chunks_written * chunk_bytes)] if chunk_bytes else []
+        rows.append(row)
+    columns = [
+        "policy",
+        "chunks",
+        "bytes",
+        "hit rate",
+        "optimum",
+        "of what is possible",
+        "written",
+        "bytes written",
+    ]
+    if not chunk_bytes:
+        columns = [name for name in columns if "bytes" not in name]
+    show.print_table(trace.title, columns, rows)
+
+
+def _tiers(
+    trace: Trace,
+    policies: Sequence[str],
+    sizes: dict[str, int],
+    chunk_bytes: int | None,
+    speeds: Speeds,
+    engines: int | None,
+    jobs: int | None,
+    as_json: bool,
+) -> int:
+    from pagoda.cli import tiers, tiers_show
+
+    if chunk_bytes is None:
+        raise UsageError("--host and --disk need --model NAME or --bytes-per-token N")
+    count = (engines or tiers.engines_for(trace, speeds.prefill)) if speeds.prefill else 0
+    plan = tiers.Plan(trace, sizes, chunk_bytes, speeds, count)
+    found = tiers.results(plan, policies, jobs, as_json)
+    if as_json:
+        show.print_json(tiers.as_json(plan, found))
+    else:
+        tiers_show.print_results(plan, found)
+    return 0
+
+
+def _curve(
+    trace: Trace,
+    policies: Sequence[str],
+    sizes: Sequence[int] | None,
+    points: int,
+    png: Path | None,
+    chunk_bytes: int | None,
+    jobs: int | None,
+    as_json: bool,
+) -> int:
+    from pagoda.cli.curve import lines_of, print_plot, sizes_of
+
+    chosen = sorted(set(sizes)) if sizes else sizes_of(trace.distinct, points)
+    names = list(dict.fromkeys([*policies, "lru"]))
+    cells = _cells(trace, names, chosen, jobs, as_json)
+    lines = lines_of(cells)
+    drawn = _png(png, lines, trace, chunk_bytes)
+    if as_json:
+        show.print_json({**_as_json(trace, cells, chunk_bytes), "png": drawn})
+        return 0
+    _print_cells(trace, cells, chunk_bytes)
+    print()
+    print_plot(lines, trace.infinite, chunk_bytes)
+    if drawn:
+        print(f"\n{drawn}")
+    return 0
+
+
+def _png(png: Path | None, lines: Sequence[Line], trace: Trace, chunk_bytes: int | None) -> str | None:
+    """Draw the PNG that was asked for, or the usual one if that can be; return its name."""
+    from pagoda.cli.curve import check_png, save_png
+
+    try:
+        check_png(png or _PNG)
+    except UsageError as trouble:
+        show.note(str(trouble))
+        return None
+    title = f"{trace.name}: {len(trace.requests):,} requests, {trace.chunk_tokens} tokens a chunk"
+    save_png(png or _PNG, lines, trace.infinite, title, chunk_bytes)
+    return str(png or _PNG)

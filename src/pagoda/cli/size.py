@@ -1,0 +1,139 @@
+"""`pagoda size`: how large a cache has to be for a share of what is possible. Sizes are simulated, not extrapolated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Annotated
+
+import typer
+
+from pagoda.cli import FailedError, show
+from pagoda.cli.parallel import Crew, Work, cores
+from pagoda.cli.stores import AsJson, ConfigFile
+from pagoda.cli.traces import (
+    OPTIMUM,
+    SAMPLE,
+    Cell,
+    Jobs,
+    KVType,
+    ModelName,
+    Policies,
+    TokenBytes,
+    Trace,
+    TraceFile,
+    best,
+    chunk_bytes_of,
+    policies_of,
+    simulated,
+    trace_of,
+)
+
+_CLOSE = 1.01  # a size is the answer if one a hundredth smaller does not do
+_ROUNDING = 1e-9
+
+
+def size(
+    trace: TraceFile = SAMPLE,
+    percent: Annotated[
+        float, typer.Option(min=0.1, max=100, help="Of what a cache without bounds would serve.")
+    ] = 90.0,
+    policy: Policies = None,
+    model: ModelName = None,
+    bytes_per_token: TokenBytes = None,
+    kv_dtype: KVType = "bfloat16",
+    jobs: Jobs = None,
+    as_json: AsJson = False,
+    config: ConfigFile = None,
+) -> int:
+    """Say how large a cache must be to serve that share of what is possible."""
+    names = policies_of(policy, config)
+    found = trace_of(trace)
+    chunk_bytes = chunk_bytes_of(found, model, bytes_per_token, kv_dtype)
+    if not found.infinite:
+        raise FailedError(f"{found.name}: no prompt begins as one before it: there is nothing to serve")
+    target = found.infinite * percent / 100
+    cells = _sizes(found, names, target - _ROUNDING, jobs or cores(), as_json)
+    if as_json:
+        show.print_json(_as_json(found, cells, percent, target, chunk_bytes))
+    else:
+        _print(found, cells, percent, target, chunk_bytes)
+    return 0
+
+
+def _sizes(trace: Trace, policies: Sequence[str], target: float, jobs: int, quiet: bool) -> list[Cell]:
+    """Return the smallest cell that does, of each policy and then of the optimum, below which no policy can lie."""
+    with Crew(trace.requests, jobs, quiet) as crew:
+
+        def bound(sizes: Sequence[int]) -> list[Cell]:
+            return crew.run([Work(best, (size,)) for size in sizes], "what would do with foresight")
+
+        least = _smallest(bound, target, 0, trace.distinct, jobs)
+        cells = []
+        for name in policies:
+
+            def probe(sizes: Sequence[int], name: str = name) -> list[Cell]:
+                title = f"{name}: {sizes[0]:,} to {sizes[-1]:,} chunks"
+                return crew.run([Work(simulated, (name, size)) for size in sizes], title)
+
+            cells.append(_smallest(probe, target, least.chunks - 1, trace.distinct, jobs))
+    return [*cells, least]
+
+
+def _smallest(
+    probe: Callable[[Sequence[int]], list[Cell]], target: float, low: int, high: int, width: int
+) -> Cell:
+    """Return the cell of the smallest size above `low` that reaches the target, looking at `width` sizes at a time."""
+    (answer,) = probe([high])
+    if answer.hit_rate < target:
+        raise FailedError(f"{answer.policy} serves {100 * answer.hit_rate:.2f} % even if all chunks fit")
+    while answer.chunks - low > 1 and answer.chunks > max(low, 1) * _CLOSE:
+        for cell in probe(_between(low, answer.chunks, width)):
+            if cell.hit_rate >= target:
+                answer = cell
+                break
+            low = cell.chunks
+    return answer
+
+
+def _between(low: int, high: int, count: int) -> list[int]:
+    """Return at most `count` whole numbers between, evenly spread on a logarithmic axis."""
+    base = max(low, 1)
+    found = {round(base * (high / base) ** (number / (count + 1))) for number in range(1, count + 1)}
+    return sorted(value for value in found if low < value < high) or [(low + high) // 2]
+
+
+def _as_json(
+    trace: Trace, cells: Sequence[Cell], percent: float, target: float, chunk_bytes: int | None
+) -> dict[str, object]:
+    """Return all answers as "sizes"; if there is but one, its keys stand beside the trace's as well."""
+    sizes: list[dict[str, object]] = []
+    for cell in cells:
+        found: dict[str, object] = {"policy": cell.policy, "chunks": cell.chunks, "hit_rate": cell.hit_rate}
+        sizes.append(found | ({"bytes": cell.chunks * chunk_bytes} if chunk_bytes else {}))
+    asked = [found for found in sizes if found["policy"] != OPTIMUM]
+    alone = asked[0] if len(asked) == 1 else {}
+    return {
+        **trace.as_json(),
+        "infinite": trace.infinite,
+        "percent": percent,
+        "target_hit_rate": target,
+        **alone,
+        "optimum_chunks": cells[-1].chunks,
+        "sizes": sizes,
+    }
+
+
+def _print(
+    trace: Trace, cells: Sequence[Cell], percent: float, target: float, chunk_bytes: int | None
+) -> None:
+    rows = []
+    for cell in cells:
+        row: list[object] = [cell.policy, cell.chunks]
+        row += [show.size(cell.chunks * chunk_bytes)] if chunk_bytes else []
+        rows.append([*row, show.share(cell.hit_rate, 1), show.share(cell.hit_rate, trace.infinite)])
+    columns = ["policy", "chunks", *(["bytes"] if chunk_bytes else []), "hit rate", "of what is possible"]
+    title = (
+        f"for {percent:g} % of the {100 * trace.infinite:.1f} % that can be served of {trace.name}"
+        f" ({len(trace.requests):,} requests, {trace.chunk_tokens} tokens a chunk)"
+    )
+    show.print_table(title, columns, rows)

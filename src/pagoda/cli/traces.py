@@ -1,0 +1,183 @@
+"""What `pagoda replay` and `pagoda size` have in common: the trace, the policies, sizes in chunks, simulated cells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeAlias
+
+import typer
+
+from pagoda.cli import UsageError
+from pagoda.config.suggest import did_you_mean
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pagoda.replay.trace import Request
+
+SAMPLE = "sample"
+OPTIMUM = "optimum"
+_PAGE = 4096  # slots are whole pages
+
+TraceFile: TypeAlias = Annotated[
+    str,
+    typer.Argument(metavar="TRACE", help="Requests, a JSON object a line, .gz or not; - = stdin."),
+]
+Policies: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option("--policy", metavar="NAME", help="A policy, or several; default: the configured one."),
+]
+ModelName: TypeAlias = Annotated[
+    str | None, typer.Option("--model", metavar="NAME", help="For bytes: a model such as llama-3-8b.")
+]
+TokenBytes: TypeAlias = Annotated[
+    int | None,
+    typer.Option(min=1, max=2**30, metavar="N", help="For bytes: KV of a token, whatever the model."),
+]
+KVType: TypeAlias = Annotated[
+    str, typer.Option("--kv-dtype", metavar="DTYPE", help="For bytes: what the model's KV is kept in.")
+]
+Jobs: TypeAlias = Annotated[
+    int | None, typer.Option(min=1, max=256, metavar="N", help="Processes; default: one a processor.")
+]
+
+
+class Trace(NamedTuple):
+    """A trace that was read: how many chunks it asks for, how many of them differ, the tokens of one, and the bound."""
+
+    name: str
+    requests: list[Request]
+    accesses: int
+    distinct: int
+    chunk_tokens: int
+    infinite: float  # the hit rate of a cache without bounds
+
+    @property
+    def seconds(self) -> float:
+        """From the first request to the last."""
+        return (self.requests[-1].timestamp_ms - self.requests[0].timestamp_ms) / 1e3
+
+    @property
+    def input_tokens(self) -> int:
+        """Of all prompts."""
+        return sum(request.input_length for request in self.requests)
+
+    @property
+    def title(self) -> str:
+        """What it is, in words."""
+        return (
+            f"{self.name}: {len(self.requests):,} requests in {self.seconds / 60:.0f} min, {self.accesses:,} chunks of"
+            f" {self.chunk_tokens} tokens, {self.distinct:,} different; {100 * self.infinite:.1f} % can be served"
+        )
+
+    def as_json(self) -> dict[str, object]:
+        """Return what it is, in plain types."""
+        return {
+            "trace": self.name,
+            "requests": len(self.requests),
+            "accesses": self.accesses,
+            "distinct_chunks": self.distinct,
+            "chunk_tokens": self.chunk_tokens,
+            "seconds": self.seconds,
+        }
+
+    def room(self, chunks: int) -> int:
+        """Return how many chunks to simulate for a cache of that many: what the trace cannot fill is left out."""
+        return min(chunks, self.distinct)
+
+
+class Cell(NamedTuple):
+    """What one policy (or "optimum") does at one size."""
+
+    policy: str
+    chunks: int
+    hit_rate: float
+    chunks_written: int | None = None
+
+
+def trace_of(name: str) -> Trace:
+    """Read a trace; "sample" is the one that comes with the package. Raises UsageError for what is none."""
+    from importlib.resources import as_file, files
+
+    if name != SAMPLE:
+        return _read(name, name)
+    with as_file(files("pagoda.replay") / "sample.jsonl.gz") as path:
+        return _read(name, path)
+
+
+def _read(name: str, source: str | Path) -> Trace:
+    from pagoda.replay import infinite, read_trace
+
+    try:
+        requests = list(read_trace(source))
+    except OSError as trouble:
+        raise UsageError(f"{name}: cannot be read: {trouble.strerror or trouble}") from None
+    except ValueError as trouble:
+        raise UsageError(str(trouble)) from None
+    distinct: set[int] = set()
+    for request in requests:
+        distinct.update(request.hash_ids)
+    if not distinct:
+        raise UsageError(f"{name}: holds no request with a whole chunk")
+    sizes = sorted({request.chunk_tokens for request in requests})
+    if len(sizes) > 1:
+        raise UsageError(
+            f"{name}: has chunks of {' and '.join(map(str, sizes))} tokens; replay each size by itself"
+        )
+    accesses = sum(len(request.hash_ids) for request in requests)
+    return Trace(name, requests, accesses, len(distinct), sizes[0], infinite(requests))
+
+
+def policies_of(names: Sequence[str] | None, config: Path | None) -> list[str]:
+    """Return the policies asked for, none twice, or the configured one. Raises UsageError for an unknown one."""
+    from pagoda.cli.stores import configured
+    from pagoda.policy import NAMES
+
+    asked = list(dict.fromkeys(names)) if names else [configured(config).policy]
+    for name in asked:
+        if name not in NAMES:
+            near = did_you_mean(name, NAMES) or f"; choose of {', '.join(NAMES)}"
+            raise UsageError(f"--policy {name}: no such policy{near}")
+    return asked
+
+
+def chunk_bytes_of(trace: Trace, model: str | None, token_bytes: int | None, dtype: str) -> int | None:
+    """Return the bytes of a slot for one chunk; None if neither a model nor bytes are given. Raises UsageError."""
+    if token_bytes is None:
+        if model is None:
+            return None
+        from pagoda.cli.models import model_of
+
+        try:
+            token_bytes = model_of(model).token_bytes(dtype)
+        except ValueError as trouble:
+            raise UsageError(f"--kv-dtype {dtype}: {trouble}") from None
+    return -(-trace.chunk_tokens * token_bytes // _PAGE) * _PAGE
+
+
+def bytes_of(option: str, text: str) -> int:
+    """Return a size in bytes, more than none. Raises UsageError."""
+    from pagoda.config.sizes import parse_size
+
+    try:
+        size = parse_size(text)
+    except ValueError as trouble:
+        raise UsageError(f"{option} {text}: {trouble}") from None
+    if not isinstance(size, int) or not size:
+        raise UsageError(f"{option} {text}: a size such as 64GiB is needed")
+    return size
+
+
+def simulated(requests: Sequence[Request], policy: str, chunks: int, tick: Callable[[int], None]) -> Cell:
+    """Simulate one policy at one size."""
+    from pagoda.replay import TierSpec, simulate
+
+    outcome = simulate(requests, [TierSpec("host", chunks, policy)], tick)
+    return Cell(policy, chunks, outcome.hit_rate, outcome.tiers[0].chunks_written)
+
+
+def best(requests: Sequence[Request], chunks: int, tick: Callable[[int], None]) -> Cell:
+    """Return what nobody can do better at this size."""
+    from pagoda.replay import optimum
+
+    return Cell(OPTIMUM, chunks, optimum(requests, chunks))

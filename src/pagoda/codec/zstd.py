@@ -1,0 +1,206 @@
+"""KV made smaller without loss: the bytes of its words in planes, each through zstd if that pays.
+
+A word of bf16 is sign, 8 bits of exponent, 7 bits of mantissa. The mantissa is noise, the rest is not; only apart
+from each other does zstd see it. Whole words are split, a block at a time: the high bytes (sign and exponent but for
+its last bit), then the next lower ones.
+
+Stored, all numbers little-endian, lengths in bytes:
+
+    head      version u8 = 1 | word_bytes u8 | log2 of block_bytes u8 | payload's length u64
+    block ... for each plane, high to low: kind u8 (0 raw, 1 a zstd frame) | length u32; then these planes
+    tail      what is left of the payload after its last whole word
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+Words = npt.NDArray[np.unsignedinteger]
+
+VERSION = 1
+BLOCK_LOG = 18  # a block, its planes and the scratch stay in the cache of a core
+WORDS: dict[int, np.dtype[np.unsignedinteger]] = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
+
+_LOGS = range(16, 21)  # that can be read: least time a byte and most scratch
+_MOST_BYTES = 1 << _LOGS[-1]
+_SAMPLE_WORDS = 4096
+_HEAD = struct.Struct("<BBBQ")
+_PLANE = struct.Struct("<BI")
+_RAW, _ZSTD = 0, 1
+
+
+class _NoRoom(Exception):
+    """The encoding would be larger than it may be."""
+
+
+class _Malformed(Exception):
+    """The bytes are no encoding of this payload."""
+
+
+class _Scratch:
+    """What one thread encodes and decodes with: two blocks of memory and the contexts of zstd."""
+
+    def __init__(self) -> None:
+        import zstandard
+
+        # As level 1, but for a table of 1,024 matches, not 8,192 and more, and none under 7 bytes: in exponents short
+        # matches are no smaller than their Huffman codes, and slow both ways.
+        parameters = zstandard.ZstdCompressionParameters(
+            window_log=BLOCK_LOG,
+            hash_log=10,
+            chain_log=6,
+            search_log=1,
+            min_match=7,
+            target_length=0,
+            strategy=zstandard.STRATEGY_FAST,
+        )
+        self.compress = zstandard.ZstdCompressor(compression_params=parameters).compress
+        self.content_bytes = zstandard.frame_content_size
+        self.decompress = zstandard.ZstdDecompressor(max_window_size=_MOST_BYTES).decompress
+        self.error = zstandard.ZstdError
+        self.first, self.second = np.empty((2, _MOST_BYTES), np.uint8)
+
+
+_threads = threading.local()
+
+
+def _scratch() -> _Scratch:
+    found: _Scratch | None = getattr(_threads, "scratch", None)
+    if found is None:
+        found = _threads.scratch = _Scratch()
+    return found
+
+
+def encode(payload: Bytes, word_bytes: int, out: Bytes) -> int:
+    """Fill `out` from its start; how many bytes, or 0 if that would be as many as `payload` has, or do not fit."""
+    room = out[: min(out.nbytes, max(0, payload.nbytes - 1))]
+    tail = payload[payload.nbytes - payload.nbytes % word_bytes :]
+    head = _HEAD.pack(VERSION, word_bytes, BLOCK_LOG, payload.nbytes)
+    try:
+        at = _put(head, room, 0)
+        for words in _blocks(payload, word_bytes, BLOCK_LOG):
+            at = _put_block(words, room, at, _scratch())
+        return _put(tail, room, at)
+    except _NoRoom:
+        return 0
+
+
+def decode(stored: Bytes, word_bytes: int, payload: Bytes) -> bool:
+    """Fill `payload`; False if `stored` is not a whole encoding of as many bytes in such words."""
+    if stored.nbytes < _HEAD.size:
+        return False
+    version, word, log, nbytes = _HEAD.unpack_from(stored.data)
+    if (
+        (version, word, nbytes) != (VERSION, word_bytes, payload.nbytes)
+        or word not in WORDS
+        or log not in _LOGS
+    ):
+        return False
+    scratch, at = _scratch(), _HEAD.size
+    try:
+        for words in _blocks(payload, word, log):
+            at = _get_block(stored, at, words, scratch)
+    except (_Malformed, scratch.error):
+        return False
+    tail = payload[nbytes - nbytes % word :]
+    if stored.nbytes - at != tail.nbytes:
+        return False
+    np.copyto(tail, stored[at:])
+    return True
+
+
+def _blocks(payload: Bytes, word_bytes: int, log: int) -> Iterator[Words]:
+    whole = payload[: payload.nbytes - payload.nbytes % word_bytes].view(WORDS[word_bytes])
+    step = (1 << log) // word_bytes
+    for start in range(0, whole.size, step):
+        yield whole[start : start + step]
+
+
+def _put(piece: bytes | Bytes, room: Bytes, at: int) -> int:
+    end = at + len(piece)
+    if end > room.nbytes:
+        raise _NoRoom
+    np.copyto(room[at:end], np.frombuffer(piece, np.uint8))
+    return end
+
+
+def _put_block(words: Words, room: Bytes, at: int, scratch: _Scratch) -> int:
+    table, size = at, words.size
+    at += words.itemsize * _PLANE.size
+    for place in reversed(range(words.itemsize)):
+        frame = _frame(words, place, scratch)
+        if frame is not None:
+            end = _put(frame, room, at)
+        elif (end := at + size) <= room.nbytes:
+            _split(words, place, room[at:end], scratch)
+        else:
+            raise _NoRoom
+        _PLANE.pack_into(room.data, table, _RAW if frame is None else _ZSTD, end - at)
+        table, at = table + _PLANE.size, end
+    return at
+
+
+def _frame(words: Words, place: int, scratch: _Scratch) -> bytes | None:
+    """The plane by zstd; None if that is no smaller or, but for the high bytes, a sample promises that it is not."""
+    if place < words.itemsize - 1:
+        start = max(0, words.size - _SAMPLE_WORDS) // 2
+        sample = words[start : start + _SAMPLE_WORDS]
+        plane = _split(sample, place, scratch.second[: sample.size], scratch)
+        if len(scratch.compress(plane.data)) > sample.size * 15 // 16:
+            return None
+    frame: bytes = scratch.compress(_split(words, place, scratch.second[: words.size], scratch).data)
+    return frame if len(frame) < words.size else None
+
+
+def _split(words: Words, place: int, plane: Bytes, scratch: _Scratch) -> Bytes:
+    """Byte `place` of each word, 0 the lowest, into `plane`. Shift and narrow: far faster than a strided copy."""
+    if place:
+        wide = scratch.first[: words.nbytes].view(words.dtype)
+        words = np.right_shift(words, 8 * place, out=wide)
+    np.copyto(plane, words, casting="unsafe")
+    return plane
+
+
+def _get_block(stored: Bytes, at: int, words: Words, scratch: _Scratch) -> int:
+    table, at = at, at + words.itemsize * _PLANE.size
+    if at > stored.nbytes:
+        raise _Malformed
+    joined = scratch.first[: words.nbytes].view(words.dtype)
+    widened = scratch.second[: words.nbytes].view(words.dtype)
+    for place in reversed(range(words.itemsize)):
+        kind, length = _PLANE.unpack_from(stored.data, table)
+        table, end = table + _PLANE.size, at + length
+        if end > stored.nbytes:
+            raise _Malformed
+        plane = _plane(kind, stored[at:end], words.size, scratch)
+        _join(plane, place, words, joined, widened)
+        at = end
+    return at
+
+
+def _plane(kind: int, piece: Bytes, size: int, scratch: _Scratch) -> Bytes:
+    """The plane that a stored piece is; what a frame says of its size is checked before any of it is decoded."""
+    if kind == _ZSTD and scratch.content_bytes(piece.data) == size:
+        piece = np.frombuffer(scratch.decompress(piece.data, allow_extra_data=False), np.uint8)
+    elif kind != _RAW:
+        raise _Malformed
+    if piece.size != size:
+        raise _Malformed
+    return piece
+
+
+def _join(plane: Bytes, place: int, words: Words, joined: Words, widened: Words) -> None:
+    """Take in the next lower plane; with the last of them `words` are whole."""
+    into = joined if place else words
+    if place == words.itemsize - 1:
+        np.copyto(into, plane)
+        return
+    np.left_shift(joined, 8, out=joined)
+    np.copyto(widened, plane)
+    np.bitwise_or(joined, widened, out=into)

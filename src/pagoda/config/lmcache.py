@@ -1,0 +1,444 @@
+"""Translates LMCache's configuration (its YAML file or LMCACHE_ variables) into ours, naming all that does not map.
+
+Field names are those of its documented configurations up to 0.5. Its files are only read; what it stored is neither
+read nor removed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+from pagoda import policy as policies
+from pagoda.config import Config
+from pagoda.config.lmcache_fields import BELONGS, NOT_NEEDED, PLUMBING, SWITCHES, WHEN_SET, belongs_to
+from pagoda.config.lmcache_urls import IN_URLS, Untranslated, translated
+from pagoda.config.remotes import redacted
+from pagoda.config.suggest import did_you_mean
+from pagoda.errors import ConfigError
+
+__all__ = [
+    "VARIABLES",
+    "Finding",
+    "Translation",
+    "Verdict",
+    "from_environment",
+    "known_fields",
+    "read",
+    "translate",
+]
+
+VARIABLES = "LMCACHE_"
+_DEFAULT_CPU_GIB = 5.0
+_HISTOGRAM = "histogram_bucket_"
+_POLICIES = {"lru": "lru", "fifo": "fifo", "arc": "arc"}
+
+
+class Verdict(StrEnum):
+    """What became of a field."""
+
+    MAPPED = "mapped"
+    SAME = "same"  # what it says is how things are here
+    ELSEWHERE = "set elsewhere"
+    NOT_NEEDED = "not needed"
+    NOT_SUPPORTED = "not supported"
+    UNKNOWN = "unknown"
+
+
+_ORDER = (Verdict.NOT_SUPPORTED, Verdict.UNKNOWN, Verdict.ELSEWHERE, Verdict.NOT_NEEDED, Verdict.SAME)
+
+
+class Finding(NamedTuple):
+    """One field of LMCache's, what became of it and why, in words without secrets."""
+
+    field: str
+    verdict: Verdict
+    text: str
+
+
+class Translation(NamedTuple):
+    """Our options, and what became of every field."""
+
+    options: dict[str, object]
+    findings: list[Finding]
+
+    @property
+    def refused(self) -> list[Finding]:
+        """What cannot be honoured: without it, something else would be stored or served."""
+        return [one for one in self.findings if one.verdict in (Verdict.NOT_SUPPORTED, Verdict.UNKNOWN)]
+
+    def toml(self, source: str) -> str:
+        """Return the options as a pagoda.toml whose comments say where each came from, and what did not come."""
+        lines = [f"# From LMCache's configuration ({_comment(source)})."]
+        for name, value in self.options.items():
+            origins = [
+                one for one in self.findings if one.verdict is Verdict.MAPPED and one.text.startswith(name)
+            ]
+            lines += [
+                "",
+                *(f"# {one.field}: {_comment(one.text)}" for one in origins),
+                f"{name} = {_toml(value)}",
+            ]
+        for verdict in _ORDER:
+            ones = [one for one in self.findings if one.verdict is verdict]
+            lines += ["", f"# {verdict}:"] if ones else []
+            lines += [f"#   {_comment(one.field)}: {_comment(one.text)}" for one in ones]
+        return "\n".join(lines) + "\n"
+
+
+def read(file: Path) -> dict[str, object]:
+    """Return the fields of LMCache's file, YAML or JSON.
+
+    Raises:
+        ConfigError: it cannot be read, or PyYAML is missing.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+        fields = json.loads(text) if file.suffix == ".json" else _yaml(text)
+    except (OSError, ValueError) as trouble:
+        why = " ".join(str(trouble.strerror if isinstance(trouble, OSError) else trouble).split())
+        raise ConfigError(f"{file}: cannot be read: {why}") from None
+    if not isinstance(fields, dict) or not fields:
+        raise ConfigError(f"{file}: holds no fields; LMCache's file has lines such as chunk_size: 256")
+    return {str(name): value for name, value in fields.items()}
+
+
+def _yaml(text: str) -> object:
+    try:
+        import yaml
+    except ModuleNotFoundError:
+        raise ConfigError("reading YAML needs PyYAML: pip install 'pagodakv[yaml]'") from None
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as trouble:
+        raise ValueError(f"no YAML: {trouble}") from None
+
+
+def from_environment(environ: Mapping[str, str]) -> dict[str, object]:
+    """Return the fields that LMCACHE_ variables set, as text."""
+    given = {
+        name.removeprefix(VARIABLES).lower(): value
+        for name, value in environ.items()
+        if name.startswith(VARIABLES) and value
+    }
+    return {name: value for name, value in given.items() if name not in PLUMBING}
+
+
+def translate(fields: Mapping[str, object], workers: int = 1) -> Translation:
+    """Return what the fields come to here. Changes nothing.
+
+    Args:
+        fields: by LMCache's names; values as YAML has them, or text.
+        workers: how many workers (ranks) one machine runs: LMCache's sizes are one worker's, ours the machine's.
+
+    Raises:
+        ConfigError: a value is none that its field can have.
+    """
+    work = _Work(dict(fields), workers)
+    work.run()
+    translation = Translation(work.options, work.findings)
+    Config(**work.options)  # type: ignore[arg-type]  # it checks them
+    return translation
+
+
+class _Work:
+    """One translation under way: fields are taken out one after the other."""
+
+    def __init__(self, fields: dict[str, object], workers: int) -> None:
+        fields = {**_extra(fields.pop("extra_config", None)), **fields}
+        # null and empty text set nothing, but a name that nobody knows is named
+        self.fields = {
+            name: value for name, value in fields.items() if value not in (None, "") or not _known(name)
+        }
+        self.options: dict[str, object] = {}
+        self.findings: list[Finding] = []
+        self._workers = workers
+        self._given = dict(self.fields)
+
+    def run(self) -> None:
+        for field in ("backend", "local_device"):
+            self._legacy(field)
+        for field, take in _RULES.items():
+            if field in self.fields:
+                take(self, field, self.fields.pop(field))
+        self._host()
+        self._disk()
+        self._remote()
+        for field, value in self.fields.items():
+            self._rest(field, value)
+
+    def say(self, field: str, verdict: Verdict, text: str) -> None:
+        self.findings.append(Finding(field, verdict, text))
+
+    def map(self, field: str, option: str, value: object, why: str = "") -> None:
+        self.options[option] = value
+        shown = redacted(value) if option == "remote" and isinstance(value, str) else value
+        self.say(field, Verdict.MAPPED, f"{option} = {_toml(shown)}{f' ({why})' if why else ''}")
+
+    def flag(self, field: str, default: bool) -> bool:
+        return _flag(field, self.fields.pop(field)) if field in self.fields else default
+
+    def _legacy(self, field: str) -> None:
+        """Replace the older field for one place by those for each place."""
+        if field not in self.fields:
+            return
+        where = str(self.fields.pop(field))
+        if where == "cpu":
+            self.fields.setdefault("local_cpu", True)
+            self.say(field, Verdict.SAME, "the host tier, as local_cpu: true")
+        elif where.startswith("cuda"):
+            text = f"device memory is the engine's own prefix cache's; write {field}: cpu"
+            self.say(field, Verdict.NOT_SUPPORTED, text)
+        elif where.startswith(("file://", "/", ".")):
+            self.fields.setdefault("local_disk", where)
+            if "max_local_cache_size" in self.fields:
+                self.fields.setdefault("max_local_disk_size", self.fields.pop("max_local_cache_size"))
+            self.fields.setdefault("local_cpu", False)
+            self.say(field, Verdict.SAME, "the disk tier, as local_disk")
+        elif "://" in where:
+            self.fields.setdefault("remote_url", where)
+            self.say(field, Verdict.SAME, "the remote tier, as remote_url")
+        else:
+            text = f"{redacted(where)!r} is no place known here; write {field}: cpu, file:///PATH or redis://HOST:6379"
+            self.say(field, Verdict.NOT_SUPPORTED, text)
+
+    def _host(self) -> None:
+        legacy = "max_local_cache_size" if "max_local_cache_size" in self.fields else ""
+        field = legacy or "max_local_cpu_size"
+        given = field in self.fields
+        gib = _number(field, self.fields.pop(field)) if given else _DEFAULT_CPU_GIB
+        asked = "local_cpu" in self.fields
+        if not self.flag("local_cpu", True):
+            self.map("local_cpu", "host_size", 0, "vLLM's processes meet in host memory: give them some")
+            if given:
+                self.say(field, Verdict.NOT_NEEDED, "there is no host tier")
+            return
+        why = self._times(gib) + ("" if given else "; LMCache's default")
+        self.map(field if given else "local_cpu", "host_size", _gib(gib * self._workers), why)
+        if asked and given:
+            self.say("local_cpu", Verdict.SAME, "there is a host tier if host_size is not 0")
+
+    def _disk(self) -> None:
+        size = self.fields.pop("max_local_disk_size", None)
+        place = self.fields.pop("local_disk", None)
+        gib = _number("max_local_disk_size", size) if size is not None else 0.0
+        path = place if isinstance(place, str) else ""
+        if place is True or (place and not path):
+            self.say("local_disk", Verdict.NOT_SUPPORTED, "where is it? write local_disk: file:///PATH")
+        elif "," in path:
+            text = "one disk tier is one directory; join the disks (RAID 0, LVM) and write local_disk: file:///PATH"
+            self.say("local_disk", Verdict.NOT_SUPPORTED, text)
+        elif path and not gib:
+            self.say(
+                "local_disk", Verdict.NOT_SUPPORTED, "how large? write max_local_disk_size: GB beside it"
+            )
+        elif path:
+            directory = os.path.abspath(os.path.expanduser(path.removeprefix("file://")))
+            self.map("local_disk", "disk_path", directory, "LMCache's files there are left as they are")
+            self.map("max_local_disk_size", "disk_size", _gib(gib * self._workers), self._times(gib))
+            return
+        if gib:
+            self.say("max_local_disk_size", Verdict.NOT_NEEDED, "no disk tier came of local_disk")
+
+    def _times(self, gib: float) -> str:
+        if self._workers == 1:
+            return "of one worker; with more on a machine: --workers N"
+        return f"{gib:g} GiB for each of {self._workers} workers"
+
+    def _remote(self) -> None:
+        url = self.fields.pop("remote_url", None)
+        serde = str(self.fields.pop("remote_serde", None) or "naive")
+        codec = self._codec(serde, wanted=bool(url))
+        if not url:
+            return
+        try:
+            found, used = translated(str(url), self.fields)
+        except Untranslated as refusal:
+            self.say("remote_url", Verdict.NOT_SUPPORTED, str(refusal))
+            return
+        if codec:
+            found += ("&" if "?" in found else "?") + f"codec={codec}"
+        kept = "a password stands in it; ?password_file=PATH keeps it out" if redacted(found) != found else ""
+        self.map("remote_url", "remote", found, kept)
+        for field in used:
+            del self.fields[field]
+            self.say(field, Verdict.MAPPED, "remote: in the URL")
+
+    def _codec(self, serde: str, wanted: bool) -> str:
+        """Judge the serde; return the codec that stands for it, or an empty string for the usual one."""
+        if not wanted:
+            if "remote_serde" in self._given:
+                self.say("remote_serde", Verdict.NOT_NEEDED, "there is no remote_url")
+            return ""
+        if serde in ("naive", "torch", "safetensor", "fast"):
+            if "remote_serde" in self._given:
+                self.say("remote_serde", Verdict.SAME, "bytes are stored as they are (codec=raw)")
+            return ""
+        lossy = (
+            "loses precision, and all here is lossless"
+            if serde in ("cachegen", "kivi")
+            else "is not known here"
+        )
+        text = f"{serde} {lossy}; write remote_serde: naive, or ?codec=zstd in the URL of the remote tier"
+        self.say("remote_serde", Verdict.NOT_SUPPORTED, text)
+        return "zstd"
+
+    def _rest(self, field: str, value: object) -> None:
+        """Judge a field that no arithmetic is needed for."""
+        switch = belongs_to(field)
+        if field in SWITCHES:
+            on = _flag(field, value)
+            self.say(
+                field,
+                Verdict.NOT_SUPPORTED if on else Verdict.SAME,
+                SWITCHES[field] if on else "off here too",
+            )
+        elif switch:
+            on = _flag(switch, self._given.get(switch, False))
+            text = f"belongs to {switch}, which is {'not supported' if on else 'off'}"
+            self.say(field, Verdict.NOT_NEEDED, text)
+        elif field in WHEN_SET:
+            empty = value is False or value in ("", [], {})
+            verdict = Verdict.SAME if empty else Verdict.NOT_SUPPORTED
+            self.say(field, verdict, "nothing is set" if empty else WHEN_SET[field])
+        elif field in IN_URLS:
+            self.say(field, Verdict.NOT_NEEDED, "there is no remote tier that it is for")
+        elif field in NOT_NEEDED or field.startswith(_HISTOGRAM):
+            self.say(field, Verdict.NOT_NEEDED, NOT_NEEDED.get(field, "metrics have no histograms"))
+        else:
+            hint = did_you_mean(field, known_fields())
+            self.say(
+                field, Verdict.UNKNOWN, f"no field of LMCache's that is known here{hint or '; remove it'}"
+            )
+
+
+def _extra(extra: object) -> dict[str, object]:
+    """Return the fields in extra_config: they have names of their own."""
+    if isinstance(extra, str):
+        try:
+            extra = json.loads(extra or "{}")
+        except ValueError:
+            raise ConfigError("extra_config: is no JSON object") from None
+    if not isinstance(extra, dict | None):
+        raise ConfigError("extra_config: a mapping of names to values is needed")
+    return {str(name): value for name, value in (extra or {}).items()}
+
+
+def _chunk_size(work: _Work, field: str, value: object) -> None:
+    work.map(field, "chunk_tokens", _whole(field, value))
+
+
+def _blocking_timeout(work: _Work, field: str, value: object) -> None:
+    work.map(field, "deadline_seconds", _number(field, value))
+
+
+def _least_hit(work: _Work, field: str, value: object) -> None:
+    work.map(field, "min_hit_tokens", _whole(field, value))
+
+
+def _policy(work: _Work, field: str, value: object) -> None:
+    policy = _POLICIES.get(str(value).lower())
+    if policy:
+        work.map(field, "policy", policy)
+    else:
+        work.say(
+            field,
+            Verdict.NOT_SUPPORTED,
+            f"{value} is none of {', '.join(policies.NAMES)}; write LRU or remove it",
+        )
+
+
+def _direct(work: _Work, field: str, value: object) -> None:
+    work.map(field, "disk_direct", _flag(field, value))
+
+
+def _threads(work: _Work, field: str, value: object) -> None:
+    work.map(field, "io_threads", _whole(field, value))
+
+
+def _save_output(work: _Work, field: str, value: object) -> None:
+    if _flag(field, value):
+        work.say(field, Verdict.SAME, "what a model writes is stored unless --no-store-output says otherwise")
+    else:
+        text = "the option store_output of the connector: pagoda vllm --no-store-output serve ..."
+        work.say(field, Verdict.ELSEWHERE, text)
+
+
+def _unfull(work: _Work, field: str, value: object) -> None:
+    if _flag(field, value):
+        text = "only whole chunks are stored; with a smaller chunk_tokens less of a prompt is left over"
+        work.say(field, Verdict.NOT_NEEDED, text)
+    else:
+        work.say(field, Verdict.SAME, "only whole chunks are stored")
+
+
+_RULES: dict[str, Callable[[_Work, str, object], None]] = {
+    "chunk_size": _chunk_size,
+    "blocking_timeout_secs": _blocking_timeout,
+    "min_retrieve_tokens": _least_hit,
+    "cache_policy": _policy,
+    "use_odirect": _direct,
+    "disk_io_threads": _threads,
+    "save_decode_cache": _save_output,
+    "save_unfull_chunk": _unfull,
+}
+
+
+_PLACES = (
+    *("local_cpu", "max_local_cpu_size", "local_disk", "max_local_disk_size", "remote_url", "remote_serde"),
+    *("backend", "local_device", "max_local_cache_size", "extra_config"),
+)
+
+
+def known_fields() -> list[str]:
+    """Return every field that has an answer here, but for histogram_bucket_... and what belongs to one engine."""
+    return sorted({*_PLACES, *_RULES, *SWITCHES, *WHEN_SET, *NOT_NEEDED, *IN_URLS, *chain(*BELONGS.values())})
+
+
+def _known(field: str) -> bool:
+    return field.startswith(_HISTOGRAM) or field in known_fields()
+
+
+def _flag(field: str, value: object) -> bool:
+    text = str(value).strip().lower()
+    if text in ("true", "1", "yes", "on"):
+        return True
+    if text in ("false", "0", "no", "off", ""):
+        return False
+    raise ConfigError(f"{field}: {value!r} is neither true nor false")
+
+
+def _number(field: str, value: object) -> float:
+    try:
+        return float(str(value)) if not isinstance(value, bool) else _no_number(field, value)
+    except ValueError:
+        return _no_number(field, value)
+
+
+def _whole(field: str, value: object) -> int:
+    number = _number(field, value)
+    return int(number) if number.is_integer() else int(_no_number(field, value))
+
+
+def _no_number(field: str, value: object) -> float:
+    raise ConfigError(f"{field}: {value!r} is not the number that is needed")
+
+
+def _gib(gib: float) -> str | int:
+    return f"{gib:g}GiB" if gib else 0
+
+
+def _toml(value: object) -> str:
+    """Return a value as TOML writes it."""
+    if isinstance(value, bool | int | float):
+        return json.dumps(value)
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _comment(text: str) -> str:
+    return " ".join("".join(character if character.isprintable() else " " for character in text).split())

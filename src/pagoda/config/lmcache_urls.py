@@ -1,0 +1,86 @@
+"""Translates LMCache's remote_url, and what its extra_config says of the store, into the URL of a remote tier. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from urllib.parse import quote, urlsplit
+
+from pagoda.config.remotes import parse
+from pagoda.errors import ConfigError
+
+__all__ = ["IN_URLS", "Untranslated", "translated"]
+
+_REDIS = 'remote = "redis://HOST:6379/0"'
+_REASONS = {
+    "lm": f"LMCache's own server is not spoken to; start Redis or Valkey and write {_REDIS}",
+    "redis-sentinel": f"Sentinel is not asked for the master; name it: {_REDIS}",
+    "fs": 'a shared file system is no store here; serve it by WebDAV: remote = "http://HOST/PATH/"',
+}
+_AMAZON = re.compile(r"(?P<bucket>[a-z0-9-]+)\.s3[.-](?P<region>[a-z0-9-]+)\.amazonaws\.com")
+_IN_S3 = ("s3_region", "s3_file_prefix", "s3_enable_s3express")
+_IN_VALKEY = ("valkey_mode", "valkey_username", "valkey_password", "valkey_database")
+IN_URLS = (*_IN_S3, *_IN_VALKEY)
+"""Fields of extra_config that a URL here carries."""
+_OURS = ("redis", "rediss", "unix", "gs", "az", "http", "https")
+
+
+class Untranslated(Exception):
+    """No URL here means the same; the message says why, and what to write instead."""
+
+
+def translated(url: str, fields: Mapping[str, object]) -> tuple[str, list[str]]:
+    """Return the URL of our remote tier and which of `fields` went into it.
+
+    Raises:
+        Untranslated: there is no such engine here.
+    """
+    scheme = url.partition("://")[0].lower()
+    if scheme == "s3":
+        found, used = _s3(url, fields)
+    elif scheme in ("valkey", "resp"):
+        found, used = _valkey(url, fields)
+    elif scheme in _OURS:
+        found, used = url, []
+    else:
+        reason = _REASONS.get(
+            scheme, f"this engine is not known here; use Redis, Valkey or an object store: {_REDIS}"
+        )
+        raise Untranslated(f"{scheme}://: {reason}" if scheme != url.lower() else reason)
+    try:
+        parse(found)
+    except ConfigError as trouble:
+        raise Untranslated(str(trouble)) from None
+    return found, used
+
+
+def _s3(url: str, fields: Mapping[str, object]) -> tuple[str, list[str]]:
+    host = urlsplit(url).netloc
+    region = str(fields.get("s3_region", ""))
+    bucket, dot, server = host.partition(".")
+    amazon = _AMAZON.fullmatch(host)
+    express = "s3express" in host or str(fields.get("s3_enable_s3express", False)).lower() == "true"
+    if express:
+        line = f'remote = "s3://{bucket}?region={region or "REGION"}&s3_express=true"'
+        raise Untranslated(f"S3 Express has not been tried; if you want to: {line}")
+    if amazon:
+        bucket, region = amazon["bucket"], region or amazon["region"]
+    elif dot:
+        raise Untranslated(f'which server is it? write remote = "s3://{bucket}?endpoint=https://{server}"')
+    prefix = quote(str(fields.get("s3_file_prefix", "")).strip("/"))
+    found = f"s3://{bucket}" + (f"/{prefix}" if prefix else "") + (f"?region={region}" if region else "")
+    return found, [name for name in _IN_S3 if name in fields]
+
+
+def _valkey(url: str, fields: Mapping[str, object]) -> tuple[str, list[str]]:
+    if str(fields.get("valkey_mode", "standalone")).lower() not in ("standalone", ""):
+        raise Untranslated(f"a cluster of Valkey is not spoken to; name one server: {_REDIS}")
+    place = urlsplit(url).netloc
+    user = quote(str(fields.get("valkey_username", "")), safe="")
+    password = quote(str(fields.get("valkey_password", "")), safe="")
+    database = str(fields.get("valkey_database", ""))
+    credentials = f"{user}{':' if password else ''}{password}@" if user or password else ""
+    names = ("valkey_mode", "valkey_username", "valkey_password", "valkey_database")
+    return f"redis://{credentials}{place}" + (f"/{database}" if database else ""), [
+        n for n in names if n in fields
+    ]

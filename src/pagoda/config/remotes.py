@@ -1,0 +1,337 @@
+"""The URLs of remote tiers: what they may say, what of it is ours, how they are shown without their secrets."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+from urllib.parse import SplitResult, unquote, urlsplit
+
+from pagoda.config.suggest import did_you_mean
+from pagoda.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pagoda.tiers.link import Remote
+
+__all__ = ["RemoteSpec", "parse", "redacted", "split", "tuple_of"]
+
+REDIS, OBJECTS = "redis", "objects"
+_SCHEMES = {  # scheme: the kind of engine, and the name of the tier unless the URL gives one
+    "redis": (REDIS, "redis"),
+    "rediss": (REDIS, "redis"),
+    "unix": (REDIS, "redis"),
+    "s3": (OBJECTS, "s3"),
+    "gs": (OBJECTS, "gs"),
+    "az": (OBJECTS, "az"),
+    "http": (OBJECTS, "webdav"),
+    "https": (OBJECTS, "webdav"),
+}
+_LOOKS = {REDIS: "50ms", OBJECTS: "300ms"}  # some round trips of a network that such an engine is on
+_MEANT = {  # what others call them
+    "valkey": "redis",
+    "valkeys": "rediss",
+    "redis-sentinel": "redis",
+    "redis+unix": "unix",
+    "redis+socket": "unix",
+    "gcs": "gs",
+    "azure": "az",
+    "abfs": "az",
+    "abfss": "az",
+    "s3a": "s3",
+    "minio": "s3",
+    "dav": "http",
+    "davs": "https",
+    "webdav": "http",
+}
+_SHAPES = {
+    "redis": "redis://host:6379/0",
+    "rediss": "rediss://host:6379/0",
+    "unix": "unix:///run/redis.sock",
+    "s3": "s3://bucket/prefix",
+    "gs": "gs://bucket/prefix",
+    "az": "az://container/prefix",
+    "http": "http://host/path/",
+    "https": "https://host/path/",
+}
+_OURS = ("name", "prefix", "ttl", "codec", "connections", "deadline", "look", "queue_chunks", "password_file")
+_TLS = ("ssl_ca_certs", "ssl_ca_path", "ssl_cert_reqs", "ssl_certfile", "ssl_check_hostname", "ssl_keyfile")
+_RESERVED = ("all", "device", "disk", "host")  # names of tiers that are no remote ones, and of all together
+_CODECS = ("raw", "zstd")
+
+_NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
+_PREFIX = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+_SPAN = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(ms|s|min|m|h|d|)")
+_UNITS = {"ms": 1e-3, "s": 1.0, "": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_SECRET = re.compile(r"key|secret|token|password|sas|credential|signature", re.IGNORECASE)
+_NO_SECRET = ("password_file", "ssl_keyfile")  # these only say where one is
+_NEXT = re.compile(r"\s*,\s*(?=[A-Za-z][A-Za-z0-9+.-]*:/)|[\s,]+$")
+_USER = re.compile(r"[A-Za-z0-9_.%-]*")
+_HOST = re.compile(r"(\[|[^:?]*(:\d*)?([/?]|$))")  # with a port or without; else a password is all there is
+_PARAMETER = re.compile(r"([?&][^=&?]*)=([^&]*)")
+_MASK = "***"
+
+
+@dataclass(frozen=True)
+class RemoteSpec:
+    """What one remote tier is to be. Immutable; its repr shows no secret."""
+
+    url: str = field(repr=False)
+    """As the engine gets it: without the parameters that are ours, with the secrets that it was written with."""
+    redacted: str
+    """The whole URL as it may be shown."""
+    kind: str
+    """"redis" or "objects"."""
+    name: str
+    prefix: str = "pagoda"
+    ttl_seconds: float | None = None
+    codec: str = "raw"
+    connections: int = 4
+    deadline_seconds: float = 1.0
+    look_seconds: float = 0.05
+    queue_chunks: int = 64
+    options: Mapping[str, str] = field(default_factory=dict, repr=False, hash=False)
+    """Parameters for the object store's own client."""
+    password_file: str = ""
+    """Where the password is read from when the tier is opened; empty: it is in the URL, or there is none."""
+
+    def engine(self) -> Remote:
+        """Return the engine behind the URL; reads `password_file`, connects to nothing.
+
+        Raises:
+            ConfigError: the password cannot be read, or the engine refuses the URL.
+            StoreError: the engine's library is missing.
+        """
+        from pagoda.tiers.open import remote_of
+
+        return remote_of(
+            self.kind,
+            self.url,
+            name=self.name,
+            prefix=self.prefix,
+            ttl_seconds=self.ttl_seconds,
+            options=self.options,
+            password_file=self.password_file,
+        )
+
+
+def parse(url: str) -> RemoteSpec:
+    """Return what the URL of a remote tier says. Reads no file and asks no server.
+
+    Raises:
+        ConfigError: it cannot stand; the message names the option and the URL (without secrets), and what to do.
+    """
+    try:
+        return _parsed(url)
+    except ValueError as trouble:
+        raise ConfigError(f"remote = {redacted(url)!r}: {trouble}") from None
+
+
+def split(text: str) -> tuple[str, ...]:
+    """Return the URLs of a comma separated text; a comma within a URL (a password's) parts nothing."""
+    return tuple(part for part in _NEXT.split(text.strip()) if part)
+
+
+def tuple_of(value: object) -> tuple[str, ...]:
+    """Return the option `remote` as it is kept: checked URLs, top down.
+
+    Raises:
+        ConfigError: one of them cannot stand, or two tiers have one name.
+    """
+    if isinstance(value, str):
+        value = split(value)
+    if not isinstance(value, list | tuple) or not all(isinstance(url, str) for url in value):
+        raise ConfigError(
+            "remote: a URL such as 'redis://host:6379/0' is needed, or a list of them, top down"
+        )
+    urls = tuple(url.strip() for url in value if url.strip())
+    seen: set[str] = set()
+    for url in urls:
+        name = parse(url).name
+        if name in seen:
+            raise ConfigError(
+                f"remote = {redacted(url)!r}: a tier above is called {name!r} too; "
+                f"give one of them another name with ?name=..."
+            )
+        seen.add(name)
+    return urls
+
+
+def redacted(url: str) -> str:
+    """Return any text that was meant as a URL, with all that may be secret in it masked; rather too much of it."""
+    scheme, mark, rest = url.partition("://")
+    if not mark:
+        scheme, rest = "", url
+    credentials, at, place = rest.rpartition("@")
+    if at:
+        user, colon, _ = credentials.partition(":")
+        rest = f"{user}:{_MASK}@{place}" if colon else rest if _USER.fullmatch(user) else f"{_MASK}@{place}"
+    elif not _HOST.match(rest):
+        rest = rest.partition(":")[0] + f":{_MASK}"
+    return scheme + mark + _PARAMETER.sub(_without_secret, rest)
+
+
+def _without_secret(parameter: re.Match[str]) -> str:
+    name, value = parameter[1], parameter[2]
+    secret = (_SECRET.search(name) and name[1:] not in _NO_SECRET) or "@" in unquote(value)
+    return f"{name}={_MASK}" if secret else parameter[0]
+
+
+def _parsed(url: str) -> RemoteSpec:
+    scheme = _scheme(url)
+    if "#" in url:
+        raise ValueError("a # has no meaning here; write %23 where it is part of a password")
+    if not re.fullmatch(r"[!-~]+", url):
+        raise ValueError("a URL has no spaces and no letters beyond ASCII; write %20 and so on")
+    parts = urlsplit(url)
+    if "@" in parts.path + parts.query:
+        raise ValueError(
+            "an @ stands behind the password only; write %40 for others, and %2F %3F for / ? in it"
+        )
+    _check_place(scheme, parts)
+    kind, name = _SCHEMES[scheme]
+    given = _parameters(parts.query)
+    ours = {name: given.pop(name) for name in _OURS if name in given}
+    if kind == REDIS:
+        _check_redis(scheme, given)
+    else:
+        _check_objects(scheme, ours)
+    kept = "&".join(part for part in parts.query.split("&") if part.partition("=")[0] in given)
+    place = f"{scheme}://{parts.netloc}{parts.path}"
+    return RemoteSpec(
+        url=f"{place}?{kept}" if kind == REDIS and kept else place,
+        redacted=redacted(url),
+        kind=kind,
+        name=_named(ours.get("name", name)),
+        prefix=_prefix(ours.get("prefix", RemoteSpec.prefix)),
+        ttl_seconds=_seconds("ttl", ours["ttl"], 1.0, 10 * 365 * 86400.0) if "ttl" in ours else None,
+        codec=_codec(ours.get("codec", RemoteSpec.codec)),
+        connections=_count("connections", ours.get("connections", "4"), 64),
+        deadline_seconds=_seconds("deadline", ours.get("deadline", "1"), 0.001, 3600.0),
+        look_seconds=_seconds("look", ours.get("look", _LOOKS[kind]), 0.0001, 3600.0),
+        queue_chunks=_count("queue_chunks", ours.get("queue_chunks", "64"), 2**20),
+        options=given if kind == OBJECTS else {},
+        password_file=_password_file(scheme, parts, ours.get("password_file")),
+    )
+
+
+def _scheme(url: str) -> str:
+    scheme, mark, _ = url.partition("://")
+    known = ", ".join(f"{name}://" for name in _SCHEMES)
+    if not mark:
+        raise ValueError(f"no scheme; write a URL such as {_SHAPES['redis']} (known are {known})")
+    if scheme == "lm":
+        raise ValueError(
+            "lm:// is LMCache's own server; run Redis or Valkey instead and write redis://host:6379"
+        )
+    if scheme.lower() not in _SCHEMES:
+        meant = _MEANT.get(scheme.lower())
+        hint = f"; did you mean {meant}?" if meant else did_you_mean(scheme, _SCHEMES)
+        raise ValueError(f"{scheme}:// is no engine that is known here{hint} (known are {known})")
+    return scheme.lower()
+
+
+def _check_place(scheme: str, parts: SplitResult) -> None:
+    """Raise ValueError if the part between the scheme and the parameters is not as the engine needs it."""
+    shape = f"write it as {_SHAPES[scheme]}"
+    if scheme == "unix":
+        if parts.hostname or not parts.path.strip("/"):
+            raise ValueError(f"the path of a socket is needed, with three slashes; {shape}")
+        return
+    try:
+        port = parts.port
+    except ValueError:
+        raise ValueError(
+            f"the port is no number from 1 to 65535; {shape}, and : / ? @ in a password as %3A %2F %3F %40"
+        ) from None
+    if not parts.hostname or port == 0:
+        raise ValueError(f"{'a port' if port == 0 else 'a host or bucket'} is needed; {shape}")
+    if scheme in ("redis", "rediss") and not re.fullmatch(r"/?|/\d{1,9}", parts.path):
+        raise ValueError(f"after the host there is only the number of a database; {shape}")
+    if scheme in ("s3", "gs", "az") and (port is not None or "@" in parts.netloc):
+        raise ValueError(
+            f"only the bucket and a prefix; {shape}, and ?endpoint=http://host:port for a server"
+        )
+
+
+def _parameters(query: str) -> dict[str, str]:
+    """Return the parameters by name; a plus sign is one, as in the keys of stores (no form was filled in here)."""
+    found: dict[str, str] = {}
+    for part in filter(None, query.split("&")):
+        name, equals, value = part.partition("=")
+        if not equals or not value:
+            raise ValueError(f"{name}: a value is needed, as in {name}=...")
+        if name in found:
+            raise ValueError(f"{name}: given twice")
+        found[name] = unquote(value)
+    return found
+
+
+def _check_redis(scheme: str, given: Mapping[str, str]) -> None:
+    known = (*_OURS, "db", *(_TLS if scheme == "rediss" else ()))
+    for name in given:
+        if name in _TLS and scheme != "rediss":
+            raise ValueError(f"{name}: is for encrypted connections; write rediss:// for one")
+        if name not in known:
+            raise ValueError(
+                f"{name}: no such parameter{did_you_mean(name, known)} (known are {', '.join(known)})"
+            )
+        if name == "db" and not re.fullmatch(r"\d{1,9}", given[name]):
+            raise ValueError(f"db={given[name]}: must be the number of a database")
+
+
+def _check_objects(scheme: str, ours: Mapping[str, str]) -> None:
+    if "ttl" in ours:
+        raise ValueError(
+            "ttl: an object store deletes by rules of its own (lifecycle); set one there instead"
+        )
+    if "password_file" in ours and scheme not in ("http", "https"):
+        raise ValueError(
+            "password_file: is for redis and http; keys of an object store come from the environment variables "
+            "of its client, such as AWS_SECRET_ACCESS_KEY"
+        )
+
+
+def _named(name: str) -> str:
+    if name in _RESERVED:
+        raise ValueError(f"name={name}: is the name of other tiers ({', '.join(_RESERVED)}); choose another")
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"name={name}: small letters, digits, - and _, at most 32, a letter first")
+    return name
+
+
+def _prefix(prefix: str) -> str:
+    if not _PREFIX.fullmatch(prefix):
+        raise ValueError(f"prefix={prefix}: letters, digits, _ . and -, at most 64, no . or - first")
+    return prefix
+
+
+def _codec(codec: str) -> str:
+    if codec not in _CODECS:
+        raise ValueError(f"codec={codec}: must be one of {', '.join(_CODECS)}{did_you_mean(codec, _CODECS)}")
+    return codec
+
+
+def _count(name: str, text: str, most: int) -> int:
+    if not re.fullmatch(r"\d{1,9}", text) or not 1 <= int(text) <= most:
+        raise ValueError(f"{name}={text}: must be a whole number from 1 to {most}")
+    return int(text)
+
+
+def _seconds(name: str, text: str, least: float, most: float) -> float:
+    match = _SPAN.fullmatch(text.strip().lower())
+    if match is None:
+        raise ValueError(f"{name}={text}: write a time as 500ms, 30s, 10min, 1h or 7d")
+    seconds = float(match[1]) * _UNITS[match[2]]
+    if not least <= seconds <= most:
+        raise ValueError(f"{name}={text}: must be from {least:g} to {most:g} seconds")
+    return seconds
+
+
+def _password_file(scheme: str, parts: SplitResult, file: str | None) -> str:
+    if file is None:
+        return ""
+    if parts.password is not None:
+        raise ValueError("password_file: there is a password in the URL too; leave one of them out")
+    return os.path.abspath(os.path.expanduser(file))

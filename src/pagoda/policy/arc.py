@@ -1,0 +1,138 @@
+"""ARC, the adaptive replacement cache (Megiddo and Modha, FAST 2003), over the columns and ghosts of a ledger.
+
+T1 are the chunks without a hit, T2 those with; B1 and B2 are their ghosts. Within each the order is that of recency.
+How much of the room T1 should have is learnt: a newcomer whose ghost is in B1 says more, one out of B2 says less.
+
+ARC forgets ghosts sooner than the ledger does: those are made as old as can be, and give way to others first.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagoda.policy import Hints, Newcomers
+from pagoda.policy.lru import raise_recency
+from pagoda.policy.queue import NOT_READY, Queue, Rows
+
+_FORGOTTEN = 1  # `last_use` of ghosts that are in neither B1 nor B2
+
+
+class _Plan(NamedTuple):
+    """For the newcomers admitted last: whether each victim is one of T1, and how many of those leave no ghost."""
+
+    from_t1: list[bool]
+    unremembered: int
+
+
+class Arc:
+    """Splits the room between the recent and the frequent as the ghosts tell it to. Not thread-safe."""
+
+    shared_values: ClassVar[int] = 1
+
+    def __init__(self, hints: Hints) -> None:
+        self._hints = hints
+        self._t1 = Queue(hints, lambda: np.minimum(hints.hits, 1).astype(np.float64))
+        self._t2 = Queue(hints, lambda: (hints.hits == 0).astype(np.float64))
+        self._target = 0.0  # of the size of T1: p of the paper
+        self._shared = 0.0  # what it was when it was last shared
+        self._plan = _Plan([], 0)
+        self._unremembered = 0  # nobody of T1 who went is in B1 that is no younger than this stamp
+
+    def touch(self, rows: Rows, stamps: Rows, asked: bool = True) -> None:
+        """Raise the recency of these slots; those that were asked for have hits now, and so are in T2."""
+        raise_recency(self._hints, rows, stamps)
+
+    def admit(self, newcomers: Newcomers, room: int, now: int) -> int:
+        """Admit everybody; learn from those that were in B1 or B2, and forget ghosts as the paper does."""
+        hits, last_use = newcomers.hits, newcomers.last_use
+        fresh = (last_use <= _FORGOTTEN) | ((hits == 0) & (last_use <= self._unremembered))
+        hits[fresh], last_use[fresh] = 0, 0
+        if len(hits) > room or not fresh.all():
+            self._look_ahead(np.where(fresh, 0, np.where(hits == 0, 1, 2)).tolist(), room)
+        return len(hits)
+
+    def victims(self, count: int, stamp: int, now: int) -> Rows:
+        """Return so many slots of T1 and of T2 as they should lose; slots leased at `now` after all others."""
+        ones = self._of_t1(count)
+        of_t1 = self._own(self._t1, ones, stamp, now)
+        of_t2 = self._own(self._t2, count - ones, stamp, now)
+        last = min(self._plan.unremembered, len(of_t1))
+        if last:
+            self._unremembered = int(self._hints.last_use[of_t1[last - 1]])
+        rows = np.concatenate([of_t1, of_t2[~np.isin(of_t2, of_t1)]])
+        return rows if len(rows) == count else self._t1.first(count, stamp, now)
+
+    def prepare(self, stamp: int, now: int) -> None:
+        """Nothing: a pass is short."""
+
+    def share(self, values: NDArray[np.float64]) -> None:
+        """Bring together how much room all think that T1 should have."""
+        if not 0 <= values[0] <= self._hints.slots:  # damaged: begin anew
+            values[0] = 0
+        if values[0] != self._shared:
+            learnt = float(values[0]) + self._target - self._shared
+            self._target = min(max(learnt, 0.0), float(self._hints.slots))
+        self._shared = values[0] = self._target
+
+    def _look_ahead(self, origins: list[int], room: int) -> None:
+        """Go through the cases II to IV for newcomers out of B1 (1), out of B2 (2), or known to neither (0)."""
+        ghosts, size = self._hints.ghosts, self._hints.slots
+        t1, t2 = self._sizes()
+        known = np.flatnonzero(ghosts.last_use > _FORGOTTEN)
+        once = ghosts.hits[known] == 0
+        forgotten = once & (ghosts.last_use[known] <= self._unremembered)
+        ghosts.last_use[known[forgotten]] = _FORGOTTEN
+        in_b1, in_b2 = known[once & ~forgotten], known[~once]
+        b1, b2, less_b1, less_b2, from_t1 = len(in_b1), len(in_b2), 0, 0, []
+        for turn, origin in enumerate(origins):
+            if origin == 1:
+                self._target, b1 = min(self._target + max(b2 / max(b1, 1), 1.0), size), b1 - 1
+            elif origin == 2:
+                self._target, b2 = max(self._target - max(b1 / max(b2, 1), 1.0), 0.0), b2 - 1
+            if turn >= room:
+                if origin == 0 and t1 + b1 >= size:
+                    b1, less_b1 = b1 - 1, less_b1 + 1
+                elif origin == 0 and b2 and t1 + t2 + b1 + b2 >= 2 * size:
+                    b2, less_b2 = b2 - 1, less_b2 + 1
+                too_many = t1 > self._target or (t1 == self._target and origin == 2)
+                one = t2 == 0 or (t1 > 0 and too_many)
+                t1, b1, t2, b2 = (t1 - 1, b1 + 1, t2, b2) if one else (t1, b1, t2 - 1, b2 + 1)
+                from_t1.append(one)
+            t1, t2 = (t1 + 1, t2) if origin == 0 else (t1, t2 + 1)
+        self._forget(in_b1, less_b1)
+        self._forget(in_b2, less_b2)
+        self._plan = _Plan(from_t1, max(0, less_b1 - len(in_b1)))
+
+    def _forget(self, ghosts: Rows, count: int) -> None:
+        """Forget the oldest of these ghosts."""
+        last_use = self._hints.ghosts.last_use
+        if 0 < count < len(ghosts):
+            ghosts = ghosts[np.argpartition(last_use[ghosts], count - 1)[:count]]
+        if count > 0:
+            last_use[ghosts] = _FORGOTTEN
+
+    def _sizes(self) -> tuple[int, int]:
+        ready = self._hints.last_use != NOT_READY
+        t1 = int(np.count_nonzero(ready & (self._hints.hits == 0)))
+        return t1, int(np.count_nonzero(ready)) - t1
+
+    def _of_t1(self, count: int) -> int:
+        """How many of the next victims should be of T1: as planned, and beyond that what T1 has too many."""
+        planned = self._plan.from_t1[:count]
+        ones = sum(planned)
+        if len(planned) < count:
+            surplus = self._sizes()[0] - ones - self._target
+            ones += min(count - len(planned), max(0, math.ceil(surplus)))
+        return ones
+
+    def _own(self, queue: Queue, count: int, stamp: int, now: int) -> Rows:
+        """The first of a queue that are its own, and not those of the other list that come behind them."""
+        rows, ranks = queue.unleased(count, stamp, now)
+        if count and (ranks > 0).any():  # it had run out of its own, but more may have come since
+            queue.fill(count, stamp, now)
+            rows, ranks = queue.unleased(count, stamp, now)
+        return rows[ranks <= 0]

@@ -1,0 +1,68 @@
+"""What is known of when chunks are asked for again, and what a place is worth that one of them holds.
+
+Chunks are told apart by how often they were asked for (`classes`), and for each class it is learnt at which ages they
+are asked for again. As in a life table (Kaplan and Meier, 1958), those that were not asked again *yet*
+count for as long as they were watched, whether they are still kept or only remembered as ghosts; so what is learnt
+does not depend on what was evicted.
+
+The worth of a place is the most that it yields per second: over all horizons, the chance that the chunk is asked for
+within it, by the time that it will hold the place until then or to the end of it. That is Gittins' index (1979); LHD
+(Beckmann et al., NSDI 2018) ranks by a like density, over the whole life.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+CLASSES, AGES = 8, 84
+_SHORTEST_SECONDS, _PER_OCTAVE = 0.1, 3
+_UPPER_SECONDS = _SHORTEST_SECONDS * 2.0 ** (np.arange(AGES) / _PER_OCTAVE)  # to eight months
+_LOWER_SECONDS = np.concatenate([[0.0], _UPPER_SECONDS[:-1]])
+_WIDTH_SECONDS = _UPPER_SECONDS - _LOWER_SECONDS
+_UPPER_NS = (_UPPER_SECONDS * 1e9).astype(np.int64)
+
+# Before anything is known: the longer ago, the less likely, as for least recently used. It weighs as much as so many
+# chunks that were watched.
+_GUESS, _GUESS_WEIGHT = 0.1 * _WIDTH_SECONDS / _UPPER_SECONDS, 20.0
+
+Table = NDArray[np.float64]
+
+
+def class_of(hits: NDArray[np.integer]) -> NDArray[np.int64]:
+    """The class of chunks that were asked for so often again: 0, 1, 2, 3 to 6, 7 to 14, ..."""
+    count = hits.astype(np.int64)
+    return np.minimum(np.where(count < 3, count, np.frexp(count + 1.0)[1]), CLASSES - 1)
+
+
+def age_of(age_ns: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The bucket of an age."""
+    return np.minimum(np.searchsorted(_UPPER_NS, age_ns, side="right"), AGES - 1)
+
+
+def tally(classes: NDArray[np.int64], ages: NDArray[np.int64], weight: float = 1.0) -> Table:
+    """How many there are of each class and age, (CLASSES, AGES)."""
+    counts = np.bincount(classes * AGES + ages, minlength=CLASSES * AGES).reshape(CLASSES, AGES)
+    table: Table = counts.astype(np.float64) * weight
+    return table
+
+
+def worth(asked: Table, watched: Table) -> Table:
+    """What a place yields per second that holds a chunk of each class and age, (CLASSES, AGES).
+
+    `asked`: how many were asked for again at that age. `watched`: how many were not watched beyond it, those among
+    them, and the others that were forgotten at that age or are no older. Changes nothing.
+    """
+    beyond = np.cumsum(watched[:, ::-1], axis=1)[:, ::-1] - watched
+    risk = beyond + asked + (watched - asked) / 2  # the others were watched through half of the bucket
+    guess = (asked.sum(axis=0) + _GUESS_WEIGHT * _GUESS) / (risk.sum(axis=0) + _GUESS_WEIGHT)
+    hazard = np.minimum((asked + _GUESS_WEIGHT * guess) / (risk + _GUESS_WEIGHT), 1.0)
+    alive = np.concatenate([np.ones((CLASSES, 1)), np.cumprod(1.0 - hazard, axis=1)], axis=1)
+    held = np.cumsum((alive[:, :-1] + alive[:, 1:]) / 2 * _WIDTH_SECONDS, axis=1)
+    held = np.concatenate([np.zeros((CLASSES, 1)), held], axis=1)
+    # From the beginning of a bucket to the end of the same or a later one.
+    gain = alive[:, :-1, None] - alive[:, None, 1:]
+    cost = held[:, None, 1:] - held[:, :-1, None]
+    later = np.triu(np.ones((AGES, AGES), np.bool_))
+    best: Table = np.where(later, gain / np.where(later, np.maximum(cost, 1e-300), 1.0), 0.0).max(axis=2)
+    return best

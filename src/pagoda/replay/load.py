@@ -1,0 +1,210 @@
+"""Replay with time: engines that are busy, chunks that are not there before they are computed, tiers that move bytes.
+
+A request waits for the first engine that is free; what of it is there *then* is loaded, the rest is computed, and only
+at the end of that can others find it. A tier moves its loads one after the other at its bandwidth, and in between what
+waits to be written; what does not fit into that queue is dropped, tail first. What an engine does after the first
+token is not looked at: take for prefill what it has left for that.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from pagoda.replay.simulate import Found, Outcome, Simulation, TierSpec
+from pagoda.replay.trace import Request
+
+__all__ = ["Engines", "LoadedOutcome", "LoadedTier", "Seconds", "replay_with_load"]
+
+_PLENTY = 1 << 40
+
+
+class Engines(NamedTuple):
+    """Engines that share the tiers: each computes one prompt at a time, at so many tokens a second."""
+
+    prefill_tokens_per_second: float
+    token_bytes: int
+    engines: int = 1
+
+
+class LoadedTier(NamedTuple):
+    """A tier with a bandwidth, and how many chunks may wait to be written into it.
+
+    None: as many as the tier above can hold while they wait; any number if there is none above.
+    """
+
+    spec: TierSpec
+    bytes_per_second: float
+    queue_chunks: int | None = None
+
+
+class Seconds(NamedTuple):
+    """How long prompts waited for their first token."""
+
+    median: float
+    p90: float
+
+
+class LoadedOutcome(NamedTuple):
+    """What came of it with the cache, and how long it would have been without one.
+
+    `busy`: the share of time in which the engines computed or waited for a load. What is found where loading takes
+    longer than computing is computed.
+    """
+
+    found: Outcome
+    loaded: tuple[int, ...]  # chunks that were found and not computed nonetheless, by tier
+    dropped_writes: tuple[int, ...]  # chunks, by tier
+    ttft: Seconds
+    busy: float
+    cold_ttft: Seconds
+    cold_busy: float
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the chunks that were asked for, and loaded."""
+        return sum(self.loaded) / self.found.accesses if self.found.accesses else 0.0
+
+
+def replay_with_load(
+    requests: Iterable[Request],
+    tiers: Sequence[LoadedTier],
+    engines: Engines,
+    progress: Callable[[int], None] | None = None,
+) -> LoadedOutcome:
+    """Play all requests in the time of the trace; `progress` is told the number of chunks of each.
+
+    Raises ValueError for engines or tiers that do nothing, or wrong tiers (see Simulation).
+    """
+    run = _Run(tiers, engines)
+    for request in requests:
+        run.request(request)
+        if progress is not None:
+            progress(len(request.hash_ids))
+    return run.outcome()
+
+
+class _Channel:
+    """What moves the bytes of one tier: loads first, one after the other; writes when there is nothing to load."""
+
+    def __init__(self, bytes_per_second: float, queue_chunks: float) -> None:
+        self._speed, self._most = bytes_per_second, queue_chunks
+        self._now = self._loads_until = 0.0
+        self._to_write = 0.0  # bytes
+
+    def load(self, now: float, nbytes: int) -> float:
+        """Say when a load that is asked for now has come."""
+        self._advance(now)
+        self._loads_until = max(self._loads_until, now) + nbytes / self._speed
+        return self._loads_until
+
+    def room(self, now: float, chunk_bytes: int) -> int:
+        """How many chunks of that size may be added to the queue."""
+        self._advance(now)
+        return int(min(max(0.0, self._most - math.ceil(self._to_write / chunk_bytes)), _PLENTY))
+
+    def write(self, nbytes: int) -> None:
+        """Add to the queue."""
+        self._to_write += nbytes
+
+    def _advance(self, now: float) -> None:
+        idle = max(0.0, now - max(self._now, self._loads_until))
+        self._to_write = max(0.0, self._to_write - idle * self._speed)
+        self._now = max(self._now, now)
+
+
+class _Servers:
+    """Engines that take the requests in the order of arrival."""
+
+    def __init__(self, count: int) -> None:
+        self._free = [0.0] * count
+        self._busy = self._end = 0.0
+        self._begin = math.inf
+        self.waits: list[float] = []
+
+    def start(self, arrival: float) -> float:
+        """When the next request, which arrives then, is begun with. To be followed by `finish`."""
+        return max(arrival, self._free[0])
+
+    def finish(self, arrival: float, start: float, end: float) -> None:
+        heapq.heapreplace(self._free, end)
+        self._begin, self._end = min(self._begin, arrival), max(self._end, end)
+        self._busy += end - start
+        self.waits.append(end - arrival)
+
+    def busy(self) -> float:
+        """The share of time in which they had something to do."""
+        span = (self._end - self._begin) * len(self._free)
+        return self._busy / span if span > 0 else 0.0
+
+    def seconds(self) -> Seconds:
+        median, p90 = np.percentile(self.waits, (50, 90)).tolist() if self.waits else (0.0, 0.0)
+        return Seconds(median, p90)
+
+
+class _Run:
+    """The state of one pass."""
+
+    def __init__(self, tiers: Sequence[LoadedTier], engines: Engines) -> None:
+        if min(*engines) <= 0:
+            raise ValueError(f"engines need a speed, bytes a token and a number above 0, not {engines}")
+        for tier in tiers:
+            if tier.bytes_per_second <= 0 or (tier.queue_chunks or 0) < 0:
+                raise ValueError(f"a tier needs a bandwidth above 0 and no negative queue, not {tier}")
+        self._engines, self._tiers = engines, tiers
+        self._simulation = Simulation([tier.spec for tier in tiers])
+        above = [math.inf, *(tier.spec.chunks for tier in tiers)]
+        self._channels = [
+            _Channel(tier.bytes_per_second, most if tier.queue_chunks is None else tier.queue_chunks)
+            for tier, most in zip(tiers, above, strict=False)
+        ]
+        self._servers, self._cold = _Servers(engines.engines), _Servers(engines.engines)
+        self._computing: list[tuple[float, int, Found, int]] = []  # until when, which, what, bytes of a chunk
+        self._loaded, self._dropped = [0] * len(tiers), [0] * len(tiers)
+
+    def request(self, request: Request) -> None:
+        """Play one request, and first the ends of those that were computed before it is begun with."""
+        arrival, speed = request.timestamp_ms / 1e3, self._engines.prefill_tokens_per_second
+        cold_start = self._cold.start(arrival)
+        self._cold.finish(arrival, cold_start, cold_start + request.input_length / speed)
+        start = self._servers.start(arrival)
+        self._store_until(start)
+        found = self._simulation.look(request._replace(timestamp_ms=start * 1e3))
+        chunk_bytes = request.chunk_tokens * self._engines.token_bytes
+        loaded_at, chunks = self._load(found, start, chunk_bytes, request.chunk_tokens / speed)
+        tokens = max(min(1, request.input_length), request.input_length - chunks * request.chunk_tokens)
+        end = loaded_at + tokens / speed
+        self._servers.finish(arrival, start, end)
+        heapq.heappush(self._computing, (end, len(self._servers.waits), found, chunk_bytes))
+
+    def outcome(self) -> LoadedOutcome:
+        self._store_until(math.inf)
+        return LoadedOutcome(
+            self._simulation.outcome(), tuple(self._loaded), tuple(self._dropped),
+            self._servers.seconds(), self._servers.busy(), self._cold.seconds(), self._cold.busy(),
+        )  # fmt: skip
+
+    def _load(self, found: Found, start: float, chunk_bytes: int, chunk_seconds: float) -> tuple[float, int]:
+        """Load what is found up to what is computed faster; returns when it has come, and its number of chunks."""
+        until, end = start, 0
+        for run in found.runs:
+            if chunk_bytes / self._tiers[run.tier].bytes_per_second > chunk_seconds:
+                break
+            end = run.end
+            self._loaded[run.tier] += run.end - run.begin
+            until = max(until, self._channels[run.tier].load(start, (run.end - run.begin) * chunk_bytes))
+        return until, end
+
+    def _store_until(self, now: float) -> None:
+        """Store what has been computed by now."""
+        while self._computing and self._computing[0][0] <= now:
+            end, _, found, chunk_bytes = heapq.heappop(self._computing)
+            rooms = [channel.room(end, chunk_bytes) for channel in self._channels]
+            done = self._simulation.store(self._simulation.look_again(found, end * 1e3), rooms)
+            for at, (written, dropped) in enumerate(done):
+                self._channels[at].write(written * chunk_bytes)
+                self._dropped[at] += dropped

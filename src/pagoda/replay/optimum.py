@@ -1,0 +1,60 @@
+"""The bounds: what no cache can do better than, whatever it knows."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from pagoda.replay.trace import Request
+
+__all__ = ["infinite", "optimum"]
+
+
+def optimum(requests: Sequence[Request], chunks: int) -> float:
+    """The hit rate of a cache that knows the future: Belady's, which also lets pass what it need not keep.
+
+    Whatever goes is asked for again later than all that stays. A chunk is asked for before those behind it, so what
+    stays is made of whole prefixes, and counting chunks counts leading runs.
+    """
+    if chunks < 1:
+        raise ValueError(f"a cache has room for at least one chunk, not {chunks}")
+    ids = np.array([chunk for request in requests for chunk in request.hash_ids], np.uint64)
+    total = len(ids)
+    order = np.argsort(ids, kind="stable")  # the accesses of each chunk, one behind the other
+    following = np.full(total, total)
+    again = ids[order[1:]] == ids[order[:-1]]
+    following[order[:-1][again]] = order[1:][again]
+    kept = np.zeros(total + 1, np.bool_).tolist()  # by the access for which it is kept
+    latest: list[int] = []  # the same accesses, negated: the last one first
+    hits = stored = 0
+    for access, next_access in enumerate(following.tolist()):
+        if kept[access]:
+            hits += 1
+            stored -= 1
+        if next_access == total:
+            continue
+        if stored == chunks:
+            if -latest[0] <= next_access:
+                continue
+            kept[-heapq.heappop(latest)] = False
+        else:
+            stored += 1
+        heapq.heappush(latest, -next_access)
+        kept[next_access] = True
+    return hits / total if total else 0.0
+
+
+def infinite(requests: Iterable[Request]) -> float:
+    """The hit rate of a cache without bounds: of each request the leading run that was asked for before."""
+    seen: set[int] = set()
+    hits = accesses = 0
+    for request in requests:
+        for chunk in request.hash_ids:
+            if chunk not in seen:
+                break
+            hits += 1
+        accesses += len(request.hash_ids)
+        seen.update(request.hash_ids)
+    return hits / accesses if accesses else 0.0

@@ -1,0 +1,184 @@
+"""Simulated tiers: the policies' own code over columns that no slab belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from pagoda.ledger.state import FIRST_OFFSET
+from pagoda.replay.tier import Chain, Tier, marks_of_ids
+from pagoda.replay.trace import Request
+
+__all__ = ["Outcome", "Simulation", "TierOutcome", "TierSpec", "simulate"]
+
+_BEGIN_NS = FIRST_OFFSET + 1  # recency as in a new store
+
+
+class TierSpec(NamedTuple):
+    """A tier to simulate: so many chunks large, under that policy."""
+
+    name: str
+    chunks: int
+    policy: str
+
+
+class TierOutcome(NamedTuple):
+    """What a tier did, in chunks: served, took in, threw out, did not let in."""
+
+    name: str
+    chunks: int
+    policy: str
+    hits: int
+    chunks_written: int
+    evicted: int
+    refused: int
+
+
+class Outcome(NamedTuple):
+    """What all tiers did together; `accesses`: how many chunks were asked for."""
+
+    requests: int
+    accesses: int
+    tiers: tuple[TierOutcome, ...]
+
+    @property
+    def hits(self) -> int:
+        """How many chunks some tier served."""
+        return sum(tier.hits for tier in self.tiers)
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the chunks that were asked for, and served."""
+        return self.hits / self.accesses if self.accesses else 0.0
+
+
+class Run(NamedTuple):
+    """Chunks [begin, end) of one request, which the tier of that index served."""
+
+    tier: int
+    begin: int
+    end: int
+
+
+class Found(NamedTuple):
+    """What was found of a request, in order, and from where on each tier is to take it in."""
+
+    chain: Chain
+    runs: Sequence[Run]
+    starts: Sequence[int]
+    stamps: Sequence[int]
+
+
+class Stored(NamedTuple):
+    """What came of storing: chunks written into a tier, and those for which there was no time."""
+
+    written: int
+    dropped: int
+
+
+class Simulation:
+    """Tiers, the first asked first. Deterministic; not thread-safe.
+
+    A request is served by its leading run, from tier to tier. What a lower tier has is brought into the upper ones,
+    and what no tier has is written into each; what found no place in a tier is not written into those below it.
+    """
+
+    def __init__(self, tiers: Sequence[TierSpec]) -> None:
+        """ValueError for an unknown policy, or a tier without room."""
+        if not tiers:
+            raise ValueError("a simulation needs at least one tier")
+        self._specs = tuple(tiers)
+        last = len(tiers) - 1
+        self._tiers = [Tier(spec.chunks, spec.policy, at == last) for at, spec in enumerate(tiers)]
+        self._requests = self._accesses = 0
+        self._first_ms: float | None = None
+        self._now = _BEGIN_NS
+
+    def request(self, request: Request) -> tuple[int, ...]:
+        """Look a prompt up and store it; returns how many of its leading chunks each tier served."""
+        found = self.look(request)
+        self.store(found)
+        served = [0] * len(self._tiers)
+        for run in found.runs:
+            served[run.tier] += run.end - run.begin
+        return tuple(served)
+
+    def look(self, request: Request) -> Found:
+        """Find the leading run of a prompt, at the moment of its timestamp. Changes recency and counts."""
+        ids: Sequence[int] = request.hash_ids
+        self._requests += 1
+        self._accesses += len(ids)
+        if len(set(ids)) < len(ids):  # not what a chained hash can give; the first of each counts
+            ids = tuple(dict.fromkeys(ids))
+        chain = Chain(ids, marks_of_ids(ids), self._tick(request.timestamp_ms))
+        for tier in self._tiers:
+            tier.upkeep(chain.now)
+        stamps = [tier.stamp(chain.now) for tier in self._tiers]
+        runs = self._runs(chain, stamps)
+        end = runs[-1].end if runs else 0
+        starts = [next((run.begin for run in runs if run.tier > at), end) for at in range(len(stamps))]
+        return Found(chain, runs, starts, stamps)
+
+    def look_again(self, found: Found, timestamp_ms: float) -> Found:
+        """See what is to be stored later, when the engine has all of the prompt and others may have stored some."""
+        chain = found.chain._replace(now=self._tick(timestamp_ms))
+        stamps = [tier.stamp(chain.now) for tier in self._tiers]
+        begins = [0, *found.starts[1:]]
+        starts = [
+            begin + tier.match(chain, begin, stamp, asked=False)
+            for tier, begin, stamp in zip(self._tiers, begins, stamps, strict=True)
+        ]
+        return found._replace(chain=chain, starts=starts, stamps=stamps)
+
+    def store(self, found: Found, most: Sequence[int] | None = None) -> list[Stored]:
+        """Bring each tier what it lacks, leading chunks first; no more than `most` chunks into each."""
+        chain, end, stored = found.chain, len(found.chain.ids), list[Stored]()
+        for at, tier in enumerate(self._tiers):
+            start, dropped, before = found.starts[at], 0, tier.written
+            if most is not None:
+                new = tier.absent(chain, start, end)
+                dropped = max(0, len(new) - most[at])
+                end = new[most[at]] if dropped else end
+            end = tier.store(chain, start, end, found.stamps[at])
+            stored.append(Stored(tier.written - before, dropped))
+        return stored
+
+    def outcome(self) -> Outcome:
+        """What came of all requests so far."""
+        tiers = (
+            TierOutcome(*spec, tier.hits, tier.written, tier.evicted, tier.refused)
+            for spec, tier in zip(self._specs, self._tiers, strict=True)
+        )
+        return Outcome(self._requests, self._accesses, tuple(tiers))
+
+    def _tick(self, timestamp_ms: float) -> int:
+        """The moment of a request, in ns; time does not go back."""
+        if self._first_ms is None:
+            self._first_ms = timestamp_ms
+        self._now = max(self._now, _BEGIN_NS + int((timestamp_ms - self._first_ms) * 1e6))
+        return self._now
+
+    def _runs(self, chain: Chain, stamps: Sequence[int]) -> list[Run]:
+        """The leading run, from tier to tier, until none has the next chunk."""
+        runs: list[Run] = []
+        end, lacking = 0, 0  # so many tiers in a row are known not to have the next chunk
+        while end < len(chain.ids) and lacking < len(self._tiers):
+            for at, tier in enumerate(self._tiers):
+                count = tier.match(chain, end, stamps[at]) if lacking < len(self._tiers) else 0
+                lacking = 1 if count else lacking + 1
+                if count:
+                    runs.append(Run(at, end, end + count))
+                    end += count
+        return runs
+
+
+def simulate(
+    requests: Iterable[Request], tiers: Sequence[TierSpec], progress: Callable[[int], None] | None = None
+) -> Outcome:
+    """Play all requests; `progress` is told the number of chunks of each."""
+    simulation = Simulation(tiers)
+    for request in requests:
+        simulation.request(request)
+        if progress is not None:
+            progress(len(request.hash_ids))
+    return simulation.outcome()

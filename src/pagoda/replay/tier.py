@@ -1,0 +1,265 @@
+"""One simulated tier: a dictionary in place of the ledger's tables; the columns and the advice are the ledger's own.
+
+It does what `Ledger.match` and `Ledger.reserve` do for one process that stores at once, in the same order, so that the
+policy is asked the same and names the same victims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagoda.ledger.advice import GHOST_REASONS, Advice
+from pagoda.ledger.columns import NO_PARENT, NOT_READY, Columns
+from pagoda.ledger.ghosts import Marks
+from pagoda.metrics import Reason
+
+__all__ = ["Chain", "Tier", "marks_of_ids"]
+
+_BATCH = 64
+_ATTEMPTS = 12
+_MOST_VICTIMS = 2048
+_STAMP_STEP = 1 << 16
+_LEASE_NS = 1_000_000_000
+_SHARE_NS, _PREPARE_NS = 1_000_000_000, 100_000_000
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_EVICTED = GHOST_REASONS.index(Reason.EVICTED)
+
+Rows = NDArray[np.int64]
+
+
+class Chain(NamedTuple):
+    """The chunks of one request in order, none twice; their marks; when they are asked for (ns)."""
+
+    ids: Sequence[int]
+    marks: Marks
+    now: int
+
+
+class _Wanted:
+    """What is to be stored for one request, and what has come of it."""
+
+    def __init__(self, chain: Chain, stamp: int) -> None:
+        self.chain, self.stamp = chain, stamp
+        self.hits = np.zeros(len(chain.ids), np.uint32)  # those with which each begins
+        self.positions: list[int] = []  # of what came in
+        self.rows: list[int] = []
+
+
+class _Filled:
+    """What one transaction publishes."""
+
+    def __init__(self, parent: tuple[int, int] | None) -> None:
+        self.link = parent  # row and generation of the chunk before the next
+        self.positions: list[int] = []
+        self.rows: list[int] = []
+        self.parents: list[tuple[int, int]] = []
+        self.links: dict[int, tuple[int, int]] = {}
+        self.gone: list[int] = []  # rows of the victims
+        self.passed_over: list[int] = []
+        self.full_at: int | None = None  # the first chunk that found no room
+
+
+class Tier:
+    """Holds up to `chunks` ids. Deterministic; not thread-safe."""
+
+    def __init__(self, chunks: int, policy: str, refuses: bool = True) -> None:
+        """`refuses`: whether the policy may keep newcomers out. ValueError for an unknown policy, or no room at all."""
+        if chunks < 1:
+            raise ValueError(f"a tier has room for at least one chunk, not {chunks}")
+        self.hits = self.written = self.evicted = self.refused = 0
+        self._columns = Columns(None, chunks)
+        self._columns.reset()
+        self._advice = Advice(policy, self._columns, refuses)
+        self._learnt = np.zeros(self._advice.shared_values)
+        self._rows: dict[int, int] = {}
+        self._ids: list[int] = []  # by row
+        self._generation = 1
+        self._last_stamp = 0
+        self._shared_at = self._prepared_at = -_SHARE_NS
+
+    def residents(self) -> dict[int, int]:
+        """The row of each id that is here."""
+        return self._rows.copy()
+
+    def upkeep(self, now: int) -> None:
+        """Let the policy learn and look ahead if it is time, as a thread of the ledger does."""
+        if self._advice.shared_values and now - self._shared_at >= _SHARE_NS:
+            self._shared_at = now
+            self._advice.share(self._learnt)
+        if self._advice.shared_values and now - self._prepared_at >= _PREPARE_NS:
+            self._prepared_at = now
+            self._advice.prepare(now, now)
+
+    def stamp(self, now: int) -> int:
+        """The recency stamp of a request."""
+        self._last_stamp = max(self._last_stamp + _STAMP_STEP, now)
+        return self._last_stamp
+
+    def match(self, chain: Chain, start: int, stamp: int, asked: bool = True) -> int:
+        """How many chunks from `start` on are here without a hole; a hit of each if they are `asked` for."""
+        rows: list[int] = []
+        for row in map(self._rows.get, chain.ids[start:] if start else chain.ids):
+            if row is None:
+                break
+            rows.append(row)
+        if rows:
+            found, columns = np.array(rows), self._columns
+            self._advice.touch(found, stamp - start - np.arange(len(rows)), asked)
+            columns.parent_slot[found[1:]] = found[:-1]
+            columns.parent_generation[found[1:]] = columns.generation[found[:-1]]
+            self.hits += len(rows) if asked else 0
+        return len(rows)
+
+    def absent(self, chain: Chain, start: int, end: int) -> list[int]:
+        """Which of the chunks [start, end) are not here."""
+        return [i for i in range(start, end) if chain.ids[i] not in self._rows]
+
+    def store(self, chain: Chain, start: int, end: int, stamp: int) -> int:
+        """Take in the chunks [start, end), leading chunks first; returns from where on they are not here."""
+        wanted, known = _Wanted(chain, stamp), self._rows
+        new = self.absent(chain, start, end)
+        if len(new) < end - start:
+            self._keep(chain, [i for i in range(start, end) if chain.ids[i] in known], stamp)
+        hindrance: Reason | None = None
+        for at in range(start, end, _BATCH):
+            stop = min(at + _BATCH, end)
+            batch = new if end - start <= _BATCH else [i for i in new if at <= i < stop]
+            allowed = self._admit(wanted, batch, stop, hindrance) if batch else stop
+            if hindrance is None:
+                hindrance = self._reserve(wanted, at, stop, allowed)
+        if wanted.rows:  # a slot that is being filled is nobody's victim: all are ready at the end only
+            self._columns.last_use[wanted.rows] = stamp - np.array(wanted.positions)
+        self.written += len(wanted.rows)
+        missing = [i for i in new if chain.ids[i] not in known] if hindrance is not None else []
+        self.refused += len(missing)
+        return missing[0] if missing else end
+
+    def _keep(self, chain: Chain, positions: list[int], stamp: int) -> None:
+        """Raise and lease what is here behind a chunk that is not, before anybody goes for its neighbours."""
+        columns, now = self._columns, chain.now
+        rows = np.array([self._rows[chain.ids[i]] for i in positions])
+        self._advice.touch(rows, stamp - np.array(positions), asked=False)
+        fresh = columns.lease_until[rows] <= now
+        room = max(0, columns.slots // 2 - int(np.count_nonzero(columns.lease_until > now)))
+        rows = np.concatenate([rows[~fresh], rows[fresh][:room]])
+        columns.lease_until[rows] = np.maximum(columns.lease_until[rows], now + _LEASE_NS)
+
+    def _admit(self, wanted: _Wanted, new: list[int], end: int, hindrance: Reason | None) -> int:
+        """Ask the policy who of the newcomers of a batch may come in: nobody from the position returned on."""
+        marks, stamps, now = wanted.chain.marks[new], wanted.stamp - np.array(new), wanted.chain.now
+        if hindrance is Reason.NOT_ADMITTED:
+            self._advice.refuse(marks, stamps, now)
+        elif hindrance is None:
+            admission = self._advice.admit(marks, stamps, self._free(), now)
+            wanted.hits[new] = admission.hits
+            if admission.leading < len(new):
+                return new[admission.leading]
+        return end
+
+    def _reserve(self, wanted: _Wanted, start: int, end: int, allowed: int) -> Reason | None:
+        """Give each chunk of a batch a place while some are found; returns what hinders all behind it."""
+        passed_over = 0
+        for _ in range(_ATTEMPTS):
+            looked = self._free() < end - start
+            count = min(allowed - start + 4 * passed_over, _MOST_VICTIMS)
+            victims: list[int] = []
+            if looked:
+                victims = self._advice.victims(
+                    count, wanted.stamp - _STAMP_STEP + 1, wanted.chain.now
+                ).tolist()
+            filled = self._fill(wanted.chain.ids, start, end, allowed, victims)
+            self._publish(wanted, filled)
+            if filled.passed_over:
+                rows = np.array(filled.passed_over)
+                stamp = max(self.stamp(wanted.chain.now), wanted.stamp)
+                self._advice.touch(rows, np.full(len(rows), stamp), asked=False)
+            passed_over += len(filled.passed_over)
+            if filled.full_at is None:
+                return None if allowed == end else Reason.NOT_ADMITTED
+            if looked and not victims:
+                break
+            start = filled.full_at
+        return Reason.FULL
+
+    def _fill(self, ids: Sequence[int], start: int, end: int, allowed: int, victims: list[int]) -> _Filled:
+        """One transaction: who of the chunks [start, end) comes in, nobody from `allowed` on, and where."""
+        known, generations = self._rows, self._columns.generation
+        parent = known.get(ids[start - 1]) if start else None
+        filled = _Filled(None if parent is None else (parent, int(generations[parent])))
+        found = [known.get(chunk) for chunk in ids[start:end]]
+        present = {row: int(generations[row]) for row in found if row is not None}
+        rooms = self._rooms(victims, present, filled)
+        for i, row in enumerate(found, start):
+            if row is not None:
+                if filled.link is not None:
+                    filled.links[row] = filled.link
+                filled.link = row, present[row]
+                continue
+            room = next(rooms, None) if i < allowed and filled.full_at is None else None
+            if room is None:
+                filled.full_at = i if i < allowed and filled.full_at is None else filled.full_at
+                filled.link = None
+                continue
+            known[ids[i]] = room
+            self._ids[room] = ids[i]
+            filled.positions.append(i)
+            filled.rows.append(room)
+            filled.parents.append(filled.link or (NO_PARENT, 0))
+            filled.link = room, self._generation
+            self._generation += 1
+        return filled
+
+    def _rooms(self, victims: list[int], present: Container[int], filled: _Filled) -> Iterator[int]:
+        """Free rows, then those of the victims, but for what the same transaction found present."""
+        while len(self._ids) < self._columns.slots:
+            self._ids.append(0)
+            yield len(self._ids) - 1
+        for row in victims:
+            if row in present:
+                filled.passed_over.append(row)
+            else:
+                del self._rows[self._ids[row]]
+                filled.gone.append(row)
+                yield row
+
+    def _publish(self, wanted: _Wanted, filled: _Filled) -> None:
+        columns, chain = self._columns, wanted.chain
+        if filled.gone:
+            gone = np.array(filled.gone)
+            marks, uses, hits = columns.keys[gone, 0], columns.last_use[gone], columns.hits[gone]
+            columns.table.remember(marks, uses, hits, chain.now, _EVICTED)
+            self.evicted += len(gone)
+        if filled.rows:
+            rows, positions, parents = (
+                np.array(filled.rows),
+                np.array(filled.positions),
+                np.array(filled.parents),
+            )
+            marks = chain.marks[positions]
+            columns.generation[rows] = np.arange(self._generation - len(rows), self._generation)
+            columns.last_use[rows] = NOT_READY
+            columns.lease_until[rows] = 0
+            columns.hits[rows] = wanted.hits[positions]
+            columns.keys[rows, 0] = marks
+            columns.position[rows] = positions
+            columns.parent_slot[rows], columns.parent_generation[rows] = parents[:, 0], parents[:, 1]
+            columns.table.forget(marks)
+            wanted.rows += filled.rows
+            wanted.positions += filled.positions
+        for row, (parent, generation) in filled.links.items():
+            columns.parent_slot[row], columns.parent_generation[row] = parent, generation
+
+    def _free(self) -> int:
+        return self._columns.slots - len(self._ids)
+
+
+def marks_of_ids(ids: Sequence[int]) -> Marks:
+    """A mark for each id, as evenly spread as the first bytes of a key (the mixing of splitmix64)."""
+    mixed = np.array(ids, np.uint64) + _GOLDEN
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))

@@ -1,0 +1,88 @@
+"""Traces: recorded requests, one JSON object a line, as in the Mooncake FAST'25 release; hashed ids only, no text.
+
+`timestamp` (ms), `input_length` and `output_length` (tokens), `hash_ids` (one a chunk of the prompt, each naming the
+whole prefix up to it) and, of ours, `chunk_tokens` (512 if it is not there).
+"""
+
+from __future__ import annotations
+
+import gzip
+import sys
+import zlib
+from collections.abc import Iterable, Iterator
+from io import BufferedReader, RawIOBase
+from pathlib import Path
+from typing import Annotated, BinaryIO, NamedTuple, cast
+
+import msgspec
+
+__all__ = ["Request", "format_request", "read_trace"]
+
+_GZIP = b"\x1f\x8b"
+_LARGEST_ID = (1 << 64) - 1
+_CHUNK_TOKENS = 512
+_LATEST_MS = 7.5e12  # the year 2207: what is above is no number of milliseconds
+
+Natural = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Request(NamedTuple):
+    """One prompt: when it came, how long it and its answer are (tokens), and the ids of its chunks."""
+
+    timestamp_ms: float
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...]
+    chunk_tokens: int = _CHUNK_TOKENS
+
+
+class _Line(msgspec.Struct, gc=False):
+    timestamp: Annotated[float, msgspec.Meta(ge=0, le=_LATEST_MS)]
+    input_length: Natural
+    output_length: Natural
+    hash_ids: tuple[Natural, ...]
+    chunk_tokens: Annotated[int, msgspec.Meta(ge=1)] = _CHUNK_TOKENS
+
+
+def read_trace(path: Path | str) -> Iterator[Request]:
+    """Read requests one by one, gzipped or not; `-` is the standard input. Time never goes back in what comes out.
+
+    OSError if it cannot be read, ValueError with the number of the line ("PATH:17: ...") that is no request.
+    """
+    name = str(path)
+    if name == "-":
+        yield from _requests(name, sys.stdin.buffer)
+    else:
+        with open(path, "rb") as file:
+            yield from _requests(name, file)
+
+
+def format_request(request: Request) -> str:
+    """One line, without its end, that `read_trace` reads as this request."""
+    line = _Line(*request)
+    return msgspec.json.encode(line).decode()
+
+
+def _requests(name: str, file: BinaryIO) -> Iterator[Request]:
+    decode = msgspec.json.Decoder(_Line).decode
+    latest, number = 0.0, 0
+    try:
+        for text in _unpacked(file):
+            number += 1
+            if text.isspace():
+                continue
+            line = decode(text)
+            if max(line.hash_ids, default=0) > _LARGEST_ID:
+                raise ValueError("an id in `hash_ids` has more than 64 bits")
+            latest = max(latest, line.timestamp)
+            yield Request(latest, line.input_length, line.output_length, line.hash_ids, line.chunk_tokens)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{name}:{number + 1}: what was packed is damaged: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{name}:{number}: {error}") from error
+
+
+def _unpacked(file: BinaryIO) -> Iterable[bytes]:
+    """The lines of a file that may be gzipped."""
+    buffered = file if isinstance(file, BufferedReader) else BufferedReader(cast("RawIOBase", file))
+    return gzip.GzipFile(fileobj=buffered) if buffered.peek(2)[:2] == _GZIP else buffered

@@ -1,0 +1,290 @@
+"""Streams of requests that were made up, for tests and benchmarks of policies: what engines are asked, and worse.
+
+Each generator returns a list of `Request` in order of time, the same one for the same arguments. Chunks are numbers;
+`after` and `mixed` keep those of several streams apart. Pure functions: thread-safe. `rate` is requests a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+from numpy.random import Generator
+
+from pagoda.replay.trace import Request
+
+_CHUNK_TOKENS = 512
+_DAY_SECONDS = 86_400.0
+
+Stream = list[Request]
+Ids = list[int]
+
+
+class _Fresh:
+    """Hands out numbers that no other chunk of the stream has."""
+
+    def __init__(self, first: int = 0) -> None:
+        self._next = first
+
+    def __call__(self, chunks: int) -> Ids:
+        self._next += chunks
+        return list(range(self._next - chunks, self._next))
+
+
+def _asked(seconds: float, chunks: Iterable[int], answer_tokens: int = 128) -> Request:
+    ids = tuple(chunks)
+    return Request(round(seconds * 1e3, 3), len(ids) * _CHUNK_TOKENS, answer_tokens, ids)
+
+
+def _first(requests: Iterable[Request], most: int) -> Stream:
+    return sorted(requests, key=lambda each: each.timestamp_ms)[:most]
+
+
+def _arrivals(random: Generator, requests: int, rate: float) -> list[float]:
+    """Seconds at which requests come that know nothing of each other."""
+    times: list[float] = np.cumsum(random.exponential(1.0 / rate, requests)).tolist()
+    return times
+
+
+def _chosen(random: Generator, choices: int, items: int, exponent: float) -> list[int]:
+    """Choices among items of unequal popularity, the k-th of which is chosen k**exponent times less often."""
+    weights = np.arange(1, items + 1) ** -float(exponent)
+    chosen: list[int] = random.choice(items, choices, p=weights / weights.sum()).tolist()
+    return chosen
+
+
+def _prompt(number: int, chunks: int) -> range:
+    return range(number * chunks, (number + 1) * chunks)
+
+
+def unique(requests: int, chunks: int = 1, rate: float = 10.0) -> Stream:
+    """Nothing is ever asked for again: a scan without an end."""
+    return [_asked(i / rate, _prompt(i, chunks)) for i in range(requests)]
+
+
+def loop(requests: int, length: int, chunks: int = 1, rate: float = 10.0) -> Stream:
+    """The same `length` prompts over and over again."""
+    return [_asked(i / rate, _prompt(i % length, chunks)) for i in range(requests)]
+
+
+def twice(requests: int, gap: int, chunks: int = 1, rate: float = 10.0) -> Stream:
+    """Each prompt is asked for exactly twice, `gap` others later: to have been seen again says nothing."""
+    stream: Stream = []
+    for i in range(requests // 2):
+        stream.append(_asked(i / rate, _prompt(i, chunks)))
+        if i >= gap:
+            stream.append(_asked((i + 0.5) / rate, _prompt(i - gap, chunks)))
+    return stream
+
+
+def zipf(
+    seed: int, requests: int, items: int, exponent: float, chunks: int = 1, rate: float = 10.0, every: int = 0
+) -> Stream:
+    """Prompts of unequal popularity; each `every` requests half of them are replaced by new ones."""
+    random = np.random.default_rng(seed)
+    chosen, times = _chosen(random, requests, items, exponent), _arrivals(random, requests, rate)
+    return [
+        _asked(times[i], _prompt(chosen[i] + (i // every * (items // 2) if every else 0), chunks))
+        for i in range(requests)
+    ]
+
+
+def scan_zipf(
+    seed: int, requests: int, items: int, exponent: float, every: int, chunks: int = 1, rate: float = 10.0
+) -> Stream:
+    """`zipf`, and by turns, for `every` requests each, what is never asked for again."""
+    fresh = _Fresh(items * chunks)
+    stream = zipf(seed, requests, items, exponent, chunks, rate)
+    return [
+        _asked(each.timestamp_ms / 1e3, fresh(chunks)) if i // every % 2 else each
+        for i, each in enumerate(stream)
+    ]
+
+
+def agents(
+    seed: int,
+    requests: int,
+    rate: float = 5.0,
+    tools: int = 20,
+    tool_chunks: int = 12,
+    turns: float = 8.0,
+    think_seconds: float = 10.0,
+    growth: int = 2,
+) -> Stream:
+    """Agents that share the prompts of their tools and talk on, each turn on top of all before it.
+
+    `turns`, `tool_chunks`, `think_seconds` and `growth` (chunks a turn) are what it is in the mean.
+    """
+    random = np.random.default_rng(seed)
+    fresh = _Fresh()
+    prompts = [fresh(int(random.integers(1, 2 * tool_chunks))) for _ in range(tools)]
+    conversations = round(requests * 2 / turns) + 1
+    starts = _arrivals(random, conversations, rate / turns)
+    stream: Stream = []
+    for at, tool in zip(starts, _chosen(random, conversations, tools, 1.0), strict=True):
+        context = prompts[tool]
+        for _ in range(int(random.geometric(1.0 / turns))):
+            context = context + fresh(int(random.integers(1, 2 * growth)))
+            stream.append(_asked(at, context))
+            at += 1.0 + random.exponential(think_seconds)
+    return _first(stream, requests)
+
+
+def documents(
+    seed: int, requests: int, items: int, chunks: int = 40, exponent: float = 0.8, rate: float = 2.0
+) -> Stream:
+    """Questions about long documents that many ask about, behind one prompt of the system's."""
+    random = np.random.default_rng(seed)
+    chosen, times = _chosen(random, requests, items, exponent), _arrivals(random, requests, rate)
+    fresh = _Fresh(1 + items * chunks)
+    return [
+        _asked(at, [items * chunks, *_prompt(item, chunks), *fresh(int(random.integers(1, 3)))])
+        for at, item in zip(times, chosen, strict=True)
+    ]
+
+
+def rag(
+    seed: int,
+    requests: int,
+    passages: int,
+    exponent: float = 0.9,
+    each: int = 4,
+    chunks: int = 2,
+    rate: float = 5.0,
+) -> Stream:
+    """A prompt of the system's, `each` passages of unequal popularity, and a question of one's own.
+
+    A passage is the same chunks only behind the same passages: its KV depends on all that comes before it.
+    """
+    random = np.random.default_rng(seed)
+    fresh = _Fresh()
+    system = fresh(3)
+    seen: dict[tuple[int, ...], Ids] = {}
+    found = _chosen(random, requests * each, passages, exponent)
+    stream: Stream = []
+    for i, at in enumerate(_arrivals(random, requests, rate)):
+        chain = tuple(found[i * each : (i + 1) * each])
+        context = list(system)
+        for k in range(each):
+            if chain[: k + 1] not in seen:
+                seen[chain[: k + 1]] = fresh(chunks)
+            context += seen[chain[: k + 1]]
+        stream.append(_asked(at, context + fresh(1)))
+    return stream
+
+
+def chat(
+    seed: int,
+    requests: int,
+    rate: float = 3.0,
+    turns: float = 3.0,
+    think_seconds: float = 60.0,
+    first: int = 6,
+    growth: int = 2,
+    day_seconds: float = _DAY_SECONDS,
+) -> Stream:
+    """People who talk on after a while, or do not; with day and night: between 0.2 and 1.8 times the rate."""
+    random = np.random.default_rng(seed)
+    fresh = _Fresh()
+    system = fresh(1)
+    stream: Stream = []
+    at = 0.0
+    while len(stream) < 2 * requests:
+        at += random.exponential(turns / rate / (1.0 + 0.8 * np.sin(2 * np.pi * at / day_seconds)))
+        context, moment = list(system), at
+        for turn in range(int(random.geometric(1.0 / turns))):
+            context = context + fresh(int(random.integers(1, 2 * (growth if turn else first))))
+            stream.append(_asked(moment, context))
+            moment += 2.0 + think_seconds * random.lognormal(-0.5, 1.0)
+    return _first(stream, requests)
+
+
+def overloaded(stream: Stream, every: int, faster: float = 4.0, slower: float = 0.5) -> Stream:
+    """The same requests, by turns `every` of them so much faster and so much slower: bursts of load."""
+    out: Stream = []
+    at = before = 0.0
+    for i, each in enumerate(stream):
+        at += (each.timestamp_ms - before) / (faster if i // every % 2 else slower)
+        before = each.timestamp_ms
+        out.append(each._replace(timestamp_ms=round(at, 3)))
+    return out
+
+
+def after(*streams: Stream) -> Stream:
+    """One stream after the other; each has chunks of its own."""
+    out: Stream = []
+    at, number = 0.0, 0
+    for stream in streams:
+        out += [_moved(each, at, number) for each in stream]
+        at, number = out[-1].timestamp_ms + 1.0, number + _numbers(stream)
+    return out
+
+
+def mixed(*streams: Stream) -> Stream:
+    """All streams at once; each has chunks of its own."""
+    out: Stream = []
+    number = 0
+    for stream in streams:
+        out += [_moved(each, 0.0, number) for each in stream]
+        number += _numbers(stream)
+    return _first(out, len(out))
+
+
+def _moved(request: Request, milliseconds: float, number: int) -> Request:
+    ids = tuple(each + number for each in request.hash_ids)
+    return request._replace(timestamp_ms=round(request.timestamp_ms + milliseconds, 3), hash_ids=ids)
+
+
+def _numbers(stream: Stream) -> int:
+    return 1 + max(max(each.hash_ids) for each in stream)
+
+
+def alternating(seed: int, rounds: int, requests: int) -> Stream:
+    """By turns nothing comes back, and agents come whose every turn does."""
+    return after(
+        *(
+            agents(seed + i, requests) if i % 2 else unique(requests, chunks=8, rate=5.0)
+            for i in range(rounds)
+        )
+    )
+
+
+def late(seed: int, requests: int) -> Stream:
+    """Nothing comes back for a long time, then agents come."""
+    return after(unique(requests * 3 // 4, chunks=8, rate=5.0), agents(seed, requests // 4))
+
+
+def slow_and_fast(seed: int, rounds: int, requests: int) -> Stream:
+    """By turns agents that think for minutes and some that answer at once."""
+    return after(
+        *(
+            agents(seed + i, requests, rate=4.0, turns=6.0, think_seconds=5.0 if i % 2 else 120.0)
+            for i in range(rounds)
+        )
+    )
+
+
+def phases(seed: int, requests: int) -> Stream:
+    """Prompts, then agents, then popularity that shifts: what was learnt first is wrong later."""
+    part = requests // 3
+    return after(zipf(seed, part, 20_000, 0.7), agents(seed, part), zipf(seed, part, 3_000, 0.9, every=3_000))
+
+
+def retimed(stream: Stream, seconds: Callable[[int], float]) -> Stream:
+    """The same requests, the i-th of them at `seconds(i)`."""
+    return [each._replace(timestamp_ms=seconds(i) * 1e3) for i, each in enumerate(stream)]
+
+
+def odd_times(stream: Stream) -> dict[str, Stream]:
+    """The same requests, with times that traces have: none, whole seconds, a batch in no time, hours between."""
+    return {
+        "no times": retimed(stream, lambda _: 0.0),
+        "whole seconds": [each._replace(timestamp_ms=each.timestamp_ms // 1000 * 1000.0) for each in stream],
+        "a batch": retimed(stream, lambda i: i * 1e-6),
+        "hours between": retimed(stream, lambda i: i * 10_000.0),
+    }
+
+
+def chunks_asked(stream: Sequence[Request]) -> int:
+    """How many different chunks are asked for: the working set."""
+    return len({each for request in stream for each in request.hash_ids})

@@ -1,0 +1,375 @@
+"""Redis (or Valkey) as a remote store: one hash a chunk, written under another name and renamed when it is whole."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import takewhile
+from typing import NamedTuple
+
+from pagoda.errors import ConfigError
+from pagoda.metrics import Reason
+from pagoda.tiers.base import Bytes
+from pagoda.tiers.link import NAME_FORMAT, Put, Refused, Usage
+from pagoda.tiers.redis_address import RedisAddress
+from pagoda.tiers.resp import Answer, Denial, Wire, command, command_with
+
+__all__ = ["PIECE_BYTES", "RedisLink", "RedisRemote"]
+
+# of the fields of a hash. Whole values of many MiB cost Redis twice the time; of 1 MiB, with what it adds, a quarter
+# more memory, for its allocator rounds that up to 1.25 MiB
+PIECE_BYTES = (1 << 20) - 4096
+_SMALL_BYTES = 1 << 20  # chunks that are written in one transaction
+_WRITE_PIECES = 64  # written before their answers are read
+_READ_PIECES = 4  # asked for at once; more only fill the server's buffers
+_FIND_KEYS = 4096
+_SCAN_NAMES = 1000
+_SCAN_STEPS = 1 << 20  # a server whose scan does not end is no Redis
+_NAMESPACES = 1 << 16
+_NAME_BYTES = 512  # no name of ours is longer
+_TEXT_BYTES = 1 << 16  # of INFO
+_DRAFT_SECONDS = 2.0  # how long a draft outlives the deadline of its put
+
+
+class RedisRemote:
+    """A Redis at `url` (see RedisAddress). All names begin with `<prefix>:`. Thread-safe, keeps no connection.
+
+    `ttl_seconds`: how long a chunk stays after it was stored; None: until Redis evicts it.
+    """
+
+    def __init__(
+        self, url: str, *, prefix: str = "pagoda", ttl_seconds: float | None = None, name: str = "redis"
+    ) -> None:
+        self.name = name
+        self._at = RedisAddress(url)
+        self.address = self._at.text
+        self._names = _Names(prefix)
+        self._ttl_ms = None if ttl_seconds is None else max(1, int(ttl_seconds * 1000))
+
+    def link(self, until: float) -> RedisLink:
+        """A new connection, authenticated, that has answered. OSError; Refused: it does not let us read."""
+        link = RedisLink(Wire(self._at.connect(until)), self._names, self._ttl_ms, self._at.password)
+        try:
+            link.greet(self._at.username, self._at.db, until)
+        except BaseException:
+            link.close()
+            raise
+        return link
+
+
+class RedisLink:
+    """One connection to a Redis; a Link. For one thread at a time, but for `abort`."""
+
+    def __init__(self, wire: Wire, names: _Names, ttl_ms: int | None, password: str | None) -> None:
+        self._wire = wire
+        self._names = names
+        self._ttl_ms = ttl_ms
+        self._password = password
+
+    def greet(self, username: str | None, db: int, until: float) -> None:
+        """Authenticate, choose the database, and see that it answers: one round trip."""
+        commands = []
+        if self._password or username:
+            words = [word.encode() for word in (username, self._password or "") if word is not None]
+            commands.append(command(b"AUTH", *words))
+        if db:
+            commands.append(command(b"SELECT", b"%d" % db))
+        self._ask([*commands, self._probe()], until)
+
+    def ping(self, until: float) -> None:
+        """Return if our names can be read."""
+        self._ask([self._probe()], until)
+
+    def find(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
+        """How many leading keys are there: one round trip for thousands."""
+        for start in range(0, len(keys), _FIND_KEYS):
+            batch = keys[start : start + _FIND_KEYS]
+            answers = self._ask(
+                [command(b"EXISTS", self._names.chunk(namespace, key)) for key in batch], until
+            )
+            here = sum(1 for _ in takewhile(lambda answer: answer == 1, answers))
+            if here < len(batch):
+                return start + here
+        return len(keys)
+
+    def put(
+        self,
+        namespace: bytes,
+        key: bytes,
+        page: Bytes,
+        stored: Bytes,
+        usable: Callable[[], bool],
+        until: float,
+    ) -> Put:
+        """Claim the key, write a draft, ask `usable`, rename the draft: three round trips, one for a small chunk.
+
+        A draft and a claim have an end from their first byte on, so what a dead writer leaves goes by itself.
+        """
+        name, nonce = self._names.chunk(namespace, key), os.urandom(16).hex().encode()
+        claim, draft = name + b":w", name + b":w:" + nonce
+        if stored.nbytes <= _SMALL_BYTES:
+            with self._dropping([draft], until):
+                return self._put_small(name, draft, _fields(page, stored), usable, until)
+        life = b"%d" % max(1, int((until - time.monotonic() + _DRAFT_SECONDS) * 1000))
+        present, claimed = self._ask(
+            [command(b"EXISTS", name), command(b"SET", claim, nonce, b"NX", b"PX", life)], until
+        )
+        if present == 1:
+            if claimed is not None:
+                self._drop([claim], until)
+            return Put.PRESENT
+        if claimed is None:
+            return Put.BUSY
+        with self._dropping([draft, claim], until):
+            self._write(draft, _fields(page, stored), life, until)
+            if usable():
+                return self._publish(draft, name, claim, until)
+        self._drop([draft, claim], until)
+        return Put.STALE
+
+    @contextmanager
+    def _dropping(self, names: list[bytes], until: float) -> Iterator[None]:
+        try:
+            yield
+        except Refused:
+            self._drop(names, until)
+            raise
+
+    def _write(self, draft: bytes, fields: list[_Field], life: bytes, until: float) -> None:
+        """Write all fields. One transaction a piece: no command alone could leave a draft that has no end."""
+        end = command(b"PEXPIRE", draft, life) + command(b"EXEC")
+        for start in range(0, len(fields), _WRITE_PIECES):
+            parts: list[bytes | memoryview] = []
+            batch = fields[start : start + _WRITE_PIECES]
+            for field, piece in batch:
+                parts += [command(b"MULTI"), *command_with(b"HSET", draft, field, piece), end]
+            parts.append(command(b"HLEN", draft))
+            if self._asked(parts, 4 * len(batch) + 1, until)[-1] != start + len(batch):
+                raise Refused(Reason.FULL, "the chunk was evicted, removed or late before it was whole")
+
+    def _publish(self, draft: bytes, name: bytes, claim: bytes, until: float) -> Put:
+        commands = [command(b"MULTI"), *self._renaming(draft, name, claim), command(b"EXEC")]
+        return _renamed(self._ask(commands, until))
+
+    def _put_small(
+        self, name: bytes, draft: bytes, fields: list[_Field], usable: Callable[[], bool], until: float
+    ) -> Put:
+        """One transaction, not ended before `usable` has said yes. Who is the first of two is settled at its end."""
+        self._wire.check()
+        words = [word for field in fields for word in field]
+        self._wire.send([command(b"MULTI"), *command_with(b"HSET", draft, *words)], 2, until)
+        rest = [command(b"DISCARD")]
+        if good := usable():
+            rest = [*self._renaming(draft, name, None), command(b"EXEC")]
+        self._wire.send([b"".join(rest)], len(rest), until)
+        answers = self._answers(2 + len(rest), until)
+        return _renamed(answers) if good else Put.STALE
+
+    def _renaming(self, draft: bytes, name: bytes, claim: bytes | None) -> list[bytes]:
+        """What makes a draft a chunk, or nothing; Redis decides who was first. Without a claim it has no end yet."""
+        stay = [] if claim is None else [command(b"PERSIST", draft)]
+        if self._ttl_ms is not None:
+            stay = [command(b"PEXPIRE", draft, b"%d" % self._ttl_ms)]
+        gone = [draft] if claim is None else [draft, claim]
+        return [*stay, command(b"RENAMENX", draft, name), command(b"UNLINK", *gone)]
+
+    def get(
+        self, namespace: bytes, key: bytes, page: Bytes, place: Callable[[], Bytes | None], until: float
+    ) -> int | None:
+        """Fill `page` and what `place` returns; one round trip, for the first pieces are asked for with the page."""
+        self._wire.check()
+        name = self._names.chunk(namespace, key)
+        self._request(name, [b"h", *_numbers(range(_READ_PIECES))], until)
+        found = self._wire.fill(page.data, until)
+        room = place() if found == page.nbytes else None
+        pieces = [] if room is None else _pieces(room.data)
+        came = self._fill(name, pieces, until)
+        for answer in (found, *came):
+            if isinstance(answer, Denial):
+                raise self._refused(answer)
+        sizes = [piece.nbytes for piece in pieces]
+        if room is not None and came == sizes + [None] * (len(came) - len(sizes)):
+            return room.nbytes
+        if None in (found, *came[: len(sizes)]) and self._ask([command(b"EXISTS", name)], until) == [0]:
+            return None  # never there, or it went while it was read
+        raise Refused(Reason.FAILED_CHECK, "the value is not a chunk as it was asked for")
+
+    def _fill(self, name: bytes, pieces: list[memoryview], until: float) -> list[int | Denial | None]:
+        """Read what was asked for with the page, and the pieces behind it; asks for no more once one is wrong."""
+        nowhere = memoryview(bytearray())
+        came: list[int | Denial | None] = []
+        asked, right = _READ_PIECES, True
+        while len(came) < asked:
+            place = pieces[len(came)] if len(came) < len(pieces) else nowhere
+            came.append(self._wire.fill(place, until))
+            right = right and came[-1] == place.nbytes
+            if right and len(came) + _READ_PIECES // 2 == asked < len(pieces):
+                more = range(asked, min(len(pieces), asked + _READ_PIECES // 2))
+                self._request(name, _numbers(more), until)
+                asked = more.stop
+        return came
+
+    def _request(self, name: bytes, fields: list[bytes], until: float) -> None:
+        self._wire.send([b"".join(command(b"HGET", name, field) for field in fields)], len(fields), until)
+
+    def remove(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
+        """Remove chunks; how many there were."""
+        return self._unlink([self._names.chunk(namespace, key) for key in keys], until)
+
+    def clear(self, namespace: bytes | None, patience_seconds: float) -> int:
+        """Remove all chunks of one namespace, or all of ours, and their drafts and claims; how many chunks."""
+        removed = 0
+        for names in self._scan(namespace, patience_seconds):
+            until = time.monotonic() + patience_seconds
+            removed += self._unlink([name.text for name in names if name.whole], until)
+            self._unlink([name.text for name in names if not name.whole], until)
+        return removed
+
+    def census(self, patience_seconds: float) -> Mapping[bytes, int]:
+        """Chunks of each namespace. One that Redis names twice while it resizes its table counts twice."""
+        chunks: Counter[bytes] = Counter()
+        for names in self._scan(None, patience_seconds):
+            chunks.update(name.namespace for name in names if name.whole)
+            if len(chunks) > _NAMESPACES:
+                raise ConnectionError(f"more than {_NAMESPACES} namespaces")
+        return chunks
+
+    def usage(self, until: float) -> Usage:
+        """The memory of the whole server, whoever uses it, and its `maxmemory`."""
+        (said,) = self._ask([command(b"INFO", b"memory")], until, _TEXT_BYTES)
+        lines = said.split(b"\r\n") if isinstance(said, bytes) else []
+        numbers = dict(line.split(b":", 1) for line in lines if re.fullmatch(rb"\w+:\d{1,19}", line))
+        used, limit = numbers.get(b"used_memory"), numbers.get(b"maxmemory")
+        return Usage(int(used) if used else None, int(limit) or None if limit else None)
+
+    def abort(self) -> None:
+        """Let whoever waits in this link fail soon with an OSError. From any thread."""
+        self._wire.abort()
+
+    def close(self) -> None:
+        """Close the connection; never waits. Idempotent."""
+        self._wire.close()
+
+    def _scan(self, namespace: bytes | None, patience_seconds: float) -> Iterator[list[_Name]]:
+        """Names that are ours, in lists, each within `patience_seconds`; most once, some perhaps twice."""
+        words = (b"MATCH", self._names.pattern(namespace), b"COUNT", b"%d" % _SCAN_NAMES)
+        cursor = b"0"
+        for _ in range(_SCAN_STEPS):
+            (answer,) = self._ask([command(b"SCAN", cursor, *words)], time.monotonic() + patience_seconds)
+            if not isinstance(answer, list) or len(answer) != 2 or not isinstance(answer[1], list):
+                raise ConnectionError("the answer to SCAN is none")
+            cursor = answer[0] if isinstance(answer[0], bytes) else b"0"
+            parsed = [self._names.parse(name) for name in answer[1] if isinstance(name, bytes)]
+            yield [name for name in parsed if name and namespace in (None, name.namespace)]
+            if cursor == b"0":
+                return
+        raise ConnectionError("the scan does not end")
+
+    def _unlink(self, names: list[bytes], until: float) -> int:
+        removed = 0
+        for start in range(0, len(names), _SCAN_NAMES):
+            batch = names[start : start + _SCAN_NAMES]
+            (number,) = self._ask([command(b"UNLINK", *batch)], until)
+            removed += min(number, len(batch)) if isinstance(number, int) else 0
+        return removed
+
+    def _drop(self, names: list[bytes], until: float) -> None:
+        """Remove what a put leaves; a server that does not let us has its end of it, too."""
+        with suppress(Refused):
+            self._unlink(names, until)
+
+    def _probe(self) -> bytes:
+        return command(b"EXISTS", self._names.probe)
+
+    def _ask(self, commands: Sequence[bytes], until: float, longest: int = _NAME_BYTES) -> list[Answer]:
+        """The answers to commands that are sent at once. Refused if one is an error, after all were read."""
+        return self._asked([b"".join(commands)], len(commands), until, longest)
+
+    def _asked(
+        self, parts: Sequence[bytes | memoryview], number: int, until: float, longest: int = _NAME_BYTES
+    ) -> list[Answer]:
+        self._wire.check()
+        self._wire.send(parts, number, until)
+        return self._answers(number, until, longest)
+
+    def _answers(self, number: int, until: float, longest: int = _NAME_BYTES) -> list[Answer]:
+        answers = [self._wire.answer(until, longest) for _ in range(number)]
+        for answer in answers:
+            if isinstance(answer, Denial):
+                raise self._refused(answer)
+        return answers
+
+    def _refused(self, denial: Denial) -> Refused:
+        text = denial.text
+        if self._password:
+            text = text.replace(self._password, "***")  # a server may say anything
+        return Refused(_REASONS.get(denial.code, Reason.IO_ERROR), text)
+
+
+_Field = tuple[bytes, memoryview]  # of a hash: its name and its value
+_REASONS = {"OOM": Reason.FULL, "WRONGTYPE": Reason.FAILED_CHECK}
+
+
+class _Name(NamedTuple):
+    text: bytes
+    namespace: bytes
+    whole: bool  # a chunk; else a draft or a claim
+
+
+class _Names:
+    """The names of chunks: `<prefix>:<format>:<namespace>:{<key>}`; of their claims and drafts: that and `:w...`.
+
+    The braces keep the three on one node of a cluster.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        if not re.fullmatch(r"[!-z|~]{1,100}", prefix):  # no braces
+            raise ConfigError(
+                f"prefix={prefix!r}: 1 to 100 printable characters of ASCII, without spaces and braces"
+            )
+        self._start = f"{prefix}:{NAME_FORMAT}:".encode()
+        self.probe = self._start + b"probe"  # nothing has this name
+        root, key, draft = rb"([0-9a-f]{64})", rb"\{[0-9a-f]{64}\}", rb"(:w(?::[0-9a-f]{32})?)?"
+        self._ours = re.compile(re.escape(self._start) + root + b":" + key + draft)
+
+    def chunk(self, namespace: bytes, key: bytes) -> bytes:
+        """The name of a chunk. ValueError if namespace or key are not 32 bytes."""
+        if len(namespace) != 32 or len(key) != 32:
+            raise ValueError("a namespace and a key have 32 bytes")
+        return b"%b%b:{%b}" % (self._start, namespace.hex().encode(), key.hex().encode())
+
+    def pattern(self, namespace: bytes | None) -> bytes:
+        """What SCAN compares names with, to be parsed afterwards."""
+        start = re.sub(rb"([\\*?\[\]])", rb"\\\1", self._start)
+        return start + (b"?" * 64 if namespace is None else namespace.hex().encode()) + b":{*"
+
+    def parse(self, name: bytes) -> _Name | None:
+        """What a name says; None: it is not ours."""
+        found = self._ours.fullmatch(name)
+        return found and _Name(name, bytes.fromhex(found[1].decode()), found[2] is None)
+
+
+def _renamed(answers: list[Answer]) -> Put:
+    """What became of a transaction that ends with RENAMENX and UNLINK."""
+    done = answers[-1]
+    renamed = done[-2] if isinstance(done, list) and len(done) > 1 else None
+    if isinstance(renamed, Denial):  # there is no draft any more
+        raise Refused(Reason.FULL, f"the chunk went before it was published: {renamed.text}")
+    return Put.STORED if renamed == 1 else Put.PRESENT
+
+
+def _fields(page: Bytes, stored: Bytes) -> list[_Field]:
+    pieces = _pieces(stored.data)
+    return [(b"h", page.data), *zip(_numbers(range(len(pieces))), pieces, strict=True)]
+
+
+def _pieces(stored: memoryview) -> list[memoryview]:
+    return [stored[start : start + PIECE_BYTES] for start in range(0, stored.nbytes, PIECE_BYTES)]
+
+
+def _numbers(numbers: range) -> list[bytes]:
+    return [b"%d" % number for number in numbers]

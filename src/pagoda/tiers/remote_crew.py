@@ -1,0 +1,78 @@
+"""What the threads of a remote tier work on: moves of chunks, and in the background small questions and probes."""
+
+from __future__ import annotations
+
+import threading
+
+from pagoda.metrics import Reason
+from pagoda.tiers.asks import Ask, Question
+from pagoda.tiers.link import Link
+from pagoda.tiers.queue import IoQueue
+from pagoda.tiers.remote_hand import RemoteHand
+from pagoda.tiers.remote_store import Line, RemoteStore
+
+_TICK_SECONDS = 0.1  # while the breaker is open: between two looks whether it is time to ask
+
+
+class RemoteCrew:
+    """Moves chunks to and from one remote store. Thread-safe; see `Crew`."""
+
+    batch_chunks = 1
+
+    def __init__(self, store: RemoteStore, connections: int) -> None:
+        self._store = store
+        self.name = store.remote.name
+        self.readers = 1 if connections > 1 else 0
+
+    def begin(self, queue: IoQueue) -> None:
+        """Work for this queue, with new locks."""
+        self._queue = queue
+        self._store.renew()
+
+    def hand(self) -> RemoteHand:
+        """What a thread works with."""
+        return RemoteHand(self._store, self._queue)
+
+    def background(self, stop: threading.Event) -> None:
+        """Answer questions; while the breaker is open, ask now and then whether the store is back."""
+        store, line = self._store, Line(self._store)
+        try:
+            while not stop.is_set():
+                ask = store.asks.take(_TICK_SECONDS if store.breaker.open else None)
+                if ask is not None:
+                    self._answer(ask, line)
+                if store.breaker.open and not store.breaker.resting and not stop.is_set():
+                    self._asked(line, self._probe, "asking whether it is back")
+        finally:
+            store.asks.close()
+            line.close()
+
+    def _answer(self, ask: Ask, line: Line) -> None:
+        skipped = self._store.breaker.open
+        answer = Reason.TIER_SKIPPED if skipped else self._asked(line, ask.question, "a question")
+        self._store.asks.answered(ask, answer)
+
+    def _asked(self, line: Line, question: Question, what: str) -> int | Reason:
+        try:
+            return line.use(question, what)
+        except Exception as error:  # noqa: BLE001  # the border of the background: others are still to be answered
+            return self._store.trouble(error, what)
+
+    def _probe(self, link: Link) -> int:
+        link.ping(self._store.until())
+        return 0
+
+    def interrupt(self) -> None:
+        """Wake the background, and let all that waits for the store fail."""
+        self._store.interrupt()
+
+    def count(self, name: str, number: int = 1) -> None:
+        """Add to a counter of this process."""
+        self._store.count(name, number)
+
+    def trouble(self, error: Exception, what: str) -> Reason:
+        """Note that something failed."""
+        return self._store.trouble(error, what)
+
+    def close(self) -> None:
+        """Nothing is held: each thread has let go of its link."""

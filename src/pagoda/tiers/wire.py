@@ -1,0 +1,277 @@
+"""One HTTP/1.1 connection that moves bodies straight from and into memory, and believes no length before its time.
+
+For what a client library copies, or keeps however large it is: bodies of chunks, of errors, of listings. RFC 9112,
+without redirections and compression.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+from urllib.parse import SplitResult, unquote, urlsplit
+
+__all__ = ["Answer", "Wire", "paths_in"]
+
+_HEAD_BYTES = 64 << 10  # of status line and headers
+_STEP_BYTES = 1 << 20  # of one send or receive: the deadline is looked at in between
+_INTERIMS = 16  # 1xx answers before the final one
+_STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})[ \r]")
+
+
+class Answer(NamedTuple):
+    """The head of an answer. `length` is what the body is said to have, in bytes; None: not said."""
+
+    status: int
+    length: int | None
+    is_chunked: bool
+    closes: bool  # the connection is of no use after the body
+
+
+class Wire:
+    """A connection to one origin, made when it is needed and again when the server has ended it.
+
+    For one thread at a time, but for `abort`. Every call ends at `until` (time.monotonic()) with a TimeoutError; all
+    trouble is an OSError, after which the connection is closed.
+    """
+
+    def __init__(self, origin: SplitResult) -> None:
+        self._origin = (origin.scheme, origin.netloc)
+        self._host = origin.hostname or ""
+        self._port = origin.port or (443 if origin.scheme == "https" else 80)
+        self._authority = origin.netloc.rpartition("@")[2]
+        self._tls = ssl.create_default_context() if origin.scheme == "https" else None
+        self._socket: socket.socket | None = None
+        self._buffer = memoryview(bytearray(_HEAD_BYTES))
+        self._begin = self._end = 0  # what of the buffer has been received and not been taken
+        self._closed = False
+
+    def is_to(self, origin: SplitResult) -> bool:
+        """Whether requests to `origin` may go over this connection."""
+        return (origin.scheme, origin.netloc) == self._origin
+
+    def ask(
+        self,
+        method: str,
+        target: str,
+        until: float,
+        headers: Mapping[str, str] | None = None,
+        body: Sequence[memoryview] = (),
+    ) -> Answer:
+        """Send a request, return the head of its answer. What is left of the body is for `read` and `end`."""
+        fields = {"Host": self._authority, **(headers or {})}
+        if body or method == "PUT":
+            fields["Content-Length"] = str(sum(piece.nbytes for piece in body))
+        lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+        head = memoryview(f"{method} {target} HTTP/1.1\r\n{lines}\r\n".encode("latin-1"))
+        with self._or_dropped():
+            is_old = self._socket is not None
+            try:
+                return self._exchange(head, body, until)
+            except (ConnectionError, EOFError):
+                if not is_old or self._closed:
+                    raise
+            self.drop()  # the server had ended it while nobody used it
+            return self._exchange(head, body, until)
+
+    def read(self, into: memoryview, until: float) -> None:
+        """Fill `into` from the body."""
+        at = min(into.nbytes, self._end - self._begin)
+        into[:at] = self._buffer[self._begin : self._begin + at]
+        self._begin += at
+        with self._or_dropped():
+            while at < into.nbytes:
+                at += self._receive(into[at : at + _STEP_BYTES], until)
+
+    def end(self, answer: Answer, taken: int, until: float) -> bytes:
+        """Done with an answer of which all or nothing (`taken`) was read: its body then, if that is at most 64 KiB.
+
+        If not, the connection goes: that is cheaper than to read on, and nothing that could be endless is read.
+        """
+        rest = b""
+        if answer.length is None and not answer.is_chunked and answer.status not in (204, 304):
+            self.drop()
+        elif answer.length != taken and answer.status not in (204, 304):
+            rest = self.text(answer, _HEAD_BYTES, until) or b""
+        if answer.closes or self._end != self._begin:  # or it sent more than it said
+            self.drop()
+        return rest
+
+    def text(self, answer: Answer, most_bytes: int, until: float) -> bytes | None:
+        """The whole body, however it is coded; None: it is longer than that, and the connection was dropped."""
+        whole = bytearray()
+        with self._or_dropped():
+            for size in self._sizes(answer, until):
+                if len(whole) + size > most_bytes:
+                    self.drop()
+                    return None
+                piece = bytearray(size)
+                self.read(memoryview(piece), until)
+                whole += piece
+        return bytes(whole)
+
+    @contextlib.contextmanager
+    def _or_dropped(self) -> Iterator[None]:
+        """Around what must succeed for the connection to be of more use."""
+        try:
+            yield
+        except EOFError:
+            self.drop()
+            raise ConnectionError("the connection was ended within an answer") from None
+        except BaseException:
+            self.drop()
+            raise
+
+    def _sizes(self, answer: Answer, until: float) -> Iterator[int]:
+        """Of the pieces that a body comes in; what is between them is taken out of the way."""
+        if not answer.is_chunked:
+            if answer.length is None:
+                raise ConnectionError("an answer that does not say its length")
+            yield answer.length
+            return
+        while True:
+            size = re.match(rb"[0-9a-fA-F]{1,12}(?=[;\s]|$)", self._upto(b"\r\n", until))
+            if size is None:
+                raise ConnectionError("a malformed chunk")
+            if not int(size[0], 16):
+                break
+            yield int(size[0], 16)
+            self._upto(b"\r\n", until)
+        while self._upto(b"\r\n", until):
+            pass
+
+    def abort(self) -> None:
+        """Let whoever waits here fail now, and whoever asks later too. From any thread."""
+        self._closed = True
+        one = self._socket
+        if one is not None:
+            with contextlib.suppress(
+                OSError
+            ):  # not close(): its number could be another's before the waiting ends
+                socket.socket.shutdown(one, socket.SHUT_RDWR)
+
+    def drop(self) -> None:
+        """End the connection; the next request makes another. Not for another thread."""
+        if self._socket is not None:
+            self._socket.close()
+        self._socket, self._begin, self._end = None, 0, 0
+
+    def _exchange(self, head: memoryview, body: Sequence[memoryview], until: float) -> Answer:
+        one = self._socket or self._connect(until)
+        for piece in (head, *body):
+            at = 0
+            while at < piece.nbytes:
+                one.settimeout(_left(until))
+                at += one.send(piece[at : at + _STEP_BYTES])
+        for _ in range(_INTERIMS):
+            answer = self._head(until)
+            if answer.status >= 200:
+                return answer
+        raise ConnectionError("interim answers without end")
+
+    def _head(self, until: float) -> Answer:
+        return _parsed(self._upto(b"\r\n\r\n", until) + b"\r\n")
+
+    def _upto(self, mark: bytes, until: float) -> bytes:
+        """What comes before the next `mark`, which is taken too."""
+        held = self._end - self._begin
+        self._buffer[:held] = bytes(self._buffer[self._begin : self._end])
+        self._begin, self._end, seen = 0, held, 0
+        while (stop := bytes(self._buffer[seen : self._end]).find(mark)) < 0:
+            seen = max(0, self._end - len(mark) + 1)
+            if self._end == _HEAD_BYTES:
+                raise ConnectionError("a head without end")
+            self._end += self._receive(self._buffer[self._end :], until)
+        self._begin = seen + stop + len(mark)
+        return bytes(self._buffer[: seen + stop])
+
+    def _receive(self, into: memoryview, until: float) -> int:
+        one = self._socket
+        if one is None:
+            raise ConnectionError("the connection was closed")
+        one.settimeout(_left(until))
+        count = one.recv_into(into)
+        if not count:
+            raise EOFError
+        return count
+
+    def _connect(self, until: float) -> socket.socket:
+        if self._closed:
+            raise ConnectionError("the connection was closed")
+        trouble: OSError = OSError("the host has no address")
+        for family, kind, protocol, _, address in _addresses(self._host, self._port, until):
+            one = socket.socket(family, kind, protocol)
+            try:
+                one.settimeout(_left(until))
+                one.connect(address)
+                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                if self._tls is not None:
+                    one.settimeout(_left(until))
+                    one = self._tls.wrap_socket(one, server_hostname=self._host)
+            except OSError as error:
+                one.close()
+                trouble = error
+                continue
+            self._socket, self._begin, self._end = one, 0, 0
+            return one
+        raise trouble
+
+
+def _left(until: float) -> float:
+    left = until - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("out of time")
+    return left
+
+
+def _parsed(head: bytes) -> Answer:
+    status = _STATUS.match(head)
+    fields: dict[bytes, set[bytes]] = {}
+    for line in head.split(b"\r\n")[1:-1]:
+        name, colon, value = line.partition(b":")
+        if not colon or name != name.strip():
+            raise ConnectionError("a malformed head")
+        fields.setdefault(name.lower(), set()).add(value.strip())
+    lengths = fields.get(b"content-length", set())
+    if status is None or len(lengths) > 1 or not all(re.fullmatch(rb"\d{1,18}", each) for each in lengths):
+        raise ConnectionError("a malformed head")
+    codings = fields.get(b"transfer-encoding")
+    length = int(lengths.pop()) if lengths and codings is None else None
+    closes = b"close" in fields.get(b"connection", set()) or head.startswith(b"HTTP/1.0")
+    return Answer(int(status[1]), length, codings == {b"chunked"}, closes)
+
+
+_Address = tuple[
+    socket.AddressFamily, socket.SocketKind, int, str, tuple[str, int] | tuple[str, int, int, int]
+]
+
+
+def _addresses(host: str, port: int, until: float) -> list[_Address]:
+    """The addresses of a host. The system's resolver knows no deadline: what is late is left to its thread."""
+    found: list[_Address] = []
+    trouble: list[OSError] = []
+
+    def resolve() -> None:
+        try:
+            found.extend(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))  # type: ignore[arg-type, unused-ignore]
+        except OSError as error:
+            trouble.append(error)
+
+    thread = threading.Thread(target=resolve, name="pagoda-resolve", daemon=True)
+    thread.start()
+    thread.join(_left(until))
+    if trouble:
+        raise OSError("the host is not known (DNS)")
+    _left(until)
+    return found
+
+
+def paths_in(listing: bytes) -> list[str]:
+    """The paths that a WebDAV listing names. No XML is understood, so none of its entities either."""
+    named = re.findall(rb"<(?:\w{1,20}:)?href\s*>\s*([^<\s]{1,4096})\s*<", listing)
+    return [unquote(urlsplit(each.decode("latin-1")).path).strip("/") for each in named]

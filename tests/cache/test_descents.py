@@ -1,0 +1,73 @@
+"""pagoda.cache.descent: each lower tier is written to by a thread of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pagoda.cache import Cache
+from pagoda.ledger import Ledger, StoreSpec
+from pagoda.slab import FileSlab, MemorySlab
+from pagoda.testing import Fault, FaultySlab
+from pagoda.tiers import DiskTier, HostTier
+from tests.cache.kit import LAYOUT, NAMESPACE, PATIENT_SECONDS, config_of, kv_of, prompt, wait_until
+
+STRIDE = LAYOUT.slot_bytes + 4096
+
+
+class Stack:
+    """A host tier over a quick disk tier and one whose slab fails on demand."""
+
+    def __init__(self, shm_root: Path, tmp_path: Path, **options: object) -> None:
+        ledger = Ledger.open(StoreSpec(shm_root, LAYOUT.fingerprint, "memory", 64, LAYOUT.slot_bytes))
+        host = HostTier(LAYOUT, ledger, MemorySlab(ledger.slab_path, 64, LAYOUT.slot_bytes))
+        quick = Ledger.open(StoreSpec(tmp_path / "quick", LAYOUT.fingerprint, "file", 64, STRIDE))
+        slow = Ledger.open(StoreSpec(tmp_path / "slow", LAYOUT.fingerprint, "file", 64, STRIDE))
+        self.slab = FaultySlab(slow.slab_path, 64, STRIDE)
+        self.quick = DiskTier(LAYOUT, quick, FileSlab(quick.slab_path, 64, STRIDE))
+        self.slow = DiskTier(LAYOUT, slow, self.slab, io_threads=1)
+        self.quick.name, self.slow.name = "quick", "slow"
+        self.cache = Cache(
+            config_of(None, None, **options), namespace=NAMESPACE, layout=LAYOUT, tiers=[host, self.slow, self.quick]
+        )  # fmt: skip
+
+
+@pytest.fixture
+def stack(shm_root: Path, tmp_path: Path) -> Stack:
+    return Stack(shm_root, tmp_path)
+
+
+def test_a_tier_that_hangs_keeps_no_other_waiting(stack: Stack) -> None:
+    stack.slab.fail_next("write", Fault.HANG)
+    for seed in range(6):
+        tokens = prompt(4, seed)
+        assert stack.cache.store(tokens, kv_of(tokens).transfer).refused == 0
+    wait_until(lambda: stack.quick.stats()["ready"] == 24, PATIENT_SECONDS)
+    assert stack.slab.hanging.is_set() and stack.slow.stats()["ready"] == 0
+    stack.slab.release()
+    assert stack.cache.flush(PATIENT_SECONDS)
+    assert stack.slow.stats()["ready"] == 24
+    stack.cache.close()
+
+
+def test_what_one_tier_lost_is_written_there_again(stack: Stack) -> None:
+    tokens = prompt(3)
+    stack.slab.fail_next("write", Fault.EIO, times=3)
+    assert stack.cache.store(tokens, kv_of(tokens).transfer).refused == 0
+    assert stack.cache.flush(PATIENT_SECONDS)
+    assert (stack.quick.stats()["ready"], stack.slow.stats()["ready"]) == (3, 0)
+    before = stack.quick.stats()["stored_chunks"]
+    assert stack.cache.store(tokens, kv_of(tokens).transfer).present == 3
+    assert stack.cache.flush(PATIENT_SECONDS)
+    assert stack.slow.stats()["ready"] == 3
+    assert stack.quick.stats()["stored_chunks"] == before
+    stack.cache.close()
+
+
+def test_a_store_that_skips_a_tier_is_not_written_there(stack: Stack) -> None:
+    tokens = prompt(4)
+    assert stack.cache.store(tokens, kv_of(tokens).transfer, tiers=["host", "quick"]).refused == 0
+    assert stack.cache.flush(PATIENT_SECONDS)
+    assert (stack.quick.stats()["ready"], stack.slow.stats()["ready"]) == (4, 0)
+    stack.cache.close()

@@ -1,0 +1,332 @@
+"""Recording live traffic: what is one request, and what comes into the file whatever happens."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pagoda.cache import Cache
+from pagoda.cache.lines import append_lines
+from pagoda.cache.questions import Call, Kind, Questions
+from pagoda.cache.recording import Recorder
+from pagoda.clock import Clock
+from pagoda.replay import Request, TierSpec, read_trace, simulate
+from pagoda.testing.clock import FakeClock
+from tests.cache.kit import (
+    CHUNK,
+    LAYOUT,
+    NAMESPACE,
+    SPAWN,
+    Prompt,
+    blank,
+    cache_at,
+    config_of,
+    keys_of,
+    kv_of,
+    prompt,
+    run_all,
+    slots_of,
+    wait_until,
+)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    return tmp_path / "trace.jsonl"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, trace: Path) -> Iterator[Cache]:
+    with cache_at(tmp_path, None, record=str(trace)) as cache:
+        yield cache
+
+
+def recorded(cache: Cache, trace: Path) -> list[Request]:
+    """What has been recorded when the cache is closed."""
+    cache.close()
+    return list(read_trace(trace)) if trace.exists() else []
+
+
+def ids_of(tokens: Prompt) -> tuple[int, ...]:
+    """The ids that a prompt has in every process."""
+    with Cache(config_of(None, None), namespace=NAMESPACE, layout=LAYOUT, tiers=[]) as nobody:
+        return tuple(int.from_bytes(key[:8], "little") % 2**63 for key in keys_of(nobody, tokens))
+
+
+def ask_and_store(cache: Cache, tokens: Prompt) -> int:
+    """What an engine does with one request; returns how many chunks hit."""
+    hit = cache.retrieve(tokens, blank(tokens).transfer)
+    assert cache.store(tokens, kv_of(tokens).transfer).refused == 0
+    return hit.num_tokens // CHUNK
+
+
+# ---- what is one request
+
+
+def test_one_line_a_request(cache: Cache, trace: Path) -> None:
+    first, second = prompt(4.5), prompt(3, seed=1)
+    cache.lookup(first, counted=False)
+    ask_and_store(cache, first)
+    ask_and_store(cache, second)
+    ask_and_store(cache, first)
+
+    lines = recorded(cache, trace)
+    assert [line.hash_ids for line in lines] == [ids_of(first), ids_of(second), ids_of(first)]
+    assert [line.input_length for line in lines] == [72, 48, 72]
+    assert {line.chunk_tokens for line in lines} == {CHUNK}
+    assert lines[0].timestamp_ms / 1000 == pytest.approx(time.time(), abs=100)
+
+
+def test_polling_looking_up_and_retrieving_are_one_request(cache: Cache, trace: Path) -> None:
+    tokens = prompt(4)
+    for _ in range(5):
+        cache.lookup(tokens)
+    cache.retrieve(tokens[:-1], blank(tokens).transfer)
+    assert cache.store(tokens, kv_of(tokens).transfer).num_chunks == 4
+    cache.lookup(tokens)  # somebody else, with the same prompt
+    cache.retrieve(tokens, blank(tokens).transfer, counted=False)
+    cache.retrieve(tokens, blank(tokens).transfer)
+    assert len(recorded(cache, trace)) == 3
+
+
+def test_prefetching_explaining_and_uncounted_calls_are_no_requests(cache: Cache, trace: Path) -> None:
+    tokens = prompt(4)
+    cache.prefetch(tokens)
+    cache.explain(tokens)
+    cache.lookup(tokens, counted=False)
+    cache.retrieve(tokens, blank(tokens).transfer, counted=False)
+    assert recorded(cache, trace) == []
+
+
+def test_a_request_is_recorded_from_its_first_chunk(cache: Cache, trace: Path) -> None:
+    tokens = prompt(6)
+    cache.retrieve(tokens, blank(tokens).transfer, start_tokens=4 * CHUNK)
+    keys = keys_of(cache, tokens)
+    cache.retrieve(None, blank(tokens).transfer, keys=keys, start_tokens=2 * CHUNK)
+    assert [line.hash_ids for line in recorded(cache, trace)] == [ids_of(tokens)] * 2
+
+
+def test_who_only_stores_is_recorded_by_what_is_stored(cache: Cache, trace: Path) -> None:
+    growing, other = prompt(6), prompt(2, seed=1)
+    for end in (2, 4, 6):  # as it is computed
+        cache.store(growing[: end * CHUNK], kv_of(growing[: end * CHUNK]).transfer)
+    cache.store(other, kv_of(other).transfer)
+    cache.store(other, kv_of(other).transfer)
+    lines = recorded(cache, trace)
+    assert [line.hash_ids for line in lines] == [ids_of(growing)[:2], ids_of(other), ids_of(other)]
+
+
+def test_an_engine_with_hands_of_its_own_is_recorded(cache: Cache, trace: Path) -> None:
+    slots, tokens, later = slots_of(cache), prompt(6), prompt(2, seed=1)
+    keys, root = keys_of(cache, tokens), slots.namespace()
+    slots.abort([one for one in slots.reserve(keys[:4], namespace=root, start=0, parent=None) if one])  # type: ignore[misc]
+    slots.reserve(keys[4:], namespace=root, start=4, parent=keys[3])
+    slots.reserve(keys[2:3], namespace=root, start=2, parent=keys[1])
+    assert slots.records
+    slots.requested(keys, 6 * CHUNK + 3)
+    slots.requested(keys, 6 * CHUNK + 3)
+    slots.reserve(
+        keys_of(cache, later), namespace=root, start=0, parent=None
+    )  # it reads: so it would have asked
+    lines = recorded(cache, trace)
+    assert [len(line.hash_ids) for line in lines] == [4, 6, 6]
+    assert lines[-1].input_length == 6 * CHUNK + 3
+
+
+def call(kind: Kind, names: str, at: float, first: int = 0, parent: str = "", counted: bool = True) -> Call:
+    keys = [name.encode() * 32 for name in names]
+    return Call(kind, counted, keys, first, len(keys) * CHUNK, int(at * 1000), parent.encode() * 32 or None)
+
+
+def test_an_answer_that_is_stored_late_is_of_its_request() -> None:
+    questions = Questions()
+    assert questions.is_request(call(Kind.RETRIEVED, "abc", 0))
+    assert not questions.is_request(call(Kind.STORED, "abcde", 300))
+    assert not questions.is_request(call(Kind.STORED, "f", 301, first=5, parent="e"))
+    assert not questions.is_request(call(Kind.RESERVED, "f", 301, first=5, parent="x"))
+    assert questions.is_request(call(Kind.STORED, "abc", 5000))
+
+
+def test_what_is_asked_again_later_is_another_request() -> None:
+    questions = Questions()
+    assert questions.is_request(call(Kind.LOOKED_UP, "abc", 0))
+    assert not questions.is_request(call(Kind.LOOKED_UP, "abc", 9))
+    assert questions.is_request(call(Kind.LOOKED_UP, "ab", 9))
+    assert questions.is_request(call(Kind.LOOKED_UP, "abd", 9))
+    assert questions.is_request(call(Kind.LOOKED_UP, "abc", 30))
+    assert questions.is_request(call(Kind.RETRIEVED, "abcd", 31))
+    assert not questions.is_request(call(Kind.RETRIEVED, "abc", 31))
+    assert not questions.is_request(call(Kind.RETRIEVED, "abc", 32, counted=False))
+    assert questions.is_request(call(Kind.RETRIEVED, "abc", 32))
+
+
+# ---- the file
+
+
+def test_it_says_nothing_of_the_text(tmp_path: Path, trace: Path) -> None:
+    tokens = np.full(64, 31_337, np.int32)
+    with cache_at(tmp_path, None, record=str(trace)) as cache:
+        ask_and_store(cache, tokens)
+        hidden = keys_of(cache, tokens)
+        cache.retrieve(tokens, blank(tokens).transfer, salt="a secret")
+    text = trace.read_text()
+    assert "31337" not in text and "secret" not in text and "a-model" not in text
+    assert not any(key.hex() in text or str(int.from_bytes(key, "little")) in text for key in hidden)
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert len(lines) == 2 and not set(lines[0]["hash_ids"]) & set(lines[1]["hash_ids"])
+    assert set(lines[0]) == {"timestamp", "input_length", "output_length", "hash_ids", "chunk_tokens"}
+    assert trace.stat().st_mode & 0o077 == 0
+
+
+def test_a_replay_of_it_hits_what_the_cache_did(tmp_path: Path, trace: Path) -> None:
+    random, hits, asked, clock = np.random.default_rng(7), 0, 0, FakeClock()
+    config = config_of(tmp_path, None, record=str(trace), policy="lru")
+    with Cache(config, namespace=NAMESPACE, layout=LAYOUT, clock=clock) as cache:
+        slots = slots_of(cache).count
+        for _ in range(150):
+            tokens = prompt(12, seed=int(random.zipf(1.3)) % 30)[: int(random.integers(1, 13)) * CHUNK]
+            hits += ask_and_store(cache, tokens)
+            asked += len(tokens) // CHUNK
+            clock.advance(60)  # what was asked for within the last seconds is kept, whatever the policy
+    outcome = simulate(read_trace(trace), [TierSpec("host", slots, "lru")])
+    assert outcome.requests == 150 and outcome.accesses == asked
+    assert 0.2 < hits / asked < 0.9
+    assert outcome.hit_rate == pytest.approx(hits / asked, abs=0.005)
+
+
+def _works(tmp_path: Path, trace: Path, seed: int, count: int) -> None:
+    with cache_at(tmp_path, None, record=str(trace)) as cache:
+        for number in range(count):
+            cache.retrieve(prompt(3, seed), blank(prompt(3)).transfer)
+            cache.retrieve(prompt(8, seed * 1000 + number), blank(prompt(8)).transfer)
+
+
+def test_several_processes_record_into_one_file(tmp_path: Path, trace: Path) -> None:
+    run_all([SPAWN.Process(target=_works, args=(tmp_path, trace, seed, 50)) for seed in (1, 2)])
+    lines = list(read_trace(trace))
+    assert len(lines) == 200
+    assert sum(line.hash_ids == ids_of(prompt(3, 1)) for line in lines) == 50
+
+
+def _works_until_killed(tmp_path: Path, trace: Path) -> None:
+    recorder = Recorder(trace, CHUNK, Clock())
+    keys = [bytes([n % 256, n // 256]) * 16 for n in range(4000)]
+    while True:
+        recorder.note(Kind.REQUESTED, keys, 0, len(keys) * CHUNK)
+        time.sleep(0.001)
+
+
+def test_a_killed_process_leaves_whole_lines(tmp_path: Path, trace: Path) -> None:
+    for _ in range(3):
+        process = SPAWN.Process(target=_works_until_killed, args=(tmp_path, trace))
+        before = trace.stat().st_size if trace.exists() else 0
+        process.start()
+        wait_until(lambda: trace.exists() and trace.stat().st_size > before)  # noqa: B023
+        time.sleep(0.05)
+        os.kill(process.pid or 0, signal.SIGKILL)
+        process.join()
+    append_lines(trace, [])
+    lines = list(read_trace(trace))
+    assert len(lines) >= 3 and {len(line.hash_ids) for line in lines} == {4000}
+
+
+def test_half_a_line_is_cut_off_by_the_next(trace: Path) -> None:
+    trace.write_bytes(b"whole\n" + b"half of a line" * 10_000)
+    assert append_lines(trace, [b"next\n", b"one\n"]) == (2, None)
+    assert trace.read_bytes() == b"whole\nnext\none\n"
+    trace.write_bytes(b"half")
+    assert append_lines(trace, []) == (0, None)
+    assert trace.read_bytes() == b""
+
+
+def test_a_disk_without_room_keeps_no_half_line(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: real(fd, data[:3]))
+    count, trouble = append_lines(trace, [b"a line\n"])
+    assert count == 0 and trouble is not None
+    assert trace.read_bytes() == b""
+
+
+def test_what_cannot_be_written_is_one_log_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    nowhere = str(tmp_path / "nowhere" / "trace.jsonl")
+    with caplog.at_level(logging.WARNING), cache_at(tmp_path, None, record=nowhere) as cache:
+        for seed in range(3):
+            assert ask_and_store(cache, prompt(2, seed)) == 0
+            wait_until(lambda: dropped(cache) == seed + 1)  # noqa: B023
+    assert len([record for record in caplog.records if "not recorded" in record.message]) == 1
+
+
+def dropped(cache: Cache) -> int:
+    state = cache.stats()["recording"]
+    assert isinstance(state, dict)
+    return int(state["dropped"])
+
+
+def test_calls_that_are_too_many_are_dropped(trace: Path, caplog: pytest.LogCaptureFixture) -> None:
+    recorder = Recorder(trace, CHUNK, FakeClock())
+    keys = [bytes([n]) * 32 for n in range(200)]
+    began = time.monotonic()
+    for _ in range(20_000):
+        recorder.note(Kind.REQUESTED, keys, 0, 200 * CHUNK)
+    each = (time.monotonic() - began) / 20_000
+    recorder.close(60)
+    state = recorder.stats()
+    assert 0 < int(str(state["dropped"])) < 20_000
+    assert int(str(state["requests"])) + int(str(state["dropped"])) == 20_000
+    assert len(list(read_trace(trace))) == state["requests"]
+    assert "too many" in caplog.text
+    assert each < 0.001
+
+
+def test_a_hanging_disk_holds_nobody_up(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagoda.cache.recording.append_lines", lambda *_: time.sleep(60))
+    recorder = Recorder(trace, CHUNK, Clock())
+    began = time.monotonic()
+    recorder.note(Kind.REQUESTED, [bytes(32)], 0, CHUNK)
+    recorder.close(0.2)
+    recorder.note(Kind.REQUESTED, [bytes(32)], 0, CHUNK)
+    assert time.monotonic() - began < 20
+
+
+def test_a_forked_child_records_what_is_its_own(tmp_path: Path, trace: Path) -> None:
+    with cache_at(tmp_path, None, record=str(trace)) as cache:
+        cache.retrieve(prompt(2), blank(prompt(2)).transfer)
+        child = multiprocessing.get_context("fork").Process(target=_asks, args=(cache, 1))
+        child.start()
+        child.join(60)
+        assert child.exitcode == 0
+        _asks(cache, 2)
+    assert sorted(line.hash_ids for line in read_trace(trace)) == sorted(
+        [ids_of(prompt(2)), ids_of(prompt(2, 1)), ids_of(prompt(2, 2))]
+    )
+
+
+def _asks(cache: Cache, seed: int) -> None:
+    cache.retrieve(prompt(2, seed), blank(prompt(2)).transfer)
+    if seed == 1:
+        cache.close()
+
+
+def test_the_environment_turns_it_on(tmp_path: Path, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGODA_RECORD", str(trace))
+    monkeypatch.setenv("PAGODA_CHUNK_TOKENS", str(CHUNK))
+    with Cache(namespace=NAMESPACE, layout=LAYOUT, host_size="1MiB", host_path=tmp_path / "host") as cache:
+        ask_and_store(cache, prompt(2))
+    assert [line.hash_ids for line in read_trace(trace)] == [ids_of(prompt(2))]
+
+
+def test_nothing_is_recorded_unasked(tmp_path: Path) -> None:
+    with cache_at(tmp_path, None) as cache:
+        ask_and_store(cache, prompt(2))
+        assert "recording" not in cache.stats()
+        assert not slots_of(cache).records
+        slots_of(cache).requested(keys_of(cache, prompt(2)), 2 * CHUNK)

@@ -1,0 +1,93 @@
+"""`pagoda record`: a command with its requests recorded."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pagoda.cli import main
+from pagoda.replay import read_trace
+from tests.cache.kit import wait_until
+
+ENGINE = """
+import sys
+import numpy as np
+from pagoda import Cache, KVLayout, Namespace
+from pagoda.transfer import BlockKV
+
+layout = KVLayout.opaque(16, 8192, "an engine")
+with Cache(namespace=Namespace("m"), layout=layout, host_size="2MiB", host_shared=False) as cache:
+    for chunks in (2, 4, 6):
+        tokens = np.arange(16 * chunks, dtype=np.int32)
+        kv = BlockKV(np.zeros((chunks, 8192), np.uint8), layout)
+        cache.retrieve(tokens, kv)
+        cache.store(tokens, kv)
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    return tmp_path / "trace.jsonl"
+
+
+def engine(code: int = 0) -> list[str]:
+    return [sys.executable, "-c", ENGINE, str(code)]
+
+
+def test_it_records_what_a_command_asks(trace: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["record", str(trace), "--", *engine(3)]) == 3
+    assert [len(request.hash_ids) for request in read_trace(trace)] == [2, 4, 6]
+    out, said = capfd.readouterr()
+    assert "recorded 3 requests for 12 chunks" in said and f"pagoda replay {trace} --curve" in said
+    assert not out
+
+
+def test_it_adds_only_if_it_is_told_to(trace: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["record", str(trace), *engine()]) == 0
+    assert main(["record", str(trace), "--", *engine()]) == 2
+    assert "exists" in capfd.readouterr().err
+    assert main(["record", "--append", str(trace), "--", *engine()]) == 0
+    assert "recorded 3 requests" in capfd.readouterr().err
+    assert len(list(read_trace(trace))) == 6
+
+
+def test_it_says_when_nothing_was_recorded(trace: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["record", str(trace), "--", "true"]) == 0
+    assert "nothing was recorded" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["{trace}"], 2, "COMMAND"),
+        (["{trace}", "--"], 2, "record what?"),
+        (["/", "--", "true"], 2, "is a directory"),
+        (["/nowhere/trace", "--", "true"], 2, "cannot be written"),
+        (["{trace}", "--", "/no/such/command"], 1, "cannot be run"),
+    ],
+)
+def test_wrong_use_is_one_line(
+    trace: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], code: int, said: str
+) -> None:
+    assert main(["record", *(argument.format(trace=trace) for argument in arguments)]) == code
+    error = capfd.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def test_a_signal_ends_the_command_and_what_it_did_is_told(trace: Path, tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    line = f"touch {ready}; exec sleep 100"
+    pagoda = [sys.executable, "-c", "from pagoda.cli import main; raise SystemExit(main())"]
+    command = [*pagoda, "record", str(trace), "--", "sh", "-c", line]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    wait_until(ready.exists)
+    os.kill(process.pid, signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "nothing was recorded" in said

@@ -1,0 +1,325 @@
+"""LMCache's configuration in our words: each field is mapped, or named with the reason and what to write instead."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagoda.config.lmcache import Translation, Verdict, from_environment, known_fields, read, translate
+from pagoda.config.lmcache_fields import BELONGS, NOT_NEEDED, SWITCHES, WHEN_SET
+from pagoda.config.load import load
+from pagoda.errors import ConfigError
+
+PAGE = Path(__file__).parents[2] / "docs" / "lmcache.md"
+
+
+def verdict(made: Translation, field: str) -> Verdict:
+    """Return what became of a field, of which there must be one finding."""
+    (found,) = [one.verdict for one in made.findings if one.field == field]
+    return found
+
+
+def text(made: Translation, field: str) -> str:
+    (found,) = [one.text for one in made.findings if one.field == field]
+    return found
+
+
+def test_all_of_a_file_that_maps(tmp_path: Path) -> None:
+    made = translate(
+        {
+            "chunk_size": 128,
+            "local_cpu": True,
+            "max_local_cpu_size": 40.5,
+            "local_disk": f"file://{tmp_path}/",
+            "max_local_disk_size": 100,
+            "remote_url": "redis://user:p%20w@host:6379",
+            "remote_serde": "naive",
+            "save_decode_cache": True,
+            "enable_blending": False,
+            "blend_recompute_ratio": 0.15,
+            "blend_min_tokens": 256,
+            "enable_p2p": False,
+            "lookup_url": "localhost:6379",
+            "distributed_url": "localhost:8200",
+            "error_handling": True,
+            "cache_policy": "FIFO",
+            "min_retrieve_tokens": 512,
+            "blocking_timeout_secs": 10,
+            "extra_config": {"use_odirect": True, "disk_io_threads": 8},
+        }
+    )
+    assert made.options == {
+        "chunk_tokens": 128,
+        "host_size": "40.5GiB",
+        "disk_path": str(tmp_path),
+        "disk_size": "100GiB",
+        "remote": "redis://user:p%20w@host:6379",
+        "policy": "fifo",
+        "min_hit_tokens": 512,
+        "deadline_seconds": 10.0,
+        "disk_direct": True,
+        "io_threads": 8,
+    }
+    assert made.refused == []
+    assert verdict(made, "save_decode_cache") is verdict(made, "remote_serde") is Verdict.SAME
+    for field in ("error_handling", "lookup_url", "distributed_url", "blend_min_tokens"):
+        assert verdict(made, field) is Verdict.NOT_NEEDED
+    assert not [one for one in made.findings if "p%20w" in one.text]
+
+
+def test_what_is_printed_is_loaded_again(tmp_path: Path) -> None:
+    fields = {
+        "chunk_size": "64",
+        "max_local_cpu_size": "2",
+        "local_disk": str(tmp_path / 'a "b" \\ ü'),
+        "max_local_disk_size": "1.5",
+        "remote_url": "s3://bucket",
+        "save_decode_cache": "false",
+        "numa_mode": "auto",
+        "extra_config": json.dumps({"s3_region": "eu-west-1", "s3_file_prefix": "kv/a b/"}),
+    }
+    made = translate(fields)
+    file = tmp_path / "pagoda.toml"
+    file.write_text(made.toml("some\nfile"))
+    config = load(file=file, environ={}).config
+    assert (config.chunk_tokens, config.host_bytes, config.disk_bytes) == (64, 2**31, 3 * 2**29)
+    assert config.disk_path == fields["local_disk"]
+    assert config.remotes()[0].url == "s3://bucket/kv/a%20b"
+    assert config.remotes()[0].options == {"region": "eu-west-1"}
+    assert "# max_local_cpu_size: host_size" in file.read_text()
+    assert re.search(r"# set elsewhere:\n#   save_decode_cache: .*--no-store-output", file.read_text())
+    assert re.search(r"# not needed:\n#   numa_mode: ", file.read_text())
+
+
+def test_sizes_of_each_worker_are_added_up(tmp_path: Path) -> None:
+    made = translate(
+        {"max_local_cpu_size": 20, "local_disk": str(tmp_path), "max_local_disk_size": 50}, workers=4
+    )
+    assert (made.options["host_size"], made.options["disk_size"]) == ("80GiB", "200GiB")
+    assert "20 GiB for each of 4 workers" in text(made, "max_local_cpu_size")
+    assert "--workers" in text(translate({"max_local_cpu_size": 20}), "max_local_cpu_size")
+
+
+def test_the_host_tier() -> None:
+    assert translate({"chunk_size": 256}).options["host_size"] == "5GiB"
+    off = translate({"local_cpu": "False", "max_local_cpu_size": 5})
+    assert off.options == {"host_size": 0} and off.refused == []
+    assert verdict(off, "max_local_cpu_size") is Verdict.NOT_NEEDED
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "said"),
+    [
+        ({"local_disk": "/x"}, "local_disk", "max_local_disk_size: GB"),
+        ({"local_disk": True, "max_local_disk_size": 1}, "local_disk", "file:///PATH"),
+        ({"local_disk": "/x,/y", "max_local_disk_size": 1}, "local_disk", "RAID 0"),
+        ({"enable_blending": True}, "enable_blending", "enable_blending: false"),
+        ({"enable_p2p": "true"}, "enable_p2p", 'remote = "redis://HOST:6379/0"'),
+        ({"enable_pd": True}, "enable_pd", "vLLM's own connector"),
+        ({"enable_controller": True}, "enable_controller", "pagoda stats"),
+        ({"remote_url": "lm://host:65432"}, "remote_url", 'remote = "redis://HOST:6379/0"'),
+        ({"remote_url": "redis-sentinel://a:1,b:2"}, "remote_url", "name it: remote ="),
+        ({"remote_url": "mooncakestore://a:1"}, "remote_url", "mooncakestore://: this engine is not known"),
+        ({"remote_url": "u:hunter2@host"}, "remote_url", "this engine is not known"),
+        ({"remote_url": "redis://u:hunter2@host:port"}, "remote_url", "the port"),
+        ({"remote_url": "s3://b.cwlota.com"}, "remote_url", 'remote = "s3://b?endpoint=https://cwlota.com"'),
+        ({"remote_url": "s3://b.s3express-a.eu.amazonaws.com"}, "remote_url", "s3_express=true"),
+        (
+            {"remote_url": "valkey://h:1", "extra_config": {"valkey_mode": "cluster"}},
+            "remote_url",
+            "one server",
+        ),
+        ({"remote_url": "redis://h", "remote_serde": "cachegen"}, "remote_serde", "remote_serde: naive"),
+        ({"remote_url": "redis://h", "remote_serde": "kivi"}, "remote_serde", "?codec=zstd"),
+        ({"cache_policy": "LFU"}, "cache_policy", "LRU"),
+        ({"backend": "cuda"}, "backend", "backend: cpu"),
+        ({"local_device": "cuda:0"}, "local_device", "local_device: cpu"),
+        ({"backend": "tape"}, "backend", "backend: cpu"),
+        ({"gds_path": "/x"}, "gds_path", "local_disk: PATH"),
+        ({"priority_limit": 0}, "priority_limit", "all priorities"),
+        ({"extra_config": {"enable_nixl_storage": True}}, "enable_nixl_storage", "local_disk: PATH"),
+    ],
+)
+def test_what_cannot_be_honoured_says_what_to_write(fields: dict[str, object], field: str, said: str) -> None:
+    made = translate(fields)
+    assert verdict(made, field) is Verdict.NOT_SUPPORTED
+    assert [one.field for one in made.refused] == [field]
+    assert said in text(made, field) and "hunter2" not in made.toml("x")
+
+
+def test_what_can_be_had_instead_is_had_if_it_is_forced() -> None:
+    made = translate({"remote_url": "redis://h?ttl=1h", "remote_serde": "cachegen"})
+    assert made.options["remote"] == "redis://h?ttl=1h&codec=zstd"
+
+
+@pytest.mark.parametrize(
+    ("url", "extra", "ours"),
+    [
+        ("rediss://h:1/2", {}, "rediss://h:1/2"),
+        ("unix:///run/r.sock", {}, "unix:///run/r.sock"),
+        ("valkey://h:1", {}, "redis://h:1"),
+        (
+            "valkey://h:1",
+            {"valkey_username": "me", "valkey_password": "a/b", "valkey_database": 3},
+            "redis://me:a%2Fb@h:1/3",
+        ),
+        ("s3://bucket", {"s3_region": "US-WEST-04A"}, "s3://bucket?region=US-WEST-04A"),
+        ("s3://bucket.s3.eu-west-1.amazonaws.com", {}, "s3://bucket?region=eu-west-1"),
+        ("gs://bucket/a", {}, "gs://bucket/a"),
+    ],
+)
+def test_urls_of_engines_that_are_known(url: str, extra: dict[str, object], ours: str) -> None:
+    made = translate({"remote_url": url, "extra_config": extra})
+    assert made.options["remote"] == ours and made.refused == []
+    assert all(verdict(made, field) is Verdict.MAPPED for field in extra)
+
+
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({"backend": "cpu"}, {"host_size": "5GiB"}),
+        ({"local_device": "cpu", "max_local_cache_size": 20}, {"host_size": "20GiB"}),
+        (
+            {"backend": "file:///tmp/lm", "max_local_cache_size": 9},
+            {"host_size": 0, "disk_path": "/tmp/lm", "disk_size": "9GiB"},
+        ),
+        ({"backend": "redis://h:1"}, {"host_size": "5GiB", "remote": "redis://h:1"}),
+    ],
+)
+def test_the_older_fields(fields: dict[str, object], options: dict[str, object]) -> None:
+    made = translate(fields)
+    assert made.options == options and made.refused == []
+    assert translate({"backend": "lm://h:1"}).refused[0].field == "remote_url"
+
+
+def test_unknown_fields_are_named_and_never_dropped() -> None:
+    made = translate({"chunk_sise": 256, "extra_config": {"secret_knob": "hunter2"}, "nothing": None})
+    assert [one.field for one in made.refused] == ["secret_knob", "chunk_sise", "nothing"]
+    assert {one.verdict for one in made.refused} == {Verdict.UNKNOWN}
+    assert "did you mean chunk_size?" in text(made, "chunk_sise")
+    assert "hunter2" not in made.toml("x")
+
+
+def test_null_and_empty_set_nothing() -> None:
+    made = translate(dict.fromkeys(known_fields()))
+    assert made.options == {"host_size": "5GiB"}
+    assert [one.field for one in made.findings] == ["local_cpu"]
+    assert translate(dict.fromkeys(known_fields(), "")).options == made.options
+
+
+@pytest.mark.parametrize("field", known_fields())
+def test_every_field_gets_an_answer(field: str) -> None:
+    if field == "extra_config":
+        return
+    made = translate({field: "1"} if field != "cache_policy" else {field: "LRU"})
+    assert made.refused == [] or field in {
+        *SWITCHES,
+        *WHEN_SET,
+        "backend",
+        "local_device",
+        "local_disk",
+        "remote_url",
+    }
+    assert [one for one in made.findings if one.field == field and one.verdict is not Verdict.UNKNOWN]
+
+
+def test_no_field_has_two_answers() -> None:
+    tables = [set(SWITCHES), set(WHEN_SET), set(NOT_NEEDED), *map(set, BELONGS.values())]
+    assert sum(map(len, tables)) == len(set().union(*tables))
+    assert set(BELONGS) <= set(SWITCHES)
+
+
+def test_the_page_has_a_row_for_every_field() -> None:
+    named = set(re.findall(r"`([a-z0-9_]+)`", PAGE.read_text()))
+    assert not [field for field in known_fields() if field not in named]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"chunk_size": "many"},
+        {"chunk_size": 2.5},
+        {"max_local_cpu_size": True},
+        {"local_cpu": "perhaps"},
+        {"enable_p2p": 3},
+        {"extra_config": "{"},
+        {"extra_config": [1]},
+        {"chunk_size": 0},
+        {"max_local_cpu_size": -1},
+        {"max_local_cpu_size": "nan"},
+        {"max_local_cpu_size": "inf"},
+        {"chunk_size": "inf"},
+    ],
+)
+def test_a_value_that_its_field_cannot_have_is_a_config_error(fields: dict[str, object]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        translate(fields)
+    assert "\n" not in str(caught.value)
+
+
+_VALUES = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12) | st.lists(st.integers())
+)
+
+
+@given(st.dictionaries(st.sampled_from(known_fields()) | st.text(max_size=8), _VALUES, max_size=6))
+def test_anything_is_a_translation_or_a_config_error(fields: dict[str, object]) -> None:
+    try:
+        made = translate(fields)
+    except ConfigError as trouble:
+        assert "\n" not in str(trouble)
+        return
+    assert tomllib.loads(made.toml("x")) == made.options
+    answered = {one.field for one in made.findings}
+    assert all(
+        field in answered
+        for field, value in fields.items()
+        if value not in (None, "") and field != "extra_config"
+    )
+
+
+def test_files(tmp_path: Path) -> None:
+    file = tmp_path / "lmcache.yaml"
+    file.write_text("chunk_size: 128 # tokens\nlocal_disk: null\nextra_config:\n  use_odirect: true\n")
+    assert read(file) == {"chunk_size": 128, "local_disk": None, "extra_config": {"use_odirect": True}}
+    (tmp_path / "a.json").write_text('{"chunk_size": 128}')
+    assert read(tmp_path / "a.json") == {"chunk_size": 128}
+    for content in (b"", b"just text", b"- 1\n", b"a: [", b"\xff\xfe", b"a: !!python/object:os.system x"):
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match=r"lmcache\.yaml") as caught:
+            read(file)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match="No such file"):
+        read(tmp_path / "none.yaml")
+
+
+def test_the_environment() -> None:
+    environ = {
+        "LMCACHE_CHUNK_SIZE": "64",
+        "LMCACHE_LOCAL_CPU": "True",
+        "LMCACHE_LOCAL_DISK": "",
+        "LMCACHE_CONFIG_FILE": "/x",
+        "LMCACHE_USE_EXPERIMENTAL": "True",
+        "PAGODA_CHUNK_TOKENS": "1",
+    }
+    assert from_environment(environ) == {"chunk_size": "64", "local_cpu": "True"}
+
+
+def test_without_pyyaml_there_is_a_remedy(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("chunk_size: 1\n")
+    code = (
+        "import sys; sys.modules['yaml'] = None\n"
+        "from pathlib import Path\nfrom pagoda.config.lmcache import read\nread(Path(sys.argv[1]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "a.yaml")], capture_output=True, text=True, timeout=120
+    )
+    assert "pip install 'pagodakv[yaml]'" in done.stderr

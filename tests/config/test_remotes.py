@@ -1,0 +1,249 @@
+"""URLs of remote tiers: what they come to, what is wrong with them, and that no secret of theirs is ever shown."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagoda.codec import CODECS
+from pagoda.config import Config, RemoteSpec
+from pagoda.config.load import load, schema
+from pagoda.config.remotes import parse, redacted, split
+from pagoda.errors import ConfigError
+
+
+def test_what_is_ours_is_taken_out_and_the_rest_is_the_engines() -> None:
+    url = (
+        "redis://user:p%40ss@host:6380/3?name=far&prefix=team.a&ttl=1h&codec=zstd&connections=2"
+        "&deadline=0.5&look=20ms&queue_chunks=8"
+    )
+    assert parse(url) == RemoteSpec(
+        url="redis://user:p%40ss@host:6380/3",
+        redacted=url.replace("p%40ss", "***"),
+        kind="redis",
+        name="far",
+        prefix="team.a",
+        ttl_seconds=3600.0,
+        codec="zstd",
+        connections=2,
+        deadline_seconds=0.5,
+        look_seconds=0.02,
+        queue_chunks=8,
+    )
+
+
+@pytest.mark.parametrize(
+    ("url", "kind", "name", "engines"),
+    [
+        ("redis://host", "redis", "redis", "redis://host"),
+        ("REDIS://[::1]:6379/", "redis", "redis", "redis://[::1]:6379/"),
+        ("rediss://host/1?ssl_ca_certs=/ca&ttl=1d", "redis", "redis", "rediss://host/1?ssl_ca_certs=/ca"),
+        ("unix:///run/redis.sock?db=2&codec=raw", "redis", "redis", "unix:///run/redis.sock?db=2"),
+        ("s3://bucket/some/where?region=eu", "objects", "s3", "s3://bucket/some/where"),
+        ("gs://bucket?prefix=a", "objects", "gs", "gs://bucket"),
+        ("az://container/x", "objects", "az", "az://container/x"),
+        ("http://host:8080/kv/", "objects", "webdav", "http://host:8080/kv/"),
+        ("https://user:pw@host/kv/?name=dav", "objects", "dav", "https://user:pw@host/kv/"),
+    ],
+)
+def test_each_scheme(url: str, kind: str, name: str, engines: str) -> None:
+    spec = parse(url)
+    assert (spec.kind, spec.name, spec.url) == (kind, name, engines)
+
+
+def test_the_options_of_an_object_store_are_its_clients() -> None:
+    spec = parse("s3://b?endpoint=http://h:9000&secret_access_key=a+b/c%26d&ttt=x&codec=zstd")
+    assert spec.options == {"endpoint": "http://h:9000", "secret_access_key": "a+b/c&d", "ttt": "x"}
+    assert spec.codec == "zstd"
+
+
+def test_a_password_may_lie_in_a_file_that_is_read_later(tmp_path: Path) -> None:
+    spec = parse("redis://user@host?password_file=~/no/such")
+    assert spec.password_file == str(Path("~/no/such").expanduser())
+    assert spec.url == "redis://user@host"
+    assert spec.redacted == "redis://user@host?password_file=~/no/such"
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("host:6379", "no scheme; write a URL such as redis://host:6379/0"),
+        ("redis:/host", "no scheme"),
+        ("reddis://host", "did you mean redis?"),
+        ("valkey://host", "did you mean redis?"),
+        ("gcs://bucket", "did you mean gs?"),
+        ("lm://host:1", "redis://host:6379"),
+        ("redis://", "a host or bucket is needed"),
+        ("redis://host:0", "a port"),
+        ("redis://host:70000", "1 to 65535"),
+        ("redis://[::1", "IPv6"),
+        ("redis://host/zero", "number of a database"),
+        ("redis://host?db=zero", "number of a database"),
+        ("unix://run/redis.sock", "three slashes"),
+        ("unix:///", "socket"),
+        ("s3://", "bucket"),
+        ("s3://host:9000/bucket", "?endpoint="),
+        ("redis://host?tll=1h", "did you mean ttl?"),
+        ("redis://host?endpoint=x", "no such parameter"),
+        ("redis://host?ssl_ca_certs=/ca", "rediss://"),
+        ("redis://host?ttl", "ttl=..."),
+        ("redis://host?ttl=", "ttl=..."),
+        ("redis://host?ttl=1h&ttl=2h", "given twice"),
+        ("redis://host?ttl=1y", "1h or 7d"),
+        ("redis://host?ttl=0", "from 1 to"),
+        ("redis://host?deadline=2h", "to 3600"),
+        ("redis://host?look=-1", "write a time"),
+        ("redis://host?codec=zst", "did you mean zstd?"),
+        ("redis://host?connections=0", "from 1 to 64"),
+        ("redis://host?queue_chunks=many", "whole number"),
+        ("redis://host?name=disk", "choose another"),
+        ("redis://host?name=A", "small letters"),
+        ("redis://host?prefix={a}", "letters, digits"),
+        ("redis://host?prefix=a/../b", "letters, digits"),
+        ("redis://host#x", "%23"),
+        ("redis://ho st", "%20"),
+        ("redis://hóst", "%20"),
+        ("redis://u:p@host?password_file=/x", "leave one of them out"),
+        ("s3://bucket?ttl=1h", "lifecycle"),
+        ("s3://bucket?password_file=/x", "AWS_SECRET_ACCESS_KEY"),
+        ("s3://key:word@bucket", "only the bucket"),
+        ("s3://bucket/a?b@c=1", "%40"),
+    ],
+)
+def test_a_wrong_url_is_one_line_that_says_what_to_do(url: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config(remote=(url,))
+    message = str(caught.value)
+    assert message.startswith("remote = '") and said in message and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://user:hunter2@host",
+        "redis://:hunter2@host/0?ttl=1h",
+        "redis://:pa/hunter2@host",
+        "redis://:pa?hunter2@host",
+        "redis://:pa#hunter2@host",
+        "redis://user:pa@hunter2@host",
+        "redis://user:12/hunter2@host",
+        "redis://user:12?hunter2=x@host",
+        "redis://host:hunter2",
+        "redis://:hunter2",
+        "redis:/user:hunter2@host",
+        "user:hunter2@host:6379",
+        "reddis://user:hunter2@host",
+        "redis://user:hunter2@host:port",
+        "redis://ünser:hunter2@host",
+        "https://user:hunter2@host/kv/",
+        "s3://bucket?secret_access_key=hunter2&region=eu",
+        "s3://bucket?AWS_SESSION_TOKEN=hunter2",
+        "s3://bucket?endpoint=http://a:hunter2@h",
+        "s3://bucket?endpoint=http%3A%2F%2Fa%3Ahunter2%40h",
+        "az://bucket?sas_key=hunter2",
+        "rediss://host?ssl_password=hunter2",
+        "redis://host?token=hunter2",
+        "redis://user:hunter2@host?nmae=x",
+    ],
+)
+def test_no_secret_is_shown(url: str) -> None:
+    shown = [redacted(url)]
+    for make in (lambda: Config(remote=(url,)), lambda: load(environ={"PAGODA_REMOTE": url})):
+        try:
+            shown += [repr(made := make()), str(made)]
+        except ConfigError as trouble:
+            shown.append(str(trouble))
+    try:
+        shown += [repr(parse(url)), parse(url).redacted]
+    except ConfigError as trouble:
+        shown.append(str(trouble))
+    assert not [text for text in shown if "hunter2" in text]
+
+
+@given(
+    st.text("ab:/?#@&=%,. ü", max_size=20), st.sampled_from(["redis://", "unix://", "s3://", "http://", ""])
+)
+def test_any_text_is_a_spec_or_a_config_error(text: str, scheme: str) -> None:
+    try:
+        spec = parse(scheme + text)
+    except ConfigError as trouble:
+        assert "\n" not in str(trouble)
+    else:
+        assert parse(spec.url).url == spec.url
+
+
+@given(st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=6, max_size=12))
+def test_no_password_however_written_is_shown_whole(password: str) -> None:
+    for url in (f"redis://ws:{password}9Z@h", f"redis://:{password}9Z@h:1/0?ttl=1h"):
+        assert password + "9Z" not in redacted(url)
+        try:
+            parse(url)
+        except ConfigError as trouble:
+            assert password + "9Z" not in str(trouble)
+
+
+def test_urls_are_parted_by_commas_before_a_scheme_only() -> None:
+    assert split(" redis://:a,b@h , s3://x,unix:///y,") == ("redis://:a,b@h", "s3://x", "unix:///y")
+    assert split("") == split(" , ") == ()
+
+
+def test_lists_tuples_and_text_are_one_form() -> None:
+    urls = ("redis://a", "s3://b")
+    assert Config(remote=list(urls)).remote == urls  # type: ignore[arg-type]
+    assert Config(remote=", ".join(urls)).remote == urls  # type: ignore[arg-type]
+    config = Config(remote=urls)
+    assert [spec.name for spec in config.remotes()] == ["redis", "s3"]
+    assert Config().remotes() == () and hash(config) == hash(dataclasses.replace(config))
+    for wrong in (None, 5, {"url": "redis://u:hunter2@h"}, ["redis://u:hunter2@h", 1]):
+        with pytest.raises(ConfigError, match="a list of them") as caught:
+            Config(remote=wrong)  # type: ignore[arg-type]
+        assert "hunter2" not in str(caught.value)
+
+
+def test_each_tier_has_its_own_name() -> None:
+    with pytest.raises(ConfigError, match=r"'redis://b:\*\*\*@c'.* \?name=") as caught:
+        Config(remote=("redis://a", "redis://b:hunter2@c"))
+    assert "hunter2" not in str(caught.value)
+    assert len(Config(remote=("redis://a", "redis://b?name=far")).remotes()) == 2
+
+
+def test_from_the_environment_and_the_file(tmp_path: Path) -> None:
+    environ = {"HOME": str(tmp_path), "PAGODA_REMOTE": "redis://a,s3://b", "PAGODA_WEIGHTS_EPOCH": "3"}
+    loaded = load(environ=environ)
+    assert loaded.config.remote == ("redis://a", "s3://b") and loaded.config.weights_epoch == 3
+    assert loaded.origins["remote"] == "environment PAGODA_REMOTE"
+    file = tmp_path / "my.toml"
+    for text in ('remote = "redis://a, s3://b"', 'remote = ["redis://a", "s3://b"]'):
+        file.write_text(text)
+        assert load(file=file, environ={}).config.remote == ("redis://a", "s3://b")
+    for text in (
+        "remote = 5",
+        'remote = ["redis://u:hunter2@a", 5]',
+        'remote = {url = "redis://u:hunter2@a"}',
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=r"my\.toml") as caught:
+            load(file=file, environ={})
+        assert str(caught.value).startswith("remote: ") and "hunter2" not in str(caught.value)
+
+
+def test_the_schema_takes_text_and_lists() -> None:
+    properties = json.loads(json.dumps(schema()))["properties"]
+    assert [form["type"] for form in properties["remote"]["anyOf"]] == ["string", "array"]
+    assert properties["weights_epoch"]["type"] == "integer"
+
+
+def test_the_codecs_are_those_that_there_are() -> None:
+    assert [parse(f"redis://h?codec={name}").codec for name in CODECS] == list(CODECS)
+
+
+def test_the_epoch_of_the_weights_is_a_number() -> None:
+    assert Config().weights_epoch == 0
+    for wrong in (-1, 1.5, "1", 2**31):
+        with pytest.raises(ConfigError, match="weights_epoch"):
+            Config(weights_epoch=wrong)  # type: ignore[arg-type]

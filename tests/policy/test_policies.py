@@ -1,0 +1,26 @@
+"""Every policy passes the suite that says what a policy is."""
+
+from __future__ import annotations
+
+import pytest
+
+from pagoda.policy import Hints, Policy, make
+from pagoda.testing import PolicyConformance
+
+
+@pytest.mark.parametrize("name", ["lru", "fifo", "arc", "hindsight"])
+class _Named(PolicyConformance):
+    @pytest.fixture(autouse=True)
+    def _choose(self, name: str) -> None:
+        self.name = name
+
+    def make_policy(self, hints: Hints) -> Policy:
+        return make(self.name, hints)
+
+
+class TestConformance(_Named):
+    pass
+
+
+class TestConformanceOfManyQueues(_Named):
+    slots = 3000

@@ -1,0 +1,114 @@
+"""What LRU would have served is counted without a second cache, and it takes over where that is more."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pagoda.ledger.columns import Columns
+from pagoda.policy.hindsight import Hindsight
+from pagoda.policy.rival import Rival
+from pagoda.replay.simulate import Simulation, TierSpec, simulate
+from pagoda.replay.trace import Request
+from pagoda.testing import streams
+
+SLOTS = 64
+
+
+def columns_of(slots: int = SLOTS) -> Columns:
+    """Slots used at 1001, 1002, ..., and twice as many ghosts used before, at 1000, 999, ..."""
+    columns = Columns(None, slots)
+    columns.reset()
+    columns.last_use[:] = 1001 + np.arange(slots)
+    gone = np.arange(1, 2 * slots + 1)
+    columns.table.remember(gone.astype(np.uint64), 1001 - gone, np.zeros(2 * slots, np.uint32), 10**6, 0)
+    return columns
+
+
+def test_lru_has_what_was_used_last_wherever_it_is() -> None:
+    columns = columns_of()
+    columns.last_use[:32] = (
+        500  # kept by the policy though long unused; LRU would have 32 of the ghosts instead
+    )
+    rival, values = Rival(columns), np.zeros(Rival.shared_values)
+    rival.look()
+    rival.count(np.array([500, 0, 1000, 1040, 900]), served=2)
+    rival.share(values, 10**6)
+    asked, _, by_lru = values
+    assert (asked, by_lru) == (5, 2)
+
+
+def test_nothing_is_counted_before_there_is_more_than_fits() -> None:
+    columns = Columns(None, SLOTS)
+    columns.reset()
+    columns.last_use[:9] = 5
+    rival, values = Rival(columns), np.zeros(Rival.shared_values)
+    rival.look()
+    rival.count(np.array([5, 6]), served=0)
+    rival.share(values, 100)
+    assert not values.any() and not rival.wins
+
+
+def test_it_wins_where_it_would_have_served_more_and_processes_count_together() -> None:
+    columns, values = columns_of(), np.zeros(Rival.shared_values)
+    one, other = Rival(columns), Rival(columns)
+    for rival in (one, other):
+        rival.look()
+        rival.share(values, 10**6)
+    one.count(np.full(1000, 1060), served=990)
+    one.share(values, 10**6)
+    other.share(values, 10**6)
+    assert one.wins and other.wins
+    other.count(np.full(1000, 1060), served=1000)
+    other.share(values, 10**6)
+    one.share(values, 10**6)
+    assert not one.wins and not other.wins
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_what_was_won_or_lost_long_ago_is_soon_made_up_for(ahead: bool) -> None:
+    columns, values = columns_of(), np.zeros(Rival.shared_values)
+    rival = Rival(columns)
+    rival.look()
+    for served in (1000 * ahead, 1000 * (not ahead)):
+        for _ in range(20):
+            rival.count(np.full(1000, 1060 if served == 0 else 1), served)
+            rival.share(values, 10**4)
+        assert rival.wins == (served == 0)
+
+
+def test_of_many_slots_a_sample_is_looked_at() -> None:
+    columns = columns_of(20_000)
+    rival = Rival(columns)
+    rival.look()
+    exact = 1001 + 20_000 * (1 / 32)
+    assert abs(rival._oldest - exact) < 0.05 * 20_000
+
+
+@pytest.mark.parametrize("name", ["agents", "loop"])
+def test_by_the_bound_it_serves_what_lru_serves(name: str) -> None:
+    """The count of what LRU would serve agrees with LRU in a cache of its own."""
+    requests = (
+        streams.agents(3, requests=1500)
+        if name == "agents"
+        else [Request(200.0 * i, 512, 1, (i % 50,)) for i in range(4000)]
+    )
+    simulation = Simulation([TierSpec("host", 400, "hindsight")])
+    policy = simulation._tiers[0]._advice._policy
+    assert isinstance(policy, Hindsight)
+    counted = np.zeros(3)
+    count = policy._rival.count
+
+    def counting(last_uses: np.ndarray[tuple[int], np.dtype[np.int64]], served: int) -> None:
+        before = policy._rival._here.copy()
+        count(last_uses, served)
+        counted[:] += policy._rival._here - before
+
+    policy._rival.count = counting  # type: ignore[method-assign]
+    for request in requests:
+        simulation.request(request)
+    lru = simulate(requests, [TierSpec("host", 400, "lru")])
+    if counted[0] == 0:  # all fits: there is nobody to be compared with
+        assert lru.hits == simulation.outcome().hits
+    else:
+        assert abs(counted[2] / counted[0] - lru.hit_rate) < 0.02

@@ -1,0 +1,158 @@
+"""What the tests of remote tiers share: chunks whose bytes are a function of their key, tiers over real servers."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+
+import numpy as np
+
+from pagoda.clock import Clock
+from pagoda.keys import Namespace, derive_keys
+from pagoda.layout import KVLayout
+from pagoda.metrics import Reason
+from pagoda.slab import aligned
+from pagoda.tiers import Bytes, Chunk, Done
+from pagoda.tiers.link import Remote
+from pagoda.tiers.remote import RemoteTier
+
+SMALL = KVLayout.opaque(4, 10_000, "a chunk of one piece that does not fill its last page")
+LARGE = KVLayout.opaque(4, (5 << 19) + 4096, "a chunk of three pieces")
+NAMESPACE = Namespace(model="remote")
+OTHER = Namespace(model="remote", salt="somebody else")
+ROOT = NAMESPACE.root
+DEADLINE_SECONDS = 0.5  # of the tiers under test
+PATIENT_SECONDS = 30.0  # for what has to succeed: a busy machine may stand still for a while
+LATE_SECONDS = 3 * DEADLINE_SECONDS + 2.0  # what takes longer than this hangs
+
+
+class QuickClock(Clock):
+    """Time that runs ten times as fast: a tier that rests is soon awake again."""
+
+    def monotonic_ns(self) -> int:
+        """Return ten times the machine's."""
+        return 10 * super().monotonic_ns()
+
+    def sleep(self, seconds: float) -> None:
+        """Block this thread for a tenth of `seconds`."""
+        super().sleep(seconds / 10)
+
+
+_numbers = itertools.count()
+TROUBLE = {Reason.IO_ERROR, Reason.DEADLINE, Reason.FAILED_CHECK, Reason.TIER_SKIPPED}  # not merely absent
+
+
+def fresh_prefix() -> str:
+    """A prefix that no other test has in the same server."""
+    return f"test-{os.getpid()}-{next(_numbers)}"
+
+
+def name_of(prefix: str, key: bytes, root: bytes = ROOT) -> str:
+    """The name of a chunk in Redis."""
+    return f"{prefix}:1:{root.hex()}:{{{key.hex()}}}"
+
+
+def keys_of(count: int, chain: int = 0, root: bytes = ROOT) -> list[bytes]:
+    """The keys of one chain; another `chain` has no key in common."""
+    return derive_keys([chain.to_bytes(16, "little") + n.to_bytes(16, "little") for n in range(count)], root)
+
+
+def payload_of(key: bytes, layout: KVLayout = SMALL) -> Bytes:
+    """The bytes of a chunk, a function of its key: (slot_bytes,) uint8, page-aligned."""
+    buffer = aligned(layout.slot_bytes)
+    rng = np.random.default_rng(int.from_bytes(key[:8], "little"))
+    buffer[: layout.chunk_bytes] = np.frombuffer(rng.bytes(layout.chunk_bytes), np.uint8)
+    return buffer
+
+
+def always() -> bool:
+    """What most sources say."""
+    return True
+
+
+def chunks_of(
+    keys: Sequence[bytes], layout: KVLayout = SMALL, still_valid: Callable[[], bool] = always
+) -> list[Chunk]:
+    """The chunks of a chain."""
+    return [
+        Chunk(key, n, layout.chunk_tokens, payload_of(key, layout), keys[n - 1] if n else None, still_valid)
+        for n, key in enumerate(keys)
+    ]
+
+
+@contextlib.contextmanager
+def tier_on(remote: Remote, layout: KVLayout = SMALL, **options: object) -> Iterator[RemoteTier]:
+    """A tier that waits half a second, closed afterwards."""
+    wanted = {"deadline_seconds": DEADLINE_SECONDS, "look_seconds": DEADLINE_SECONDS, "clock": QuickClock()}
+    wanted |= options
+    tier = RemoteTier(layout, remote, **wanted)  # type: ignore[arg-type]
+    try:
+        tier.register(NAMESPACE)
+        yield tier
+    finally:
+        tier.close(1.0)
+
+
+def ends(futures: Sequence[Future[Done]], seconds: float = PATIENT_SECONDS) -> list[Done]:
+    """How these futures end; fails if they have not ended in time."""
+    until = time.monotonic() + seconds
+    return [future.result(max(0.0, until - time.monotonic())) for future in futures]
+
+
+def save(tier: RemoteTier, keys: Sequence[bytes], layout: KVLayout = SMALL) -> list[Done]:
+    """Save a chain; how that ended, which it must soon."""
+    return ends(tier.save(chunks_of(keys, layout), ROOT), LATE_SECONDS)
+
+
+def saved(remote: Remote, keys: Sequence[bytes], layout: KVLayout = SMALL, codec: str = "raw") -> None:
+    """Leave a chain in the store, by a tier that is gone when this returns."""
+    with tier_on(remote, layout, codec=codec, deadline_seconds=PATIENT_SECONDS) as tier:
+        assert all(end.ok for end in ends(tier.save(chunks_of(keys, layout), ROOT)))
+
+
+def load(
+    tier: RemoteTier, keys: Sequence[bytes], layout: KVLayout = SMALL, seconds: float = LATE_SECONDS
+) -> list[Reason | None]:
+    """Load a chain: None for each chunk that came, with the right bytes, else why not; which must be soon."""
+    buffers = [aligned(layout.slot_bytes) for _ in keys]
+    outcome: list[Reason | None] = []
+    done = ends(tier.load(keys, buffers, namespace=ROOT), seconds)
+    for key, buffer, end in zip(keys, buffers, done, strict=True):
+        right = payload_of(key, layout)[: layout.chunk_bytes]
+        assert not end.ok or np.array_equal(buffer[: layout.chunk_bytes], right), "wrong bytes were served"
+        assert end.ok or end.reason is not None
+        outcome.append(None if end.ok else end.reason)
+    return outcome
+
+
+def recovers(
+    tier: RemoteTier, keys: Sequence[bytes], layout: KVLayout = SMALL, seconds: float = 25.0
+) -> None:
+    """Check that the tier serves the chain again, by itself, after a while."""
+    wait_until(lambda: load(tier, keys, layout) == [None] * len(keys), seconds)
+
+
+def stores(tier: RemoteTier, keys: Sequence[bytes], layout: KVLayout = SMALL) -> None:
+    """Check that the tier stores the chain, by itself, after a while."""
+    wait_until(lambda: all(end.ok for end in save(tier, keys, layout)))
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 25.0) -> None:
+    """Wait for a condition; fails after a while."""
+    until = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < until, "it did not come about"
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def soon(seconds: float = LATE_SECONDS) -> Iterator[None]:
+    """Check that what is inside takes no longer than that."""
+    began = time.monotonic()
+    yield
+    took = time.monotonic() - began
+    assert took < seconds, f"it took {took:.1f} s"

@@ -1,0 +1,203 @@
+"""Network namespaces as machines: joined by virtual cables that are shaped, cut and mended. Linux, root, iproute2.
+
+    with network() as net:
+        engine, store = net.place("engine"), net.place("store")
+        cable = net.cable(engine, store)
+        server = store.start("redis-server", "--bind", cable.far, ...)
+        cable.shape(1e9)
+        cable.cut()
+
+A namespace lives as long as the processes in it. Those that are started here end with this process, whatever ends it,
+so a `kill -9` leaves nothing behind either. Nothing outside of the new namespaces is changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any  # noqa: TID251  # what Popen takes
+
+_COMMAND_SECONDS = 10.0
+_PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
+_PROGRAMS |= {"setpriv": "util-linux", "cat": "coreutils"}
+_LEAST_BURST_BYTES = 256 << 10  # several of the largest packets (64 KiB): smaller ones cost the link its rate
+
+
+class NotPermittedError(OSError):
+    """Namespaces, cables or shaping cannot be had here; the message says why and what to do."""
+
+
+def why_not() -> str | None:
+    """Why no namespaces can be joined and shaped here, found out by trying; None if they can."""
+    try:
+        with network() as net:
+            net.cable(net.place("one"), net.place("two")).shape(1e9)
+    except NotPermittedError as trouble:
+        return str(trouble)
+    return None
+
+
+def need_network() -> None:
+    """Skip the test that calls this where there is no permission; fail it if the environment has CI set."""
+    import pytest
+
+    reason = why_not()
+    if reason is not None:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
+
+
+class Place:
+    """A namespace of its own, with a process that holds it. Not thread-safe; close it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._started: list[subprocess.Popen[Any]] = []
+        command = ["unshare", "--net", "cat"]  # cat ends with its stdin: with us
+        self._holder = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        try:
+            self._wait_for_holder()
+            self.run("ip", "link", "set", "lo", "up")
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """Of the process that holds the namespace."""
+        return self._holder.pid
+
+    def run(self, *command: str) -> str:
+        """Run a short command inside and return what it printed. Raises NotPermittedError with its last words."""
+        done = subprocess.run(
+            self._inside(command), capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=False
+        )
+        if done.returncode:
+            raise NotPermittedError(
+                f"{' '.join(command)}: {_last(done.stderr) or done.returncode} ({_REMEDY})"
+            )
+        return done.stdout
+
+    def start(self, *command: str, **options: Any) -> subprocess.Popen[Any]:
+        """Start a process inside, in a session of its own; it is killed at `close`, or when this process ends."""
+        guarded = ["setpriv", "--pdeathsig", "KILL", *self._inside(command)]
+        process = subprocess.Popen(guarded, **{"start_new_session": True, **options})
+        self._started.append(process)
+        return process
+
+    def close(self) -> None:
+        """End what was started here, and with it the namespace. Idempotent, ends within seconds."""
+        for process in (*self._started, self._holder):
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        for process in (*self._started, self._holder):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_COMMAND_SECONDS)
+            for pipe in (process.stdin, process.stdout, process.stderr):
+                if pipe is not None:
+                    with contextlib.suppress(OSError):
+                        pipe.close()
+
+    def _inside(self, command: tuple[str, ...]) -> list[str]:
+        return ["nsenter", f"--net=/proc/{self.pid}/ns/net", "--", *command]
+
+    def _wait_for_holder(self) -> None:
+        """An echo proves that cat runs, and so that the namespace is there."""
+        holder = self._holder
+        assert holder.stdin is not None
+        assert holder.stdout is not None
+        assert holder.stderr is not None
+        with contextlib.suppress(BrokenPipeError):
+            holder.stdin.write(b"\n")
+            holder.stdin.flush()
+        waiting = select.poll()
+        waiting.register(holder.stdout, select.POLLIN)
+        if not waiting.poll(1000 * _COMMAND_SECONDS) or not os.read(holder.stdout.fileno(), 1):
+            holder.kill()
+            said = _last(holder.stderr.read().decode(errors="replace"))
+            raise NotPermittedError(
+                f"no network namespace can be made: {said or 'it took too long'} ({_REMEDY})"
+            )
+
+
+class Cable:
+    """Two places joined by a veth pair: `near` and `far` are the addresses of its ends. Not thread-safe."""
+
+    def __init__(self, near: Place, far: Place, number: int) -> None:
+        self.near, self.far = f"10.77.{number}.1", f"10.77.{number}.2"
+        self._ends = [(near, f"to-{far.name}"[:15], self.near), (far, f"to-{near.name}"[:15], self.far)]
+        names = [name for _, name, _ in self._ends]
+        near.run(
+            "ip", "link", "add", names[0], "type", "veth", "peer", "name", names[1], "netns", str(far.pid)
+        )
+        for place, name, address in self._ends:
+            place.run("ip", "address", "add", f"{address}/24", "dev", name)
+            place.run("ip", "link", "set", name, "up")
+
+    def shape(self, bits_per_second: float | None) -> None:
+        """Let no more than that through, each way; None: as fast as the machine can."""
+        for place, name, _ in self._ends:
+            if bits_per_second is None:
+                if "qdisc tbf" in place.run("tc", "qdisc", "show", "dev", name):
+                    place.run("tc", "qdisc", "del", "dev", name, "root")
+                continue
+            burst = max(_LEAST_BURST_BYTES, round(bits_per_second / 8 / 1000))
+            rate = ["rate", f"{round(bits_per_second)}bit", "burst", f"{burst}b", "latency", "50ms"]
+            place.run("tc", "qdisc", "replace", "dev", name, "root", "tbf", *rate)
+
+    def cut(self) -> None:
+        """Pull the plug at the far end: what either side sends is lost without a word."""
+        self._far_end("down")
+
+    def mend(self) -> None:
+        """Put it in again: connections of before go on where they were."""
+        self._far_end("up")
+
+    def _far_end(self, state: str) -> None:
+        place, name, _ = self._ends[1]
+        place.run("ip", "link", "set", name, state)
+
+
+class Network:
+    """Places and cables that end together. Not thread-safe."""
+
+    def __init__(self, opened: ExitStack) -> None:
+        self._opened = opened
+        self._cables = 0
+
+    def place(self, name: str) -> Place:
+        """A new namespace. Raises NotPermittedError."""
+        return self._opened.enter_context(contextlib.closing(Place(name)))
+
+    def cable(self, near: Place, far: Place) -> Cable:
+        """Join two places by a new cable in a network of its own. Raises NotPermittedError."""
+        self._cables += 1
+        return Cable(near, far, self._cables)
+
+
+@contextmanager
+def network() -> Iterator[Network]:
+    """A network to put places in; all of it is gone afterwards. Raises NotPermittedError."""
+    missing = sorted({package for name, package in _PROGRAMS.items() if shutil.which(name) is None})
+    if missing:
+        raise NotPermittedError(f"network namespaces need {' and '.join(missing)}: install them")
+    with ExitStack() as opened:
+        yield Network(opened)
+
+
+_REMEDY = "it needs root; `unshare --user --map-root-user COMMAND` may do instead"
+
+
+def _last(said: str) -> str:
+    lines = [line for line in said.splitlines() if line.strip()]
+    return lines[-1].strip() if lines else ""

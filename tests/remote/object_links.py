@@ -1,0 +1,157 @@
+"""What the tests of object stores share: stores of each kind, places to read into, stores that lie."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from pagoda.codec import HEADER_BYTES
+from pagoda.tiers.link import Put, Refused
+from pagoda.tiers.objects import ObjectsLink, ObjectsRemote
+from tests.remote.evil import Lie, LyingHttp
+from tests.remote.servers import BUCKET, Server, moto_s3, nginx_dav
+
+Array = npt.NDArray[np.uint8]
+ENOUGH_SECONDS = 60.0  # for what is expected to work, on a busy machine
+SHORT_SECONDS = 0.5  # for what is expected to fail
+SLACK_SECONDS = 1.0  # of a busy machine
+MIB = 1 << 20
+MALICE_BYTES = 48 * MIB  # that a liar may make this process take beyond what it needs
+NAMESPACE = bytes(range(32))
+
+
+def until(seconds: float = ENOUGH_SECONDS) -> float:
+    return time.monotonic() + seconds
+
+
+def keys(count: int, salt: int = 0) -> list[bytes]:
+    return [bytes([nth % 256, nth // 256, salt]) + bytes(29) for nth in range(count)]
+
+
+def noise(nbytes: int, seed: int = 0) -> Array:
+    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+PAGE = noise(HEADER_BYTES, 99)
+
+
+BY_OBSTORE = {"allow_invalid_certificates": "false"}
+
+
+class Room:
+    """Where a get goes: a page, and a place of `nbytes` with a wall behind it."""
+
+    def __init__(self, nbytes: int, wanted: bool = True) -> None:
+        self.page: Array = np.zeros(HEADER_BYTES, np.uint8)
+        self.memory: Array = np.full(nbytes + 64, 7, np.uint8)
+        self.nbytes = nbytes
+        self.wanted = wanted
+        self.seen: Array | None = None
+
+    def place(self) -> Array | None:
+        self.seen = self.page.copy()
+        return self.memory[: self.nbytes] if self.wanted else None
+
+    @property
+    def wall_stands(self) -> bool:
+        return bool((self.memory[self.nbytes :] == 7).all())
+
+
+def put(
+    link: ObjectsLink, key: bytes, stored: Array, usable: bool = True, seconds: float = ENOUGH_SECONDS
+) -> Put:
+    return link.put(NAMESPACE, key, PAGE, stored, lambda: usable, until(seconds))
+
+
+def get(link: ObjectsLink, key: bytes, room: Room, seconds: float = ENOUGH_SECONDS) -> int | None:
+    return link.get(NAMESPACE, key, room.page, room.place, until(seconds))
+
+
+def s3_options(url: str) -> dict[str, str]:
+    return {"endpoint": url, "region": "us-east-1", "access_key_id": "AKIA", "secret_access_key": "HUSHHUSH"}
+
+
+KINDS = {  # of servers; "by obstore" has an option with which chunks do not go over a connection of our own
+    "s3": (moto_s3, {}),
+    "s3 by obstore": (moto_s3, {"request_payer": "false"}),
+    "dav": (nginx_dav, {}),
+    "dav by obstore": (nginx_dav, BY_OBSTORE),
+}
+
+
+class Store:
+    """One kind of store: a server, and how it is reached, also by way of another port."""
+
+    def __init__(self, kind: str, server: Server) -> None:
+        self.kind = kind.split()[0]
+        self.server = server
+        self._options = KINDS[kind][1]
+
+    def remote(self, port: int | None = None, prefix: str = "pagoda") -> ObjectsRemote:
+        at = f"http://127.0.0.1:{port or self.server.port}"
+        if self.kind == "s3":
+            options = s3_options(at) | self._options
+            return ObjectsRemote(f"s3://{BUCKET}/deep/er", prefix=prefix, options=options)
+        return ObjectsRemote(f"{at}/deep/er/", prefix=prefix, options=self._options)
+
+    def plain(self, method: str, path: str, body: bytes = b"") -> int:
+        """A request of no client in particular, below the path of the URL."""
+        client = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=20)
+        bucket = f"/{BUCKET}" if self.kind == "s3" else ""
+        with contextlib.closing(client):
+            client.request(method, f"{bucket}/deep/er/{path}", body=body, headers=_AUTHORIZED)
+            return client.getresponse().status
+
+
+_AUTHORIZED = {
+    "Authorization": "AWS4-HMAC-SHA256 Credential=any/20200101/us-east-1/s3/aws4_request, SignedHeaders=host, "
+    "Signature=0"
+}
+
+
+class Timed:
+    """How long a block took; it must be within the deadline it was given."""
+
+    def __enter__(self) -> Timed:
+        self.begun = time.monotonic()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = time.monotonic() - self.begun
+        assert self.seconds < SHORT_SECONDS + SLACK_SECONDS
+
+
+@contextlib.contextmanager
+def liar(
+    lies: dict[str, bytes | Callable[[str], Lie | None]], options: Mapping[str, str] = {}
+) -> Iterator[tuple[LyingHttp, ObjectsRemote]]:
+    """A store of objects that lies, and the remote that believes it to be WebDAV."""
+    server = LyingHttp()
+    for method, lie in lies.items():
+        server.lies[method] = lie if callable(lie) else (lambda _, told=lie: [told])
+    try:
+        yield server, ObjectsRemote(f"http://127.0.0.1:{server.port}/", options=options)
+    finally:
+        server.close()
+
+
+def trouble(work: Callable[[], object]) -> Exception:
+    """What a call ends with that must not succeed: in time, in one short line."""
+    with Timed(), pytest.raises((OSError, Refused)) as raised:
+        work()
+    said = str(raised.value)
+    assert "\n" not in said and len(said) < 300 and "HUSHHUSH" not in said
+    return raised.value
+
+
+def eventually(happens: Callable[[], bool], seconds: float = 10.0) -> bool:
+    end = time.monotonic() + seconds
+    while not happens() and time.monotonic() < end:
+        time.sleep(0.02)
+    return happens()

@@ -1,0 +1,236 @@
+"""A TCP proxy on loopback that can be told, while it runs, to be a bad network."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_PIECE_BYTES = 64 << 10
+_SLICE_SECONDS = 0.02  # how soon a new fault is noticed
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong with one direction. Byte counts begin anew, on each connection, when a fault is set."""
+
+    delay_seconds: float = 0.0  # before each piece
+    bytes_per_second: float = 0.0  # 0: as fast as it goes
+    piece_bytes: int = _PIECE_BYTES
+    cut_at: int | None = None  # both directions end when so many bytes have passed
+    reset: bool = False  # that end is a reset, not a normal one
+    corrupt: range = range(0)  # bytes at these counts come out inverted
+    lose: range = range(0)  # bytes at these counts do not come out
+    stall: bool = False  # nothing passes any more, and nobody is told
+
+
+WELL = Fault()
+STALLED = Fault(stall=True)
+
+
+class Proxy:
+    """Passes bytes between whoever connects to `port` and `target`; `up` is towards the target. Thread-safe.
+
+    `connections` counts what was accepted, `up_bytes` and `down_bytes` what came in from either side.
+    """
+
+    def __init__(self, target: tuple[str, int]) -> None:
+        self.target = target
+        self.up = self.down = WELL
+        self.connections = self.up_bytes = self.down_bytes = 0
+        self._lock = threading.Lock()
+        self._pairs: set[_Pair] = set()
+        self._closed = False
+        self.port = 0
+        self.accept()
+
+    def accept(self) -> None:
+        """Take connections (again)."""
+        self._listener = socket.create_server(("127.0.0.1", self.port), backlog=64)
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._serve, args=(self._listener,), daemon=True).start()
+
+    def refuse(self) -> None:
+        """Take no more connections: they are refused by the kernel. Those that are open go on."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def both(self, fault: Fault) -> None:
+        """Set one fault for both directions."""
+        self.up = self.down = fault
+
+    def heal(self) -> None:
+        """Be a good network again. What was stalled goes on."""
+        self.both(WELL)
+
+    def cut(self, reset: bool = True) -> None:
+        """End all connections now."""
+        with self._lock:
+            pairs, self._pairs = self._pairs, set()
+        for pair in pairs:
+            pair.end(reset)
+
+    @property
+    def open_connections(self) -> int:
+        """How many connections there are now."""
+        with self._lock:
+            return len(self._pairs)
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Connections and bytes from the client so far: equal twice means that nobody called in between."""
+        with self._lock:
+            return self.connections, self.up_bytes
+
+    def close(self) -> None:
+        """End everything. Idempotent."""
+        self._closed = True
+        self.refuse()
+        self.cut()
+
+    def _serve(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                client, _ = listener.accept()
+            except OSError:
+                return
+            with self._lock:
+                self.connections += 1
+            threading.Thread(target=self._connect, args=(client,), daemon=True).start()
+
+    def _connect(self, client: socket.socket) -> None:
+        try:
+            server = socket.create_connection(self.target, timeout=10.0)
+        except OSError:
+            _end(client, reset=True)
+            return
+        pair = _Pair(client, server)
+        with self._lock:
+            self._pairs.add(pair)
+        if self._closed:
+            self.cut()
+        for upwards in (True, False):
+            threading.Thread(target=self._pump, args=(pair, upwards), daemon=True).start()
+
+    def _pump(self, pair: _Pair, upwards: bool) -> None:
+        source, sink = (pair.client, pair.server) if upwards else (pair.server, pair.client)
+        fault, passed = self._fault(upwards), 0
+        try:
+            while not pair.ended.is_set():
+                try:
+                    piece = source.recv(min(_PIECE_BYTES, fault.piece_bytes))
+                except TimeoutError:
+                    continue
+                if not piece:
+                    break
+                self._count(upwards, len(piece))
+                if (now := self._unstalled(pair, upwards)) is not fault:
+                    fault, passed = now, 0
+                if not _pass(pair, sink, piece, fault, passed):
+                    pair.end(fault.reset)
+                passed += len(piece)
+        except OSError:
+            pass
+        finally:
+            with self._lock:
+                self._pairs.discard(pair)
+            pair.end(False)
+
+    def _unstalled(self, pair: _Pair, upwards: bool) -> Fault:
+        """What is wrong with this direction now; waits while nothing may pass."""
+        while (fault := self._fault(upwards)).stall and not pair.ended.wait(_SLICE_SECONDS):
+            pass
+        return fault
+
+    def _fault(self, upwards: bool) -> Fault:
+        return self.up if upwards else self.down
+
+    def _count(self, upwards: bool, nbytes: int) -> None:
+        with self._lock:
+            if upwards:
+                self.up_bytes += nbytes
+            else:
+                self.down_bytes += nbytes
+
+
+class _Pair:
+    """The two sockets of one connection."""
+
+    def __init__(self, client: socket.socket, server: socket.socket) -> None:
+        self.client = client
+        self.server = server
+        self.ended = threading.Event()
+        for side in (client, server):
+            side.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            side.settimeout(_SLICE_SECONDS)
+
+    def end(self, reset: bool) -> None:
+        """End both sides. Idempotent."""
+        if not self.ended.is_set():
+            self.ended.set()
+            _end(self.client, reset)
+            _end(self.server, reset)
+
+
+def _end(side: socket.socket, reset: bool) -> None:
+    with contextlib.suppress(OSError):
+        if reset:
+            side.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        else:
+            side.shutdown(socket.SHUT_RDWR)
+    side.close()
+
+
+def _pass(pair: _Pair, sink: socket.socket, piece: bytes, fault: Fault, passed: int) -> bool:
+    """Send a piece on, as spoilt as the fault says; False: the connection is to end now."""
+    wait = fault.delay_seconds + (len(piece) / fault.bytes_per_second if fault.bytes_per_second else 0.0)
+    if wait and pair.ended.wait(wait):
+        return False
+    end = passed + len(piece)
+    whole = fault.cut_at is None or end < fault.cut_at
+    spoilt = bytearray(piece if whole else piece[: max(0, (fault.cut_at or 0) - passed)])
+    for at in _within(fault.corrupt, passed, passed + len(spoilt)):
+        spoilt[at] ^= 0xFF
+    lost = _within(fault.lose, passed, passed + len(spoilt))
+    if lost:
+        del spoilt[lost.start : lost.stop]
+    _send(pair, sink, spoilt)
+    return whole
+
+
+def _within(counts: range, begin: int, end: int) -> range:
+    """The part of `counts` in [begin, end), from `begin` on."""
+    return range(max(counts.start, begin) - begin, max(counts.start, begin, min(counts.stop, end)) - begin)
+
+
+def _send(pair: _Pair, sink: socket.socket, data: bytearray) -> None:
+    view = memoryview(data)
+    while view.nbytes and not pair.ended.is_set():
+        with contextlib.suppress(TimeoutError):
+            view = view[sink.send(view) :]
+
+
+@contextlib.contextmanager
+def proxy_to(port: int) -> Iterator[Proxy]:
+    """A proxy to a port of this machine, closed afterwards."""
+    proxy = Proxy(("127.0.0.1", port))
+    try:
+        yield proxy
+    finally:
+        proxy.close()
+
+
+@contextlib.contextmanager
+def black_hole() -> Iterator[int]:
+    """A port that never answers a connection: its queue is full, and the kernel drops what comes."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener, contextlib.ExitStack() as fillers:
+        port = listener.getsockname()[1]
+        for _ in range(4):
+            filler = fillers.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(("127.0.0.1", port))
+        yield port

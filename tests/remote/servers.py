@@ -1,0 +1,308 @@
+"""Real servers for the tests: each in a directory of its own, on a loopback port that was free, dead at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+__all__ = ["Server", "authority", "free_port", "moto_s3", "need", "nginx_dav", "redis_server"]
+
+START_SECONDS = 60.0  # the longest is moto: it imports for seconds on a busy machine
+BUCKET = "pagoda"
+DAV_MODULE = Path("/usr/lib/nginx/modules/ngx_http_dav_ext_module.so")  # PROPFIND: nginx alone lists nothing
+PACKAGES = {
+    "redis-server": "the package redis-server",
+    "nginx": "the package nginx",
+    "openssl": "openssl",
+    DAV_MODULE.name: "the package libnginx-mod-http-dav-ext",
+}
+
+
+def need(program: str) -> str:
+    """The path of a program, or of Python where `program` is a module; else skip, or fail where CI is set."""
+    path = shutil.which(program)
+    if path is None and program.isidentifier() and importlib.util.find_spec(program) is not None:
+        path = sys.executable
+    return path or _missing(program)
+
+
+def _missing(what: str) -> NoReturn:
+    message = f"{what} is missing: install {PACKAGES.get(what, what)}"
+    if os.environ.get("CI"):
+        pytest.fail(message)
+    pytest.skip(message, allow_module_level=True)
+
+
+def free_port() -> int:
+    """A loopback port that nobody listens on now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+class Server:
+    """One server process. `url` is what a client of it connects to; `root` is its own directory."""
+
+    def __init__(
+        self,
+        root: Path,
+        command: Callable[[int], Sequence[str]],
+        answers: Callable[[int], bool],
+        scheme: str,
+    ) -> None:
+        self.root = root
+        self._command = command
+        self._answers = answers
+        self._scheme = scheme
+        self._process: subprocess.Popen[bytes] | None = None
+        self.port = 0
+        for _ in range(5):  # somebody else may take the port before the server does
+            self.port = free_port()
+            if self._start():
+                return
+        raise RuntimeError(f"{command(0)[0]} does not start: {self.log()[-2000:]}")
+
+    @property
+    def url(self) -> str:
+        return f"{self._scheme}://127.0.0.1:{self.port}"
+
+    @property
+    def socket(self) -> Path:
+        """The unix socket (Redis only)."""
+        return self.root / "unix.sock"
+
+    @property
+    def ca(self) -> Path:
+        """The certificate of the authority that signed the server's (with `tls` only)."""
+        return self.root / "ca.crt"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def log(self) -> str:
+        """What the server has printed."""
+        return (self.root / "log").read_text(errors="replace")
+
+    def kill(self) -> None:
+        """SIGKILL, and wait for the end; nothing if it is dead already."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait(timeout=10)
+
+    def stop(self) -> None:
+        """SIGSTOP: connections stay open and the kernel still accepts new ones, nothing is answered."""
+        os.killpg(self.pid, signal.SIGSTOP)
+
+    def cont(self) -> None:
+        """SIGCONT."""
+        os.killpg(self.pid, signal.SIGCONT)
+
+    def restart(self) -> None:
+        """Kill it and start it on the same port, without what it held in memory."""
+        self.kill()
+        deadline = time.monotonic() + START_SECONDS
+        while not self._start():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the server does not come back: {self.log()[-2000:]}")
+
+    def _start(self) -> bool:
+        """Whether it answers. False: it ended by itself."""
+        with (self.root / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command(self.port),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                if self._answers(self.port) and self.running:
+                    return True
+            if not self.running:
+                return False
+            time.sleep(0.02)
+        self.kill()
+        raise RuntimeError(f"the server does not answer in {START_SECONDS} s: {self.log()[-2000:]}")
+
+
+@contextlib.contextmanager
+def _running(make: Callable[[Path], Server]) -> Iterator[Server]:
+    root = Path(tempfile.mkdtemp(prefix="pagoda-server-"))
+    server = None
+    try:
+        server = make(root)
+        yield server
+    finally:
+        if server is not None:
+            server.kill()
+        shutil.rmtree(root, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def redis_server(*args: str, password: str | None = None, tls: bool = False) -> Iterator[Server]:
+    """A Redis that keeps nothing on disk. `args` are more options: "--maxmemory", "64mb", "--replicaof", host, port.
+
+    It also listens on `server.socket`. With `tls` its port speaks only TLS, with a certificate signed by `server.ca`.
+    """
+    program = need("redis-server")
+    options = [*args, *(["--requirepass", password] if password else [])]
+
+    def command(root: Path, port: int) -> list[str]:
+        ports = ["--port", str(port)]
+        if tls:
+            ports = ["--port", "0", "--tls-port", str(port), "--tls-auth-clients", "no", "--tls-ca-cert-file"]
+            ports += [str(root / "ca.crt"), "--tls-cert-file", str(root / "server.crt")]
+            ports += ["--tls-key-file", str(root / "server.key")]
+        kept = ["--save", "", "--appendonly", "no", "--dir", str(root)]
+        listen = ["--bind", "127.0.0.1", "--unixsocket", str(root / "unix.sock")]
+        return [program, *ports, *listen, *kept, *options]
+
+    def make(root: Path) -> Server:
+        if tls:
+            authority(root)
+        (root / "unix.sock").unlink(missing_ok=True)
+        return Server(
+            root,
+            lambda port: command(root, port),
+            lambda _: _pongs(root / "unix.sock"),
+            "rediss" if tls else "redis",
+        )
+
+    with _running(make) as server:
+        yield server
+
+
+def _pongs(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(2)
+        client.connect(str(path))
+        client.sendall(b"PING\r\n")
+        # a replica whose master is away says MASTERDOWN, one with a password NOAUTH: both are up
+        return client.recv(64).startswith((b"+PONG", b"-NOAUTH", b"-MASTERDOWN"))
+
+
+@contextlib.contextmanager
+def moto_s3() -> Iterator[Server]:
+    """An S3 server with an empty bucket `BUCKET` (also after a restart); any credentials will do."""
+    program = need("moto")
+
+    def answers(port: int) -> bool:
+        client = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        try:
+            client.request("PUT", f"/{BUCKET}", headers={"Authorization": _ANYBODY, "Content-Length": "0"})
+            return client.getresponse().status == 200
+        finally:
+            client.close()
+
+    def command(port: int) -> list[str]:
+        return [program, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+
+    with _running(lambda root: Server(root, command, answers, "http")) as server:
+        yield server
+
+
+_ANYBODY = (
+    "AWS4-HMAC-SHA256 Credential=any/20200101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
+)
+
+
+@contextlib.contextmanager
+def nginx_dav() -> Iterator[Server]:
+    """An nginx that takes PUT, GET, DELETE and PROPFIND below `url`; its files lie in `server.root / "files"`."""
+    program = need("nginx")
+    if not DAV_MODULE.exists():
+        _missing(DAV_MODULE.name)
+
+    def command(root: Path, port: int) -> list[str]:
+        config = root / "nginx.conf"
+        config.write_text(_NGINX.format(root=root, port=port, module=DAV_MODULE))
+        return [program, "-p", str(root), "-c", str(config), "-e", str(root / "log")]
+
+    def answers(port: int) -> bool:
+        client = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        try:
+            client.request("GET", "/none")
+            return client.getresponse().status == 404
+        finally:
+            client.close()
+
+    def make(root: Path) -> Server:
+        (root / "files").mkdir()
+        return Server(root, lambda port: command(root, port), answers, "http")
+
+    with _running(make) as server:
+        yield server
+
+
+_NGINX = """
+load_module {module};
+daemon off;
+master_process off;
+worker_processes 1;
+pid {root}/pid;
+events {{ worker_connections 256; }}
+http {{
+  access_log off;
+  client_max_body_size 0;
+  client_body_temp_path {root}/body;
+  proxy_temp_path {root}/proxy;
+  fastcgi_temp_path {root}/fastcgi;
+  uwsgi_temp_path {root}/uwsgi;
+  scgi_temp_path {root}/scgi;
+  server {{
+    listen 127.0.0.1:{port};
+    root {root}/files;
+    location / {{
+      dav_methods PUT DELETE MKCOL COPY MOVE;
+      dav_ext_methods PROPFIND OPTIONS;
+      create_full_put_path on;
+      dav_access user:rw;
+    }}
+  }}
+}}
+"""
+
+
+def authority(root: Path) -> Path:
+    """A new authority in `root`, and a certificate it signed for 127.0.0.1; returns the authority's certificate.
+
+    Files: ca.crt, ca.key, server.crt, server.key.
+    """
+    program = need("openssl")
+    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+
+    def openssl(*args: str) -> None:
+        subprocess.run([program, *args], cwd=root, check=True, capture_output=True, timeout=60)
+
+    openssl("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.crt", "-days", "2", "-subj", "/CN=test authority",
+            "-addext", "keyUsage=critical,keyCertSign")  # fmt: skip
+    openssl("req", *key, "-keyout", "server.key", "-out", "server.csr", "-subj", "/CN=localhost")
+    (root / "names").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
+    openssl("x509", "-req", "-in", "server.csr", "-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial",
+            "-out", "server.crt", "-days", "2", "-extfile", "names")  # fmt: skip
+    ssl.create_default_context(cafile=str(root / "ca.crt"))  # raises if it is not to be used
+    return root / "ca.crt"

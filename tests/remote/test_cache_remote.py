@@ -1,0 +1,407 @@
+"""The whole cache over remote stores: what one machine computed another serves."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import redis as client
+
+from pagoda.cache import Cache
+from pagoda.keys import Namespace
+from pagoda.metrics import Reason
+from tests.cache.kit import (
+    CHUNK,
+    LAYOUT,
+    NAMESPACE,
+    SPAWN,
+    blank,
+    config_of,
+    counters_of,
+    keys_of,
+    kv_of,
+    prompt,
+    run_all,
+    served,
+    stored,
+    wait_until,
+)
+from tests.remote.chunks import fresh_prefix, soon
+from tests.remote.servers import BUCKET, Server, moto_s3, redis_server
+
+PATIENT = "deadline=30s&look=30s"
+TENANT = {"salt": "a tenant"}
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[Server]:
+    with redis_server() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[Server]:
+    with moto_s3() as running:
+        yield running
+
+
+@pytest.fixture
+def url(redis: Server) -> str:
+    """A Redis in which this test has names of its own."""
+    return f"{redis.url}/0?prefix={fresh_prefix()}&{PATIENT}"
+
+
+@contextmanager
+def cache_over(
+    remote: str | list[str],
+    host: Path | None,
+    disk: Path | None = None,
+    namespace: Namespace = NAMESPACE,
+    **options: object,
+) -> Iterator[Cache]:
+    """An open cache with a remote tier, closed afterwards."""
+    config = config_of(host, disk, remote=remote, **options)
+    with Cache(config, namespace=namespace, layout=LAYOUT) as cache:
+        yield cache
+
+
+# ---- one machine
+
+
+def test_one_line_adds_a_tier(shm_root: Path, tmp_path: Path, url: str) -> None:
+    with cache_over(url, shm_root, tmp_path) as cache:
+        assert cache.tiers == ("host", "disk", "redis")
+        stored(cache, prompt(10))
+        for tier in cache.tiers:
+            assert served(cache, prompt(10), tiers=[tier])[0].by_tier == {tier: 160}
+
+
+def test_the_remote_tier_serves_what_the_others_have_lost(shm_root: Path, tmp_path: Path, url: str) -> None:
+    tokens = prompt(10)
+    with cache_over(url, shm_root / "before", tmp_path / "before") as cache:
+        stored(cache, tokens)
+    with cache_over(url, shm_root / "after", tmp_path / "after") as cache:
+        assert cache.lookup(tokens, counted=False).by_tier == {"redis": 160}
+        assert served(cache, tokens)[0].by_tier == {"redis": 160}
+        assert served(cache, tokens)[0].by_tier == {"host": 160}  # it came up on the way
+        assert counters_of(cache)["hit_tokens_remote"] == 160
+
+
+def test_one_run_from_three_tiers(shm_root: Path, tmp_path: Path, url: str) -> None:
+    tokens = prompt(12)
+    with cache_over(url, shm_root / "1", tmp_path / "1") as cache:
+        stored(cache, tokens)
+    with cache_over(url, shm_root / "2", tmp_path / "2", write_policy="write_through") as cache:
+        head = tokens[: 8 * CHUNK]
+        cache.store(head, kv_of(head).transfer, tiers=["disk"])
+        assert cache.flush(100)
+        head = tokens[: 4 * CHUNK]
+        cache.store(head, kv_of(head).transfer, tiers=["host"])
+        hit, _ = served(cache, tokens)
+        assert hit.by_tier == {"host": 64, "disk": 64, "redis": 64}
+
+
+def test_a_request_may_skip_tiers(shm_root: Path, tmp_path: Path, url: str) -> None:
+    tokens = prompt(4)
+    with cache_over(url, shm_root, tmp_path) as cache:
+        cache.store(tokens, kv_of(tokens).transfer, tiers=["host", "disk"])
+        assert cache.flush(100)
+        assert served(cache, tokens, tiers=["redis"])[0].num_tokens == 0
+        stored(cache, prompt(4, 1))
+        assert served(cache, prompt(4, 1), tiers=["disk", "redis"])[0].by_tier == {"disk": 64}
+        with pytest.raises(ValueError, match="no tier 's3'"):
+            cache.lookup(tokens, tiers=["s3"])
+
+
+def test_a_remote_tier_alone(url: str) -> None:
+    tokens = prompt(20)
+    with cache_over(url, None) as cache:
+        assert cache.tiers == ("redis",)
+        stored(cache, tokens)
+        hit, _ = served(cache, tokens)
+        assert hit.by_tier == {"redis": 320} and hit.reason is None
+        assert cache.store(tokens, kv_of(tokens).transfer).present == 20
+        assert cache.stats()["staging_buffers"] == 0
+        longer = prompt(25)
+        assert served(cache, longer)[0].num_tokens == 320
+
+
+def test_compressed_and_plain_chunks_in_one_store(shm_root: Path, url: str) -> None:
+    with cache_over(url + "&codec=zstd", shm_root / "1") as cache:
+        stored(cache, prompt(4))
+    with cache_over(url, shm_root / "2") as cache:
+        assert served(cache, prompt(4))[0].by_tier == {"redis": 64}
+        stored(cache, prompt(4, 1))
+    with cache_over(url + "&codec=zstd", shm_root / "3") as cache:
+        assert served(cache, prompt(4, 1))[0].by_tier == {"redis": 64}
+
+
+def test_two_remote_tiers(shm_root: Path, url: str) -> None:
+    far = url.replace("prefix=", "name=far&prefix=far-")
+    with cache_over([url, far], shm_root / "1") as cache:
+        assert cache.tiers == ("host", "redis", "far")
+        stored(cache, prompt(4))
+    with cache_over([url, far], shm_root / "2") as cache:
+        cache.clear()
+        stored(cache, prompt(4, 1))
+        assert served(cache, prompt(4, 1), tiers=["far"])[0].by_tier == {"far": 64}
+
+
+def test_a_prompt_is_brought_up_before_it_is_asked_for(shm_root: Path, url: str) -> None:
+    with cache_over(url, shm_root / "before") as cache:
+        stored(cache, prompt(10))
+    with cache_over(url, shm_root / "after") as cache:
+        assert cache.prefetch(prompt(10)).by_tier == {"redis": 160}
+        assert served(cache, prompt(10))[0].by_tier == {"host": 160}
+
+
+def test_what_was_not_there_is_found_soon_after_it_came(shm_root: Path, url: str) -> None:
+    """What is known to be absent is not asked for again for a moment: a moment only."""
+    with cache_over(url, shm_root / "1") as one, cache_over(url, shm_root / "2") as two:
+        assert served(two, prompt(4))[0].num_tokens == 0
+        stored(one, prompt(4))
+        wait_until(lambda: served(two, prompt(4))[0].num_tokens == 64, 20)
+
+
+def test_a_server_that_forgets_is_filled_again(shm_root: Path, redis: Server, url: str) -> None:
+    truth = client.Redis(port=redis.port)
+    prefix = url.split("prefix=")[1].split("&")[0]
+    with cache_over(url, shm_root / "1") as cache:
+        stored(cache, prompt(6))
+        for name in truth.scan_iter(f"{prefix}:*"):
+            truth.delete(name)
+        assert served(cache, prompt(6))[0].by_tier == {"host": 96}
+        assert served(cache, prompt(6), tiers=["redis"])[0].num_tokens == 0
+        assert cache.store(prompt(6, 1), kv_of(prompt(6, 1)).transfer).num_chunks == 6
+        assert cache.flush(100)
+        assert served(cache, prompt(6, 1), tiers=["redis"])[0].num_tokens == 96
+
+
+# ---- tenants, weights, clear
+
+
+def test_clear_of_a_tenant_leaves_the_others(shm_root: Path, tmp_path: Path, url: str) -> None:
+    tokens = prompt(6)
+    with cache_over(url, shm_root, tmp_path) as cache:
+        stored(cache, tokens)
+        stored(cache, tokens, **TENANT)
+        cleared = cache.clear(**TENANT)
+        assert cleared.ok and cleared.chunks["redis"] == 6
+        for tier in cache.tiers:
+            wait_until(lambda tier=tier: served(cache, tokens, tiers=[tier], **TENANT)[0].num_tokens == 0)  # type: ignore[misc]
+            wait_until(lambda tier=tier: served(cache, tokens, tiers=[tier])[0].by_tier == {tier: 96})  # type: ignore[misc]
+        assert cache.clear(everything=True).chunks["redis"] == 6
+        assert served(cache, tokens)[0].num_tokens == 0
+
+
+def test_two_tenants_never_share(url: str) -> None:
+    with cache_over(url, None) as cache:
+        stored(cache, prompt(4))
+        hit, _ = served(cache, prompt(4), **TENANT)
+        assert hit.num_tokens == 0
+        assert not set(keys_of(cache, prompt(4))) & {key for _, _, key in cache.keys(prompt(4), **TENANT)}
+
+
+def test_a_clear_that_fails_names_the_tier(shm_root: Path) -> None:
+    with redis_server() as server, cache_over(f"{server.url}/0?deadline=300ms", shm_root) as cache:
+        stored(cache, prompt(4))
+        server.kill()
+        cleared = cache.clear()
+        assert not cleared.ok and list(cleared.failed) == ["redis"]
+        assert cleared.chunks["host"] == 4
+
+
+def test_weights_that_changed_here_only_are_not_shared(shm_root: Path, url: str) -> None:
+    with cache_over(url, shm_root / "1") as one, cache_over(url, shm_root / "2") as two:
+        stored(one, prompt(4))
+        one.weights_changed()
+        assert served(one, prompt(4))[0].num_tokens == 0
+        stored(one, prompt(4))
+        assert served(one, prompt(4))[0].by_tier == {"host": 64}
+        assert served(one, prompt(4), tiers=["redis"])[0].reason is Reason.TIER_SKIPPED
+        assert served(two, prompt(4))[0].by_tier == {"redis": 64}  # it has the old weights
+
+
+def test_weights_that_changed_everywhere(shm_root: Path, url: str) -> None:
+    with cache_over(url, shm_root / "1") as cache:
+        stored(cache, prompt(4))
+    for machine in ("2", "3"):
+        with cache_over(url, shm_root / machine, weights_epoch=1) as cache:
+            hit, _ = served(cache, prompt(4))
+            assert hit.by_tier == ({} if machine == "2" else {"redis": 64})
+            stored(cache, prompt(4))
+
+
+# ---- several processes
+
+
+def _stores(url: str, root: Path, seed: int) -> None:
+    with cache_over(url, root / "shm", root / "disk") as cache:
+        stored(cache, prompt(8, seed))
+
+
+def _retrieves(url: str, root: Path, seed: int) -> None:
+    with cache_over(url, root / "shm", root / "disk") as cache:
+        hit, kv = served(cache, prompt(8, seed))
+        assert hit.by_tier == {"redis": 128} and kv.same(kv_of(prompt(8, seed)))
+        assert served(cache, prompt(8, seed))[0].by_tier == {"host": 128}
+
+
+def test_what_one_machine_stored_another_serves(shm_root: Path, url: str) -> None:
+    for root in ("one", "two"):
+        (shm_root / root / "disk").mkdir(parents=True)
+    run_all([SPAWN.Process(target=_stores, args=(url, shm_root / "one", 3))])
+    run_all([SPAWN.Process(target=_retrieves, args=(url, shm_root / "two", 3))])
+
+
+def _both(url: str, root: Path, begin: int) -> None:
+    with cache_over(url, root / "shm", host_size=16 * LAYOUT.slot_bytes) as cache:
+        for step in range(12):
+            tokens = prompt(6, (begin + step) % 8)
+            served(cache, tokens)  # right bytes or a miss
+            cache.store(tokens, kv_of(tokens).transfer)
+        assert cache.flush(100)
+
+
+def test_processes_that_store_and_retrieve_the_same_at_once(shm_root: Path, url: str) -> None:
+    run_all([SPAWN.Process(target=_both, args=(url, shm_root / str(n), 3 * n)) for n in range(3)])
+    with cache_over(url, None) as cache:
+        tokens = sum(served(cache, prompt(6, seed))[0].num_tokens for seed in range(8))
+        assert tokens > 4 * 6 * CHUNK  # a host tier that small may have lost some before they were written
+
+
+def _in_child(cache: Cache) -> None:
+    assert served(cache, prompt(5), tiers=["redis"])[0].num_tokens == 80
+    stored(cache, prompt(5, 1))
+    assert served(cache, prompt(5, 1), tiers=["redis"])[0].num_tokens == 80
+
+
+def test_a_forked_child_goes_on_with_connections_of_its_own(shm_root: Path, url: str) -> None:
+    with cache_over(url, shm_root) as cache:
+        stored(cache, prompt(5))
+        process = multiprocessing.get_context("fork").Process(target=_in_child, args=(cache,))
+        process.start()
+        stored(cache, prompt(5, 2))
+        process.join(60)
+        assert process.exitcode == 0
+        for seed in range(3):
+            assert served(cache, prompt(5, seed), tiers=["redis"])[0].num_tokens == 80
+
+
+# ---- what fails
+
+
+def test_an_engine_that_dies_and_comes_back(shm_root: Path, tmp_path: Path) -> None:
+    with redis_server() as server:
+        url = f"{server.url}/0?deadline=300ms"
+        with cache_over(url, shm_root, tmp_path) as cache:
+            stored(cache, prompt(4))
+            server.kill()
+            for seed in range(1, 6):
+                tokens = prompt(4, seed)
+                assert served(cache, tokens)[0].num_tokens == 0
+                assert cache.store(tokens, kv_of(tokens).transfer).num_chunks == 4
+                assert served(cache, tokens)[0].by_tier == {"host": 64}
+            server.restart()
+
+            def comes_back() -> bool:
+                tokens = prompt(4, 50 + len(tried))
+                tried.append(tokens)
+                stored(cache, tokens)
+                return served(cache, tokens, tiers=["redis"])[0].num_tokens == 64
+
+            tried: list[object] = []
+            wait_until(comes_back, 30)
+
+
+@pytest.mark.parametrize("with_host", [True, False], ids=["below a host tier", "alone"])
+def test_no_call_hangs_while_the_engine_stands_still(shm_root: Path, with_host: bool) -> None:
+    host = shm_root if with_host else None
+    with redis_server() as server:
+        url = f"{server.url}/0?deadline=300ms"
+        with cache_over(url, host, deadline_seconds=1.0) as cache:
+            stored(cache, prompt(4))
+            server.stop()
+            for seed in (0, 1, 2):
+                tokens = prompt(4, seed)
+                for call in (
+                    lambda tokens=tokens: cache.retrieve(
+                        tokens, blank(tokens).transfer, deadline_seconds=1.0
+                    ),
+                    lambda tokens=tokens: cache.store(tokens, kv_of(tokens).transfer),
+                    lambda tokens=tokens: cache.lookup(tokens),
+                    lambda tokens=tokens: cache.prefetch(tokens),
+                    lambda tokens=tokens: cache.explain(tokens),
+                    cache.stats,
+                ):
+                    with soon(5.0):
+                        call()  # type: ignore[no-untyped-call]
+            with soon(8.0):
+                assert list(cache.clear().failed) == ["redis"]
+            with soon(8.0):
+                cache.close(3.0)
+
+
+def test_a_cache_opens_without_its_remote_engine(shm_root: Path) -> None:
+    with cache_over("redis://127.0.0.1:1/0?deadline=300ms", shm_root) as cache:
+        stored(cache, prompt(4))
+        assert served(cache, prompt(4))[0].by_tier == {"host": 64}
+
+
+def test_a_retrieve_in_the_middle_of_which_the_engine_dies(shm_root: Path) -> None:
+    with redis_server() as server:
+        url = f"{server.url}/0?deadline=1s&look=30s"
+        with cache_over(url, shm_root / "1") as cache:
+            stored(cache, prompt(40))
+        with cache_over(url, shm_root / "2") as cache:
+            tokens = prompt(40)
+            kv = blank(tokens)
+            assert cache.lookup(tokens).num_tokens == 640
+            server.kill()
+            hit = cache.retrieve(tokens, kv.transfer)
+            assert hit.reason is not None
+            assert kv.same(kv_of(tokens), 0, hit.num_tokens // CHUNK)
+
+
+# ---- objects
+
+
+def s3_url(server: Server) -> str:
+    keys = "access_key_id=any&secret_access_key=any&region=us-east-1"
+    return f"s3://{BUCKET}/{fresh_prefix()}?endpoint={server.url}&{keys}&{PATIENT}"
+
+
+def test_what_one_machine_stored_in_s3_another_serves(shm_root: Path, s3: Server) -> None:
+    url, tokens = s3_url(s3), prompt(10)
+    with cache_over(url, shm_root / "before") as cache:
+        assert cache.tiers == ("host", "s3")
+        stored(cache, tokens)
+        stored(cache, tokens, **TENANT)
+    with cache_over(url, shm_root / "after") as cache:
+        assert cache.lookup(tokens).by_tier == {"s3": 160}
+        assert served(cache, tokens)[0].by_tier == {"s3": 160}
+        assert served(cache, tokens)[0].by_tier == {"host": 160}
+        assert cache.clear(**TENANT).chunks["s3"] == 10
+        assert served(cache, tokens, tiers=["s3"])[0].by_tier == {"s3": 160}
+        assert served(cache, tokens, tiers=["s3"], **TENANT)[0].num_tokens == 0
+
+
+def test_a_hierarchy_of_four(shm_root: Path, tmp_path: Path, s3: Server, url: str) -> None:
+    with cache_over([url, s3_url(s3)], shm_root, tmp_path) as cache:
+        assert cache.tiers == ("host", "disk", "redis", "s3")
+        stored(cache, prompt(3))
+        for tier in cache.tiers:
+            assert served(cache, prompt(3), tiers=[tier])[0].by_tier == {tier: 48}
+
+
+def test_a_store_that_does_not_say_in_time_is_no_store_that_lacks_it(shm_root: Path) -> None:
+    """The answer names what is wrong; "never stored" would be a lie."""
+    with redis_server() as server, cache_over(f"{server.url}/0?look=1s&deadline=5s", shm_root) as cache:
+        assert served(cache, prompt(2))[0].reason is Reason.ABSENT
+        server.stop()
+        hit, _ = served(cache, prompt(2, 1))
+        assert hit.reason is Reason.DEADLINE and "redis" in hit.detail
+        server.cont()

@@ -1,0 +1,85 @@
+"""Everything goes wrong at once, at random: right bytes or a miss, in time, and all is well again afterwards."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from pagoda.cache import Cache
+from tests.cache.kit import CHUNK, LAYOUT, NAMESPACE, config_of, kv_of, prompt, served, stored, wait_until
+from tests.remote.chunks import soon
+from tests.remote.proxy import STALLED, WELL, Fault, Proxy, proxy_to
+from tests.remote.servers import Server, redis_server
+
+SECONDS = 4.0
+FAULTS = [
+    WELL,
+    WELL,
+    STALLED,
+    Fault(delay_seconds=0.02),
+    Fault(bytes_per_second=200_000),
+    Fault(cut_at=5_000),
+    Fault(cut_at=50_000, reset=True),
+    Fault(corrupt=range(3_000, 3_001)),
+    Fault(corrupt=range(20_000, 20_004)),
+    Fault(lose=range(10_000, 10_001)),
+]
+
+
+def disturb(server: Server, proxy: Proxy, over: threading.Event) -> None:
+    """Change the network several times a second, and now and then the server."""
+    chance = random.Random(7)
+    while not over.wait(chance.uniform(0.02, 0.25)):
+        proxy.up, proxy.down = chance.choice(FAULTS), chance.choice(FAULTS)
+        match chance.randrange(8):
+            case 0:
+                server.restart()
+            case 1:
+                server.stop()
+                over.wait(0.2)
+                server.cont()
+            case 2:
+                proxy.cut()
+    proxy.heal()
+
+
+def use(cache: Cache, seed: int, until: float) -> None:
+    """Store and retrieve; checks every byte and every call's time."""
+    chance = random.Random(seed)
+    while time.monotonic() < until:
+        tokens = prompt(chance.randrange(1, 8), chance.randrange(12))
+        with soon(8.0):
+            served(cache, tokens)
+            cache.store(tokens, kv_of(tokens).transfer)
+        if chance.random() < 0.05:
+            cache.clear()
+
+
+def test_right_bytes_or_a_miss_whatever_happens(shm_root: Path) -> None:
+    with redis_server() as server, proxy_to(server.port) as proxy:
+        url = f"redis://127.0.0.1:{proxy.port}/0?deadline=300ms"
+        config = config_of(shm_root, None, remote=url, host_size=16 * LAYOUT.slot_bytes)
+        with Cache(config, namespace=NAMESPACE, layout=LAYOUT) as cache, ThreadPoolExecutor(4) as threads:
+            over = threading.Event()
+            disturbing = threads.submit(disturb, server, proxy, over)
+            until = time.monotonic() + SECONDS
+            using = [threads.submit(use, cache, seed, until) for seed in range(2)]
+            try:
+                for future in using:
+                    future.result(60)
+            finally:
+                over.set()
+                disturbing.result(60)
+
+            def is_well() -> bool:
+                tokens = prompt(4, 100 + len(tried))
+                tried.append(tokens)
+                stored(cache, tokens)
+                return served(cache, tokens, tiers=["redis"])[0].num_tokens == 4 * CHUNK
+
+            tried: list[object] = []
+            wait_until(is_well, 30)
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("pagoda-redis")]

@@ -1,0 +1,117 @@
+"""A remote tier is a tier, over every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import redis as client
+
+from pagoda.codec import parse
+from pagoda.layout import KVLayout
+from pagoda.slab import aligned
+from pagoda.testing import TierConformance
+from pagoda.testing.tier import ONE, keys_of
+from pagoda.tiers.base import Bytes, Tier
+from pagoda.tiers.link import Remote
+from pagoda.tiers.objects import ObjectsRemote
+from pagoda.tiers.redis import RedisRemote
+from pagoda.tiers.remote import RemoteTier
+from tests.remote.chunks import PATIENT_SECONDS, fresh_prefix
+from tests.remote.servers import BUCKET, Server, moto_s3, nginx_dav, redis_server
+
+LAYOUT = KVLayout.opaque(4, 5000, "conformance")
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[Server]:
+    with redis_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[Server]:
+    with moto_s3() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def dav() -> Iterator[Server]:
+    with nginx_dav() as server:
+        yield server
+
+
+class Remotely(TierConformance):
+    """The suite on tiers over `self.server`, in which each has names of its own."""
+
+    codec = "raw"
+    server: Server
+    prefix: str  # of the latest tier
+
+    def remote(self) -> Remote:
+        """The engine."""
+        return RedisRemote(self.server.url, prefix=self.prefix)
+
+    def make_tier(self, tmp_path: Path) -> Tier:
+        """A new empty tier that has time."""
+        self.prefix = fresh_prefix()
+        return RemoteTier(
+            LAYOUT,
+            self.remote(),
+            codec=self.codec,
+            deadline_seconds=PATIENT_SECONDS,
+            look_seconds=PATIENT_SECONDS,
+        )
+
+
+class TestRedis(Remotely):
+    @pytest.fixture(autouse=True)
+    def _server(self, redis: Server) -> None:
+        self.server = redis
+
+
+class TestCompressedRedis(TestRedis):
+    codec = "zstd"
+
+    def payload(self, tier: Tier, key: bytes) -> Bytes:
+        """Bytes that can be made smaller, as those of KV."""
+        buffer = aligned(tier.chunk_bytes)
+        rng = np.random.default_rng(int.from_bytes(key[:8], "little"))
+        words = rng.standard_normal(tier.chunk_bytes // 2, np.float32).view(np.uint32) >> 16
+        buffer[:] = words.astype(np.uint16).view(np.uint8)
+        return buffer
+
+    def test_it_takes_less_room(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as tier:
+            self.saved(tier, keys_of(ONE, 1))
+        (name,) = client.Redis(port=self.server.port).scan_iter(f"{self.prefix}:*")
+        page, stored = client.Redis(port=self.server.port).hmget(name, "h", "0")
+        header = parse(page)
+        assert header is not None and (header.codec, header.stored_bytes) == ("zstd", len(stored))
+        assert len(stored) < 0.9 * LAYOUT.chunk_bytes
+
+
+class TestS3(Remotely):
+    @pytest.fixture(autouse=True)
+    def _server(self, s3: Server) -> None:
+        self.server = s3
+
+    def remote(self) -> Remote:
+        options = {
+            "endpoint": self.server.url,
+            "region": "us-east-1",
+            "access_key_id": "any",
+            "secret_access_key": "any",
+        }
+        return ObjectsRemote(f"s3://{BUCKET}", prefix=self.prefix, options=options)
+
+
+class TestWebDav(Remotely):
+    @pytest.fixture(autouse=True)
+    def _server(self, dav: Server) -> None:
+        self.server = dav
+
+    def remote(self) -> Remote:
+        return ObjectsRemote(f"{self.server.url}/", prefix=self.prefix)

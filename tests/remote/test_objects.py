@@ -1,0 +1,346 @@
+"""Object stores: links to real servers."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+
+from pagoda.metrics import Reason
+from pagoda.tiers.buckets import is_straight
+from pagoda.tiers.link import Put, Refused
+from pagoda.tiers.objects import ObjectsLink, ObjectsRemote
+from tests.remote.evil import LyingHttp, growth
+from tests.remote.evil import http as answer
+from tests.remote.object_links import (
+    ENOUGH_SECONDS,
+    KINDS,
+    MIB,
+    NAMESPACE,
+    PAGE,
+    Room,
+    Store,
+    get,
+    keys,
+    noise,
+    put,
+    s3_options,
+    until,
+)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def store(request: pytest.FixtureRequest) -> Iterator[Store]:
+    with KINDS[request.param][0]() as server:
+        yield Store(request.param, server)
+
+
+@pytest.fixture
+def link(store: Store) -> Iterator[ObjectsLink]:
+    made = store.remote().link(until())
+    yield made
+    made.clear(None, ENOUGH_SECONDS)
+    made.close()
+
+
+# ---- good days
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 70_001, MIB + 1, 32 * MIB + 12_345])
+def test_what_was_put_comes_back(link: ObjectsLink, nbytes: int) -> None:
+    stored, room = noise(nbytes), Room(nbytes + 11)
+    assert put(link, keys(1)[0], stored) is Put.STORED
+    assert get(link, keys(1)[0], room) == nbytes
+    assert np.array_equal(room.memory[:nbytes], stored) and np.array_equal(room.page, PAGE)
+    assert room.seen is not None and np.array_equal(room.seen, PAGE)
+    assert room.wall_stands
+
+
+def test_memory_that_may_not_be_written_can_be_put(link: ObjectsLink) -> None:
+    stored = noise(10_000)
+    stored.flags.writeable = False
+    assert put(link, keys(1)[0], stored) is Put.STORED
+
+
+def test_put_takes_no_memory_of_its_own(link: ObjectsLink, store: Store) -> None:
+    stored = noise(64 * MIB)
+    put(link, keys(2)[1], stored[:MIB])
+    with growth() as grown:
+        put(link, keys(1)[0], stored)
+    assert grown.peak_bytes < 16 * MIB
+
+
+def test_get_takes_no_memory_of_its_own(link: ObjectsLink) -> None:
+    stored, room = noise(64 * MIB), Room(64 * MIB)
+    put(link, keys(1)[0], stored)
+    get(link, keys(1)[0], room)
+    with growth() as grown:
+        assert get(link, keys(1)[0], room) == stored.nbytes
+    assert grown.peak_bytes < 16 * MIB
+
+
+def test_the_second_writer_finds_it_present(link: ObjectsLink) -> None:
+    assert put(link, keys(1)[0], noise(100)) is Put.STORED
+    assert put(link, keys(1)[0], noise(200)) is Put.PRESENT
+    assert get(link, keys(1)[0], Room(100)) == 100
+
+
+def test_writers_at_the_same_time_leave_one_whole_chunk(store: Store) -> None:
+    stored = noise(4 * MIB)
+    links = [store.remote().link(until()) for _ in range(4)]
+    results: list[Put] = []
+    threads = [
+        threading.Thread(target=lambda one=one: results.append(put(one, keys(1, 5)[0], stored)))
+        for one in links
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(ENOUGH_SECONDS)
+    room = Room(stored.nbytes)
+    assert get(links[0], keys(1, 5)[0], room) == stored.nbytes
+    assert np.array_equal(room.memory[: stored.nbytes], stored)
+    assert len(results) == 4 and set(results) <= {Put.STORED, Put.PRESENT} and Put.STORED in results
+    if store.kind == "s3":
+        assert results.count(Put.STORED) == 1
+    links[0].clear(None, ENOUGH_SECONDS)
+    for one in links:
+        one.close()
+
+
+def test_what_is_no_longer_usable_does_not_stay(link: ObjectsLink) -> None:
+    assert put(link, keys(1)[0], noise(5000), usable=False) is Put.STALE
+    assert get(link, keys(1)[0], Room(5000)) is None
+    assert link.census(ENOUGH_SECONDS) == {}
+
+
+def test_what_is_absent_is_none_and_asks_for_no_place(link: ObjectsLink) -> None:
+    room = Room(10)
+    assert get(link, keys(1)[0], room) is None
+    assert room.seen is None
+
+
+def test_what_is_not_wanted_or_does_not_fit_is_refused(link: ObjectsLink) -> None:
+    put(link, keys(1)[0], noise(5000))
+    for room in (Room(5000, wanted=False), Room(4999)):
+        with pytest.raises(Refused) as refused:
+            get(link, keys(1)[0], room)
+        assert refused.value.reason is Reason.FAILED_CHECK and room.wall_stands
+    assert get(link, keys(1)[0], Room(5000)) == 5000  # the link goes on
+
+
+def test_find_counts_the_leading_keys(link: ObjectsLink) -> None:
+    many = keys(40)
+    for key in many[:29]:
+        put(link, key, noise(1))
+    assert link.find(NAMESPACE, [], until()) == 0
+    for count in (1, 16, 17, 28, 29, 30, 40):
+        assert link.find(NAMESPACE, many[:count], until()) == min(count, 29)
+    assert link.find(NAMESPACE, many[29:], until()) == 0
+    assert link.find(bytes(32), many, until()) == 0
+    link.remove(NAMESPACE, [many[3]], until())
+    assert link.find(NAMESPACE, many[:16], until()) == 3  # up to 16, each is asked for
+
+
+@pytest.mark.parametrize("there", [0, 1, 16, 17, 255, 272, 511, 512])
+def test_find_needs_three_rounds_for_512_keys(there: int) -> None:
+    with Counting(set(keys(there))) as (server, link):
+        assert link.find(NAMESPACE, keys(512), until()) == there
+        assert server.asked <= 48
+        assert there or server.asked == 16  # nothing there: one round
+
+
+class Counting:
+    """A server that has some keys, and a link to it. No request of this test takes a place on a disk."""
+
+    def __init__(self, there: set[bytes]) -> None:
+        self._names = {key.hex() for key in there}
+        self._server = LyingHttp()
+
+    @property
+    def asked(self) -> int:
+        return sum(method == "HEAD" for method, _ in self._server.heard)
+
+    def __enter__(self) -> tuple[Counting, ObjectsLink]:
+        self._server.lies["HEAD"] = lambda path: [
+            answer(200, length=9999) if path.rpartition("/")[2] in self._names else answer(404)
+        ]
+        self._link = ObjectsRemote(f"http://127.0.0.1:{self._server.port}/").link(until())
+        return self, self._link
+
+    def __exit__(self, *_: object) -> None:
+        self._link.close()
+        self._server.close()
+
+
+def test_remove_says_how_many_there_were(link: ObjectsLink) -> None:
+    some = keys(20)
+    for key in some[::2]:
+        put(link, key, noise(10))
+    assert link.remove(NAMESPACE, some, until()) == 10
+    assert link.remove(NAMESPACE, some, until()) == 0
+    assert link.remove(NAMESPACE, [], until()) == 0
+
+
+def test_clear_takes_ours_of_one_namespace_and_nothing_else(store: Store, link: ObjectsLink) -> None:
+    other, key = bytes(32), keys(1)[0]
+    strangers = [
+        "pagoda/1/readme",
+        f"pagoda/1/{NAMESPACE.hex()}/readme",
+        f"pagoda/1/{NAMESPACE.hex()}/ff/{key.hex()}",  # not its folder
+        f"pagoda/1/{NAMESPACE.hex()}/{key.hex()[:2]}/{key.hex()}.bak",
+        f"pagoda/2/{NAMESPACE.hex()}/{key.hex()[:2]}/{key.hex()}",
+        f"pagoda2/1/{NAMESPACE.hex()}/{key.hex()[:2]}/{key.hex()}",
+    ]
+    for path in strangers:
+        assert store.plain("PUT", path, b"not ours") in (200, 201)
+    for one in keys(30):
+        put(link, one, noise(10))
+        link.put(other, one, PAGE, noise(10), lambda: True, until())
+    assert link.census(ENOUGH_SECONDS) == {NAMESPACE: 30, other: 30}
+    assert link.clear(NAMESPACE, ENOUGH_SECONDS) == 30
+    assert link.clear(NAMESPACE, ENOUGH_SECONDS) == 0
+    assert link.census(ENOUGH_SECONDS) == {other: 30}
+    assert link.clear(None, ENOUGH_SECONDS) == 30
+    assert link.census(ENOUGH_SECONDS) == {}
+    for path in strangers:
+        assert store.plain("GET", path) == 200
+        store.plain("DELETE", path)
+
+
+def test_clear_goes_on_over_many_pages(store: Store) -> None:
+    if store.kind == "dav":
+        pytest.skip("folders are not listed in pages")
+    link = store.remote(prefix="many").link(until())
+    for key in keys(600):
+        store.plain("PUT", f"many/1/{NAMESPACE.hex()}/{key.hex()[:2]}/{key.hex()}", b"x")
+    assert link.census(ENOUGH_SECONDS) == {NAMESPACE: 600}
+    assert link.clear(NAMESPACE, ENOUGH_SECONDS) == 600
+    link.close()
+
+
+def test_two_who_clear_at_once_both_end(store: Store, link: ObjectsLink) -> None:
+    for key in keys(60):
+        put(link, key, noise(1))
+    other = store.remote().link(until())
+    counts: list[int] = []
+    thread = threading.Thread(target=lambda: counts.append(other.clear(None, ENOUGH_SECONDS)))
+    thread.start()
+    counts.append(link.clear(None, ENOUGH_SECONDS))
+    thread.join(ENOUGH_SECONDS)
+    assert len(counts) == 2 and link.census(ENOUGH_SECONDS) == {}
+    other.close()
+
+
+def test_prefixes_do_not_see_each_other(store: Store, link: ObjectsLink) -> None:
+    other = store.remote(prefix="another").link(until())
+    put(link, keys(1)[0], noise(10))
+    assert get(other, keys(1)[0], Room(10)) is None
+    assert other.clear(None, ENOUGH_SECONDS) == 0
+    assert get(link, keys(1)[0], Room(10)) == 10
+    other.close()
+
+
+def test_usage_is_not_said(link: ObjectsLink) -> None:
+    assert link.usage(until()) == (None, None)
+
+
+def test_a_link_can_be_used_within_somebodys_event_loop(link: ObjectsLink) -> None:
+    async def caller() -> int | None:
+        put(link, keys(1)[0], noise(10))
+        return get(link, keys(1)[0], Room(10))
+
+    assert asyncio.run(caller()) == 10
+    assert get(link, keys(1)[0], Room(10)) == 10
+
+
+# ---- settings
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["ftp://x/y", "s3://", "s3:///path", "s3://b/a//b", "s3://b/../c", "http://h/a b", "s3://b?region=x"],
+)
+def test_a_wrong_url_is_a_value_error(url: str) -> None:
+    with pytest.raises(ValueError, match="object store's URL"):
+        ObjectsRemote(url)
+
+
+@pytest.mark.parametrize("prefix", ["", "a/b", ".", "-x", "x" * 65])
+def test_a_wrong_prefix_is_a_value_error(prefix: str) -> None:
+    with pytest.raises(ValueError, match="prefix"):
+        ObjectsRemote("s3://bucket", prefix=prefix)
+
+
+@pytest.mark.parametrize("url", ["s3://bucket", "gs://bucket", "az://box", "https://host/"])
+def test_an_unknown_option_is_named_and_its_value_is_not(url: str) -> None:
+    with pytest.raises(ValueError, match="acess_key") as wrong:
+        ObjectsRemote(url, options={"acess_key": "HUSHHUSH"})
+    assert "HUSHHUSH" not in str(wrong.value) and wrong.value.__suppress_context__
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"unsigned_payload": "HUSHHUSH"}, {"access_key_id": "HUSHHUSH"}, {"timeout": "HUSHHUSH"}],
+)
+def test_a_value_that_cannot_stand_is_not_shown(
+    options: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY", raising=False)
+    with pytest.raises(ValueError, match=next(iter(options))) as wrong:
+        ObjectsRemote("s3://bucket", options=options)
+    assert "HUSHHUSH" not in str(wrong.value)
+
+
+def test_plain_http_is_for_this_machine_unless_it_was_said() -> None:
+    with pytest.raises(ValueError, match="allow_http"):
+        ObjectsRemote("http://example.com/dav/")
+    with pytest.raises(ValueError, match="allow_http"):
+        ObjectsRemote("s3://bucket", options={"endpoint": "http://minio:9000"})
+    ObjectsRemote("s3://bucket", options={"endpoint": "http://minio:9000", "allow_http": "true"})
+    ObjectsRemote("https://example.com/dav/")
+    ObjectsRemote("http://[::1]:8080/dav/")
+
+
+def test_names_and_addresses_have_no_secret() -> None:
+    dav = ObjectsRemote("https://me:HUSHHUSH@host:8443/a/b/")
+    assert (dav.name, dav.address) == ("webdav", "https://host:8443/a/b")
+    s3 = ObjectsRemote("s3://bucket/p", options=s3_options("http://u:HUSHHUSH@127.0.0.1:9"))
+    assert (s3.name, s3.address) == ("s3", "s3://bucket/p at http://127.0.0.1:9")
+    assert ObjectsRemote("gs://bucket", name="far").name == "far"
+    assert ObjectsRemote("az://box", options={"account_name": "me"}).address == "az://box"
+
+
+def test_defaults_give_way_to_what_was_said() -> None:
+    for name in ("unsigned_payload", "aws_unsigned_payload"):
+        ObjectsRemote("s3://bucket", options={name: "false"})
+    ObjectsRemote("s3://bucket", options={"timeout": "5s"})
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "straight"),
+    [
+        ("s3://bucket", {}, True),
+        ("s3://bucket", {"region": "eu-central-1", "unsigned_payload": "true"}, True),
+        ("s3://bucket", {"unsigned_payload": "false"}, False),
+        ("s3://bucket", {"sse_kms_key_id": "x"}, False),
+        ("s3://bucket", {"aws_request_payer": "true"}, False),
+        ("gs://bucket", {}, False),
+        ("az://box", {}, False),
+        ("https://host/", {}, True),
+        ("https://host/", {"proxy_url": "http://proxy:1"}, False),
+    ],
+)
+def test_what_a_url_cannot_say_goes_by_obstore(url: str, options: dict[str, str], straight: bool) -> None:
+    assert is_straight(urlsplit(url), options) is straight
+
+
+def test_a_proxy_of_the_environment_is_not_gone_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("https_proxy", "http://proxy:1")
+    assert not is_straight(urlsplit("https://host/"), {})
+    monkeypatch.setenv("no_proxy", "host")
+    assert is_straight(urlsplit("https://host/"), {})

@@ -1,0 +1,437 @@
+"""Object stores: lies, bad networks, servers that stop."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import gzip
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pagoda.codec import HEADER_BYTES
+from pagoda.metrics import Reason
+from pagoda.tiers.link import Put, Refused
+from pagoda.tiers.objects import ObjectsLink, ObjectsRemote
+from tests.remote.evil import Lie, dripping, endless, growth
+from tests.remote.evil import http as answer
+from tests.remote.object_links import (
+    BY_OBSTORE,
+    ENOUGH_SECONDS,
+    KINDS,
+    MALICE_BYTES,
+    MIB,
+    NAMESPACE,
+    PAGE,
+    SHORT_SECONDS,
+    Room,
+    Store,
+    Timed,
+    eventually,
+    get,
+    keys,
+    liar,
+    noise,
+    put,
+    s3_options,
+    trouble,
+    until,
+)
+from tests.remote.proxy import STALLED, WELL, Fault, Proxy, black_hole, proxy_to
+from tests.remote.servers import BUCKET, free_port, moto_s3
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def store(request: pytest.FixtureRequest) -> Iterator[Store]:
+    with KINDS[request.param][0]() as server:
+        yield Store(request.param, server)
+
+
+@pytest.fixture
+def link(store: Store) -> Iterator[ObjectsLink]:
+    made = store.remote().link(until())
+    yield made
+    made.clear(None, ENOUGH_SECONDS)
+    made.close()
+
+
+# ---- bad answers
+
+
+def test_a_missing_bucket_is_refused() -> None:
+    with moto_s3() as server:
+        remote = ObjectsRemote("s3://no-such-bucket", options=s3_options(server.url))
+        with pytest.raises(Refused, match="no such bucket") as refused:
+            remote.link(until())
+        assert refused.value.reason is Reason.IO_ERROR
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_wrong_credentials_are_refused_in_one_line_without_secrets(status: int) -> None:
+    body = b"<Error><Code>InvalidAccessKeyId</Code><Message>HUSHHUSH\n\nHUSHHUSH</Message></Error>"
+    with liar({method: answer(status, body) for method in ("GET", "PUT", "HEAD")}) as (server, _):
+        remote = ObjectsRemote(f"s3://{BUCKET}", options=s3_options(f"http://127.0.0.1:{server.port}"))
+        with pytest.raises(Refused) as refused:
+            remote.link(until())
+        said = str(refused.value)
+        assert refused.value.reason is Reason.IO_ERROR and f"{status} InvalidAccessKeyId" in said
+        assert "HUSHHUSH" not in said and "\n" not in said and len(said) < 300
+        assert refused.value.__suppress_context__ or refused.value.__context__ is None
+
+
+GREAT = 1 << 40  # of lengths that are not true
+BODY = PAGE.tobytes() + bytes(MIB)
+LIES: dict[str, Callable[[str], Lie]] = {
+    "shorter than a header": lambda _: [answer(200, bytes(100))],
+    "shorter than announced, and then nothing": lambda _: [answer(200, BODY, len(BODY) + 1)],
+    "much larger than its place": lambda _: endless(answer(200, b"", GREAT)),
+    "no length": lambda _: endless(
+        b"HTTP/1.1 200 OK\r\nLast-Modified: Thu, 01 Jan 2026 00:00:00 GMT\r\n\r\n"
+    ),
+    "in chunks": lambda _: endless(
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"100000\r\n" + bytes(MIB) + b"\r\n"
+    ),
+    "a negative length": lambda _: [answer(200, BODY, -1)],
+    "two lengths": lambda _: [answer(200, BODY, more={"content-length": "7"})],
+    "a drip": lambda _: dripping(answer(200, BODY)),
+    "a body that drips": lambda _: [answer(200, b"", len(BODY)), *dripping(BODY[:20])],
+    "redirects without end": lambda path: [answer(302, more={"Location": path + "x"})],
+    "a header without end": lambda _: endless(b"HTTP/1.1 200 OK\r\nX-Large: "),
+    "headers without end": lambda _: endless(b"HTTP/1.1 200 OK\r\n", b"X: y\r\n" * 100_000),
+    "interim answers without end": lambda _: endless(b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 10_000),
+    "noise": lambda _: [bytes(range(256)) * 100],
+    "silence": lambda _: [],
+    "server error": lambda _: [answer(500, b"HUSHHUSH")],
+    "slow down": lambda _: [answer(503)],
+}
+
+
+@pytest.mark.parametrize("options", [{}, BY_OBSTORE], ids=["straight", "by obstore"])
+@pytest.mark.parametrize("lie", LIES)
+def test_a_get_ends_in_time_whatever_is_answered(lie: str, options: dict[str, str]) -> None:
+    with liar({}, options) as (server, remote), contextlib.closing(remote.link(until())) as link:
+        server.lies["GET"] = LIES[lie]
+        room = Room(MIB)
+        with growth() as grown:
+            error = trouble(lambda: get(link, keys(1)[0], room, SHORT_SECONDS))
+        assert room.wall_stands and grown.peak_bytes < MALICE_BYTES
+        if lie in ("shorter than a header", "much larger than its place"):
+            assert isinstance(error, Refused) and error.reason is Reason.FAILED_CHECK
+
+
+@pytest.mark.parametrize(
+    "lie", ["a drip", "redirects without end", "headers without end", "noise", "silence", "slow down"]
+)
+@pytest.mark.parametrize("method", ["HEAD", "PUT"])
+@pytest.mark.parametrize("options", [{}, BY_OBSTORE], ids=["straight", "by obstore"])
+def test_a_put_ends_in_time_whatever_is_answered(lie: str, method: str, options: dict[str, str]) -> None:
+    with liar({}, options) as (server, remote), contextlib.closing(remote.link(until())) as link:
+        server.lies[method] = LIES[lie]
+        with growth() as grown:
+            trouble(lambda: put(link, keys(1)[0], noise(MIB), seconds=SHORT_SECONDS))
+        assert grown.peak_bytes < MALICE_BYTES
+
+
+ERRORS: dict[str, Callable[[str], Lie]] = {
+    "a great length": lambda _: endless(answer(403, b"", 1 << 50)),
+    "a great length, and nothing": lambda _: [answer(500, b"", 1 << 50)],
+    "no length": lambda _: endless(b"HTTP/1.1 404 Not Found\r\n\r\n"),
+    "chunks": lambda _: endless(
+        b"HTTP/1.1 403 No\r\nTransfer-Encoding: chunked\r\n\r\n", b"100000\r\n" + bytes(MIB) + b"\r\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
+def test_errors_take_no_memory_however_long_they_are(method: str, error: str) -> None:
+    with liar({}) as (server, remote), contextlib.closing(remote.link(until())) as link:
+        server.lies[method] = ERRORS[error]
+        with growth() as grown, Timed():
+            with contextlib.suppress(OSError, Refused):
+                get(link, keys(1)[0], Room(MIB), SHORT_SECONDS)
+            with contextlib.suppress(OSError, Refused):
+                put(link, keys(1)[0], noise(10), usable=False, seconds=SHORT_SECONDS)
+        assert grown.peak_bytes < 8 * MIB
+
+
+def test_an_error_in_chunks_is_understood() -> None:
+    body = b"<Error><Code>NoSuchBucket</Code></Error>"
+    head = b"HTTP/1.1 404 Not Found\r\nTransfer-Encoding: chunked\r\n\r\n"
+    lie = head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    with liar({"GET": lie}) as (_, remote), Timed(), pytest.raises(Refused, match="no such bucket"):
+        remote.link(until())
+
+
+def test_interim_answers_are_passed_over() -> None:
+    interim = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n"
+    with liar({}) as (server, remote), contextlib.closing(remote.link(until())) as link:
+        server.lies["GET"] = lambda _: [interim + answer(200, PAGE.tobytes() + b"abc")]
+        for _ in range(2):
+            room = Room(10)
+            assert get(link, keys(1)[0], room, 5.0) == 3 and room.memory[:3].tobytes() == b"abc"
+
+
+def test_a_body_longer_than_announced_is_cut_and_not_taken_for_the_next_answer() -> None:
+    body = PAGE.tobytes() + b"abc"
+    with liar({}) as (server, remote), contextlib.closing(remote.link(until())) as link:
+        server.lies["GET"] = lambda _: [answer(200, body + BODY, len(body))]
+        for _ in range(3):
+            room = Room(10)
+            assert get(link, keys(1)[0], room, 5.0) == 3
+            assert room.memory[:3].tobytes() == b"abc" and room.wall_stands
+
+
+def test_nothing_is_unpacked_on_the_way() -> None:
+    body = gzip.compress(bytes(64 * MIB))
+    with liar({}) as (server, remote), contextlib.closing(remote.link(until())) as link:
+        server.lies["GET"] = lambda _: [answer(200, body, more={"Content-Encoding": "gzip"})]
+        room = Room(MIB)
+        with growth() as grown:
+            assert get(link, keys(1)[0], room, 5.0) == len(body) - HEADER_BYTES
+        assert room.page.tobytes() == body[:HEADER_BYTES] and grown.peak_bytes < MALICE_BYTES
+
+
+def test_a_store_that_cannot_create_is_overwritten() -> None:
+    heard: list[int] = []
+
+    def first_says_no(_: str) -> Lie | None:
+        heard.append(1)
+        return [answer(501)] if len(heard) == 1 else None
+
+    with liar({}) as (server, _):
+        options = s3_options(f"http://127.0.0.1:{server.port}")
+        link = ObjectsRemote(f"s3://{BUCKET}", options=options).link(until())
+        server.lies["PUT"] = first_says_no
+        assert put(link, keys(2)[0], noise(1)) is Put.STORED and len(heard) == 2
+        assert put(link, keys(2)[1], noise(1)) is Put.STORED and len(heard) == 3
+        link.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "reason"), [(413, Reason.TOO_LARGE), (507, Reason.FULL), (403, Reason.IO_ERROR)]
+)
+def test_a_put_that_is_refused_says_why(status: int, reason: Reason) -> None:
+    with liar({"PUT": answer(status)}) as (_, remote), contextlib.closing(remote.link(until())) as link:
+        with pytest.raises(Refused) as refused:
+            put(link, keys(1)[0], noise(10))
+        assert refused.value.reason is reason
+
+
+def test_a_walk_ends_however_deep_the_folders_go() -> None:
+    def deeper(path: str) -> Lie:
+        names = [path, *(f"{path.rstrip('/')}/{part}" for part in ("ab", "cd" * 32))]
+        rows = "".join(
+            f"<D:response><D:href>{name}</D:href><D:propstat><D:prop><D:getlastmodified>Thu, 01 Jan 2026 00:00:00 GMT"
+            "</D:getlastmodified><D:resourcetype><D:collection/></D:resourcetype></D:prop>"
+            "<D:status>HTTP/1.1 200 OK</D:status></D:propstat></D:response>"
+            for name in names
+        )
+        return [answer(207, f'<D:multistatus xmlns:D="DAV:">{rows}</D:multistatus>'.encode())]
+
+    with liar({"PROPFIND": deeper}) as (server, remote), contextlib.closing(remote.link(until())) as link:
+        assert link.census(5.0) == {}
+        assert sum(method == "PROPFIND" for method, _ in server.heard) == 3
+
+
+def test_a_listing_may_come_in_chunks() -> None:
+    key = keys(1)[0].hex()
+    path = f"/pagoda/1/{NAMESPACE.hex()}/{key[:2]}/{key}"
+    listing = f"<d:multistatus><d:response><d:href> {path} </d:href></d:response></d:multistatus>".encode()
+    parts = [listing[at : at + 7] for at in range(0, len(listing), 7)]
+    pieces = b"".join(b"%X;x=y\r\n%b\r\n" % (len(part), part) for part in parts)
+    lie = b"HTTP/1.1 207 M\r\nTransfer-Encoding: chunked\r\n\r\n" + pieces + b"0\r\nTrailer: x\r\n\r\n"
+    with liar({"PROPFIND": lie}) as (_, remote), contextlib.closing(remote.link(until())) as link:
+        assert link.census(5.0) == {NAMESPACE: 1}
+
+
+def test_a_server_that_cannot_list_says_so() -> None:
+    with liar({"PROPFIND": answer(405)}) as (_, remote), contextlib.closing(remote.link(until())) as link:
+        said = str(trouble(lambda: link.clear(None, 5.0)))
+        assert "PROPFIND" in said
+
+
+def test_user_and_password_of_a_url_are_sent_and_never_shown() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        remote = ObjectsRemote(f"http://me:HUSH%2FHUSH@127.0.0.1:{port}/dav/")
+        asked: list[bytes] = []
+
+        def serve() -> None:
+            client, _ = listener.accept()
+            with client:
+                asked.append(client.recv(1 << 16))
+                client.sendall(answer(401))
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        with pytest.raises(Refused, match="401") as refused:
+            remote.link(until())
+        thread.join(5)
+    sent = b"Basic " + base64.b64encode(b"me:HUSH/HUSH")
+    assert b"authorization: " + sent in asked[0].replace(b"Authorization", b"authorization")
+    assert "HUSH" not in str(refused.value) and "HUSH" not in remote.address
+
+
+# ---- bad days
+
+
+def test_nobody_there_is_an_oserror() -> None:
+    trouble(lambda: ObjectsRemote(f"http://127.0.0.1:{free_port()}/").link(until(SHORT_SECONDS)))
+
+
+def test_an_unknown_host_is_an_oserror() -> None:
+    error = trouble(lambda: ObjectsRemote("https://no-such-host.invalid/").link(until(SHORT_SECONDS)))
+    assert isinstance(error, OSError)
+
+
+def test_a_port_that_never_answers_is_given_up_in_time() -> None:
+    with black_hole() as port:
+        error = trouble(lambda: ObjectsRemote(f"http://127.0.0.1:{port}/").link(until(SHORT_SECONDS)))
+        assert isinstance(error, TimeoutError)
+
+
+def test_a_time_that_has_passed_is_a_timeout(link: ObjectsLink) -> None:
+    assert isinstance(trouble(lambda: get(link, keys(1)[0], Room(1), -1.0)), TimeoutError)
+
+
+@pytest.mark.parametrize("what", ["find", "get", "put", "remove", "clear", "census", "ping"])
+def test_a_stopped_server_is_given_up_in_time(store: Store, what: str) -> None:
+    link = store.remote().link(until())
+    calls: dict[str, Callable[[], object]] = {
+        "find": lambda: link.find(NAMESPACE, keys(40), until(SHORT_SECONDS)),
+        "get": lambda: get(link, keys(1)[0], Room(10), SHORT_SECONDS),
+        "put": lambda: put(link, keys(1)[0], noise(8 * MIB), seconds=SHORT_SECONDS),
+        "remove": lambda: link.remove(NAMESPACE, keys(3), until(SHORT_SECONDS)),
+        "clear": lambda: link.clear(NAMESPACE, SHORT_SECONDS),
+        "census": lambda: link.census(SHORT_SECONDS),
+        "ping": lambda: link.ping(until(SHORT_SECONDS)),
+    }
+    store.server.stop()
+    try:
+        assert isinstance(trouble(calls[what]), TimeoutError)
+    finally:
+        store.server.cont()
+    with Timed():
+        link.close()
+    store.remote().link(until()).close()
+
+
+def through(store: Store, proxy: Proxy) -> ObjectsLink:
+    return store.remote(port=proxy.port).link(until())
+
+
+FAULTS = {
+    "stalled": Fault(stall=True),
+    "cut early": Fault(cut_at=300),
+    "cut late": Fault(cut_at=MIB),
+    "reset": Fault(cut_at=MIB, reset=True),
+    "slow": Fault(bytes_per_second=100_000.0),
+    "lossy": Fault(lose=range(MIB, MIB + 5)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_bad_network_on_the_way_down(store: Store, link: ObjectsLink, fault: str) -> None:
+    put(link, keys(1)[0], noise(4 * MIB))
+    with proxy_to(store.server.port) as proxy, contextlib.closing(through(store, proxy)) as bad:
+        proxy.down = FAULTS[fault]
+        room = Room(4 * MIB)
+        trouble(lambda: get(bad, keys(1)[0], room, SHORT_SECONDS))
+        assert room.wall_stands
+        proxy.heal()
+        with contextlib.closing(through(store, proxy)) as again:
+            assert get(again, keys(1)[0], room) == 4 * MIB
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_bad_network_on_the_way_up_leaves_no_part(store: Store, link: ObjectsLink, fault: str) -> None:
+    stored = noise(4 * MIB)
+    with proxy_to(store.server.port) as proxy, contextlib.closing(through(store, proxy)) as bad:
+        proxy.up = FAULTS[fault]
+        trouble(lambda: put(bad, keys(1)[0], stored, seconds=SHORT_SECONDS))
+        assert get(link, keys(1)[0], Room(4 * MIB)) in (None, 4 * MIB)
+
+
+def test_a_half_open_connection_is_not_used_again_by_the_next_link(store: Store) -> None:
+    with proxy_to(store.server.port) as proxy:
+        link = through(store, proxy)
+        proxy.both(STALLED)
+        trouble(lambda: link.ping(until(SHORT_SECONDS)))
+        link.close()
+        proxy.both(WELL)
+        with contextlib.closing(through(store, proxy)) as again:
+            again.ping(until())
+
+
+def test_what_is_given_up_ends_its_connection(store: Store) -> None:
+    with proxy_to(store.server.port) as proxy:
+        link = through(store, proxy)
+        proxy.both(STALLED)
+        trouble(lambda: link.ping(until(SHORT_SECONDS)))
+        link.close()
+        proxy.heal()
+        assert eventually(lambda: proxy.open_connections == 0)
+
+
+def test_a_server_killed_amid_a_get_and_back_again(store: Store) -> None:
+    nbytes = 32 * MIB  # more than what the sockets on the way hold
+    with proxy_to(store.server.port) as proxy:
+        with contextlib.closing(store.remote().link(until())) as link:
+            put(link, keys(1)[0], noise(nbytes))
+        with contextlib.closing(through(store, proxy)) as slow:
+            proxy.down = Fault(bytes_per_second=2e7)
+            killer = threading.Timer(0.2, store.server.kill)
+            killer.start()
+            try:
+                trouble(lambda: get(slow, keys(1)[0], Room(nbytes), 30.0))
+                trouble(lambda: slow.ping(until(SHORT_SECONDS)))
+            finally:
+                killer.join()
+                store.server.restart()
+    with contextlib.closing(store.remote().link(until())) as link:
+        # the files are there again, what was only in memory is not
+        assert get(link, keys(1)[0], Room(nbytes)) == (nbytes if store.kind == "dav" else None)
+        link.clear(None, ENOUGH_SECONDS)
+
+
+def test_a_server_that_was_restarted_is_used_by_the_same_link(store: Store) -> None:
+    with contextlib.closing(store.remote().link(until())) as link:
+        store.server.restart()
+        assert get(link, keys(1)[0], Room(1)) is None
+
+
+def test_abort_ends_a_call_from_another_thread() -> None:
+    with liar({}) as (server, remote), contextlib.closing(remote.link(until())) as link:
+        server.lies["GET"] = LIES["silence"]
+        threading.Timer(0.1, link.abort).start()
+        with Timed(), pytest.raises(OSError, match="aborted"):
+            get(link, keys(1)[0], Room(1))
+        with pytest.raises(OSError, match="closed"):
+            link.ping(until())
+
+
+def test_close_from_another_thread_ends_a_call() -> None:
+    with liar({}) as (server, remote):
+        link = remote.link(until())
+        server.lies["GET"] = LIES["silence"]
+        threading.Timer(0.1, link.close).start()
+        with Timed(), pytest.raises(OSError):
+            get(link, keys(1)[0], Room(1))
+        link.close()
+        link.abort()
+
+
+def test_links_leave_no_files_open(store: Store) -> None:
+    remote = store.remote()
+    remote.link(until()).close()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(20):
+        link = remote.link(until())
+        link.find(NAMESPACE, keys(16), until())
+        link.close()
+    del link
+    assert eventually(lambda: len(list(Path("/proc/self/fd").iterdir())) <= before + 2)

@@ -1,0 +1,466 @@
+"""A link to a Redis that is away, full of hate, or not ours to use: an error in time, and never more."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pagoda.codec import HEADER_BYTES
+from pagoda.metrics import Reason
+from pagoda.tiers.base import Bytes
+from pagoda.tiers.link import Put, Refused, Usage
+from pagoda.tiers.redis import PIECE_BYTES, RedisLink, RedisRemote
+from tests.remote.servers import authority, free_port, need, redis_server
+
+need("redis-server")
+redis = pytest.importorskip("redis")
+
+MIB = 1 << 20
+LATE = 0.7  # a busy machine's slack behind a deadline, in seconds
+ROOT, KEY = b"\x01" * 32, b"\x07" * 32
+PAGE = np.random.default_rng(1).integers(0, 255, HEADER_BYTES, np.uint8)
+STORED = np.random.default_rng(2).integers(0, 255, 24 * MIB + 1, np.uint8)
+
+
+def soon(seconds: float = 10.0) -> float:
+    return time.monotonic() + seconds
+
+
+def always() -> bool:
+    return True
+
+
+def put(link: RedisLink, stored: Bytes, until: float, key: bytes = KEY) -> Put:
+    return link.put(ROOT, key, PAGE, stored, always, until)
+
+
+def get(link: RedisLink, room: Bytes, until: float) -> int | None:
+    return link.get(ROOT, KEY, np.zeros(HEADER_BYTES, np.uint8), lambda: room, until)
+
+
+@contextlib.contextmanager
+def ends_by(until: float) -> Iterator[None]:
+    """What is inside raises an OSError, not much later than `until`."""
+    with pytest.raises(OSError):
+        yield
+    assert time.monotonic() < until + LATE
+
+
+def works(link: RedisLink) -> None:
+    key = os.urandom(32)
+    link.ping(soon())
+    assert put(link, STORED[: 2 * MIB], soon(), key) is Put.STORED
+    assert link.find(ROOT, [key], soon()) == 1
+    room = np.zeros(2 * MIB, np.uint8)
+    assert link.get(ROOT, key, np.zeros(HEADER_BYTES, np.uint8), lambda: room, soon()) == 2 * MIB
+    assert np.array_equal(room, STORED[: 2 * MIB])
+    link.close()
+
+
+# who may come in
+
+
+def test_a_password() -> None:
+    with redis_server(password="geheim/@:%") as server:
+        right = f"redis://:geheim%2F%40%3A%25@127.0.0.1:{server.port}/3"
+        works(RedisRemote(right).link(soon()))
+        assert RedisRemote(right).address == f"redis://127.0.0.1:{server.port}/3"
+        for wrong in (right.replace("geheim", "falsch"), server.url):
+            with pytest.raises(Refused, match=r"WRONGPASS|NOAUTH") as refused:
+                RedisRemote(wrong).link(soon())
+            assert refused.value.reason is Reason.IO_ERROR
+            assert "geheim" not in str(refused.value) and "falsch" not in str(refused.value)
+
+
+def test_a_unix_socket_and_a_database() -> None:
+    with redis_server(password="geheim") as server:
+        url = f"unix://:geheim@{server.socket}?db=2"
+        remote = RedisRemote(url)
+        works(remote.link(soon()))
+        assert remote.address == f"unix://{server.socket}?db=2"
+        with redis.Redis(port=server.port, password="geheim", db=2) as client:
+            assert client.dbsize() == 1
+    with pytest.raises(OSError):
+        remote.link(soon())
+
+
+def test_the_documented_user_may_do_all_we_do_and_no_more() -> None:
+    """The rule of docs/redis.md."""
+    page = (Path(__file__).parents[2] / "docs" / "redis.md").read_text()
+    (rule,) = [line.strip() for line in page.splitlines() if line.strip().startswith("ACL SETUSER pagoda")]
+    with redis_server() as server, redis.Redis(port=server.port) as client:
+        client.execute_command(rule)
+        remote = RedisRemote(f"redis://pagoda:PASSWORD@127.0.0.1:{server.port}/1", ttl_seconds=60)
+        works(remote.link(soon()))
+        link = RedisRemote(f"redis://pagoda:PASSWORD@127.0.0.1:{server.port}").link(soon())
+        for size in (100, 3 * MIB):
+            assert put(link, STORED[:size], soon()) is Put.STORED
+            assert link.put(ROOT, b"\x08" * 32, PAGE, STORED[:size], lambda: False, soon()) is Put.STALE
+            assert isinstance(link.usage(soon()), Usage)
+            assert link.census(5) == {ROOT: 1}
+            assert link.remove(ROOT, [KEY], soon()) == 1
+        assert link.clear(ROOT, 5) == 0
+        other = RedisRemote(f"redis://pagoda:PASSWORD@127.0.0.1:{server.port}", prefix="else")
+        with pytest.raises(Refused, match="NOPERM") as refused:
+            other.link(soon())
+        assert refused.value.reason is Reason.IO_ERROR
+        assert client.dbsize() == 0
+
+
+@pytest.mark.parametrize("size", [100, 3 * MIB])
+def test_a_user_that_may_only_read(size: int) -> None:
+    with redis_server() as server, redis.Redis(port=server.port) as client:
+        client.execute_command("ACL SETUSER reader on >x ~* -@all +exists +hget +select")
+        link = RedisRemote(f"redis://reader:x@127.0.0.1:{server.port}").link(soon())
+        with pytest.raises(Refused, match="NOPERM"):
+            put(link, STORED[:size], soon())
+        link.ping(soon())
+        assert link.find(ROOT, [KEY], soon()) == 0
+        assert client.dbsize() == 0
+
+
+def test_tls(tmp_path: Path) -> None:
+    with redis_server(tls=True) as server:
+        url = f"{server.url}?ssl_ca_certs={server.ca}"
+        works(RedisRemote(url).link(soon()))
+        stranger = authority(tmp_path)
+        for wrong in (
+            f"{server.url}?ssl_ca_certs={stranger}",
+            server.url,
+            server.url.replace("rediss", "redis"),
+        ):
+            with ends_by(soon(2)):
+                RedisRemote(wrong).link(soon(2))
+        link = RedisRemote(url).link(soon())
+        server.stop()
+        with ends_by(until := soon(0.5)):
+            put(link, STORED, until)
+        with ends_by(until := soon(0.5)):
+            RedisRemote(url).link(until)
+
+
+def await_chunk(url: str) -> None:
+    """Return when a replica has what its master had."""
+    end = soon(30)
+    while time.monotonic() < end:
+        with contextlib.suppress(Refused):  # LOADING
+            link = RedisRemote(url).link(soon())
+            try:
+                if link.find(ROOT, [KEY], soon()):
+                    return
+            finally:
+                link.close()
+        time.sleep(0.05)
+    pytest.fail("the replica has no copy")
+
+
+def test_a_replica_that_only_reads() -> None:
+    with (
+        redis_server("--repl-diskless-sync-delay", "0") as first,
+        redis_server("--replicaof", "127.0.0.1", str(first.port)) as second,
+    ):
+        writer = RedisRemote(first.url).link(soon())
+        assert put(writer, STORED[: 2 * MIB], soon()) is Put.STORED
+        await_chunk(second.url)
+        reader = RedisRemote(second.url).link(soon())
+        room = np.zeros(2 * MIB, np.uint8)
+        assert get(reader, room, soon()) == 2 * MIB and np.array_equal(room, STORED[: 2 * MIB])
+        for size in (100, 3 * MIB):
+            with pytest.raises(Refused, match="READONLY") as refused:
+                put(reader, STORED[:size], soon(), b"\x09" * 32)
+            assert refused.value.reason is Reason.IO_ERROR
+        with pytest.raises(Refused, match="READONLY"):
+            reader.remove(ROOT, [KEY], soon())
+        reader.ping(soon())
+
+
+def test_a_replica_without_its_master_does_not_answer() -> None:
+    options = ("--replicaof", "127.0.0.1", str(free_port()), "--replica-serve-stale-data", "no")
+    with redis_server(*options) as server, pytest.raises(Refused, match="MASTERDOWN"):
+        RedisRemote(server.url).link(soon())
+
+
+# who is away
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "x" * 70, "..", "127.0.0.1:1"])
+def test_nobody_there(host: str) -> None:
+    with ends_by(soon(3)):
+        RedisRemote(f"redis://{host}").link(soon(3))
+
+
+def test_a_connection_that_nobody_takes() -> None:
+    """The kernel's queue of connections is full: no answer at all, as from a machine that is off."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
+        port = listener.getsockname()[1]
+        fill = [socket.socket() for _ in range(4)]
+        for each in fill:
+            each.setblocking(False)
+            each.connect_ex(("127.0.0.1", port))
+        with ends_by(until := soon(0.5)):
+            RedisRemote(f"redis://127.0.0.1:{port}").link(until)
+        for each in fill:
+            each.close()
+
+
+def test_a_name_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+
+    def slow(*args: object, **options: object) -> list[object]:
+        release.wait(20)
+        raise socket.gaierror("too late")
+
+    remote = RedisRemote("redis://somewhere:1")
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    try:
+        for _ in range(12):  # no more threads than a few are left waiting
+            with ends_by(until := soon(0.1)):
+                remote.link(until)
+        assert sum(thread.name == "pagoda-redis-connect" for thread in threading.enumerate()) <= 8
+    finally:
+        release.set()
+
+
+@contextlib.contextmanager
+def during(seconds: float, act: Callable[[], None]) -> Iterator[None]:
+    timer = threading.Timer(seconds, act)
+    timer.start()
+    yield
+    timer.join(20)
+
+
+@pytest.mark.parametrize("act", ["kill", "stop", "restart"])
+@pytest.mark.parametrize("verb", ["put", "get", "find"])
+def test_a_server_that_goes_under_way(act: str, verb: str) -> None:
+    with redis_server() as server:
+        remote = RedisRemote(server.url)
+        link = remote.link(soon())
+        assert put(link, STORED, soon()) is Put.STORED
+        room = np.zeros_like(STORED)
+        steps: dict[str, Callable[[float], object]] = {
+            "put": lambda until: put(link, STORED, until, os.urandom(32)),
+            "get": lambda until: get(link, room, until),
+            "find": lambda until: link.find(ROOT, [KEY] * 1000, until),
+        }
+        until = soon(1.5)
+        with during(0.05, getattr(server, act)), ends_by(until):
+            while True:
+                steps[verb](until)
+        with pytest.raises(OSError):
+            link.ping(soon())
+        link.close()
+        if act == "stop":
+            with ends_by(late := soon(0.3)):  # the kernel takes the connection, nobody answers
+                remote.link(late)
+            server.cont()
+        if act == "kill":
+            with ends_by(soon(1)):
+                remote.link(soon(1))
+            server.restart()
+        works(remote.link(soon()))
+
+
+def test_a_put_that_ran_into_a_stopped_server_leaves_whole_chunks_only() -> None:
+    with redis_server() as server, redis.Redis(port=server.port) as client:
+        remote = RedisRemote(server.url)
+        for pause in (0.0, 0.003, 0.01):
+            link = remote.link(soon())
+            with during(pause, server.stop), contextlib.suppress(OSError):
+                while True:
+                    put(link, STORED, soon(0.2), os.urandom(32))
+            link.close()
+            server.cont()
+        time.sleep(2.5)
+        reader = remote.link(soon())
+        assert client.dbsize() == sum(reader.census(5).values())
+        for name in client.keys("*"):
+            assert client.hlen(name) == 1 + -(-STORED.nbytes // PIECE_BYTES)
+
+
+def test_a_link_that_is_aborted() -> None:
+    with redis_server() as server:
+        link = RedisRemote(server.url).link(soon())
+        server.stop()
+        began = time.monotonic()
+        with during(0.2, link.abort), pytest.raises(OSError):
+            link.ping(soon(20))
+        assert time.monotonic() - began < 5
+        link.close()
+        link.close()
+
+
+def test_a_forked_child_makes_links_of_its_own() -> None:
+    with redis_server() as server:
+        remote = RedisRemote(server.url)
+        link = remote.link(soon())
+        child = os.fork()
+        if not child:
+            try:
+                del link
+                own = remote.link(soon())
+                os._exit(0 if put(own, STORED[:100], soon()) is Put.STORED else 1)
+            finally:
+                os._exit(2)
+        end = soon(20)
+        while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < end:
+            time.sleep(0.02)
+        if not ended[0]:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        assert ended[1] == 0
+        assert link.find(ROOT, [KEY], soon()) == 1, "the parent's goes on"
+
+
+# who lies
+
+
+class Liar:
+    """A server that greets as it should and then sends `answer`, whatever it is asked; it reads all that comes."""
+
+    def __init__(self, answer: bytes, then: str, greeting: bytes = b":0\r\n") -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"redis://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._answer, self._then, self._greeting = answer, then, greeting
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError), self._listener.accept()[0] as peer:
+            peer.settimeout(5)
+            peer.recv(4096)
+            peer.sendall(self._greeting)
+            reader = threading.Thread(target=self._read, args=(peer,), daemon=True)
+            peer.recv(1, socket.MSG_PEEK)
+            reader.start()
+            peer.sendall(self._answer)
+            more = (
+                b"x"
+                if self._then == "drip"
+                else (self._answer or b"x") * (1 + 10000 // (1 + len(self._answer)))
+            )
+            while self._then != "close" and not self._stop.wait(0.002 if self._then == "drip" else 0):
+                peer.sendall(more)
+
+    def _read(self, peer: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while peer.recv(1 << 16):
+                pass
+
+    def __enter__(self) -> Liar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._listener.close()
+        self._thread.join(6)
+
+
+PIECE = b"$1048576\r\n" + b"p" * MIB + b"\r\n"
+LIES = {
+    "nothing": b"",
+    "huge": b"$109951162777600\r\n",
+    "large": b"$536870912\r\n" + b"q" * 100000,
+    "negative": b"$-17\r\n",
+    "line": b"+" + b"w" * 100000,
+    "number": b":" + b"1" * 3000,
+    "array": b"*2147483647\r\n",
+    "nested": b"*1\r\n" * 1000,
+    "wrong type": b"+OK\r\n" * 50,
+    "right type": b":1\r\n" * 50,
+    "strings": b"$3\r\nabc\r\n" * 50,
+    "arrays": b"*2\r\n$1\r\n7\r\n*1\r\n$3\r\nabc\r\n" * 50,
+    "nils": b"$-1\r\n" * 50,
+    "errors": b"-ERR password is geheim\r\n" * 50,
+    "page": b"$4096\r\n" + b"h" * 4096 + b"\r\n" + PIECE,
+    "page and huge": b"$4096\r\n" + b"h" * 4096 + b"\r\n$1048577\r\n",
+    "http": b"HTTP/1.1 400 Bad Request\r\n\r\n",
+    "three": b"%1\r\n+a\r\n:1\r\n",
+}
+CALLS: dict[str, Callable[[RedisLink, float], object]] = {
+    "find": lambda link, until: link.find(ROOT, [KEY] * 10, until),
+    "put": lambda link, until: put(link, STORED[: 2 * MIB], until),
+    "small put": lambda link, until: put(link, STORED[:100], until),
+    "get": lambda link, until: get(link, np.zeros(3 * MIB, np.uint8), until),
+    "remove": lambda link, until: link.remove(ROOT, [KEY], until),
+    "clear": lambda link, until: link.clear(ROOT, 0.3),
+    "census": lambda link, until: link.census(0.3),
+    "usage": lambda link, until: link.usage(until),
+    "ping": lambda link, until: link.ping(until),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("then", ["close", "drip", "flood"])
+def test_a_liar_is_left_in_time(lie: str, then: str) -> None:
+    for name, call in CALLS.items():
+        with Liar(LIES[lie], then) as liar:
+            link = RedisRemote(liar.url).link(soon())
+            until = soon(0.3)
+            tracemalloc.start()
+            try:
+                with contextlib.suppress(OSError, Refused):
+                    came = call(link, until)
+                    assert name != "get" or came is None, "nobody has sent three pieces"
+                peak = tracemalloc.get_traced_memory()[1]
+            finally:
+                tracemalloc.stop()
+            assert time.monotonic() < until + LATE, name
+            assert peak < 24 * MIB, name
+            link.close()
+
+
+@pytest.mark.parametrize(
+    "greeting", [b"", b"-ERR I know: geheim\r\n" * 2, b"+", b"$99999999999\r\n", b"+OK\r\n" * 9]
+)
+def test_a_liar_at_the_door(greeting: bytes) -> None:
+    with Liar(b"", "drip", greeting) as liar:
+        until = soon(0.4)
+        with contextlib.suppress(OSError, Refused):
+            RedisRemote(liar.url.replace("//", "//:geheim@")).link(until)
+        assert time.monotonic() < until + LATE
+
+
+def test_no_error_tells_the_password() -> None:
+    with Liar(b"", "drip", b"-ERR you said geheim\r\n" * 2) as liar:
+        with pytest.raises(Refused) as refused:
+            RedisRemote(liar.url.replace("//", "//:geheim@")).link(soon(2))
+        assert str(refused.value) == "ERR you said ***"
+
+
+def test_a_scan_that_does_not_end_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagoda.tiers.redis._SCAN_STEPS", 200)
+    answer = b"*2\r\n$1\r\n7\r\n*1\r\n$3\r\nabc\r\n"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError), listener.accept()[0] as peer:
+                peer.recv(4096)
+                peer.sendall(b":0\r\n")
+                while peer.recv(4096):
+                    peer.sendall(answer)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        link = RedisRemote(f"redis://127.0.0.1:{listener.getsockname()[1]}").link(soon())
+        with pytest.raises(OSError, match="does not end"):
+            link.census(5)
+        link.close()
+        thread.join(5)
+
+
+def test_a_loading_server_does_not_count_as_answering() -> None:
+    with Liar(b"", "drip", b"-LOADING Redis is loading the dataset in memory\r\n") as liar:
+        with pytest.raises(Refused, match="LOADING") as refused:
+            RedisRemote(liar.url).link(soon(2))
+        assert refused.value.reason is Reason.IO_ERROR

@@ -1,0 +1,394 @@
+"""RESP on a connected socket: what is read and sent, and that no peer can make it wait, fill memory or lose step."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pagoda.tiers.resp import Answer, Denial, Wire, command, command_with
+from tests.remote.servers import authority
+
+MIB = 1 << 20
+LATE = 0.5  # a busy machine's slack behind a deadline, in seconds
+Peer = tuple[Wire, socket.socket]
+
+
+def soon(seconds: float = 5.0) -> float:
+    return time.monotonic() + seconds
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("authority")
+    authority(root)
+    return root
+
+
+@pytest.fixture(params=["unix", "tcp", "tls"])
+def peer(request: pytest.FixtureRequest) -> Iterator[Peer]:
+    """A Wire and the other end of its connection."""
+    ours, theirs = socket.socketpair() if request.param == "unix" else tcp_pair()
+    if request.param == "tls":
+        ours, theirs = encrypted(ours, theirs, request.getfixturevalue("certificates"))
+    theirs.settimeout(10)
+    wire = Wire(ours)
+    try:
+        yield wire, theirs
+    finally:
+        wire.close()
+        theirs.close()
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        return ours, listener.accept()[0]
+
+
+def encrypted(ours: socket.socket, theirs: socket.socket, root: Path) -> tuple[socket.socket, socket.socket]:
+    there = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    there.load_cert_chain(root / "server.crt", root / "server.key")
+    here = ssl.create_default_context(cafile=str(root / "ca.crt"))
+    done: list[socket.socket] = []
+    thread = threading.Thread(target=lambda: done.append(there.wrap_socket(theirs, server_side=True)))
+    thread.start()
+    client = here.wrap_socket(ours, server_hostname="127.0.0.1")
+    thread.join(10)
+    return client, done[0]
+
+
+def beside(work: Callable[[], object]) -> threading.Thread:
+    """Do `work` on another thread until it ends or its socket is closed."""
+
+    def run() -> None:
+        with contextlib.suppress(OSError, ValueError):
+            work()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+def asked(wire: Wire, number: int = 1) -> None:
+    wire.send([command(b"PING")] * number, number, soon())
+
+
+def test_commands() -> None:
+    assert command(b"GET", b"a\r\nb") == b"*2\r\n$3\r\nGET\r\n$4\r\na\r\nb\r\n"
+    parts = command_with(b"SET", b"k", memoryview(b"value"))
+    assert b"".join(parts) == command(b"SET", b"k", b"value")
+    assert isinstance(parts[1], memoryview)
+    two = command_with(b"HSET", memoryview(b"a"), b"b", memoryview(b""), b"c")
+    assert b"".join(two) == command(b"HSET", b"a", b"b", b"", b"c")
+
+
+@pytest.mark.parametrize(
+    ("sent", "value"),
+    [
+        (b"+OK\r\n", b"OK"),
+        (b":-12\r\n", -12),
+        (b"$-1\r\n", None),
+        (b"*-1\r\n", None),
+        (b"$0\r\n\r\n", b""),
+        (b"$4\r\na\r\nb\r\n", b"a\r\nb"),
+        (b"*0\r\n", []),
+        (b"*2\r\n$1\r\n7\r\n*2\r\n$1\r\na\r\n:3\r\n", [b"7", [b"a", 3]]),
+        (b"-OOM no room\r\n", Denial("OOM", "OOM no room")),
+        (b"*2\r\n:1\r\n-ERR no such key\r\n", [1, Denial("ERR", "ERR no such key")]),
+        (b"-\r\n", Denial("", "")),
+    ],
+)
+@pytest.mark.parametrize("pace", [1000, 1])
+def test_answers(peer: Peer, sent: bytes, value: Answer, pace: int) -> None:
+    wire, theirs = peer
+    asked(wire, 2)
+    both = sent + b":1\r\n"
+    for start in range(0, len(both), pace):
+        theirs.sendall(both[start : start + pace])
+    assert wire.answer(soon(), 100) == value
+    assert wire.answer(soon(), 100) == 1
+    wire.check()
+
+
+def test_an_error_is_one_printable_line_of_bounded_length(peer: Peer) -> None:
+    wire, theirs = peer
+    asked(wire)
+    theirs.sendall(b"-ERR \x1b[31m\xff\n" + b"x" * 3000 + b"\r\n")
+    said = wire.answer(soon(), 100)
+    assert isinstance(said, Denial) and said.text.startswith("ERR ?[31m") and len(said.text) <= 200
+    assert "\n" not in said.text and "\x1b" not in said.text
+
+
+def test_a_long_string_is_cut_and_skipped(peer: Peer) -> None:
+    wire, theirs = peer
+    asked(wire, 2)
+    thread = beside(lambda: theirs.sendall(b"$1000000\r\n" + b"y" * 1000000 + b"\r\n+OK\r\n"))
+    assert wire.answer(soon(), 10) == b"y" * 10
+    assert wire.answer(soon(), 10) == b"OK"
+    thread.join(5)
+
+
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 4096, MIB - 1, MIB])
+def test_bulk_bytes_come_straight_into_their_place(peer: Peer, size: int) -> None:
+    wire, theirs = peer
+    content = np.random.default_rng(size).integers(0, 255, size, np.uint8)
+    asked(wire, 4)
+    answer = b"$%d\r\n%b\r\n" % (size, content.tobytes())
+    thread = beside(lambda: theirs.sendall(answer + b"$-1\r\n" + answer + b":5\r\n"))
+    place = np.zeros(size + 1, np.uint8)
+    assert wire.fill(place.data[:size], soon()) == size
+    assert np.array_equal(place[:size], content) and place[size] == 0
+    assert wire.fill(place.data[:size], soon()) is None
+    place[:] = 7
+    assert wire.fill(place.data, soon()) == size, "it does not fit: skipped"
+    assert (place == 7).all()
+    assert wire.answer(soon(), 10) == 5
+    thread.join(5)
+
+
+def test_an_error_where_a_string_was_wanted(peer: Peer) -> None:
+    wire, theirs = peer
+    asked(wire)
+    theirs.sendall(b"-WRONGTYPE no hash\r\n")
+    assert wire.fill(memoryview(bytearray(10)), soon()) == Denial("WRONGTYPE", "WRONGTYPE no hash")
+    wire.check()
+
+
+NONSENSE = [
+    b"$99999999999\r\n",
+    b"$536870913\r\n",
+    b"$-2\r\n",
+    b"$+5\r\nabcde\r\n",
+    b"$5_0\r\n",
+    b"$ 5\r\n",
+    b"$\r\n",
+    b"$3\r\nabcXY",
+    b"*16385\r\n",
+    b"*-2\r\n",
+    b"*1\r\n*1\r\n*1\r\n:1\r\n",
+    b"*2\r\n*16380\r\n" + b":1\r\n" * 16380 + b"*10\r\n",
+    b":1.5\r\n",
+    b":" + b"9" * 21 + b"\r\n",
+    b"%1\r\n+a\r\n+b\r\n",
+    b"_\r\n",
+    b"\r\n",
+    b"HTTP/1.1 400 Bad Request\r\n",
+    b"x" * 10000,
+    b"+" + b"x" * 1_000_000,
+]
+
+
+@pytest.mark.parametrize("sent", NONSENSE, ids=lambda sent: repr(sent[:20]))
+@pytest.mark.parametrize("bulk", [False, True], ids=["answer", "fill"])
+def test_nonsense_is_an_error_and_the_end(peer: Peer, sent: bytes, bulk: bool) -> None:
+    wire, theirs = peer
+    asked(wire)
+    beside(lambda: theirs.sendall(sent))
+    place = memoryview(bytearray(100))
+    tracemalloc.start()
+    try:
+        with pytest.raises(OSError, match=r"RESP2|out of step"):
+            wire.fill(place, soon()) if bulk else wire.answer(soon(), 512)
+        assert tracemalloc.get_traced_memory()[1] < 4 * MIB
+    finally:
+        tracemalloc.stop()
+    for call in (
+        wire.check,
+        lambda: asked(wire),
+        lambda: wire.answer(soon(), 10),
+        lambda: wire.fill(place, soon()),
+    ):
+        with pytest.raises(OSError, match="out of step"):
+            call()
+
+
+def test_a_string_too_long_for_an_answer(peer: Peer) -> None:
+    wire, theirs = peer
+    asked(wire)
+    theirs.sendall(b"$1048577\r\n")
+    with pytest.raises(OSError, match="RESP2"):
+        wire.answer(soon(), 10)
+
+
+def test_a_string_of_any_length_that_redis_can_have_is_skipped(peer: Peer) -> None:
+    """Somebody else's value under our name: no reason to give up the connection."""
+    wire, theirs = peer
+    asked(wire)
+    thread = beside(lambda: theirs.sendall(b"$3000000\r\n" + bytes(3_000_000) + b"\r\n"))
+    place = memoryview(bytearray(100))
+    assert wire.fill(place, soon()) == 3_000_000
+    wire.check()
+    thread.join(5)
+
+
+@pytest.mark.parametrize("sent", [b"", b"$10\r\nabc", b"+O", b"*3\r\n:1\r\n", b"$3\r\nabc\r"])
+def test_an_early_end(peer: Peer, sent: bytes) -> None:
+    wire, theirs = peer
+    asked(wire)
+    theirs.sendall(sent)
+    theirs.close()
+    with pytest.raises(OSError):
+        wire.answer(soon(), 10)
+    with pytest.raises(OSError, match="out of step"):
+        wire.check()
+
+
+@pytest.mark.parametrize(
+    "sent", [b"+", b"$1000000\r\n", b"*1000\r\n", b"$1000000\r\nx" + b"y" * 1000, b"*5\r\n$900\r\n"]
+)
+def test_drips_end_at_the_deadline(peer: Peer, sent: bytes) -> None:
+    wire, theirs = peer
+    asked(wire)
+    stop = threading.Event()
+
+    def drip() -> None:
+        theirs.sendall(sent)
+        while not stop.wait(0.005):
+            theirs.sendall(b"z")
+
+    thread = beside(drip)
+    place = memoryview(bytearray(1000000))
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        wire.fill(place, began + 0.3) if sent.startswith(b"$1000000\r\n") else wire.answer(began + 0.3, 512)
+    assert 0.25 < time.monotonic() - began < 0.3 + LATE
+    stop.set()
+    thread.join(5)
+
+
+def test_silence_ends_at_the_deadline(peer: Peer) -> None:
+    wire, _ = peer
+    asked(wire)
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        wire.answer(began + 0.2, 10)
+    assert 0.15 < time.monotonic() - began < 0.2 + LATE
+
+
+def test_who_does_not_read_is_not_waited_for(peer: Peer) -> None:
+    wire, _ = peer
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        wire.send(command_with(b"SET", b"k", memoryview(bytearray(64 * MIB))), 1, began + 0.3)
+    assert 0.2 < time.monotonic() - began < 0.3 + LATE
+
+
+def test_who_reads_slowly_is_not_waited_for(peer: Peer) -> None:
+    wire, theirs = peer
+    stop = threading.Event()
+
+    def sip() -> None:
+        while not stop.wait(0.005):
+            theirs.recv(1000)
+
+    thread = beside(sip)
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        wire.send(command_with(b"SET", b"k", memoryview(bytearray(64 * MIB))), 1, began + 0.3)
+    assert time.monotonic() - began < 0.3 + LATE
+    stop.set()
+    thread.join(5)
+
+
+def test_a_deadline_that_has_passed(peer: Peer) -> None:
+    wire, theirs = peer
+    theirs.sendall(b"+OK\r\n")
+    with pytest.raises(TimeoutError):
+        wire.send([command(b"PING")], 1, time.monotonic() - 1)
+
+
+def test_all_parts_are_sent_whole(peer: Peer) -> None:
+    wire, theirs = peer
+    sizes = [0, 1, 3 * MIB + 7, *range(2000)]  # more parts than one call may have
+    parts = [np.random.default_rng(i).integers(0, 255, size, np.uint8).data for i, size in enumerate(sizes)]
+    came = bytearray()
+
+    def read() -> None:
+        while len(came) < sum(sizes):
+            came.extend(theirs.recv(1 << 16))
+
+    thread = beside(read)
+    wire.send(parts, 0, soon(10))
+    thread.join(10)
+    assert came == b"".join(parts)
+
+
+def test_abort_wakes_who_waits(peer: Peer) -> None:
+    wire, _ = peer
+    asked(wire)
+    threading.Timer(0.2, wire.abort).start()
+    began = time.monotonic()
+    with pytest.raises(OSError):
+        wire.answer(began + 10, 10)
+    assert time.monotonic() - began < 5
+
+
+def test_abort_wakes_who_sends(peer: Peer) -> None:
+    wire, _ = peer
+    threading.Timer(0.2, wire.abort).start()
+    began = time.monotonic()
+    with pytest.raises(OSError):
+        wire.send(command_with(b"SET", b"k", memoryview(bytearray(64 * MIB))), 1, began + 10)
+    assert time.monotonic() - began < 5
+
+
+def test_abort_never_sends_in_the_clear(certificates: Path) -> None:
+    raw, theirs = tcp_pair()
+    ours, there = encrypted(raw, theirs, certificates)
+    seen = bytearray()
+    wire = Wire(ours)
+    tap = socket.socket(fileno=there.detach())  # what is on the line from here on
+    tap.settimeout(5)
+
+    def read() -> None:
+        while part := tap.recv(1 << 16):
+            seen.extend(part)
+
+    thread = beside(read)
+    threading.Timer(0.1, wire.abort).start()
+    with pytest.raises(OSError):
+        while True:
+            wire.send([b"PLAINTEXT" * 1000], 0, soon())
+    thread.join(5)
+    wire.close()
+    tap.close()
+    assert seen and b"PLAINTEXT" not in seen
+
+
+def test_an_answer_nobody_asked_for_is_noticed(peer: Peer) -> None:
+    wire, theirs = peer
+    asked(wire)
+    theirs.sendall(b"+OK\r\n+AND\r\n")
+    time.sleep(0.05)
+    assert wire.answer(soon(), 10) == b"OK"
+    if wire._start == wire._end:  # TLS or a slow machine may not have had it yet
+        pytest.skip("the second answer came later")
+    with pytest.raises(OSError, match="out of step"):
+        wire.check()
+
+
+def test_an_answer_nobody_read_is_noticed(peer: Peer) -> None:
+    wire, theirs = peer
+    asked(wire, 2)
+    theirs.sendall(b"+OK\r\n+AND\r\n")
+    assert wire.answer(soon(), 10) == b"OK"
+    with pytest.raises(OSError, match="out of step"):
+        wire.check()
+
+
+def test_close_is_idempotent(peer: Peer) -> None:
+    wire, _ = peer
+    wire.close()
+    wire.close()
+    wire.abort()
+    with pytest.raises(OSError):
+        asked(wire)

@@ -1,0 +1,157 @@
+"""A remote tier that rests: nobody who asks the cache waits for it, and it is soon awake again."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from pagoda.cache import Cache
+from pagoda.metrics import Reason
+from pagoda.tiers import HostTier
+from pagoda.tiers.redis import RedisRemote
+from pagoda.tiers.remote import RemoteTier
+from tests.cache.kit import LAYOUT, NAMESPACE, PATIENT_SECONDS, blank, config_of, prompt, served, stored
+from tests.remote.chunks import fresh_prefix, wait_until
+from tests.remote.proxy import STALLED, Proxy, proxy_to
+from tests.remote.servers import Server, redis_server
+
+PROBE_SECONDS = 1.0  # between two looks at whether an engine is back
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with redis_server() as running:
+        yield running
+
+
+@pytest.fixture
+def proxy(server: Server) -> Iterator[Proxy]:
+    with proxy_to(server.port) as running:
+        yield running
+
+
+def cache_on(proxy: Proxy, host: Path) -> tuple[Cache, RemoteTier]:
+    """A cache with a host tier over a remote one, with real time."""
+    config = config_of(host, None)
+    top = HostTier.open(LAYOUT, Path(config.host_path), config.host_bytes, deadline_seconds=PATIENT_SECONDS)
+    remote = RemoteTier(
+        LAYOUT, RedisRemote(f"redis://127.0.0.1:{proxy.port}", prefix=fresh_prefix()), deadline_seconds=0.3
+    )
+    return Cache(config, namespace=NAMESPACE, layout=LAYOUT, tiers=[top, remote]), remote
+
+
+def rests(cache: Cache, remote: RemoteTier) -> None:
+    """Ask until the tier is left out."""
+    for seed in range(100, 200):
+        if remote.resting:
+            return
+        served(cache, prompt(2, seed))
+        time.sleep(0.02)
+    raise AssertionError("it never rested")
+
+
+def test_nothing_is_asked_of_an_engine_that_is_away(shm_root: Path, proxy: Proxy) -> None:
+    cache, remote = cache_on(proxy, shm_root)
+    with cache:
+        stored(cache, prompt(4))
+        proxy.both(STALLED)
+        rests(cache, remote)
+        time.sleep(0.5)  # what was under way has ended
+        before, began, asked = proxy.traffic, time.monotonic(), 0
+        while time.monotonic() - began < 2.5:
+            assert served(cache, prompt(4))[0].by_tier == {"host": 64}
+            assert served(cache, prompt(3, 1))[0].num_tokens == 0
+            assert cache.lookup(prompt(3, 2)).num_tokens == 0
+            asked += 3
+        probes = (time.monotonic() - began) / PROBE_SECONDS + 1
+        assert asked > 20 * probes
+        assert proxy.connections - before[0] <= 2 * probes
+        assert (
+            proxy.up_bytes - before[1] <= 2000 * probes
+        )  # a greeting and a ping, not a question about a chunk
+        assert remote.stats()["resting"] == 1
+        proxy.heal()
+        wait_until(lambda: not remote.resting)
+        wait_until(lambda: served(cache, prompt(4), tiers=["redis"])[0].num_tokens == 64)
+
+
+def test_only_threads_of_the_tier_use_its_sockets(
+    shm_root: Path, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the engine is well or away: the thread that calls `retrieve` opens no connection."""
+    me, connects = threading.current_thread(), list[threading.Thread]()
+    connect = socket.socket.connect
+
+    def noted(self: socket.socket, address: object) -> None:
+        connects.append(threading.current_thread())
+        connect(self, address)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(socket.socket, "connect", noted)
+    cache, remote = cache_on(proxy, shm_root)
+    with cache:
+        stored(cache, prompt(4))
+        served(cache, prompt(4, 1))
+        proxy.both(STALLED)
+        rests(cache, remote)
+        for _ in range(10):
+            served(cache, prompt(3, 2))
+    assert connects and me not in connects
+
+
+def test_a_retrieve_takes_no_longer_while_the_engine_is_away(
+    shm_root: Path, server: Server, proxy: Proxy
+) -> None:
+    cache, remote = cache_on(proxy, shm_root)
+
+    def seconds(tokens_seed: int) -> float:
+        tokens, times = prompt(4, tokens_seed), list[float]()
+        for _ in range(100):
+            kv = blank(tokens)
+            began = time.perf_counter()
+            cache.retrieve(tokens, kv.transfer)
+            times.append(time.perf_counter() - began)
+        return median(times)
+
+    alone = Cache(config_of(shm_root / "alone", None), namespace=NAMESPACE, layout=LAYOUT)
+    with cache, alone:
+        stored(cache, prompt(4))
+        proxy.both(STALLED)
+        rests(cache, remote)
+        away = seconds(0), seconds(1)
+        assert remote.resting
+        cache, _ = alone, stored(alone, prompt(4))
+        without = seconds(0), seconds(1)
+    for mine, theirs in zip(away, without, strict=True):
+        assert mine < 3 * theirs + 0.002  # a wait for the engine would be 50 ms at least
+
+
+def test_stores_do_not_wait_for_an_engine_that_is_away(shm_root: Path, proxy: Proxy) -> None:
+    cache, remote = cache_on(proxy, shm_root)
+    with cache:
+        proxy.both(STALLED)
+        rests(cache, remote)
+        began = time.monotonic()
+        stored(cache, prompt(20, 3))  # a flush has nothing to wait for
+        assert time.monotonic() - began < 3.0
+        assert served(cache, prompt(20, 3))[0].by_tier == {"host": 320}
+        assert remote.stats()[f"drop_{Reason.TIER_SKIPPED}"] >= 20
+        assert cache.stats()["waiting_chunks"] == 0
+
+
+def test_a_slow_engine_costs_a_retrieve_a_moment_only(shm_root: Path, proxy: Proxy) -> None:
+    """Before anybody knows that it is away: a look waits for its answer only `look_seconds`."""
+    cache, _remote = cache_on(proxy, shm_root)
+    with cache:
+        stored(cache, prompt(4))
+        proxy.both(STALLED)
+        began = time.monotonic()
+        hit, _ = served(cache, prompt(4, 1))
+        assert hit.num_tokens == 0
+        assert time.monotonic() - began < 1.0  # 50 ms of it for the engine
+        assert served(cache, prompt(4))[0].by_tier == {"host": 64}

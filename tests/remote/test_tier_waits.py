@@ -1,0 +1,125 @@
+"""What a remote tier waits for, and what it does not."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from pagoda.layout import KVLayout
+from pagoda.metrics import Reason
+from pagoda.testing import FakeClock
+from pagoda.tiers.link import Link
+from pagoda.tiers.redis import RedisRemote
+from tests.remote.chunks import PATIENT_SECONDS, ROOT, fresh_prefix, keys_of, load, saved, tier_on, wait_until
+from tests.remote.proxy import STALLED, Proxy, proxy_to
+from tests.remote.servers import Server, redis_server
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with redis_server() as running:
+        yield running
+
+
+@pytest.fixture
+def proxy(server: Server) -> Iterator[Proxy]:
+    with proxy_to(server.port) as running:
+        yield running
+
+
+def through(proxy: Proxy, prefix: str) -> RedisRemote:
+    return RedisRemote(f"redis://127.0.0.1:{proxy.port}", prefix=prefix)
+
+
+def test_a_connection_that_was_cut_while_nothing_moved_costs_no_miss(server: Server, proxy: Proxy) -> None:
+    prefix, keys = fresh_prefix(), keys_of(3)
+    saved(RedisRemote(server.url, prefix=prefix), keys)
+    with tier_on(through(proxy, prefix), connections=1, deadline_seconds=PATIENT_SECONDS) as tier:
+        for reset in (False, True):
+            assert load(tier, keys, seconds=PATIENT_SECONDS) == [None] * 3
+            proxy.cut(reset=reset)
+            wait_until(lambda: proxy.open_connections == 0)
+        assert load(tier, keys, seconds=PATIENT_SECONDS) == [None] * 3
+        assert not any(tier.stats()[f"miss_{reason}"] for reason in Reason)
+
+
+def test_a_look_waits_no_longer_than_it_was_told_and_a_late_answer_serves_the_next(
+    server: Server, proxy: Proxy
+) -> None:
+    prefix, keys = fresh_prefix(), keys_of(3)
+    saved(RedisRemote(server.url, prefix=prefix), keys)
+    with tier_on(through(proxy, prefix), look_seconds=0.05, deadline_seconds=20.0) as tier:
+        wait_until(lambda: tier.find(keys, namespace=ROOT) == 3)
+        others = keys_of(3, chain=1)
+        saved(RedisRemote(server.url, prefix=prefix), others)
+        proxy.both(STALLED)
+        began = time.monotonic()
+        assert tier.find(others, namespace=ROOT) == 0
+        assert time.monotonic() - began < 10.0  # half of the deadline of the question itself
+        assert tier.stats()["miss_deadline"] >= 1
+        proxy.heal()
+        wait_until(lambda: tier.find(others, namespace=ROOT) == 3)
+        assert tier.stats()["miss_io_error"] == 0 and not tier.resting
+
+
+def test_what_is_not_there_is_asked_once_in_a_while(proxy: Proxy) -> None:
+    clock, absent = FakeClock(), keys_of(4)
+    with tier_on(through(proxy, fresh_prefix()), clock=clock, look_seconds=PATIENT_SECONDS) as tier:
+        assert tier.find(absent, namespace=ROOT) == 0
+        asked = proxy.traffic
+        assert not any(tier.find(absent, namespace=ROOT) for _ in range(20))
+        assert proxy.traffic == asked
+        clock.advance(1.5)
+        assert tier.find(absent, namespace=ROOT) == 0
+        assert proxy.traffic > asked
+
+
+def test_a_machine_without_the_codec_takes_nothing_away_from_those_who_have_it(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote, keys = RedisRemote(server.url, prefix=fresh_prefix()), keys_of(2)
+    zeros = KVLayout.opaque(4, 8192, "chunks that become smaller")
+    with tier_on(remote, zeros, codec="zstd", deadline_seconds=PATIENT_SECONDS) as tier:
+        assert all(tier.put(key, np.zeros(8192, np.uint8), namespace=ROOT) for key in keys)
+    with tier_on(remote, zeros, deadline_seconds=PATIENT_SECONDS) as tier:
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setitem(sys.modules, "zstandard", None)
+            assert tier.get(keys[0], namespace=ROOT) is None
+        assert tier.stats()["miss_failed_check"] == 1
+    with tier_on(remote, zeros, deadline_seconds=PATIENT_SECONDS) as tier:
+        assert tier.get(keys[0], namespace=ROOT) is not None
+
+
+class Startled(RedisRemote):
+    """A Redis whose first probes fail in a way that nobody expects."""
+
+    startled = 0
+
+    def link(self, until: float) -> Link:
+        link = super().link(until)
+        ping = link.ping
+
+        def startling(until: float) -> None:
+            if self.startled < 2:
+                self.startled += 1
+                raise RuntimeError("a bug")
+            ping(until)
+
+        link.ping = startling  # type: ignore[method-assign]
+        return link
+
+
+def test_a_probe_that_fails_unexpectedly_is_not_the_last(server: Server) -> None:
+    remote = Startled(server.url, prefix=fresh_prefix())
+    with tier_on(remote, deadline_seconds=PATIENT_SECONDS) as tier:
+        tier._store.breaker.failed()
+        tier._store.breaker.failed()
+        assert tier.resting
+        tier._threads.start()
+        wait_until(lambda: not tier.resting)
+        assert remote.startled == 2
+        assert load(tier, keys_of(1), seconds=PATIENT_SECONDS) == [Reason.ABSENT]

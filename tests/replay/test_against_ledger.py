@@ -1,0 +1,153 @@
+"""The simulated tier and a real ledger, side by side: the same chunks in the same slots after each request."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from pagoda.ledger import Ledger, Reserved
+from pagoda.ledger.upkeep import Upkeep
+from pagoda.replay import Request, Simulation, TierSpec
+from pagoda.replay.tier import marks_of_ids
+from pagoda.testing.clock import FakeClock
+from tests.ledger.support import PATIENT_SECONDS, TENANT, spec
+from tests.replay.traces import chained, request, sample
+
+POLICIES = ("lru", "fifo", "arc", "hindsight")
+COLUMNS = ("last_use", "hits", "position", "parent_slot")
+
+
+class Real:
+    """A ledger that is asked for one request after the other, its learning done at the simulator's pace."""
+
+    def __init__(self, root: Path, slots: int, policy: str, refuses: bool) -> None:
+        self._clock = FakeClock()
+        self.ledger = Ledger.open(spec(root, slots), policy, self._clock)
+        self.ledger.register(TENANT, {"model": "test"})
+        if not refuses:
+            self.ledger._advice.refuses = False
+        self._begun = self._clock.monotonic_ns()
+        self._shared = self._prepared = -(10**9)
+
+    def request(self, asked: Request) -> int:
+        now = self._begun + round(asked.timestamp_ms * 1e6)
+        self._clock.advance((now - self._clock.monotonic_ns()) / 1e9)
+        self._upkeep(now)
+        keys = [mark.tobytes() + bytes(24) for mark in marks_of_ids(asked.hash_ids)]
+        stamp = self.ledger.stamp()
+        have = len(self.ledger.match(keys, stamp=stamp, deadline_seconds=PATIENT_SECONDS).slots)
+        if have < len(keys):
+            parent = keys[have - 1] if have else None
+            assert len(keys) - have <= self.ledger.window
+            outcomes = self.ledger.reserve(
+                keys[have:], namespace=TENANT, start=have, parent=parent, stamp=stamp, deadline_seconds=PATIENT_SECONDS
+            )  # fmt: skip
+            self.ledger.commit(
+                [item for item in outcomes if isinstance(item, Reserved)], deadline_seconds=PATIENT_SECONDS
+            )
+        return have
+
+    def _upkeep(self, now: int) -> None:
+        learnt = self.ledger._upkeep.learnt
+        if learnt is not None and now - self._shared >= 10**9:
+            self._shared = now
+            self.ledger._advice.share(learnt)
+        if learnt is not None and now - self._prepared >= 10**8:
+            self._prepared = now
+            self.ledger._upkeep._prepare()
+
+
+def compare(
+    slots: int, policy: str, requests: Sequence[Request], refuses: bool = True, every: int = 1
+) -> Simulation:
+    """Play the requests to both; they must agree after each (or so many) in all that a policy reads."""
+    lower = [] if refuses else [TierSpec("lower", 1, "lru")]
+    simulation = Simulation([TierSpec("tier", slots, policy), *lower])
+    root = Path(tempfile.mkdtemp(prefix="pagoda-test-", dir="/dev/shm"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Upkeep, "wake", lambda _: None)
+        try:
+            real = Real(root, slots, policy, refuses)
+            begun_ms = requests[0].timestamp_ms if requests else 0.0
+            for number, asked in enumerate(requests):
+                asked = asked._replace(timestamp_ms=asked.timestamp_ms - begun_ms)
+                assert simulation.request(asked)[0] == real.request(asked), number
+                if number % every == 0:
+                    agree(simulation, real.ledger)
+            agree(simulation, real.ledger)
+            real.ledger.close()
+        finally:
+            shutil.rmtree(root, ignore_errors=True)
+    return simulation
+
+
+def agree(simulation: Simulation, ledger: Ledger) -> None:
+    tier = simulation._tiers[0]
+    rows = tier.residents()
+    keys = [mark.tobytes() + bytes(24) for mark in marks_of_ids(tuple(rows))]
+    assert {row.key: row.slot for row in ledger.rows()} == dict(zip(keys, rows.values(), strict=True))
+    there = np.array(sorted(rows.values()), np.int64)
+    for name in COLUMNS:
+        simulated, real = getattr(tier._columns, name)[there], getattr(ledger.columns, name)[there]
+        assert simulated.tolist() == real.tolist(), name
+    ages = [columns.generation[there].argsort().tolist() for columns in (tier._columns, ledger.columns)]
+    assert ages[0] == ages[1]
+    assert sorted(tier._columns.ghosts.last_use.tolist()) == sorted(ledger.columns.ghosts.last_use.tolist())
+
+
+def stream(seed: int, count: int, longest: int, talks: int) -> list[Request]:
+    """Talks that go on, the ones more often than the others, and prompts that nobody asks for again."""
+    random = np.random.default_rng(seed)
+    requests, ms = [], 0
+    for number in range(count):
+        talk, length = int(random.zipf(1.3)) % (2 * talks), int(random.integers(1, longest + 1))
+        shared = min(length, int(random.integers(1, longest + 1))) if talk < talks else 0
+        ids = [10_000 * (talk + 1) + i for i in range(shared)]
+        ids += [10**7 + 1000 * number + i for i in range(length - shared)]
+        ms += int(random.choice([0, 1, 60, 400, 1500, 20_000]))
+        requests.append(request(*ids, ms=ms))
+    return requests
+
+
+@settings(max_examples=15)
+@given(st.integers(0, 2**32), st.sampled_from([32, 40]), st.sampled_from(POLICIES), st.booleans())
+def test_short_requests(seed: int, slots: int, policy: str, refuses: bool) -> None:
+    tier = compare(slots, policy, stream(seed, 80, 4, 12), refuses).outcome().tiers[0]
+    assert tier.hits and tier.evicted and (refuses or not tier.refused)
+
+
+@given(chained(depth=4, most=40), st.sampled_from(POLICIES))
+def test_trees(requests: list[Request], policy: str) -> None:
+    compare(32, policy, requests)
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 60), max_size=4, unique=True), max_size=40), st.sampled_from(POLICIES)
+)
+@example([[1, 2, 3, 4], [2], [5, 2, 6], [3, 9, 2, 5]] * 3, "lru")
+def test_what_is_no_chain(paths: list[list[int]], policy: str) -> None:
+    compare(32, policy, [request(*ids, ms=700.0 * i) for i, ids in enumerate(paths)])
+
+
+@settings(max_examples=5)
+@given(st.integers(0, 2**32))
+def test_what_is_no_chain_in_a_full_tier(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    paths = [random.permutation(60)[: random.integers(1, 5)].tolist() for _ in range(80)]
+    for policy in POLICIES:
+        compare(32, policy, [request(*ids, ms=100.0 * i) for i, ids in enumerate(paths)])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_recorded_requests(policy: str) -> None:
+    requests = [asked._replace(hash_ids=asked.hash_ids[:128]) for asked in sample()[:600]]
+    tier = compare(1024, policy, requests, every=20).outcome().tiers[0]
+    assert tier.evicted
+    assert (tier.refused > 0) == (policy == "hindsight")

@@ -1,0 +1,103 @@
+"""The real cache, driven by a trace, hits what the simulator says; over a restart, and shared by two processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from threading import Barrier
+
+import pytest
+
+from pagoda.replay import Request, TierSpec, simulate
+from tests.cache.kit import SPAWN
+from tests.replay.live import CHUNK, Live, Rate, simulated
+from tests.replay.traces import sample
+
+CHUNKS = 3000
+HALF = 400  # requests, of what is played over a restart
+SHARED = 1200  # requests, of what two processes share
+TURN = 10  # requests that each of two processes takes before it waits for the other
+PATIENT_SECONDS = 200.0
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[Request]:
+    return sample()
+
+
+@pytest.mark.parametrize(("policy", "most"), [("lru", 700), ("hindsight", 2000)])
+def test_the_cache_hits_what_the_simulator_says(
+    tmp_path: Path, requests: list[Request], policy: str, most: int
+) -> None:
+    live = Live(tmp_path, policy, host=CHUNKS)
+    rate = live.play(requests[:most])
+    live.close()
+    assert rate.share == pytest.approx(simulated(requests[:most], CHUNKS, policy), abs=0.005)
+
+
+def test_two_tiers_hit_what_the_simulator_says(tmp_path: Path, requests: list[Request]) -> None:
+    live, few = Live(tmp_path, "lru", host=200, disk=1000), requests[:300]
+    rate = live.play(few)
+    counters = live.ledgers[0].counters()
+    live.close()
+    outcome = simulate(few, [TierSpec("host", 200, "lru"), TierSpec("disk", 1000, "lru")])
+    assert rate.share == pytest.approx(outcome.hit_rate, abs=0.005)
+    served = [counters[f"hit_tokens_{tier.name}"] / CHUNK for tier in outcome.tiers]
+    assert served == pytest.approx([tier.hits for tier in outcome.tiers], abs=0.005 * rate.accesses)
+
+
+@pytest.fixture
+def process() -> Iterator[ProcessPoolExecutor]:
+    """Where each call has a process of its own, that ends with it."""
+    with ProcessPoolExecutor(1, mp_context=SPAWN, max_tasks_per_child=1) as pool:
+        yield pool
+
+
+def _disk_only(root: Path, begin: int, end: int) -> tuple[Rate, Rate]:
+    """Play requests [begin, end) in one process; the rates in either half of the trace."""
+    requests = sample()
+    live = Live(root, "hindsight", disk=CHUNKS // 3, at_ms=requests[max(0, begin - 1)].timestamp_ms)
+    halves = live.play(requests[begin : min(end, HALF)]), live.play(requests[max(begin, HALF) : end])
+    live.close()
+    return halves
+
+
+def test_a_restart_forgets_nothing(tmp_path: Path, process: ProcessPoolExecutor) -> None:
+    through = process.submit(_disk_only, tmp_path / "through", 0, 2 * HALF).result(PATIENT_SECONDS)
+    before = process.submit(_disk_only, tmp_path / "restarted", 0, HALF).result(PATIENT_SECONDS)
+    after = process.submit(_disk_only, tmp_path / "restarted", HALF, 2 * HALF).result(PATIENT_SECONDS)
+    assert before[0].accesses == through[0].accesses and after[1].accesses == through[1].accesses
+    assert after[1].share > through[1].share - 0.01
+    forgetful = process.submit(_disk_only, tmp_path / "new", HALF, 2 * HALF).result(PATIENT_SECONDS)
+    assert after[1].share > forgetful[1].share + 0.01
+
+
+def _one_of_two(root: Path, number: int, barrier: Barrier) -> Rate:
+    """Play the trace in turns with another process, at the same time as it."""
+    requests = sample()[:SHARED]
+    live = Live(root, "hindsight", host=CHUNKS)
+    rate = Rate()
+    for at in range(0, len(requests), 2 * TURN):
+        barrier.wait(PATIENT_SECONDS)
+        turn = live.play(requests[at : at + 2 * TURN][number::2])
+        rate = Rate(rate.accesses + turn.accesses, rate.hits + turn.hits)
+    barrier.wait(PATIENT_SECONDS)
+    live.close()
+    return rate
+
+
+def test_two_processes_share_what_they_learn(tmp_path: Path, requests: list[Request]) -> None:
+    requests = requests[:SHARED]
+    with SPAWN.Manager() as manager, ProcessPoolExecutor(2, mp_context=SPAWN) as pool:
+        barrier = manager.Barrier(2)
+        both = [pool.submit(_one_of_two, tmp_path, number, barrier) for number in (0, 1)]
+        rates = [one.result(PATIENT_SECONDS) for one in both]
+    total = Rate(sum(rate.accesses for rate in rates), sum(rate.hits for rate in rates))
+    assert total.accesses == sum(len(request.hash_ids) for request in requests)
+    assert total.share == pytest.approx(simulated(requests, CHUNKS, "hindsight"), abs=0.02)
+    live = Live(tmp_path, "hindsight", host=CHUNKS, at_ms=requests[-1].timestamp_ms)
+    report = live.ledgers[0].check()
+    assert report.stale_hints == 0
+    assert report.gauges["reserved"] == 0 and report.gauges["ready"] + report.gauges["free"] == CHUNKS
+    live.close()

@@ -1,0 +1,41 @@
+"""What becomes of a remote tier's URL on its way to the engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pagoda.errors import ConfigError
+from pagoda.tiers.link import Remote
+from pagoda.tiers.open import remote_of
+
+
+def opened(kind: str, url: str, password_file: object = "") -> Remote:
+    return remote_of(
+        kind, url, name="far", prefix="mine", ttl_seconds=None, options={}, password_file=str(password_file)
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "url"),
+    [
+        ("redis", "redis://user:hunter2@127.0.0.1:6379/0"),
+        ("redis", "rediss://:hunter2@127.0.0.1:6379/0"),
+        ("redis", "unix:///run/redis.sock?db=2"),
+        ("objects", "http://user:hunter2@127.0.0.1:80/kv/"),
+    ],
+)
+def test_an_engine_is_named_and_shows_no_password(kind: str, url: str) -> None:
+    remote = opened(kind, url)
+    assert remote.name == "far"
+    assert remote.address and "hunter2" not in remote.address and "hunter2" not in repr(remote)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\n", b"\xff\xfe", b"x" * 5000])
+def test_a_password_that_cannot_be_read_names_its_file(tmp_path: Path, content: bytes | None) -> None:
+    file = tmp_path / "secret"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"password_file = {file}"):
+        opened("redis", "redis://user@127.0.0.1", file)

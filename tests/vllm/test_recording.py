@@ -1,0 +1,32 @@
+"""What an engine's requests look like in a recording: one line each, whatever came from where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pagoda.replay import read_trace
+from tests.vllm.engines import CHUNK, Engine, connector, options
+from tests.vllm.models import prompt
+
+
+def test_a_line_a_request(llama: Path, session_shm: Path, logs: Path, tmp_path: Path) -> None:
+    """Computed, found on the device, loaded, and too short for a chunk."""
+    trace = tmp_path / "trace.jsonl"
+    engine = Engine(
+        "recording",
+        logs / "recording.log",
+        **options(llama),
+        **connector(session_shm / "rec", record=str(trace)),
+    )
+    one, other = prompt(900, 5 * CHUNK + 7), prompt(901, 700)
+    engine.say(one)
+    engine.say(one)
+    engine.reset()
+    answers = engine.say(one, other, other, prompt(902, CHUNK - 1))
+    engine.stop()
+    assert answers[0].external == 5 * CHUNK
+    lines = list(read_trace(trace))
+    told = [(len(line.hash_ids), line.input_length) for line in lines]
+    assert told[:2] == [(5, len(one))] * 2
+    assert sorted(told[2:]) == [(5, len(one)), (10, len(other)), (10, len(other))]  # arrived together
+    assert len({line.hash_ids for line in lines}) == 2
