@@ -340,17 +340,22 @@ class Liar:
             peer.settimeout(5)
             peer.recv(4096)
             peer.sendall(self._greeting)
-            reader = threading.Thread(target=self._read, args=(peer,), daemon=True)
             peer.recv(1, socket.MSG_PEEK)
+            reader = threading.Thread(target=self._read, args=(peer,), daemon=True)
             reader.start()
-            peer.sendall(self._answer)
-            more = (
-                b"x"
-                if self._then == "drip"
-                else (self._answer or b"x") * (1 + 10000 // (1 + len(self._answer)))
-            )
-            while self._then != "close" and not self._stop.wait(0.002 if self._then == "drip" else 0):
-                peer.sendall(more)
+            try:
+                self._lie(peer)
+            finally:
+                with contextlib.suppress(OSError):
+                    peer.shutdown(socket.SHUT_RDWR)
+                reader.join(5)
+
+    def _lie(self, peer: socket.socket) -> None:
+        peer.sendall(self._answer)
+        drips = self._then == "drip"
+        more = b"x" if drips else (self._answer or b"x") * (1 + 10000 // (1 + len(self._answer)))
+        while self._then != "close" and not self._stop.wait(0.002 if drips else 0):
+            peer.sendall(more)
 
     def _read(self, peer: socket.socket) -> None:
         with contextlib.suppress(OSError):

@@ -20,6 +20,7 @@ from tests.remote.servers import authority
 MIB = 1 << 20
 LATE = 0.5  # a busy machine's slack behind a deadline, in seconds
 Peer = tuple[Wire, socket.socket]
+_beside: list[threading.Thread] = []
 
 
 def soon(seconds: float = 5.0) -> float:
@@ -44,6 +45,11 @@ def peer(request: pytest.FixtureRequest) -> Iterator[Peer]:
     try:
         yield wire, theirs
     finally:
+        wire.abort()
+        with contextlib.suppress(OSError):
+            theirs.shutdown(socket.SHUT_RDWR)
+        while _beside:  # else one may send on, into the next test's socket of the same number
+            _beside.pop().join(10)
         wire.close()
         theirs.close()
 
@@ -75,6 +81,7 @@ def beside(work: Callable[[], object]) -> threading.Thread:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
+    _beside.append(thread)
     return thread
 
 

@@ -25,6 +25,7 @@ from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
 from pagoda.cache import Cache
 from pagoda.connectors.vllm.connector import PagodaConnector
+from pagoda.connectors.vllm.lookups import Tracked
 from pagoda.connectors.vllm.machine import machine_facts
 from pagoda.connectors.vllm.meta import PagodaMetadata, PagodaWorkerMetadata
 from pagoda.connectors.vllm.options import Options
@@ -34,6 +35,7 @@ from pagoda.connectors.vllm.worker import PagodaWorker
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.ledger import Reserved
+from pagoda.replay import read_trace
 from tests.cache.kit import config_of, wait_until
 from tests.vllm import models
 
@@ -45,9 +47,11 @@ NAMESPACE = Namespace("a-model")
 class Halves:
     """A scheduler's and a worker's half over one cache of 64 slots, and the memory of 256 blocks."""
 
-    def __init__(self, root: Path, on_cpu: bool = True, parts: int = 1, **more: Any) -> None:
+    def __init__(
+        self, root: Path, on_cpu: bool = True, parts: int = 1, record: str = "", **more: Any
+    ) -> None:
         init_none_hash(sha256)
-        self.options = Options(config_of(root, None))
+        self.options = Options(config_of(root, None, record=record))
         self.memory = torch.zeros(BLOCKS, PAGE, dtype=torch.int8)
         self.scheduler = PagodaScheduler(self.options, BLOCK, events=False, **more)
         self.worker = PagodaWorker(self.options, None, None)
@@ -274,6 +278,26 @@ def test_who_can_get_nothing_does_not_wait_for_a_look_up(halves: Halves) -> None
         go_on.set()
     assert [each.result() for each in busy] == [True, True]
     assert halves.asked(long, 2 * CHUNK) == 0
+
+
+def test_a_request_is_recorded_as_it_was_asked(shm_root: Path, tmp_path: Path) -> None:
+    """Not as it is when a busy thread gets to it: it has answered a word or two by then."""
+    halves = Halves(shm_root, record=str(tmp_path / "trace.jsonl"))
+    go_on = threading.Event()
+    busy = [halves.scheduler._lookups._threads.submit(go_on.wait, 60.0) for _ in range(2)]
+    try:
+        request = halves.request(tokens(2), "one")
+        request.append_output_token_ids([5] * (CHUNK + 2))
+        halves.scheduler._lookups.begin(
+            Tracked(request)
+        )  # as where very many came with it: its first, and late
+    finally:
+        go_on.set()
+    assert all(each.result() for each in busy)
+    assert halves.asked(request) == 0
+    halves.close()
+    told = [(len(line.hash_ids), line.input_length) for line in read_trace(tmp_path / "trace.jsonl")]
+    assert told == [(2, 2 * CHUNK)] * 2
 
 
 def test_reserves_of_one_step_have_one_patience(halves: Halves) -> None:

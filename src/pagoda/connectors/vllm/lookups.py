@@ -80,11 +80,10 @@ class Lookups:
             return False
         request, hashes = tracked.request, len(tracked.request.block_hashes)
         digests, last = self._digests(request, 0, hashes), _last(request)
+        prompt = None if tracked.recorded else request.num_prompt_tokens
         tracked.asked_at, tracked.polled = time.monotonic(), False
         try:
-            tracked.look = self._threads.submit(
-                self._lookup, request, digests, hashes, last, not tracked.recorded
-            )
+            tracked.look = self._threads.submit(self._lookup, request, digests, hashes, last, prompt)
             tracked.recorded = True
         except RuntimeError as trouble:  # no thread could be started, or this is the end
             self._room.release()
@@ -182,9 +181,13 @@ class Lookups:
             self._patience -= time.monotonic() - began
 
     def _lookup(
-        self, request: Any, digests: list[bytes], hashes: int, last: bytes, first: bool
+        self, request: Any, digests: list[bytes], hashes: int, last: bytes, prompt: int | None
     ) -> Found | None:
-        """What a thread does: name the request's namespace, derive its keys, ask the tiers."""
+        """What a thread does: name the request's namespace, derive its keys, ask the tiers.
+
+        A `prompt` of so many tokens is recorded as a request. The request itself grows meanwhile: what it says of
+        its length here is not what it was when it was asked about.
+        """
         lora = None
         if request.lora_request is not None:
             lora = lora_name(request.lora_request)
@@ -194,8 +197,8 @@ class Lookups:
         assert self._cache.slots is not None
         root = self._cache.slots.namespace(lora, salt)
         keys = derive_keys(digests, root)
-        if first:
-            self._cache.slots.requested(keys, request.num_tokens)
+        if prompt is not None:
+            self._cache.slots.requested(keys[: prompt // self._chunk_tokens], prompt)
         hit = self._cache.lookup(None, keys=keys, lora=lora, salt=salt, counted=False)
         return Found(root, lora, salt, hashes, last, hit, time.monotonic())
 
