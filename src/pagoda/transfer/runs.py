@@ -25,7 +25,7 @@ class Run(NamedTuple):
     nbytes: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RunTable:
     """Rows of runs. Of a chunk every row has `count`; run j of row p, whose id is `ids[chunk, j]`, is
 
@@ -62,8 +62,8 @@ class RunTable:
 
     @cached_property
     def word_bytes(self) -> int:
-        """The widest word of 8, 4, 2, 1 bytes that fits all places on the device and all lengths."""
-        numbers = np.concatenate([self.address, self.stride, self.nbytes])
+        """The widest word of 8, 4, 2, 1 bytes that fits all places on the device and in a slot, and all lengths."""
+        numbers = np.concatenate([self.address, self.stride, self.nbytes, self.offset])
         return int(np.gcd.reduce(numbers, initial=8))
 
     @property
@@ -161,14 +161,13 @@ def _by_token(array: Words, axis: int, argument: str) -> tuple[int, int, int, in
     """Return address, bytes from head to head, from token to token, and of what one token has in one piece."""
     word = array.itemsize
     inner = array.shape[2] if axis else array.shape[1] * array.shape[2]
-    one = array[:, 0] if axis else array[0]
     flat = array.shape[2] == 1 or array.strides[2] == word
     if not axis and array.shape[1] > 1:
         flat = flat and array.strides[1] == array.shape[2] * word
-    if not flat or array.shape[axis] < 1:
+    if not flat:
         raise ValueError(
-            f"{argument}: what a token has must lie in one piece on a device, got shape {one.shape} with "
-            f"strides {one.strides}: make it contiguous"
+            f"{argument}: what a token has must lie in one piece on a device, got strides {array.strides} of "
+            f"{word}-byte elements: make it contiguous"
         )
     return array.ctypes.data, array.strides[0] if axis else 0, array.strides[axis], inner * word
 

@@ -1,0 +1,241 @@
+"""The copy engine: KV between a device's memory and slots in host memory, beside the engine's own work.
+
+    direct   a kernel reads or writes the slots themselves, where they are registered with the device
+    staged   a kernel gathers into a ring of device memory, one copy a chunk crosses the link; or the other way round
+    runs     one copy a run: best where runs are long, and all there is without Triton
+
+Which way is fastest is measured once for each kind of table. Slots that are not registered cross by a bounce buffer in
+pinned memory. Every call returns, or raises, when nothing of it is under way any more.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from queue import Empty, LifoQueue
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from pagoda.transfer.base import Bytes
+from pagoda.transfer.gate import LayerGate
+from pagoda.transfer.measure import fastest
+from pagoda.transfer.pools import Ids
+from pagoda.transfer.ports import CudaPort, Lane, Mark, Port
+from pagoda.transfer.ring import Chunks, Crossing, Flow, Trip, address_of, units_of
+from pagoda.transfer.runs import RunTable
+
+if TYPE_CHECKING:
+    import torch
+
+    from pagoda.transfer.kernels import Kernels, SentTable
+
+__all__ = ["WAYS", "Copies", "Way", "copies_of"]
+
+Way: TypeAlias = Literal["direct", "staged", "runs"]
+WAYS: tuple[Way, ...] = get_args(Way)
+
+_STAGING_BYTES = 64 << 20
+_CROSSINGS = 4  # calls at once; each has a ring of its own
+_PATIENCE_SECONDS = 60.0
+
+_Launch: TypeAlias = Callable[[int, int, slice, slice], None]
+
+
+class Copies:
+    """Copies chunks between one device and slots. Thread-safe; at most four calls run at once, others wait a minute.
+
+    `way` None: what was measured to be fastest. Raises ValueError for a way that this machine does not have.
+    """
+
+    def __init__(self, port: Port, *, way: str | None = None, staging_bytes: int = _STAGING_BYTES) -> None:
+        if way is not None and way not in WAYS:
+            raise ValueError(f"way must be one of {', '.join(WAYS)}, got {way!r}")
+        if way not in (None, "runs") and port.kernels is None:
+            raise ValueError(f"way {way!r} needs Triton: pip install triton")
+        self.port = port
+        self._way = way
+        self._staging_bytes = staging_bytes
+        self._idle: LifoQueue[Crossing] = LifoQueue()
+        for _ in range(_CROSSINGS):
+            self._idle.put(Crossing(port))
+        self._lock = threading.Lock()
+        self._fastest: dict[tuple[bool, int], str] = {}
+        self._sent: WeakKeyDictionary[RunTable, SentTable] = WeakKeyDictionary()
+
+    def down(self, table: RunTable, ids: Ids, slots: Sequence[Bytes], after: Mark | None = None) -> None:
+        """Copy chunks, whose runs are `ids` [chunks, count], into `slots`, behind `after`; changes the slots only."""
+        self._go(Trip(table, True, after, None), ids, slots)
+
+    def up(
+        self,
+        table: RunTable,
+        ids: Ids,
+        slots: Sequence[Bytes],
+        after: Mark | None = None,
+        gate: LayerGate | None = None,
+    ) -> None:
+        """Copy `slots` into the runs `ids` [chunks, count], behind `after`; tells `gate` of each layer as it goes."""
+        self._go(Trip(table, False, after, gate), ids, slots)
+
+    def take(self, table: RunTable, ids: Ids, after: Mark | None = None) -> tuple[torch.Tensor, Mark]:
+        """Gather chunks into device memory of their own, in the order of this thread's current stream; does not wait.
+
+        Returns uint8 [chunks, bytes of all rows], and a mark behind it. Raises torch's error without memory for it.
+        """
+        begin, end = table.span(0, table.rows)
+        size, lane = end - begin, self.port.current()
+        staging = self.port.memory(len(ids) * size)
+        places = staging.data_ptr() - begin + np.arange(len(ids)) * size
+        lane.after(after)
+        if (kernels := self.port.kernels) is None:
+            chunks = Chunks(ids, [], places)
+            lane.run(partial(self._copy_runs, Trip(table, True, None, None), chunks, lane, 0, table.rows))
+        else:
+            word, sent = _word_bytes(table, places), self._table_on(table, kernels)
+
+            def gather() -> None:
+                kernels.gather(sent, self.port.send(ids), self.port.send(places), 0, table.rows, word)
+
+            lane.run(gather)
+        return staging.view(len(ids), size), lane.mark()
+
+    def prepare(self, table: RunTable) -> None:
+        """Compile and measure for such a table now, so that no call has to. Changes nothing else."""
+        for down in (True, False):
+            self.way_of(table, down)
+
+    def way_of(self, table: RunTable, down: bool) -> str:
+        """Return the way that registered slots of such a table go; measures if it is the first of its kind."""
+        if self._way is not None or self.port.kernels is None:
+            return self._way or "runs"
+        kind = (down, table.run_bytes.bit_length())
+        if kind not in self._fastest and self._lock.acquire(timeout=_PATIENCE_SECONDS):
+            try:
+                if kind not in self._fastest:
+                    self._fastest[kind] = fastest(table, self.port, WAYS, partial(self._try, down))
+            finally:
+                self._lock.release()
+        return self._fastest.get(kind, "staged")
+
+    def _try(self, down: bool, way: str, table: RunTable, ids: Ids, slots: list[Bytes]) -> None:
+        """Go one way with scratch memory that the device can reach under the addresses it has here."""
+        chunks = Chunks(ids, slots, np.array([address_of(slot) for slot in slots], dtype=np.int64))
+        with self._crossing() as crossing:
+            self._by(way)(crossing, Trip(table, down, None, None), chunks)
+
+    def _go(self, trip: Trip, ids: Ids, slots: Sequence[Bytes]) -> None:
+        if not len(slots):
+            return
+        way = self.way_of(trip.table, trip.down)
+        begin, end = trip.table.span(0, trip.table.rows)
+        found = [self.port.place_of(address_of(slot) + begin, end - begin) for slot in slots]
+        places = np.array([0 if place is None else place - begin for place in found], dtype=np.int64)
+        chunks = Chunks(ids, list(slots), places)
+        near, far = (chunks.picked(np.flatnonzero(which)) for which in (places != 0, places == 0))
+        with self._crossing() as crossing:
+            if near.slots:
+                self._by(way)(crossing, trip, near)
+            if far.slots and self.port.kernels is None:
+                self._runs(crossing, trip, far)
+            elif far.slots:
+                self._staged(crossing, trip, far, bounced=True)
+
+    def _by(self, way: str) -> Callable[[Crossing, Trip, Chunks], None]:
+        return {"direct": self._direct, "staged": self._staged, "runs": self._runs}[way]
+
+    # ---- the three ways
+
+    def _runs(self, crossing: Crossing, trip: Trip, chunks: Chunks) -> None:
+        lane = crossing.lanes[0]
+        lane.after(trip.after)
+        hosts = chunks._replace(places=np.array([address_of(slot) for slot in chunks.slots], dtype=np.int64))
+        for layer, begin, end in trip.ranges():
+            lane.run(partial(self._copy_runs, trip, hosts, lane, begin, end))
+            trip.passed(layer, len(chunks.slots), lane.mark())
+
+    def _copy_runs(self, trip: Trip, chunks: Chunks, lane: Lane, begin: int, end: int) -> None:
+        for ids, place in zip(chunks.ids, chunks.places.tolist(), strict=True):
+            for run in trip.table.runs(ids, begin, end):
+                host = place + run.offset
+                to, source = (host, run.address) if trip.down else (run.address, host)
+                self.port.copy(to, source, run.nbytes, lane)
+
+    def _direct(self, crossing: Crossing, trip: Trip, chunks: Chunks) -> None:
+        lane = crossing.lanes[0]
+        launch = self._kernel(trip, lane, chunks.ids, chunks.places)
+        lane.after(trip.after)
+        for layer, begin, end in trip.ranges():
+            lane.run(partial(launch, begin, end, slice(None), slice(None)))
+            trip.passed(layer, len(chunks.slots), lane.mark())
+
+    def _staged(self, crossing: Crossing, trip: Trip, chunks: Chunks, bounced: bool = False) -> None:
+        ring = crossing.ring(self._staging_bytes, trip.table)
+        bounce = crossing.bounce(ring) if bounced else None
+        units = list(units_of(trip, len(chunks.slots), ring.segment_bytes))
+        places = np.concatenate([ring.places(number, unit) for number, unit in enumerate(units)])
+        lane, copies = crossing.lanes
+        launch = self._kernel(trip, lane, chunks.ids, places)
+        lane.after(trip.after)
+        flow, at = Flow(self.port, trip, chunks, ring, bounce, lane, copies), 0
+        for number, unit in enumerate(units):
+            which, where = slice(unit.first, unit.last), slice(at, at + unit.last - unit.first)
+            kernel = partial(launch, unit.begin, unit.end, which, where)
+            (flow.down if trip.down else flow.up)(number, unit, kernel)
+            at = where.stop
+        flow.finish()
+
+    def _kernel(self, trip: Trip, lane: Lane, ids: Ids, places: Ids) -> _Launch:
+        """Send ids and places; return what launches the kernel for some rows of some chunks."""
+        kernels = self.port.kernels
+        assert kernels is not None
+        sent, word = self._table_on(trip.table, kernels), _word_bytes(trip.table, places)
+        there: list[torch.Tensor] = []
+        lane.run(lambda: there.extend((self.port.send(ids), self.port.send(places))))
+        move = kernels.gather if trip.down else kernels.scatter
+
+        def launch(begin: int, end: int, which: slice, where: slice) -> None:
+            move(sent, there[0][which], there[1][where], begin, end, word)
+
+        return launch
+
+    def _table_on(self, table: RunTable, kernels: Kernels) -> SentTable:
+        """Return the table as the device has it; waits for its way there, once a table."""
+        if (sent := self._sent.get(table)) is None:
+            there: list[SentTable] = []
+            (lane,) = self.port.lanes(1)
+            lane.run(lambda: there.append(kernels.send(table)))
+            lane.mark().wait()
+            sent = self._sent[table] = there[0]
+        return sent
+
+    @contextmanager
+    def _crossing(self) -> Iterator[Crossing]:
+        """Lend lanes and a ring; leave when nothing is under way on them. Raises TimeoutError if all stay taken."""
+        try:
+            crossing = self._idle.get(timeout=_PATIENCE_SECONDS)
+        except Empty:
+            raise TimeoutError(
+                f"{self.port.device}: all copies of a minute ago are still under way"
+            ) from None
+        try:
+            try:
+                yield crossing
+            finally:
+                crossing.settle()
+        finally:
+            self._idle.put(crossing)
+
+
+def _word_bytes(table: RunTable, places: Ids) -> int:
+    """The widest word that fits the table and these places."""
+    return int(np.gcd.reduce(places, initial=table.word_bytes))
+
+
+@lru_cache(maxsize=64)
+def copies_of(device: torch.device) -> Copies:
+    """Return this process's copy engine of a CUDA device. Raises ValueError if the device cannot be used."""
+    return Copies(CudaPort(device))
