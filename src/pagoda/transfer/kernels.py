@@ -1,0 +1,257 @@
+"""Triton kernels that gather runs of KV from a device's memory into slots, and scatter them back: bits only.
+
+Needs torch and triton, so nothing imports it but what has found a CUDA device. With TRITON_INTERPRET=1 set before it is
+imported the same code runs on CPU tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TypedDict
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from pagoda.transfer.runs import RunTable
+
+__all__ = ["Kernels", "SentTable"]
+
+# A program moves 2048 words at a time, 16 KiB of the widest: all its loads are on their way before it stores anything.
+# A read across the link takes 1 to 2 us, so 16 programs could ask for 130 to 260 GB/s, two to four times what a PCIe 5
+# x16 link carries; what is left is for the arithmetic of places between the tiles. 8 warps are 256 threads of 4 loads
+# of 16 bytes each: more threads would repeat that arithmetic, fewer would keep more registers each. Not tuned on a GPU.
+TILE_WORDS, WARPS = 2048, 8
+# What a run is cut into. A tile has many short pieces, of other runs and rows if need be, so that it is full even where
+# runs are short. One long piece has a third of the arithmetic; only the widest words have it: others are rare.
+LONG_WORDS, SHORT_WORDS = 2048, 32
+WIDTHS = (16, 8, 4, 2, 1)  # bytes; 16 are two words of 8, moved by one instruction
+MOST = 2**31 - 2**16  # tiles of a launch, and pieces of a chunk: their numbers are 32 bits wide
+
+_WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
+_RUNTIME = ("table", "ids", "places", "begin", "units", "pieces", "count", "group", "tiles", "items")
+
+
+@triton.jit(do_not_specialize=_RUNTIME, do_not_specialize_on_alignment=_RUNTIME)  # type: ignore[untyped-decorator]
+def _move(  # type: ignore[no-untyped-def]
+    table,
+    ids,
+    places,
+    begin,
+    units,
+    pieces,
+    count,
+    group,
+    tiles,
+    items,
+    GATHER: tl.constexpr,
+    WIDE: tl.constexpr,
+    WORD: tl.constexpr,
+    BYTES: tl.constexpr,
+    UNITS: tl.constexpr,
+    PIECE: tl.constexpr,
+):
+    """Move runs as words. A unit is a piece (PIECE words of BYTES bytes) of one run of one row; a tile is UNITS units.
+
+    `table` is int64 [rows, 4]: address, stride, nbytes, offset. Places and lengths are 64 bits wide, numbers of
+    things 32.
+    """
+    item = tl.program_id(0)
+    while item < items:
+        chunk = item // tiles
+        place = tl.load(places + chunk)
+        if place != 0:
+            unit = (item - chunk * tiles) * UNITS + tl.arange(0, UNITS)
+            inside = unit < units
+            run = unit // pieces  # of all the runs of the chunk, row by row
+            row = run // count
+            number = run - row * count  # of the run in its row
+            line = table + (begin + row).to(tl.int64) * 4
+            address = tl.load(line, mask=inside, other=0)
+            stride = tl.load(line + 1, mask=inside, other=0)
+            nbytes = tl.load(line + 2, mask=inside, other=0)
+            offset = tl.load(line + 3, mask=inside, other=0)
+            block = tl.load(ids + chunk.to(tl.int64) * count + number, mask=inside, other=-1)
+            there = block >= 0
+            token = tl.full([UNITS], 0, tl.int64)
+            if group > 1:  # 64-bit division is dear, and most tables need none
+                token = block % group
+                block = block // group
+            done = (unit - run * pieces).to(tl.int64) * (PIECE * BYTES)  # bytes of the run in pieces before
+            paged = address + block * stride + token * nbytes + done
+            slot = place + offset + number.to(tl.int64) * nbytes + done
+            words = (nbytes - done) // BYTES  # from this piece on; 0 or less: a shorter row, nothing is left
+            paged = paged.to(tl.pointer_type(WORD))
+            slot = slot.to(tl.pointer_type(WORD))
+            if WIDE:  # the caller's promise: two words at a time in one instruction
+                paged = tl.multiple_of(paged, 16)
+                slot = tl.multiple_of(slot, 16)
+                words = tl.multiple_of(words, 2)
+            word = tl.arange(0, PIECE)
+            moves = there[:, None] & (word[None, :] < words[:, None])
+            inner = paged[:, None] + word[None, :]
+            outer = slot[:, None] + word[None, :]
+            # .cg: what is read once does not drive the table out of the L1
+            if GATHER:
+                tl.store(outer, tl.load(inner, mask=moves, cache_modifier=".cg"), mask=moves)
+            else:
+                tl.store(inner, tl.load(outer, mask=moves, cache_modifier=".cg"), mask=moves)
+        item += tl.num_programs(0)
+
+
+@dataclass(frozen=True, eq=False)
+class SentTable:
+    """A RunTable on a device. Immutable; thread-safe.
+
+    `lines` is int64 [rows, 4]: address, stride, nbytes, offset of each row. It was sent in the stream that was
+    current then: another stream waits for that one before it is given a kernel, and whoever drops this while
+    kernels on other streams still run keeps `lines` alive until they have ended. `word_bytes` is the widest word
+    of 16, 8, 4, 2, 1 bytes that the table allows; `places` may be worse aligned.
+    """
+
+    lines: torch.Tensor
+    table: RunTable
+    word_bytes: int
+
+
+class Kernels:
+    """Gathers and scatters runs on one device by Triton kernels, in the current stream.
+
+    At most `programs` SMs are taken: a launch has so many programs or fewer, however much there is to move.
+    Keeps no state; thread-safe as Triton's launches are (its interpreter is not).
+    """
+
+    def __init__(self, device: torch.device, programs: int = 16) -> None:
+        if programs < 1:
+            raise ValueError(f"programs must be at least 1, got {programs}")
+        self._device = device
+        self._programs = programs
+
+    def send(self, table: RunTable) -> SentTable:
+        """Copy the table to the device, in the current stream; changes nothing else. The caller keeps the answer."""
+        columns = [table.address, table.stride, table.nbytes, table.offset]
+        numbers = np.stack(columns, axis=1)
+        lines = torch.from_numpy(numbers)
+        if self._device.type == "cuda":
+            lines = lines.pin_memory().to(self._device, non_blocking=True)
+        return SentTable(lines, table, int(np.gcd.reduce(numbers, axis=None, initial=16)))
+
+    def gather(
+        self, table: SentTable, ids: torch.Tensor, places: torch.Tensor, begin: int, end: int, word_bytes: int
+    ) -> None:
+        """Copy rows [begin, end) of chunks from the device's memory to their places; changes those bytes only.
+
+        `ids` is int64 [chunks, count] and `places` int64 [chunks], contiguous, both on this device. Run j of a row p
+        of chunk c goes to `places[c] + offset[p] + j * nbytes[p]`: device memory, or host memory that is registered. An
+        id below 0 is passed over, and so is a chunk whose place is 0.
+        `word_bytes`, one of 16, 8, 4, 2, 1, has to divide all places, which nobody checks, and the table, which is
+        checked. Launches one kernel in the current stream, or none if there is nothing to do, and returns; the
+        caller keeps the tensors and all memory until it has run. Raises ValueError for anything else.
+        """
+        self._launch(table, ids, places, begin, end, word_bytes, gather=True)
+
+    def scatter(
+        self, table: SentTable, ids: torch.Tensor, places: torch.Tensor, begin: int, end: int, word_bytes: int
+    ) -> None:
+        """Copy rows [begin, end) of chunks from their places to the device's memory; all else is as in `gather`.
+
+        An id that comes twice gets the bytes of either run, or some of each.
+        """
+        self._launch(table, ids, places, begin, end, word_bytes, gather=False)
+
+    def warm(self) -> None:
+        """Compile and load all variants, each by a launch that moves nothing.
+
+        Without it the first launch of a kind waits for its compilation, and loading it may wait for the device.
+        """
+        nothing = torch.zeros(4, dtype=torch.int64, device=self._device)
+        for constants in variants():
+            self._run(1, (nothing, nothing, nothing), (0, 1, 1, 1, 1, 1, 0), constants)
+
+    def _launch(
+        self,
+        sent: SentTable,
+        ids: torch.Tensor,
+        places: torch.Tensor,
+        begin: int,
+        end: int,
+        word_bytes: int,
+        *,
+        gather: bool,
+    ) -> None:
+        table = sent.table
+        _check(sent, ids, places, word_bytes)
+        if not 0 <= begin <= end <= table.rows:
+            raise ValueError(f"rows [{begin}, {end}) are not in a table of {table.rows}")
+        longest = int(table.nbytes[begin:end].max(initial=0))
+        if not len(places) or not longest:
+            return
+        constants = _variant(word_bytes, _piece_words(longest, word_bytes), gather)
+        pieces = -(-longest // (constants["PIECE"] * constants["BYTES"]))
+        units = (end - begin) * table.count * pieces
+        tiles = -(-units // constants["UNITS"])
+        items = len(places) * tiles
+        if max(items, units) > MOST:
+            raise ValueError(f"{len(places)} chunks of {units} pieces are too much for one launch")
+        numbers = (begin, units, pieces, table.count, table.group, tiles, items)
+        self._run(min(self._programs, items), (sent.lines, ids, places), numbers, constants)
+
+    def _run(
+        self, programs: int, tensors: Sequence[torch.Tensor], numbers: Sequence[int], constants: Constants
+    ) -> None:
+        # Triton launches in the current stream of the current device
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            _move[(programs,)](
+                *tensors, *numbers, **constants, WORD=_WORDS[constants["BYTES"]], num_warps=WARPS
+            )
+
+
+class Constants(TypedDict):
+    """What a variant of the kernel is compiled for, besides the type of a word."""
+
+    GATHER: bool
+    WIDE: bool
+    BYTES: int
+    UNITS: int
+    PIECE: int
+
+
+def variants() -> list[Constants]:
+    """Return the constants of all variants of the kernel."""
+    kinds = [(word_bytes, SHORT_WORDS) for word_bytes in WIDTHS] + [(WIDTHS[0], LONG_WORDS)]
+    return [_variant(word_bytes, piece, gather) for word_bytes, piece in kinds for gather in (True, False)]
+
+
+def _variant(word_bytes: int, piece_words: int, gather: bool) -> Constants:
+    return Constants(
+        GATHER=gather,
+        WIDE=word_bytes == 16,
+        BYTES=min(word_bytes, 8),
+        UNITS=TILE_WORDS // piece_words,
+        PIECE=piece_words,
+    )
+
+
+def _piece_words(run_bytes: int, word_bytes: int) -> int:
+    """Return how long the pieces of such runs are: the longer where they would be three quarters full or more."""
+    words = -(-run_bytes // min(word_bytes, 8))
+    room = -(-words // LONG_WORDS) * LONG_WORDS
+    return LONG_WORDS if word_bytes == 16 and words * 4 >= room * 3 else SHORT_WORDS
+
+
+def _check(sent: SentTable, ids: torch.Tensor, places: torch.Tensor, word_bytes: int) -> None:
+    if word_bytes not in WIDTHS or sent.word_bytes % word_bytes:
+        raise ValueError(f"word_bytes must be one of {WIDTHS} and divide {sent.word_bytes}, got {word_bytes}")
+    for name, tensor, shape in (
+        ("ids", ids, (len(places), sent.table.count)),
+        ("places", places, (len(places),)),
+    ):
+        fits = tensor.dtype == torch.int64 and tuple(tensor.shape) == shape and tensor.is_contiguous()
+        if not fits or tensor.device != sent.lines.device:
+            raise ValueError(
+                f"{name} must be contiguous int64 {list(shape)} on {sent.lines.device}, "
+                f"got {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+            )
