@@ -196,7 +196,7 @@ def test_what_does_not_fit_is_named() -> None:
     for planes in ([plane.numpy()], [plane, plane.to("meta")]):
         with pytest.raises(ValueError, match=r"planes\[\d\] must be a tensor on one device"):
             make(planes)
-    with pytest.raises(ValueError, match="planes lie on meta"):
+    with pytest.raises(ValueError, match="KV lies on meta"):
         make([plane.to("meta")])
     with pytest.raises(ValueError, match="got no plane"):
         make([])

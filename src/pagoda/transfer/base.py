@@ -100,15 +100,19 @@ def word_dtype(dtype: str) -> np.dtype[np.unsignedinteger]:
     return np.dtype(f"u{itemsize(dtype)}")
 
 
-def words(value: object, argument: str, dtype: str | None) -> Words:
-    """Return a CPU tensor or numpy array as unsigned words over the same memory, detached; copies nothing.
+def words(value: object, argument: str, dtype: str | None, on: torch.device | None = None) -> Words:
+    """Return a tensor or numpy array as unsigned words over the same memory, detached; copies nothing.
 
     `dtype` is what it has to be, None for any. numpy has no bfloat16 and no fp8: an array of integers as wide
-    stands for them. Raises ValueError that names `argument` for anything else.
+    stands for them. `on`: the GPU that it has to be on, None for CPU memory. Of a GPU's tensor what is returned has the
+    address, the shape and the strides, and must never be read or written. Raises ValueError that names `argument` for
+    anything else.
     """
     torch = sys.modules.get("torch")  # nobody has a tensor before torch was imported
     if torch is not None and isinstance(value, torch.Tensor):
-        return _tensor_words(value, argument, dtype)
+        return _tensor_words(value, argument, dtype, on)
+    if on is not None:
+        raise ValueError(f"{argument} must be a tensor on {on} like the others, got {type(value).__name__}")
     if not isinstance(value, np.ndarray):
         raise ValueError(f"{argument} must be a tensor or a numpy array, got {type(value).__name__}")
     width = value.dtype.itemsize
@@ -123,20 +127,35 @@ def words(value: object, argument: str, dtype: str | None) -> Words:
     return found
 
 
-def _tensor_words(tensor: torch.Tensor, argument: str, dtype: str | None) -> Words:
+def _tensor_words(tensor: torch.Tensor, argument: str, dtype: str | None, on: torch.device | None) -> Words:
     import torch
 
     name = str(tensor.dtype).removeprefix("torch.")
     if dtype is not None and name != dtype:
         raise ValueError(f"{argument} is {name}, the layout says {dtype}")
-    if tensor.device.type != "cpu":
-        raise ValueError(f"{argument} lies on {tensor.device}: this transfer copies CPU memory only")
+    if tensor.device != (on or torch.device("cpu")):
+        raise ValueError(f"{argument} lies on {tensor.device}: it has to be on {on or 'cpu'} like the others")
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise ValueError(f"{argument} must be a plain strided tensor, got {tensor.layout}")
     width = itemsize(name)
+    if on is not None:
+        return np.asarray(_Lies(tensor, width))
     signed = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[width]
     found: Words = tensor.detach().view(signed).numpy().view(f"u{width}")
     return found
+
+
+class _Lies:
+    """Where a tensor lies, as numpy asks for it."""
+
+    def __init__(self, tensor: torch.Tensor, width: int) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": f"<u{width}",
+            "data": (tensor.data_ptr(), False),
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * width for stride in tensor.stride()),
+        }
 
 
 def copy_pairs(pairs: Iterable[Pair], threads: int = 1) -> None:

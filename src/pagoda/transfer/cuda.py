@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from pagoda.slab.pinned import copying
 from pagoda.transfer.base import Bytes
 from pagoda.transfer.gate import LayerGate
 from pagoda.transfer.measure import fastest
@@ -131,6 +132,10 @@ class Copies:
         if not len(slots):
             return
         way = self.way_of(trip.table, trip.down)
+        with copying():
+            self._across(way, trip, ids, slots)
+
+    def _across(self, way: str, trip: Trip, ids: Ids, slots: Sequence[Bytes]) -> None:
         begin, end = trip.table.span(0, trip.table.rows)
         found = [self.port.place_of(address_of(slot) + begin, end - begin) for slot in slots]
         places = np.array([0 if place is None else place - begin for place in found], dtype=np.int64)
@@ -142,6 +147,8 @@ class Copies:
             if far.slots and self.port.kernels is None:
                 self._runs(crossing, trip, far)
             elif far.slots:
+                if near.slots and way == "staged":
+                    crossing.settle()  # the near ones are still in the ring
                 self._staged(crossing, trip, far, bounced=True)
 
     def _by(self, way: str) -> Callable[[Crossing, Trip, Chunks], None]:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from pagoda.layout import KVLayout
 from pagoda.transfer.base import Array, Bytes, Pair, Words, copy_pairs, pieces, word_dtype, words
+from pagoda.transfer.beside import Beside, copies_for, device_of
+from pagoda.transfer.pools import Ids
+from pagoda.transfer.runs import dense_runs
+
+if TYPE_CHECKING:
+    from pagoda.transfer.cuda import Copies
+    from pagoda.transfer.gate import LayerGate
 
 __all__ = ["DenseKV"]
 
@@ -35,11 +42,20 @@ class DenseKV:
     no autograd graph is kept: the memory itself is. Copies are one call a plane and layer, whose inner run is
     `run_bytes`.
 
+    Tensors on a CUDA device are copied beside the engine's work, as `Beside` says, by `copies` or the device's own copy
+    engine; `gate` is told of each layer that is loaded. `threads` are for CPU memory.
+
     Thread-safe as `Transfer` says. Raises ValueError that names what does not match the layout.
     """
 
     def __init__(
-        self, layers: Sequence[Sequence[Array | None]], layout: KVLayout, *, threads: int = 1
+        self,
+        layers: Sequence[Sequence[Array | None]],
+        layout: KVLayout,
+        *,
+        threads: int = 1,
+        copies: Copies | None = None,
+        gate: LayerGate | None = None,
     ) -> None:
         if not layout.planes:
             raise ValueError("layout is opaque: per-layer KV needs one with planes, e.g. KVLayout.dense(...)")
@@ -48,6 +64,7 @@ class DenseKV:
         self.layout = layout
         self._threads = threads
         self._token_axis = 1 if layout.token_order == "heads_first" else 0
+        self._device = device_of(*layers)
         by_layer = [self._planes(number, layer) for number, layer in enumerate(layers)]
         counts = {plane.shape[self._token_axis] for planes in by_layer for plane in planes}
         if len(counts) != 1:
@@ -55,6 +72,14 @@ class DenseKV:
         self.num_tokens: int = counts.pop()
         self._by_plane = list(zip(*by_layer, strict=True))
         self._rooms = [_room(layout, plane) for plane in range(len(layout.planes))]
+        self._beside: Beside | None = None
+        if (copies := copies or copies_for(self._device)) is not None:
+            self._beside = Beside(copies, dense_runs(by_layer, layout), layers, gate)
+
+    @property
+    def device_index(self) -> int | None:
+        """The CUDA device that the KV lies on; None for CPU memory."""
+        return None if self._beside is None else self._beside.device_index
 
     @property
     def run_bytes(self) -> int:
@@ -63,13 +88,26 @@ class DenseKV:
 
     def to_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
         """Copy the chunks that begin at `starts` into `slots`; changes the slots only."""
+        if self._beside is not None:
+            return self._beside.to_slots(*self._of_chunks(starts, slots, into_slots=True))
         pairs = (Pair(slot, own) for own, slot in self._pairs(starts, slots, into_slots=True))
-        copy_pairs(pairs, self._threads)
+        return copy_pairs(pairs, self._threads)
 
     def from_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
         """Copy `slots` into the chunks that begin at `starts`; changes those tokens only."""
+        if self._beside is not None:
+            return self._beside.from_slots(*self._of_chunks(starts, slots, into_slots=False))
         pairs = (Pair(own, slot) for own, slot in self._pairs(starts, slots, into_slots=False))
-        copy_pairs(pairs, self._threads)
+        return copy_pairs(pairs, self._threads)
+
+    def _of_chunks(
+        self, starts: Sequence[int], slots: Sequence[Bytes], *, into_slots: bool
+    ) -> tuple[Ids, list[Bytes]]:
+        """Return the run numbers [chunks, count] and the slots, all checked."""
+        assert self._beside is not None
+        checked = list(pieces(self.layout, self.num_tokens, starts, slots, into_slots=into_slots))
+        firsts = np.array([start for start, _ in checked], dtype=np.int64)
+        return firsts[:, None] + np.arange(self._beside.table.count), [slot for _, slot in checked]
 
     def _pairs(
         self, starts: Sequence[int], slots: Sequence[Bytes], *, into_slots: bool
@@ -97,7 +135,7 @@ class DenseKV:
 
     def _plane(self, argument: str, plane: int, value: Array) -> Words:
         heads, dim, dtype = self.layout.planes[plane]
-        array = words(value, argument, dtype)
+        array = words(value, argument, dtype, self._device)
         if array.ndim == 4:
             raise ValueError(
                 f"{argument} has a batch dimension (shape {array.shape}): pass one sequence, e.g. k[0]"

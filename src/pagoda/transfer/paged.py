@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from pagoda.layout import KVLayout
 from pagoda.transfer.base import Array, Bytes, Words, in_threads, pieces
+from pagoda.transfer.beside import Beside, copies_for, device_of
 from pagoda.transfer.pools import Ids, PoolFormat, Pools, by_token, runs_of_mapping, runs_of_table, see_pools
+from pagoda.transfer.runs import pool_runs
+
+if TYPE_CHECKING:
+    from pagoda.transfer.cuda import Copies
+    from pagoda.transfer.gate import LayerGate
 
 __all__ = ["PagedKV"]
 
@@ -45,6 +51,9 @@ class PagedKV:
     Runs of `run_bytes` are gathered by one np.take a pool. Pools that are not contiguous work too, run by
     run.
 
+    Pools on a CUDA device are copied beside the engine's work, as `Beside` says, by `copies` or the device's own copy
+    engine; `gate` is told of each layer that is loaded. `threads` are for CPU memory.
+
     Thread-safe as `Transfer` says. Raises ValueError that names what does not match.
     """
 
@@ -58,6 +67,8 @@ class PagedKV:
         block_table: Array | Sequence[int] | None = None,
         slot_mapping: Array | Sequence[int] | None = None,
         threads: int = 1,
+        copies: Copies | None = None,
+        gate: LayerGate | None = None,
     ) -> None:
         if block_size < 1 or layout.chunk_tokens % block_size:
             raise ValueError(
@@ -65,7 +76,8 @@ class PagedKV:
             )
         self.layout = layout
         self._threads = threads
-        self._pools, blocks = see_pools(pools, layout, pool_format, block_size)
+        device = device_of(pools)
+        self._pools, blocks = see_pools(pools, layout, pool_format, block_size, device)
         if block_table is not None and slot_mapping is None:
             self._runs = runs_of_table(block_table, blocks, block_size)
         elif slot_mapping is not None and block_table is None:
@@ -77,6 +89,15 @@ class PagedKV:
             if not layout.planes:
                 raise ValueError("slot_mapping must be made of whole blocks where the layout is opaque")
             self._pools = [by_token(pool, block_size) for pool in self._pools]
+        self._count = layout.chunk_tokens // self._runs.tokens
+        self._beside: Beside | None = None
+        if (copies := copies or copies_for(device)) is not None:
+            self._beside = Beside(copies, pool_runs(self._pools, layout, self._count), pools, gate)
+
+    @property
+    def device_index(self) -> int | None:
+        """The CUDA device that the pools lie on; None for CPU memory."""
+        return None if self._beside is None else self._beside.device_index
 
     @property
     def run_bytes(self) -> int:
@@ -88,11 +109,17 @@ class PagedKV:
         skipped = self._runs.skip * self._runs.tokens
         if any(start < skipped for start in starts):
             raise ValueError(f"starts: the {skipped} tokens that are -1 have no KV here to be stored")
-        self._copy(_gather, self._pieces(starts, slots, into_slots=True))
+        if self._beside is not None:
+            self._beside.to_slots(*self._of_chunks(starts, slots, into_slots=True))
+        else:
+            self._copy(_gather, self._pieces(starts, slots, into_slots=True))
 
     def from_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
         """Copy `slots` into the chunks that begin at `starts`; changes those tokens only, none of the -1."""
-        self._copy(_scatter, self._pieces(starts, slots, into_slots=False))
+        if self._beside is not None:
+            self._beside.from_slots(*self._of_chunks(starts, slots, into_slots=False))
+        else:
+            self._copy(_scatter, self._pieces(starts, slots, into_slots=False))
 
     def _copy(self, copy: Callable[[Sequence[_Piece]], None], work: list[_Piece]) -> None:
         threads = min(self._threads, len(work))
@@ -100,21 +127,26 @@ class PagedKV:
         in_threads([partial(copy, work[a:b]) for a, b in pairwise(cuts)], threads)
 
     def _pieces(self, starts: Sequence[int], slots: Sequence[Bytes], *, into_slots: bool) -> list[_Piece]:
+        chunks = zip(*self._of_chunks(starts, slots, into_slots=into_slots), strict=True)
+        return [piece for ids, slot in chunks for piece in self._of_chunk(ids, slot)]
+
+    def _of_chunks(
+        self, starts: Sequence[int], slots: Sequence[Bytes], *, into_slots: bool
+    ) -> tuple[Ids, list[Bytes]]:
+        """Return the run numbers [chunks, count] and the slots, all checked."""
         odd = [start for start in starts if start % self._runs.tokens]
         if odd:
             raise ValueError(f"starts must be multiples of block_size ({self._runs.tokens}), got {odd[0]}")
-        checked = pieces(self.layout, self.num_tokens, starts, slots, into_slots=into_slots)
-        return [piece for start, slot in checked for piece in self._of_chunk(start, slot)]
+        checked = list(pieces(self.layout, self.num_tokens, starts, slots, into_slots=into_slots))
+        firsts = np.array([start // self._runs.tokens for start, _ in checked], dtype=np.int64)
+        return self._runs.ids[firsts[:, None] + np.arange(self._count)], [slot for _, slot in checked]
 
-    def _of_chunk(self, start: int, slot: Bytes) -> Iterator[_Piece]:
-        first = start // self._runs.tokens
-        count = self.layout.chunk_tokens // self._runs.tokens
-        skip = max(self._runs.skip - first, 0)
-        ids = self._runs.ids[first + skip : first + count]
-        for pool in self._pools if len(ids) else ():
-            shape = (len(pool.firsts), count, pool.rows.shape[1])
+    def _of_chunk(self, ids: Ids, slot: Bytes) -> Iterator[_Piece]:
+        skip = int((ids < 0).sum())  # all at the beginning
+        for pool in self._pools if skip < len(ids) else ():
+            shape = (len(pool.firsts), len(ids), pool.rows.shape[1])
             room: Words = np.ndarray(shape, pool.rows.dtype, slot, pool.offset)
-            yield _Piece(pool.rows, pool.numbers(ids), room[:, skip:])
+            yield _Piece(pool.rows, pool.numbers(ids[skip:]), room[:, skip:])
 
 
 def _gather(work: Sequence[_Piece]) -> None:

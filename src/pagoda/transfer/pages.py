@@ -182,19 +182,24 @@ class Places:
 
     def spans(self, starts: Sequence[int], *, into_slots: bool) -> list[list[Span]]:
         """Return where the blocks of each chunk are, all checked. ValueError for what does not fit."""
+        found = self.blocks_of(starts, into_slots=into_slots)
+        firsts = [start // self.block_tokens for start in starts]
+        return [list(_spans(ids, first)) for ids, first in zip(found, firsts, strict=True)]
+
+    def blocks_of(self, starts: Sequence[int], *, into_slots: bool) -> Ids:
+        """Return the ids of each chunk's blocks, [chunks, blocks], all checked. ValueError for what does not fit."""
         check_starts(self.layout, self.num_tokens, starts)
         odd = [start for start in starts if start % self.block_tokens]
         if odd:
             raise ValueError(f"starts must be multiples of block_tokens ({self.block_tokens}), got {odd[0]}")
-        firsts = [start // self.block_tokens for start in starts]
-        found = [self.ids[first : first + self.blocks] for first in firsts]
-        if into_slots and any((ids < 0).any() for ids in found):
+        firsts = np.array([start // self.block_tokens for start in starts], dtype=np.int64)
+        found = self.ids[firsts[:, None] + np.arange(self.blocks)]
+        if into_slots and (found < 0).any():
             raise ValueError("block_table: a block that is -1 has no KV here to be stored")
-        if not into_slots and found:
-            written = np.concatenate([ids[ids >= 0] for ids in found])
-            if len(np.unique(written)) != len(written):
-                raise ValueError("block_table names a block twice: its bytes would be those of either chunk")
-        return [list(_spans(ids, first)) for ids, first in zip(found, firsts, strict=True)]
+        written = found[found >= 0]
+        if not into_slots and len(np.unique(written)) != len(written):
+            raise ValueError("block_table names a block twice: its bytes would be those of either chunk")
+        return found
 
 
 class PagesKV:

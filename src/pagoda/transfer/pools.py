@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from pagoda.layout import KVLayout, itemsize
 from pagoda.transfer.base import Array, Words, words
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "Ids",
@@ -52,19 +55,26 @@ class Runs(NamedTuple):
     num_tokens: int
 
 
-def see_pools(pools: Pools, layout: KVLayout, form: PoolFormat, block_size: int) -> tuple[list[Rows], int]:
-    """Return the rows of all pools and their number of blocks. Raises ValueError naming what is wrong."""
+def see_pools(
+    pools: Pools, layout: KVLayout, form: PoolFormat, block_size: int, on: torch.device | None = None
+) -> tuple[list[Rows], int]:
+    """Return the rows of all pools and their number of blocks. Raises ValueError naming what is wrong.
+
+    `on`: the GPU that they lie on, None for CPU memory.
+    """
     if form not in get_args(PoolFormat):
         raise ValueError(f"pool_format must be one of {', '.join(get_args(PoolFormat))}, got {form!r}")
     if form == "blocks_outermost":
-        found = _outermost(pools, layout, block_size)
+        found = _outermost(pools, layout, block_size, on)
     else:
         _check_layout(layout)
         if len(pools) != layout.layers:
             raise ValueError(f"pools: {len(pools)} layers were given, the layout has {layout.layers}")
         see = _plane_pools if form == "plane_pools" else _paired
         found = [
-            rows for layer, pool in enumerate(pools) for rows in see(pool, layer, layout, form, block_size)
+            rows
+            for layer, pool in enumerate(pools)
+            for rows in see(pool, layer, layout, form, block_size, on)
         ]
     blocks = {len(pool.rows) // max(pool.step, len(pool.firsts)) for pool in found}
     if len(blocks) != 1:
@@ -129,12 +139,14 @@ def _check_layout(layout: KVLayout) -> None:
         )
 
 
-def _paired(pool: object, layer: int, layout: KVLayout, form: PoolFormat, size: int) -> list[Rows]:
+def _paired(
+    pool: object, layer: int, layout: KVLayout, form: PoolFormat, size: int, on: torch.device | None
+) -> list[Rows]:
     """K and V of a layer in one pool, planes first or blocks first."""
     heads, dim, dtype = layout.planes[0]
     if len(layout.planes) != 2 or layout.planes[1] != layout.planes[0]:
         raise ValueError(f"pool_format {form!r} holds two equal planes, the layout has {layout.planes}")
-    array = words(pool, f"pools[{layer}]", dtype)
+    array = words(pool, f"pools[{layer}]", dtype, on)
     axis = 0 if form == "planes_first" else 1
     blocks = array.shape[1 - axis] if array.ndim == 5 else 0
     lead = (2, blocks) if axis == 0 else (blocks, 2)
@@ -151,7 +163,9 @@ def _paired(pool: object, layer: int, layout: KVLayout, form: PoolFormat, size: 
     return [Rows(rows, 2, np.array([0, 1]), offset)]
 
 
-def _plane_pools(pool: object, layer: int, layout: KVLayout, form: PoolFormat, size: int) -> list[Rows]:
+def _plane_pools(
+    pool: object, layer: int, layout: KVLayout, form: PoolFormat, size: int, on: torch.device | None
+) -> list[Rows]:
     """Each plane of a layer in a pool of its own."""
     planes = list(pool) if isinstance(pool, list | tuple) else [pool]
     if len(planes) != len(layout.planes):
@@ -159,7 +173,7 @@ def _plane_pools(pool: object, layer: int, layout: KVLayout, form: PoolFormat, s
     found = []
     for number, (given, (heads, dim, dtype)) in enumerate(zip(planes, layout.planes, strict=True)):
         name = f"pools[{layer}][{number}]"
-        array = words(given, name, dtype)
+        array = words(given, name, dtype, on)
         if array.ndim == 3 and heads == 1:
             array = array[:, :, None]
         _check_shape(array, name, (len(array), size, heads, dim))
@@ -167,9 +181,9 @@ def _plane_pools(pool: object, layer: int, layout: KVLayout, form: PoolFormat, s
     return found
 
 
-def _outermost(pools: object, layout: KVLayout, size: int) -> list[Rows]:
+def _outermost(pools: object, layout: KVLayout, size: int, on: torch.device | None) -> list[Rows]:
     """One pool for all layers, block by block."""
-    array = words(pools, "pools", layout.planes[0].dtype if layout.planes else None)
+    array = words(pools, "pools", layout.planes[0].dtype if layout.planes else None, on)
     if not layout.planes:
         return [_one(array, "pools", 0, layout.chunk_bytes * size // layout.chunk_tokens)]
     _check_layout(layout)
