@@ -1,7 +1,7 @@
 """The Triton kernels through Triton's interpreter, on CPU tensors: `interpreted()`.
 
-The interpreter is slow (about a millisecond for 16 KiB) and not thread-safe: it patches `triton.language` while a kernel
-runs. So one kernel at a time, and tiny shapes.
+The interpreter is slow (about 5 ms a tile) and not thread-safe: it patches `triton.language` while a kernel runs. So
+one kernel at a time, and tiny shapes.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    import torch
-
     from pagoda.transfer.kernels import Kernels
 
 

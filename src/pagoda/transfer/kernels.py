@@ -196,7 +196,7 @@ class Kernels:
         items = len(places) * tiles
         if max(items, units) > MOST:
             raise ValueError(f"{len(places)} chunks of {units} pieces are too much for one launch")
-        numbers = (begin, units, pieces, table.count, table.group, tiles, items)
+        numbers = (int(begin), units, pieces, int(table.count), int(table.group), tiles, items)
         self._run(min(self._programs, items), (sent.lines, ids, places), numbers, constants)
 
     def _run(

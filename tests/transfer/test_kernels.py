@@ -1,0 +1,490 @@
+"""The Triton kernels through the interpreter, against plain torch: bits, on both sides, of all memory there is.
+
+The reference knows no addresses: it indexes the tensors and counts bytes in a slot. Memory that is written to was
+POISON before and what is written is never POISON: a byte that stayed and should not have is seen like one that changed.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from itertools import pairwise, permutations
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagoda.transfer.runs import RunTable
+from tests.transfer.kernels_kit import interpreted
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+POISON = 0xA5
+BLOCKS, SIZE, HEADS, DIM = 7, 3, 2, 5
+WIDTHS = (16, 8, 4, 2, 1)
+DTYPES = {"bfloat16": torch.bfloat16, "uint8": torch.uint8}
+
+
+class Case(NamedTuple):
+    """Rows by layer: views whose first axis ids count, with `group` > 1 the first two. `memory`: all of it."""
+
+    layers: list[list[torch.Tensor]]
+    memory: list[torch.Tensor]
+    group: int = 1
+
+    @property
+    def rows(self) -> list[torch.Tensor]:
+        return [row for layer in self.layers for row in layer]
+
+    def run(self, row: torch.Tensor, number: int) -> torch.Tensor:
+        """The run with this id: a view."""
+        if self.group > 1:
+            return row[number // self.group, number % self.group]
+        return row[number]
+
+
+class Chunks(NamedTuple):
+    """Slots in one memory, with room between them. A slot of None is a chunk that is passed over."""
+
+    memory: torch.Tensor
+    slots: list[torch.Tensor | None]
+    ids: torch.Tensor
+
+    @property
+    def places(self) -> torch.Tensor:
+        return torch.tensor(
+            [0 if slot is None else slot.data_ptr() for slot in self.slots], dtype=torch.int64
+        )
+
+
+@cache
+def _noise(nbytes: int, seed: int) -> torch.Tensor:
+    made = torch.randint(0, 255, (nbytes,), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
+    made[made == POISON] = 255
+    return made
+
+
+def noise(nbytes: int, seed: int = 0) -> torch.Tensor:
+    """Random bytes, none of them POISON, whose first is at a multiple of 64."""
+    made = _noise(nbytes, seed).clone()
+    assert made.data_ptr() % 64 == 0
+    return made
+
+
+class Room:
+    """Where the pools of a case lie: each inside memory of its own, which is larger."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.memory: list[torch.Tensor] = []
+
+    def pool(self, *shape: int, around: int = 16) -> torch.Tensor:
+        """A contiguous tensor."""
+        nbytes = int(np.prod(shape)) * self.dtype.itemsize
+        whole = noise(nbytes + 2 * around, seed=len(self.memory))
+        self.memory.append(whole)
+        return whole[around : around + nbytes].view(self.dtype).view(shape)
+
+
+def planes_first(room: Room) -> Case:
+    pools = [room.pool(2, BLOCKS, SIZE, HEADS, DIM) for _ in range(2)]
+    return Case([[pool[0], pool[1]] for pool in pools], room.memory)
+
+
+def planes_first_aligned(room: Room) -> Case:
+    pools = [room.pool(2, BLOCKS, 4, 1, 16) for _ in range(3)]
+    return Case([[pool[0], pool[1]] for pool in pools], room.memory)
+
+
+def blocks_first(room: Room) -> Case:
+    pools = [room.pool(BLOCKS, 2, SIZE, HEADS, DIM, around=4) for _ in range(2)]
+    return Case([[pool[:, 0], pool[:, 1]] for pool in pools], room.memory)
+
+
+def outermost(room: Room) -> Case:
+    pool = room.pool(BLOCKS, 3, 2, SIZE, HEADS, DIM)
+    return Case([[pool[:, layer, plane] for plane in range(2)] for layer in range(3)], room.memory)
+
+
+def outermost_opaque(room: Room) -> Case:
+    return Case([[room.pool(BLOCKS, 3, 2, SIZE, HEADS, DIM)]], room.memory)
+
+
+def mla(room: Room) -> Case:
+    return Case([[room.pool(BLOCKS, SIZE, 9)] for _ in range(3)], room.memory)
+
+
+def unequal_planes(room: Room) -> Case:
+    """K and V of different widths: rows of different lengths in one launch."""
+    return Case([[room.pool(BLOCKS, SIZE, 40), room.pool(BLOCKS, SIZE, 3)] for _ in range(2)], room.memory)
+
+
+def inside_larger(room: Room) -> Case:
+    """A view of some blocks, tokens and channels of a pool: what is contiguous is one token."""
+    pool = room.pool(BLOCKS + 2, SIZE + 1, HEADS, DIM + 3)[1:-1, :SIZE, :, 2:-1]
+    return Case([list(runs_of(pool))], room.memory)
+
+
+def tokens(room: Room) -> Case:
+    """A run is one token, and blocks lie apart: ids are slots of tokens."""
+    pools = [room.pool(BLOCKS, 2, SIZE, HEADS * DIM) for _ in range(2)]
+    return Case([[pool[:, plane] for plane in range(2)] for pool in pools], room.memory, group=SIZE)
+
+
+def packed(order: tuple[int, ...]) -> Callable[[Room], Case]:
+    """[blocks, heads, tokens, channels] over memory in another order of the axes."""
+
+    def make(room: Room) -> Case:
+        shape = (4, HEADS, SIZE, 4)
+        pool = room.pool(*[shape[axis] for axis in order]).permute(*np.argsort(order).tolist())
+        assert tuple(pool.shape) == shape
+        return Case([list(runs_of(pool))], room.memory)
+
+    return make
+
+
+def runs_of(pool: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Cut a pool [ids, ...] into rows whose runs are contiguous, in the order of its axes."""
+    if pool.ndim == 1 or pool[0].is_contiguous():
+        yield pool
+    else:
+        for number in range(pool.shape[1]):
+            yield from runs_of(pool[:, number])
+
+
+PACKED = {
+    "packed " + "bhtc"[a] + "bhtc"[b] + "bhtc"[c] + "bhtc"[d]: packed((a, b, c, d))
+    for a, b, c, d in permutations(range(4))
+}
+SOME_PACKED = ["packed bhtc", "packed bthc", "packed htbc", "packed hbtc", "packed cthb"]
+LAYOUTS: dict[str, Callable[[Room], Case]] = {
+    make.__name__: make
+    for make in (
+        planes_first,
+        planes_first_aligned,
+        blocks_first,
+        outermost,
+        outermost_opaque,
+        mla,
+        unequal_planes,
+    )
+} | {"inside_larger": inside_larger, "tokens": tokens}
+LAYOUTS |= {name: PACKED[name] for name in SOME_PACKED}
+
+
+def table_of(case: Case, count: int, begin: int = 0) -> RunTable:
+    """The table that says to the kernels where a case lies."""
+    rows = case.rows
+    nbytes = np.array([case.run(row, 0).numel() * row.itemsize for row in rows], dtype=np.int64)
+    ends = begin + np.cumsum(nbytes * count)
+    return RunTable(
+        address=np.array([row.data_ptr() for row in rows], dtype=np.int64),
+        stride=np.array([row.stride(0) * row.itemsize for row in rows], dtype=np.int64),
+        nbytes=nbytes,
+        offset=ends - nbytes * count,
+        count=count,
+        group=case.group,
+        layers=np.cumsum([0] + [len(layer) for layer in case.layers]),
+    )
+
+
+def chunks_of(
+    case: Case, ids: Sequence[Sequence[int]], passed_over: Sequence[int] = (), gap: int = 16
+) -> Chunks:
+    """Slots for these chunks, in memory from the last to the first."""
+    each = sum(case.run(row, 0).numel() * row.itemsize for row in case.rows) * len(ids[0])
+    apart = -(-(each + gap) // gap) * gap
+    memory = noise(apart * len(ids) + gap, seed=99)
+    begins = [gap + apart * (len(ids) - 1 - chunk) for chunk in range(len(ids))]
+    slots = [None if chunk in passed_over else memory[a : a + each] for chunk, a in enumerate(begins)]
+    return Chunks(memory, slots, torch.tensor(ids, dtype=torch.int64))
+
+
+def by_torch(case: Case, chunks: Chunks, gather: bool, begin: int, end: int) -> None:
+    """Do what the kernel should do: run by run, in the order of a slot."""
+    for slot, ids in zip(chunks.slots, chunks.ids.tolist(), strict=True):
+        at = 0
+        for number, row in enumerate(case.rows):
+            for run_id in ids:
+                nbytes = case.run(row, 0).numel() * row.itemsize
+                if slot is not None and run_id >= 0 and begin <= number < end:
+                    run = case.run(row, run_id).view(-1).view(torch.uint8)
+                    if gather:
+                        slot[at : at + nbytes] = run
+                    else:
+                        run[:] = slot[at : at + nbytes]
+                at += nbytes
+
+
+def check(
+    case: Case,
+    chunks: Chunks,
+    *,
+    gather: bool,
+    rows: tuple[int, int] | None = None,
+    programs: int = 3,
+    most: int = 16,
+) -> int:
+    """Compare all memory after the kernel and after the reference, for all widths that fit; returns how many."""
+    table = table_of(case, chunks.ids.shape[1])
+    begin, end = rows or (0, table.rows)
+    everything = [*case.memory, chunks.memory]
+    for memory in [chunks.memory] if gather else case.memory:
+        memory.fill_(POISON)
+    before = [memory.clone() for memory in everything]
+    by_torch(case, chunks, gather, begin, end)
+    expected = [memory.clone() for memory in everything]
+    kernels = interpreted(programs)
+    sent = kernels.send(table)
+    fits = int(np.gcd.reduce(chunks.places.numpy(), initial=sent.word_bytes))
+    tried = [width for width in WIDTHS if fits % width == 0 and width <= most]
+    for width in tried:
+        for memory, was in zip(everything, before, strict=True):
+            memory.copy_(was)
+        move = kernels.gather if gather else kernels.scatter
+        move(sent, chunks.ids, chunks.places, begin, end, width)
+        for memory, wanted in zip(everything, expected, strict=True):
+            np.testing.assert_array_equal(memory.numpy(), wanted.numpy())
+    return len(tried)
+
+
+BOTH = pytest.mark.parametrize("gather", [True, False], ids=["gather", "scatter"])
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout(layout: str, dtype: str, gather: bool) -> None:
+    case = LAYOUTS[layout](Room(DTYPES[dtype]))
+    ids = [[2, -1], [1, 2], [3, 0]]
+    if gather:
+        ids[1] = [3, 3]  # a block that two chunks have, and one that a chunk has twice
+    assert check(case, chunks_of(case, ids, passed_over=[1]), gather=gather)
+
+
+@BOTH
+@pytest.mark.parametrize("layout", [name for name in PACKED if name not in SOME_PACKED])
+def test_packed_in_every_other_order(layout: str, gather: bool) -> None:
+    case = PACKED[layout](Room(torch.float32))
+    assert check(case, chunks_of(case, [[3, 1]]), gather=gather, most=4)
+
+
+@BOTH
+@pytest.mark.parametrize("width", WIDTHS)
+def test_every_width(width: int, gather: bool) -> None:
+    """Slots, pools and what surrounds them are multiples of the width, not of twice the width."""
+    room = Room(torch.uint8)
+    pools = [room.pool(BLOCKS, width * 3, around=width) for _ in range(3)]
+    case = Case([[pool] for pool in pools], room.memory)
+    chunks = chunks_of(case, [[4, 1, -1, 6], [0, 2, 3, 5]], gap=width)
+    assert check(case, chunks, gather=gather) == len(WIDTHS) - WIDTHS.index(width)
+
+
+@BOTH
+@pytest.mark.parametrize("run_bytes", [16384, 16384 + 16368, 2 * 16384 + 16, 12288 + 16])
+def test_long_runs(run_bytes: int, gather: bool) -> None:
+    """Runs longer than a tile, cut into long pieces or into short ones, the last one not full."""
+    room = Room(torch.uint8)
+    case = Case([[room.pool(3, run_bytes), room.pool(3, 4096)]], room.memory)
+    assert check(case, chunks_of(case, [[2, 0]]), gather=gather)
+
+
+@BOTH
+@pytest.mark.parametrize("layout", ["planes_first_aligned", "unequal_planes", "tokens"])
+def test_one_layer_at_a_time(layout: str, gather: bool) -> None:
+    case = LAYOUTS[layout](Room(torch.bfloat16))
+    layers = table_of(case, 3).layers.tolist()
+    for begin, end in pairwise(layers):
+        assert check(case, chunks_of(case, [[2, 4, 1], [-1, 0, 3]]), gather=gather, rows=(begin, end))
+
+
+@BOTH
+@pytest.mark.parametrize("programs", [1, 2, 1000])
+def test_however_many_programs(programs: int, gather: bool) -> None:
+    """80 rows of 4 runs are five tiles of the widest words."""
+    room = Room(torch.uint8)
+    pool = room.pool(BLOCKS, 80, 16)
+    case = Case([[pool[:, row] for row in range(80)]], room.memory)
+    assert check(case, chunks_of(case, [[6, 2, 0, 3], [5, -1, 1, 4]]), gather=gather, programs=programs)
+
+
+@BOTH
+def test_a_part_of_a_slot_is_left_alone(gather: bool) -> None:
+    """A table that does not begin at 0, as those of a second rank."""
+    room = Room(torch.uint8)
+    case = Case([[room.pool(BLOCKS, 24)]], room.memory)
+    slot = noise(128, seed=5)
+    kernels = interpreted()
+    sent = kernels.send(table_of(case, 2, begin=56))
+    places = torch.tensor([slot.data_ptr()])
+    pool = case.rows[0]
+    if gather:
+        wanted = slot.clone()
+        wanted[56:104] = torch.cat([pool[5], pool[1]])
+        kernels.gather(sent, torch.tensor([[5, 1]]), places, 0, 1, 8)
+        assert torch.equal(slot, wanted)
+    else:
+        wanted = pool.clone()
+        wanted[5], wanted[1] = slot[56:80], slot[80:104]
+        kernels.scatter(sent, torch.tensor([[5, 1]]), places, 0, 1, 8)
+        assert torch.equal(pool, wanted)
+
+
+@BOTH
+def test_nothing_to_do(gather: bool) -> None:
+    case = planes_first_aligned(Room(torch.bfloat16))
+    assert check(case, chunks_of(case, [[-1, -1], [-1, -1]]), gather=gather)
+    assert check(case, chunks_of(case, [[0, 1], [2, 3]], passed_over=[0, 1]), gather=gather)
+    assert check(case, chunks_of(case, [[0, 1]]), gather=gather, rows=(2, 2))
+    kernels = interpreted()
+    move = kernels.gather if gather else kernels.scatter
+    none = torch.zeros((0, 2), dtype=torch.int64)
+    move(kernels.send(table_of(case, 2)), none, none[:, 0].contiguous(), 0, 1, 8)
+
+
+@BOTH
+def test_one_token(gather: bool) -> None:
+    room = Room(torch.uint8)
+    case = Case([[room.pool(1, 1)]], room.memory)
+    assert check(case, chunks_of(case, [[0]]), gather=gather)
+
+
+@BOTH
+def test_a_pool_of_more_than_four_gigabytes(gather: bool) -> None:
+    """Only the pages that are touched are ever there."""
+    apart, nbytes = 3 << 30, 48
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    pages = mmap.mmap(-1, 2 * apart + mmap.PAGESIZE, flags=flags)
+    pool = torch.frombuffer(pages, dtype=torch.uint8).as_strided((3, nbytes), (apart, 1))
+    for number in range(3):
+        pool[number] = noise(nbytes, seed=number)
+    slot = noise(nbytes, seed=8)
+    kernels = interpreted()
+    sent, places = kernels.send(table_of(Case([[pool]], []), 1)), torch.tensor([slot.data_ptr()])
+    if gather:
+        kernels.gather(sent, torch.tensor([[2]]), places, 0, 1, 16)
+        assert torch.equal(slot, noise(nbytes, seed=2))
+    else:
+        kernels.scatter(sent, torch.tensor([[2]]), places, 0, 1, 16)
+        assert torch.equal(pool[2], slot) and torch.equal(pool[0], noise(nbytes, seed=0))
+
+
+def test_warming_touches_nothing_and_bad_arguments_are_named() -> None:
+    case = planes_first_aligned(Room(torch.bfloat16))
+    before = [memory.clone() for memory in case.memory]
+    kernels = interpreted()
+    kernels.warm()
+    sent = kernels.send(table_of(case, 2))
+    ids, places = torch.zeros((1, 2), dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    for bad_ids, bad_places, begin, end, width, named in [
+        (ids[:, :1], places, 0, 1, 8, "ids"),
+        (ids.to(torch.int32), places, 0, 1, 8, "ids"),
+        (ids.T, torch.zeros(2, dtype=torch.int64), 0, 1, 8, "ids"),
+        (ids, places.to(torch.int32), 0, 1, 8, "places"),
+        (ids, places, 0, 99, 8, "rows"),
+        (ids, places, -1, 1, 8, "rows"),
+        (ids, places, 0, 1, 3, "word_bytes"),
+        (ids, places, 0, 1, 32, "word_bytes"),
+    ]:
+        with pytest.raises(ValueError, match=named):
+            kernels.gather(sent, bad_ids, bad_places, begin, end, width)
+    with pytest.raises(ValueError, match="programs"):
+        interpreted(programs=0)
+    with pytest.raises(ValueError, match="word_bytes"):
+        odd = tokens(Room(torch.bfloat16))
+        kernels.gather(kernels.send(table_of(odd, 2)), ids, places, 0, 1, 16)
+    assert all(torch.equal(memory, was) for memory, was in zip(case.memory, before, strict=True))
+
+
+class Numbers(NamedTuple):
+    """A table of any numbers, in bytes."""
+
+    rows: list[tuple[int, int]]  # bytes of a run, and of what lies between one group of ids and the next
+    group: int
+    ids: list[list[int]]
+    there: list[bool]
+    begin: int
+    end: int
+
+
+@st.composite
+def numbers(draw: st.DrawFn) -> Numbers:
+    width = draw(st.sampled_from([1, 2, 4, 8, 16]))
+    lengths = st.integers(0, 40 // width).map(lambda words: words * width)
+    rows = draw(
+        st.lists(
+            st.tuples(lengths, st.integers(0, 2).map(lambda words: words * width)), min_size=1, max_size=5
+        )
+    )
+    count, chunks = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    every = draw(st.permutations(range(9)))  # no id twice: a scatter would have no answer
+    ids = [
+        [number if number < 7 else -1 for number in every[c * count : (c + 1) * count]] for c in range(chunks)
+    ]
+    there = draw(st.lists(st.booleans(), min_size=chunks, max_size=chunks))
+    begin = draw(st.integers(0, len(rows)))
+    return Numbers(rows, draw(st.integers(1, 3)), ids, there, begin, draw(st.integers(begin, len(rows))))
+
+
+@BOTH
+@given(table=numbers())
+def test_any_table(table: Numbers, gather: bool) -> None:
+    room = Room(torch.uint8)
+    rows = []
+    for length, between in table.rows:
+        pool = room.pool(-(-7 // table.group), length * table.group + between)
+        runs = pool[:, : length * table.group].unflatten(1, (table.group, length))
+        rows.append(runs if table.group > 1 else runs[:, 0])
+    case = Case([rows], room.memory, table.group)
+    absent = [chunk for chunk, there in enumerate(table.there) if not there]
+    assert check(case, chunks_of(case, table.ids, absent), gather=gather, rows=(table.begin, table.end))
+
+
+def compiled(cache_directory: Path) -> list[dict[str, object]]:
+    """What compile_kernels.py says of each variant. Takes about 5 s of a core."""
+    around = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+    root = Path(__file__).resolve().parents[2]
+    paths = os.pathsep.join(path for path in [os.environ.get("PYTHONPATH"), str(root)] if path)
+    around |= {"TRITON_CACHE_DIR": str(cache_directory), "PYTHONPATH": paths}
+    command = [sys.executable, str(root / "tests/transfer/compile_kernels.py")]
+    done = subprocess.run(command, env=around, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-4000:]
+    said = json.loads(done.stdout.splitlines()[-1])
+    if "unable" in said:
+        pytest.skip(f"nothing can be compiled for a GPU without one here: {said['unable']}")
+    variants: list[dict[str, object]] = said["variants"]
+    return variants
+
+
+def test_what_a_gpu_would_run(tmp_path: Path) -> None:
+    """All variants compile for sm_90, once for all sizes, and a tile's loads are wide and come before its stores.
+
+    A thread has four loads of 16 bytes where a multiple of 16 is promised, else eight of a word each.
+    """
+    variants = compiled(tmp_path)
+    assert len(variants) == 12
+    for variant in variants:
+        times, kind = (4, "v2.b64") if variant["WIDE"] else (8, f"b{int(str(variant['BYTES'])) * 8}")
+        assert variant["moves"] == [f"ld.{kind}"] * times + [f"st.{kind}"] * times, variant
+        assert variant["kinds"] == 1, "a size or an alignment is compiled for"
+        assert variant["cubin_bytes"]
+
+
+def test_the_interpreter_is_for_these_tests_only() -> None:
+    if os.environ.get("TRITON_INTERPRET"):
+        pytest.skip("TRITON_INTERPRET is set for everybody")
+    from triton.runtime.jit import JITFunction
+
+    from pagoda.transfer import kernels
+
+    interpreted()
+    assert isinstance(kernels._move, JITFunction) and "TRITON_INTERPRET" not in os.environ
