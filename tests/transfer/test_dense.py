@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 
 from pagoda.layout import KVLayout, Plane
 from pagoda.transfer import DenseKV
+from pagoda.transfer.cuda import Copies
+from pagoda.transfer.ports import CpuPort
 
+ENGINES = [None, Copies(CpuPort())]  # as CPU memory is copied, and as a device's is
 POISON = 0xA5
 DTYPES = ["float32", "float16", "bfloat16", "int8", "float8_e4m3fn"]
 
@@ -49,13 +52,24 @@ def poisoned_slots(layout: KVLayout, count: int) -> list[np.ndarray]:
 
 def check_round_trip(layout: KVLayout, layers, starts: list[int], threads: int = 1) -> None:
     """Store and load chunks; all that must change did, bit by bit, and nothing else."""
+    for copies in ENGINES if in_one_piece(layers, layout) else ENGINES[:1]:
+        check_with(copies, layout, layers, starts, threads)
+
+
+def in_one_piece(layers, layout: KVLayout) -> bool:
+    """Whether what a token has does not lie apart: only so can a device copy it."""
+    first = layout.token_order == "heads_first"
+    return all((p[0, 0] if first else p[0]).is_contiguous() for layer in layers for p in layer)
+
+
+def check_with(copies: Copies | None, layout: KVLayout, layers, starts: list[int], threads: int) -> None:
     slots = poisoned_slots(layout, len(starts))
-    DenseKV(layers, layout, threads=threads).to_slots(starts, slots)
+    DenseKV(layers, layout, threads=threads, copies=copies).to_slots(starts, slots)
     for start, slot in zip(starts, slots, strict=True):
         assert slot[: layout.chunk_bytes].tobytes() == chunk_bytes_of(layers, layout, start)
         assert (slot[layout.chunk_bytes :] == POISON).all()
     blank = [[poisoned_like(p) for p in layer] for layer in layers]
-    DenseKV(blank, layout, threads=threads).from_slots(starts, slots)
+    DenseKV(blank, layout, threads=threads, copies=copies).from_slots(starts, slots)
     axis = 1 if layout.token_order == "heads_first" else 0
     tokens = layers[0][0].shape[axis]
     loaded = torch.zeros(tokens, dtype=torch.bool)

@@ -193,7 +193,7 @@ class Places:
         if odd:
             raise ValueError(f"starts must be multiples of block_tokens ({self.block_tokens}), got {odd[0]}")
         firsts = np.array([start // self.block_tokens for start in starts], dtype=np.int64)
-        found = self.ids[firsts[:, None] + np.arange(self.blocks)]
+        found: Ids = self.ids[firsts[:, None] + np.arange(self.blocks)]
         if into_slots and (found < 0).any():
             raise ValueError("block_table: a block that is -1 has no KV here to be stored")
         written = found[found >= 0]
@@ -213,6 +213,8 @@ class PagesKV:
 
     Thread-safe as `Transfer` says. Raises ValueError that names what does not match, before anything is copied.
     """
+
+    device_index: None = None  # of a CUDA device; see DevicePagesKV
 
     def __init__(
         self,

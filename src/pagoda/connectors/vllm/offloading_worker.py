@@ -101,10 +101,15 @@ class SlotCopies(OffloadingWorker):
         assert cache.slots is not None
         self._cache, self._slots = cache, cache.slots
         self._stocks, self._part, self._parts = tuple(stocks), part, parts
-        self._layouts = [stock.layout(parts) for stock in stocks]
-        needed = max(layout.chunk_bytes for layout in self._layouts)
+        layouts = [stock.layout(parts) for stock in stocks]
+        needed = max(layout.chunk_bytes for layout in layouts)
         if needed > cache.layout.chunk_bytes:
             raise ValueError(f"a chunk needs {needed} bytes, the layout has {cache.layout.chunk_bytes}")
+        # the planes are looked at here, and not for each job
+        self._kvs = [self._kv_of(stock, layout) for stock, layout in zip(stocks, layouts, strict=True)]
+        for kv in self._kvs:
+            if kv.device_index is not None:
+                self._slots.use_device(kv.device_index)
         self._lock = threading.Lock()
         self._jobs: dict[int, _Job] = {}
         self._finished: SimpleQueue[TransferResult] = SimpleQueue()
@@ -212,18 +217,19 @@ class SlotCopies(OffloadingWorker):
                     self._share(group, [copy for copy, _ in kept], [b for _, row in kept for b in row])
                 )
 
-    def _share(self, group: int, copies: list[Copy], table: list[int]) -> _Share:
-        stock = self._stocks[group]
+    def _kv_of(self, stock: Stock, layout: KVLayout) -> PagesKV | DevicePagesKV:
         kind = PagesKV if stock.planes[0].device.type == "cpu" else DevicePagesKV
-        kv = kind(
+        return kind(
             stock.planes,
-            self._layouts[group],
+            layout,
             block_tokens=stock.block_tokens,
-            block_table=table,
+            block_table=[],
             part=self._part,
             parts=self._parts,
         )
-        return _Share(copies, kv)
+
+    def _share(self, group: int, copies: list[Copy], table: list[int]) -> _Share:
+        return _Share(copies, self._kvs[group].with_table(table))
 
     def _do(self, job: _Job) -> None:
         """What a thread does; whatever happens, the job ends."""

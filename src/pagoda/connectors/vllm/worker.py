@@ -97,6 +97,8 @@ class PagodaWorker:
             parts=seen.parts,
         )
         self._cache = opened(self._options.config, namespace, layout)
+        if self._pages.device_index is not None and self._cache.slots is not None:
+            self._cache.slots.use_device(self._pages.device_index)
         self._seen, self._layout = seen, layout
         self.handshake = Handshake(namespace, layout, seen.block_tokens, seen.parts)
 
