@@ -1,0 +1,428 @@
+"""A port over CPU memory whose lanes are late: what was launched is done when somebody waits for it, or just before.
+
+A lane is a queue, as a stream is. A scheduler, drawn by a seed, says which lane does its next piece of work and when:
+in one world nothing happens before it is waited for, in another at once, in a third one lane is always last. So a wait
+that is missing between two lanes, or between a lane and the caller, shows as wrong bytes; a buffer that is used again
+too early, too; and what is still to be done when a call has ended is there to be seen (`idle`). Every range of memory
+that is touched has to be known, and host memory is touched by kernels only at the places that `place_of` gave.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pagoda.transfer.runs import RunTable
+
+Bytes = npt.NDArray[np.uint8]
+SHIFT = 1 << 60  # what the device calls a byte of registered host memory: another number than the host does
+
+
+class Failure(RuntimeError):
+    """What a port raises because a test asked for it."""
+
+
+class _Work(NamedTuple):
+    ready: Callable[[], bool]
+    do: Callable[[], object]
+
+
+class _Room(NamedTuple):
+    begin: int
+    end: int
+    kind: str  # "device", "registered", "pinned" (allocated so: one address for both sides), "pageable"
+
+
+class LateMark:
+    """An event: `done` once its lane has come to it. Thread-safe."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.done = False
+
+    def wait(self) -> None:
+        """Return when all that was launched before it is done; raises what failed on the device until then."""
+        self._world.until(lambda: self.done)
+
+
+class LateLane:
+    """A stream: does what was launched on it in order, late. Thread-safe."""
+
+    def __init__(self, world: World, name: str, handle: int) -> None:
+        self.name, self.handle = name, handle
+        self.work: deque[_Work] = deque()
+        self._world = world
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Call `work` at once, as CUDA does; what it launches is done later."""
+        with self._world.on(self):
+            work()
+
+    def after(self, mark: LateMark | None) -> None:
+        """Have what follows wait for the mark."""
+        if mark is not None:
+            self.launch(lambda: None, lambda: mark.done)
+
+    def mark(self) -> LateMark:
+        """Return an event behind all that was launched."""
+        mark = LateMark(self._world)
+
+        def pass_it() -> None:
+            mark.done = True
+
+        self.launch(pass_it)
+        return mark
+
+    def launch(self, do: Callable[[], object], ready: Callable[[], bool] = lambda: True) -> None:
+        """Put one piece of work behind the others."""
+        with self._world.lock:
+            if self._world.dead is not None:
+                raise self._world.dead
+            self.work.append(_Work(ready, do))
+        self._world.launched()
+
+
+class World:
+    """All lanes of a port, and who of them is next. `eager`: how likely work is done as soon as it was launched.
+
+    Thread-safe: one piece of work at a time is done, by whichever thread waits or launches.
+    """
+
+    def __init__(self, seed: int, eager: float | None = None) -> None:
+        self._random = np.random.default_rng(seed)
+        self.eager = float(self._random.choice([0.0, 0.0, 0.1, 0.5, 1.0])) if eager is None else eager
+        self.lock = threading.RLock()
+        self.lanes: list[LateLane] = []
+        self._weights: list[float] = []
+        self._here = threading.local()
+        self.wrong: list[str] = []
+        self.dead: Exception | None = None  # a device that has failed does nothing more and says so for ever
+        self.engine = self.lane("engine")
+
+    def lane(self, name: str) -> LateLane:
+        """Make a lane; some are a thousand times as quick as others."""
+        with self.lock:
+            lane = LateLane(self, name, len(self.lanes) + 1)
+            self._weights.append(float(10.0 ** self._random.integers(-3, 4)))
+            self.lanes.append(lane)
+            return lane
+
+    def current(self) -> LateLane:
+        """The calling thread's lane; the engine's unless it is inside `on`."""
+        found: LateLane = getattr(self._here, "lane", self.engine)
+        return found
+
+    @contextmanager
+    def on(self, lane: LateLane) -> Iterator[None]:
+        """Make a lane the calling thread's current one."""
+        before, self._here.lane = self.current(), lane
+        try:
+            yield
+        finally:
+            self._here.lane = before
+
+    def launched(self) -> None:
+        """Perhaps do some of what waits."""
+        with self.lock:
+            while self._random.random() < self.eager and self._step():
+                if self.eager == 1.0:
+                    continue
+                if self._random.random() < 0.3:
+                    break
+
+    def until(self, done: Callable[[], bool]) -> None:
+        """Do work, in an order drawn at random, until `done`."""
+        while True:
+            with self.lock:
+                if self.dead is not None:
+                    raise self.dead
+                if done():
+                    return
+                if not self._step():
+                    raise AssertionError(f"nothing can go on, and {self.waiting()} wait")
+
+    def waiting(self) -> dict[str, int]:
+        """How much is to be done on each lane that has something."""
+        with self.lock:
+            return {lane.name: len(lane.work) for lane in self.lanes if lane.work}
+
+    def _step(self) -> bool:
+        """Do the next piece of one lane; False if no lane can go on."""
+        can = [number for number, lane in enumerate(self.lanes) if lane.work and lane.work[0].ready()]
+        if not can:
+            return False
+        weights = np.array([self._weights[number] for number in can])
+        lane = self.lanes[can[int(self._random.choice(len(can), p=weights / weights.sum()))]]
+        try:
+            lane.work.popleft().do()
+        except Exception as trouble:  # noqa: BLE001 - whatever it is, the device raises it from now on
+            self.dead = trouble
+            for lane in self.lanes:
+                lane.work.clear()
+        return True
+
+
+class Mover(Protocol):
+    """Kernels over CPU memory: the project's own in Triton's interpreter, or `PlainKernels`."""
+
+    def send(self, table: RunTable) -> object: ...
+    def gather(
+        self, table: object, ids: torch.Tensor, places: torch.Tensor, begin: int, end: int, word_bytes: int
+    ) -> None: ...
+    def scatter(
+        self, table: object, ids: torch.Tensor, places: torch.Tensor, begin: int, end: int, word_bytes: int
+    ) -> None: ...
+
+
+class PlainKernels:
+    """Gather and scatter run by run with memmove, as the contract of kernels says it. Knows its port's places."""
+
+    def __init__(self, port: LatePort) -> None:
+        self._port = port
+
+    def send(self, table: RunTable) -> object:
+        return table
+
+    def gather(
+        self, table: object, ids: torch.Tensor, places: torch.Tensor, begin: int, end: int, word_bytes: int
+    ) -> None:
+        for device, place, nbytes in _runs(table, ids, places, begin, end, word_bytes):
+            self._port.move(place, device, nbytes, "kernel")
+
+    def scatter(
+        self, table: object, ids: torch.Tensor, places: torch.Tensor, begin: int, end: int, word_bytes: int
+    ) -> None:
+        for device, place, nbytes in _runs(table, ids, places, begin, end, word_bytes):
+            self._port.move(device, place, nbytes, "kernel")
+
+
+def _runs(
+    table: object, ids: torch.Tensor, places: torch.Tensor, begin: int, end: int, word_bytes: int
+) -> Iterator[tuple[int, int, int]]:
+    """(device address, place, bytes) of every run."""
+    assert isinstance(table, RunTable)
+    assert ids.dtype == places.dtype == torch.int64, "ids and places are int64"
+    assert ids.shape == (len(places), table.count), f"ids {tuple(ids.shape)}, places {tuple(places.shape)}"
+    assert 0 <= begin <= end <= len(table.address) and word_bytes in (1, 2, 4, 8, 16)
+    for place, own in zip(places.tolist(), ids.tolist(), strict=True):
+        if not place:
+            continue
+        for row in range(begin, end):
+            nbytes = int(table.nbytes[row])
+            for number, one in enumerate(own):
+                if one < 0:
+                    continue
+                block, inside = divmod(one, table.group)
+                device = int(table.address[row]) + block * int(table.stride[row]) + inside * nbytes
+                own_place = place + int(table.offset[row]) + number * nbytes
+                assert not (device % word_bytes or own_place % word_bytes or nbytes % word_bytes), "words"
+                yield device, own_place, nbytes
+
+
+class LateKernels:
+    """Kernels whose launches are done later, on the lane that was current. What they were given has to live as long."""
+
+    def __init__(self, world: World, inner: Mover, homes: dict[int, LateLane]) -> None:
+        self._world, self._inner, self._homes = world, inner, homes
+        self.launches = 0
+        self.fail_at: int | None = None
+        self.fail_late_at: int | None = None
+
+    def send(self, table: RunTable) -> object:
+        sent, there = self._inner.send(table), [False]
+        self._world.current().launch(lambda: there.__setitem__(0, True))
+        return sent, there
+
+    def warm(self) -> None:
+        """There is nothing to compile."""
+
+    def gather(self, table: object, *args: object) -> None:
+        self._launch("gather", self._inner.gather, table, args)
+
+    def scatter(self, table: object, *args: object) -> None:
+        self._launch("scatter", self._inner.scatter, table, args)
+
+    def _launch(self, name: str, call: Callable[..., None], table: object, args: Sequence[object]) -> None:
+        assert isinstance(table, tuple)
+        sent, there = table
+        self.launches += 1
+        if self.fail_at is not None and self.launches >= self.fail_at:
+            raise Failure(f"launch {self.launches}")
+        ids, places, *rest = args
+        assert isinstance(ids, torch.Tensor) and isinstance(places, torch.Tensor)
+        held, lane, number = [ids.detach(), places.detach()], self._world.current(), self.launches
+
+        def do() -> None:
+            if self.fail_late_at is not None and number >= self.fail_late_at:
+                raise Failure(f"launch {number}, late")
+            if not there[0]:
+                self._world.wrong.append(f"{name}: the table was not there yet")
+            for one in held:
+                # memory that was let go of is given away at once, but only to what comes later on its own lane
+                at_home = self._homes.get(one.untyped_storage().data_ptr()) is lane
+                if not at_home and _owners(one) <= 2:
+                    self._world.wrong.append(f"{name}: ids or places were let go of before it ran")
+            call(sent, *held, *rest)
+
+        lane.launch(do)
+
+
+def _owners(tensor: torch.Tensor) -> int:
+    """How many hold the tensor's memory; 2: only this tensor and the question itself."""
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count
+
+
+class LatePort:
+    """A port (see pagoda.transfer.ports) whose device is CPU memory and whose lanes are late. Thread-safe.
+
+    `kernels`: "plain", None, or a mover; `shift`: how far registered memory's place is from its address;
+    `host`: whether `host_memory` is given. `check()` after each call says what was wrong.
+    """
+
+    def __init__(
+        self,
+        seed: int = 0,
+        kernels: str | Mover | None = "plain",
+        *,
+        shift: int = SHIFT,
+        host: bool = True,
+        eager: float | None = None,
+    ) -> None:
+        self.device = torch.device("cpu")
+        self.world = World(seed, eager)
+        self._shift, self._host = shift, host
+        self._rooms: list[_Room] = []
+        self._held: list[object] = []
+        self._homes: dict[int, LateLane] = {}  # of memory that was sent: the lane that it was taken on
+        inner = PlainKernels(self) if kernels == "plain" else kernels
+        assert not isinstance(inner, str)
+        self.kernels = None if inner is None else LateKernels(self.world, inner, self._homes)
+        self.copies = 0
+        self.copied_bytes = 0
+        self.fail_at: int | None = None
+        self.fail_late_at: int | None = None
+
+    # ---- what a port can do
+
+    def here(self) -> LateMark:
+        """A mark behind all that the calling thread's lane has been given."""
+        return self.world.current().mark()
+
+    def lanes(self, number: int) -> list[LateLane]:
+        """So many lanes more."""
+        return [self.world.lane(f"lane {len(self.world.lanes)}") for _ in range(number)]
+
+    def current(self) -> LateLane:
+        """The calling thread's lane."""
+        return self.world.current()
+
+    def wait_here(self, mark: LateMark | None) -> None:
+        """Have the calling thread's lane wait."""
+        self.world.current().after(mark)
+
+    def send(self, numbers: npt.NDArray[np.int64]) -> torch.Tensor:
+        """The numbers, on the device once the current lane has come to it; until then some that are wrong."""
+        assert numbers.dtype == np.int64
+        sent, values = torch.full(numbers.shape, -(1 << 40)), torch.tensor(numbers)
+        self._homes[sent.untyped_storage().data_ptr()] = self.world.current()
+        self.world.current().launch(lambda: sent.copy_(values))
+        return sent
+
+    def copy(self, to: int, source: int, nbytes: int, lane: LateLane) -> None:
+        """A memmove, later; the arguments are numbers, so what they point to must live until then."""
+        if self.world.current() is not lane:
+            self.world.wrong.append("copy: outside of its lane")
+        self.copies += 1
+        if self.fail_at is not None and self.copies >= self.fail_at:
+            raise Failure(f"copy {self.copies}")
+        self.copied_bytes += nbytes
+        number = self.copies
+
+        def do() -> None:
+            if self.fail_late_at is not None and number >= self.fail_late_at:
+                raise Failure(f"copy {number}, late")
+            self.move(to, source, nbytes, "copy")
+
+        lane.launch(do)
+
+    def memory(self, nbytes: int) -> torch.Tensor:
+        """Bytes of the device that the current lane still writes to: an allocator gives what another had on it."""
+        room = self._new(nbytes, "device")
+        self.world.current().launch(lambda: room.fill_(0xC3))
+        return room
+
+    def host_memory(self, nbytes: int) -> torch.Tensor | None:
+        """Bytes of the host that the device sees under the same address."""
+        return self._new(nbytes, "pinned") if self._host else None
+
+    def place_of(self, address: int, nbytes: int) -> int | None:
+        """The device's number for registered host memory."""
+        known = self._kind(address, nbytes) == "registered"
+        return address + self._shift if known else None
+
+    # ---- what a test says and sees
+
+    def device_memory(self, *arrays: Bytes | torch.Tensor) -> None:
+        """These are the device's."""
+        self._declare("device", arrays)
+
+    def register(self, *arrays: Bytes | torch.Tensor) -> None:
+        """These are registered host memory."""
+        self._declare("registered", arrays)
+
+    def pageable(self, *arrays: Bytes | torch.Tensor) -> None:
+        """These are host memory that is not registered: no kernel sees it, and the driver's copies are slow."""
+        self._declare("pageable", arrays)
+
+    def idle(self) -> bool:
+        """Whether nothing is to be done but what the engine's own lane has."""
+        return not set(self.world.waiting()) - {"engine"}
+
+    def check(self) -> None:
+        """Fail if anything was wrong, or is still to be done."""
+        assert not self.world.wrong, self.world.wrong[:3]
+        assert self.idle(), f"still to be done: {self.world.waiting()}"
+
+    def move(self, to: int, source: int, nbytes: int, by: str) -> None:
+        """Move bytes at once, if both sides may be touched."""
+        ctypes.memmove(self._real(to, nbytes, by), self._real(source, nbytes, by), nbytes)
+
+    def _real(self, place: int, nbytes: int, by: str) -> int:
+        shifted = bool(self._shift) and place >= self._shift
+        address = place - self._shift if shifted else place
+        kind = self._kind(address, nbytes)
+        allowed = {"device", "pinned", "registered" if shifted or not self._shift or by == "copy" else ""}
+        if kind not in allowed | ({"pageable"} if by == "copy" else set()):
+            raise AssertionError(f"a {by} at {place:#x} ({kind}, {nbytes} bytes) is not allowed")
+        return address
+
+    def _kind(self, address: int, nbytes: int) -> str:
+        for room in self._rooms:
+            if room.begin <= address and address + nbytes <= room.end:
+                return room.kind
+        return "unknown"
+
+    def _new(self, nbytes: int, kind: str) -> torch.Tensor:
+        # pages of its own, as a device's memory has: what begins anywhere would never be moved in words
+        room = torch.full((nbytes + 512,), 0x5A, dtype=torch.uint8)
+        room = room[-room.data_ptr() % 512 :][:nbytes]
+        self._declare(kind, [room])
+        return room
+
+    def _declare(self, kind: str, arrays: Sequence[Bytes | torch.Tensor]) -> None:
+        for array in arrays:
+            if isinstance(array, torch.Tensor):
+                address, nbytes = array.data_ptr(), array.nbytes
+            else:
+                address, nbytes = array.ctypes.data, array.nbytes
+            self._rooms.append(_Room(address, address + nbytes, kind))
+            self._held.append(array)  # its address stays its own

@@ -1,0 +1,324 @@
+"""The copy engine over lanes that are late: a wait that is missing shows as wrong bytes, without a GPU."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagoda.transfer import measure
+from pagoda.transfer.cuda import WAYS, Copies
+from pagoda.transfer.gate import LayerGate
+from pagoda.transfer.runs import RunTable
+from tests.transfer.late_port import Failure, LatePort
+
+POISON = 0xA5
+ALL_WAYS = [*WAYS, None]
+SLOTS = ["registered", "plain", "mixed"]
+BOTH = ["down", "up"]
+
+
+@pytest.fixture(autouse=True)
+def _little_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run by run in Python a megabyte takes a second."""
+    monkeypatch.setattr(measure, "_SCRATCH_BYTES", 300)
+
+
+Bytes = npt.NDArray[np.uint8]
+Ids = npt.NDArray[np.int64]
+
+
+class Scene(NamedTuple):
+    """A table over `memory`, some chunks of it, and where their slots lie in `room` (which is larger)."""
+
+    table: RunTable
+    memory: Bytes
+    ids: Ids
+    room: Bytes
+    begins: list[int]
+    slot_bytes: int
+
+    @property
+    def slots(self) -> list[Bytes]:
+        return [self.room[begin : begin + self.slot_bytes] for begin in self.begins]
+
+    def moves(self, begin: int = 0, end: int | None = None) -> list[tuple[int, int, int]]:
+        """(place in memory, place in room, bytes) of each run in rows [begin, end), said plainly."""
+        table, base, found = self.table, self.memory.ctypes.data, []
+        for chunk, slot in enumerate(self.begins):
+            for row in range(begin, len(table.address) if end is None else end):
+                for number in range(table.count):
+                    one, size = int(self.ids[chunk, number]), int(table.nbytes[row])
+                    if one >= 0:
+                        inside = (one // table.group) * int(table.stride[row]) + one % table.group * size
+                        where = slot + int(table.offset[row]) + number * size
+                        found.append((int(table.address[row]) - base + inside, where, size))
+        return found
+
+    def stored(self, memory: Bytes) -> Bytes:
+        """The room after `memory` was stored into poisoned slots."""
+        room = np.full_like(self.room, POISON)
+        for own, slot, size in self.moves():
+            room[slot : slot + size] = memory[own : own + size]
+        return room
+
+    def loaded(self, memory: Bytes) -> Bytes:
+        """`memory` after the room was loaded into it."""
+        after = memory.copy()
+        for own, slot, size in self.moves():
+            after[own : own + size] = self.room[slot : slot + size]
+        return after
+
+
+def scene(
+    seed: int,
+    *,
+    rows: int = 5,
+    count: int = 3,
+    chunks: int = 4,
+    grain: int = 8,
+    group: int = 1,
+    outermost: bool = False,
+    twice: bool = False,
+    skipped: float = 0.2,
+    odd: int = 0,
+) -> Scene:
+    """A random scene; `grain` divides all lengths and places but those of slots, which begin `odd` bytes later."""
+    random = np.random.default_rng(seed)
+    blocks = -(-chunks * count // group) + 3
+    nbytes = random.integers(1, 6, rows) * grain
+    each = nbytes * group + (0 if outermost else random.integers(0, 2, rows) * grain)
+    stride = np.full(rows, each.sum() + grain) if outermost else each
+    gap = 2 * grain
+    ahead = np.cumsum(each) - each if outermost else np.cumsum(each * blocks + gap) - each * blocks
+    memory = _aligned(int((stride * blocks).max() + ahead.max() + each.max() + gap))
+    memory[:] = random.integers(0, 256, memory.size)
+    begin = int(random.integers(0, 3)) * grain  # what other parts have
+    offset = begin + np.cumsum(nbytes * count) - nbytes * count
+    cuts = np.sort(random.choice(np.arange(1, rows), min(2, rows - 1), replace=False)) if rows > 1 else []
+    table = RunTable(
+        memory.ctypes.data + ahead,
+        np.asarray(stride, np.int64),
+        nbytes.astype(np.int64),
+        offset.astype(np.int64),
+        count,
+        group,
+        np.array([0, *cuts, rows], np.int64),
+    )
+    there = blocks * group
+    ids = random.permutation(there)[: chunks * count].reshape(chunks, count)
+    if twice:
+        ids = random.integers(0, there, (chunks, count))
+    ids[random.random(ids.shape) < skipped] = -1
+    slot_bytes = int(table.ends[-1]) + int(random.integers(0, 3)) * grain
+    apart = -(-slot_bytes // 64) * 64
+    room = _aligned(chunks * apart + 64)
+    room[:] = random.integers(0, 256, room.size)
+    return Scene(
+        table, memory, ids.astype(np.int64), room, [odd + apart * i for i in range(chunks)][::-1], slot_bytes
+    )
+
+
+def _aligned(nbytes: int) -> Bytes:
+    room = np.empty(nbytes + 64, np.uint8)
+    skip = -room.ctypes.data % 64
+    return room[skip : skip + nbytes]
+
+
+def port_of(it: Scene, slots: str = "registered", seed: int = 0, **options: object) -> LatePort:
+    port = LatePort(seed, **options)  # type: ignore[arg-type]
+    port.device_memory(it.memory)
+    declare(port, it, slots)
+    return port
+
+
+def declare(port: LatePort, it: Scene, slots: str) -> None:
+    """Register the slots; of mixed ones every other."""
+    if slots == "registered":
+        port.register(it.room)
+    elif slots == "mixed":
+        port.register(*it.slots[::2])
+        port.pageable(*it.slots[1::2])
+    else:
+        port.pageable(it.room)
+
+
+def store(copies: Copies, port: LatePort, it: Scene) -> None:
+    """The producer is still writing when the store is asked for; what must be right is."""
+    real, it.memory[:], it.room[:] = it.memory.copy(), 0xEE, POISON
+    port.current().launch(partial(np.copyto, it.memory, real))
+    copies.down(it.table, it.ids, it.slots, port.here())
+    port.check()
+    assert (it.memory == real).all()
+    assert (it.room == it.stored(real)).all()
+
+
+def load(copies: Copies, port: LatePort, it: Scene) -> None:
+    """What the engine still reads of the blocks is what was in them before."""
+    before, want, room, seen = (
+        it.memory.copy(),
+        it.loaded(it.memory),
+        it.room.copy(),
+        np.zeros_like(it.memory),
+    )
+    port.current().launch(partial(np.copyto, seen, it.memory))
+    copies.up(it.table, it.ids, it.slots, port.here())
+    port.check()
+    assert (it.memory == want).all()
+    assert (it.room == room).all()
+    assert (seen == before).all()
+
+
+MOVES = {"down": store, "up": load}
+
+
+@pytest.mark.parametrize("way", ALL_WAYS)
+@pytest.mark.parametrize("direction", BOTH)
+@pytest.mark.parametrize("slots", SLOTS)
+@pytest.mark.parametrize("staging_bytes", [1 << 16, 256, 1])
+@pytest.mark.parametrize("outermost", [False, True])
+def test_every_way(way: str | None, direction: str, slots: str, staging_bytes: int, outermost: bool) -> None:
+    for seed in range(6):
+        it = scene(
+            seed,
+            outermost=outermost,
+            group=1 + seed % 3,
+            skipped=0.3 * (seed % 2) * (direction == "up"),
+            twice=direction == "down",
+        )
+        port = port_of(it, slots, seed)
+        copies = Copies(port, way=way, staging_bytes=staging_bytes)
+        for _ in range(2):
+            MOVES[direction](copies, port, it)
+
+
+@given(data=st.data())
+def test_any_table(data: st.DataObject) -> None:
+    direction = data.draw(st.sampled_from(BOTH))
+    it = scene(
+        data.draw(st.integers(0, 2**32)),
+        rows=data.draw(st.integers(1, 9)),
+        count=data.draw(st.integers(1, 5)),
+        chunks=data.draw(st.integers(1, 6)),
+        grain=data.draw(st.sampled_from([1, 2, 4, 8, 16])),
+        group=data.draw(st.integers(1, 4)),
+        outermost=data.draw(st.booleans()),
+        twice=direction == "down" and data.draw(st.booleans()),
+        skipped=data.draw(st.sampled_from([0.0, 0.3, 1.0])) if direction == "up" else 0.0,
+        odd=data.draw(st.sampled_from([0, 0, 1, 2, 4, 8])),
+    )
+    port = port_of(
+        it,
+        data.draw(st.sampled_from(SLOTS)),
+        data.draw(st.integers(0, 2**32)),
+        kernels=data.draw(st.sampled_from(["plain", "plain", None])),
+        host=data.draw(st.sampled_from([True, True, False])),
+    )
+    way = data.draw(st.sampled_from(ALL_WAYS))
+    if port.kernels is None and way in ("direct", "staged"):
+        way = None
+    copies = Copies(port, way=way, staging_bytes=data.draw(st.sampled_from([1, 100, 1000, 1 << 16])))
+    for _ in range(data.draw(st.integers(1, 2))):
+        MOVES[direction](copies, port, it)
+
+
+@pytest.mark.parametrize("way", ALL_WAYS)
+@pytest.mark.parametrize("slots", SLOTS)
+@pytest.mark.parametrize("staging_bytes", [1 << 16, 100])
+def test_a_layer_is_there_when_it_was_waited_for(way: str | None, slots: str, staging_bytes: int) -> None:
+    for seed in range(6):
+        it = scene(seed, rows=8)
+        port = port_of(it, slots, seed)
+        want, layers = it.loaded(it.memory), len(it.table.layers) - 1
+        gate, seen = LayerGate(layers, len(it.ids)), [np.zeros_like(it.memory) for _ in range(layers)]
+        copies = Copies(port, way=way, staging_bytes=staging_bytes)
+        with ThreadPoolExecutor(1) as thread:
+            load = thread.submit(copies.up, it.table, it.ids, it.slots, port.here(), gate)
+            for layer in range(layers):
+                assert gate.wait_layer(layer, port, 60.0)
+                port.current().launch(partial(np.copyto, seen[layer], it.memory))
+            port.current().mark().wait()
+            load.result(60)
+        port.check()
+        for layer, then in enumerate(seen):
+            for own, _, size in it.moves(*it.table.layers[layer : layer + 2]):
+                assert (then[own : own + size] == want[own : own + size]).all()
+        assert (it.memory == want).all()
+
+
+@pytest.mark.parametrize("way", ALL_WAYS)
+@pytest.mark.parametrize("direction", BOTH)
+@pytest.mark.parametrize("slots", SLOTS)
+def test_nothing_goes_on_after_an_error(way: str | None, direction: str, slots: str) -> None:
+    """A copy or a kernel cannot be launched, in the middle: then nobody writes any more, and the next call works."""
+    raised = 0
+    for seed in range(8):
+        it = scene(seed, skipped=0)
+        port = port_of(it, slots, seed)
+        copies = Copies(port, way=way, staging_bytes=200)
+        MOVES[direction](copies, port, it)
+        assert port.kernels is not None
+        port.fail_at = port.copies + 1 + seed % 7
+        port.kernels.fail_at = port.kernels.launches + 1 + seed % 3
+        try:
+            (copies.down if direction == "down" else copies.up)(it.table, it.ids, it.slots, port.here())
+        except Failure:
+            raised += 1
+        port.check()
+        it.room[:], it.memory[:] = 0x11, 0x22  # the slots are somebody else's now
+        port.current().mark().wait()
+        assert (it.room == 0x11).all() and (it.memory == 0x22).all()
+        port.fail_at = port.kernels.fail_at = None
+        it.memory[:] = np.random.default_rng(seed).integers(0, 256, it.memory.size)
+        MOVES[direction](copies, port, it)
+    assert raised >= 2
+
+
+@pytest.mark.parametrize("way", ALL_WAYS)
+@pytest.mark.parametrize("direction", BOTH)
+@pytest.mark.parametrize("slots", SLOTS)
+def test_what_failed_on_the_device_is_raised(way: str | None, direction: str, slots: str) -> None:
+    """As CUDA tells it: some time later, by whatever is asked for next."""
+    for seed in range(8):
+        it = scene(seed, skipped=0)
+        port = port_of(it, slots, seed)
+        copies = Copies(port, way=way, staging_bytes=200)
+        MOVES[direction](copies, port, it)
+        assert port.kernels is not None
+        port.fail_late_at, port.kernels.fail_late_at = port.copies + 1 + seed % 2, port.kernels.launches + 1
+        for _ in range(2):
+            with pytest.raises(Failure):
+                (copies.down if direction == "down" else copies.up)(it.table, it.ids, it.slots, None)
+        assert port.idle()
+
+
+@pytest.mark.parametrize("way", ALL_WAYS)
+@pytest.mark.parametrize("slots", SLOTS)
+def test_many_threads_with_one_engine(way: str | None, slots: str) -> None:
+    scenes = [scene(seed, chunks=3, skipped=0) for seed in range(6)]
+    port = LatePort(3)
+    for it in scenes:
+        port.device_memory(it.memory)
+        declare(port, it, slots)
+    copies = Copies(port, way=way, staging_bytes=150)
+
+    def both(it: Scene) -> None:
+        for _ in range(4):
+            real = it.memory.copy()
+            it.room[:] = POISON
+            copies.down(it.table, it.ids, it.slots, None)
+            assert (it.room == it.stored(real)).all()
+            it.room[:] = np.random.default_rng(1).integers(0, 256, it.room.size)
+            want = it.loaded(it.memory)
+            copies.up(it.table, it.ids, it.slots, None)
+            assert (it.memory == want).all()
+
+    with ThreadPoolExecutor(len(scenes)) as threads:
+        list(threads.map(both, scenes, timeout=100))
+    port.check()
