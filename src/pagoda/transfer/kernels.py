@@ -35,7 +35,7 @@ _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 _RUNTIME = ("table", "ids", "places", "begin", "units", "pieces", "count", "group", "tiles", "items")
 
 
-@triton.jit(do_not_specialize=_RUNTIME, do_not_specialize_on_alignment=_RUNTIME)  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_RUNTIME, do_not_specialize_on_alignment=_RUNTIME)
 def _move(  # type: ignore[no-untyped-def]
     table,
     ids,
