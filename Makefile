@@ -9,12 +9,24 @@ VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_READY := $(VLLM_VENV)/.ready
 VLLM_PIP := $(VLLM_BIN)/python -m pip -qq --disable-pip-version-check
 
+# .venv has torch's CPU build, so what needs a GPU runs in the first Python whose torch sees one (looked for once, when a
+# target needs it), else in .venv, where it says why it skips. Nothing is installed there; what is missing is named.
+ifeq ($(origin GPU_PYTHON),undefined)
+GPU_PYTHON = $(eval GPU_PYTHON := $$(shell for python in python3 $(BIN)/python; do \
+	$$$$python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null && { echo $$$$python; exit; }; \
+	done; echo $(BIN)/python))$(GPU_PYTHON)
+endif
+GPU_PATH := PYTHONPATH=src:.$(if $(PYTHONPATH),:$(PYTHONPATH))
+RECORD ?= docs/benchmarks
+
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo test test-vllm check bench bench-remote bench-vllm mutants mutants-vllm soak format wheel clean
+.PHONY: help setup setup-vllm demo test test-vllm test-gpu check bench bench-remote bench-vllm bench-gpu mutants mutants-vllm soak \
+	format wheel clean
 
 help:
 	@echo "make setup | demo | test | check | bench | bench-remote | mutants | soak | format | wheel | clean"
 	@echo "make setup-vllm | test-vllm | bench-vllm | mutants-vllm"
+	@echo "make test-gpu | bench-gpu"
 
 setup: $(READY)
 
@@ -46,6 +58,13 @@ test: $(READY)
 test-vllm: $(VLLM_READY)
 	$(VLLM_BIN)/python -m pytest -q tests/vllm $(ARGS)
 
+# Without the options of pyproject.toml, which need pytest-timeout: the GPU's Python may have nothing but pytest.
+test-gpu:
+	@if [ $(GPU_PYTHON) = $(BIN)/python ]; then $(MAKE) -s --no-print-directory setup; fi
+	@$(GPU_PATH) $(GPU_PYTHON) benchmarks/gpu/ready.py pytest hypothesis
+	$(GPU_PATH) $(GPU_PYTHON) -m pytest -c /dev/null --rootdir=. --import-mode=importlib -p no:cacheprovider \
+		-o faulthandler_timeout=300 -q -rs tests/gpu $(ARGS)
+
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -66,6 +85,11 @@ bench-remote: $(READY)
 
 bench-vllm: $(VLLM_READY)
 	$(VLLM_BIN)/python benchmarks/vllm.py $(ARGS)
+
+# Tables on the screen; the JSON and the tables of all that is recorded under docs/benchmarks. make bench-gpu ARGS=--quick
+bench-gpu:
+	@if [ $(GPU_PYTHON) = $(BIN)/python ]; then $(MAKE) -s --no-print-directory setup; fi
+	$(GPU_PATH) $(GPU_PYTHON) benchmarks/gpu/transfer.py --record $(RECORD) $(ARGS)
 
 mutants: $(READY)
 	$(BIN)/python tests/mutants/run.py $(ARGS)

@@ -158,19 +158,26 @@ def machine() -> dict[str, object]:
     }
 
 
+def document(figures: Sequence[Figure], beside: Sequence[Figure] = (), extra: Json | None = None) -> Json:
+    """Figures as one JSON object. `beside`: figures whose targets do not count here."""
+    wanted = [each for each in figures if each.target is not None]
+    everything = [*figures, *beside]
+    values: dict[str, object] = {each.key: round(each.value, 9) for each in everything}
+    values["targets"] = {each.key: {"target": each.target, "ok": each.ok} for each in wanted}
+    values["notes"] = {each.key: each.note for each in everything}
+    values["runs"] = {each.key: each.runs for each in everything}
+    return values | {"machine": machine()} | dict(extra or {})
+
+
 def report(
     figures: Sequence[Figure], as_json: bool, beside: Sequence[Figure] = (), extra: Json | None = None
 ) -> None:
     """Prints one JSON object, or a table for people. `beside`: figures whose targets do not count here."""
+    if as_json:
+        print(json.dumps(document(figures, beside, extra), indent=1))
+        return
     wanted = [each for each in figures if each.target is not None]
     everything = [*figures, *beside]
-    if as_json:
-        values: dict[str, object] = {each.key: round(each.value, 9) for each in everything}
-        values["targets"] = {each.key: {"target": each.target, "ok": each.ok} for each in wanted}
-        values["notes"] = {each.key: each.note for each in everything}
-        values["runs"] = {each.key: each.runs for each in everything}
-        print(json.dumps(values | {"machine": machine()} | dict(extra or {}), indent=1))
-        return
     width = max(len(each.key) for each in everything)
     for each in everything:
         mark = "    " if each not in wanted else "ok  " if each.ok else "MISS"

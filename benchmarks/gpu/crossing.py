@@ -1,0 +1,143 @@
+"""Chunks across the link, everybody in turns.
+
+Each timed call has blocks at random; its destination is spoilt before and compared, all of it, after.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from benchmarks.gpu.entrants import CHOSEN, Entrant, Ours
+from benchmarks.gpu.room import Room
+from benchmarks.gpu.stock import Bytes, Stock, Turn
+from benchmarks.limits_cuda import Direction, Link, settle
+
+SLOW_SECONDS = 0.4  # who takes longer for a call takes part in two rounds only
+
+
+class WrongBytes(RuntimeError):
+    """A measured copy did not copy what it should."""
+
+
+@dataclass
+class Lap:
+    """What one entrant spent, call by call: seconds of the wall, from the call to its return."""
+
+    nbytes: int = 0  # of one call
+    chunks: int = 0
+    seconds: list[float] = field(default_factory=list)
+    made_seconds: list[float] = field(default_factory=list)  # before the call: transfer, views, buffers
+    ratio: list[float] = field(default_factory=list)  # speed as a share of the link's, within the round
+
+    def json(self) -> dict[str, object]:
+        """What is quoted of it."""
+        return {
+            "chunks": self.chunks,
+            "gb_per_second": [round(self.nbytes / each / 1e9, 3) for each in self.seconds],
+            "ratio": [round(each, 4) for each in self.ratio],
+            "seconds": [round(each, 7) for each in self.seconds],
+            "made_seconds": [round(each, 7) for each in self.made_seconds],
+        }
+
+
+@dataclass(frozen=True)
+class Field:
+    """One cell of the table: who moves how many chunks of what, which way, between which memory."""
+
+    stock: Stock
+    room: Room
+    link: Link
+    direction: Direction
+    chunks: int
+    rounds: int
+
+    def turn(self, number: int, chunks: int) -> Turn:
+        """Return what a call is to move: new blocks at random, and slots further on than those of the last."""
+        slots = self.room.slots(self.stock.layout.slot_bytes)
+        first = number * chunks % (len(slots) - chunks + 1)
+        return Turn(self.stock.table(chunks), slots[first : first + chunks])
+
+    def spoil(self, turn: Turn) -> None:
+        """Overwrite the destination."""
+        if self.direction == "down":
+            self.stock.spoil_slots(turn.slots)
+        else:
+            self.stock.spoil_blocks(turn)
+
+
+def crossing(place: Field, racers: Sequence[Entrant], ours: Ours) -> dict[str, object]:
+    """Race the entrants and the link, and return what is quoted. Changes pools and slots.
+
+    A round before those that count compiles, measures and warms. Raises WrongBytes where a copy was not bit for bit.
+    """
+    shape = place.stock.shape
+    if place.direction == "up":
+        place.stock.fill_slots(_all_slots(place))
+    laps = {each.name: Lap() for each in racers}
+    events: list[float] = []
+    walls: list[float] = []
+    nbytes = place.chunks * shape.chunk_bytes
+    for number in range(1 + place.rounds):
+        spent = place.link.spend(place.direction, nbytes)
+        if number:
+            events.append(spent.event)
+            walls.append(spent.wall)
+        shift = number % len(racers)
+        for racer in [*racers[shift:], *racers[:shift]]:
+            lap = laps[racer.name]
+            if len(lap.seconds) >= 2 and lap.seconds[-1] > SLOW_SECONDS:
+                continue
+            made, seconds, chunks = _go(place, racer, number)
+            if not number:
+                continue
+            lap.chunks, lap.nbytes = chunks, chunks * shape.chunk_bytes
+            lap.seconds.append(seconds)
+            lap.made_seconds.append(made)
+            lap.ratio.append(lap.nbytes / seconds / (nbytes / spent.event))
+    return {
+        "shape": shape.key,
+        "form": place.stock.form,
+        "run_bytes": place.stock.run_bytes,
+        "registered": place.room.registered_bytes == place.room.nbytes,
+        "chunks": place.chunks,
+        "direction": place.direction,
+        "nbytes": nbytes,
+        "chosen": ours.chosen(place.stock, place.direction),
+        "link": {
+            "gb_per_second": [round(nbytes / each / 1e9, 3) for each in events],
+            "wall_gb_per_second": [round(nbytes / each / 1e9, 3) for each in walls],
+        },
+        "entrants": {name: lap.json() for name, lap in laps.items()},
+    }
+
+
+def median_ratio(cell: dict[str, object], name: str = CHOSEN) -> float:
+    """The share of the link that an entrant had, over its rounds."""
+    laps = cell["entrants"]
+    assert isinstance(laps, dict)
+    return statistics.median(laps[name]["ratio"])
+
+
+def _go(place: Field, racer: Entrant, number: int) -> tuple[float, float, int]:
+    """One call: seconds to make it ready, seconds of the call, chunks."""
+    chunks = min(place.chunks, racer.most_chunks)
+    turn = place.turn(number, chunks)
+    place.spoil(turn)
+    settle(place.stock.device)  # ours come behind all that was launched before they were made
+    began = time.perf_counter()
+    move = racer.prepare(place.stock, turn, place.direction)
+    made = time.perf_counter()
+    move()
+    ended = time.perf_counter()
+    if not place.stock.same(turn):
+        raise WrongBytes(f"{racer.name}, {place.stock.shape.name} {place.stock.form} {place.direction}")
+    return made - began, ended - made, chunks
+
+
+def _all_slots(place: Field) -> list[Bytes]:
+    """The slots that the turns of this cell come to."""
+    slots = place.room.slots(place.stock.layout.slot_bytes)
+    return slots[: place.chunks * (place.rounds + 2)]

@@ -1,0 +1,110 @@
+"""A load layer by layer: when layer 0 can be used, against when all of it can."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+
+from benchmarks.gpu.crossing import Field, WrongBytes
+from benchmarks.gpu.stock import Stock, Turn
+from benchmarks.limits_cuda import Stopwatch, settle
+from pagoda.transfer.cuda import Copies
+from pagoda.transfer.gate import LayerGate
+from pagoda.transfer.ports import Port
+
+PATIENCE_SECONDS = 30.0
+
+
+class Load(NamedTuple):
+    """Seconds of one load, from its call: until layer 0 and the layer in the middle can be used, and until its end."""
+
+    first: float
+    middle: float
+    whole: float
+
+
+def layered(place: Field, way: str, copies: Copies, port: Port) -> dict[str, object]:
+    """Loads with and without a gate, in turns. Returns what is quoted; raises WrongBytes where layer 0 was not right.
+
+    The thread that loads is not the one that waits, as in an engine. "Can be used" is: the waiting stream, told to
+    wait by the gate, has come past that point.
+    """
+    loads: list[Load] = []
+    plain: list[float] = []
+    place.stock.fill_slots(place.room.slots(place.stock.layout.slot_bytes)[: place.chunks * 2])
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()
+        for number in range(1 + place.rounds):
+            turn = place.turn(number % 2, place.chunks)
+            load = _load(place, turn, copies, port, pool)
+            bare = _plain(place, place.turn(number % 2, place.chunks), copies, pool)
+            if number:
+                loads.append(load)
+                plain.append(bare)
+    whole = statistics.median(load.whole for load in loads)
+    return {
+        "shape": place.stock.shape.key,
+        "form": place.stock.form,
+        "chunks": place.chunks,
+        "way": way,
+        "nbytes": place.chunks * place.stock.shape.chunk_bytes,
+        "first_seconds": [round(load.first, 7) for load in loads],
+        "middle_seconds": [round(load.middle, 7) for load in loads],
+        "whole_seconds": [round(load.whole, 7) for load in loads],
+        "without_gate_seconds": [round(each, 7) for each in plain],
+        "share": [round(load.first / load.whole, 4) for load in loads],
+        "gate_costs": round(whole / statistics.median(plain), 4),
+    }
+
+
+def _load(place: Field, turn: Turn, copies: Copies, port: Port, pool: ThreadPoolExecutor) -> Load:
+    stock = place.stock
+    place.spoil(turn)
+    gate = LayerGate(stock.shape.layers, place.chunks)
+    kv = stock.kv(turn.table, copies, gate)
+    copy = torch.empty((place.chunks, stock.shape.chunk_bytes), dtype=torch.uint8, device=stock.device)
+    ids, parts = stock.ids(turn), [stock.parts(room)[: stock.shape.planes] for room in copy]
+    settle(stock.device)
+    began = time.perf_counter()
+    running = pool.submit(kv.from_slots, turn.starts(stock.shape.chunk_tokens), turn.slots)
+    first = _usable(gate, 0, port, began)
+    for which, part in zip(ids, parts, strict=True):  # what attention would read, as early as it might
+        for plane, room in zip(stock.planes, part, strict=False):
+            torch.index_select(plane, 0, which, out=room)
+    middle = _usable(gate, stock.shape.layers // 2, port, began)
+    running.result()
+    whole = time.perf_counter() - began
+    settle(stock.device)
+    if not (_early(stock, turn, copy) and stock.same(turn)):
+        raise WrongBytes(f"a load layer by layer, {stock.shape.name}")
+    return Load(first, middle, whole)
+
+
+def _early(stock: Stock, turn: Turn, copy: torch.Tensor) -> bool:
+    """True if what was read behind the gate was layer 0."""
+    size = stock.shape.chunk_bytes // stock.shape.layers
+    there = copy[:, :size].cpu()
+    return all(torch.equal(own, stock.host(slot)[:size]) for own, slot in zip(there, turn.slots, strict=True))
+
+
+def _usable(gate: LayerGate, layer: int, port: Port, began: float) -> float:
+    """Seconds from `began` until this thread's current stream has waited for a layer."""
+    if not gate.wait_layer(layer, port, PATIENCE_SECONDS):
+        raise RuntimeError(f"layer {layer} did not come")
+    behind = Stopwatch(port.device)
+    behind.start()
+    behind.stop()
+    behind.seconds()
+    return time.perf_counter() - began
+
+
+def _plain(place: Field, turn: Turn, copies: Copies, pool: ThreadPoolExecutor) -> float:
+    kv = place.stock.kv(turn.table, copies)
+    settle(place.stock.device)
+    began = time.perf_counter()
+    pool.submit(kv.from_slots, turn.starts(place.stock.shape.chunk_tokens), turn.slots).result()
+    return time.perf_counter() - began

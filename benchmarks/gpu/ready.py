@@ -1,0 +1,77 @@
+"""Whether this Python can measure, or test, on a GPU, and if not why and what to do.
+
+`python benchmarks/gpu/ready.py pytest` says what is missing to run the tests: one line, exit code 2.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from typing import NamedTuple
+
+SKIPPED = "skipped: {why} ; on a machine with an NVIDIA GPU: make bench-gpu"
+BASE = (
+    "numpy",
+    "blake3",
+    "lmdb",
+    "msgspec",
+    "xxhash",
+)  # what pagoda.transfer, pagoda.slab and pagoda.Cache import
+
+
+class Trouble(NamedTuple):
+    """Why it does not run. `code` 0: nothing is wrong, there is just no GPU; 2: something has to be installed."""
+
+    code: int
+    why: str
+
+
+def trouble() -> Trouble | None:
+    """Return why a GPU cannot be measured here; None if it can. Imports torch."""
+    try:
+        import torch
+    except ImportError as error:
+        return Trouble(0, f"torch cannot be imported ({error})")
+    if not torch.cuda.is_available():
+        return Trouble(0, _no_gpu(torch.__version__, torch.version.cuda))
+    if torch.version.cuda is None:
+        return Trouble(0, f"torch {torch.__version__} is not built for NVIDIA GPUs")
+    missing = absent(("triton", *BASE))
+    return Trouble(2, remedy(missing)) if missing else None
+
+
+def absent(names: tuple[str, ...]) -> list[str]:
+    """Return those of these modules that are not installed."""
+    return [name for name in names if importlib.util.find_spec(name) is None]
+
+
+def remedy(missing: list[str]) -> str:
+    """One line that says what to install."""
+    names = " ".join(missing)
+    return f"there is a GPU, but {', '.join(missing)} cannot be imported: {sys.executable} -m pip install {names}"
+
+
+def _no_gpu(version: str, cuda: str | None) -> str:
+    if cuda is None:
+        return f"torch {version} is built without CUDA"
+    return f"torch {version} sees no GPU"
+
+
+def main(names: list[str]) -> int:
+    """Say what of `names`, triton and our base dependencies is missing, if there is a GPU."""
+    found = trouble()
+    if found is not None and found.code:
+        print(found.why, file=sys.stderr)
+        return found.code
+    missing = absent((*names, *BASE))
+    if missing:
+        print(
+            f"{', '.join(missing)} cannot be imported: {sys.executable} -m pip install {' '.join(missing)}",
+            file=sys.stderr,
+        )
+    return 2 if missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,217 @@
+"""What a CUDA device and its link can do at best, with torch only and nothing of `pagoda`.
+
+One large asynchronous copy between pinned memory and the device, a stream of matrix products, and registering host
+memory by the CUDA runtime. A CPU device does the same by plain copies and the wall clock, so that whatever uses this
+can be tried where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+
+Direction = Literal["down", "up"]  # device -> host, host -> device
+
+LEAD_IN_BYTES = (
+    256 << 20
+)  # filled on the device before a timed copy: some 60 us, longer than it takes to launch
+
+
+class Spent(NamedTuple):
+    """Seconds of one piece of work: by events on the device, and by the wall from the call to the end."""
+
+    event: float
+    wall: float
+
+
+class Stopwatch:
+    """Times what one stream of a device does between `start` and `stop`; a CPU device by the wall clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * (device.type == "cuda"))]
+        self._times = [0.0, 0.0]
+
+    def start(self) -> None:
+        """Mark the beginning, in the current stream's order."""
+        self._mark(0)
+
+    def stop(self) -> None:
+        """Mark the end, in the current stream's order; waits for nothing."""
+        self._mark(1)
+
+    def seconds(self) -> float:
+        """Wait for the end and return the time between the marks."""
+        if not self._events:
+            return self._times[1] - self._times[0]
+        self._events[1].synchronize()
+        return self._events[0].elapsed_time(self._events[1]) / 1e3
+
+    def _mark(self, which: int) -> None:
+        if self._events:
+            self._events[which].record()
+        self._times[which] = time.perf_counter()
+
+
+def settle(device: torch.device) -> None:
+    """Wait until the device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class Link:
+    """The limit of the link: one large pinned cudaMemcpyAsync, either way.
+
+    What is larger than `most_bytes` goes by several such copies, one behind the other. One thread at a time.
+    """
+
+    def __init__(self, device: torch.device, most_bytes: int) -> None:
+        self.device, self.most_bytes = device, most_bytes
+        on_device = device.type == "cuda"
+        self._host = torch.empty(most_bytes, dtype=torch.uint8, pin_memory=on_device)
+        self._there = torch.empty(most_bytes, dtype=torch.uint8, device=device)
+        self._lead_in = torch.empty(LEAD_IN_BYTES if on_device else 1, dtype=torch.uint8, device=device)
+        self._there.random_()
+        self.spend("down", most_bytes)
+
+    def spend(self, direction: Direction, nbytes: int) -> Spent:
+        """Move so many bytes and return how long it took.
+
+        The device is kept busy while the first mark and the copies are launched, so that the events see the copies
+        alone; the wall time is that of a second go, from the call to its end, without it.
+        """
+        watch = Stopwatch(self.device)
+        settle(self.device)
+        self._lead_in.zero_()
+        watch.start()
+        self._launch(direction, nbytes)
+        watch.stop()
+        event = watch.seconds()
+        settle(self.device)
+        began = time.perf_counter()
+        self._launch(direction, nbytes)
+        settle(self.device)
+        return Spent(event, time.perf_counter() - began)
+
+    def same(self) -> bool:
+        """True if both sides hold the same bytes, as they do after every whole copy."""
+        return torch.equal(self._host.to(self.device), self._there)
+
+    def _launch(self, direction: Direction, nbytes: int) -> None:
+        for start in range(0, nbytes, self.most_bytes):
+            part = slice(0, min(self.most_bytes, nbytes - start))
+            if direction == "down":
+                self._host[part].copy_(self._there[part], non_blocking=True)
+            else:
+                self._there[part].copy_(self._host[part], non_blocking=True)
+
+
+class Products:
+    """A stream of bf16 matrix products, as long as a compute stream is to be busy. One thread at a time.
+
+    `queue` gives the device all of it at once and returns, so no other thread of this process can hold up a launch.
+    """
+
+    def __init__(self, device: torch.device, size: int = 8192, seconds: float = 0.25) -> None:
+        self.device, self.size = device, size
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._a, self._b = (torch.randn((size, size), device=device).to(torch.bfloat16) for _ in range(2))
+        self._c = torch.empty_like(self._a)
+        settle(device)
+        self.count = 4
+        self.spend()
+        each = statistics.median(self.spend() for _ in range(3)) / self.count
+        self.count = max(2, min(800, round(seconds / each)))  # a device takes about 1,000 launches ahead
+
+    def queue(self) -> Stopwatch:
+        """Queue a lead-in of a fifth, then `count` products between the marks that are returned; waits for nothing."""
+        watch = Stopwatch(self.device)
+        with torch.cuda.stream(self._stream):  # of None: does nothing
+            for _ in range(max(1, self.count // 5)):
+                torch.mm(self._a, self._b, out=self._c)
+            watch.start()
+            for _ in range(self.count):
+                torch.mm(self._a, self._b, out=self._c)
+            watch.stop()
+        return watch
+
+    def spend(self) -> float:
+        """Return the seconds of `count` products with nothing of ours beside them."""
+        return self.queue().seconds()
+
+    def teraflops(self, seconds: float) -> float:
+        """The rate of `count` products in so many seconds, in 10^12 operations a second."""
+        return 2 * self.size**3 * self.count / seconds / 1e12
+
+
+def register_by_runtime(address: int, nbytes: int) -> Callable[[], None]:
+    """Register host memory by cudaHostRegister and return what undoes it. Raises RuntimeError where it is refused."""
+    runtime = torch.cuda.cudart()
+    found = runtime.cudaHostRegister(address, nbytes, 3)  # portable, mapped
+    if int(found):
+        raise RuntimeError(f"cudaHostRegister of {nbytes} bytes: error {int(found)}")
+    return lambda: _unregister(address)
+
+
+def about(device: torch.device) -> dict[str, object]:
+    """The device as people name it, its link while something crosses it, and the versions."""
+    found: dict[str, object] = {
+        "name": "CPU",
+        "torch": torch.__version__,
+        "torch_threads": torch.get_num_threads(),
+        "calling_threads": 1,
+    }
+    if device.type != "cuda":
+        return found
+    properties = torch.cuda.get_device_properties(device)
+    found |= {
+        "name": properties.name,
+        "memory_bytes": properties.total_memory,
+        "sms": properties.multi_processor_count,
+        "cuda": torch.version.cuda,
+    }
+    return found | _smi(str(getattr(properties, "uuid", ""))) | {"numa_nodes": _numa_nodes()}
+
+
+_SMI = (
+    "driver_version", "pcie.link.gen.current", "pcie.link.gen.max", "pcie.link.width.current", "pcie.link.width.max",
+    "clocks.sm", "clocks.max.sm", "power.limit", "temperature.gpu", "mig.mode.current",
+)  # fmt: skip
+
+
+def _smi(uuid: str) -> dict[str, object]:
+    """What nvidia-smi tells; nothing where it is not there or does not answer."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return {}
+    which = [f"--id=GPU-{uuid.removeprefix('GPU-')}"] if uuid else []
+    command = [program, *which, f"--query-gpu={','.join(_SMI)}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    lines = done.stdout.strip().splitlines()
+    values = [each.strip() for each in lines[0].split(",")] if lines else []
+    if len(values) != len(_SMI):
+        return {}
+    return {name.replace(".", "_"): value for name, value in zip(_SMI, values, strict=True)}
+
+
+def _numa_nodes() -> int:
+    try:
+        return sum(name.startswith("node") for name in os.listdir(Path("/sys/devices/system/node")))
+    except OSError:
+        return 1
+
+
+def _unregister(address: int) -> None:
+    found = torch.cuda.cudart().cudaHostUnregister(address)
+    if int(found):
+        raise RuntimeError(f"cudaHostUnregister: error {int(found)}")
