@@ -65,6 +65,7 @@ class DenseKV:
         self._threads = threads
         self._token_axis = 1 if layout.token_order == "heads_first" else 0
         self._device = device_of(*layers)
+        copies = copies or copies_for(self._device)
         by_layer = [self._planes(number, layer) for number, layer in enumerate(layers)]
         counts = {plane.shape[self._token_axis] for planes in by_layer for plane in planes}
         if len(counts) != 1:
@@ -73,7 +74,7 @@ class DenseKV:
         self._by_plane = list(zip(*by_layer, strict=True))
         self._rooms = [_room(layout, plane) for plane in range(len(layout.planes))]
         self._beside: Beside | None = None
-        if (copies := copies or copies_for(self._device)) is not None:
+        if copies is not None:
             self._beside = Beside(copies, dense_runs(by_layer, layout), layers, gate)
 
     @property

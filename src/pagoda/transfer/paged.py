@@ -77,6 +77,7 @@ class PagedKV:
         self.layout = layout
         self._threads = threads
         device = device_of(pools)
+        copies = copies or copies_for(device)
         self._pools, blocks = see_pools(pools, layout, pool_format, block_size, device)
         if block_table is not None and slot_mapping is None:
             self._runs = runs_of_table(block_table, blocks, block_size)
@@ -91,7 +92,7 @@ class PagedKV:
             self._pools = [by_token(pool, block_size) for pool in self._pools]
         self._count = layout.chunk_tokens // self._runs.tokens
         self._beside: Beside | None = None
-        if (copies := copies or copies_for(device)) is not None:
+        if copies is not None:
             self._beside = Beside(copies, pool_runs(self._pools, layout, self._count), pools, gate)
 
     @property

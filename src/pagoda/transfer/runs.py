@@ -164,7 +164,7 @@ def _by_token(array: Words, axis: int, argument: str) -> tuple[int, int, int, in
     flat = array.shape[2] == 1 or array.strides[2] == word
     if not axis and array.shape[1] > 1:
         flat = flat and array.strides[1] == array.shape[2] * word
-    if not flat:
+    if array.size and not flat:
         raise ValueError(
             f"{argument}: what a token has must lie in one piece on a device, got strides {array.strides} of "
             f"{word}-byte elements: make it contiguous"

@@ -1,0 +1,144 @@
+"""Copies without a GPU: what it refuses, which way it takes, and that a table of runs is what it says."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from pagoda.layout import KVLayout
+from pagoda.transfer import DenseKV, PagedKV
+from pagoda.transfer.cuda import WAYS, Copies, copies_of
+from pagoda.transfer.gate import LayerGate
+from pagoda.transfer.measure import fastest
+from pagoda.transfer.pages import see_plane
+from pagoda.transfer.ports import CpuPort, CudaPort
+from pagoda.transfer.runs import RunTable, page_runs
+from tests.transfer.pages_kit import make_planes
+
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU: tests/gpu asks more")
+
+
+def table_of(nbytes: list[int], count: int = 2, offset: int = 0) -> RunTable:
+    sizes = np.array(nbytes, dtype=np.int64)
+    return RunTable(
+        address=np.arange(len(nbytes), dtype=np.int64) * 4096,
+        stride=np.full(len(nbytes), 64, dtype=np.int64),
+        nbytes=sizes,
+        offset=offset + np.cumsum(sizes * count) - sizes * count,
+        count=count,
+        group=1,
+        layers=np.arange(len(nbytes) + 1),
+    )
+
+
+@NO_GPU
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_a_device_that_is_not_there_is_named(device: str) -> None:
+    with pytest.raises(ValueError, match=f"{device}: torch .* sees no CUDA device"):
+        copies_of(torch.device(device))
+    with pytest.raises(ValueError, match="sees no CUDA device"):
+        CudaPort(torch.device(device))
+
+
+def test_other_devices_are_refused() -> None:
+    layout = KVLayout.dense(1, 1, 4, "float32", 4)
+    planes = [[torch.empty(1, 8, 4, device="meta")] * 2]
+    with pytest.raises(ValueError, match="KV lies on meta: only CUDA, ROCm and CPU memory"):
+        DenseKV(planes, layout)
+    mixed = [[torch.empty(1, 8, 4), torch.empty(1, 8, 4, device="meta")]]
+    with pytest.raises(ValueError, match=r"layers\[0\]\[1\] lies on meta: it has to be on cpu"):
+        DenseKV(mixed, layout)
+
+
+def test_ways() -> None:
+    with pytest.raises(ValueError, match="way must be one of direct, staged, runs, got 'fast'"):
+        Copies(CpuPort(), way="fast")
+    for way in ("direct", "staged"):
+        with pytest.raises(ValueError, match="needs Triton"):
+            Copies(CpuPort(), way=way)
+    assert Copies(CpuPort(), way="runs").way_of(table_of([8]), True) == "runs"
+    assert Copies(CpuPort()).way_of(table_of([8]), False) == "runs"
+
+
+@pytest.mark.parametrize("best", WAYS)
+def test_the_fastest_way_is_taken(best: str) -> None:
+    """The scratch of a trial is of the asked length and lies apart; who takes long loses."""
+    asked = table_of([1 << 20, 1 << 20])
+
+    def attempt(way: str, table: RunTable, ids: np.ndarray, slots: list[np.ndarray]) -> None:
+        assert (table.nbytes == asked.nbytes[0]).all() and table.count == asked.count
+        assert all(len(list(table.runs(row, 0, table.rows))) == table.rows * table.count for row in ids)
+        assert all(slot.nbytes == table.span(0, table.rows)[1] for slot in slots)
+        time.sleep(0.0 if way == best else 0.05)
+
+    assert fastest(asked, CpuPort(), WAYS, attempt) == best
+
+
+def test_equally_fast_ways_leave_the_device_its_cores() -> None:
+    assert fastest(table_of([64]), CpuPort(), WAYS, lambda *_: time.sleep(0.02)) == "runs"
+
+
+def test_words_are_as_wide_as_everything_allows() -> None:
+    assert table_of([64, 8]).word_bytes == 8
+    assert table_of([64, 12]).word_bytes == 4
+    assert table_of([64, 6], count=3).word_bytes == 2
+    assert table_of([64], offset=5).word_bytes == 1
+
+
+def test_rows_that_leave_a_gap_are_no_table() -> None:
+    with pytest.raises(ValueError, match="follow each other"):
+        RunTable(*(np.array([0, 64]),) * 3, np.array([0, 8]), 1, 1, np.array([0, 2]))
+    with pytest.raises(ValueError, match="follow each other"):
+        RunTable(*(np.array([], dtype=np.int64),) * 4, 1, 1, np.array([0]))
+
+
+@pytest.mark.parametrize("most", [1, 16, 40, 41, 10_000])
+def test_segments_cover_all_rows_once(most: int) -> None:
+    table = table_of([8, 12, 4, 4, 30], count=2)
+    cut = list(table.segments(most))
+    assert [row for begin, end in cut for row in range(begin, end)] == list(range(5))
+    for begin, end in cut:
+        low, high = table.span(begin, end)
+        assert high - low <= most or end - begin == 1
+    assert list(table.segments(most, 1, 3))[-1][1] == 3
+
+
+def test_neighbouring_runs_are_one_copy() -> None:
+    planes = [see_plane(torch.from_numpy(plane.whole), "plane") for plane in make_planes([64], 1)]
+    table = page_runs(planes, 4, 0)
+    assert [run.nbytes for run in table.runs(np.array([2, 3, 4, 9]), 0, 1)] == [192, 64]
+    assert [run.offset for run in table.runs(np.array([2, -1, 3, 9]), 0, 1)] == [0, 128, 192]
+
+
+def test_layers_are_told_of_as_they_come() -> None:
+    layout = KVLayout.dense(3, 2, 4, "float32", 4, token_order="tokens_first")
+    pools = [torch.randn(2, 8, 4, 2, 4) for _ in range(3)]
+    gate = LayerGate(3, 2)
+    kv = PagedKV(
+        pools, layout, pool_format="planes_first", block_size=4, block_table=[5, 1], copies=Copies(CpuPort()), gate=gate
+    )  # fmt: skip
+    slots = [np.zeros(layout.slot_bytes, np.uint8) for _ in range(2)]
+    kv.from_slots([0], slots[:1])
+    assert not gate.wait_layer(0, timeout=0.0)
+    kv.from_slots([4], slots[1:])
+    assert gate.complete and all(gate.wait_layer(layer, timeout=0.0) for layer in range(3))
+    assert not pools[2][:, [5, 1]].any() and pools[2][:, 0].any()
+
+
+def test_a_device_copies_no_token_that_lies_in_pieces() -> None:
+    layout = KVLayout.dense(1, 2, 4, "float32", 4, token_order="tokens_first")
+    apart = [[torch.empty(2, 8, 4).transpose(0, 1)] * 2]
+    DenseKV(apart, layout)
+    with pytest.raises(ValueError, match=r"layers\[0\]: what a token has must lie in one piece"):
+        DenseKV(apart, layout, copies=Copies(CpuPort()))
+
+
+def test_an_empty_call_does_nothing() -> None:
+    layout = KVLayout.dense(1, 1, 4, "float32", 4)
+    kv = DenseKV([[torch.empty(1, 0, 4)] * 2], layout, copies=Copies(CpuPort()))
+    kv.to_slots([], [])
+    kv.from_slots([], [])
+    assert kv.num_tokens == 0 and kv.device_index is None
