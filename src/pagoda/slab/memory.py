@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 import os
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from pagoda.errors import ClosedError, StoreError
+from pagoda.slab import pinned
+from pagoda.slab.driver import Driver
 from pagoda.slab.mapping import Memory, huge_pages, map_shared, populate
 
 PAGE_BYTES = 4096
 _PIECE_BYTES = 64 << 20  # one populate call: a few tens of ms, so close() never waits long
 
 Bytes = npt.NDArray[np.uint8]
+_slabs: weakref.WeakSet[MemorySlab] = weakref.WeakSet()
 
 
 def aligned(nbytes: int) -> Bytes:
@@ -50,6 +56,14 @@ class MemorySlab:
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._populated_bytes = 0
+        self._pinned: pinned.Pinned | None = None
+        _slabs.add(self)
+
+    def _after_fork(self) -> None:
+        """Forget what is the parent's: its threads, and what it has registered."""
+        self._lock = threading.Lock()
+        self._threads = []
+        self._pinned = None
 
     @property
     def array(self) -> Bytes:
@@ -112,18 +126,54 @@ class MemorySlab:
             with self._lock:
                 self._populated_bytes += length
 
-    def close(self, timeout: float = 5.0) -> None:
-        """Stop populating and let go of the memory; idempotent, ends within `timeout` seconds.
+    def pin(
+        self, device_index: int, *, driver: Driver | None = None, before: Callable[[], object] | None = None
+    ) -> pinned.Pinned | None:
+        """Begin to register all slots with the GPUs, in the background; returns how that goes, None without a driver.
 
-        Nothing is unmapped under live views: the mapping goes when the last array over it is collected.
+        A second call does nothing, for another device too: what is registered is so for all. May run beside
+        `populate`, readers and writers. `before` is called first, on the thread that registers.
+        """
+        with self._lock:
+            if self._stop.is_set():
+                raise ClosedError("this slab is closed")
+            if self._pinned is None:
+                size = _whole(self.slot_bytes)
+                self._pinned = pinned.pin(
+                    self.array, device_index, driver=driver, piece_bytes=size, before=before
+                )
+                if self._pinned is not None:  # or a slab that nobody closes would stay registered
+                    weakref.finalize(self, self._pinned.stop).atexit = False
+            return self._pinned
+
+    @property
+    def pinned_bytes(self) -> int:
+        """How many bytes are registered with the GPUs by this process, through this slab."""
+        found = self._pinned
+        return 0 if found is None else found.nbytes
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Stop populating, unregister and let go of the memory; idempotent, ends within `timeout` seconds.
+
+        Nothing is unmapped under live views, nor while it is registered: the mapping goes when the last array over it
+        is collected.
         """
         self._stop.set()
         with self._lock:
             running, self._threads = self._threads, []
+            registered, self._pinned = self._pinned, None
         deadline = time.monotonic() + timeout
+        if registered is not None:
+            registered.close(timeout)
         for thread in running:
             thread.join(max(0.0, deadline - time.monotonic()))
         self._array = None
+
+
+def _whole(slot_bytes: int) -> int:
+    """The bytes of a piece to register: whole slots, so that none is registered in part. CUDA copies no such range."""
+    unit = math.lcm(slot_bytes, mmap.PAGESIZE)
+    return pinned.PIECE_BYTES if unit > pinned.MOST_BYTES else max(1, pinned.PIECE_BYTES // unit) * unit
 
 
 def _map(path: Path | None, nbytes: int) -> Memory:
@@ -143,3 +193,11 @@ def _map(path: Path | None, nbytes: int) -> Memory:
         raise StoreError(f"cannot map {nbytes} bytes of the slab {path}: {error.strerror}") from error
     finally:
         os.close(fd)
+
+
+def _after_fork_in_child() -> None:
+    for slab in list(_slabs):
+        slab._after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

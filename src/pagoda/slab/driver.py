@@ -1,0 +1,141 @@
+"""NVIDIA's driver library by ctypes: registering memory with a GPU, and copies on a stream. Nothing of torch.
+
+The driver's calls and not the runtime's (`cudaHostRegister`): a runtime call that fails leaves its error behind, and a
+later call of torch, which has nothing to do with it, reports it (vllm-project/vllm#51080).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+
+__all__ = ["GONE", "Driver", "DriverError"]
+
+LIBRARY = "libcuda.so.1"
+_PORTABLE, _DEVICEMAP = 1, 2
+_INVALID_CONTEXT = 201
+# The driver has shut down, or never had it: there is nothing left that could be unregistered.
+GONE = frozenset({4, 713})  # CUDA_ERROR_DEINITIALIZED, CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED
+
+_Address, _Size, _Number, _Handle = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p
+# The names that cuda.h gives these calls. All return a CUresult. `cuMemcpyAsync` is exported plain, and once more as
+# `_ptsz`, for which stream 0 is another one: the plain one means by 0 what torch means by it.
+_SIGNATURES = {
+    "cuInit": [ctypes.c_uint],
+    "cuDeviceGetCount": [ctypes.POINTER(_Number)],
+    "cuDeviceGet": [ctypes.POINTER(_Number), _Number],
+    "cuDevicePrimaryCtxRetain": [ctypes.POINTER(_Handle), _Number],
+    "cuCtxSetCurrent": [_Handle],
+    "cuMemHostRegister_v2": [_Handle, _Size, ctypes.c_uint],
+    "cuMemHostGetDevicePointer_v2": [ctypes.POINTER(_Address), _Handle, ctypes.c_uint],
+    "cuMemHostUnregister": [_Handle],
+    "cuMemcpyAsync": [_Address, _Address, _Size, _Handle],
+    "cuGetErrorName": [_Number, ctypes.POINTER(ctypes.c_char_p)],
+}
+_begun: dict[
+    str, tuple[int, Driver | None]
+] = {}  # library -> the process that called cuInit, and what came of it
+
+
+class DriverError(Exception):
+    """A call of the driver failed: `code` is its CUresult, `name` what NVIDIA calls that."""
+
+    def __init__(self, call: str, code: int, name: str) -> None:
+        super().__init__(f"{call}: {name} ({code})")
+        self.code = code
+        self.name = name
+
+
+class Driver:
+    """The driver of the GPUs of this process. Thread-safe. In a forked child every call is a DriverError.
+
+    CUDA's contexts do not survive a fork, so nothing reaches the library there. Register, unregister and copy need a
+    context on the calling thread: `use`. Every call lets other Python threads run meanwhile.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        """Take a library that `load` has begun."""
+        self._library = library
+        self._copy = library.cuMemcpyAsync
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._contexts: dict[int, ctypes.c_void_p] = {}  # primary ones, kept for the life of the process
+
+    @classmethod
+    def load(cls, library: str = LIBRARY) -> Driver | None:
+        """Begin with the driver, once a process; None if there is no library, no GPU, or if a parent had begun."""
+        process, driver = _begun.get(library, (os.getpid(), None))
+        if process != os.getpid():
+            return None
+        if driver is not None:
+            return driver
+        try:
+            found = ctypes.CDLL(library)
+            for name, arguments in _SIGNATURES.items():
+                call = getattr(found, name)
+                call.argtypes, call.restype = arguments, ctypes.c_int
+        except (OSError, AttributeError):
+            return None
+        _begun[library] = os.getpid(), None
+        count = ctypes.c_int()
+        if found.cuInit(0) or found.cuDeviceGetCount(ctypes.byref(count)) or count.value < 1:
+            return None
+        _begun[library] = os.getpid(), cls(found)
+        return _begun[library][1]
+
+    def use(self, device_index: int) -> None:
+        """Make the primary context of a device, which torch uses too, this thread's. Raises DriverError."""
+        self._check_process("cuCtxSetCurrent")
+        with self._lock:
+            context = self._contexts.get(device_index)
+            if context is None:
+                context = self._contexts[device_index] = self._retained(device_index)
+        self._done("cuCtxSetCurrent", self._library.cuCtxSetCurrent(context))
+
+    def _retained(self, device_index: int) -> ctypes.c_void_p:
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        self._done("cuDeviceGet", self._library.cuDeviceGet(ctypes.byref(device), device_index))
+        code = self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+        self._done("cuDevicePrimaryCtxRetain", code)
+        return context
+
+    def register(self, address: int, nbytes: int) -> int:
+        """Lock [address, address + nbytes) and map it for all devices; returns where they see it. Raises DriverError.
+
+        `address` begins a page. Faults in what is not there; about 0.1 s a GiB (vllm-project/vllm#51080).
+        """
+        self._check_process("cuMemHostRegister")
+        code = self._library.cuMemHostRegister_v2(address, nbytes, _PORTABLE | _DEVICEMAP)
+        self._done("cuMemHostRegister", code)
+        place = ctypes.c_uint64()
+        code = self._library.cuMemHostGetDevicePointer_v2(ctypes.byref(place), address, 0)
+        if code:
+            self._library.cuMemHostUnregister(address)
+        self._done("cuMemHostGetDevicePointer", code)
+        return place.value
+
+    def unregister(self, address: int) -> None:
+        """Let go of what was registered at `address`. No copy may be under way there. Raises DriverError."""
+        self._check_process("cuMemHostUnregister")
+        self._done("cuMemHostUnregister", self._library.cuMemHostUnregister(address))
+
+    def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
+        """Begin a copy on a stream, between any two addresses; returns before it is done. Raises DriverError.
+
+        Memory of the host is registered in full or not at all: a range in between is CUDA_ERROR_INVALID_VALUE.
+        """
+        self._check_process("cuMemcpyAsync")
+        code = self._copy(to, source, nbytes, stream)
+        if code:
+            self._done("cuMemcpyAsync", code)
+
+    def _check_process(self, call: str) -> None:
+        if os.getpid() != self._pid:
+            raise DriverError(call, _INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT, this is a forked child")
+
+    def _done(self, call: str, code: int) -> None:
+        if code:
+            name = ctypes.c_char_p()
+            self._library.cuGetErrorName(code, ctypes.byref(name))
+            raise DriverError(call, code, (name.value or b"an unknown error").decode())

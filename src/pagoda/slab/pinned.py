@@ -1,0 +1,230 @@
+"""Memory that a GPU reads and writes by itself: registered piece by piece in the background, found by its address."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.slab.driver import GONE, Driver, DriverError
+from pagoda.slab.places import Places
+
+__all__ = ["MOST_BYTES", "PIECE_BYTES", "Pinned", "check", "copying", "pin", "place_of"]
+
+# At about 0.1 s a GiB a piece takes some 25 ms: close() waits no longer for one, and neither does another call of the
+# driver, which has one lock for all (NVIDIA/TensorRT-LLM#17773 goes in pieces of 1 GiB for that reason).
+PIECE_BYTES = 256 << 20
+MOST_BYTES = (
+    64 << 30
+)  # of one piece: 512 GiB at once are refused, however much is free (vllm-project/vllm#51080)
+_PAUSE_SECONDS = 0.001  # between two pieces: others wait for the driver's lock
+_PATIENCE_SECONDS = 5.0  # with copies under way, where nobody said how long
+_NOT_SUPPORTED = 801
+
+Bytes = npt.NDArray[np.uint8]
+log = logging.getLogger("pagoda.slab")
+
+_places = Places()
+_copies: set[object] = set()  # one a `copying`; adding, discarding and copying the set are atomic
+_all: weakref.WeakSet[Pinned] = weakref.WeakSet()
+_kept: list[Bytes] = []  # stays registered: were it unmapped, its addresses would go on meaning its old pages
+
+place_of = _places.find
+check = _places.check
+
+
+@contextlib.contextmanager
+def copying() -> Iterator[None]:
+    """What `place_of` answers in here stays registered until the end of it, for a `close` waits for that.
+
+    Around a whole copy, from before the first `place_of` until the device has done its last byte. Takes no lock.
+    """
+    mine = object()
+    _copies.add(mine)
+    try:
+        yield
+    finally:
+        _copies.discard(mine)
+
+
+def pin(
+    array: Bytes,
+    device_index: int,
+    *,
+    driver: Driver | None = None,
+    background: bool = True,
+    piece_bytes: int = PIECE_BYTES,
+    before: Callable[[], object] | None = None,
+) -> Pinned | None:
+    """Register the memory of `array` (uint8, contiguous, beginning on a page) with the GPUs, bit by bit.
+
+    Returns at once, or with `background` False when all is in or refused. Pieces have `piece_bytes`, in whole pages and
+    at most 64 GiB. `before` is called first, on the thread that registers. None: there is no driver of NVIDIA here.
+    Raises ValueError for an array that cannot be registered.
+    """
+    page = mmap.PAGESIZE
+    if array.dtype != np.uint8 or not array.flags.c_contiguous or array.nbytes < 1:
+        raise ValueError(f"only contiguous uint8 can be registered, got {array.shape} of {array.dtype}")
+    if array.ctypes.data % page:
+        raise ValueError(f"what is registered has to begin on a page of {page} bytes: make it with `aligned`")
+    driver = driver or Driver.load()
+    if driver is None:
+        log.warning("libcuda.so.1 cannot be used: host memory is not registered, copies go through a buffer")
+        return None
+    piece_bytes = max(page, min(piece_bytes, MOST_BYTES) // page * page)
+    pinned = Pinned(array, device_index, driver, piece_bytes, before)
+    if not background:
+        pinned.wait()
+    return pinned
+
+
+class Pinned:
+    """The registered pieces of one array, from `pin`. Thread-safe; a forked child has none of them.
+
+    One thread does all that needs the driver, so that no other thread's context changes. It keeps the array alive for
+    as long as any of it is registered: unmapped before that, its addresses would go on meaning its old pages.
+    """
+
+    def __init__(
+        self,
+        array: Bytes,
+        device_index: int,
+        driver: Driver,
+        piece_bytes: int,
+        before: Callable[[], object] | None,
+    ) -> None:
+        self.device_index = device_index
+        self.nbytes = 0  # registered now: always the first so many, until close
+        self.trouble = ""  # why not all of it; empty while there is none
+        self._total_bytes = array.nbytes
+        self._base = array.ctypes.data
+        self._array: Bytes | None = array
+        self._driver = driver
+        self._piece_bytes = piece_bytes
+        self._before = before
+        self._registered: list[int] = []  # addresses of pieces
+        self._settled = threading.Event()
+        # Of seconds that the end may take. Its `put` may be called by a collection of garbage, whatever is locked.
+        self._ends: queue.SimpleQueue[float] = queue.SimpleQueue()
+        _all.add(self)
+        self._thread = threading.Thread(target=self._live, name="pagoda-pin", daemon=True)
+        self._thread.start()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until all is registered, or no more will be; False if `timeout` seconds were not enough."""
+        return self._settled.wait(timeout)
+
+    def stop(self) -> None:
+        """Have it end, soon; never waits."""
+        self._ends.put(_PATIENCE_SECONDS)
+
+    def close(self, timeout: float = _PATIENCE_SECONDS) -> bool:
+        """Register no more and unregister what is; idempotent. False: not done in `timeout` seconds, and goes on.
+
+        `place_of` soon answers for nothing of it, then copies that are under way are waited for. One that takes longer
+        leaves all of it registered for the life of this process.
+        """
+        self._ends.put(max(0.0, timeout))
+        if (
+            self._thread is not threading.current_thread()
+        ):  # a collection of garbage may close anything anywhere
+            self._thread.join(max(0.0, timeout))
+        return not self._thread.is_alive()
+
+    def _live(self) -> None:
+        seconds: float | None = None
+        try:
+            seconds = self._register()
+        except DriverError as error:
+            self._refused(f"{error}: {_remedy(error)}")
+        except Exception as error:  # noqa: BLE001  # the border of a background thread: copies find another way
+            self._refused(f"{type(error).__name__}: {error}")
+        self._settled.set()
+        self._unregister(self._ends.get() if seconds is None else seconds)
+
+    def _register(self) -> float | None:
+        """Register piece by piece; returns the seconds that are left once the end was asked for."""
+        if self._before is not None:
+            self._before()
+            self._before = None  # it may keep alive what this has no more use for
+        self._driver.use(self.device_index)
+        began = time.monotonic()
+        for begin in range(0, self._total_bytes, self._piece_bytes):
+            with contextlib.suppress(queue.Empty):
+                return self._ends.get(timeout=_PAUSE_SECONDS)
+            address, nbytes = self._base + begin, min(self._piece_bytes, self._total_bytes - begin)
+            place = self._driver.register(address, nbytes)
+            self._registered.append(address)
+            _places.add(address, nbytes, place)
+            self.nbytes += nbytes
+        seconds = time.monotonic() - began
+        log.info("registered %d bytes of host memory with the GPUs in %.1f s", self.nbytes, seconds)
+        return None
+
+    def _refused(self, why: str) -> None:
+        self.trouble = why
+        log.warning(
+            "%d of %d bytes of host memory are registered with the GPUs, copies of the rest go through a buffer: %s",
+            self.nbytes, self._total_bytes, self.trouble,
+        )  # fmt: skip
+
+    def _unregister(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        _places.remove(self._registered)  # first: no new copy finds it, and all that did are in `_copies`
+        if self._registered and not _quiet(until):
+            return self._keep("a copy did not end")
+        for address in self._registered:
+            try:
+                self._driver.unregister(address)
+            except DriverError as error:
+                if error.code not in GONE:
+                    return self._keep(str(error))
+        self.nbytes, self._array = 0, None
+        return None
+
+    def _keep(self, why: str) -> None:
+        log.warning("host memory stays registered and mapped until this process ends: %s", why)
+        if self._array is not None:
+            _kept.append(self._array)
+
+    def _forget(self) -> None:
+        """In a forked child: what is registered is the parent's, and so is the thread."""
+        self.nbytes, self._array, self._registered = 0, None, []
+        self._ends, self._settled = queue.SimpleQueue(), threading.Event()
+        self._settled.set()
+
+
+def _remedy(error: DriverError) -> str:
+    if error.code == _NOT_SUPPORTED:
+        return "confidential computing does not allow it"
+    return "raise `ulimit -l` (in a container `--ulimit memlock=-1`), or make the host tier smaller"
+
+
+def _quiet(until: float) -> bool:
+    """Wait for the copies that are under way now; False if one has not ended at `until`."""
+    under_way = set(_copies)
+    while under_way & _copies:
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.001)
+    return True
+
+
+def _after_fork_in_child() -> None:
+    _places.renew()
+    _copies.clear()
+    _kept.clear()  # mapped in the parent all the same
+    for pinned in list(_all):
+        pinned._forget()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,79 @@
+"""A stand-in for NVIDIA's driver library, which a machine without a GPU lacks: libcuda_stub.c, built when needed."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+from pagoda.slab.driver import LIBRARY, Driver
+
+SOURCE = Path(__file__).with_name("libcuda_stub.c")
+OUT_OF_MEMORY, NOT_SUPPORTED = 2, 801
+
+
+@lru_cache(maxsize=1)
+def built() -> Path:
+    """The library, compiled once a process; else skip, or fail where CI is set."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        message = "gcc is missing: install the package gcc"
+        if os.environ.get("CI"):
+            pytest.fail(message)
+        pytest.skip(message)
+    directory = Path(tempfile.mkdtemp(prefix="pagoda-libcuda-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    library = directory / LIBRARY
+    command = [compiler, "-Wall", "-O1", "-shared", "-fPIC", "-pthread", str(SOURCE), "-o", str(library)]
+    subprocess.run(command, check=True, timeout=120)
+    return library
+
+
+class Stub:
+    """One copy of the library, with a state of its own, and the driver over it."""
+
+    def __init__(self, directory: Path) -> None:
+        """Without `driver` yet: that is `begin`."""
+        self.path = directory / LIBRARY
+        shutil.copyfile(built(), self.path)
+        self.library = called(self.path)
+
+    def begin(self) -> Driver:
+        """Load the driver over it."""
+        driver = Driver.load(str(self.path))
+        assert driver is not None
+        return driver
+
+    @property
+    def fault(self) -> str:
+        """The first thing that NVIDIA's library would not have borne; empty if there was none."""
+        return str(self.library.stub_fault().decode())
+
+    @property
+    def registered(self) -> int:
+        """Bytes that are registered now."""
+        return int(self.library.stub_registered())
+
+    @property
+    def pieces(self) -> list[tuple[int, int]]:
+        """(address, nbytes) of what is registered, in order of the address."""
+        count = self.library.stub_count()
+        return sorted((self.library.stub_piece(i, 0), self.library.stub_piece(i, 1)) for i in range(count))
+
+
+def called(library: Path | str) -> ctypes.CDLL:
+    """The library, with what the tests set and ask."""
+    found = ctypes.CDLL(str(library))
+    found.stub_fault.restype = ctypes.c_char_p
+    found.stub_registered.restype = found.stub_piece.restype = ctypes.c_uint64
+    found.stub_limit.argtypes = [ctypes.c_uint64]
+    found.stub_shift.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
+    found.stub_delay.argtypes, found.stub_copies.restype = [ctypes.c_long], ctypes.c_long
+    return found
