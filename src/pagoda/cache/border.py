@@ -40,6 +40,7 @@ class Watched:
                 "build both with one KVLayout"
             )
         self.layout = layout
+        self.device_index: int | None = getattr(kv, "device_index", None)  # None: in a CPU's memory
         self._kv = kv
 
     def to_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:

@@ -197,6 +197,7 @@ class Cache(Forms):
             "drops": _by_reason(counters, "drop_", DROPS),
             "waiting_chunks": self._calls.parts.descents.waiting,
             "staging_buffers": self._calls.parts.tools.staging.out + self._calls.parts.storing.out,
+            "pinned_bytes": self._storeys.host.slab.pinned_bytes if self._storeys.host is not None else 0,
             "rates": self._calls.parts.tools.worth.rates(),
             **({"recording": recorder.stats()} if recorder is not None else {}),
         }

@@ -66,6 +66,10 @@ class HostSlots:
         except ClosedError:
             return np.zeros(self._host.slot_bytes, np.uint8)
 
+    def use_device(self, device_index: int) -> None:
+        """Register the slots with the GPUs, in the background: before the first copy between them and one. Cheap."""
+        self._run("use_device", lambda _: self._host.use_device(device_index), lambda *_: None)
+
     # ---- out of slots
 
     def find(self, keys: Sequence[bytes], start: int, *, touch: bool = True) -> Match:

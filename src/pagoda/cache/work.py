@@ -73,6 +73,8 @@ class Work:
         refused = self._refused(storeys, ask, kv, deadline)
         if refused is not None:
             return self._counted(ask, refused, counted)
+        if kv is not None:
+            _use_device(storeys, kv)
         run = Run(storeys, ask, kv, deadline, self._parts.tools).go()
         tokens = {tier: chunks * ask.chunk_tokens for tier, chunks in run.by_tier.items()}
         answer: Answer | None = None
@@ -116,6 +118,7 @@ class Work:
         self.register(ask.namespace)
         if storeys.host is None:
             return self._store_below(storeys, ask, kv, deadline)
+        _use_device(storeys, kv)
         stored, copies = store_on_host(storeys.host, ask, kv, deadline)
         self._parts.descents.stored(ask.namespace.root, copies, storeys.lower)
         self._parts.tally.count("stored_bytes", stored.num_chunks * self._layout.chunk_bytes)
@@ -155,6 +158,12 @@ class Work:
             reason = None if told else hit.reason
             self._parts.tally.asked(ask.length_tokens - ask.start_tokens, hit.by_tier, reason)
         return hit
+
+
+def _use_device(storeys: Storeys, kv: Watched) -> None:
+    """Have the host tier registered with the GPU that `kv` lies on, if it does, before the first copy."""
+    if kv.device_index is not None and storeys.host is not None:
+        storeys.host.use_device(kv.device_index)
 
 
 def _hit(ask: Ask, by_tier: dict[str, int], answer: Answer | None) -> Hit:

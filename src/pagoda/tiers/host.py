@@ -41,6 +41,7 @@ class HostTier(Copies):
         self.deadline_seconds = deadline_seconds
         self._ended = False
         self._pid = os.getpid()
+        self._device_pid = 0  # the process, of those that fork, that has registered the slab
 
     @classmethod
     def open(
@@ -93,6 +94,15 @@ class HostTier(Copies):
     def register(self, namespace: Namespace) -> None:
         """Make the namespace known with its labels; idempotent, cheap."""
         self.ledger.register(namespace.root, namespace.fields())
+
+    def use_device(self, device_index: int) -> None:
+        """Register the slab with the GPUs, in the background; for every copy to or from one. Idempotent, cheap.
+
+        First the ledger is told, so that slots outlive this process by a grace: a GPU may still be writing there.
+        """
+        if self._device_pid != os.getpid() and not self._closed:
+            self._device_pid = os.getpid()
+            self.slab.pin(device_index, before=self.ledger.uses_device)
 
     # ---- finding -------------------------------------------------------------------------------------------------
 
