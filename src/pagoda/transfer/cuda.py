@@ -96,9 +96,10 @@ class Copies:
             chunks = Chunks(ids, [], places)
             lane.run(partial(self._copy_runs, Trip(table, True, None, None), chunks, lane, 0, table.rows))
         else:
-            word, sent = _word_bytes(table, places), self._table_on(table, kernels)
+            word = _word_bytes(table, places)
 
-            def gather() -> None:
+            def gather() -> None:  # nobody waits: what it needs is this stream's own, freed in its order
+                sent = kernels.send(table)
                 kernels.gather(sent, self.port.send(ids), self.port.send(places), 0, table.rows, word)
 
             lane.run(gather)

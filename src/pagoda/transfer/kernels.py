@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from pagoda.transfer.pools import Ids
+from pagoda.transfer.pools import Ids
 from pagoda.transfer.runs import RunTable
 
 __all__ = ["Kernels", "SentTable"]
@@ -104,16 +106,18 @@ def _move(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True, eq=False)
 class SentTable:
-    """A RunTable on a device. Immutable; thread-safe.
+    """A RunTable on a device. Immutable; thread-safe. Does not keep the RunTable.
 
     `lines` is int64 [rows, 4]: address, stride, nbytes, offset of each row. It was sent in the stream that was
-    current then: another stream waits for that one before it is given a kernel, and whoever drops this while
-    kernels on other streams still run keeps `lines` alive until they have ended. `word_bytes` is the widest word
-    of 16, 8, 4, 2, 1 bytes that the table allows; `places` may be worse aligned.
+    current then: another stream waits for that one before it is given a kernel. May be dropped while kernels run.
+    `nbytes`, `count` and `group` are the RunTable's. `word_bytes` is the widest word of 16, 8, 4, 2, 1 bytes that the
+    table allows; `places` may be worse aligned.
     """
 
     lines: torch.Tensor
-    table: RunTable
+    nbytes: Ids
+    count: int
+    group: int
     word_bytes: int
 
 
@@ -137,7 +141,8 @@ class Kernels:
         lines = torch.from_numpy(numbers)
         if self._device.type == "cuda":
             lines = lines.pin_memory().to(self._device, non_blocking=True)
-        return SentTable(lines, table, int(np.gcd.reduce(numbers, axis=None, initial=16)))
+        word_bytes = int(np.gcd.reduce(numbers, axis=None, initial=16))
+        return SentTable(lines, table.nbytes, table.count, table.group, word_bytes)
 
     def gather(
         self, table: SentTable, ids: torch.Tensor, places: torch.Tensor, begin: int, end: int, word_bytes: int
@@ -149,7 +154,7 @@ class Kernels:
         id below 0 is passed over, and so is a chunk whose place is 0.
         `word_bytes`, one of 16, 8, 4, 2, 1, has to divide all places, which nobody checks, and the table, which is
         checked. Launches one kernel in the current stream, or none if there is nothing to do, and returns; the
-        caller keeps the tensors and all memory until it has run. Raises ValueError for anything else.
+        caller keeps ids, places and all memory until it has run. Raises ValueError for anything else.
         """
         self._launch(table, ids, places, begin, end, word_bytes, gather=True)
 
@@ -182,21 +187,21 @@ class Kernels:
         *,
         gather: bool,
     ) -> None:
-        table = sent.table
+        rows = len(sent.nbytes)
         _check(sent, ids, places, word_bytes)
-        if not 0 <= begin <= end <= table.rows:
-            raise ValueError(f"rows [{begin}, {end}) are not in a table of {table.rows}")
-        longest = int(table.nbytes[begin:end].max(initial=0))
+        if not 0 <= begin <= end <= rows:
+            raise ValueError(f"rows [{begin}, {end}) are not in a table of {rows}")
+        longest = int(sent.nbytes[begin:end].max(initial=0))
         if not len(places) or not longest:
             return
         constants = _variant(word_bytes, _piece_words(longest, word_bytes), gather)
         pieces = -(-longest // (constants["PIECE"] * constants["BYTES"]))
-        units = (end - begin) * table.count * pieces
+        units = (end - begin) * sent.count * pieces
         tiles = -(-units // constants["UNITS"])
         items = len(places) * tiles
         if max(items, units) > MOST:
             raise ValueError(f"{len(places)} chunks of {units} pieces are too much for one launch")
-        numbers = (int(begin), units, pieces, int(table.count), int(table.group), tiles, items)
+        numbers = (int(begin), units, pieces, int(sent.count), int(sent.group), tiles, items)
         self._run(min(self._programs, items), (sent.lines, ids, places), numbers, constants)
 
     def _run(
@@ -204,6 +209,10 @@ class Kernels:
     ) -> None:
         # Triton launches in the current stream of the current device
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            if (
+                self._device.type == "cuda"
+            ):  # sent in another stream, where its memory is free once it is dropped
+                tensors[0].record_stream(torch.cuda.current_stream())
             _move[(programs,)](
                 *tensors, *numbers, **constants, WORD=_WORDS[constants["BYTES"]], num_warps=WARPS
             )
@@ -246,7 +255,7 @@ def _check(sent: SentTable, ids: torch.Tensor, places: torch.Tensor, word_bytes:
     if word_bytes not in WIDTHS or sent.word_bytes % word_bytes:
         raise ValueError(f"word_bytes must be one of {WIDTHS} and divide {sent.word_bytes}, got {word_bytes}")
     for name, tensor, shape in (
-        ("ids", ids, (len(places), sent.table.count)),
+        ("ids", ids, (len(places), sent.count)),
         ("places", places, (len(places),)),
     ):
         fits = tensor.dtype == torch.int64 and tuple(tensor.shape) == shape and tensor.is_contiguous()
