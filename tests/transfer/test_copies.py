@@ -82,6 +82,7 @@ def test_equally_fast_ways_leave_the_device_its_cores() -> None:
 
 
 def test_words_are_as_wide_as_everything_allows() -> None:
+    assert table_of([64, 32]).word_bytes == 16
     assert table_of([64, 8]).word_bytes == 8
     assert table_of([64, 12]).word_bytes == 4
     assert table_of([64, 6], count=3).word_bytes == 2

@@ -62,9 +62,9 @@ class RunTable:
 
     @cached_property
     def word_bytes(self) -> int:
-        """The widest word of 8, 4, 2, 1 bytes that fits all places on the device and in a slot, and all lengths."""
+        """The widest word of 16, 8, 4, 2, 1 bytes that fits all places on the device and in a slot, and all lengths."""
         numbers = np.concatenate([self.address, self.stride, self.nbytes, self.offset])
-        return int(np.gcd.reduce(numbers, initial=8))
+        return int(np.gcd.reduce(numbers, initial=16))
 
     @property
     def run_bytes(self) -> int:
