@@ -6,11 +6,13 @@ POISON before and what is written is never POISON: a byte that stayed and should
 
 from __future__ import annotations
 
+import gc
 import json
 import mmap
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import pairwise, permutations
@@ -403,6 +405,16 @@ def test_warming_touches_nothing_and_bad_arguments_are_named() -> None:
         odd = tokens(Room(torch.bfloat16))
         kernels.gather(kernels.send(table_of(odd, 2)), ids, places, 0, 1, 16)
     assert all(torch.equal(memory, was) for memory, was in zip(case.memory, before, strict=True))
+
+
+def test_what_was_sent_does_not_keep_the_table() -> None:
+    """Who remembers what was sent by the table (weakly) would never forget it."""
+    table = table_of(planes_first_aligned(Room(torch.bfloat16)), 2)
+    alive = weakref.ref(table)
+    sent = interpreted().send(table)
+    del table
+    gc.collect()
+    assert alive() is None and sent.count == 2
 
 
 class Numbers(NamedTuple):

@@ -7,8 +7,8 @@ imported the same code runs on CPU tensors.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TypedDict
 
 import numpy as np
@@ -16,7 +16,6 @@ import torch
 import triton
 import triton.language as tl
 
-from pagoda.transfer.pools import Ids
 from pagoda.transfer.pools import Ids
 from pagoda.transfer.runs import RunTable
 
@@ -142,7 +141,7 @@ class Kernels:
         if self._device.type == "cuda":
             lines = lines.pin_memory().to(self._device, non_blocking=True)
         word_bytes = int(np.gcd.reduce(numbers, axis=None, initial=16))
-        return SentTable(lines, table.nbytes, table.count, table.group, word_bytes)
+        return SentTable(lines, table.nbytes, int(table.count), int(table.group), word_bytes)
 
     def gather(
         self, table: SentTable, ids: torch.Tensor, places: torch.Tensor, begin: int, end: int, word_bytes: int
@@ -201,21 +200,27 @@ class Kernels:
         items = len(places) * tiles
         if max(items, units) > MOST:
             raise ValueError(f"{len(places)} chunks of {units} pieces are too much for one launch")
-        numbers = (int(begin), units, pieces, int(sent.count), int(sent.group), tiles, items)
+        numbers = (int(begin), units, pieces, sent.count, sent.group, tiles, items)
         self._run(min(self._programs, items), (sent.lines, ids, places), numbers, constants)
 
     def _run(
         self, programs: int, tensors: Sequence[torch.Tensor], numbers: Sequence[int], constants: Constants
     ) -> None:
-        # Triton launches in the current stream of the current device
-        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
-            if (
-                self._device.type == "cuda"
-            ):  # sent in another stream, where its memory is free once it is dropped
-                tensors[0].record_stream(torch.cuda.current_stream())
-            _move[(programs,)](
-                *tensors, *numbers, **constants, WORD=_WORDS[constants["BYTES"]], num_warps=WARPS
-            )
+        launch = partial(
+            _move[(programs,)],
+            *tensors,
+            *numbers,
+            **constants,
+            WORD=_WORDS[constants["BYTES"]],
+            num_warps=WARPS,
+        )
+        if self._device.type != "cuda":
+            launch()
+            return
+        with torch.cuda.device(self._device):  # Triton launches on the current device, in its current stream
+            # the table was sent in another stream, for which its memory is free as soon as it is dropped
+            tensors[0].record_stream(torch.cuda.current_stream())
+            launch()
 
 
 class Constants(TypedDict):
