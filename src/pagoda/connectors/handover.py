@@ -2,38 +2,76 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from pagoda.connectors.rows import Row
 from pagoda.connectors.supported import Seen
 from pagoda.transfer import DenseKV
 
-__all__ = ["Planes", "dynamic_cache", "kv_of_row", "prefill_measured", "room_for"]
+if TYPE_CHECKING:
+    from pagoda.transfer.cuda import Copies
+    from pagoda.transfer.gate import LayerGate
+
+__all__ = ["Planes", "copies_for", "dynamic_cache", "kv_of_row", "room_for"]
+
+log = logging.getLogger("pagoda.connectors")
 
 Planes = list[list[Any]]  # a tensor [batch, heads, columns, dim] a layer and plane
 
 
+def copies_for(devices: Sequence[Any]) -> Copies | None:
+    """Return the copy engine of the CUDA device that all layers lie on; None if they do not: KV then goes by the CPU.
+
+    Made at the first call for a device, for the process.
+    """
+    if len(set(devices)) != 1 or devices[0].type != "cuda":
+        return None
+    from pagoda.transfer.cuda import copies_of
+
+    try:
+        return copies_of(devices[0])
+    except ValueError as trouble:  # e.g. ROCm, which torch calls CUDA
+        log.warning("KV on %s goes by the CPU's memory, slowly: %s", devices[0], trouble)
+        return None
+
+
 def room_for(seen: Seen, batch: int, columns: int) -> Planes:
-    """Return uninitialised CPU tensors for the KV of a batch. What is never written costs no memory."""
+    """Return uninitialised tensors for the KV of a batch: on the device if it has a copy engine, else on the CPU.
+
+    There, what is never written costs no memory.
+    """
     import torch
 
+    device = "cpu" if seen.copies is None else seen.copies.port.device
     return [
         [
-            torch.empty(batch, heads, columns, dim, dtype=getattr(torch, dtype))
+            torch.empty(batch, heads, columns, dim, dtype=getattr(torch, dtype), device=device)
             for heads, dim, dtype in seen.layout.planes
         ]
         for _ in range(seen.layout.layers)
     ]
 
 
-def kv_of_row(planes: Sequence[Sequence[Any]], number: int, begin: int, end: int, seen: Seen) -> DenseKV:
-    """Return columns [begin, end) of one row as a transfer. CPU tensors are seen in place, others copied here."""
-    layers = [[plane[number, :, begin:end].detach().cpu() for plane in layer] for layer in planes]
-    return DenseKV(layers, seen.layout)
+def kv_of_row(
+    planes: Sequence[Sequence[Any]],
+    number: int,
+    begin: int,
+    end: int,
+    seen: Seen,
+    gate: LayerGate | None = None,
+) -> DenseKV:
+    """Return columns [begin, end) of one row as a transfer; `gate` is told of each layer that is loaded.
+
+    Tensors on the CPU, or on the device of the copy engine, are seen in place; others are copied to the CPU here.
+    """
+    layers = [[plane[number, :, begin:end].detach() for plane in layer] for layer in planes]
+    copies = seen.copies
+    if copies is None or any(plane.device != copies.port.device for layer in layers for plane in layer):
+        return DenseKV([[plane.cpu() for plane in layer] for layer in layers], seen.layout)
+    layers = [[plane if plane.stride(-1) == 1 else plane.contiguous() for plane in layer] for layer in layers]
+    return DenseKV(layers, seen.layout, copies=copies, gate=gate)
 
 
 def dynamic_cache(model: Any, seen: Seen, planes: Planes, rows: Sequence[Row], columns: int) -> Any:
@@ -55,36 +93,3 @@ def dynamic_cache(model: Any, seen: Seen, planes: Planes, rows: Sequence[Row], c
         layer.lazy_initialization(keys, values)
         layer.keys, layer.values = keys, values
     return cache
-
-
-@contextmanager
-def prefill_measured(model: Any, observe: Callable[[int, float], object]) -> Iterator[None]:
-    """Tell `observe` how many tokens the model's first forward pass of this block took, and how long.
-
-    Hooks are on the model only meanwhile; passes of other threads are not counted.
-    """
-    thread, began, done = threading.get_ident(), 0.0, False
-
-    def before(_: Any, args: Any, kwargs: Any) -> None:
-        nonlocal began
-        if threading.get_ident() == thread and not began:
-            began = time.perf_counter()
-
-    def after(_: Any, args: Any, kwargs: Any, out: Any) -> None:
-        nonlocal done
-        ids = kwargs.get("input_ids")
-        if done or threading.get_ident() != thread or ids is None:
-            return
-        done = True
-        if ids.device.type == "cpu":  # elsewhere the call returns before the work is done
-            observe(ids.numel(), time.perf_counter() - began)
-
-    hooks = [
-        model.register_forward_pre_hook(before, with_kwargs=True),
-        model.register_forward_hook(after, with_kwargs=True),
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()

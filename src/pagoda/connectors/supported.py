@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pagoda.layout import KVLayout, Plane
 
-__all__ = ["Seen", "check_call", "check_model", "see_model"]
+if TYPE_CHECKING:
+    from pagoda.transfer.cuda import Copies
+
+__all__ = ["Seen", "check_call", "check_model", "forms_of", "is_compiled", "see_model"]
 
 _WHY = {
     "DynamicSlidingWindowLayer": "a sliding window forgets tokens, so its KV cannot be cut at a chunk",
@@ -29,6 +32,7 @@ class Seen(NamedTuple):
 
     layout: KVLayout
     devices: list[Any]  # where each layer keeps its KV
+    copies: Copies | None = None  # what copies there and back; None: the CPU does
 
 
 def check_model(model: Any) -> None:
@@ -71,6 +75,21 @@ def see_model(model: Any, chunk_tokens: int) -> Seen:
                 raise ValueError(f"{type(model).__name__}: the KV of a token depends on what comes after it")
     layout = KVLayout.of(len(three), planes.pop(), chunk_tokens)
     return Seen(layout, [layer[0].device for layer in three])
+
+
+def forms_of(model: Any) -> tuple[tuple[Any, Any], ...]:
+    """Return where each weight lies, and its dtype: what the place and the layout of the KV follow from."""
+    return tuple((weight.device, weight.dtype) for weight in model.parameters())
+
+
+def is_compiled(model: Any) -> bool:
+    """Whether part of the model's forward pass was compiled: what is done between its layers may not be done again."""
+    return any(
+        getattr(module, "_compiled_call_impl", None) is not None
+        or hasattr(module, "_orig_mod")
+        or hasattr(module.forward, "_torchdynamo_orig_callable")
+        for module in model.modules()
+    )
 
 
 def check_call(model: Any, kwargs: dict[str, Any]) -> Any:

@@ -15,18 +15,27 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pagoda.cache import Cache, Hit, Stored
+from pagoda.cache.hit import hit_of
 from pagoda.config import Config
-from pagoda.connectors.handover import Planes, dynamic_cache, kv_of_row, prefill_measured, room_for
+from pagoda.connectors.handover import copies_for, dynamic_cache, kv_of_row, room_for
 from pagoda.connectors.identity import adapters_digest, stamp_of, weights_digest
+from pagoda.connectors.prefill import Prefills, watch_for
 from pagoda.connectors.rows import Row, grown_mask, mask_of, rows_of
-from pagoda.connectors.supported import Seen, check_call, check_model, see_model
+from pagoda.connectors.supported import Seen, check_call, check_model, forms_of, is_compiled, see_model
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
+from pagoda.metrics import Reason
+from pagoda.transfer import DenseKV
+
+if TYPE_CHECKING:
+    from pagoda.connectors.layerwise import LayerLoad, Loads
 
 __all__ = ["CachedModel", "Prefix", "layout_of", "namespace_of"]
+
+_Ready: TypeAlias = tuple[Cache, dict[str, Any]]  # the cache of the present weights; options of its calls
 
 
 @dataclass
@@ -68,6 +77,9 @@ class CachedModel:
     The last token of a prompt is always left to compute: with a full hit `generate` would silently go on from
     another position. Models and calls whose KV cannot be cut are a ValueError that says why.
 
+    KV is loaded to where the model is. On a CUDA device it is copied straight between there and the slots; of a single
+    prompt that lies in host memory, `generate` computes with the first layers while the others are still on their way.
+
     Thread-safe as far as the model is. `last` is the Prefix of the latest `generate`, without its KV.
     """
 
@@ -87,9 +99,11 @@ class CachedModel:
         self.last: Prefix | None = None
         self.last_stored: list[Stored] = []
         config = cache.config if cache is not None else _configured(config, options)
-        self._seen: Seen = see_model(model, config.chunk_tokens)
-        self._stamp = stamp_of(model)
+        self._seen = _looked_at(model, config.chunk_tokens)
+        self._stamp, self._forms = stamp_of(model), forms_of(model)
         self._lock = threading.Lock()
+        self._prefills = Prefills(self._observe)
+        self._loads: Loads | None = None  # made when first wanted
         self._named: dict[str, Any] = {"revision": revision, "weights": weights, "salt": salt}
         namespace = namespace_of(model, self._seen.layout, **self._named)
         self._open: Callable[[Namespace], Cache] | None = None
@@ -128,13 +142,9 @@ class CachedModel:
                 "store_output: beams change rows while they grow, so only their prompt can be stored"
             )
         mask = mask_of(self.model, input_ids, attention_mask)
+        self._prefills.read()
         before = self._ready(salt)
-        found = self.prefix(input_ids, mask, salt=salt)
-        kv, found.past_key_values, self.last = found.past_key_values, None, found
-        if repeats > 1:
-            kv.batch_repeat_interleave(repeats)
-        with prefill_measured(self.model, self._observe):
-            out = self.model.generate(input_ids, attention_mask=mask, past_key_values=kv, **kwargs)
+        out, kv = self._generated(input_ids, mask, repeats, before, kwargs)
         if self._ready(salt) != before:
             self.last_stored = []  # weights or adapters were changed meanwhile: whose KV is this?
         elif store_output:
@@ -151,16 +161,9 @@ class CachedModel:
         Rows of a batch use what all of them have. It never covers the whole prompt.
         """
         began = time.perf_counter()
-        cache, space = self._ready(salt)
+        ready = self._ready(salt)
         rows = rows_of(input_ids, mask_of(self.model, input_ids, attention_mask))
-        planes = room_for(self._seen, len(rows), input_ids.shape[1])
-        hits = self._retrieve(cache, rows, planes, space)
-        columns = min(row.pad + hit.num_tokens for row, hit in zip(rows, hits, strict=True))
-        tokens = [max(columns - row.pad, 0) for row in rows]
-        if not any(tokens):
-            columns = 0
-        kv = dynamic_cache(self.model, self._seen, planes, rows, columns)
-        return Prefix(kv, columns, tokens, hits, time.perf_counter() - began)
+        return self._prefix(rows, input_ids.shape[1], ready, self._looked(rows, ready), began)
 
     def store(
         self,
@@ -195,9 +198,14 @@ class CachedModel:
         return answers
 
     def close(self, timeout: float = 5.0) -> None:
-        """Close the cache if it was opened here; idempotent, ends within `timeout` seconds."""
+        """Close the cache if it was opened here, and end the threads; idempotent, ends within `timeout` seconds."""
+        until = time.monotonic() + timeout
+        with self._lock:
+            loads = self._loads
+        if loads is not None:
+            loads.close(timeout)  # before the slots go that they copy out of
         if self._open is not None:
-            self.cache.close(timeout)
+            self.cache.close(max(0.0, until - time.monotonic()))
 
     def __enter__(self) -> CachedModel:
         return self
@@ -207,21 +215,113 @@ class CachedModel:
     ) -> None:
         self.close()
 
-    def _retrieve(self, cache: Cache, rows: list[Row], planes: Planes, space: dict[str, Any]) -> list[Hit]:
-        """Fill the rows with what the tiers have of them, up to their last token but one."""
-        most = planes[0][0].shape[2] - 1
-        if len(rows) > 1:  # do not load of one row what another lacks
-            looked = [cache.lookup(row.tokens[:-1], counted=False, **space).num_tokens for row in rows]
-            most = min(most, *(row.pad + tokens for row, tokens in zip(rows, looked, strict=True)))
+    # ---- the way up
+
+    def _generated(
+        self, input_ids: Any, mask: Any, repeats: int, ready: _Ready, kwargs: dict[str, Any]
+    ) -> tuple[Any, Any]:
+        """Return what `model.generate` returns, begun from what the tiers have, and the DynamicCache that it filled."""
+        began = time.perf_counter()
+        rows, width = rows_of(input_ids, mask), input_ids.shape[1]
+        looked = self._looked(rows, ready)
+        load = self._begun(rows, looked, ready) if looked is not None and repeats == 1 else None
+        if load is not None and looked is not None:
+            made = self._computed_meanwhile(load, input_ids, mask, looked, kwargs)
+            if made is not None:
+                return made
+            kwargs = _again(kwargs)
+            if load.hung:  # asking again would only take as long again
+                looked = hit_of(0, len(looked.mask), {}, Reason.DEADLINE, "the load did not end in time")
+        found = self._prefix(rows, width, ready, looked, began)
+        kv, found.past_key_values, self.last = found.past_key_values, None, found
+        if repeats > 1:
+            kv.batch_repeat_interleave(repeats)
+        with self._prefills.measured(self.model, watch_for(self._seen.devices)):
+            return self.model.generate(input_ids, attention_mask=mask, past_key_values=kv, **kwargs), kv
+
+    def _looked(self, rows: list[Row], ready: _Ready) -> Hit | None:
+        """Look up, and count, a single prompt of a model on a device, where room costs memory; None: retrieve tells."""
+        if self._seen.copies is None or len(rows) > 1:
+            return None
+        cache, space = ready
+        return cache.lookup(rows[0].tokens[:-1], **space)
+
+    def _begun(self, rows: list[Row], looked: Hit, ready: _Ready) -> LayerLoad | None:
+        """Begin to load layer by layer what was found; None if it is not all on the host, or the model cannot wait."""
+        cache, space = ready
+        on_host = cache.slots is not None and set(looked.by_tier) == {cache.tiers[0]}
+        if not on_host or rows[0].pad or is_compiled(self.model):
+            return None
+        from pagoda.connectors.layerwise import Loads
+
+        with self._lock:
+            loads = self._loads = self._loads or Loads()
+        return loads.begin(self.model, self._seen, cache, rows[0].tokens[: looked.num_tokens], space)
+
+    def _computed_meanwhile(
+        self, load: LayerLoad, input_ids: Any, mask: Any, looked: Hit, kwargs: dict[str, Any]
+    ) -> tuple[Any, Any] | None:
+        """Generate while the load goes on. None if not all came: then nothing was drawn, and no token told."""
+        from pagoda.connectors.layerwise import LoadShort
+
+        kv = load.kv
+        try:
+            out = self.model.generate(input_ids, attention_mask=mask, past_key_values=kv, **kwargs)
+            hit = load.settle()
+        except LoadShort:
+            return None
+        finally:
+            load.give_up()
+        tokens = hit.num_tokens
+        self.last = Prefix(None, tokens, [tokens], [replace(looked, by_tier=hit.by_tier)], load.seconds)
+        return out, kv
+
+    def _prefix(self, rows: list[Row], width: int, ready: _Ready, looked: Hit | None, began: float) -> Prefix:
+        """Load what the tiers have of each row, as far as all rows have it."""
+        if looked is not None and not looked.num_tokens:
+            nothing = dynamic_cache(self.model, self._seen, [], rows, 0)
+            return Prefix(nothing, 0, [0], [looked], time.perf_counter() - began)
+        wanted = self._wanted(rows, width, ready, looked)
+        if self._seen.copies is not None:  # on a device room costs memory, written to or not
+            whole = [len(tokens) - len(tokens) % self.layout.chunk_tokens for tokens in wanted]
+            width = max(row.pad + tokens for row, tokens in zip(rows, whole, strict=True))
+        planes = room_for(self._seen, len(rows), width)
         hits = []
-        for number, row in enumerate(rows):
+        for number, (row, tokens) in enumerate(zip(rows, wanted, strict=True)):
+            kv = kv_of_row(planes, number, row.pad, width, self._seen)
+            hits.append(self._retrieved(tokens, kv, ready, looked))
+        columns = min(row.pad + hit.num_tokens for row, hit in zip(rows, hits, strict=True))
+        served = [max(columns - row.pad, 0) for row in rows]
+        if not any(served):
+            columns = 0
+        kv = dynamic_cache(self.model, self._seen, planes, rows, columns)
+        return Prefix(kv, columns, served, hits, time.perf_counter() - began)
+
+    def _wanted(self, rows: list[Row], width: int, ready: _Ready, looked: Hit | None) -> list[Any]:
+        """Return the tokens to ask for of each row: up to its last but one, and not what another row lacks."""
+        cache, space = ready
+        most = width - 1 if looked is None else rows[0].pad + looked.num_tokens
+        if len(rows) > 1:
+            found = [cache.lookup(row.tokens[:-1], counted=False, **space).num_tokens for row in rows]
+            most = min(most, *(row.pad + tokens for row, tokens in zip(rows, found, strict=True)))
+        wanted = []
+        for row in rows:
             chunks = -(-max(most - row.pad, 0) // self.layout.chunk_tokens)
             tokens = row.tokens[:-1][: chunks * self.layout.chunk_tokens]
-            kv = kv_of_row(planes, number, row.pad, planes[0][0].shape[2], self._seen)
-            hits.append(cache.retrieve(tokens, kv, **space))
-        return hits
+            wanted.append(tokens)
+        return wanted
 
-    def _ready(self, salt: str | None) -> tuple[Cache, dict[str, Any]]:
+    def _retrieved(self, tokens: Any, kv: DenseKV, ready: _Ready, looked: Hit | None) -> Hit:
+        """Fill `kv` with what the tiers have of `tokens`; what was looked up is counted, and says why not more."""
+        cache, space = ready
+        if looked is None:
+            return cache.retrieve(tokens, kv, **space)
+        hit = cache.retrieve(tokens, kv, counted=False, **space)
+        return replace(looked, by_tier=hit.by_tier) if hit.num_tokens == looked.num_tokens else hit
+
+    # ---- what the model is now
+
+    def _ready(self, salt: str | None) -> _Ready:
         """Return the cache of the weights as they are now, and the options that name adapters and tenant."""
         with self._lock:
             stamp = stamp_of(self.model)
@@ -235,13 +335,16 @@ class CachedModel:
             self.cache.observe_prefill(tokens, seconds)
 
     def _weights_changed(self) -> None:
-        """A weight was written to: go on in the namespace of what the weights are now."""
+        """A weight was written to, or moved: go on in the namespace, and on the device, of what the weights are now."""
+        forms = forms_of(self.model)
         if self._named["weights"] is not None or self._open is None:
-            raise ValueError(
-                "the weights were changed: make a new CachedModel, so that old KV is not used with them"
-            )
-        namespace = namespace_of(self.model, self._seen.layout, **self._named)
-        old, self.cache = self.cache, self._open(namespace)
+            how = "the weights were changed" if forms == self._forms else "the model was moved or converted"
+            raise ValueError(f"{how}: make a new CachedModel, so that old KV is not used with them")
+        old = self.cache
+        if forms != self._forms:
+            old.close()  # a store of another layout may need its room
+            self._seen, self._forms = _looked_at(self.model, self.layout.chunk_tokens), forms
+        self.cache = self._open(namespace_of(self.model, self._seen.layout, **self._named))
         old.close()
 
 
@@ -264,6 +367,21 @@ def namespace_of(
         layout=layout.fingerprint,
         salt=salt,
     )
+
+
+def _looked_at(model: Any, chunk_tokens: int) -> Seen:
+    """Return what a look at the model shows, with the copy engine of its device."""
+    seen = see_model(model, chunk_tokens)
+    return seen._replace(copies=copies_for(seen.devices))
+
+
+def _again(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments for a second `generate` of the same prompt, whose streamer was given it already."""
+    if kwargs.get("streamer") is None:
+        return kwargs
+    from pagoda.connectors.layerwise import Resumed
+
+    return {**kwargs, "streamer": Resumed(kwargs["streamer"])}
 
 
 def _configured(config: Config | None, options: dict[str, Any]) -> Config:

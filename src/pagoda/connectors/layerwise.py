@@ -1,0 +1,237 @@
+"""The KV of a prompt that arrives layer by layer, while the model already computes with the layers that are there.
+
+    loading      | layer 0 | layer 1 | layer 2 | ... | validated
+    computing              | layer 0 | layer 1 | ...       | last layer | first token
+
+A layer's attention waits for that layer's KV. The last layer waits for the end of the load as well: only then is it
+known that the bytes are those that were asked for, and nothing leaves the first forward pass before. If they are not,
+`LoadShort` ends that pass before anything was drawn or told; whoever called `generate` calls it again.
+
+Imports transformers: to be imported when it is wanted.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from typing import Any
+
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from pagoda.cache import Cache, Hit
+from pagoda.cache.forks import renewed_after_fork
+from pagoda.connectors.handover import kv_of_row, room_for
+from pagoda.connectors.supported import Seen
+from pagoda.transfer.gate import LayerGate
+from pagoda.transfer.ports import Port
+
+__all__ = ["LayerLoad", "LoadShort", "Loads", "Resumed"]
+
+_THREADS = 4  # loads at once: as many as a copy engine does at once
+_SLOWEST_BYTES_PER_SECOND = 50e6  # what comes slower is as good as hung; as in the cache's own deadlines
+
+
+class LoadShort(Exception):
+    """Less came than was promised: what was computed from it is worth nothing."""
+
+
+class LayerLoad:
+    """One prompt's KV on its way into `kv`, a DynamicCache to hand to `generate`. For the thread that computes.
+
+    Whatever `generate` returned may be used if `settle` returns a hit.
+    """
+
+    def __init__(
+        self, kv: Any, gate: LayerGate, port: Port, future: Future[Hit], tokens: int, seconds: float
+    ) -> None:
+        self.kv = kv
+        self.hung = False  # the load is still under way past its deadline
+        self.seconds = 0.0  # that it took
+        self._gate = gate
+        self._port = port
+        self._future = future
+        self._tokens = tokens
+        self._began = time.monotonic()
+        self._until = self._began + seconds
+        self._absent = set(range(len(kv.layers)))  # layers not yet used
+        self._hit: Hit | None = None
+
+    def wait_for(self, layer: int) -> None:
+        """Block until a layer may be used by this thread's current stream. Raises LoadShort if it does not come."""
+        if not self._gate.wait_layer(layer, self._port, self._remaining()):
+            self.hung, self.seconds = not self._gate.ended, time.monotonic() - self._began
+            raise LoadShort
+
+    def used(self, layer: int) -> None:
+        """Note that a layer is about to be used; waits for it, and with the last of them for the end of the load."""
+        self.wait_for(layer)
+        self._absent.discard(layer)
+        if not self._absent:
+            self.settle()
+
+    def settle(self) -> Hit:
+        """Wait until all that came has been validated; returns the hit. Raises LoadShort if it is not all."""
+        if self._hit is None:
+            hit = self._outcome()
+            self.seconds = time.monotonic() - self._began
+            if hit is None or hit.num_tokens != self._tokens:
+                raise LoadShort
+            self._hit = hit
+        return self._hit
+
+    def give_up(self) -> None:
+        """Let go of the KV, which is of no use without a hit; what still writes into it holds it itself. Idempotent."""
+        self._future.cancel()  # if it has not begun
+        if self._hit is None and self.kv is not None:
+            self.kv.layers.clear()  # they know that list: or the memory would wait for the garbage collector
+        self.kv = None
+
+    def _outcome(self) -> Hit | None:
+        try:
+            return self._future.result(self._remaining())
+        except CancelledError:
+            return None
+        except TimeoutError:
+            self.hung = not self._future.done()
+            return None
+        except Exception:  # noqa: BLE001  # wrong use, which the second, plain way raises to who has to know
+            return None
+
+    def _remaining(self) -> float:
+        return max(0.0, self._until - time.monotonic())
+
+
+class ArrivingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
+    """A layer of a DynamicCache whose K and V are on their way: whoever touches them waits. Then `layers` gets `plain`.
+
+    Its length is known from the beginning, so masks and positions wait for nothing.
+    """
+
+    _layer_type = None  # transformers makes this kind for nobody
+
+    def __init__(self, load: LayerLoad, layers: list[Any], index: int, plain: Any) -> None:
+        self._kept: dict[str, Any] = {}
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._load, self._layers, self._index, self._plain = load, layers, index, plain
+        self._tokens = int(plain.keys.shape[-2])
+        self.keys, self.values = plain.keys, plain.values
+        self.dtype, self.device, self.is_initialized = plain.dtype, plain.device, True
+
+    @property
+    def keys(self) -> Any:
+        self._load.wait_for(self._index)
+        return self._kept["keys"]
+
+    @keys.setter
+    def keys(self, value: Any) -> None:
+        self._kept["keys"] = value
+
+    @property
+    def values(self) -> Any:
+        self._load.wait_for(self._index)
+        return self._kept["values"]
+
+    @values.setter
+    def values(self, value: Any) -> None:
+        self._kept["values"] = value
+
+    def get_seq_length(self) -> int:
+        """Return the tokens that were promised; does not wait."""
+        return self._tokens
+
+    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return K and V with the new ones behind them, once the old ones are there; after that a plain layer does."""
+        self._load.used(self._index)
+        self._plain.keys, self._plain.values = self._kept["keys"], self._kept["values"]
+        self._kept.clear()  # a layer's old memory is free as soon as the model has its new one
+        self._layers[self._index] = self._plain
+        return self._plain.update(key_states, value_states, *args, **kwargs)
+
+
+class Loads:
+    """The threads that load for one CachedModel: a few, begun when first wanted, anew after a fork. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._closed = False
+        self.renew()
+        renewed_after_fork(self)
+
+    def renew(self) -> None:
+        """Begin anew, with no threads and nothing under way."""
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+        self._running: set[Future[Hit]] = set()
+
+    def begin(
+        self, model: Any, seen: Seen, cache: Cache, tokens: Any, space: dict[str, Any]
+    ) -> LayerLoad | None:
+        """Begin to load `tokens`, whole chunks that were all found in the host tier, without waiting for any of them.
+
+        Returns None if as many loads as there are threads are under way, or after close: then load the plain way.
+        """
+        assert seen.copies is not None
+        with self._lock:
+            if self._closed or len(self._running) >= _THREADS:
+                return None
+        layout = seen.layout
+        chunks = len(tokens) // layout.chunk_tokens
+        planes = room_for(seen, 1, len(tokens))
+        gate = LayerGate(layout.layers, chunks)
+        transfer = kv_of_row(planes, 0, 0, len(tokens), seen, gate)
+        future = self._submit(cache, tokens, transfer, space)
+        if future is None:
+            return None
+        future.add_done_callback(lambda done: self._ended(done, gate))
+        kv: Any = DynamicCache(config=model.config)
+        seconds = cache.config.deadline_seconds + chunks * layout.chunk_bytes / _SLOWEST_BYTES_PER_SECOND
+        load = LayerLoad(kv, gate, seen.copies.port, future, len(tokens), seconds)
+        for index, (plain, (keys, values)) in enumerate(zip(list(kv.layers), planes, strict=True)):
+            plain.lazy_initialization(keys, values)
+            plain.keys, plain.values = keys, values
+            kv.layers[index] = ArrivingLayer(load, kv.layers, index, plain)
+        return load
+
+    def close(self, timeout: float) -> None:
+        """Take nothing more; wait for what is under way, at most `timeout` seconds. Idempotent."""
+        with self._lock:
+            self._closed = True
+            running, pool, self._pool = list(self._running), self._pool, None
+        if pool is not None:
+            pool.shutdown(wait=False, cancel_futures=True)
+        wait(running, timeout)
+
+    def _submit(self, cache: Cache, tokens: Any, transfer: Any, space: dict[str, Any]) -> Future[Hit] | None:
+        with self._lock:
+            if self._closed or len(self._running) >= _THREADS:
+                return None
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="pagoda-load")
+            future = self._pool.submit(cache.retrieve, tokens, transfer, counted=False, **space)
+            self._running.add(future)
+        return future
+
+    def _ended(self, future: Future[Hit], gate: LayerGate) -> None:
+        gate.end()
+        with self._lock:
+            self._running.discard(future)
+
+
+class Resumed:
+    """A streamer for a `generate` that is called again: it was given the prompt already. For one thread."""
+
+    def __init__(self, streamer: Any) -> None:
+        self._streamer = streamer
+        self._prompt_is_next = True
+
+    def put(self, value: Any) -> None:
+        """Pass on all but the prompt."""
+        if self._prompt_is_next:
+            self._prompt_is_next = False
+        else:
+            self._streamer.put(value)
+
+    def end(self) -> None:
+        """Pass it on."""
+        self._streamer.end()

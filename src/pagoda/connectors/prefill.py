@@ -1,0 +1,129 @@
+"""How fast a model computes prompts: what loading has to beat. Measured in passing; nobody waits for a device."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+__all__ = ["Prefills", "Watch", "watch_for"]
+
+_MOST_WAITING = 16  # measurements not yet read; beyond that the oldest goes
+
+
+class Watch(Protocol):
+    """A time that is being taken, from when it was made on."""
+
+    def stop(self) -> None:
+        """Take the time until here."""
+        ...
+
+    def seconds(self) -> float | None:
+        """Return the time taken; None if the device has not come so far. Does not wait."""
+        ...
+
+
+class _HostWatch:
+    """Time of the CPU."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._ended = self._began
+
+    def stop(self) -> None:
+        self._ended = time.perf_counter()
+
+    def seconds(self) -> float | None:
+        return self._ended - self._began
+
+
+class _EventWatch:
+    """Time of a CUDA device, between two points of this thread's current stream: calls return before work is done."""
+
+    def __init__(self, device: Any) -> None:
+        import torch
+
+        self._device = device
+        self._began: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._ended: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._began.record(torch.cuda.current_stream(device))
+
+    def stop(self) -> None:
+        import torch
+
+        self._ended.record(torch.cuda.current_stream(self._device))
+
+    def seconds(self) -> float | None:
+        if not self._ended.query():
+            return None
+        return float(self._began.elapsed_time(self._ended)) / 1e3
+
+
+def watch_for(devices: Sequence[Any]) -> Callable[[], Watch] | None:
+    """Return what takes the time of a model with layers on these devices; None for several, and for other kinds."""
+    kinds = {device.type for device in devices}
+    if kinds == {"cpu"}:
+        return _HostWatch
+    if kinds == {"cuda"} and len(set(devices)) == 1:
+        device = devices[0]
+        return lambda: _EventWatch(device)
+    return None
+
+
+class Prefills:
+    """Measures first forward passes; tells `observe(tokens, seconds)` of each when its time is known. Thread-safe."""
+
+    def __init__(self, observe: Callable[[int, float], object]) -> None:
+        self._observe = observe
+        self._waiting: deque[tuple[int, Watch]] = deque(maxlen=_MOST_WAITING)
+
+    @contextmanager
+    def measured(self, model: Any, watch: Callable[[], Watch] | None) -> Iterator[None]:
+        """Measure the model's first forward pass of this block.
+
+        Hooks are on the model only meanwhile; passes of other threads are not counted.
+        """
+        if watch is None:
+            yield
+            return
+        thread, running, done = threading.get_ident(), list[Watch](), False
+
+        def before(_: Any, args: Any, kwargs: Any) -> None:
+            if threading.get_ident() == thread and not running:
+                running.append(watch())
+
+        def after(_: Any, args: Any, kwargs: Any, out: Any) -> None:
+            nonlocal done
+            ids = kwargs.get("input_ids")
+            if done or threading.get_ident() != thread or ids is None:
+                return
+            done = True
+            running[0].stop()
+            self._waiting.append((ids.numel(), running[0]))
+
+        hooks = [
+            model.register_forward_pre_hook(before, with_kwargs=True),
+            model.register_forward_hook(after, with_kwargs=True),
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self.read()
+
+    def read(self) -> None:
+        """Tell of what is known by now; the rest waits for the next call. Does not wait for a device."""
+        for _ in range(len(self._waiting)):
+            try:
+                tokens, watch = self._waiting.popleft()
+            except IndexError:  # another thread was faster
+                return
+            seconds = watch.seconds()
+            if seconds is None:
+                self._waiting.append((tokens, watch))
+            else:
+                self._observe(tokens, seconds)

@@ -1,0 +1,455 @@
+"""A model whose KV comes layer by layer while it computes: the same text as without, whatever happens to the load.
+
+The copy engine is the real one, its device is CPU memory with lanes that are late. Memory that nobody wrote to is NaN.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from pagoda.connectors.layerwise import Loads
+from pagoda.connectors.prefill import Prefills, watch_for
+from pagoda.connectors.supported import is_compiled
+from pagoda.connectors.transformers import CachedModel
+from pagoda.metrics import Reason
+from tests.e2e.slow_device import LONG, SlowDevice, copies_over
+from tests.e2e.tiny import deepseek, generated, llama, prompt
+
+CHUNK = 16
+LAYERS = 3
+NEW = 12
+IDS = prompt(100)  # 96 of them are whole chunks
+RUNS = 6 * 2 * 2  # copies a layer of llama: chunks, planes, heads
+
+
+class House:
+    """Models on one store, as if they were on a device."""
+
+    def __init__(self, host: Path, disk: Path) -> None:
+        self.host, self.disk = host, disk
+        self._opened: list[tuple[CachedModel, SlowDevice]] = []
+
+    def open(self, model, **options) -> tuple[CachedModel, SlowDevice]:
+        settings = {
+            "chunk_tokens": CHUNK,
+            "host_size": "16MiB",
+            "host_path": str(self.host / "host"),
+            "deadline_seconds": LONG,
+            "worth_it": False,
+        }
+        port = SlowDevice()
+        cached = CachedModel(model, **{**settings, **options})
+        cached._seen = cached._seen._replace(copies=copies_over(port))
+        self._opened.append((cached, port))
+        return cached, port
+
+    def shut(self) -> None:
+        for cached, port in self._opened:
+            cached.close()
+            port.end()
+        self._opened.clear()
+
+
+@pytest.fixture
+def house(shm_root: Path, tmp_path: Path):
+    house = House(shm_root, tmp_path)
+    yield house
+    house.shut()
+
+
+@pytest.fixture(autouse=True)
+def poisoned():
+    """What is read before it was written is NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def text(cached: CachedModel, ids=IDS, **kwargs) -> list[list[int]]:
+    options = {"max_new_tokens": NEW, "do_sample": False, **kwargs}
+    return cached.generate(ids, **options)[:, ids.shape[1] :].tolist()
+
+
+@pytest.fixture
+def warm(house: House):
+    """A llama whose prompt is on the host, its device, and its text."""
+    model = llama()
+    cached, port = house.open(model)
+    want = generated(model, IDS, NEW)
+    assert text(cached) == want
+    assert cached.last.columns == 0
+    port.waited = port.copied = 0
+    return cached, port, want
+
+
+@pytest.mark.parametrize("build", [llama, deepseek])
+def test_the_same_text(build: Callable, house: House) -> None:
+    model = build()
+    cached, port = house.open(model)
+    want = generated(model, IDS, NEW)
+    assert text(cached) == want
+    assert port.waited == 0
+    port.before = lambda number: time.sleep(0.0005)
+    assert text(cached) == want
+    assert port.waited == LAYERS
+    assert (cached.last.columns, cached.last.num_tokens, cached.last.hit.by_tier) == (96, [96], {"host": 96})
+    assert cached.last_stored[0].present == 6  # its layers are plain again
+    assert cached.last.hit.reason is None and len(cached.last.hit.mask) == 99
+    counters = cached.cache.stats()["counters"]
+    assert (counters["lookups"], counters["asked_tokens"], counters["hit_tokens"]) == (2, 2 * 99, 96)
+
+
+def test_a_layer_is_computed_before_the_next_one_has_come(warm) -> None:
+    cached, port, want = warm
+    computed, late = threading.Event(), []
+    hook = cached.model.model.layers[0].register_forward_hook(lambda *_: computed.set())
+
+    def before(number: int) -> None:
+        if number > RUNS and not computed.wait(LONG / 4):
+            late.append(number)
+
+    port.before = before
+    assert text(cached) == want
+    hook.remove()
+    assert not late
+    assert cached.last.columns == 96
+
+
+def test_nothing_leaves_the_first_pass_before_the_load_is_validated(warm) -> None:
+    """The last layer's copies are in place, but the chunks went meanwhile: what was computed must not be used."""
+    cached, port, want = warm
+
+    def before(number: int) -> None:
+        if number == LAYERS * RUNS:
+            cached.cache.clear()
+
+    port.before = before
+    assert text(cached) == want
+    assert port.waited == LAYERS
+    assert cached.last.columns == 0
+    assert cached.last_stored[0].num_chunks == 6
+    assert text(cached) == want
+    assert cached.last.columns == 96
+
+
+class Robber(Loads):
+    """Does something between the promise and the load."""
+
+    def __init__(self, rob: Callable[[], object]) -> None:
+        super().__init__()
+        self._rob = rob
+
+    def begin(self, *args):
+        self._rob()
+        return super().begin(*args)
+
+
+def test_chunks_that_go_before_the_load_begins(warm) -> None:
+    cached, port, want = warm
+    cached._loads = Robber(cached.cache.clear)
+    assert text(cached) == want
+    assert cached.last.columns == port.waited == 0
+    assert cached.last.hit.reason is Reason.CLEARED
+
+
+def test_a_tail_that_goes_before_the_load_begins(warm) -> None:
+    cached, port, want = warm
+
+    def rob() -> None:
+        cached.cache.clear()
+        cached._loads = None
+        text(cached, IDS[:, :40])
+
+    cached._loads = Robber(rob)
+    assert text(cached) == want
+    assert cached.last.columns == 32  # what was left was loaded the plain way
+    assert text(cached) == want
+    assert cached.last.columns == 96
+    assert port.waited == LAYERS
+
+
+@pytest.mark.parametrize("last", [5, 1000])
+def test_a_load_that_fails(last: int, warm) -> None:
+    cached, port, want = warm
+
+    def before(number: int) -> None:
+        if 5 <= number <= last:
+            raise RuntimeError("the link is down")
+
+    port.before = before
+    assert text(cached) == want
+    assert cached.last.columns == (96 if last == 5 else 0)
+
+
+@pytest.mark.parametrize("where", ["before its first copy", "before its last copy"])
+def test_a_load_that_hangs(where: str, warm, house: House) -> None:
+    want = warm[2]
+    cached, port = house.open(llama(), deadline_seconds=0.5)
+    released = threading.Event()
+    if where == "before its first copy":
+        port.begun = lambda: released.wait(LONG) and None
+    else:
+        port.streams_wait = False  # a GPU's would wait, and the thread that launches would not
+        port.before = lambda number: released.wait(LONG) and None if number == LAYERS * RUNS else None
+    began = time.monotonic()
+    try:
+        assert text(cached, store=False) == want
+        assert time.monotonic() - began < LONG / 2
+        assert cached.last.hit.reason is Reason.DEADLINE
+        assert cached.last.columns == 0
+    finally:
+        released.set()
+    port.streams_wait, port.begun, port.before = True, lambda: None, lambda number: None
+    assert text(cached) == want
+    assert cached.last.columns == 96
+
+
+def test_close_during_a_load(warm) -> None:
+    cached, port, want = warm
+    closing: list[threading.Thread] = []
+
+    def before(number: int) -> None:
+        if number == 5:
+            closing.append(threading.Thread(target=cached.close))
+            closing[0].start()
+        time.sleep(0.001)
+
+    port.before = before
+    assert text(cached) == want
+    closing[0].join(LONG)
+    assert not closing[0].is_alive()
+    assert (
+        not [thread for thread in threading.enumerate() if thread.name.startswith("pagoda-load")] or settled()
+    )
+    assert text(cached) == want
+    assert cached.last.hit.reason is Reason.CLOSED
+
+
+def settled() -> bool:
+    """Whether the threads of loads end by themselves."""
+    until = time.monotonic() + LONG
+    while any(thread.name.startswith("pagoda-load") for thread in threading.enumerate()):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def test_many_threads_generate(house: House) -> None:
+    model = llama()
+    cached, port = house.open(model)
+    prompts = [prompt(70 + 7 * seed, seed) for seed in range(3)]
+    want = [generated(model, ids, NEW) for ids in prompts]
+    for ids in prompts:
+        text(cached, ids)
+    port.before = lambda number: time.sleep(0.0003)
+    with ThreadPoolExecutor(6) as pool:  # more than there are threads to load: some go the plain way
+        made = list(pool.map(lambda number: text(cached, prompts[number % 3]), range(12)))
+    assert made == want * 4
+    assert port.waited >= LAYERS
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_seed_gives_the_same_sample(fails: bool, warm) -> None:
+    cached, port, _ = warm
+    options = {"max_new_tokens": NEW, "do_sample": True, "temperature": 3.0, "top_k": 0}
+    torch.manual_seed(7)
+    want = cached.model.generate(IDS, **options)
+    torch.manual_seed(8)
+    assert not torch.equal(cached.model.generate(IDS, **options), want)
+
+    def before(number: int) -> None:
+        if fails and number == LAYERS * RUNS:
+            raise RuntimeError("at the very end")
+
+    port.before = before
+    torch.manual_seed(7)
+    assert torch.equal(cached.generate(IDS, **options), want)
+    assert port.waited >= LAYERS - 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_streamer_is_told_everything_once(fails: bool, warm) -> None:
+    cached, port, want = warm
+    told: list[object] = []
+
+    class Streamer:
+        def put(self, value) -> None:
+            told.extend(value.flatten().tolist())
+
+        def end(self) -> None:
+            told.append("end")
+
+    def before(number: int) -> None:
+        if fails and number == RUNS + 1:
+            raise RuntimeError("in the second layer")
+
+    port.before = before
+    assert text(cached, streamer=Streamer()) == want
+    assert told == [*IDS[0].tolist(), *want[0], "end"]
+
+
+def test_whoever_touches_a_layer_waits_for_it(warm) -> None:
+    cached, port, want = warm
+    port.before = lambda number: time.sleep(0.0005)
+    seen: list[torch.Tensor] = []
+
+    def look(module, args, kwargs) -> None:
+        if not seen:
+            layer = kwargs["past_key_values"].layers[-1]
+            assert layer.get_seq_length() == 96
+            seen.extend((layer.keys, layer.values))
+
+    hook = cached.model.model.layers[0].register_forward_pre_hook(look, with_kwargs=True)
+    assert text(cached) == want
+    hook.remove()
+    assert not any(plane.isnan().any() for plane in seen)
+    assert cached.last.columns == 96
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_keeps_the_memory_of_a_prompt(fails: bool, warm) -> None:
+    cached, port, want = warm
+
+    def before(number: int) -> None:
+        if fails and number == LAYERS * RUNS:
+            raise RuntimeError("at the very end")
+
+    port.before = before
+    gc.collect()
+    gc.disable()
+    try:
+        assert text(cached) == want
+        assert not [
+            thing for thing in gc.get_objects() if type(thing).__name__ in ("ArrivingLayer", "LayerLoad")
+        ]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, about its own compiler
+def test_what_goes_the_plain_way(warm) -> None:
+    """Batches, beams, samples of one prompt, padding, compiled models: complete before anything is computed."""
+    cached, port, want = warm
+    model = cached.model
+    other = torch.cat([IDS[:, :40], prompt(60, seed=4)], 1)
+    batch = torch.cat([IDS, other])
+    assert text(cached, batch) == [*want, *generated(model, other, NEW)]
+    assert cached.last.columns == 32
+    assert text(cached, batch) == [*want, *generated(model, other, NEW)]
+    assert cached.last.columns == 96
+    beams = {"max_new_tokens": NEW, "do_sample": False, "num_beams": 3, "num_return_sequences": 2}
+    assert torch.equal(cached.generate(IDS, **beams), model.generate(IDS, **beams))
+    assert cached.last.columns == 96
+    padded = torch.cat([torch.zeros(1, 9, dtype=torch.long), IDS], 1)
+    mask = (padded != 0).long()
+    assert text(cached, padded, attention_mask=mask) == want
+    assert cached.last.columns == 105
+    short = torch.cat([padded, torch.cat([torch.zeros(1, 104, dtype=torch.long), IDS[:, :5]], 1)])
+    assert text(cached, short, attention_mask=(short != 0).long()) == [
+        *want,
+        *generated(model, IDS[:, :5], NEW),
+    ]
+    with cached.prefix(IDS) as prefix:
+        assert prefix.columns == 96
+        assert generated(model, IDS, NEW, past_key_values=prefix.past_key_values) == want
+    assert port.waited == 0
+    assert not is_compiled(model)
+    model.model.norm.compile()
+    assert is_compiled(model)
+    model.model.norm._compiled_call_impl = None
+    assert text(cached, IDS[:, :3]) == generated(model, IDS[:, :3], NEW)
+    assert cached.last.hit.reason is Reason.SHORT_PROMPT
+
+
+def test_what_comes_from_the_disk_goes_the_plain_way(house: House) -> None:
+    model, disk = llama(), {"disk_size": "16MiB", "disk_path": str(house.disk / "disk")}
+    cached, _ = house.open(model, **disk)
+    want = text(cached)
+    assert cached.cache.flush(LONG)
+    house.shut()
+    cached, port = house.open(model, **disk, host_path=str(house.host / "another"))
+    for tier, waited in (("disk", 0), ("host", LAYERS)):
+        assert text(cached) == want
+        assert (cached.last.hit.by_tier, port.waited) == ({tier: 96}, waited)
+
+
+def test_output_is_stored_from_the_device(warm) -> None:
+    cached, _, want = warm
+    assert text(cached, store_output=True) == want
+    longer = torch.cat([IDS, torch.tensor(want), prompt(20, seed=5)], 1)
+    assert text(cached, longer) == generated(cached.model, longer, NEW)
+    assert cached.last.columns == (100 + NEW - 1) // CHUNK * CHUNK
+
+
+def test_a_model_that_was_converted_is_looked_at_again(house: House) -> None:
+    model = llama()
+    cached, _ = house.open(model)
+    named, _ = house.open(model, weights="checkpoint 7", host_path=str(house.host / "named"))
+    text(cached)
+    model.bfloat16()
+    want = generated(model, IDS, NEW)
+    for columns in (0, 96):
+        assert text(cached) == want
+        assert cached.last.columns == columns
+    assert cached.layout.planes[0].dtype == "bfloat16"
+    with pytest.raises(ValueError, match="moved or converted: make a new CachedModel"):
+        text(named)
+
+
+class Late:
+    """A watch whose device has not come so far."""
+
+    def __init__(self) -> None:
+        self.stopped = self.there = False
+
+    def stop(self) -> None:
+        self.stopped = True
+
+    def seconds(self) -> float | None:
+        return 0.25 if self.stopped and self.there else None
+
+
+def test_a_pass_is_measured_when_its_time_is_known() -> None:
+    model, made, seen = llama(), list[Late](), list[tuple[int, float]]()
+
+    def watch() -> Late:
+        made.append(Late())
+        return made[-1]
+
+    prefills = Prefills(lambda tokens, seconds: seen.append((tokens, seconds)))
+    with prefills.measured(model, watch):
+        generated(model, IDS, 3)
+    prefills.read()
+    assert (len(made), seen) == (1, [])  # the first pass only, and nobody waited
+    made[0].there = True
+    prefills.read()
+    prefills.read()
+    assert seen == [(100, 0.25)]
+    assert not model._forward_hooks and not model._forward_pre_hooks
+    for _ in range(40):
+        with prefills.measured(model, watch):
+            model(input_ids=IDS[:, :2])
+    for late in made:
+        late.there = True
+    prefills.read()
+    assert 2 <= len(seen) < 40  # what nobody reads does not pile up
+
+
+def test_what_is_measured_how() -> None:
+    cpu, one, two, mps = (torch.device(name) for name in ("cpu", "cuda:0", "cuda:1", "mps"))
+    assert watch_for([cpu, cpu]) is not None
+    assert watch_for([one, one]) is not None
+    for devices in ([one, two], [cpu, one], [mps]):
+        assert watch_for(devices) is None
+    with Prefills(lambda *_: pytest.fail("nothing to be told")).measured(llama(), None):
+        pass
