@@ -7,6 +7,7 @@ can be tried where there is no GPU.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import statistics
@@ -20,9 +21,9 @@ import torch
 
 Direction = Literal["down", "up"]  # device -> host, host -> device
 
-LEAD_IN_BYTES = (
-    256 << 20
-)  # filled on the device before a timed copy: some 60 us, longer than it takes to launch
+# Filled on the device before a timed copy: some 60 us on an H200, longer than the copy and the marks take to launch.
+LEAD_IN_BYTES = 256 << 20
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: it does not wait for the default stream, nor that for it
 
 
 class Spent(NamedTuple):
@@ -121,7 +122,7 @@ class Products:
 
     def __init__(self, device: torch.device, size: int = 8192, seconds: float = 0.25) -> None:
         self.device, self.size = device, size
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = own_stream(device) if device.type == "cuda" else None
         self._a, self._b = (torch.randn((size, size), device=device).to(torch.bfloat16) for _ in range(2))
         self._c = torch.empty_like(self._a)
         settle(device)
@@ -149,6 +150,18 @@ class Products:
     def teraflops(self, seconds: float) -> float:
         """The rate of `count` products in so many seconds, in 10^12 operations a second."""
         return 2 * self.size**3 * self.count / seconds / 1e12
+
+
+def own_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return a new stream of the current device that nobody else has, for the life of the process.
+
+    torch.cuda.Stream hands out 32 streams in turn, so that two may be one (pytorch issue 173729). Raises RuntimeError.
+    """
+    handle = ctypes.c_void_p()
+    found = ctypes.CDLL("libcuda.so.1").cuStreamCreate(ctypes.byref(handle), _NON_BLOCKING)
+    if found or not handle.value:
+        raise RuntimeError(f"cuStreamCreate: error {found}")
+    return torch.cuda.ExternalStream(handle.value, device=device)
 
 
 def register_by_runtime(address: int, nbytes: int) -> Callable[[], None]:

@@ -45,6 +45,8 @@ class Bench:
         self.found: dict[str, list[Cell]] = {"crossing": [], "beside": [], "layers": [], "register": []}
         self.left_out: list[Cell] = []
         self.errors: list[Cell] = []
+        self.wanted: list[str] = []  # parts; empty: all
+        self.complete = False
         self._began = time.monotonic()
         self._link: Link | None = None
         self._about: Cell = about(device)
@@ -75,6 +77,8 @@ class Bench:
         """What stands in the JSON beside the figures."""
         return {
             "plan": self.plan.name,
+            "parts": self.wanted,
+            "complete": self.complete,
             "date": time.strftime("%Y-%m-%d", time.gmtime()),
             "seed": self.seed,
             "seconds": round(time.monotonic() - self._began, 1),

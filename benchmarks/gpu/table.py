@@ -50,8 +50,12 @@ def tables(found: Json) -> str:
 
 def _heading(found: Json) -> str:
     gpu, plan = _mapping(found["gpu"]), found["plan"]
-    short = "" if plan == "full" else f", {plan} run"
-    return f"## {gpu.get('name', 'unknown')}, {found['date']}{short}"
+    said = [] if plan == "full" else [f"{plan} run"]
+    if found.get("parts"):
+        said.append(f"only {', '.join(str(each) for each in _sequence(found['parts']))}")
+    if not found.get("complete", True):
+        said.append("stopped before its end")
+    return f"## {', '.join([str(gpu.get('name', 'unknown')), str(found['date']), *said])}"
 
 
 def _machine(found: Json) -> str:

@@ -84,12 +84,12 @@ def _measure(options: argparse.Namespace) -> int:
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         torch.cuda.set_device(device)
     bench = Bench(plan, device, port_maker(device), seed, options.shm_dir)
-    wanted = list(filter(None, options.only.split(","))) or list(bench.parts)
-    unknown = [name for name in wanted if name not in bench.parts]
+    bench.wanted = list(filter(None, options.only.split(",")))
+    unknown = [name for name in bench.wanted if name not in bench.parts]
     if unknown:
         print(f"--only knows {', '.join(bench.parts)}, not {', '.join(unknown)}", file=sys.stderr)
         return 2
-    for name in wanted:
+    for name in bench.wanted or bench.parts:
         if bench.over:
             bench.leave_out(name)
             continue
@@ -115,6 +115,7 @@ def _print(bench: Bench, options: argparse.Namespace) -> None:
         bench.close()
     except Exception as error:  # noqa: BLE001 - as above
         bench.errors.append({"cell": "link", "error": f"{type(error).__name__}: {error}"})
+    bench.complete = True
     if options.record is not None:
         _record(bench, options.record)
     found = _document(bench)
@@ -134,7 +135,8 @@ def _record(bench: Bench, directory: Path) -> None:
     assert isinstance(gpu, dict)
     name = re.sub(r"[^a-z0-9]+", "-", str(gpu.get("name", "unknown")).lower()).strip("-")
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"gpu-{name}{'' if bench.plan.name == 'full' else '-' + bench.plan.name}.json"
+    kind = ["gpu", name, *([bench.plan.name] if bench.plan.name != "full" else []), *bench.wanted]
+    path = directory / f"{'-'.join(kind)}.json"
     path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     write(directory)
 

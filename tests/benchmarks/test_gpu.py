@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import limits_cuda
 from benchmarks.gpu import table
 from benchmarks.gpu.crossing import Field, WrongBytes, crossing
 from benchmarks.gpu.entrants import BlockLoop, Entrant, Move, Ours, OurWay, TorchSelect
@@ -220,6 +221,21 @@ def test_tables_are_random_and_name_no_block_twice() -> None:
     assert (first != second).any() and (np.diff(first) != 1).any()
 
 
+def test_what_nvidia_smi_says_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    program.write_text(
+        '#!/bin/sh\necho "$@" >&2\necho "580.1, 5, 5, 16, 16, 1980 MHz, 1980 MHz, 700.00 W, 31, Disabled"\n'
+    )
+    program.chmod(0o700)
+    found = limits_cuda._smi("1b-2c")
+    assert found["driver_version"] == "580.1" and found["mig_mode_current"] == "Disabled"
+    assert (found["pcie_link_gen_current"], found["pcie_link_width_current"]) == ("5", "16")
+    for bad in ("exit 9", "echo '[N/A]'", "true"):
+        program.write_text(f"#!/bin/sh\n{bad}\n")
+        assert limits_cuda._smi("") == {}
+
+
 # ---- tables
 
 
@@ -254,6 +270,11 @@ def test_a_table_says_what_the_json_says() -> None:
     assert "- `up_8b_pools_8`: 0.500 (half of it)" in text
     assert "- up 70b: time" in text
     assert "### Failed" not in text and "### Layer by layer" not in text
+
+
+def test_a_heading_says_what_kind_of_run_it_was() -> None:
+    text = table.tables(document() | {"plan": "quick", "parts": ["beside", "layers"], "complete": False})
+    assert "## NVIDIA H200, 2026-01-02, quick run, only beside, layers, stopped before its end\n" in text
 
 
 def test_the_page_of_nothing_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
