@@ -1,4 +1,4 @@
-"""The Triton kernels through Triton's interpreter, on CPU tensors: `interpreted()`.
+"""The Triton kernels through Triton's interpreter, on CPU tensors, and compiled without a GPU.
 
 The interpreter is slow (about 5 ms a tile) and not thread-safe: it patches `triton.language` while a kernel runs. So
 one kernel at a time, and tiny shapes.
@@ -7,9 +7,12 @@ one kernel at a time, and tiny shapes.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import subprocess
 import sys
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -52,3 +55,19 @@ def interpreted(programs: int = 16) -> Kernels:
 
     kernels: Kernels = module.Kernels(torch.device("cpu"), programs)  # type: ignore[attr-defined]
     return kernels
+
+
+def compiled(cache_directory: Path) -> list[dict[str, object]]:
+    """What compile_kernels.py says of each variant. Takes about 5 s of a core."""
+    around = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+    root = Path(__file__).resolve().parents[2]
+    paths = os.pathsep.join(path for path in [os.environ.get("PYTHONPATH"), str(root)] if path)
+    around |= {"TRITON_CACHE_DIR": str(cache_directory), "PYTHONPATH": paths}
+    command = [sys.executable, str(root / "tests/transfer/compile_kernels.py")]
+    done = subprocess.run(command, env=around, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-4000:]
+    said = json.loads(done.stdout.splitlines()[-1])
+    if "unable" in said:
+        pytest.skip(f"nothing can be compiled for a GPU without one here: {said['unable']}")
+    variants: list[dict[str, object]] = said["variants"]
+    return variants

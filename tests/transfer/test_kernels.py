@@ -7,11 +7,8 @@ POISON before and what is written is never POISON: a byte that stayed and should
 from __future__ import annotations
 
 import gc
-import json
 import mmap
 import os
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -25,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagoda.transfer.runs import RunTable
-from tests.transfer.kernels_kit import interpreted
+from tests.transfer.kernels_kit import compiled, interpreted
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -459,22 +456,6 @@ def test_any_table(table: Numbers, gather: bool) -> None:
     case = Case([rows], room.memory, table.group)
     absent = [chunk for chunk, there in enumerate(table.there) if not there]
     assert check(case, chunks_of(case, table.ids, absent), gather=gather, rows=(table.begin, table.end))
-
-
-def compiled(cache_directory: Path) -> list[dict[str, object]]:
-    """What compile_kernels.py says of each variant. Takes about 5 s of a core."""
-    around = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
-    root = Path(__file__).resolve().parents[2]
-    paths = os.pathsep.join(path for path in [os.environ.get("PYTHONPATH"), str(root)] if path)
-    around |= {"TRITON_CACHE_DIR": str(cache_directory), "PYTHONPATH": paths}
-    command = [sys.executable, str(root / "tests/transfer/compile_kernels.py")]
-    done = subprocess.run(command, env=around, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-4000:]
-    said = json.loads(done.stdout.splitlines()[-1])
-    if "unable" in said:
-        pytest.skip(f"nothing can be compiled for a GPU without one here: {said['unable']}")
-    variants: list[dict[str, object]] = said["variants"]
-    return variants
 
 
 def test_what_a_gpu_would_run(tmp_path: Path) -> None:
