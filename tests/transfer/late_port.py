@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -189,7 +190,7 @@ class PlainKernels:
         self._port = port
 
     def send(self, table: RunTable) -> object:
-        return table
+        return replace(table)  # not the table itself, which who keeps this by the table would keep for ever
 
     def gather(
         self, table: object, ids: torch.Tensor, places: torch.Tensor, begin: int, end: int, word_bytes: int

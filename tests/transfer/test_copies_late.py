@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
+from weakref import ref
 
 import numpy as np
 import numpy.typing as npt
@@ -296,6 +299,39 @@ def test_what_failed_on_the_device_is_raised(way: str | None, direction: str, sl
             with pytest.raises(Failure):
                 (copies.down if direction == "down" else copies.up)(it.table, it.ids, it.slots, None)
         assert port.idle()
+
+
+@pytest.mark.parametrize("kernels", ["plain", None])
+def test_what_was_taken_is_what_was_there(kernels: str | None) -> None:
+    """The engine writes to the blocks, and lets go of everything, before anything of it has happened."""
+    for seed in range(12):
+        it = scene(seed, skipped=0, twice=True)
+        port = port_of(it, seed=seed, kernels=kernels)
+        copies = Copies(port, staging_bytes=200)
+        real, it.memory[:], it.room[:] = it.memory.copy(), 0xEE, POISON
+        port.current().launch(partial(np.copyto, it.memory, real))
+        staging, taken = copies.take(replace(it.table), it.ids)
+        port.current().launch(partial(it.memory.fill, 0xDD))
+        gc.collect()
+        taken.wait()
+        begin, end = it.table.span(0, it.table.rows)
+        for own, slot in zip(staging.numpy(), it.slots, strict=True):
+            slot[begin:end] = own
+        assert (it.room == it.stored(real)).all()
+        port.current().mark().wait()
+        assert (it.memory == 0xDD).all()
+        port.check()
+
+
+def test_tables_are_let_go_of() -> None:
+    it = scene(0)
+    port = port_of(it)
+    copies, table = Copies(port, way="direct"), replace(it.table)
+    copies.down(table, it.ids, it.slots)
+    gone = ref(table)
+    del table
+    gc.collect()
+    assert gone() is None
 
 
 @pytest.mark.parametrize("way", ALL_WAYS)
