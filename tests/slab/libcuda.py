@@ -76,4 +76,5 @@ def called(library: Path | str) -> ctypes.CDLL:
     found.stub_limit.argtypes = [ctypes.c_uint64]
     found.stub_shift.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
     found.stub_delay.argtypes, found.stub_copies.restype = [ctypes.c_long], ctypes.c_long
+    found.stub_cold.restype = ctypes.c_long
     return found

@@ -2,6 +2,7 @@
  *
  * What is registered has to be mapped, whole pages at its beginning, apart from all else that is, and still mapped when
  * it is unregistered; a thread needs a context; nobody calls from a forked child. The first breach is `stub_fault`.
+ * A call that is under way at exit ends the process with 70.
  * A device sees registered memory `shift` bytes further on, and memory of its own where the host does.
  */
 #define _GNU_SOURCE
@@ -22,7 +23,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static Piece pieces[MOST];
 static int count, retained, devices = DEVICES, init_code, registrations, refuse_at, refuse_code;
 static uint64_t limit = UINT64_MAX, shift, shift_by;
-static long delay_us, copies;
+static long delay_us, copies, cold, under_way;
 static pid_t owner;
 static char fault[256];
 static int contexts[DEVICES];
@@ -32,12 +33,20 @@ static void breach(const char *what, uint64_t address) {
     if (!fault[0]) snprintf(fault, sizeof fault, "%s at %#lx", what, (unsigned long)address);
 }
 
+/* Whether all of it is; counts what is not in memory. */
 static int mapped(uint64_t address, uint64_t nbytes) {
-    unsigned char pages[1];
+    unsigned char here[1];
     uint64_t page = sysconf(_SC_PAGESIZE);
-    for (uint64_t at = address; at < address + nbytes; at += page)
-        if (mincore((void *)at, 1, pages)) return 0;
+    for (uint64_t at = address; at < address + nbytes; at += page) {
+        if (mincore((void *)at, 1, here)) return 0;
+        cold += !(here[0] & 1);
+    }
     return 1;
+}
+
+/* As NVIDIA's does, this library ends itself when its process exits. */
+__attribute__((destructor)) static void end(void) {
+    if (owner == getpid() && under_way) _exit(70);
 }
 
 static int ready(void) {
@@ -66,6 +75,7 @@ int stub_retained(void) { return retained; }
 int stub_registrations(void) { return registrations; }
 long stub_copies(void) { return copies; }
 uint64_t stub_piece(int index, int field) { return ((uint64_t *)&pieces[index])[field]; }
+long stub_cold(void) { return cold; }
 int stub_has_context(void) { return current != 0; }
 
 /* ---- NVIDIA's */
@@ -99,7 +109,9 @@ int cuMemHostRegister_v2(void *pointer, size_t nbytes, unsigned flags) {
     if (code) return code;
     pthread_mutex_lock(&lock);
     registrations++;
+    under_way++;
     usleep(delay_us); /* inside: the driver has one lock for all */
+    under_way--;
     if (address % sysconf(_SC_PAGESIZE)) breach("registered off a page", address);
     if (flags != 3) breach("not registered portable and mapped", address);
     if (!nbytes || !mapped(address, nbytes)) breach("registered what is not mapped", address);

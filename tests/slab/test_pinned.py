@@ -5,6 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 import mmap
+import os
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -17,6 +20,7 @@ import pytest
 from pagoda.errors import ClosedError
 from pagoda.slab import PAGE_BYTES, MemorySlab, aligned, pinned
 from pagoda.slab.driver import Driver
+from pagoda.slab.mapping import populate
 from pagoda.slab.memory import _whole
 from pagoda.slab.pinned import check, copying, pin, place_of
 from tests.cache.kit import wait_until
@@ -224,6 +228,25 @@ def test_a_copy_that_does_not_end_keeps_memory_registered_and_mapped(stub: Stub)
     pinned._kept.clear()
 
 
+def test_nothing_is_under_way_when_the_process_and_the_driver_end(stub: Stub) -> None:
+    code = f"""
+import time
+from pagoda.slab import MemorySlab
+from pagoda.slab.driver import Driver
+from tests.slab.libcuda import called
+library, driver = called({str(stub.path)!r}), Driver.load({str(stub.path)!r})
+library.stub_delay(100_000)
+slabs = [MemorySlab(None, 100, 1 << 12) for _ in range(2)]
+for slab in slabs:
+    slab.pin(0, driver=driver)
+while not library.stub_registrations():
+    time.sleep(0.01)
+"""
+    began = time.monotonic()
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert time.monotonic() - began < 30
+
+
 # -- several
 
 
@@ -343,6 +366,19 @@ def test_a_slab_is_registered_once_in_whole_slots(stub: Stub, monkeypatch: pytes
     assert stub.registered == slab.pinned_bytes == 0
     with pytest.raises(ClosedError):
         slab.pin(0, driver=driver)
+
+
+def test_memory_is_there_before_the_driver_is_asked(stub: Stub, shm_root: Path) -> None:
+    path = shm_root / "slab"
+    with path.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, 8 << 20)
+    for slab in (MemorySlab(path, 8, 1 << 20), MemorySlab(None, 8, 1 << 20)):
+        if not populate(slab.array.ctypes.data, PAGE):
+            pytest.skip("this kernel has no MADV_POPULATE_WRITE")
+        held = slab.pin(0, driver=stub.begin())
+        assert held is not None and held.wait(60) and held.trouble == ""
+        assert stub.library.stub_cold() == 0
+        slab.close()
 
 
 @pytest.mark.parametrize("slot_bytes", [1, 5000, PAGE, (1 << 30) + PAGE, (1 << 30) + 1, 100 << 30])

@@ -33,9 +33,8 @@ _SIGNATURES = {
     "cuMemcpyAsync": [_Address, _Address, _Size, _Handle],
     "cuGetErrorName": [_Number, ctypes.POINTER(ctypes.c_char_p)],
 }
-_begun: dict[
-    str, tuple[int, Driver | None]
-] = {}  # library -> the process that called cuInit, and what came of it
+_begun: dict[str, tuple[int, Driver | None]] = {}  # library -> who called its cuInit, and what came of it
+_drivers: list[Driver] = []
 
 
 class DriverError(Exception):
@@ -58,9 +57,10 @@ class Driver:
         """Take a library that `load` has begun."""
         self._library = library
         self._copy = library.cuMemcpyAsync
-        self._pid = os.getpid()
+        self._forked = False  # this is a child of the process that began
         self._lock = threading.Lock()
         self._contexts: dict[int, ctypes.c_void_p] = {}  # primary ones, kept for the life of the process
+        _drivers.append(self)
 
     @classmethod
     def load(cls, library: str = LIBRARY) -> Driver | None:
@@ -131,7 +131,7 @@ class Driver:
             self._done("cuMemcpyAsync", code)
 
     def _check_process(self, call: str) -> None:
-        if os.getpid() != self._pid:
+        if self._forked:
             raise DriverError(call, _INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT, this is a forked child")
 
     def _done(self, call: str, code: int) -> None:
@@ -139,3 +139,11 @@ class Driver:
             name = ctypes.c_char_p()
             self._library.cuGetErrorName(code, ctypes.byref(name))
             raise DriverError(call, code, (name.value or b"an unknown error").decode())
+
+
+def _after_fork_in_child() -> None:
+    for driver in _drivers:
+        driver._forked = True
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

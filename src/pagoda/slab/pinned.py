@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import mmap
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.slab.driver import GONE, Driver, DriverError
+from pagoda.slab.mapping import huge_pages, populate
 from pagoda.slab.places import Places
 
 __all__ = ["MOST_BYTES", "PIECE_BYTES", "Pinned", "check", "copying", "pin", "place_of"]
@@ -28,6 +30,7 @@ MOST_BYTES = (
 )  # of one piece: 512 GiB at once are refused, however much is free (vllm-project/vllm#51080)
 _PAUSE_SECONDS = 0.001  # between two pieces: others wait for the driver's lock
 _PATIENCE_SECONDS = 5.0  # with copies under way, where nobody said how long
+_LEAVE = -1.0  # instead of seconds: end, and unregister nothing
 _NOT_SUPPORTED = 801
 
 Bytes = npt.NDArray[np.uint8]
@@ -162,6 +165,8 @@ class Pinned:
             with contextlib.suppress(queue.Empty):
                 return self._ends.get(timeout=_PAUSE_SECONDS)
             address, nbytes = self._base + begin, min(self._piece_bytes, self._total_bytes - begin)
+            populate(address, nbytes)  # the driver would do it slowly, and under its lock
+            huge_pages(address, nbytes)  # afterwards its pages cannot move
             place = self._driver.register(address, nbytes)
             self._registered.append(address)
             _places.add(address, nbytes, place)
@@ -178,6 +183,8 @@ class Pinned:
         )  # fmt: skip
 
     def _unregister(self, seconds: float) -> None:
+        if seconds == _LEAVE:
+            return None
         until = time.monotonic() + seconds
         _places.remove(self._registered)  # first: no new copy finds it, and all that did are in `_copies`
         if self._registered and not _quiet(until):
@@ -219,6 +226,16 @@ def _quiet(until: float) -> bool:
     return True
 
 
+def _leave_all() -> None:
+    """At exit the kernel takes all back; but no call of the driver may be under way while the driver ends itself."""
+    left = list(_all)
+    for pinned in left:
+        pinned._ends.put(_LEAVE)
+    until = time.monotonic() + 1.0
+    for pinned in left:
+        pinned._thread.join(max(0.0, until - time.monotonic()))
+
+
 def _after_fork_in_child() -> None:
     _places.renew()
     _copies.clear()
@@ -228,3 +245,4 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
+atexit.register(_leave_all)
