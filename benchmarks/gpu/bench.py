@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.gpu.beside import Stream, beside, turns
 from benchmarks.gpu.crossing import Field, crossing, median_ratio
-from benchmarks.gpu.entrants import CHOSEN, Ours, OurWay, TorchSelect, entrants
+from benchmarks.gpu.entrants import CHOSEN, Entrant, Ours, OurWay, TorchSelect, entrants
 from benchmarks.gpu.layers import layered
 from benchmarks.gpu.plan import Plan
 from benchmarks.gpu.registering import Register, registering
@@ -202,7 +202,12 @@ class Bench:
             pinned = pin(array, index, background=False)
             if pinned is None or pinned.nbytes < array.nbytes:
                 raise RuntimeError(f"not registered: {'no driver' if pinned is None else pinned.trouble}")
-            return lambda: pinned.close(30.0)
+
+            def undo() -> None:
+                if not pinned.close(30.0):
+                    raise RuntimeError(f"not unregistered in 30 s: {pinned.trouble}")
+
+            return undo
 
         def runtime() -> Callable[[], None]:
             return register_by_runtime(array.ctypes.data, array.nbytes)
@@ -219,7 +224,7 @@ class Bench:
         with self._room(shape, chunks, registered=False) as room:
             for direction in DIRECTIONS:
                 field = Field(stock, room, self._limit(), direction, chunks, self.plan.rounds)
-                racers = [OurWay(CHOSEN, self.ours.copies(CHOSEN)), TorchSelect()]
+                racers: list[Entrant] = [OurWay(CHOSEN, self.ours.copies(CHOSEN)), TorchSelect()]
                 name = f"bounce {direction} {shape.key} {chunks}"
                 self._cell("crossing", name, partial(crossing, field, racers, self.ours))
 

@@ -11,13 +11,8 @@ import sys
 from typing import NamedTuple
 
 SKIPPED = "skipped: {why} ; on a machine with an NVIDIA GPU: make bench-gpu"
-BASE = (
-    "numpy",
-    "blake3",
-    "lmdb",
-    "msgspec",
-    "xxhash",
-)  # what pagoda.transfer, pagoda.slab and pagoda.Cache import
+BENCHMARK = ("triton", "numpy", "blake3", "msgspec")  # by pagoda.transfer and pagoda.slab.memory
+TESTS = (*BENCHMARK, "lmdb", "xxhash")  # by the ledger and the codec too
 
 
 class Trouble(NamedTuple):
@@ -37,8 +32,8 @@ def trouble() -> Trouble | None:
         return Trouble(0, _no_gpu(torch.__version__, torch.version.cuda))
     if torch.version.cuda is None:
         return Trouble(0, f"torch {torch.__version__} is not built for NVIDIA GPUs")
-    missing = absent(("triton", *BASE))
-    return Trouble(2, remedy(missing)) if missing else None
+    missing = absent(BENCHMARK)
+    return Trouble(2, f"there is a GPU, but {remedy(missing)}") if missing else None
 
 
 def absent(names: tuple[str, ...]) -> list[str]:
@@ -49,7 +44,7 @@ def absent(names: tuple[str, ...]) -> list[str]:
 def remedy(missing: list[str]) -> str:
     """One line that says what to install."""
     names = " ".join(missing)
-    return f"there is a GPU, but {', '.join(missing)} cannot be imported: {sys.executable} -m pip install {names}"
+    return f"{', '.join(missing)} cannot be imported: {sys.executable} -m pip install {names}"
 
 
 def _no_gpu(version: str, cuda: str | None) -> str:
@@ -59,17 +54,10 @@ def _no_gpu(version: str, cuda: str | None) -> str:
 
 
 def main(names: list[str]) -> int:
-    """Say what of `names`, triton and our base dependencies is missing, if there is a GPU."""
-    found = trouble()
-    if found is not None and found.code:
-        print(found.why, file=sys.stderr)
-        return found.code
-    missing = absent((*names, *BASE))
+    """Say what of `names` and of what our own tests import is missing. Returns the exit code."""
+    missing = absent((*names, *TESTS))
     if missing:
-        print(
-            f"{', '.join(missing)} cannot be imported: {sys.executable} -m pip install {' '.join(missing)}",
-            file=sys.stderr,
-        )
+        print(remedy(missing), file=sys.stderr)
     return 2 if missing else 0
 
 

@@ -132,10 +132,11 @@ class Stock:
         shape = self.shape
         if self.form == "blocks":
             if gate is None and copies in self._seen:
-                return self._seen[copies].with_table(table)
+                return self._seen[copies].with_table(table.tolist())
             pages = [plane.view(torch.uint8) for plane in self.planes]
             kv = DevicePagesKV(
-                pages, self.layout, block_tokens=shape.block_tokens, block_table=table, copies=copies, gate=gate
+                pages, self.layout, block_tokens=shape.block_tokens, block_table=table.tolist(),
+                copies=copies, gate=gate,
             )  # fmt: skip
             if gate is None:
                 self._seen[copies] = kv
