@@ -384,6 +384,10 @@ class LatePort:
         """These are host memory that is not registered: no kernel sees it, and the driver's copies are slow."""
         self._declare("pageable", arrays)
 
+    def forget(self, keep: int) -> None:
+        """Know no memory but what was declared, or made, as the first so many."""
+        del self._rooms[keep:], self._held[keep:]
+
     def idle(self) -> bool:
         """Whether nothing is to be done but what the engine's own lane has."""
         return not set(self.world.waiting()) - {"engine"}

@@ -1,0 +1,55 @@
+"""All that needs an NVIDIA GPU. Without one this folder is a single test that says so; nothing else is imported."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.gpu.ready import missing, why_not
+
+if TYPE_CHECKING:
+    from tests.gpu.rig import Rig
+
+if not why_not() and (command := missing()):
+    pytest.exit(f"the tests of the GPU need more than this Python has: {command}", returncode=3)
+
+collect_ignore_glob = ["test_[!d]*.py", "test_d[!e]*.py"] if why_not() else []  # all but test_device.py
+
+
+@pytest.fixture(scope="session")
+def _one_rig() -> Iterator[Rig]:
+    from tests.gpu.rig import open_rig
+
+    with open_rig() as rig:
+        yield rig
+
+
+@pytest.fixture
+def rig(_one_rig: Rig) -> Iterator[Rig]:
+    """The device; afterwards all that was launched is done, and nothing was wrong."""
+    yield _one_rig
+    _one_rig.check()
+
+
+@pytest.fixture
+def seed() -> int:
+    """Another one each time; pytest shows it with what failed."""
+    found = secrets.randbelow(2**31)
+    print(f"seed {found}")
+    return found
+
+
+@pytest.fixture
+def shm_root() -> Iterator[Path]:
+    """A new directory of this test's own in the machine's shared memory, removed afterwards."""
+    root = Path(tempfile.mkdtemp(prefix="pagoda-gpu-", dir="/dev/shm"))
+    try:
+        yield root
+    finally:
+        shutil.rmtree(root, ignore_errors=True)

@@ -1,0 +1,106 @@
+"""A store and a load of any form, and all that must be so afterwards: every byte that must change did, and no other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from pagoda.layout import KVLayout, itemsize
+from pagoda.transfer.base import Transfer
+from pagoda.transfer.cuda import Copies
+from tests.gpu.forms import Form, Size
+from tests.gpu.rig import POISON, Bytes, Rig
+
+
+@dataclass
+class Memory:
+    """KV memory of a form, filled with random bits, and chunks of it in a random order of blocks."""
+
+    rig: Rig
+    form: Form
+    size: Size
+    dtype: str
+    flat: torch.Tensor
+    table: list[int]
+
+    @classmethod
+    def of(cls, rig: Rig, form: Form, size: Size, dtype: str, seed: int) -> Memory:
+        """Memory with a table for all its chunks."""
+        random = np.random.default_rng(seed)
+        flat = rig.random(form.elements(size), itemsize(dtype), seed)
+        count = size.chunks * size.chunk // size.block
+        table = list(range(count)) if form.dense else random.permutation(size.blocks)[:count].tolist()
+        return cls(rig, form, size, dtype, flat, table)
+
+    @property
+    def layout(self) -> KVLayout:
+        return self.form.layout(self.size, self.dtype)
+
+    def starts(self, seed: int) -> list[int]:
+        """The first tokens of all chunks, in any order."""
+        order = np.random.default_rng(seed).permutation(self.size.chunks)
+        return [int(number) * self.size.chunk for number in order]
+
+    def kv(self, copies: Copies, **options: object) -> Transfer:
+        """The transfer over this memory."""
+        views = self.form.views(self.size, self.flat.view(getattr(torch, self.dtype)))
+        return self.form.kv(self.size, views, self.layout, self.table, copies, **options)
+
+    def ids(self, start: int) -> torch.Tensor:
+        """The blocks of the chunk at `start`, on the device."""
+        first = start // self.size.block
+        blocks = self.table[first : first + self.size.chunk // self.size.block]
+        return torch.tensor(blocks, device=self.flat.device)
+
+    def chunk(self, start: int, flat: torch.Tensor | None = None) -> torch.Tensor:
+        """The elements of a chunk, as integers, in the order of a slot."""
+        views = self.form.views(self.size, self.flat if flat is None else flat)
+        return self.form.chunk(self.size, views, self.ids(start))
+
+    def holds(self, start: int, slot: Bytes) -> None:
+        """Fail unless the slot has the chunk at `start`, and poison behind it."""
+        nbytes = self.layout.chunk_bytes
+        got = torch.tensor(slot[:nbytes]).to(self.flat.device)
+        assert torch.equal(got, self.chunk(start).view(torch.uint8)), f"the chunk at {start} is another"
+        assert (slot[nbytes:] == POISON).all(), "what lies behind the chunk was touched"
+
+    def loaded(self, starts: Sequence[int], slots: Sequence[Bytes]) -> torch.Tensor:
+        """All of the memory after `slots` were loaded into the chunks; blocks that are -1 are passed over."""
+        want, nbytes = self.flat.clone(), self.layout.chunk_bytes
+        where = torch.arange(self.flat.numel(), device=self.flat.device)
+        spare = next(block for block in range(self.size.blocks) if block not in self.table)
+        there = Memory(
+            self.rig, self.form, self.size, self.dtype, where, [spare if b < 0 else b for b in self.table]
+        )
+        for start, slot in zip(starts, slots, strict=True):
+            bits = torch.tensor(slot[:nbytes]).to(self.flat.device).view(self.flat.dtype)
+            want[there.chunk(start)] = bits
+        there.table = [spare] * len(self.table)
+        if -1 in self.table:
+            own = there.chunk(0)
+            want[own] = self.flat[own]
+        return want
+
+
+def check_store(memory: Memory, copies: Copies, kind: str, seed: int, odd: int = 0) -> list[Bytes]:
+    """Store all chunks of the memory; returns the slots, in the order of `memory.starts(seed)`."""
+    starts, before = memory.starts(seed), memory.flat.clone()
+    slots = memory.rig.slots(memory.layout, len(starts), kind, odd=odd)
+    memory.kv(copies).to_slots(starts, slots)
+    for start, slot in zip(starts, slots, strict=True):
+        memory.holds(start, slot)
+    assert torch.equal(memory.flat, before), "a store changed the memory that it reads"
+    return slots
+
+
+def check_load(memory: Memory, copies: Copies, kind: str, seed: int, odd: int = 0) -> None:
+    """Load random slots into the memory."""
+    starts = memory.starts(seed)
+    slots = memory.rig.slots(memory.layout, len(starts), kind, fill=None, odd=odd)
+    before, want = [slot.copy() for slot in slots], memory.loaded(starts, slots)
+    memory.kv(copies).from_slots(starts, slots)
+    assert torch.equal(memory.flat, want), "the memory is not what the load had to make of it"
+    assert all((slot == own).all() for slot, own in zip(slots, before, strict=True)), "a load changed a slot"

@@ -1,0 +1,36 @@
+"""Whether this machine can run the tests that need a GPU, and if not, why. Imports torch only where a driver is."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+# The logic of these tests on CPU memory, at tiny sizes: for people who write them.
+ON_CPU = os.environ.get("PAGODA_TEST_GPU_ON_CPU") == "1"
+NEEDED = ["numpy", "lmdb", "blake3", "xxhash", "msgspec"]
+
+
+@lru_cache(maxsize=1)
+def why_not() -> str:
+    """Why there is no GPU to test with; empty if there is one."""
+    if ON_CPU:
+        return ""
+    try:
+        torch_version = version("torch")
+    except PackageNotFoundError:
+        return "no CUDA device: torch is not installed; on a machine with an NVIDIA GPU: make test-gpu"
+    if any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists():
+        import torch
+
+        if torch.cuda.is_available():
+            return ""
+    return f"no CUDA device: torch {torch_version} sees none; on a machine with an NVIDIA GPU: make test-gpu"
+
+
+def missing() -> str:
+    """The command that installs what the package needs and this Python does not have; empty if it has all."""
+    lacking = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    return f"pip install {' '.join(lacking)}" if lacking else ""

@@ -1,0 +1,22 @@
+"""The first of these tests, and where there is no GPU the only one: says what they run on."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.gpu.ready import ON_CPU, why_not
+
+
+def test_a_gpu_is_here() -> None:
+    if why_not():
+        pytest.skip(why_not())
+    if ON_CPU:
+        pytest.skip("PAGODA_TEST_GPU_ON_CPU=1: nothing of this is about a GPU")
+    import torch
+
+    from pagoda.slab.driver import Driver
+
+    name, driver = torch.cuda.get_device_name(), Driver.load()
+    print(f"{name}, CUDA {torch.version.cuda}, torch {torch.__version__}")
+    assert driver is not None
+    driver.use(torch.cuda.current_device())
