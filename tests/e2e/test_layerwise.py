@@ -336,9 +336,8 @@ def test_nothing_keeps_the_memory_of_a_prompt(fails: bool, warm) -> None:
         gc.enable()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, about its own compiler
 def test_what_goes_the_plain_way(warm) -> None:
-    """Batches, beams, samples of one prompt, padding, compiled models: complete before anything is computed."""
+    """Batches, beams, samples of one prompt, padding: complete before anything is computed."""
     cached, port, want = warm
     model = cached.model
     other = torch.cat([IDS[:, :40], prompt(60, seed=4)], 1)
@@ -363,12 +362,35 @@ def test_what_goes_the_plain_way(warm) -> None:
         assert prefix.columns == 96
         assert generated(model, IDS, NEW, past_key_values=prefix.past_key_values) == want
     assert port.waited == 0
-    assert not is_compiled(model)
-    model.model.norm.compile()
-    assert is_compiled(model)
-    model.model.norm._compiled_call_impl = None
     assert text(cached, IDS[:, :3]) == generated(model, IDS[:, :3], NEW)
     assert cached.last.hit.reason is Reason.SHORT_PROMPT
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, about its own compiler
+def test_compiled_models_go_the_plain_way(warm) -> None:
+    """What is compiled need not run what is done between its layers."""
+    cached, port, want = warm
+    body = cached.model.model
+    norm, forward = body.norm, body.norm.forward
+
+    def as_it_was() -> None:
+        body.norm, norm._compiled_call_impl = norm, None
+        vars(norm).pop("forward", None)
+
+    for compiled in (
+        lambda: norm.compile(backend="eager"),
+        lambda: setattr(norm, "forward", torch.compile(forward, backend="eager")),
+        lambda: setattr(body, "norm", torch.compile(norm, backend="eager")),
+    ):
+        assert not is_compiled(cached.model)
+        compiled()
+        assert is_compiled(cached.model)
+        with torch.compiler.set_stance("force_eager"):
+            assert text(cached) == want
+        assert (cached.last.columns, port.waited) == (96, 0)
+        as_it_was()
+    assert text(cached) == want
+    assert port.waited == LAYERS
 
 
 def test_what_comes_from_the_disk_goes_the_plain_way(house: House) -> None:
@@ -381,6 +403,34 @@ def test_what_comes_from_the_disk_goes_the_plain_way(house: House) -> None:
     for tier, waited in (("disk", 0), ("host", LAYERS)):
         assert text(cached) == want
         assert (cached.last.hit.by_tier, port.waited) == ({tier: 96}, waited)
+
+
+def test_a_prompt_in_pieces(warm) -> None:
+    cached, port, _ = warm
+    for ids in (IDS, torch.cat([IDS, prompt(60, seed=9)], 1)):
+        made = cached.generate(
+            ids, max_new_tokens=NEW, do_sample=False, prefill_chunk_size=20, return_dict_in_generate=True
+        )
+        assert made.sequences[:, ids.shape[1] :].tolist() == generated(cached.model, ids, NEW)
+        assert {type(layer).__name__ for layer in made.past_key_values.layers} == {"DynamicLayer"}
+        assert cached.last.columns == 96
+    assert port.waited == 2 * LAYERS
+
+
+def test_a_call_that_breaks_off_leaves_a_load_that_ends(warm) -> None:
+    cached, port, want = warm
+    port.before = lambda number: time.sleep(0.002)
+
+    def broken(*_) -> None:
+        raise KeyError("of somebody else")
+
+    hook = cached.model.model.layers[1].register_forward_pre_hook(broken)
+    with pytest.raises(KeyError, match="of somebody else"):
+        text(cached)
+    hook.remove()
+    port.before = lambda number: None
+    assert text(cached) == want
+    assert cached.last.columns == 96
 
 
 def test_output_is_stored_from_the_device(warm) -> None:

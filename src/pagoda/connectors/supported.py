@@ -84,11 +84,16 @@ def forms_of(model: Any) -> tuple[tuple[Any, Any], ...]:
 
 def is_compiled(model: Any) -> bool:
     """Whether part of the model's forward pass was compiled: what is done between its layers may not be done again."""
-    return any(
-        getattr(module, "_compiled_call_impl", None) is not None
-        or hasattr(module, "_orig_mod")
-        or hasattr(module.forward, "_torchdynamo_orig_callable")
-        for module in model.modules()
+    return any(_is_compiled(module) for module in model.modules())
+
+
+def _is_compiled(module: Any) -> bool:
+    own = vars(module)  # a module looks long for an attribute that it does not have
+    forward = own.get("forward", type(module).forward)
+    return (
+        own.get("_compiled_call_impl") is not None
+        or "_orig_mod" in module._modules
+        or hasattr(forward, "_torchdynamo_orig_callable")
     )
 
 
