@@ -146,7 +146,7 @@ class Copies:
             if near.slots:
                 self._by(way)(crossing, trip, near)
             if far.slots and self.port.kernels is None:
-                self._runs(crossing, trip, far)
+                self._bounced(crossing, trip, far)
             elif far.slots:
                 if near.slots and way == "staged":
                     crossing.settle()  # the near ones are still in the ring
@@ -165,6 +165,22 @@ class Copies:
             lane.run(partial(self._copy_runs, trip, hosts, lane, begin, end))
             trip.passed(layer, len(chunks.slots), lane.mark())
 
+    def _bounced(self, crossing: Crossing, trip: Trip, chunks: Chunks) -> None:
+        """Runs, a chunk at a time through the bounce buffer: of a slot some may be registered, which no copy takes."""
+        lane, (begin, end) = crossing.lanes[0], trip.table.span(0, trip.table.rows)
+        bounce = crossing.bounce(end - begin)[: end - begin]
+        lane.after(trip.after)
+        for ids, slot in zip(chunks.ids, chunks.slots, strict=True):
+            if not trip.down:
+                np.copyto(bounce, slot[begin:end])
+            own = Chunks(ids[None], [slot], np.array([address_of(bounce) - begin]))
+            for layer, first, last in trip.ranges():
+                lane.run(partial(self._copy_runs, trip, own, lane, first, last))
+                trip.passed(layer, 1, lane.mark())
+            lane.mark().wait()
+            if trip.down:
+                np.copyto(slot[begin:end], bounce)
+
     def _copy_runs(self, trip: Trip, chunks: Chunks, lane: Lane, begin: int, end: int) -> None:
         for ids, place in zip(chunks.ids, chunks.places.tolist(), strict=True):
             for run in trip.table.runs(ids, begin, end):
@@ -182,7 +198,7 @@ class Copies:
 
     def _staged(self, crossing: Crossing, trip: Trip, chunks: Chunks, bounced: bool = False) -> None:
         ring = crossing.ring(self._staging_bytes, trip.table)
-        bounce = crossing.bounce(ring) if bounced else None
+        bounce = crossing.bounce(ring.nbytes) if bounced else None
         units = list(units_of(trip, len(chunks.slots), ring.segment_bytes))
         places = np.concatenate([ring.places(number, unit) for number, unit in enumerate(units)])
         lane, copies = crossing.lanes

@@ -77,7 +77,7 @@ class Crossing:
         self._port = port
         self._lanes: list[Lane] = []
         self._ring: torch.Tensor | None = None
-        self._bounce: torch.Tensor | None = None
+        self._bounce: Bytes | None = None
 
     @property
     def lanes(self) -> list[Lane]:
@@ -98,12 +98,12 @@ class Crossing:
             self._ring = made[0]
         return Ring(self._ring.data_ptr(), segment_bytes, table)
 
-    def bounce(self, ring: Ring) -> Bytes | None:
-        """Return pinned memory as large as the ring; None where the machine has none to give."""
-        nbytes = _SEGMENTS * ring.segment_bytes
+    def bounce(self, nbytes: int) -> Bytes:
+        """Return pinned memory of so many bytes or more; where the machine has none to give, memory of any kind."""
         if self._bounce is None or self._bounce.nbytes < nbytes:
-            self._bounce = self._port.host_memory(nbytes)
-        return None if self._bounce is None else self._bounce.numpy()
+            pinned = self._port.host_memory(nbytes)
+            self._bounce = np.empty(nbytes, np.uint8) if pinned is None else pinned.numpy()
+        return self._bounce
 
     def settle(self) -> None:
         """Wait until all that was launched on the lanes is done."""
@@ -117,6 +117,11 @@ class Ring(NamedTuple):
     address: int
     segment_bytes: int
     table: RunTable
+
+    @property
+    def nbytes(self) -> int:
+        """Of all segments."""
+        return _SEGMENTS * self.segment_bytes
 
     def offset(self, number: int) -> int:
         """Where unit `number` begins, in device and in bounce memory."""
