@@ -138,10 +138,9 @@ class CpuRig(Rig):
         self.pinned, self.pageable = aligned(1 << 21), aligned(1 << 21)
         self.late.register(self.pinned)
         self.late.pageable(self.pageable)
-        self._none = LatePort(2, kernels=None)
+        self._none = LatePort(kernels=None, world=self.late.world)
         self._none.register(self.pinned)
         self._none.pageable(self.pageable)
-        self._none.world.engine = self.late.world.engine  # one engine in front of both
         measure._SCRATCH_BYTES = 300
 
     def copies(self, way: str | None = None, *, kernels: bool = True, **options: int) -> Copies:

@@ -286,7 +286,8 @@ class LatePort:
     """A port (see pagoda.transfer.ports) whose device is CPU memory and whose lanes are late. Thread-safe.
 
     `kernels`: "plain", None, or a mover; `shift`: how far registered memory's place is from its address;
-    `host`: whether `host_memory` is given. `check()` after each call says what was wrong.
+    `host`: whether `host_memory` is given; `world`: that of another port to the same device. After each call `check()`
+    says what was wrong.
     """
 
     def __init__(
@@ -297,9 +298,10 @@ class LatePort:
         shift: int = SHIFT,
         host: bool = True,
         eager: float | None = None,
+        world: World | None = None,
     ) -> None:
         self.device = torch.device("cpu")
-        self.world = World(seed, eager)
+        self.world = world or World(seed, eager)
         self._shift, self._host = shift, host
         self._rooms: list[_Room] = []
         self._held: list[object] = []
@@ -414,7 +416,8 @@ class LatePort:
         for room in self._rooms:
             if room.begin <= address and address + nbytes <= room.end:
                 return room.kind
-        return "unknown"
+        over = [room for room in self._rooms if room.begin < address + nbytes and address < room.end]
+        return "in part something else" if over else "pageable"
 
     def _new(self, nbytes: int, kind: str) -> torch.Tensor:
         # pages of its own, as a device's memory has: what begins anywhere would never be moved in words
