@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple, Protocol
+from weakref import ref
 
 import numpy as np
 import numpy.typing as npt
@@ -228,6 +229,13 @@ def _runs(
                 yield device, own_place, nbytes
 
 
+class _Sent:
+    """A table on the device: there once `home` has come to it, and memory that `home` gives away when this goes."""
+
+    def __init__(self, inner: object, there: list[bool], home: LateLane) -> None:
+        self.inner, self.there, self.home = inner, there, home
+
+
 class LateKernels:
     """Kernels whose launches are done later, on the lane that was current. What they were given has to live as long."""
 
@@ -238,9 +246,11 @@ class LateKernels:
         self.fail_late_at: int | None = None
 
     def send(self, table: RunTable) -> object:
-        sent, there = self._inner.send(table), [False]
-        self._world.current().launch(lambda: there.__setitem__(0, True))
-        return sent, there
+        lane = self._world.current()
+        sent = _Sent(self._inner.send(table), [False], lane)
+        there = sent.there
+        lane.launch(lambda: there.__setitem__(0, True))
+        return sent
 
     def warm(self) -> None:
         """There is nothing to compile."""
@@ -252,8 +262,8 @@ class LateKernels:
         self._launch("scatter", self._inner.scatter, table, args)
 
     def _launch(self, name: str, call: Callable[..., None], table: object, args: Sequence[object]) -> None:
-        assert isinstance(table, tuple)
-        sent, there = table
+        assert isinstance(table, _Sent)
+        inner, there, home, alive = table.inner, table.there, table.home, ref(table)
         self.launches += 1
         if self.fail_at is not None and self.launches >= self.fail_at:
             raise Failure(f"launch {self.launches}")
@@ -266,12 +276,14 @@ class LateKernels:
                 raise Failure(f"launch {number}, late")
             if not there[0]:
                 self._world.wrong.append(f"{name}: the table was not there yet")
+            if home is not lane and alive() is None:
+                self._world.wrong.append(f"{name}: the table was let go of before it ran")
             for one in held:
                 # memory that was let go of is given away at once, but only to what comes later on its own lane
                 at_home = self._homes.get(one.untyped_storage().data_ptr()) is lane
                 if not at_home and _owners(one) <= 2:
                     self._world.wrong.append(f"{name}: ids or places were let go of before it ran")
-            call(sent, *held, *rest)
+            call(inner, *held, *rest)
 
         lane.launch(do)
 
@@ -303,6 +315,7 @@ class LatePort:
         self.device = torch.device("cpu")
         self.world = world or World(seed, eager)
         self._shift, self._host = shift, host
+        self._inside = threading.local()
         self._rooms: list[_Room] = []
         self._held: list[object] = []
         self._homes: dict[int, LateLane] = {}  # of memory that was sent: the lane that it was taken on
@@ -367,8 +380,20 @@ class LatePort:
         """Bytes of the host that the device sees under the same address."""
         return self._new(nbytes, "pinned") if self._host else None
 
+    @contextmanager
+    def crossing(self) -> Iterator[None]:
+        """Around a call: only in here memory is sure to stay registered."""
+        before = getattr(self._inside, "calls", 0)
+        self._inside.calls = before + 1
+        try:
+            yield
+        finally:
+            self._inside.calls = before
+
     def place_of(self, address: int, nbytes: int) -> int | None:
         """The device's number for registered host memory."""
+        if not getattr(self._inside, "calls", 0):
+            self.world.wrong.append("place_of: outside of a crossing")
         known = self._kind(address, nbytes) == "registered"
         return address + self._shift if known else None
 

@@ -301,8 +301,9 @@ def test_what_failed_on_the_device_is_raised(way: str | None, direction: str, sl
         assert port.idle()
 
 
+@pytest.mark.parametrize("prepared", [False, True])
 @pytest.mark.parametrize("kernels", ["plain", None])
-def test_what_was_taken_is_what_was_there(kernels: str | None) -> None:
+def test_what_was_taken_is_what_was_there(kernels: str | None, prepared: bool) -> None:
     """The engine writes to the blocks, and lets go of everything, before anything of it has happened."""
     for seed in range(12):
         it = scene(seed, skipped=0, twice=True)
@@ -310,8 +311,12 @@ def test_what_was_taken_is_what_was_there(kernels: str | None) -> None:
         copies = Copies(port, staging_bytes=200)
         real, it.memory[:], it.room[:] = it.memory.copy(), 0xEE, POISON
         port.current().launch(partial(np.copyto, it.memory, real))
-        staging, taken = copies.take(replace(it.table), it.ids)
+        table = replace(it.table)
+        if prepared:
+            copies.prepare(table)
+        staging, taken = copies.take(table, it.ids)
         port.current().launch(partial(it.memory.fill, 0xDD))
+        del table
         gc.collect()
         taken.wait()
         begin, end = it.table.span(0, it.table.rows)
