@@ -22,6 +22,7 @@ __all__ = ["fastest"]
 log = logging.getLogger("pagoda.transfer")
 
 _SCRATCH_BYTES = 16 << 20  # a third of a millisecond on PCIe 5
+_MOST_CHUNKS = 64  # of tiny ones there would be a million, run by run
 _ROUNDS = 3
 _EQUAL = 1.03  # as fast as the fastest: then the way that takes less of the device's cores
 
@@ -36,7 +37,7 @@ def fastest(like: RunTable, port: Port, ways: Sequence[str], attempt: Try) -> st
     length, count = like.run_bytes, like.count
     rows = max(1, min(like.rows, _SCRATCH_BYTES // (length * count)))
     chunk_bytes = rows * count * length
-    chunks = max(1, _SCRATCH_BYTES // chunk_bytes)
+    chunks = max(1, min(_MOST_CHUNKS, _SCRATCH_BYTES // chunk_bytes))
     if (host := port.host_memory(chunks * chunk_bytes)) is None:
         return ways[1]
     device = _own_memory(port, 2 * chunk_bytes)
