@@ -83,7 +83,8 @@ class Rig:
             room = (self.pinned if registered else self.pageable)[begin : begin + layout.slot_bytes]
             assert len(room) == layout.slot_bytes, "the rig has too little host memory for this test"
             if fill is None:
-                room[:] = np.frombuffer(np.random.default_rng(number).bytes(room.size), np.uint8)
+                words = np.random.default_rng(number).integers(0, 2**64, room.size // 8, dtype=np.uint64)
+                room[:] = words.view(np.uint8)
             else:
                 room[:] = fill
             found.append(room)

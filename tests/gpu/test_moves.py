@@ -11,7 +11,7 @@ from tests.gpu.moves import Memory, check_load, check_store
 from tests.gpu.rig import KINDS, Rig
 
 ALL_WAYS = [*WAYS, None]
-DTYPES = ["bfloat16", "float16", "float8_e4m3fn", "uint8", "int8", "float32"]
+DTYPES = ["float16", "float8_e4m3fn", "uint8", "int8", "float32"]
 NAMES = list(BY_NAME)
 
 
@@ -28,11 +28,19 @@ def both(
     check_store(Memory.of(rig, form, size, dtype, seed + 3), narrow, kind, seed, odd)
 
 
+@pytest.mark.parametrize("way", ALL_WAYS)
+@pytest.mark.parametrize("name", NAMES)
+def test_as_large_as_they_are(rig: Rig, seed: int, name: str, way: str | None) -> None:
+    size, copies = TINY if rig.small else LLAMA_8B, rig.copies(way)
+    check_store(Memory.of(rig, BY_NAME[name], size, "bfloat16", seed), copies, "mixed", seed)
+    check_load(Memory.of(rig, BY_NAME[name], size, "bfloat16", seed + 1), copies, "mixed", seed)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", ALL_WAYS)
 @pytest.mark.parametrize("name", NAMES)
-def test_as_large_as_they_are(rig: Rig, seed: int, name: str, way: str | None, kind: str) -> None:
-    both(rig, name, TINY if rig.small else LLAMA_8B, "bfloat16", way, kind, seed)
+def test_kinds_of_slots(rig: Rig, seed: int, name: str, way: str | None, kind: str) -> None:
+    both(rig, name, TINY if rig.small else SHORT, "bfloat16", way, kind, seed)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -43,8 +51,8 @@ def test_dtypes(rig: Rig, seed: int, name: str, way: str | None, dtype: str) -> 
 
 
 @pytest.mark.parametrize("size", [ODD, ONE_TOKEN], ids=["odd", "one token"])
-@pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32"])
-@pytest.mark.parametrize("odd", [0, 1, 4])
+@pytest.mark.parametrize("dtype", ["uint8", "float32"])
+@pytest.mark.parametrize("odd", [0, 1])
 @pytest.mark.parametrize("way", ALL_WAYS)
 def test_odd_sizes_and_places(rig: Rig, seed: int, way: str | None, odd: int, dtype: str, size: Size) -> None:
     for form in FORMS:
