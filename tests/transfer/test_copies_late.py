@@ -19,6 +19,7 @@ from pagoda.transfer import measure
 from pagoda.transfer.cuda import WAYS, Copies
 from pagoda.transfer.gate import LayerGate
 from pagoda.transfer.runs import RunTable
+from tests.transfer.kernels_kit import interpreted
 from tests.transfer.late_port import Failure, LatePort
 
 POISON = 0xA5
@@ -299,6 +300,19 @@ def test_what_failed_on_the_device_is_raised(way: str | None, direction: str, sl
             with pytest.raises(Failure):
                 (copies.down if direction == "down" else copies.up)(it.table, it.ids, it.slots, None)
         assert port.idle()
+
+
+@pytest.mark.parametrize("way", ["direct", "staged"])
+@pytest.mark.parametrize("direction", BOTH)
+@pytest.mark.parametrize("slots", SLOTS)
+def test_with_the_real_kernels(way: str, direction: str, slots: str) -> None:
+    """Those of the project, in Triton's interpreter; a place is then an address."""
+    for seed in range(2):
+        it = scene(
+            seed, grain=4 + 4 * seed, group=1 + seed, outermost=seed == 0, skipped=0.3 * (direction == "up")
+        )
+        port = port_of(it, slots, seed, kernels=interpreted(), shift=0)
+        MOVES[direction](Copies(port, way=way, staging_bytes=500), port, it)
 
 
 @pytest.mark.parametrize("prepared", [False, True])
