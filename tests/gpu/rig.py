@@ -83,7 +83,7 @@ class Rig:
             room = (self.pinned if registered else self.pageable)[begin : begin + layout.slot_bytes]
             assert len(room) == layout.slot_bytes, "the rig has too little host memory for this test"
             if fill is None:
-                words = np.random.default_rng(number).integers(0, 2**64, room.size // 8, dtype=np.uint64)
+                words = np.random.default_rng().integers(0, 2**64, room.size // 8, dtype=np.uint64)
                 room[:] = words.view(np.uint8)
             else:
                 room[:] = fill

@@ -13,6 +13,7 @@ import torch
 from tests.gpu.rig import Rig
 
 CHUNK, NEW = 16, 32
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -85,7 +86,7 @@ def test_the_paged_engine(rig: Rig) -> None:
     """Blocks on the device, few of them, and little host memory: all storeys are used, and each answer is compared."""
     pytest.importorskip("transformers", reason="transformers cannot be imported: pip install transformers")
     command = [sys.executable, "-m", "examples.paged_engine", "--verify", "--device", rig.device.type]
-    done = subprocess.run(command, check=False, timeout=280, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, check=False, timeout=280, capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     assert "identical" in done.stdout and "different: 0" in done.stdout
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from tests.gpu.rig import POISON, Rig
 
 ALL_WAYS = [*WAYS, None]
 OUT_OF_MEMORY = 2
+ROOT = Path(__file__).parents[2]
 
 
 class Sparing(Driver):
@@ -121,6 +123,6 @@ def test_no_pinned_memory_for_a_bounce_buffer(
 def test_without_triton(seed: int) -> None:
     """In a process that has none."""
     command = [sys.executable, "-m", "tests.gpu.without_triton", str(seed)]
-    done = subprocess.run(command, check=False, timeout=280, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, check=False, timeout=280, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "right without Triton" in done.stdout
