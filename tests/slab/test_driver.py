@@ -126,3 +126,20 @@ def test_a_child_of_a_process_that_had_not_begun_may_begin(stub: Stub) -> None:
 def test_it_needs_no_torch() -> None:
     code = "import sys, pagoda.slab.pinned; assert not {'torch', 'triton'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_streams_are_our_own(stub: Stub) -> None:
+    driver = stub.begin()
+    driver.use(0)
+    streams = [driver.stream() for _ in range(100)]
+    assert len(set(streams)) == 100 and 0 not in streams
+
+
+def test_captures_of_other_threads_are_let_be_and_the_mode_comes_back(stub: Stub) -> None:
+    driver = stub.begin()
+    with pytest.raises(KeyError), driver.beside_captures():
+        assert stub.library.stub_capture_mode() == 2
+        with driver.beside_captures():
+            assert stub.library.stub_capture_mode() == 2
+        raise KeyError
+    assert stub.library.stub_capture_mode() == 0

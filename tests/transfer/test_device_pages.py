@@ -14,7 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagoda.transfer import PagesKV, merged
+from pagoda.transfer.cuda import Copies
 from pagoda.transfer.device_pages import DevicePagesKV
+from tests.transfer.late_port import LatePort
 from tests.transfer.pages_kit import (
     BLOCK_TOKENS,
     BLOCKS,
@@ -30,7 +32,7 @@ from tests.transfer.pages_kit import (
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
-def device_kv(case: Case, wholes: list[torch.Tensor]) -> DevicePagesKV:
+def device_kv(case: Case, wholes: list[torch.Tensor], copies: Copies | None = None) -> DevicePagesKV:
     """The transfer over planes that lie at the front of the rows of `wholes`."""
     return DevicePagesKV(
         [whole[:, :page] for whole, page in zip(wholes, case.pages, strict=True)],
@@ -39,6 +41,7 @@ def device_kv(case: Case, wholes: list[torch.Tensor]) -> DevicePagesKV:
         block_table=case.table,
         part=case.part,
         parts=case.parts,
+        copies=copies,
     )
 
 
@@ -213,3 +216,27 @@ def test_what_does_not_fit_is_named() -> None:
 def test_torch_is_imported_when_it_is_needed() -> None:
     script = "import sys, pagoda.transfer.device_pages, pagoda.transfer; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_snapshot_is_awaited_before_it_is_copied_out(seed: int) -> None:
+    """On a device that does nothing before it has to, and behind what the engine had launched when it was made."""
+    case = case_of([64, 32], [7, 3, 15, 0])
+    source = case.planes(1)
+    wholes = [torch.zeros_like(torch.from_numpy(plane.whole)) for plane in source]
+    port = LatePort(seed)
+    port.device_memory(*wholes)
+    slots = [poisoned(case.layout) for _ in case.starts]
+    port.register(*slots)
+
+    def computed() -> None:
+        for whole, plane in zip(wholes, source, strict=True):
+            whole.copy_(torch.from_numpy(plane.whole))
+
+    port.current().launch(computed)
+    kv = device_kv(case, wholes, Copies(port, way="direct"))
+    snapshot = kv.snapshot(case.starts)
+    port.current().launch(lambda: [whole.zero_() for whole in wholes])
+    snapshot.to_slots(slots)
+    want = [expected_slot(case, [plane.view for plane in source], start) for start in case.starts]
+    assert [slot.tobytes() for slot in slots] == want

@@ -41,6 +41,7 @@ class Watched:
             )
         self.layout = layout
         self.device_index: int | None = getattr(kv, "device_index", None)  # None: in a CPU's memory
+        self.at_once: bool = getattr(kv, "at_once", False)  # chunks of the host tier are to come in one call
         self._kv = kv
 
     def to_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:

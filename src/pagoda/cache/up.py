@@ -124,7 +124,9 @@ class Run:
             deadline_seconds=self._deadline.remaining(),
         )
         self.hint, first = match.reason, self.done
-        step = max(1, _COPY_BYTES // self._storeys.host.slot_bytes)
+        # in windows, the first layer of a load that is waited for layer by layer would be whole with the last of them
+        at_once = getattr(self._kv, "at_once", False)
+        step = max(1, len(match.slots) if at_once else _COPY_BYTES // self._storeys.host.slot_bytes)
         for i in range(0, len(match.slots), step):
             if self.reason is None:
                 self._copy_host(match.slots[i : i + step], match.generations[i : i + step])

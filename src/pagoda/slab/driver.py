@@ -9,12 +9,16 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 __all__ = ["GONE", "Driver", "DriverError"]
 
 LIBRARY = "libcuda.so.1"
 _PORTABLE, _DEVICEMAP = 1, 2
 _INVALID_CONTEXT = 201
+_NON_BLOCKING = 1  # a stream that does not wait for stream 0
+_RELAXED = 2
 # The driver has shut down, or never had it: there is nothing left that could be unregistered.
 GONE = frozenset({4, 713})  # CUDA_ERROR_DEINITIALIZED, CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED
 
@@ -31,6 +35,9 @@ _SIGNATURES = {
     "cuMemHostGetDevicePointer_v2": [ctypes.POINTER(_Address), _Handle, ctypes.c_uint],
     "cuMemHostUnregister": [_Handle],
     "cuMemcpyAsync": [_Address, _Address, _Size, _Handle],
+    "cuCtxGetStreamPriorityRange": [ctypes.POINTER(_Number), ctypes.POINTER(_Number)],
+    "cuStreamCreateWithPriority": [ctypes.POINTER(_Handle), ctypes.c_uint, _Number],
+    "cuThreadExchangeStreamCaptureMode": [ctypes.POINTER(_Number)],
     "cuGetErrorName": [_Number, ctypes.POINTER(ctypes.c_char_p)],
 }
 _begun: dict[str, tuple[int, Driver | None]] = {}  # library -> who called its cuInit, and what came of it
@@ -129,6 +136,34 @@ class Driver:
         code = self._copy(to, source, nbytes, stream)
         if code:
             self._done("cuMemcpyAsync", code)
+
+    def stream(self) -> int:
+        """Make a stream of the context's highest priority, for the life of the process. Raises DriverError.
+
+        Torch's own come from a pool of 32 that it hands out in turn, so one of them may be an engine's, too.
+        """
+        self._check_process("cuStreamCreate")
+        least, greatest, stream = _Number(), _Number(), _Handle()
+        code = self._library.cuCtxGetStreamPriorityRange(ctypes.byref(least), ctypes.byref(greatest))
+        self._done("cuCtxGetStreamPriorityRange", code)
+        code = self._library.cuStreamCreateWithPriority(ctypes.byref(stream), _NON_BLOCKING, greatest)
+        self._done("cuStreamCreateWithPriority", code)
+        return stream.value or 0
+
+    @contextmanager
+    def beside_captures(self) -> Iterator[None]:
+        """What this thread does in here spoils no CUDA graph that another thread is capturing. Raises DriverError.
+
+        Without it a capture in the mode that is torch's default fails when any thread allocates, registers or waits.
+        """
+        self._check_process("cuThreadExchangeStreamCaptureMode")
+        mode = _Number(_RELAXED)
+        exchange = self._library.cuThreadExchangeStreamCaptureMode
+        self._done("cuThreadExchangeStreamCaptureMode", exchange(ctypes.byref(mode)))
+        try:
+            yield
+        finally:
+            exchange(ctypes.byref(mode))
 
     def _check_process(self, call: str) -> None:
         if self._forked:

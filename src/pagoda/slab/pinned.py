@@ -167,7 +167,8 @@ class Pinned:
             address, nbytes = self._base + begin, min(self._piece_bytes, self._total_bytes - begin)
             populate(address, nbytes)  # the driver would do it slowly, and under its lock
             huge_pages(address, nbytes)  # afterwards its pages cannot move
-            place = self._driver.register(address, nbytes)
+            with self._driver.beside_captures():
+                place = self._driver.register(address, nbytes)
             self._registered.append(address)
             _places.add(address, nbytes, place)
             self.nbytes += nbytes
@@ -191,7 +192,8 @@ class Pinned:
             return self._keep("a copy did not end")
         for address in self._registered:
             try:
-                self._driver.unregister(address)
+                with self._driver.beside_captures():
+                    self._driver.unregister(address)
             except DriverError as error:
                 if error.code not in GONE:
                     return self._keep(str(error))

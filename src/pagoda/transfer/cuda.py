@@ -20,7 +20,6 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from pagoda.slab.pinned import copying
 from pagoda.transfer.base import Bytes
 from pagoda.transfer.gate import LayerGate
 from pagoda.transfer.measure import fastest
@@ -32,7 +31,7 @@ from pagoda.transfer.runs import RunTable
 if TYPE_CHECKING:
     import torch
 
-    from pagoda.transfer.kernels import Kernels, SentTable
+    from pagoda.transfer.kernels import SentTable
 
 __all__ = ["WAYS", "Copies", "Way", "copies_of"]
 
@@ -98,7 +97,9 @@ class Copies:
         else:
             word = _word_bytes(table, places)
 
-            def gather() -> None:  # nobody waits: what it needs is this stream's own, freed in its order
+            def gather() -> None:
+                # Nobody waits, and the table may be dropped before this runs: so it is sent anew, and what the kernel
+                # needs is this stream's own, which is given away in its order.
                 sent = kernels.send(table)
                 kernels.gather(sent, self.port.send(ids), self.port.send(places), 0, table.rows, word)
 
@@ -106,9 +107,14 @@ class Copies:
         return staging.view(len(ids), size), lane.mark()
 
     def prepare(self, table: RunTable) -> None:
-        """Compile and measure for such a table now, so that no call has to. Changes nothing else."""
+        """Compile, measure and send for this table now, so that no call has to. Changes nothing else."""
         for down in (True, False):
             self.way_of(table, down)
+        if (kernels := self.port.kernels) is not None and table not in self._sent:
+            there: list[SentTable] = []
+            with self.port.crossing(), self._crossing() as crossing:
+                crossing.lanes[0].run(lambda: there.append(kernels.send(table)))
+            self._sent[table] = there[0]
 
     def way_of(self, table: RunTable, down: bool) -> str:
         """Return the way that registered slots of such a table go; measures if it is the first of its kind."""
@@ -133,7 +139,7 @@ class Copies:
         if not len(slots):
             return
         way = self.way_of(trip.table, trip.down)
-        with copying():
+        with self.port.crossing():
             self._across(way, trip, ids, slots)
 
     def _across(self, way: str, trip: Trip, ids: Ids, slots: Sequence[Bytes]) -> None:
@@ -160,9 +166,8 @@ class Copies:
     def _runs(self, crossing: Crossing, trip: Trip, chunks: Chunks) -> None:
         lane = crossing.lanes[0]
         lane.after(trip.after)
-        hosts = chunks._replace(places=np.array([address_of(slot) for slot in chunks.slots], dtype=np.int64))
         for layer, begin, end in trip.ranges():
-            lane.run(partial(self._copy_runs, trip, hosts, lane, begin, end))
+            lane.run(partial(self._copy_runs, trip, chunks, lane, begin, end))
             trip.passed(layer, len(chunks.slots), lane.mark())
 
     def _bounced(self, crossing: Crossing, trip: Trip, chunks: Chunks) -> None:
@@ -216,25 +221,21 @@ class Copies:
         """Send ids and places; return what launches the kernel for some rows of some chunks."""
         kernels = self.port.kernels
         assert kernels is not None
-        sent, word = self._table_on(trip.table, kernels), _word_bytes(trip.table, places)
+        table, word = self._sent.get(trip.table), _word_bytes(trip.table, places)
+        tables: list[SentTable] = []
         there: list[torch.Tensor] = []
-        lane.run(lambda: there.extend((self.port.send(ids), self.port.send(places))))
+
+        def send() -> None:
+            tables.append(kernels.send(trip.table) if table is None else table)
+            there.extend((self.port.send(ids), self.port.send(places)))
+
+        lane.run(send)
         move = kernels.gather if trip.down else kernels.scatter
 
         def launch(begin: int, end: int, which: slice, where: slice) -> None:
-            move(sent, there[0][which], there[1][where], begin, end, word)
+            move(tables[0], there[0][which], there[1][where], begin, end, word)
 
         return launch
-
-    def _table_on(self, table: RunTable, kernels: Kernels) -> SentTable:
-        """Return the table as the device has it; waits for its way there, once a table."""
-        if (sent := self._sent.get(table)) is None:
-            there: list[SentTable] = []
-            (lane,) = self.port.lanes(1)
-            lane.run(lambda: there.append(kernels.send(table)))
-            lane.mark().wait()
-            sent = self._sent[table] = there[0]
-        return sent
 
     @contextmanager
     def _crossing(self) -> Iterator[Crossing]:

@@ -61,6 +61,9 @@ class DevicePagesKV:
         copies.prepare(table)
         self._beside = Beside(copies, table, planes, gate)
         self.layout = layout
+        self.at_once = (
+            gate is not None
+        )  # somebody waits layer by layer: all chunks are best loaded by one call
         self.num_tokens = self._places.num_tokens
 
     def with_table(self, block_table: Sequence[int]) -> DevicePagesKV:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
 
@@ -92,6 +93,10 @@ class Port(Protocol):
         """Return where the device sees a piece of host memory; None if it is not registered."""
         ...
 
+    def crossing(self) -> AbstractContextManager[None]:
+        """Around a whole call, on its thread: places stay what they are, and nobody else's work is disturbed."""
+        ...
+
 
 class CudaPort:
     """An NVIDIA GPU, by torch's streams and the driver's copies. Thread-safe; not for a forked child."""
@@ -126,7 +131,9 @@ class CudaPort:
     def lanes(self, number: int) -> list[Lane]:
         import torch
 
-        streams = [torch.cuda.Stream(self.device) for _ in range(number)]  # type: ignore[no-untyped-call]
+        self._driver.use(self.device.index)
+        handles = [self._driver.stream() for _ in range(number)]
+        streams = [torch.cuda.ExternalStream(handle, self.device) for handle in handles]  # type: ignore[no-untyped-call]
         return [_CudaLane(stream, self._driver) for stream in streams]
 
     def send(self, numbers: Ids) -> torch.Tensor:
@@ -153,6 +160,11 @@ class CudaPort:
 
     def place_of(self, address: int, nbytes: int) -> int | None:
         return pinned.place_of(address, nbytes)
+
+    @contextmanager
+    def crossing(self) -> Iterator[None]:
+        with pinned.copying(), self._driver.beside_captures():
+            yield
 
     def _current(self) -> torch.cuda.Stream:
         import torch
@@ -203,12 +215,18 @@ def _event(stream: torch.cuda.Stream) -> _CudaMark:
 
 @lru_cache(maxsize=64)
 def _kernels(device: torch.device, programs: int) -> Kernels | None:
+    """Return the kernels of a device, compiled; None, with a line in the log, where they cannot be had."""
     try:
         from pagoda.transfer.kernels import Kernels
-    except ImportError as trouble:
-        log.warning("without Triton KV is copied run by run: pip install triton (%s)", trouble)
+
+        kernels = Kernels(device, programs)
+        kernels.warm()
+    except Exception as trouble:  # noqa: BLE001  # a border: Triton needs a C compiler, a driver that it knows, ...
+        log.warning(
+            "without Triton KV is copied run by run, more slowly: %s: %s", type(trouble).__name__, trouble
+        )
         return None
-    return Kernels(device, programs)
+    return kernels
 
 
 class CpuPort:
@@ -250,6 +268,9 @@ class CpuPort:
 
     def place_of(self, address: int, nbytes: int) -> int | None:
         return address
+
+    def crossing(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 class _Now:

@@ -192,12 +192,11 @@ class Flow:
         begin, end = self._trip.table.span(unit.begin, unit.end)
         size, here = end - begin, self._ring.address + self._ring.offset(number)
         if self._bounce is not None:
-            pairs = [
-                (here, address_of(self._bounce) + self._ring.offset(number), (unit.last - unit.first) * size)
-            ]
+            at = address_of(self._bounce) + self._ring.offset(number)
+            pairs = [(here, at, (unit.last - unit.first) * size)]
         else:
-            slots = self._chunks.slots[unit.first : unit.last]
-            pairs = [(here + i * size, address_of(slot) + begin, size) for i, slot in enumerate(slots)]
+            places = self._chunks.places[unit.first : unit.last].tolist()
+            pairs = [(here + i * size, place + begin, size) for i, place in enumerate(places)]
         for device, host, nbytes in pairs:
             to, source = (host, device) if self._trip.down else (device, host)
             self._port.copy(to, source, nbytes, self._copies)
