@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -238,3 +239,42 @@ def test_a_layer_can_be_used_when_it_was_waited_for(
     for got, planes in zip(seen, want, strict=True):
         for one, plane in zip(got, planes, strict=True):
             assert torch.equal(one, plane)
+
+
+@pytest.mark.parametrize("way", ALL_WAYS)
+def test_while_a_graph_is_captured(rig: Rig, seed: int, way: str | None) -> None:
+    """Another thread's transfers, the first of them with all that is made at first, spoil no capture."""
+    if rig.small:
+        pytest.skip("there are no graphs on a CPU")
+    memory = Memory.of(rig, BY_NAME["pages"], short(rig), "bfloat16", seed)
+    copies, starts = rig.copies(way), memory.starts(seed)
+    slots = rig.slots(memory.layout, len(starts), "mixed")
+    x = torch.arange(1 << 20, dtype=torch.int32, device=rig.device)
+    captured, running = threading.Event(), threading.Event()
+    want = {start: memory.chunk(start).view(torch.uint8).cpu().numpy() for start in starts}
+
+    def transfers() -> int:
+        rounds = 0
+        while not captured.is_set() or not rounds:
+            running.set()
+            kv = memory.kv(copies)
+            kv.to_slots(starts, slots)
+            kv.from_slots(starts, slots)
+            rounds += 1
+        return rounds
+
+    with ThreadPoolExecutor(1) as thread:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            done = thread.submit(transfers)
+            assert running.wait(60)
+            for number in range(50):
+                x.add_(number)
+                time.sleep(0.005)
+        captured.set()
+        assert done.result(60) >= 1
+    graph.replay()
+    rig.finish()
+    assert torch.equal(x, torch.arange(1 << 20, dtype=torch.int32, device=rig.device) + sum(range(50)))
+    for start, slot in zip(starts, slots, strict=True):
+        assert np.array_equal(slot[: memory.layout.chunk_bytes], want[start])
