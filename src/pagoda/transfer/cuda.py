@@ -108,13 +108,14 @@ class Copies:
 
     def prepare(self, table: RunTable) -> None:
         """Compile, measure and send for this table now, so that no call has to. Changes nothing else."""
-        for down in (True, False):
-            self.way_of(table, down)
-        if (kernels := self.port.kernels) is not None and table not in self._sent:
-            there: list[SentTable] = []
-            with self.port.crossing(), self._crossing() as crossing:
-                crossing.lanes[0].run(lambda: there.append(kernels.send(table)))
-            self._sent[table] = there[0]
+        with self.port.crossing():
+            for down in (True, False):
+                self.way_of(table, down)
+            if (kernels := self.port.kernels) is not None and table not in self._sent:
+                there: list[SentTable] = []
+                with self._crossing() as crossing:
+                    crossing.lanes[0].run(lambda: there.append(kernels.send(table)))
+                self._sent[table] = there[0]
 
     def way_of(self, table: RunTable, down: bool) -> str:
         """Return the way that registered slots of such a table go; measures if it is the first of its kind."""
@@ -124,7 +125,8 @@ class Copies:
         if kind not in self._fastest and self._lock.acquire(timeout=_PATIENCE_SECONDS):
             try:
                 if kind not in self._fastest:
-                    self._fastest[kind] = fastest(table, self.port, WAYS, partial(self._try, down))
+                    with self.port.crossing():
+                        self._fastest[kind] = fastest(table, self.port, WAYS, partial(self._try, down))
             finally:
                 self._lock.release()
         return self._fastest.get(kind, "staged")
@@ -138,11 +140,11 @@ class Copies:
     def _go(self, trip: Trip, ids: Ids, slots: Sequence[Bytes]) -> None:
         if not len(slots):
             return
-        way = self.way_of(trip.table, trip.down)
         with self.port.crossing():
-            self._across(way, trip, ids, slots)
+            self._across(trip, ids, slots)
 
-    def _across(self, way: str, trip: Trip, ids: Ids, slots: Sequence[Bytes]) -> None:
+    def _across(self, trip: Trip, ids: Ids, slots: Sequence[Bytes]) -> None:
+        way = self.way_of(trip.table, trip.down)
         begin, end = trip.table.span(0, trip.table.rows)
         found = [self.port.place_of(address_of(slot) + begin, end - begin) for slot in slots]
         places = np.array([0 if place is None else place - begin for place in found], dtype=np.int64)
