@@ -7,6 +7,7 @@ imported the same code runs on CPU tensors.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TypedDict
@@ -139,7 +140,9 @@ class Kernels:
         numbers = np.stack(columns, axis=1)
         lines = torch.from_numpy(numbers)
         if self._device.type == "cuda":
-            lines = lines.pin_memory().to(self._device, non_blocking=True)
+            with suppress(RuntimeError):  # where the machine refuses pinned memory this waits
+                lines = lines.pin_memory()
+            lines = lines.to(self._device, non_blocking=True)
         word_bytes = int(np.gcd.reduce(numbers, axis=None, initial=16))
         return SentTable(lines, table.nbytes, int(table.count), int(table.group), word_bytes)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
 
@@ -139,7 +139,10 @@ class CudaPort:
     def send(self, numbers: Ids) -> torch.Tensor:
         import torch
 
-        return torch.from_numpy(numbers).pin_memory().to(self.device, non_blocking=True)
+        sent = torch.from_numpy(numbers)
+        with suppress(RuntimeError):  # where the machine refuses pinned memory this waits
+            sent = sent.pin_memory()
+        return sent.to(self.device, non_blocking=True)
 
     def copy(self, to: int, source: int, nbytes: int, lane: Lane) -> None:
         self._driver.copy(to, source, nbytes, lane.handle)
