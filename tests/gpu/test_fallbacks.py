@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +43,9 @@ class Sparing(Driver):
     def unregister(self, address: int) -> None:
         if self._inner is not None:
             self._inner.unregister(address)
+
+    def beside_captures(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._inner is None else self._inner.beside_captures()
 
 
 def held(rig: Rig, array: np.ndarray, pieces: int, piece_bytes: int) -> Pinned:
