@@ -46,7 +46,7 @@ def test_a_device_that_is_not_there_is_named(device: str) -> None:
 def test_other_devices_are_refused() -> None:
     layout = KVLayout.dense(1, 1, 4, "float32", 4)
     planes = [[torch.empty(1, 8, 4, device="meta")] * 2]
-    with pytest.raises(ValueError, match="KV lies on meta: only CUDA, ROCm and CPU memory"):
+    with pytest.raises(ValueError, match="KV lies on meta: only NVIDIA GPUs and CPU memory"):
         DenseKV(planes, layout)
     mixed = [[torch.empty(1, 8, 4), torch.empty(1, 8, 4, device="meta")]]
     with pytest.raises(ValueError, match=r"layers\[0\]\[1\] lies on meta: it has to be on cpu"):

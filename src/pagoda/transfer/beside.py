@@ -80,5 +80,5 @@ def copies_for(device: torch.device | None) -> Copies | None:
     if device is None:
         return None
     if device.type != "cuda":
-        raise ValueError(f"KV lies on {device}: only CUDA, ROCm and CPU memory can be copied")
+        raise ValueError(f"KV lies on {device}: only NVIDIA GPUs and CPU memory can be copied")
     return copies_of(device)

@@ -24,7 +24,7 @@ __all__ = ["DevicePagesKV", "Snapshot"]
 
 
 class DevicePagesKV:
-    """The KV of one sequence in planes of pages on a CUDA (or ROCm) device, or in CPU memory; else as `PagesKV`.
+    """The KV of one sequence in planes of pages on a CUDA device, or in CPU memory; else as `PagesKV`.
 
     Pages are copied by `copies`, or the device's own copy engine, on streams beside the engine's, behind all that the
     engine had launched on the stream that was current where and when this object was made; each call returns when its
