@@ -324,11 +324,12 @@ def test_what_was_taken_is_what_was_there(kernels: str | None, prepared: bool) -
         port = port_of(it, seed=seed, kernels=kernels)
         copies = Copies(port, staging_bytes=200)
         real, it.memory[:], it.room[:] = it.memory.copy(), 0xEE, POISON
-        port.current().launch(partial(np.copyto, it.memory, real))
+        (producer,) = port.lanes(1)  # another stream of the engine's
+        producer.launch(partial(np.copyto, it.memory, real))
         table = replace(it.table)
         if prepared:
             copies.prepare(table)
-        staging, taken = copies.take(table, it.ids)
+        staging, taken = copies.take(table, it.ids, producer.mark())
         port.current().launch(partial(it.memory.fill, 0xDD))
         del table
         gc.collect()
