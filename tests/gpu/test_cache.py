@@ -58,13 +58,13 @@ def test_a_slot_that_is_evicted_during_a_load_is_a_miss(shelf: Shelf, seed: int)
     """One thread loads, others store other prompts into the same few slots and clear: never wrong bytes."""
     seconds = 2.0 if shelf.rig.small else 10.0
     until, tokens, trouble = time.monotonic() + seconds, prompt(8, 1), list[BaseException]()
-    lengths = []
+    lengths, stop = list[int](), threading.Event()
 
     def others() -> None:
         random, planes = np.random.default_rng(seed), shelf.memory()
         table, number = list(range(8 * EACH)), 0
         try:
-            while time.monotonic() < until:
+            while not stop.is_set():
                 number += 1
                 own = tokens if number % 3 == 0 else prompt(8, int(random.integers(2, 10**6)))
                 shelf.compute(planes, table, own)
@@ -78,7 +78,7 @@ def test_a_slot_that_is_evicted_during_a_load_is_a_miss(shelf: Shelf, seed: int)
     thread.start()
     planes, table = shelf.memory(), list(range(64, 64 + 8 * EACH))
     try:
-        while time.monotonic() < until:
+        while time.monotonic() < until or (not any(lengths) and time.monotonic() < until + 60):
             for plane in planes:
                 plane.fill_(0xA5)
             hit = shelf.cache.retrieve(tokens, shelf.kv(planes, table))
@@ -86,6 +86,7 @@ def test_a_slot_that_is_evicted_during_a_load_is_a_miss(shelf: Shelf, seed: int)
             assert not wrong, f"chunks {wrong} of a hit of {hit.num_tokens} tokens are wrong"
             lengths.append(hit.num_tokens // CHUNK)
     finally:
+        stop.set()
         thread.join(60)
     if trouble:
         raise trouble[0]

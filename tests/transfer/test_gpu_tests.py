@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SOME = "(moves and dtypes and staged and float8) or (order and snapshot) or (order and usable) or tokens or twice"
+SOME = "(moves and dtypes and staged and float8) or snapshot or (layer and staged) or twice or evicted"
 
 
 def test_some_of_them() -> None:
