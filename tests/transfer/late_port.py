@@ -326,6 +326,7 @@ class LatePort:
         self.copied_bytes = 0
         self.fail_at: int | None = None
         self.fail_late_at: int | None = None
+        self.most_bytes: int | None = None  # of device memory at once
 
     # ---- what a port can do
 
@@ -372,6 +373,8 @@ class LatePort:
 
     def memory(self, nbytes: int) -> torch.Tensor:
         """Bytes of the device that the current lane still writes to: an allocator gives what another had on it."""
+        if self.most_bytes is not None and nbytes > self.most_bytes:
+            raise torch.OutOfMemoryError(f"{nbytes} bytes")
         room = self._new(nbytes, "device")
         self.world.current().launch(lambda: room.fill_(0xC3))
         return room

@@ -12,6 +12,7 @@ from weakref import ref
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -300,6 +301,28 @@ def test_what_failed_on_the_device_is_raised(way: str | None, direction: str, sl
             with pytest.raises(Failure):
                 (copies.down if direction == "down" else copies.up)(it.table, it.ids, it.slots, None)
         assert port.idle()
+
+
+@pytest.mark.parametrize("way", ALL_WAYS)
+@pytest.mark.parametrize("direction", BOTH)
+@pytest.mark.parametrize("slots", SLOTS)
+def test_a_device_that_has_little_memory_left(way: str | None, direction: str, slots: str) -> None:
+    """The ring is as large as it can be; with less than four rows what needs one raises, and the next call works."""
+    for seed in range(4):
+        it = scene(seed, skipped=0)
+        port = port_of(it, slots, seed)
+        port.most_bytes = 700
+        copies = Copies(port, way=way, staging_bytes=1 << 16)
+        MOVES[direction](copies, port, it)
+        copies, port.most_bytes = Copies(port, way=way, staging_bytes=1 << 16), 8
+        if slots == "registered" and way in ("direct", "runs", None):
+            MOVES[direction](copies, port, it)
+            continue
+        with pytest.raises(torch.OutOfMemoryError):
+            (copies.down if direction == "down" else copies.up)(it.table, it.ids, it.slots, None)
+        port.check()
+        port.most_bytes = None
+        MOVES[direction](copies, port, it)
 
 
 @pytest.mark.parametrize("way", ["direct", "staged"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -32,7 +33,8 @@ Try = Callable[[str, RunTable, Ids, list[Bytes]], None]
 def fastest(like: RunTable, port: Port, ways: Sequence[str], attempt: Try) -> str:
     """Return the fastest of `ways`, given from the one that uses most of the device's cores to the one that uses none.
 
-    Takes some tens of milliseconds, once it is compiled. Without pinned memory nothing is tried: the second way.
+    Takes some tens of milliseconds, once it is compiled. Nothing is tried without pinned memory: then it is the second
+    way; or without memory on the device: the first, which needs none.
     """
     length, count = like.run_bytes, like.count
     rows = max(1, min(like.rows, _SCRATCH_BYTES // (length * count)))
@@ -40,7 +42,11 @@ def fastest(like: RunTable, port: Port, ways: Sequence[str], attempt: Try) -> st
     chunks = max(1, min(_MOST_CHUNKS, _SCRATCH_BYTES // chunk_bytes))
     if (host := port.host_memory(chunks * chunk_bytes)) is None:
         return ways[1]
-    device = _own_memory(port, 2 * chunk_bytes)
+    try:
+        device = _own_memory(port, 2 * chunk_bytes)
+    except RuntimeError as trouble:  # torch.OutOfMemoryError is one
+        log.warning("%s has no memory left to measure with, %s is used: %s", port.device, ways[0], trouble)
+        return ways[0]
     slots = list(host.numpy().reshape(chunks, chunk_bytes))
     table = _scattered(device.data_ptr(), length, count, rows)
     ids: Ids = np.broadcast_to(np.arange(2 * count)[::-2], (chunks, count)).astype(np.int64)
@@ -80,6 +86,11 @@ def _scattered(address: int, length: int, count: int, rows: int) -> RunTable:
 
 
 def _seconds(attempt: Try, way: str, table: RunTable, ids: Ids, slots: list[Bytes]) -> float:
+    """How long a way takes; for ever if it cannot be gone."""
     began = time.perf_counter()
-    attempt(way, table, ids, slots)
+    try:
+        attempt(way, table, ids, slots)
+    except RuntimeError as trouble:
+        log.warning("%s cannot be used: %s", way, trouble)
+        return math.inf
     return time.perf_counter() - began

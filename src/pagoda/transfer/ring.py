@@ -6,6 +6,7 @@ bounce   | segment 0 | segment 1 | ...    the same in pinned host memory, for sl
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -77,6 +78,7 @@ class Crossing:
         self._port = port
         self._lanes: list[Lane] = []
         self._ring: torch.Tensor | None = None
+        self._most_bytes = sys.maxsize  # of a segment
         self._bounce: Bytes | None = None
 
     @property
@@ -86,17 +88,28 @@ class Crossing:
         return self._lanes
 
     def ring(self, staging_bytes: int, table: RunTable) -> Ring:
-        """Return a ring whose segments have room for any row of the table: of `staging_bytes` if that will do."""
-        segment_bytes = max(staging_bytes // _SEGMENTS, int((table.ends - table.offset).max()))
-        nbytes = _SEGMENTS * segment_bytes
-        if self._ring is None or self._ring.nbytes < nbytes:
+        """Return a ring whose segments have room for any row of the table: of `staging_bytes` if that will do.
+
+        Where the device has less memory left it is smaller, from then on. Raises torch's error without any.
+        """
+        least = int((table.ends - table.offset).max())
+        segment_bytes = max(min(staging_bytes // _SEGMENTS, self._most_bytes), least)
+        while self._ring is None or self._ring.nbytes < _SEGMENTS * segment_bytes:
             self._ring = None
-            made: list[torch.Tensor] = []
-            # on a lane of ours: what the allocator has there nobody else's work can still be using
-            self.lanes[0].run(lambda: made.append(self._port.memory(nbytes)))
-            self.settle()
-            self._ring = made[0]
+            try:
+                self._ring = self._memory(_SEGMENTS * segment_bytes)
+            except RuntimeError:  # torch.OutOfMemoryError is one
+                if segment_bytes == least:
+                    raise
+                self._most_bytes = segment_bytes = max(segment_bytes // 4, least)
         return Ring(self._ring.data_ptr(), segment_bytes, table)
+
+    def _memory(self, nbytes: int) -> torch.Tensor:
+        """Device memory of a lane of ours: what the allocator has there nobody else's work can still be using."""
+        made: list[torch.Tensor] = []
+        self.lanes[0].run(lambda: made.append(self._port.memory(nbytes)))
+        self.settle()
+        return made[0]
 
     def bounce(self, nbytes: int) -> Bytes:
         """Return pinned memory of so many bytes or more; where the machine has none to give, memory of any kind."""
