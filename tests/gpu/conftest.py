@@ -16,10 +16,8 @@ from tests.gpu.ready import missing, why_not
 if TYPE_CHECKING:
     from tests.gpu.rig import Rig
 
-if not why_not() and (command := missing()):
-    pytest.exit(f"the tests of the GPU need more than this Python has: {command}", returncode=3)
-
-collect_ignore_glob = ["test_[!d]*.py", "test_d[!e]*.py"] if why_not() else []  # all but test_device.py
+# all but test_device.py, which says why
+collect_ignore_glob = ["test_[!d]*.py", "test_d[!e]*.py"] if why_not() or missing() else []
 
 
 @pytest.fixture(scope="session")
