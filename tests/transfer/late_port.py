@@ -349,7 +349,8 @@ class LatePort:
     def send(self, numbers: npt.NDArray[np.int64]) -> torch.Tensor:
         """The numbers, on the device once the current lane has come to it; until then some that are wrong."""
         assert numbers.dtype == np.int64
-        sent, values = torch.full(numbers.shape, -(1 << 40)), torch.tensor(numbers)
+        values = torch.from_numpy(numbers).clone()  # strides and all, as torch sends them
+        sent = torch.full_like(values, -(1 << 40))
         self._homes[sent.untyped_storage().data_ptr()] = self.world.current()
         self.world.current().launch(lambda: sent.copy_(values))
         return sent

@@ -10,10 +10,12 @@ import torch
 
 from pagoda.layout import KVLayout
 from pagoda.transfer import DenseKV, PagedKV
+from pagoda.transfer.base import Bytes
 from pagoda.transfer.cuda import WAYS, Copies, copies_of
 from pagoda.transfer.gate import LayerGate
 from pagoda.transfer.measure import fastest
 from pagoda.transfer.pages import see_plane
+from pagoda.transfer.pools import Ids
 from pagoda.transfer.ports import CpuPort, CudaPort
 from pagoda.transfer.runs import RunTable, page_runs
 from tests.transfer.pages_kit import make_planes
@@ -79,6 +81,17 @@ def test_the_fastest_way_is_taken(best: str) -> None:
 
 def test_equally_fast_ways_leave_the_device_its_cores() -> None:
     assert fastest(table_of([64]), CpuPort(), WAYS, lambda *_: time.sleep(0.02)) == "runs"
+
+
+def test_what_is_measured_with_lies_as_kernels_want_it() -> None:
+    """`from_numpy`, `pin_memory` and `to` keep strides, and kernels refuse ids that are not contiguous."""
+    seen = []
+
+    def attempt(way: str, table: RunTable, ids: Ids, slots: list[Bytes]) -> None:
+        seen.append((way, ids.shape, ids.flags.c_contiguous, ids.dtype))
+
+    fastest(table_of([64], count=3), CpuPort(), WAYS, attempt)
+    assert set(seen) == {(way, (64, 3), True, np.dtype(np.int64)) for way in WAYS}
 
 
 def test_words_are_as_wide_as_everything_allows() -> None:

@@ -49,7 +49,7 @@ def fastest(like: RunTable, port: Port, ways: Sequence[str], attempt: Try) -> st
         return ways[0]
     slots = list(host.numpy().reshape(chunks, chunk_bytes))
     table = _scattered(device.data_ptr(), length, count, rows)
-    ids: Ids = np.broadcast_to(np.arange(2 * count)[::-2], (chunks, count)).astype(np.int64)
+    ids: Ids = np.tile(np.arange(2 * count, dtype=np.int64)[::-2], (chunks, 1))
     seconds = {}
     for way in ways:
         tries = [_seconds(attempt, way, table, ids, slots) for _ in range(1 + _ROUNDS)]

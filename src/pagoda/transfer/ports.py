@@ -139,7 +139,7 @@ class CudaPort:
     def send(self, numbers: Ids) -> torch.Tensor:
         import torch
 
-        sent = torch.from_numpy(numbers)
+        sent = torch.from_numpy(np.ascontiguousarray(numbers))  # else its strides would go there, too
         with suppress(RuntimeError):  # where the machine refuses pinned memory this waits
             sent = sent.pin_memory()
         return sent.to(self.device, non_blocking=True)
