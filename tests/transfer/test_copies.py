@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
 import torch
 
 from pagoda.layout import KVLayout
+from pagoda.slab.driver import Driver
 from pagoda.transfer import DenseKV, PagedKV
 from pagoda.transfer.base import Bytes
 from pagoda.transfer.cuda import WAYS, Copies, copies_of
@@ -43,6 +48,38 @@ def test_a_device_that_is_not_there_is_named(device: str) -> None:
         copies_of(torch.device(device))
     with pytest.raises(ValueError, match="sees no CUDA device"):
         CudaPort(torch.device(device))
+
+
+def test_a_thread_keeps_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver's current context is the runtime's current device, so it has to be put back."""
+    now, seen = [0], []
+
+    @contextmanager
+    def device(wanted: torch.device) -> Iterator[None]:
+        before, now[0] = now[0], wanted.index
+        yield
+        now[0] = before
+
+    class Context:
+        def use(self, device_index: int) -> None:
+            now[0] = device_index
+
+        def stream(self) -> int:
+            seen.append(now[0])
+            return 8
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(
+        torch.cuda, "ExternalStream", lambda at, device: SimpleNamespace(cuda_stream=at, device=device)
+    )
+    port = object.__new__(CudaPort)
+    port.device, port._driver = torch.device("cuda", 1), cast(Driver, Context())
+    (lane,) = port.lanes(1)
+    assert now == [0]
+    lane.run(lambda: seen.append(now[0]))
+    assert now == [0]
+    assert seen == [1, 1]
 
 
 def test_other_devices_are_refused() -> None:
@@ -148,6 +185,11 @@ def test_a_device_copies_no_token_that_lies_in_pieces() -> None:
     DenseKV(apart, layout)
     with pytest.raises(ValueError, match=r"layers\[0\]: what a token has must lie in one piece"):
         DenseKV(apart, layout, copies=Copies(CpuPort()))
+
+
+def test_what_is_nowhere_cannot_be_stored() -> None:
+    with pytest.raises(ValueError, match="cannot be stored"):
+        Copies(CpuPort()).down(table_of([64]), np.array([[3, -1]]), [np.zeros(128, np.uint8)])
 
 
 def test_an_empty_call_does_nothing() -> None:

@@ -131,8 +131,9 @@ class CudaPort:
     def lanes(self, number: int) -> list[Lane]:
         import torch
 
-        self._driver.use(self.device.index)
-        handles = [self._driver.stream() for _ in range(number)]
+        with torch.cuda.device(self.device):
+            self._driver.use(self.device.index)
+            handles = [self._driver.stream() for _ in range(number)]
         streams = [torch.cuda.ExternalStream(handle, self.device) for handle in handles]  # type: ignore[no-untyped-call]
         return [_CudaLane(stream, self._driver) for stream in streams]
 
@@ -195,8 +196,10 @@ class _CudaLane:
     def run(self, work: Callable[[], None]) -> None:
         import torch
 
-        self._driver.use(self._stream.device.index)
-        with torch.inference_mode(), torch.cuda.stream(self._stream):
+        device = self._stream.device
+        # the runtime's device is that of the driver's context: outermost, who has the thread gets its own back
+        with torch.cuda.device(device), torch.inference_mode(), torch.cuda.stream(self._stream):
+            self._driver.use(device.index)
             work()
 
     def after(self, mark: Mark | None) -> None:
