@@ -367,7 +367,7 @@ def test_what_was_taken_is_what_was_there(kernels: str | None, prepared: bool) -
 
 
 def test_tables_are_let_go_of() -> None:
-    it = scene(0)
+    it = scene(0, skipped=0)
     port = port_of(it)
     copies, table = Copies(port, way="direct"), replace(it.table)
     copies.down(table, it.ids, it.slots)

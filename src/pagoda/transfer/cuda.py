@@ -67,7 +67,12 @@ class Copies:
         self._sent: WeakKeyDictionary[RunTable, SentTable] = WeakKeyDictionary()
 
     def down(self, table: RunTable, ids: Ids, slots: Sequence[Bytes], after: Mark | None = None) -> None:
-        """Copy chunks, whose runs are `ids` [chunks, count], into `slots`, behind `after`; changes the slots only."""
+        """Copy chunks, whose runs are `ids` [chunks, count], into `slots`, behind `after`; changes the slots only.
+
+        Raises ValueError if a run is not there (an id below 0).
+        """
+        if (ids < 0).any():
+            raise ValueError("ids: a run below 0 is nowhere, and cannot be stored")
         self._go(Trip(table, True, after, None), ids, slots)
 
     def up(

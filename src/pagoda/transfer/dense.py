@@ -62,9 +62,8 @@ class DenseKV:
         if len(layers) != layout.layers:
             raise ValueError(f"layers: {len(layers)} were given, the layout has {layout.layers}")
         self.layout = layout
-        self.at_once = (
-            gate is not None
-        )  # somebody waits layer by layer: all chunks are best loaded by one call
+        # somebody waits layer by layer: all chunks are best loaded by one call
+        self.at_once = gate is not None
         self._threads = threads
         self._token_axis = 1 if layout.token_order == "heads_first" else 0
         self._device = device_of(*layers)

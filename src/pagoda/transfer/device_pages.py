@@ -61,9 +61,8 @@ class DevicePagesKV:
         copies.prepare(table)
         self._beside = Beside(copies, table, planes, gate)
         self.layout = layout
-        self.at_once = (
-            gate is not None
-        )  # somebody waits layer by layer: all chunks are best loaded by one call
+        # somebody waits layer by layer: all chunks are best loaded by one call
+        self.at_once = gate is not None
         self.num_tokens = self._places.num_tokens
 
     def with_table(self, block_table: Sequence[int]) -> DevicePagesKV:

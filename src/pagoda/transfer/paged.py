@@ -75,9 +75,8 @@ class PagedKV:
                 f"chunk_tokens ({layout.chunk_tokens}) must be a multiple of block_size ({block_size})"
             )
         self.layout = layout
-        self.at_once = (
-            gate is not None
-        )  # somebody waits layer by layer: all chunks are best loaded by one call
+        # somebody waits layer by layer: all chunks are best loaded by one call
+        self.at_once = gate is not None
         self._threads = threads
         device = device_of(pools)
         copies = copies or copies_for(device)
