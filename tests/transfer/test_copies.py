@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import cast
 
@@ -68,6 +68,10 @@ def test_a_thread_keeps_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
             seen.append(now[0])
             return 8
 
+        def beside_captures(self) -> AbstractContextManager[None]:
+            seen.append(now[0])
+            return nullcontext()
+
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(
@@ -79,7 +83,10 @@ def test_a_thread_keeps_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert now == [0]
     lane.run(lambda: seen.append(now[0]))
     assert now == [0]
-    assert seen == [1, 1]
+    with port.crossing():
+        assert now == [1]
+    assert now == [0]
+    assert seen == [1, 1, 1]
 
 
 def test_other_devices_are_refused() -> None:

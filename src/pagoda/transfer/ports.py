@@ -167,8 +167,12 @@ class CudaPort:
 
     @contextmanager
     def crossing(self) -> Iterator[None]:
-        with pinned.copying(), self._driver.beside_captures():
-            yield
+        import torch
+
+        with pinned.copying(), torch.cuda.device(self.device):
+            self._driver.use(self.device.index)  # a thread without a context would be given one on device 0
+            with self._driver.beside_captures():
+                yield
 
     def _current(self) -> torch.cuda.Stream:
         import torch
