@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pytest
@@ -24,6 +24,9 @@ from pagoda.transfer.pools import Ids
 from pagoda.transfer.ports import CpuPort, CudaPort
 from pagoda.transfer.runs import RunTable, page_runs
 from tests.transfer.pages_kit import make_planes
+
+if TYPE_CHECKING:
+    from pagoda.transfer.kernels import Kernels
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU: tests/gpu asks more")
 
@@ -125,6 +128,13 @@ def test_the_fastest_way_is_taken(best: str) -> None:
 
 def test_equally_fast_ways_leave_the_device_its_cores() -> None:
     assert fastest(table_of([64]), CpuPort(), WAYS, lambda *_: time.sleep(0.02)) == "runs"
+
+
+def test_chunks_in_one_piece_are_not_measured() -> None:
+    """As those of a snapshot: the first of them is stored while an engine runs."""
+    copies = Copies(CpuPort(cast("Kernels", object())))
+    assert copies.way_of(table_of([64], count=1), True) == "runs"
+    assert Copies(copies.port, way="staged").way_of(table_of([64], count=1), True) == "staged"
 
 
 def test_what_is_measured_with_lies_as_kernels_want_it() -> None:

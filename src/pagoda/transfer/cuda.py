@@ -126,6 +126,8 @@ class Copies:
         """Return the way that registered slots of such a table go; measures if it is the first of its kind."""
         if self._way is not None or self.port.kernels is None:
             return self._way or "runs"
+        if table.rows * table.count == 1:
+            return "runs"  # a chunk is one piece on both sides: there is nothing to gather, and nothing to measure
         kind = (down, table.run_bytes.bit_length())
         if kind not in self._fastest and self._lock.acquire(timeout=_PATIENCE_SECONDS):
             try:
