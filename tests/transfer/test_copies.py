@@ -92,6 +92,15 @@ def test_a_thread_keeps_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [1, 1, 1]
 
 
+def test_host_memory_is_the_hosts_whatever_torchs_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    with torch.device("meta"):
+        assert CpuPort().memory(8).device.type == "cpu"
+        monkeypatch.setattr(torch, "empty", lambda *sizes, **options: seen.append(options["device"]))
+        CudaPort.host_memory(object.__new__(CudaPort), 8)
+    assert seen == ["cpu"]
+
+
 def test_other_devices_are_refused() -> None:
     layout = KVLayout.dense(1, 1, 4, "float32", 4)
     planes = [[torch.empty(1, 8, 4, device="meta")] * 2]

@@ -157,7 +157,8 @@ class CudaPort:
         import torch
 
         try:
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            # "cpu" is said: `torch.set_default_device` may have named another
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError as trouble:
             log.warning("no pinned memory for a bounce buffer, copies will be slow: %s", trouble)
             return None
@@ -271,7 +272,7 @@ class CpuPort:
     def memory(self, nbytes: int) -> torch.Tensor:
         import torch
 
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def host_memory(self, nbytes: int) -> torch.Tensor | None:
         return self.memory(nbytes)
