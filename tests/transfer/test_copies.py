@@ -14,7 +14,7 @@ import torch
 
 from pagoda.layout import KVLayout
 from pagoda.slab.driver import Driver
-from pagoda.transfer import DenseKV, PagedKV
+from pagoda.transfer import DenseKV, PagedKV, ports
 from pagoda.transfer.base import Bytes
 from pagoda.transfer.cuda import WAYS, Copies, copies_of
 from pagoda.transfer.gate import LayerGate
@@ -90,6 +90,29 @@ def test_a_thread_keeps_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
         assert now == [1]
     assert now == [0]
     assert seen == [1, 1, 1]
+
+
+def test_kernels_are_made_beside_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading a module spoils a capture of another thread, as allocating does."""
+    relaxed, seen = [False], []
+
+    class Context:
+        def use(self, device_index: int) -> None:
+            seen.append(device_index)
+
+        @contextmanager
+        def beside_captures(self) -> Iterator[None]:
+            relaxed[0] = True
+            yield
+            relaxed[0] = False
+
+    for name, answer in (("is_available", True), ("device_count", 2), ("current_device", 1), ("init", None)):
+        monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(Driver, "load", Context)
+    monkeypatch.setattr(ports, "_kernels", lambda device, programs: seen.append(relaxed[0]))
+    assert CudaPort(torch.device("cuda")).device == torch.device("cuda", 1)
+    assert seen == [1, True]
 
 
 def test_host_memory_is_the_hosts_whatever_torchs_default_device(monkeypatch: pytest.MonkeyPatch) -> None:

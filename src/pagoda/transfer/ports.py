@@ -116,7 +116,8 @@ class CudaPort:
         if driver is None:
             raise ValueError(f"{device}: the NVIDIA driver (libcuda.so.1) cannot be used from here")
         self._driver = driver
-        self.kernels = _kernels(self.device, programs)
+        with self.crossing():  # modules are loaded: that, too, would spoil a capture
+            self.kernels = _kernels(self.device, programs)
 
     def here(self) -> Mark:
         return _event(self._current())
