@@ -435,6 +435,7 @@ def test_models_that_cannot_be_cut_are_refused(kind: str, house: House) -> None:
         ({"prompt_lookup_num_tokens": 3}, "assisted generation does not begin from a filled cache"),
         ({"assistant_model": llama(seed=4)}, "assisted generation"),
         ({"generation_config": transformers.GenerationConfig(use_cache=False)}, "use_cache=False"),
+        ({"synced_gpus": True}, "synced_gpus: processes that take every step together"),
         ({"custom_generate": "somewhere"}, "custom_generate cannot be given"),
         ({"position_ids": torch.arange(20)[None]}, "position_ids: the KV would depend"),
         ({"attention_mask": torch.tensor([[1] * 19 + [0]])}, "masked inside or on the right"),
@@ -446,6 +447,26 @@ def test_calls_that_cannot_be_cached_are_refused(kwargs, says: str, house: House
     cached = house.open(llama())
     with pytest.raises(ValueError, match=says):
         cached.generate(prompt(20), max_new_tokens=2, **kwargs)
+
+
+def test_models_that_are_spread_over_processes_are_refused(house: House) -> None:
+    from torch import distributed
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import distribute_tensor
+
+    model = llama()
+    model._tp_size = 2
+    with pytest.raises(ValueError, match="spread over processes"):
+        house.open(model)
+    model._tp_size = None
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        share = distribute_tensor(model.lm_head.weight.detach(), DeviceMesh("cpu", [0]))
+        model.lm_head.weight = torch.nn.Parameter(share)
+        with pytest.raises(ValueError, match="spread over processes"):
+            house.open(model)
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_training_mode_and_quantised_caches_are_refused(house: House) -> None:

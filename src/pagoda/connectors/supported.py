@@ -44,6 +44,12 @@ def check_model(model: Any) -> None:
         raise ValueError(
             f"{type(model).__name__} keeps a state that is not KV of its tokens: it cannot be cached"
         )
+    if getattr(model, "tp_size", None) or any(
+        type(weight).__name__ == "DTensor" for weight in model.parameters()
+    ):
+        raise ValueError(
+            "the weights are spread over processes (tensor parallel, FSDP): each would store its share under one key"
+        )
     for layer in DynamicCache(config=config).layers:
         kind = type(layer).__name__
         if kind != "DynamicLayer":
@@ -114,6 +120,10 @@ def check_call(model: Any, kwargs: dict[str, Any]) -> Any:
             raise ValueError(
                 f"{name} cannot be given here: this call makes the KV cache itself, from input_ids"
             )
+    if kwargs.get("synced_gpus"):
+        raise ValueError(
+            "synced_gpus: processes that take every step together cannot begin at different hits"
+        )
     for name, value in kwargs.items():
         if isinstance(value, torch.Tensor) and name not in _APART:
             raise ValueError(f"{name}: the KV would depend on it, and keys are made of token ids alone")

@@ -28,7 +28,9 @@ PIECE_BYTES = 256 << 20
 MOST_BYTES = (
     64 << 30
 )  # of one piece: 512 GiB at once are refused, however much is free (vllm-project/vllm#51080)
-_PAUSE_SECONDS = 0.001  # between two pieces: others wait for the driver's lock
+_PAUSE_SECONDS = (
+    0.001  # the least between two pieces: others wait for the driver's lock, some with Python's own
+)
 _PATIENCE_SECONDS = 5.0  # with copies under way, where nobody said how long
 _LEAVE = -1.0  # instead of seconds: end, and unregister nothing
 _NOT_SUPPORTED = 801
@@ -160,15 +162,17 @@ class Pinned:
             self._before()
             self._before = None  # it may keep alive what this has no more use for
         self._driver.use(self.device_index)
-        began = time.monotonic()
+        began, pause = time.monotonic(), _PAUSE_SECONDS
         for begin in range(0, self._total_bytes, self._piece_bytes):
             with contextlib.suppress(queue.Empty):
-                return self._ends.get(timeout=_PAUSE_SECONDS)
+                return self._ends.get(timeout=pause)
             address, nbytes = self._base + begin, min(self._piece_bytes, self._total_bytes - begin)
             populate(address, nbytes)  # the driver would do it slowly, and under its lock
             huge_pages(address, nbytes)  # afterwards its pages cannot move
+            asked = time.monotonic()
             with self._driver.beside_captures():
                 place = self._driver.register(address, nbytes)
+            pause = max(_PAUSE_SECONDS, time.monotonic() - asked)  # others have the lock for half of the time
             self._registered.append(address)
             _places.add(address, nbytes, place)
             self.nbytes += nbytes

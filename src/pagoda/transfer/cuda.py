@@ -89,7 +89,8 @@ class Copies:
     def take(self, table: RunTable, ids: Ids, after: Mark | None = None) -> tuple[torch.Tensor, Mark]:
         """Gather chunks into device memory of their own, in the order of this thread's current stream; does not wait.
 
-        Returns uint8 [chunks, bytes of all rows], and a mark behind it. Raises torch's error without memory for it.
+        Returns uint8 [chunks, bytes of all rows], and a mark behind it; keep the table until then. Raises torch's error
+        without memory for it.
         """
         begin, end = table.span(0, table.rows)
         size, lane = end - begin, self.port.current()
@@ -259,7 +260,11 @@ class Copies:
             try:
                 yield crossing
             finally:
-                crossing.settle()
+                try:
+                    crossing.settle()
+                except BaseException:  # Ctrl-C: even then nothing may be under way when this call has ended
+                    crossing.settle()
+                    raise
         finally:
             self._idle.put(crossing)
 

@@ -103,7 +103,7 @@ class DevicePagesKV:
         ids = self._places.blocks_of(starts, into_slots=True)
         beside = self._beside
         staging, taken = beside.copies.take(beside.table, ids, beside.made)
-        return Snapshot(beside.copies, self.layout, self._begin, staging, taken)
+        return Snapshot(beside, self.layout, self._begin, staging, taken)
 
 
 class Snapshot:
@@ -113,9 +113,10 @@ class Snapshot:
     """
 
     def __init__(
-        self, copies: Copies, layout: KVLayout, begin: int, staging: torch.Tensor, taken: Mark
+        self, beside: Beside, layout: KVLayout, begin: int, staging: torch.Tensor, taken: Mark
     ) -> None:
-        self._copies, self._layout, self._begin = copies, layout, begin
+        self._beside = beside  # its table is read until `taken`
+        self._layout, self._begin = layout, begin
         self._staging, self._taken = staging, taken
 
     @property
@@ -131,4 +132,6 @@ class Snapshot:
         checked = pieces(self._layout, tokens, starts, slots, into_slots=True)
         plane = Plane(self._staging.data_ptr(), share, share, chunks, 0)
         ids = np.arange(chunks)[:, None]
-        self._copies.down(page_runs([plane], 1, self._begin), ids, [slot for _, slot in checked], self._taken)
+        self._beside.copies.down(
+            page_runs([plane], 1, self._begin), ids, [slot for _, slot in checked], self._taken
+        )
