@@ -235,7 +235,7 @@ def test_a_busy_ledger_is_waited_for_once(shm_root: Path, begun: bool) -> None:
                 assert engine.manager.demote(16) is None
             else:
                 engine.end(plan)
-            assert time.monotonic() - began < 3
+            assert time.monotonic() - began < 20
         assert engine.manager.free == 16 and engine.stat("dropped_blocks") == 16
 
 

@@ -128,7 +128,7 @@ def test_a_retrieve_takes_no_longer_while_the_engine_is_away(
         cache, _ = alone, stored(alone, prompt(4))
         without = seconds(0), seconds(1)
     for mine, theirs in zip(away, without, strict=True):
-        assert mine < 3 * theirs + 0.002  # a wait for the engine would be 50 ms at least
+        assert mine < 3 * theirs + 0.02  # a wait for the engine would be 50 ms at least
 
 
 def test_stores_do_not_wait_for_an_engine_that_is_away(shm_root: Path, proxy: Proxy) -> None:
@@ -138,7 +138,7 @@ def test_stores_do_not_wait_for_an_engine_that_is_away(shm_root: Path, proxy: Pr
         rests(cache, remote)
         began = time.monotonic()
         stored(cache, prompt(20, 3))  # a flush has nothing to wait for
-        assert time.monotonic() - began < 3.0
+        assert time.monotonic() - began < 10.0
         assert served(cache, prompt(20, 3))[0].by_tier == {"host": 320}
         assert remote.stats()[f"drop_{Reason.TIER_SKIPPED}"] >= 20
         assert cache.stats()["waiting_chunks"] == 0
