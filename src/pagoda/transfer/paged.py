@@ -130,8 +130,8 @@ class PagedKV:
         in_threads([partial(copy, work[a:b]) for a, b in pairwise(cuts)], threads)
 
     def _pieces(self, starts: Sequence[int], slots: Sequence[Bytes], *, into_slots: bool) -> list[_Piece]:
-        chunks = zip(*self._of_chunks(starts, slots, into_slots=into_slots), strict=True)
-        return [piece for ids, slot in chunks for piece in self._of_chunk(ids, slot)]
+        chunks = zip(starts, *self._of_chunks(starts, slots, into_slots=into_slots), strict=True)
+        return [piece for start, ids, slot in chunks for piece in self._of_chunk(start, ids, slot)]
 
     def _of_chunks(
         self, starts: Sequence[int], slots: Sequence[Bytes], *, into_slots: bool
@@ -144,8 +144,8 @@ class PagedKV:
         firsts = np.array([start // self._runs.tokens for start, _ in checked], dtype=np.int64)
         return self._runs.ids[firsts[:, None] + np.arange(self._count)], [slot for _, slot in checked]
 
-    def _of_chunk(self, ids: Ids, slot: Bytes) -> Iterator[_Piece]:
-        skip = int((ids < 0).sum())  # all at the beginning
+    def _of_chunk(self, start: int, ids: Ids, slot: Bytes) -> Iterator[_Piece]:
+        skip = max(self._runs.skip - start // self._runs.tokens, 0)
         for pool in self._pools if skip < len(ids) else ():
             shape = (len(pool.firsts), len(ids), pool.rows.shape[1])
             room: Words = np.ndarray(shape, pool.rows.dtype, slot, pool.offset)
