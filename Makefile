@@ -20,11 +20,11 @@ GPU_PATH := PYTHONPATH=src:.$(if $(PYTHONPATH),:$(PYTHONPATH))
 RECORD ?= docs/benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo test test-vllm test-gpu check bench bench-remote bench-vllm bench-gpu mutants mutants-vllm soak \
+.PHONY: help setup setup-vllm demo test test-vllm test-gpu check bench bench-remote bench-replay bench-full bench-vllm bench-gpu mutants mutants-vllm soak \
 	format wheel clean
 
 help:
-	@echo "make setup | demo | test | check | bench | bench-remote | mutants | soak | format | wheel | clean"
+	@echo "make setup | demo | test | check | bench | bench-remote | bench-replay | bench-full | mutants | soak | format | wheel | clean"
 	@echo "make setup-vllm | test-vllm | bench-vllm | mutants-vllm"
 	@echo "make test-gpu | bench-gpu"
 
@@ -83,6 +83,15 @@ bench-remote: $(READY)
 	$(BIN)/python benchmarks/codec.py $(ARGS)
 	$(BIN)/python benchmarks/remote_links.py $(ARGS)
 
+# the real cache against the simulator, on whole traces: a quarter of an hour a run. make bench-replay ARGS='--runs 4'
+bench-replay: $(READY)
+	$(BIN)/python benchmarks/replay.py $(ARGS)
+
+# every benchmark that needs neither vLLM nor a GPU, once and whole: an hour or so. 2: it cannot run here, and has said why
+bench-full: $(READY)
+	for each in local cache blocks policies remote codec remote_links; do \
+		echo "## $$each"; $(BIN)/python benchmarks/$$each.py $(ARGS) || [ $$? -eq 2 ] || exit 1; done
+
 bench-vllm: $(VLLM_READY)
 	$(VLLM_BIN)/python benchmarks/vllm.py $(ARGS)
 
@@ -100,6 +109,7 @@ mutants-vllm: $(VLLM_READY)
 soak: $(READY)
 	$(BIN)/python tests/soak.py $(ARGS)
 	$(BIN)/python -m pytest -q -m soak --ignore=tests/vllm
+	$(MAKE) bench-full ARGS=
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

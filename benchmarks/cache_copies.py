@@ -15,6 +15,7 @@ from harness import MIB, Figure, Runs, Step, race, ratio_figure
 from limits import Bytes, Copier, DirectFile, Memcpy, fastest, pieces, spread
 
 from pagoda import Cache, Config, KVLayout
+from pagoda import policy as policies
 from pagoda.tiers import DiskTier, HostTier, Tier
 from pagoda.transfer import BlockKV, DenseKV, Transfer
 
@@ -83,11 +84,16 @@ def dense_case(nbytes: int, threads: int, seed: int = 1) -> Case:
 
 @contextmanager
 def opened(
-    plan: Plan, layout: KVLayout, host_bytes: int, disk: Path | None = None, disk_bytes: int = 0
+    plan: Plan,
+    layout: KVLayout,
+    host_bytes: int,
+    disk: Path | None = None,
+    disk_bytes: int = 0,
+    policy: str = policies.DEFAULT,
 ) -> Iterator[Cache]:
     """A cache with a populated host tier in shared memory, and with a disk tier if asked for."""
     with tempfile.TemporaryDirectory(prefix="pagoda-bench-", dir=plan.shm) as root:
-        host = HostTier.open(layout, Path(root), host_bytes, populate=False)
+        host = HostTier.open(layout, Path(root), host_bytes, policy=policy, populate=False)
         host.slab.populate(background=False)
         tiers: list[Tier] = [host]
         if disk is not None:
@@ -118,19 +124,22 @@ def host_pair(plan: Plan, name: str, case: Case, into: Case, target: float, suff
     """`store` from `case` and `retrieve` into `into`, each against np.copyto of the same bytes."""
     copier, steps = Copier(plan.threads), case.prompts
     away = pieces(case.layout.chunk_bytes, len(case.memory), 5)
-    last = (plan.rounds + 1) * steps - 1  # the number of the last prompt stored
 
     def figure(verb: str, candidate: Step, limit: Memcpy) -> Figure:
         runs = race({"candidate": candidate, "limit": limit.step}, plan.rounds, steps)
         return _figure(f"{verb}_{name}_vs_memcpy{suffix}", target, runs, case, steps, plan)
 
     def again(number: int) -> None:
-        retrieve(cache, into, last - number % steps, last - number % steps, "host")
+        retrieve(cache, into, number % steps, number % steps, "host")
 
     room = max(2 * case.prompts * case.chunks, 0 if plan.quick else HOST_SLOTS) * case.layout.slot_bytes
-    with closing(copier), opened(plan, case.layout, room) as cache:
+    with opened(plan, case.layout, room) as cache:
         down = Memcpy(copier, case.memory, away, 0.5, case.chunks)
         write = figure("store", lambda number: store(cache, case, number), down)
+    # anew, with room for all prompts: what a policy has kept of those above is its own affair
+    with closing(copier), opened(plan, case.layout, room) as cache:
+        for number in range(steps):
+            store(cache, case, number)
         up = Memcpy(copier, away, into.memory, 0.5, case.chunks)
         read = figure("retrieve", again, up)
         for number in range(steps):
@@ -167,7 +176,9 @@ def disk_figures(plan: Plan) -> list[Figure]:
         root = Path(directory)
         case = block_case(32 * MIB, plan.threads, chunks=4 if plan.quick else CHUNKS)
         disk_bytes = (prompts + 2) * case.turn_bytes
-        with opened(plan, case.layout, prompts // 2 * case.turn_bytes, root / "tier", disk_bytes) as cache:
+        room = prompts // 2 * case.turn_bytes
+        # the oldest goes first: with a policy that learns from the turns some of them would be served from the host
+        with opened(plan, case.layout, room, root / "tier", disk_bytes, policy="lru") as cache:
             for number in range(prompts):
                 store(cache, case, number)
                 cache.flush(60)

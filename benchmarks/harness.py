@@ -12,9 +12,14 @@ import os
 import platform
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+# The tiers of a benchmark do not enter the user's register, where `pagoda` would look for them for weeks.
+_register = tempfile.TemporaryDirectory(prefix="pagoda-bench-register-")
+os.environ["XDG_STATE_HOME"] = _register.name
 
 MIB = 1 << 20
 GIB = 1 << 30

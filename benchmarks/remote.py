@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from ground import Part, Plan, measure
-from harness import MIB, Figure, machine, report
+from harness import MIB, Figure, machine, report, say
 
 SIZES = (1, 8, 32)  # MiB
 QUICK_SIZES = (8,)
@@ -93,8 +93,8 @@ def _numbers(value: object) -> list[float]:
     return value
 
 
-def main() -> None:
-    """Reads the command line, measures and prints."""
+def main() -> int:
+    """Reads the command line, measures and prints. Exit code 2: nothing can be measured here."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -114,11 +114,15 @@ def main() -> None:
     plan = Plan(3 if options.quick else 9, options.quick, 1, options.shm_dir, options.shm_dir)
     figures = measure(plan, counted, wanted)
     others = [replace(each, target=None) for each in measure(plan, beside, wanted)]
+    if not figures and not others:
+        say("nothing that was asked for can be measured here")
+        return 2
     if options.markdown:
         print(markdown([*figures, *others]))
     else:
         report(figures, options.json, others)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

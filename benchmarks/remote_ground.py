@@ -20,6 +20,7 @@ from pagoda.layout import KVLayout
 from pagoda.tiers import Chunk
 from pagoda.tiers.link import Link, Put, Remote
 from pagoda.tiers.remote import RemoteTier
+from pagoda.tiers.sockets import IDLE_SECONDS
 
 CONNECTIONS = 4  # of a tier, as configured by default
 PATIENCE_SECONDS = 60.0
@@ -115,26 +116,35 @@ class Turns:
 
 
 class LinkMoves:
-    """Puts and gets of chunks through one Link. Single-threaded."""
+    """Puts and gets of chunks through one Link, a new one after a long turn of others. Single-threaded."""
 
     def __init__(self, remote: Remote) -> None:
-        self.link: Link = remote.link(_until())
+        self._remote = remote
+        self._link: Link = remote.link(_until())
+        self._used = time.monotonic()
         self._page = np.zeros(HEADER_BYTES, np.uint8)
+
+    def _ready(self) -> Link:
+        if time.monotonic() - self._used > IDLE_SECONDS / 2:
+            self.close()
+            self._link = self._remote.link(_until())
+        self._used = time.monotonic()
+        return self._link
 
     def put(self, _: int, key: bytes, source: Bytes) -> None:
         """One chunk that was not there."""
-        done = self.link.put(NAMESPACE.root, key, self._page, source, _always, _until())
+        done = self._ready().put(NAMESPACE.root, key, self._page, source, _always, _until())
         if done is not Put.STORED:
             raise RuntimeError(f"a chunk was not stored: {done}")
 
     def get(self, _: int, key: bytes, slot: Bytes) -> None:
         """One chunk that is there."""
-        if self.link.get(NAMESPACE.root, key, self._page, lambda: slot, _until()) != slot.nbytes:
+        if self._ready().get(NAMESPACE.root, key, self._page, lambda: slot, _until()) != slot.nbytes:
             raise RuntimeError("a chunk was not there")
 
     def close(self) -> None:
         """Ends the connection."""
-        self.link.close()
+        self._link.close()
 
 
 class TierMoves:

@@ -130,7 +130,11 @@ class Engine:
         finally:
             late.cancel()
         if not line:
-            raise RuntimeError(f"the engine ended, or did not answer within {ANSWER_SECONDS:.0f} s")
+            self._process.kill()
+            code = self._process.wait(60)  # -9: by us, if it did not answer in time
+            raise RuntimeError(
+                f"no answer from the engine within {ANSWER_SECONDS:.0f} s: it ended with {code}"
+            )
         return json.loads(line)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
@@ -17,7 +16,7 @@ from obstore.store import HTTPStore, ObjectStore, S3Store
 from remote_ground import Made, Side, Turns, both_ways, link_side, socket_side, tier_side
 
 from pagoda.tiers.objects import ObjectsRemote
-from tests.remote.servers import BUCKET, Server, moto_s3, nginx_dav
+from tests.remote.servers import BUCKET, DAV_MODULE, Server, lacking, moto_s3, nginx_dav
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class Engine:
     """An object store: how to start it, how the two sides connect to it, how to empty it."""
 
     name: str
-    here: bool
+    needs: tuple[str, ...]  # programs and modules
     serve: Callable[[], AbstractContextManager[Server]]
     remote: Callable[[Server, str], ObjectsRemote]  # of a prefix
     plain: Callable[[Server], ObjectStore]
@@ -66,7 +65,7 @@ def _dav_clear(server: Server, _: ObjectStore) -> None:
 
 S3 = Engine(
     "s3",
-    importlib.util.find_spec("moto") is not None,
+    ("moto",),
     moto_s3,
     _s3_remote,
     _s3_plain,
@@ -76,7 +75,7 @@ S3 = Engine(
 )
 WEBDAV = Engine(
     "webdav",
-    shutil.which("nginx") is not None,
+    ("nginx", DAV_MODULE.name),
     nginx_dav,
     _dav_remote,
     _dav_plain,
@@ -104,8 +103,8 @@ class PlainObjects:
 
 def object_figures(plan: Plan, engine: Engine, nbytes: int) -> list[Figure]:
     """Puts and gets of chunks of `nbytes`."""
-    if not engine.here:
-        say(f"no server for {engine.name} here: its figures are left out")
+    if missing := lacking(*engine.needs):
+        say(f"{missing}; the figures of {engine.name} are left out")
         return []
     turns = Turns(plan, nbytes, min(engine.turn_bytes, 32 * MIB) if plan.quick else engine.turn_bytes)
     with engine.serve() as server:

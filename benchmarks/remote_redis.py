@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
@@ -29,7 +28,7 @@ from remote_ground import (
 )
 
 from pagoda.tiers.redis import RedisRemote
-from tests.remote.servers import Server, redis_server
+from tests.remote.servers import Server, lacking, redis_server
 
 HIREDIS = importlib.util.find_spec("hiredis") is not None
 PLAIN = "redis_py_hiredis" if HIREDIS else "redis_py"
@@ -117,8 +116,8 @@ class Field:
 
 @contextmanager
 def _field(plan: Plan, nbytes: int) -> Iterator[Field | None]:
-    if shutil.which("redis-server") is None:
-        say("no redis-server here: its figures are left out")
+    if missing := lacking("redis-server"):
+        say(f"{missing}; its figures are left out")
         yield None
         return
     turns = Turns(plan, nbytes, (32 if plan.quick else 128) * MIB)

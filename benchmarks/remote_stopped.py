@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import statistics
 import tempfile
 import time
@@ -23,7 +22,7 @@ from pagoda.tiers import HostTier, Tier
 from pagoda.tiers.redis import RedisRemote
 from pagoda.tiers.remote import RemoteTier
 from pagoda.transfer import BlockKV
-from tests.remote.servers import redis_server
+from tests.remote.servers import lacking, redis_server
 
 CHUNKS = 16  # of a prompt in host memory; as many follow that are nowhere
 PROMPTS = 8
@@ -64,8 +63,8 @@ def _opened(plan: Plan, layout: KVLayout, below: Sequence[Tier] = ()) -> Iterato
 
 def stopped_figures(plan: Plan, chunk_bytes: int, suffix: str = "") -> list[Figure]:
     """A remote that is well, then one that is stopped (SIGSTOP) and whose breaker is open, each against none."""
-    if shutil.which("redis-server") is None:
-        say("no redis-server here: its figures are left out")
+    if missing := lacking("redis-server"):
+        say(f"{missing}; its figures are left out")
         return []
     layout = KVLayout.opaque(CHUNK_TOKENS, chunk_bytes, "benchmark")
     place = pieces(chunk_bytes, 2 * CHUNKS, 1)

@@ -1,6 +1,7 @@
 """`make soak`: the stress test for a million operations (`--operations N`), with kill -9 and SIGSTOP all the time.
 
-Prints progress and a table; exit code 1 if a byte was wrong, a slot leaked or a call was late.
+Then a tenth as many operations of caches in trouble of every kind. Prints progress and tables; exit code 1 if a byte
+was wrong, something leaked, or a call was late.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tests import stress_outlives
 from tests.stress import Summary, run
 
 
@@ -34,7 +36,7 @@ progress.shown = -1  # type: ignore[attr-defined]
 
 
 def main() -> int:
-    """Runs the host slab for most of the operations and a disk below it for the rest; returns the exit code."""
+    """Runs the host slab, then a disk below it, then caches in trouble; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--operations", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(2), "little"))
@@ -59,6 +61,14 @@ def main() -> int:
             for violation in summary.violations:
                 print(f"VIOLATION: {violation}", file=sys.stderr)
             code = code or int(bool(summary.violations))
+        operations = options.operations // 10
+        print(f"## in trouble of every kind, {operations:,} operations, seed {options.seed}", flush=True)
+        outcome = stress_outlives.run(shm / "trouble", operations, options.seed, options.limit_seconds)
+        print(f"{outcome}\n{dict(outcome.counts)}", flush=True)
+        print(f"the disk was never full: {outcome.full_disk}\n" if outcome.full_disk else "", flush=True)
+        for violation in outcome.violations:
+            print(f"VIOLATION: {violation}", file=sys.stderr)
+        code = code or int(bool(outcome.violations))
     finally:
         shutil.rmtree(shm, ignore_errors=True)
         shutil.rmtree(work, ignore_errors=True)

@@ -393,7 +393,8 @@ def test_pinned_keys() -> None:
 @pytest.mark.parametrize("seed", ["0", "4242"])
 def test_keys_are_the_same_in_another_process(seed: str) -> None:
     code = "from tests.test_keys import computed; print(computed())"
-    environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.getcwd()}
+    paths = os.pathsep.join([os.environ["PYTHONPATH"], os.getcwd()])
+    environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": paths}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=120
     )

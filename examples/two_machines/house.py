@@ -35,9 +35,11 @@ class Machine:
     def __init__(self, name: str, place: Place, cable: Cable, options: dict[str, object], log: Path) -> None:
         self.name, self.cable, self._log = name, cable, log
         command = [sys.executable, "-m", "examples.two_machines.machine", json.dumps(options)]
+        # the user's own register of tiers has no use for a store that only these machines can reach
+        env = {**os.environ, "XDG_STATE_HOME": str(log.parent)}
         with log.open("wb") as errors:
             self._process = place.start(
-                *command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
+                *command, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
             )
         self._rest = b""
 

@@ -5,6 +5,7 @@ Public names are resolved on first use: `import pagoda` loads no numpy, lmdb, to
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -48,10 +49,15 @@ _HOME = {
 
 
 def __getattr__(name: str) -> object:
-    """Import the public name `name` on first use and keep it. Raises AttributeError for any other name."""
+    """Import the public name `name` on first use and keep it.
+
+    Raises AttributeError for any other name, ImportError where the system is not Linux.
+    """
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'pagoda' has no attribute {name!r}")
+    if sys.platform != "linux":
+        raise ImportError(f"PagodaKV runs on Linux, this is {sys.platform}")
     found: object = getattr(import_module(home), name)
     globals()[name] = found
     return found

@@ -50,7 +50,7 @@ _ALL = tuple(Reason)
 MISSES: tuple[Reason, ...] = _ALL[: _ALL.index(Reason.FULL)]
 DROPS: tuple[Reason, ...] = _ALL[_ALL.index(Reason.FULL) :]
 
-# The order is the column in the mapped counter file: append only, and raise the ledger's format with it.
+# Stores keep them by name: a new one is no new format, and a name is never used again for another thing.
 # Every reason has both a miss_ and a drop_ column, because a BUSY may end either a load or a store.
 COUNTERS: tuple[str, ...] = (
     "lookups",

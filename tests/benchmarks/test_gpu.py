@@ -31,7 +31,8 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: n
 
 
 def run(*arguments: str, path: str = "") -> subprocess.CompletedProcess[str]:
-    environment = dict(os.environ, PYTHONPATH=path)
+    paths = os.pathsep.join(filter(None, [path, os.environ["PYTHONPATH"]]))
+    environment = dict(os.environ, PYTHONPATH=paths)
     return subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
     )

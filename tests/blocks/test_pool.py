@@ -61,18 +61,24 @@ def test_a_wrong_free_is_named_by_id_and_frees_nothing(wrong: list[int], named: 
     assert pool.take(2) is not None
 
 
-def test_it_is_resized_before_use_only() -> None:
+def test_it_is_resized_as_long_as_what_goes_is_free() -> None:
     pool = BlockPool(2)
     pool.resize(4)
     assert numbers(pool) == (4, 4, 0)
     taken = pool.take(1)
     assert taken == [0]
-    with pytest.raises(ValueError, match="1 blocks are in use"):
-        pool.resize(8)
-    assert numbers(pool) == (4, 3, 1)
-    pool.give_back(taken)
+    pool.resize(8)
+    assert numbers(pool) == (8, 7, 1)
+    more = pool.take(3)
+    assert more == [1, 2, 3]
+    with pytest.raises(ValueError, match=r"\[3\] are in use"):
+        pool.resize(3)
+    assert numbers(pool) == (8, 4, 4)
+    pool.give_back([3, 0])
     pool.resize(3)
-    assert pool.take(4) is None and pool.take(3) == [0, 1, 2]
+    assert numbers(pool) == (3, 1, 2)
+    pool.check()
+    assert pool.take(2) is None and pool.take(1) == [0]
     for size in (0, -1):
         with pytest.raises(ValueError, match="at least one block"):
             BlockPool(size)

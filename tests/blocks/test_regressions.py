@@ -207,9 +207,7 @@ def nobody_gets_in(cache: Cache) -> Iterator[None]:
     shut, opens = Event(), Event()
 
     def stay() -> None:
-        with ledger_of(cache)._session.gate.writing(60):
-            shut.set()
-            opens.wait(60)
+        ledger_of(cache)._session.gate.writing(lambda: (shut.set(), opens.wait(60)), 60)
 
     inside = Thread(target=stay)
     inside.start()

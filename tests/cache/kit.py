@@ -15,6 +15,7 @@ import numpy.typing as npt
 from pagoda.cache import Cache, Hit
 from pagoda.cache.below import Copy
 from pagoda.cache.slots import HostSlots
+from pagoda.clock import Clock
 from pagoda.config import Config
 from pagoda.keys import Namespace, chunk_keys
 from pagoda.layout import KVLayout
@@ -82,10 +83,14 @@ def config_of(host: Path | None, disk: Path | None, **options: object) -> Config
 
 @contextmanager
 def cache_at(
-    host: Path | None, disk: Path | None, namespace: Namespace = NAMESPACE, **options: object
+    host: Path | None,
+    disk: Path | None,
+    namespace: Namespace = NAMESPACE,
+    clock: Clock | None = None,
+    **options: object,
 ) -> Iterator[Cache]:
     """An open cache, closed afterwards."""
-    cache = Cache(config_of(host, disk, **options), namespace=namespace, layout=LAYOUT)
+    cache = Cache(config_of(host, disk, **options), namespace=namespace, layout=LAYOUT, clock=clock)
     try:
         yield cache
     finally:

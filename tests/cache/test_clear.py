@@ -22,6 +22,35 @@ def test_every_tier_is_cleared_and_counted(shm_root: Path, tmp_path: Path) -> No
         assert served(cache, prompt(5))[0].num_tokens == 0
 
 
+def test_what_is_stored_after_a_clear_hits_again_on_the_disk(shm_root: Path, tmp_path: Path) -> None:
+    with cache_at(shm_root, tmp_path) as cache:
+        for turn in range(3):
+            stored(cache, prompt(4))
+            assert served(cache, prompt(4), tiers=["disk"])[0].num_tokens == 64, turn
+            assert cache.clear(everything=turn == 1).ok
+            assert served(cache, prompt(4))[0].num_tokens == 0
+
+
+def test_what_comes_up_in_the_middle_of_a_clear_is_cleared_above_as_well(
+    shm_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host is cleared already when another call brings the chunks up from the disk, which is not yet."""
+    with cache_at(shm_root, tmp_path) as cache:
+        stored(cache, prompt(4))
+        host, [disk] = cache._storeys.host, cache._storeys.lower
+        assert host is not None
+        clear, came = disk.clear, []
+
+        def bring_up_and_clear(namespace: bytes | None = None) -> int:
+            came.append(served(cache, prompt(4))[0].num_tokens)
+            return clear(namespace)
+
+        monkeypatch.setattr(disk, "clear", bring_up_and_clear)
+        assert cache.clear().chunks == {"host": 8, "disk": 4} and came == [64]
+        assert host.ledger.gauges()["ready"] == 0
+        assert served(cache, prompt(4))[0].num_tokens == 0
+
+
 def test_one_tenant_is_cleared_and_the_others_stay(shm_root: Path, tmp_path: Path) -> None:
     with cache_at(shm_root, tmp_path) as cache:
         for salt in ("", "one", "two"):

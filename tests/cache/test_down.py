@@ -5,12 +5,32 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pagoda.cache import Cache
+from pagoda.ledger import Ledger, StoreSpec
 from pagoda.metrics import Reason
-from pagoda.testing import Fault
-from tests.cache.kit import CHUNK, LAYOUT, blank, cache_at, kv_of, prompt, served, stored, wait_until
+from pagoda.policy.hindsight import _Learnt
+from pagoda.testing import FakeClock, Fault, FaultySlab
+from pagoda.tiers import DiskTier, HostTier
+from tests.cache.kit import (
+    CHUNK,
+    LAYOUT,
+    NAMESPACE,
+    PATIENT_SECONDS,
+    blank,
+    cache_at,
+    config_of,
+    keys_of,
+    kv_of,
+    on_disk,
+    prompt,
+    served,
+    stored,
+    wait_until,
+    written,
+)
 from tests.cache.test_up import Watching, faulty_cache
 
 
@@ -47,13 +67,96 @@ def test_newer_prompts_take_the_place_of_older_ones(shm_root: Path) -> None:
         assert cache._storeys.host.ledger.check().unreachable == 0  # type: ignore[union-attr]
 
 
-def test_a_host_tier_above_another_takes_all(shm_root: Path, tmp_path: Path) -> None:
-    """What it kept out would never reach the tier below; a tier that is the last may keep out what its policy says."""
-    with cache_at(shm_root, None) as cache:
-        assert cache._storeys.host.ledger._advice.refuses  # type: ignore[union-attr]
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_what_finds_no_room_on_the_host_goes_below(shm_root: Path, tmp_path: Path, policy: str) -> None:
+    tokens = prompt(100)
+    with cache_at(shm_root, tmp_path, write_policy=policy) as cache:
+        answer = cache.store(tokens, kv_of(tokens).transfer)
+        assert answer == (100, 100 * CHUNK, 0, 0, None)
+        assert cache.flush(100) and _on_disk(cache) == 100
+        assert cache.stats()["staging_buffers"] == 0
+        assert served(cache, tokens, tiers=["disk"])[0].num_tokens == 100 * CHUNK
+        hit, _ = served(cache, tokens)
+        assert hit.by_tier == {"host": 64 * CHUNK, "disk": 36 * CHUNK}
+        assert cache.store(tokens, kv_of(tokens).transfer).present == 100
+
+
+def test_what_goes_below_lies_behind_its_head_there(shm_root: Path, tmp_path: Path) -> None:
+    """In one queue: a tail that came first would stand alone on the disk, and go last."""
+    tokens = prompt(100)
     with cache_at(shm_root, tmp_path) as cache:
-        host, disk = (ledger for _, ledger in cache._storeys.ledgers())
-        assert not host._advice.refuses and disk._advice.refuses
+        cache.store(tokens, kv_of(tokens).transfer)
+        assert cache.flush(100)
+        columns = cache._storeys.ledgers()[1][1].columns
+        rows = {row.key: row.slot for row in cache._storeys.ledgers()[1][1].rows()}
+        slots = [rows[key] for key in keys_of(cache, tokens)]
+        assert columns.parent_slot[slots[1:]].tolist() == slots[:-1]
+        assert (np.diff(columns.last_use[slots]) < 0).all()
+
+
+def refusing(cache: Cache, clock: FakeClock) -> None:
+    """Have the host's policy keep out what is new: it is full of what is worth more."""
+    ledger = cache._storeys.host.ledger  # type: ignore[union-attr]
+    learnt = _Learnt.of(ledger._upkeep.learnt)  # type: ignore[arg-type]
+    learnt.asked[:, 20:27] = learnt.watched[:, 20:27] = 1000  # asked for again when 10 to 50 s old
+    for _ in range(3):
+        ledger.upkeep()
+        clock.advance(6)
+    for seed in range(4):
+        assert cache.store(prompt(16, 900 + seed), kv_of(prompt(16, 900 + seed)).transfer).refused == 0
+    assert cache.flush(100)
+    clock.advance(9)
+    ledger.upkeep()
+
+
+def test_what_the_policy_of_the_host_keeps_out_goes_below(shm_root: Path, tmp_path: Path) -> None:
+    clock, tokens = FakeClock(), prompt(12)
+    config = config_of(shm_root, tmp_path, policy="hindsight")
+    with Cache(config, namespace=NAMESPACE, layout=LAYOUT, clock=clock) as cache:
+        refusing(cache, clock)
+        answer = cache.store(tokens, kv_of(tokens).transfer)
+        assert answer == (12, 12 * CHUNK, 0, 0, None)
+        assert cache.flush(100)
+        assert cache.lookup(tokens, tiers=["host"]).num_tokens == 0
+        assert served(cache, tokens)[0].by_tier == {"disk": 12 * CHUNK}
+        assert cache.lookup(tokens, tiers=["host"]).num_tokens == 0  # nor is it let in on its way up
+        assert cache.prefetch(tokens).result(PATIENT_SECONDS).by_tier == {
+            "disk": 12 * CHUNK
+        }  # but where it is wanted there
+        assert cache.lookup(tokens).by_tier == {"host": 12 * CHUNK}
+
+
+@pytest.mark.parametrize("fault", [Fault.HANG, Fault.EIO])
+def test_the_host_takes_what_its_policy_keeps_out_if_the_disk_does_not(
+    shm_root: Path, tmp_path: Path, fault: Fault
+) -> None:
+    """No store waits for a disk where there is room above it."""
+    clock, tokens = FakeClock(), prompt(40)
+    disk_ledger = Ledger.open(StoreSpec(tmp_path, LAYOUT.fingerprint, "file", 256, LAYOUT.slot_bytes + 4096))
+    slab = FaultySlab(disk_ledger.slab_path, 256, LAYOUT.slot_bytes + 4096)
+    disk = DiskTier(LAYOUT, disk_ledger, slab, clock=clock)
+    config = config_of(shm_root, None, policy="hindsight")
+    host = HostTier.open(LAYOUT, Path(config.host_path), config.host_bytes, policy="hindsight", clock=clock)
+    with Cache(config, namespace=NAMESPACE, layout=LAYOUT, tiers=[host, disk], clock=clock) as cache:
+        refusing(cache, clock)
+        slab.fail_next("write", fault, times=100)
+        began = time.monotonic()
+        answer = cache.store(tokens, kv_of(tokens).transfer)
+        assert time.monotonic() - began < PATIENT_SECONDS  # a write hangs for 60 s
+        assert answer.num_chunks + answer.refused == 40 and answer.refused <= 16  # there are 16 buffers
+        assert host.find(keys_of(cache, tokens)[16:], start=16) == 24
+        slab.heal()
+
+
+def test_engines_that_copy_into_slots_themselves_are_refused_nothing_that_is_needed_below(
+    shm_root: Path, tmp_path: Path
+) -> None:
+    clock = FakeClock()
+    config = config_of(shm_root, tmp_path, policy="hindsight")
+    with Cache(config, namespace=NAMESPACE, layout=LAYOUT, clock=clock) as cache:
+        refusing(cache, clock)
+        assert len(written(cache, prompt(6))) == 6
+        assert cache.flush(100) and on_disk(cache, prompt(6)) == 6
 
 
 def test_the_tail_of_a_prompt_goes_before_its_head(shm_root: Path) -> None:
@@ -216,3 +319,29 @@ def test_a_store_without_a_host_tier_is_bounded_by_its_buffers(tmp_path: Path) -
         assert cache.flush(100)
         assert cache.stats()["staging_buffers"] == 0
         assert served(cache, tokens)[0].num_tokens == 30 * CHUNK
+
+
+def test_close_writes_what_a_store_without_a_host_tier_said_it_keeps(tmp_path: Path) -> None:
+    tokens = prompt(100)
+    cache = Cache(config_of(None, tmp_path), namespace=NAMESPACE, layout=LAYOUT)
+    assert cache.store(tokens, kv_of(tokens).transfer).num_chunks == 100
+    assert cache.close(PATIENT_SECONDS)
+    with cache_at(None, tmp_path) as cache:
+        assert served(cache, tokens)[0].num_tokens == 100 * CHUNK
+
+
+@pytest.mark.parametrize("with_host", [False, True])
+def test_close_says_what_it_could_not_write(shm_root: Path, tmp_path: Path, with_host: bool) -> None:
+    ledger = Ledger.open(StoreSpec(tmp_path, LAYOUT.fingerprint, "file", 256, LAYOUT.slot_bytes + 4096))
+    slab = FaultySlab(ledger.slab_path, 256, LAYOUT.slot_bytes + 4096)
+    disk = DiskTier(LAYOUT, ledger, slab, io_threads=1)
+    config = config_of(shm_root if with_host else None, None, deadline_seconds=0.2)
+    host = [HostTier.open(LAYOUT, Path(config.host_path), config.host_bytes)] if with_host else []
+    cache = Cache(config, namespace=NAMESPACE, layout=LAYOUT, tiers=[*host, disk])
+    slab.fail_next("write", Fault.HANG, times=100)
+    tokens = prompt(10)
+    assert cache.store(tokens, kv_of(tokens).transfer).num_chunks == 10
+    assert slab.hanging.wait(PATIENT_SECONDS)
+    assert not cache.close(1.0)
+    slab.heal()
+    wait_until(lambda: cache._calls.parts.storing.out == 0)  # every buffer came back

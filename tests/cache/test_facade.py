@@ -233,8 +233,8 @@ def test_prefetch_brings_chunks_up_to_the_host_tier(shm_root: Path, tmp_path: Pa
     with cache_at(shm_root / "before", tmp_path) as cache:
         stored(cache, tokens)
     with cache_at(shm_root / "after", tmp_path) as cache:
-        assert cache.prefetch(tokens).by_tier == {"disk": 160}
-        assert cache.prefetch(tokens).by_tier == {"host": 160}
+        assert cache.prefetch(tokens).result(60).by_tier == {"disk": 160}
+        assert cache.prefetch(tokens).result(60).by_tier == {"host": 160}
         assert served(cache, tokens)[0].by_tier == {"host": 160}
         assert cache.stats()["tiers"]["disk"]["loaded_chunks"] == 10  # type: ignore[index]
         assert cache.stats()["counters"]["lookups"] == 1  # type: ignore[index]
@@ -245,7 +245,7 @@ def test_prefetch_takes_no_more_than_half_of_the_host_tier(shm_root: Path, tmp_p
     with cache_at(shm_root / "before", tmp_path) as cache:
         stored(cache, tokens)
     with cache_at(shm_root / "after", tmp_path) as cache:
-        hit = cache.prefetch(tokens)
+        hit = cache.prefetch(tokens).result(60)
         assert (hit.num_tokens, hit.reason) == (32 * CHUNK, Reason.FULL)
         assert served(cache, tokens)[0].num_tokens == 60 * CHUNK
 
@@ -254,7 +254,7 @@ def test_prefetch_without_a_host_tier_is_refused_with_a_reason(tmp_path: Path) -
     with cache_at(None, tmp_path) as cache:
         tokens = prompt(3)
         stored(cache, tokens)
-        assert cache.prefetch(tokens).reason is Reason.TIER_SKIPPED
+        assert cache.prefetch(tokens).result(60).reason is Reason.TIER_SKIPPED
 
 
 def test_holders(cache: Cache) -> None:
@@ -337,6 +337,45 @@ def test_without_a_config_the_options_come_from_the_environment(
         assert (shm_root / "here").is_dir()
 
 
+def test_chunk_tokens_that_contradict_the_layout_are_an_error_wherever_they_stand(
+    shm_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PAGODA_HOST_PATH", str(shm_root / "here"))
+    monkeypatch.setenv("PAGODA_HOST_SIZE", "1MiB")
+    monkeypatch.setenv("PAGODA_CHUNK_TOKENS", "512")
+    with pytest.raises(ConfigError, match=r"512 \(environment PAGODA_CHUNK_TOKENS\)"):
+        Cache(namespace=NAMESPACE, layout=LAYOUT)
+    monkeypatch.delenv("PAGODA_CHUNK_TOKENS")
+    (tmp_path / "pagoda.toml").write_text("chunk_tokens = 64")
+    with pytest.raises(ConfigError, match=r"64 \(file .*pagoda.toml\)"):
+        Cache(namespace=NAMESPACE, layout=LAYOUT)
+    with pytest.raises(ConfigError, match=r"32 \(argument chunk_tokens\)"):
+        Cache(namespace=NAMESPACE, layout=LAYOUT, chunk_tokens=32)
+    Cache(namespace=NAMESPACE, layout=LAYOUT, chunk_tokens=CHUNK).close()
+
+
+def test_what_is_pinned_outlives_what_is_stored_afterwards(shm_root: Path, tmp_path: Path) -> None:
+    with cache_at(shm_root, tmp_path) as cache:
+        stored(cache, prompt(8), salt="one")
+        assert cache.pin(prompt(9), salt="one", owner="me") == {"host": 128, "disk": 128}
+        assert cache.pin(prompt(8), owner="me") == {"host": 0, "disk": 0}
+        for seed in range(1, 12):
+            stored(cache, prompt(20, seed))
+        assert served(cache, prompt(8), salt="one")[0].by_tier == {"host": 128}
+        assert cache.holders(cache.keys(prompt(8), salt="one")[0][2]) == ["host", "disk"]
+        assert cache.unpin(prompt(2), salt="one", owner="me", tiers=["disk"]) == {"disk": 2}
+        assert cache.unpin(owner="me") == {"host": 8, "disk": 6} and cache.unpin() == {"host": 0, "disk": 0}
+
+
+def test_a_hit_is_true_if_there_is_one(shm_root: Path) -> None:
+    with cache_at(shm_root, None) as cache:
+        stored(cache, prompt(2))
+        assert cache.lookup(prompt(2)) and int(cache.lookup(prompt(2))) == 2 * CHUNK
+        assert not cache.lookup(prompt(2, 1)) and int(cache.lookup(prompt(2, 1))) == 0
+        assert not cache.lookup(prompt(0.5)) and cache.lookup(prompt(0.5)).reason is Reason.SHORT_PROMPT
+
+
 def test_a_tier_that_cannot_be_opened_leaves_none_open(shm_root: Path, tmp_path: Path) -> None:
     with pytest.raises(StoreError):
         Cache(config_of(shm_root, tmp_path, disk_size=1 << 60), namespace=NAMESPACE, layout=LAYOUT)
@@ -364,13 +403,55 @@ def test_with_no_tier_at_all_everything_is_a_miss() -> None:
         assert cache.stats()["misses"] == {"absent": 1}
 
 
+def test_a_tier_that_cannot_be_closed_leaves_no_other_open(
+    shm_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = Cache(config_of(shm_root, tmp_path), namespace=NAMESPACE, layout=LAYOUT)
+    stored(cache, prompt(2))
+    host, [disk] = cache._storeys.host, cache._storeys.lower
+    assert host is not None
+    close = disk.close
+
+    def fail(timeout: float = 5.0) -> None:
+        close(timeout)
+        raise OSError("out of order")
+
+    monkeypatch.setattr(disk, "close", fail)
+    assert not cache.close(), "that something went wrong is told"
+    for tier in (host, disk):
+        assert not tier.find(cache_keys := [key for _, _, key in cache.keys(prompt(2))]), cache_keys
+    with cache_at(shm_root, tmp_path) as again:  # another could not have either to itself
+        assert again._storeys.host is not None and again._storeys.host.ledger is not host.ledger
+        assert served(again, prompt(2))[0].num_tokens == 32
+
+
 def test_after_close_every_call_is_a_miss(shm_root: Path, tmp_path: Path) -> None:
     with cache_at(shm_root, tmp_path) as cache:
         tokens = prompt(3)
         stored(cache, tokens)
     assert cache.lookup(tokens).reason is Reason.CLOSED
     assert cache.retrieve(tokens, blank(tokens).transfer).reason is Reason.CLOSED
-    assert cache.prefetch(tokens).reason is Reason.CLOSED
+    assert cache.prefetch(tokens).result(60).reason is Reason.CLOSED
     assert cache.store(tokens, kv_of(tokens).transfer).reason is Reason.CLOSED
     assert cache.lookup_future(tokens).result(5).reason is Reason.CLOSED
     assert cache.close()
+
+
+def test_wrong_arguments_are_one_value_error(cache: Cache, tmp_path: Path) -> None:
+    tokens = prompt(2)
+    for namespace, layout, message in (
+        ("a model", LAYOUT, "build one"),
+        (NAMESPACE, "dense", "build a KVLayout"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Cache(config_of(tmp_path / "h", None), namespace=namespace, layout=layout)  # type: ignore[arg-type]
+    for wrong in ({"slat": "alice"}, {"start": 5}, {"namespace": "alice"}):
+        for call in (cache.lookup, cache.prefetch, cache.explain):
+            with pytest.raises(ValueError, match=f"{next(iter(wrong))}: no such option; .*salt"):
+                call(tokens, **wrong)  # type: ignore[operator]
+        with pytest.raises(ValueError, match="no such option"):
+            cache.store(tokens, kv_of(tokens).transfer, **wrong)  # type: ignore[arg-type]
+    stored(cache, tokens)
+    for move in (cache.store, cache.retrieve):
+        with pytest.raises(ValueError, match="kv is of type NoneType: pass a transfer"):
+            move(tokens, None)  # type: ignore[operator]

@@ -24,7 +24,7 @@ def test_futures_say_the_same_as_the_calls(shm_root: Path, tmp_path: Path) -> No
         kv = blank(tokens)
         assert cache.retrieve_future(tokens, kv.transfer, start_tokens=32).result(60).num_tokens == 64
         assert kv.same(kv_of(tokens), 2, 6)
-        assert cache.prefetch_future(tokens).result(60).num_tokens == 96
+        assert cache.prefetch(tokens).result(60).num_tokens == 96
 
 
 def test_wrong_use_is_raised_by_the_call_itself(shm_root: Path) -> None:

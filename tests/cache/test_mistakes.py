@@ -14,7 +14,7 @@ import pytest
 from pagoda.cache import Cache
 from pagoda.keys import Namespace
 from pagoda.metrics import Reason
-from pagoda.testing import Fault
+from pagoda.testing import FakeClock, Fault
 from tests.cache.kit import (
     CHUNK,
     LAYOUT,
@@ -37,6 +37,28 @@ def _counter(cache: Cache, name: str, tier: str = "disk") -> int:
     number = cache.stats()["tiers"][tier][name]  # type: ignore[index]
     assert isinstance(number, int)
     return number
+
+
+def test_the_keys_of_another_tenant_are_a_miss_and_stay(shm_root: Path, tmp_path: Path) -> None:
+    with cache_at(shm_root, tmp_path, write_policy="write_through") as cache:
+        tokens = prompt(4)
+        stored(cache, tokens, salt="alice")
+        keys = cache.keys(tokens, salt="alice")
+        for tiers in (None, ["disk"]):
+            kv = blank(tokens)
+            hit = cache.retrieve(None, kv.transfer, keys=keys, salt="mallory", tiers=tiers)
+            assert hit.num_tokens == 0 and not kv.blocks.any()
+            assert tiers is not None or hit.reason is Reason.OTHER_NAMESPACE
+            assert cache.lookup(None, keys=keys, salt="mallory", tiers=tiers).num_tokens == 0
+            assert cache.lookup(tokens, salt="alice", tiers=tiers).num_tokens == 64
+        answer = cache.store(None, kv_of(prompt(4, seed=9)).transfer, keys=keys, salt="mallory")
+        assert answer.reason is Reason.OTHER_NAMESPACE and cache.flush(100)
+        assert cache.lookup(None, keys=keys, salt="mallory").num_tokens == 0
+        assert served(cache, tokens, salt="alice")[0].num_tokens == 64
+        shifted = [(begin + CHUNK, end + CHUNK, key) for begin, end, key in keys]
+        assert cache.retrieve(None, blank(prompt(5)).transfer, keys=shifted, salt="alice").num_tokens == 0
+        assert cache.lookup(tokens, salt="alice", tiers=["disk"]).num_tokens == 64
+        assert not _counter(cache, "failed_checks") and not _counter(cache, "failed_checks", "host")
 
 
 def test_mistake_1_staging_memory_that_leaks_until_close_hangs(tmp_path: Path) -> None:
@@ -225,7 +247,7 @@ def test_mistake_16_keys_that_leave_something_out_or_differ_between_processes(
 def test_mistake_17_parents_that_go_before_their_children(shm_root: Path, tmp_path: Path) -> None:
     on_disk(shm_root, tmp_path, 30)
     with cache_at(shm_root, tmp_path) as cache:
-        cache.prefetch(prompt(30))
+        cache.prefetch(prompt(30)).result(60)
         for seed in range(1, 8):
             stored(cache, prompt(12, seed))
             for _, ledger in cache._storeys.ledgers():
@@ -250,10 +272,12 @@ def test_mistake_18_short_reads_and_writes_taken_for_whole(shm_root: Path, tmp_p
 def test_mistake_20_loading_what_is_cheaper_to_compute_and_writing_what_is_never_read(
     shm_root: Path, tmp_path: Path
 ) -> None:
-    with cache_at(shm_root, tmp_path, worth_it=True, write_policy="selective") as cache:
+    clock = FakeClock()  # stands still: a second later what is slow is tried again
+    with cache_at(shm_root, tmp_path, clock=clock, worth_it=True, write_policy="selective") as cache:
         stored(cache, prompt(4))
         assert _counter(cache, "stored_chunks") == 0  # nobody has asked for it yet
-        served(cache, prompt(4))
+        for _ in range(3):
+            served(cache, prompt(4))
         cache.observe_prefill(10**9, 0.001)
         hit, kv = served(cache, prompt(4))
         assert (hit.num_tokens, hit.reason) == (0, Reason.NOT_WORTH_IT) and not kv.blocks.any()

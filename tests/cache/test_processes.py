@@ -36,7 +36,7 @@ def _busy(shm_root: Path, tmp_path: Path, number: int, seconds: float) -> None:
             elif kind < 8:
                 cache.store(tokens, kv_of(tokens).transfer)
             elif kind < 9:
-                cache.prefetch(tokens)
+                cache.prefetch(tokens).result()
             else:
                 cache.lookup(tokens)
             if calls % 40 == 0 and number == 0:

@@ -29,6 +29,12 @@ def test_off_by_default(shm_root: Path) -> None:
     assert _seen(shm_root) == set()
 
 
+def test_a_cache_switches_them_on_by_its_configuration(shm_root: Path) -> None:
+    with cache_at(shm_root, None, profile=True) as cache, torch.profiler.profile() as profile:
+        cache.lookup(prompt(2))
+    assert "pagoda.lookup" in {event.key for event in profile.key_averages()}
+
+
 def test_calls_and_copies_have_ranges_when_asked_for(shm_root: Path) -> None:
     ranges.enable()
     assert _seen(shm_root) == {"pagoda.store", "pagoda.copy_down", "pagoda.retrieve", "pagoda.copy_up"}

@@ -100,7 +100,7 @@ def test_polling_looking_up_and_retrieving_are_one_request(cache: Cache, trace: 
 
 def test_prefetching_explaining_and_uncounted_calls_are_no_requests(cache: Cache, trace: Path) -> None:
     tokens = prompt(4)
-    cache.prefetch(tokens)
+    cache.prefetch(tokens).result(60)
     cache.explain(tokens)
     cache.lookup(tokens, counted=False)
     cache.retrieve(tokens, blank(tokens).transfer, counted=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -13,8 +14,10 @@ import pytest
 
 from pagoda.cache import Cache, registry
 from pagoda.cache.weights import Weights
+from pagoda.errors import StoreError
 from pagoda.metrics import Reason
 from tests.cache.kit import LAYOUT, NAMESPACE, config_of, prompt, served, stored
+from tests.thread_limits import no_threads
 
 
 @pytest.fixture(autouse=True)
@@ -76,23 +79,51 @@ def test_threads_that_open_at_once_get_one_cache(shm_root: Path) -> None:
 
 
 def test_a_fork_while_another_thread_opens_a_cache_and_yet_another_changes_weights(shm_root: Path) -> None:
-    inside, leave, weights = threading.Barrier(3), threading.Event(), Weights([shm_root], "m")
+    inside, leave, weights = threading.Barrier(3), threading.Event(), Weights({"host": shm_root}, "m")
 
     def hold(lock: AbstractContextManager[object]) -> None:
         with lock:
             inside.wait(60)
             leave.wait(60)
 
-    threads = [threading.Thread(target=hold, args=(lock,)) for lock in (registry._lock, weights._lock)]
+    threads = [threading.Thread(target=hold, args=(lock,)) for lock in (registry._changed, weights._lock)]
     for thread in threads:
         thread.start()
     inside.wait(60)
     child = os.fork()
     if child == 0:
         signal.alarm(30)  # instead of a deadlock
-        os._exit(0 if Cache.get("one") is None and weights.raised() == 1 else 1)
+        os._exit(0 if Cache.get("one") is None and weights.raised() == (1, {}) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     leave.set()
     for thread in threads:
         thread.join(60)
     assert Cache.get("one") is None
+
+
+def test_a_cache_with_a_name_is_found_by_it_as_long_as_somebody_has_it(shm_root: Path) -> None:
+    cache = Cache(config_of(shm_root, None), namespace=NAMESPACE, layout=LAYOUT, name="one")
+    assert Cache.get("one") is cache
+    with pytest.raises(ValueError, match="'one' is open already"):
+        Cache(config_of(shm_root, None), namespace=NAMESPACE, layout=LAYOUT, name="one")
+    assert _open("one", shm_root) is cache
+    cache.close()
+    assert Cache.get("one") is None
+    again = Cache(config_of(shm_root, None), namespace=NAMESPACE, layout=LAYOUT, name="one")
+    again.me = again  # type: ignore[attr-defined]  # only a collection frees it
+    del again
+    third = Cache(config_of(shm_root, None), namespace=NAMESPACE, layout=LAYOUT, name="one")
+    assert Cache.destroy("one") and third.lookup(prompt(1)).reason is Reason.CLOSED
+
+
+def test_a_name_is_free_again_when_its_cache_could_not_be_opened(shm_root: Path, tmp_path: Path) -> None:
+    with no_threads(), pytest.raises(StoreError):
+        Cache(config_of(shm_root, tmp_path), namespace=NAMESPACE, layout=LAYOUT, name="one")
+    Cache(config_of(shm_root, None), namespace=NAMESPACE, layout=LAYOUT, name="one").close()
+
+
+def test_what_open_returned_is_kept_until_it_is_closed(shm_root: Path) -> None:
+    _open("one", shm_root)
+    gc.collect()
+    kept = Cache.get("one")
+    assert kept is not None and kept.lookup(prompt(1)).reason is Reason.ABSENT

@@ -34,7 +34,7 @@ def test_a_prefetch_and_a_retrieve_of_the_same_chunks_load_them_once(shm_root: P
     with cache:
         slab.delay_seconds = 0.01
         slab.fail_next("read", Fault.DELAY, times=100)
-        ahead = cache.prefetch_future(tokens)
+        ahead = cache.prefetch(tokens)
         hit, _ = served(cache, tokens)
         assert hit.num_tokens == ahead.result(60).num_tokens == 320
         assert slab.calls["read"] == 20

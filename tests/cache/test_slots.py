@@ -37,6 +37,7 @@ from tests.cache.kit import (
     wait_until,
     written,
 )
+from tests.ledger.support import shut_to_threads
 
 
 def read(cache: Cache, tokens: Prompt) -> tuple[int, Bytes]:
@@ -323,7 +324,7 @@ def test_a_forked_child_of_a_cache_in_private_memory_misses(shm_root: Path) -> N
 def test_a_reserve_waits_no_longer_than_it_is_told(shm_root: Path) -> None:
     with cache_at(shm_root, None) as cache:
         slots, keys = slots_of(cache), keys_of(cache, prompt(2))
-        with slots._ledger._session.gate.writing(30.0), ThreadPoolExecutor(1) as thread:
+        with shut_to_threads(slots._ledger), ThreadPoolExecutor(1) as thread:
             late = thread.submit(
                 slots.reserve, keys, namespace=bytes(32), start=0, parent=None, deadline_seconds=0.01
             )

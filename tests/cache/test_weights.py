@@ -9,42 +9,95 @@ import pytest
 
 from pagoda.cache import why
 from pagoda.cache.weights import Weights
-from pagoda.errors import StoreError
 from pagoda.metrics import Reason
 from tests.cache.kit import NAMESPACE, SPAWN, cache_at, kv_of, prompt, served, stored
+from tests.faults.support import ROOT, own_mounts, python, succeeded
 
 
 def test_the_epoch_is_kept_under_every_root(tmp_path: Path) -> None:
-    roots = [tmp_path / "a", tmp_path / "b"]
+    roots = {"host": tmp_path / "a", "disk": tmp_path / "b"}
     assert Weights(roots, "m").epoch() == 0
-    assert Weights(roots, "m").raised() == 1
+    assert Weights(roots, "m").raised() == (1, {})
     other = Weights(roots, "m")
     assert other.epoch() == 1 and Weights(roots, "another").epoch() == 0
     for path in (tmp_path / "a").iterdir():
         path.unlink()  # wiped, as memory is by a reboot
     assert Weights(roots, "m").epoch() == 1
-    assert other.raised() == 2
-    assert Weights([tmp_path / "a"], "m").epoch() == 2
+    assert other.raised() == (2, {})
+    assert Weights({"host": tmp_path / "a"}, "m").epoch() == 2
 
 
 def test_two_that_raise_it_at_once_both_raise_it(tmp_path: Path) -> None:
-    one, two = Weights([tmp_path], "m"), Weights([tmp_path], "m")
+    one, two = Weights({"disk": tmp_path}, "m"), Weights({"disk": tmp_path}, "m")
     assert (one.epoch(), two.epoch()) == (0, 0)
-    first = one.raised()
-    assert two.raised() > first
+    first, _ = one.raised()
+    assert two.raised()[0] > first
 
 
-def test_an_epoch_that_cannot_be_kept_is_an_error(tmp_path: Path) -> None:
+def test_an_epoch_that_cannot_be_kept_is_nobody_elses(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    weights = Weights([tmp_path / "file"], "m")
-    with pytest.raises(StoreError, match="clear the cache instead"):
-        weights.raised()
-    assert weights.epoch() == 1  # this process at least does not go back
+    weights = Weights({"disk": tmp_path / "file"}, "m")
+    epoch, troubles = weights.raised()
+    assert list(troubles) == ["disk"] and epoch >= 1 << 31
+    assert weights.epoch() == epoch, "this process does not go back"
+    assert Weights({"disk": tmp_path / "file"}, "m").raised()[0] != epoch
+
+
+def test_a_tier_that_cannot_take_the_epoch_down_loses_what_it_has(shm_root: Path, tmp_path: Path) -> None:
+    tokens = prompt(4)
+    with cache_at(shm_root, tmp_path) as cache:
+        stored(cache, tokens)
+        file = cache._calls._weights._roots["disk"]
+        file.unlink()
+        file.symlink_to("/nowhere/weights")  # as good as a disk that is only to be read
+        assert cache.weights_changed() == 1
+        assert served(cache, tokens)[0].num_tokens == 0
+    with cache_at(shm_root / "rebooted", tmp_path) as cache:  # nobody remembers the epoch
+        assert cache._calls.namespace().weights_epoch == 0
+        assert served(cache, tokens)[0].num_tokens == 0
+    with cache_at(None, tmp_path) as cache:
+        stored(cache, tokens)
+        assert cache.weights_changed() >= 1 << 31
+        assert served(cache, tokens)[0].num_tokens == 0
+    with cache_at(None, tmp_path) as cache:
+        assert served(cache, tokens)[0].num_tokens == 0
+
+
+FULL = """
+import os, subprocess, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from tests.cache.kit import cache_at, prompt, served, stored
+
+where = Path(sys.argv[1])
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m,mode=0700", "tmpfs", where], check=True)
+for before in range(2):
+    with cache_at(None, where) as cache:
+        stored(cache, prompt(4, before))
+        junk = os.open(where / "junk", os.O_CREAT | os.O_WRONLY)
+        for piece in (1 << 20, 4096, 1):
+            try:
+                while True:
+                    os.write(junk, bytes(piece))
+            except OSError:
+                pass
+        assert os.statvfs(where).f_bavail == 0
+        assert cache.weights_changed() == before + 1
+        assert served(cache, prompt(4, before))[0].num_tokens == 0
+    with cache_at(None, where) as cache:
+        assert cache._calls.namespace().weights_epoch == before + 1
+        assert served(cache, prompt(4, before))[0].num_tokens == 0
+print("fine")
+"""
+
+
+def test_a_full_disk_does_not_keep_the_epoch_from_being_raised(tmp_path: Path) -> None:
+    assert "fine" in succeeded(python(FULL, tmp_path, ROOT, before=own_mounts(), seconds=200))
 
 
 def test_without_a_shared_tier_it_holds_in_this_process() -> None:
-    weights = Weights([], "m")
-    assert weights.raised() == 1 and weights.epoch() == 1
+    weights = Weights({}, "m")
+    assert weights.raised()[0] == 1 and weights.epoch() == 1
 
 
 def test_nothing_stored_before_hits_again(

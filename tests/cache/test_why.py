@@ -147,9 +147,7 @@ def test_deadline(shm_root: Path, tmp_path: Path) -> None:
 
 def _stand_in_the_gate(directory: Path, inside: Event) -> None:
     ledger = Ledger.attach(directory)
-    with ledger._session.gate.writing(60):
-        inside.set()
-        time.sleep(100)
+    ledger._session.gate.writing(lambda: (inside.set(), time.sleep(100)), 60)
 
 
 def test_ledger_busy(shm_root: Path) -> None:

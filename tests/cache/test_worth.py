@@ -24,8 +24,9 @@ def test_nothing_is_refused_before_both_rates_are_known() -> None:
 
 def test_the_faster_way_is_taken() -> None:
     worth = Worth(MB, 256, FakeClock())
-    worth.measured("disk", MB, 0.1)
-    worth.measured("host", MB, 0.001)
+    for _ in range(3):
+        worth.measured("disk", MB, 0.1)
+        worth.measured("host", MB, 0.001)
     worth.observe_prefill(256, 0.05)
     assert worth.beats("host") and not worth.beats("disk")
     for _ in range(20):
@@ -34,14 +35,41 @@ def test_the_faster_way_is_taken() -> None:
     assert worth.rates()["disk_bytes_per_second"] == 10 * MB
 
 
-def test_a_slow_tier_gets_its_chance_again() -> None:
+def test_a_slow_tier_is_tried_again_soon_and_later_if_it_stays_slow() -> None:
     clock = FakeClock()
     worth = Worth(MB, 256, clock)
-    worth.measured("disk", MB, 10.0)
     worth.observe_prefill(256, 0.001)
-    assert not worth.beats("disk")
+    for _ in range(3):
+        assert worth.beats("disk")
+        worth.measured("disk", MB, 10.0)
+    for seconds in (1, 2, 4, 8, 16, 32, 60, 60):
+        assert not worth.beats("disk")
+        clock.advance(seconds - 0.1)
+        assert not worth.beats("disk")
+        clock.advance(0.2)
+        assert worth.beats("disk")
+        worth.measured("disk", MB, 10.0)
     clock.advance(61)
+    for _ in range(3):
+        worth.measured("disk", MB, 0.0001)
+        clock.advance(1.1)
+        assert worth.beats("disk")
+    worth.measured("disk", MB, 0.0001)
     assert worth.beats("disk")
+
+
+def test_one_copy_that_was_paused_says_nothing_of_a_tier() -> None:
+    worth = Worth(MB, 256, FakeClock())
+    worth.observe_prefill(256, 0.001)
+    worth.measured("host", MB, 10.0)
+    assert worth.beats("host")
+    for _ in range(5):
+        worth.measured("host", MB, 0.0001)
+    for _ in range(2):
+        worth.measured("host", MB, 10.0)
+        assert worth.beats("host")
+    worth.measured("host", MB, 10.0)
+    assert not worth.beats("host")
 
 
 def test_it_can_be_switched_off() -> None:
@@ -63,9 +91,12 @@ def test_a_run_that_is_cheaper_to_compute_is_left_alone(shm_root: Path, tmp_path
     tokens = prompt(10)
     with cache_at(shm_root / "before", tmp_path) as cache:
         stored(cache, tokens)
-    with cache_at(shm_root / "after", tmp_path, worth_it=True) as cache:
+    clock = FakeClock()  # stands still: a second later what is slow is tried again
+    with cache_at(shm_root / "after", tmp_path, clock=clock, worth_it=True) as cache:
         cache.observe_prefill(1_000_000, 0.0001)  # absurdly fast
         assert served(cache, tokens[: 2 * CHUNK])[0].num_tokens == 32  # the disk has not been measured yet
+        for _ in range(2):
+            cache._calls.parts.tools.worth.measured("disk", 8192, 1.0)
         hit, _ = served(cache, tokens, start_tokens=2 * CHUNK)
         assert (hit.num_tokens, hit.reason) == (0, Reason.NOT_WORTH_IT)
         assert cache.lookup(tokens).reason is Reason.NOT_WORTH_IT
@@ -76,16 +107,30 @@ def test_host_chunks_are_served_where_only_the_disk_is_too_slow(shm_root: Path, 
     tokens = prompt(10)
     with cache_at(shm_root / "before", tmp_path) as cache:
         stored(cache, tokens)
-    with cache_at(shm_root / "after", tmp_path, worth_it=True) as cache:
+    clock = FakeClock()  # stands still: a second later what is slow is tried again
+    with cache_at(shm_root / "after", tmp_path, clock=clock, worth_it=True) as cache:
         stored(cache, tokens[: 4 * CHUNK])
         worth = cache._calls.parts.tools.worth
-        worth.measured("disk", 8192, 10.0)
+        for _ in range(3):
+            worth.measured("disk", 8192, 10.0)
         cache.observe_prefill(CHUNK, 1.0)
         expected = (64, {"host": 64}, Reason.NOT_WORTH_IT)
         looked = cache.lookup(tokens)
         assert (looked.num_tokens, looked.by_tier, looked.reason) == expected
         hit, _ = served(cache, tokens)
         assert (hit.num_tokens, hit.by_tier, hit.reason) == expected
+
+
+def test_a_hit_of_just_the_minimum_is_loaded(shm_root: Path, tmp_path: Path) -> None:
+    tokens = prompt(4)
+    with cache_at(shm_root, tmp_path, min_hit_tokens=len(tokens)) as cache:
+        stored(cache, tokens)
+        assert cache.lookup(tokens).num_tokens == len(tokens)
+        assert served(cache, tokens)[0].num_tokens == len(tokens)
+        assert served(cache, tokens, tiers=["disk"])[0].num_tokens == len(tokens)
+        longer = prompt(5)
+        assert cache.lookup(longer).num_tokens == len(tokens)
+        assert served(cache, longer)[0].num_tokens == len(tokens)
 
 
 def test_a_hit_below_the_minimum_is_not_loaded(shm_root: Path) -> None:

@@ -24,7 +24,8 @@ from pagoda.tiers import Chunk, DiskTier
 CHUNK = 16
 LLAMA = Namespace("llama", kv_dtype="bfloat16")
 QWEN = Namespace("qwen")
-_RUN = "import sys; from pagoda.cli import main; sys.exit(main())"
+_NO_HOME = "/dev/null/home"  # cannot be made, by root neither
+RUN = "import sys; from pagoda.cli import main; sys.exit(main())"
 
 # stores chunks for ever, some 64 of them staying, so that others may look on
 _WRITER = """
@@ -88,9 +89,9 @@ def pagoda(*args: object, stdin: str = "", **variables: str) -> subprocess.Compl
     """Run the command as a process of its own, with no configuration but `variables`."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PAGODA_")}
     return subprocess.run(
-        [sys.executable, "-c", _RUN, *map(str, args)],
+        [sys.executable, "-c", RUN, *map(str, args)],
         input=stdin,
-        env={**clean, "HOME": "/nonexistent", "XDG_CONFIG_HOME": "/nonexistent", **variables},
+        env={**clean, "HOME": _NO_HOME, "XDG_CONFIG_HOME": _NO_HOME, **variables},
         capture_output=True,
         text=True,
         timeout=120,
@@ -108,7 +109,7 @@ def answer(*args: object, code: int = 0, stdin: str = "", **variables: str) -> d
 
 def refused(*args: object, stdin: str = "", **variables: str) -> str:
     """Run the command in this process; return the one line with which it must refuse."""
-    out, err, environment = io.StringIO(), io.StringIO(), {"HOME": "/nonexistent", **variables}
+    out, err, environment = io.StringIO(), io.StringIO(), {"HOME": _NO_HOME, **variables}
     with (
         mock.patch.dict(os.environ, environment, clear=True),
         mock.patch.object(sys, "stdin", io.StringIO(stdin)),

@@ -8,7 +8,9 @@ from typing import cast
 from tests.cli.shelf import LLAMA, answer, host, put, refused
 
 
-def test_figures_of_both_tiers_and_nothing_left_behind(shm_root: Path, tmp_path: Path) -> None:
+def test_figures_of_both_tiers_and_nothing_left_behind(
+    shm_root: Path, tmp_path: Path, register_of_tiers: Path
+) -> None:
     ledger = host(shm_root / "host")
     keys = put(ledger, LLAMA, range(64))
     where = {
@@ -24,6 +26,7 @@ def test_figures_of_both_tiers_and_nothing_left_behind(shm_root: Path, tmp_path:
     assert len(ledger.match(keys).slots) == 4
     assert [path.name for path in shm_root.iterdir()] == ["host"]
     assert list(tmp_path.iterdir()) == []
+    assert not list(register_of_tiers.rglob("*.json"))
 
 
 def test_wrong_use_is_one_line() -> None:

@@ -11,8 +11,12 @@ import sys
 import termios
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from pagoda import Cache, Config, KVLayout
+from pagoda.tiers import register
+from pagoda.transfer import BlockKV
 from tests.cli.shelf import LLAMA, QWEN, answer, disk, host, pagoda, put, refused, save, writer
 
 
@@ -127,3 +131,29 @@ def test_clearing_while_another_process_stores(shm_root: Path) -> None:
         assert answer("clear", shm_root, "--yes")["failed"] == {}
         assert process.poll() is None
         assert answer("check", shm_root)["ok"] is True
+
+
+def test_tiers_that_no_configuration_names_are_cleared(shm_root: Path, tmp_path: Path) -> None:
+    """Those that were given as flags or keywords, as `pagoda vllm --disk-path ...` does."""
+    layout = KVLayout.opaque(16, 4096, "test")
+    config = Config(
+        chunk_tokens=16, host_path=str(shm_root), host_size="1MiB", disk_path=str(tmp_path), disk_size="1MiB"
+    )
+    tokens, kv = list(range(64)), BlockKV(np.ones((4, 4096), np.uint8), layout)
+    with Cache(config, namespace=LLAMA, layout=layout) as cache:
+        cache.store(tokens, kv)
+        assert cache.flush(60) and cache.lookup(tokens, tiers=["disk"]).num_tokens == 64
+        assert answer("clear", "--yes")["cleared"] == 8
+        assert cache.lookup(tokens).num_tokens == 0
+    assert {store["tier"] for store in answer("stats")["stores"]} == {"host", "disk"}  # type: ignore[attr-defined]
+
+
+def test_a_remote_tier_whose_password_is_not_kept_is_named(shm_root: Path) -> None:
+    put(host(shm_root), LLAMA, range(64))
+    register.note("host", shm_root)
+    register.note("remote", "redis://:***@127.0.0.1:1/0")
+    found = answer("clear", "--yes", code=1)
+    assert found["cleared"] == 4
+    assert list(found["failed"]) == ["redis://:***@127.0.0.1:1/0"]  # type: ignore[call-overload]
+    looked = pagoda("stats")
+    assert looked.returncode == 0 and "redis://:***@127.0.0.1:1/0" in looked.stderr

@@ -80,6 +80,7 @@ def test_another_namespace_has_it_and_which_field_differs(
     put(ledger, LLAMA, PROMPT)
     other = LLAMA.with_(**changes)
     ledger.register(other.root, other.fields())
+    ledger.write_labels()
     num_tokens, reason, detail = only(shm_root, "--namespace", other.root.hex()[:16])
     assert (num_tokens, reason) == (0, "other_namespace")
     assert f"with {field} " in detail

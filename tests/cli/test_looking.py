@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import cast
 
+import msgspec
+
 from pagoda.cli import main
 from pagoda.ledger import Ledger
-from tests.cli.shelf import CHUNK, LLAMA, QWEN, answer, disk, host, pagoda, put, refused, save, writer
+from pagoda.ledger.locks import OPEN
+from pagoda.ledger.state import LOCKS, read_state, write_state
+from tests.cli.shelf import CHUNK, LLAMA, QWEN, RUN, answer, disk, host, pagoda, put, refused, save, writer
+from tests.ledger.support import holding
 
 
 def stores(found: dict[str, object]) -> list[dict[str, dict[str, int]]]:
@@ -184,14 +191,37 @@ def test_looking_at_a_store_that_is_broken_does_not_remove_it(shm_root: Path) ->
     assert sorted(path.name for path in (shm_root / "layout").iterdir()).count("slab") == 1
 
 
+def test_what_could_not_be_opened_is_not_called_damaged(shm_root: Path) -> None:
+    put(host(shm_root), LLAMA, range(16))
+    with holding(shm_root / LOCKS, OPEN):  # as a file system that may only be read keeps it from being opened
+        done = pagoda("check", shm_root)
+    assert done.returncode == 1 and "NOT OPENED" in done.stdout and "DAMAGED" not in done.stdout
+    assert "stopped" in done.stderr
+
+
+def test_what_is_yet_to_be_read_back_is_not_called_damaged(tmp_path: Path) -> None:
+    with disk(tmp_path) as tier:
+        save(tier, LLAMA, range(64))
+        directory = tier.ledger.directory
+    state = read_state(directory)
+    assert state is not None
+    write_state(directory, msgspec.structs.replace(state, clean=False, boot_id="another"))
+    done = pagoda("check", tmp_path)
+    assert done.returncode == 0 and "being rebuilt" in done.stdout and "to be scanned" in done.stderr
+    assert answer("check", tmp_path)["ok"] is True
+    with disk(tmp_path) as tier:
+        assert tier.wait_ready(60)
+    assert "being rebuilt" not in pagoda("check", tmp_path).stdout
+
+
 def test_a_damaged_ledger_is_found(shm_root: Path) -> None:
     ledger = host(shm_root)
     keys = put(ledger, LLAMA, range(64))
     session = ledger._session
-    with session.gate.writing(1.0), session._tables.env.begin(write=True) as txn:  # type: ignore[union-attr]
+    with session._tables.env.begin(write=True) as txn:  # type: ignore[union-attr]
         txn.delete(keys[0], db=session._tables.entries)  # type: ignore[union-attr]
     found = answer("check", shm_root, code=1)
-    assert "disagree" in str(stores(found)[0]["trouble"])
+    assert "disagree" in str(stores(found)[0]["trouble"]) and "DAMAGED" in pagoda("check", shm_root).stdout
 
 
 def test_nothing_stored_yet_is_no_error(tmp_path: Path) -> None:
@@ -219,6 +249,14 @@ def test_wrong_use_is_one_line(shm_root: Path, tmp_path: Path) -> None:
     assert "No such command" in refused("stat")
     assert "64GiB" in refused("stats", PAGODA_HOST_SIZE="64G")
     assert "did you mean PAGODA_HOST_SIZE?" in refused("ls", PAGODA_HOSTSIZE="1GiB")
+
+
+def test_with_stdout_closed_the_code_tells(shm_root: Path) -> None:
+    put(host(shm_root), LLAMA, range(16))
+    for place, code in ((shm_root, 0), (shm_root / "none", 2)):
+        shell = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-c", RUN, "check", str(place)]
+        done = subprocess.run(shell, stderr=subprocess.PIPE, text=True, timeout=120)
+        assert (done.returncode, done.stderr.count("\n")) == (code, code // 2), done.stderr
 
 
 def test_called_from_python_it_returns_the_code(shm_root: Path) -> None:

@@ -7,6 +7,8 @@ import os
 import shlex
 import subprocess
 import sys
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,13 +18,40 @@ from tests.cli.shelf import pagoda, refused
 
 ROUTE_A = {
     "kv_connector": "PagodaConnector",
-    "kv_connector_module_path": "pagoda.connectors.vllm",
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
 }
-ROUTE_B = {"spec_name": "PagodaOffloadingSpec", "spec_module_path": "pagoda.connectors.vllm"}
+ROUTE_B = ROUTE_A | {"kv_connector": "PagodaHybridConnector"}
+MODULE = {"kv_connector_module_path": "pagoda.connectors.vllm"}
+PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 SCRIPT, COMMAND, SERVER = 7, 8, 9  # exit codes of what stands in for vLLM's three ways to be run
 RUN = "import sys; from pagoda.cli import main; sys.exit(main())"
+
+
+def install_plugin(site: Path) -> None:
+    """Make the entry points of this source those of the installed package, whichever is installed."""
+    points = tomllib.loads(PROJECT.read_text())["project"]["entry-points"]
+    lines = [
+        f"[{group}]\n" + "".join(f"{name} = {at}\n" for name, at in of.items())
+        for group, of in points.items()
+    ]
+    info = site / "pagodakv-99.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: pagodakv\nVersion: 99\n")
+    (info / "entry_points.txt").write_text("".join(lines))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Every process that a test here starts finds the plugin."""
+    site = tmp_path_factory.mktemp("site")
+    install_plugin(site)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(
+            "PYTHONPATH", os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
+        )
+        patch.delenv("VLLM_PLUGINS", raising=False)
+        yield
 
 
 def printed(*arguments: object, **variables: str) -> tuple[list[str], dict[str, object]]:
@@ -84,18 +113,19 @@ def test_options_before_serve_go_to_the_connector(tmp_path: Path) -> None:
 def test_hybrid_goes_through_the_offloading_of_vllm() -> None:
     command, config = printed("--hybrid", "--host-size", "1GiB", "serve", "m", "--block-size", "32")
     assert command == ["vllm", "serve", "m", "--block-size", "32"]
-    assert config == {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {**ROUTE_B, "host_size": "1GiB"},
-    }
+    assert config == {**ROUTE_B, "kv_connector_extra_config": {"host_size": "1GiB"}}
 
 
 def test_what_hybrid_models_store_is_said_in_the_words_of_vllm() -> None:
     for option, prompt_only in (("--store-output", False), ("--no-store-output", True)):
         _, config = printed("--hybrid", option, "serve", "m")
-        assert config["kv_connector_extra_config"] == {**ROUTE_B, "offload_prompt_only": prompt_only}
+        assert config == {**ROUTE_B, "kv_connector_extra_config": {"offload_prompt_only": prompt_only}}
+
+
+def test_where_vllm_does_not_load_the_plugin_the_module_is_named() -> None:
+    assert printed("serve", "m", VLLM_PLUGINS="others,pagoda")[1] == ROUTE_A
+    assert printed("serve", "m", VLLM_PLUGINS="others")[1] == ROUTE_A | MODULE
+    assert printed("--hybrid", "serve", "m", VLLM_PLUGINS="")[1] == ROUTE_B | MODULE
 
 
 def test_what_the_environment_says_is_left_to_the_connector(tmp_path: Path) -> None:
@@ -165,10 +195,12 @@ def test_wrong_use_is_one_line() -> None:
 def test_without_vllm_there_is_a_remedy() -> None:
     done = pagoda("vllm", "serve", "m")
     assert (done.returncode, done.stdout) == (1, "")
-    assert "pip install vllm" in done.stderr and done.stderr.count("\n") == 1
+    assert "pip install 'pagodakv[vllm]'" in done.stderr and done.stderr.count("\n") == 1
 
 
-def stand_in(directory: Path, distribution: str, script: bool) -> tuple[Path, dict[str, str]]:
+def stand_in(
+    directory: Path, distribution: str, script: bool, version: str = "0.32.0"
+) -> tuple[Path, dict[str, str]]:
     """Make a Python with something called vllm beside it that tells its arguments; return it and its environment."""
     tell = (
         "import json, os, sys\nprint(json.dumps([os.getpid(), __name__, sys.argv[1:], os.environ['MARK']]))\n"
@@ -180,9 +212,10 @@ def stand_in(directory: Path, distribution: str, script: bool) -> tuple[Path, di
         module = directory / "lib" / "vllm" / "entrypoints" / name
         module.parent.mkdir(parents=True)
         module.write_text(f"{tell}sys.exit({code})\n")
-    metadata = directory / "lib" / f"{distribution.replace('-', '_')}-0.32.0.dist-info" / "METADATA"
+    metadata = directory / "lib" / f"{distribution.replace('-', '_')}-{version}.dist-info" / "METADATA"
     metadata.parent.mkdir()
-    metadata.write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 0.32.0\n")
+    metadata.write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+    install_plugin(directory / "lib")
     if script:
         command = python.with_name("vllm")
         command.write_text(f"#!{sys.executable}\n{tell}sys.exit({SCRIPT})\n")
@@ -243,3 +276,74 @@ def test_a_vllm_that_cannot_be_run_is_one_line(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("pagoda: ") and done.stderr.count("\n") == 1
+
+
+def started(
+    directory: Path, *options: object, version: str = "0.32.1", run: str = RUN
+) -> subprocess.CompletedProcess[str]:
+    """Run `pagoda vllm OPTIONS serve m` beside a stand-in for vLLM."""
+    directory.mkdir()
+    python, environment = stand_in(directory, "vllm", script=True, version=version)
+    command = [python, "-c", run, "vllm", *map(str, options), "serve", "m"]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def not_started(directory: Path, *options: object, version: str = "0.32.1") -> str:
+    """The one line with which it must fail, before vLLM is run."""
+    done = started(directory, *options, version=version)
+    assert (done.returncode, done.stdout) == (1, ""), done.stdout
+    assert done.stderr.startswith("pagoda: ") and done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize(("version", "says"), [("0.31.2", "older than 0.32"), ("0.99.0", "was not tested")])
+def test_a_vllm_of_another_version_is_refused_before_it_is_run(
+    tmp_path: Path, version: str, says: str
+) -> None:
+    given = ["--host-path", tmp_path / "host", "--host-size", "1MiB"]
+    assert says in not_started(tmp_path / "refused", *given, version=version)
+    allowed = started(tmp_path / "allowed", *given, "--allow-untested-vllm", version=version)
+    assert allowed.returncode == (1 if says.startswith("older") else SCRIPT), allowed.stderr
+
+
+def test_tiers_that_cannot_be_opened_are_refused_before_vllm_is_run(tmp_path: Path) -> None:
+    good = ["--host-path", tmp_path / "host", "--host-size", "1MiB"]
+    assert started(tmp_path / "good", *good).returncode == SCRIPT
+    assert not (tmp_path / "host").exists()  # looking makes nothing
+    disk = ["--disk-path", tmp_path / "disk", "--disk-size"]
+    assert "bytes free, " in not_started(tmp_path / "a", *good, *disk, "1000TiB")
+    assert "bytes free, " in not_started(
+        tmp_path / "b", "--host-path", tmp_path / "host", "--host-size", "1000TiB"
+    )
+    (tmp_path / "file").write_text("")
+    assert "cannot be made" in not_started(
+        tmp_path / "c", *good, "--disk-path", tmp_path / "file" / "x", *disk[2:], "1MiB"
+    )
+
+
+def test_a_remote_tier_without_its_password_is_refused_before_vllm_is_run(tmp_path: Path) -> None:
+    host = ["--host-path", tmp_path / "host", "--host-size", "1MiB"]
+    url = f"redis://127.0.0.1:1?password_file={tmp_path / 'none'}"
+    done = started(tmp_path / "run", *host, "--remote", url)
+    assert (done.returncode, done.stdout) == (2, "") and "password_file" in done.stderr
+
+
+def test_a_refusal_loads_nothing_that_takes_long(tmp_path: Path) -> None:
+    """Most of what `pagoda vllm` takes is what it imports."""
+    run = """if True:
+        import sys
+        from pagoda.cli import main
+        status = main()
+        print(*({"numpy", "lmdb", "torch", "vllm", "pagoda.ledger"} & sys.modules.keys()))
+        sys.exit(status)"""
+    given = ["--host-path", tmp_path / "host", "--host-size", "900TiB"]
+    done = started(tmp_path / "refused", *given, run=run)
+    assert (done.returncode, done.stdout) == (1, "\n") and "are needed" in done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_a_tier_of_another_user_is_refused_before_vllm_is_run(tmp_path: Path) -> None:
+    (tmp_path / "host").mkdir()
+    os.chown(tmp_path / "host", 12345, -1)
+    given = ["--host-path", tmp_path / "host", "--host-size", "1MiB"]
+    assert "belongs to user 12345" in not_started(tmp_path / "refused", *given)

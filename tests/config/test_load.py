@@ -139,3 +139,34 @@ def test_schema_lists_every_option() -> None:
     assert found["additionalProperties"] is False
     assert found["properties"]["write_policy"]["enum"] == ["write_through", "selective", "write_back"]
     assert all("description" in entry for entry in found["properties"].values())
+
+
+SERVICE = (
+    "PAGODA_SERVICE_HOST", "PAGODA_SERVICE_PORT", "PAGODA_SERVICE_PORT_HTTP_METRICS", "PAGODA_PORT",
+    "PAGODA_PORT_8080_TCP", "PAGODA_PORT_8080_TCP_PROTO", "PAGODA_PORT_8080_TCP_PORT", "PAGODA_PORT_8080_TCP_ADDR",
+    "PAGODA_STORE_A_SERVICE_HOST", "PAGODA_STORE_A_SERVICE_PORT_DNS", "PAGODA_STORE_A_PORT",
+    "PAGODA_STORE_A_PORT_53_UDP", "PAGODA_STORE_A_PORT_53_UDP_ADDR", "PAGODA_PORT_1_SCTP_PROTO",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("variable", SERVICE)
+def test_the_variables_of_a_kubernetes_service_are_no_options(nowhere: Path, variable: str) -> None:
+    assert load(environ=env(nowhere, **{variable: "tcp://10.0.0.1:80"})).config == Config()
+
+
+def test_no_option_is_named_like_the_variable_of_a_service() -> None:
+    assert not [name for name in option_names() if name.endswith(("_port", "_host")) or "_port_" in name]
+
+
+@pytest.mark.parametrize("variable", ["PAGODA_PORTS", "PAGODA_SERVICE", "PAGODA_HOST", "PAGODA_PORT_8080"])
+def test_what_only_resembles_the_variable_of_a_service_is_an_error(nowhere: Path, variable: str) -> None:
+    refused(variable, "no such variable", environ=env(nowhere, **{variable: "1"}))
+
+
+def test_a_home_that_is_not_known_hinders_only_what_needs_it(
+    nowhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os.path, "expanduser", lambda path: os.fspath(path))  # a user without an account
+    assert load(environ={}).config == Config()
+    refused("~/kv", "home directory", "write the whole path", environ={}, disk_path="~/kv", disk_size="1GiB")
+    refused("~/pagoda.toml", "home directory", environ={}, file="~/pagoda.toml")

@@ -16,6 +16,7 @@ from pagoda.cli import UsageError, demo
 from pagoda.cli.demo_process import Size
 from pagoda.cli.demo_run import run_demo
 from pagoda.cli.demo_text import ByteTokenizer, documents
+from pagoda.tiers import register
 from tests.e2e.tiny import llama
 
 SMALL = Size(
@@ -48,9 +49,12 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.timeout(600)  # three imports of torch, on a machine that tests other things too
-def test_three_processes_one_text(shm_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_three_processes_one_text(
+    shm_root: Path, tmp_path: Path, register_of_tiers: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     steps: list[tuple[str, str]] = []
     shown = run_demo(SMALL, None, shm_root, tmp_path, lambda *step: steps.append(step))
+    assert register.entries() == [] and not list(register_of_tiers.rglob("*.json"))
     told = shown.as_json()
     assert told.keys() >= KEYS
     assert told["identical"] is True

@@ -52,7 +52,9 @@ def in_memory() -> set[Path]:
 
 
 @pytest.mark.timeout(240)
-def test_what_one_computed_the_other_serves(mark: dict[str, str], tmp_path: Path) -> None:
+def test_what_one_computed_the_other_serves(
+    mark: dict[str, str], tmp_path: Path, register_of_tiers: Path
+) -> None:
     before = in_memory()
     done = subprocess.run(
         [*COMMAND, "--json", "--verify"], cwd=ROOT, env=mark, capture_output=True, text=True, timeout=200
@@ -60,6 +62,7 @@ def test_what_one_computed_the_other_serves(mark: dict[str, str], tmp_path: Path
     assert not processes(mark)
     assert not list(tmp_path.iterdir())
     assert in_memory() <= before
+    assert not list(register_of_tiers.rglob("*.json"))
     told = json.loads(done.stdout)
     assert (done.returncode, told["wrong"], done.stderr) == (0, [], "")
     turns = told["turns"]

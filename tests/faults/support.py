@@ -63,7 +63,9 @@ class Store:
         self, root: Path, slots: int = 32, name: str = "fingerprint", limit_bytes: int | None = None
     ) -> None:
         self.ledger = Ledger.open(memory_spec(root, slots, name, limit_bytes))
-        self.slab = MemorySlab(self.ledger.slab_path, self.ledger.slots, self.ledger.slot_bytes)
+        self.slab = MemorySlab(
+            self.ledger.slab_path, self.ledger.slots, self.ledger.slot_bytes, self.ledger.lending
+        )
         self.ledger.register(NAMESPACE, FIELDS)
 
     def save(self, wanted: Sequence[bytes]) -> int:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from pagoda.dropped import settle
 from pagoda.ledger import Busy, Reserved
+from tests.cache.kit import cache_at
 from tests.faults.support import NAMESPACE, Store, keys, python, succeeded
 
 OUTLIVES = """
@@ -151,3 +154,20 @@ assert store.ledger.gauges()["reserved"] == 0
 sys.exit(bad)
 """
     succeeded(python(code, shm_root))
+
+
+def test_what_was_open_at_a_fork_can_be_closed(shm_root: Path) -> None:
+    def mapped() -> list[str]:
+        return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(shm_root) in line]
+
+    with cache_at(shm_root, None):
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        os.waitpid(pid, 0)
+        assert mapped()
+    until = time.monotonic() + 60
+    while mapped():
+        gc.collect()
+        assert settle(60) and time.monotonic() < until, mapped()
+        time.sleep(0.05)

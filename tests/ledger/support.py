@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -15,8 +16,10 @@ from blake3 import blake3
 
 from pagoda.clock import Clock
 from pagoda.ledger import Ledger, Outcome, Reserved, StoreSpec
-from pagoda.ledger.locks import GATE, LockFile
+from pagoda.ledger.locks import GATE, INTENT, LockFile
 from pagoda.ledger.state import LOCKS, Kind
+from pagoda.policy.hindsight import _Learnt
+from pagoda.testing import FakeClock
 
 TENANT, OTHER = blake3(b"tenant").digest(), blake3(b"other tenant").digest()
 SLOT_BYTES = 4096
@@ -38,9 +41,19 @@ def spec(
 
 def opened(root: Path, slots: int = 32, clock: Clock | None = None, kind: Kind = "memory") -> Ledger:
     """A ledger of a small store with one tenant."""
-    ledger = Ledger.open(spec(root, slots, kind=kind), clock=clock)
+    ledger = Ledger.open(spec(root, slots, kind=kind, limit_bytes=slots * SLOT_BYTES), clock=clock)
     ledger.register(TENANT, {"model": "test"})
     return ledger
+
+
+def teach(ledger: Ledger, clock: FakeClock) -> None:
+    """That chunks are asked for again when they are 10 to 50 s old, so that one of 9 s is worth more than a new one."""
+    learnt = _Learnt.of(ledger._upkeep.learnt)  # type: ignore[arg-type]
+    learnt.asked[:, 20:27] = learnt.watched[:, 20:27] = 100
+    for _ in range(2):
+        ledger.upkeep()
+        clock.advance(6)
+    ledger.upkeep()
 
 
 def reserved(outcomes: Sequence[Outcome]) -> list[Reserved]:
@@ -146,17 +159,41 @@ class Other:
 
 
 def holding(path: Path, byte: int, exclusive: bool = True) -> Other:
-    """Another process that has this byte of the lock file at `path`."""
+    """Another process that has this byte of the lock file at `path`; threads of this one may have it for a moment."""
+    file = LockFile(path)  # which the child has until it ends; the locks that it takes are its own
 
-    def work() -> None:
-        assert LockFile.at(path).try_lock(byte, exclusive)
+    with contextlib.closing(file):
+        return Other(lambda: _must(file.lock(byte, exclusive, time.monotonic() + 60.0)))
 
-    return Other(work)
+
+def _must(holds: bool) -> None:
+    assert holds
 
 
 def gate_taken(ledger: Ledger) -> Other:
     """Another process that sits in the gate of this ledger."""
     return holding(ledger.directory / LOCKS, GATE)
+
+
+def others_get_in(ledger: Ledger) -> bool:
+    """Whether no lock of a transaction stays held by this process: its threads of upkeep hold one for a moment."""
+    until = time.monotonic() + 20.0
+    with contextlib.closing(LockFile(ledger.directory / LOCKS)) as other:
+        while other.held_by_other(GATE) or other.held_by_other(INTENT):
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.001)
+    return True
+
+
+@contextlib.contextmanager
+def shut_to_threads(ledger: Ledger) -> Iterator[None]:
+    """This thread has the gate of a ledger: the others of this process wait."""
+    assert ledger._session.gate.hold(60)
+    try:
+        yield
+    finally:
+        ledger._session.gate.let_go()
 
 
 def open_once(root: Path, **more: object) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pagoda.ledger import Ledger, Reserved
+from pagoda.ledger.tables import HOLD, SLOT_KEY
 from pagoda.metrics import Reason
 from tests.ledger.support import TENANT, Other, in_child, keys, opened, places, put, reserved, there
 
@@ -107,6 +108,20 @@ def test_a_dead_holder_keeps_nothing(ledger: Ledger) -> None:
         pass
     removed(ledger, stored)
     assert ledger.gauges()["reserved"] == 0
+
+
+def test_the_holds_of_a_dead_member_leave_nothing_in_the_tables(ledger: Ledger) -> None:
+    """Else each process that dies would leave a row for every chunk it was reading."""
+    stored = put(ledger, keys(*range(4)), chained=False)
+    ledger.hold(*places(stored[:1]))
+    with Other(lambda: _must(ledger.hold(*places(stored)) == [True] * 4)):
+        pass
+    ledger.reap()
+    held = ledger._session.read(
+        lambda txn, t: [(row, len(value)) for row, value in t.rows(txn, t.holds)], 5.0
+    )
+    assert held == [(SLOT_KEY.pack(stored[0].slot), HOLD.size)]
+    ledger.release(*places(stored[:1]))
 
 
 def _must(true: bool) -> None:

@@ -10,11 +10,9 @@ import pytest
 from pagoda import policy as policies
 from pagoda.config import Config
 from pagoda.ledger import Ledger, Present, Refused, Reserved
-from pagoda.ledger.ledger import _fresh_locks
 from pagoda.metrics import Reason
-from pagoda.policy.hindsight import _Learnt
 from pagoda.testing import FakeClock
-from tests.ledger.support import TENANT, keys, put, spec
+from tests.ledger.support import TENANT, keys, put, spec, teach
 
 SLOTS = 32
 
@@ -23,16 +21,6 @@ def opened(shm_root: Path, clock: FakeClock) -> Ledger:
     ledger = Ledger.open(spec(shm_root, SLOTS), "hindsight", clock=clock)
     ledger.register(TENANT, {"model": "test"})
     return ledger
-
-
-def teach(ledger: Ledger, clock: FakeClock) -> None:
-    """That chunks are asked for again when they are 10 to 50 s old, so that one of 9 s is worth more than a new one."""
-    learnt = _Learnt.of(ledger._upkeep.learnt)  # type: ignore[arg-type]
-    learnt.asked[:, 20:27] = learnt.watched[:, 20:27] = 100
-    for _ in range(2):
-        ledger.upkeep()
-        clock.advance(6)
-    ledger.upkeep()
 
 
 def full_of_better(ledger: Ledger, clock: FakeClock) -> None:
@@ -73,15 +61,47 @@ def test_what_is_there_stays_present_whoever_is_refused(shm_root: Path) -> None:
     ledger.close()
 
 
-def test_a_tier_that_must_take_all_refuses_nobody(shm_root: Path) -> None:
+def test_a_reserve_may_ask_for_all_to_be_let_in(shm_root: Path) -> None:
     clock = FakeClock()
     ledger = opened(shm_root, clock)
-    ledger.take_all()
     full_of_better(ledger, clock)
-    outcomes = ledger.reserve(keys(100, 101), namespace=TENANT)
+    assert isinstance(ledger.reserve(keys(100), namespace=TENANT)[0], Refused)
+    outcomes = ledger.reserve(keys(100, 101), namespace=TENANT, all_in=True)
     assert [type(one) for one in outcomes] == [Reserved, Reserved]
-    _fresh_locks()  # what a forked child does
-    assert not ledger._advice.refuses
+    ledger.close()
+
+
+def test_what_was_judged_once_is_not_asked_about_again(shm_root: Path) -> None:
+    clock = FakeClock()
+    ledger = opened(shm_root, clock)
+    full_of_better(ledger, clock)
+    stamp = ledger.stamp()
+    assert ledger.admit(keys(3), start=0, stamp=stamp) == 1  # it is here
+    assert ledger.admit([*keys(3), *keys(100, 101)], start=0, stamp=stamp) == 1
+    assert ledger.why(keys(100)[0]).reason is Reason.NOT_ADMITTED
+    outcomes = ledger.reserve(keys(100), namespace=TENANT, stamp=stamp, judged=True)
+    assert [type(one) for one in outcomes] == [Reserved]
+    ledger.close()
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_touch_raises_what_is_here_and_says_which_is_not(shm_root: Path, asked: bool) -> None:
+    clock = FakeClock()
+    ledger = opened(shm_root, clock)
+    wanted = keys(0, 1, 2, 3)
+    stored = put(ledger, wanted)
+    ledger.remove(wanted[1:2])
+    slots = [one.slot for one in stored]
+    before = ledger.columns.last_use[slots].copy()
+    clock.advance(5)
+    assert ledger.touch(wanted, asked=asked) == [True, False, True, True]
+    later = ledger.columns.last_use[slots] - before
+    assert (later[[0, 2, 3]] >= 5e9).all() and later[1] < 5e9
+    assert (ledger.columns.last_use[slots[0]], ledger.columns.last_use[slots[3]]) == (
+        ledger.columns.last_use[slots[2]] + 2, ledger.columns.last_use[slots[2]] - 1
+    )  # fmt: skip
+    assert ledger.columns.hits[slots].tolist() == [asked, 0, asked, asked]
+    assert ledger.touch([]) == []
     ledger.close()
 
 

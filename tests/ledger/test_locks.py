@@ -2,33 +2,119 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import random
+import shutil
+import signal
+import subprocess
+import tarfile
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
 from pagoda.ledger.locks import GATE, INTENT, DeadlineMissedError, Gate, LockFile, barrier
-from tests.ledger.support import Other, holding, in_child
+from tests.ledger.support import Other, child, holding, in_child, wait
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return tmp_path / "locks"
+    (tmp_path / "store").mkdir()
+    return tmp_path / "store" / "locks"
 
 
-def test_a_file_is_opened_once_a_process_by_whatever_path(path: Path, tmp_path: Path) -> None:
-    file = LockFile.at(path)
-    (tmp_path / "link").symlink_to(tmp_path)
-    os.link(path, tmp_path / "other name")
-    assert LockFile.at(tmp_path / "link" / "locks") is file
-    assert LockFile.at(tmp_path / "other name") is file
+def test_a_file_is_made_for_its_owner_alone_and_only_if_it_may_be(path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        LockFile(path, create=False)
+    assert not path.exists()
+    LockFile(path).close()
     assert path.stat().st_mode & 0o777 == 0o600
+    LockFile(path, create=False).close()
+
+
+def test_two_who_open_a_file_in_one_process_are_two(path: Path) -> None:
+    one, two = LockFile(path), LockFile(path)
+    assert one.try_lock(7, exclusive=True)
+    assert two.held_by_other(7) and not two.try_lock(7, exclusive=True) and not one.held_by_other(7)
+    one.close()
+    assert two.try_lock(7, exclusive=True)
+
+
+def read_it(path: Path) -> None:
+    path.read_bytes()
+
+
+def copy_it(path: Path) -> None:
+    shutil.copytree(path.parent, path.parent.with_name("copy"))
+
+
+def pack_it(path: Path) -> None:
+    with tarfile.open(path.parent.with_name("packed"), "w") as packed:
+        packed.add(path.parent)
+
+
+def lock_it(path: Path) -> None:
+    with open(path, "r+b") as file:
+        fcntl.lockf(file, fcntl.LOCK_UN)
+
+
+@pytest.mark.parametrize("walk", [read_it, copy_it, pack_it, lock_it])
+def test_whatever_else_in_the_process_opens_and_closes_the_file_drops_no_lock(
+    path: Path, walk: Callable[[Path], None]
+) -> None:
+    file = LockFile(path)
+    assert file.try_lock(7, exclusive=True) and file.try_lock(GATE, exclusive=False)
+    walk(path)
+    in_child(lambda: _must(LockFile(path).held_by_other(7) and LockFile(path).held_by_other(GATE)))
+
+
+def test_locks_go_with_the_file(path: Path) -> None:
+    before = os.listdir("/proc/self/fd")
+    file = LockFile(path)
+    assert file.try_lock(7, exclusive=True)
+    file.close()
+    file.close()
+    file.unlock(7)
+    assert os.listdir("/proc/self/fd") == before
+    with pytest.raises(OSError, match="closed"):
+        file.try_lock(7, exclusive=True)
+    assert not file.is_at(path) and not LockFile(path).held_by_other(7)
+
+
+def test_a_file_that_is_closed_is_unlocked_though_there_is_another_copy_of_its_descriptor(path: Path) -> None:
+    file = LockFile(path)
+    assert file.try_lock(7, exclusive=True)
+    copy = os.dup(file._fd)  # as a child has it that runs no hooks of Python
+    file.close()
+    assert not LockFile(path).held_by_other(7)
+    os.close(copy)
+
+
+def test_locks_of_an_older_version_and_ours_keep_each_other_out(path: Path) -> None:
+    file = LockFile(path)
+
+    def take() -> None:
+        held.append(open(path, "r+b"))  # noqa: SIM115
+        fcntl.lockf(held[-1], fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 7)
+
+    def fail() -> None:
+        with pytest.raises(OSError):
+            take()
+
+    held: list[BinaryIO] = []
+    with Other(take):
+        assert file.held_by_other(7) and not file.try_lock(7, exclusive=False)
+    assert file.try_lock(7, exclusive=False)
+    in_child(fail)
 
 
 def test_a_lock_keeps_other_processes_out_until_its_process_is_dead(path: Path) -> None:
-    file = LockFile.at(path)
+    file = LockFile(path)
     with holding(path, 7):
         assert not file.try_lock(7, exclusive=True) and not file.try_lock(7, exclusive=False)
         assert file.held_by_other(7) and not file.held_by_other(8)
@@ -37,35 +123,104 @@ def test_a_lock_keeps_other_processes_out_until_its_process_is_dead(path: Path) 
 
 
 def test_shared_locks_go_together(path: Path) -> None:
-    file = LockFile.at(path)
+    file = LockFile(path)
     with holding(path, 7, exclusive=False):
         assert file.try_lock(7, exclusive=False)
         assert not file.try_lock(7, exclusive=True), "and the shared one is kept"
-        in_child(lambda: _must(LockFile.at(path).held_by_other(7)))
+        in_child(lambda: _must(LockFile(path).held_by_other(7)))
 
 
 def test_ones_own_lock_is_not_seen_and_is_converted_at_once(path: Path) -> None:
-    file = LockFile.at(path)
+    file = LockFile(path)
     assert file.try_lock(7, exclusive=True)
     assert not file.held_by_other(7)
     assert file.try_lock(7, exclusive=False) and file.try_lock(7, exclusive=True)
 
 
 def test_a_fork_inherits_no_lock(path: Path) -> None:
-    file = LockFile.at(path)
+    file = LockFile(path)
     assert file.try_lock(7, exclusive=True)
     in_child(lambda: _must(file.held_by_other(7) and not file.try_lock(7, exclusive=False)))
 
 
 def test_what_a_child_unlocks_stays_locked(path: Path) -> None:
-    file = LockFile.at(path)
+    file = LockFile(path)
     assert file.try_lock(7, exclusive=True)
     in_child(lambda: file.unlock(7))
     in_child(lambda: _must(file.held_by_other(7)))
 
 
+def test_a_child_that_outlives_its_parent_does_not_keep_its_locks(path: Path) -> None:
+    receive, send = os.pipe()
+
+    def parent() -> None:
+        file = LockFile(path)
+        assert file.try_lock(7, exclusive=True)
+        if os.fork() == 0:
+            os.write(send, b"%d" % os.getpid())
+            time.sleep(300)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert wait(child(parent)) == -signal.SIGKILL
+    orphan = int(os.read(receive, 100))
+    try:
+        assert not LockFile(path).held_by_other(7)
+    finally:
+        os.kill(orphan, signal.SIGKILL)
+        os.close(receive)
+        os.close(send)
+
+
+def test_a_program_that_is_started_has_no_lock_file(path: Path) -> None:
+    file = LockFile(path)
+    in_child(lambda: _must(not file.try_lock(7, exclusive=False) or not _inherits(path)))
+    assert not _inherits(path)
+    os.set_inheritable(file._fd, True)
+    assert _inherits(path), "the question can be answered with yes"
+
+
+def _inherits(path: Path) -> bool:
+    """Whether a program that is started here, with no hook of Python, has the lock file open."""
+    return (
+        subprocess.run(
+            ["ls", "-l", "/proc/self/fd"], capture_output=True, text=True, close_fds=False
+        ).stdout.count(f"{path}\n")
+        > 0
+    )
+
+
+def test_a_child_locks_the_file_of_its_parent_though_it_was_removed(path: Path) -> None:
+    file = LockFile(path)
+    assert file.try_lock(7, exclusive=True)
+    path.unlink()
+    LockFile(path)
+    in_child(lambda: _must(file.held_by_other(7) and not file.is_at(path)))
+
+
+def test_a_fork_while_the_file_is_being_opened_leaves_no_copy(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The child knows nothing of a descriptor that another thread has got and not yet kept."""
+    opened = os.open
+    children: list[Other] = []
+
+    def open_and_fork(*arguments: object) -> int:
+        fd = opened(*arguments)  # type: ignore[arg-type]
+        if not children and arguments[0] == path:
+            children.append(Other(lambda: None))
+        return fd
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", open_and_fork)
+        file = LockFile(path)
+    assert file.try_lock(7, exclusive=True)
+    file._file.close()  # as death does it: without a word
+    assert not LockFile(path).held_by_other(7)
+    children[0].end()
+
+
 def test_waiting_for_a_lock_ends(path: Path) -> None:
-    file = LockFile.at(path)
+    file = LockFile(path)
     with holding(path, 7):
         began = time.monotonic()
         assert not file.lock(7, exclusive=True, until=began + 0.1)
@@ -74,25 +229,27 @@ def test_waiting_for_a_lock_ends(path: Path) -> None:
 
 
 def test_a_file_knows_whether_it_still_is_the_one_at_its_path(path: Path) -> None:
-    file = LockFile.at(path)
+    file = LockFile(path)
     assert file.is_at(path)
     path.unlink()
     assert not file.is_at(path)
-    other = LockFile.at(path)
+    other = LockFile(path)
     assert other is not file and other.is_at(path) and not file.is_at(path)
 
 
 def test_the_gate_keeps_the_threads_of_a_process_apart(path: Path) -> None:
-    gate, inside, most = Gate(LockFile.at(path)), 0, 0
+    gate, inside, most = Gate(LockFile(path)), 0, 0
 
     def work() -> None:
-        nonlocal inside, most
         for _ in range(50):
-            with gate.writing(60):
-                inside += 1
-                most = max(most, inside)
-                time.sleep(0)
-                inside -= 1
+            gate.writing(step, 60)
+
+    def step() -> None:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        time.sleep(0)
+        inside -= 1
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
@@ -103,82 +260,163 @@ def test_the_gate_keeps_the_threads_of_a_process_apart(path: Path) -> None:
 
 
 def test_the_gate_opens_again_after_an_error(path: Path) -> None:
-    gate = Gate(LockFile.at(path))
+    gate = Gate(LockFile(path))
     for entering in (gate.reading, gate.writing):
-        with pytest.raises(KeyError), entering(1):
-            raise KeyError
-    with gate.writing(0):
-        pass
-    in_child(
-        lambda: _must(LockFile.at(path).try_lock(GATE, True) and LockFile.at(path).try_lock(INTENT, True))
-    )
+        with pytest.raises(KeyError):
+            entering(lambda: {}[0], 1)
+    gate.writing(nothing, 0)
+    assert not gate.taken
+    in_child(lambda: _must(LockFile(path).try_lock(GATE, True) and LockFile(path).try_lock(INTENT, True)))
 
 
 @pytest.mark.parametrize("seconds", [-1.0, 0.0, 0.05])
 def test_a_gate_taken_by_a_thread_of_the_same_process_is_not_waited_for_past_the_deadline(
     path: Path, seconds: float
 ) -> None:
-    gate = Gate(LockFile.at(path))
+    gate = Gate(LockFile(path))
     missed = threading.Event()
 
     def other() -> None:
         began = time.monotonic()
-        with pytest.raises(DeadlineMissedError), gate.reading(seconds):
-            pass
+        with pytest.raises(DeadlineMissedError):
+            gate.reading(nothing, seconds)
         assert time.monotonic() - began < 20.0
         missed.set()
 
-    with gate.writing(1):
+    def wait_for_other() -> None:
         thread = threading.Thread(target=other)
         thread.start()
         thread.join(60)
+
+    gate.writing(wait_for_other, 1)
     assert missed.is_set()
+
+
+def test_who_is_inside_does_not_wait_for_itself(path: Path) -> None:
+    """A finalizer or a signal handler in the middle of a transaction."""
+    gate = Gate(LockFile(path))
+
+    def again() -> None:
+        for entering in (gate.reading, gate.writing):
+            with pytest.raises(DeadlineMissedError):
+                entering(nothing, 100)
+        assert not gate.hold(100)
+
+    gate.writing(again, 1)
+    gate.reading(again, 1)
+    gate.writing(nothing, 0)
+
+
+def test_what_keeps_threads_out_is_let_go_by_its_own_thread_only(path: Path) -> None:
+    gate = Gate(LockFile(path))
+    assert gate.hold(0)
+    thread = threading.Thread(target=gate.let_go)
+    thread.start()
+    thread.join(60)
+    missed = threading.Event()
+
+    def other() -> None:
+        with pytest.raises(DeadlineMissedError):
+            gate.reading(nothing, 0.01)
+        missed.set()
+
+    for _ in range(2):
+        thread = threading.Thread(target=other if not missed.is_set() else partial(gate.reading, nothing, 0))
+        thread.start()
+        thread.join(60)
+        assert missed.is_set()
+        gate.let_go()
+        gate.let_go()
+
+
+class Interrupted(Exception):
+    """Raised by the signal handler."""
+
+
+@pytest.mark.timeout(300, method="thread")  # the other method has the timer that this test uses
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_no_exceptions_of_signal_handlers_leave_the_gate_taken(path: Path, times: int) -> None:
+    """Each but the first comes while the one before is being dealt with."""
+    gate, other, chance = Gate(LockFile(path)), LockFile(path), random.Random(times)
+    to_come = done = 0
+
+    def handler(*_: object) -> None:
+        nonlocal to_come
+        to_come -= 1
+        if to_come:
+            signal.setitimer(signal.ITIMER_REAL, 10 ** chance.uniform(-6, -4.5))
+        raise Interrupted
+
+    def go_on(more: int) -> None:
+        """Each interruption ends one level at most."""
+        nonlocal done
+        try:
+            if more:
+                go_on(more - 1)
+            else:
+                signal.setitimer(signal.ITIMER_REAL, 10 ** chance.uniform(-5, -3))
+            while to_come:
+                gate.writing(nothing, 10)
+                gate.reading(nothing, 10)
+                done += 1
+        except Interrupted:
+            pass
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        for _ in range(3000):
+            to_come = times
+            go_on(times)
+            assert not other.held_by_other(GATE) and not other.held_by_other(INTENT) and not gate.taken
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert done > 1000
+    thread = threading.Thread(target=gate.writing, args=(nothing, 10))
+    thread.start()
+    thread.join(5)
+    assert not thread.is_alive(), "and the lock of threads was given back, as often as it was taken"
 
 
 @pytest.mark.parametrize("byte", [GATE, INTENT])
 def test_a_process_that_stands_in_the_gate_is_not_waited_for_past_the_deadline(path: Path, byte: int) -> None:
-    gate = Gate(LockFile.at(path))
+    gate = Gate(LockFile(path))
     with holding(path, byte):
         for entering in (gate.reading, gate.writing):
             began = time.monotonic()
-            with pytest.raises(DeadlineMissedError), entering(0.05):
-                pass
+            with pytest.raises(DeadlineMissedError):
+                entering(nothing, 0.05)
             assert time.monotonic() - began < 20.0
-    with gate.writing(1):
-        pass
+    gate.writing(nothing, 1)
 
 
 def test_readers_of_two_processes_pass_together_and_a_writer_waits_for_them(path: Path) -> None:
-    gate = Gate(LockFile.at(path))
+    gate = Gate(LockFile(path))
     with holding(path, GATE, exclusive=False):
-        with gate.reading(0.5):
-            pass
-        with pytest.raises(DeadlineMissedError), gate.writing(0.05):
-            pass
+        gate.reading(nothing, 0.5)
+        with pytest.raises(DeadlineMissedError):
+            gate.writing(nothing, 0.05)
 
 
 def test_readers_give_way_to_a_writer_that_waits(path: Path) -> None:
-    gate = Gate(LockFile.at(path))
+    gate = Gate(LockFile(path))
     with holding(path, GATE, exclusive=False) as reader, Other(lambda: _wait_to_write(path)) as writer:
         until = time.monotonic() + 30
-        while not LockFile.at(path).held_by_other(INTENT) and time.monotonic() < until:
+        while not LockFile(path).held_by_other(INTENT) and time.monotonic() < until:
             time.sleep(0.001)
-        with pytest.raises(DeadlineMissedError), gate.reading(0.05):
-            pass
+        with pytest.raises(DeadlineMissedError):
+            gate.reading(nothing, 0.05)
         reader.end()
         until = time.monotonic() + 30
-        while LockFile.at(path).held_by_other(INTENT) and time.monotonic() < until:
+        while LockFile(path).held_by_other(INTENT) and time.monotonic() < until:
             time.sleep(0.001)
-        assert LockFile.at(path).held_by_other(GATE), "the writer is in"
+        assert LockFile(path).held_by_other(GATE), "the writer is in"
         writer.end()
-    with gate.reading(1):
-        pass
+    gate.reading(nothing, 1)
 
 
 def _wait_to_write(path: Path) -> None:
     def write() -> None:
-        with Gate(LockFile.at(path)).writing(100):
-            time.sleep(300)
+        Gate(LockFile(path)).writing(lambda: time.sleep(300), 100)
 
     threading.Thread(target=write, daemon=True).start()
 
@@ -188,6 +426,10 @@ def test_a_barrier_takes_no_time() -> None:
     for _ in range(100):
         barrier()
     assert time.perf_counter() - began < 5.0
+
+
+def nothing() -> None:
+    """What is done inside."""
 
 
 def _must(holds: bool) -> None:

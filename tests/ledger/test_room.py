@@ -7,9 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from pagoda import room
 from pagoda.errors import NoRoomError, StoreError
-from pagoda.ledger import room
-from pagoda.ledger.room import allocate, cgroup_free_bytes, require_free, require_local, require_own
+from pagoda.room import (
+    allocate,
+    cgroup_free_bytes,
+    free_bytes,
+    require_free,
+    require_local,
+    require_own,
+    require_place,
+)
 
 MIB = 1 << 20
 
@@ -54,11 +62,55 @@ def test_more_than_the_group_has_left_is_refused_in_memory_only(
         require_free(tmp_path, 1001, in_memory=True)
 
 
+def test_more_than_the_machine_has_left_is_refused_in_memory_only(
+    tmp_path: Path, shm_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A /dev/shm may be larger than the memory: what is allocated beyond that ends processes."""
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:  24 kB\nMemAvailable:        10 kB\n")
+    assert room._machine_free_bytes(shm_root, meminfo) == 10240
+    assert room._machine_free_bytes(Path("/proc"), meminfo) is None
+    monkeypatch.setattr(room, "_machine_free_bytes", lambda directory: 10240)
+    assert free_bytes(shm_root, in_memory=True) == 10240 < free_bytes(shm_root, in_memory=False)
+    require_free(shm_root, 10240, in_memory=True)
+    require_free(shm_root, 10241, in_memory=False)
+    with pytest.raises(NoRoomError, match="memory left"):
+        require_free(shm_root, 10241, in_memory=True)
+
+
+@pytest.mark.parametrize("text", ["", "MemAvailable: many kB\n", "MemFree: 1 kB\n"])
+def test_a_machine_that_does_not_tell_limits_nothing(shm_root: Path, tmp_path: Path, text: str) -> None:
+    (tmp_path / "meminfo").write_text(text)
+    assert room._machine_free_bytes(shm_root, tmp_path / "meminfo") is None
+    assert room._machine_free_bytes(shm_root, tmp_path / "none") is None
+
+
 def test_more_than_the_file_system_has_is_refused_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(NoRoomError, match="free some room"):
         require_free(tmp_path, 1 << 60, in_memory=False)
     with pytest.raises(NoRoomError, match="shm-size"):
         require_free(Path("/dev/shm"), 1 << 60, in_memory=True)
+
+
+def test_a_place_without_stores_needs_all_the_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where stores are, a tier gets by with what they have, whatever was asked for."""
+    monkeypatch.setattr(room, "cgroup_free_bytes", lambda: MIB)
+    store = tmp_path / "root" / "layout"
+    for _ in range(2):
+        require_place(store.parent, MIB, in_memory=True)
+        with pytest.raises(NoRoomError, match="cgroup"):
+            require_place(store.parent, MIB + 1, in_memory=True)
+        if not store.exists():  # looking makes nothing
+            store.mkdir(parents=True)
+    allocate(store / "slab", 4096)
+    require_place(store.parent, 9 * MIB, in_memory=True)
+
+
+def test_a_place_where_no_store_can_be_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for wrong in (tmp_path / "file", tmp_path / "file" / "deep" / "below"):
+        with pytest.raises(StoreError, match="choose another path"):
+            require_place(wrong, MIB, in_memory=False)
 
 
 def test_an_allocated_file_has_its_blocks(shm_root: Path) -> None:

@@ -9,17 +9,16 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal
 
 import pytest
-from blake3 import blake3
 
 from pagoda.clock import Clock
 from pagoda.errors import StoreError
 from pagoda.ledger import Busy, Ledger, Refused, Reserved, StoreSpec
-from pagoda.ledger.namespaces import MOST, read_labels, save_labels
+from pagoda.ledger.clears import Clears
 from pagoda.metrics import Reason
 from pagoda.testing import FakeClock
+from tests.ledger import support
 from tests.ledger.rules import (
     OTHER,
     SLOTS,
@@ -178,9 +177,7 @@ def test_the_first_of_two_writers_of_a_key_that_was_taken_over_loses(
 def test_what_is_in_flight_during_a_clear_does_not_come_in(ledger: Ledger, whole: bool) -> None:
     put(ledger, keys(1), OTHER)
     room = reserved(ledger.reserve(keys(2), namespace=TENANT))
-    epoch = ledger.epoch(TENANT)
     ledger.clear(None if whole else TENANT)
-    assert ledger.epoch(TENANT) > epoch
     assert ledger.commit(room) == [False]
     assert present(ledger, keys(1, 2)) == [not whole, False]
     assert put(ledger, keys(2)), "the key may be stored anew"
@@ -191,54 +188,26 @@ def on_disk(root: Path) -> Ledger:
     return Ledger.open(StoreSpec(root=root, name="rules", kind="file", slots=8, slot_bytes=8192))
 
 
-def test_the_epoch_of_a_cleared_namespace_is_on_the_disk_before_clear_returns(tmp_path: Path) -> None:
+def test_what_was_cleared_is_on_the_disk_before_clear_returns(tmp_path: Path) -> None:
     ledger = on_disk(tmp_path)
-    put(ledger, keys(1))
+    [stored] = put(ledger, keys(1))
     ledger.clear(TENANT)
-    assert read_labels(ledger.directory)[TENANT.hex()].epoch == ledger.epoch(TENANT) > 0
-    ledger.close()
-
-
-def test_an_epoch_on_the_disk_is_never_lowered(tmp_path: Path) -> None:
-    ledger = on_disk(tmp_path)
-    ledger.register(TENANT, {"model": "m"})
-    known = ledger._known()
-    ledger.clear(TENANT)
-    save_labels(ledger.directory, known)  # by somebody who looked before the clear and writes after it
-    assert read_labels(ledger.directory)[TENANT.hex()].epoch == 1
+    lines = Clears(ledger.directory).read()
+    assert lines is not None and lines.of[TENANT] > stored.generation
     ledger.close()
 
 
 def test_clearing_says_so_if_what_was_cleared_could_come_back(tmp_path: Path) -> None:
     ledger = on_disk(tmp_path)
     put(ledger, keys(1))
-    (ledger.directory / "namespaces").unlink(missing_ok=True)
-    (ledger.directory / "namespaces").mkdir()  # cannot be replaced by a file
-    with pytest.raises(StoreError, match="namespaces"):
+    for path in ledger.directory.glob("clears-*"):
+        path.unlink()
+        path.mkdir()  # cannot be written
+    with pytest.raises(StoreError, match="may bring it back"):
         ledger.clear(TENANT)
     assert present(ledger, keys(1)) == [False], "it is gone for now all the same"
     ledger.register(OTHER, {"model": "b"})  # of no consequence
     ledger.close()
-
-
-@pytest.mark.parametrize("kind", ["memory", "file"])
-def test_any_number_of_tenants_may_come_and_go(tmp_path: Path, kind: Literal["memory", "file"]) -> None:
-    ledger = Ledger.open(StoreSpec(root=tmp_path, name="rules", kind=kind, slots=32, slot_bytes=8192))
-    ledger.register(TENANT, {"model": "m"})
-    put(ledger, keys(1))
-    [room] = reserved(ledger.reserve(keys(2), namespace=OTHER))
-    for tenant in [blake3(b"t%d" % number).digest() for number in range(3 * MOST)]:  # none of them stays
-        ledger._patiently(lambda w, spaces, root=tenant: spaces.put(w, root, {"salt": "x" * 64}, 0))  # type: ignore[misc]
-    assert len(ledger.namespaces()) <= MOST
-    assert ledger.namespaces()[TENANT].fields == {"model": "m"}
-    assert ledger.commit([room]) == [True]
-    assert put(ledger, keys(*range(100, 140)), chained=False)
-    assert ledger.clear() > 0
-    ledger.check()
-    ledger.close()
-    again = Ledger.open(StoreSpec(root=tmp_path, name="rules", kind=kind, slots=32, slot_bytes=8192))
-    assert again.epoch(TENANT) == 1
-    again.close()
 
 
 # the living and the dead
@@ -387,3 +356,25 @@ def gate_taken(ledger: Ledger) -> Iterator[None]:
         yield
     finally:
         peer.end()
+
+
+@pytest.mark.parametrize("few", [3, 40])
+def test_a_run_ends_where_another_tenant_or_place_begins(shm_root: Path, few: int) -> None:
+    with contextlib.closing(support.opened(shm_root, 1024)) as ledger:
+        own, others, moved = (list(range(at, at + few)) for at in (0, 100, 200))
+        put(ledger, keys(*own))
+        put(ledger, keys(*others), namespace=OTHER)
+        put(
+            ledger, keys(*moved, *moved)
+        )  # each twice: those of the second half are there, at the first's places
+        for asked, start, found, reason in [
+            (own, 0, few, None),
+            (own, None, few, None),
+            (own, 1, 0, Reason.ABSENT),
+            (others, 0, 0, Reason.OTHER_NAMESPACE),
+            ([*own, *others], None, few, Reason.OTHER_NAMESPACE),
+            ([*own, *moved], 0, few, Reason.ABSENT),
+            ([*own, *moved], None, 2 * few, None),
+        ]:
+            match = ledger.match(keys(*asked), start=start, namespace=TENANT)
+            assert (len(match.slots), match.reason) == (found, reason), (asked, start)

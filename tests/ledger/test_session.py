@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -14,11 +15,13 @@ import pytest
 
 from pagoda.errors import ClosedError
 from pagoda.ledger import Ledger, Present, Refused, Reserved, session
-from pagoda.ledger.columns import NOT_READY
+from pagoda.ledger.columns import NOT_READY, Columns
 from pagoda.ledger.session import UnavailableError
+from pagoda.ledger.store import Store
 from pagoda.ledger.writing import Writing
 from pagoda.metrics import Reason
 from tests.ledger.support import (
+    OTHER,
     TENANT,
     Other,
     child,
@@ -29,6 +32,7 @@ from tests.ledger.support import (
     places,
     put,
     reserved,
+    spec,
     there,
     wait,
 )
@@ -73,21 +77,104 @@ def test_trouble_in_a_transaction_is_a_reason_and_changes_nothing(ledger: Ledger
     ledger.check()
 
 
+def test_after_an_error_of_lmdb_the_environment_is_another(ledger: Ledger) -> None:
+    """LMDB does not go on with one whose commit has failed: every later call would fail as well."""
+    before = ledger._session._open()[0].env
+
+    def fail(*_: object) -> None:
+        raise lmdb.Error
+
+    with pytest.raises(UnavailableError):
+        ledger._session.write(fail, 1.0)
+    assert ledger._session._open()[0].env is not before
+    with pytest.raises(lmdb.Error):
+        before.begin()  # it was closed
+
+
+def test_the_last_to_leave_syncs_before_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = opened(tmp_path, kind="file")
+    put(ledger, keys(1))
+    done: list[str] = []
+
+    class Watched:
+        """The environment, and what is asked of it."""
+
+        def __init__(self, env: lmdb.Environment) -> None:
+            self._env = env
+
+        def __getattr__(self, name: str) -> object:
+            if name == "sync":
+                done.append(name)
+            return getattr(self._env, name)
+
+    tables = ledger._session._open()[0]
+    tables.env = Watched(tables.env)  # type: ignore[assignment]
+    flush, mark = Columns.flush, Store.mark_clean
+    monkeypatch.setattr(Columns, "flush", lambda self: (done.append("flush"), flush(self))[1])
+    monkeypatch.setattr(Store, "mark_clean", lambda self, *a: (done.append("clean"), mark(self, *a))[1])
+    ledger.close()
+    assert done == ["sync", "flush", "clean"]
+
+
+def fill_map(ledger: Ledger) -> None:
+    """Fills the map to the last page that an ordinary transaction can have."""
+    size, number = 1 << 20, 0
+
+    def write(writing: Writing, _: object) -> None:
+        writing.txn.put(b"%d" % number, b"x" * size, db=writing.tables.pins)
+
+    while size:
+        try:
+            ledger._session.write(write, 1.0)
+        except UnavailableError as full:
+            assert full.reason is Reason.FULL
+            size //= 2
+        number += 1
+
+
 def test_a_full_map_is_a_refusal_and_the_rest_goes_on(shm_root: Path) -> None:
     ledger = opened(shm_root)
     put(ledger, keys(1))
-    with pytest.raises(Exception, match="full"):
-        for number in range(100_000):
-            ledger.register(keys(number)[0], {"model": "m" * 4000})
+    fill_map(ledger)
     [outcome] = ledger.reserve(keys(5), namespace=TENANT)
-    assert isinstance(outcome, Reserved | Refused)
+    assert outcome == Refused(keys(5)[0], Reason.FULL)
     assert len(ledger.match(keys(1)).slots) == 1
-    if isinstance(outcome, Refused):
-        assert outcome.reason is Reason.FULL
     ledger.close()
     again = opened(shm_root)
     assert len(again.match(keys(1)).slots) == 1
     again.close()
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_a_full_map_keeps_nothing_from_being_taken_out(shm_root: Path, everything: bool) -> None:
+    """More than once, and with others who have opened the map as it was."""
+    ledger = opened(shm_root, slots=1024)
+    go_on, said = multiprocessing.Event(), multiprocessing.Event()
+
+    def look() -> None:
+        other = Ledger.open(spec(shm_root, 1024))
+        assert len(other.match(keys(0)).slots) == 1
+        said.set()
+        assert go_on.wait(60)
+        assert not len(other.match(keys(0)).slots)
+        put(other, keys(2000))
+        assert other.remove(keys(2000)) == 1
+        other.close()
+
+    put(ledger, keys(*range(600)))
+    pid = child(look)
+    assert said.wait(60)
+    for turn in range(5):
+        fill_map(ledger)
+        assert isinstance(ledger.reserve(keys(5000), namespace=OTHER)[0], Refused)
+        assert ledger.remove(keys(599)) == 1
+        assert ledger.clear(None if everything else TENANT) == 599, turn
+        if turn < 4:
+            put(ledger, keys(*range(600)))
+    go_on.set()
+    assert wait(pid) == 0
+    ledger.check()
+    ledger.close()
 
 
 def test_what_waits_is_done_once_even_if_a_transaction_fails_between(ledger: Ledger) -> None:
@@ -298,7 +385,7 @@ def test_a_fork_while_a_thread_waits_at_the_gate(ledger: Ledger, monkeypatch: py
         waiting = threading.Thread(target=ledger.match, args=(keys(1),), kwargs={"deadline_seconds": 60})
         waiting.start()
         until = time.monotonic() + 30
-        while not ledger._session.gate.inside.locked() and time.monotonic() < until:
+        while not ledger._session.gate.taken and time.monotonic() < until:
             time.sleep(0.005)
         began = time.monotonic()
         pid = child(act)
@@ -307,6 +394,38 @@ def test_a_fork_while_a_thread_waits_at_the_gate(ledger: Ledger, monkeypatch: py
     os.write(send, b"x")
     assert wait(pid) == 0
     assert all(there(ledger, keys(1, 2)))
+
+
+def test_a_fork_while_a_thread_writes_hangs_nobody(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LMDB's close in the child would wait for that thread, which the child does not have."""
+    monkeypatch.setattr(session, "_FORK_SECONDS", 0.1)
+    put(ledger, keys(1))
+    inside, leave = threading.Event(), threading.Event()
+
+    writer = threading.Thread(
+        target=lambda: ledger._session.write(lambda *_: (inside.set(), leave.wait(60)), 60.0)
+    )
+    writer.start()
+    assert inside.wait(60)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            signal.alarm(20)  # instead of a hang
+            missed = ledger.match(keys(1)).reason
+            os._exit(0 if missed in (Reason.LEDGER_BUSY, Reason.IO_ERROR) else 2)
+        finally:
+            os._exit(1)
+    until = time.monotonic() + 30
+    while not (ended := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < until:
+        time.sleep(0.01)
+    if not ended[0]:  # it hangs in the fork itself, before any alarm
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    leave.set()
+    writer.join(60)
+    assert ended == (pid, 0)
+    assert len(ledger.match(keys(1)).slots) == 1
+    put(ledger, keys(2))
 
 
 def test_two_threads_that_fork_at_once_leave_the_gate_open(

@@ -9,7 +9,7 @@ import pytest
 
 from pagoda.errors import LedgerCorrupt
 from pagoda.ledger import Ledger
-from pagoda.ledger.tables import ENTRY, SLOT_KEY
+from pagoda.ledger.tables import ENTRY, PLACE, SLOT_KEY
 from pagoda.ledger.writing import Writing
 from pagoda.metrics import COUNTERS, Reason
 from pagoda.testing import FakeClock
@@ -36,7 +36,7 @@ def test_a_row_tells_all_of_its_chunk(ledger: Ledger, clock: FakeClock) -> None:
     clock.advance(10)
     [row] = [row for row in ledger.rows() if row.key == keys(2)[0]]
     assert (row.slot, row.generation) == (stored.slot, stored.generation)
-    assert (row.namespace_root, row.epoch, row.position, row.tokens) == (TENANT, 1, 1, 16)
+    assert (row.namespace_root, row.position, row.tokens) == (TENANT, 1, 16)
     assert (row.hits, row.leased, row.pinned) == (1, True, True)
     assert row.last_use_age_seconds == pytest.approx(10, abs=0.01)
 
@@ -84,7 +84,8 @@ def test_gauges_count_every_slot_once(ledger: Ledger) -> None:
     ledger.lease(*places(stored[:3]), 5.0)
     ledger.pin(keys(0), "ann")
     assert ledger.gauges() == {
-        "slots": 32, "free": 20, "reserved": 2, "ready": 10, "unscanned": 0, "members": 1, "pinned": 1, "leased": 3,
+        "slots": 32, "free": 20, "reserved": 2, "ready": 10, "unscanned": 0, "unbacked": 0, "members": 1, "pinned": 1,
+        "leased": 3,
     }  # fmt: skip
 
 
@@ -153,7 +154,7 @@ def test_a_damaged_entry_is_a_miss_and_goes(ledger: Ledger) -> None:
     [one, two] = put(ledger, keys(1, 2))
     for slot, generation in ((10**6, one.generation), (two.slot, two.generation)):
         ledger._session.write(
-            lambda w, _: w.txn.put(one.key, ENTRY.pack(slot, generation), db=w.tables.entries),  # noqa: B023
+            lambda w, _: w.txn.put(one.key, ENTRY.pack(slot, generation, 1, 0), db=w.tables.entries),  # noqa: B023
             1.0,
         )
         match = ledger.match([one.key])
@@ -170,12 +171,12 @@ def _entry(writing: Writing) -> None:
 
 
 def _slot(writing: Writing) -> None:
-    slot, _ = ENTRY.unpack(writing.get(writing.tables.entries, keys(1)[0]) or b"")
+    slot, *_ = ENTRY.unpack(writing.get(writing.tables.entries, keys(1)[0]) or b"")
     writing.txn.delete(SLOT_KEY.pack(slot), db=writing.tables.slots)
 
 
 def _free(writing: Writing) -> None:
-    slot, _ = ENTRY.unpack(writing.get(writing.tables.entries, keys(1)[0]) or b"")
+    slot, *_ = ENTRY.unpack(writing.get(writing.tables.entries, keys(1)[0]) or b"")
     writing.txn.put(SLOT_KEY.pack(slot), b"", db=writing.tables.free)
 
 
@@ -188,7 +189,7 @@ def _reserved(writing: Writing) -> None:
 
 
 def _pending(writing: Writing) -> None:
-    writing.txn.put(keys(50)[0], ENTRY.pack(3, 3), db=writing.tables.pending)
+    writing.txn.put(keys(50)[0], PLACE.pack(3, 3), db=writing.tables.pending)
 
 
 @pytest.mark.parametrize("harm", [_entry, _slot, _free, _ready, _reserved, _pending])

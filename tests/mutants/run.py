@@ -5,16 +5,21 @@ vLLM is installed) of `vllm.toml`, is applied to a copy of `src` in a temporary 
 all named tests must pass on an unchanged copy. Exit code 1 if a mutant survives, if its line is not found exactly once,
 or if a test cannot be collected.
 
-The tests run in processes forked from one that has imported what takes long, but nothing of `pagoda`.
+The tests run in processes forked from one that has imported what takes long, but nothing of `pagoda`, which is compiled
+once: the copies are links to one that nothing changes.
 """
 
 from __future__ import annotations
 
 import argparse
+import compileall
+import contextlib
 import gc
+import itertools
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -23,9 +28,11 @@ import tomllib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.util import cache_from_source
 from multiprocessing.connection import wait
 from pathlib import Path
 
+import _pytest.config
 import pytest
 
 HERE = Path(__file__).resolve().parent
@@ -34,7 +41,22 @@ LIMIT_SECONDS = 120.0  # of one mutant
 ALL_SECONDS = 900.0  # of all the tests on the unchanged source
 PASSED, FAILED = 0, 1  # exit codes of pytest
 ELSEWHERE = 99  # `pagoda` did not come from the copy
-PRELOAD = ["hypothesis", "numpy", "pytest"]
+BATCHES_PER_JOB = 4  # of the tests on the unchanged source
+PRELOAD = [
+    "blake3",
+    "hypothesis.stateful",
+    "lmdb",
+    "msgspec",
+    "numpy",
+    "pydantic_settings",
+    "pytest",
+    "pytest_timeout",
+    "torch",
+    "transformers.models.deepseek_v3.modeling_deepseek_v3",
+    "transformers.models.llama.modeling_llama",
+    "xxhash",
+    *(f"_pytest.{plugin}" for plugin in _pytest.config.default_plugins),
+]
 PRELOAD_VLLM = [
     *PRELOAD,
     "vllm.entrypoints.llm",
@@ -74,11 +96,17 @@ def mutants(table: str) -> list[Mutant]:
     return [Mutant(**row) for row in tomllib.loads((HERE / table).read_text())["mutant"]]
 
 
-def copy_of_source(directory: Path) -> Path:
-    """Copies `src` and returns the copy."""
+def compiled_source(directory: Path) -> Path:
+    """Copies `src`, compiles it and returns the copy."""
     target = directory / "src"
     shutil.copytree(ROOT / "src", target, ignore=shutil.ignore_patterns("__pycache__"))
+    compileall.compile_dir(target, quiet=2)
     return target
+
+
+def copy_of(source: Path, directory: Path) -> Path:
+    """Makes a copy, of links to the files of `source`, and returns it."""
+    return Path(shutil.copytree(source, directory / "src", copy_function=os.link))
 
 
 def apply(mutant: Mutant, source: Path) -> str:
@@ -89,6 +117,8 @@ def apply(mutant: Mutant, source: Path) -> str:
     text = path.read_text() if path.exists() else ""
     if (count := text.count(mutant.old)) != 1:
         return f"the line is there {count} times, not once"
+    Path(cache_from_source(str(path))).unlink()
+    path.unlink()
     path.write_text(text.replace(mutant.old, mutant.new))
     return ""
 
@@ -103,6 +133,10 @@ def run_tests(source: Path, tests: Sequence[str], limit_seconds: float = LIMIT_S
         if not ended:
             process.kill()
         process.join()
+    with contextlib.suppress(
+        ProcessLookupError
+    ):  # what its test has started, and did not end for being broken
+        os.killpg(process.pid, signal.SIGKILL)
     code = process.exitcode if ended and process.exitcode is not None else FAILED
     if code not in (PASSED, FAILED):
         sys.stderr.write((source.parent / "output").read_text(errors="replace")[-4000:])
@@ -111,12 +145,14 @@ def run_tests(source: Path, tests: Sequence[str], limit_seconds: float = LIMIT_S
 
 def _be_pytest(source: Path, tests: Sequence[str]) -> None:
     """What the process does: it ends with the exit code."""
+    os.setpgid(0, 0)
     gc.freeze()  # what was imported before the fork stays, and stays shared
     output = os.open(source.parent / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.chdir(ROOT)
     os.environ.update(PYTHONPATH=str(source), PYTHONDONTWRITEBYTECODE="1")  # for processes that tests start
+    os.environ["HYPOTHESIS_PROFILE"] = "mutants"
     sys.dont_write_bytecode = True
     sys.path.insert(0, str(source))
     plugins = ["-p", "no:cacheprovider", "-p", "no:xdist"]
@@ -127,11 +163,11 @@ def _be_pytest(source: Path, tests: Sequence[str]) -> None:
     sys.exit(code if Path(pagoda.__file__).is_relative_to(source) else ELSEWHERE)
 
 
-def judge(mutant: Mutant) -> Verdict:
+def judge(mutant: Mutant, compiled: Path) -> Verdict:
     """Applies one mutant to a fresh copy and runs its test."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutant-") as directory:
-        source = copy_of_source(Path(directory))
+        source = copy_of(compiled, Path(directory))
         if problem := apply(mutant, source):
             return Verdict(mutant, False, problem, time.monotonic() - began)
         code = run_tests(source, [mutant.test])
@@ -139,12 +175,24 @@ def judge(mutant: Mutant) -> Verdict:
     return Verdict(mutant, code == FAILED, detail, time.monotonic() - began)
 
 
-def healthy(chosen: Sequence[Mutant]) -> bool:
-    """Whether all named tests pass on an unchanged copy (a test that is always red catches nothing)."""
+def passes(tests: Sequence[str], compiled: Path) -> bool:
+    """Whether these tests pass on an unchanged copy; prints what they say if not."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as directory:
-        source = copy_of_source(Path(directory))
-        tests = sorted({mutant.test for mutant in chosen})
-        return run_tests(source, tests, ALL_SECONDS) == PASSED
+        source = copy_of(compiled, Path(directory))
+        code = run_tests(source, tests, ALL_SECONDS)
+        if code == FAILED:
+            sys.stderr.write((source.parent / "output").read_text(errors="replace")[-4000:])
+    return code == PASSED
+
+
+def healthy(chosen: Sequence[Mutant], compiled: Path, pool: ThreadPoolExecutor, jobs: int) -> bool:
+    """Whether all named tests pass on the unchanged source (a test that is always red catches nothing)."""
+    tests = sorted({mutant.test for mutant in chosen})
+    files = [list(group) for _, group in itertools.groupby(tests, lambda test: test.split("::")[0])]
+    batches = [
+        list(itertools.chain(*files[at :: jobs * BATCHES_PER_JOB])) for at in range(jobs * BATCHES_PER_JOB)
+    ]
+    return all(pool.map(lambda batch: passes(batch, compiled), filter(None, batches)))
 
 
 def markdown(verdicts: Iterable[Verdict]) -> str:
@@ -174,15 +222,19 @@ def main(arguments: Sequence[str]) -> int:
     FORKS.set_forkserver_preload(PRELOAD_VLLM if options.vllm else PRELOAD)
     table = mutants("vllm.toml" if options.vllm else "mutants.toml")
     chosen = [one for one in table if not options.names or one.name in options.names]
-    if not chosen or not healthy(chosen):
-        print(
-            "the named tests do not all pass on the unchanged source: nothing can be concluded",
-            file=sys.stderr,
-        )
-        return 1
     verdicts = []
-    with ThreadPoolExecutor(options.jobs) as pool:
-        for verdict in pool.map(judge, chosen):
+    with (
+        tempfile.TemporaryDirectory(prefix="mutants-") as directory,
+        ThreadPoolExecutor(options.jobs) as pool,
+    ):
+        compiled = compiled_source(Path(directory))
+        if not chosen or not healthy(chosen, compiled, pool, options.jobs):
+            print(
+                "the named tests do not all pass on the unchanged source: nothing can be concluded",
+                file=sys.stderr,
+            )
+            return 1
+        for verdict in pool.map(lambda mutant: judge(mutant, compiled), chosen):
             verdicts.append(verdict)
             print(plain(verdict), file=sys.stderr if options.markdown else sys.stdout, flush=True)
     if options.markdown:

@@ -102,7 +102,7 @@ def test_by_the_bound_it_serves_what_lru_serves(name: str) -> None:
     def counting(last_uses: np.ndarray[tuple[int], np.dtype[np.int64]], served: int) -> None:
         before = policy._rival._here.copy()
         count(last_uses, served)
-        counted[:] += policy._rival._here - before
+        counted[:] += np.subtract(policy._rival._here, before)
 
     policy._rival.count = counting  # type: ignore[method-assign]
     for request in requests:

@@ -17,7 +17,7 @@ from pagoda.layout import KVLayout
 from pagoda.metrics import Reason
 from pagoda.slab import aligned
 from pagoda.tiers import Bytes, Chunk, Done
-from pagoda.tiers.link import Remote
+from pagoda.tiers.link import Remote, Walk
 from pagoda.tiers.remote import RemoteTier
 
 SMALL = KVLayout.opaque(4, 10_000, "a chunk of one piece that does not fill its last page")
@@ -147,6 +147,11 @@ def wait_until(true: Callable[[], bool], seconds: float = 25.0) -> None:
     while not true():
         assert time.monotonic() < until, "it did not come about"
         time.sleep(0.02)
+
+
+def walk(step_seconds: float) -> Walk:
+    """A walk over all names that has ten times as long for the whole."""
+    return Walk(step_seconds, 10 * step_seconds)
 
 
 @contextlib.contextmanager

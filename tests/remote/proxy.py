@@ -74,6 +74,12 @@ class Proxy:
         for pair in pairs:
             pair.end(reset)
 
+    def forget(self) -> None:
+        """Swallow what comes over the connections there are now, as a NAT does that forgot them; new ones are fine."""
+        with self._lock:
+            for pair in self._pairs:
+                pair.forgotten = True
+
     @property
     def open_connections(self) -> int:
         """How many connections there are now."""
@@ -128,6 +134,8 @@ class Proxy:
                 if not piece:
                     break
                 self._count(upwards, len(piece))
+                if pair.forgotten:
+                    continue
                 if (now := self._unstalled(pair, upwards)) is not fault:
                     fault, passed = now, 0
                 if not _pass(pair, sink, piece, fault, passed):
@@ -164,6 +172,7 @@ class _Pair:
         self.client = client
         self.server = server
         self.ended = threading.Event()
+        self.forgotten = False
         for side in (client, server):
             side.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             side.settimeout(_SLICE_SECONDS)

@@ -16,11 +16,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 
-__all__ = ["Server", "authority", "free_port", "moto_s3", "need", "nginx_dav", "redis_server"]
+__all__ = ["Server", "authority", "free_port", "lacking", "moto_s3", "need", "nginx_dav", "redis_server"]
 
 START_SECONDS = 60.0  # the longest is moto: it imports for seconds on a busy machine
 BUCKET = "pagoda"
@@ -35,17 +34,27 @@ PACKAGES = {
 
 def need(program: str) -> str:
     """The path of a program, or of Python where `program` is a module; else skip, or fail where CI is set."""
-    path = shutil.which(program)
-    if path is None and program.isidentifier() and importlib.util.find_spec(program) is not None:
-        path = sys.executable
-    return path or _missing(program)
-
-
-def _missing(what: str) -> NoReturn:
-    message = f"{what} is missing: install {PACKAGES.get(what, what)}"
+    path = _path_of(program)
+    if path is not None:
+        return path
+    message = lacking(program)
     if os.environ.get("CI"):
         pytest.fail(message)
     pytest.skip(message, allow_module_level=True)
+
+
+def lacking(*programs: str) -> str:
+    """Which of these programs or modules is missing, and what to install; empty: none."""
+    missing = next((each for each in programs if _path_of(each) is None), None)
+    return "" if missing is None else f"{missing} is missing: install {PACKAGES.get(missing, missing)}"
+
+
+def _path_of(program: str) -> str | None:
+    if program == DAV_MODULE.name:
+        return str(DAV_MODULE) if DAV_MODULE.exists() else None
+    if program.isidentifier() and importlib.util.find_spec(program) is not None:
+        return shutil.which(program) or sys.executable
+    return shutil.which(program)
 
 
 def free_port() -> int:
@@ -234,8 +243,7 @@ _ANYBODY = (
 def nginx_dav() -> Iterator[Server]:
     """An nginx that takes PUT, GET, DELETE and PROPFIND below `url`; its files lie in `server.root / "files"`."""
     program = need("nginx")
-    if not DAV_MODULE.exists():
-        _missing(DAV_MODULE.name)
+    need(DAV_MODULE.name)
 
     def command(root: Path, port: int) -> list[str]:
         config = root / "nginx.conf"

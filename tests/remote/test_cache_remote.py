@@ -154,7 +154,7 @@ def test_a_prompt_is_brought_up_before_it_is_asked_for(shm_root: Path, url: str)
     with cache_over(url, shm_root / "before") as cache:
         stored(cache, prompt(10))
     with cache_over(url, shm_root / "after") as cache:
-        assert cache.prefetch(prompt(10)).by_tier == {"redis": 160}
+        assert cache.prefetch(prompt(10)).result(60).by_tier == {"redis": 160}
         assert served(cache, prompt(10))[0].by_tier == {"host": 160}
 
 
@@ -333,7 +333,7 @@ def test_no_call_hangs_while_the_engine_stands_still(shm_root: Path, with_host: 
                     ),
                     lambda tokens=tokens: cache.store(tokens, kv_of(tokens).transfer),
                     lambda tokens=tokens: cache.lookup(tokens),
-                    lambda tokens=tokens: cache.prefetch(tokens),
+                    lambda tokens=tokens: cache.prefetch(tokens).result(60),
                     lambda tokens=tokens: cache.explain(tokens),
                     cache.stats,
                 ):

@@ -14,6 +14,7 @@ from pagoda.metrics import Reason
 from pagoda.tiers.buckets import is_straight
 from pagoda.tiers.link import Put, Refused
 from pagoda.tiers.objects import ObjectsLink, ObjectsRemote
+from tests.remote.chunks import walk
 from tests.remote.evil import LyingHttp, growth
 from tests.remote.evil import http as answer
 from tests.remote.object_links import (
@@ -43,7 +44,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
 def link(store: Store) -> Iterator[ObjectsLink]:
     made = store.remote().link(until())
     yield made
-    made.clear(None, ENOUGH_SECONDS)
+    made.clear(None, walk(ENOUGH_SECONDS))
     made.close()
 
 
@@ -107,7 +108,7 @@ def test_writers_at_the_same_time_leave_one_whole_chunk(store: Store) -> None:
     assert len(results) == 4 and set(results) <= {Put.STORED, Put.PRESENT} and Put.STORED in results
     if store.kind == "s3":
         assert results.count(Put.STORED) == 1
-    links[0].clear(None, ENOUGH_SECONDS)
+    links[0].clear(None, walk(ENOUGH_SECONDS))
     for one in links:
         one.close()
 
@@ -115,7 +116,7 @@ def test_writers_at_the_same_time_leave_one_whole_chunk(store: Store) -> None:
 def test_what_is_no_longer_usable_does_not_stay(link: ObjectsLink) -> None:
     assert put(link, keys(1)[0], noise(5000), usable=False) is Put.STALE
     assert get(link, keys(1)[0], Room(5000)) is None
-    assert link.census(ENOUGH_SECONDS) == {}
+    assert link.census(walk(ENOUGH_SECONDS)) == {}
 
 
 def test_what_is_absent_is_none_and_asks_for_no_place(link: ObjectsLink) -> None:
@@ -201,12 +202,12 @@ def test_clear_takes_ours_of_one_namespace_and_nothing_else(store: Store, link: 
     for one in keys(30):
         put(link, one, noise(10))
         link.put(other, one, PAGE, noise(10), lambda: True, until())
-    assert link.census(ENOUGH_SECONDS) == {NAMESPACE: 30, other: 30}
-    assert link.clear(NAMESPACE, ENOUGH_SECONDS) == 30
-    assert link.clear(NAMESPACE, ENOUGH_SECONDS) == 0
-    assert link.census(ENOUGH_SECONDS) == {other: 30}
-    assert link.clear(None, ENOUGH_SECONDS) == 30
-    assert link.census(ENOUGH_SECONDS) == {}
+    assert link.census(walk(ENOUGH_SECONDS)) == {NAMESPACE: 30, other: 30}
+    assert link.clear(NAMESPACE, walk(ENOUGH_SECONDS)) == 30
+    assert link.clear(NAMESPACE, walk(ENOUGH_SECONDS)) == 0
+    assert link.census(walk(ENOUGH_SECONDS)) == {other: 30}
+    assert link.clear(None, walk(ENOUGH_SECONDS)) == 30
+    assert link.census(walk(ENOUGH_SECONDS)) == {}
     for path in strangers:
         assert store.plain("GET", path) == 200
         store.plain("DELETE", path)
@@ -218,8 +219,8 @@ def test_clear_goes_on_over_many_pages(store: Store) -> None:
     link = store.remote(prefix="many").link(until())
     for key in keys(600):
         store.plain("PUT", f"many/1/{NAMESPACE.hex()}/{key.hex()[:2]}/{key.hex()}", b"x")
-    assert link.census(ENOUGH_SECONDS) == {NAMESPACE: 600}
-    assert link.clear(NAMESPACE, ENOUGH_SECONDS) == 600
+    assert link.census(walk(ENOUGH_SECONDS)) == {NAMESPACE: 600}
+    assert link.clear(NAMESPACE, walk(ENOUGH_SECONDS)) == 600
     link.close()
 
 
@@ -228,11 +229,11 @@ def test_two_who_clear_at_once_both_end(store: Store, link: ObjectsLink) -> None
         put(link, key, noise(1))
     other = store.remote().link(until())
     counts: list[int] = []
-    thread = threading.Thread(target=lambda: counts.append(other.clear(None, ENOUGH_SECONDS)))
+    thread = threading.Thread(target=lambda: counts.append(other.clear(None, walk(ENOUGH_SECONDS))))
     thread.start()
-    counts.append(link.clear(None, ENOUGH_SECONDS))
+    counts.append(link.clear(None, walk(ENOUGH_SECONDS)))
     thread.join(ENOUGH_SECONDS)
-    assert len(counts) == 2 and link.census(ENOUGH_SECONDS) == {}
+    assert len(counts) == 2 and link.census(walk(ENOUGH_SECONDS)) == {}
     other.close()
 
 
@@ -240,7 +241,7 @@ def test_prefixes_do_not_see_each_other(store: Store, link: ObjectsLink) -> None
     other = store.remote(prefix="another").link(until())
     put(link, keys(1)[0], noise(10))
     assert get(other, keys(1)[0], Room(10)) is None
-    assert other.clear(None, ENOUGH_SECONDS) == 0
+    assert other.clear(None, walk(ENOUGH_SECONDS)) == 0
     assert get(link, keys(1)[0], Room(10)) == 10
     other.close()
 

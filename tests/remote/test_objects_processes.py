@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from pagoda.tiers.objects import ObjectsLink
+from tests.remote.chunks import walk
 from tests.remote.evil import http as answer
 from tests.remote.object_links import (
     ENOUGH_SECONDS,
@@ -45,7 +46,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
 def link(store: Store) -> Iterator[ObjectsLink]:
     made = store.remote().link(until())
     yield made
-    made.clear(None, ENOUGH_SECONDS)
+    made.clear(None, walk(ENOUGH_SECONDS))
     made.close()
 
 

@@ -16,6 +16,7 @@ from pagoda.codec import HEADER_BYTES
 from pagoda.metrics import Reason
 from pagoda.tiers.link import Put, Refused
 from pagoda.tiers.objects import ObjectsLink, ObjectsRemote
+from tests.remote.chunks import walk
 from tests.remote.evil import Lie, dripping, endless, growth
 from tests.remote.evil import http as answer
 from tests.remote.object_links import (
@@ -54,7 +55,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
 def link(store: Store) -> Iterator[ObjectsLink]:
     made = store.remote().link(until())
     yield made
-    made.clear(None, ENOUGH_SECONDS)
+    made.clear(None, walk(ENOUGH_SECONDS))
     made.close()
 
 
@@ -233,7 +234,7 @@ def test_a_walk_ends_however_deep_the_folders_go() -> None:
         return [answer(207, f'<D:multistatus xmlns:D="DAV:">{rows}</D:multistatus>'.encode())]
 
     with liar({"PROPFIND": deeper}) as (server, remote), contextlib.closing(remote.link(until())) as link:
-        assert link.census(5.0) == {}
+        assert link.census(walk(5.0)) == {}
         assert sum(method == "PROPFIND" for method, _ in server.heard) == 3
 
 
@@ -245,12 +246,12 @@ def test_a_listing_may_come_in_chunks() -> None:
     pieces = b"".join(b"%X;x=y\r\n%b\r\n" % (len(part), part) for part in parts)
     lie = b"HTTP/1.1 207 M\r\nTransfer-Encoding: chunked\r\n\r\n" + pieces + b"0\r\nTrailer: x\r\n\r\n"
     with liar({"PROPFIND": lie}) as (_, remote), contextlib.closing(remote.link(until())) as link:
-        assert link.census(5.0) == {NAMESPACE: 1}
+        assert link.census(walk(5.0)) == {NAMESPACE: 1}
 
 
 def test_a_server_that_cannot_list_says_so() -> None:
     with liar({"PROPFIND": answer(405)}) as (_, remote), contextlib.closing(remote.link(until())) as link:
-        said = str(trouble(lambda: link.clear(None, 5.0)))
+        said = str(trouble(lambda: link.clear(None, walk(5.0))))
         assert "PROPFIND" in said
 
 
@@ -306,8 +307,8 @@ def test_a_stopped_server_is_given_up_in_time(store: Store, what: str) -> None:
         "get": lambda: get(link, keys(1)[0], Room(10), SHORT_SECONDS),
         "put": lambda: put(link, keys(1)[0], noise(8 * MIB), seconds=SHORT_SECONDS),
         "remove": lambda: link.remove(NAMESPACE, keys(3), until(SHORT_SECONDS)),
-        "clear": lambda: link.clear(NAMESPACE, SHORT_SECONDS),
-        "census": lambda: link.census(SHORT_SECONDS),
+        "clear": lambda: link.clear(NAMESPACE, walk(SHORT_SECONDS)),
+        "census": lambda: link.census(walk(SHORT_SECONDS)),
         "ping": lambda: link.ping(until(SHORT_SECONDS)),
     }
     store.server.stop()
@@ -395,7 +396,7 @@ def test_a_server_killed_amid_a_get_and_back_again(store: Store) -> None:
     with contextlib.closing(store.remote().link(until())) as link:
         # the files are there again, what was only in memory is not
         assert get(link, keys(1)[0], Room(nbytes)) == (nbytes if store.kind == "dav" else None)
-        link.clear(None, ENOUGH_SECONDS)
+        link.clear(None, walk(ENOUGH_SECONDS))
 
 
 def test_a_server_that_was_restarted_is_used_by_the_same_link(store: Store) -> None:

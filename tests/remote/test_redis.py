@@ -16,6 +16,7 @@ from pagoda.metrics import Reason
 from pagoda.tiers.base import Bytes
 from pagoda.tiers.link import Put, Refused
 from pagoda.tiers.redis import PIECE_BYTES, RedisLink, RedisRemote
+from tests.remote.chunks import walk
 from tests.remote.servers import Server, need, redis_server
 
 need("redis-server")
@@ -320,13 +321,13 @@ def test_clear_census_and_neighbours(link: RedisLink, server: Server, client: Cl
     put(other, 1, content(1, 100))
     client.set(name + ":w", "nonce")
     client.hset(name + ":w:" + "0" * 32, "h", "x")
-    assert link.census(5) == {ROOT: 3, OTHER: 3}
-    assert other.census(5) == {ROOT: 1}
-    assert link.clear(ROOT, 5) == 3
-    assert link.census(5) == {OTHER: 3} and client.exists(name + ":w", name + ":w:" + "0" * 32) == 0
-    assert link.clear(ROOT, 5) == 0
-    assert link.clear(None, 5) == 3
-    assert link.census(5) == {}
+    assert link.census(walk(5)) == {ROOT: 3, OTHER: 3}
+    assert other.census(walk(5)) == {ROOT: 1}
+    assert link.clear(ROOT, walk(5)) == 3
+    assert link.census(walk(5)) == {OTHER: 3} and client.exists(name + ":w", name + ":w:" + "0" * 32) == 0
+    assert link.clear(ROOT, walk(5)) == 0
+    assert link.clear(None, walk(5)) == 3
+    assert link.census(walk(5)) == {}
     assert {text.encode() for text in foreign} < set(client.keys("*"))
     assert client.dbsize() == len(foreign) + 1
     other.close()
@@ -336,8 +337,8 @@ def test_a_prefix_is_no_pattern(server: Server, client: Client) -> None:
     wild, plain = (RedisRemote(server.url, prefix=prefix).link(soon()) for prefix in ("a*[b]?\\", "aXb?\\"))
     for link in (wild, plain):
         put(link, 1, content(1, 100))
-    assert wild.census(5) == plain.census(5) == {ROOT: 1}
-    assert wild.clear(None, 5) == 1
+    assert wild.census(walk(5)) == plain.census(walk(5)) == {ROOT: 1}
+    assert wild.clear(None, walk(5)) == 1
     assert get(plain, 1, 100) is not None
     wild.close()
     plain.close()
@@ -349,7 +350,7 @@ def test_clear_of_thousands(link: RedisLink, client: Client) -> None:
             pipeline.hset(name_of(number), "h", b"")
             pipeline.set(f"else:{number}", b"")
         pipeline.execute()
-    assert link.clear(ROOT, 5) == 5000
+    assert link.clear(ROOT, walk(5)) == 5000
     assert client.dbsize() == 5000
 
 

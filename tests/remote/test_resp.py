@@ -14,11 +14,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pagoda.tiers.resp import Answer, Denial, Wire, command, command_with
+from pagoda.tiers.resp import NUMBER, Answer, Denial, Shape, Wire, command, command_with
 from tests.remote.servers import authority
 
 MIB = 1 << 20
-LATE = 3.0  # a busy machine's slack behind a deadline, in seconds
+ANY = Shape(b":+$*", 512, items=1 << 14, depth=2)
+LATE = (
+    30.0  # a busy machine's slack behind a deadline, in seconds: who waits for the other end waits for ever
+)
 Peer = tuple[Wire, socket.socket]
 _beside: list[threading.Thread] = []
 
@@ -121,8 +124,8 @@ def test_answers(peer: Peer, sent: bytes, value: Answer, pace: int) -> None:
     both = sent + b":1\r\n"
     for start in range(0, len(both), pace):
         theirs.sendall(both[start : start + pace])
-    assert wire.answer(soon(), 100) == value
-    assert wire.answer(soon(), 100) == 1
+    assert wire.answer(soon(), ANY) == value
+    assert wire.answer(soon(), ANY) == 1
     wire.check()
 
 
@@ -130,7 +133,7 @@ def test_an_error_is_one_printable_line_of_bounded_length(peer: Peer) -> None:
     wire, theirs = peer
     asked(wire)
     theirs.sendall(b"-ERR \x1b[31m\xff\n" + b"x" * 3000 + b"\r\n")
-    said = wire.answer(soon(), 100)
+    said = wire.answer(soon(), ANY)
     assert isinstance(said, Denial) and said.text.startswith("ERR ?[31m") and len(said.text) <= 200
     assert "\n" not in said.text and "\x1b" not in said.text
 
@@ -139,8 +142,8 @@ def test_a_long_string_is_cut_and_skipped(peer: Peer) -> None:
     wire, theirs = peer
     asked(wire, 2)
     thread = beside(lambda: theirs.sendall(b"$1000000\r\n" + b"y" * 1000000 + b"\r\n+OK\r\n"))
-    assert wire.answer(soon(), 10) == b"y" * 10
-    assert wire.answer(soon(), 10) == b"OK"
+    assert wire.answer(soon(), Shape(b"$", 10)) == b"y" * 10
+    assert wire.answer(soon(), ANY) == b"OK"
     thread.join(5)
 
 
@@ -158,7 +161,7 @@ def test_bulk_bytes_come_straight_into_their_place(peer: Peer, size: int) -> Non
     place[:] = 7
     assert wire.fill(place.data, soon()) == size, "it does not fit: skipped"
     assert (place == 7).all()
-    assert wire.answer(soon(), 10) == 5
+    assert wire.answer(soon(), ANY) == 5
     thread.join(5)
 
 
@@ -204,18 +207,66 @@ def test_nonsense_is_an_error_and_the_end(peer: Peer, sent: bytes, bulk: bool) -
     tracemalloc.start()
     try:
         with pytest.raises(OSError, match=r"RESP2|out of step"):
-            wire.fill(place, soon()) if bulk else wire.answer(soon(), 512)
+            wire.fill(place, soon()) if bulk else wire.answer(soon(), ANY)
         assert tracemalloc.get_traced_memory()[1] < 4 * MIB
     finally:
         tracemalloc.stop()
     for call in (
         wire.check,
         lambda: asked(wire),
-        lambda: wire.answer(soon(), 10),
+        lambda: wire.answer(soon(), ANY),
         lambda: wire.fill(place, soon()),
     ):
         with pytest.raises(OSError, match="out of step"):
             call()
+
+
+@pytest.mark.parametrize(
+    ("shape", "sent"),
+    [
+        (NUMBER, b"+OK\r\n"),
+        (NUMBER, b"$1\r\n1\r\n"),
+        (NUMBER, b"$-1\r\n"),
+        (NUMBER, b"*1\r\n:1\r\n"),
+        (Shape(b"+$"), b":1\r\n"),
+        (Shape(b":*", items=2, depth=1), b"*3\r\n:1\r\n:1\r\n:1\r\n"),
+        (Shape(b":*", items=2, depth=1), b"*1\r\n*1\r\n:1\r\n"),
+        (Shape(b":*", items=2, depth=1), b"*1\r\n+OK\r\n"),
+    ],
+)
+def test_an_answer_of_another_shape_than_was_asked_for_ends_the_connection(
+    peer: Peer, shape: Shape, sent: bytes
+) -> None:
+    wire, theirs = peer
+    asked(wire)
+    theirs.sendall(sent)
+    with pytest.raises(OSError, match="RESP2"):
+        wire.answer(soon(), shape)
+    with pytest.raises(OSError, match="out of step"):
+        wire.check()
+
+
+def test_an_error_is_an_answer_of_any_shape(peer: Peer) -> None:
+    wire, theirs = peer
+    asked(wire)
+    theirs.sendall(b"-READONLY no\r\n")
+    assert wire.answer(soon(), NUMBER) == Denial("READONLY", "READONLY no")
+    wire.check()
+
+
+def test_a_connection_is_kept_alive_and_trusted_for_thirty_seconds(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wire, _ = peer
+    connected = wire._socket
+    if connected.family != socket.AF_UNIX:
+        assert connected.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 30
+    wire.check()
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 31.0)
+    with pytest.raises(OSError, match="idle"):
+        wire.check()
 
 
 def test_a_string_too_long_for_an_answer(peer: Peer) -> None:
@@ -223,7 +274,7 @@ def test_a_string_too_long_for_an_answer(peer: Peer) -> None:
     asked(wire)
     theirs.sendall(b"$1048577\r\n")
     with pytest.raises(OSError, match="RESP2"):
-        wire.answer(soon(), 10)
+        wire.answer(soon(), ANY)
 
 
 def test_a_string_of_any_length_that_redis_can_have_is_skipped(peer: Peer) -> None:
@@ -244,7 +295,7 @@ def test_an_early_end(peer: Peer, sent: bytes) -> None:
     theirs.sendall(sent)
     theirs.close()
     with pytest.raises(OSError):
-        wire.answer(soon(), 10)
+        wire.answer(soon(), ANY)
     with pytest.raises(OSError, match="out of step"):
         wire.check()
 
@@ -266,7 +317,7 @@ def test_drips_end_at_the_deadline(peer: Peer, sent: bytes) -> None:
     place = memoryview(bytearray(1000000))
     began = time.monotonic()
     with pytest.raises(TimeoutError):
-        wire.fill(place, began + 0.3) if sent.startswith(b"$1000000\r\n") else wire.answer(began + 0.3, 512)
+        wire.fill(place, began + 0.3) if sent.startswith(b"$1000000\r\n") else wire.answer(began + 0.3, ANY)
     assert 0.25 < time.monotonic() - began < 0.3 + LATE
     stop.set()
     thread.join(5)
@@ -277,7 +328,7 @@ def test_silence_ends_at_the_deadline(peer: Peer) -> None:
     asked(wire)
     began = time.monotonic()
     with pytest.raises(TimeoutError):
-        wire.answer(began + 0.2, 10)
+        wire.answer(began + 0.2, ANY)
     assert 0.15 < time.monotonic() - began < 0.2 + LATE
 
 
@@ -335,7 +386,7 @@ def test_abort_wakes_who_waits(peer: Peer) -> None:
     threading.Timer(0.2, wire.abort).start()
     began = time.monotonic()
     with pytest.raises(OSError):
-        wire.answer(began + 10, 10)
+        wire.answer(began + 10, ANY)
     assert time.monotonic() - began < 5
 
 
@@ -376,7 +427,7 @@ def test_an_answer_nobody_asked_for_is_noticed(peer: Peer) -> None:
     asked(wire)
     theirs.sendall(b"+OK\r\n+AND\r\n")
     time.sleep(0.05)
-    assert wire.answer(soon(), 10) == b"OK"
+    assert wire.answer(soon(), ANY) == b"OK"
     if wire._start == wire._end:  # TLS or a slow machine may not have had it yet
         pytest.skip("the second answer came later")
     with pytest.raises(OSError, match="out of step"):
@@ -387,7 +438,7 @@ def test_an_answer_nobody_read_is_noticed(peer: Peer) -> None:
     wire, theirs = peer
     asked(wire, 2)
     theirs.sendall(b"+OK\r\n+AND\r\n")
-    assert wire.answer(soon(), 10) == b"OK"
+    assert wire.answer(soon(), ANY) == b"OK"
     with pytest.raises(OSError, match="out of step"):
         wire.check()
 

@@ -186,7 +186,7 @@ WALKS = ["huge", "chunks without end", "trouble without end", "silence"]
 
 
 def _walk(port: int, peak: Connection) -> None:
-    remote._WALK_SECONDS = 1.0
+    remote._STEP_SECONDS = 1.0
     with growth() as memory:
         with tier_on(on(port)) as tier, soon(LATE_SECONDS), contextlib.suppress(StoreError):
             tier.clear()

@@ -1,4 +1,4 @@
-"""Values that somebody else wrote into the store, with well-sealed headers: a miss, and gone."""
+"""Values that somebody else wrote into the store, with well-sealed headers: a miss, and gone if nobody can use them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import redis as client
 import zstandard
 
 from pagoda.codec import Header, parse, seal
+from pagoda.codec import header as header_module
 from pagoda.metrics import Reason
 from pagoda.tiers.redis import PIECE_BYTES, RedisRemote
 from tests.remote.chunks import (
@@ -100,12 +101,10 @@ def forger(server: Server) -> Forger:
 CHANGES: dict[str, dict[str, object]] = {
     "another namespace": {"namespace": OTHER.root},
     "another key": {"key": keys_of(1, chain=9)[0]},
-    "another position": {"position": 3},
     "fewer bytes": {"length": 4096},
     "no bytes": {"length": 0},
     "more bytes": {"length": LARGE.chunk_bytes + 4096},
     "another layout": {"fingerprint": "0123456789abcdef"},
-    "a codec nobody knows": {"codec": "lzma"},
     "a codec that it is not in": {"codec": "zstd"},
 }
 
@@ -113,6 +112,37 @@ CHANGES: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("changed", CHANGES.values(), ids=CHANGES)
 def test_a_well_sealed_header_of(forger: Forger, changed: dict[str, object]) -> None:
     forger.reseal(**changed)
+    forger.is_a_miss()
+
+
+def stays(forger: Forger, reason: Reason) -> None:
+    """Check that it is not served and is left as it is."""
+    before = forger.fields(forger.key)
+    with tier_on(forger.remote, LARGE) as tier:
+        assert load(tier, [forger.key], LARGE) == [reason]
+        assert load(tier, [forger.twin], LARGE) == [None]
+        assert tier.stats()["failed_checks"] == 0
+    assert forger.fields(forger.key) == before
+
+
+def test_a_chunk_that_was_asked_for_at_another_position_stays(forger: Forger) -> None:
+    forger.reseal(position=3)
+    stays(forger, Reason.FAILED_CHECK)
+
+
+def test_a_codec_that_this_version_does_not_know_stays(forger: Forger) -> None:
+    forger.reseal(codec="lzma")
+    stays(forger, Reason.FAILED_CHECK)
+
+
+def test_a_header_of_another_format_stays_while_it_is_whole(forger: Forger) -> None:
+    page = np.frombuffer(bytearray(forger.fields(forger.key)[b"h"]), np.uint8).copy()
+    struct.pack_into("<I", page.data, 8, 2)  # of format 2
+    page[header_module._OWN] = np.frombuffer(header_module._own_checksum(page.data), np.uint8)
+    forger.write(h=page.tobytes())
+    stays(forger, Reason.FAILED_CHECK)
+    page[3000] ^= 1
+    forger.write(h=page.tobytes())
     forger.is_a_miss()
 
 

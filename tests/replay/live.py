@@ -1,13 +1,8 @@
-"""A real cache with tiny chunks that is driven by a trace, in the time of the trace, beside the simulator.
-
-python -m tests.replay.live TRACE --chunks 1000 5000 --policy lru hindsight
-"""
+"""A real cache with tiny chunks that is driven by a trace, in the time of the trace (also by benchmarks/replay.py)."""
 
 from __future__ import annotations
 
-import argparse
-import tempfile
-import time
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +14,7 @@ from pagoda.cache import Cache
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.ledger import Ledger
-from pagoda.replay import Request, TierSpec, read_trace, simulate
+from pagoda.replay import Request, TierSpec, simulate
 from pagoda.testing.clock import FakeClock
 from pagoda.tiers import DiskTier, HostTier
 from pagoda.transfer import BlockKV
@@ -28,7 +23,7 @@ CHUNK = 2  # tokens, which spell the id
 LAYOUT = KVLayout.opaque(CHUNK, 32, "a trace")
 _NAMESPACE = Namespace("a trace")
 _HEADER = 4096  # of a slot on disk
-_UPKEEP_SECONDS = 0.1  # in the time of the trace
+_SHARE_MS, _PREPARE_MS = 1_000.0, 100.0  # between two rounds of a ledger's upkeep, in the time of the trace
 _HALF = 1 << 30
 
 
@@ -79,8 +74,8 @@ class Live:
             deadline_seconds=60.0,
         )
         for ledger in self.ledgers:
-            ledger._upkeep._woken.set()  # its thread would keep up in real time, beside the trace's
-        self._kept_up_ms = at_ms
+            ledger._upkeep._thread = threading.current_thread()  # or one would keep up in real time
+        self._shared_ms = self._prepared_ms = at_ms - _SHARE_MS
         self._now_ms = at_ms
 
     @property
@@ -92,10 +87,7 @@ class Live:
         """Retrieve a prompt and store it, at its time; what is to be written down is written when this returns."""
         self.clock.advance(max(0.0, request.timestamp_ms - self._now_ms) / 1e3)
         self._now_ms = max(self._now_ms, request.timestamp_ms)
-        if self._now_ms - self._kept_up_ms >= _UPKEEP_SECONDS * 1e3:
-            self._kept_up_ms = self._now_ms
-            for ledger in self.ledgers:
-                ledger.upkeep()
+        self._keep_up()
         tokens = tokens_of(request.hash_ids)
         kv = BlockKV(np.zeros((max(1, len(request.hash_ids)), LAYOUT.chunk_bytes), np.uint8), LAYOUT)
         hit = self.cache.retrieve(tokens, kv)
@@ -103,6 +95,17 @@ class Live:
         if len(self._tiers) > 1 or isinstance(self._tiers[0], DiskTier):
             assert self.cache.flush(100)
         return Rate(len(request.hash_ids), hit.num_tokens // CHUNK)
+
+    def _keep_up(self) -> None:
+        """Let the policies learn as often as the ledgers' own threads would, and the simulator does."""
+        if self._now_ms - self._shared_ms >= _SHARE_MS:
+            self._shared_ms = self._now_ms
+            for ledger in self.ledgers:
+                ledger._upkeep._share(60.0)
+        if self._now_ms - self._prepared_ms >= _PREPARE_MS:
+            self._prepared_ms = self._now_ms
+            for ledger in self.ledgers:
+                ledger._upkeep._prepare()
 
     def play(self, requests: Iterable[Request]) -> Rate:
         """Ask for one prompt after the other."""
@@ -123,34 +126,3 @@ def tokens_of(ids: tuple[int, ...]) -> npt.NDArray[np.int32]:
 def simulated(requests: Iterable[Request], chunks: int, policy: str) -> float:
     """The hit rate by the simulator."""
     return simulate(requests, [TierSpec("host", chunks, policy)]).hit_rate
-
-
-def main() -> int:
-    """Compare the two on a whole trace; the exit code says whether they agree within half a point."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("trace", type=Path)
-    parser.add_argument("--chunks", type=int, nargs="+", default=[1000, 5000])
-    parser.add_argument("--policy", nargs="+", default=["lru", "hindsight"])
-    parser.add_argument("--requests", type=int, default=None, help="only so many")
-    options = parser.parse_args()
-    requests = list(read_trace(options.trace))[: options.requests]
-    worst = 0.0
-    for policy in options.policy:
-        for chunks in options.chunks:
-            with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
-                live, began = Live(Path(root), policy, host=chunks), time.monotonic()
-                real, seconds = live.play(requests).share, time.monotonic() - began
-                live.close()
-            expected = simulated(requests, chunks, policy)
-            worst = max(worst, abs(real - expected))
-            print(
-                f"{policy:>10} {chunks:>7,} chunks: cache {real:7.2%}, simulator {expected:7.2%} ({seconds:.1f} s)",
-                flush=True,
-            )
-    return int(worst > 0.005)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

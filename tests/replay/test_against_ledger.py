@@ -27,12 +27,10 @@ COLUMNS = ("last_use", "hits", "position", "parent_slot")
 class Real:
     """A ledger that is asked for one request after the other, its learning done at the simulator's pace."""
 
-    def __init__(self, root: Path, slots: int, policy: str, refuses: bool) -> None:
+    def __init__(self, root: Path, slots: int, policy: str) -> None:
         self._clock = FakeClock()
         self.ledger = Ledger.open(spec(root, slots), policy, self._clock)
         self.ledger.register(TENANT, {"model": "test"})
-        if not refuses:
-            self.ledger._advice.refuses = False
         self._begun = self._clock.monotonic_ns()
         self._shared = self._prepared = -(10**9)
 
@@ -64,17 +62,14 @@ class Real:
             self.ledger._upkeep._prepare()
 
 
-def compare(
-    slots: int, policy: str, requests: Sequence[Request], refuses: bool = True, every: int = 1
-) -> Simulation:
+def compare(slots: int, policy: str, requests: Sequence[Request], every: int = 1) -> Simulation:
     """Play the requests to both; they must agree after each (or so many) in all that a policy reads."""
-    lower = [] if refuses else [TierSpec("lower", 1, "lru")]
-    simulation = Simulation([TierSpec("tier", slots, policy), *lower])
+    simulation = Simulation([TierSpec("tier", slots, policy)])
     root = Path(tempfile.mkdtemp(prefix="pagoda-test-", dir="/dev/shm"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Upkeep, "wake", lambda _: None)
+        patch.setattr(Upkeep, "wake", lambda *_, **__: None)
         try:
-            real = Real(root, slots, policy, refuses)
+            real = Real(root, slots, policy)
             begun_ms = requests[0].timestamp_ms if requests else 0.0
             for number, asked in enumerate(requests):
                 asked = asked._replace(timestamp_ms=asked.timestamp_ms - begun_ms)
@@ -117,10 +112,10 @@ def stream(seed: int, count: int, longest: int, talks: int) -> list[Request]:
 
 
 @settings(max_examples=15)
-@given(st.integers(0, 2**32), st.sampled_from([32, 40]), st.sampled_from(POLICIES), st.booleans())
-def test_short_requests(seed: int, slots: int, policy: str, refuses: bool) -> None:
-    tier = compare(slots, policy, stream(seed, 80, 4, 12), refuses).outcome().tiers[0]
-    assert tier.hits and tier.evicted and (refuses or not tier.refused)
+@given(st.integers(0, 2**32), st.sampled_from([32, 40]), st.sampled_from(POLICIES))
+def test_short_requests(seed: int, slots: int, policy: str) -> None:
+    tier = compare(slots, policy, stream(seed, 80, 4, 12)).outcome().tiers[0]
+    assert tier.hits and tier.evicted
 
 
 @given(chained(depth=4, most=40), st.sampled_from(POLICIES))

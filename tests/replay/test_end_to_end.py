@@ -9,7 +9,9 @@ from threading import Barrier
 
 import pytest
 
+from pagoda.policy.hindsight import _Learnt
 from pagoda.replay import Request, TierSpec, simulate
+from pagoda.testing import streams
 from tests.cache.kit import SPAWN
 from tests.replay.live import CHUNK, Live, Rate, simulated
 from tests.replay.traces import sample
@@ -17,7 +19,7 @@ from tests.replay.traces import sample
 CHUNKS = 3000
 HALF = 400  # requests, of what is played over a restart
 SHARED = 1200  # requests, of what two processes share
-TURN = 10  # requests that each of two processes takes before it waits for the other
+TURN = 10  # requests that one of two processes takes while the other waits
 PATIENT_SECONDS = 200.0
 
 
@@ -36,15 +38,39 @@ def test_the_cache_hits_what_the_simulator_says(
     assert rate.share == pytest.approx(simulated(requests[:most], CHUNKS, policy), abs=0.005)
 
 
-def test_two_tiers_hit_what_the_simulator_says(tmp_path: Path, requests: list[Request]) -> None:
-    live, few = Live(tmp_path, "lru", host=200, disk=1000), requests[:300]
+@pytest.mark.parametrize("policy", ["lru", "hindsight"])
+@pytest.mark.parametrize("host", [40, 200])
+def test_two_tiers_hit_what_the_simulator_says(
+    tmp_path: Path, requests: list[Request], policy: str, host: int
+) -> None:
+    """Also where many prompts are longer than the host tier, and its policy keeps chunks out."""
+    live, few = Live(tmp_path, policy, host=host, disk=1000), requests[:300]
     rate = live.play(few)
     counters = live.ledgers[0].counters()
     live.close()
-    outcome = simulate(few, [TierSpec("host", 200, "lru"), TierSpec("disk", 1000, "lru")])
+    outcome = simulate(few, [TierSpec("host", host, policy), TierSpec("disk", 1000, policy)])
     assert rate.share == pytest.approx(outcome.hit_rate, abs=0.005)
     served = [counters[f"hit_tokens_{tier.name}"] / CHUNK for tier in outcome.tiers]
     assert served == pytest.approx([tier.hits for tier in outcome.tiers], abs=0.005 * rate.accesses)
+
+
+def _watched(root: Path, requests: list[Request], host: int) -> tuple[float, float]:
+    """Play requests to a disk of 200 chunks below such a host tier; the hit rate, and how much its policy saw."""
+    live = Live(root, "hindsight", host=host, disk=200)
+    rate, ledger = live.play(requests), live.ledgers[-1]
+    ledger.upkeep()
+    assert ledger.counters()["drop_not_admitted"] > 1000
+    live.close()
+    return rate.share, float(_Learnt.of(ledger._upkeep.learnt).watched.sum())  # type: ignore[arg-type]
+
+
+def test_a_disk_below_learns_what_it_would_learn_alone(tmp_path: Path) -> None:
+    """Also of prompts that are longer than the host tier, and kept out."""
+    prompts = streams.scan_zipf(1, 300, 60, 0.9, 40, chunks=24)
+    share, watched = _watched(tmp_path / "alone", prompts, 0)
+    share_of_pair, watched_of_pair = _watched(tmp_path / "below", prompts, 16)
+    assert watched_of_pair == pytest.approx(watched, rel=0.05)
+    assert share_of_pair > share - 0.02
 
 
 @pytest.fixture
@@ -74,14 +100,15 @@ def test_a_restart_forgets_nothing(tmp_path: Path, process: ProcessPoolExecutor)
 
 
 def _one_of_two(root: Path, number: int, barrier: Barrier) -> Rate:
-    """Play the trace in turns with another process, at the same time as it."""
+    """Play the trace in turns with another process: one has all that the other has open, and waits."""
     requests = sample()[:SHARED]
     live = Live(root, "hindsight", host=CHUNKS)
     rate = Rate()
-    for at in range(0, len(requests), 2 * TURN):
+    for turn, at in enumerate(range(0, len(requests), TURN)):
         barrier.wait(PATIENT_SECONDS)
-        turn = live.play(requests[at : at + 2 * TURN][number::2])
-        rate = Rate(rate.accesses + turn.accesses, rate.hits + turn.hits)
+        if turn % 2 == number:
+            played = live.play(requests[at : at + TURN])
+            rate = Rate(rate.accesses + played.accesses, rate.hits + played.hits)
     barrier.wait(PATIENT_SECONDS)
     live.close()
     return rate

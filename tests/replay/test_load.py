@@ -120,6 +120,26 @@ def test_below_another_tier_as_many_wait_as_that_one_holds() -> None:
     assert [one.chunks_written for one in done.found.tiers] == [6, 4]
 
 
+def test_what_a_prompt_has_no_room_for_above_is_waited_for() -> None:
+    """Four chunks wait in slots, two pass through buffers; those that wait take up the room of the next prompt."""
+    tiers = [tier(chunks=4), tier(chunks=100, speed=1.0, name="disk")]
+    first = asked(0, 1, 2, 3, 4, 5, 6)
+    done = replay_with_load([first], tiers, ENGINES)
+    assert (done.dropped_writes, done.found.tiers[1].chunks_written) == ((0, 0), 6)
+    done = replay_with_load([first, asked(700, 7, 8, 9, 10, 11)], tiers, ENGINES)
+    assert (done.dropped_writes, done.found.tiers[1].chunks_written) == ((0, 4), 7)
+
+
+def test_what_waits_is_written_in_order() -> None:
+    """A chunk a second: after 4 s the slots are clean again, though buffers are still written."""
+    tiers = [tier(chunks=4), tier(chunks=100, speed=1e3, name="disk")]
+    first = asked(0, 1, 2, 3, 4, 5, 6)
+    late = [first, asked(4_700, 7, 8, 9, 10)]
+    assert replay_with_load(late, tiers, ENGINES).dropped_writes == (0, 0)
+    early = [first, asked(2_200, 7, 8, 9, 10)]
+    assert replay_with_load(early, tiers, ENGINES).dropped_writes == (0, 2)
+
+
 def test_a_lower_tier_serves_and_brings_up() -> None:
     tiers = [tier(chunks=2), tier(chunks=100, speed=2e4, name="disk")]
     requests = [asked(0, 1, 2), asked(1000, 3, 4), asked(2000, 1, 2), asked(3000, 1, 2)]

@@ -117,25 +117,46 @@ def test_what_a_lower_tier_has_is_brought_up() -> None:
     assert simulation.request(request(1, 2, 9)) == (2, 0)
     assert simulation.request(request(4, 5, 6, 7)) == (0, 3)
     host, disk = simulation.outcome().tiers
-    assert (host.chunks_written, disk.chunks_written) == (3 + 3 + 3 + 1 + 3, 3 + 3 + 1)
+    assert (host.chunks_written, disk.chunks_written) == (3 + 3 + 3 + 1 + 3, 3 + 3 + 1 + 1)
     assert (host.hits, disk.hits) == (5, 6)
 
 
-def test_what_found_no_room_above_does_not_go_below() -> None:
+def test_what_found_no_room_above_goes_below() -> None:
     simulation = Simulation([TierSpec("host", 4, "lru"), TierSpec("disk", 100, "lru")])
     long = request(*range(10))
     assert simulation.request(long) == (0, 0)
-    assert simulation.request(long) == (4, 0)
+    assert simulation.request(long) == (4, 6)
     host, disk = simulation.outcome().tiers
-    assert (host.chunks_written, host.refused, disk.chunks_written) == (4, 12, 4)
+    assert (host.chunks_written, host.refused, disk.chunks_written) == (4, 12, 10)
 
 
-def test_only_the_last_tier_refuses() -> None:
+def test_every_tier_may_refuse() -> None:
     tiers = [TierSpec("host", 300, "hindsight"), TierSpec("disk", 1000, "hindsight")]
     host, disk = simulate(sample(), tiers).tiers
-    assert host.refused == 0
-    assert disk.refused > 0
-    assert simulate(sample(), tiers[1:]).tiers[0].refused > 0
+    alone = simulate(sample(), tiers[:1]).tiers[0]
+    assert host.refused > 0 and disk.refused > 0
+    assert host.chunks_written < alone.chunks_written + disk.hits
+
+
+@given(chained(most=60), st.integers(1, 40), st.integers(1, 40), st.sampled_from(POLICIES))
+def test_a_tier_below_does_what_it_would_do_alone(
+    requests: list[Request], host: int, disk: int, policy: str
+) -> None:
+    """So that a host tier above it, however small, never makes it serve less."""
+    alone = Simulation([TierSpec("disk", disk, policy)])
+    both = Simulation([TierSpec("host", host, policy), TierSpec("disk", disk, policy)])
+    for asked in requests:
+        assert sum(both.request(asked)) >= sum(alone.request(asked))
+        assert both._tiers[1].residents().keys() == alone._tiers[0].residents().keys()
+
+
+def test_what_is_hot_above_stays_below() -> None:
+    simulation = Simulation([TierSpec("host", 8, "lru"), TierSpec("disk", 12, "lru")])
+    hot = request(1, 2, 3)
+    for number in range(10):
+        simulation.request(hot)
+        simulation.request(request(100 + 2 * number, 101 + 2 * number))
+        assert {1, 2, 3} <= simulation._tiers[1].residents().keys()
 
 
 def test_the_same_again() -> None:

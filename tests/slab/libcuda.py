@@ -42,6 +42,7 @@ class Stub:
     def __init__(self, directory: Path) -> None:
         """Without `driver` yet: that is `begin`."""
         self.path = directory / LIBRARY
+        self.path.unlink(missing_ok=True)  # never over one that is mapped
         shutil.copyfile(built(), self.path)
         self.library = called(self.path)
 

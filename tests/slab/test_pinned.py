@@ -236,7 +236,7 @@ from pagoda.slab.driver import Driver
 from tests.slab.libcuda import called
 library, driver = called({str(stub.path)!r}), Driver.load({str(stub.path)!r})
 library.stub_delay(100_000)
-slabs = [MemorySlab(None, 100, 1 << 12) for _ in range(2)]
+slabs = [MemorySlab(None, 100, 1 << 12) for _ in range(6)]  # that wait for one another in there
 for slab in slabs:
     slab.pin(0, driver=driver)
 while not library.stub_registrations():
@@ -291,7 +291,7 @@ def test_threads_that_ask_while_pieces_come_get_right_answers(stub: Stub) -> Non
 
 def test_first_of_all_who_keeps_the_slots_is_told(stub: Stub) -> None:
     at = list[int]()
-    held = pin(aligned(PAGE), 0, driver=stub.begin(), before=lambda: at.append(stub.registered))
+    held = pin(aligned(PAGE), 0, driver=stub.begin(), parts=lambda: at.append(stub.registered) or [(0, PAGE)])
     assert held is not None and held.wait(60)
     assert at == [0] and stub.registered == PAGE
     held.close()
@@ -299,7 +299,7 @@ def test_first_of_all_who_keeps_the_slots_is_told(stub: Stub) -> None:
     def fails() -> None:
         raise OSError("the ledger is gone")
 
-    held = pin(aligned(PAGE), 0, driver=stub.begin(), before=fails, background=False)
+    held = pin(aligned(PAGE), 0, driver=stub.begin(), parts=fails, background=False)
     assert held is not None and held.trouble == "OSError: the ledger is gone"
     assert stub.registered == 0 and held.close()
 

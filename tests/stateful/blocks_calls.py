@@ -92,9 +92,9 @@ class Calls(Judge):
 
     # ---- room
 
-    def admit(self, which: int, reserve: int, evict: bool) -> None:
+    def admit(self, which: int, reserve: int, evict: bool, chunk: int | None = None) -> None:
         """Once: it has its blocks, or waits for room, or is refused and nothing has changed."""
-        self.admitting(pick(self.idle(), which), reserve, evict)
+        self.admitting(pick(self.idle(), which), reserve, evict, chunk)
 
     def admit_in_the_end(self, which: int, reserve: int) -> None:
         """Whoever waits for room comes to an end, whatever becomes of the moves."""
@@ -142,13 +142,24 @@ class Calls(Judge):
             name = self.added(Prompt([*prompt.tokens, 50, 51], prompt.items, prompt.salt))
             self.admitting(self.requests[name], 0, True)
 
-    def admitting(self, request: Request, reserve: int, evict: bool) -> Admitted | Waiting | Refused:
+    def admitting(
+        self, request: Request, reserve: int, evict: bool, chunk: int | None = None
+    ) -> Admitted | Waiting | Refused:
         """Calls admit, and judges the answer."""
         keys, before = self.keys(request.prompt), self.snapshot()
         needed = blocks_of(len(request.prompt) + reserve)
         inside = leading(self.in_tree(key) for key in keys) if self.prefix else 0
-        answer = self.manager.admit(request.name, reserve_tokens=reserve, evict=evict)
+        answer = self.manager.admit(request.name, reserve_tokens=reserve, chunk_tokens=chunk, evict=evict)
         self.saw("admit", answer)
+        if chunk is not None:
+            path = request.prompt.cut(inside)
+            most = needed
+            if isinstance(answer, Admitted):
+                needed = len(answer.table)
+                assert needed <= most and needed >= min(most, answer.shared, path + blocks_of(chunk))
+                self.seen["in part"] += needed < most
+            elif isinstance(answer, Refused):
+                needed = min(most, inside + blocks_of(chunk))
         if isinstance(answer, Refused):
             self.judge_refusal(answer, before, evict)
             room = self.roomy(keys, evict)

@@ -140,6 +140,8 @@ class Judge(Engine):
         kept |= {copy.block for ticket in self.tickets.values() for copy in ticket.plan.copies}
         parents = {id(node.parent) for node in self.manager._tree.nodes.values()}
         kept |= {n.block for n in self.manager._tree.nodes.values() if n.locks or id(n) in parents}
+        for other in self.running():  # its path may go through nodes that new weights have detached
+            kept |= {node.block for node in upward(self.manager._records[other.name].tip)}
         return leading(block not in kept for block in reversed(request.table[request.shared :]))
 
     # ---- moves
@@ -266,25 +268,34 @@ class Judge(Engine):
         assert taken <= tables | tree | flying, f"blocks {taken - tables - tree - flying} are lost"
 
     def agree_host(self) -> None:
-        """Every chunk of the host tier is one that is known, with its bytes; what is being loaded stays."""
+        """Every chunk of the host tier is one that is known, with its bytes; what is being loaded stays.
+
+        And `where` is where a key is.
+        """
         for ticket in self.tickets.values():
             if ticket.plan.direction is Direction.UP and not ticket.robbed:
                 assert self.standing(ticket) == len(ticket.plan.copies), (
                     "a chunk went while it was being loaded"
                 )
-        if self.cache is not None:
-            assert self.cache.slots is not None
-            for key, (slot, generation) in self.on_host().items():
-                assert key in self.right, "a key that nobody computed"
-                held = self.cache.slots.view(slot)[: BLOCK * 8 * self.ranks].tobytes()
-                if held != self.slot_bytes(self.right[key]):
-                    place = np.array([slot]), np.array([generation], np.uint64)
-                    assert not self.cache.slots.still_valid(*place)[0], "the host has wrong bytes"
-
-    def agree_places(self) -> None:
-        """`where` is where a key is."""
         fetching = any(not future.done() for future in self.fetches)
         host = self.on_host()
+        self.agree_bytes(host)
+        self.agree_places(host, fetching)
+
+    def agree_bytes(self, host: dict[bytes, tuple[int, int]]) -> None:
+        """What is on the host is what somebody computed."""
+        if self.cache is None:
+            return
+        assert self.cache.slots is not None
+        views = self.cache.slots.views([slot for slot, _ in host.values()])
+        for (key, (slot, generation)), view in zip(host.items(), views, strict=True):
+            assert key in self.right, "a key that nobody computed"
+            if view[: BLOCK * 8 * self.ranks].tobytes() != self.slot_bytes(self.right[key]):
+                place = np.array([slot]), np.array([generation], np.uint64)
+                assert not self.cache.slots.still_valid(*place)[0], "the host has wrong bytes"
+
+    def agree_places(self, host: dict[bytes, tuple[int, int]], fetching: bool) -> None:
+        """`where` is where a key is."""
         for key in self.some_keys()[self.now % 8 :: 8]:
             place, node = self.manager.where(key), self.manager._tree.nodes.get(key)
             if node is not None:

@@ -199,6 +199,15 @@ def test_a_full_queue_drops_the_newest_and_says_so(tmp_path: Path) -> None:
     tier.close()
 
 
+def test_put_many_does_not_count_what_a_later_chunk_evicted(tmp_path: Path) -> None:
+    tier = open_disk(tmp_path, slots=8)
+    keys = [keys_of(1, chain=n)[0] for n in range(20)]
+    chunks = [chunk for key in keys for chunk in chunks_of([key])]
+    there = tier.put_many(iter(chunks), namespace=ROOT)
+    assert there == sum(map(tier.contains, keys)) and 0 < there <= 8
+    tier.close()
+
+
 def test_put_many_waits_for_room_in_the_queue(tmp_path: Path) -> None:
     tier, slab = open_faulty(tmp_path, queue_chunks=2)
     slab.fail_next("write", Fault.DELAY, times=3)
@@ -282,6 +291,48 @@ def test_a_removed_chunk_that_was_being_written_does_not_appear(tmp_path: Path) 
     assert ends(saving) == [Done(False, Reason.REMOVED)]
     assert not tier.contains(keys[0])
     store(tier, keys)
+    tier.close()
+
+
+def test_remove_waits_for_a_write_that_has_begun(tmp_path: Path) -> None:
+    """When it returns, nothing is under way: the caller may do with the bytes what it likes."""
+    tier, slab = open_faulty(tmp_path)
+    keys = keys_of(1)
+    slab.fail_next("write", Fault.HANG)
+    saving = tier.save(chunks_of(keys), ROOT)
+    assert slab.hanging.wait(SECONDS)
+    seen: list[tuple[bool, bool]] = []
+
+    def remove() -> None:
+        removed = tier.remove(keys[0])
+        seen.append((removed, tier.in_flight(keys[0])))
+
+    removing = threading.Thread(target=remove, daemon=True)
+    removing.start()
+    removing.join(0.3)
+    assert not seen, "it returned in the middle of the write"
+    slab.release()
+    removing.join(SECONDS)
+    assert seen == [(True, False)] and ends(saving) == [Done(False, Reason.REMOVED)]
+    tier.close()
+
+
+def test_a_chunk_that_is_removed_while_it_is_being_committed_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, _ = open_faulty(tmp_path)
+    keys = keys_of(2)
+    commit = tier.ledger.commit
+
+    def commit_and_lose(*given: object, **more: object) -> list[bool]:
+        kept = commit(*given, **more)  # type: ignore[arg-type]
+        tier._taken_away(Reason.REMOVED, key=keys[1])  # as a `remove` does that cannot wait longer
+        return kept
+
+    monkeypatch.setattr(tier.ledger, "commit", commit_and_lose)
+    assert ends(tier.save(chunks_of(keys), ROOT)) == [Done(True, None), Done(False, Reason.REMOVED)]
+    assert tier.contains(keys[0]) and not tier.contains(keys[1])
+    assert tier.ledger.gauges()["ready"] == 1
     tier.close()
 
 

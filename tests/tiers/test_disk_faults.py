@@ -186,7 +186,6 @@ CHANGES = {
     "another store": {"store_id": b"x" * 16},
     "another slot": {"slot": 31},
     "another namespace": {"namespace": b"n" * 32},
-    "another epoch": {"epoch": 9},
     "another key": {"key": b"k" * 32},
     "another position": {"position": 3},
     "another length": {"length": 4096},

@@ -366,6 +366,18 @@ def test_what_was_taken_is_what_was_there(kernels: str | None, prepared: bool) -
         port.check()
 
 
+def test_rings_that_are_taken_at_the_start_are_those_of_all_calls() -> None:
+    it = scene(0, skipped=0)
+    port = port_of(it, kernels="plain")
+    copies = Copies(port, way="staged", staging_bytes=4096)
+    assert copies.reserve(it.table) == 4 * 4096
+    rings = [crossing._ring.data_ptr() for crossing in copies._crossings if crossing._ring is not None]
+    assert len(set(rings)) == 4
+    copies.down(it.table, it.ids, it.slots)
+    assert sorted(crossing._ring.data_ptr() for crossing in copies._crossings) == sorted(rings)  # type: ignore[union-attr]
+    assert Copies(port_of(it, kernels=None)).reserve(it.table) == 0
+
+
 def test_tables_are_let_go_of() -> None:
     it = scene(0, skipped=0)
     port = port_of(it)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from pagoda.transfer import PagesKV, merged
 from pagoda.transfer.cuda import Copies
 from pagoda.transfer.device_pages import DevicePagesKV
+from pagoda.transfer.ports import CpuPort
 from tests.transfer.late_port import LatePort
 from tests.transfer.pages_kit import (
     BLOCK_TOKENS,
@@ -240,3 +241,56 @@ def test_a_snapshot_is_awaited_before_it_is_copied_out(seed: int) -> None:
     snapshot.to_slots(slots)
     want = [expected_slot(case, [plane.view for plane in source], start) for start in case.starts]
     assert [slot.tobytes() for slot in slots] == want
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_snapshots_take_turns_in_memory_that_was_taken_before(seed: int) -> None:
+    """A row is another's as soon as it was copied out, on a device that is late with everything."""
+    case = case_of([64, 32], [7, 3, 15, 0])
+    port = LatePort(seed)
+    wholes = [torch.from_numpy(plane.whole.copy()) for plane in case.planes(1)]
+    port.device_memory(*wholes)
+    kv = device_kv(case, wholes, Copies(port, way="direct", staging_bytes=4096))
+    staging, taken = kv.reserve(3 * case.layout.chunk_bytes)
+    assert (staging.free, taken) == (3, 3 * case.layout.chunk_bytes + 4 * 4096)  # and four rings
+    first = kv.snapshot(case.starts[:1], staging)
+    for number in range(4):
+        source = case.planes(number)
+        want = [expected_slot(case, [plane.view for plane in source], start) for start in case.starts]
+
+        def computed(source: list[Memory] = source) -> None:
+            for whole, plane in zip(wholes, source, strict=True):
+                whole.copy_(torch.from_numpy(plane.whole))
+
+        port.current().launch(computed)
+        snapshot = kv.with_table(case.table).snapshot(case.starts, staging)
+        assert staging.free == 0
+        slots = [poisoned(case.layout) for _ in case.starts]
+        port.register(*slots)
+        snapshot.to_slots(slots)
+        assert [slot.tobytes() for slot in slots] == want
+        for _ in range(2):
+            snapshot.release()
+        assert staging.free == 2
+    with pytest.raises(ValueError, match="room for 2 chunks is left on the device, 3 are to be kept"):
+        kv.snapshot([case.starts[0]] * 3, staging)
+    assert staging.free == 2
+    first.release()
+
+
+class LittlePort(CpuPort):
+    """A device with little memory left."""
+
+    def memory(self, nbytes: int) -> torch.Tensor:
+        if nbytes > 600:
+            raise RuntimeError("out of memory")
+        return super().memory(nbytes)
+
+
+def test_where_less_is_left_less_is_taken() -> None:
+    case = case_of([64, 32], [7, 3, 15, 0])
+    wholes = [torch.from_numpy(plane.whole) for plane in case.planes(1)]
+    kv = device_kv(case, wholes, Copies(LittlePort()))
+    staging, taken = kv.reserve(8 * case.layout.chunk_bytes)
+    assert 1 <= staging.free == taken // case.layout.chunk_bytes < 8
+    assert kv.reserve(0)[0].free == 1

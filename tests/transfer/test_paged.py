@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -140,6 +141,16 @@ def test_any_slot_mapping(data: st.DataObject, form: str) -> None:
 @pytest.mark.parametrize("form", FORMATS)
 def test_threads(form: str) -> None:
     check(form, "bfloat16", [7, 3, 15, 0, 9, 2], threads=3)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_block_whose_slots_are_permuted_is_copied_by_token(form: str) -> None:
+    """It begins and ends as a whole block does: the order within is all that tells."""
+    blocks = [[block * SIZE + offset for offset in range(SIZE)] for block in (2, 5, 1, 4)]
+    for block in (0, -1):
+        permuted = [list(slots) for slots in blocks]
+        permuted[block][1], permuted[block][2] = permuted[block][2], permuted[block][1]
+        check(form, "int8", [], slot_mapping=list(chain.from_iterable(permuted)))
 
 
 @pytest.mark.parametrize("kind", ["block_table", "slot_mapping", "tokens"])

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from pagoda.config import Config
+from pagoda.connectors.vllm import offloading_scheduler, scheduler
 from tests.vllm import models, stores
 from tests.vllm.engines import CHUNK, Engine, connector, options
-from tests.vllm.halves import Halves, config_of
+from tests.vllm.halves import PATIENT_SECONDS, Halves, config_of
 from tests.vllm.inside import Answer
 
 
@@ -167,6 +168,13 @@ def host(session_shm: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
 def config(host: Path) -> Config:
     """64 host slots and no disk."""
     return config_of(host)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step stores is stored, however late a busy machine lets it have its slots."""
+    for module in (offloading_scheduler, scheduler):
+        monkeypatch.setattr(module, "_RESERVE_SECONDS", PATIENT_SECONDS)
 
 
 @pytest.fixture

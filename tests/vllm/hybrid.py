@@ -34,17 +34,9 @@ def make_gemma(directory: Path, seed: int = 0) -> Path:
 
 
 def offloading(host: Path, disk: Path, **extra: Any) -> dict[str, Any]:
-    """The option of an engine whose OffloadingConnector stores in these tiers."""
+    """The option of an engine of a hybrid model that uses these tiers."""
     given = connector(host, disk, **extra)["kv_transfer_config"]
-    spec = {"spec_name": "PagodaOffloadingSpec", "spec_module_path": "pagoda.connectors.vllm"}
-    return {
-        "kv_transfer_config": {
-            "kv_connector": "OffloadingConnector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": given["kv_connector_extra_config"] | spec,
-        }
-    }
+    return {"kv_transfer_config": given | {"kv_connector": "PagodaHybridConnector"}}
 
 
 def anew(room: Room, options: dict[str, Any]) -> None:
@@ -87,3 +79,69 @@ def clear_before_loads(room: Room) -> None:
 def cleared(room: Room) -> int:
     """How many loads had their chunks removed."""
     return int(room.kept.get("cleared", 0))
+
+
+def stale_hits(room: Room, prompts: list[list[int]], tokens: int) -> list[tuple[int, ...]]:
+    """Generate for prompts that are stored, and clear all tiers once the first of them has been promised chunks."""
+    manager = room.scheduler.connector.scheduler.manager
+    prepare = manager.prepare_load
+
+    def cleared(*args: Any, **kwargs: Any) -> Any:
+        spec = prepare(*args, **kwargs)
+        if not room.kept.get("stale"):
+            room.kept["stale"] = True
+            assert manager._cache.clear(everything=True).ok
+        return spec
+
+    manager.prepare_load = cleared
+    try:
+        answers = room.say(prompts, max_tokens=tokens)
+    finally:
+        del manager.prepare_load
+    assert room.kept.pop("stale")
+    return [answer.tokens[0] for answer in answers]
+
+
+def fail_loads(room: Room, prompts: list[list[int]], tokens: int) -> list[tuple[int, ...]]:
+    """Generate for these prompts while no load succeeds, though the chunks stay where they are."""
+    from pagoda.connectors.vllm.offloading_worker import SlotCopies
+
+    def failing(self: SlotCopies, job: Any) -> int:
+        room.kept["failed"] = room.kept.get("failed", 0) + 1
+        raise OSError("no")
+
+    load, SlotCopies._load = SlotCopies._load, failing  # type: ignore[method-assign]
+    try:
+        answers = room.say(prompts, max_tokens=tokens)
+    finally:
+        SlotCopies._load = load  # type: ignore[method-assign]
+    assert 0 < room.kept.pop("failed") <= len(prompts)  # each request tries once
+    return [answer.tokens[0] for answer in answers]
+
+
+def reset_under_load(room: Room, one: list[int], count: int, tokens: int) -> list[tuple[int, ...]]:
+    """Generate for a prompt many times, and preempt all that run, again and again, as before an update of the weights.
+
+    It is done while others wait for blocks and keep the chunks: who is preempted is promised them at once. vLLM
+    refuses it while a request is loading.
+    """
+    from vllm import SamplingParams
+    from vllm.v1.request import RequestStatus
+
+    engine, scheduler = room.llm.llm_engine, room.scheduler
+    params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+    for number in range(count):
+        engine.add_request(f"reset-{number}", {"prompt_token_ids": one}, params)
+    said: list[tuple[int, ...]] = []
+    resets = 0
+    while engine.has_unfinished_requests():
+        said += [tuple(output.outputs[0].token_ids) for output in engine.step() if output.finished]
+        loading = any(
+            request.status is RequestStatus.WAITING_FOR_REMOTE_KVS for request in scheduler.requests.values()
+        )
+        decoding = [request.num_output_tokens > 0 for request in scheduler.running]
+        if resets < 3 and not loading and any(decoding) and held(room):
+            engine.reset_prefix_cache(reset_running_requests=True)
+            resets += 1
+    assert resets == 3
+    return said

@@ -116,6 +116,35 @@ def test_chunks_that_are_removed_before_they_are_loaded_are_computed(rooms: Room
     assert rooms.engine.alive()
 
 
+def test_chunks_that_are_cleared_once_they_are_promised_are_computed(rooms: Rooms) -> None:
+    """Others hold the same chunks, and are told again and again that they hit: nothing of that may be loaded."""
+    rooms.engine.call(hybrid.anew, rooms.ours, within=120.0)
+    rooms.one_by_one()
+    rooms.engine.reset()
+    stores.wait_until(lambda: stores.keys(rooms.disk) >= stores.keys(rooms.host), "all chunks on the disk")
+    prompts = [*PROMPTS, *PROMPTS]
+    said = rooms.engine.call(hybrid.stale_hits, prompts, TOKENS)
+    assert said == [answer.tokens[0] for answer in [*rooms.right, *rooms.right]]
+
+
+def test_loads_that_always_fail_are_tried_once_a_request(rooms: Rooms) -> None:
+    rooms.engine.call(hybrid.anew, rooms.ours, within=120.0)
+    rooms.one_by_one()
+    rooms.engine.reset()
+    said = rooms.engine.call(hybrid.fail_loads, PROMPTS, TOKENS)
+    assert said == [answer.tokens[0] for answer in rooms.right]
+
+
+def test_requests_that_a_reset_preempts_go_on(rooms: Rooms) -> None:
+    """With little room on the device, and no cache in it, so that all that hits comes through the connector."""
+    few = rooms.ours | {"num_gpu_blocks_override": 100, "max_model_len": 1088, "enable_prefix_caching": False}
+    rooms.engine.call(hybrid.anew, few, within=120.0)
+    (told,) = rooms.engine.say(PROMPTS[0], max_tokens=TOKENS)
+    assert told.tokens == rooms.right[0].tokens
+    said = rooms.engine.call(hybrid.reset_under_load, PROMPTS[0], 8, TOKENS)
+    assert said == [rooms.right[0].tokens[0]] * 8
+
+
 def test_nothing_stored_before_a_reset_hits_after_it(rooms: Rooms) -> None:
     rooms.engine.call(hybrid.anew, rooms.ours, within=120.0)
     rooms.same(rooms.engine.say(*PROMPTS, max_tokens=TOKENS))

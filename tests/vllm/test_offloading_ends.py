@@ -25,7 +25,7 @@ from vllm.v1.kv_offload.config import (
 )
 
 from pagoda.config import Config
-from pagoda.connectors.vllm import offloading_asked, offloading_worker
+from pagoda.connectors.vllm import offloading_asked, offloading_scheduler, offloading_worker
 from pagoda.connectors.vllm.offloading import PagodaOffloadingSpec
 from pagoda.connectors.vllm.offloading_meta import Greeting, greet, greeted
 from pagoda.connectors.vllm.offloading_worker import SlotCopies, Stock
@@ -95,7 +95,10 @@ def test_a_look_that_hangs_is_a_miss_and_counted(host: Path) -> None:
         halves.close()
 
 
-def test_a_store_that_finds_no_slot_in_time_is_refused_and_counted(halves: Halves) -> None:
+def test_a_store_that_finds_no_slot_in_time_is_refused_and_counted(
+    halves: Halves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offloading_scheduler, "_RESERVE_SECONDS", 0.02)
     context = halves.request("stores", "p", 2)
     with gate_taken(halves.slots._ledger):
         output = halves.manager.prepare_store(keys("p", FULL, 2), context)
@@ -201,6 +204,60 @@ def test_a_chunk_that_has_gone_from_everywhere_fails_its_request(halves: Halves)
     assert halves.worker.take_failed({"loads", "another"}) == {"loads"}
     halves.manager.complete_load(set(keys("p", FULL, 3)), context)
     assert halves.answers(context, keys("p", FULL, 3)) == [MISS] * 3  # so it is not tried for ever
+
+
+def test_what_was_cleared_is_no_hit_any_more_for_those_who_were_told_of_it(halves: Halves) -> None:
+    """A hold keeps the bytes of a slot; what was cleared is not loaded from it, so it may not be offered either."""
+    halves.store_prompt("p", 3)
+    one, two = (halves.request(name, "p", 3) for name in ("one", "two"))
+    wanted = keys("p", FULL, 3)
+    assert halves.answers(one, wanted) == halves.answers(two, wanted) == [HIT] * 3
+    loaded = halves.begin_load(one, {FULL: wanted}, {FULL: list(range(100, 106))})
+    assert halves.worker._cache.clear(everything=True).ok
+    assert halves.answers(two, wanted) == [MISS] * 3
+    halves.run(loaded)
+    halves.manager.complete_load(set(wanted), one)
+    assert halves.worker.take_failed({"one"}) == {"one"}
+    halves.store_prompt(
+        "p", 3, name="anew"
+    )  # what was stored since is found, by those who have not asked yet
+    three = halves.request("three", "p", 3)
+    wait_until(lambda: halves.answers(three, wanted) == [HIT] * 3)
+
+
+def test_a_hold_of_what_was_cleared_ends_with_the_load_from_it(
+    halves: Halves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offloading_asked, "_LINGER_SECONDS", 0.0)
+    monkeypatch.setattr(offloading_asked, "_MISS_SECONDS", 0.0)
+    halves.store_prompt("p", 3)
+    one, two = (halves.request(name, "p", 3) for name in ("one", "two"))
+    wanted = keys("p", FULL, 3)
+    assert halves.answers(one, wanted) == [HIT] * 3
+    halves.begin_load(one, {FULL: wanted[:1]}, {FULL: [100, 101]})
+    assert halves.worker._cache.clear(everything=True).ok
+    assert halves.answers(two, wanted) == [MISS] * 3
+    wait_until(
+        lambda: halves.manager.on_schedule_end(NO_STEP) or not halves.manager._questions._finder.holds.count
+    )
+
+
+def test_a_request_whose_load_failed_is_offered_nothing_again(halves: Halves) -> None:
+    halves.store_prompt("p", 3)
+    one, two = (halves.request(name, "p", 3) for name in ("one", "two"))
+    wanted = keys("p", FULL, 3)
+    assert halves.answers(one, wanted) == [HIT] * 3
+    for _ in range(2):  # vLLM may tell it more than once
+        halves.manager.load_failed("one")
+    halves.manager.load_failed("unknown")
+    assert halves.answers(one, wanted) == [MISS] * 3
+    assert halves.answers(two, wanted) == [HIT] * 3
+    stats = halves.manager.get_stats()
+    assert stats is not None and stats.reduce()["vllm:pagoda_failed_loads"] == 1
+    blocks = {FULL: list(range(20, 24))}
+    assert (
+        halves.store(one, keys("p", FULL, 5)[3:], blocks) == keys("p", FULL, 5)[3:]
+    )  # it is stored all the same
 
 
 def test_a_load_of_what_was_no_hit_fails_its_request(halves: Halves) -> None:
@@ -353,6 +410,12 @@ def test_groups_of_other_block_sizes_take_vllms_chunks(host: Path) -> None:
 def test_a_scheduler_without_its_workers_is_refused(host: Path) -> None:
     with pytest.raises(ValueError, match="worker 0 of 1 left no description"):
         PagodaOffloadingSpec(_offloading(host)).get_manager()
+
+
+def test_below_a_connector_that_hears_of_no_failure_it_is_refused(host: Path) -> None:
+    """vLLM's plain OffloadingConnector would promise for ever what was cleared."""
+    with pytest.raises(ValueError, match="PagodaHybridConnector only: name that as kv_connector"):
+        PagodaOffloadingSpec(_offloading(host))._connector()
 
 
 def _greeting(**changes: Any) -> Greeting:

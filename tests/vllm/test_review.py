@@ -27,16 +27,20 @@ from pagoda.cache import Cache
 from pagoda.connectors.vllm.connector import PagodaConnector
 from pagoda.connectors.vllm.lookups import Tracked
 from pagoda.connectors.vllm.machine import machine_facts
-from pagoda.connectors.vllm.meta import PagodaMetadata, PagodaWorkerMetadata
+from pagoda.connectors.vllm.meta import Later, PagodaMetadata, PagodaWorkerMetadata
 from pagoda.connectors.vllm.options import Options
 from pagoda.connectors.vllm.scheduler import PagodaScheduler
 from pagoda.connectors.vllm.seen import Seen
+from pagoda.connectors.vllm.shared import let_go, opened
 from pagoda.connectors.vllm.worker import PagodaWorker
+from pagoda.errors import StoreError
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.ledger import Reserved
 from pagoda.replay import read_trace
+from pagoda.transfer.device_pages import DevicePagesKV
 from tests.cache.kit import config_of, wait_until
+from tests.ledger.support import gate_taken
 from tests.vllm import models
 
 BLOCK, CHUNK, PAGE, BLOCKS = 4, 16, 2048, 256
@@ -317,12 +321,17 @@ def test_reserves_of_one_step_have_one_patience(halves: Halves) -> None:
     assert len(halves.step(list(range(4)), late=CHUNK).saves) == 1
 
 
-def test_what_has_no_room_on_the_device_is_saved_in_a_later_step(
-    on_device: Halves, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def leave_room(halves: Halves, chunks: int) -> None:
+    """Leave a worker so much device memory for what waits to be copied into slots."""
+    pages = halves.worker._pages
+    assert isinstance(pages, DevicePagesKV)
+    halves.worker._staging, _ = pages.reserve(chunks * LAYOUT.chunk_bytes)
+
+
+def test_what_has_no_room_on_the_device_is_saved_in_a_later_step(on_device: Halves) -> None:
     """Of a long prompt, no more is copied within the device at once than is left to the connector there."""
-    monkeypatch.setattr("pagoda.connectors.vllm.worker._MOST_SNAPSHOT_BYTES", 2 * LAYOUT.chunk_bytes)
     halves = on_device
+    leave_room(halves, 2)
     table = list(range(20))
     fill(halves.memory, table, 3)
     request = halves.request(tokens(5), "long")
@@ -337,18 +346,115 @@ def test_what_has_no_room_on_the_device_is_saved_in_a_later_step(
     assert stats is not None and stats.data["saved_chunks"] == 5 and "refused_chunks" not in stats.data
 
 
-def test_a_chunk_larger_than_the_room_is_saved_alone(
-    on_device: Halves, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("told_first", [True, False])
+def test_what_had_no_room_when_its_request_ended_is_counted(on_device: Halves, told_first: bool) -> None:
+    """A short answer ends before the rest of its prompt is saved: vLLM tells of the end before the workers' answer."""
+    halves = on_device
+    leave_room(halves, 2)
+    request = halves.request(tokens(5), "short")
+    assert halves.asked(request) == 0
+    halves.saved(halves.step(list(range(20)), short=5 * CHUNK))
+    request.num_computed_tokens = 5 * CHUNK
+    request.append_output_token_ids(7)
+    calls = [
+        lambda: halves.scheduler.told(KVConnectorOutput(kv_connector_worker_meta=halves.worker.take_meta())),
+        lambda: halves.scheduler.finished(request),
+    ]
+    for call in calls if told_first else reversed(calls):
+        call()
+    stats = halves.scheduler.take_stats()
+    assert stats is not None and stats.data["unsaved_chunks"] == 3
+    assert halves.cache.stats()["drops"] == {"queue_full": 3}
+    assert halves.asked(halves.request([*tokens(5), 1], "next")) == 2 * CHUNK
+
+
+def test_what_was_saved_is_not_counted_as_unsaved(halves: Halves) -> None:
+    request = halves.request(tokens(3), "whole")
+    assert halves.asked(request) == 0
+    halves.saved(halves.step(list(range(12)), whole=3 * CHUNK))
+    request.num_computed_tokens = 3 * CHUNK
+    request.append_output_token_ids(list(range(CHUNK)))  # the last of them is not computed
+    halves.saved(halves.step(list(range(16)), whole=CHUNK - 1))
+    request.num_computed_tokens = 4 * CHUNK
+    halves.scheduler.finished(request)
+    stats = halves.scheduler.take_stats()
+    assert stats is None
+
+
+def test_where_speculation_needs_it_the_last_block_of_a_hit_is_computed(shm_root: Path) -> None:
+    """EAGLE and MTP draft from what the model makes of the last block, as in vLLM's own prefix cache."""
+    halves = Halves(shm_root, drops_last_block=True)
+    try:
+        halves.stored(tokens(3), "first", list(range(12)))
+        request = halves.request([*tokens(3), 1], "next")
+        assert halves.asked(request) == 3 * CHUNK - BLOCK
+        assert halves.asked(request, local=3 * CHUNK - BLOCK) == 0
+        assert halves.asked(request, local=3 * CHUNK - 2 * BLOCK) == BLOCK
+        assert halves.asked(halves.request(tokens(1), "short")) == CHUNK - 2 * BLOCK  # and one token is left
+    finally:
+        halves.close()
+
+
+def test_where_others_wait_for_each_step_nothing_waits(
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagoda.connectors.vllm.worker._MOST_SNAPSHOT_BYTES", LAYOUT.chunk_bytes - 1)
+    """The engines of data and expert parallelism step together: one that waits for its loads delays them all."""
+
+    def waits(*_: Any, **__: Any) -> Any:
+        raise AssertionError("it waits")
+
+    for in_lockstep in (True, False):
+        halves = Halves(shm_root, in_lockstep=in_lockstep)
+        try:
+            assert halves.step([]).idle is not in_lockstep
+            monkeypatch.setattr("pagoda.connectors.vllm.lookups.wait", waits)
+            raised = nullcontext() if in_lockstep else pytest.raises(AssertionError, match="it waits")
+            with gate_taken(halves.cache.slots._ledger), raised:  # type: ignore[union-attr]
+                halves.scheduler.matched(halves.request(tokens(2), "asks"), 0)
+        finally:
+            monkeypatch.undo()
+            halves.close()
+
+
+def test_a_host_that_has_no_room_for_one_chunk_is_said_at_the_start(
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The size is "auto", and what it comes to is so little that there would be no host tier."""
+    monkeypatch.setattr("pagoda.cache.storeys._host_bytes", lambda *_: 0)
+    with pytest.raises(StoreError, match=f"no room for one chunk of {LAYOUT.slot_bytes:,} bytes.*shm-size"):
+        opened(config_of(shm_root, None), NAMESPACE, LAYOUT)
+    monkeypatch.undo()
+    let_go(opened(config_of(shm_root, None), NAMESPACE, LAYOUT))  # nothing of it stays open
+
+
+def test_without_device_memory_the_engine_starts_all_the_same(
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(self: DevicePagesKV, snapshot_bytes: int) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(DevicePagesKV, "reserve", full)
+    halves = Halves(shm_root, on_cpu=False)
+    try:
+        assert "no device memory is left for copies" in caplog.text
+        halves.stored(tokens(1), "first", list(range(4)))
+        assert halves.asked(halves.request([*tokens(1), 1], "next")) == CHUNK
+    finally:
+        halves.close()
+
+
+def test_a_chunk_larger_than_the_room_is_saved_alone(on_device: Halves) -> None:
+    leave_room(on_device, 0)
     on_device.stored(tokens(1), "first", list(range(4)))
     assert on_device.asked(on_device.request([*tokens(1), 1], "next")) == CHUNK
 
 
 def test_two_ranks_tell_the_earliest_chunk_that_waits() -> None:
-    one = PagodaWorkerMetadata({"a"}, set(), {"a": 3, "b": 1})
-    other = PagodaWorkerMetadata({"c"}, set(), {"a": 2, "c": 7})
-    assert one.aggregate(other) == PagodaWorkerMetadata({"a", "c"}, set(), {"a": 2, "b": 1, "c": 7})
+    one = PagodaWorkerMetadata({"a"}, set(), {"a": Later(3, 4), "b": Later(1, 1)})
+    other = PagodaWorkerMetadata({"c"}, set(), {"a": Later(2, 5), "c": Later(7, 2)})
+    assert one.aggregate(other) == PagodaWorkerMetadata(
+        {"a", "c"}, set(), {"a": Later(2, 5), "b": Later(1, 1), "c": Later(7, 2)}
+    )
 
 
 def test_what_a_step_does_not_compute_is_not_saved(halves: Halves) -> None:

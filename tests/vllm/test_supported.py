@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -161,7 +162,7 @@ OF_HYBRIDS = ("SlidingWindowSpec", "ChunkedLocalAttentionSpec", "SlidingWindowML
 )
 def test_layers_whose_blocks_are_not_the_kv_of_their_tokens(configs: tuple[Any, Any], kind: str) -> None:
     configs[1].kv_cache_groups[0].kv_cache_spec = _specs()[kind]
-    remedy = "PagodaOffloadingSpec" if kind in OF_HYBRIDS else "leave the connector out"
+    remedy = "PagodaHybridConnector" if kind in OF_HYBRIDS else "leave the connector out"
     with pytest.raises(ValueError, match=f"{kind} .*{remedy}"):
         check(configs)
     if kind in OF_HYBRIDS:
@@ -206,7 +207,7 @@ def test_groups(configs: tuple[Any, Any]) -> None:
     config, cache_config = configs
     group = cache_config.kv_cache_groups[0]
     two = replace(cache_config, kv_cache_groups=[group, replace(group, kv_cache_spec=_specs()["MambaSpec"])])
-    with pytest.raises(ValueError, match=r"2 KV cache groups.*PagodaOffloadingSpec"):
+    with pytest.raises(ValueError, match=r"2 KV cache groups.*PagodaHybridConnector"):
         check((config, two))
     check((config, two), hybrid=True)
     with pytest.raises(ValueError, match="keeps no KV cache"):
@@ -254,6 +255,35 @@ def test_versions(version: str, allowed: bool, says: str | None) -> None:
     else:
         with pytest.raises(ValueError, match=says):
             check_version(version, allowed)
+
+
+def test_a_plain_installation_brings_a_version_that_is_accepted() -> None:
+    from packaging.requirements import Requirement
+
+    from pagoda.connectors.vllm.supported import TESTED
+
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    (needed,) = map(Requirement, project["optional-dependencies"]["vllm"])
+    major, minor = TESTED
+    assert needed.specifier.contains(f"{major}.{minor}.0") and needed.specifier.contains(f"{major}.{minor}.7")
+    assert not needed.specifier.contains(f"{major}.{minor + 1}.0")
+    assert not needed.specifier.contains(f"{major}.{minor - 1}.9")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("drops", [True, False])
+def test_what_the_scheduler_is_told_of_the_engine(configs: tuple[Any, Any], drops: bool, ranks: int) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    from pagoda.connectors.vllm.connector import PagodaConnector
+
+    config, cache_config = configs
+    speculative = SimpleNamespace(method="eagle", use_eagle_block_drop=lambda: drops)
+    object.__setattr__(config, "speculative_config", speculative)
+    config.parallel_config.data_parallel_size = ranks
+    half = PagodaConnector(config, KVConnectorRole.SCHEDULER, cache_config)._scheduling
+    assert half._drops_last_block is drops
+    assert half._in_lockstep is (ranks > 1)
 
 
 def test_the_host_tier_is_needed() -> None:

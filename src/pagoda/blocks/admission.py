@@ -79,27 +79,47 @@ class Admission:
 
     # ---- admission
 
-    def admit(self, record: Record, reserve_tokens: int, evict: bool) -> Admitted | Waiting | Refused:
+    def admit(
+        self, record: Record, reserve_tokens: int, evict: bool, chunk_tokens: int | None
+    ) -> Admitted | Waiting | Refused:
         """Give a request its blocks."""
         self._renew(record)
-        answer = self._try(record, self._path(record), reserve_tokens, evict)
-        if answer is None:  # the host has lost the rest of an item meanwhile
-            answer = self._try(record, self._path(record, alone=True), reserve_tokens, evict)
+        most = record.num_tokens + reserve_tokens
+        answer = self._try(record, self._path(record), most, evict, chunk_tokens)
+        if answer is None:  # the host has not the rest of an item, or there is no room for it
+            answer = self._try(record, self._path(record, alone=True), most, evict, chunk_tokens)
             assert answer is not None, "a path that stands alone needs nothing of the host"
         return answer
 
+    def _wanted(
+        self, record: Record, device: int, most_tokens: int, chunk_tokens: int | None
+    ) -> tuple[int, int]:
+        """How many new blocks it must get behind `device` hits, and how many it could use now."""
+        most = least = blocks_for(most_tokens, record.block_tokens) - device
+        if chunk_tokens is not None:
+            chunk, keys = blocks_for(chunk_tokens, record.block_tokens), record.most_hits()[device:]
+            found = 0 if self._rooms.paused else len(self._storeys.find(keys, device, touch=False).slots)
+            least, most = min(least, chunk), min(most, found + chunk)
+        return least, most
+
     def _try(
-        self, record: Record, path: list[Node], reserve_tokens: int, evict: bool
+        self,
+        record: Record,
+        path: list[Node],
+        most_tokens: int,
+        evict: bool,
+        chunk_tokens: int | None,
     ) -> Admitted | Waiting | Refused | None:
         """Give a request its blocks behind a path. Up to the refusal nothing is changed.
 
         None: the path ends inside an item, and the rest did not come up; the request waits again.
         """
         began = time.perf_counter()
-        new = blocks_for(record.num_tokens + reserve_tokens, record.block_tokens) - len(path)
-        shortage = self._rooms.shortage(new, path, evict)
+        least, most = self._wanted(record, len(path), most_tokens, chunk_tokens)
+        shortage = self._rooms.shortage(least, path, evict)
         if shortage is not None:
             return shortage
+        new = max(least, min(most, self._rooms.available(path, evict)))
         self._rooms.call_back(path)
         tip = path[-1] if path else None
         if tip is not None:
@@ -133,7 +153,8 @@ class Admission:
         if device == len(keys) or self._rooms.paused:
             return None
         match = self._storeys.find(keys[device:], device)
-        count = max(0, record.before_items(device + len(match.slots)) - device)
+        stop = min(device + len(match.slots), len(record.table))
+        count = max(0, record.before_items(stop) - device)
         reason, held = match.reason, 0
         if 0 < count * record.block_tokens < self._storeys.min_hit_tokens:
             reason = Reason.BELOW_MINIMUM

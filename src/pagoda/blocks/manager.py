@@ -144,14 +144,24 @@ class BlockManager:
     # ---- admission
 
     def admit(
-        self, request_id: str, *, reserve_tokens: int = 0, evict: bool = True
+        self,
+        request_id: str,
+        *,
+        reserve_tokens: int = 0,
+        chunk_tokens: int | None = None,
+        evict: bool = True,
     ) -> Admitted | Waiting | Refused:
         """Give a waiting request blocks for its tokens and `reserve_tokens` more; what its prefix hits is shared.
 
-        All or nothing: Refused has changed nothing; Waiting has begun to make room, and the request goes on waiting.
+        With `chunk_tokens` (chunked prefill) there need not be room for all: it gets what is on the device, blocks for
+        what the host has and for that many tokens more, as far as there is room, and at least for that many tokens;
+        `extend` gives the rest as the prompt is computed. Refused has changed nothing; Waiting has begun to make room,
+        and the request goes on waiting.
         """
         reserve = _count("reserve_tokens", reserve_tokens)
-        return self._admission.admit(self._waiting(request_id), reserve, evict)
+        if chunk_tokens is not None and chunk_tokens < 1:
+            raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
+        return self._admission.admit(self._waiting(request_id), reserve, evict, chunk_tokens)
 
     # ---- while it runs
 
@@ -399,6 +409,26 @@ class BlockManager:
     def free(self) -> int:
         """How many hold nothing."""
         return self._pool.free
+
+    def resize(self, num_blocks: int) -> None:
+        """Set the number of blocks, as engines know it only after profiling or give some of them back.
+
+        What is cached in blocks that go, or hangs below it, is dropped without a copy: `demote` before keeps it. Raises
+        ValueError, and changes nothing, if one of those is in use, pinned or in flight.
+        """
+        self._pool.check_size(num_blocks)
+        gone = self._tree.below([node for node in self._tree.nodes.values() if node.block >= num_blocks])
+        cached = {node.block for node in gone if node.place is Place.DEVICE and not node.locks}
+        busy = [
+            block for block in range(num_blocks, self._pool.total)
+            if not self._pool.is_free(block) and block not in cached
+        ]  # fmt: skip
+        if busy:
+            raise ValueError(f"blocks {busy} are in use: {num_blocks} blocks are too few until they are free")
+        dropped = [self._tree.drop(node) for node in gone]
+        self._pool.give_back([block for block in dropped if block is not None])
+        self._rooms.counts["dropped_blocks"] += len(gone)
+        self._pool.resize(num_blocks)
 
     def has_room(self, num_blocks: int, *, evict: bool = False) -> bool:
         """Whether so many blocks are free or, with `evict`, could be made free. Changes nothing."""

@@ -31,13 +31,23 @@ class BlockPool:
         return len(self._used) - len(self._free)
 
     def resize(self, num_blocks: int) -> None:
-        """Set the number of blocks, as engines know it only after profiling. ValueError once a block is in use."""
+        """Set the number of blocks. ValueError if one that goes is in use."""
+        self.check_size(num_blocks)
+        used = [block for block in range(num_blocks, self.total) if self._used[block]]
+        if used:
+            raise ValueError(f"blocks {used} are in use: free them before the pool gets {num_blocks} blocks")
+        new = range(num_blocks - 1, self.total - 1, -1)
+        self._free = [
+            *new,
+            *(block for block in self._free if block < num_blocks),
+        ]  # the lowest first, from the end
+        self._used = self._used[:num_blocks] + bytearray(max(0, num_blocks - self.total))
+
+    @staticmethod
+    def check_size(num_blocks: int) -> None:
+        """Raise ValueError for a number of blocks that no pool has."""
         if num_blocks < 1:
             raise ValueError(f"a pool has at least one block, not {num_blocks}")
-        if self.used:
-            raise ValueError(f"{self.used} blocks are in use: resize the pool before the first is taken")
-        self._used = bytearray(num_blocks)
-        self._free = list(range(num_blocks - 1, -1, -1))  # the lowest id is taken first
 
     def take(self, count: int) -> list[int] | None:
         """Take `count` free blocks, or none at all if there are fewer. ValueError for a negative count."""

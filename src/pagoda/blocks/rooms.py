@@ -32,7 +32,7 @@ class Rooms:
 
         Changes nothing. `path` is to be left as it is.
         """
-        available = self._available(path, evict)
+        available = self.available(path, evict)
         if blocks <= available:
             return None
         available += self._kept_by_moves(path) if evict else 0
@@ -51,7 +51,7 @@ class Rooms:
         kept = {node for node, left in locks.items() if not left}.difference(path)
         return len(kept) + sum(move.size for move in self.moves.ups() if move.void)
 
-    def _available(self, path: Sequence[Node], evict: bool) -> int:
+    def available(self, path: Sequence[Node], evict: bool) -> int:
         """How many blocks could be had, now or when those that are leaving have left, with `path` left as it is."""
         if not evict:
             return self.pool.free
@@ -96,9 +96,9 @@ class Rooms:
                     self.counts["cancelled_moves"] += 1
 
     def roll_back(self, record: Record) -> None:
-        """Let an admitted request wait again: nothing of what its admission did is left."""
+        """Let an admitted request wait again: nothing of what its admission did is left but that it used its path."""
         self.pool.give_back(record.own)
-        self.unlock(record.tip)
+        self.unlock(record.tip, self.tree.now())
         record.let_go()
 
     def unlock(self, node: Node | None, now: int = 0) -> None:

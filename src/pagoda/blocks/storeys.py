@@ -106,7 +106,7 @@ class Storeys:
         if known is not None and keys[start] in known[0]:
             return known[1]
         began = time.perf_counter()
-        future = self._cache.prefetch_future(
+        future = self._cache.prefetch(
             None,
             keys=self._placed(keys[start:], start, record.block_tokens),
             lora=record.lora,

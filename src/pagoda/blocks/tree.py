@@ -228,6 +228,24 @@ class Tree:
         self._cut(node)
         return node.block
 
+    def below(self, nodes: Iterable[Node]) -> list[Node]:
+        """These nodes and all below them that do not leave, children before their parents. Changes nothing."""
+        tops = set(map(id, nodes))
+        found: dict[int, bool] = {}
+
+        def is_below(node: Node) -> bool:
+            trail = []
+            up: Node | None = node
+            while up is not None and id(up) not in found and id(up) not in tops:
+                trail.append(up)
+                up = up.parent
+            answer = up is not None and found.get(id(up), True)
+            found.update((id(one), answer) for one in trail)
+            return answer
+
+        chosen = [node for node in self.nodes.values() if node.place is not Place.TO_HOST and is_below(node)]
+        return sorted(chosen, key=lambda node: -node.position)
+
     def clear(self) -> list[int]:
         """Nothing is found any more. Returns the blocks that nobody needs; locked nodes are detached.
 

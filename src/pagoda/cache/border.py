@@ -34,6 +34,10 @@ class Watched:
     """A transfer whose ValueErrors are told apart from trouble at run time. As thread-safe as the transfer."""
 
     def __init__(self, kv: Transfer, layout: KVLayout) -> None:
+        if not hasattr(kv, "layout"):
+            raise ValueError(
+                f"kv is of type {type(kv).__name__}: pass a transfer, such as DenseKV or PagedKV"
+            )
         if kv.layout.fingerprint != layout.fingerprint:
             raise ValueError(
                 f"the KV has layout {kv.layout.fingerprint}, this cache {layout.fingerprint}: "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypedDict
@@ -18,12 +19,15 @@ from pagoda.cache.weights import Weights
 from pagoda.cache.work import Work, hit_without
 from pagoda.clock import Clock
 from pagoda.config import Config
+from pagoda.errors import StoreError
 from pagoda.keys import Item, Namespace, TokenIds
 from pagoda.layout import KVLayout
 from pagoda.metrics import Reason
 from pagoda.transfer import Transfer
 
 __all__ = ["Calls", "Options"]
+
+log = logging.getLogger("pagoda.cache")
 
 _MOST_NAMESPACES = 1024  # kept ready; tenants beyond that are hashed anew
 _EPOCHS = 2**32  # epochs of this machine within one epoch of the configured namespace
@@ -44,6 +48,9 @@ class Options(TypedDict, total=False):
     )  # of the whole call; by default config.deadline_seconds without anything arriving
 
 
+_OPTIONS = Options.__optional_keys__
+
+
 class Calls:
     """Makes jobs out of calls. Thread-safe. Every wrong use is a ValueError here, before anything is done."""
 
@@ -62,7 +69,7 @@ class Calls:
         self._layout = layout
         self._scheme = scheme
         self._clock = clock
-        self._weights = Weights(config.roots().values(), namespace.model, namespace.weights_epoch)
+        self._weights = Weights(config.roots(), namespace.model, namespace.weights_epoch)
         self._base = namespace
         self._namespaces: dict[tuple[str, str, int], Namespace] = {}
         self.renew()
@@ -80,19 +87,20 @@ class Calls:
         self._record(Kind.LOOKED_UP, ask, counted)
         return self._job("lookup", lambda: self._work.lookup(storeys, ask, deadline, counted), ask, deadline)
 
-    def retrieve(
-        self, tokens: TokenIds | None, kv: Transfer | None, counted: bool, options: Options
-    ) -> Job[Hit]:
-        """See Cache.retrieve; without `kv`, Cache.prefetch."""
+    def retrieve(self, tokens: TokenIds | None, kv: Transfer, counted: bool, options: Options) -> Job[Hit]:
+        """See Cache.retrieve."""
         storeys, ask, deadline = self._prepared(tokens, options)
-        watched = None if kv is None else Watched(kv, self._layout)
-        if kv is not None:
-            self._record(Kind.RETRIEVED, ask, counted)
+        watched = Watched(kv, self._layout)
+        self._record(Kind.RETRIEVED, ask, counted)
         return self._job(
-            "retrieve" if kv is not None else "prefetch",
-            lambda: self._work.retrieve(storeys, ask, watched, deadline, counted),
-            ask,
-            deadline,
+            "retrieve", lambda: self._work.retrieve(storeys, ask, watched, deadline, counted), ask, deadline
+        )
+
+    def prefetch(self, tokens: TokenIds | None, options: Options) -> Job[Hit]:
+        """See Cache.prefetch."""
+        storeys, ask, deadline = self._prepared(tokens, options)
+        return self._job(
+            "prefetch", lambda: self._work.retrieve(storeys, ask, None, deadline, False), ask, deadline
         )
 
     def store(self, tokens: TokenIds | None, kv: Transfer, options: Options) -> Job[Stored]:
@@ -124,11 +132,16 @@ class Calls:
 
     def storeys(self) -> Storeys:
         """The tiers that may be asked now: once weights were changed in place here, no other machine has their KV."""
-        return self.parts.storeys.local() if self._weights.epoch() else self.parts.storeys
+        return self._storeys_of(self._weights.epoch())
 
     def namespace(self, lora: str | None = None, salt: str | None = None) -> Namespace:
         """The namespace of an adapter and a tenant as of now: a stat notices weights that somebody changed."""
-        epoch = self._weights.epoch()
+        return self._namespace_of(self._weights.epoch(), lora, salt)
+
+    def _storeys_of(self, epoch: int) -> Storeys:
+        return self.parts.storeys.local() if epoch else self.parts.storeys
+
+    def _namespace_of(self, epoch: int, lora: str | None, salt: str | None) -> Namespace:
         lora = self._base.lora if lora is None else lora
         salt = self._base.salt if salt is None else salt
         with self._lock:
@@ -145,17 +158,24 @@ class Calls:
         return made
 
     def root(self, lora: str | None, salt: str | None) -> bytes:
-        """The root of such a namespace, whose labels the tiers are told behind the scenes."""
+        """The root of such a namespace, whose labels the tiers are told."""
         namespace = self.namespace(lora, salt)
         self._work.register(namespace)
         return namespace.root
 
     def ask(self, tokens: TokenIds | None, options: Options) -> Ask:
         """The question that these options put. Raises ValueError for wrong use."""
+        return self._ask_of(self._weights.epoch(), tokens, options)
+
+    def _ask_of(self, epoch: int, tokens: TokenIds | None, options: Options) -> Ask:
+        if not options.keys() <= _OPTIONS:  # a misspelt salt would share what is a tenant's own
+            raise ValueError(
+                f"{', '.join(options.keys() - _OPTIONS)}: no such option; there are {', '.join(sorted(_OPTIONS))}"
+            )
         return ask_for(
             tokens,
             options.get("keys"),
-            namespace=self.namespace(options.get("lora"), options.get("salt")),
+            namespace=self._namespace_of(epoch, options.get("lora"), options.get("salt")),
             chunk_tokens=self._layout.chunk_tokens,
             scheme=self._scheme,
             start_tokens=options.get("start_tokens", 0),
@@ -168,8 +188,19 @@ class Calls:
         self._work.register(self.namespace(), wait=True)
 
     def weights_changed(self) -> int:
-        """Raise the weights epoch; returns it."""
-        return self._weights.raised()
+        """Raise the weights epoch; returns it. See Cache.weights_changed."""
+        epoch, troubles = self._weights.raised()
+        for tier in self.parts.storeys.all:
+            if tier.name in troubles:  # its root will not remember the epoch: forgetting needs no room
+                self.parts.tally.warn(log, Reason.IO_ERROR, f"{tier.name} is cleared: {troubles[tier.name]}")
+                tier.clear()
+        untold, storeys = len(troubles) == len(self._config.roots()), self.parts.storeys
+        if troubles and untold and storeys.local() is not storeys:
+            raise StoreError(
+                "other processes cannot be told that the weights have changed, and go on with what remote tiers have "
+                f"of the old ones: mend this and say it again, or stop them ({next(iter(troubles.values()))})"
+            )
+        return epoch
 
     def _record(self, kind: Kind, ask: Ask, counted: bool = True) -> None:
         if self.parts.recorder is not None:
@@ -180,8 +211,9 @@ class Calls:
     def _prepared(
         self, tokens: TokenIds | None, options: Options, loads: bool = True
     ) -> tuple[Storeys, Ask, Deadline]:
-        storeys = self.storeys().only(options.get("tiers"))
-        ask = self.ask(tokens, options)
+        epoch = self._weights.epoch()  # one for both: tiers of other machines know no other weights
+        storeys = self._storeys_of(epoch).only(options.get("tiers"))
+        ask = self._ask_of(epoch, tokens, options)
         given = options.get("deadline_seconds")
         patience = self._config.deadline_seconds if given is None else given
         nbytes = len(ask.keys) * self._layout.chunk_bytes if loads else None

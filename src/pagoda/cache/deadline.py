@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from typing import TypeVar
 
 from pagoda.clock import Clock
+from pagoda.threads import wait
 
 __all__ = ["Deadline"]
 
@@ -14,6 +15,7 @@ T = TypeVar("T")
 # A device that moves less than this is as good as hung: the longest that bytes in progress may take.
 _SLOWEST_BYTES_PER_SECOND = 50e6
 _NEVER_NS = 2**63 - 1
+_LAST_SECONDS = 0.05
 _SLICE_SECONDS = 0.05  # how late a cancelled call notices
 
 
@@ -43,6 +45,10 @@ class Deadline:
     def remaining(self) -> float:
         """Seconds that a wait beginning now may take; 0 when there are none left."""
         return max(0, min(self._end_ns, self._next_ns) - self._clock.monotonic_ns()) / 1e9
+
+    def last(self) -> float:
+        """Seconds for the last step of what is done already: a moment at least, or its bytes were moved in vain."""
+        return max(self.remaining(), _LAST_SECONDS)
 
     @property
     def passed(self) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Unpack
 
-from pagoda.cache import registry
+from pagoda.cache import ranges, registry
 from pagoda.cache.ask import KeyScheme
 from pagoda.cache.calls import Calls, Options
 from pagoda.cache.forms import Forms
@@ -18,6 +19,7 @@ from pagoda.cache.slots import HostSlots
 from pagoda.cache.storeys import Storeys, open_storeys, storeys_of
 from pagoda.clock import Clock
 from pagoda.config import Config
+from pagoda.dropped import close_when_dropped
 from pagoda.errors import ClosedError, ConfigError
 from pagoda.keys import Item, Namespace, TokenIds, chunk_keys
 from pagoda.layout import KVLayout
@@ -26,6 +28,8 @@ from pagoda.tiers.base import Tier
 from pagoda.transfer import Transfer
 
 __all__ = ["Cache"]
+
+_CLOSE_SECONDS = 5.0
 
 
 class Cache(Forms):
@@ -50,22 +54,29 @@ class Cache(Forms):
         """Open the tiers that `config` describes, or take over `tiers` (top down, closed with the cache).
 
         Without `config`, the options come from the environment and the configuration file; `overrides` go before
-        either. The namespace's `layout` is filled in. Raises ConfigError, StoreError with the remedy, ValueError.
+        either. The namespace's `layout` is filled in. `get` finds the cache by its `name` for as long as somebody has
+        it. Raises ConfigError, StoreError with the remedy, ValueError: also if another has that name.
         """
         self.name = name
         self.config = _configured(config, layout, overrides)
         self.layout = layout
         self.namespace = _completed(namespace, layout, self.config)
-        clock = clock or Clock()
-        storeys = open_storeys(self.config, layout, clock) if tiers is None else storeys_of(tiers, layout)
-        parts = assemble(storeys, self.config, layout, key_scheme, clock)
-        self._calls = Calls(parts, self.config, self.namespace, layout, key_scheme, clock)
+        if self.config.profile:
+            ranges.enable()
+        with registry.taken(name, self):
+            self._open(tiers, key_scheme, clock or Clock())
+
+    def _open(self, tiers: Sequence[Tier] | None, key_scheme: KeyScheme, clock: Clock) -> None:
+        config, layout = self.config, self.layout
+        storeys = open_storeys(config, layout, clock) if tiers is None else storeys_of(tiers, layout)
+        parts = assemble(storeys, config, layout, key_scheme, clock)
+        self._calls = Calls(parts, config, self.namespace, layout, key_scheme, clock)
         self._slots = HostSlots(self._calls, storeys.host, layout) if storeys.host is not None else None
-        self._finalizer = weakref.finalize(self, parts.close, 5.0)
+        self._finalizer = close_when_dropped(self, partial(parts.close, _CLOSE_SECONDS))
         try:
             self._calls.register()
         except BaseException:
-            self._finalizer()
+            self.close()
             raise
 
     # ---- by name
@@ -80,7 +91,7 @@ class Cache(Forms):
         layout: KVLayout,
         **overrides: object,
     ) -> Cache:
-        """Return this process's cache of that name, opened now if there is none.
+        """Return this process's cache of that name, opened now if there is none, and kept until it is closed.
 
         Raises ValueError if it is open with another config, namespace or layout.
         """
@@ -125,9 +136,12 @@ class Cache(Forms):
         """
         return self._calls.retrieve(tokens, kv, counted, options).run()
 
-    def prefetch(self, tokens: TokenIds | None, **options: Unpack[Options]) -> Hit:
-        """Bring leading chunks up to the host tier, at most half of it. The hit says what is there now; not counted."""
-        return self._calls.retrieve(tokens, None, False, options).run()
+    def prefetch(self, tokens: TokenIds | None, **options: Unpack[Options]) -> Future[Hit]:
+        """Begin to bring leading chunks up to the host tier, at most half of it; returns at once, counts nothing.
+
+        The result says what is there then. Trouble is a reason in it; it raises nothing.
+        """
+        return self._calls.parts.workers.submit(self._calls.prefetch(tokens, options))
 
     def keys(
         self,
@@ -155,6 +169,37 @@ class Cache(Forms):
         """Return the names of the tiers that have a chunk, from the top down."""
         return [tier.name for tier in self._storeys.all if tier.contains(key)]
 
+    def pin(
+        self, tokens: TokenIds | None, *, owner: str = "pagoda", **options: Unpack[Options]
+    ) -> dict[str, int]:
+        """Keep the leading chunks that a local tier has from eviction there, in the name of `owner`.
+
+        Returns how many tokens are pinned now, by tier: at most a quarter of its slots are. Pins last until `unpin` or
+        `clear`, in the host tier at the longest until a reboot. Raises StoreError if a tier's ledger cannot be changed,
+        ValueError for wrong use.
+        """
+        ask, storeys = self._calls.ask(tokens, options), self._storeys.only(options.get("tiers"))
+        pinned = {}
+        for tier, ledger in storeys.ledgers():
+            run = ledger.match(
+                ask.keys, start=ask.first, namespace=ask.namespace.root, touch=False,
+                deadline_seconds=self.config.deadline_seconds,
+            )  # fmt: skip
+            pinned[tier] = ledger.pin(ask.keys[: len(run.slots)], owner) * ask.chunk_tokens
+        return pinned
+
+    def unpin(
+        self, tokens: TokenIds | None = None, *, owner: str = "pagoda", **options: Unpack[Options]
+    ) -> dict[str, int]:
+        """End the pins of `owner` on the chunks of `tokens`, or on all; returns of how many chunks, by tier.
+
+        Raises StoreError if a tier's ledger cannot be changed, ValueError for wrong use.
+        """
+        everything = tokens is None and options.get("keys") is None
+        keys = None if everything else self._calls.ask(tokens, options).keys
+        storeys = self._storeys.only(options.get("tiers"))
+        return {tier: ledger.unpin(keys, owner) for tier, ledger in storeys.ledgers()}
+
     def observe_prefill(self, tokens: int, seconds: float) -> None:
         """Tell how long the engine took to compute `tokens`: what loading has to beat."""
         self._calls.parts.tools.worth.observe_prefill(tokens, seconds)
@@ -163,19 +208,23 @@ class Cache(Forms):
         """Say that the model's weights were updated in place: nothing stored before will hit again. Returns the epoch.
 
         It holds on this machine, for good, and for every process that has the model's cache open from its next call on.
-        Raises StoreError if that could not be written down.
+        A local tier whose directory cannot take that down, not even in the room kept for it, loses all that it has.
+        Raises StoreError if that cannot be, either, or if there are remote tiers that nobody else can be kept from.
         """
         return self._calls.weights_changed()
 
     def clear(self, *, lora: str | None = None, salt: str | None = None, everything: bool = False) -> Cleared:
         """Remove the chunks of this namespace (of an adapter, of a tenant), or of all, from every tier.
 
-        What is on its way at that moment does not come back. A tier that fails is named in the result.
+        What is on its way at that moment does not come back. A tier that fails, or cannot be changed for five seconds,
+        is named in the result: its chunks are still there.
         """
         root = None if everything else self._calls.namespace(lora, salt).root
         chunks, failed = dict.fromkeys(self._storeys.names, 0), dict[str, str]()
         # down, so that nothing cleared is written down again; then up, for what was on its way up meanwhile
         for tier in (*self._storeys.all, *reversed(self._storeys.all[:-1])):
+            if tier.name in failed:
+                continue
             try:
                 chunks[tier.name] += tier.clear(root)
             except Exception as trouble:  # noqa: BLE001  # a border: the other tiers are cleared all the same
@@ -183,14 +232,25 @@ class Cache(Forms):
         return Cleared(chunks, failed)
 
     def stats(self) -> dict[str, object]:
-        """Return gauges and counters of every tier, hit rate, misses and drops by reason, and measured rates."""
+        """Return gauges and counters of every tier, hit rate, misses and drops by reason, and measured rates.
+
+        A tier that does not answer within `config.deadline_seconds` is empty, and named under "failed"; with the first
+        local tier, "counters" are then those of this process alone.
+        """
         if self._calls.parts.closed:
             raise ClosedError("the cache is closed")
-        counters = self._calls.parts.tally.counters()
+        tiers, failed = dict[str, dict[str, int]](), dict[str, str]()
+        for tier in self._storeys.all:
+            try:
+                tiers[tier.name] = dict(tier.stats())
+            except Exception as trouble:  # noqa: BLE001  # a border: the other tiers are shown all the same
+                tiers[tier.name], failed[tier.name] = {}, f"{type(trouble).__name__}: {trouble}"
+        counters = self._calls.parts.tally.counters(0.0 if failed else self.config.deadline_seconds)
         recorder = self._calls.parts.recorder
         return {
             "name": self.name,
-            "tiers": {tier.name: dict(tier.stats()) for tier in self._storeys.all},
+            "tiers": tiers,
+            "failed": failed,
             "counters": counters,
             "hit_rate": counters["hit_tokens"] / max(1, counters["asked_tokens"]),
             "misses": _by_reason(counters, "miss_", MISSES),
@@ -211,7 +271,7 @@ class Cache(Forms):
             flushed = (wait is None or bool(wait(max(0.0, until - time.monotonic())))) and flushed
         return flushed
 
-    def close(self, timeout: float = 5.0) -> bool:
+    def close(self, timeout: float = _CLOSE_SECONDS) -> bool:
         """Write down what is queued, as far as `timeout` seconds allow, and end; False if some was left. Idempotent."""
         registry.forget(self)
         self._finalizer.detach()
@@ -240,22 +300,31 @@ class Cache(Forms):
 
 
 def _configured(config: Config | None, layout: KVLayout, overrides: Mapping[str, object]) -> Config:
-    """The options of a cache over `layout`. Raises ConfigError."""
+    """The options of a cache over `layout`. Raises ConfigError, ValueError."""
+    if not isinstance(layout, KVLayout):
+        raise ValueError(f"layout is {layout!r}: build a KVLayout, such as KVLayout.dense(...)")
     if config is None:
-        from pagoda.config.load import load
+        from pagoda.config.load import DEFAULT, load
 
-        return load(None, None, None, **{"chunk_tokens": layout.chunk_tokens, **overrides}).config
-    config = replace(config, **overrides)  # type: ignore[arg-type]
+        config, origins = load(None, None, None, **overrides)
+        origin = origins["chunk_tokens"]
+        if origin == DEFAULT:
+            return replace(config, chunk_tokens=layout.chunk_tokens)
+        told = f" ({origin})"
+    else:
+        config, told = replace(config, **overrides), ""  # type: ignore[arg-type]
     if config.chunk_tokens != layout.chunk_tokens:
         raise ConfigError(
-            f"chunk_tokens = {config.chunk_tokens}, but the layout has chunks of {layout.chunk_tokens} tokens: "
-            "build the layout with config.chunk_tokens"
+            f"chunk_tokens = {config.chunk_tokens}{told}, but the layout has chunks of {layout.chunk_tokens} tokens: "
+            "build the layout with that number, or leave it out"
         )
     return config
 
 
 def _completed(namespace: Namespace, layout: KVLayout, config: Config) -> Namespace:
     """The namespace with the layout in it, for two layouts never share a key, and with the machines' weights epoch."""
+    if not isinstance(namespace, Namespace):
+        raise ValueError(f"namespace is {namespace!r}: build one, such as Namespace(model='my-model')")
     if namespace.layout not in ("", layout.fingerprint):
         raise ValueError(
             f"the namespace is of layout {namespace.layout!r}, not {layout.fingerprint!r}: leave it out"

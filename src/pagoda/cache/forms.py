@@ -14,7 +14,9 @@ __all__ = ["Forms"]
 
 
 class Forms:
-    """Each call a second and a third time. Thread-safe. ValueErrors for wrong use are raised by the call itself.
+    """Each call a second and a third time; `prefetch` returns a future anyway. Thread-safe.
+
+    ValueErrors for wrong use are raised by the call itself.
 
     A future's call begins when one of a few threads is free; its deadline runs from the call on. A cancelled await ends
     the call first: when CancelledError is raised, nothing writes into the KV any more and nothing stays reserved.
@@ -38,10 +40,6 @@ class Forms:
         """As `retrieve`, on another thread."""
         return self._calls.parts.workers.submit(self._calls.retrieve(tokens, kv, True, options))
 
-    def prefetch_future(self, tokens: TokenIds | None, **options: Unpack[Options]) -> Future[Hit]:
-        """As `prefetch`, on another thread."""
-        return self._calls.parts.workers.submit(self._calls.retrieve(tokens, None, False, options))
-
     async def astore(self, tokens: TokenIds | None, kv: Transfer, **options: Unpack[Options]) -> Stored:
         """As `store`, awaited."""
         return await self._calls.parts.workers.wait_for(self._calls.store(tokens, kv, options))
@@ -56,4 +54,4 @@ class Forms:
 
     async def aprefetch(self, tokens: TokenIds | None, **options: Unpack[Options]) -> Hit:
         """As `prefetch`, awaited."""
-        return await self._calls.parts.workers.wait_for(self._calls.retrieve(tokens, None, False, options))
+        return await self._calls.parts.workers.wait_for(self._calls.prefetch(tokens, options))

@@ -16,7 +16,7 @@ __all__ = ["Cleared", "Hit", "Stored", "hit_of"]
 
 @dataclass(frozen=True, eq=False)
 class Hit:
-    """How many leading tokens, from which tiers, and why not more. Immutable.
+    """How many leading tokens, from which tiers, and why not more. Immutable. True if there are any; an int of them.
 
     The tokens served are [start_tokens, stop_tokens); what lies beyond in a destination is undefined.
     """
@@ -28,6 +28,12 @@ class Hit:
     detail: str = ""  # for people: "evicted 12 s ago", "another salt"
     start_tokens: int = 0  # where the asking began
 
+    def __bool__(self) -> bool:
+        return self.num_tokens > 0
+
+    def __int__(self) -> int:
+        return self.num_tokens
+
     @property
     def stop_tokens(self) -> int:
         """The first position of the prompt that is left to compute."""
@@ -37,7 +43,7 @@ class Hit:
 class Stored(NamedTuple):
     """What became of the chunks of one `store`; num_chunks + present + refused = the whole chunks offered."""
 
-    num_chunks: int  # newly kept: readable from now on
+    num_chunks: int  # newly kept: readable from now on, or as soon as a lower tier has been given what the host refused
     num_tokens: int  # of those
     present: int  # here already, or being brought by somebody else
     refused: int  # not kept

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from pagoda.cache.ask import Ask
@@ -10,13 +9,17 @@ from pagoda.cache.deadline import Deadline
 from pagoda.cache.storeys import Storeys
 from pagoda.metrics import Reason
 
-__all__ = ["LEASE_SECONDS", "Look", "look"]
+__all__ = ["LEASE_SECONDS", "UNASKED", "Look", "look"]
 
 LEASE_SECONDS = 5.0  # how long a hit that nobody has begun to load is kept from eviction
 
 
+# of a tier that could not be asked: nobody else knows better
+UNASKED = frozenset({Reason.LEDGER_BUSY, Reason.DEADLINE, Reason.IO_ERROR, Reason.CLOSED})
+
+
 class Look(NamedTuple):
-    """The leading run and where it lies: `by_tier` in chunks, and what the host tier said of the first key missing."""
+    """The leading run and where it lies: `by_tier` in chunks, and what was said of the first key missing."""
 
     chunks: int
     by_tier: dict[str, int]
@@ -31,11 +34,16 @@ def look(storeys: Storeys, ask: Ask, deadline: Deadline, *, stamp: int | None, t
         for tier in storeys.all:
             if tier.name in lacking:
                 continue
-            keys, start = ask.keys[at:], ask.first + at
+            start = ask.first + at
             if tier is storeys.host:
-                count, reason = _on_host(storeys, keys, start, deadline, stamp, touch)
+                count, reason = _on_host(storeys, ask, at, deadline, stamp, touch)
             else:
-                count = tier.find(keys, start=start, namespace=ask.namespace.root, touch=touch)
+                count = tier.find(
+                    ask.keys[at:], start=start, namespace=ask.namespace.root, touch=touch,
+                    deadline_seconds=deadline.remaining(),
+                )  # fmt: skip
+                if not count and deadline.passed:  # it need not have been asked, nor have answered
+                    reason = reason if reason in UNASKED else Reason.DEADLINE
             lacking = {*(() if count else lacking), tier.name}
             by_tier[tier.name] += count
             at += count
@@ -45,12 +53,13 @@ def look(storeys: Storeys, ask: Ask, deadline: Deadline, *, stamp: int | None, t
 
 
 def _on_host(
-    storeys: Storeys, keys: Sequence[bytes], start: int, deadline: Deadline, stamp: int | None, touch: bool
+    storeys: Storeys, ask: Ask, at: int, deadline: Deadline, stamp: int | None, touch: bool
 ) -> tuple[int, Reason | None]:
     assert storeys.host is not None
     match = storeys.host.ledger.match(
-        keys,
-        start=start,
+        ask.keys[at:],
+        start=ask.first + at,
+        namespace=ask.namespace.root,
         stamp=stamp,
         lease_seconds=LEASE_SECONDS if touch else 0.0,
         touch=touch,

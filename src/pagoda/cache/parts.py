@@ -37,9 +37,7 @@ class Parts:
     workers: Workers
     why: Why
     tools: Tools
-    storing: (
-        Staging  # for stores that have no host tier; loads have their own, so that neither starves the other
-    )
+    storing: Staging  # for what a store finds no host slot for; loads have their own, so that neither starves the other
     recorder: Recorder | None = None
     closed: bool = False
 
@@ -83,9 +81,10 @@ def assemble(storeys: Storeys, config: Config, layout: KVLayout, scheme: KeySche
 
 
 def _descents(storeys: Storeys, config: Config, layout: KVLayout, tally: Tally, clock: Clock) -> Descents:
-    host, each = storeys.host, list[Descent]()
-    if host is not None:
-        for tier in storeys.lower:
-            below = Below(host, tier, layout.chunk_tokens, config.queue_chunks, clock)
-            each.append(Descent(host, below, config.write_policy, config.selective_hits, tally))
-    return Descents(each)
+    return Descents([
+        Descent(
+            storeys.host, Below(storeys.host, tier, layout.chunk_tokens, clock), config.write_policy,
+            config.selective_hits, config.queue_chunks, tally,
+        )
+        for tier in storeys.lower
+    ])  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from itertools import islice, takewhile
 from typing import NamedTuple
 
 from pagoda.cache.ask import Ask
@@ -63,6 +64,7 @@ class Pipeline:
         self._served = served
         self._done = 0
         self._end: End | None = None
+        self._flights: deque[Flight] = deque()  # until their rooms are settled or given
         self.kept: list[Reserved] = []
 
     def carry(self, begin: int, stop: int) -> End | None:
@@ -71,58 +73,64 @@ class Pipeline:
         Returns why a chunk that was on its way did not come, None if all did. Leaves no room behind: what is still
         being read then is settled when its I/O has ended.
         """
-        flights: deque[Flight] = deque()
         self._done = asked = begin
-        more, most = True, self._rooms.most
+        more, most, flights = True, self._rooms.most, self._flights
         try:
             while self._end is None:
                 if more and asked < stop and len(flights) <= most // 2:
-                    taken = self._depart(asked, min(stop, asked + most - len(flights)), not flights)
-                    more, asked = bool(taken), asked + len(taken)
-                    flights.extend(taken)
-                if not flights or not self._land(flights):
+                    under_way = len(flights)
+                    self._depart(asked, min(stop, asked + most - under_way))
+                    more, asked = len(flights) > under_way, asked + len(flights) - under_way
+                if not flights or not self._land():
                     break
         finally:
             for flight in flights:
                 _settle_later(self._rooms, flight)
         return self._end
 
-    def _depart(self, begin: int, end: int, may_wait: bool) -> list[Flight]:
+    def _depart(self, begin: int, end: int) -> None:
         """Begin to read a leading part of [begin, end)."""
+        may_wait = not self._flights
         taken = self._rooms.take(begin, end, may_wait)
-        if not taken:
-            if may_wait and isinstance(self._rooms, StagedRooms):
-                self._stop(Reason.DEADLINE, "no staging buffer came free")
-            return []
-        keys = self._ask.keys[begin : begin + len(taken)]
+        asked = False
         try:
-            futures = self._tier.load(
-                keys,
+            if not taken and may_wait and isinstance(self._rooms, StagedRooms):
+                self._stop(Reason.DEADLINE, "no staging buffer came free")
+            if not taken:
+                return
+            keys, left = self._ask.keys[begin : begin + len(taken)], self._deadline.remaining()
+            payloads, start, root = (
                 [room.payload for room in taken],
-                start=self._ask.first + begin,
-                namespace=self._ask.namespace.root,
+                self._ask.first + begin,
+                self._ask.namespace.root,
             )
-        except BaseException:
-            for room in taken:
-                self._rooms.settle(room, False)
+            asked = True
+            futures = self._tier.load(keys, payloads, start=start, namespace=root, deadline_seconds=left)
+            self._flights.extend([Flight(*pair) for pair in zip(taken, futures, strict=True)])
+        except BaseException as error:
+            if self._flights and taken and self._flights[-1].room is taken[-1]:
+                raise  # `carry` settles them
+            if asked and not isinstance(error, ValueError):
+                self._rooms.lose(taken)  # a load that a signal handler broke off may be reading
+            else:
+                for room in taken:
+                    self._rooms.settle(room, False)
             raise
-        return [Flight(*pair) for pair in zip(taken, futures, strict=True)]
 
-    def _land(self, flights: deque[Flight]) -> bool:
+    def _land(self) -> bool:
         """Wait for the next chunk and deliver all that are there in order; False: look again from the top."""
+        flights = self._flights
         first = self._deadline.wait(flights[0].future)
         if first is None:
             self._stop(Reason.DEADLINE, f"{self._tier.name} did not deliver in time")
             return False
         if not first.ok:
-            self._rooms.settle(flights.popleft().room, False)
+            self._rooms.settle(flights[0].room, False)
+            flights.popleft()
             self._stop(first.reason or Reason.IO_ERROR, f"{self._tier.name} could not deliver", counted=True)
             return False
         most = max(1, _LAND_BYTES // self._tier.chunk_bytes)
-        landed: list[Room] = []
-        while flights and len(landed) < most and _has_landed(flights[0]):
-            landed.append(flights.popleft().room)
-        return self._deliver(landed)
+        return self._deliver([flight.room for flight in takewhile(_has_landed, islice(flights, most))])
 
     def _deliver(self, landed: Sequence[Room]) -> bool:
         """Commit, copy out, validate."""
@@ -138,6 +146,8 @@ class Pipeline:
             self._served(kept, self._tier.name)
         finally:
             self._rooms.give(landed)
+            for _ in landed:
+                self._flights.popleft()
         return kept == len(landed)
 
     def _stop(self, reason: Reason, detail: str, counted: bool = False) -> None:

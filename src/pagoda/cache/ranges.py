@@ -1,8 +1,10 @@
-"""Named ranges for profilers around calls and copies. Off by default: then they cost a function call."""
+"""Named ranges for profilers around calls and copies, by `Config.profile`. Off they cost a function call."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+
+from pagoda.errors import ConfigError
 
 __all__ = ["enable", "named"]
 
@@ -13,11 +15,14 @@ _on = False
 def enable(on: bool = True) -> None:
     """Switch the ranges of this process on or off. torch.profiler and NVTX see them as "pagoda.<call>".
 
-    Raises ImportError where torch is not installed.
+    Raises ConfigError where torch is not installed.
     """
     global _on
     if on:
-        import torch.profiler  # noqa: F401
+        try:
+            import torch.profiler  # noqa: F401
+        except ImportError as missing:
+            raise ConfigError(f"profile = True: {missing}; install torch, or leave it out") from None
     _on = on
 
 

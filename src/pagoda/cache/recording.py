@@ -16,6 +16,7 @@ from pagoda.cache.lines import append_lines
 from pagoda.cache.questions import Call, Kind, Questions
 from pagoda.clock import Clock
 from pagoda.metrics import RateLimitedLog, Reason
+from pagoda.threads import Event, begin
 
 __all__ = ["Kind", "Recorder"]
 
@@ -49,7 +50,7 @@ class Recorder:
         self._calls: deque[Call] = deque()
         self._keys = 0  # of the calls
         self._questions = Questions()
-        self._woken, self._ending = threading.Event(), threading.Event()
+        self._woken, self._ending = Event(), Event()
         self._thread: threading.Thread | None = None
         self._recorded = self._dropped = 0
         self._too_many = 0  # of those dropped, since the last round
@@ -94,12 +95,7 @@ class Recorder:
 
     def _start(self) -> None:
         thread = threading.Thread(target=self._run, name="pagoda-record", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as trouble:  # no thread to be had; the next call tries again
-            self._lines.warn(log, Reason.IO_ERROR, f"requests are not recorded: {trouble}")
-        else:
-            self._thread = thread
+        self._thread = thread if begin(thread) else None  # the next call tries again
 
     def _run(self) -> None:
         while not self._ending.is_set():

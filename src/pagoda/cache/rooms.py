@@ -22,7 +22,8 @@ class Room(NamedTuple):
 
     at: int  # of the chunk in Ask.keys
     payload: Bytes  # (slot_bytes,) uint8
-    reserved: Reserved | None  # None: a private buffer
+    reserved: Reserved | None  # None: a private buffer ...
+    buffer: list[Bytes]  # ... which is in here until it is given back
 
 
 class Rooms(Protocol):
@@ -40,10 +41,13 @@ class Rooms(Protocol):
         """How many leading rooms still held their chunks after the copy out of them."""
 
     def settle(self, room: Room, ok: bool) -> None:
-        """Give up a room that nobody waits for any more, now that no I/O touches it."""
+        """Give up a room that nobody waits for any more, now that no I/O touches it; nothing if it was given."""
 
     def give(self, rooms: Sequence[Room]) -> None:
         """The copy out of these rooms has ended."""
+
+    def lose(self, rooms: Sequence[Room]) -> None:
+        """Give up rooms of one `take` into which something may be read, nobody knows what: once nobody holds them."""
 
 
 class HostRooms:
@@ -52,6 +56,7 @@ class HostRooms:
     def __init__(
         self, host: HostTier, ask: Ask, deadline: Deadline, stamp: int, lease_seconds: float
     ) -> None:
+        """`lease_seconds`: how long what is wanted on the host, whatever its policy says, stays there; 0: none is."""
         self._host = host
         self._ask = ask
         self._deadline = deadline
@@ -71,12 +76,24 @@ class HostRooms:
             parent=ask.before(begin),
             tokens=ask.chunk_tokens,
             stamp=self._stamp,
+            all_in=self._lease_seconds > 0,
             deadline_seconds=self._deadline.remaining(),
         )
-        leading, spare = self._split(outcomes)
-        if spare:  # nobody may wait for somebody else while holding what others wait for
-            ledger.abort(spare)
-        return [Room(begin + i, self._host.slab.view(item.slot), item) for i, item in enumerate(leading)]
+        try:
+            leading, spare = self._split(outcomes)
+            if spare:  # nobody may wait for somebody else while holding what others wait for
+                ledger.abort(spare, self._deadline.last())
+            views = self._host.slab.views([item.slot for item in leading])
+            rooms = [
+                Room(begin + i, view, item, [])
+                for i, (view, item) in enumerate(zip(views, leading, strict=True))
+            ]
+            self._host.begin_copies(leading)  # until they are settled or given: I/O may last longer
+            return rooms
+        except BaseException:
+            ledger.give_up(outcomes, self._deadline.last())
+            self._host.end_copies([item for item in outcomes if isinstance(item, Reserved)])
+            raise
 
     def _split(self, outcomes: Sequence[Outcome]) -> tuple[list[Reserved], list[Reserved]]:
         leading: list[Reserved] = []
@@ -90,8 +107,8 @@ class HostRooms:
 
     def keep(self, rooms: Sequence[Room]) -> int:
         """Commit; the lease keeps a neighbour from evicting what is about to be copied."""
-        reserved = [room.reserved for room in rooms if room.reserved is not None]
-        committed = self._host.ledger.commit(reserved)
+        reserved = _reserved(rooms)
+        committed = self._host.ledger.commit(reserved, deadline_seconds=self._deadline.last())
         self._host.ledger.count("stored_bytes", sum(committed) * self._host.chunk_bytes)
         kept = _leading(committed)
         if self._lease_seconds and kept:
@@ -100,19 +117,29 @@ class HostRooms:
 
     def valid(self, rooms: Sequence[Room]) -> int:
         """Compare generations, after the copy."""
-        reserved = [room.reserved for room in rooms if room.reserved is not None]
+        reserved = _reserved(rooms)
         return _leading(self._host.ledger.still_valid(*_columns(reserved)).tolist())
 
     def settle(self, room: Room, ok: bool) -> None:
         """Keep what came late but whole; free the slot of what did not."""
-        if room.reserved is not None:
-            if ok:
-                self._host.ledger.commit([room.reserved])
-            else:
-                self._host.ledger.abort([room.reserved])
+        try:
+            if room.reserved is not None:
+                if ok:
+                    self._host.ledger.commit([room.reserved])
+                else:
+                    self._host.ledger.abort([room.reserved])
+        finally:
+            self._host.end_copies(_reserved([room]))
 
     def give(self, rooms: Sequence[Room]) -> None:
-        """Nothing to do: committed slots belong to the ledger."""
+        """Committed slots belong to the ledger."""
+        self._host.end_copies(_reserved(rooms))
+
+    def lose(self, rooms: Sequence[Room]) -> None:
+        """Free the slots then."""
+        base = rooms[0].payload.base  # of all views of one `take`, and of whatever is made of them
+        assert isinstance(base, np.ndarray)
+        self._host.give_up_when_dropped(_reserved(rooms), base)
 
 
 class StagedRooms:
@@ -131,7 +158,7 @@ class StagedRooms:
             buffer = self._staging.take(wait)
             if buffer is None:
                 break
-            rooms.append(Room(index, buffer, None))
+            rooms.append(Room(index, buffer, None, [buffer]))
         return rooms
 
     def keep(self, rooms: Sequence[Room]) -> int:
@@ -144,12 +171,16 @@ class StagedRooms:
 
     def settle(self, room: Room, ok: bool) -> None:
         """Give the buffer back."""
-        self._staging.give(room.payload)
+        while room.buffer:
+            self._staging.give(room.buffer.pop())
 
     def give(self, rooms: Sequence[Room]) -> None:
         """Give the buffers back."""
         for room in rooms:
-            self._staging.give(room.payload)
+            self.settle(room, True)
+
+    def lose(self, rooms: Sequence[Room]) -> None:
+        """Nothing to do: a buffer that nobody holds any more makes room for another."""
 
 
 def _columns(
@@ -157,6 +188,10 @@ def _columns(
 ) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], np.ndarray[tuple[int], np.dtype[np.uint64]]]:
     slots = np.fromiter((item.slot for item in reserved), np.int64, len(reserved))
     return slots, np.fromiter((item.generation for item in reserved), np.uint64, len(reserved))
+
+
+def _reserved(rooms: Sequence[Room]) -> list[Reserved]:
+    return [room.reserved for room in rooms if room.reserved is not None]
 
 
 def _leading(flags: Sequence[bool]) -> int:

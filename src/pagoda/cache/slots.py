@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.cache.below import Copy, Generations, Slots
+from pagoda.cache.below import Copy, Generations, Slots, Use, follows
 from pagoda.cache.border import Job
 from pagoda.cache.calls import Calls
 from pagoda.cache.deadline import Deadline
@@ -61,10 +61,14 @@ class HostSlots:
 
     def view(self, slot: int) -> Bytes:
         """The bytes of a slot, (slot_bytes,) uint8, shared memory; after close, bytes that are nobody's. IndexError."""
+        return self.views((slot,))[0]
+
+    def views(self, slots: Sequence[int]) -> list[Bytes]:
+        """The bytes of some slots, as `view`; cheaper than one by one."""
         try:
-            return self._host.slab.view(slot)
+            return self._host.slab.views(slots)
         except ClosedError:
-            return np.zeros(self._host.slot_bytes, np.uint8)
+            return [np.zeros(self._host.slot_bytes, np.uint8) for _ in slots]
 
     def use_device(self, device_index: int) -> None:
         """Register the slots with the GPUs, in the background: before the first copy between them and one. Cheap."""
@@ -91,6 +95,10 @@ class HostSlots:
         """Count what an engine asked the cache for and got of it, as a lookup does: tokens, and why not more."""
         self._parts.tally.asked(num_tokens, by_tier, reason)
 
+    def dropped(self, reason: Reason, chunks: int) -> None:
+        """Count chunks that an engine computed and does not store."""
+        self._parts.tally.count(f"drop_{reason}", chunks)
+
     @property
     def records(self) -> bool:
         """Whether requests are recorded, so that `requested` is worth calling."""
@@ -109,7 +117,11 @@ class HostSlots:
         No byte of a held slot changes. What is removed or cleared meanwhile is no longer found, nor `still_valid`.
         """
         missed = [False] * len(slots)
-        return self._run("hold", lambda _: self._ledger.hold(slots, generations), lambda *_: missed)
+        return self._run(
+            "hold",
+            lambda deadline: self._ledger.hold(slots, generations, deadline.remaining()),
+            lambda *_: missed,
+        )
 
     def release(self, slots: Slots, generations: Generations) -> None:
         """End one hold on each of these chunks."""
@@ -135,8 +147,11 @@ class HostSlots:
         def work(_: Deadline) -> None:
             self._parts.tally.count("loaded_chunks", len(read))
             self._parts.tally.count("loaded_bytes", len(read) * self._host.chunk_bytes)
-            for run in runs(read, self.count, _follows):
-                self._parts.descents.used(namespace, run)
+            for run in runs(read, self.count, follows):
+                slots = np.fromiter((copy.slot for copy in run), np.int64, len(run))
+                generations = np.fromiter((copy.generation for copy in run), np.uint64, len(run))
+                use = Use(namespace, lambda run=run: run, len(run), (slots, generations))  # type: ignore[misc]
+                self._parts.descents.used(use)
 
         self._run("used", work, lambda *_: None)
 
@@ -164,11 +179,13 @@ class HostSlots:
 
         def work(deadline: Deadline) -> list[Outcome]:
             one = self.stamp() if stamp is None else stamp
+            all_in = bool(self._calls.storeys().lower)  # which get only what comes into a slot here
             while (at := len(made)) < len(keys):
                 window, before = keys[at : at + self._ledger.window], keys[at - 1] if at else parent
                 made.extend(self._ledger.reserve(
                     window, namespace=namespace, start=start + at, parent=before,
-                    tokens=self._layout.chunk_tokens, parts=parts, stamp=one, deadline_seconds=deadline.remaining(),
+                    tokens=self._layout.chunk_tokens, parts=parts, stamp=one, all_in=all_in,
+                    deadline_seconds=deadline.remaining(),
                 ))  # fmt: skip
                 if refused := [item.reason for item in made[at:] if isinstance(item, Refused)]:
                     self._parts.tally.count(f"drop_{refused[0]}", len(keys) - len(made))
@@ -213,7 +230,7 @@ class HostSlots:
             self._parts.tally.count("stored_bytes", len(visible) * self._host.chunk_bytes)
             kept = {(one.slot, one.generation) for one in visible}
             for namespace, copies in written.items():
-                for run in runs(copies, self.count, _follows):
+                for run in runs(copies, self.count, follows):
                     stored = [copy for copy in run if (copy.slot, copy.generation) in kept]
                     self._parts.descents.stored(namespace, stored, self._calls.storeys().lower)
             return good
@@ -249,8 +266,3 @@ class HostSlots:
             return work(deadline)
 
         return Job(name, opened, missed, deadline, self._parts.tally).run()
-
-
-def _follows(copy: Copy, before: Copy) -> bool:
-    """Whether `copy` comes right after `before` in one chain."""
-    return copy.position == before.position + 1 and copy.parent == before.key

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -10,13 +11,18 @@ from typing import NamedTuple
 from pagoda.clock import Clock
 from pagoda.config import Config
 from pagoda.config.remotes import RemoteSpec
+from pagoda.config.sizes import AUTO, auto_bytes, format_size
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.ledger import Ledger
-from pagoda.tiers import DiskTier, HostTier, Tier
+from pagoda.tiers import DiskTier, HostTier, Tier, register
 from pagoda.tiers.remote import RemoteTier
 
-__all__ = ["Storeys", "open_remote", "open_storeys", "stamp_of", "storeys_of"]
+log = logging.getLogger("pagoda.cache")
+
+_FEW_CHUNKS = 64  # an "auto" that comes to fewer is worth a warning
+
+__all__ = ["Storeys", "let_in", "open_remote", "open_storeys", "stamp_of", "storeys_of"]
 
 
 class Storeys(NamedTuple):
@@ -72,6 +78,15 @@ def stamp_of(tier: Tier) -> int | None:
     return tier.ledger.stamp() if isinstance(tier, DiskTier) else None
 
 
+def let_in(
+    tier: Tier, keys: Sequence[bytes], namespace: bytes, start: int, stamp: int | None
+) -> tuple[int, bool]:  # fmt: skip
+    """How many of a run's next keys a tier would take, and whether it refuses those behind them. See DiskTier.admit."""
+    if not isinstance(tier, DiskTier) or stamp is None:
+        return len(keys), False
+    return tier.admit(keys, namespace=namespace, start=start, stamp=stamp)
+
+
 def storeys_of(tiers: Sequence[Tier], layout: KVLayout) -> Storeys:
     """The storeys made of tiers that the caller built. Raises ValueError if they do not fit each other."""
     for tier in tiers:
@@ -84,7 +99,7 @@ def storeys_of(tiers: Sequence[Tier], layout: KVLayout) -> Storeys:
     hosts = [tier for tier in tiers if isinstance(tier, HostTier)]
     if len(hosts) > 1 or (hosts and tiers[0] is not hosts[0]):
         raise ValueError("there is at most one host tier, and it is the first")
-    return _stacked(
+    return Storeys(
         hosts[0] if hosts else None, tuple(tier for tier in tiers if not isinstance(tier, HostTier))
     )
 
@@ -94,11 +109,11 @@ def open_storeys(config: Config, layout: KVLayout, clock: Clock) -> Storeys:
     with contextlib.ExitStack() as undo:
         host: HostTier | None = None
         lower: list[Tier] = []
-        if config.host_bytes:
+        if host_bytes := _host_bytes(config, layout):
             host = HostTier.open(
                 layout,
                 Path(config.host_path),
-                config.host_bytes,
+                host_bytes,
                 shared=config.host_shared,
                 policy=config.policy,
                 deadline_seconds=config.deadline_seconds,
@@ -125,11 +140,29 @@ def open_storeys(config: Config, layout: KVLayout, clock: Clock) -> Storeys:
             undo.callback(remote.close)
             lower.append(remote)
         undo.pop_all()
-        return _stacked(host, tuple(lower))
+        return Storeys(host, tuple(lower))
+
+
+def _host_bytes(config: Config, layout: KVLayout) -> int:
+    """Return the size of the host tier; says so if "auto" comes to few chunks, and returns 0 if it comes to none."""
+    size_bytes = config.host_bytes
+    chunks = layout.slots_in(size_bytes)
+    unlimited = auto_bytes(None)  # by a file system
+    if config.host_size != AUTO or (chunks and (chunks >= _FEW_CHUNKS or size_bytes == unlimited)):
+        return size_bytes
+    if size_bytes < unlimited:
+        why = f"the file system of {config.host_path} is that small: mount a larger one (docker: --shm-size)"
+    else:
+        why = "this process may use so little memory: raise its limit"
+    text = "host_size = auto comes to %s, %d chunks of %s%s, as %s, or set host_size"
+    off = "" if chunks else ", so there is no host tier"
+    log.warning(text, format_size(size_bytes), chunks, format_size(layout.slot_bytes), off, why)
+    return size_bytes if chunks else 0
 
 
 def open_remote(spec: RemoteSpec, layout: KVLayout, clock: Clock | None = None) -> RemoteTier:
     """The remote tier that a configured URL describes; connects to nothing yet. Raises ConfigError."""
+    register.note("remote", spec.redacted)
     return RemoteTier(
         layout,
         spec.engine(),
@@ -140,9 +173,3 @@ def open_remote(spec: RemoteSpec, layout: KVLayout, clock: Clock | None = None) 
         look_seconds=spec.look_seconds,
         clock=clock,
     )
-
-
-def _stacked(host: HostTier | None, lower: tuple[Tier, ...]) -> Storeys:
-    if host is not None and lower:
-        host.ledger.take_all()
-    return Storeys(host, lower)

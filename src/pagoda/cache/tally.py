@@ -9,12 +9,14 @@ from collections.abc import Mapping
 
 from pagoda.cache.forks import renewed_after_fork
 from pagoda.clock import Clock
+from pagoda.errors import StoreError
 from pagoda.ledger import Ledger
 from pagoda.metrics import COUNTERS, RateLimitedLog, Reason
 
 __all__ = ["Tally"]
 
 _LOCAL = ("host", "disk")
+_KNOWN = frozenset(COUNTERS)
 
 
 class Tally:
@@ -33,34 +35,43 @@ class Tally:
         self._lines = RateLimitedLog(self._clock)
 
     def count(self, name: str, number: int = 1) -> None:
-        """Add to one counter of the vocabulary."""
-        if number and name in COUNTERS:
-            ledger = self._ledger
-            if ledger is not None:
-                ledger.count(name, number)
-            else:
-                with self._lock:
-                    self._own[name] += number
+        """Add to one counter, as `add`."""
+        self.add({name: number})
+
+    def add(self, counts: Mapping[str, int]) -> None:
+        """Add to some counters; nothing to those that the vocabulary lacks."""
+        known = {name: number for name, number in counts.items() if number and name in _KNOWN}
+        ledger = self._ledger
+        if ledger is None:
+            with self._lock:
+                self._own.update(known)
+        elif known:
+            ledger.count_all(known)
 
     def asked(self, num_tokens: int, by_tier: Mapping[str, int], reason: Reason | None) -> None:
         """Count one question about so many tokens and its answer; `reason`: of a miss that no tier has counted."""
-        self.count("lookups")
-        self.count("asked_tokens", num_tokens)
-        self.count("hits", bool(sum(by_tier.values())))
-        self.count("hit_tokens", sum(by_tier.values()))
-        for tier, tokens in by_tier.items():
-            self.count(f"hit_tokens_{tier if tier in _LOCAL else 'remote'}", tokens)
+        hit_tokens = sum(by_tier.values())
+        counts = {"lookups": 1, "asked_tokens": num_tokens}
+        if hit_tokens:
+            counts["hits"], counts["hit_tokens"] = 1, hit_tokens
+            for tier, tokens in by_tier.items():
+                name = f"hit_tokens_{tier if tier in _LOCAL else 'remote'}"
+                counts[name] = counts.get(name, 0) + tokens
         if reason is not None and reason is not Reason.LEDGER_BUSY:
-            self.count(f"miss_{reason}")
+            counts[f"miss_{reason}"] = 1
+        self.add(counts)
 
     def close(self) -> None:
         """From now on count in this process only: the row in the shared counters may soon be another member's."""
         self._ledger = None
 
-    def counters(self) -> dict[str, int]:
-        """All counters, of all processes that share the tier."""
-        if self._ledger is not None:
-            return self._ledger.counters()
+    def counters(self, deadline_seconds: float) -> dict[str, int]:
+        """All counters, of all processes that share the tier; of this process alone if they are not had in time."""
+        if (ledger := self._ledger) is not None:
+            try:
+                return ledger.counters(deadline_seconds)
+            except StoreError:
+                return ledger.own_counters()
         with self._lock:
             return {name: self._own[name] for name in COUNTERS}
 

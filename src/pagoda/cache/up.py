@@ -7,16 +7,17 @@ bringing is waited for, not loaded twice.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from pagoda.cache.ask import Ask
-from pagoda.cache.below import copies_of
+from pagoda.cache.below import Copy, Use, copies_of, names_of
 from pagoda.cache.deadline import Deadline
 from pagoda.cache.descent import Descents
-from pagoda.cache.look import LEASE_SECONDS
+from pagoda.cache.look import LEASE_SECONDS, UNASKED
 from pagoda.cache.pipeline import Pipeline
 from pagoda.cache.rooms import HostRooms, Rooms, StagedRooms
 from pagoda.cache.staging import Staging
@@ -69,6 +70,7 @@ class Run:
         self._pause = _PAUSE_SECONDS[0]
         self._full = storeys.host is None  # no more host slots for this run
         self._rounds = 0
+        self._unsaid = ""  # a lower tier that may not have answered in time
         self.done = 0
         self._room = storeys.host.ledger.slots // 2 if storeys.host is not None else 0  # for a prefetch
         self._polls = 0  # looks at a chunk that somebody else is bringing
@@ -105,6 +107,8 @@ class Run:
         if host is not None and keys:
             host.ledger.match(
                 keys,
+                start=self._ask.first,
+                namespace=self._ask.namespace.root,
                 touch=False,
                 lease_seconds=LEASE_SECONDS,
                 deadline_seconds=self._deadline.patience_seconds,
@@ -119,6 +123,7 @@ class Run:
         match = ledger.match(
             self._ask.keys[self.done :],
             start=self._ask.first + self.done,
+            namespace=self._ask.namespace.root,
             stamp=self._stamp,
             lease_seconds=LEASE_SECONDS,
             deadline_seconds=self._deadline.remaining(),
@@ -130,9 +135,11 @@ class Run:
         for i in range(0, len(match.slots), step):
             if self.reason is None:
                 self._copy_host(match.slots[i : i + step], match.generations[i : i + step])
-        if len(match.slots):
-            copies = copies_of(self._ask, first, match.slots, match.generations)
-            self._tools.descents.used(self._ask.namespace.root, copies)
+        if len(match.slots) and self._storeys.lower:
+            ask, where = self._ask, (match.slots, match.generations)
+            self._tools.descents.used(
+                Use(ask.namespace.root, lambda: list(copies_of(ask, first, *where)), len(match.slots), where)
+            )
 
     def _copy_host(self, slots: npt.NDArray[np.int64], generations: npt.NDArray[np.uint64]) -> None:
         host = self._storeys.host
@@ -143,7 +150,7 @@ class Run:
         if self._deadline.cancelled:
             return self._stop(Reason.DEADLINE, "cancelled")
         began = time.perf_counter()
-        views = [host.slab.view(slot) for slot in slots.tolist()]
+        views = host.slab.views(slots.tolist())
         self._kv.from_slots(self._ask.starts(self.done, self.done + count), views)
         valid = host.ledger.still_valid(slots, generations)
         good = count if valid.all() else int(valid.argmin())
@@ -178,8 +185,11 @@ class Run:
                 start=self._ask.first + self.done,
                 stamp=self._stamps[tier.name],
                 namespace=self._ask.namespace.root,
+                deadline_seconds=self._deadline.remaining(),
             )
             self._seen[tier.name] = self.done + found
+            if not found and self._deadline.passed:
+                self._unsaid = tier.name
         return self._seen[tier.name] - self.done
 
     def _below_for_prefetch(self, tier: Tier, found: int) -> tuple[Tier | None, int]:
@@ -201,7 +211,23 @@ class Run:
         nbytes, seconds = (self.done - before) * tier.chunk_bytes, time.perf_counter() - began
         self._tools.worth.measured(tier.name, nbytes, seconds)
         self._tools.descents.is_below(tier, pipeline.kept)
+        if self.done > before:
+            self._tools.descents.used(self._brought(tier, before, pipeline.kept))
         return self._stopped(rooms)
+
+    def _brought(self, tier: Tier, begin: int, kept: Sequence[Reserved]) -> Use:
+        """What `tier` has just served, for the others to be told: from `begin` on, some of it in host slots now."""
+        ask, end = self._ask, self.done
+        slots = {room.key: room for room in kept}
+
+        def copies() -> list[Copy]:
+            names = names_of(ask, begin, end)
+            return [
+                name._replace(slot=room.slot, generation=room.generation) if (room := slots.get(name.key)) else name
+                for name in names
+            ]  # fmt: skip
+
+        return Use(ask.namespace.root, copies, end - begin, source=tier)
 
     def _rooms(self) -> Rooms:
         host = self._storeys.host
@@ -241,6 +267,8 @@ class Run:
     def _wait_or_end(self, busy: bool, tier: Tier | None) -> None:
         """Nothing came: end the run, or look again (in a moment, if somebody else is bringing the chunk)."""
         self._rounds = 0 if busy else self._rounds + 1
+        if not busy and tier is None and self._unsaid and self.hint not in UNASKED:
+            return self._stop(Reason.DEADLINE, f"{self._unsaid} did not say in time whether it has it")
         if not busy and (tier is None or self._rounds > _MOST_ROUNDS):
             return self._stop(Reason.ABSENT)
         if self._deadline.passed:
@@ -263,8 +291,11 @@ class Run:
             parent=ask.before(at),
             tokens=ask.chunk_tokens,
             stamp=self._stamp,
+            all_in=True,
             deadline_seconds=self._deadline.remaining(),
         )
-        reserved = [outcome for outcome in outcomes if isinstance(outcome, Reserved)]
-        if reserved:
-            host.ledger.abort(reserved)
+        try:
+            host.ledger.give_up(outcomes)
+        except BaseException:  # of a signal handler, perhaps before it had begun
+            host.ledger.give_up(outcomes)
+            raise

@@ -1,33 +1,45 @@
 """The weights epoch of a model on this machine, kept in a small file under every local root.
 
 The epoch is the file's *size*: raising it appends one byte, which two processes can do at once without losing one,
-and noticing it is one `stat`. The largest of the roots stands, so one that is wiped (a reboot) loses nothing.
+and noticing it is one `stat`. The largest of the roots stands, so one that is wiped (a reboot) loses nothing. The
+files have room from the opening of the cache on: a full disk does not keep an epoch from being raised.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import threading
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 
 from blake3 import blake3
 
 from pagoda.cache.forks import renewed_after_fork
-from pagoda.errors import StoreError
+from pagoda.room import reserve_beyond
 
 __all__ = ["Weights"]
+
+_RESERVED_BYTES = 1024  # of epochs, for which there is room at any time
+_NOBODYS = 1 << 31  # no file gets that long
 
 
 class Weights:
     """Reads and raises the epoch of one model. Thread-safe; other processes notice at their next `epoch()`."""
 
-    def __init__(self, roots: Iterable[Path], model: str, begun_at: int = 0) -> None:
+    def __init__(self, roots: Mapping[str, Path], model: str, begun_at: int = 0) -> None:
         """`begun_at`: the epoch that all machines agreed on; within each of them this machine counts from 0."""
         name = f"{model}\0{begun_at}" if begun_at else model
         digest = blake3(name.encode(), derive_key_context="PagodaKV weights epoch").hexdigest(8)
-        self._paths = [root / f"weights-{digest}" for root in roots]
+        self._roots = {tier: root / f"weights-{digest}" for tier, root in roots.items()}
+        self._paths = list(self._roots.values())
         self._known = 0  # never goes back in this process, whatever becomes of the files
+        for path in self._paths:
+            with contextlib.suppress(
+                OSError
+            ):  # full, or only to be read: perhaps there is room when it is wanted
+                _reserve(path)
         self.renew()
         renewed_after_fork(self)
 
@@ -40,20 +52,20 @@ class Weights:
         self._known = max(self._known, *map(_size, self._paths), 0)
         return self._known
 
-    def raised(self) -> int:
-        """Raise the epoch and return it: on the medium, under every root, before this returns.
+    def raised(self) -> tuple[int, dict[str, OSError]]:
+        """Raise the epoch: on the medium before this returns, under every root but those named, by tier.
 
-        Raises StoreError if no root could be written: other processes would go on with the old weights' chunks.
+        Where none could be written, it is an epoch that no other process has, and none ever will have.
         """
         with self._lock:
             target = self.epoch() + 1
-            troubles = [trouble for path in self._paths if (trouble := _grow(path, target))]
+            troubles = {
+                tier: trouble for tier, path in self._roots.items() if (trouble := _grow(path, target))
+            }
+            if troubles and len(troubles) == len(self._roots):
+                target = max(target, _NOBODYS + secrets.randbelow(_NOBODYS))
             self._known = max(target, self.epoch())
-            if troubles and len(troubles) == len(self._paths):
-                raise StoreError(
-                    f"the weights epoch could not be kept, clear the cache instead: {troubles[0]}"
-                )
-            return self._known
+            return self._known, troubles
 
 
 def _size(path: Path) -> int:
@@ -61,6 +73,15 @@ def _size(path: Path) -> int:
         return os.stat(path).st_size
     except OSError:
         return 0
+
+
+def _reserve(path: Path) -> None:
+    if path.parent.is_dir():
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            reserve_beyond(fd, os.fstat(fd).st_size + _RESERVED_BYTES)
+        finally:
+            os.close(fd)
 
 
 def _grow(path: Path, target: int) -> OSError | None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+from concurrent.futures import CancelledError
 from typing import NamedTuple
 
 from pagoda.cache.ask import Ask, KeyScheme
+from pagoda.cache.deadline import Deadline
+from pagoda.cache.look import UNASKED
 from pagoda.cache.storeys import Storeys
 from pagoda.cache.workers import Workers
 from pagoda.clock import Clock
+from pagoda.errors import StoreError
 from pagoda.keys import Namespace
 from pagoda.ledger import Ledger
 from pagoda.metrics import Reason
@@ -25,11 +29,10 @@ _TELLING = (
     Reason.EVICTED,
     Reason.REBUILDING,
 )
-# what a tier that could not be asked says; nobody else knows better
-_UNASKED = frozenset({Reason.LEDGER_BUSY, Reason.DEADLINE, Reason.IO_ERROR, Reason.CLOSED})
 _SEEN = {
     Reason.BUSY: "somebody else is storing it",
     Reason.FAILED_CHECK: "the tables of the host tier disagree",
+    Reason.OTHER_NAMESPACE: "the key is that of a chunk of another namespace",
 }
 _BUDGET_NS = 1_000_000  # for comparing namespaces within an engine's call
 _THOROUGH_NS = 1_000_000_000
@@ -68,10 +71,16 @@ class Why:
         self._listed_ns = -_FRESH_NS
 
     def missing(
-        self, ask: Ask, index: int, hint: Reason | None, chosen: Storeys, thorough: bool = False
+        self,
+        ask: Ask,
+        index: int,
+        hint: Reason | None,
+        chosen: Storeys,
+        deadline: Deadline,
+        thorough: bool = False,
     ) -> Answer:
         """Why ask.keys[index] is in none of the `chosen` tiers; `hint` is what the host tier said of it."""
-        if hint is not None and hint in _UNASKED:
+        if hint is not None and hint in UNASKED:
             return Answer(hint)
         if hint is not None and hint in _SEEN:
             return Answer(hint, _SEEN[hint])
@@ -79,7 +88,11 @@ class Why:
         resting = [tier.name for tier in chosen.lower if getattr(tier, "resting", False)]
         if resting:
             return Answer(Reason.TIER_SKIPPED, f"{resting[0]} kept failing and is left out for a while")
-        silent = [t.name for t in chosen.lower if isinstance(t, RemoteTier) and not t.has_said(key)]
+        silent = [
+            t.name
+            for t in chosen.lower
+            if isinstance(t, RemoteTier) and not t.has_said(key, ask.namespace.root)
+        ]
         if silent:
             return Answer(Reason.DEADLINE, f"{silent[0]} did not say in time whether it has it")
         answer = _remembered(key, chosen)
@@ -88,44 +101,46 @@ class Why:
         unasked = [tier for tier in self._storeys.all if tier.name not in chosen.names]
         if not thorough:  # an engine's call asks over no network what it was told not to ask
             unasked = [tier for tier in unasked if not isinstance(tier, RemoteTier)]
-        others = [tier.name for tier in unasked if tier.contains(key)]
+        others = [tier.name for tier in unasked if tier.contains(key, deadline_seconds=deadline.remaining())]
         if others:
             return Answer(Reason.TIER_SKIPPED, f"{others[0]} has it and was not asked")
         if index == 0 and ask.first == 0 and ask.tokens is not None:
-            return self._elsewhere(ask, thorough) or answer
+            return self._elsewhere(ask, deadline, thorough) or answer
         return answer
 
-    def _elsewhere(self, ask: Ask, thorough: bool) -> Answer | None:
+    def _elsewhere(self, ask: Ask, deadline: Deadline, thorough: bool) -> Answer | None:
         """The same first chunk under another namespace of this store, and the fields in which that one differs."""
         assert ask.tokens is not None
         mine = ask.namespace.fields()
         head = ask.tokens[: self._chunk_tokens]
         items = [item for item in ask.items if item.start < self._chunk_tokens]
-        known = self._list() if thorough else self._recent()
+        known = self._list(deadline.remaining()) if thorough else self._recent(deadline)
         until = self._clock.monotonic_ns() + (_THOROUGH_NS if thorough else _BUDGET_NS)
         for tier, ledger, root, labels in known:
-            if self._clock.monotonic_ns() > until:
+            if deadline.passed or self._clock.monotonic_ns() > until:
                 return None
             if root != ask.namespace.root:
                 key = self._scheme(head, root, self._chunk_tokens, items)[0]
-                if len(ledger.match([key], touch=False).slots):
+                seconds = deadline.remaining()
+                if len(ledger.match([key], touch=False, deadline_seconds=seconds).slots):
                     fields = ", ".join(Namespace.differing(mine, labels)) or "format"
                     return Answer(Reason.OTHER_NAMESPACE, f"{tier} has it under another {fields}")
         return None
 
-    def _recent(self) -> list[_Known]:
+    def _recent(self, deadline: Deadline) -> list[_Known]:
         """The namespaces of the local tiers, not older than a while if they can be had in a moment."""
         if self._clock.monotonic_ns() - self._listed_ns > _FRESH_NS:
             self._listed_ns = self._clock.monotonic_ns()
-            with contextlib.suppress(TimeoutError):
-                return self._workers.call(self._list).result(_LIST_SECONDS)
+            seconds = min(_LIST_SECONDS, deadline.remaining())
+            with contextlib.suppress(TimeoutError, CancelledError, StoreError):
+                return self._workers.call(lambda: self._list(seconds)).result(seconds)
         return self._known
 
-    def _list(self) -> list[_Known]:
+    def _list(self, seconds: float) -> list[_Known]:
         self._known = [
             _Known(tier, ledger, root, row.fields)
             for tier, ledger in self._storeys.ledgers()
-            for root, row in ledger.namespaces(counted=False).items()
+            for root, row in ledger.namespaces(deadline_seconds=seconds).items()
         ]
         return self._known
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 from pagoda.cache.ask import Ask
 from pagoda.cache.border import Watched
 from pagoda.cache.deadline import Deadline
-from pagoda.cache.down import store_below, store_on_host
+from pagoda.cache.down import Store
 from pagoda.cache.hit import Hit, Stored, hit_of
 from pagoda.cache.look import look
 from pagoda.cache.parts import Parts
@@ -33,8 +35,8 @@ class Work:
 
     def lookup(self, storeys: Storeys, ask: Ask, deadline: Deadline, counted: bool) -> Hit:
         """What a retrieve would be expected to serve; leases what the host tier has of it."""
-        hit = self._gate(storeys, ask, deadline) or _hit(ask, {}, _short(ask))
-        return self._counted(ask, hit, counted)
+        hit = self._gate(storeys, ask, deadline)
+        return self._counted(ask, _hit(ask, {}, _short(ask)) if hit is None else hit, counted)
 
     def _gate(self, storeys: Storeys, ask: Ask, deadline: Deadline) -> Hit | None:
         """What a retrieve would be expected to serve."""
@@ -64,7 +66,7 @@ class Work:
             return _hit(ask, tokens, _not_worth_it(worthless[0]))
         if seen.chunks == len(ask.keys):
             return _hit(ask, tokens, None)
-        return _hit(ask, tokens, self._parts.why.missing(ask, seen.chunks, seen.reason, storeys))
+        return _hit(ask, tokens, self._parts.why.missing(ask, seen.chunks, seen.reason, storeys, deadline))
 
     def retrieve(
         self, storeys: Storeys, ask: Ask, kv: Watched | None, deadline: Deadline, counted: bool
@@ -75,17 +77,20 @@ class Work:
             return self._counted(ask, refused, counted)
         if kv is not None:
             _use_device(storeys, kv)
-        run = Run(storeys, ask, kv, deadline, self._parts.tools).go()
+        with _copying(storeys):
+            run = Run(storeys, ask, kv, deadline, self._parts.tools).go()
         tokens = {tier: chunks * ask.chunk_tokens for tier, chunks in run.by_tier.items()}
         answer: Answer | None = None
         if run.reason is Reason.ABSENT:
-            answer = self._parts.why.missing(ask, run.done, run.hint, storeys)
+            answer = self._parts.why.missing(ask, run.done, run.hint, storeys, deadline)
         elif run.reason is not None:
             answer = Answer(run.reason, run.detail)
         host = storeys.host
         if host is not None and kv is not None:
-            self._parts.tally.count("loaded_chunks", run.by_tier[host.name])
-            self._parts.tally.count("loaded_bytes", run.by_tier[host.name] * self._layout.chunk_bytes)
+            chunks = run.by_tier[host.name]
+            self._parts.tally.add(
+                {"loaded_chunks": chunks, "loaded_bytes": chunks * self._layout.chunk_bytes}
+            )
         return self._counted(ask, _hit(ask, tokens, answer), counted, run.told)
 
     def _refused(self, storeys: Storeys, ask: Ask, kv: Watched | None, deadline: Deadline) -> Hit | None:
@@ -116,18 +121,15 @@ class Work:
         if not ask.keys:
             return Stored(0, 0, 0, 0)
         self.register(ask.namespace)
-        if storeys.host is None:
-            return self._store_below(storeys, ask, kv, deadline)
         _use_device(storeys, kv)
-        stored, copies = store_on_host(storeys.host, ask, kv, deadline)
-        self._parts.descents.stored(ask.namespace.root, copies, storeys.lower)
-        self._parts.tally.count("stored_bytes", stored.num_chunks * self._layout.chunk_bytes)
+        overflows = storeys.host is None or self._config.write_policy != "selective"
+        store = Store(
+            storeys, ask, kv, deadline, self._parts.descents, self._parts.storing, overflows=overflows
+        )
+        with _copying(storeys):
+            stored = store.go()
+        self._parts.tally.count("stored_bytes", store.on_host * self._layout.chunk_bytes)
         return stored
-
-    def _store_below(self, storeys: Storeys, ask: Ask, kv: Watched, deadline: Deadline) -> Stored:
-        if not storeys.lower:
-            return Stored(0, 0, 0, len(ask.keys), Reason.TIER_SKIPPED)
-        return store_below(storeys.lower, ask, kv, deadline, self._parts.storing, storeys.stamps())
 
     def explain(self, storeys: Storeys, ask: Ask, deadline: Deadline) -> Hit:
         """What a lookup would say, found out thoroughly and without touching anything."""
@@ -138,26 +140,33 @@ class Work:
         if seen.chunks == len(ask.keys):
             return _hit(ask, tokens, None)
         return _hit(
-            ask, tokens, self._parts.why.missing(ask, seen.chunks, seen.reason, storeys, thorough=True)
+            ask,
+            tokens,
+            self._parts.why.missing(ask, seen.chunks, seen.reason, storeys, deadline, thorough=True),
         )
 
     def register(self, namespace: Namespace, wait: bool = False) -> None:
-        """Make a namespace known with its labels; an engine's call does not `wait` for it, since labels are synced."""
+        """Make a namespace known with its labels, with the next transaction; if told to `wait`, with one of its own."""
         if namespace.root in self._labelled:
             return
         if len(self._labelled) >= _MOST_LABELLED:
             self._labelled.clear()
         self._labelled.add(namespace.root)
+        self._parts.storeys.register(namespace)
         if wait:
-            self._parts.storeys.register(namespace)
-        else:
-            self._parts.workers.call(lambda: self._parts.storeys.register(namespace))
+            for _, ledger in self._parts.storeys.ledgers():
+                ledger.write_labels()
 
     def _counted(self, ask: Ask, hit: Hit, counted: bool, told: bool = False) -> Hit:
         if counted:
             reason = None if told else hit.reason
             self._parts.tally.asked(ask.length_tokens - ask.start_tokens, hit.by_tier, reason)
         return hit
+
+
+def _copying(storeys: Storeys) -> AbstractContextManager[None]:
+    """Within it a close of the cache leaves the host slots that are copied into to this process."""
+    return nullcontext() if storeys.host is None else storeys.host.copying()
 
 
 def _use_device(storeys: Storeys, kv: Watched) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import TypeVar
 
 from pagoda.cache.border import Job
 from pagoda.cache.forks import renewed_after_fork
 from pagoda.metrics import Reason
+from pagoda.threads import NO_THREAD, Answer, Pool
 
 __all__ = ["Workers"]
 
@@ -30,42 +31,41 @@ class Workers:
 
     def renew(self) -> None:
         """Begin anew, with no threads and nothing waiting."""
-        self._lock = threading.RLock()  # a future may be done, and call back, while it is being made
-        self._pool: ThreadPoolExecutor | None = None
-        self._waiting = 0
+        self._lock = threading.RLock()  # a signal handler may call at any line
+        self._pool: Pool | None = None
 
     def submit(self, job: Job[T]) -> Future[T]:
         """Run a job on one of the threads. With too many waiting, or after close, it is refused: a miss, at once."""
         with self._lock:
-            refused = Reason.CLOSED if self._closed else Reason.QUEUE_FULL
-            if not self._closed and self._waiting < _MOST_WAITING:
-                return self._start(job.run)
-        answered: Future[T] = Future()
-        answered.set_result(
-            job.refused(refused, "too many calls are waiting" if not self._closed else "closed")
-        )
+            if self._closed:
+                refused = Reason.CLOSED, "closed"
+            elif self._pool is not None and self._pool.under_way >= _MOST_WAITING:
+                refused = Reason.QUEUE_FULL, "too many calls are waiting"
+            elif (begun := self._start(job.run)) is not None:
+                return begun
+            else:
+                refused = Reason.IO_ERROR, NO_THREAD
+        answered: Future[T] = Answer()
+        answered.set_result(job.refused(*refused))
         return answered
 
     def call(self, work: Callable[[], T]) -> Future[T]:
         """Run something small behind the scenes; its exceptions stay in the future."""
         with self._lock:
-            if self._closed:
-                ended: Future[T] = Future()
-                ended.cancel()
-                return ended
-            return self._start(work)
+            begun = None if self._closed else self._start(work)
+        if begun is None:
+            begun = Answer[T]()
+            begun.cancel()
+        return begun
 
-    def _start(self, work: Callable[[], T]) -> Future[T]:
+    def _start(self, work: Callable[[], T]) -> Future[T] | None:
+        """Hand work to the threads; None if there are none to be had, and nothing of it will run."""
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="pagoda-cache")
-        self._waiting += 1
-        future = self._pool.submit(work)
-        future.add_done_callback(self._ended)
-        return future
-
-    def _ended(self, _: object) -> None:
-        with self._lock:
-            self._waiting -= 1
+            self._pool = Pool(_THREADS, "pagoda-cache")
+        try:
+            return self._pool.submit(work)
+        except RuntimeError:
+            return None
 
     async def wait_for(self, job: Job[T]) -> T:
         """Run a job and await it. Cancelled: the job is told to end, and has ended when this raises CancelledError.

@@ -6,6 +6,7 @@ what), 130 interrupted.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -24,14 +25,41 @@ class FailedError(Exception):
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; trouble is one line on stderr, never a traceback."""
+    if sys.platform != "linux":
+        return _complain(f"PagodaKV runs on Linux, this is {sys.platform}", USAGE)
+    if sys.stdout is None:  # closed by the caller: the exit code tells
+        sys.stdout = io.StringIO()
     try:
         return _run(sys.argv[1:] if args is None else args)
     except KeyboardInterrupt:
         return _complain("interrupted", INTERRUPTED)
     except BrokenPipeError:
-        # whoever read us has gone; what is still buffered must not raise again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return FAILED
+    except OSError as trouble:
+        if not _flushed():
+            _drop_output()
+        return _complain(_described(trouble), USAGE)
+
+
+def _described(trouble: OSError) -> str:
+    """Return what the system refused, where, and why."""
+    where = f"{trouble.filename}: " if trouble.filename else ""
+    return f"{where}{trouble.strerror or trouble}"
+
+
+def _flushed() -> bool:
+    """Write what is buffered of the output; whether that worked."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        return False
+    return True
+
+
+def _drop_output() -> None:
+    """Discard what is still buffered of the output, so that it does not raise again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(args: Sequence[str]) -> int:

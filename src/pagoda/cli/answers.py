@@ -71,7 +71,7 @@ def prompt_of(
     ids = as_token_ids(tokens)
     known: dict[bytes, NamespaceRow] = {}
     for ledger in tiers:
-        known.update(ledger.namespaces(counted=False))
+        known.update(ledger.namespaces())
     found = {} if chunk_tokens else _stored_sizes(tiers)
     # a namespace of which nothing is stored is cut as its neighbours are
     usual = chunk_tokens or next(iter(found.values()), config.chunk_tokens)
@@ -87,7 +87,7 @@ def answers(prompt: Prompt, root: bytes) -> list[Answer]:
     What is below the minimum counts for nothing, which only the answer for all tiers can say.
     """
     model = label(prompt.known[root].fields)
-    ledgers = [ledger for ledger in prompt.tiers if root in ledger.namespaces(counted=False)]
+    ledgers = [ledger for ledger in prompt.tiers if root in ledger.namespaces()]
     here: list[_Place] = [*ledgers, *prompt.remotes]
     if len(here) == 1:
         return [Answer(root, model, _name(here[0]), _together(prompt, root, here))]
@@ -203,14 +203,14 @@ def _load_seconds(ledger: Ledger, slots: Sequence[int]) -> float:
     room = aligned(ledger.slot_bytes)
     times = []
     if ledger.kind == "file":
-        disk = FileSlab(ledger.slab_path, ledger.slots, ledger.slot_bytes)
+        disk = ledger.open_slab(lambda file: FileSlab(file, ledger.slots, ledger.slot_bytes))
         for slot in slots:
             began = time.perf_counter()
             disk.read(slot, [room])
             times.append(time.perf_counter() - began)
         disk.close()
         return min(times)
-    memory = MemorySlab(ledger.slab_path, ledger.slots, ledger.slot_bytes)
+    memory = ledger.open_slab(lambda file: MemorySlab(file, ledger.slots, ledger.slot_bytes, ledger.lending))
     for slot in [*slots, *slots]:  # the first time faults the pages in
         began = time.perf_counter()
         np.copyto(room, memory.view(slot))

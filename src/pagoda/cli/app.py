@@ -13,7 +13,9 @@ from pagoda.cli.check import check
 from pagoda.cli.clear import clear
 from pagoda.cli.explain import explain
 from pagoda.cli.ls import ls
+from pagoda.cli.pin import pin, unpin
 from pagoda.cli.record import record
+from pagoda.cli.remove import remove
 from pagoda.cli.replay import replay
 from pagoda.cli.size import size
 from pagoda.cli.stats import stats
@@ -27,7 +29,7 @@ app = typer.Typer(
     context_settings=_STYLE,
     pretty_exceptions_enable=False,
 )
-for command in (stats, ls, check, clear, explain, bench, replay, size):
+for command in (stats, ls, check, clear, remove, pin, unpin, explain, bench, replay, size):
     app.command()(command)
 app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(record)
 app.add_typer(config.app, name="config")

@@ -23,7 +23,7 @@ _ADVANCE_CHUNKS = 16
 
 
 class Verdict(NamedTuple):
-    """What was found in one store. `trouble` is what is wrong with it, or empty."""
+    """What was found in one store. `trouble` is what is wrong with it, or hindered looking, or empty."""
 
     directory: Path
     tier: str
@@ -34,6 +34,16 @@ class Verdict(NamedTuple):
     read_chunks: int
     damaged: list[bytes]
     dropped: int
+    corrupt: bool = False  # the tables; else `trouble` says nothing of what is stored
+
+    @property
+    def word(self) -> str:
+        """The verdict in a word or two."""
+        if self.corrupt or self.damaged:
+            return "DAMAGED"
+        if self.trouble:
+            return "NOT OPENED"
+        return "being rebuilt" if self.gauges["unscanned"] else "ok"
 
     @property
     def ok(self) -> bool:
@@ -87,7 +97,7 @@ def _advance(bars: Progress, task: TaskID, done: int, total: int) -> None:
 
 def _judged(store: Path, read: bool, drop: bool, advance: Callable[[int, int], None]) -> Verdict:
     """Check one store; trouble with it is part of the verdict."""
-    from pagoda.errors import PagodaError
+    from pagoda.errors import LedgerCorrupt, PagodaError
 
     verdict = Verdict(store, "", "", {}, 0, 0, 0, [], 0)
     try:
@@ -102,7 +112,7 @@ def _judged(store: Path, read: bool, drop: bool, advance: Callable[[int, int], N
                 verdict = verdict._replace(read_chunks=number, damaged=[row.key for row in damaged])
                 verdict = verdict._replace(dropped=_drop(ledger, damaged) if drop else 0)
     except PagodaError as trouble:
-        return verdict._replace(trouble=str(trouble))
+        return verdict._replace(trouble=str(trouble), corrupt=isinstance(trouble, LedgerCorrupt))
     return verdict
 
 
@@ -111,7 +121,7 @@ def _read_all(ledger: Ledger, advance: Callable[[int, int], None]) -> tuple[int,
     from pagoda.slab.file import FileSlab
 
     total, read, damaged = ledger.gauges()["ready"], 0, []
-    slab = FileSlab(ledger.slab_path, ledger.slots, ledger.slot_bytes)
+    slab = ledger.open_slab(lambda file: FileSlab(file, ledger.slots, ledger.slot_bytes))
     try:
         for row, sound in _verified(ledger, slab):
             read += 1
@@ -137,7 +147,6 @@ def _verified(ledger: Ledger, slab: FileSlab) -> Iterator[tuple[Row, bool]]:
             store_id=ledger.store_id,
             slot=row.slot,
             namespace=row.namespace_root,
-            epoch=row.epoch,
             key=row.key,
             position=row.position,
             sequence=row.generation,
@@ -165,7 +174,7 @@ def _print(verdicts: list[Verdict]) -> None:
     rows = [
         (
             verdict.tier or "?",
-            "ok" if verdict.ok else "DAMAGED",
+            verdict.word,
             verdict.gauges.get("ready", 0),
             verdict.unreachable,
             verdict.stale_hints,
@@ -180,6 +189,11 @@ def _print(verdicts: list[Verdict]) -> None:
     for verdict in verdicts:
         if verdict.trouble:
             show.note(f"{verdict.directory}: {verdict.trouble}")
+        if verdict.gauges.get("unscanned"):
+            show.note(
+                f"{verdict.directory}: {verdict.gauges['unscanned']:,} slots are still to be scanned, by the next who "
+                "has the tier open"
+            )
         if verdict.damaged:
             keys = ", ".join(key.hex()[:12] for key in verdict.damaged[:8])
             done = (

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from pagoda.cli import FAILED, FailedError, UsageError, show
-from pagoda.cli.remotes import Unanswered, census, cleared, remotes_of
+from pagoda.cli.remotes import NO_SECRET, Unanswered, all_remotes, census, cleared
 from pagoda.cli.stores import (
     AsJson,
     ConfigFile,
@@ -56,11 +56,10 @@ def clear(
     """Forget all chunks, or those of one model or namespace, in every tier: the remote ones, for all machines, too."""
     stores = find_stores(directory, config)
     everything = model is None and namespace is None
-    shared = [
-        Shared(spec, *(({}, "") if everything else _counted(spec))) for spec in remotes_of(directory, config)
-    ]
+    asked, sealed = all_remotes(directory, config)
+    shared = [Shared(spec, *(({}, "") if everything else _counted(spec))) for spec in asked]
+    shared += [Shared(spec, {}, NO_SECRET) for spec in sealed]
     known = _known(stores)
-    here = set(known)
     for remote in shared:
         known.update(
             {root: _nameless(root, count) for root, count in remote.chunks.items() if root not in known}
@@ -78,10 +77,10 @@ def clear(
     more, deaf = _clear_shared(shared, wanted)
     broken |= {**failed, **deaf}
     _print([*gone, *more], broken, as_json)
-    nameless = len(known) - len(here)
+    nameless = sum(not row.fields for row in known.values())
     if nameless and model is not None:
         show.note(
-            f"{nameless} namespace(s) of remote tiers have no name on this machine, whosever they are, and were left "
+            f"{nameless} namespace(s) have no name on this machine, whosever they are, and were left "
             f"alone (pagoda ls --by namespace lists them, --namespace clears one)"
         )
     if broken:
@@ -111,7 +110,7 @@ def _nameless(root: bytes, chunks: int) -> NamespaceRow:
     """Return the row of a namespace of which only a remote tier knows: names stay on the machines that made them."""
     from pagoda.ledger import NamespaceRow
 
-    return NamespaceRow(root, {}, 0, chunks)
+    return NamespaceRow(root, {}, chunks)
 
 
 def _known(stores: list[Path]) -> dict[bytes, NamespaceRow]:
@@ -122,7 +121,8 @@ def _known(stores: list[Path]) -> dict[bytes, NamespaceRow]:
     for store in stores:
         try:
             with attached(store) as ledger:
-                known.update(ledger.namespaces(counted=False))
+                named = {root: row for root, row in known.items() if row.fields}
+                known.update({**ledger.namespaces(), **named})
         except PagodaError:
             continue
     return known
@@ -178,8 +178,7 @@ def _clear_shared(shared: list[Shared], roots: list[bytes] | None) -> tuple[list
 
 
 def _forget(ledger: Ledger, roots: list[bytes] | None) -> int:
-    """Clear the namespaces that this store knows; only those, so that no tenant loses another's chunks."""
+    """Clear these namespaces, also where nothing is known of them: a rebuild could find chunks that were evicted."""
     if roots is None:
         return ledger.clear()
-    known = ledger.namespaces(counted=False)
-    return sum(ledger.clear(root) for root in roots if root in known)
+    return sum(map(ledger.clear, roots))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Show, check, describe or import the configuration.")
 File = Annotated[
-    Path | None, typer.Argument(metavar="[FILE]", help="Configuration file instead of the usual ones.")
+    Path | None, typer.Argument(metavar="FILE", help="Configuration file instead of the usual ones.")
 ]
 
 
@@ -71,7 +71,7 @@ def import_lmcache(
     file: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[FILE]", help="LMCache's YAML file; default: the one its variables name, or they."
+            metavar="FILE", help="LMCache's YAML file; default: the one its variables name, or they."
         ),
     ] = None,
     output: Annotated[

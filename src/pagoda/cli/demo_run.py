@@ -19,6 +19,7 @@ from types import FrameType
 
 from pagoda.cli import FailedError, UsageError
 from pagoda.cli.demo_process import Answer, Outcome, Size, Task
+from pagoda.tiers import register
 
 __all__ = ["Shown", "run_demo"]
 
@@ -97,12 +98,12 @@ def run_demo(
     with the last words of a process that failed.
     """
     outcomes = {}
-    with _interruptible(), _own_directory(host_in) as host, _own_directory(disk_in) as disk:
+    with _interruptible(), _own_directory(host_in, "host") as host, _own_directory(disk_in, "disk") as disk:
         for process in PROCESSES:
             if process == "disk":
                 step("disk", "wiping the host tier")
-                shutil.rmtree(host / "host", ignore_errors=True)
-            task = Task(process, str(host / "host"), str(disk / "disk"), size, model)
+                shutil.rmtree(host, ignore_errors=True)
+            task = Task(process, str(host), str(disk), size, model)
             outcomes[process] = _run(task, lambda what, process=process: step(process, what))  # type: ignore[misc]
     return Shown(outcomes)
 
@@ -126,15 +127,17 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 @contextlib.contextmanager
-def _own_directory(parent: Path) -> Iterator[Path]:
+def _own_directory(parent: Path, tier: str) -> Iterator[Path]:
+    """A root for a tier under `parent`, removed and struck out of the register of tiers at the end."""
     try:
         made = Path(tempfile.mkdtemp(prefix="pagoda-demo-", dir=parent))
     except OSError as trouble:
         raise UsageError(f"the demo needs a directory in {parent}: {trouble.strerror}") from None
     try:
-        yield made
+        yield made / tier
     finally:
         shutil.rmtree(made, ignore_errors=True)
+        register.forget(os.path.realpath(made / tier))
 
 
 def _run(task: Task, step: Callable[[str], None]) -> Outcome:

@@ -57,8 +57,9 @@ def explain(
     from pagoda.cli.answers import answers, prompt_of
 
     specs = remotes_of(directory, config)
-    silent = {asked.tier: asked.trouble for asked in pinged(specs) if asked.trouble}
-    remotes = [spec for spec in specs if spec.name not in silent]
+    troubles = [asked.trouble for asked in pinged(specs)]
+    silent = {spec.name: trouble for spec, trouble in zip(specs, troubles, strict=True) if trouble}
+    remotes = [spec for spec, trouble in zip(specs, troubles, strict=True) if not trouble]
     with ExitStack() as stack:
         tiers = [stack.enter_context(attached(store)) for store in find_stores(directory, config)]
         prompt = prompt_of(ids, tiers, remotes, configured(config), chunk_tokens, prefill)

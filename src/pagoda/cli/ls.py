@@ -140,7 +140,7 @@ def _shared(
             broken[spec.redacted] = trouble.text
             continue
         for root, chunks in sorted(counts.items(), key=lambda count: -count[1]):
-            row = known.setdefault(root, NamespaceRow(root, {}, 0, chunks))
+            row = known.setdefault(root, NamespaceRow(root, {}, chunks))
             totals.append(Total(spec.name, root.hex(), label(row.fields), chunks))
     return totals, broken
 
@@ -151,7 +151,7 @@ def _listed(
     """Yield the chunks asked for, store by store; `known` gathers every namespace met."""
     for store in stores:
         with attached(store) as ledger:
-            namespaces = ledger.namespaces(counted=False)
+            namespaces = ledger.namespaces()
             known.update(namespaces)
             wanted = chosen(namespaces, model, prefix)
             everything = model is None and prefix is None

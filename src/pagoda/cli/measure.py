@@ -15,7 +15,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
@@ -30,7 +29,8 @@ from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.ledger import Reserved
 from pagoda.slab.file import aligned
-from pagoda.tiers import Chunk, DiskTier, HostTier
+from pagoda.threads import Pool, wait
+from pagoda.tiers import Chunk, DiskTier, HostTier, register
 
 Bytes = npt.NDArray[np.uint8]
 Step = Callable[[], None]
@@ -189,7 +189,7 @@ def _disk_turns(
         os.preadv(limit, [buffers[number].data], number * slot_bytes)
 
     writes, reads = Figure("disk_write", config.io_threads), Figure("disk_read", config.io_threads)
-    with ThreadPoolExecutor(config.io_threads) as pool:
+    with Pool(config.io_threads, "pagoda-measure") as pool:
 
         def at_once(move: Callable[[int], None]) -> Callable[[], object]:
             return lambda: list(pool.map(move, range(count)))
@@ -256,6 +256,7 @@ def _place(parent: Path, need_bytes: int) -> Iterator[Path]:
         yield root
     finally:
         shutil.rmtree(root, ignore_errors=True)
+        register.forget(os.path.realpath(root))
 
 
 @contextlib.contextmanager

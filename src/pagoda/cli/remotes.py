@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from urllib.parse import unquote, urlsplit
 
+from pagoda.cli import show
 from pagoda.cli.stores import configured
 
 if TYPE_CHECKING:
     from pagoda.config import RemoteSpec
-    from pagoda.tiers.link import Link, Usage
+    from pagoda.tiers.link import Link, Usage, Walk
 
 _T = TypeVar("_T")
+NO_SECRET = (
+    "its password or key is not kept here: name a configuration that has it (--config), "
+    "or strike it out (pagoda remove URL)"
+)
 PATIENCE_SECONDS = 5.0
 """The least that a person waits for one answer; a tier's own deadline counts if it is longer."""
+WALK_SECONDS = 300.0
+"""The most that a walk over all names takes."""
 
 
 class Asked(NamedTuple):
@@ -37,13 +45,39 @@ class Unanswered(Exception):
 
 
 def remotes_of(directory: Path | None, config_file: Path | None) -> tuple[RemoteSpec, ...]:
-    """Return the configured remote tiers; none if a command is about one directory. Raises ConfigError."""
-    return configured(config_file).remotes() if directory is None else ()
+    """Return the remote tiers known here; none if a command is about one directory. Raises ConfigError.
+
+    The configured ones, then those that this user has opened in another way. Of the latter some may lack their secret:
+    they are named on stderr and left out.
+    """
+    known, sealed = all_remotes(directory, config_file)
+    for spec in sealed:
+        show.note(f"{spec.redacted}: {NO_SECRET}")
+    return known
+
+
+def all_remotes(
+    directory: Path | None, config_file: Path | None
+) -> tuple[tuple[RemoteSpec, ...], tuple[RemoteSpec, ...]]:
+    """Return the remote tiers known here: those that can be asked, and those whose secret is not known here."""
+    if directory is not None:
+        return (), ()
+    from pagoda.config.remotes import parse
+    from pagoda.errors import ConfigError
+    from pagoda.tiers import register
+
+    specs = {spec.redacted: spec for spec in configured(config_file).remotes()}
+    for entry in register.entries():
+        if entry.tier == "remote":
+            with suppress(ConfigError):  # of another version
+                specs.setdefault(entry.place, parse(entry.place))
+    sealed = tuple(spec for spec in specs.values() if spec.lacks_secret)
+    return tuple(spec for spec in specs.values() if not spec.lacks_secret), sealed
 
 
 def census(spec: RemoteSpec) -> Mapping[bytes, int]:
     """Return the number of chunks of each namespace (its root). Walks over all names. Raises Unanswered."""
-    return ask(spec, lambda link: link.census(patience(spec)))
+    return ask(spec, lambda link: link.census(_walk(spec)))
 
 
 def usage(spec: RemoteSpec) -> Usage:
@@ -59,7 +93,8 @@ def leading(spec: RemoteSpec, root: bytes, keys: Sequence[bytes]) -> int:
 def cleared(spec: RemoteSpec, roots: Sequence[bytes] | None) -> int:
     """Remove the chunks of these namespaces (None: all that are ours), for all machines. Raises Unanswered."""
     found = [None] if roots is None else list(roots)
-    return ask(spec, lambda link: sum(link.clear(root, patience(spec)) for root in found))
+    walk = _walk(spec)  # one deadline for all of them
+    return ask(spec, lambda link: sum(link.clear(root, walk) for root in found))
 
 
 def pinged(specs: Sequence[RemoteSpec]) -> list[Asked]:
@@ -72,10 +107,16 @@ def patience(spec: RemoteSpec) -> float:
     return max(PATIENCE_SECONDS, spec.deadline_seconds)
 
 
+def _walk(spec: RemoteSpec) -> Walk:
+    from pagoda.tiers.link import Walk
+
+    return Walk(patience(spec), WALK_SECONDS)
+
+
 def ask(spec: RemoteSpec, question: Callable[[Link], _T]) -> _T:
     """Return the answer of a remote tier. Raises Unanswered."""
     from pagoda.errors import PagodaError
-    from pagoda.tiers.link import Refused
+    from pagoda.tiers.link import Refused, Unended
 
     try:
         link = spec.engine().link(time.monotonic() + patience(spec))
@@ -83,6 +124,10 @@ def ask(spec: RemoteSpec, question: Callable[[Link], _T]) -> _T:
             return question(link)
         finally:
             link.close()
+    except Unended as unended:
+        raise Unanswered(
+            spec, f"{unended}; what was done stays done: run the command again to go on"
+        ) from None
     except TimeoutError:
         late = f"no answer within {patience(spec):g} s; does it run, and is it let through?"
         raise Unanswered(spec, late) from None

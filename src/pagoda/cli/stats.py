@@ -31,7 +31,7 @@ class Snapshot(NamedTuple):
     def as_json(self) -> dict[str, object]:
         """Return all of it in plain types."""
         namespaces = [
-            {"namespace": row.root.hex(), "epoch": row.epoch, "chunks": row.chunks, "fields": row.fields}
+            {"namespace": row.root.hex(), "chunks": row.chunks, "fields": row.fields}
             for row in self.namespaces
         ]
         plain = {name: value for name, value in self._asdict().items() if name != "namespaces"}
@@ -138,14 +138,14 @@ def _print(found: list[Snapshot]) -> None:
 
 
 def _print_room(found: list[Snapshot]) -> None:
-    names = ("slots", "ready", "free", "reserved", "pinned", "leased", "members")
+    names = ("slots", "unbacked", "ready", "free", "reserved", "pinned", "leased", "members")
     rows = [
         (
             snapshot.tier,
             *(snapshot.gauges[name] for name in names),
             show.size(snapshot.slot_bytes),
             show.size(snapshot.gauges["ready"] * snapshot.slot_bytes),
-            show.size(snapshot.gauges["slots"] * snapshot.slot_bytes),
+            show.size((snapshot.gauges["slots"] - snapshot.gauges["unbacked"]) * snapshot.slot_bytes),
             snapshot.directory,
         )
         for snapshot in found
@@ -178,13 +178,12 @@ def _print_namespaces(found: list[Snapshot]) -> None:
             label(row.fields),
             row.chunks,
             show.size(row.chunks * snapshot.slot_bytes),
-            row.epoch,
         )
         for snapshot in found
         for row in snapshot.namespaces
     ]
     if rows:
-        show.print_table("namespaces", ("tier", "namespace", "model", "chunks", "bytes", "epoch"), rows)
+        show.print_table("namespaces", ("tier", "namespace", "model", "chunks", "bytes"), rows)
 
 
 def _print_traffic(found: list[Snapshot]) -> None:

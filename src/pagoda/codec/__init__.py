@@ -12,6 +12,7 @@ from pagoda.codec.header import (
     Header,
     Page,
     agrees,
+    is_foreign,
     parse,
     seal,
     verify,
@@ -19,5 +20,5 @@ from pagoda.codec.header import (
 
 __all__ = [
     "CODECS", "FORMAT", "HEADER_BYTES", "MAGIC", "Expected", "Header", "Page",
-    "agrees", "decode", "encode", "parse", "require", "seal", "verify",
+    "agrees", "decode", "encode", "is_foreign", "parse", "require", "seal", "verify",
 ]  # fmt: skip

@@ -111,6 +111,18 @@ def parse(page: Page) -> Header | None:
     )
 
 
+def is_foreign(page: Page) -> bool:
+    """Whether `page` is a whole header that this version cannot read: of another format, or with a codec it lacks.
+
+    In every format the magic number and the checksum of the page are where they are in this one.
+    """
+    view = _view(page)
+    if view.nbytes != HEADER_BYTES or view[:8] != MAGIC or view[_OWN] != _own_checksum(view):
+        return False
+    found = parse(page)
+    return found is None or found.codec not in CODECS
+
+
 def agrees(found: Header, expected: Header | Expected) -> bool:
     """Whether a header says all that `expected` asks, and its codec is known. Of the payload it says nothing."""
     wanted = ((name, getattr(expected, name)) for name in _NAMES)

@@ -53,7 +53,7 @@ class Config:
         default=(),
         repr=False,  # passwords may stand in it
         metadata={
-            "help": "Stores that many machines share, below the disk, top down: 'redis://host:6379/0', 's3://bucket'."
+            "help": "Stores that many machines share, below the disk, top down: 'redis://HOST', 's3://BUCKET'."
         },
     )
     weights_epoch: int = field(
@@ -93,6 +93,12 @@ class Config:
         default="",
         metadata={
             "help": "Record requests in this file, for pagoda replay: hashed ids, no text. Empty: off."
+        },
+    )
+    profile: bool = field(
+        default=False,
+        metadata={
+            "help": "Mark calls and copies of this process for torch.profiler and Nsight; needs torch."
         },
     )
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Literal, get_args
 
 from pagoda import policy as policies
+from pagoda.config.paths import expanded
 from pagoda.config.remotes import tuple_of
 from pagoda.config.sizes import AUTO, parse_size
 from pagoda.config.suggest import did_you_mean
@@ -48,7 +49,7 @@ def _path(name: str, value: object) -> object:
         return ""
     if not text or "\0" in str(text):
         raise ValueError("not a path; name a directory")
-    path = os.path.abspath(os.path.expanduser(str(text)))
+    path = os.path.abspath(expanded(str(text)))
     if os.path.exists(path) and not os.path.isdir(path):
         raise ValueError("is a file; name a directory")
     return path
@@ -60,7 +61,7 @@ def _file(name: str, value: object) -> object:
     text = str(os.fspath(value))
     if "\0" in text:
         raise ValueError("not a path; name a file")
-    path = os.path.abspath(os.path.expanduser(text)) if text else ""
+    path = os.path.abspath(expanded(text)) if text else ""
     if os.path.isdir(path) or text.endswith(os.sep):
         raise ValueError("is a directory; name a file")
     return path
@@ -130,6 +131,7 @@ _CHECKS: dict[str, Check] = {
     "queue_chunks": _count(1, 2**20),
     "policy": _policy,
     "record": _file,
+    "profile": _flag,
     "remote": _remote,
     "weights_epoch": _count(0, 2**31 - 1),
 }

@@ -17,7 +17,8 @@ from typing import NamedTuple
 from pagoda import policy as policies
 from pagoda.config import Config
 from pagoda.config.lmcache_fields import BELONGS, NOT_NEEDED, PLUMBING, SWITCHES, WHEN_SET, belongs_to
-from pagoda.config.lmcache_urls import IN_URLS, Untranslated, translated
+from pagoda.config.lmcache_urls import IN_URLS, OWN_SERVER_HERE, Untranslated, is_own_server_here, translated
+from pagoda.config.paths import expanded
 from pagoda.config.remotes import redacted
 from pagoda.config.suggest import did_you_mean
 from pagoda.errors import ConfigError
@@ -191,9 +192,10 @@ class _Work:
         if where == "cpu":
             self.fields.setdefault("local_cpu", True)
             self.say(field, Verdict.SAME, "the host tier, as local_cpu: true")
-        elif where.startswith("cuda"):
-            text = f"device memory is the engine's own prefix cache's; write {field}: cpu"
-            self.say(field, Verdict.NOT_SUPPORTED, text)
+        elif where.startswith("cuda"):  # its oldest default
+            self.fields.setdefault("local_cpu", True)
+            text = "device memory is the engine's prefix cache's; the host tier takes its place, as local_cpu: true"
+            self.say(field, Verdict.NOT_NEEDED, text)
         elif where.startswith(("file://", "/", ".")):
             self.fields.setdefault("local_disk", where)
             if "max_local_cache_size" in self.fields:
@@ -238,7 +240,7 @@ class _Work:
                 "local_disk", Verdict.NOT_SUPPORTED, "how large? write max_local_disk_size: GB beside it"
             )
         elif path:
-            directory = os.path.abspath(os.path.expanduser(path.removeprefix("file://")))
+            directory = os.path.abspath(expanded(path.removeprefix("file://")))
             self.map("local_disk", "disk_path", directory, "LMCache's files there are left as they are")
             self.map("max_local_disk_size", "disk_size", _gib(gib * self._workers), self._times(gib))
             return
@@ -253,6 +255,9 @@ class _Work:
     def _remote(self) -> None:
         url = self.fields.pop("remote_url", None)
         serde = str(self.fields.pop("remote_serde", None) or "naive")
+        if url and is_own_server_here(str(url)):
+            self.say("remote_url", Verdict.NOT_NEEDED, OWN_SERVER_HERE)
+            url = None
         codec = self._codec(serde, wanted=bool(url))
         if not url:
             return
@@ -273,7 +278,7 @@ class _Work:
         """Judge the serde; return the codec that stands for it, or an empty string for the usual one."""
         if not wanted:
             if "remote_serde" in self._given:
-                self.say("remote_serde", Verdict.NOT_NEEDED, "there is no remote_url")
+                self.say("remote_serde", Verdict.NOT_NEEDED, "there is no remote tier")
             return ""
         if serde in ("naive", "torch", "safetensor", "fast"):
             if "remote_serde" in self._given:

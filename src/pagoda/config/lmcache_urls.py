@@ -9,7 +9,7 @@ from urllib.parse import quote, urlsplit
 from pagoda.config.remotes import parse
 from pagoda.errors import ConfigError
 
-__all__ = ["IN_URLS", "Untranslated", "translated"]
+__all__ = ["IN_URLS", "OWN_SERVER_HERE", "Untranslated", "is_own_server_here", "translated"]
 
 _REDIS = 'remote = "redis://HOST:6379/0"'
 _REASONS = {
@@ -17,6 +17,11 @@ _REASONS = {
     "redis-sentinel": f"Sentinel is not asked for the master; name it: {_REDIS}",
     "fs": 'a shared file system is no store here; serve it by WebDAV: remote = "http://HOST/PATH/"',
 }
+_HERE = ("localhost", "127.0.0.1", "::1")
+OWN_SERVER_HERE = (
+    "LMCache's own server is not spoken to; on this machine engines share the host tier without one, and to share with "
+    f"other machines start Redis or Valkey and write {_REDIS}"
+)
 _AMAZON = re.compile(r"(?P<bucket>[a-z0-9-]+)\.s3[.-](?P<region>[a-z0-9-]+)\.amazonaws\.com")
 _IN_S3 = ("s3_region", "s3_file_prefix", "s3_enable_s3express")
 _IN_VALKEY = ("valkey_mode", "valkey_username", "valkey_password", "valkey_database")
@@ -52,6 +57,15 @@ def translated(url: str, fields: Mapping[str, object]) -> tuple[str, list[str]]:
     except ConfigError as trouble:
         raise Untranslated(str(trouble)) from None
     return found, used
+
+
+def is_own_server_here(url: str) -> bool:
+    """Whether a URL names LMCache's own server on this machine, as its default configuration does."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return False
+    return parts.scheme == "lm" and parts.hostname in _HERE
 
 
 def _s3(url: str, fields: Mapping[str, object]) -> tuple[str, list[str]]:

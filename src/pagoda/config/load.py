@@ -7,6 +7,7 @@ that over the defaults. pydantic-settings is imported by the first call, not by 
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, get_type_hints
 
 from pagoda.config import Config, defaults, option_names
 from pagoda.config.checks import checked
+from pagoda.config.paths import expanded
 from pagoda.config.remotes import split
 from pagoda.config.suggest import did_you_mean
 from pagoda.errors import ConfigError
@@ -26,6 +28,10 @@ PREFIX = "PAGODA_"
 FILE_VARIABLE = "PAGODA_CONFIG"
 DEFAULT = "default"
 _LISTED = " (pagoda config show lists them)"
+# What Kubernetes sets in every pod for a service whose name begins with "pagoda"; no option may end like these.
+_SERVICE_VARIABLE = re.compile(
+    r"PAGODA_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
+)
 
 
 class Loaded(NamedTuple):
@@ -161,14 +167,19 @@ def _options(given: Mapping[str, object]) -> _Layer:
 
 
 def _environment(environ: Mapping[str, str]) -> _Layer:
-    """Read the PAGODA_ variables; an empty one counts as not set, as shells cannot say otherwise."""
+    """Read the PAGODA_ variables; an empty one counts as not set, as shells cannot say otherwise.
+
+    The variables that Kubernetes sets for services are passed over.
+    """
 
     def variable(name: str) -> str:
         return PREFIX + name.upper()
 
     known = {variable(name): name for name in option_names()}
     for found in environ:
-        if found.startswith(PREFIX) and found not in known and found != FILE_VARIABLE:
+        if not found.startswith(PREFIX) or found == FILE_VARIABLE or _SERVICE_VARIABLE.fullmatch(found):
+            continue
+        if found not in known:
             raise ConfigError(f"{found}: no such variable{did_you_mean(found, known)}{_LISTED}")
     values = {name: environ[found] for found, name in known.items() if environ.get(found)}
     return _Layer(values, lambda name: f"environment {variable(name)}")
@@ -178,15 +189,21 @@ def _find_file(file: str | os.PathLike[str] | None, environ: Mapping[str, str]) 
     """Return the TOML file to read: a named one must exist, the usual places need not."""
     named = file if file is not None else environ.get(FILE_VARIABLE) or None
     if named is not None:
-        path = Path(named).expanduser()
-        if not path.is_file():
+        path = Path(expanded(named))
+        if not os.path.isfile(path):
             where = "" if file is not None else f" (environment {FILE_VARIABLE})"
             raise ConfigError(f"{path}: no such configuration file{where}")
         return path
-    home = Path(environ.get("XDG_CONFIG_HOME") or Path(environ.get("HOME") or "~").expanduser() / ".config")
-    return next(
-        (path for path in (Path("pagoda.toml"), home / "pagoda" / "config.toml") if path.is_file()), None
-    )
+    home = environ.get("HOME") or os.path.expanduser(
+        "~"
+    )  # stays "~" for a user that the system does not know
+    config_home = environ.get("XDG_CONFIG_HOME") or os.path.join(home, ".config")
+    if os.path.isfile("pagoda.toml"):
+        return Path("pagoda.toml")
+    theirs = Path(config_home, "pagoda", "config.toml")
+    return (
+        theirs if os.path.isfile(theirs) and os.access(theirs, os.R_OK) else None
+    )  # HOME may be another user's
 
 
 def _file(path: Path | None) -> _Layer:

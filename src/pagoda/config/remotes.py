@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, unquote, urlsplit
 
+from pagoda.config.paths import expanded
 from pagoda.config.suggest import did_you_mean
 from pagoda.errors import ConfigError
 
@@ -95,6 +96,11 @@ class RemoteSpec:
     """Parameters for the object store's own client."""
     password_file: str = ""
     """Where the password is read from when the tier is opened; empty: it is in the URL, or there is none."""
+
+    @property
+    def lacks_secret(self) -> bool:
+        """Whether this was made of a URL whose secrets are masked, as the register of tiers keeps it."""
+        return _MASK in self.redacted and _MASK in (self.url + "".join(self.options.values()))
 
     def engine(self) -> Remote:
         """Return the engine behind the URL; reads `password_file`, connects to nothing.
@@ -334,4 +340,4 @@ def _password_file(scheme: str, parts: SplitResult, file: str | None) -> str:
         return ""
     if parts.password is not None:
         raise ValueError("password_file: there is a password in the URL too; leave one of them out")
-    return os.path.abspath(os.path.expanduser(file))
+    return os.path.abspath(expanded(file))

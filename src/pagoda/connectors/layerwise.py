@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future
 from typing import Any
 
 from transformers import DynamicCache
@@ -24,6 +24,7 @@ from pagoda.cache import Cache, Hit
 from pagoda.cache.forks import renewed_after_fork
 from pagoda.connectors.handover import kv_of_row, room_for
 from pagoda.connectors.supported import Seen
+from pagoda.threads import Pool, wait
 from pagoda.transfer.gate import LayerGate
 from pagoda.transfer.ports import Port
 
@@ -161,7 +162,7 @@ class Loads:
     def renew(self) -> None:
         """Begin anew, with no threads and nothing under way."""
         self._lock = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool: Pool | None = None
         self._running: set[Future[Hit]] = set()
 
     def begin(
@@ -207,8 +208,11 @@ class Loads:
             if self._closed or len(self._running) >= _THREADS:
                 return None
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="pagoda-load")
-            future = self._pool.submit(cache.retrieve, tokens, transfer, counted=False, **space)
+                self._pool = Pool(_THREADS, "pagoda-load")
+            try:
+                future = self._pool.submit(cache.retrieve, tokens, transfer, counted=False, **space)
+            except RuntimeError:  # no thread can be had
+                return None
             self._running.add(future)
         return future
 

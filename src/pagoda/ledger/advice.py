@@ -30,12 +30,11 @@ class Admission(NamedTuple):
 class Advice:
     """One policy over the columns of one ledger. Thread-safe; what it needs of the clock it is told.
 
-    `stamp` is recency, `now` monotonic time, both in ns. `refuses`: whether the policy may keep newcomers out; in a
-    tier that has another below it they must come in, since what is not in it cannot go further down.
+    `stamp` is recency, `now` monotonic time, both in ns.
     """
 
-    def __init__(self, policy: str, columns: Columns, refuses: bool = True) -> None:
-        self.policy, self.refuses, self._columns = policy, refuses, columns
+    def __init__(self, policy: str, columns: Columns) -> None:
+        self.policy, self._columns = policy, columns
         self._policy = policies.make(policy, columns)
         self._lock = threading.Lock()
         self.shared_values = self._policy.shared_values
@@ -47,17 +46,22 @@ class Advice:
             if asked:
                 self._columns.hits[rows] += np.uint32(1)
 
-    def admit(self, marks: Marks, stamps: Rows, room: int, now: int) -> Admission:
-        """Say who of these newcomers, in chain order, may come in; leaves ghosts of the others."""
+    def admit(self, marks: Marks, stamps: Rows, room: int, now: int, *, all_in: bool = False) -> Admission:
+        """Say which newcomers, in chain order, may come in (with `all_in`: all); leaves ghosts of the others."""
         ghosts = self._columns.table
         known_hits, last_use = ghosts.recall(marks)
         with self._lock:
             count = self._policy.admit(Newcomers(stamps, known_hits, last_use), room, now)
-            count = count if self.refuses else len(marks)
+            count = len(marks) if all_in else count
         hits = known_hits + (last_use > 0).astype(np.uint32)
         if count < len(marks):
             ghosts.remember(marks[count:], stamps[count:], hits[count:], int(stamps[0]), _REFUSED)
         return Admission(count, hits)
+
+    def hits_of(self, marks: Marks) -> NDArray[np.int64]:
+        """The hits with which newcomers begin that were let in before. Changes nothing."""
+        known_hits, last_use = self._columns.table.recall(marks)
+        return (known_hits + (last_use > 0)).astype(np.int64)
 
     def refuse(self, marks: Marks, stamps: Rows, now: int) -> None:
         """Note that newcomers were asked for who stand behind one that was not admitted."""

@@ -21,6 +21,7 @@ from pagoda.policy import Ghosts
 
 NOT_READY = np.iinfo(np.int64).max  # `last_use` of a slot that holds nothing to evict
 NO_PARENT = -1
+BARE = 1 << 63  # in the published generation of a slot that has no pages
 FEW = 4  # so few rows are cheaper one by one than by array operations, above all when caches are cold
 _ALIGN = 4096
 
@@ -44,7 +45,7 @@ class Columns:
             if path is not None:
                 os.close(fd)
         ghosts = PER_SLOT * slots
-        self.slots = slots
+        self.slots = self.capacity = slots
         self._offset = 0
         self.generation: NDArray[np.uint64] = self._view(np.uint64, slots)
         self.keys: NDArray[np.uint64] = self._view(np.uint64, slots * 4).reshape(slots, 4)

@@ -12,7 +12,7 @@ from pagoda.ledger.ghosts import Marks, marks_of
 from pagoda.ledger.members import reap
 from pagoda.ledger.namespaces import Namespaces
 from pagoda.ledger.outcome import Busy, Landed, Outcome, Present, Refused, Reserved
-from pagoda.ledger.tables import ENTRY, SLOT, SLOT_KEY, Reservation
+from pagoda.ledger.tables import ENTRY, PLACE, SLOT, SLOT_KEY, Reservation
 from pagoda.ledger.writing import Writing
 from pagoda.metrics import Reason
 
@@ -35,10 +35,22 @@ class Ask(NamedTuple):
 
 
 class Request:
-    """The keys of one reserve and what is found out of them on the way. They stand at positions from `start` on."""
+    """The keys of one reserve and what is found out of them on the way. They stand at positions from `start` on.
 
-    def __init__(self, keys: Sequence[bytes], start: int, parent: bytes | None, stamp: int) -> None:
+    `all_in`: the policy may keep none of them out; `judged`: it has let all of them in before, and is not asked again.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[bytes],
+        start: int,
+        parent: bytes | None,
+        stamp: int,
+        all_in: bool = False,
+        judged: bool = False,
+    ) -> None:
         self.keys, self.start, self.parent, self.stamp = keys, start, parent, stamp
+        self.all_in, self.judged = all_in, judged
         self.present = np.zeros(len(keys), np.bool_)
         self.admitted = np.ones(len(keys), np.bool_)
         self.hits = np.zeros(len(keys), np.int64)  # those with which each begins
@@ -72,12 +84,14 @@ class Batch(NamedTuple):
     short: bool
 
 
-def reserve(writing: Writing, ask: Ask, victims: Sequence[Victim], quota: int, spaces: Namespaces) -> Batch:
+def reserve(writing: Writing, ask: Ask, victims: Sequence[Victim], spaces: Namespaces) -> Batch:
     """Give each key a room, leading keys first; what is Present in the same batch is nobody's victim."""
-    number, epoch = spaces.current(writing, ask.namespace)
+    quota = writing.most_reserved()
+    number = spaces.find(writing, ask.namespace)
     owed = writing.owed(writing.member)
-    present = _present(writing, ask.keys)
-    rooms = _Rooms(writing, victims, {found.slot for found in present.values()})
+    present = _present(writing, ask.keys, number)
+    kept = {found.slot for found in present.values() if isinstance(found, Present)}
+    rooms = _Rooms(writing, victims, kept)
     outcomes: list[Outcome] = []
     link = _linked(writing, ask.parent)
     made = 0
@@ -89,8 +103,11 @@ def reserve(writing: Writing, ask: Ask, victims: Sequence[Victim], quota: int, s
             outcome = Refused(key, Reason.FULL)
         slot = rooms.next() if outcome is None else None
         if slot is not None:
+            number = number or spaces.made(
+                writing, ask.namespace
+            )  # a tenant of whom nothing comes in costs no room
             reservation = Reservation(
-                writing.next_generation(), writing.member, ask.stamp - ask.start - i, writing.now, number, epoch,
+                writing.next_generation(), writing.member, ask.stamp - ask.start - i, writing.now, number,
                 ask.start + i, ask.tokens, key, (writing.member,) * ask.parts,
             )  # fmt: skip
             _put(writing, slot, reservation)
@@ -102,6 +119,8 @@ def reserve(writing: Writing, ask: Ask, victims: Sequence[Victim], quota: int, s
         outcomes.append(outcome or Refused(key, rooms.reason()))
         link = (outcome.slot, outcome.generation) if isinstance(outcome, Reserved | Present) else None
     writing.owe(writing.member, made)
+    if number is not None:
+        writing.tally(number, reservations=made)
     return Batch(outcomes, rooms.passed_over, rooms.short)
 
 
@@ -147,7 +166,7 @@ class _Rooms:
         return slot
 
     def reason(self) -> Reason:
-        return Reason.REBUILDING if self._writing.meta.scan < self._writing.meta.slots else Reason.FULL
+        return Reason.REBUILDING if self._writing.meta.unscanned() else Reason.FULL
 
     def _victim(self) -> int | None:
         for slot, generation in self._victims:
@@ -164,23 +183,26 @@ class _Rooms:
 
 def _put(writing: Writing, slot: int, reservation: Reservation) -> None:
     writing.txn.put(SLOT_KEY.pack(slot), reservation.pack(), db=writing.tables.reserved)
-    writing.txn.put(reservation.key, ENTRY.pack(slot, reservation.generation), db=writing.tables.pending)
+    writing.txn.put(reservation.key, PLACE.pack(slot, reservation.generation), db=writing.tables.pending)
     writing.meta.reserved += 1
 
 
-def _present(writing: Writing, keys: Sequence[bytes]) -> dict[bytes, Present]:
-    found = {}
+def _present(writing: Writing, keys: Sequence[bytes], number: int | None) -> dict[bytes, Present | Refused]:
+    """Which keys have a chunk. That of another namespace is not the asker's, and its bytes must not be taken for it."""
+    found: dict[bytes, Present | Refused] = {}
     for key in keys:
         row = writing.get(writing.tables.entries, key)
         if row is not None:
-            found[key] = Present(key, *ENTRY.unpack(row))
+            slot, generation, namespace, _ = ENTRY.unpack(row)
+            own = namespace == number
+            found[key] = Present(key, slot, generation) if own else Refused(key, Reason.OTHER_NAMESPACE)
     return found
 
 
 def _busy(writing: Writing, key: bytes) -> Busy | None:
     """Who is filling a slot for that key, if a living member began to a short while ago."""
     row = writing.get(writing.tables.pending, key)
-    reservation = writing.reservation(*ENTRY.unpack(row)) if row is not None else None
+    reservation = writing.reservation(*PLACE.unpack_from(row)) if row is not None else None
     if reservation is None or writing.now - reservation.started > BUSY_NS:
         return None
     return next((Busy(key, writer) for writer in reservation.writers if writing.alive(writer)), None)
@@ -191,19 +213,19 @@ def _linked(writing: Writing, parent: bytes | None) -> tuple[int, int] | None:
     if parent is None:
         return None
     row = writing.get(writing.tables.entries, parent) or writing.txn.get(parent, db=writing.tables.pending)
-    return ENTRY.unpack(row) if row is not None else None
+    return PLACE.unpack_from(row) if row is not None else None
 
 
-class _Standing(dict[tuple[int, int], bool]):
-    """Whether a namespace (its number) still is in an epoch; asked once, for nothing is cleared by a commit."""
+class _Standing(dict[int, int]):
+    """Where each namespace (its number) was last cleared; asked once, for nothing is cleared by a commit."""
 
     def __init__(self, writing: Writing, spaces: Namespaces) -> None:
         super().__init__()
         self._writing, self._spaces = writing, spaces
 
-    def __missing__(self, space: tuple[int, int]) -> bool:
-        self[space] = self._spaces.stands(self._writing, *space)
-        return self[space]
+    def __missing__(self, number: int) -> int:
+        self[number] = self._spaces.line(self._writing, number)
+        return self[number]
 
 
 def _commit_one(writing: Writing, item: Reserved, part: int, standing: _Standing) -> Landed:
@@ -212,26 +234,26 @@ def _commit_one(writing: Writing, item: Reserved, part: int, standing: _Standing
         return Landed.LOST
     writers = (*reservation.writers[:part], 0, *reservation.writers[part + 1 :])
     latest = writing.is_latest(reservation)
-    wanted = latest and standing[reservation.namespace, reservation.epoch]
+    wanted = latest and reservation.generation >= standing[reservation.namespace]
     if any(writers):
         row = reservation._replace(writers=writers).pack()
         writing.txn.put(SLOT_KEY.pack(item.slot), row, db=writing.tables.reserved)
         return Landed.PART if wanted else Landed.LOST
     writing.unreserve(item.slot, reservation, latest)
-    entry = ENTRY.pack(item.slot, item.generation)
+    entry = ENTRY.pack(item.slot, item.generation, reservation.namespace, reservation.position)
     if not wanted or not writing.txn.put(item.key, entry, overwrite=False, db=writing.tables.entries):
         writing.give_back(item.slot)
         return Landed.LOST
     row = SLOT.pack(
         item.generation,
         reservation.namespace,
-        reservation.epoch,
         reservation.position,
         reservation.tokens,
         item.key,
     )
     writing.txn.put(SLOT_KEY.pack(item.slot), row, db=writing.tables.slots)
     writing.meta.ready += 1
+    writing.tally(reservation.namespace, chunks=1)
     writing.ready(item.slot, reservation.stamp)
     writing.count("stored_chunks")
     return Landed.WHOLE

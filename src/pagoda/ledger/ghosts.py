@@ -20,6 +20,7 @@ WIDTHS = (8, 8, 8, 2, 1)  # bytes of the columns of a ghost
 _WAYS = 8
 _MOST_FORGOTTEN = 1024  # batches, of those who gave way, that wait to be learnt from
 _MOST_HITS = np.iinfo(np.uint16).max
+_NONE = np.empty(0, np.int64)
 
 Rows = NDArray[np.int64]
 Marks = NDArray[np.uint64]
@@ -39,6 +40,7 @@ class GhostTable:
         self, mark: Marks, last_use: Rows, went: Rows, hits: NDArray[np.uint16], reason: NDArray[np.uint8]
     ) -> None:
         self._mark, self._last_use, self._went, self._hits, self._reason = mark, last_use, went, hits, reason
+        self._marks, self._uses = mark.reshape(-1, _WAYS), last_use.reshape(-1, _WAYS)  # a line a place
         self._places = np.uint64(len(mark) // _WAYS)
         self._forgotten: deque[tuple[NDArray[np.uint32], Rows]] = deque(maxlen=_MOST_FORGOTTEN)
 
@@ -53,7 +55,7 @@ class GhostTable:
         """Leave a ghost for each mark. `last_use` and `went` are recency stamps."""
         if not len(marks):
             return
-        rows, found = self._find(marks)
+        rows, found = self._rows(marks)
         if len(set(rows.tolist())) < len(rows):  # who would share a place: the first of each, then the rest
             firsts = np.unique(rows, return_index=True)[1]
             rest = np.delete(np.arange(len(rows)), firsts)
@@ -71,18 +73,22 @@ class GhostTable:
 
     def recall(self, marks: Marks) -> tuple[NDArray[np.uint32], Rows]:
         """Hits and last use of each; 0 and 0 of what is not remembered."""
-        rows, found = self._find(marks)
-        return (self._hits[rows] * found).astype(np.uint32), self._last_use[rows] * found
+        hits, last_use = np.zeros(len(marks), np.uint32), np.zeros(len(marks), np.int64)
+        who, rows = self._found(marks)
+        if len(who):
+            hits[who], last_use[who] = self._hits[rows], self._last_use[rows]
+        return hits, last_use
 
     def forget(self, marks: Marks) -> None:
         """Remove ghosts whose chunks are back."""
-        rows, found = self._find(marks)
-        self._last_use[rows[found]] = 0
+        _, rows = self._found(marks)
+        if len(rows):
+            self._last_use[rows] = 0
 
     def find(self, key: bytes) -> Ghost | None:
         """What is remembered of a key, if anything."""
-        rows, found = self._find(marks_of([key]))
-        return Ghost(int(self._went[rows[0]]), int(self._reason[rows[0]])) if found[0] else None
+        _, rows = self._found(marks_of([key]))
+        return Ghost(int(self._went[rows[0]]), int(self._reason[rows[0]])) if len(rows) else None
 
     def forgotten(self) -> Iterator[tuple[NDArray[np.uint32], Rows]]:
         """Take those that gave way to others since the last call, in this process: hits and age (ns) of each."""
@@ -103,14 +109,23 @@ class GhostTable:
     def _all(self) -> tuple[NDArray[np.generic], ...]:
         return self._mark, self._last_use, self._went, self._hits, self._reason
 
-    def _find(self, marks: Marks) -> tuple[Rows, NDArray[np.bool_]]:
+    def _found(self, marks: Marks) -> tuple[Rows, Rows]:
+        """Which of the marks have a ghost, and its row."""
+        places = (marks % self._places).astype(np.int64)
+        same = self._marks[places] == marks[:, None]
+        if not same.any():
+            return _NONE, _NONE
+        same &= self._uses[places] > 0
+        who = np.flatnonzero(same.any(axis=1))
+        return who, places[who] * _WAYS + same[who].argmax(axis=1)
+
+    def _rows(self, marks: Marks) -> tuple[Rows, NDArray[np.bool_]]:
         """The row of each mark's ghost, or the one it would take, and whether it is there."""
-        rows = (marks % self._places).astype(np.int64)[:, None] * _WAYS + np.arange(_WAYS)
-        uses = self._last_use[rows]
-        same = (self._mark[rows] == marks[:, None]) & (uses > 0)
+        places = (marks % self._places).astype(np.int64)
+        uses = self._uses[places]
+        same = (self._marks[places] == marks[:, None]) & (uses > 0)
         found = same.any(axis=1)
-        way = np.where(found, same.argmax(axis=1), uses.argmin(axis=1))
-        return rows[np.arange(len(marks)), way], found
+        return places * _WAYS + np.where(found, same.argmax(axis=1), uses.argmin(axis=1)), found
 
 
 def marks_of(keys: Sequence[bytes]) -> Marks:

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 import lmdb
 
-from pagoda.ledger.tables import ENTRY, HOLD, SLOT, SLOT_KEY
+from pagoda.ledger.members import has_device
+from pagoda.ledger.namespaces import Namespaces
+from pagoda.ledger.tables import HOLD, PLACE, SLOT, SLOT_KEY
 from pagoda.ledger.writing import Writing
 from pagoda.metrics import Reason
 
@@ -25,6 +27,39 @@ def hold(writing: Writing, slot: int, generation: int) -> bool:
     return True
 
 
+def vacate(writing: Writing, count: int, victims: Sequence[tuple[int, int]], in_memory: bool) -> list[int]:
+    """Make up to `count` slots bare: those that hold nothing, then `victims` (slot, generation) that nobody keeps.
+
+    Returns them; none of a slab in memory that a living member has registered with a GPU, whose pages would stay.
+    """
+    if in_memory and has_device(writing):
+        return []
+    slots: list[int] = []
+    while len(slots) < count and (free := writing.take_free()) is not None:
+        slots.append(free)
+    for slot, generation in victims:
+        key = writing.chunk(slot, generation)
+        if len(slots) < count and key is not None and not writing.kept(slot, key):
+            writing.take_out(slot, Reason.EVICTED)
+            slots.append(slot)
+    for slot in slots:
+        writing.strip(slot)
+    return slots
+
+
+def vacate_unscanned(writing: Writing, spaces: Namespaces, count: int) -> int:
+    """Take up to `count` slots from those that wait to be scanned, the last first; return how many."""
+    meta = writing.meta
+    taken = min(count, meta.unscanned())
+    if taken:
+        meta.backed -= taken
+        meta.unused = meta.backed
+        if not meta.scanning:
+            meta.scan = meta.slots
+            spaces.strike_off(writing)
+    return taken
+
+
 def release(writing: Writing, slot: int, generation: int) -> None:
     """End one hold of this member on a chunk, if it has one; the last frees the slot if the chunk has gone."""
     holds = list(HOLD.iter_unpack(writing.get(writing.tables.holds, SLOT_KEY.pack(slot)) or b""))
@@ -35,9 +70,9 @@ def release(writing: Writing, slot: int, generation: int) -> None:
         writing.unheld(slot)
 
 
-def pin(writing: Writing, keys: Sequence[bytes], owner: str, most: int) -> int:
-    """Pin the chunks that are there in the name of `owner`, as long as no more than `most` are pinned."""
-    pinned = 0
+def pin(writing: Writing, keys: Sequence[bytes], owner: str) -> int:
+    """Pin the chunks that are there in the name of `owner`, as long as no more than a quarter of the slots are."""
+    pinned, most = 0, writing.most_pinned()
     for key in keys:
         names = set((writing.get(writing.tables.pins, key) or b"").decode().split(_OWNERS)) - {""}
         if writing.get(writing.tables.entries, key) is None:
@@ -66,13 +101,13 @@ def unpin(writing: Writing, keys: Sequence[bytes] | None, owner: str) -> int:
 def remove(writing: Writing, keys: Sequence[bytes]) -> int:
     """Drop the chunks of these keys."""
     rows = [writing.get(writing.tables.entries, key) for key in keys]
-    return sum(writing.drop(ENTRY.unpack(row)[0], Reason.REMOVED) for row in rows if row is not None)
+    return sum(writing.drop(PLACE.unpack_from(row)[0], Reason.REMOVED) for row in rows if row is not None)
 
 
 def drop(writing: Writing, key: bytes, slot: int, generation: int, reason: Reason) -> bool:
     """Drop one chunk if the entry still names that slot and generation."""
     row = writing.get(writing.tables.entries, key)
-    if row is None or ENTRY.unpack(row) != (slot, generation):
+    if row is None or PLACE.unpack_from(row) != (slot, generation):
         return False
     held = writing.get(writing.tables.slots, SLOT_KEY.pack(slot))
     if held is None or SLOT.unpack(held)[0] != generation or SLOT.unpack(held)[-1] != key:
@@ -80,14 +115,20 @@ def drop(writing: Writing, key: bytes, slot: int, generation: int, reason: Reaso
     return writing.drop(slot, reason)
 
 
-def drop_outdated(writing: Writing, slots: Sequence[int], epochs: dict[int, int]) -> int:
-    """Drop the chunks of these slots that are of an epoch that was cleared."""
+def drop_cleared(writing: Writing, slots: Sequence[int], namespace: int | None, line: int) -> int:
+    """Drop the chunks of these slots that a clear at generation `line` took, of one namespace or of all."""
     dropped = 0
     for slot in slots:
         row = writing.get(writing.tables.slots, SLOT_KEY.pack(slot))
-        if row is not None and SLOT.unpack(row)[2] < epochs.get(SLOT.unpack(row)[1], 0):
+        if row is not None and takes(row, namespace, line):
             dropped += writing.drop(slot, Reason.CLEARED)
     return dropped
+
+
+def takes(row: bytes, namespace: int | None, line: int) -> bool:
+    """Whether a clear at generation `line`, of one namespace (its number) or of all, takes the chunk of a row."""
+    generation, own, *_ = SLOT.unpack(row)
+    return generation < line and namespace in (None, own)
 
 
 def _put_or_delete(writing: Writing, table: lmdb._Database, key: bytes, value: bytes) -> None:

@@ -1,8 +1,14 @@
-"""Locks between processes: POSIX byte ranges of one file beside the ledger.
+"""Locks between processes: byte ranges of one file beside the ledger, held by its open file description.
 
-A kill frees them, a fork does not inherit them, containers that share the file see them. They belong to the
-*process*: closing any descriptor of the file drops them all, so a lock file is opened once a process and never
-closed. Threads of one process are kept apart by a `threading.Lock` with a timeout in front.
+`F_OFD_SETLK` locks belong to the description that a `LockFile` has open, one for each store that a process has open:
+what else in the process opens and closes the same file does not touch them, and they conflict with those of every
+other description, of the same process too, and with the POSIX locks of older versions. A kill frees them, containers
+that share the file see them. Threads of one process share a description: a lock of threads stands before the gate.
+
+A fork shares the description too, so a child gives up its copy first thing and gets a description of its own, with no
+locks: else the locks of a dead parent would last, and what the child unlocks would be the parent's. What runs no hooks
+of Python is an `exec` (the descriptor is closed by it) or a child made in C, which unlocks nothing; if it outlives the
+parent, so do the parent's locks.
 
 | byte | meaning |
 | --- | --- |
@@ -16,26 +22,32 @@ closed. Threads of one process are kept apart by a `threading.Lock` with a timeo
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 import struct
 import threading
 import time
+import weakref
+from collections.abc import Callable
+from functools import lru_cache, partial
+from io import FileIO
 from pathlib import Path
-from types import TracebackType
+from typing import TypeVar
 
 GATE, INTENT, OPEN, SCAN, LABELS = 0, 1, 2, 3, 4
 MEMBERS = 1024
 
+T = TypeVar("T")
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
+_TO_THE_END = 0  # the length of a range without an end
+_UNLOCK_BOTH = _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, GATE, 2, 0)  # gate and intent
+_CLOSED = "the lock file is closed"
 _FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 20e-6, 1e-3
 
-_files: dict[tuple[int, int], LockFile] = {}
-_stray: list[
-    int
-] = []  # descriptors of a file that was opened twice in a race: closing one would drop its locks
-_files_lock = threading.Lock()
+_files: weakref.WeakSet[LockFile] = weakref.WeakSet()
+_forks = 0  # of this process so far
 
 
 class DeadlineMissedError(Exception):
@@ -43,41 +55,42 @@ class DeadlineMissedError(Exception):
 
 
 class LockFile:
-    """Byte-range locks of one file, for the whole process. Thread-safe as far as single calls go."""
+    """Byte-range locks of one file, by one open file description. Thread-safe as far as single calls go.
 
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
+    `close` gives up all of them, and so does the end of the last reference; from then on none can be taken (OSError).
+    """
 
-    @classmethod
-    def at(cls, path: Path) -> LockFile:
-        """Return the process's one lock file at `path`, creating the file if it is absent."""
-        with _files_lock:
-            try:
-                known = _files.get(_identity(os.stat(path)))
-            except FileNotFoundError:
-                known = None
-            if known is not None:
-                return known
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            identity = _identity(os.fstat(fd))
-            if identity in _files:
-                _stray.append(fd)
-            else:
-                _files[identity] = cls(fd)
-            return _files[identity]
+    def __init__(self, path: Path, create: bool = True) -> None:
+        """Open the file; FileNotFoundError if it is absent and not to be made."""
+        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+        self._fd = -1
+        _files.add(self)
+        while True:
+            forks = _forks
+            self._file = FileIO(path, "r+", opener=lambda name, _: os.open(name, flags, 0o600))
+            self._fd = self._file.fileno()
+            if forks == _forks:  # else a child may have a copy that it does not know of
+                return
+            self.close()
+
+    def close(self) -> None:
+        """Give up all locks and the descriptor; idempotent. No other thread may be using it."""
+        if self._fd >= 0:
+            self._set(fcntl.F_UNLCK, 0, _TO_THE_END)  # for a child made in C would keep them
+            self._fd = -1
+            self._file.close()
 
     def is_at(self, path: Path) -> bool:
         """Whether `path` still names this very file (a discarded store's lock file does not)."""
         try:
-            return _identity(os.stat(path)) == _identity(os.fstat(self._fd))
-        except (FileNotFoundError, NotADirectoryError):
+            return os.path.samestat(os.stat(path), os.fstat(self._fd))
+        except OSError:
             return False
 
     def try_lock(self, byte: int, exclusive: bool) -> bool:
-        """Take or convert the lock of one byte without waiting; False if another process is in the way."""
-        kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
+        """Take or convert the lock of one byte without waiting; False if another description is in the way."""
         try:
-            fcntl.lockf(self._fd, kind | fcntl.LOCK_NB, 1, byte)
+            self._set(fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK, byte)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 return False
@@ -95,75 +108,128 @@ class LockFile:
         return True
 
     def unlock(self, byte: int) -> None:
-        """Give the lock of one byte back."""
-        fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, byte)
+        """Give the lock of one byte back; nothing if all have been given up."""
+        if self._fd >= 0:
+            self._set(fcntl.F_UNLCK, byte)
+
+    def unlocking(self, byte: int) -> Callable[[], object]:
+        """What gives the lock of one byte back, if it is held: built in, so that no signal handler comes before it."""
+        if self._fd < 0:
+            raise OSError(errno.EBADF, "the lock file is closed")
+        return partial(fcntl.fcntl, self._fd, fcntl.F_OFD_SETLK, _request(fcntl.F_UNLCK, byte, 1))
 
     def held_by_other(self, byte: int) -> bool:
-        """Whether another process holds a lock on that byte (one's own locks are not seen)."""
-        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
-        kind: int = _FLOCK.unpack(fcntl.fcntl(self._fd, fcntl.F_GETLK, asked))[0]
+        """Whether another description has a lock on that byte (the own ones are not seen)."""
+        if self._fd < 0:
+            raise OSError(errno.EBADF, _CLOSED)
+        answer = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, _request(fcntl.F_WRLCK, byte, 1))
+        kind: int = _FLOCK.unpack(answer)[0]
         return kind != fcntl.F_UNLCK
+
+    def _set(self, kind: int, byte: int, length: int = 1) -> None:
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _request(kind, byte, length))
+        except ValueError as error:
+            raise OSError(errno.EBADF, _CLOSED) from error
+
+    def _after_fork_in_child(self) -> None:
+        """Put a description of the child's own in the place of the one that is its parent's."""
+        if self._fd < 0:
+            return
+        try:
+            own = os.open(
+                f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC
+            )  # also if it was removed by now
+        except OSError:
+            self._fd = -1
+            self._file.close()
+            raise
+        os.dup2(own, self._fd, inheritable=False)
+        os.close(own)
+
+
+@lru_cache(maxsize=256)
+def _request(kind: int, byte: int, length: int) -> bytes:
+    return _FLOCK.pack(kind, os.SEEK_SET, byte, length, 0)
 
 
 class Gate:
-    """The one lock around transactions: `with gate.reading(seconds)` / `with gate.writing(seconds)`.
+    """The one lock around transactions: `gate.reading(work, seconds)` / `gate.writing(work, seconds)`.
 
-    Thread-safe. Raises DeadlineMissedError when it cannot be had within the seconds given.
+    Thread-safe. Raises DeadlineMissedError when it cannot be had within the seconds given, and at once to who is inside
+    already (a signal handler or a finalizer in the middle of a transaction).
+
+    An exception may come from a signal handler after any call, also after the one that took a lock. So nothing is taken
+    before the `try` whose `finally` gives it back, and what gives back are built-in functions, each in a `finally` of
+    its own: Python runs no handler between the begin of a `finally` and the end of the first built-in called there.
     """
 
     def __init__(self, file: LockFile) -> None:
         self._file = file
-        self.inside = threading.Lock()
+        self._inside = (
+            threading.RLock()
+        )  # knows its owner from the moment that it is taken; never taken twice
+        self._owner: int | None = None
 
-    def reading(self, deadline_seconds: float) -> _Passage:
-        """Share the gate with the readers of other processes."""
-        return _Passage(self, exclusive=False, deadline_seconds=deadline_seconds)
+    @property
+    def taken(self) -> bool:
+        """Whether a thread of this process is inside, or waits for other processes."""
+        return self._owner is not None
 
-    def writing(self, deadline_seconds: float) -> _Passage:
-        """Have the gate alone."""
-        return _Passage(self, exclusive=True, deadline_seconds=deadline_seconds)
+    def reading(self, work: Callable[[], T], deadline_seconds: float) -> T:
+        """Do `work` while the gate is shared with the readers of other processes."""
+        return self._run(work, False, deadline_seconds)
 
-    def _enter(self, exclusive: bool, deadline_seconds: float) -> None:
-        until = time.monotonic() + deadline_seconds
-        if not self.inside.acquire(timeout=max(deadline_seconds, 0.0)):
+    def writing(self, work: Callable[[], T], deadline_seconds: float) -> T:
+        """Do `work` while this thread has the gate alone."""
+        return self._run(work, True, deadline_seconds)
+
+    def hold(self, deadline_seconds: float) -> bool:
+        """Keep the other threads out until `let_go`, called on this thread; False if that could not be in time."""
+        return self._owner != threading.get_ident() and self._inside.acquire(
+            timeout=max(deadline_seconds, 0.0)
+        )
+
+    def let_go(self) -> None:
+        """End what `hold` began; nothing if this thread holds nothing."""
+        with contextlib.suppress(RuntimeError):
+            self._inside.release()
+
+    def _run(self, work: Callable[[], T], exclusive: bool, deadline_seconds: float) -> T:
+        me, until, fd, entered = (
+            threading.get_ident(),
+            time.monotonic() + deadline_seconds,
+            self._file._fd,
+            False,
+        )
+        if self._owner == me:
             raise DeadlineMissedError
         try:
+            entered = self._inside.acquire(timeout=max(deadline_seconds, 0.0))
+            if not entered:
+                raise DeadlineMissedError
+            self._owner = me
             self._pass(exclusive, until)
-        except BaseException:
-            self.inside.release()
-            raise
+            return work()
+        finally:
+            if entered:
+                try:
+                    if fd >= 0:
+                        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _UNLOCK_BOTH)
+                finally:
+                    self._owner = None
+                    self._inside.release()
+            else:
+                try:  # noqa: SIM105  # what `contextlib` has is no built-in function
+                    self._inside.release()  # it may have been taken and not noted
+                except RuntimeError:
+                    pass
 
     def _pass(self, exclusive: bool, until: float) -> None:
-        if not self._file.lock(INTENT, exclusive, until):
+        file = self._file
+        if not file.lock(INTENT, exclusive, until) or not file.lock(GATE, exclusive, until):
             raise DeadlineMissedError
-        try:
-            if not self._file.lock(GATE, exclusive, until):
-                raise DeadlineMissedError
-        finally:
-            self._file.unlock(INTENT)
-
-    def _leave(self) -> None:
-        try:
-            self._file.unlock(GATE)
-        finally:
-            self.inside.release()
-
-
-class _Passage:
-    """One stay inside the gate."""
-
-    __slots__ = ("_deadline_seconds", "_exclusive", "_gate")
-
-    def __init__(self, gate: Gate, exclusive: bool, deadline_seconds: float) -> None:
-        self._gate, self._exclusive, self._deadline_seconds = gate, exclusive, deadline_seconds
-
-    def __enter__(self) -> None:
-        self._gate._enter(self._exclusive, self._deadline_seconds)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._gate._leave()
+        file.unlock(INTENT)
 
 
 def barrier() -> None:
@@ -174,13 +240,16 @@ def barrier() -> None:
         lock.release()
 
 
-def _identity(status: os.stat_result) -> tuple[int, int]:
-    return status.st_dev, status.st_ino
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
 
 
-def _fresh_lock() -> None:
-    global _files_lock
-    _files_lock = threading.Lock()
+def _after_fork_in_child() -> None:
+    for file in list(_files):
+        with contextlib.suppress(OSError):
+            file._after_fork_in_child()
 
 
-os.register_at_fork(after_in_child=_fresh_lock)
+# Before all other hooks of the ledger, which take locks in the child.
+os.register_at_fork(after_in_parent=_count_fork, after_in_child=_after_fork_in_child)

@@ -8,10 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagoda.ledger.columns import NOT_READY, Columns
-from pagoda.ledger.state import MEMBER_ROWS
-from pagoda.ledger.tables import COUNTERS_ROW, HOLD, MEMBER, MEMBER_KEY, NOBODY, SLOT, SLOT_KEY, Reservation
+from pagoda.ledger.counters import MEMBER_ROWS, fold
+from pagoda.ledger.tables import HOLD, MEMBER, MEMBER_KEY, NOBODY, SLOT, SLOT_KEY, Reservation
 from pagoda.ledger.writing import Writing
-from pagoda.metrics import COUNTERS
 
 DEVICE_GRACE_NS = 5_000_000_000  # a copy begun by a GPU may outlive the process that began it
 _LOOK = 2048  # slots that `mend` looks at in one transaction
@@ -35,6 +34,12 @@ def mark_device(writing: Writing) -> None:
         counter_row, pid, reserved, _ = MEMBER.unpack(row)
         row = MEMBER.pack(counter_row, pid, reserved, 1)
         writing.txn.put(MEMBER_KEY.pack(writing.member), row, db=writing.tables.members)
+
+
+def has_device(writing: Writing) -> bool:
+    """Whether a living member has registered its memory with a GPU."""
+    rows = writing.tables.rows(writing.txn, writing.tables.members)
+    return any(MEMBER.unpack(row)[3] and writing.alive(MEMBER_KEY.unpack(key)[0]) for key, row in rows)
 
 
 def reap(writing: Writing, most: int) -> int:
@@ -70,8 +75,7 @@ def retire(writing: Writing, member: int, counters: NDArray[np.uint64]) -> None:
     row = writing.txn.pop(key, db=writing.tables.members)
     if row is None:
         return
-    totals = folded(writing.get(writing.tables.meta, COUNTERS_ROW)) + counters[MEMBER.unpack(row)[0]]
-    writing.txn.put(COUNTERS_ROW, totals.tobytes(), db=writing.tables.meta)
+    fold(writing.txn, writing.tables, counters[MEMBER.unpack(row)[0]])
     for slot, held in list(writing.tables.rows(writing.txn, writing.tables.holds)):
         others = b"".join(HOLD.pack(*hold) for hold in HOLD.iter_unpack(held) if hold[1] != member)
         if others and others != held:
@@ -91,20 +95,11 @@ def mend(writing: Writing, columns: Columns, start: int, stamp: int) -> int | No
         row = writing.get(writing.tables.slots, SLOT_KEY.pack(slot))
         if row is None:
             continue
-        generation, _, _, position, _, key = SLOT.unpack(row)
+        generation, _, position, _, key = SLOT.unpack(row)
         if columns.generation[slot] != generation or columns.key_of(slot) != key:
             writing.fill(slot, generation, key, 0, position, None)
         writing.ready(slot, stamp)
     return int(silent[_LOOK]) if len(silent) > _LOOK else None
-
-
-def folded(row: bytes | None) -> NDArray[np.uint64]:
-    """The counters of the dead, by their order in COUNTERS."""
-    totals = np.zeros(len(COUNTERS), np.uint64)
-    if row is not None:
-        known = np.frombuffer(row, np.uint64)
-        totals[: len(known)] = known
-    return totals
 
 
 def owes(writing: Writing, member: int) -> bool:

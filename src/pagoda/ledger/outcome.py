@@ -71,11 +71,10 @@ class Miss(NamedTuple):
 
 
 class NamespaceRow(NamedTuple):
-    """A namespace that has, or had, chunks here."""
+    """A namespace that has, or had, chunks here. `fields`: its name for people; empty if that is not known here."""
 
     root: bytes
     fields: dict[str, str]
-    epoch: int
     chunks: int
 
 
@@ -86,7 +85,6 @@ class Row(NamedTuple):
     slot: int
     generation: int
     namespace_root: bytes
-    epoch: int
     position: int
     tokens: int
     last_use_age_seconds: float
@@ -96,7 +94,11 @@ class Row(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A chunk whose header was read from the slab during a rebuild."""
+    """A chunk whose header was read from the slab during a rebuild.
+
+    `epoch` is compared with the generation before which its namespace was cleared. It is the `sequence`; an older
+    version wrote how often the namespace had been cleared, which is less than any generation.
+    """
 
     key: bytes
     namespace_root: bytes

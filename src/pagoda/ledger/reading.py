@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple, cast
 
@@ -11,42 +12,103 @@ from numpy.typing import NDArray
 
 from pagoda.errors import LedgerCorrupt
 from pagoda.ledger.columns import FEW, NOT_READY, Columns
+from pagoda.ledger.keeping import takes
 from pagoda.ledger.outcome import Present, Report
-from pagoda.ledger.tables import ENTRY, SLOT, SLOT_KEY, Meta, Reservation, Tables
+from pagoda.ledger.tables import (
+    ENTRY,
+    NAMESPACE,
+    NO_NAMESPACE,
+    NUMBER,
+    PLACE,
+    SLOT,
+    SLOT_KEY,
+    Meta,
+    Reservation,
+    Tables,
+)
 from pagoda.metrics import Reason
 
-_ENTRY_ROW = np.dtype([("slot", "<u4"), ("generation", "<u8")])
+_FEW_ENTRIES = 32  # so few are checked one by one
+_ENTRY_ROW = np.dtype([("slot", "<u4"), ("generation", "<u8"), ("namespace", "<u8"), ("position", "<u4")])
 
 
 class Run(NamedTuple):
-    """A leading run as the entries have it. `intact` chunks of it are published under the keys asked for."""
+    """A leading run as the entries have it. `intact` chunks of it are published under the keys asked for.
+
+    `reason`: why it ends before the last key, where the tables tell.
+    """
 
     slots: NDArray[np.int64]
     generations: NDArray[np.uint64]
     intact: int
-    pending: bool
+    reason: Reason | None
 
 
-def find(txn: lmdb.Transaction, tables: Tables, columns: Columns, keys: Sequence[bytes]) -> Run:
-    """Look up keys until one is absent; compare each slot's published key with the one asked for."""
+def find(
+    txn: lmdb.Transaction, tables: Tables, columns: Columns, keys: Sequence[bytes], namespace: bytes | None,
+    start: int | None,
+) -> Run:  # fmt: skip
+    """Look up keys until one is absent, or is not the chunk of that namespace at that position (from `start` on).
+
+    Without a namespace neither is asked. Compares each slot's published key with the one asked for.
+    """
     rows: list[bytes] = []
     for key in keys:
         row = cast("bytes | None", txn.get(key, db=tables.entries))
         if row is None:
             break
         rows.append(row)
-    entries = np.frombuffer(b"".join(rows), _ENTRY_ROW)
-    slots, generations = entries["slot"].astype(np.int64), entries["generation"].astype(np.uint64)
-    intact = _intact(columns, slots, generations, keys[: len(rows)])
-    pending = len(rows) < len(keys) and txn.get(keys[len(rows)], db=tables.pending) is not None
-    return Run(slots, generations, intact, pending)
+    joined = b"".join(rows)
+    if len(joined) != ENTRY.size * len(rows):
+        raise lmdb.CorruptedError("a row of entries has another size")
+    entries = np.frombuffer(joined, _ENTRY_ROW)
+    count, reason = _as_asked(txn, tables, joined, namespace, start)
+    slots = entries["slot"][:count].astype(np.int64)
+    generations = entries["generation"][:count].astype(np.uint64)
+    intact = _intact(columns, slots, generations, keys[:count])
+    if intact < count:
+        reason = Reason.FAILED_CHECK
+    elif reason is None and count < len(keys) and txn.get(keys[count], db=tables.pending) is not None:
+        reason = Reason.BUSY
+    return Run(slots, generations, intact, reason)
+
+
+def _as_asked(
+    txn: lmdb.Transaction, tables: Tables, rows: bytes, namespace: bytes | None, start: int | None
+) -> tuple[int, Reason | None]:
+    """How many leading entries are of that namespace and at these positions, and what is wrong with the next.
+
+    The key alone does not say it: whoever passes keys of its own may have those of another tenant.
+    """
+    entries, count = np.frombuffer(rows, _ENTRY_ROW), 0
+    if namespace is None or not len(entries):
+        return len(entries), None
+    row = cast("bytes | None", txn.get(namespace, db=tables.roots))
+    number = NUMBER.unpack(row)[0] if row is not None else NO_NAMESPACE
+    if len(entries) > _FEW_ENTRIES:
+        good = entries["namespace"] == number
+        if start is not None:
+            good &= entries["position"] == np.arange(start, start + len(entries))
+        count = _leading(good)
+    for i, (_, _, owner, position) in enumerate(ENTRY.iter_unpack(rows[count * ENTRY.size :]), count):
+        if owner != number:
+            return i, Reason.OTHER_NAMESPACE
+        if start is not None and position != start + i:
+            return i, Reason.ABSENT
+    return len(entries), None
+
+
+def _leading(good: NDArray[np.bool_]) -> int:
+    """How many leading ones are True."""
+    count = good.tobytes().find(0)
+    return len(good) if count < 0 else count
 
 
 def look(txn: lmdb.Transaction, tables: Tables, keys: Sequence[bytes]) -> tuple[list[Present | None], int]:
     """Which of these keys have an entry, holes notwithstanding, and how many slots are free."""
     rows = [cast("bytes | None", txn.get(key, db=tables.entries)) for key in keys]
     found = [
-        Present(key, *ENTRY.unpack(row)) if row is not None else None
+        Present(key, *PLACE.unpack_from(row)) if row is not None else None
         for key, row in zip(keys, rows, strict=True)
     ]
     return found, tables.load_meta(txn).free()
@@ -70,20 +132,19 @@ def _intact(
         before = int(np.argmax(slots >= columns.slots))
         return _intact(columns, slots[:before], generations[:before], keys[:before])
     same = columns.names(slots, keys) & (columns.generation[slots] == generations)
-    return len(keys) if same.all() else int(np.argmin(same))
+    return _leading(same)
 
 
-def outdated(
-    txn: lmdb.Transaction, tables: Tables, epochs: dict[int, int], start: int, most: int, rows: int
+def cleared(
+    txn: lmdb.Transaction, tables: Tables, namespace: int | None, line: int, start: int, most: int, rows: int
 ) -> tuple[list[int], int | None]:
-    """Slots whose namespace has begun a newer epoch, `most` at once, among the next `rows`; where to go on."""
+    """Slots whose chunk a clear at generation `line` takes, `most` at once, among the next `rows`; where to go on."""
     found: list[int] = []
     for seen, (key, row) in enumerate(tables.rows(txn, tables.slots, SLOT_KEY.pack(start))):
         slot: int = SLOT_KEY.unpack(key)[0]
         if len(found) == most or seen == rows:
             return found, slot
-        _, namespace, epoch, *_ = SLOT.unpack(row)
-        if epoch < epochs.get(namespace, 0):
+        if takes(row, namespace, line):
             found.append(slot)
     return found, None
 
@@ -96,7 +157,8 @@ def gauges(txn: lmdb.Transaction, tables: Tables, columns: Columns, now: int) ->
         "free": meta.free(),
         "reserved": meta.reserved,
         "ready": meta.ready,
-        "unscanned": meta.slots - meta.scan,
+        "unscanned": meta.unscanned(),
+        "unbacked": meta.unbacked(),
         "members": txn.stat(tables.members)["entries"],
         "pinned": txn.stat(tables.pins)["entries"],
         "leased": int(np.count_nonzero(columns.lease_until > now)),
@@ -105,13 +167,7 @@ def gauges(txn: lmdb.Transaction, tables: Tables, columns: Columns, now: int) ->
 
 def check(txn: lmdb.Transaction, tables: Tables, columns: Columns, totals: dict[str, int]) -> Report:
     """Judge the tables alone; count, but do not judge, hints that are wrong. LedgerCorrupt with the numbers."""
-    meta = tables.load_meta(txn)
-    free = {SLOT_KEY.unpack(row)[0] for row, _ in tables.rows(txn, tables.free)}
-    ready = {SLOT_KEY.unpack(row)[0]: SLOT.unpack(value) for row, value in tables.rows(txn, tables.slots)}
-    reserved = {
-        SLOT_KEY.unpack(row)[0]: Reservation.unpack(value) for row, value in tables.rows(txn, tables.reserved)
-    }
-    _judge(txn, tables, meta, free, ready, reserved)
+    ready = judge(txn, tables)
     rows = np.fromiter(ready, np.int64)
     generations = np.fromiter((row[0] for row in ready.values()), np.uint64)
     hints = (columns.generation[rows] != generations) | (columns.last_use[rows] == NOT_READY)
@@ -123,33 +179,73 @@ def check(txn: lmdb.Transaction, tables: Tables, columns: Columns, totals: dict[
     return Report(totals, int(np.count_nonzero(unreachable)), int(np.count_nonzero(hints)))
 
 
+def judge(txn: lmdb.Transaction, tables: Tables) -> dict[int, tuple[int, int, int, int, bytes]]:
+    """Look at every row of all tables; LedgerCorrupt or an error of LMDB or struct. Returns the chunks by slot."""
+    for table in (tables.members, tables.holds, tables.pins, tables.labels, tables.meta):
+        for _ in tables.rows(txn, table):
+            pass
+    meta, bare = backing(txn, tables)
+    free = {SLOT_KEY.unpack(row)[0] for row, _ in tables.rows(txn, tables.free)}
+    ready = {SLOT_KEY.unpack(row)[0]: SLOT.unpack(value) for row, value in tables.rows(txn, tables.slots)}
+    reserved = {
+        SLOT_KEY.unpack(row)[0]: Reservation.unpack(value) for row, value in tables.rows(txn, tables.reserved)
+    }
+    _judge(txn, tables, meta, free, set(bare), ready, reserved)
+    return ready
+
+
+def backing(txn: lmdb.Transaction, tables: Tables) -> tuple[Meta, list[int]]:
+    """The totals, and the bare slots in order."""
+    bare = [int(SLOT_KEY.unpack(row)[0]) for row, _ in tables.rows(txn, tables.bare)]
+    return tables.load_meta(txn), bare
+
+
 def _judge(
-    txn: lmdb.Transaction, tables: Tables, meta: Meta, free: set[int],
-    ready: dict[int, tuple[int, int, int, int, int, bytes]], reserved: dict[int, Reservation],
+    txn: lmdb.Transaction, tables: Tables, meta: Meta, free: set[int], bare: set[int],
+    ready: dict[int, tuple[int, int, int, int, bytes]], reserved: dict[int, Reservation],
 ) -> None:  # fmt: skip
-    unscanned = meta.slots - meta.scan
-    never_used = meta.slots - meta.unused if not unscanned else 0
+    unscanned = meta.unscanned()
+    never_used = meta.backed - meta.unused
     numbers = (
         f"{len(free)} free + {never_used} never used + {len(reserved)} reserved + {len(ready)} ready "
-        f"+ {unscanned} unscanned, {meta.slots} slots; totals say {meta.reserved} reserved, {meta.ready} ready"
+        f"+ {unscanned} unscanned + {meta.unbacked()} unbacked, {meta.slots} slots; "
+        f"totals say {meta.reserved} reserved, {meta.ready} ready; {len(bare)} of {meta.bare} bare are listed"
     )
-    if len(free) + never_used + len(reserved) + len(ready) + unscanned != meta.slots:
+    if len(free) + never_used + len(reserved) + len(ready) + unscanned + meta.unbacked() != meta.slots:
         raise LedgerCorrupt(f"slots do not add up: {numbers}")
-    if (len(reserved), len(ready)) != (meta.reserved, meta.ready):
+    if (len(reserved), len(ready), len(bare)) != (meta.reserved, meta.ready, meta.bare):
         raise LedgerCorrupt(f"totals are off: {numbers}")
-    if len(free | ready.keys() | reserved.keys()) != len(free) + len(ready) + len(reserved):
+    slots = free | bare | ready.keys() | reserved.keys()
+    if len(slots) != len(free) + len(bare) + len(ready) + len(reserved):
         raise LedgerCorrupt(f"a slot is in two tables: {numbers}")
+    if max(slots, default=-1) >= meta.backed:
+        raise LedgerCorrupt(f"slot {max(slots)} does not exist or has no pages: {numbers}")
     entries = {key: ENTRY.unpack(value) for key, value in tables.rows(txn, tables.entries)}
-    if {row[-1]: (slot, row[0]) for slot, row in ready.items()} != entries:
+    if {row[-1]: (slot, row[0], row[1], row[2]) for slot, row in ready.items()} != entries:
         raise LedgerCorrupt(f"entries and slots disagree: {len(entries)} entries, {numbers}")
     latest = {(r.key, slot, r.generation) for slot, r in reserved.items()}
-    lost = [key for key, row in tables.rows(txn, tables.pending) if (key, *ENTRY.unpack(row)) not in latest]
+    lost = [key for key, row in tables.rows(txn, tables.pending) if (key, *PLACE.unpack(row)) not in latest]
     if lost:
         raise LedgerCorrupt(f"{len(lost)} pending keys have no reservation: {numbers}")
+    _judge_namespaces(txn, tables, meta, ready, reserved)
 
 
-def miss_reason(run: Run, keys: Sequence[bytes]) -> Reason | None:
-    """Why the run ends, as far as the tables tell: None where the ghosts must be asked or all keys are in it."""
-    if run.intact < len(run.slots):
-        return Reason.FAILED_CHECK
-    return Reason.BUSY if run.pending else None
+def _judge_namespaces(
+    txn: lmdb.Transaction, tables: Tables, meta: Meta, ready: dict[int, tuple[int, int, int, int, bytes]],
+    reserved: dict[int, Reservation],
+) -> None:  # fmt: skip
+    chunks = Counter(row[1] for row in ready.values())
+    reservations = Counter(r.namespace for r in reserved.values() if r.namespace)
+    rows = {NUMBER.unpack(key)[0]: NAMESPACE.unpack(row) for key, row in tables.rows(txn, tables.namespaces)}
+    counted = {
+        number: (chunks[number], reservations[number]) for number in {**rows, **chunks, **reservations}
+    }
+    for number, found in counted.items():
+        told = rows[number][2:] if number in rows else None
+        if found != told:
+            raise LedgerCorrupt(f"namespace {number} has (chunks, reservations) {found}, its row says {told}")
+        if not any(found) and not meta.scanning:
+            raise LedgerCorrupt(f"namespace {number} has nothing, and a row")
+    roots = {root: NUMBER.unpack(row)[0] for root, row in tables.rows(txn, tables.roots)}
+    if roots != {row[0]: number for number, row in rows.items()}:
+        raise LedgerCorrupt(f"{len(roots)} roots and {len(rows)} namespaces disagree")

@@ -7,37 +7,41 @@ hinders it becomes an `UnavailableError` with a reason; the ledger turns that in
 from __future__ import annotations
 
 import contextlib
-import mmap
+import logging
 import os
 import struct
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 import lmdb
 import numpy as np
-from numpy.typing import NDArray
 
 from pagoda.clock import Clock
 from pagoda.errors import ClosedError, LedgerCorrupt, StoreError
 from pagoda.ledger.columns import Columns
+from pagoda.ledger.counters import MEMBER_ROWS, WIDTH, Row, columns_of, map_counters
+from pagoda.ledger.lending import Lending
 from pagoda.ledger.locks import MEMBERS, DeadlineMissedError, Gate
 from pagoda.ledger.members import dead, enrol, mend, owes, reap, retire
-from pagoda.ledger.namespaces import Namespaces
-from pagoda.ledger.state import COLUMNS, COUNTERS_FILE, MEMBER_ROWS, TABLES
+from pagoda.ledger.namespaces import Namespaces, outlived
+from pagoda.ledger.state import COLUMNS, COUNTERS_FILE, LENT, TABLES
 from pagoda.ledger.store import Store, reopen_store
-from pagoda.ledger.tables import NOBODY, SLOT_KEY, Reservation, Tables
+from pagoda.ledger.tables import MEMBER, MEMBER_KEY, NOBODY, SLOT_KEY, Reservation, Tables
+from pagoda.ledger.trust import is_damage
 from pagoda.ledger.writing import Writing
 from pagoda.metrics import COUNTERS, Reason
+
+log = logging.getLogger("pagoda")
 
 T = TypeVar("T")
 _FORK_SECONDS = 2.0  # a fork waits no longer than this for those who wait at a gate
 _LEAVE_SECONDS = 2.0
-_COUNTER = {name: column for column, name in enumerate(COUNTERS)}
+_JOIN_SECONDS = 1.0
 
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
@@ -59,9 +63,19 @@ class Session:
         self.gate = Gate(store.locks)
         self.member = 0
         self.closed = False
-        self._counters = _map_counters(store.directory / COUNTERS_FILE)
-        self._row = np.zeros(len(COUNTERS), np.uint64)  # once a member: its row of the mapped counters
+        self._lost = self._told = (
+            False  # its directory is no longer its own: nothing of it is opened by path again
+        )
+        self._damaged = False  # its tables: it has been said
+        self._counters = map_counters(store.directory / COUNTERS_FILE)
+        self._row = np.zeros(WIDTH, np.uint64).data  # once a member: its row of the mapped counters
+        self._column: dict[str, int] = {}
         self._counting = threading.Lock()
+        self.lending = (
+            Lending(store.directory / LENT, self.columns, self._join)
+            if store.state.kind == "memory" and store.state.slot_bytes
+            else None
+        )
         self._deferred: deque[Callable[[Writing], None]] = deque()
         self._tables: Tables | None = None
         self._spaces: Namespaces | None = None
@@ -71,60 +85,141 @@ class Session:
 
     # ---- transactions
 
-    def write(self, work: Callable[[Writing, Namespaces], T], deadline_seconds: float) -> T:
-        """Run `work` as one write transaction and publish what it decided. UnavailableError if that cannot be."""
+    def write(
+        self, work: Callable[[Writing, Namespaces], T], deadline_seconds: float, frees: bool = False
+    ) -> T:
+        """Run `work` as one write transaction and publish what it decided. UnavailableError if that cannot be.
+
+        Work that `frees` has room that no other gets: a full map must not keep anything from being taken out.
+        """
         try:
-            with self.gate.writing(deadline_seconds):
-                writing, result = self._transact(work)
+            if self._lost:
+                self.require_store()
+            writing, result = self.gate.writing(lambda: self._attempt(work, frees), deadline_seconds)
         except lmdb.MapFullError as error:
             raise UnavailableError(Reason.FULL) from error
-        except (lmdb.Error, OSError, StoreError) as error:
-            raise UnavailableError(Reason.IO_ERROR) from error
         except DeadlineMissedError as error:
             raise UnavailableError(Reason.LEDGER_BUSY) from error
-        for counter, n in writing.counts.items():
-            self.count(counter, n)
+        except Exception as error:
+            if self._is_trouble(error):
+                raise self._trouble() from error
+            raise
+        self.count(writing.counts)
+        if self.lending is not None:
+            self.lending.settle()
         return result
 
     def _transact(self, work: Callable[[Writing, Namespaces], T]) -> tuple[Writing, T]:
         """Do what is waiting, then `work`; commit and publish. Called inside the gate, which is held alone."""
         tables, spaces = self._open()
+        writing: Writing | None = None
         begun: list[Callable[[Writing], None]] = []
         try:
-            with tables.env.begin(write=True) as txn:
+            with tables.begin(write=True) as txn:
                 writing = Writing(txn, tables, self.member, self._alive, self.clock.monotonic_ns())
                 while self._deferred:
-                    begun.append(self._deferred.popleft())
-                    with contextlib.suppress(ValueError, struct.error):  # wrong use, too late to be told
-                        begun[-1](writing)
+                    begun.append(self._deferred[0])
+                    self._deferred.popleft()
+                    _do_late(begun[-1], writing)
                 result = work(writing, spaces)
                 writing.save()
-        except BaseException as error:  # the commit itself may fail: nothing that waited has been done
-            self._deferred.extendleft(reversed(begun))
-            if isinstance(error, lmdb.Error) and not isinstance(error, lmdb.MapFullError):
+            writing.committed = True
+            writing.publish(self.columns, self.stamp(writing.now))
+        except BaseException as error:
+            try:
+                self._settle(tables, writing, begun)
+            except BaseException:  # another signal: once more, from the start
+                self._settle(tables, writing, begun)
+                raise
+            if is_damage(error) or (
+                isinstance(error, lmdb.Error) and not isinstance(error, lmdb.MapFullError)
+            ):
                 self._shut()  # LMDB refuses to go on after a failed write: begin afresh
             raise
-        writing.publish(self.columns, self.stamp(writing.now))
         return writing, result
+
+    def _settle(
+        self, tables: Tables, writing: Writing | None, begun: list[Callable[[Writing], None]]
+    ) -> None:
+        """After an exception at any point of a transaction: publish it if it was committed, else nothing was done."""
+        if writing is not None and self._committed(tables, writing):
+            writing.committed = True
+            writing.publish(self.columns, self.stamp(writing.now))
+            return
+        while begun:  # back to those that wait, one by one and none twice
+            if not (self._deferred and self._deferred[0] is begun[-1]):
+                self._deferred.appendleft(begun[-1])
+            begun.pop()
+
+    @staticmethod
+    def _committed(tables: Tables, writing: Writing | None) -> bool:
+        """Whether a transaction that ended in an exception was committed. Called inside the gate that it was in."""
+        return writing is not None and (writing.committed or tables.env.info()["last_txnid"] == writing.id)
+
+    def _attempt(self, work: Callable[[Writing, Namespaces], T], frees: bool) -> tuple[Writing, T]:
+        """Do one transaction; one that frees is done with the spare room of the map if there is no other."""
+        try:
+            return self._transact(work)
+        except lmdb.MapFullError:
+            if not frees:
+                raise
+        tables, _ = self._open()
+        tables.widen()
+        try:
+            return self._transact(work)
+        finally:
+            if self._tables is tables:  # else they were shut, and are opened anew
+                tables.narrow()
 
     def read(self, work: Callable[[lmdb.Transaction, Tables], T], deadline_seconds: float) -> T:
         """Run `work` as one read transaction. UnavailableError if that cannot be."""
         until = time.monotonic() + deadline_seconds
+        found: list[T] = []
         try:
-            with self.gate.reading(deadline_seconds):
-                if self._tables is not None:
-                    with self._tables.env.begin() as txn:
-                        return work(txn, self._tables)
-            with self.gate.writing(until - time.monotonic()):  # the first call after a fork: a new member
-                tables, _ = self._open()
-                with tables.env.begin() as txn:
-                    return work(txn, tables)
-        except LedgerCorrupt:
-            raise  # what `check` has found, not trouble in looking
-        except (lmdb.Error, OSError, StoreError) as error:
-            raise UnavailableError(Reason.IO_ERROR) from error
+            if self._lost:
+                self.require_store()
+            self.gate.reading(lambda: self._look(self._tables, work, found), deadline_seconds)
+            if not found:  # the first call after a fork: a new member
+                self.gate.writing(lambda: self._look(self._open()[0], work, found), until - time.monotonic())
+            return found[0]
         except DeadlineMissedError as error:
             raise UnavailableError(Reason.LEDGER_BUSY) from error
+        except Exception as error:
+            if self._is_trouble(error) and not isinstance(error, LedgerCorrupt):
+                raise self._trouble() from error
+            raise  # wrong use, or what `check` has found
+
+    def _look(
+        self, tables: Tables | None, work: Callable[[lmdb.Transaction, Tables], T], found: list[T]
+    ) -> None:
+        """Run `work` as one read transaction, if the tables are open. Called inside the gate."""
+        if tables is None:
+            return
+        try:
+            with tables.begin() as txn:
+                found.append(work(txn, tables))
+        except Exception as error:
+            if is_damage(error):
+                self._shut()
+            raise
+
+    def _is_trouble(self, error: Exception) -> bool:
+        """Whether this error is trouble with the store, not wrong use; damaged tables are marked as such.
+
+        They are used as long as somebody has the store open (what cannot be read is a miss), and rebuilt then.
+        """
+        if is_damage(error) and not self._damaged:
+            self._damaged = True
+            self.store.mark_damaged()
+            log.error("the ledger at %s is damaged (%s): the next process that opens it alone begins a new one",
+                      self.store.directory, error)  # fmt: skip
+        return is_damage(error) or isinstance(error, lmdb.Error | OSError | StoreError)
+
+    def _trouble(self) -> ClosedError | UnavailableError:
+        """What to raise when something failed: a ledger that was closed says so."""
+        if self.closed:
+            return ClosedError(f"the store at {self.store.directory} was closed; open it again")
+        return UnavailableError(Reason.IO_ERROR)
 
     def defer(self, work: Callable[[Writing], None]) -> None:
         """Have the next transaction do what could not be done now."""
@@ -163,30 +258,63 @@ class Session:
     def _alive(self, member: int) -> bool:
         return self.store.locks.held_by_other(MEMBERS + member)
 
+    def untouched(self, slots: list[int], seconds: float) -> list[int]:
+        """Those of these bare slots that nobody reads or writes any more; the others are waited for for a while."""
+        if self.lending is None:  # a file: who reads what has been taken away reads zeros
+            return slots
+
+        def rows(txn: lmdb.Transaction, tables: Tables) -> list[int]:
+            members = tables.rows(txn, tables.members)
+            return [MEMBER.unpack(row)[0] for key, row in members if self.lives(MEMBER_KEY.unpack(key)[0])]
+
+        return self.lending.untouched(slots, self.read(rows, seconds), seconds)
+
+    def _join(self) -> None:
+        with contextlib.suppress(UnavailableError, ClosedError):
+            self.read(lambda *_: None, _JOIN_SECONDS)
+
+    def lives(self, member: int) -> bool:
+        """Whether a member's process lives."""
+        return member == self.member or self._alive(member)
+
     # ---- counters
 
-    def count(self, counter: str, n: int) -> None:
-        """Add to one of this member's counters."""
+    def count(self, counts: Mapping[str, int]) -> None:
+        """Add to this member's counters."""
         with self._counting:
-            self._row[_COUNTER[counter]] += np.uint64(n)
+            row = self._row
+            for counter, n in counts.items():
+                column = self._column.get(counter)
+                if column is not None:
+                    row[column] += n
+                elif (
+                    counter not in COUNTERS
+                ):  # else as many versions as have used this store have left no column
+                    raise KeyError(counter)
 
-    def counted(self, rows: list[int], totals: NDArray[np.uint64]) -> dict[str, int]:
+    def counted(self, rows: list[int], totals: Row) -> dict[str, int]:
         """Counters of the members in these rows and of the dead."""
         summed = self._counters[rows].sum(axis=0, dtype=np.uint64) + totals
-        return {name: int(summed[column]) for name, column in _COUNTER.items()}
+        columns = ((name, self._column.get(name)) for name in COUNTERS)
+        return {name: int(summed[column]) if column is not None else 0 for name, column in columns}
+
+    def own_counters(self) -> dict[str, int]:
+        """Counters of this member."""
+        return self.counted([], np.asarray(self._row))
 
     # ---- opening, closing, forking
 
     def _begin(self, deadline_seconds: float) -> None:
         """Open the tables and become a member. StoreError with the remedy."""
         try:
-            with self.gate.writing(deadline_seconds):
-                self._open()
+            self.gate.writing(self._open, deadline_seconds)
         except DeadlineMissedError as error:
             raise StoreError(
                 f"another process has been changing {self.store.directory} for {deadline_seconds:g} s: is it stopped?"
             ) from error
-        except (lmdb.Error, OSError) as error:
+        except Exception as error:
+            if isinstance(error, StoreError) or not self._is_trouble(error):
+                raise
             raise StoreError(
                 f"the ledger at {self.store.directory} cannot be opened ({error}): "
                 "stop those who have it open and open it again"
@@ -195,15 +323,44 @@ class Session:
     def _open(self) -> tuple[Tables, Namespaces]:
         """Open the tables if they are not, and become a member. Called inside the gate, which is held alone."""
         if self.closed:
-            raise ClosedError(f"the store at {self.store.directory} was closed; open it again")
+            raise self._trouble()
         if self._tables is None or self._spaces is None:
-            self._tables = Tables(self.store.directory / TABLES, self.store.state.map_bytes)
-            self._spaces = Namespaces(
-                self.store.directory, self._tables, in_memory=self.store.state.kind == "memory"
-            )
+            self._tables = self._own_tables()
+            self._spaces = Namespaces(self._tables)
         if not self.member:
             self._enrol(self._tables, self._spaces)
         return self._tables, self._spaces
+
+    def _own_tables(self) -> Tables:
+        """Open the tables by path. Asked before and after: no other store's are read or written."""
+        self.require_store()
+        tables = Tables(self.store.directory / TABLES, self.store.state.map_bytes)
+        try:
+            self.require_store()
+        except StoreError:
+            tables.close()
+            raise
+        return tables
+
+    def is_at(self, locks: Path) -> bool:
+        """Whether this is the session of the store with that lock file, and still of use."""
+        return not self.closed and not self._lost and self.store.locks.is_at(locks)
+
+    def require_store(self) -> None:
+        """StoreError if the directory is no longer this store's, from then on until it is closed; logged once."""
+        self._lost = self._lost or not self.store.stands()
+        if not self._lost:
+            return
+        if not self._told:
+            self._told = True
+            log.warning(
+                "the directory %s was removed or replaced while it was in use: this process neither finds nor stores "
+                "anything there until it opens it anew",
+                self.store.directory,
+            )
+        raise StoreError(
+            f"the directory {self.store.directory} was removed or replaced while it was in use: open it anew"
+        )
 
     def _shut(self) -> None:
         tables, self._tables = self._tables, None
@@ -211,21 +368,34 @@ class Session:
             tables.close()
 
     def _enrol(self, tables: Tables, spaces: Namespaces) -> None:
-        with tables.env.begin(write=True) as txn:
-            writing = Writing(txn, tables, 0, self._alive, self.clock.monotonic_ns())
-            number = writing.meta.next_member
-            writing.meta.next_member += 1
-            if not self.store.locks.try_lock(MEMBERS + number, exclusive=True):
-                raise StoreError(f"member {number} of {self.store.directory} is taken: discard the store")
-            try:
+        writing: Writing | None = None
+        number = row = 0
+        try:
+            with tables.begin(write=True) as txn:
+                writing = Writing(txn, tables, 0, self._alive, self.clock.monotonic_ns())
+                number = writing.meta.next_member
+                writing.meta.next_member += 1
+                if not self.store.locks.try_lock(MEMBERS + number, exclusive=True):
+                    raise StoreError(f"member {number} of {self.store.directory} is taken: discard the store")
                 row = self._enter(writing, number, spaces)
-            except BaseException:
+                self._column = columns_of(txn, tables)
+            self._become(number, row)
+        except BaseException:
+            if self._committed(tables, writing):
+                self._become(number, row)
+            else:
                 self.store.locks.unlock(MEMBERS + number)  # or nobody could ever be that member
-                raise
-        self.member = number
-        with self._counting:
-            self._counters[row] = self._row
-            self._row = self._counters[row]
+            raise
+
+    def _become(self, number: int, row: int) -> None:
+        """Be the member of that number, whose counters are in that row."""
+        if self.member != number:
+            with self._counting:
+                self._counters[row] = self._row
+                self._row = self._counters[row].data
+                self.member = number
+            if self.lending is not None:
+                self.lending.become(row)
 
     def _enter(self, writing: Writing, number: int, spaces: Namespaces) -> int:
         """Write the row of member `number`; returns its row of counters."""
@@ -240,8 +410,8 @@ class Session:
             raise StoreError(
                 f"{MEMBER_ROWS} processes have {self.store.directory} open; close some"
             ) from None
-        if self.store.sole:
-            spaces.load(writing)
+        if self.store.sole and writing.meta.scanning:
+            spaces.load(writing, *outlived(self.store.directory))
         writing.save()
         return row
 
@@ -253,38 +423,49 @@ class Session:
         if self.closed:  # a forked child that lost the store has nothing here to give up
             _sessions.discard(self)
             return
-        with contextlib.suppress(DeadlineMissedError, lmdb.Error, OSError), self.gate.writing(_LEAVE_SECONDS):
+        shared = False  # with a thread inside the gate: the last one who refers to the lock file closes it
+        try:
+            self.gate.writing(self._finish, _LEAVE_SECONDS)
+        except DeadlineMissedError:
+            shared = True
+        except Exception as error:
+            if not self._is_trouble(error):
+                raise
+        finally:
             self.closed = True
-            try:
-                if self._tables is not None:
-                    self._finish(self._tables)
-            finally:
-                self._shut()
-        self.closed = True
-        with self._counting:
-            self._row = self._row.copy()  # the row may soon be another member's
-        if self.member:
-            self.store.locks.unlock(MEMBERS + self.member)
-        self.store.release()
-        _sessions.discard(self)
+            with self._counting:
+                self._row = np.array(self._row).data  # the row may soon be another member's
+            if self.lending is not None:
+                self.lending.leave()
+            if self.member:
+                self.store.locks.unlock(MEMBERS + self.member)
+            self.store.release()
+            if not shared:
+                self.store.locks.close()
+            _sessions.discard(self)
 
-    def _finish(self, tables: Tables) -> None:
+    def _finish(self) -> None:
         """Leave; the last to leave a store on disk syncs it and says that it may be trusted."""
-        if self.member:
-            with contextlib.suppress(lmdb.MapFullError):  # the tables stand, with a dead member in them
-                self._leave(tables)
-        state = self.store.state
-        if state.kind == "file" and not state.private and self.store.is_last():
-            tables.env.sync(True)
-            self.columns.flush()
-            self.store.mark_clean()
+        self.closed = True
+        tables, state = self._tables, self.store.state
+        if tables is None:
+            return
+        try:
+            if self.member:
+                with contextlib.suppress(lmdb.MapFullError):  # the tables stand, with a dead member in them
+                    self._leave(tables)
+            if state.kind == "file" and not state.private and self.store.is_last():
+                tables.env.sync(True)
+                self.columns.flush()
+                self.store.mark_clean(tables.used_bytes())
+        finally:
+            self._shut()
 
     def _leave(self, tables: Tables) -> None:
-        with tables.env.begin(write=True) as txn:
+        with tables.begin(write=True) as txn:
             writing = Writing(txn, tables, self.member, self._alive, self.clock.monotonic_ns())
             for late in self._deferred:
-                with contextlib.suppress(ValueError, struct.error):
-                    late(writing)
+                _do_late(late, writing)
             for row, value in list(tables.rows(txn, tables.reserved)):
                 reservation = Reservation.unpack(value)
                 if reservation.owner in (NOBODY, self.member) and set(reservation.writers) <= {
@@ -297,43 +478,44 @@ class Session:
             writing.save()
         writing.publish(self.columns, self.stamp(writing.now))
 
-    def before_fork(self, until: float) -> bool:
-        """Close the tables, so that no transaction and no environment is alive in two processes."""
-        if not self.gate.inside.acquire(timeout=max(0.0, until - time.monotonic())):
-            return False
-        self._shut()
-        return True
+    def before_fork(self, until: float) -> None:
+        """Keep threads out and close the tables, so that no transaction and no environment is alive in two processes.
 
-    def after_fork_in_parent(self) -> None:
-        """Go on; the tables are opened again by the next call."""
-        self.gate.inside.release()
+        The parent lets go of the gate after the fork; its next call opens the tables again.
+        """
+        if self.gate.hold(until - time.monotonic()):
+            self._shut()
 
     def after_fork_in_child(self) -> None:
         """Become a stranger: no reservations, no member, locks of one's own, until the first call."""
-        with contextlib.suppress(lmdb.Error):
-            self._shut()  # open only if a thread of the parent waited at the gate; closing is this process's alone
+        tables, self._tables = self._tables, None
+        if tables is not None:  # a thread of the parent was inside, or waited, for too long
+            tables.close_in_child()
         self._spaces = None
         self._deferred.clear()
         self._counting = threading.Lock()
-        self._row = np.zeros(len(COUNTERS), np.uint64)
+        self._row = np.zeros(WIDTH, np.uint64).data
         self.gate = Gate(self.store.locks)
         self.member = 0
+        if self.lending is not None:
+            self.lending.forget()
         if self.store.state.private:  # the fork copied its memory: the child's slots are not the parent's
             self.closed = True
+            self.store.locks.close()
         if not self.closed:
             try:
                 self.store = reopen_store(self.store)
             except (StoreError, OSError):
-                self.closed = True
+                self._lost = True
 
 
-def _map_counters(path: Path) -> NDArray[np.uint64]:
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+def _do_late(work: Callable[[Writing], None], writing: Writing) -> None:
+    """Do what was deferred; wrong use is too late to be told."""
     try:
-        mapped = mmap.mmap(fd, MEMBER_ROWS * len(COUNTERS) * 8)
-    finally:
-        os.close(fd)
-    return np.frombuffer(mapped, np.uint64).reshape(MEMBER_ROWS, len(COUNTERS))
+        work(writing)
+    except (ValueError, struct.error) as error:
+        if is_damage(error):
+            raise
 
 
 class _Forking(threading.local):
@@ -347,19 +529,27 @@ _forking = _Forking()
 
 def _before_fork() -> None:
     until = time.monotonic() + _FORK_SECONDS
-    _forking.sessions = tuple(session for session in list(_sessions) if session.before_fork(until))
+    _forking.sessions = tuple(_sessions)
+    for session in _forking.sessions:
+        session.before_fork(until)
 
 
 def _after_in_parent() -> None:
     for session in _forking.sessions:
-        session.after_fork_in_parent()
-    _forking.sessions = ()
+        session.gate.let_go()
+
+
+def _after_in_parent_again() -> None:
+    """The first hook may have ended in an exception of a signal handler."""
+    _after_in_parent()
+    _forking.sessions = ()  # or what they have open would stay open when they are closed
 
 
 def _after_in_child() -> None:
+    _forking.sessions = ()
     for session in list(_sessions):
         session.after_fork_in_child()
-    _forking.sessions = ()
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_in_parent, after_in_child=_after_in_child)
+os.register_at_fork(after_in_parent=_after_in_parent_again)

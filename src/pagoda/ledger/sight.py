@@ -4,32 +4,40 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 import lmdb
 import numpy as np
 from numpy.typing import NDArray
 
-from pagoda.errors import StoreError
+from pagoda.errors import LedgerCorrupt, StoreError
 from pagoda.ledger import reading
 from pagoda.ledger.advice import GHOST_REASONS
 from pagoda.ledger.columns import Columns
-from pagoda.ledger.members import folded
-from pagoda.ledger.namespaces import Namespaces
-from pagoda.ledger.outcome import Miss, NamespaceRow, Report, Row
+from pagoda.ledger.counters import folded
+from pagoda.ledger.lending import Lending
+from pagoda.ledger.namespaces import Namespaces, root_of
+from pagoda.ledger.outcome import Miss, Report, Row
 from pagoda.ledger.session import Session, UnavailableError
 from pagoda.ledger.state import SLAB, Kind
-from pagoda.ledger.tables import COUNTERS_ROW, MEMBER, NAMESPACE, SLOT, SLOT_KEY, Tables
+from pagoda.ledger.store import trouble_told
+from pagoda.ledger.tables import COUNTERS_ROW, MEMBER, MEMBER_KEY, SLOT, SLOT_KEY, Tables
 from pagoda.ledger.writing import Writing
 from pagoda.metrics import Reason
 
-PATIENT_SECONDS = 30.0  # for what a person waits for: listings, clear, pins
+PATIENT_SECONDS = 5.0  # for one step of what a person waits for: listings, clear, pins
 BATCH = 64  # chunks a transaction
 _PAGE = 256
 
+
+class _Slab(Protocol):
+    def close(self) -> None: ...
+
+
 T = TypeVar("T")
+S = TypeVar("S", bound=_Slab)
 
 
 class Sight:
@@ -44,10 +52,26 @@ class Sight:
         self.store_id = bytes.fromhex(state.store_id)
         self.slab_path: Path = self.directory / SLAB
 
+    def open_slab(self, opener: Callable[[Path], S]) -> S:
+        """Open this store's slab with `opener(path)`. StoreError if another store lies there by now."""
+        with trouble_told(self._session.store.directory):
+            slab = opener(self.slab_path)
+            try:
+                self._session.require_store()
+            except BaseException:
+                slab.close()
+                raise
+        return slab
+
     @property
     def columns(self) -> Columns:
         """The hints of all slots; for policies, listings and tests."""
         return self._session.columns
+
+    @property
+    def lending(self) -> Lending | None:
+        """What this process has lent of the slab; None where pages are never taken under a reader."""
+        return self._session.lending
 
     @property
     def member(self) -> int:
@@ -76,21 +100,22 @@ class Sight:
                 yield row
 
     def _page(self, txn: lmdb.Transaction, tables: Tables, start: int) -> tuple[list[Row], int | None]:
-        spaces, now = Namespaces(self.directory, tables), self._now()
+        now = self._now()
         found: list[Row] = []
         for key, value in tables.rows(txn, tables.slots, SLOT_KEY.pack(start)):
             slot: int = SLOT_KEY.unpack(key)[0]
             if len(found) == _PAGE:
                 return found, slot
-            pinned = txn.get(SLOT.unpack(value)[-1], db=tables.pins) is not None
-            found.append(self._row(slot, value, spaces.root(txn, SLOT.unpack(value)[1]) or b"", pinned, now))
+            _, namespace, *_, chunk = SLOT.unpack(value)
+            pinned = txn.get(chunk, db=tables.pins) is not None
+            found.append(self._row(slot, value, root_of(txn, tables, namespace), pinned, now))
         return found, None
 
     def _row(self, slot: int, value: bytes, root: bytes, pinned: bool, now: int) -> Row:
-        generation, _, epoch, position, tokens, key = SLOT.unpack(value)
+        generation, _, position, tokens, key = SLOT.unpack(value)
         age = (self._session.stamp(now) - int(self.columns.last_use[slot])) / 1e9
         hits, leased = int(self.columns.hits[slot]), bool(self.columns.lease_until[slot] > now)
-        return Row(key, slot, generation, root, epoch, position, tokens, max(0.0, age), hits, leased, pinned)
+        return Row(key, slot, generation, root, position, tokens, max(0.0, age), hits, leased, pinned)
 
     def pins(self) -> dict[str, list[bytes]]:
         """Who pinned what."""
@@ -104,64 +129,72 @@ class Sight:
 
         return self._read_patiently(work)
 
-    def namespaces(self, counted: bool = True) -> dict[bytes, NamespaceRow]:
-        """All namespaces known here, with the number of their chunks; 0 if not `counted`, which spares a walk."""
-
-        def work(txn: lmdb.Transaction, tables: Tables) -> dict[bytes, NamespaceRow]:
-            chunks: dict[int, int] = {}
-            for _, row in tables.rows(txn, tables.slots) if counted else ():
-                number = SLOT.unpack(row)[1]
-                chunks[number] = chunks.get(number, 0) + 1
-            known = Namespaces(self.directory, tables).known(txn).items()
-            return {
-                root: NamespaceRow(root, fields, epoch, chunks.get(n, 0))
-                for root, (n, epoch, fields) in known
-            }
-
-        return self._read_patiently(work)
-
-    def epoch(self, namespace_root: bytes) -> int:
-        """How often a namespace has been cleared."""
-
-        def work(txn: lmdb.Transaction, tables: Tables) -> int:
-            row = txn.get(namespace_root, db=tables.namespaces)
-            return int(NAMESPACE.unpack_from(row)[1]) if row is not None else 0
-
-        return self._read_patiently(work)
-
-    def _known(self) -> dict[bytes, tuple[int, int, dict[str, str]]]:
-        return self._read_patiently(lambda txn, tables: Namespaces(self.directory, tables).known(txn))
-
     def count(self, counter: str, n: int = 1) -> None:
         """Add to a counter of pagoda.metrics.COUNTERS; KeyError for an unknown one."""
-        self._session.count(counter, n)
+        self._session.count({counter: n})
 
-    def counters(self) -> dict[str, int]:
+    def count_all(self, counts: Mapping[str, int]) -> None:
+        """Add to some counters, as `count`; cheaper than one by one."""
+        self._session.count(counts)
+
+    def counters(self, deadline_seconds: float = PATIENT_SECONDS) -> dict[str, int]:
         """The counters of all members, and of those who left."""
+        return self._read_patiently(self._counters, deadline_seconds)
 
-        def work(txn: lmdb.Transaction, tables: Tables) -> dict[str, int]:
-            rows = [MEMBER.unpack(row)[0] for _, row in tables.rows(txn, tables.members)]
-            return self._session.counted(
-                rows, folded(cast("bytes | None", txn.get(COUNTERS_ROW, db=tables.meta)))
-            )
+    def own_counters(self) -> dict[str, int]:
+        """The counters of this member alone; asks nobody."""
+        return self._session.own_counters()
+
+    def _counters(self, txn: lmdb.Transaction, tables: Tables) -> dict[str, int]:
+        rows = [MEMBER.unpack(row)[0] for _, row in tables.rows(txn, tables.members)]
+        return self._session.counted(
+            rows, folded(cast("bytes | None", txn.get(COUNTERS_ROW, db=tables.meta)))
+        )
+
+    def processes(self) -> list[int]:
+        """The ids of the processes that have the store open, this one's too."""
+
+        def work(txn: lmdb.Transaction, tables: Tables) -> list[int]:
+            members = tables.rows(txn, tables.members)
+            return [
+                MEMBER.unpack(row)[1]
+                for key, row in members
+                if self._session.lives(MEMBER_KEY.unpack(key)[0])
+            ]
 
         return self._read_patiently(work)
 
     def gauges(self) -> dict[str, int]:
         """Slots: all, free, reserved, ready, unscanned, pinned, leased; and members."""
+        return self._read_patiently(self._gauges)
+
+    def _gauges(self, txn: lmdb.Transaction, tables: Tables) -> dict[str, int]:
+        return reading.gauges(txn, tables, self.columns, self._now())
+
+    def numbers(self, deadline_seconds: float = PATIENT_SECONDS) -> dict[str, int]:
+        """Gauges and counters, of one moment. StoreError if they are not to be had in time."""
         return self._read_patiently(
-            lambda txn, tables: reading.gauges(txn, tables, self.columns, self._now())
+            lambda txn, tables: self._gauges(txn, tables) | self._counters(txn, tables), deadline_seconds
         )
 
     def check(self) -> Report:
-        """Judge the tables while nobody writes. LedgerCorrupt with the numbers if they do not add up."""
+        """Judge the tables while nobody writes. LedgerCorrupt with the numbers if they do not add up.
+
+        StoreError if they cannot be looked at, which says nothing of them. Slots that are still to be read back after a
+        rebuild are counted (`unscanned`) and are no fault.
+        """
         self.reap()
 
         def work(txn: lmdb.Transaction, tables: Tables) -> Report:
-            totals = reading.gauges(txn, tables, self.columns, self._now())
-            return reading.check(txn, tables, self.columns, totals)
+            return reading.check(txn, tables, self.columns, self._gauges(txn, tables))
 
-        return self._read_patiently(work)
+        try:
+            return self._read_patiently(work)
+        except StoreError as error:
+            cause = error.__cause__ and error.__cause__.__cause__
+            if isinstance(cause, lmdb.Error):
+                raise LedgerCorrupt(f"the tables of {self.directory} cannot be read: {cause}") from error
+            raise
 
     def reap(self) -> int:
         """Take back what dead members had reserved; return how many slots."""
@@ -177,18 +210,25 @@ class Sight:
                 pass
         return freed
 
-    def _patiently(self, work: Callable[[Writing, Namespaces], T]) -> T:
+    def _patiently(
+        self,
+        work: Callable[[Writing, Namespaces], T],
+        deadline_seconds: float = PATIENT_SECONDS,
+        frees: bool = False,
+    ) -> T:
         """Do what must be done or be known to have failed: StoreError after a while."""
         try:
-            return self._session.write(work, PATIENT_SECONDS)
+            return self._session.write(work, deadline_seconds, frees)
         except UnavailableError as error:
             raise StoreError(
                 f"the ledger at {self.directory} could not be changed: {error.reason}"
             ) from error
 
-    def _read_patiently(self, work: Callable[[lmdb.Transaction, Tables], T]) -> T:
+    def _read_patiently(
+        self, work: Callable[[lmdb.Transaction, Tables], T], deadline_seconds: float = PATIENT_SECONDS
+    ) -> T:
         try:
-            return self._session.read(work, PATIENT_SECONDS)
+            return self._session.read(work, deadline_seconds)
         except UnavailableError as error:
             raise StoreError(f"the ledger at {self.directory} could not be read: {error.reason}") from error
 

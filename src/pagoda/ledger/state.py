@@ -1,29 +1,59 @@
-"""The small file `state` of a store: what it is, and whether its ledger may be trusted."""
+"""The small file `state` of a store: what the store is, and whether its tables may be trusted.
+
+Three pages, made once and then written in place, so that a full disk hinders nothing:
+
+| page | content |
+| --- | --- |
+| 0, 1 | records; the whole one with the higher number stands, a new one goes over the other, so none is lost |
+| 2 | marks, a word each: the incarnation of the tables that they are about |
+"""
 
 from __future__ import annotations
 
 import os
+from enum import IntEnum
 from pathlib import Path
-from typing import Literal
+from struct import Struct
+from typing import Literal, NamedTuple
 
 import msgspec
+import xxhash
 
 from pagoda.ledger.columns import columns_bytes
-from pagoda.metrics import COUNTERS
+from pagoda.ledger.counters import COUNTERS_BYTES, MEMBER_ROWS
 
-FORMAT = 2
-STATE, LOCKS, TABLES, COLUMNS, COUNTERS_FILE, SLAB, NAMESPACES = (
-    "state", "locks", "data.mdb", "columns", "counters", "slab", "namespaces",
+# Of tables, columns, counters and marks: raise it with any change of them. A store on disk of another format is
+# rebuilt from the headers of its slab once nobody has it open; one in memory has another directory (`HostTier.open`).
+FORMAT = 4
+# Of the slots of a file and their headers: a store of another one is left alone.
+SLAB_FORMAT = 1
+STATE, LOCKS, TABLES, COLUMNS, COUNTERS_FILE, SLAB, NAMESPACES, LENT = (
+    "state", "locks", "data.mdb", "columns", "counters", "slab", "namespaces", "lent",
 )  # fmt: skip
-MEMBER_ROWS = 512
+LENT_WORDS = 64  # a member, see `lending`
+LENT_BYTES = MEMBER_ROWS * LENT_WORDS * 8
 FIRST_OFFSET = 1 << 60  # recency stamps of a new store begin here, above those a rebuild gives
 NEVER_BOOTED = ""  # boot id of a store whose ledger is being made or resized: trusted by nobody
 
 Kind = Literal["memory", "file"]
 
+_PAGE = 4096
+_RECORD = Struct("<8sQQ16s")  # magic, number, length of the text, checksum of both and of the text behind
+_MAGIC = b"PAGODAST"
+_WORD = Struct("<Q")
+
+
+class Mark(IntEnum):
+    """Which tables are not to be trusted whatever the record says; void for those of a later incarnation."""
+
+    DAMAGED = 0  # something in them did not make sense
+    OPENING = (
+        1  # they are being opened by who has the store alone: if that ends in a signal, the next one rebuilds
+    )
+
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
-    """What a store says of itself. Replaced whole, by rename, never edited."""
+    """What a store says of itself. Fields are only ever added, with defaults: every version can read it."""
 
     format: int
     kind: Kind
@@ -37,13 +67,17 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     clean: bool
     private: bool
     inodes: dict[str, int]
+    slab_format: int = 1
+    used_bytes: int = 0  # of the tables, at a clean close
+    checksum: str = ""  # of these and of the columns
 
     def sizes(self) -> dict[str, int]:
         """Exact size of each mapped file, in bytes."""
         sizes = {
             TABLES: self.map_bytes,
             COLUMNS: columns_bytes(self.slots),
-            COUNTERS_FILE: MEMBER_ROWS * len(COUNTERS) * 8,
+            COUNTERS_FILE: COUNTERS_BYTES,
+            LENT: LENT_BYTES if self.kind == "memory" and self.slot_bytes else 0,
             SLAB: self.slots * self.slot_bytes,
         }
         return {name: size for name, size in sizes.items() if size}
@@ -53,18 +87,82 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
         return (self.incarnation << 40) + 1
 
 
+class _Record(NamedTuple):
+    number: int
+    page: int
+    text: bytes
+
+
 def read_state(directory: Path) -> State | None:
-    """Read the state of a store; None if there is none, or it is of another format or damaged."""
+    """Read the state of a store, of whatever format; None if there is none or it is damaged."""
     try:
-        state = msgspec.json.decode((directory / STATE).read_bytes(), type=State)
+        content = _read(directory)
+        record = _newest(content)
+        # up to format 2 the file was one bare text
+        state = msgspec.json.decode(content if record is None else record.text, type=State)
     except (OSError, msgspec.DecodeError):
         return None
-    return state if state.format == FORMAT and state.slots > 0 else None
+    return state if state.slots > 0 else None
 
 
 def write_state(directory: Path, state: State) -> None:
-    """Replace the state of a store, synced."""
-    write_synced(directory / STATE, msgspec.json.encode(state))
+    """Replace the state of a store, synced; for who has it alone. Takes no room once the file is there."""
+    text = msgspec.json.encode(state)
+    record = _newest(_read(directory))
+    if record is None:  # none yet, or one of an older format
+        write_synced(directory / STATE, _sealed(2, text) + _sealed(1, text) + bytes(_PAGE))
+    else:
+        _write_at(directory, (1 - record.page) * _PAGE, _sealed(record.number + 1, text))
+
+
+def set_mark(directory: Path, mark: Mark, incarnation: int) -> None:
+    """Mark the tables of an incarnation, synced; 0 takes the mark away. Any member may, at any time. OSError."""
+    _write_at(directory, 2 * _PAGE + mark * _WORD.size, _WORD.pack(incarnation))
+
+
+def is_marked(directory: Path, mark: Mark, incarnation: int) -> bool:
+    """Whether the tables of this incarnation are marked."""
+    word = _read(directory)[2 * _PAGE + mark * _WORD.size :][: _WORD.size]
+    return word == _WORD.pack(incarnation)
+
+
+def _read(directory: Path) -> bytes:
+    try:
+        with open(directory / STATE, "rb") as file:
+            return file.read(3 * _PAGE)
+    except FileNotFoundError:
+        return b""
+
+
+def _write_at(directory: Path, offset: int, content: bytes) -> None:
+    fd = os.open(directory / STATE, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.pwrite(fd, content, offset)  # blocks that are there already: all of it, or OSError
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _sealed(number: int, text: bytes) -> bytes:
+    if _RECORD.size + len(text) > _PAGE:
+        raise ValueError(f"a state of {len(text)} bytes does not fit a page")
+    checksum = xxhash.xxh3_128(_WORD.pack(number) + text).digest()
+    return (_RECORD.pack(_MAGIC, number, len(text), checksum) + text).ljust(_PAGE, b"\0")
+
+
+def _newest(content: bytes) -> _Record | None:
+    """The whole record with the higher number, if there is one."""
+    records = [record for page in (0, 1) if (record := _record(content, page)) is not None]
+    return max(records, default=None)
+
+
+def _record(content: bytes, page: int) -> _Record | None:
+    sealed = content[page * _PAGE : (page + 1) * _PAGE]
+    if len(content) != 3 * _PAGE or not sealed.startswith(_MAGIC):
+        return None
+    _, number, length, _ = _RECORD.unpack_from(sealed)
+    text = sealed[_RECORD.size :][:length]
+    return _Record(number, page, text) if sealed == _sealed(number, text) else None
 
 
 def write_synced(path: Path, content: bytes) -> None:
@@ -101,7 +199,7 @@ def mismatch(directory: Path, state: State) -> str | None:
             status = os.stat(directory / name)
         except OSError:
             return f"{name} is missing"
-        if status.st_size != size:
+        if status.st_size < size or (name != SLAB and status.st_size > size):  # a slab is never cut off
             return f"{name} has {status.st_size} bytes instead of {size}"
         if state.inodes and state.inodes.get(name) != status.st_ino:
             return f"{name} is not the file it was"

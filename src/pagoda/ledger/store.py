@@ -8,14 +8,15 @@ alone may judge, resize or discard it. A directory is made under another name an
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
+import re
 import secrets
 import shutil
-import struct
-import threading
+import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,39 +28,48 @@ from pagoda.errors import NoRoomError, StoreError
 from pagoda.ledger.columns import Columns
 from pagoda.ledger.locks import OPEN, LockFile
 from pagoda.ledger.resize import resize_tables
-from pagoda.ledger.room import allocate, require_free, require_local, require_own
 from pagoda.ledger.state import (
     COLUMNS,
     COUNTERS_FILE,
     FIRST_OFFSET,
     FORMAT,
+    LENT,
     LOCKS,
     NEVER_BOOTED,
     SLAB,
+    SLAB_FORMAT,
+    STATE,
     TABLES,
     Kind,
+    Mark,
     State,
     inodes,
+    is_marked,
     mismatch,
     read_state,
+    set_mark,
     write_state,
 )  # fmt: skip
 from pagoda.ledger.tables import META_ROW, Meta, Tables, map_bytes
+from pagoda.ledger.trust import checksum, unsound
+from pagoda.room import allocate, free_bytes, lengthen, require_free, require_local, require_own
 
 log = logging.getLogger(__name__)
 
 _MAKING, _GOING = ".new-", ".gone-"
+_PASSING = re.compile(r"\.(new|gone)-[0-9a-f]{12}")  # exactly the names that are made here
+_PRIVATE = ".private-"
+_LIMIT = "limit"
 _LAST_STAMP = 1 << 62  # no clock gets there: what is above has been damaged
-_opening = threading.Lock()
-_open_here: set[LockFile] = set()  # of stores this process has open: one's own byte locks do not show
 
 
 @dataclass(frozen=True)
 class StoreSpec:
     """Which store: `slots` slots of `slot_bytes` (stride in the slab file, headers included) in `<root>/<name>/`.
 
-    `limit_bytes` is the root's: stores nobody has open are discarded, oldest first, to stay within it. A `private`
-    store is nobody else's, and gone when it is closed or its process dies.
+    `limit_bytes` is for the slabs of all stores of the root, and the largest of those in use counts: how they share it
+    is told in `sharing`. A `private` store is nobody else's, and gone when it is closed or its process dies. With
+    `slot_bytes` 0 it has no slab.
     """
 
     root: Path
@@ -88,9 +98,30 @@ class Store:
     locks: LockFile
     sole: bool
 
-    def mark_clean(self) -> None:
-        """Say that what the last to close has synced may be trusted after a reboot."""
-        write_state(self.directory, msgspec.structs.replace(self.state, clean=True))
+    def stands(self) -> bool:
+        """Whether its directory still holds this very store, as it was when it was opened; asked before anything of it
+        is opened by path again, and after."""
+        state = read_state(self.directory)
+        return (
+            self.locks.is_at(self.directory / LOCKS)
+            and state is not None
+            and (state.store_id, state.incarnation) == (self.state.store_id, self.state.incarnation)
+        )
+
+    def mark_clean(self, used_bytes: int) -> None:
+        """Say that what the last to leave has synced (`used_bytes` of the tables) may be trusted. OSError."""
+        if not self.stands() or is_marked(self.directory, Mark.DAMAGED, self.state.incarnation):
+            return
+        known = checksum(self.directory, self.state.slots, used_bytes)
+        if known is not None:
+            clean = msgspec.structs.replace(self.state, clean=True, used_bytes=used_bytes, checksum=known)
+            write_state(self.directory, clean)
+
+    def mark_damaged(self) -> None:
+        """Have the next who opens the store alone not trust its tables."""
+        with contextlib.suppress(OSError):  # an error at every opening is the worst that comes of it
+            if self.stands():
+                set_mark(self.directory, Mark.DAMAGED, self.state.incarnation)
 
     def is_last(self) -> bool:
         """Whether nobody else has it open; if so this process now has it alone."""
@@ -98,33 +129,38 @@ class Store:
 
     def release(self) -> None:
         """Let others discard it; a private store goes at once."""
-        try:
-            if self.state.private and self.is_last():
-                with contextlib.suppress(OSError):  # somebody else was quicker
-                    discard(self.directory)
-            self.locks.unlock(OPEN)
-        finally:
-            _open_here.discard(self.locks)
+        if self.state.private and self.is_last():
+            with contextlib.suppress(OSError):  # somebody else was quicker
+                discard(self.directory)
+        self.locks.unlock(OPEN)
 
 
-def open_store(spec: StoreSpec, clock: Clock, deadline_seconds: float, create: bool = True) -> Store:
-    """Open the store, making, resizing or discarding it as needed. StoreError or NoRoomError with the remedy."""
+def open_store(
+    spec: StoreSpec, clock: Clock, deadline_seconds: float, create: bool = True, locked: bool = False
+) -> Store:
+    """Open the store, making, resizing or discarding it as needed. StoreError or NoRoomError with the remedy.
+
+    `locked`: the caller has the lock of the root, and is to take room from a store that is there. If nobody has that
+    open and it cannot be used any more, it goes: nothing else would ever give its room back.
+    """
     directory = spec.root / spec.name
     try:
         _prepare(spec.root, create)
-        with _root_locked(spec.root, deadline_seconds):
-            _sweep(spec.root)
+        with contextlib.nullcontext() if locked else root_locked(spec.root, deadline_seconds):
+            if create and spec.kind == "memory":
+                _discard_other_formats(spec.root)
             until = time.monotonic() + deadline_seconds
-            store = _open_existing(directory, spec, clock, create, until)
+            store = _open_existing(directory, spec, clock, create or locked, until)
             if store is None and create:
                 store = _create(directory, spec, clock)
+            if store is not None:
+                _write_limit(store, spec.limit_bytes)
     except (OSError, lmdb.Error) as error:
         raise StoreError(
             f"the store at {directory} cannot be opened ({error}): mend that or choose another path"
         ) from error
     if store is None:
         raise StoreError(f"there is no usable store at {directory}")
-    _open_here.add(store.locks)
     return store
 
 
@@ -134,13 +170,17 @@ def reopen_store(store: Store) -> Store:
     Between the death of a parent and this nobody may have had it open, and another may have resized or rebuilt it:
     what is mapped would then be files of the past.
     """
-    usable = store.locks.try_lock(OPEN, exclusive=False) and store.locks.is_at(store.directory / LOCKS)
-    state = read_state(store.directory)
-    known = (store.state.store_id, store.state.incarnation)
-    if not usable or state is None or (state.store_id, state.incarnation) != known:
-        store.locks.unlock(OPEN)
+    if not store.locks.try_lock(OPEN, exclusive=False) or not store.stands():
+        store.locks.close()
         raise StoreError(f"the store at {store.directory} is gone; open it anew")
-    return Store(store.directory, state, store.locks, sole=False)
+    return dataclasses.replace(store, sole=False)
+
+
+def discard_idle(directory: Path, deadline_seconds: float) -> None:
+    """Remove a whole store if nobody has it open."""
+    with root_locked(directory.parent, deadline_seconds):
+        if directory.is_dir() and not in_use(directory):
+            discard(directory)
 
 
 def discard(directory: Path) -> None:
@@ -148,6 +188,46 @@ def discard(directory: Path) -> None:
     gone = directory.with_name(f"{_GOING}{secrets.token_hex(6)}")
     os.rename(directory, gone)
     shutil.rmtree(gone, ignore_errors=True)  # what is left is swept by the next who opens
+
+
+def stores_in(root: Path) -> list[Path]:
+    """Return the stores under a root, damaged ones and those of other versions too, not the private ones of processes.
+
+    Changes nothing. Raises OSError.
+    """
+    return [store for store in stores(root) if _is_store(store) and _PRIVATE not in store.name]
+
+
+def remove_store(directory: Path, deadline_seconds: float = 10.0) -> int:
+    """Remove a store and what it holds; return the bytes that came back.
+
+    Raises StoreError, and removes nothing, if a process has it open or if it holds what is not a store's.
+    """
+    with root_locked(directory.parent, deadline_seconds):
+        if not _is_store(directory):
+            raise StoreError(f"{directory} is no store, or holds other things too: remove it by hand")
+        if in_use(directory):
+            raise StoreError(
+                f"{directory} is open in a process: stop it first, or forget its chunks with `pagoda clear`"
+            )
+        nbytes = allocated_bytes(directory)
+        discard(directory)
+        return nbytes
+
+
+def allocated_bytes(directory: Path) -> int:
+    """Return the bytes that the files of a store take. Changes nothing."""
+    with contextlib.suppress(FileNotFoundError):  # it may go at any time
+        return sum(entry.stat().st_blocks * 512 for entry in directory.iterdir())
+    return 0
+
+
+def _is_store(directory: Path) -> bool:
+    entries = list(directory.iterdir())
+    names = {entry.name for entry in entries}
+    return (
+        LOCKS in names and len(names & {STATE, TABLES, COLUMNS}) >= 2 and not any(map(Path.is_dir, entries))
+    )
 
 
 def _prepare(root: Path, create: bool) -> None:
@@ -163,49 +243,85 @@ def _prepare(root: Path, create: bool) -> None:
 
 
 @contextlib.contextmanager
-def _root_locked(root: Path, deadline_seconds: float) -> Iterator[None]:
-    until = time.monotonic() + deadline_seconds
-    busy = StoreError(
-        f"another process has been opening a store under {root} for {deadline_seconds:g} s: is it stopped?"
-    )
-    if not _opening.acquire(timeout=deadline_seconds):
-        raise busy
+def trouble_told(directory: Path) -> Iterator[None]:
+    """Around an opening: its directory may be removed meanwhile, or no more files be open. StoreError for OSError."""
     try:
-        locks = LockFile.at(root / LOCKS)
+        yield
+    except OSError as error:
+        raise StoreError(
+            f"the store at {directory} cannot be opened ({error}): mend that and open it anew"
+        ) from error
+
+
+@contextlib.contextmanager
+def root_locked(root: Path, deadline_seconds: float) -> Iterator[None]:
+    """Be the one who changes what stores there are and which pages they have. StoreError if it cannot be had.
+
+    What a killed process left is removed first: it holds room that nobody counts.
+    """
+    until = time.monotonic() + deadline_seconds
+    with contextlib.closing(LockFile(root / LOCKS)) as locks:
         if not locks.lock(OPEN, exclusive=True, until=until):
-            raise busy
-        try:
-            yield
-        finally:
-            locks.unlock(OPEN)
-    finally:
-        _opening.release()
+            raise StoreError(
+                f"another process has been opening a store under {root} for {deadline_seconds:g} s: is it stopped?"
+            )
+        _sweep(root)
+        yield
 
 
-def _stores(root: Path) -> list[Path]:
+def stores(root: Path) -> list[Path]:
     """The stores under a root, damaged ones too; anything else there is not ours to count or touch."""
     return [
         entry
-        for entry in root.iterdir()
-        if entry.is_dir() and (entry / LOCKS).exists() and not entry.name.startswith((_MAKING, _GOING))
+        for entry in _own_directories(root)
+        if (entry / LOCKS).exists() and not entry.name.startswith((_MAKING, _GOING))
     ]
+
+
+def _own_directories(root: Path) -> list[Path]:
+    """What under a root may be ours: this user's directories, and no symbolic links."""
+    found = []
+    for entry in root.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # a private store may go at any time
+            status = entry.lstat()
+            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
+                found.append(entry)
+    return found
 
 
 def _sweep(root: Path) -> None:
     """Remove what a killed process left: half-made and half-gone directories, private stores of the dead."""
-    for entry in root.iterdir():
-        if entry.name.startswith((_MAKING, _GOING)):
+    for entry in _own_directories(root):
+        if _PASSING.fullmatch(entry.name):
             shutil.rmtree(entry, ignore_errors=True)
         elif (state := read_state(entry)) is not None and state.private:
             with contextlib.suppress(FileNotFoundError):  # its owner discards it without the lock of the root
-                if not _in_use(entry):
+                if not in_use(entry):
                     discard(entry)
 
 
-def _in_use(directory: Path) -> bool:
-    """Whether this or another process has the store open."""
-    locks = LockFile.at(directory / LOCKS)
-    return locks in _open_here or locks.held_by_other(OPEN)
+def _discard_other_formats(root: Path) -> None:
+    """Remove what other versions left in memory, as far as nobody has it open: this one will never read it."""
+    for directory in stores(root):
+        state = read_state(directory)
+        with contextlib.suppress(FileNotFoundError):
+            if state is not None and _is_of_another_version(state) and not in_use(directory):
+                log.warning("discarding the store at %s: it is of format %d", directory, state.format)
+                discard(directory)
+
+
+def _is_of_another_version(state: State) -> bool:
+    """Whether another version made a store in memory: where it lies, this one never looks for its own."""
+    return state.kind == "memory" and state.format != FORMAT
+
+
+def in_use(directory: Path) -> bool:
+    """Whether this or another process has the store open; False if it is gone."""
+    try:
+        with contextlib.closing(LockFile(directory / LOCKS, create=False)) as locks:
+            return locks.held_by_other(OPEN)
+    except FileNotFoundError:
+        return False
 
 
 def _open_existing(
@@ -214,42 +330,50 @@ def _open_existing(
     if not directory.is_dir():
         return None
     require_own(directory)
-    locks = LockFile.at(directory / LOCKS)
-    # Shared first: from here on nobody can be the last to leave, and mark as clean what we are about to change.
-    if not locks.lock(OPEN, exclusive=False, until=until):
-        raise StoreError(f"another process has {directory} to itself and does not end: is it stopped?")
-    if not locks.try_lock(OPEN, exclusive=True):
-        return _join(directory, spec, locks)
-    try:
-        state = _judge(directory, spec, clock)
-        if state is None and may_discard:
-            discard(directory)
-        elif state is not None:
+    if directory.is_symlink():
+        raise StoreError(f"{directory} is a symbolic link, which a store cannot be: remove it")
+    with contextlib.ExitStack() as undo:
+        locks = undo.enter_context(contextlib.closing(LockFile(directory / LOCKS)))
+        # Shared first: from here on nobody can be the last to leave, and mark as clean what we are about to change.
+        if not locks.lock(OPEN, exclusive=False, until=until):
+            raise StoreError(f"another process has {directory} to itself and does not end: is it stopped?")
+        if not locks.is_at(directory / LOCKS):  # it was removed while we waited
+            return None
+        if locks.try_lock(OPEN, exclusive=True):
+            state = _judge(directory, spec, clock)
+            if state is None:
+                if may_discard:
+                    discard(directory)
+                return None
             locks.try_lock(OPEN, exclusive=False)  # a lock of one's own is converted at once
-    except BaseException:
-        locks.unlock(OPEN)
-        raise
-    if state is None:
-        locks.unlock(OPEN)
-        return None
-    return Store(directory, state, locks, sole=True)
+            store = Store(directory, state, locks, sole=True)
+        else:
+            store = _join(directory, spec, locks)
+        undo.pop_all()
+        return store
 
 
 def _join(directory: Path, spec: StoreSpec, locks: LockFile) -> Store:
     """Use the store that others have open, as it is."""
     state = read_state(directory)
-    wrong = "its state is damaged or of another version" if state is None else mismatch(directory, state)
-    if state is not None and (state.kind, state.slot_bytes) != (spec.kind, spec.slot_bytes):
+    if state is None:
+        wrong: str | None = "its state is damaged"
+    elif state.format != FORMAT:
+        wrong = (
+            f"another version of PagodaKV uses it, with tables of format {state.format} instead of {FORMAT}"
+        )
+    elif (state.kind, state.slot_bytes) != (spec.kind, spec.slot_bytes):
         wrong = f"it holds another kind of chunks: {state.kind}, {state.slot_bytes} bytes a slot"
+    else:
+        wrong = mismatch(directory, state)
     if state is None or wrong:
-        locks.unlock(OPEN)
         raise StoreError(
             f"the store at {directory} cannot be used ({wrong}) while others have it open: "
             "stop them first or choose another path"
         )
-    if state.slots != spec.slots:
+    if state.slots < spec.slots:
         log.warning(
-            "%s has %d slots as long as other processes have it open, not the %d asked for",
+            "%s has at most %d slots as long as other processes have it open, not the %d asked for",
             directory,
             state.slots,
             spec.slots,
@@ -261,52 +385,45 @@ def _judge(directory: Path, spec: StoreSpec, clock: Clock) -> State | None:
     """Bring a store that nobody else has open up to date; None if it must be discarded."""
     state = read_state(directory)
     if state is None or (state.kind, state.slot_bytes) != (spec.kind, spec.slot_bytes):
-        log.warning(
-            "discarding the store at %s: its state is missing, damaged or of another version", directory
+        log.warning("discarding the store at %s: its state is missing, damaged or another tier's", directory)
+        return None
+    if state.kind == "file" and state.slab_format != SLAB_FORMAT:
+        raise StoreError(
+            f"the store at {directory} was written by another version of PagodaKV (chunks of format "
+            f"{state.slab_format}, this one reads {SLAB_FORMAT}): use that version, choose another path or remove it"
         )
-        return None
     boot = clock.boot_id()
-    wrong = mismatch(directory, state)
-    trusted = state.boot_id == boot or (state.clean and state.kind == "file")
-    if trusted and not wrong and not _tables_stand(directory, state):
-        wrong = f"{TABLES} is not a ledger's"
-    if state.kind == "memory" and (wrong or not trusted):
-        log.warning("discarding the store at %s: %s", directory, wrong or "it is from before the last boot")
-        return None
-    if state.kind == "file" and not (directory / SLAB).is_file():
+    wrong = _distrusted(directory, state, boot)
+    if wrong and (state.kind == "memory" or not (directory / SLAB).is_file()):
         log.warning("discarding the store at %s: %s", directory, wrong)
         return None
-    if wrong or not trusted:
-        log.warning(
-            "rebuilding the ledger at %s from the slab: %s",
-            directory,
-            wrong or "the machine went down while it was open",
-        )
+    if wrong:
+        log.warning("rebuilding the ledger at %s from the slab: %s", directory, wrong)
         state = _rebuild(directory, state)
-    if state.slots != spec.slots:
-        state = _resize(directory, state, spec)
+    if state.slots < spec.slots:
+        state = _lengthen(directory, state, spec)
     return _renew(directory, state, boot, clock)
 
 
-def _tables_stand(directory: Path, state: State) -> bool:
-    """Whether tables that are to be trusted can be opened and are of that many slots."""
-    try:
-        tables = Tables(directory / TABLES, state.map_bytes)
-        try:
-            with tables.env.begin() as txn:
-                return tables.load_meta(txn).slots == state.slots
-        finally:
-            tables.close()
-    except (lmdb.Error, struct.error):
-        return False
-
-
-def _fit_slab(directory: Path, nbytes: int) -> None:
-    """Give a slab its size; what is cut off is gone, what is added holds nothing."""
-    slab = directory / SLAB
-    if os.stat(slab).st_size > nbytes:
-        os.truncate(slab, nbytes)
-    allocate(slab, nbytes)
+def _distrusted(directory: Path, state: State, boot: str) -> str | None:
+    """Why the tables of a store that nobody else has open are not to be trusted; None if they are."""
+    if state.format != FORMAT:
+        return f"it is of format {state.format}, this version writes {FORMAT}"
+    if state.boot_id != boot and (state.kind == "memory" or not state.clean):
+        return "the machine went down while it was open"
+    if is_marked(directory, Mark.DAMAGED, state.incarnation):
+        return "its tables were found damaged"
+    if is_marked(directory, Mark.OPENING, state.incarnation):
+        return "a process ended while it was opening its tables"
+    if wrong := mismatch(directory, state):
+        return wrong
+    if state.clean and checksum(directory, state.slots, state.used_bytes) != state.checksum:
+        return "its tables are not what they were when it was closed"
+    # Damaged pages end a process by a signal: the next start must not end like this one.
+    set_mark(directory, Mark.OPENING, state.incarnation)
+    wrong = unsound(directory, state, known=state.clean)
+    set_mark(directory, Mark.OPENING, 0)
+    return wrong
 
 
 def _renew(directory: Path, state: State, boot: str, clock: Clock) -> State:
@@ -320,7 +437,7 @@ def _renew(directory: Path, state: State, boot: str, clock: Clock) -> State:
     renewed = msgspec.structs.replace(
         state, boot_id=boot, clean=False, recency_offset=offset, inodes=inodes(directory, state)
     )
-    if renewed != state:  # a full file system would not take it
+    if renewed != state:
         write_state(directory, renewed)
     return renewed
 
@@ -331,17 +448,21 @@ def _create(directory: Path, spec: StoreSpec, clock: Clock) -> Store:
         map_bytes=map_bytes(spec.slots), incarnation=1, recency_offset=0, boot_id=NEVER_BOOTED, clean=False,
         private=spec.private, inodes={},
     )  # fmt: skip
-    _make_room(spec, sum(state.sizes().values()))
+    first = _first_slots(spec, state)
     making = spec.root / f"{_MAKING}{secrets.token_hex(6)}"
     making.mkdir(mode=0o700)
     try:
-        locks = LockFile.at(making / LOCKS)
-        locks.try_lock(OPEN, exclusive=False)
-        _make_ledger(making, state, scan=state.slots)
-        if spec.slot_bytes:
-            allocate(making / SLAB, spec.slots * spec.slot_bytes)
-        state = _renew(making, state, clock.boot_id(), clock)
-        os.rename(making, directory)
+        with contextlib.ExitStack() as undo:
+            locks = undo.enter_context(contextlib.closing(LockFile(making / LOCKS)))
+            locks.try_lock(OPEN, exclusive=False)
+            _make_ledger(making, state, scan=state.slots, backed=first)
+            if first and spec.slot_bytes:
+                allocate(making / SLAB, first * spec.slot_bytes)
+            if spec.slot_bytes:
+                lengthen(making / SLAB, spec.slots * spec.slot_bytes)
+            state = _renew(making, state, clock.boot_id(), clock)
+            os.rename(making, directory)
+            undo.pop_all()
     except (OSError, lmdb.Error) as error:
         raise NoRoomError(
             f"the store at {directory} cannot be made ({error}): free some room or choose another path"
@@ -351,19 +472,22 @@ def _create(directory: Path, spec: StoreSpec, clock: Clock) -> Store:
     return Store(directory, state, locks, sole=True)
 
 
-def _make_ledger(directory: Path, state: State, scan: int) -> None:
-    """Make tables, columns and counters of a ledger that knows of nothing; slots from `scan` on wait to be scanned."""
+def _make_ledger(directory: Path, state: State, scan: int, backed: int) -> None:
+    """Make tables, columns and counters of a ledger that knows of nothing; slots from `scan` on wait to be scanned.
+
+    Those from `backed` on have no pages.
+    """
     for name in (TABLES, COLUMNS, COUNTERS_FILE):
         (directory / name).unlink(missing_ok=True)
     sizes = state.sizes()
-    for name in (COLUMNS, COUNTERS_FILE):
+    for name in sizes.keys() & {COLUMNS, COUNTERS_FILE, LENT}:
         allocate(directory / name, sizes[name])
     Columns(directory / COLUMNS, state.slots).reset()
     tables = Tables(directory / TABLES, state.map_bytes, create=True)
     try:
         with tables.env.begin(write=True) as txn:
             unused = 0 if scan == state.slots else state.slots
-            meta = Meta(state.slots, state.first_generation(), unused=unused, scan=scan)
+            meta = Meta(state.slots, state.first_generation(), unused=unused, scan=scan, backed=backed)
             txn.put(META_ROW, meta.pack(), db=tables.meta)
     finally:
         tables.close()
@@ -373,16 +497,23 @@ def _make_ledger(directory: Path, state: State, scan: int) -> None:
 def _rebuild(directory: Path, state: State) -> State:
     """Put an empty ledger in place of one that is not trusted; its slots are to be scanned."""
     state = msgspec.structs.replace(
-        state, incarnation=state.incarnation + 1, boot_id=NEVER_BOOTED, clean=False
+        state,
+        format=FORMAT,
+        map_bytes=map_bytes(state.slots),
+        incarnation=state.incarnation + 1,
+        boot_id=NEVER_BOOTED,
+        clean=False,
     )
     write_state(directory, state)
-    _fit_slab(directory, state.slots * state.slot_bytes)  # another size if who resized the store was killed
-    _make_ledger(directory, state, scan=0)
+    lengthen(
+        directory / SLAB, state.slots * state.slot_bytes
+    )  # shorter if who lengthened the store was killed
+    _make_ledger(directory, state, scan=0, backed=state.slots)
     return state
 
 
-def _resize(directory: Path, state: State, spec: StoreSpec) -> State:
-    """Give the store as many slots as asked for; chunks in slots that go are gone."""
+def _lengthen(directory: Path, state: State, spec: StoreSpec) -> State:
+    """Give the store as many slots as asked for; the new ones have no pages yet."""
     resized = msgspec.structs.replace(
         state,
         slots=spec.slots,
@@ -391,10 +522,13 @@ def _resize(directory: Path, state: State, spec: StoreSpec) -> State:
         boot_id=NEVER_BOOTED,
         clean=False,
     )
-    grown = sum(resized.sizes().values()) - sum(state.sizes().values())
-    _make_room(spec, grown, keep=directory)
-    both = max(0, grown) + state.sizes()[COLUMNS]  # for a moment the old columns stand beside the new
-    require_free(spec.root, both, spec.kind == "memory")
+    # For a moment the old columns stand beside the new.
+    need = _ledger_bytes(resized) - _ledger_bytes(state) + state.sizes()[COLUMNS]
+    try:
+        require_free(spec.root, need, spec.kind == "memory")
+    except NoRoomError as error:
+        log.warning("%s keeps its %d slots: %s", directory, state.slots, error)
+        return state
     write_state(directory, resized)
     old = Columns(directory / COLUMNS, state.slots)
     (directory / COLUMNS).unlink()
@@ -403,44 +537,98 @@ def _resize(directory: Path, state: State, spec: StoreSpec) -> State:
     columns.reset()
     columns.copy_from(old)
     if spec.slot_bytes:
-        _fit_slab(directory, resized.slots * spec.slot_bytes)
+        lengthen(directory / SLAB, resized.slots * spec.slot_bytes)
     allocate(directory / TABLES, resized.map_bytes)
     resize_tables(directory / TABLES, resized.map_bytes, resized.slots)
     return resized
 
 
-def _make_room(spec: StoreSpec, need_bytes: int, keep: Path | None = None) -> None:
-    """Discard stores that nobody has open, oldest first, until `need_bytes` more are within the root's limit."""
-    sizes = {path: _disk_bytes(path) for path in _stores(spec.root)}
+def _ledger_bytes(state: State) -> int:
+    return sum(size for name, size in state.sizes().items() if name != SLAB)
+
+
+def _first_slots(spec: StoreSpec, state: State) -> int:
+    """How many slots a new store has pages for at once. NoRoomError if what nobody else has is not free either."""
+    ledger, in_memory = _ledger_bytes(state), spec.kind == "memory"
+    if not spec.slot_bytes:
+        require_free(spec.root, ledger, in_memory)
+        return spec.slots
+    every = holdings(spec.root)
+    held, slots = sum(holding.nbytes for holding in every), spec.slots
     if spec.limit_bytes is not None:
-        idle = sorted((p for p in sizes if p != keep and not _in_use(p)), key=lambda p: _age(p))
-        while idle and sum(sizes.values()) + need_bytes > spec.limit_bytes:
-            log.warning("discarding the store at %s: another layout needs its room", idle[0])
-            with contextlib.suppress(FileNotFoundError):
-                discard(idle[0])
-            del sizes[idle.pop(0)]
-        if sum(sizes.values()) + need_bytes > spec.limit_bytes:
-            raise NoRoomError(
-                f"{spec.root} may hold {spec.limit_bytes:,} bytes and {sum(sizes.values()):,} are in use; "
-                f"{need_bytes:,} more do not fit: take another path, ask for less, close others or raise the limit"
-            )
-    require_free(spec.root, need_bytes, spec.kind == "memory")
+        limit = max(spec.limit_bytes, root_limit(every) or 0)
+        slots = min(slots, max(0, limit - held) // spec.slot_bytes)
+    if held and slots < spec.slots:  # what others have is to be shared: see `sharing`
+        require_free(spec.root, ledger, in_memory)
+        return min(slots, max(0, free_bytes(spec.root, in_memory) - ledger) // spec.slot_bytes)
+    require_free(spec.root, ledger + slots * spec.slot_bytes, in_memory)
+    return slots
 
 
-def _disk_bytes(directory: Path) -> int:
-    with contextlib.suppress(FileNotFoundError):  # a private store may go at any time
-        return sum(entry.stat().st_size for entry in directory.iterdir() if entry.is_file())
-    return 0
+@dataclass(frozen=True)
+class Holding:
+    """What one store of a root holds of the room that all share. `state` None: of a format that is not known.
+
+    `limit`: what those who have it open were told that all may hold.
+    """
+
+    directory: Path
+    state: State | None
+    nbytes: int
+    in_use: bool
+    limit: int | None
 
 
-def _age(directory: Path) -> float:
-    state = directory / "state"
-    return state.stat().st_mtime if state.exists() else 0.0
+def holdings(root: Path) -> list[Holding]:
+    """What the stores of a root hold: pages of slabs, and all files of a store whose format is not known.
+
+    What another version has in memory is not counted: two versions side by side have a limit each.
+    """
+    found = []
+    for directory in stores(root):
+        state = read_state(directory)
+        if state is not None and _is_of_another_version(state):
+            continue
+        with contextlib.suppress(FileNotFoundError):  # a private store may go at any time
+            files = directory.iterdir() if state is None else [directory / SLAB] if state.slot_bytes else []
+            nbytes = sum(held_bytes(file) for file in files if file.is_file())
+            found.append(Holding(directory, state, nbytes, in_use(directory), _read_limit(directory)))
+    return found
 
 
-def _fresh_lock() -> None:
-    global _opening
-    _opening = threading.Lock()
+def held_bytes(file: Path) -> int:
+    """The bytes that a file takes; blocks in which a file system keeps where its pages are do not count."""
+    status = file.stat()
+    return min(status.st_blocks * 512, -(-status.st_size // 4096) * 4096)
 
 
-os.register_at_fork(after_in_child=_fresh_lock)
+def root_limit(every: Sequence[Holding]) -> int | None:
+    """How much all stores of a root may hold: the most that one of those in use was told; None if none was."""
+    return max((one.limit for one in every if one.in_use and one.limit is not None), default=None)
+
+
+def _write_limit(store: Store, nbytes: int | None) -> None:
+    """Note how much the stores of the root may hold; for others who have this one open it becomes no less.
+
+    None: who opens it only looks at it, or takes from it. What was said at another time does not count then.
+    """
+    file = store.directory / _LIMIT
+    if nbytes is None:
+        if store.sole:
+            file.unlink(missing_ok=True)
+        return
+    known = _read_limit(store.directory) or 0
+    if known == nbytes or (known > nbytes and not store.sole):
+        return
+    with contextlib.suppress(OSError):  # a full file system: what was said before holds
+        fresh = file.with_suffix(".new")
+        fresh.write_text(f"{nbytes}\n")
+        fresh.chmod(0o600)
+        os.replace(fresh, file)
+
+
+def _read_limit(directory: Path) -> int | None:
+    try:
+        return int((directory / _LIMIT).read_text())
+    except (OSError, ValueError):
+        return None

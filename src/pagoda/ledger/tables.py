@@ -2,16 +2,19 @@
 
 | table | row |
 | --- | --- |
-| entries | key -> slot, generation of a chunk that may be read |
-| slots | slot -> generation, namespace, epoch, position, tokens, key of the same |
+| entries | key -> slot, generation, number of the namespace, position of a chunk that may be read |
+| slots | slot -> generation, number of the namespace, position, tokens, key of the same |
 | free | slot, once used and given back |
+| bare | slot without pages, below `Meta.backed` |
 | pending | key -> slot, generation of the latest reservation of that key |
 | reserved | slot -> `Reservation` |
 | members | number -> counter row, process id, reserved slots, device |
 | holds | slot -> (generation, member) ... |
 | pins | key -> names of those who pinned it |
-| namespaces | root -> number, epoch, fields |
-| meta | the totals (`Meta`) and the folded counters of the dead |
+| namespaces | number -> root, the generation at which it was last cleared, chunks, reservations |
+| roots | root -> number of a namespace that has chunks or reservations |
+| labels | root -> fields, for people; bounded, and may be gone |
+| meta | the totals (`Meta`), the names of the columns of counters, the folded counters of the dead |
 
 LMDB is opened without its own locks, without sync and without a writable map (see `locks`): whoever begins a
 transaction is inside the gate, on one thread, and ends it before leaving.
@@ -19,6 +22,8 @@ transaction is inside the gate, on one thread, and ends it before leaving.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,26 +32,39 @@ from typing import NamedTuple, cast
 
 import lmdb
 
-ENTRY = Struct("<IQ")
-SLOT = Struct("<QIIII32s")
+PLACE = Struct("<IQ")  # a row of `pending`, and how a row of `entries` begins
+ENTRY = Struct("<IQQI")
+SLOT = Struct("<QQII32s")
 SLOT_KEY = Struct(">I")
 HOLD = Struct("<QQ")
 MEMBER = Struct("<IIIB")
 MEMBER_KEY = Struct(">Q")
-NAMESPACE = Struct("<II")
-_META = Struct("<8Q")
-_RESERVATION = Struct("<QQqqIIII32sH")
+NAMESPACE = Struct("<32sQII")
+NUMBER = Struct(">Q")
+_META = Struct("<12Q")
+_RESERVATION = Struct("<QQqqQII32sH")
 _WRITER = Struct("<Q")
 NOBODY = 0  # no member has this number
-META_ROW, COUNTERS_ROW = b"meta", b"counters"
+NO_NAMESPACE = 0  # nor has a namespace this one
+META_ROW, COUNTERS_ROW, COUNTER_NAMES_ROW = b"meta", b"counters", b"counter names"
 
 _BYTES_PER_SLOT = 640  # all tables, half-full pages and copy-on-write included
 _LEAST_MAP_BYTES = 4 << 20
+_SPARE_BYTES = 1 << 20  # of the map, for what frees: an ordinary transaction gets none of it
+_BYTES_PER_LABEL = 8192  # of the map: what a label may take is an eighth of it
 
 
 @dataclass(slots=True)
 class Meta:
-    """The totals. `unused`: slots from there on were never used. `scan`: slots from there on wait to be scanned."""
+    """The totals.
+
+    `unused`: slots from there on were never used. `backed`: slots from there on have no pages; `bare`: so many of those
+    before have none. `scan`: slots from there to `backed` wait to be scanned; then `unused` is `backed`, too. Only a
+    slot with pages may be reserved.
+
+    `cleared`: what was reserved before that generation has been cleared, in all namespaces. `floor`: the same, during
+    a scan, for chunks of namespaces that have no row.
+    """
 
     slots: int
     next_generation: int
@@ -56,12 +74,16 @@ class Meta:
     scan: int = 0
     ready: int = 0
     reserved: int = 0
+    cleared: int = 0
+    floor: int = 0
+    backed: int = 0
+    bare: int = 0
 
     def pack(self) -> bytes:
         """The row as bytes."""
         return _META.pack(
             self.slots, self.next_generation, self.next_member, self.next_namespace,
-            self.unused, self.scan, self.ready, self.reserved,
+            self.unused, self.scan, self.ready, self.reserved, self.cleared, self.floor, self.backed, self.bare,
         )  # fmt: skip
 
     @classmethod
@@ -69,9 +91,27 @@ class Meta:
         """The row from bytes."""
         return cls(*_META.unpack(row))
 
+    @property
+    def scanning(self) -> bool:
+        """Whether slots wait to be scanned."""
+        return self.unscanned() > 0
+
+    def with_pages(self) -> int:
+        """Slots that have pages: as many chunks fit now."""
+        return self.backed - self.bare
+
+    def unscanned(self) -> int:
+        """Slots whose headers have not been read after a rebuild."""
+        return self.backed - self.scan if self.scan < self.backed else 0
+
+    def unbacked(self) -> int:
+        """Slots that have no pages."""
+        return self.slots - self.with_pages()
+
     def free(self) -> int:
-        """Slots that hold nothing and are promised to nobody."""
-        return self.slots - self.ready - self.reserved - (self.slots - self.scan)
+        """Slots that have pages, hold nothing and are promised to nobody."""
+        unscanned = self.backed - self.scan if self.scan < self.backed else 0
+        return self.backed - self.bare - self.ready - self.reserved - unscanned
 
 
 class Reservation(NamedTuple):
@@ -86,7 +126,6 @@ class Reservation(NamedTuple):
     stamp: int
     started: int
     namespace: int
-    epoch: int
     position: int
     tokens: int
     key: bytes
@@ -94,15 +133,15 @@ class Reservation(NamedTuple):
 
     def pack(self) -> bytes:
         """The row as bytes."""
-        return _RESERVATION.pack(*self[:9], len(self.writers)) + b"".join(map(_WRITER.pack, self.writers))
+        return _RESERVATION.pack(*self[:8], len(self.writers)) + b"".join(map(_WRITER.pack, self.writers))
 
     @classmethod
     def unpack(cls, row: bytes) -> Reservation:
         """The row from bytes."""
         head = _RESERVATION.unpack_from(row)
         writers = tuple(writer for (writer,) in _WRITER.iter_unpack(row[_RESERVATION.size :]))
-        generation, owner, stamp, started, namespace, epoch, position, tokens, key, _ = head
-        return cls(generation, owner, stamp, started, namespace, epoch, position, tokens, key, writers)
+        generation, owner, stamp, started, namespace, position, tokens, key, _ = head
+        return cls(generation, owner, stamp, started, namespace, position, tokens, key, writers)
 
 
 class Tables:
@@ -112,18 +151,24 @@ class Tables:
         "entries",
         "slots",
         "free",
+        "bare",
         "pending",
         "reserved",
         "members",
         "holds",
         "pins",
         "namespaces",
+        "roots",
+        "labels",
         "meta",
     )
 
     def __init__(self, path: Path, map_bytes: int, create: bool = False) -> None:
+        self.most_labels = map_bytes // _BYTES_PER_LABEL
+        self._map_bytes = map_bytes
+        self._written: lmdb.Transaction | None = None  # the last that wrote
         self.env = lmdb.open(
-            str(path), map_size=map_bytes, subdir=False, lock=False, writemap=False, sync=False,
+            str(path), map_size=map_bytes - _SPARE_BYTES, subdir=False, lock=False, writemap=False, sync=False,
             metasync=False, readahead=False, create=create, mode=0o600, max_dbs=len(self.NAMES),
         )  # fmt: skip
         try:
@@ -131,14 +176,14 @@ class Tables:
         except lmdb.Error:
             self.env.close()
             raise
-        (self.entries, self.slots, self.free, self.pending, self.reserved, self.members, self.holds, self.pins,
-         self.namespaces, self.meta) = opened  # fmt: skip
+        (self.entries, self.slots, self.free, self.bare, self.pending, self.reserved, self.members, self.holds,
+         self.pins, self.namespaces, self.roots, self.labels, self.meta) = opened  # fmt: skip
 
     def load_meta(self, txn: lmdb.Transaction) -> Meta:
         """Read the totals."""
         row = cast("bytes | None", txn.get(META_ROW, db=self.meta))
         if row is None:
-            raise lmdb.Error("the ledger has no totals")
+            raise lmdb.CorruptedError("the ledger has no totals")
         return Meta.unpack(row)
 
     def rows(
@@ -150,9 +195,49 @@ class Tables:
         if found:
             yield from cast("Iterator[tuple[bytes, bytes]]", cursor.iternext(keys=True, values=True))
 
+    def used_bytes(self) -> int:
+        """How much of the file holds, or held, something."""
+        return (int(self.env.info()["last_pgno"]) + 1) * int(self.env.stat()["psize"])
+
+    def begin(self, write: bool = False) -> lmdb.Transaction:
+        """Begin a transaction; inside the gate."""
+        try:
+            txn = self.env.begin(write=write)
+        except lmdb.MapResizedError:  # another process has taken some of the spare room
+            self.narrow()
+            txn = self.env.begin(write=write)
+        if write:
+            self._written = txn
+        return txn
+
+    def widen(self) -> None:
+        """Let the next transaction of this process have the whole map; inside the gate, between transactions."""
+        self.env.set_mapsize(self._map_bytes)
+
+    def narrow(self) -> None:
+        """Keep what is left of the spare room for what frees; LMDB leaves no less than what is in use."""
+        self.env.set_mapsize(self._map_bytes - _SPARE_BYTES)
+
     def close(self) -> None:
         """Close the environment; no transaction may be open."""
         self.env.close()
+
+    def close_in_child(self) -> None:
+        """Close what a thread of the parent had open while it forked.
+
+        Where it was writing, a close would wait for it, and it does not exist here: the environment is left as it is
+        for as long as the process lives, whoever lets go of it.
+        """
+        try:
+            if self._written is not None:
+                self._written.id()
+        except lmdb.Error:  # it has ended
+            self._written = None
+        if self._written is None:
+            with contextlib.suppress(lmdb.Error):
+                self.close()
+        else:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.env))
 
 
 def map_bytes(slots: int) -> int:

@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 
 from pagoda.errors import ClosedError
 from pagoda.ledger.advice import Advice
-from pagoda.ledger.room import allocate
 from pagoda.ledger.session import Session, UnavailableError
+from pagoda.ledger.sharing import Share
+from pagoda.room import allocate
+from pagoda.threads import Event, begin, if_free
 
 log = logging.getLogger("pagoda")
 
@@ -24,6 +26,7 @@ _SHARE_SECONDS = 1.0
 _PAUSE_SECONDS, _PAUSE_SHARE = 0.1, 10  # between two rounds, and so many times as long as the last one took
 _IDLE_SECONDS = 10.0  # then the thread ends
 _LAST_SECONDS = 1.0
+_NO_ROOM_SECONDS = 1.0  # until the root is asked again
 
 
 def map_learnt(directory: Path, advice: Advice) -> NDArray[np.float64] | None:
@@ -42,20 +45,30 @@ def map_learnt(directory: Path, advice: Advice) -> NDArray[np.float64] | None:
 class Upkeep:
     """Lets the policy of one ledger learn and look ahead, on a daemon thread that runs while there is use for it."""
 
-    def __init__(self, session: Session, advice: Advice, learnt: NDArray[np.float64] | None) -> None:
-        self._session, self._advice, self.learnt = session, advice, learnt
-        self._woken = threading.Event()
+    def __init__(
+        self, session: Session, advice: Advice, learnt: NDArray[np.float64] | None, share: Share
+    ) -> None:
+        self._session, self._advice, self.learnt, self._share_of_root = session, advice, learnt, share
+        self._lacks = self._closed = False
+        self._woken = Event()
+        self._starting = threading.RLock()  # never waited for: whoever has it starts the thread
         self._thread: threading.Thread | None = None
 
-    def wake(self) -> None:
-        """Say that something happened. Cheap."""
-        if self.learnt is None or self._woken.is_set():
+    def wake(self, lacks: bool = False) -> None:
+        """Say that something happened; `lacks`: that there are too few slots. Cheap."""
+        self._lacks |= lacks
+        if (self.learnt is None and not self._lacks) or (self._woken.is_set() and self._runs()):
             return
+        if_free(self._starting, self._start)
+
+    def _start(self) -> None:
         self._woken.set()
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._run, name="pagoda-upkeep", daemon=True)
-            with contextlib.suppress(RuntimeError):  # the interpreter is ending
-                self._thread.start()
+        if not self._runs():  # also one that was about to end when it was woken last
+            thread = threading.Thread(target=self._run, name="pagoda-upkeep", daemon=True)
+            self._thread = thread if begin(thread) else None
+
+    def _runs(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
 
     def once(self) -> None:
         """Share what was learnt and look ahead, now."""
@@ -63,8 +76,10 @@ class Upkeep:
         self._prepare()
 
     def close(self) -> None:
-        """Share for the last time."""
+        """Share for the last time, and end the thread."""
         self._share(_LAST_SECONDS)
+        self._closed = True
+        self._woken.set()
 
     def _share(self, deadline_seconds: float) -> None:
         learnt = self.learnt
@@ -77,11 +92,16 @@ class Upkeep:
         self._advice.prepare(self._session.stamp(now), now)
 
     def _run(self) -> None:
-        shared = 0.0
+        shared = rests = 0.0
         try:
-            while self._woken.wait(_IDLE_SECONDS) and not self._session.closed:
+            while self._woken.wait(_IDLE_SECONDS) and not (self._closed or self._session.closed):
                 self._woken.clear()
                 begun = time.monotonic()
+                if self._lacks and begun > rests:
+                    self._lacks = False
+                    rests = 0.0 if self._share_of_root.more() else begun + _NO_ROOM_SECONDS
+                if self.learnt is None:
+                    continue
                 if begun - shared > _SHARE_SECONDS:
                     shared = begun
                     self._share(1.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
 import lmdb
@@ -10,15 +10,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagoda.ledger.advice import GHOST_REASONS
-from pagoda.ledger.columns import FEW, NO_PARENT, NOT_READY, Columns
+from pagoda.ledger.columns import BARE, FEW, NO_PARENT, NOT_READY, Columns
 from pagoda.ledger.ghosts import marks_of
 from pagoda.ledger.tables import (
-    ENTRY,
     HOLD,
     MEMBER,
     MEMBER_KEY,
     META_ROW,
+    NAMESPACE,
     NOBODY,
+    NUMBER,
+    PLACE,
     SLOT,
     SLOT_KEY,
     Meta,
@@ -28,6 +30,11 @@ from pagoda.ledger.tables import (
 from pagoda.metrics import Reason
 
 
+def window(slots: int) -> int:
+    """How many slots one reserve gets at most."""
+    return max(1, slots // 8)
+
+
 class Writing:
     """The state of one write transaction. Lives inside the gate, on one thread, and is forgotten after `publish`."""
 
@@ -35,9 +42,12 @@ class Writing:
         self, txn: lmdb.Transaction, tables: Tables, member: int, alive: Callable[[int], bool], now: int
     ) -> None:
         self.txn, self.tables, self.member, self.now = txn, tables, member, now
+        self.id: int = txn.id()
+        self.committed = False
         self.meta: Meta = tables.load_meta(txn)
         self.counts: dict[str, int] = {}
         self._owed: dict[int, int] = {}  # member -> change of the number of slots it has reserved
+        self._tenants: dict[int, list[int]] = {}  # namespace -> change of its chunks and reservations
         self._alive, self._known_alive = alive, {member: True, 0: False}
         self._generations: dict[int, int] = {}
         self._filling: dict[
@@ -53,6 +63,14 @@ class Writing:
 
     # ---- slots
 
+    def most_reserved(self) -> int:
+        """How many slots one member may have reserved: never less than what one reserve asks for."""
+        return max(self.meta.with_pages() // 4, window(self.meta.slots))
+
+    def most_pinned(self) -> int:
+        """How many slots may be pinned."""
+        return max(1, self.meta.with_pages() // 4)
+
     def next_generation(self) -> int:
         """A number that no slot has had before."""
         self.meta.next_generation += 1
@@ -60,13 +78,13 @@ class Writing:
 
     def take_free(self) -> int | None:
         """Take a slot that holds nothing; None if there is none."""
-        if self.meta.free() > self.meta.slots - self.meta.unused:
+        if self.meta.free() > self.meta.backed - self.meta.unused:
             cursor = self.txn.cursor(db=self.tables.free)
             if cursor.first():
                 slot: int = SLOT_KEY.unpack(cursor.key())[0]
                 cursor.delete()
                 return slot
-        if self.meta.unused < self.meta.slots:
+        if self.meta.unused < self.meta.backed:
             self.meta.unused += 1
             return self.meta.unused - 1
         return None
@@ -77,14 +95,42 @@ class Writing:
         self._generations[slot] = self.next_generation()
         self._ready.pop(slot, None)
 
+    def strip(self, slot: int) -> None:
+        """Put a slot among those that have no pages, which are taken away after the commit and not before.
+
+        The generation published for it says so: who would read it must not touch it (see `Lending`).
+        """
+        self.txn.put(SLOT_KEY.pack(slot), b"", db=self.tables.bare)
+        self.meta.bare += 1
+        self._generations[slot] = BARE | self.next_generation()
+        self._ready.pop(slot, None)
+
+    def publish_bare(self, slots: Sequence[int]) -> None:
+        """Publish once more that these slots have no pages."""
+        for slot in slots:
+            self._generations[slot] = BARE | self.next_generation()
+
+    def add_pages(self, slots: Sequence[int]) -> None:
+        """Put bare slots among the free ones: they have been allocated."""
+        for slot in slots:
+            if self.txn.delete(SLOT_KEY.pack(slot), db=self.tables.bare):
+                self.txn.put(SLOT_KEY.pack(slot), b"", db=self.tables.free)
+                self.meta.bare -= 1
+
+    def lengthen(self, backed: int) -> None:
+        """Count all slots up to `backed` among those that have pages: they have been allocated."""
+        self.meta.backed = max(self.meta.backed, backed)
+
     def take_out(self, slot: int, reason: Reason) -> bytes | None:
         """Remove the chunk of a slot from the tables (the slot is then the caller's); None if it holds none."""
         row = self.txn.pop(SLOT_KEY.pack(slot), db=self.tables.slots)
         if row is None:
             return None
+        namespace: int = SLOT.unpack(row)[1]
         key: bytes = SLOT.unpack(row)[-1]
         self.txn.delete(key, db=self.tables.entries)
         self.meta.ready -= 1
+        self.tally(namespace, chunks=-1)
         self._ghosts.setdefault(reason, []).append((slot, key))
         self.count("evicted_chunks" if reason is Reason.EVICTED else "removed_chunks")
         return key
@@ -97,7 +143,7 @@ class Writing:
         self.txn.delete(key, db=self.tables.pins)
         holders = self.holders(slot)
         if holders:  # they may be copying out of it, and do not look again: no byte of it may change
-            reservation = Reservation(self.next_generation(), NOBODY, 0, 0, 0, 0, 0, 0, key, holders)
+            reservation = Reservation(self.next_generation(), NOBODY, 0, 0, 0, 0, 0, key, holders)
             self.txn.put(SLOT_KEY.pack(slot), reservation.pack(), db=self.tables.reserved)
             self.meta.reserved += 1
             self._generations[slot] = reservation.generation
@@ -171,6 +217,7 @@ class Writing:
         if self.is_latest(reservation) if latest is None else latest:
             self.txn.delete(reservation.key, db=self.tables.pending)
         self.meta.reserved -= 1
+        self.tally(reservation.namespace, reservations=-1)
         self.owe(reservation.owner, -1)
 
     def forget_pending(self, reservation: Reservation) -> None:
@@ -181,7 +228,33 @@ class Writing:
     def is_latest(self, reservation: Reservation) -> bool:
         """Whether nobody has reserved the same key since."""
         row = self.get(self.tables.pending, reservation.key)
-        return row is not None and bool(ENTRY.unpack(row)[1] == reservation.generation)
+        return row is not None and bool(PLACE.unpack_from(row)[1] == reservation.generation)
+
+    # ---- namespaces
+
+    def tally(self, namespace: int, chunks: int = 0, reservations: int = 0) -> None:
+        """Change how many chunks and reservations a namespace (by number; 0: none) has; written once, by `save`."""
+        if namespace:
+            change = self._tenants.get(namespace)
+            if change is None:
+                change = self._tenants[namespace] = [0, 0]
+            change[0] += chunks
+            change[1] += reservations
+
+    def _save_tenants(self) -> None:
+        """Write the counts. A namespace that has nothing is struck off, but for the time of a scan (see `cleared`)."""
+        for namespace, change in self._tenants.items():
+            row = self.get(self.tables.namespaces, NUMBER.pack(namespace))
+            if row is None:
+                raise lmdb.CorruptedError(f"there is no namespace {namespace}")
+            root, line, chunks, reservations = NAMESPACE.unpack(row)
+            chunks, reservations = chunks + change[0], reservations + change[1]
+            if chunks or reservations or self.meta.scanning:
+                row = NAMESPACE.pack(root, line, chunks, reservations)
+                self.txn.put(NUMBER.pack(namespace), row, db=self.tables.namespaces)
+            else:
+                self.txn.delete(NUMBER.pack(namespace), db=self.tables.namespaces)
+                self.txn.delete(root, db=self.tables.roots)
 
     # ---- members
 
@@ -217,10 +290,12 @@ class Writing:
     def save(self) -> None:
         """Write the totals; the last thing inside the transaction."""
         self._save_owed()
+        self._save_tenants()
         self.txn.put(META_ROW, self.meta.pack(), db=self.tables.meta)
 
     def publish(self, columns: Columns, stamp: int) -> None:
         """Assign the columns what has been committed: after the commit, before the gate is left."""
+        columns.capacity = max(1, self.meta.with_pages())
         for reason, gone in self._ghosts.items():
             slots = np.array([slot for slot, _ in gone], np.int64)
             marks = marks_of([key for _, key in gone])

@@ -29,9 +29,13 @@ class Ghosts(NamedTuple):
 
 
 class Hints(Protocol):
-    """The columns a policy may read; `last_use` is the one it may write. Each of length `slots`, ghosts of more."""
+    """The columns a policy may read; `last_use` is the one it may write. Each of length `slots`, ghosts of more.
+
+    `capacity`: how many chunks fit now, for slots may be without pages.
+    """
 
     slots: int
+    capacity: int
     generation: NDArray[np.uint64]
     last_use: NDArray[np.int64]
     lease_until: NDArray[np.int64]

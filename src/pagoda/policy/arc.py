@@ -75,12 +75,12 @@ class Arc:
             values[0] = 0
         if values[0] != self._shared:
             learnt = float(values[0]) + self._target - self._shared
-            self._target = min(max(learnt, 0.0), float(self._hints.slots))
+            self._target = min(max(learnt, 0.0), float(self._hints.capacity))
         self._shared = values[0] = self._target
 
     def _look_ahead(self, origins: list[int], room: int) -> None:
         """Go through the cases II to IV for newcomers out of B1 (1), out of B2 (2), or known to neither (0)."""
-        ghosts, size = self._hints.ghosts, self._hints.slots
+        ghosts, size = self._hints.ghosts, self._hints.capacity
         t1, t2 = self._sizes()
         known = np.flatnonzero(ghosts.last_use > _FORGOTTEN)
         once = ghosts.hits[known] == 0

@@ -124,11 +124,11 @@ class Hindsight:
         for own, shared in ((self._asked, learnt.asked), (self._watched, learnt.watched)):
             np.add(shared, own, out=shared)
             own[:] = 0
-        if learnt.watched.sum() > _MEMORY * self._hints.slots:
+        if learnt.watched.sum() > _MEMORY * self._hints.capacity:
             learnt.asked[:] /= 2
             learnt.watched[:] /= 2
-        self._rival.share(learnt.rival, _MEMORY * self._hints.slots)
-        self._refuses = bool(learnt.asked.sum() >= self._hints.slots)
+        self._rival.share(learnt.rival, _MEMORY * self._hints.capacity)
+        self._refuses = bool(learnt.asked.sum() >= self._hints.capacity)
         if self._to_publish:
             self._to_publish = False
             learnt.worth[(int(learnt.version[0]) + 1) % 2] = self._worth

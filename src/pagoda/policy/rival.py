@@ -29,7 +29,7 @@ class Rival:
     def __init__(self, hints: Hints) -> None:
         self._hints = hints
         self._oldest = 0  # last use of the oldest that LRU would have; 0: it would have all
-        self._here = np.zeros(3)  # asked for, served, served by LRU; not yet shared
+        self._here = [0, 0, 0]  # asked for, served, served by LRU; not yet shared
         self.wins = False
         self._random = np.random.default_rng(1)
 
@@ -37,13 +37,14 @@ class Rival:
         """Count chunks that were asked for, by the stamps of their last use; 0: nothing is known of it."""
         if self._oldest:
             rival = int(np.count_nonzero(last_uses >= self._oldest))
-            self._here += np.array([len(last_uses), served, rival], np.float64)
+            here = self._here
+            self._here = [here[0] + len(last_uses), here[1] + served, here[2] + rival]
 
     def look(self) -> None:
         """Find the oldest that LRU would have; of many slots and ghosts by a sample."""
         hints, ghosts = self._hints, self._hints.ghosts
         uses = np.concatenate([hints.last_use, ghosts.last_use])
-        kept = hints.slots * (1 - _NEWER)
+        kept = hints.capacity * (1 - _NEWER)
         if len(uses) > _LOOKED_AT:
             kept *= _LOOKED_AT / len(uses)
             uses = uses[self._random.integers(0, len(uses), _LOOKED_AT)]
@@ -54,7 +55,7 @@ class Rival:
     def share(self, values: NDArray[np.float64], memory: float) -> None:
         """Add to what all have counted, halve it beyond `memory` chunks, and see who wins. Inside the gate."""
         values += self._here
-        self._here[:] = 0
+        self._here = [0, 0, 0]
         if values[0] > memory:
             values /= 2
         asked, served, rival = values.tolist()

@@ -2,14 +2,17 @@
 
 A request waits for the first engine that is free; what of it is there *then* is loaded, the rest is computed, and only
 at the end of that can others find it. A tier moves its loads one after the other at its bandwidth, and in between what
-waits to be written; what does not fit into that queue is dropped, tail first. What an engine does after the first
-token is not looked at: take for prefill what it has left for that.
+waits to be written. What waits in a slot of the tier above may be evicted there first: what does not fit into that
+queue is dropped, tail first. What of a prompt has no slot there goes through buffers that its store waits for, as all
+does without a tier above. What an engine does after the first token, that waiting too, is not looked at: take for
+prefill what it has left for that.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -94,7 +97,9 @@ class _Channel:
     def __init__(self, bytes_per_second: float, queue_chunks: float) -> None:
         self._speed, self._most = bytes_per_second, queue_chunks
         self._now = self._loads_until = 0.0
-        self._to_write = 0.0  # bytes
+        # bytes, and whether they take up room in the queue; how many do
+        self._to_write: deque[tuple[float, bool]] = deque()
+        self._waiting = 0.0
 
     def load(self, now: float, nbytes: int) -> float:
         """Say when a load that is asked for now has come."""
@@ -105,15 +110,23 @@ class _Channel:
     def room(self, now: float, chunk_bytes: int) -> int:
         """How many chunks of that size may be added to the queue."""
         self._advance(now)
-        return int(min(max(0.0, self._most - math.ceil(self._to_write / chunk_bytes)), _PLENTY))
+        return int(min(max(0.0, self._most - math.ceil(self._waiting / chunk_bytes)), _PLENTY))
 
-    def write(self, nbytes: int) -> None:
-        """Add to the queue."""
-        self._to_write += nbytes
+    def write(self, waiting: int, passing: int) -> None:
+        """Add bytes to the queue: those that take up room in it, then those that a store waits for."""
+        self._to_write += ((waiting, True), (passing, False))
+        self._waiting += waiting
 
     def _advance(self, now: float) -> None:
-        idle = max(0.0, now - max(self._now, self._loads_until))
-        self._to_write = max(0.0, self._to_write - idle * self._speed)
+        idle = max(0.0, now - max(self._now, self._loads_until)) * self._speed
+        while self._to_write and idle > 0:
+            nbytes, waits = self._to_write.popleft()
+            written = min(nbytes, idle)
+            idle -= written
+            self._waiting -= written if waits else 0.0
+            if written < nbytes:
+                self._to_write.appendleft((nbytes - written, waits))
+        self._waiting = self._waiting if self._to_write else 0.0
         self._now = max(self._now, now)
 
 
@@ -206,5 +219,6 @@ class _Run:
             rooms = [channel.room(end, chunk_bytes) for channel in self._channels]
             done = self._simulation.store(self._simulation.look_again(found, end * 1e3), rooms)
             for at, (written, dropped) in enumerate(done):
-                self._channels[at].write(written * chunk_bytes)
+                waiting = min(written, rooms[at])
+                self._channels[at].write(waiting * chunk_bytes, (written - waiting) * chunk_bytes)
                 self._dropped[at] += dropped

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -79,8 +80,9 @@ class Stored(NamedTuple):
 class Simulation:
     """Tiers, the first asked first. Deterministic; not thread-safe.
 
-    A request is served by its leading run, from tier to tier. What a lower tier has is brought into the upper ones,
-    and what no tier has is written into each; what found no place in a tier is not written into those below it.
+    A request is served by its leading run, from tier to tier. What a lower tier has is brought into the first one. Each
+    tier below the first is told of the whole request, whichever tier serves it, and is offered all that it lacks,
+    whatever the tiers above it take in: it does what it would do alone.
     """
 
     def __init__(self, tiers: Sequence[TierSpec]) -> None:
@@ -88,8 +90,7 @@ class Simulation:
         if not tiers:
             raise ValueError("a simulation needs at least one tier")
         self._specs = tuple(tiers)
-        last = len(tiers) - 1
-        self._tiers = [Tier(spec.chunks, spec.policy, at == last) for at, spec in enumerate(tiers)]
+        self._tiers = [Tier(spec.chunks, spec.policy) for spec in tiers]
         self._requests = self._accesses = 0
         self._first_ms: float | None = None
         self._now = _BEGIN_NS
@@ -115,9 +116,13 @@ class Simulation:
             tier.upkeep(chain.now)
         stamps = [tier.stamp(chain.now) for tier in self._tiers]
         runs = self._runs(chain, stamps)
-        end = runs[-1].end if runs else 0
-        starts = [next((run.begin for run in runs if run.tier > at), end) for at in range(len(stamps))]
-        return Found(chain, runs, starts, stamps)
+        return Found(chain, runs, self._starts(chain, runs), stamps)
+
+    def _starts(self, chain: Chain, runs: Sequence[Run]) -> list[int]:
+        """From where on each tier is offered chunks: the first behind what it served, the others what they lack."""
+        total, end = len(chain.ids), runs[-1].end if runs else 0
+        first = next((run.begin for run in runs if run.tier > 0), end)
+        return [first, *(next(iter(tier.absent(chain, 0, total)), total) for tier in self._tiers[1:])]
 
     def look_again(self, found: Found, timestamp_ms: float) -> Found:
         """See what is to be stored later, when the engine has all of the prompt and others may have stored some."""
@@ -131,16 +136,21 @@ class Simulation:
         return found._replace(chain=chain, starts=starts, stamps=stamps)
 
     def store(self, found: Found, most: Sequence[int] | None = None) -> list[Stored]:
-        """Bring each tier what it lacks, leading chunks first; no more than `most` chunks into each."""
-        chain, end, stored = found.chain, len(found.chain.ids), list[Stored]()
+        """Bring each tier what it lacks, leading chunks first; no more than `most` chunks into each.
+
+        What of a prompt the tier above has no room for comes on top: the store waits until it has passed.
+        """
+        chain, stored, above = found.chain, list[Stored](), math.inf
         for at, tier in enumerate(self._tiers):
-            start, dropped, before = found.starts[at], 0, tier.written
+            start, end, dropped, before = found.starts[at], len(chain.ids), 0, tier.written
             if most is not None:
                 new = tier.absent(chain, start, end)
-                dropped = max(0, len(new) - most[at])
-                end = new[most[at]] if dropped else end
-            end = tier.store(chain, start, end, found.stamps[at])
+                room = most[at] + int(max(0, len(new) - above))
+                dropped = max(0, len(new) - room)
+                end = new[room] if dropped else end
+            tier.store(chain, start, end, found.stamps[at])
             stored.append(Stored(tier.written - before, dropped))
+            above = self._specs[at].chunks
         return stored
 
     def outcome(self) -> Outcome:
@@ -159,7 +169,7 @@ class Simulation:
         return self._now
 
     def _runs(self, chain: Chain, stamps: Sequence[int]) -> list[Run]:
-        """The leading run, from tier to tier, until none has the next chunk."""
+        """The leading run, from tier to tier, until none has the next chunk; the tiers below are told of it."""
         runs: list[Run] = []
         end, lacking = 0, 0  # so many tiers in a row are known not to have the next chunk
         while end < len(chain.ids) and lacking < len(self._tiers):
@@ -169,6 +179,9 @@ class Simulation:
                 if count:
                     runs.append(Run(at, end, end + count))
                     end += count
+        for run in runs:
+            for at in range(run.tier + 1, len(self._tiers)):
+                self._tiers[at].touch(chain, run.begin, run.end, stamps[at])
         return runs
 
 

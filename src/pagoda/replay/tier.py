@@ -66,14 +66,14 @@ class _Filled:
 class Tier:
     """Holds up to `chunks` ids. Deterministic; not thread-safe."""
 
-    def __init__(self, chunks: int, policy: str, refuses: bool = True) -> None:
-        """`refuses`: whether the policy may keep newcomers out. ValueError for an unknown policy, or no room at all."""
+    def __init__(self, chunks: int, policy: str) -> None:
+        """ValueError for an unknown policy, or no room at all."""
         if chunks < 1:
             raise ValueError(f"a tier has room for at least one chunk, not {chunks}")
         self.hits = self.written = self.evicted = self.refused = 0
         self._columns = Columns(None, chunks)
         self._columns.reset()
-        self._advice = Advice(policy, self._columns, refuses)
+        self._advice = Advice(policy, self._columns)
         self._learnt = np.zeros(self._advice.shared_values)
         self._rows: dict[int, int] = {}
         self._ids: list[int] = []  # by row
@@ -114,12 +114,19 @@ class Tier:
             self.hits += len(rows) if asked else 0
         return len(rows)
 
+    def touch(self, chain: Chain, begin: int, end: int, stamp: int) -> None:
+        """Note that chunks [begin, end) were asked for, and served by a tier above: those that are here."""
+        here = [(i, row) for i in range(begin, end) if (row := self._rows.get(chain.ids[i])) is not None]
+        if here:
+            positions, rows = np.array(here).T
+            self._advice.touch(rows, stamp - positions, asked=True)
+
     def absent(self, chain: Chain, start: int, end: int) -> list[int]:
         """Which of the chunks [start, end) are not here."""
         return [i for i in range(start, end) if chain.ids[i] not in self._rows]
 
-    def store(self, chain: Chain, start: int, end: int, stamp: int) -> int:
-        """Take in the chunks [start, end), leading chunks first; returns from where on they are not here."""
+    def store(self, chain: Chain, start: int, end: int, stamp: int) -> None:
+        """Take in the chunks [start, end), leading chunks first, as far as there is room and the policy lets them."""
         wanted, known = _Wanted(chain, stamp), self._rows
         new = self.absent(chain, start, end)
         if len(new) < end - start:
@@ -136,7 +143,6 @@ class Tier:
         self.written += len(wanted.rows)
         missing = [i for i in new if chain.ids[i] not in known] if hindrance is not None else []
         self.refused += len(missing)
-        return missing[0] if missing else end
 
     def _keep(self, chain: Chain, positions: list[int], stamp: int) -> None:
         """Raise and lease what is here behind a chunk that is not, before anybody goes for its neighbours."""

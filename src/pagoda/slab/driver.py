@@ -159,11 +159,12 @@ class Driver:
         self._check_process("cuThreadExchangeStreamCaptureMode")
         mode = _Number(_RELAXED)
         exchange = self._library.cuThreadExchangeStreamCaptureMode
-        self._done("cuThreadExchangeStreamCaptureMode", exchange(ctypes.byref(mode)))
         try:
+            self._done("cuThreadExchangeStreamCaptureMode", exchange(ctypes.byref(mode)))
             yield
         finally:
-            exchange(ctypes.byref(mode))
+            if mode.value != _RELAXED:  # else it was so before, or has not been changed
+                exchange(ctypes.byref(mode))
 
     def _check_process(self, call: str) -> None:
         if self._forked:

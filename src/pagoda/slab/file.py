@@ -45,14 +45,14 @@ class FileSlab:
         self.slot_bytes = slot_bytes
         self._fd, self.direct = _open(path, slots * slot_bytes, direct)
         self._lock = threading.Lock()
-        self._active = 0  # calls that may be using _fd now
+        self._calls: set[object] = set()  # those that may be using _fd now
         self._closed = False
         _slabs.add(self)
 
     def _after_fork(self) -> None:
         """Forget the calls of the parent's other threads: they do not go on in the child."""
         self._lock = threading.Lock()
-        self._active = 0
+        self._calls = set()
 
     def read(self, slot: int, buffers: Sequence[Buffer]) -> None:
         """Fill `buffers` one after the other from the start of `slot`; OSError if not all bytes came."""
@@ -88,32 +88,28 @@ class FileSlab:
 
     def close(self) -> None:
         """Refuse new calls and close the file once the last running one ends; idempotent, never waits."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            idle = self._active == 0
-        if idle:
-            os.close(self._fd)
+        self._closed = True
+        self._close_if_idle()
 
     @contextlib.contextmanager
     def _open_fd(self) -> Iterator[int]:
         # A descriptor closed under a running call could name another file by then, and be written to.
-        with self._lock:
+        mine = object()
+        try:
+            self._calls.add(mine)  # and then look: `close` does both the other way round
             if self._closed:
                 raise OSError(errno.EBADF, "this slab is closed", str(self.path))
-            self._active += 1
-        try:
             yield self._fd
         finally:
-            self._leave()
+            self._calls.discard(mine)  # built in: no exception of a signal handler comes before it
+            if self._closed:
+                self._close_if_idle()
 
-    def _leave(self) -> None:
+    def _close_if_idle(self) -> None:
         with self._lock:
-            self._active -= 1
-            last = self._closed and self._active == 0
-        if last:
-            os.close(self._fd)
+            if not self._calls and self._fd >= 0:
+                fd, self._fd = self._fd, -1
+                os.close(fd)
 
     def _views(self, slot: int, buffers: Sequence[Buffer]) -> list[memoryview]:
         if not 0 <= slot < self.slots:

@@ -8,8 +8,9 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,7 @@ from pagoda.errors import ClosedError, StoreError
 from pagoda.slab import pinned
 from pagoda.slab.driver import Driver
 from pagoda.slab.mapping import Memory, huge_pages, map_shared, populate
+from pagoda.threads import Event, begin
 
 PAGE_BYTES = 4096
 _PIECE_BYTES = 64 << 20  # one populate call: a few tens of ms, so close() never waits long
@@ -33,26 +35,36 @@ def aligned(nbytes: int) -> Bytes:
     return room[skip : skip + nbytes]
 
 
+class Lender(Protocol):
+    """Who says whether a slot may be touched (`pagoda.ledger.lending.Lending`)."""
+
+    def lend(self, slots: Sequence[int], base: Bytes) -> Sequence[int]:
+        """Keep the pages of slots for as long as `base` lives; returns those that have none."""
+
+
 class MemorySlab:
     """`slots` slots of `slot_bytes` bytes, page-aligned, mapped into this process.
 
-    `path` names an existing file of full size, mapped shared; None maps private memory. The file has
-    to be really allocated (posix_fallocate): a hole in a full tmpfs is SIGBUS at first touch.
+    `path` names an existing file of full length, mapped shared; None maps private memory. What is touched has to be
+    really allocated: a hole in a full tmpfs is SIGBUS at first touch, also at a read. Of a slot that has no pages, as
+    `lender` knows, a view is zeros of the caller's own; of any other, the pages stay as long as an array over the view.
 
     Thread-safe: all methods. Nothing guards the bytes; who copies them validates by the ledger afterwards.
     Raises StoreError if the file is missing, cannot be mapped or is too small; ValueError on bad sizes.
     """
 
-    def __init__(self, path: Path | None, slots: int, slot_bytes: int) -> None:
+    def __init__(self, path: Path | None, slots: int, slot_bytes: int, lender: Lender | None = None) -> None:
         if slots < 1 or slot_bytes < 1:
             raise ValueError(f"a slab needs slots >= 1 and slot_bytes >= 1, got {slots} and {slot_bytes}")
         self.path = path
         self.slots = slots
         self.slot_bytes = slot_bytes
         self.nbytes = slots * slot_bytes
-        flat = np.frombuffer(memoryview(_map(path, self.nbytes)), dtype=np.uint8, count=self.nbytes)
+        self._flat: memoryview | None = memoryview(_map(path, self.nbytes)).cast("B")
+        flat = np.frombuffer(self._flat, dtype=np.uint8, count=self.nbytes)
         self._array: Bytes | None = flat.reshape(slots, slot_bytes)
-        self._stop = threading.Event()
+        self._lender = lender
+        self._stop = Event()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._populated_bytes = 0
@@ -75,10 +87,22 @@ class MemorySlab:
 
     def view(self, slot: int) -> Bytes:
         """The bytes of one slot, (slot_bytes,) uint8, no copy. Raises IndexError outside [0, slots)."""
-        if not 0 <= slot < self.slots:
-            raise IndexError(f"slot {slot} is outside [0, {self.slots})")
-        view: Bytes = self.array[slot]
-        return view
+        return self.views((slot,))[0]
+
+    def views(self, slots: Sequence[int]) -> list[Bytes]:
+        """The bytes of some slots, as `view`; cheaper than one by one."""
+        flat, size = self._flat, self.slot_bytes
+        if flat is None:
+            raise ClosedError("this slab is closed")
+        if slots and not 0 <= min(slots) <= max(slots) < self.slots:
+            raise IndexError(f"slots {min(slots)} to {max(slots)} are not all in [0, {self.slots})")
+        # Whatever is made of these views refers to `base`, and so keeps it alive: not so with parts of `array`.
+        base = np.frombuffer(flat, np.uint8)
+        views = [base[slot * size : (slot + 1) * size] for slot in slots]
+        bare = self._lender.lend(slots, base) if self._lender is not None else ()
+        if bare:
+            views = [_zeros(size) if slot in bare else view for slot, view in zip(slots, views, strict=True)]
+        return views
 
     @property
     def populated_bytes(self) -> int:
@@ -86,40 +110,57 @@ class MemorySlab:
         with self._lock:
             return self._populated_bytes
 
-    def populate(self, threads: int = 2, background: bool = True) -> None:
-        """Fault all pages in ahead of use, in huge pages where the kernel gives them.
+    def populate(
+        self, threads: int = 2, background: bool = True, backed: Sequence[range] | None = None
+    ) -> None:
+        """Fault all pages in ahead of use, in huge pages where the kernel gives them; only those of slots `backed`.
 
         Content is untouched, so it may run beside readers and writers.
 
-        A second call while one runs does nothing. A kernel that cannot (before 5.14) is left be: pages then
+        A second call while one runs does nothing. Where it cannot be (a kernel before 5.14, no thread to be had) pages
         come at first touch, a quarter as fast. `background` False: returns when all is in or refused.
         """
         array = self.array
         with self._lock:
             if self._stop.is_set() or any(thread.is_alive() for thread in self._threads):
                 return
-            pieces = iter(range(0, self.nbytes, _PIECE_BYTES))
+            pieces = iter(self._pieces([range(self.slots)] if backed is None else backed))
             self._populated_bytes = 0
-            self._threads = [
-                threading.Thread(target=self._populate, args=(array, pieces), daemon=True)
+            made = [
+                threading.Thread(
+                    target=self._populate, args=(array, pieces), name="pagoda-populate", daemon=True
+                )
                 for _ in range(max(1, threads))
             ]
-            for thread in self._threads:
-                thread.start()
+            self._threads = [thread for thread in made if begin(thread)]
             running = list(self._threads)
         if not background:
             for thread in running:
                 thread.join()
 
-    def _populate(self, array: Bytes, pieces: Iterator[int]) -> None:
+    def _parts(
+        self, backed: Callable[[], Sequence[range]] | None
+    ) -> Callable[[], list[tuple[int, int]]] | None:
+        size = self.slot_bytes  # not `self`, which would never be collected
+        if backed is None:
+            return None
+        return lambda: [(slots.start * size, len(slots) * size) for slots in backed()]
+
+    def _pieces(self, backed: Sequence[range]) -> Iterator[tuple[int, int]]:
+        for slots in backed:
+            end = slots.stop * self.slot_bytes
+            for start in range(slots.start * self.slot_bytes, end, _PIECE_BYTES):
+                yield start, min(_PIECE_BYTES, end - start)
+
+    def _populate(self, array: Bytes, pieces: Iterator[tuple[int, int]]) -> None:
         # `array` keeps the mapping alive for as long as this thread may touch it, whatever close() does.
         base = array.ctypes.data
         while not self._stop.is_set():
             with self._lock:
-                start = next(pieces, None)
-            if start is None:
+                piece = next(pieces, None)
+            if piece is None:
                 return
-            length = min(_PIECE_BYTES, self.nbytes - start)
+            start, length = piece
             if not populate(base + start, length):
                 return
             huge_pages(base + start, length)  # moves pages that are there; of none it can make none
@@ -127,20 +168,27 @@ class MemorySlab:
                 self._populated_bytes += length
 
     def pin(
-        self, device_index: int, *, driver: Driver | None = None, before: Callable[[], object] | None = None
+        self,
+        device_index: int,
+        *,
+        driver: Driver | None = None,
+        backed: Callable[[], Sequence[range]] | None = None,
     ) -> pinned.Pinned | None:
         """Begin to register all slots with the GPUs, in the background; returns how that goes, None without a driver.
 
-        A second call does nothing, for another device too: what is registered is so for all. May run beside
-        `populate`, readers and writers. `before` is called first, on the thread that registers.
+        A second call only looks for more, for another device too: what is registered is so for all. May run beside
+        `populate`, readers and writers. `backed` is called first, on the thread that registers: the slots that have
+        pages and keep them. Raises RuntimeError if no thread can be started: a later call tries again.
         """
         with self._lock:
             if self._stop.is_set():
                 raise ClosedError("this slab is closed")
-            if self._pinned is None:
+            if self._pinned is not None:
+                self._pinned.again()
+            else:
                 size = _whole(self.slot_bytes)
                 self._pinned = pinned.pin(
-                    self.array, device_index, driver=driver, piece_bytes=size, before=before
+                    self.array, device_index, driver=driver, piece_bytes=size, parts=self._parts(backed)
                 )
                 if self._pinned is not None:  # or a slab that nobody closes would stay registered
                     weakref.finalize(self, self._pinned.stop).atexit = False
@@ -167,7 +215,13 @@ class MemorySlab:
             registered.close(timeout)
         for thread in running:
             thread.join(max(0.0, deadline - time.monotonic()))
-        self._array = None
+        self._array = self._flat = None
+
+
+def _zeros(nbytes: int) -> Bytes:
+    nothing = aligned(nbytes)
+    nothing[:] = 0
+    return nothing
 
 
 def _whole(slot_bytes: int) -> int:

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ import numpy.typing as npt
 from pagoda.slab.driver import GONE, Driver, DriverError
 from pagoda.slab.mapping import huge_pages, populate
 from pagoda.slab.places import Places
+from pagoda.threads import NO_THREAD, Event, begin
 
 __all__ = ["MOST_BYTES", "PIECE_BYTES", "Pinned", "check", "copying", "pin", "place_of"]
 
@@ -54,8 +55,8 @@ def copying() -> Iterator[None]:
     Around a whole copy, from before the first `place_of` until the device has done its last byte. Takes no lock.
     """
     mine = object()
-    _copies.add(mine)
     try:
+        _copies.add(mine)
         yield
     finally:
         _copies.discard(mine)
@@ -68,13 +69,14 @@ def pin(
     driver: Driver | None = None,
     background: bool = True,
     piece_bytes: int = PIECE_BYTES,
-    before: Callable[[], object] | None = None,
+    parts: Callable[[], Sequence[tuple[int, int]]] | None = None,
 ) -> Pinned | None:
     """Register the memory of `array` (uint8, contiguous, beginning on a page) with the GPUs, bit by bit.
 
     Returns at once, or with `background` False when all is in or refused. Pieces have `piece_bytes`, in whole pages and
-    at most 64 GiB. `before` is called first, on the thread that registers. None: there is no driver of NVIDIA here.
-    Raises ValueError for an array that cannot be registered.
+    at most 64 GiB. `parts` is called first, on the thread that registers, and says what there is to register, as offset
+    and length; by default all. None: there is no driver of NVIDIA here. Raises ValueError for an array that cannot be
+    registered, RuntimeError if no thread can be started.
     """
     page = mmap.PAGESIZE
     if array.dtype != np.uint8 or not array.flags.c_contiguous or array.nbytes < 1:
@@ -86,7 +88,8 @@ def pin(
         log.warning("libcuda.so.1 cannot be used: host memory is not registered, copies go through a buffer")
         return None
     piece_bytes = max(page, min(piece_bytes, MOST_BYTES) // page * page)
-    pinned = Pinned(array, device_index, driver, piece_bytes, before)
+    whole = [(0, array.nbytes)]
+    pinned = Pinned(array, device_index, driver, piece_bytes, parts or (lambda: whole))
     if not background:
         pinned.wait()
     return pinned
@@ -105,28 +108,33 @@ class Pinned:
         device_index: int,
         driver: Driver,
         piece_bytes: int,
-        before: Callable[[], object] | None,
+        parts: Callable[[], Sequence[tuple[int, int]]],
     ) -> None:
         self.device_index = device_index
         self.nbytes = 0  # registered now: always the first so many, until close
         self.trouble = ""  # why not all of it; empty while there is none
-        self._total_bytes = array.nbytes
+        self._total_bytes = 0
         self._base = array.ctypes.data
         self._array: Bytes | None = array
         self._driver = driver
         self._piece_bytes = piece_bytes
-        self._before = before
-        self._registered: list[int] = []  # addresses of pieces
-        self._settled = threading.Event()
+        self._parts = parts
+        self._registered: dict[int, int] = {}  # addresses and lengths of pieces
+        self._settled = Event()
         # Of seconds that the end may take. Its `put` may be called by a collection of garbage, whatever is locked.
-        self._ends: queue.SimpleQueue[float] = queue.SimpleQueue()
-        _all.add(self)
+        self._ends: queue.SimpleQueue[float | None] = queue.SimpleQueue()  # None: there is more to register
         self._thread = threading.Thread(target=self._live, name="pagoda-pin", daemon=True)
-        self._thread.start()
+        if not begin(self._thread):
+            raise RuntimeError(NO_THREAD)
+        _all.add(self)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until all is registered, or no more will be; False if `timeout` seconds were not enough."""
         return self._settled.wait(timeout)
+
+    def again(self) -> None:
+        """Have it ask for the parts once more, and register what is not; never waits."""
+        self._ends.put(None)
 
     def stop(self) -> None:
         """Have it end, soon; never waits."""
@@ -148,32 +156,38 @@ class Pinned:
     def _live(self) -> None:
         seconds: float | None = None
         try:
-            seconds = self._register()
+            while seconds is None:
+                seconds = self._register()
+                self._settled.set()
+                seconds = self._ends.get() if seconds is None else seconds
         except DriverError as error:
             self._refused(f"{error}: {_remedy(error)}")
         except Exception as error:  # noqa: BLE001  # the border of a background thread: copies find another way
             self._refused(f"{type(error).__name__}: {error}")
         self._settled.set()
-        self._unregister(self._ends.get() if seconds is None else seconds)
+        while seconds is None:
+            seconds = self._ends.get()
+        self._unregister(seconds)
 
     def _register(self) -> float | None:
         """Register piece by piece; returns the seconds that are left once the end was asked for."""
-        if self._before is not None:
-            self._before()
-            self._before = None  # it may keep alive what this has no more use for
+        parts = list(_without(self._parts(), [(a - self._base, n) for a, n in self._registered.items()]))
+        self._total_bytes = self.nbytes + sum(nbytes for _, nbytes in parts)
         self._driver.use(self.device_index)
         began, pause = time.monotonic(), _PAUSE_SECONDS
-        for begin in range(0, self._total_bytes, self._piece_bytes):
+        for start, nbytes in _pieces(parts, self._piece_bytes):
             with contextlib.suppress(queue.Empty):
-                return self._ends.get(timeout=pause)
-            address, nbytes = self._base + begin, min(self._piece_bytes, self._total_bytes - begin)
+                if (seconds := self._ends.get(timeout=pause)) is not None:
+                    return seconds
+                self._ends.put(None)  # after this round
+            address = self._base + start
             populate(address, nbytes)  # the driver would do it slowly, and under its lock
             huge_pages(address, nbytes)  # afterwards its pages cannot move
             asked = time.monotonic()
             with self._driver.beside_captures():
                 place = self._driver.register(address, nbytes)
             pause = max(_PAUSE_SECONDS, time.monotonic() - asked)  # others have the lock for half of the time
-            self._registered.append(address)
+            self._registered[address] = nbytes
             _places.add(address, nbytes, place)
             self.nbytes += nbytes
         seconds = time.monotonic() - began
@@ -211,9 +225,29 @@ class Pinned:
 
     def _forget(self) -> None:
         """In a forked child: what is registered is the parent's, and so is the thread."""
-        self.nbytes, self._array, self._registered = 0, None, []
-        self._ends, self._settled = queue.SimpleQueue(), threading.Event()
+        self.nbytes, self._array, self._registered = 0, None, {}
+        self._ends, self._settled = queue.SimpleQueue(), Event()
         self._settled.set()
+
+
+def _pieces(parts: Iterable[tuple[int, int]], piece_bytes: int) -> Iterator[tuple[int, int]]:
+    for start, nbytes in parts:
+        for at in range(0, nbytes, piece_bytes):
+            yield start + at, min(piece_bytes, nbytes - at)
+
+
+def _without(parts: Iterable[tuple[int, int]], known: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Parts (offset, length) without what is known of them; both apart from each other."""
+    ordered = sorted(known)
+    for start, nbytes in parts:
+        at, end = start, start + nbytes
+        for first, length in ordered:
+            if at < first < end:
+                yield at, first - at
+            if first < end and at < first + length:
+                at = first + length
+        if at < end:
+            yield at, end - at
 
 
 def _remedy(error: DriverError) -> str:

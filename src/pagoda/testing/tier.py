@@ -232,6 +232,24 @@ class TierConformance:
             assert tier.find(keys[4:], start=4) == 2
             assert tier.find(keys[3:], start=3) == 0
 
+    def test_touch_says_which_are_here_holes_notwithstanding(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as tier:
+            keys = keys_of(ONE, 5)
+            self.saved(tier, keys[:2])
+            (done,) = self.ends(tier.save([self.chunk(tier, keys, 3)], ONE.root))
+            assert done.ok
+            assert tier.touch(keys, namespace=ONE.root) == [True, True, False, True, False]
+            assert tier.touch(keys[2:], start=2, namespace=ONE.root, asked=False) == [False, True, False]
+            assert tier.touch([], namespace=ONE.root) == []
+            assert tier.believed_seconds >= 0
+
+    def test_touch_knows_what_is_on_its_way(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as tier:
+            keys = keys_of(ONE, self.room_chunks)
+            futures = tier.save(self.chunks(tier, keys), ONE.root)
+            assert tier.touch(keys, namespace=ONE.root) == [True] * len(keys)
+            self.ends(futures)
+
     def test_save_and_load(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
             keys = keys_of(ONE, self.room_chunks)
@@ -262,6 +280,28 @@ class TierConformance:
             ends = self.ends(tier.load(keys, buffers, namespace=ONE.root))
             assert [done.ok for done in ends[:3]] == [True, True, False]
             assert ends[2].reason is not None
+
+    def test_a_put_that_blocks_returns_when_it_has_ended(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as tier:
+            for key in keys_of(ONE, self.room_chunks // 2):
+                payload = self.payload(tier, key)
+                assert tier.put(key, payload, namespace=ONE.root)
+                assert not tier.in_flight(key), "put returned before the chunk was stored"
+                payload[:] = 0  # which is the caller's again
+                assert self.holds(tier, key)
+
+    def test_what_was_asked_for_wrongly_is_a_miss_and_stays(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as tier:
+            keys = keys_of(ONE, 4)
+            self.saved(tier, keys)
+            for namespace, start in ((TWO.root, 0), (ONE.root, 7)):
+                buffers = [aligned(-(-tier.chunk_bytes // 4096) * 4096) for _ in keys]
+                ends = self.ends(tier.load(keys, buffers, start=start, namespace=namespace))
+                assert not any(done.ok for done in ends)
+                assert all(done.reason is not None for done in ends)
+            assert tier.get(keys[0], namespace=TWO.root) is None
+            assert tier.find(keys) == 4
+            assert all(found is not None for found in self.loaded(tier, keys))
 
     def test_saving_again_is_ok(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
@@ -407,6 +447,7 @@ class TierConformance:
     def is_closed(self, tier: Tier, keys: Sequence[bytes]) -> None:
         """Check that a closed tier finds nothing and ends all with CLOSED, without an exception."""
         assert tier.find(keys) == 0
+        assert tier.touch(keys, namespace=ONE.root) is None
         assert not tier.contains(keys[0])
         assert tier.get(keys[0]) is None
         assert tier.put(keys[0], self.payload(tier, keys[0]), namespace=ONE.root) is False

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import NamedTuple, TypeAlias
 
 from pagoda.metrics import Reason
+from pagoda.threads import Answer, Condition
 from pagoda.tiers.link import Link
 
 __all__ = ["Ask", "Asks", "Question"]
@@ -30,7 +30,7 @@ class Asks:
     """Questions from when they are put until they are answered. Thread-safe."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._waiting: deque[Ask] = deque()
         self._under_way: dict[object, Ask] = {}
         self._closed = False
@@ -41,7 +41,7 @@ class Asks:
             twin = self._under_way.get(name)
             if twin is not None:
                 return twin.answer
-            ask = Ask(name, question, Future())
+            ask = Ask(name, question, Answer())
             if self._closed or len(self._under_way) >= _MOST:
                 ask.answer.set_result(Reason.CLOSED if self._closed else Reason.QUEUE_FULL)
                 return ask.answer

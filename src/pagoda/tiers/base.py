@@ -10,10 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.keys import Namespace
-from pagoda.ledger.columns import columns_bytes
-from pagoda.ledger.state import MEMBER_ROWS
-from pagoda.ledger.tables import map_bytes
-from pagoda.metrics import COUNTERS, Reason
+from pagoda.metrics import Reason
+from pagoda.threads import Answer
 
 Bytes = npt.NDArray[np.uint8]
 _T = TypeVar("_T")
@@ -48,6 +46,7 @@ class Tier(Protocol):
 
     name: str
     chunk_bytes: int
+    believed_seconds: float  # for how long a chunk that was seen here is taken to be here still
 
     def register(self, namespace: Namespace) -> None:
         """Make the namespace known with its labels, so that it can be listed and cleared; idempotent, cheap."""
@@ -60,11 +59,29 @@ class Tier(Protocol):
         stamp: int | None = None,
         namespace: bytes | None = None,
         touch: bool = True,
+        deadline_seconds: float | None = None,
     ) -> int:
         """How many leading keys are here or on their way here; copies nothing, touches recency unless told not to.
 
+        What is not found out before the deadline (by default and at most the tier's own) counts as not here.
+
         `start` is the chain position of keys[0]; calls of one request pass one `stamp`. `namespace` is the root that
         the keys were derived under: who leaves it out has all that are registered looked through.
+        """
+
+    def touch(
+        self,
+        keys: Sequence[bytes],
+        *,
+        namespace: bytes,
+        start: int = 0,
+        stamp: int | None = None,
+        asked: bool = True,
+    ) -> list[bool] | None:
+        """Raise the recency of a run of which a tier above has copies; which keys are here or on their way here.
+
+        None: that cannot be said now. `asked`: somebody was served from above; else it was stored there again. Takes
+        as long as I/O takes: for background threads.
         """
 
     def save(
@@ -76,14 +93,19 @@ class Tier(Protocol):
         """
 
     def load(
-        self, keys: Sequence[bytes], buffers: Sequence[Bytes], *, start: int = 0, namespace: bytes
-    ) -> list[Future[Done]]:
+        self, keys: Sequence[bytes], buffers: Sequence[Bytes], *, start: int = 0, namespace: bytes,
+        deadline_seconds: float | None = None,
+    ) -> list[Future[Done]]:  # fmt: skip
         """Read verified chunks into `buffers` ((>= chunk_bytes,) uint8), in order, several at a time.
+
+        A chunk of another namespace, or at another position than its place from `start` on, is a miss and stays.
+
+        Returns before the deadline (by default and at most the tier's own), however long the reads take then.
 
         A buffer belongs to the tier until its future is done; if it was not ok, its content is undefined.
         """
 
-    def contains(self, key: bytes) -> bool:
+    def contains(self, key: bytes, *, deadline_seconds: float | None = None) -> bool:
         """Whether `find` would find this key; touches nothing."""
 
     def put(
@@ -131,16 +153,21 @@ class Tier(Protocol):
 
 def ended(ok: bool, reason: Reason | None = None) -> Future[Done]:
     """A future that is done already."""
-    future: Future[Done] = Future()
+    future: Future[Done] = Answer()
     future.set_result(Done(ok, reason))
     return future
 
 
 def begun() -> Future[Done]:
     """A future that cannot be cancelled: bytes may be moving until it is done."""
-    future: Future[Done] = Future()
+    future: Future[Done] = Answer()
     future.set_running_or_notify_cancel()
     return future
+
+
+def within(own_seconds: float, deadline_seconds: float | None) -> float:
+    """The deadline of a call: the tier's own where none was given, and never a longer one."""
+    return own_seconds if deadline_seconds is None else max(0.0, min(own_seconds, deadline_seconds))
 
 
 def flat_bytes(array: npt.NDArray[np.generic]) -> Bytes:
@@ -176,9 +203,3 @@ def follows(chunk: Chunk, before: Chunk) -> bool:
         and chunk.parent in (None, before.key)
         and chunk.tokens == before.tokens
     )
-
-
-def ledger_bytes(slots: int) -> int:
-    """The size of a ledger's own files for that many slots, in bytes: about 5 MiB and 0.7 KiB a slot."""
-    small_files = 1 << 16  # state, namespaces, locks
-    return map_bytes(slots) + columns_bytes(slots) + MEMBER_ROWS * len(COUNTERS) * 8 + small_files

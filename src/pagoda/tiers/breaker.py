@@ -37,11 +37,12 @@ class Breaker:
         with self._lock:
             return self._failures >= self._limit and self._clock.monotonic_ns() < self._retry_ns
 
-    def failed(self) -> None:
-        """Count a failure of the device."""
+    def failed(self, *, rests: bool = True) -> None:
+        """Count a failure of the device. Without `rests` it does not put off the next probe."""
         with self._lock:
             self._failures += 1
-            self._retry_ns = self._clock.monotonic_ns() + self._rest_ns
+            if rests:
+                self._retry_ns = self._clock.monotonic_ns() + self._rest_ns
 
     def worked(self) -> None:
         """The device did what was asked: it is used again."""

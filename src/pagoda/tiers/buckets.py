@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
+from pagoda.tiers.sockets import IDLE_SECONDS
+
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
@@ -81,7 +83,7 @@ def connect(parts: SplitResult, options: Mapping[str, str]) -> ObjectStore:
 def _settings(parts: SplitResult, options: Mapping[str, str]) -> dict[str, str]:
     """The options, and ours where they say nothing else."""
     endpoint = endpoint_of(parts, options)
-    settings = {"timeout": _LONGEST}
+    settings = {"timeout": _LONGEST, "pool_idle_timeout": f"{IDLE_SECONDS}s"}
     is_plain = endpoint is not None and endpoint.scheme == "http"
     if is_plain and _is_loopback(endpoint):
         settings["allow_http"] = "true"

@@ -15,7 +15,7 @@ from pagoda.tiers.base import Bytes, Chunk, Done, check_sizes, flat_bytes
 
 
 class Copies(ABC):
-    """Private copies in and out of a tier. Thread-safe if the four methods below are.
+    """Private copies in and out of a tier. Thread-safe if the five methods below are.
 
     A blocking call waits at most `deadline_seconds` for a chunk; what takes longer is not stored, or a miss.
     """
@@ -30,6 +30,10 @@ class Copies(ABC):
         self, chunks: Sequence[Chunk], namespace: bytes, *, stamp: int | None = None
     ) -> list[Future[Done]]:
         """See Tier.save."""
+
+    @abstractmethod
+    def contains(self, key: bytes) -> bool:
+        """See Tier.contains."""
 
     @abstractmethod
     def _load_one(self, key: bytes, buffer: Bytes, namespace: bytes | None) -> Future[Done]:
@@ -64,14 +68,25 @@ class Copies(ABC):
         return self._result(future).ok
 
     def put_many(self, items: Iterable[Chunk], *, namespace: bytes) -> int:
-        """Store copies of chunks taken lazily, a few on their way at a time; returns how many are really stored."""
-        stored = 0
-        moving: deque[Future[Done]] = deque()
+        """Store copies of chunks taken lazily, a few on their way at a time; returns how many are here at the end.
+
+        One that a later one evicted, or that another process removed meanwhile, is not.
+        """
+        stored = set[bytes]()
+        moving: deque[tuple[bytes, Future[Done]]] = deque()
+
+        def settle() -> None:
+            key, future = moving.popleft()
+            if self._result(future).ok:
+                stored.add(key)
+
         for chunk in items:
-            while moving and (self._no_room() is Reason.QUEUE_FULL or moving[0].done()):
-                stored += self._result(moving.popleft()).ok
-            moving.append(self._put(chunk, namespace))
-        return stored + sum(self._result(future).ok for future in moving)
+            while moving and (self._no_room() is Reason.QUEUE_FULL or moving[0][1].done()):
+                settle()
+            moving.append((chunk.key, self._put(chunk, namespace)))
+        while moving:
+            settle()
+        return sum(map(self.contains, stored))
 
     def _put(self, chunk: Chunk, namespace: bytes) -> Future[Done]:
         if chunk.payload.nbytes > self.slot_bytes:

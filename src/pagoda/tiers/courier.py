@@ -8,11 +8,11 @@ import re
 import selectors
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context
 from typing import TypeVar
 
 from pagoda.metrics import Reason
+from pagoda.threads import Pool
 from pagoda.tiers.link import Refused
 
 __all__ = ["NO_BUCKET", "Courier", "Unsupported", "all_of", "code_in", "slices"]
@@ -106,8 +106,12 @@ class Courier:
             self.check()
             if not _within_loop():
                 return self._complete(work, until)
-            with ThreadPoolExecutor(1) as thread:
-                return thread.submit(self._complete, work, until).result()
+            try:
+                with Pool(1, "pagoda-courier") as thread:
+                    asked = thread.submit(self._complete, work, until)
+            except RuntimeError as trouble:
+                raise OSError(f"{self._address}: {trouble}") from None
+            return asked.result()
         finally:
             work.close()
 

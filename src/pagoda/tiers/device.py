@@ -60,8 +60,12 @@ class Device:
         """Note that I/O or a background job failed; returns the reason to give. OSErrors count for the breaker."""
         if isinstance(error, OSError):
             self.breaker.failed()
-        self.log.warn(_logger, Reason.IO_ERROR, f"{what} failed: {type(error).__name__}: {error}")
-        return Reason.IO_ERROR
+        return self.note(Reason.IO_ERROR, f"{what} failed: {type(error).__name__}: {error}")
+
+    def note(self, reason: Reason, message: str) -> Reason:
+        """Log why a chunk was not served, one line a reason in a while; returns the reason."""
+        self.log.warn(_logger, reason, message)
+        return reason
 
     def is_valid(self, slot: int, generation: int) -> bool:
         """Whether the slot still holds what it held under this generation."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 
 from pagoda.metrics import Reason
+from pagoda.threads import Event
 from pagoda.tiers.device import Device, Scratch
 from pagoda.tiers.queue import IoQueue, Read, Write
 from pagoda.tiers.reader import Reader
@@ -27,14 +27,14 @@ class DiskCrew:
         """Work for this queue, with new locks."""
         self.device.renew()
         self._reader = Reader(self.device, queue)
-        self._writer = Writer(self.device, queue, self._io_threads)
-        self.batch_chunks = self._writer.batch_chunks
+        self.writer = Writer(self.device, queue, self._io_threads)
+        self.batch_chunks = self.writer.batch_chunks
 
     def hand(self) -> DiskHand:
         """What a thread works with."""
-        return DiskHand(self._reader, self._writer, Scratch(self.device.slot_bytes))
+        return DiskHand(self._reader, self.writer, Scratch(self.device.slot_bytes))
 
-    def background(self, stop: threading.Event) -> None:
+    def background(self, stop: Event) -> None:
         """Read the headers that the ledger has not seen."""
         scan(self.device, stop)
 

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
+import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from pagoda import policy as policies
 from pagoda.clock import Clock
+from pagoda.dropped import WhenDropped
+from pagoda.errors import ClosedError
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.ledger import Busy, Ledger, Present, Reserved, StoreSpec
+from pagoda.ledger.state import FORMAT
 from pagoda.metrics import Reason
 from pagoda.slab import MemorySlab
-from pagoda.tiers.base import Bytes, Chunk, Done, check_sizes, ended, follows, ledger_bytes, runs
+from pagoda.threads import Condition
+from pagoda.tiers import register
+from pagoda.tiers.base import Bytes, Chunk, Done, check_sizes, ended, follows, runs, within
 from pagoda.tiers.copies import Copies
 
 
@@ -29,6 +38,7 @@ class HostTier(Copies):
     """
 
     name = "host"
+    believed_seconds = 0.0  # asking costs next to nothing
 
     def __init__(
         self, layout: KVLayout, ledger: Ledger, slab: MemorySlab, *, deadline_seconds: float = 1.0
@@ -40,8 +50,10 @@ class HostTier(Copies):
         self.slab = slab
         self.deadline_seconds = deadline_seconds
         self._ended = False
+        self._under_way = _UnderWay(self._let_go)
         self._pid = os.getpid()
-        self._device_pid = 0  # the process, of those that fork, that has registered the slab
+        self._lost: dict[Reserved, WhenDropped] = {}
+        self._registered = 0, 0  # the process, of those that fork, that has registered the slab, and when
 
     @classmethod
     def open(
@@ -60,7 +72,7 @@ class HostTier(Copies):
 
         Not `shared`: the memory is this process's own and goes with it; a forked child finds the tier closed.
         `populate`: fault pages in, in the background. `size_bytes` is for the slots; the ledger's own files
-        (`ledger_bytes`) come on top.
+        (about 5 MiB and 1 KiB a slot) come on top.
         """
         slots = layout.slots_in(size_bytes)
         if slots < 1:
@@ -69,27 +81,68 @@ class HostTier(Copies):
             )
         spec = StoreSpec(
             root=path,
-            name=layout.fingerprint,
+            name=f"{layout.fingerprint}.{FORMAT}",  # versions of other formats have stores of their own
             kind="memory",
             slots=slots,
             slot_bytes=layout.slot_bytes if shared else 0,
-            limit_bytes=size_bytes + ledger_bytes(slots) if shared else None,
+            limit_bytes=size_bytes if shared else None,
             private=not shared,
         )
+        made = not os.path.exists(path / spec.name)  # false for what this user may not see
         ledger = Ledger.open(spec, policy=policy, clock=clock or Clock())
         try:
-            slab = MemorySlab(ledger.slab_path if shared else None, ledger.slots, layout.slot_bytes)
+            slab = (
+                ledger.open_slab(
+                    lambda file: MemorySlab(file, ledger.slots, layout.slot_bytes, ledger.lending)
+                )
+                if shared
+                else MemorySlab(None, ledger.slots, layout.slot_bytes)
+            )
         except BaseException:
             ledger.close()
             raise
+        if shared:
+            register.note("host", path, sum(map(len, ledger.backed())) * layout.slot_bytes if made else 0)
         if populate:
-            slab.populate(background=True)
+            slab.populate(background=True, backed=ledger.backed())
         return cls(layout, ledger, slab, deadline_seconds=deadline_seconds)
 
     @property
     def _closed(self) -> bool:
         # Private memory is copied by a fork, its ledger is not: the child must not take one for the other's.
         return self._ended or (self.slab.path is None and self._pid != os.getpid())
+
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        """Around all copies into and out of slots: what is copied into is nobody else's before they have ended.
+
+        Raises ClosedError once the tier is closed.
+        """
+        mine = object()
+        try:
+            self._under_way.begin(mine)
+            yield
+        finally:
+            self._under_way.these.discard(mine)
+            self._under_way.end()
+
+    def begin_copies(self, reserved: Sequence[Reserved]) -> None:
+        """Note copies into slots that may last longer than the `copying` that they are begun in: until `end_copies`."""
+        self._under_way.these.update(reserved)
+
+    def end_copies(self, reserved: Sequence[Reserved]) -> None:
+        """They have ended; nothing for those that had ended before."""
+        self._under_way.these.difference_update(reserved)
+        self._under_way.end()
+
+    def give_up_when_dropped(self, reserved: Sequence[Reserved], views: Bytes) -> None:
+        """Free slots that nobody waits for once no I/O can touch them: when nobody holds `views`, their base."""
+        self._lost[reserved[0]] = WhenDropped(views, partial(self._give_up, reserved))
+
+    def _give_up(self, reserved: Sequence[Reserved]) -> None:
+        self._lost.pop(reserved[0], None)
+        self.ledger.abort(reserved)
+        self.end_copies(reserved)
 
     def register(self, namespace: Namespace) -> None:
         """Make the namespace known with its labels; idempotent, cheap."""
@@ -98,32 +151,46 @@ class HostTier(Copies):
     def use_device(self, device_index: int) -> None:
         """Register the slab with the GPUs, in the background; for every copy to or from one. Idempotent, cheap.
 
-        First the ledger is told, so that slots outlive this process by a grace: a GPU may still be writing there.
+        First the ledger is told, so that slots outlive this process by a grace: a GPU may still be writing there. What
+        the ledger has grown by since the last call is registered, too.
         """
-        if self._device_pid != os.getpid() and not self._closed:
-            self._device_pid = os.getpid()
-            self.slab.pin(device_index, before=self.ledger.uses_device)
+        now = os.getpid(), self.ledger.share.grown
+        if self._registered != now and not self._closed:
+            with contextlib.suppress(RuntimeError):  # no thread to be had: the next copy tries again
+                self.slab.pin(device_index, backed=self.ledger.uses_device)
+                self._registered = now
 
     # ---- finding -------------------------------------------------------------------------------------------------
 
     def find(
         self, keys: Sequence[bytes], *, start: int = 0, stamp: int | None = None, namespace: bytes | None = None,
-        touch: bool = True,
+        touch: bool = True, deadline_seconds: float | None = None,
     ) -> int:  # fmt: skip
         """How many leading keys are stored; copies nothing."""
         if self._closed:
             return 0
         match = self.ledger.match(
-            keys, start=start, stamp=stamp, touch=touch, deadline_seconds=self.deadline_seconds
-        )
+            keys, start=start, namespace=namespace, stamp=stamp, touch=touch,
+            deadline_seconds=within(self.deadline_seconds, deadline_seconds),
+        )  # fmt: skip
         return len(match.slots)
 
-    def contains(self, key: bytes) -> bool:
+    def touch(
+        self, keys: Sequence[bytes], *, namespace: bytes, start: int = 0, stamp: int | None = None, asked: bool = True
+    ) -> list[bool] | None:  # fmt: skip
+        """Raise the recency of what is stored of a run. See Tier.touch."""
+        if self._closed:
+            return None
+        return self.ledger.touch(
+            keys, start=start, stamp=stamp, asked=asked, deadline_seconds=self.deadline_seconds
+        )
+
+    def contains(self, key: bytes, *, deadline_seconds: float | None = None) -> bool:
         """Whether the key is stored; touches nothing."""
         if self._closed:
             return False
-        match = self.ledger.match([key], touch=False, deadline_seconds=self.deadline_seconds)
-        return len(match.slots) > 0
+        seconds = within(self.deadline_seconds, deadline_seconds)
+        return len(self.ledger.match([key], touch=False, deadline_seconds=seconds).slots) > 0
 
     def in_flight(self, key: bytes) -> bool:
         """False: a save has ended when `save` returns."""
@@ -148,6 +215,13 @@ class HostTier(Copies):
     ) -> list[Future[Done]]:
         """Copy chunks into slots, run by run; the futures are done when it returns. See Tier.save."""
         check_sizes("payload", (chunk.payload for chunk in chunks), self.chunk_bytes)
+        try:
+            with self.copying():
+                return self._save_all(chunks, namespace, stamp)
+        except ClosedError:
+            return [ended(False, Reason.CLOSED) for _ in chunks]
+
+    def _save_all(self, chunks: Sequence[Chunk], namespace: bytes, stamp: int | None) -> list[Future[Done]]:
         if self._closed:
             return [ended(False, Reason.CLOSED) for _ in chunks]
         stamp = self.ledger.stamp() if stamp is None else stamp
@@ -170,19 +244,23 @@ class HostTier(Copies):
             stamp=stamp,
             deadline_seconds=self.deadline_seconds,
         )
-        ends: dict[int, Future[Done]] = {}
-        reserved: dict[int, Reserved] = {}
-        for n, outcome in enumerate(outcomes):
-            if isinstance(outcome, Reserved):
-                reserved[n] = outcome
-            elif isinstance(outcome, Present):
-                ends[n] = ended(True)
-            elif isinstance(outcome, Busy):
-                ends[n] = self._dropped(Reason.BUSY)
-            else:
-                ends[n] = ended(False, outcome.reason)  # counted by the ledger
-        ends.update(self._fill(run, reserved))
-        return [ends[n] for n in range(len(run))]
+        try:
+            ends: dict[int, Future[Done]] = {}
+            reserved: dict[int, Reserved] = {}
+            for n, outcome in enumerate(outcomes):
+                if isinstance(outcome, Reserved):
+                    reserved[n] = outcome
+                elif isinstance(outcome, Present):
+                    ends[n] = ended(True)
+                elif isinstance(outcome, Busy):
+                    ends[n] = self._dropped(Reason.BUSY)
+                else:
+                    ends[n] = ended(False, outcome.reason)  # counted by the ledger
+            ends.update(self._fill(run, reserved))
+            return [ends[n] for n in range(len(run))]
+        except BaseException:
+            self.ledger.give_up(outcomes, self.deadline_seconds)
+            raise
 
     def _fill(self, run: Sequence[Chunk], reserved: dict[int, Reserved]) -> dict[int, Future[Done]]:
         """Copy, then commit what is still valid; whatever is not committed is aborted."""
@@ -193,7 +271,11 @@ class HostTier(Copies):
                 if not self._copy_in(run[n], place.slot):
                     ends[n] = self._dropped(Reason.STALE)
             good = [n for n in reserved if n not in ends]
-            kept = self.ledger.commit([reserved[n] for n in good]) if good else []
+            kept = (
+                self.ledger.commit([reserved[n] for n in good], deadline_seconds=self.deadline_seconds)
+                if good
+                else []
+            )
             for n, ok in zip(good, kept, strict=True):
                 del left[n]
                 ends[n] = ended(True) if ok else self._dropped(Reason.SUPERSEDED)
@@ -209,23 +291,29 @@ class HostTier(Copies):
         return chunk.still_valid()
 
     def load(
-        self, keys: Sequence[bytes], buffers: Sequence[Bytes], *, start: int = 0, namespace: bytes
-    ) -> list[Future[Done]]:
+        self, keys: Sequence[bytes], buffers: Sequence[Bytes], *, start: int = 0, namespace: bytes,
+        deadline_seconds: float | None = None,
+    ) -> list[Future[Done]]:  # fmt: skip
         """Copy chunks out of slots, then validate; the futures are done when it returns. See Tier.load."""
         if len(keys) != len(buffers):
             raise ValueError(f"{len(keys)} keys and {len(buffers)} buffers: need one buffer a key")
         check_sizes("buffer", buffers, self.chunk_bytes)
         if self._closed:
             return [ended(False, Reason.CLOSED) for _ in keys]
-        return list(self._load(keys, buffers, start))
+        return list(self._load(keys, buffers, start, namespace, deadline_seconds))
 
-    def _load(self, keys: Sequence[bytes], buffers: Sequence[Bytes], start: int) -> Iterator[Future[Done]]:
+    def _load(
+        self, keys: Sequence[bytes], buffers: Sequence[Bytes], start: int | None, namespace: bytes | None,
+        deadline_seconds: float | None = None,
+    ) -> Iterator[Future[Done]]:  # fmt: skip
         stamp = self.ledger.stamp()
+        until = time.monotonic() + within(self.deadline_seconds, deadline_seconds)
         index = 0
         while index < len(keys):  # one transaction a run: a key that is not here ends one
             match = self.ledger.match(
-                keys[index:], start=start + index, stamp=stamp, deadline_seconds=self.deadline_seconds
-            )
+                keys[index:], start=None if start is None else start + index, namespace=namespace,
+                stamp=stamp, deadline_seconds=max(0.0, until - time.monotonic()),
+            )  # fmt: skip
             found = range(index, index + len(match.slots))
             for n, slot in zip(found, match.slots.tolist(), strict=True):
                 np.copyto(buffers[n][: self.chunk_bytes], self.slab.view(slot)[: self.chunk_bytes])
@@ -239,7 +327,7 @@ class HostTier(Copies):
     def _load_one(self, key: bytes, buffer: Bytes, namespace: bytes | None) -> Future[Done]:
         if self._closed:
             return ended(False, Reason.CLOSED)
-        return next(self._load([key], [buffer], 0))
+        return next(self._load([key], [buffer], None, namespace))
 
     def _loaded(self) -> Future[Done]:
         self.ledger.count("loaded_chunks")
@@ -272,12 +360,72 @@ class HostTier(Copies):
     # ---- the whole -----------------------------------------------------------------------------------------------
 
     def stats(self) -> Mapping[str, int]:
-        """Gauges and counters of the store, of all processes that share it."""
-        return {} if self._closed else {**self.ledger.gauges(), **self.ledger.counters()}
+        """Gauges and counters of the store, of all processes that share it. StoreError if they are not to be had."""
+        return {} if self._closed else self.ledger.numbers(self.deadline_seconds)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Let go of the slab and the ledger; idempotent. Views of slots stay readable."""
+        """Let go of the slab and the ledger; idempotent. Views of slots stay readable.
+
+        Copies that are under way are waited for; those that take longer keep their slots, and the last lets go then.
+        """
         if not self._ended:
             self._ended = True
-            self.slab.close(timeout)
-            self.ledger.close()
+            until = time.monotonic() + timeout
+            if self._under_way.close(timeout):
+                self._let_go(max(0.1, until - time.monotonic()))
+
+    def _let_go(self, timeout: float = 5.0) -> None:
+        self.slab.close(timeout)
+        self.ledger.close()
+
+
+class _UnderWay:
+    """Knows which copies are under way, and calls `then` when the last has ended, if that is after the close.
+
+    Thread-safe. `these` is changed by single calls of built-in functions, which no signal handler interrupts.
+    """
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self._then = then
+        self.renew()
+        _counts.add(self)
+
+    def renew(self) -> None:
+        """Begin anew, in a forked child: the copies are its parent's."""
+        self._changed = Condition()
+        self.these: set[object] = set()
+        self._closed = self._late = False
+
+    def begin(self, copy: object) -> None:
+        """One more; ClosedError after the close."""
+        self.these.add(copy)
+        if self._closed:
+            raise ClosedError("the host tier is closed")
+
+    def end(self) -> None:
+        """Some are no longer among `these`."""
+        if not self._closed:  # `close` looks at `these` after it has said so
+            return
+        with self._changed:
+            last, self._late = self._late and not self.these, self._late and bool(self.these)
+            self._changed.notify_all()
+        if last:
+            self._then()
+
+    def close(self, timeout: float) -> bool:
+        """Let none begin; True if none is under way any more, else the last to end does what is left to do."""
+        with self._changed:
+            self._closed = True
+            self._late = not self._changed.wait_for(lambda: not self.these, timeout)
+            return not self._late
+
+
+_counts: weakref.WeakSet[_UnderWay] = weakref.WeakSet()
+
+
+def _renew_in_child() -> None:
+    for count in list(_counts):
+        count.renew()
+
+
+os.register_at_fork(after_in_child=_renew_in_child)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from typing import NamedTuple, Protocol
@@ -9,17 +10,42 @@ from typing import NamedTuple, Protocol
 from pagoda.metrics import Reason
 from pagoda.tiers.base import Bytes
 
-__all__ = ["Link", "Put", "Refused", "Remote", "Usage"]
+__all__ = ["Link", "Put", "Refused", "Remote", "Unended", "Usage", "Walk"]
 
 NAME_FORMAT = 1  # of the names and values in remote stores; all names carry it
 
 
 class Refused(Exception):
-    """The engine is there, and its answer is no. The link goes on."""
+    """The engine is there, and its answer is no. The link goes on, unless `reconnect`.
 
-    def __init__(self, reason: Reason, message: str) -> None:
+    `reconnect`: a new connection may reach a server that says yes (after a failover the name stands for another one).
+    """
+
+    def __init__(self, reason: Reason, message: str, *, reconnect: bool = False) -> None:
         super().__init__(message)
         self.reason = reason
+        self.reconnect = reconnect
+
+
+class Walk:
+    """How long a walk over all names may take: none of its steps begins once the whole is over. For one call."""
+
+    def __init__(self, step_seconds: float, whole_seconds: float) -> None:
+        """Begin now."""
+        self._step_seconds = step_seconds
+        self._whole_seconds = whole_seconds
+        self._end = time.monotonic() + whole_seconds
+
+    def step(self) -> float:
+        """When the next step has to be over (time.monotonic()). Raises Unended if the whole has to be over now."""
+        now = time.monotonic()
+        if now >= self._end:
+            raise Unended(f"the walk over all names had not ended after {self._whole_seconds:g} s")
+        return now + self._step_seconds
+
+
+class Unended(TimeoutError):
+    """A walk over all names was given up; its message says so to people."""
 
 
 class Put(Enum):
@@ -50,6 +76,9 @@ class Link(Protocol):
     def find(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
         """How many leading keys are there, in as few round trips as the engine allows; moves no chunk."""
 
+    def touch(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[bool]:
+        """Let the engine know that these keys are in use, as far as it keeps recency; which of them are there."""
+
     def put(
         self,
         namespace: bytes,
@@ -77,10 +106,10 @@ class Link(Protocol):
     def remove(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
         """Remove values; how many there were."""
 
-    def clear(self, namespace: bytes | None, patience_seconds: float) -> int:
-        """Remove all values of one namespace (None: all that are ours); how many. Each step has `patience_seconds`."""
+    def clear(self, namespace: bytes | None, walk: Walk) -> int:
+        """Remove all values of one namespace (None: all that are ours); how many."""
 
-    def census(self, patience_seconds: float) -> Mapping[bytes, int]:
+    def census(self, walk: Walk) -> Mapping[bytes, int]:
         """How many chunks there are of each namespace (its root). Walks over all names: for people."""
 
     def usage(self, until: float) -> Usage:
@@ -101,6 +130,9 @@ class Remote(Protocol):
 
     name: str  # of the tier: "redis", "s3", ...
     address: str  # for people: no password in it
+    keepalive_seconds: float | None
+    """How often an idle connection for look-ups is used, so that it stays ready; None: that would cost requests."""
+    believed_seconds: float  # between two questions whether a key in use is there still: see Tier
 
     def link(self, until: float) -> Link:
         """A new connection, ready to be used (authenticated, encrypted as configured). OSError, Refused."""

@@ -1,4 +1,4 @@
-"""What is known for a moment of which keys a remote store has."""
+"""What is known for a moment of which keys of a namespace a remote store has."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from pagoda.clock import Clock
 
 __all__ = ["Memo"]
 
-_MOST_KEYS = 1 << 16  # some MiB
+_MOST_KEYS = 1 << 17  # some MiB
 
 
 class Memo:
-    """Remembers keys that were found, and keys that were not. Thread-safe.
+    """Remembers keys that were found under a namespace, and keys that were not. Thread-safe.
+
+    None stands for any namespace: what is there under one is there for who does not say which.
 
     It is a hint: what is believed to be there may have gone, what is not may have come since.
     """
@@ -26,21 +28,22 @@ class Memo:
     def renew(self) -> None:
         """Forget all, with a new lock, as in a forked child."""
         self._lock = threading.Lock()
-        self._known: dict[bytes, tuple[bool, int]] = {}  # until when, the oldest first
+        self._known: dict[tuple[bytes | None, bytes], tuple[bool, int]] = {}  # until when, the oldest first
 
-    def note(self, keys: Iterable[bytes], present: bool) -> None:
+    def note(self, namespace: bytes | None, keys: Iterable[bytes], present: bool) -> None:
         """Note that these keys are there, or are not."""
         until = self._clock.monotonic_ns() + self._lives_ns[present]
         with self._lock:
             for key in keys:
-                self._known.pop(key, None)
-                self._known[key] = present, until
+                for asked in {namespace, None} if present else {namespace}:
+                    self._known.pop((asked, key), None)
+                    self._known[asked, key] = present, until
             while len(self._known) > _MOST_KEYS:
                 del self._known[next(iter(self._known))]
 
-    def get(self, key: bytes) -> bool | None:
+    def get(self, namespace: bytes | None, key: bytes) -> bool | None:
         """Whether the key is there; None: not known."""
-        present, until = self._known.get(key, (False, 0))
+        present, until = self._known.get((namespace, key), (False, 0))
         return present if self._clock.monotonic_ns() < until else None
 
     def forget(self) -> None:

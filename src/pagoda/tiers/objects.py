@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -23,11 +22,11 @@ import numpy as np
 
 from pagoda.codec import HEADER_BYTES
 from pagoda.metrics import Reason
-from pagoda.tiers import buckets
+from pagoda.tiers import buckets, s3
 from pagoda.tiers.base import Bytes
 from pagoda.tiers.courier import NO_BUCKET, Courier, Unsupported, all_of, code_in, slices
-from pagoda.tiers.link import NAME_FORMAT, Put, Refused, Usage
-from pagoda.tiers.wire import Answer, Wire, paths_in
+from pagoda.tiers.link import NAME_FORMAT, Put, Refused, Usage, Walk
+from pagoda.tiers.wire import Answer, Wire, Wires, paths_in
 
 if TYPE_CHECKING:
     from obstore import GetResult
@@ -38,7 +37,9 @@ __all__ = ["ObjectsLink", "ObjectsRemote"]
 _T = TypeVar("_T")
 _AT_ONCE = 16  # requests in flight of one link: of a find, and of what an engine cannot do in bulk
 _BATCH = 250  # names a step of a walk: below what one bulk request may name (S3: 1000, Azure: 256)
+_NAMESPACES = 1 << 16
 _LISTING_BYTES = 32 << 20  # of one folder, about 60000 names
+_BELIEVED_SECONDS = 600.0  # each question is a request that is paid for
 _SIGNED_FOR = timedelta(minutes=15)  # a URL is used at once, by clocks that may differ
 _FIRST_BYTES = 1  # of a piece: pieces are taken as they come in, because joining them would be a copy more
 
@@ -76,6 +77,8 @@ class ObjectsRemote:
         parts, path = buckets.place_of(url)
         buckets.check_prefix(prefix)
         self.name = name or buckets.NAMES[parts.scheme]
+        self.keepalive_seconds: float | None = None  # each request has its price
+        self.believed_seconds = _BELIEVED_SECONDS
         self._base = "/".join(part for part in (path, prefix, str(NAME_FORMAT)) if part)
         self._parts = parts
         self._options = dict(options)
@@ -88,9 +91,9 @@ class ObjectsRemote:
     def link(self, until: float) -> ObjectsLink:
         """A new pool of connections, after one request that proves that the store can be read."""
         store = buckets.connect(self._parts, self._options)
-        link = ObjectsLink(
-            store, self._base, self.address, self._parts, buckets.is_straight(self._parts, self._options)
-        )
+        is_straight = buckets.is_straight(self._parts, self._options)
+        secret = s3.secret_of(self._options) if is_straight and self._parts.scheme == "s3" else None
+        link = ObjectsLink(store, self._base, self.address, self._parts, is_straight, secret)
         try:
             link.ping(until)
         except BaseException:
@@ -107,7 +110,13 @@ class ObjectsLink:
     """
 
     def __init__(
-        self, store: ObjectStore, base: str, address: str, url: SplitResult, is_straight: bool
+        self,
+        store: ObjectStore,
+        base: str,
+        address: str,
+        url: SplitResult,
+        is_straight: bool,
+        secret: str | None = None,
     ) -> None:
         self._store = store
         self._base = base
@@ -115,8 +124,10 @@ class ObjectsLink:
         self._url = url
         self._is_dav = buckets.is_dav(url.scheme)
         self._is_straight = is_straight
+        self._secret = secret  # with which we may sign what obstore does not: S3's bucket as a whole
         self._headers = buckets.authorization(url)
         self._wire: Wire | None = None
+        self._wires: Wires | None = None  # for questions
         self._creates = not self._is_dav  # whether the store can refuse to overwrite
         self._courier = Courier(address)
         self._on_wire = False
@@ -130,7 +141,20 @@ class ObjectsLink:
         reads that key finds it absent.
         """
         names = [self._name(namespace, key) for key in keys]
-        return self._courier.run(self._leading(names), until)
+        low, high = 0, len(names)  # names[:low] are taken to be there, names[high] is not
+        while low < high:
+            count = min(_AT_ONCE, high - low)
+            asked = [low + (high - low) * nth // count for nth in range(count)]
+            there = self._are_there([names[at] for at in asked], until)
+            known = next((nth for nth, yes in enumerate(there) if not yes), count)
+            high = asked[known] if known < count else high
+            low = asked[known - 1] + 1 if known else low
+        return low
+
+    def touch(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[bool]:
+        """Which keys are there, a request each; an object store keeps no recency."""
+        names = [self._name(namespace, key) for key in keys]
+        return self._are_there(names, until)
 
     def put(
         self,
@@ -143,7 +167,7 @@ class ObjectsLink:
     ) -> Put:
         """Ask whether it is there; if not, store it and then ask `usable`. The buffers are sent as they are."""
         name = self._name(namespace, key)
-        if self._courier.run(self._is_there(name), until) or not self._create(name, [page, stored], until):
+        if self._are_there([name], until) == [True] or not self._create(name, [page, stored], until):
             return Put.PRESENT
         if usable():
             return Put.STORED
@@ -162,27 +186,29 @@ class ObjectsLink:
     def remove(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
         """Remove values; how many there were, which is asked first: deleting does not say."""
         names = [self._name(namespace, key) for key in keys]
-        there = self._courier.run(self._each(names, self._is_there), until)
+        there = self._are_there(names, until)
         found = [name for name, yes in zip(names, there, strict=True) if yes]
         for name in found:
             self._delete_one(name, until)
         return len(found)
 
-    def clear(self, namespace: bytes | None, patience_seconds: float) -> int:
+    def clear(self, namespace: bytes | None, walk: Walk) -> int:
         """Remove all values of one namespace (None: all that are ours); how many. A step is a listing or 250 names."""
         gone = 0
-        for names in self._ours(namespace, patience_seconds):
+        for names in self._ours(namespace, walk):
             for some in slices(names, _BATCH):
-                self._delete_all(some, patience_seconds)
+                self._delete_all(some, walk)
                 gone += len(some)
         return gone
 
-    def census(self, patience_seconds: float) -> Mapping[bytes, int]:
+    def census(self, walk: Walk) -> Mapping[bytes, int]:
         """How many chunks there are of each namespace, from a listing of all names."""
         found: Counter[bytes] = Counter()
         skip = len(self._base) + 1
-        for names in self._ours(None, patience_seconds):
+        for names in self._ours(None, walk):
             found.update(bytes.fromhex(name[skip : skip + 64]) for name in names)
+            if len(found) > _NAMESPACES:
+                raise OSError(f"{self._address}: more than {_NAMESPACES} namespaces")
         return found
 
     def usage(self, until: float) -> Usage:
@@ -201,16 +227,16 @@ class ObjectsLink:
     def abort(self) -> None:
         """Let whoever waits in this link fail at once with an OSError."""
         self._courier.abort()
-        wire = self._wire
-        if wire is not None:
-            wire.abort()
+        for one in (self._wire, self._wires):
+            if one is not None:
+                one.abort()
 
     def close(self) -> None:
         """Let go of the connections. Whoever waits in this link fails; what that one holds goes with this object."""
         self.abort()
         self._courier.close()
-        if not self._on_wire and self._wire is not None:
-            self._wire.drop()
+        if not self._on_wire:
+            self._drop_wires()
         if not self._courier.running:
             self.__dict__.pop("_store", None)  # its pool goes now, not when cycles are collected
 
@@ -233,12 +259,24 @@ class ObjectsLink:
         else:
             self._courier.run(self._delete([name]), until)
 
-    def _delete_all(self, names: Sequence[str], patience_seconds: float) -> None:
+    def _delete_all(self, names: Sequence[str], walk: Walk) -> None:
         if self._is_straight and self._is_dav:  # there is no bulk to be had, and its answers are short
             for name in names:
-                self._delete_one(name, time.monotonic() + patience_seconds)
-        else:
-            self._courier.run(self._delete(names), time.monotonic() + patience_seconds)
+                self._delete_one(name, walk.step())
+        elif names and not self._delete_bulk(names, walk.step()):
+            self._courier.run(self._delete(names), walk.step())
+
+    def _delete_bulk(self, names: Sequence[str], until: float) -> bool:
+        """Delete what S3 takes in one request; False if we cannot sign it."""
+        headers, body = s3.deletion_of(names)
+        asked = self._ask_bucket("POST", {"delete": ""}, until, headers, [memoryview(body)])
+        if asked is None:
+            return False
+        wire, answer = asked
+        text = self._text(wire, answer, 200, until)
+        if b"<Error>" in text:  # of one of them
+            raise self._courier.no(403, code_in(text.decode("latin-1")))
+        return True
 
     # ---- straight: over a connection of our own
 
@@ -280,22 +318,76 @@ class ObjectsLink:
         more: Mapping[str, str] | None = None,
         body: Sequence[memoryview] = (),
     ) -> tuple[Wire, Answer]:
-        self._courier.check()
-        url, target = self._url, "/" + quote(name, safe="/~")
-        if not self._is_dav:
-            url = urlsplit(self._courier.run(self._sign(method, name), until))
-            target = f"{url.path}?{url.query}"
+        url, (target,) = self._targets(method, [name], until)
         if self._wire is None or not self._wire.is_to(url):
             self._wire = Wire(url)
         wire = self._wire
         with self._wired():
             return wire, wire.ask(method, target, until, {**self._headers, **(more or {})}, body)
 
-    async def _sign(self, method: str, name: str) -> str:
+    def _ask_bucket(
+        self,
+        method: str,
+        parameters: Mapping[str, str],
+        until: float,
+        headers: Mapping[str, str] = {},
+        body: Sequence[memoryview] = (),
+    ) -> tuple[Wire, Answer] | None:
+        """Ask S3 something about the whole bucket; None if we cannot sign that."""
+        if self._secret is None:
+            return None
+        self._courier.check()
+        url = urlsplit(self._courier.run(self._sign("GET", [""]), until)[0])
+        target = s3.target_of(method, url, self._secret, parameters)
+        if target is None:
+            return None
+        if self._wire is None or not self._wire.is_to(url):
+            self._wire = Wire(url)
+        with self._wired():
+            return self._wire, self._wire.ask(method, target, until, headers, body)
+
+    def _targets(self, method: str, names: Sequence[str], until: float) -> tuple[SplitResult, list[str]]:
+        """Where requests go, signed if need be."""
+        self._courier.check()
+        if self._is_dav:
+            return self._url, ["/" + quote(name, safe="/~") for name in names]
+        urls = [urlsplit(url) for url in self._courier.run(self._sign(method, names), until)]
+        return urls[0], [f"{url.path}?{url.query}" for url in urls]
+
+    async def _sign(self, method: str, names: Sequence[str]) -> list[str]:
         import obstore
 
-        signed: Awaitable[str] = obstore.sign_async(self._store, method, name, _SIGNED_FOR)  # type: ignore[call-overload, unused-ignore]
+        signed: Awaitable[list[str]] = obstore.sign_async(self._store, method, names, _SIGNED_FOR)  # type: ignore[call-overload, unused-ignore]
         return await self._courier.ask(signed)
+
+    def _are_there(self, names: Sequence[str], until: float) -> list[bool]:
+        if not self._is_straight:
+            return self._courier.run(self._each(names, self._is_there), until)
+        there: list[bool] = []
+        for some in slices(names, _AT_ONCE):
+            there += map(self._is_yes, self._statuses(some, until))
+        return there
+
+    def _statuses(self, names: Sequence[str], until: float) -> list[int]:
+        """The status of a HEAD request for each name, at most _AT_ONCE; a single one goes the way of the chunks."""
+        if len(names) == 1:
+            wire, answer = self._ask_straight("HEAD", names[0], until)
+            with self._wired():
+                wire.end(answer, 0, until)
+            return [answer.status]
+        url, targets = self._targets("HEAD", names, until)
+        if self._wires is not None and not self._wires.is_to(url):
+            self._wires.close()
+            self._wires = None
+        wires = self._wires = self._wires or Wires(url, _AT_ONCE)
+        with self._wired():
+            return wires.heads(targets, until, self._headers)
+
+    def _is_yes(self, status: int) -> bool:
+        """What the answer to a HEAD request means; all but these two, redirections too, is trouble."""
+        if status in (200, 404):
+            return status == 200
+        raise self._courier.no(status, "")
 
     def _rest(self, wire: Wire, answer: Answer, good: Sequence[int], until: float) -> None:
         """Done with an answer that moves no chunk; Refused or OSError if it is none of the good ones."""
@@ -318,21 +410,16 @@ class ObjectsLink:
             raise OSError(f"{self._address}: {what[:100]}") from None
         finally:
             self._on_wire = False
-            if self._courier.ended and self._wire is not None:
-                self._wire.drop()
+            if self._courier.ended:
+                self._drop_wires()
+
+    def _drop_wires(self) -> None:
+        if self._wire is not None:
+            self._wire.drop()
+        if self._wires is not None:
+            self._wires.close()
 
     # ---- what runs in the loop
-
-    async def _leading(self, names: Sequence[str]) -> int:
-        low, high = 0, len(names)  # names[:low] are taken to be there, names[high] is not
-        while low < high:
-            count = min(_AT_ONCE, high - low)
-            asked = [low + (high - low) * nth // count for nth in range(count)]
-            there = await all_of(self._is_there(names[at]) for at in asked)
-            known = next((nth for nth, yes in enumerate(there) if not yes), count)
-            high = asked[known] if known < count else high
-            low = asked[known - 1] + 1 if known else low
-        return low
 
     async def _is_there(self, name: str) -> bool:
         import obstore
@@ -428,24 +515,51 @@ class ObjectsLink:
 
     # ---- listings
 
-    def _ours(self, namespace: bytes | None, patience_seconds: float) -> Iterator[list[str]]:
+    def _ours(self, namespace: bytes | None, walk: Walk) -> Iterator[list[str]]:
         """The names of chunks, some at a time; whatever else a listing shows is passed over."""
         import obstore
 
         where = self._base if namespace is None else f"{self._base}/{namespace.hex()}"
         if self._is_dav:
-            yield from self._walk(where, 2 if namespace is None else 1, patience_seconds)
+            yield from self._walk(where, 2 if namespace is None else 1, walk)
+            return
+        found, token = self._page(where + "/", None, walk.step())
+        if found is not None:
+            yield found
+            while token is not None:
+                found, token = self._page(where + "/", token, walk.step())
+                yield found or []
             return
         stream = obstore.list(self._store, where + "/", chunk_size=_BATCH)
         while True:
-            metas = self._courier.run(self._next(stream), time.monotonic() + patience_seconds)  # type: ignore[arg-type, unused-ignore]
+            metas = self._courier.run(self._next(stream), walk.step())  # type: ignore[arg-type, unused-ignore]
             if metas is None:
                 return
             yield self._parsed(str(meta["path"]) for meta in metas)
 
-    def _walk(self, folder: str, depth: int, patience_seconds: float) -> Iterator[list[str]]:
+    def _page(self, prefix: str, token: str | None, until: float) -> tuple[list[str] | None, str | None]:
+        """The names of chunks on one page of S3's listing, and what leads to the next; None: we cannot sign that."""
+        asked = self._ask_bucket("GET", s3.page_parameters(prefix, token), until)
+        if asked is None:
+            return None, None
+        names, following = s3.page_of(self._text(*asked, 200, until))
+        return self._parsed(names), following
+
+    def _text(self, wire: Wire, answer: Answer, good: int, until: float) -> bytes:
+        """The whole answer, if it is a good one."""
+        if answer.status != good:
+            self._rest(wire, answer, (), until)
+        with self._wired():
+            text = wire.text(answer, _LISTING_BYTES, until)
+        if text is None:
+            raise Refused(
+                Reason.FAILED_CHECK, f"{self._address}: a listing is longer than {_LISTING_BYTES >> 20} MiB"
+            )
+        return text
+
+    def _walk(self, folder: str, depth: int, walk: Walk) -> Iterator[list[str]]:
         """Folder by folder: many WebDAV servers refuse to list a whole tree."""
-        until = time.monotonic() + patience_seconds
+        until = walk.step()
         paths = (
             self._listed(folder, until)
             if self._is_straight
@@ -455,7 +569,7 @@ class ObjectsLink:
         for path in paths:
             part = path.removeprefix(folder + "/")
             if depth and re.fullmatch(_FOLDERS[-depth], part):
-                yield from self._walk(f"{folder}/{part}", depth - 1, patience_seconds)
+                yield from self._walk(f"{folder}/{part}", depth - 1, walk)
 
     def _listed(self, folder: str, until: float) -> list[str]:
         wire, answer = self._ask_straight("PROPFIND", folder + "/", until, {"Depth": "1"})
@@ -464,16 +578,10 @@ class ObjectsLink:
             raise Unsupported(
                 f"{self._address}: the server lists nothing (PROPFIND), so nothing can be cleared"
             )
-        if answer.status != 207:
+        if answer.status == 404:
             self._rest(wire, answer, (404,), until)
             return []
-        with self._wired():
-            listing = wire.text(answer, _LISTING_BYTES, until)
-        if listing is None:
-            raise Refused(
-                Reason.FAILED_CHECK, f"{self._address}: a listing is longer than {_LISTING_BYTES >> 20} MiB"
-            )
-        return paths_in(listing)
+        return paths_in(self._text(wire, answer, 207, until))
 
     async def _folder(self, folder: str) -> list[str]:
         import obstore

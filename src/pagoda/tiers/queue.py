@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pagoda.metrics import Reason
+from pagoda.threads import Condition
 from pagoda.tiers.base import Bytes, Chunk, Done, begun
 
 
@@ -29,6 +29,12 @@ class Write:
     def usable(self) -> bool:
         """Whether the payload still is what the key names, and nobody took the key away."""
         return self.cancelled is None and self.chunk.still_valid()
+
+    def is_asked(self, namespace: bytes | None, position: int | None) -> bool:
+        """Whether this is the chunk at that position of that namespace; None: not asked."""
+        return namespace in (None, self.namespace) and (
+            namespace is None or position in (None, self.chunk.position)
+        )
 
 
 @dataclass(eq=False)
@@ -60,7 +66,7 @@ class IoQueue:
     def __init__(self, write_chunks: int, read_chunks: int = 4096) -> None:
         self._write_chunks = write_chunks
         self._read_chunks = read_chunks
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._writes: deque[Write] = deque()
         self._reads: deque[Read] = deque()
         self._saving: dict[bytes, Write] = {}  # queued or being written, by key
@@ -93,13 +99,15 @@ class IoQueue:
                 return Reason.CLOSED
             if self._outstanding_reads >= self._read_chunks:
                 return Reason.QUEUE_FULL
+            flight = read.flight
+            leader = self._loading.get(flight)
+            line: list[Read] | deque[Read] = self._reads if leader is None else leader.followers
+            # No signal handler runs between here and the end of the append: all of it is done or nothing.
             self._outstanding_reads += 1
-            leader = self._loading.setdefault(read.flight, read)
-            if leader is read:
-                self._reads.append(read)
-                self._changed.notify_all()
-            else:
-                leader.followers.append(read)
+            if leader is None:
+                self._loading[flight] = read
+            line.append(read)
+            self._changed.notify_all()
             return None
 
     def has_room(self) -> bool:
@@ -178,7 +186,7 @@ class IoQueue:
     def copied(read: Read, nbytes: int) -> bool:
         """Serve a read from the save that it goes with; False if there is none, or not any more."""
         write = read.write
-        if write is None or read.namespace not in (None, write.namespace):
+        if write is None or not write.is_asked(read.namespace, read.position):
             return False
         np.copyto(read.buffer[:nbytes], write.chunk.payload[:nbytes])
         return write.usable()  # after the copy: what was copied is what the key names

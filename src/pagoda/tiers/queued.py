@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from abc import abstractmethod
 from collections.abc import Iterable
 from concurrent.futures import Future
+from functools import partial
 
+from pagoda.dropped import close_when_dropped
 from pagoda.metrics import Reason
 from pagoda.tiers.base import Done, ended
 from pagoda.tiers.copies import Copies
@@ -24,7 +25,7 @@ class Queued(Copies):
         self.ahead = threads
         self._closed = False
         self._threads = IoThreads(crew, threads, queue_chunks)
-        self._finalizer = weakref.finalize(self, self._threads.close, 1.0)
+        self._finalizer = close_when_dropped(self, partial(self._threads.close, 1.0))
 
     @abstractmethod
     def _count(self, name: str) -> None:
@@ -48,9 +49,12 @@ class Queued(Copies):
         return self._threads.queue.wait(None, timeout)
 
     def _refused(self) -> Reason | None:
+        """Why nothing can be queued now; None with the threads running that will do it."""
         if self._closed:
             return Reason.CLOSED
-        return Reason.TIER_SKIPPED if self.resting else None
+        if self.resting:
+            return Reason.TIER_SKIPPED
+        return None if self._threads.start() else Reason.IO_ERROR
 
     def _save(self, write: Write) -> Future[Done]:
         if write.chunk.payload.nbytes > self.slot_bytes:

@@ -6,7 +6,7 @@ import numpy as np
 
 from pagoda import codec
 from pagoda.metrics import Reason
-from pagoda.tiers.base import Bytes, Done
+from pagoda.tiers.base import Done
 from pagoda.tiers.device import Device, Scratch
 from pagoda.tiers.queue import IoQueue, Read
 
@@ -17,7 +17,6 @@ class Reader:
     def __init__(self, device: Device, queue: IoQueue) -> None:
         self._device = device
         self._queue = queue
-        self._epochs: dict[bytes, int] = {}  # as last seen; a chunk of an epoch that ended has left its slot
 
     def load(self, read: Read, scratch: Scratch) -> None:
         """Do one read and end its future, whatever happens."""
@@ -35,7 +34,9 @@ class Reader:
         if reason is not Reason.EVICTED:
             return reason
         # It left its slot while the read waited, or came from the queue into one: look again, once.
-        match = self._device.ledger.match([read.key], start=read.position or 0, asked=False)
+        match = self._device.ledger.match(
+            [read.key], start=read.position, namespace=read.namespace, asked=False
+        )
         if not len(match.slots):
             return reason if read.slot >= 0 else match.reason
         read.slot, read.generation = int(match.slots[0]), int(match.generations[0])
@@ -54,28 +55,19 @@ class Reader:
         device.breaker.worked()
         if not device.is_valid(read.slot, read.generation):
             return Reason.EVICTED
-        if not self._verified(read, scratch.page, payload):
+        if codec.verify(scratch.page, payload, self._expected(read)) is not None:
+            if codec.is_foreign(scratch.page):  # it stays: the version that wrote it can read it
+                return device.note(Reason.FAILED_CHECK, f"slot {read.slot} was written by another version")
             return self._drop(read, Reason.FAILED_CHECK)
         if not direct:
             np.copyto(read.buffer[:nbytes], payload[:nbytes])
         return None
 
-    def _verified(self, read: Read, page: Bytes, payload: Bytes) -> bool:
-        space = read.namespace
-        if space is None:
-            return codec.verify(page, payload, self._expected(read, None)) is None
-        known = self._epochs.get(space)
-        if known is not None and codec.verify(page, payload, self._expected(read, known)) is None:
-            return True
-        epoch = self._epochs[space] = self._device.ledger.epoch(space)
-        return epoch != known and codec.verify(page, payload, self._expected(read, epoch)) is None
-
-    def _expected(self, read: Read, epoch: int | None) -> codec.Expected:
+    def _expected(self, read: Read) -> codec.Expected:
         return codec.Expected(
             store_id=self._device.ledger.store_id,
             slot=read.slot,
             namespace=read.namespace,
-            epoch=epoch,
             key=read.key,
             position=read.position,
             length=self._device.chunk_bytes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
@@ -14,41 +15,47 @@ from typing import NamedTuple
 from pagoda.errors import ConfigError
 from pagoda.metrics import Reason
 from pagoda.tiers.base import Bytes
-from pagoda.tiers.link import NAME_FORMAT, Put, Refused, Usage
+from pagoda.tiers.link import NAME_FORMAT, Put, Refused, Usage, Walk
 from pagoda.tiers.redis_address import RedisAddress
-from pagoda.tiers.resp import Answer, Denial, Wire, command, command_with
+from pagoda.tiers.resp import NUMBER, Answer, Denial, Shape, Wire, command, command_with
 
 __all__ = ["PIECE_BYTES", "RedisLink", "RedisRemote"]
 
 # of the fields of a hash. Whole values of many MiB cost Redis twice the time; of 1 MiB, with what it adds, a quarter
 # more memory, for its allocator rounds that up to 1.25 MiB
 PIECE_BYTES = (1 << 20) - 4096
+_TINY_BYTES = 1 << 16  # chunks that are sent without a claim: that costs no more than to ask
 _SMALL_BYTES = 1 << 20  # chunks that are written in one transaction
 _WRITE_PIECES = 64  # written before their answers are read
 _READ_PIECES = 4  # asked for at once; more only fill the server's buffers
 _FIND_KEYS = 4096
 _SCAN_NAMES = 1000
-_SCAN_STEPS = 1 << 20  # a server whose scan does not end is no Redis
 _NAMESPACES = 1 << 16
-_NAME_BYTES = 512  # no name of ours is longer
-_TEXT_BYTES = 1 << 16  # of INFO
+_SHORT = Shape(b":+$*", items=8, depth=1)  # of what writes, transactions included
+_SCANNED = Shape(b"$*", 512, items=1 << 14, depth=2)  # of SCAN; no name of ours is longer
+_TEXT = Shape(b"$", 1 << 16)  # of INFO
+_KEEPALIVE_SECONDS = 20.0
+_BELIEVED_SECONDS = 2.0
 _DRAFT_SECONDS = 2.0  # how long a draft outlives the deadline of its put
 
 
 class RedisRemote:
     """A Redis at `url` (see RedisAddress). All names begin with `<prefix>:`. Thread-safe, keeps no connection.
 
-    `ttl_seconds`: how long a chunk stays after it was stored; None: until Redis evicts it.
+    `ttl_seconds`: how long a chunk stays after it was last stored or used; None: until Redis evicts it.
     """
 
     def __init__(
         self, url: str, *, prefix: str = "pagoda", ttl_seconds: float | None = None, name: str = "redis"
     ) -> None:
         self.name = name
+        self.keepalive_seconds: float | None = _KEEPALIVE_SECONDS
         self._at = RedisAddress(url)
         self.address = self._at.text
         self._names = _Names(prefix)
         self._ttl_ms = None if ttl_seconds is None else max(1, int(ttl_seconds * 1000))
+        # Redis keeps recency in seconds, and a chunk in use must not reach its end between two touches
+        self.believed_seconds = min(_BELIEVED_SECONDS, (ttl_seconds or math.inf) / 4)
 
     def link(self, until: float) -> RedisLink:
         """A new connection, authenticated, that has answered. OSError; Refused: it does not let us read."""
@@ -78,7 +85,7 @@ class RedisLink:
             commands.append(command(b"AUTH", *words))
         if db:
             commands.append(command(b"SELECT", b"%d" % db))
-        self._ask([*commands, self._probe()], until)
+        self._ask([*commands, self._probe()], until, _SHORT)
 
     def ping(self, until: float) -> None:
         """Return if our names can be read."""
@@ -96,6 +103,19 @@ class RedisLink:
                 return start + here
         return len(keys)
 
+    def touch(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[bool]:
+        """Raise recency, and put off the end of what has one; which keys are there. One round trip.
+
+        HLEN counts as a use and, unlike TOUCH, is among the commands that writing needs anyway.
+        """
+        names = [self._names.chunk(namespace, key) for key in keys]
+        if self._ttl_ms is None:
+            commands = [command(b"HLEN", name) for name in names]
+        else:
+            commands = [command(b"PEXPIRE", name, b"%d" % self._ttl_ms) for name in names]
+        answers = self._ask(commands, until)
+        return [answer != 0 for answer in answers]
+
     def put(
         self,
         namespace: bytes,
@@ -105,31 +125,43 @@ class RedisLink:
         usable: Callable[[], bool],
         until: float,
     ) -> Put:
-        """Claim the key, write a draft, ask `usable`, rename the draft: three round trips, one for a small chunk.
+        """Claim the key, write a draft, ask `usable`, rename the draft: one to three round trips, by the chunk's size.
 
-        A draft and a claim have an end from their first byte on, so what a dead writer leaves goes by itself.
+        What others have stored or are sending is not sent again, unless it is tiny. A draft and a claim have an end
+        from their first byte on, so what a dead writer leaves goes by itself.
         """
         name, nonce = self._names.chunk(namespace, key), os.urandom(16).hex().encode()
-        claim, draft = name + b":w", name + b":w:" + nonce
-        if stored.nbytes <= _SMALL_BYTES:
+        claim, draft, fields = name + b":w", name + b":w:" + nonce, _fields(page, stored)
+        if stored.nbytes <= _TINY_BYTES:
             with self._dropping([draft], until):
-                return self._put_small(name, draft, _fields(page, stored), usable, until)
+                return self._put_whole(name, draft, None, fields, usable, until)
         life = b"%d" % max(1, int((until - time.monotonic() + _DRAFT_SECONDS) * 1000))
-        present, claimed = self._ask(
-            [command(b"EXISTS", name), command(b"SET", claim, nonce, b"NX", b"PX", life)], until
-        )
+        others = self._claimed(name, claim, nonce, life, until)
+        if others is not None:
+            return others
+        with self._dropping([draft, claim], until):
+            if stored.nbytes <= _SMALL_BYTES:
+                how = self._put_whole(name, draft, claim, fields, usable, until)
+            else:
+                self._write(draft, fields, life, until)
+                how = self._publish(draft, name, claim, until) if usable() else Put.STALE
+        if how is Put.STALE:
+            self._drop([draft, claim], until)
+        return how
+
+    def _claimed(self, name: bytes, claim: bytes, nonce: bytes, life: bytes, until: float) -> Put | None:
+        """Claim a name for this writer; what became of the put if somebody else has stored or claimed it."""
+        commands = [command(b"EXISTS", name), command(b"SET", claim, nonce, b"NX", b"PX", life)]
+        self._send([b"".join(commands)], 2, until)
+        present, claimed = (self._wire.answer(until, _SHORT) for _ in commands)
         if present == 1:
-            if claimed is not None:
+            if claimed == b"OK":
                 self._drop([claim], until)
             return Put.PRESENT
-        if claimed is None:
-            return Put.BUSY
-        with self._dropping([draft, claim], until):
-            self._write(draft, _fields(page, stored), life, until)
-            if usable():
-                return self._publish(draft, name, claim, until)
-        self._drop([draft, claim], until)
-        return Put.STALE
+        for answer in (present, claimed):
+            if isinstance(answer, Denial):
+                raise self._refused(answer)
+        return Put.BUSY if claimed is None else None
 
     @contextmanager
     def _dropping(self, names: list[bytes], until: float) -> Iterator[None]:
@@ -148,25 +180,31 @@ class RedisLink:
             for field, piece in batch:
                 parts += [command(b"MULTI"), *command_with(b"HSET", draft, field, piece), end]
             parts.append(command(b"HLEN", draft))
-            if self._asked(parts, 4 * len(batch) + 1, until)[-1] != start + len(batch):
+            self._send(parts, 4 * len(batch) + 1, until)
+            if self._answers(4 * len(batch) + 1, until, _SHORT)[-1] != start + len(batch):
                 raise Refused(Reason.FULL, "the chunk was evicted, removed or late before it was whole")
 
     def _publish(self, draft: bytes, name: bytes, claim: bytes, until: float) -> Put:
         commands = [command(b"MULTI"), *self._renaming(draft, name, claim), command(b"EXEC")]
-        return _renamed(self._ask(commands, until))
+        return _renamed(self._ask(commands, until, _SHORT))
 
-    def _put_small(
-        self, name: bytes, draft: bytes, fields: list[_Field], usable: Callable[[], bool], until: float
+    def _put_whole(
+        self,
+        name: bytes,
+        draft: bytes,
+        claim: bytes | None,
+        fields: list[_Field],
+        usable: Callable[[], bool],
+        until: float,
     ) -> Put:
         """One transaction, not ended before `usable` has said yes. Who is the first of two is settled at its end."""
-        self._wire.check()
         words = [word for field in fields for word in field]
-        self._wire.send([command(b"MULTI"), *command_with(b"HSET", draft, *words)], 2, until)
+        self._send([command(b"MULTI"), *command_with(b"HSET", draft, *words)], 2, until)
         rest = [command(b"DISCARD")]
         if good := usable():
-            rest = [*self._renaming(draft, name, None), command(b"EXEC")]
+            rest = [*self._renaming(draft, name, claim), command(b"EXEC")]
         self._wire.send([b"".join(rest)], len(rest), until)
-        answers = self._answers(2 + len(rest), until)
+        answers = self._answers(2 + len(rest), until, _SHORT)
         return _renamed(answers) if good else Put.STALE
 
     def _renaming(self, draft: bytes, name: bytes, claim: bytes | None) -> list[bytes]:
@@ -220,19 +258,19 @@ class RedisLink:
         """Remove chunks; how many there were."""
         return self._unlink([self._names.chunk(namespace, key) for key in keys], until)
 
-    def clear(self, namespace: bytes | None, patience_seconds: float) -> int:
+    def clear(self, namespace: bytes | None, walk: Walk) -> int:
         """Remove all chunks of one namespace, or all of ours, and their drafts and claims; how many chunks."""
         removed = 0
-        for names in self._scan(namespace, patience_seconds):
-            until = time.monotonic() + patience_seconds
+        for names in self._scan(namespace, walk):
+            until = walk.step()
             removed += self._unlink([name.text for name in names if name.whole], until)
             self._unlink([name.text for name in names if not name.whole], until)
         return removed
 
-    def census(self, patience_seconds: float) -> Mapping[bytes, int]:
+    def census(self, walk: Walk) -> Mapping[bytes, int]:
         """Chunks of each namespace. One that Redis names twice while it resizes its table counts twice."""
         chunks: Counter[bytes] = Counter()
-        for names in self._scan(None, patience_seconds):
+        for names in self._scan(None, walk):
             chunks.update(name.namespace for name in names if name.whole)
             if len(chunks) > _NAMESPACES:
                 raise ConnectionError(f"more than {_NAMESPACES} namespaces")
@@ -240,7 +278,7 @@ class RedisLink:
 
     def usage(self, until: float) -> Usage:
         """The memory of the whole server, whoever uses it, and its `maxmemory`."""
-        (said,) = self._ask([command(b"INFO", b"memory")], until, _TEXT_BYTES)
+        (said,) = self._ask([command(b"INFO", b"memory")], until, _TEXT)
         lines = said.split(b"\r\n") if isinstance(said, bytes) else []
         numbers = dict(line.split(b":", 1) for line in lines if re.fullmatch(rb"\w+:\d{1,19}", line))
         used, limit = numbers.get(b"used_memory"), numbers.get(b"maxmemory")
@@ -254,12 +292,12 @@ class RedisLink:
         """Close the connection; never waits. Idempotent."""
         self._wire.close()
 
-    def _scan(self, namespace: bytes | None, patience_seconds: float) -> Iterator[list[_Name]]:
-        """Names that are ours, in lists, each within `patience_seconds`; most once, some perhaps twice."""
+    def _scan(self, namespace: bytes | None, walk: Walk) -> Iterator[list[_Name]]:
+        """Names that are ours, in lists; most once, some perhaps twice."""
         words = (b"MATCH", self._names.pattern(namespace), b"COUNT", b"%d" % _SCAN_NAMES)
         cursor = b"0"
-        for _ in range(_SCAN_STEPS):
-            (answer,) = self._ask([command(b"SCAN", cursor, *words)], time.monotonic() + patience_seconds)
+        while True:
+            (answer,) = self._ask([command(b"SCAN", cursor, *words)], walk.step(), _SCANNED)
             if not isinstance(answer, list) or len(answer) != 2 or not isinstance(answer[1], list):
                 raise ConnectionError("the answer to SCAN is none")
             cursor = answer[0] if isinstance(answer[0], bytes) else b"0"
@@ -267,7 +305,6 @@ class RedisLink:
             yield [name for name in parsed if name and namespace in (None, name.namespace)]
             if cursor == b"0":
                 return
-        raise ConnectionError("the scan does not end")
 
     def _unlink(self, names: list[bytes], until: float) -> int:
         removed = 0
@@ -285,33 +322,45 @@ class RedisLink:
     def _probe(self) -> bytes:
         return command(b"EXISTS", self._names.probe)
 
-    def _ask(self, commands: Sequence[bytes], until: float, longest: int = _NAME_BYTES) -> list[Answer]:
+    def _ask(self, commands: Sequence[bytes], until: float, shape: Shape = NUMBER) -> list[Answer]:
         """The answers to commands that are sent at once. Refused if one is an error, after all were read."""
-        return self._asked([b"".join(commands)], len(commands), until, longest)
+        self._send([b"".join(commands)], len(commands), until)
+        return self._answers(len(commands), until, shape)
 
-    def _asked(
-        self, parts: Sequence[bytes | memoryview], number: int, until: float, longest: int = _NAME_BYTES
-    ) -> list[Answer]:
+    def _send(self, parts: Sequence[bytes | memoryview], answers: int, until: float) -> None:
+        """Begin a question, which so many answers belong to."""
         self._wire.check()
-        self._wire.send(parts, number, until)
-        return self._answers(number, until, longest)
+        self._wire.send(parts, answers, until)
 
-    def _answers(self, number: int, until: float, longest: int = _NAME_BYTES) -> list[Answer]:
-        answers = [self._wire.answer(until, longest) for _ in range(number)]
-        for answer in answers:
+    def _answers(self, number: int, until: float, shape: Shape) -> list[Answer]:
+        answers = list[Answer]()
+        denial: Denial | None = None
+        for _ in range(number):
+            answer = self._wire.answer(until, shape)
             if isinstance(answer, Denial):
-                raise self._refused(answer)
+                denial = answer = denial or answer  # one is enough: a server may say anything
+            answers.append(answer)
+        if denial is not None:
+            raise self._refused(denial)
         return answers
 
-    def _refused(self, denial: Denial) -> Refused:
+    def _refused(self, denial: Denial) -> Refused | OSError:
+        """What an error means; an OSError, which ends this connection, if its server cannot serve anybody now."""
         text = denial.text
         if self._password:
             text = text.replace(self._password, "***")  # a server may say anything
-        return Refused(_REASONS.get(denial.code, Reason.IO_ERROR), text)
+        because = re.match(r"EXECABORT .*because of: -?(\w+)", denial.text)
+        code = because[1] if because else denial.code
+        if code in _NOT_READY:
+            return ConnectionError(text)
+        return Refused(_REASONS.get(code, Reason.IO_ERROR), text, reconnect=code in _ELSEWHERE)
 
 
 _Field = tuple[bytes, memoryview]  # of a hash: its name and its value
 _REASONS = {"OOM": Reason.FULL, "WRONGTYPE": Reason.FAILED_CHECK}
+# of a server that answers nobody for now; and of one to which another connection may lead, or be better received
+_NOT_READY = ("LOADING", "MASTERDOWN", "CLUSTERDOWN", "BUSY")
+_ELSEWHERE = ("READONLY", "NOREPLICAS", "MISCONF", "NOAUTH")
 
 
 class _Name(NamedTuple):

@@ -7,11 +7,12 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future, InvalidStateError, wait
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from urllib.parse import parse_qsl, urlsplit
 
 from pagoda.errors import ConfigError, StoreError
+from pagoda.threads import NO_THREAD, Answer, begin, wait
 
 __all__ = ["RedisAddress"]
 
@@ -65,11 +66,12 @@ class RedisAddress:
         self._late = [thread for thread in self._late if thread.is_alive()]
         if len(self._late) >= _MOST_LATE:
             raise TimeoutError(f"{self.text}: {_MOST_LATE} earlier connections are still being made")
-        made: Future[socket.socket] = Future()
+        made: Future[socket.socket] = Answer()
         thread = threading.Thread(
             target=self._make, args=(made, until), name="pagoda-redis-connect", daemon=True
         )
-        thread.start()
+        if not begin(thread):
+            raise OSError(f"{self.text}: {NO_THREAD}")
         wait([made], max(0.0, until - time.monotonic()))
         if made.cancel():
             self._late.append(thread)

@@ -13,15 +13,19 @@ from pagoda.errors import StoreError
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.metrics import Reason
-from pagoda.tiers.base import Bytes, Chunk, Done, check_sizes, ended
-from pagoda.tiers.link import Link, Refused, Remote, Usage
+from pagoda.tiers.base import Bytes, Chunk, Done, check_sizes, ended, within
+from pagoda.tiers.link import Link, Refused, Remote, Usage, Walk
 from pagoda.tiers.queue import Read, Write
 from pagoda.tiers.queued import Queued
 from pagoda.tiers.remote_crew import RemoteCrew
 from pagoda.tiers.remote_store import RemoteStore
 
 _MOST_KEYS = 1024  # in one question
-_WALK_SECONDS = 10.0  # for each step of a call that walks over all names
+_STEP_SECONDS, _WALK_SECONDS = (
+    10.0,
+    60.0,
+)  # for a step of a call that walks over all names, and for all of them
+_MOST_TOUCHED = 16  # at once: one round of requests to an object store
 
 
 class RemoteTier(Queued):
@@ -52,6 +56,7 @@ class RemoteTier(Queued):
         codecs.require(codec)
         self.name = remote.name
         self.address = remote.address
+        self.believed_seconds = remote.believed_seconds
         self.chunk_bytes = layout.chunk_bytes
         self.slot_bytes = layout.slot_bytes
         self.deadline_seconds = deadline_seconds
@@ -72,17 +77,18 @@ class RemoteTier(Queued):
 
     def find(
         self, keys: Sequence[bytes], *, start: int = 0, stamp: int | None = None, namespace: bytes | None = None,
-        touch: bool = True,
+        touch: bool = True, deadline_seconds: float | None = None,
     ) -> int:  # fmt: skip
         """How many leading keys are there or queued, as far as that is known in a moment; copies nothing."""
         if self._refused() is not None or not keys:
             return 0
         queued = self._threads.queue.saving(keys)
-        until = time.monotonic() + self._look_seconds
+        until = time.monotonic() + within(self._look_seconds, deadline_seconds)
         at = 0
         while at < len(keys):
             write = queued.get(keys[at])
-            known = True if write is not None and write.usable() else self._store.memo.get(keys[at])
+            coming = write is not None and write.usable() and write.is_asked(namespace, start + at)
+            known = True if coming else self._store.memo.get(namespace, keys[at])
             if known is None:
                 asked = keys[at : at + _MOST_KEYS]
                 there = self._ask_for(asked, namespace, until)
@@ -101,8 +107,8 @@ class RemoteTier(Queued):
 
         def question(link: Link) -> int:
             found = max((link.find(root, keys, store.until()) for root in store.roots(namespace)), default=0)
-            store.memo.note(keys[:found], True)
-            store.memo.note(keys[found : found + 1], False)
+            store.memo.note(namespace, keys[:found], True)
+            store.memo.note(namespace, keys[found : found + 1], False)
             return found
 
         answer = self._ask((namespace, *keys), question, until)
@@ -112,20 +118,38 @@ class RemoteTier(Queued):
         return answer
 
     def _ask(self, name: object, question: Callable[[Link], int], until: float) -> int | Reason:
-        self._threads.start()
+        if not self._threads.start():
+            return Reason.IO_ERROR
         future = self._store.asks.put(name, question)
         try:
             return future.result(max(0.0, until - time.monotonic()))
         except TimeoutError:
             return Reason.DEADLINE
 
-    def contains(self, key: bytes, namespace: bytes | None = None) -> bool:
-        """Whether the key is there or queued."""
-        return self.find([key], namespace=namespace) == 1
+    def touch(
+        self, keys: Sequence[bytes], *, namespace: bytes, start: int = 0, stamp: int | None = None, asked: bool = True
+    ) -> list[bool] | None:  # fmt: skip
+        """Let the store know that these keys are in use. Waits for it, up to its deadlines. See Tier.touch."""
+        if self._refused() is not None:
+            return None
+        coming = self._threads.queue.saving(keys)  # first: what leaves it meanwhile is in the store
+        here: list[bool] = []
+        while len(here) < len(keys):
+            there = self._store.touch(namespace, keys[len(here) : len(here) + _MOST_TOUCHED])
+            if there is None:
+                return None
+            here += there
+        return [there or key in coming for key, there in zip(keys, here, strict=True)]
 
-    def has_said(self, key: bytes) -> bool:
+    def contains(
+        self, key: bytes, namespace: bytes | None = None, *, deadline_seconds: float | None = None
+    ) -> bool:
+        """Whether the key is there or queued."""
+        return self.find([key], namespace=namespace, deadline_seconds=deadline_seconds) == 1
+
+    def has_said(self, key: bytes, namespace: bytes) -> bool:
         """Whether the store answered lately if it has this key."""
-        return self._store.memo.get(key) is not None
+        return self._store.memo.get(namespace, key) is not None
 
     def holders(self, key: bytes) -> list[str]:
         """Who keeps this chunk: "in flight"; nobody can keep what the store throws out."""
@@ -141,9 +165,10 @@ class RemoteTier(Queued):
         refused = self._refused()
         if refused is not None:
             return [self._dropped(refused) for _ in chunks]
-        self._threads.start()
         return [
-            ended(True) if self._store.memo.get(chunk.key) else self._save(Write(chunk, namespace, stamp))
+            ended(True)
+            if self._store.memo.get(namespace, chunk.key)
+            else self._save(Write(chunk, namespace, stamp))
             for chunk in chunks
         ]
 
@@ -153,8 +178,9 @@ class RemoteTier(Queued):
     # ---- loading -------------------------------------------------------------------------------------------------
 
     def load(
-        self, keys: Sequence[bytes], buffers: Sequence[Bytes], *, start: int = 0, namespace: bytes
-    ) -> list[Future[Done]]:
+        self, keys: Sequence[bytes], buffers: Sequence[Bytes], *, start: int = 0, namespace: bytes,
+        deadline_seconds: float | None = None,
+    ) -> list[Future[Done]]:  # fmt: skip
         """Receive chunks straight into `buffers` and verify them. See Tier.load."""
         if len(keys) != len(buffers):
             raise ValueError(f"{len(keys)} keys and {len(buffers)} buffers: need one buffer a key")
@@ -169,10 +195,9 @@ class RemoteTier(Queued):
     def _load(self, read: Read, write: Write | None) -> Future[Done]:
         read.write = write
         refused = self._refused()
-        if refused is None and write is None and self._store.memo.get(read.key) is False:
+        if refused is None and write is None and self._store.memo.get(read.namespace, read.key) is False:
             refused = Reason.ABSENT
         if refused is None:
-            self._threads.start()
             refused = self._threads.queue.add_read(read)
         if refused is None:
             return read.future
@@ -214,7 +239,7 @@ class RemoteTier(Queued):
         self.wait([write.chunk.key for write in begun], self.deadline_seconds)
         try:
             with self._walking() as link:
-                return link.clear(namespace, _WALK_SECONDS) + len(waiting)
+                return link.clear(namespace, Walk(_STEP_SECONDS, _WALK_SECONDS)) + len(waiting)
         finally:
             self._store.memo.forget()
 
@@ -240,7 +265,7 @@ class RemoteTier(Queued):
     def census(self) -> Mapping[bytes, int]:
         """How many chunks there are of each namespace (its root); walks over all names. StoreError."""
         with self._walking() as link:
-            return link.census(_WALK_SECONDS)
+            return link.census(Walk(_STEP_SECONDS, _WALK_SECONDS))
 
     def stats(self) -> Mapping[str, int]:
         """This process's counters, `queued_writes`, `queued_reads`, `resting`, and what the store said of its room."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-
 from pagoda.metrics import Reason
+from pagoda.threads import Event
 from pagoda.tiers.asks import Ask, Question
 from pagoda.tiers.link import Link
 from pagoda.tiers.queue import IoQueue
@@ -33,16 +32,21 @@ class RemoteCrew:
         """What a thread works with."""
         return RemoteHand(self._store, self._queue)
 
-    def background(self, stop: threading.Event) -> None:
-        """Answer questions; while the breaker is open, ask now and then whether the store is back."""
+    def background(self, stop: Event) -> None:
+        """Answer questions and keep the connection for them open; ask a store that rests whether it is back."""
         store, line = self._store, Line(self._store)
+        pause = store.remote.keepalive_seconds
         try:
             while not stop.is_set():
-                ask = store.asks.take(_TICK_SECONDS if store.breaker.open else None)
+                ask = store.asks.take(_TICK_SECONDS if store.breaker.open else pause)
                 if ask is not None:
                     self._answer(ask, line)
-                if store.breaker.open and not store.breaker.resting and not stop.is_set():
+                if stop.is_set():
+                    break
+                if store.breaker.open and not store.breaker.resting:
                     self._asked(line, self._probe, "asking whether it is back")
+                elif pause is not None and not store.breaker.open and line.idle_for(pause):
+                    self._asked(line, self._probe, "keeping a connection open")
         finally:
             store.asks.close()
             line.close()
@@ -75,4 +79,5 @@ class RemoteCrew:
         return self._store.trouble(error, what)
 
     def close(self) -> None:
-        """Nothing is held: each thread has let go of its link."""
+        """Let go of what no thread of ours holds: each has let go of its own link."""
+        self._store.close()

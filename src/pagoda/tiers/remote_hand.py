@@ -27,6 +27,7 @@ class RemoteHand:
         self._line = Line(store)
         self._page: Bytes = aligned(HEADER_BYTES)
         self._room: Bytes | None = None
+        self._stays = False  # what the present load was not given is left alone
 
     def close(self) -> None:
         """Let go of the link."""
@@ -42,7 +43,7 @@ class RemoteHand:
 
     def load(self, read: Read) -> None:
         """Do one read and end its future, whatever happens."""
-        store = self._store
+        store, self._stays = self._store, False
         try:
             reason = self._load(read)
         except Exception as error:  # noqa: BLE001  # the border of the background: becomes the value of the future
@@ -52,8 +53,10 @@ class RemoteHand:
             store.count("loaded_bytes", store.chunk_bytes)
         else:
             store.count(f"miss_{reason}")
-            if reason in (Reason.ABSENT, Reason.FAILED_CHECK):  # else it may well be there
-                store.memo.note([read.key], False)
+            if (
+                reason in (Reason.ABSENT, Reason.FAILED_CHECK) and not self._stays
+            ):  # else it may well be there
+                store.memo.note(read.namespace, [read.key], False)
         self._queue.loaded(read, Done(reason is None, reason), store.chunk_bytes)
 
     def _load(self, read: Read) -> Reason | None:
@@ -76,7 +79,8 @@ class RemoteHand:
         def place() -> Bytes | None:
             nonlocal found
             found = codec.parse(self._page)
-            if found is None or not codec.agrees(found, expected) or not self._can_read(found.codec):
+            self._stays = self._good_for_others(found, expected, read)
+            if self._stays or found is None or not codec.agrees(found, expected):
                 return None
             nbytes = found.stored_bytes or found.length
             return payload if found.codec == "raw" else self._scratch()[:nbytes]
@@ -86,9 +90,7 @@ class RemoteHand:
         except Refused as refusal:
             if refusal.reason is not Reason.FAILED_CHECK:
                 raise
-            if found is not None and codec.agrees(found, expected) and not self._can_read(found.codec):
-                return Reason.FAILED_CHECK  # others can: it stays
-            return self._spoiled(link, root, read.key)
+            return Reason.FAILED_CHECK if self._stays else self._spoiled(link, root, read.key)
         if count is None:
             return Reason.ABSENT
         if found is None or not self._decoded(found.codec, count, payload):
@@ -96,6 +98,17 @@ class RemoteHand:
         if codec.verify(self._page, payload, expected) is not None:
             return self._spoiled(link, root, read.key)
         return None
+
+    def _good_for_others(self, found: codec.Header | None, expected: codec.Expected, read: Read) -> bool:
+        """Whether a value that is not served is left alone: it is good for others, or was asked for wrongly."""
+        if codec.is_foreign(self._page):
+            self._store.note(
+                Reason.FAILED_CHECK, "a chunk that another version wrote cannot be read: it stays"
+            )
+            return True
+        if found is None or not codec.agrees(found, expected):
+            return False
+        return read.position not in (None, found.position) or not self._can_read(found.codec)
 
     def _can_read(self, name: str) -> bool:
         """Whether the library of a codec is installed here; the log says which one is not."""
@@ -125,7 +138,6 @@ class RemoteHand:
             namespace=root,
             epoch=0,
             key=read.key,
-            position=read.position,
             length=self._store.chunk_bytes,
             fingerprint=self._store.fingerprint,
         )
@@ -152,6 +164,8 @@ class RemoteHand:
             return store.refusal
         if not write.usable():
             return write.cancelled or Reason.STALE
+        if store.memo.get(write.namespace, write.chunk.key):  # a look-up's late answer
+            return None
         payload = write.chunk.payload[: store.chunk_bytes]
         name, stored = codec.encode(store.codec, payload, store.word_bytes, self._scratch_for(store.codec))
         codec.seal(self._header(write, name, stored.nbytes), payload, self._page)
@@ -181,7 +195,7 @@ class RemoteHand:
         if write.cancelled is not None:  # taken away while it was being published
             self._line.use(lambda link: link.remove(write.namespace, [key], store.until()), "a removal")
             return write.cancelled
-        store.memo.note([key], True)
+        store.memo.note(write.namespace, [key], True)
         if how is Put.STORED:
             store.count("stored_chunks")
             store.count("stored_bytes", store.chunk_bytes)

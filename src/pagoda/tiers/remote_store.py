@@ -12,6 +12,7 @@ from typing import TypeVar
 from pagoda.clock import Clock
 from pagoda.layout import KVLayout, itemsize
 from pagoda.metrics import COUNTERS, RateLimitedLog, Reason
+from pagoda.threads import if_free
 from pagoda.tiers.asks import Asks
 from pagoda.tiers.breaker import Breaker
 from pagoda.tiers.link import Link, Refused, Remote, Usage
@@ -24,6 +25,7 @@ _T = TypeVar("_T")
 _SLOWEST_BYTES_PER_SECOND = 10e6  # a link that moves less is as good as hung
 _FAILURES, _REST_SECONDS = 2, 1.0  # then nothing is asked of the engine but, now and then, whether it is back
 _REFUSALS, _REFUSED_SECONDS = 4, 5.0  # then nothing is written for a while: it is full, or may only be read
+_TOUCH_REST_SECONDS = 600.0  # after an engine refused to be touched
 _MOST_ROOTS = 4096
 
 
@@ -43,6 +45,7 @@ class RemoteStore:
         self.breaker = Breaker(clock, _FAILURES, _REST_SECONDS)
         self.refusals = Breaker(clock, _REFUSALS, _REFUSED_SECONDS)
         self.refusal = Reason.IO_ERROR  # the latest
+        self.untouchable = Breaker(clock, 1, _TOUCH_REST_SECONDS)
         self.memo = Memo(clock)
         self.usage = Usage(None, None)
         self._log = RateLimitedLog(clock)
@@ -56,7 +59,9 @@ class RemoteStore:
         self._lock = threading.Lock()
         self._links: set[Link] = set()
         self._stopped = False
-        for part in (self.breaker, self.refusals, self.memo, self._log):
+        self.links_since = 0.0  # links that are older are replaced before their next use
+        self._touching, self._touches = threading.RLock(), Line(self)
+        for part in (self.breaker, self.refusals, self.untouchable, self.memo, self._log):
             part.renew()
 
     # ---- what is known -------------------------------------------------------------------------------------------
@@ -86,10 +91,10 @@ class RemoteStore:
         """When a call that begins now and moves `nbytes` has to be over (time.monotonic())."""
         return time.monotonic() + self.deadline_seconds + nbytes / self._slowest
 
-    def trouble(self, error: Exception, what: str) -> Reason:
+    def trouble(self, error: Exception, what: str, *, rests: bool = True) -> Reason:
         """Note that something failed; returns the reason to give. OSErrors count for the breaker."""
         if isinstance(error, OSError):
-            self.breaker.failed()
+            self.breaker.failed(rests=rests)
             self.asks.wake()
         reason = Reason.DEADLINE if isinstance(error, TimeoutError) else Reason.IO_ERROR
         self.note(reason, f"{what} failed: {type(error).__name__}: {error}")
@@ -106,6 +111,38 @@ class RemoteStore:
     def note(self, reason: Reason, message: str) -> None:
         """Log what went wrong, one line a reason in a while."""
         self._log.warn(_logger, reason, f"{self.remote.address}: {message}")
+
+    # ---- recency -------------------------------------------------------------------------------------------------
+
+    def touch(self, namespace: bytes, keys: Sequence[bytes]) -> list[bool] | None:
+        """Touch these keys; which of them are there. None: that cannot be learnt now.
+
+        Where the engine does not let us touch, the log says so and we ask how many leading keys are there.
+        """
+
+        def question(link: Link) -> list[bool]:
+            return link.touch(namespace, keys, self.until())
+
+        def leading(link: Link) -> list[bool]:
+            found = link.find(namespace, keys, self.until())
+            return [True] * found + [False] * (len(keys) - found)
+
+        with self._touching:
+            here: list[bool] | Reason = self.refusal
+            if not self.untouchable.resting:
+                here = self._touches.use(question, "touching chunks in use", self.untouchable)
+            if self.untouchable.resting:
+                here = self._touches.use(leading, "asking for chunks in use")
+        if isinstance(here, Reason):
+            return None
+        for present in (True, False):
+            told = [key for key, there in zip(keys, here, strict=True) if there is present]
+            self.memo.note(namespace, told, present)
+        return here
+
+    def close(self) -> None:
+        """Let go of the link that touches; while it is in use, whoever uses it does that."""
+        if_free(self._touching, self._touches.close)
 
     # ---- links ---------------------------------------------------------------------------------------------------
 
@@ -141,29 +178,62 @@ class Line:
     def __init__(self, store: RemoteStore) -> None:
         self._store = store
         self._link: Link | None = None
+        self._made = self._used = 0.0  # when (time.monotonic())
 
     def use(self, work: Callable[[Link], _T], what: str, refusals: Breaker | None = None) -> _T | Reason:
-        """Do `work` with the link, once more with a new one if an old one turns out to be cut; or say why not."""
+        """Do `work` with the link, or say why not; once more with a new link if an old one led nowhere good."""
+        moved = False
         for _ in range(2):
-            old = self._link is not None
+            old = self._is_ready()
             try:
-                link = self._link = self._link or self._store.link(self._store.until())
-                done = work(link)
+                done = work(self._link or self._connected())
             except Refused as refusal:
+                if refusal.reconnect:
+                    self.close()
+                    if old:
+                        moved = True
+                        continue
                 return self._store.refused(refusal, what, refusals or self._store.breaker)
             except OSError as error:
                 self.close()
                 if old and not isinstance(error, TimeoutError):
                     continue
-                return self._store.trouble(error, what)
+                return self._late(error, what) if old else self._store.trouble(error, what)
             except BaseException:
                 self.close()
                 raise
-            self._store.breaker.worked()
-            if refusals is not None:
-                refusals.worked()
+            self._worked(refusals, moved)
             return done
         raise AssertionError("a new link is not old")
+
+    def _is_ready(self) -> bool:
+        """Whether there is a link from before; closes one that is not to be trusted any more."""
+        if self._link is not None and self._made < self._store.links_since:
+            self.close()
+        return self._link is not None
+
+    def _connected(self) -> Link:
+        made = time.monotonic()
+        self._link = self._store.link(self._store.until())
+        self._made = made
+        return self._link
+
+    def _worked(self, refusals: Breaker | None, moved: bool) -> None:
+        self._used = time.monotonic()
+        self._store.breaker.worked()
+        if refusals is not None:
+            refusals.worked()
+        if moved:  # the other links lead to the server that this one was taken from
+            self._store.links_since = self._made
+
+    def _late(self, error: OSError, what: str) -> Reason:
+        """An old link did not answer: that may be the link's fault, and then all that are as old have it."""
+        self._store.links_since = time.monotonic()
+        return self._store.trouble(error, what, rests=False)
+
+    def idle_for(self, seconds: float) -> bool:
+        """Whether there is a link, and it was last used so long ago."""
+        return self._link is not None and time.monotonic() - self._used >= seconds
 
     def close(self) -> None:
         """Let go of the link, if there is one."""

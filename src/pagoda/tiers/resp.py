@@ -11,13 +11,13 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Answer", "Denial", "Wire", "command", "command_with"]
+from pagoda.tiers.sockets import IDLE_SECONDS, keep_alive
+
+__all__ = ["NUMBER", "Answer", "Denial", "Shape", "Wire", "command", "command_with"]
 
 LINE_BYTES = 8192  # no line of an answer is longer; also the most that is read ahead
 STRING_BYTES = 1 << 20  # no string of an answer is longer
 _SKIPPED_BYTES = 1 << 29  # no value in Redis is longer: one that nobody wants is read past in bounded time
-ITEMS = 1 << 14  # no answer has more, in all its arrays
-DEPTH = 2  # arrays in arrays
 _BULK_AHEAD_BYTES = (
     12  # the end of one bulk string and the length of the next: all else is left for its destination
 )
@@ -38,6 +38,22 @@ class Denial(NamedTuple):
 
 
 Answer = int | bytes | Denial | list["Answer"] | None
+
+
+class Shape(NamedTuple):
+    """What an answer may be, besides an error. Another one ends the connection before any more of it is read."""
+
+    kinds: bytes
+    """The first bytes of what may come, of b":+$*"; nil goes with b"$" and b"*"."""
+    longest: int = 64
+    """Bytes of a string that are kept; the rest of a longer one is skipped."""
+    items: int = 0
+    """In all its arrays."""
+    depth: int = 0
+    """Of arrays in arrays; 0: none."""
+
+
+NUMBER = Shape(b":")
 
 
 def command(*words: bytes) -> bytes:
@@ -69,6 +85,7 @@ class Wire:
 
     def __init__(self, connected: socket.socket) -> None:
         connected.settimeout(None)  # the kernel keeps the time, see _limit
+        keep_alive(connected)
         self._socket = connected
         self._tls = isinstance(connected, ssl.SSLSocket)
         self._room = bytearray(LINE_BYTES)
@@ -76,14 +93,17 @@ class Wire:
         self._start = self._end = 0  # _room[_start:_end] was read ahead
         self._limited = (0.0, 0.0)  # the deadline that the socket has now, and when it was told
         self._items_left = 0  # of the answer that is being read
+        self._used = time.monotonic()  # when it was last sent to or received from
         self._owed = 0  # answers that were asked for and not read
         self._failed = False
 
     def check(self) -> None:
-        """Raise OSError if this connection has failed, or if something came or is to come that nobody waits for."""
+        """Raise OSError if this connection is of no use: it failed, is out of step, or was idle for too long."""
         if self._owed or self._start != self._end:
             self._failed = True
         self._begin()
+        if time.monotonic() - self._used > IDLE_SECONDS:
+            raise ConnectionError(f"the connection was idle for more than {IDLE_SECONDS} s")
         self._failed = False
 
     def send(self, parts: Sequence[bytes | memoryview], answers: int, until: float) -> None:
@@ -96,11 +116,11 @@ class Wire:
         self._owed += answers
         self._failed = False
 
-    def answer(self, until: float, longest: int) -> Answer:
-        """The next answer; of a string at most its first `longest` bytes. An error is a value, too: a Denial."""
+    def answer(self, until: float, shape: Shape = NUMBER) -> Answer:
+        """The next answer, which has to be of this shape. An error is a value, too: a Denial."""
         self._begin()
-        self._items_left = ITEMS
-        value = self._value(until, longest, DEPTH)
+        self._items_left = shape.items
+        value = self._value(until, shape, shape.depth)
         self._owed -= 1
         self._failed = False
         return value
@@ -134,23 +154,25 @@ class Wire:
             raise ConnectionError("the connection has failed before, or is out of step")
         self._failed = True
 
-    def _value(self, until: float, longest: int, depth: int) -> Answer:
+    def _value(self, until: float, shape: Shape, depth: int) -> Answer:
         line = self._line(until, LINE_BYTES)
         kind, text = line[:1], line[1:]
-        if kind == b"+":
-            return text[:longest]
         if kind == b"-":
             return _denial(text)
+        if kind not in shape.kinds or not kind:
+            raise _nonsense(line)
+        if kind == b"+":
+            return text[: shape.longest]
         number = _number(text)
         if kind == b":":
             return number
         if number == -1 and kind in (b"$", b"*"):
             return None
         if kind == b"$":
-            return self._string(_bounded(number, STRING_BYTES), until, longest)
+            return self._string(_bounded(number, STRING_BYTES), until, shape.longest)
         if kind == b"*" and depth:
             self._items_left -= _bounded(number, self._items_left)
-            return [self._value(until, longest, depth - 1) for _ in range(number)]
+            return [self._value(until, shape, depth - 1) for _ in range(number)]
         raise _nonsense(line)
 
     def _string(self, size: int, until: float, longest: int) -> bytes:
@@ -235,7 +257,9 @@ class Wire:
         # on a unix socket the limit of a send that waits is one for each of its small helpings
         flags = socket.MSG_DONTWAIT if self._socket.family == socket.AF_UNIX else 0
         while first < len(views):
-            self._set_limit(socket.SO_SNDTIMEO, _left(until))
+            left = _left(until)
+            self._used = until - left
+            self._set_limit(socket.SO_SNDTIMEO, left)
             try:
                 sent = self._socket.sendmsg(views[first : first + _IOV_MAX], [], flags)
             except BlockingIOError:
@@ -262,7 +286,7 @@ class Wire:
     def _limit(self, until: float) -> None:
         """Let the next receive end at `until` (TLS: send, too). Linux takes all waits within one call off its limit."""
         left = _left(until)
-        now = until - left
+        self._used = now = until - left
         if self._limited[0] == until and now - self._limited[1] < _SLACK_SECONDS:
             return
         self._limited = (until, now)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pagoda import codec
 from pagoda.ledger import Found
+from pagoda.threads import Event
 from pagoda.tiers.device import Device
 
 BATCH_SLOTS = 64
@@ -17,7 +18,7 @@ _scanning: set[Path] = set()  # stores that a thread of this process is scanning
 _scanning_lock = threading.Lock()
 
 
-def scan(device: Device, stop: threading.Event) -> None:
+def scan(device: Device, stop: Event) -> None:
     """Read all headers that the ledger has not seen, if nobody else is doing so; returns when all are, or on `stop`.
 
     A header is trusted by its own checksum; it proves nothing about the payload: reads do.
@@ -51,7 +52,7 @@ def _forget_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
-def _scan(device: Device, stop: threading.Event) -> None:
+def _scan(device: Device, stop: Event) -> None:
     while not stop.is_set():
         left = device.ledger.unscanned()
         if not len(left):

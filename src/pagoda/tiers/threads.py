@@ -10,8 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from pagoda.metrics import Reason
+from pagoda.threads import Event, begin
 from pagoda.tiers.base import Done
 from pagoda.tiers.queue import IoQueue, Read, Write
+
+_FEWEST = 2  # the one in the background, and one that reads and writes: they are started first
 
 _all: weakref.WeakSet[IoThreads] = weakref.WeakSet()
 
@@ -42,7 +45,7 @@ class Crew(Protocol):
     def hand(self) -> Hand:
         """What a new thread works with."""
 
-    def background(self, stop: threading.Event) -> None:
+    def background(self, stop: Event) -> None:
         """What else there is to do, on a thread of its own, until it is done or `stop` is set."""
 
     def interrupt(self) -> None:
@@ -75,41 +78,52 @@ class IoThreads:
         _all.add(self)
 
     def _renew(self) -> None:
-        self._lock = threading.RLock()  # reentrant: a collected tier may close us on any thread, at any line
+        self._lock = threading.Lock()
         self.queue = IoQueue(self._queue_chunks)
         self._crew.begin(self.queue)
-        self._stop = threading.Event()
-        self._background_done = threading.Event()
+        self._stop = Event()
+        self._background_done = Event()
         self._threads: list[threading.Thread] = []
-        self._running = 0
+        self._ended: set[threading.Thread] = set()
+        self._crew_closed = False
 
-    def start(self) -> None:
-        """Start the threads unless they run; cheap."""
-        if self._threads:
-            return
-        with self._lock:
-            if self._threads or self._closed:
-                return
-            readers = self._crew.readers
-            targets: list[Callable[[], None]] = [self._background]
-            targets += [self._read] * readers + [self._work] * (self._io_threads - readers)
-            self._threads = [
-                threading.Thread(
-                    target=self._run, args=(target,), name=f"pagoda-{self._crew.name}-{n}", daemon=True
-                )
-                for n, target in enumerate(targets)
-            ]
-            self._running = len(self._threads)
-            for thread in self._threads:
-                thread.start()
+    def start(self) -> bool:
+        """Start the threads that do not run yet; cheap if all do.
+
+        False: the system gives so few that nothing would be done. The next use tries again, also for those that lack.
+        """
+        if len(self._threads) <= self._io_threads and not self._closed:
+            with self._lock:
+                readers = self._crew.readers
+                targets: list[Callable[[], None]] = [self._background]
+                targets += [self._work] * (self._io_threads - readers) + [self._read] * readers
+                for target in targets[len(self._threads) :]:
+                    if self._closed or not self._begin(target):
+                        break
+        return len(self._threads) >= _FEWEST
+
+    def _begin(self, target: Callable[[], None]) -> bool:
+        name = f"pagoda-{self._crew.name}-{len(self._threads)}"
+        thread = threading.Thread(target=self._run, args=(target,), name=name, daemon=True)
+        begun = False
+        try:
+            self._threads.append(thread)
+            begun = begin(thread)
+        finally:
+            if not begun and thread in self._threads:  # broken off, it may have begun all the same
+                self._threads.remove(thread)
+        return begun
 
     def _run(self, target: Callable[[], None]) -> None:
+        with self._lock:
+            known = threading.current_thread() in self._threads
         try:
-            target()
+            if known:
+                target()
         finally:
             with self._lock:
-                self._running -= 1
-                self._close_crew()
+                self._ended.add(threading.current_thread())
+            self._close_crew()
 
     def _work(self) -> None:
         hand = self._crew.hand()
@@ -164,19 +178,19 @@ class IoThreads:
             self.queue.loaded(read, Done(False, Reason.CLOSED), 0)
         self._crew.interrupt()
         self._join(time.monotonic() + timeout)
-        with self._lock:
-            self._close_crew()
+        self._close_crew()
 
     def _join(self, deadline: float) -> None:
         for thread in self._threads:
-            # One that is not alive has ended, or an interrupt in `start` has kept it from beginning: no join then.
-            if thread is not threading.current_thread() and thread.is_alive():
+            if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
 
     def _close_crew(self) -> None:
         """Close the crew once nobody can touch what it works on any more."""
-        if self._closed and self._running == 0:
-            self._running = -1
+        with self._lock:
+            last = self._closed and not self._crew_closed and self._ended.issuperset(self._threads)
+            self._crew_closed |= last
+        if last:
             self._crew.close()
 
 

@@ -13,10 +13,14 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import NamedTuple
 from urllib.parse import SplitResult, unquote, urlsplit
 
-__all__ = ["Answer", "Wire", "paths_in"]
+from pagoda.threads import NO_THREAD, Pool, begin, wait
+from pagoda.tiers.sockets import IDLE_SECONDS, keep_alive
+
+__all__ = ["Answer", "Wire", "Wires", "paths_in"]
 
 _HEAD_BYTES = 64 << 10  # of status line and headers
 _STEP_BYTES = 1 << 20  # of one send or receive: the deadline is looked at in between
@@ -47,6 +51,7 @@ class Wire:
         self._authority = origin.netloc.rpartition("@")[2]
         self._tls = ssl.create_default_context() if origin.scheme == "https" else None
         self._socket: socket.socket | None = None
+        self._used = 0.0  # when it was last sent to or received from (time.monotonic())
         self._buffer = memoryview(bytearray(_HEAD_BYTES))
         self._begin = self._end = 0  # what of the buffer has been received and not been taken
         self._closed = False
@@ -69,15 +74,18 @@ class Wire:
             fields["Content-Length"] = str(sum(piece.nbytes for piece in body))
         lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
         head = memoryview(f"{method} {target} HTTP/1.1\r\n{lines}\r\n".encode("latin-1"))
+        if time.monotonic() - self._used > IDLE_SECONDS:
+            self.drop()
         with self._or_dropped():
             is_old = self._socket is not None
             try:
-                return self._exchange(head, body, until)
+                answer = self._exchange(head, body, until)
             except (ConnectionError, EOFError):
                 if not is_old or self._closed:
                     raise
-            self.drop()  # the server had ended it while nobody used it
-            return self._exchange(head, body, until)
+                self.drop()  # the server had ended it while nobody used it
+                answer = self._exchange(head, body, until)
+        return answer._replace(length=0, is_chunked=False) if method == "HEAD" else answer
 
     def read(self, into: memoryview, until: float) -> None:
         """Fill `into` from the body."""
@@ -98,8 +106,7 @@ class Wire:
             self.drop()
         elif answer.length != taken and answer.status not in (204, 304):
             rest = self.text(answer, _HEAD_BYTES, until) or b""
-        if answer.closes or self._end != self._begin:  # or it sent more than it said
-            self.drop()
+        self._settle(answer)
         return rest
 
     def text(self, answer: Answer, most_bytes: int, until: float) -> bytes | None:
@@ -113,7 +120,13 @@ class Wire:
                 piece = bytearray(size)
                 self.read(memoryview(piece), until)
                 whole += piece
+        self._settle(answer)
         return bytes(whole)
+
+    def _settle(self, answer: Answer) -> None:
+        """An answer has been read: the connection goes if it is of no more use."""
+        if answer.closes or self._end != self._begin:  # or it sent more than it said
+            self.drop()
 
     @contextlib.contextmanager
     def _or_dropped(self) -> Iterator[None]:
@@ -163,6 +176,7 @@ class Wire:
 
     def _exchange(self, head: memoryview, body: Sequence[memoryview], until: float) -> Answer:
         one = self._socket or self._connect(until)
+        self._used = time.monotonic()
         for piece in (head, *body):
             at = 0
             while at < piece.nbytes:
@@ -194,7 +208,9 @@ class Wire:
         one = self._socket
         if one is None:
             raise ConnectionError("the connection was closed")
-        one.settimeout(_left(until))
+        left = _left(until)
+        self._used = until - left
+        one.settimeout(left)
         count = one.recv_into(into)
         if not count:
             raise EOFError
@@ -210,6 +226,7 @@ class Wire:
                 one.settimeout(_left(until))
                 one.connect(address)
                 one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                keep_alive(one)
                 if self._tls is not None:
                     one.settimeout(_left(until))
                     one = self._tls.wrap_socket(one, server_hostname=self._host)
@@ -220,6 +237,58 @@ class Wire:
             self._socket, self._begin, self._end = one, 0, 0
             return one
         raise trouble
+
+
+class Wires:
+    """Up to `most` connections to one origin, each with one request at a time. Like a Wire for one thread."""
+
+    def __init__(self, origin: SplitResult, most: int) -> None:
+        self._origin = origin
+        self._most = most
+        self._wires: list[Wire] = []
+        self._threads = Pool(most, "pagoda-http")
+        self._closed = False
+
+    def is_to(self, origin: SplitResult) -> bool:
+        """Whether requests to `origin` may go over these connections."""
+        return (origin.scheme, origin.netloc) == (self._origin.scheme, self._origin.netloc)
+
+    def heads(self, targets: Sequence[str], until: float, headers: Mapping[str, str]) -> list[int]:
+        """The status of a HEAD request for each target, at most `most`, all at once. OSError if one has none."""
+        while len(self._wires) < len(targets):
+            self._wires.append(Wire(self._origin))
+        if self._closed:
+            self.abort()
+        asked: list[Future[int]] = []
+        try:
+            for wire, target in zip(self._wires, targets, strict=False):
+                asked.append(self._threads.submit(_status_of, wire, target, until, headers))
+            wait(asked)
+        except BaseException as trouble:
+            wait(asked)  # they use their connections until they have ended
+            if isinstance(trouble, RuntimeError):
+                raise OSError(str(trouble)) from None
+            raise
+        return [each.result() for each in asked]
+
+    def abort(self) -> None:
+        """Let whoever waits here fail now, and whoever asks later too. From any thread."""
+        self._closed = True
+        for wire in list(self._wires):
+            wire.abort()
+
+    def close(self) -> None:
+        """End the connections and threads. Not for another thread."""
+        self.abort()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for wire in self._wires:
+            wire.drop()
+
+
+def _status_of(wire: Wire, target: str, until: float, headers: Mapping[str, str]) -> int:
+    answer = wire.ask("HEAD", target, until, headers)
+    wire.end(answer, 0, until)
+    return answer.status
 
 
 def _left(until: float) -> float:
@@ -263,7 +332,8 @@ def _addresses(host: str, port: int, until: float) -> list[_Address]:
             trouble.append(error)
 
     thread = threading.Thread(target=resolve, name="pagoda-resolve", daemon=True)
-    thread.start()
+    if not begin(thread):
+        raise OSError(NO_THREAD)
     thread.join(_left(until))
     if trouble:
         raise OSError("the host is not known (DNS)")

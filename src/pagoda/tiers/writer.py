@@ -12,20 +12,25 @@ import numpy as np
 from pagoda import codec
 from pagoda.ledger import Busy, Present, Reserved
 from pagoda.metrics import Reason
+from pagoda.threads import Condition
 from pagoda.tiers.base import Bytes, Done, follows, runs
 from pagoda.tiers.device import Device, Scratch
 from pagoda.tiers.queue import IoQueue, Write
 
 BATCH_CHUNKS = 16
 BATCH_BYTES = 64 << 20  # a batch holds its payloads and its slots until the last of it is written
+_RUNS_JUDGED = 256
 _LEDGER_SECONDS = (
     10.0  # nobody waits here but the queue, and a chunk already read from the host is worth a wait
 )
 
 
-class _Place(NamedTuple):
-    reserved: Reserved
-    epoch: int
+class Judged(NamedTuple):
+    """How far the policy lets a run in: up to a chain position, and whether nothing behind it comes in."""
+
+    end: int
+    shut: bool
+    told: int  # up to which position the policy knows that the run was asked for
 
 
 class Writer:
@@ -41,8 +46,23 @@ class Writer:
         # for other tiers of this process.
         share = device.ledger.window // io_threads
         self.batch_chunks = max(1, min(BATCH_CHUNKS, share, BATCH_BYTES // device.slot_bytes))
-        self._turns = threading.Condition()
+        self._turns = Condition()
         self._turn = 0  # of the last batch that has its slots
+        self.judging = threading.Lock()  # a run is judged by one thread, whoever else writes of it
+        self._judged: dict[
+            tuple[bytes, int | None], Judged
+        ] = {}  # by namespace and stamp, which are one run's
+
+    def judged(self, namespace: bytes, stamp: int | None) -> Judged:
+        """How far the policy has let a run in by now."""
+        return self._judged.get((namespace, stamp), Judged(0, False, 0))
+
+    def judge(self, namespace: bytes, stamp: int | None, judged: Judged) -> None:
+        """Note how far the policy lets a run in: it is not to be asked again."""
+        with self._turns:
+            self._judged[namespace, stamp] = judged
+            while len(self._judged) > _RUNS_JUDGED:
+                del self._judged[next(iter(self._judged))]
 
     def save(self, writes: Sequence[Write], scratch: Scratch, between: Callable[[], None]) -> None:
         """Write a batch and end its futures, whatever happens; `between` runs before each chunk (reads go first)."""
@@ -54,6 +74,7 @@ class Writer:
         for write in writes:
             done = ends.get(write) or self._dropped(Reason.IO_ERROR)
             self._queue.saved(write, done)
+        self._device.ledger.save_labels()
 
     def _save(
         self,
@@ -63,7 +84,7 @@ class Writer:
         between: Callable[[], None],
     ) -> None:
         ledger = self._device.ledger
-        places: dict[Write, _Place] = {}
+        places: dict[Write, Reserved] = {}
         try:
             with self._in_turn(writes[0].turn):
                 live = [write for write in writes if not self._ended_before(write, ends)]
@@ -78,7 +99,7 @@ class Writer:
         finally:
             # Only now has the I/O of these slots ended, however late: nobody else could have been given them before.
             if places:
-                ledger.abort([place.reserved for place in places.values()])
+                ledger.abort(list(places.values()))
 
     @contextmanager
     def _in_turn(self, turn: int) -> Iterator[None]:
@@ -100,10 +121,8 @@ class Writer:
             ends[write] = self._dropped(write.cancelled or Reason.STALE)
         return write in ends
 
-    def _reserve(self, run: Sequence[Write], places: dict[Write, _Place], ends: dict[Write, Done]) -> None:
+    def _reserve(self, run: Sequence[Write], places: dict[Write, Reserved], ends: dict[Write, Done]) -> None:
         first = run[0]
-        # Read before the slots are reserved: a clear in between leaves headers that no rebuild will take for current.
-        epoch = self._device.ledger.epoch(first.namespace)
         outcomes = self._device.ledger.reserve(
             [write.chunk.key for write in run],
             namespace=first.namespace,
@@ -111,11 +130,12 @@ class Writer:
             parent=first.chunk.parent,
             tokens=first.chunk.tokens,
             stamp=first.stamp,
+            judged=run[-1].chunk.position < self.judged(first.namespace, first.stamp).end,
             deadline_seconds=_LEDGER_SECONDS,
         )
         for write, outcome in zip(run, outcomes, strict=True):
             if isinstance(outcome, Reserved):
-                places[write] = _Place(outcome, epoch)
+                places[write] = outcome
             elif isinstance(outcome, Present):
                 ends[write] = Done(True, None)
             elif isinstance(outcome, Busy):
@@ -123,7 +143,7 @@ class Writer:
             else:
                 ends[write] = Done(False, outcome.reason)  # counted by the ledger
 
-    def _write(self, write: Write, place: _Place, scratch: Scratch) -> Reason | None:
+    def _write(self, write: Write, place: Reserved, scratch: Scratch) -> Reason | None:
         device = self._device
         if device.breaker.resting:
             return Reason.TIER_SKIPPED
@@ -133,9 +153,9 @@ class Writer:
         if not write.usable():
             return write.cancelled or Reason.STALE
         try:
-            device.slab.write(place.reserved.slot, [scratch.page, payload])
+            device.slab.write(place.slot, [scratch.page, payload])
         except OSError as error:
-            return device.trouble(error, f"writing slot {place.reserved.slot}")
+            return device.trouble(error, f"writing slot {place.slot}")
         device.breaker.worked()
         if not write.usable():
             return write.cancelled or Reason.STALE
@@ -148,22 +168,22 @@ class Writer:
         np.copyto(scratch.room[: self._device.chunk_bytes], payload[: self._device.chunk_bytes])
         return scratch.room
 
-    def _header(self, write: Write, place: _Place) -> codec.Header:
+    def _header(self, write: Write, place: Reserved) -> codec.Header:
         return codec.Header(
             store_id=self._device.ledger.store_id,
-            slot=place.reserved.slot,
+            slot=place.slot,
             namespace=write.namespace,
-            epoch=place.epoch,
+            epoch=place.generation,  # what a clear is compared with, after a rebuild
             key=write.chunk.key,
             position=write.chunk.position,
             length=self._device.chunk_bytes,
             tokens=write.chunk.tokens,
             codec="raw",
             fingerprint=self._device.fingerprint,
-            sequence=place.reserved.generation,
+            sequence=place.generation,
         )
 
-    def _commit(self, places: dict[Write, _Place], ends: dict[Write, Done]) -> None:
+    def _commit(self, places: dict[Write, Reserved], ends: dict[Write, Done]) -> None:
         """Commit what was written; what it settles leaves `places`."""
         ledger = self._device.ledger
         for write in places:
@@ -172,7 +192,7 @@ class Writer:
         written = [write for write in places if write not in ends]
         if not written or not self._synced(written, ends):
             return
-        kept = ledger.commit([places[write].reserved for write in written], deadline_seconds=_LEDGER_SECONDS)
+        kept = ledger.commit([places[write] for write in written], deadline_seconds=_LEDGER_SECONDS)
         for write, ok in zip(written, kept, strict=True):
             del places[write]
             ends[write] = self._kept(write) if ok else self._dropped(Reason.SUPERSEDED)

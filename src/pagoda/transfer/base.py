@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from functools import lru_cache, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.layout import KVLayout, itemsize
+from pagoda.threads import Pool, wait
 
 if TYPE_CHECKING:
     import torch
@@ -180,11 +182,18 @@ def in_threads(jobs: Sequence[Callable[[], None]], threads: int) -> None:
         for job in jobs:
             job()
         return
-    waiting = [_pool(threads).submit(job) for job in jobs[:-1]]
+    waiting, mine = list[Future[None]](), list(jobs)
     try:
-        jobs[-1]()
-    finally:
-        wait(waiting)  # nothing may still write into a slot after this returns
+        with contextlib.suppress(RuntimeError):  # no thread can be had: the rest is done here
+            while len(mine) > 1:
+                waiting.append(_pool(threads).submit(mine[0]))
+                del mine[0]
+        for job in mine:
+            job()
+        wait(waiting)
+    except BaseException:
+        wait(waiting)  # nothing may still write into a slot after this ends
+        raise
     for future in waiting:
         future.result()
 
@@ -214,9 +223,9 @@ def _shares(pairs: list[Pair], threads: int) -> list[list[Pair]]:
 
 
 @lru_cache(maxsize=4)
-def _pool(threads: int) -> ThreadPoolExecutor:
+def _pool(threads: int) -> Pool:
     """The threads that help with copies; made once a process and count."""
-    return ThreadPoolExecutor(threads - 1, thread_name_prefix="pagoda-copy")
+    return Pool(threads - 1, "pagoda-copy")
 
 
 if hasattr(os, "register_at_fork"):  # a child has none of the parent's threads

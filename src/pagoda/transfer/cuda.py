@@ -11,15 +11,16 @@ pinned memory. Every call returns, or raises, when nothing of it is under way an
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache, partial
-from queue import Empty, LifoQueue
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from pagoda.threads import Condition, if_free
 from pagoda.transfer.base import Bytes
 from pagoda.transfer.gate import LayerGate
 from pagoda.transfer.measure import fastest
@@ -40,7 +41,7 @@ WAYS: tuple[Way, ...] = get_args(Way)
 
 _STAGING_BYTES = 64 << 20
 _CROSSINGS = 4  # calls at once; each has a ring of its own
-_PATIENCE_SECONDS = 60.0
+_PATIENCE_SECONDS, _SLICE_SECONDS = 60.0, 0.05
 
 _Launch: TypeAlias = Callable[[int, int, slice, slice], None]
 
@@ -59,10 +60,10 @@ class Copies:
         self.port = port
         self._way = way
         self._staging_bytes = staging_bytes
-        self._idle: LifoQueue[Crossing] = LifoQueue()
-        for _ in range(_CROSSINGS):
-            self._idle.put(Crossing(port))
-        self._lock = threading.Lock()
+        self._crossings = [Crossing(port) for _ in range(_CROSSINGS)]
+        self._taken: dict[object, Crossing] = {}  # by who has it
+        self._changed = Condition()
+        self._measuring = threading.RLock()
         self._fastest: dict[tuple[bool, int], str] = {}
         self._sent: WeakKeyDictionary[RunTable, SentTable] = WeakKeyDictionary()
 
@@ -86,16 +87,24 @@ class Copies:
         """Copy `slots` into the runs `ids` [chunks, count], behind `after`; tells `gate` of each layer as it goes."""
         self._go(Trip(table, False, after, gate), ids, slots)
 
-    def take(self, table: RunTable, ids: Ids, after: Mark | None = None) -> tuple[torch.Tensor, Mark]:
-        """Gather chunks into device memory of their own, in the order of this thread's current stream; does not wait.
+    def take(
+        self,
+        table: RunTable,
+        ids: Ids,
+        after: Mark | None = None,
+        into: tuple[torch.Tensor, Sequence[int]] | None = None,
+    ) -> tuple[torch.Tensor, Mark]:
+        """Gather chunks within the device, in the order of this thread's current stream; does not wait.
 
-        Returns uint8 [chunks, bytes of all rows], and a mark behind it; keep the table until then. Raises torch's error
-        without memory for it.
+        They go `into` rows of uint8 [any number, bytes of all rows of the table], or into new memory: raises torch's
+        error where there is none. Returns it, and a mark behind the copy; keep the table until then.
         """
         begin, end = table.span(0, table.rows)
         size, lane = end - begin, self.port.current()
-        staging = self.port.memory(len(ids) * size)
-        places = staging.data_ptr() - begin + np.arange(len(ids)) * size
+        if into is None:
+            into = self.port.memory(len(ids) * size).view(len(ids), size), range(len(ids))
+        staging, rows = into
+        places = staging.data_ptr() - begin + np.array(rows, dtype=np.int64) * size
         lane.after(after)
         if (kernels := self.port.kernels) is None:
             chunks = Chunks(ids, [], places)
@@ -110,7 +119,21 @@ class Copies:
                 kernels.gather(sent, self.port.send(ids), self.port.send(places), 0, table.rows, word)
 
             lane.run(gather)
-        return staging.view(len(ids), size), lane.mark()
+        return staging, lane.mark()
+
+    def reserve(self, table: RunTable) -> int:
+        """Take the rings of all calls that may run at once, so that none is asked for later; returns their bytes.
+
+        Where the device has less left they are smaller. Raises torch's error without any.
+        """
+        if self.port.kernels is None:
+            return 0  # then runs are copied one by one
+        nbytes = 0
+        with ExitStack() as taken:
+            idle = [taken.enter_context(self._crossing()) for _ in range(_CROSSINGS - len(self._taken))]
+            with self.port.crossing():
+                nbytes = sum(crossing.ring(self._staging_bytes, table).nbytes for crossing in idle)
+        return nbytes
 
     def prepare(self, table: RunTable) -> None:
         """Compile, measure and send for this table now, so that no call has to. Changes nothing else."""
@@ -130,13 +153,14 @@ class Copies:
         if table.rows * table.count == 1:
             return "runs"  # a chunk is one piece on both sides: there is nothing to gather, and nothing to measure
         kind = (down, table.run_bytes.bit_length())
-        if kind not in self._fastest and self._lock.acquire(timeout=_PATIENCE_SECONDS):
-            try:
-                if kind not in self._fastest:
-                    with self.port.crossing():
-                        self._fastest[kind] = fastest(table, self.port, WAYS, partial(self._try, down))
-            finally:
-                self._lock.release()
+
+        def measure() -> None:
+            if kind not in self._fastest:
+                with self.port.crossing():
+                    self._fastest[kind] = fastest(table, self.port, WAYS, partial(self._try, down))
+
+        if kind not in self._fastest:
+            if_free(self._measuring, measure, _PATIENCE_SECONDS)
         return self._fastest.get(kind, "staged")
 
     def _try(self, down: bool, way: str, table: RunTable, ids: Ids, slots: list[Bytes]) -> None:
@@ -250,13 +274,9 @@ class Copies:
     @contextmanager
     def _crossing(self) -> Iterator[Crossing]:
         """Lend lanes and a ring; leave when nothing is under way on them. Raises TimeoutError if all stay taken."""
+        me = object()
         try:
-            crossing = self._idle.get(timeout=_PATIENCE_SECONDS)
-        except Empty:
-            raise TimeoutError(
-                f"{self.port.device}: all copies of a minute ago are still under way"
-            ) from None
-        try:
+            crossing = self._take(me)
             try:
                 yield crossing
             finally:
@@ -266,7 +286,19 @@ class Copies:
                     crossing.settle()
                     raise
         finally:
-            self._idle.put(crossing)
+            self._taken.pop(me, None)  # built in: no exception of a signal handler comes before it
+            with self._changed:
+                self._changed.notify()
+
+    def _take(self, me: object) -> Crossing:
+        until = time.monotonic() + _PATIENCE_SECONDS
+        with self._changed:
+            while not (idle := [one for one in self._crossings if one not in self._taken.values()]):
+                if time.monotonic() > until:
+                    raise TimeoutError(f"{self.port.device}: all copies of a minute ago are still under way")
+                self._changed.wait(_SLICE_SECONDS)
+            self._taken[me] = idle[0]
+            return idle[0]
 
 
 def _word_bytes(table: RunTable, places: Ids) -> int:

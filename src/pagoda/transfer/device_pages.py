@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from copy import copy
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pagoda.layout import KVLayout
+from pagoda.threads import Pool
 from pagoda.transfer.base import Bytes, pieces
 from pagoda.transfer.beside import Beside, copies_for
 from pagoda.transfer.cuda import Copies
@@ -20,7 +22,7 @@ from pagoda.transfer.runs import page_runs
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DevicePagesKV", "Snapshot"]
+__all__ = ["DevicePagesKV", "Snapshot", "Staging"]
 
 
 class DevicePagesKV:
@@ -94,44 +96,120 @@ class DevicePagesKV:
         ids = self._places.blocks_of(starts, into_slots=False)
         self._beside.from_slots(ids, [slot for _, slot in checked])
 
-    def snapshot(self, starts: Sequence[int]) -> Snapshot:
+    def reserve(self, snapshot_bytes: int) -> tuple[Staging, int]:
+        """Take now what device memory copies and snapshots will need; returns the latter's, and the bytes of both.
+
+        Snapshots get no more than `snapshot_bytes`, and less where the device has less left, but one chunk always.
+        It is asked for by a thread of its own: where the caller's allocations go to a pool that is taken away while an
+        engine sleeps, this must not. Raises torch's error without memory.
+        """
+        beside = self._beside
+        begin, end = beside.table.span(0, beside.table.rows)
+        share = end - begin
+
+        def taken() -> tuple[Staging, int]:
+            rings, rows = beside.copies.reserve(beside.table), max(1, snapshot_bytes // share)
+            while True:
+                try:
+                    memory = beside.copies.port.memory(rows * share).view(rows, share)
+                    return Staging(memory), rings + memory.nbytes
+                except RuntimeError:  # torch.OutOfMemoryError is one
+                    if rows == 1:
+                        raise
+                    rows = max(1, rows // 2)
+
+        with Pool(1, "pagoda-reserve") as thread:
+            return thread.submit(taken).result()
+
+    def snapshot(self, starts: Sequence[int], staging: Staging | None = None) -> Snapshot:
         """Copy the chunks that begin at `starts` within the device, in the current stream's order; waits for nothing.
 
-        What the engine launches on that stream afterwards may overwrite the blocks. Raises torch's own error where
-        the device has no memory left for `len(starts)` shares.
+        What the engine launches on that stream afterwards may overwrite the blocks. They go to `staging`, which must
+        have room for them, until the snapshot is released, or to new memory: raises torch's own error where the device
+        has none left.
         """
         ids = self._places.blocks_of(starts, into_slots=True)
         beside = self._beside
-        staging, taken = beside.copies.take(beside.table, ids, beside.made)
-        return Snapshot(beside, self.layout, self._begin, staging, taken)
+        rows = list(range(len(starts))) if staging is None else staging.take(len(starts))
+        into = None if staging is None else (staging.memory, rows)
+        try:
+            memory, taken = beside.copies.take(beside.table, ids, beside.made, into)
+        except BaseException:
+            if staging is not None:
+                staging.give(rows)
+            raise
+        return Snapshot(beside, self.layout, self._begin, memory, rows, taken, staging)
+
+
+class Staging:
+    """Device memory that snapshots share: rows of one chunk's share. Thread-safe."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self._free = list(range(len(memory)))
+        self._lock = threading.Lock()
+
+    @property
+    def free(self) -> int:
+        """How many chunks there is room for."""
+        return len(self._free)
+
+    def take(self, number: int) -> list[int]:
+        """Return so many rows, the caller's until `give`. Raises ValueError if fewer are free."""
+        with self._lock:
+            if number > len(self._free):
+                raise ValueError(
+                    f"room for {len(self._free)} chunks is left on the device, {number} are to be kept"
+                )
+            rows, self._free = self._free[:number], self._free[number:]
+        return rows
+
+    def give(self, rows: Sequence[int]) -> None:
+        """Give rows back into which nothing is copied, and out of which nothing is, on another stream any more."""
+        with self._lock:
+            self._free += rows
 
 
 class Snapshot:
-    """Chunks as they were at one moment of a stream, in device memory of their own until this object goes.
+    """Chunks as they were at one moment of a stream, in device memory until `release`, or until this object goes.
 
     `to_slots` is for one thread, any thread.
     """
 
     def __init__(
-        self, beside: Beside, layout: KVLayout, begin: int, staging: torch.Tensor, taken: Mark
+        self,
+        beside: Beside,
+        layout: KVLayout,
+        begin: int,
+        memory: torch.Tensor,
+        rows: list[int],
+        taken: Mark,
+        staging: Staging | None,
     ) -> None:
         self._beside = beside  # its table is read until `taken`
         self._layout, self._begin = layout, begin
-        self._staging, self._taken = staging, taken
+        self._staging, self._rows, self._taken = memory, rows, taken
+        self._owner = staging
 
     @property
     def nbytes(self) -> int:
         """The device memory that it takes."""
-        return self._staging.nbytes
+        return len(self._rows) * self._staging.shape[1]
 
     def to_slots(self, slots: Sequence[Bytes]) -> None:
         """Copy the chunks into this part of `slots`, in the order of the starts; returns when they are complete."""
-        chunks, share = self._staging.shape
-        starts = range(0, chunks * self._layout.chunk_tokens, self._layout.chunk_tokens)
-        tokens = chunks * self._layout.chunk_tokens
+        room, share = self._staging.shape
+        tokens = len(self._rows) * self._layout.chunk_tokens
+        starts = range(0, tokens, self._layout.chunk_tokens)
         checked = pieces(self._layout, tokens, starts, slots, into_slots=True)
-        plane = Plane(self._staging.data_ptr(), share, share, chunks, 0)
-        ids = np.arange(chunks)[:, None]
+        plane = Plane(self._staging.data_ptr(), share, share, room, 0)
+        ids = np.array(self._rows, dtype=np.int64)[:, None]
         self._beside.copies.down(
             page_runs([plane], 1, self._begin), ids, [slot for _, slot in checked], self._taken
         )
+
+    def release(self) -> None:
+        """Let other snapshots have its room; idempotent. Nothing may be copied out of it any more."""
+        owner, self._owner = self._owner, None
+        if owner is not None:
+            owner.give(self._rows)

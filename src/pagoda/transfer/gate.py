@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING
+
+from pagoda.threads import Condition
 
 if TYPE_CHECKING:
     from pagoda.transfer.ports import Mark, Port
@@ -28,7 +29,7 @@ class LayerGate:
         self._missing = [chunks] * layers  # chunks that were not launched yet
         self._marks: list[list[Mark]] = [[] for _ in range(layers)]
         self._ended = False
-        self._told = threading.Condition()
+        self._told = Condition()
 
     def passed(self, layer: int, chunks: int, mark: Mark | None) -> None:
         """Note that so many more chunks of a layer are in place behind `mark` (None: already). Wakes who waits."""

@@ -6,10 +6,11 @@ import json
 import os
 import struct
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from blake3 import blake3
+
+from pagoda.threads import Pool
 
 __all__ = ["WHOLE_BYTES", "file_digest", "files_digest"]
 
@@ -30,7 +31,7 @@ def files_digest(directory: Path, names: Sequence[str]) -> str:
     Files are read by several threads. Changes nothing. Raises OSError if one cannot be read.
     """
     budget_bytes = min(_FILE_BYTES, _ALL_BYTES // max(len(names), 1))
-    with ThreadPoolExecutor(min(_THREADS, max(len(names), 1)), "pagoda-weights") as threads:
+    with Pool(min(_THREADS, max(len(names), 1)), "pagoda-weights") as threads:
         digests = list(threads.map(lambda name: file_digest(directory / name, budget_bytes), names))
     found = blake3(derive_key_context="PagodaKV weight files")
     found.update(json.dumps([[name, digest] for name, digest in zip(names, digests, strict=True)]).encode())

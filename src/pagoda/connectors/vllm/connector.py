@@ -35,12 +35,14 @@ class PagodaConnector(KVConnectorBase_V1):
         self._scheduler: PagodaScheduler | None = None
         self._worker: PagodaWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
-            events = vllm_config.kv_events_config
+            events, speculative = vllm_config.kv_events_config, vllm_config.speculative_config
             self._scheduler = PagodaScheduler(
                 options,
                 kv_cache_config.hash_block_size,
                 events=events is not None and events.enable_kv_cache_events,
                 shares_blocks=bool(vllm_config.cache_config.enable_prefix_caching),
+                drops_last_block=speculative is not None and speculative.use_eagle_block_drop(),
+                in_lockstep=vllm_config.parallel_config.data_parallel_size > 1,
             )
         else:
             self._worker = PagodaWorker(options, vllm_config, kv_cache_config)
@@ -133,7 +135,10 @@ class PagodaConnector(KVConnectorBase_V1):
         return False, None
 
     def reset_cache(self) -> bool:
-        """Let nothing that was stored before hit again in this engine: the weights may have changed."""
+        """Let nothing that was stored before hit again in this engine: the weights may have changed.
+
+        vLLM calls it after it has emptied its own cache. If that raises, this was never called.
+        """
         self._scheduling.reset()
         return True
 

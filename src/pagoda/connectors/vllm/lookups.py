@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import secrets
-import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ from pagoda.cache.look import LEASE_SECONDS
 from pagoda.connectors.vllm.identity import lora_name, salt_of
 from pagoda.keys import derive_keys
 from pagoda.metrics import Reason
+from pagoda.threads import Pool, wait
 
 __all__ = ["Found", "Lookups", "Tracked"]
 
@@ -64,19 +64,20 @@ class Tracked:
 class Lookups:
     """The look-ups of one engine. Used by the scheduler's thread; the tiers are asked by threads of its own."""
 
-    def __init__(self, cache: Cache, hash_tokens: int, salt: str) -> None:
+    def __init__(self, cache: Cache, hash_tokens: int, salt: str, waits: bool = True) -> None:
+        """Start no thread yet. `waits`: a pass over the waiting requests may wait a moment for answers."""
         self._cache = cache
         self._hash_tokens = hash_tokens  # tokens of one of vLLM's block hashes
         self._chunk_tokens = cache.layout.chunk_tokens
         self._salt = salt
         self._since = ""
-        self._patience = _PATIENCE_SECONDS  # left in this pass
-        self._room = threading.Semaphore(_MOST)
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="pagoda-look")
+        self._pass_seconds = _PATIENCE_SECONDS if waits else 0.0
+        self._patience = self._pass_seconds  # left in this pass
+        self._threads = Pool(_THREADS, "pagoda-look")
 
     def begin(self, tracked: Tracked) -> bool:
         """Begin to look a request up; False where too many are being looked up."""
-        if not self._room.acquire(blocking=False):
+        if self._threads.under_way >= _MOST:
             return False
         request, hashes = tracked.request, len(tracked.request.block_hashes)
         digests, last = self._digests(request, 0, hashes), _last(request)
@@ -86,11 +87,9 @@ class Lookups:
             tracked.look = self._threads.submit(self._lookup, request, digests, hashes, last, prompt)
             tracked.recorded = True
         except RuntimeError as trouble:  # no thread could be started, or this is the end
-            self._room.release()
             log.warning("a look-up could not begin: %s", trouble)
             tracked.loads, tracked.reason = False, Reason.IO_ERROR
             return False
-        tracked.look.add_done_callback(lambda _: self._room.release())
         return True
 
     def answered(self, tracked: Tracked) -> bool:
@@ -147,7 +146,7 @@ class Lookups:
 
     def next_pass(self) -> None:
         """Begin a new pass over the waiting requests."""
-        self._patience = _PATIENCE_SECONDS
+        self._patience = self._pass_seconds
 
     def close(self) -> None:
         """End the threads; does not wait for them. Idempotent."""

@@ -16,7 +16,7 @@ from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.ledger import Reserved
 
-__all__ = ["Handshake", "Load", "PagodaMetadata", "PagodaWorkerMetadata", "Save"]
+__all__ = ["Handshake", "Later", "Load", "PagodaMetadata", "PagodaWorkerMetadata", "Save"]
 
 
 class Load(NamedTuple):
@@ -52,22 +52,28 @@ class PagodaMetadata(KVConnectorMetadata):
     computed_tokens: int = 0  # in this step, if all of them belong to one prompt
 
 
+class Later(NamedTuple):
+    """What of a request had no room on the device when it was to be saved."""
+
+    first: int  # the position of the first chunk
+    chunks: int
+
+
 @dataclass
 class PagodaWorkerMetadata(KVConnectorWorkerMetadata):
     """What came to nothing, told once."""
 
     failed: set[str]  # requests whose load failed: nothing more is offered to them
     unsaved: set[Reserved]  # slots that a rank could not make its own: the scheduler gives them up
-    later: dict[
-        str, int
-    ]  # requests that had more to save than there was room for: from which chunk on, to be tried again
+    later: dict[str, Later]  # requests that had more to save than there was room for: to be tried again
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> PagodaWorkerMetadata:
         """Join what two ranks tell; changes neither."""
         assert isinstance(other, PagodaWorkerMetadata)
-        later = self.later | {
-            name: min(first, self.later.get(name, first)) for name, first in other.later.items()
-        }
+        later = dict(self.later)
+        for name, rest in other.later.items():
+            mine = later.get(name, rest)
+            later[name] = Later(min(mine.first, rest.first), max(mine.chunks, rest.chunks))
         return PagodaWorkerMetadata(self.failed | other.failed, self.unsaved | other.unsaved, later)
 
 

@@ -1,4 +1,4 @@
-"""PagodaOffloadingSpec: the storage behind vLLM's own OffloadingConnector, for models of several KV cache groups."""
+"""PagodaOffloadingSpec: the storage behind PagodaHybridConnector, for models of several KV cache groups."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 
+from pagoda.config.load import DEFAULT, load
 from pagoda.connectors.vllm.facts import plain
+from pagoda.connectors.vllm.hybrid import PagodaHybridConnector
 from pagoda.connectors.vllm.identity import namespace_of
 from pagoda.connectors.vllm.machine import machine_facts
 from pagoda.connectors.vllm.offloading_find import Group
 from pagoda.connectors.vllm.offloading_meta import Greeting, greet, greeted
-from pagoda.connectors.vllm.offloading_scheduler import LATE, REFUSED, OffloadedChunks
+from pagoda.connectors.vllm.offloading_scheduler import FAILED, LATE, REFUSED, OffloadedChunks
 from pagoda.connectors.vllm.offloading_worker import SlotCopies, Stock
 from pagoda.connectors.vllm.options import Options, read_options
 from pagoda.connectors.vllm.shared import opened
@@ -47,9 +49,8 @@ _STATE = "MambaSpec"
 class PagodaOffloadingSpec(OffloadingSpec):
     """Keeps the KV of hybrid models (sliding windows, several groups) in PagodaKV's tiers.
 
-    Named in `--kv-transfer-config` as the OffloadingConnector's spec; see docs/vllm.md. vLLM makes one for its
-    scheduler and one for each worker. What is not known to work is refused at the start, with a ValueError that says
-    what to do.
+    The spec of PagodaHybridConnector; see docs/vllm.md. vLLM makes one for its scheduler and one for each worker.
+    What is not known to work is refused at the start, with a ValueError that says what to do.
     """
 
     @classmethod
@@ -58,6 +59,7 @@ class PagodaOffloadingSpec(OffloadingSpec):
         return {
             REFUSED: OffloadingCounterMetadata("Number of chunks that found no slot in the host tier."),
             LATE: OffloadingCounterMetadata("Number of chunk lookups that were a miss for taking too long."),
+            FAILED: OffloadingCounterMetadata("Number of requests whose load failed; they were computed."),
         }
 
     def __init__(self, config: OffloadingConfig) -> None:
@@ -117,18 +119,18 @@ class PagodaOffloadingSpec(OffloadingSpec):
         )
         cache = opened(self.options.config, greeting.namespace, greeting.layout)
         worker = self._worker = SlotCopies(cache, stocks, self._part, self._parts)
-        _tell_failures(connector, worker)
         greet(self._root, self.config.engine_id, self.config.parallel.rank, greeting)
         return worker
 
-    def _connector(self) -> Any:
+    def _connector(self) -> PagodaHybridConnector:
         """The connector of this process whose spec this is: it knows the model's configuration, a spec does not."""
         agent: Any = get_kv_transfer_group() if has_kv_transfer_group() else None
         for connector in (agent, *getattr(agent, "_connectors", ())):
-            if getattr(getattr(connector, "connector_worker", None), "spec", None) is self:
+            if isinstance(connector, PagodaHybridConnector) and connector.worker.spec is self:
                 return connector
         raise ValueError(
-            "PagodaOffloadingSpec works under vLLM's OffloadingConnector only: name that as kv_connector"
+            "PagodaOffloadingSpec works under PagodaHybridConnector only: name that as kv_connector, and leave "
+            "spec_name and spec_module_path out"
         )
 
     def _stocks(self, kv_caches: CanonicalKVCaches, specs: list[dict[str, Any]]) -> list[Stock]:
@@ -174,6 +176,9 @@ def _options(config: OffloadingConfig) -> tuple[Options, int]:
     theirs = [name for name in ("block_size", "blocks_per_chunk") if extra.get(name) is not None]
     if theirs or len(sizes) > 1:
         tokens = sizes[-1] * blocks
+        configured = load()  # in a file or a variable it would be passed over
+        if configured.origins["chunk_tokens"] != DEFAULT:
+            extra.setdefault("chunk_tokens", configured.config.chunk_tokens)
         if extra.setdefault("chunk_tokens", tokens) != tokens:
             told = f"{theirs[0]} = {extra[theirs[0]]}" if theirs else f"groups with blocks of {sizes} tokens"
             raise ValueError(
@@ -209,18 +214,3 @@ def _tensors(kv_cache: Any) -> Iterator[list[object]]:
     """What a layer's tensors are like, apart from how many blocks they have."""
     for tensor in (kv_cache,) if isinstance(kv_cache, torch.Tensor) else tuple(kv_cache):
         yield [str(tensor.dtype), list(tensor.shape[1:]), list(tensor.stride())]
-
-
-def _tell_failures(connector: Any, worker: SlotCopies) -> None:
-    """Have vLLM told of loads that came to nothing, which its OffloadingConnector takes for impossible.
-
-    vLLM recomputes such a request (`kv_load_failure_policy`: "recompute") or fails it; without this the engine stops.
-    """
-    results = connector.get_transfer_results
-
-    def with_failures(finished_req_ids: set[str]) -> Any:
-        found = results(finished_req_ids)
-        found.failed_recving |= worker.take_failed(found.finished_recving)
-        return found
-
-    connector.get_transfer_results = with_failures

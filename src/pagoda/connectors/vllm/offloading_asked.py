@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from itertools import groupby
 from typing import Any
 
 from pagoda.cache import Cache
 from pagoda.connectors.vllm.offloading_find import Asked, Finder, Found, Group, State
 from pagoda.keys import derive_keys
+from pagoda.threads import Pool
 
 __all__ = ["Questions"]
 
@@ -20,7 +21,9 @@ log = logging.getLogger("pagoda.vllm")
 _MISS_SECONDS = 1.0  # how long a miss is believed by those who have not been told
 _LONGEST_SECONDS = 30.0  # that an answer may take, however much else is being found out meanwhile
 _IDLE_SECONDS = 10.0  # an answer that nobody looks at for so long is forgotten
-_LINGER_SECONDS = 30.0  # holds of loads that were under way when the cache was reset
+_LINGER_SECONDS = (
+    30.0  # holds of loads that were under way when their chunks were cleared, or the cache reset
+)
 _BRING_THREADS = 2
 
 
@@ -41,10 +44,11 @@ class Questions:
         self._new: dict[str, list[Asked]] = {}  # by request
         self._wanted: list[Asked] = []
         self._of: dict[str, set[bytes]] = {}  # what a request has asked for
-        self._answers = ThreadPoolExecutor(1, thread_name_prefix="pagoda-find")
-        self._brings = ThreadPoolExecutor(_BRING_THREADS, thread_name_prefix="pagoda-bring")
-        self._releases = ThreadPoolExecutor(1, thread_name_prefix="pagoda-release")
+        self._answers = Pool(1, "pagoda-find")
+        self._brings = Pool(_BRING_THREADS, "pagoda-bring")
+        self._releases = Pool(1, "pagoda-release")
         self._lingering: list[tuple[float, list[tuple[int, int]]]] = []
+        self._verified = False  # in this step
         self._swept_at = 0.0
         self._late = 0
 
@@ -57,6 +61,7 @@ class Questions:
     def look(self, name: bytes, group: int, position: int, request: str, lower: bool) -> State:
         """Return what is known of a chunk, and have it found out if that is nothing."""
         self._drain()
+        self._verify()
         now = time.monotonic()
         asked = self._known.get(name)
         if asked is None or (asked.state is State.MISSED and self._again(asked, request, lower, now)):
@@ -75,6 +80,16 @@ class Questions:
             self._late += 1
             self._missed(asked, now)
         return asked.state
+
+    def _verify(self) -> None:
+        """Once a step, forget the hits whose chunks were removed or cleared: a hold keeps the bytes, not the chunk."""
+        if self._verified:
+            return
+        self._verified = True
+        held = [asked for asked in self._known.values() if asked.state is State.HELD]
+        if held:
+            standing = self._finder.holds.valid([(asked.slot, asked.generation) for asked in held])
+            self._drop([asked for asked, stands in zip(held, standing, strict=True) if not stands])
 
     def _again(self, asked: Asked, request: str, lower: bool, now: float) -> bool:
         """Whether a miss is to be looked into once more."""
@@ -99,6 +114,7 @@ class Questions:
         if self._wanted:
             self._submit(self._brings, self._finder.bring, self._wanted)
         self._new, self._wanted = {}, []
+        self._verified = False
         if now - self._swept_at > _MISS_SECONDS:
             self._swept_at = now
             self._sweep(now)
@@ -108,7 +124,7 @@ class Questions:
         for _, chunks in groupby(sorted(coming, key=lambda one: one.group), key=lambda one: one.group):
             self._submit(self._brings, self._finder.bring, list(chunks))
 
-    def _submit(self, threads: ThreadPoolExecutor, work: Any, asked: list[Asked]) -> None:
+    def _submit(self, threads: Pool, work: Any, asked: list[Asked]) -> None:
         def ended(future: Future[Any]) -> None:
             trouble = None if future.cancelled() else future.exception()
             if trouble is not None:
@@ -117,7 +133,7 @@ class Questions:
 
         try:
             threads.submit(work, asked).add_done_callback(ended)
-        except RuntimeError:  # closed meanwhile
+        except RuntimeError:  # closed meanwhile, or no thread can be had
             self._finder.tell([Found(one, State.MISSED) for one in asked])
 
     # ---- answers
@@ -218,17 +234,20 @@ class Questions:
         self.forget()
 
     def forget(self) -> None:
-        """Forget everything; slots that are being loaded from are kept for a while, for nobody tells of their end."""
+        """Forget everything; vLLM may never tell of the end of the loads that are under way."""
         self._drain()
-        held = [asked for asked in self._known.values() if asked.state is State.HELD]
-        loading = [(asked.slot, asked.generation) for asked in held if asked.loads]
-        idle = [(asked.slot, asked.generation) for asked in held if not asked.loads]
-        for asked in list(self._known.values()):
-            self._forget(asked)
+        self._drop(list(self._known.values()))
         self._new, self._wanted = {}, []
         self._of.clear()
         self.root = self._finder.root()
-        self._release(idle)
+
+    def _drop(self, dropped: Sequence[Asked]) -> None:
+        """Forget these; slots that are being loaded from are kept for a while."""
+        held = [asked for asked in dropped if asked.state is State.HELD]
+        loading = [(asked.slot, asked.generation) for asked in held if asked.loads]
+        for asked in dropped:
+            self._forget(asked)
+        self._release([(asked.slot, asked.generation) for asked in held if not asked.loads])
         if loading:
             self._lingering.append((time.monotonic() + _LINGER_SECONDS, loading))
 
@@ -237,7 +256,7 @@ class Questions:
             return
         try:
             released = self._releases.submit(self._finder.holds.release, pairs)
-        except RuntimeError:  # closed meanwhile: nobody is left who waits
+        except RuntimeError:  # closed meanwhile, or no thread can be had: nobody is left who waits
             self._finder.holds.release(pairs)
             return
         released.add_done_callback(

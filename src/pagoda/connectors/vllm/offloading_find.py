@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pagoda.cache import Cache
+from pagoda.cache.below import Generations, Slots
 from pagoda.cache.slots import HostSlots
 from pagoda.connectors.vllm.identity import salt_of
 from pagoda.metrics import Reason
@@ -95,9 +96,7 @@ class Holds:
         with self._lock:
             return max(0, most - self.count)
 
-    def hold(
-        self, asked: Sequence[Asked], slots: np.ndarray, generations: np.ndarray, most: int
-    ) -> list[Found]:
+    def hold(self, asked: Sequence[Asked], slots: Slots, generations: Generations, most: int) -> list[Found]:
         """Hold the leading chunks that there is room for; those that could not be held are MISSED."""
         with self._lock:
             room = max(0, min(len(asked), most - self.count))
@@ -115,11 +114,14 @@ class Holds:
         ]
         return found + [Found(one, State.MISSED) for one in asked[room:]]
 
+    def valid(self, pairs: Sequence[tuple[int, int]]) -> list[bool]:
+        """Say of each of these (slot, generation) whether the chunk is still there to be loaded."""
+        return self._slots.still_valid(*_arrays(pairs)).tolist() if pairs else []
+
     def release(self, pairs: Sequence[tuple[int, int]]) -> None:
         """End one hold on each of these (slot, generation)."""
         if pairs:
-            slots, generations = zip(*pairs, strict=True)
-            self._slots.release(np.array(slots, np.int64), np.array(generations, np.uint64))
+            self._slots.release(*_arrays(pairs))
             with self._lock:
                 self.count -= len(pairs)
 
@@ -292,7 +294,7 @@ class Finder:
         return told
 
     def _fetch(self, run: Sequence[Asked]) -> None:
-        hit = self._cache.prefetch(None, keys=self._placed(run), salt=self._salt)
+        hit = self._cache.prefetch(None, keys=self._placed(run), salt=self._salt).result()
         chunks = hit.num_tokens // self._cache.layout.chunk_tokens
         tier = max(hit.by_tier, key=lambda name: name in self._lower, default="host")
         for one in run[:chunks]:
@@ -303,9 +305,7 @@ class Finder:
     def _hold(self, asked: Sequence[Asked], places: Sequence[tuple[int, int]], most: int) -> list[Found]:
         if not asked:
             return []
-        slots = np.array([slot for slot, _ in places], np.int64)
-        generations = np.array([generation for _, generation in places], np.uint64)
-        return self.holds.hold(asked, slots, generations, most)
+        return self.holds.hold(asked, *_arrays(places), most)
 
     def _below(self, run: Sequence[Asked]) -> int:
         """How many leading chunks of a run lower tiers have."""
@@ -340,6 +340,11 @@ class Finder:
             self._slots.requested(
                 [one.key for one in asked], (asked[-1].position + 1 - start) * size, start=start
             )
+
+
+def _arrays(pairs: Sequence[tuple[int, int]]) -> tuple[Slots, Generations]:
+    slots, generations = zip(*pairs, strict=True)
+    return np.array(slots, np.int64), np.array(generations, np.uint64)
 
 
 def _consecutive(asked: Sequence[Asked]) -> Iterator[list[Asked]]:

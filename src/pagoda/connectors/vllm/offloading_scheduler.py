@@ -6,7 +6,6 @@ import logging
 import os
 import time
 from collections.abc import Collection, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
@@ -32,12 +31,14 @@ from pagoda.connectors.vllm.offloading_meta import Placed, SlotsSpec
 from pagoda.connectors.vllm.shared import let_go
 from pagoda.keys import derive_keys
 from pagoda.ledger import Refused, Reserved
+from pagoda.threads import Pool
 
-__all__ = ["LATE", "REFUSED", "OffloadedChunks"]
+__all__ = ["FAILED", "LATE", "REFUSED", "OffloadedChunks"]
 
 log = logging.getLogger("pagoda.vllm")
 
 REFUSED, LATE = "vllm:pagoda_refused_chunks", "vllm:pagoda_late_lookups"
+FAILED = "vllm:pagoda_failed_loads"
 _RESERVE_SECONDS = 0.02  # of one step: a slot that is not to be had by then is a chunk that is not stored
 _TURN_CHUNKS = 8  # that are reserved of one group before the next
 _EVENTS_SECONDS = 1.0  # between two looks at what has gone
@@ -58,6 +59,7 @@ class _Request:
     """One request, from its arrival to its end."""
 
     stamp: int | None = None
+    loads: bool = True  # False: a load of it came to nothing, it computes for itself
     stores: bool = True  # False: who can say which weights computed what of it
     tails: dict[int, tuple[int, bytes]] = field(default_factory=dict)  # group -> last chunk reserved, its key
 
@@ -79,13 +81,14 @@ class OffloadedChunks(OffloadingManager):
         self._requests: dict[str, _Request] = {}
         self._storing: dict[bytes, Reserved] = {}
         self._lingering: list[tuple[float, list[Reserved]]] = []
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="pagoda-settle")
+        self._thread = Pool(1, "pagoda-settle")
         self._stored: SimpleQueue[list[tuple[bytes, Reserved]]] = SimpleQueue()
         self._events = events
         self._new: list[tuple[bytes, Reserved]] = []
         self._told: dict[bytes, Reserved] = {}  # what was told to be stored
         self._looked_at = 0.0
         self._refused = 0
+        self._failed = 0
         self._closed = False
 
     # ---- what is stored
@@ -94,7 +97,11 @@ class OffloadedChunks(OffloadingManager):
         """Say whether a chunk can be loaded; RETRY while that is being found out. Never waits."""
         request = self._requests.get(req_context.req_id)
         allowed = req_context.load_tier_filter
-        if request is None or not request.stores or not allowed.allows(Medium.CPU, Locality.LOCAL):
+        if (
+            request is None
+            or not (request.loads and request.stores)
+            or not allowed.allows(Medium.CPU, Locality.LOCAL)
+        ):
             return LookupResult.MISS
         group, position = self._place(key, req_context)
         lower = allowed.allows(Medium.STORAGE, Locality.LOCAL)
@@ -129,6 +136,13 @@ class OffloadedChunks(OffloadingManager):
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
         """Let go of what was loaded."""
         self._questions.loaded([bytes(key) for key in keys], req_context.req_id)
+
+    def load_failed(self, req_id: str) -> None:
+        """Offer this request nothing more: what it was promised did not come, and it would be promised again."""
+        request = self._requests.get(req_id)
+        if request is not None and request.loads:
+            request.loads = False
+            self._failed += 1
 
     # ---- what is to be stored
 
@@ -211,7 +225,7 @@ class OffloadedChunks(OffloadingManager):
         """Give up what the workers did not commit; what they did can be loaded."""
         ended = [(bytes(key), self._storing.pop(bytes(key))) for key in keys if bytes(key) in self._storing]
         if ended and not self._closed:
-            self._thread.submit(self._settle, ended)
+            self._thread.later(self._settle, ended)
 
     def _settle(self, ended: list[tuple[bytes, Reserved]]) -> None:
         """What a thread does with stores that have ended."""
@@ -241,7 +255,7 @@ class OffloadedChunks(OffloadingManager):
         if self._lingering and self._lingering[0][0] < now:
             given_up = [item for until, items in self._lingering if until < now for item in items]
             self._lingering = [row for row in self._lingering if row[0] >= now]
-            self._thread.submit(self._slots.abort, given_up)
+            self._thread.later(self._slots.abort, given_up)
 
     def has_pending_work(self) -> bool:
         """False: requests that wait for an answer keep the engine stepping by themselves."""
@@ -281,13 +295,13 @@ class OffloadedChunks(OffloadingManager):
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """What was counted since the last call."""
-        late, refused = self._questions.take_late(), self._refused
-        self._refused = 0
-        if not late and not refused:
+        counts = {LATE: self._questions.take_late(), REFUSED: self._refused, FAILED: self._failed}
+        self._refused = self._failed = 0
+        if not any(counts.values()):
             return None
         stats = OffloadingConnectorStats()
-        stats.increase_counter(LATE, late)
-        stats.increase_counter(REFUSED, refused)
+        for name, count in counts.items():
+            stats.increase_counter(name, count)
         return stats
 
     def shutdown(self) -> None:

@@ -11,8 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -27,6 +26,7 @@ from pagoda.connectors.vllm.offloading_meta import SlotsSpec
 from pagoda.connectors.vllm.shared import let_go
 from pagoda.layout import KVLayout
 from pagoda.ledger import Reserved
+from pagoda.threads import Event, Pool, wait
 from pagoda.transfer.device_pages import DevicePagesKV
 from pagoda.transfer.pages import PagesKV
 
@@ -83,9 +83,7 @@ class _Job:
     submitted: float = field(default_factory=time.perf_counter)
     begun: bool = False
     spoilt: bool = False  # its blocks were given away before they were copied
-    copied: threading.Event = field(
-        default_factory=threading.Event
-    )  # from then on its blocks are not touched
+    copied: Event = field(default_factory=Event)  # from then on its blocks are not touched
 
 
 class SlotCopies(OffloadingWorker):
@@ -115,8 +113,8 @@ class SlotCopies(OffloadingWorker):
         self._finished: SimpleQueue[TransferResult] = SimpleQueue()
         self._failed: set[str] = set()
         self._futures: set[Future[None]] = set()
-        self._loads = ThreadPoolExecutor(_LOAD_THREADS, thread_name_prefix="pagoda-load")
-        self._stores = ThreadPoolExecutor(1, thread_name_prefix="pagoda-store")
+        self._loads = Pool(_LOAD_THREADS, "pagoda-load")
+        self._stores = Pool(1, "pagoda-store")
         self._closed = False
 
     # ---- vLLM's calls
@@ -169,13 +167,13 @@ class SlotCopies(OffloadingWorker):
             return
         self._closed = True
         self._loads.shutdown(wait=False, cancel_futures=True)
-        wait_for(list(self._futures), _END_SECONDS)
+        wait(list(self._futures), _END_SECONDS)
         self._stores.shutdown(wait=False, cancel_futures=True)
         let_go(self._cache)
 
     # ---- jobs
 
-    def _submit(self, threads: ThreadPoolExecutor, job: _Job, blocks: Any) -> None:
+    def _submit(self, threads: Pool, job: _Job, blocks: Any) -> None:
         """Prepare a job on vLLM's thread, behind all that it has launched so far, and have it done on another."""
         try:
             self._plan(job, blocks)
@@ -185,8 +183,8 @@ class SlotCopies(OffloadingWorker):
             self._jobs[job.number] = job
         try:
             future = threads.submit(self._do, job)
-        except RuntimeError:  # closed meanwhile
-            job.wrong = "the connector was shut down"
+        except RuntimeError as trouble:  # closed meanwhile, or no thread can be had
+            job.wrong = str(trouble)
             self._end(job, 0)
             return
         self._futures.add(future)
@@ -271,7 +269,7 @@ class SlotCopies(OffloadingWorker):
         done: list[list[Copy]] = []
         for share in job.shares:
             copies = [copy for copy in share.copies if standing[copy]]
-            share.kv.to_slots(share.starts(copies), [self._slots.view(copy.slot) for copy in copies])
+            share.kv.to_slots(share.starts(copies), self._slots.views([copy.slot for copy in copies]))
             done.append(copies)
         with self._lock:
             job.copied.set()
@@ -289,7 +287,7 @@ class SlotCopies(OffloadingWorker):
         """Copy slots into blocks; returns how many chunks. Raises RuntimeError if one has gone."""
         for share in job.shares:
             share.kv.from_slots(
-                share.starts(share.copies), [self._slots.view(copy.slot) for copy in share.copies]
+                share.starts(share.copies), self._slots.views([copy.slot for copy in share.copies])
             )
             valid = self._slots.still_valid(*_places(share.copies)).tolist()
             for copy, stands in zip(share.copies, valid, strict=True):
@@ -308,7 +306,7 @@ class SlotCopies(OffloadingWorker):
             if not len(match.slots):
                 self._cache.prefetch(
                     None, keys=[(copy.position * size, (copy.position + 1) * size, copy.key)]
-                )
+                ).result()
                 match = self._slots.find([copy.key], copy.position)
             if not len(match.slots):
                 return False

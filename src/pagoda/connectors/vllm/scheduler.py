@@ -36,9 +36,25 @@ _SOURCES = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
 class PagodaScheduler:
     """Answers vLLM's scheduler. Used by its thread only; `shutdown` ends the look-up threads."""
 
-    def __init__(self, options: Options, hash_tokens: int, events: bool, shares_blocks: bool = True) -> None:
+    def __init__(
+        self,
+        options: Options,
+        hash_tokens: int,
+        events: bool,
+        *,
+        shares_blocks: bool = True,
+        drops_last_block: bool = False,
+        in_lockstep: bool = False,
+    ) -> None:
+        """Prepare; `opened` makes it work.
+
+        `shares_blocks`: what one request loaded, others find in the engine's own cache. `drops_last_block`: the last
+        block of a hit is computed all the same. `in_lockstep`: other engines wait for each step of this one.
+        """
         self._options = options
-        self._shares_blocks = shares_blocks  # what one request loaded, others find in the engine's own cache
+        self._shares_blocks = shares_blocks
+        self._drops_last_block = drops_last_block
+        self._in_lockstep = in_lockstep
         self._hash_tokens = hash_tokens  # tokens of one of vLLM's block hashes
         self._wants_events = events
         self._events: StoredEvents | None = None
@@ -65,7 +81,7 @@ class PagodaScheduler:
         self._parts = first.parts
         self._block_tokens = first.block_tokens
         self._chunk_tokens = first.layout.chunk_tokens
-        self._lookups = Lookups(cache, self._hash_tokens, first.namespace.salt)
+        self._lookups = Lookups(cache, self._hash_tokens, first.namespace.salt, waits=not self._in_lockstep)
         if self._wants_events:
             self._events = StoredEvents(self._slots, self._chunk_tokens, self._block_tokens)
 
@@ -94,16 +110,17 @@ class PagodaScheduler:
             return 0, False
         # at least one token is left to compute, for the model has to say something
         most = (request.num_tokens - 1) // self._block_tokens * self._block_tokens
+        dropped = self._block_tokens if self._drops_last_block else 0  # as in vLLM's own prefix cache
         whole = request.num_tokens // self._chunk_tokens * self._chunk_tokens
         least = max(1, self._options.config.min_hit_tokens)
-        if min(most, whole) - local_tokens < least:  # whatever the tiers have
+        if min(most, whole) - dropped - local_tokens < least:  # whatever the tiers have
             tracked.reason = None if whole else Reason.SHORT_PROMPT
             return 0, False
         if tracked.waits_for in self._loading:
             return None, False
         if not self._lookups.answered(tracked):
             return None, False
-        stop = min(most, 0 if tracked.found is None else tracked.found.hit.stop_tokens)
+        stop = min(most, 0 if tracked.found is None else tracked.found.hit.stop_tokens) - dropped
         if stop - local_tokens < least:
             return 0, False
         chunks = -(-stop // self._chunk_tokens)
@@ -182,9 +199,14 @@ class PagodaScheduler:
             for tracked in self._tracked.values() if meta.failed else ():
                 if tracked.waits_for in meta.failed:
                     tracked.look = None  # what was found for it may be what did not come: look again
-            for request, first in meta.later.items():
-                if (tracked := self._tracked.get(request)) is not None:
-                    tracked.saved, tracked.seen = min(tracked.saved, first), min(tracked.seen, first)
+            for request, rest in meta.later.items():
+                if (tracked := self._tracked.get(request)) is None:
+                    self._count_unsaved(rest.chunks)
+                else:
+                    tracked.saved, tracked.seen = (
+                        min(tracked.saved, rest.first),
+                        min(tracked.seen, rest.first),
+                    )
             if meta.unsaved:
                 self._slots.abort(list(meta.unsaved))
         for request in output.finished_recving or ():
@@ -195,7 +217,8 @@ class PagodaScheduler:
     def step(self, output: Any) -> PagodaMetadata:
         """Return this step's loads and saves; reserves the slots of the latter."""
         self._steps += 1
-        meta = PagodaMetadata(os.getpid(), self._steps, self._loads, idle=not output.num_scheduled_tokens)
+        idle = not output.num_scheduled_tokens and not self._in_lockstep  # then a worker may wait a moment
+        meta = PagodaMetadata(os.getpid(), self._steps, self._loads, idle=idle)
         self._loads = []
         if self._cache is None:
             self._lines.warn(log, Reason.CLOSED, "no worker has described its KV memory: nothing is cached")
@@ -223,9 +246,7 @@ class PagodaScheduler:
             return
         # the tokens known by now; what is behind them may be a draft that is yet rejected
         tokens = min(request.num_computed_tokens + scheduled, request.num_tokens)
-        if not self._options.store_output:
-            tokens = min(tokens, request.num_prompt_tokens)
-        done = tokens // self._chunk_tokens
+        done = self._chunks_of(request, tokens)
         if done <= max(tracked.saved, tracked.seen) or self._patience < _LEAST_SECONDS:
             return
         if not self._lookups.settled(tracked):
@@ -249,6 +270,12 @@ class PagodaScheduler:
                     list(table[0][first * step : done * step]),
                 )
             )
+
+    def _chunks_of(self, request: Any, tokens: int) -> int:
+        """How many chunks of a request are to be saved once so many tokens are computed."""
+        if not self._options.store_output:
+            tokens = min(tokens, request.num_prompt_tokens)
+        return tokens // self._chunk_tokens
 
     def _reserved(self, tracked: Tracked, first: int, done: int) -> list[Copy]:
         assert tracked.found is not None
@@ -282,7 +309,19 @@ class PagodaScheduler:
 
     def finished(self, request: Any) -> None:
         """Forget a request; what is being loaded for it goes on until the workers have ended it."""
-        self._tracked.pop(request.request_id, None)
+        tracked = self._tracked.pop(request.request_id, None)
+        if tracked is not None and tracked.saves and tracked.found is not None:
+            # the last token was not computed; a step that vLLM has begun ahead may count it already
+            done = self._chunks_of(request, min(request.num_computed_tokens, request.num_tokens - 1))
+            self._count_unsaved(done - max(tracked.saved, tracked.seen))
+
+    def _count_unsaved(self, chunks: int) -> None:
+        """Count chunks that were still to be saved when their request ended: nobody will."""
+        if chunks > 0:
+            self._stats.count("unsaved_chunks", chunks)
+            self._slots.dropped(Reason.QUEUE_FULL, chunks)
+            why = f"{chunks} chunks were still to be saved when their request ended, and are not"
+            self._lines.warn(log, Reason.QUEUE_FULL, why)
 
     def reset(self) -> None:
         """Let nothing that was stored before hit again in this engine: its weights may be others than its files'."""

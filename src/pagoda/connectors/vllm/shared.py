@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 
-from pagoda.cache import Cache
+from pagoda.cache import Cache, registry
 from pagoda.config import Config
+from pagoda.errors import StoreError
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 
@@ -18,13 +19,24 @@ _uses: dict[str, int] = {}
 def opened(config: Config, namespace: Namespace, layout: KVLayout) -> Cache:
     """Return this process's cache of that model, layout and configuration; `let_go` of it once for each call.
 
-    Raises StoreError with the remedy if a tier cannot be opened. Thread-safe.
+    Raises StoreError with the remedy if a tier cannot be opened, or there is no host tier. Thread-safe.
     """
     name = f"vllm-{namespace.with_(layout=layout.fingerprint).root.hex()}-{hash(config):x}"
     with _lock:
+        _uses[name] = _uses.get(name, 0) + 1  # first: or the last to let go would close what is opened here
+    try:
         cache = Cache.open(name, config, namespace=namespace, layout=layout)
-        _uses[name] = _uses.get(name, 0) + 1
-        return cache
+    except BaseException:
+        with _lock:
+            _uses[name] -= 1
+        raise
+    if cache.slots is None:  # an engine that asks for none is refused before
+        let_go(cache)
+        raise StoreError(
+            f"{config.host_path} has no room for one chunk of {layout.slot_bytes:,} bytes, and the engine's processes "
+            "meet in host memory: mount it with a larger size= (docker: --shm-size), or choose another host_path"
+        )
+    return cache
 
 
 def let_go(cache: Cache, timeout: float = 5.0) -> None:
@@ -37,4 +49,5 @@ def let_go(cache: Cache, timeout: float = 5.0) -> None:
             _uses[name] = left
             return
         _uses.pop(name, None)
+        registry.forget(cache)  # who opens it from now on gets another
     cache.close(timeout)

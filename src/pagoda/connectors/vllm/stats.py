@@ -33,6 +33,7 @@ COUNTERS: Mapping[str, str] = MappingProxyType(
         "saved_chunks": "Chunks copied into host memory.",
         "saved_bytes": "Bytes copied into host memory, by all ranks.",
         "refused_chunks": "Chunks that got no room in host memory and were not saved.",
+        "unsaved_chunks": "Chunks that still waited to be saved, for device memory or time, when their request ended.",
     }
 )
 

@@ -14,11 +14,8 @@ if TYPE_CHECKING:
 
 __all__ = ["TESTED", "check_engine", "check_vllm"]
 
-TESTED = (0, 32)  # the minor release of vLLM that this connector is tested with
-_ROUTE_B = (
-    'name the OffloadingConnector with "spec_name": "PagodaOffloadingSpec" and "spec_module_path":'
-    ' "pagoda.connectors.vllm" in kv_connector_extra_config instead'
-)
+TESTED = (0, 32)  # the minor release of vLLM that this connector is tested with; pyproject.toml has it, too
+_ROUTE_B = 'write "kv_connector": "PagodaHybridConnector" (pagoda vllm --hybrid) instead'
 _HASHES = ("sha256", "sha256_cbor")
 # spec classes by name, exactly: a subclass is another kind until somebody has looked at it
 _FULL = ("FullAttentionSpec", "MLAAttentionSpec")
@@ -61,8 +58,8 @@ def check_version(version: str, allow_untested: bool) -> None:
         )
     if not allow_untested:
         raise ValueError(
-            f"vLLM {version} was not tested with this connector, {tested} was: install vLLM {tested}, or write"
-            ' "allow_untested_vllm": true in kv_connector_extra_config'
+            f"vLLM {version} was not tested with this connector, {tested} was: install vLLM {tested}, or allow it"
+            ' (pagoda vllm --allow-untested-vllm; "allow_untested_vllm": true in kv_connector_extra_config)'
         )
 
 

@@ -10,14 +10,14 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
 
 from pagoda.cache import Cache, Hit
 from pagoda.cache.below import Copy
 from pagoda.connectors.vllm.identity import namespace_of
-from pagoda.connectors.vllm.meta import Handshake, Load, PagodaMetadata, PagodaWorkerMetadata, Save
+from pagoda.connectors.vllm.meta import Handshake, Later, Load, PagodaMetadata, PagodaWorkerMetadata, Save
 from pagoda.connectors.vllm.options import Options
 from pagoda.connectors.vllm.seen import Seen, see_kv_caches
 from pagoda.connectors.vllm.shared import let_go, opened
@@ -26,7 +26,9 @@ from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.ledger import Reserved
 from pagoda.metrics import RateLimitedLog, Reason
-from pagoda.transfer.device_pages import DevicePagesKV, Snapshot
+from pagoda.threads import Answer, Pool, wait
+from pagoda.transfer.base import Bytes
+from pagoda.transfer.device_pages import DevicePagesKV, Snapshot, Staging
 from pagoda.transfer.pages import PagesKV
 
 __all__ = ["PagodaWorker"]
@@ -38,6 +40,7 @@ _SAVE_THREADS = 1  # chunks of one prompt become visible in its order
 _IDLE_SECONDS, _PAUSE_SECONDS = 0.005, 0.0005
 _END_SECONDS = 5.0
 _MOST_SNAPSHOT_BYTES = 512 << 20  # of device memory that wait to be copied into slots; one chunk always may
+_FREE_SHARE = 4  # a quarter of what vLLM's own plan has left on the device is the most that is taken for it
 
 
 class _Loading(NamedTuple):
@@ -59,10 +62,13 @@ class PagodaWorker:
         self._bad_blocks: set[int] = set()
         self._failed: set[str] = set()
         self._unsaved: set[Reserved] = set()
-        self._later: dict[str, int] = {}
-        self._saving: dict[Future[None], int] = {}  # bytes of device memory that each keeps
-        self._load_threads = ThreadPoolExecutor(_LOAD_THREADS, thread_name_prefix="pagoda-load")
-        self._save_threads = ThreadPoolExecutor(_SAVE_THREADS, thread_name_prefix="pagoda-save")
+        self._later: dict[str, Later] = {}
+        self._staging: Staging | None = (
+            None  # what waits to be copied into slots; None: pages are copied at once
+        )
+        self._saving: set[Future[None]] = set()
+        self._load_threads = Pool(_LOAD_THREADS, "pagoda-load")
+        self._save_threads = Pool(_SAVE_THREADS, "pagoda-save")
         self._began = 0.0
         self._handled: BaseException | None = None
         self._step: int | None = None  # the last that began
@@ -99,6 +105,8 @@ class PagodaWorker:
         self._cache = opened(self._options.config, namespace, layout)
         if self._pages.device_index is not None and self._cache.slots is not None:
             self._cache.slots.use_device(self._pages.device_index)
+        if isinstance(self._pages, DevicePagesKV):
+            self._staging = _reserved_on(self._pages)
         self._seen, self._layout = seen, layout
         self.handshake = Handshake(namespace, layout, seen.block_tokens, seen.parts)
 
@@ -123,7 +131,7 @@ class PagodaWorker:
             try:
                 future = self._load_threads.submit(self._retriever(load))
             except Exception as trouble:  # noqa: BLE001  # a border: a load that does not begin has failed
-                future = Future[Hit]()
+                future = Answer[Hit]()
                 future.set_exception(trouble)
             self._loading[load.request] = _Loading(load, future, began)
 
@@ -187,11 +195,10 @@ class PagodaWorker:
 
     def _with_room(self, save: Save, copies: list[Copy]) -> list[Copy]:
         """The leading ones for which there is device memory; the others come again in a later step."""
-        room = _MOST_SNAPSHOT_BYTES - sum(list(self._saving.values()))
-        fit = max(0 if self._saving else 1, room * self._seen.parts // self._layout.chunk_bytes)
+        fit = 1 if self._staging is None else self._staging.free
         if rest := copies[fit:]:
             self._give_up(rest)
-            self._later[save.request] = rest[0].position
+            self._later[save.request] = Later(rest[0].position, len(rest))
         return copies[:fit]
 
     def _copy(self, save: Save, copies: list[Copy]) -> None:
@@ -201,18 +208,20 @@ class PagodaWorker:
         try:
             kv = self._kv([-1] * (save.first * self._blocks_per_chunk) + save.blocks)
             starts = [copy.position * self._layout.chunk_tokens for copy in copies]
-            views = [slots.view(copy.slot) for copy in copies]
+            views = slots.views([copy.slot for copy in copies])
             if isinstance(kv, PagesKV):
                 kv.to_slots(starts, views)
             else:
-                snapshot = kv.snapshot(starts)
-            finish = _nothing if snapshot is None else partial(snapshot.to_slots, views)
+                snapshot = kv.snapshot(starts, self._staging)
+            finish = _nothing if snapshot is None else partial(_landed, snapshot, views)
             future = self._save_threads.submit(self._commit, save.root, copies, finish)
         except Exception as trouble:  # noqa: BLE001  # a border: what is not saved is computed again
+            if snapshot is not None:
+                snapshot.release()
             self._not_saved(copies, f"{type(trouble).__name__}: {trouble}", Reason.IO_ERROR)
             return
-        self._saving[future] = 0 if snapshot is None else snapshot.nbytes
-        future.add_done_callback(lambda ended: self._saving.pop(ended, None))
+        self._saving.add(future)
+        future.add_done_callback(self._saving.discard)
         self._stats.count("saved_bytes", len(copies) * self._layout.chunk_bytes // self._seen.parts)
         if self._seen.part == 0:
             self._stats.count("saved_chunks", len(copies))
@@ -246,8 +255,7 @@ class PagodaWorker:
         look up, from the GIL.
         """
         if idle and self._loading:
-            running = [loading.future for loading in self._loading.values()]
-            wait(running, _IDLE_SECONDS, return_when=FIRST_COMPLETED)
+            wait([next(iter(self._loading.values())).future], _IDLE_SECONDS)
         elif idle:
             time.sleep(_PAUSE_SECONDS)
         ended = [name for name, loading in self._loading.items() if loading.future.done()]
@@ -322,6 +330,43 @@ class PagodaWorker:
 
 def _reserved(copies: Sequence[Copy]) -> list[Reserved]:
     return [Reserved(copy.key, copy.slot, copy.generation) for copy in copies]
+
+
+def _reserved_on(pages: DevicePagesKV) -> Staging | None:
+    """Take the device memory that copies need, and say how much; None where there is none left."""
+    try:
+        staging, taken = pages.reserve(_snapshot_bytes(pages.device_index))
+    except RuntimeError as trouble:  # torch.OutOfMemoryError is one
+        log.warning(
+            "no device memory is left for copies (%s): chunks are stored one at a time, or not at all; start vLLM with "
+            "a lower --gpu-memory-utilization",
+            trouble,
+        )
+        return None
+    log.info(
+        "%.0f MiB of device memory are taken for copies, beside what vLLM has planned for; if that is too much, start "
+        "vLLM with a lower --gpu-memory-utilization",
+        taken / (1 << 20),
+    )
+    return staging
+
+
+def _snapshot_bytes(device_index: int | None) -> int:
+    """The most device memory that is taken for what waits to be copied into slots."""
+    if device_index is None:
+        return _MOST_SNAPSHOT_BYTES
+    import torch
+
+    free, _ = torch.cuda.mem_get_info(device_index)
+    return min(_MOST_SNAPSHOT_BYTES, int(free) // _FREE_SHARE)
+
+
+def _landed(snapshot: Snapshot, views: list[Bytes]) -> None:
+    """Copy a snapshot into its slots, and let others have its room."""
+    try:
+        snapshot.to_slots(views)
+    finally:
+        snapshot.release()
 
 
 def _nothing() -> None:

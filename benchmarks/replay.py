@@ -1,0 +1,167 @@
+"""The real cache against the simulator: `python benchmarks/replay.py [--json] [--trace FILE] [--host N] [--disk N]`.
+
+Plays traces through `pagoda.Cache` with tiny chunks, in the time of the trace, and through `pagoda replay`'s simulator
+with as many slots. Host tiers that are smaller than a prompt, over one disk tier: their hit rate is to be that of the
+simulator, and no less than that of the disk tier alone. Exit code 1 if it is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean
+
+from harness import machine, say
+from policies import table
+from policies_streams import SAMPLE, TRACES, stream
+
+from pagoda.replay import Request, TierSpec, simulate
+
+_MOST_APART, _MOST_WORSE = 0.5, 0.1  # points
+_HEADS = (
+    "trace",
+    "requests",
+    "host",
+    "disk",
+    "cache",
+    "simulator",
+    "points apart",
+    "points over the disk alone",
+)
+_GIB_64_MIB = 16  # chunks of 64 MiB (llama-3-8b, 512 tokens) in a GiB
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one pair of tiers (in chunks; host 0: the disk tier alone) made of one trace, in so many runs.
+
+    Each run gives the chunks other keys. What a policy learns is sensitive: one run says little of a tenth of a point.
+    """
+
+    trace: str
+    requests: int
+    host_chunks: int
+    disk_chunks: int
+    policy: str
+    hit_rates: list[float]
+    simulated: list[float]
+    alone: list[float]  # of the disk tier without a host tier, with the same keys
+    by_tier: dict[str, float]  # in the last run
+    drops: dict[str, int]
+    seconds: float
+
+    @property
+    def apart(self) -> float:
+        """By how many points the cache is ahead of the simulator."""
+        return 100 * (mean(self.hit_rates) - mean(self.simulated))
+
+    @property
+    def over_alone(self) -> float:
+        """By how many points it is ahead of the disk tier alone."""
+        return 100 * (mean(self.hit_rates) - mean(self.alone))
+
+    @property
+    def ok(self) -> bool:
+        """Whether both bars are met."""
+        return abs(self.apart) <= _MOST_APART and self.over_alone >= -_MOST_WORSE
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """As people write it."""
+        rates = (f"{100 * mean(self.hit_rates):.3f} %", f"{100 * mean(self.simulated):.3f} %")
+        over = f"{self.over_alone:+.3f}" if self.host_chunks else ""
+        sizes = (f"{self.requests:,}", f"{self.host_chunks:,}", f"{self.disk_chunks:,}")
+        return (self.trace, *sizes, *rates, f"{self.apart:+.3f}", over)
+
+
+def rows(
+    trace: str, runs: Sequence[Sequence[Request]], hosts: Sequence[int], disk: int, policy: str
+) -> Iterator[Row]:
+    """The disk tier alone, then below each of the host tiers."""
+    alone: list[float] = []
+    for host in (0, *hosts):
+        specs = [TierSpec("host", host, policy)] if host else []
+        specs.append(TierSpec("disk", disk, policy))
+        began, played, simulated = time.monotonic(), list[float](), list[float]()
+        for requests in runs:
+            rate, by_tier, drops = _live(requests, host, disk, policy)
+            played.append(rate)
+            simulated.append(simulate(requests, specs).hit_rate)
+        alone = alone or played
+        seconds = time.monotonic() - began
+        row = Row(
+            trace, len(runs[0]), host, disk, policy, played, simulated, alone, by_tier, drops, seconds
+        )  # fmt: skip
+        say(f"{' '.join(row.texts)} ({seconds:.0f} s)")
+        yield row
+
+
+def _live(
+    requests: Sequence[Request], host: int, disk: int, policy: str
+) -> tuple[float, dict[str, float], dict[str, int]]:
+    """The real cache: its hit rate, that of each tier, and what was dropped."""
+    from tests.replay.live import CHUNK, Live
+
+    with tempfile.TemporaryDirectory(prefix="pagoda-bench-", dir="/dev/shm") as root:
+        live = Live(Path(root), policy, host=host, disk=disk)
+        rate, counters = live.play(requests), live.ledgers[0].counters()
+        live.close()
+    by_tier = {name: counters[f"hit_tokens_{name}"] / CHUNK / rate.accesses for name in ("host", "disk")}
+    drops = {name: count for name, count in counters.items() if name.startswith("drop_") and count}
+    return rate.share, by_tier, drops
+
+
+def renamed(requests: Sequence[Request], run: int) -> list[Request]:
+    """The same requests with other ids, and so with other keys."""
+    return [each._replace(hash_ids=tuple(one + (run << 44) for one in each.hash_ids)) for each in requests]
+
+
+def main() -> int:
+    """Read the command line, play and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print one JSON object")
+    form.add_argument("--markdown", action="store_true", help="print a table for docs/benchmarks.md")
+    parser.add_argument("--traces", type=Path, default=TRACES, help="directory of mooncake_*.jsonl")
+    parser.add_argument(
+        "--trace", nargs="+", help="names of traces there (default: all; else the shipped sample)"
+    )
+    parser.add_argument(
+        "--host", type=int, nargs="+", default=[2 * _GIB_64_MIB, 4 * _GIB_64_MIB, 8 * _GIB_64_MIB]
+    )
+    parser.add_argument("--disk", type=int, default=120 * _GIB_64_MIB, help="chunks, as those of --host")
+    parser.add_argument("--policy", default="hindsight")
+    parser.add_argument("--requests", type=int, help="only so many of each trace")
+    parser.add_argument("--runs", type=int, default=1, help="of each, with other keys; the mean counts")
+    parser.add_argument("--quick", action="store_true", help="300 requests")
+    options = parser.parse_args()
+    sys.path.append(str(Path(__file__).parents[1]))  # tests.replay.live drives the cache
+    count = options.requests or (300 if options.quick else None)
+    names = options.trace or sorted(path.stem for path in options.traces.glob("mooncake_*.jsonl")) or [SAMPLE]
+    found: list[Row] = []
+    for name in names:
+        requests = stream(name, options.traces)[:count]
+        runs = [renamed(requests, run) for run in range(options.runs)]
+        found += rows(name, runs, options.host, options.disk, options.policy)
+    if options.json:
+        values = [
+            asdict(row) | {"points_apart": row.apart, "points_over_disk_alone": row.over_alone, "ok": row.ok}
+            for row in found
+        ]
+        print(json.dumps({"rows": values, "machine": machine()}, indent=1))
+    else:
+        print(table(_HEADS, [row.texts for row in found], options.markdown))
+    missed = [row for row in found if not row.ok]
+    for row in missed:
+        say(f"missed: {' '.join(row.texts)}")
+    return int(bool(missed))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,125 @@
+"""`pagoda pin` and `pagoda unpin`: keep the chunks of a prompt in the local tiers, whatever else is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+
+from pagoda.cli import FAILED, UsageError, show
+from pagoda.cli.explain import read_tokens
+from pagoda.cli.stores import (
+    AsJson,
+    ConfigFile,
+    Directory,
+    Model,
+    Prefix,
+    attached,
+    chosen,
+    configured,
+    find_stores,
+    label,
+    refuse_unknown,
+    tier_of,
+)
+
+if TYPE_CHECKING:
+    from pagoda.cli.answers import Prompt
+    from pagoda.ledger import Ledger
+
+_OWNER = "pagoda"
+
+Tokens = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="Token ids: a JSON list or separated by spaces; - = stdin."),
+]
+Owner = Annotated[str, typer.Option(metavar="NAME", help="In whose name; each ends its own pins only.")]
+
+
+class Pinned(NamedTuple):
+    """What is pinned of a prompt under one namespace in one tier, from its first token on."""
+
+    tier: str
+    namespace: bytes
+    model: str
+    num_tokens: int
+
+    def as_json(self) -> dict[str, object]:
+        """Return all of it in plain types."""
+        return {**self._asdict(), "namespace": self.namespace.hex()}
+
+
+def pin(
+    directory: Directory = None,
+    tokens: Tokens = None,
+    owner: Owner = _OWNER,
+    model: Model = None,
+    namespace: Prefix = None,
+    as_json: AsJson = False,
+    config: ConfigFile = None,
+) -> int:
+    """Keep what the local tiers have of a prompt there: at most a quarter of a tier, until `pagoda unpin`."""
+    if tokens is None:
+        raise UsageError("--tokens FILE is missing: the prompt's token ids (- = stdin)")
+    with ExitStack() as stack:
+        prompt = _prompt(stack, directory, config, tokens)
+        refuse_unknown(prompt.known, model, namespace)
+        roots = list(chosen(prompt.known, model, namespace))
+        found = [_pinned(prompt, ledger, root, owner) for ledger in prompt.tiers for root in roots]
+    done = [one for one in found if one.num_tokens]
+    if as_json:
+        show.print_json({"pinned": [one.as_json() for one in done]})
+    elif done:
+        rows = [(one.tier, one.model, one.num_tokens) for one in done]
+        show.print_table("pinned", ("tier", "model", "tokens"), rows)
+    else:
+        show.note(
+            "no tier has the beginning of this prompt, or as much is pinned as may be: pagoda explain tells"
+        )
+    return 0 if done else FAILED
+
+
+def unpin(
+    directory: Directory = None,
+    tokens: Tokens = None,
+    owner: Owner = _OWNER,
+    as_json: AsJson = False,
+    config: ConfigFile = None,
+) -> int:
+    """End the pins of an owner: on one prompt, or without --tokens on everything."""
+    with ExitStack() as stack:
+        keys: Sequence[bytes] | None = None
+        if tokens is None:
+            tiers: Sequence[Ledger] = [
+                stack.enter_context(attached(store)) for store in find_stores(directory, config)
+            ]
+        else:
+            prompt = _prompt(stack, directory, config, tokens)
+            tiers, keys = prompt.tiers, [key for run in prompt.keys.values() for key in run]
+        ended = {str(ledger.directory): ledger.unpin(keys, owner) for ledger in tiers}
+    if as_json:
+        show.print_json({"ended": ended})
+    else:
+        show.note(f"{sum(ended.values()):,} chunks are no longer pinned by {owner}")
+    return 0
+
+
+def _prompt(stack: ExitStack, directory: Path | None, config: Path | None, tokens: str) -> Prompt:
+    from pagoda.cli.answers import prompt_of
+
+    ids = read_tokens(tokens)
+    tiers = [stack.enter_context(attached(store)) for store in find_stores(directory, config)]
+    return prompt_of(ids, tiers, [], configured(config), None, None)
+
+
+def _pinned(prompt: Prompt, ledger: Ledger, root: bytes, owner: str) -> Pinned:
+    run = ledger.match(prompt.keys[root], start=0, namespace=root, touch=False)
+    try:
+        chunks = ledger.pin(prompt.keys[root][: len(run.slots)], owner)
+    except ValueError as trouble:
+        raise UsageError(f"--owner {owner!r}: {trouble}") from None
+    size, model = prompt.chunk_tokens[root], label(prompt.known[root].fields)
+    return Pinned(tier_of(ledger), root, model, chunks * size)

@@ -1,0 +1,117 @@
+"""`pagoda remove`: gives back the memory and the disk that tiers take."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+
+from pagoda.cli import FAILED, FailedError, UsageError, show
+from pagoda.cli.stores import AsJson, ConfigFile, find_roots
+
+
+class Found(NamedTuple):
+    """A store that is to go and the bytes that it takes."""
+
+    tier: str
+    bytes: int
+    directory: str
+
+
+def remove(
+    what: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="host|disk|PATH|URL",
+            help="A tier, a tier's root, one store in it, or the URL of a remote tier; default: all local tiers.",
+        ),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: AsJson = False,
+    config: ConfigFile = None,
+) -> int:
+    """Remove tiers with all that they hold, so that their memory and disk come back.
+
+    A tier that a process has open stays. Of a remote tier only its entry in the register goes, not what it holds.
+    """
+    if what is not None and "://" in what:
+        return _forget_remote(what)
+    stores = _stores(what, config)
+    if stores and not yes and not _agreed(stores):
+        return FAILED
+    gone, broken = _remove(stores)
+    if as_json:
+        done = [store._asdict() for store in gone]
+        show.print_json(
+            {"removed_bytes": sum(store.bytes for store in gone), "stores": done, "failed": broken}
+        )
+    elif gone:
+        rows = [(store.tier, show.size(store.bytes), store.directory) for store in gone]
+        show.print_table("", ("tier", "given back", "directory"), rows)
+    elif not broken:
+        show.note("there is no local tier to remove")
+    if broken:
+        raise FailedError("; ".join(broken.values()))
+    return 0
+
+
+def _forget_remote(url: str) -> int:
+    from pagoda.config.remotes import redacted
+    from pagoda.tiers import register
+
+    if not register.forget(redacted(url)):
+        raise UsageError(f"{redacted(url)}: no such remote tier in the register (pagoda stats lists them)")
+    show.note(f"{redacted(url)} is forgotten here; what it holds stays (pagoda clear removes that)")
+    return 0
+
+
+def _stores(what: str | None, config: Path | None) -> list[Found]:
+    """Return the stores that are meant. Raises UsageError for a path that holds none."""
+    from pagoda.ledger.store import allocated_bytes, stores_in
+
+    roots = find_roots(config)
+    if what in (None, "host", "disk"):
+        meant = [root for root, tier in roots.items() if what in (None, tier) and root.is_dir()]
+        found = [store for root in meant for store in stores_in(root)]
+    else:
+        path = Path(str(what)).absolute()
+        if not what or not path.is_dir():  # an empty name is no name for the working directory
+            wrong = "not a directory" if what and path.exists() else "no such directory"
+            raise UsageError(
+                f"{what or repr(what)}: {wrong}; name host, disk, a tier's root or a store in it"
+            )
+        found = stores_in(path) or [store for store in stores_in(path.parent) if store == path]
+        if not found:
+            raise UsageError(f"{what}: holds no store; name host, disk, a tier's root or a store in it")
+    return [
+        Found(roots.get(store.parent.resolve(), ""), allocated_bytes(store), str(store)) for store in found
+    ]
+
+
+def _agreed(stores: list[Found]) -> bool:
+    if not sys.stdin.isatty():
+        raise UsageError("remove asks before it deletes: say --yes where nobody can answer")
+    total = show.size(sum(store.bytes for store in stores))
+    where = ", ".join(store.directory for store in stores)
+    return typer.confirm(f"Remove {total} with all that is stored there: {where}?", err=True)
+
+
+def _remove(stores: list[Found]) -> tuple[list[Found], dict[str, str]]:
+    """Remove every store, going on past one that stays; return what went, and why the others did not."""
+    from pagoda.errors import StoreError
+    from pagoda.ledger.store import remove_store, stores_in
+    from pagoda.tiers import register
+
+    gone: list[Found] = []
+    broken: dict[str, str] = {}
+    for store in stores:
+        directory = Path(store.directory)
+        try:
+            gone.append(store._replace(bytes=remove_store(directory)))
+            if not stores_in(directory.parent):
+                register.forget(str(directory.parent.resolve()))
+        except (StoreError, OSError) as trouble:
+            broken[store.directory] = str(trouble)
+    return gone, broken

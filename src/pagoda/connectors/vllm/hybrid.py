@@ -1,0 +1,93 @@
+"""PagodaHybridConnector: vLLM's own OffloadingConnector over PagodaKV's tiers, for models of several kinds of KV."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+
+if TYPE_CHECKING:
+    from pagoda.connectors.vllm.offloading_scheduler import OffloadedChunks
+    from pagoda.connectors.vllm.offloading_worker import SlotCopies
+
+__all__ = ["PagodaHybridConnector"]
+
+_SPEC = {"spec_name": "PagodaOffloadingSpec", "spec_module_path": "pagoda.connectors.vllm"}
+
+
+class PagodaHybridConnector(OffloadingConnector):
+    """Keeps the KV of hybrid models (sliding windows, Mamba layers) in PagodaKV's tiers.
+
+    vLLM makes one for its scheduler and one for each worker, from `--kv-transfer-config`; see docs/vllm.md. All but
+    the storage is vLLM's own. Added to it is what it takes for impossible: a load that fails, and a request that is
+    preempted and asks again before the workers have heard of it.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(_with_spec(vllm_config), role, kv_cache_config)
+        self._preemptions: dict[str, int] = {}  # by request, those that the workers have heard of
+        self._unheard: set[str] = set()  # preempted since the last step
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's counters of offloading, and the spec's own."""
+        return super().build_prom_metrics(_with_spec(vllm_config), *args, **kwargs)
+
+    # ---- a worker's half
+
+    @property
+    def worker(self) -> OffloadingConnectorWorker:
+        """vLLM's half that does the jobs."""
+        assert self.connector_worker is not None
+        return self.connector_worker
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """The requests whose loads have ended, and which of them failed: vLLM computes those, or fails them.
+
+        Without the latter vLLM's OffloadingConnector would end the engine, or take blocks for filled.
+        """
+        found = super().get_transfer_results(finished_req_ids)
+        copies: SlotCopies | None = self.worker.worker
+        if copies is not None:
+            found.failed_recving |= copies.take_failed(found.finished_recving)
+        return found
+
+    # ---- the scheduler's half
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens can be loaded; None once after each preemption.
+
+        `reset_prefix_cache(reset_running_requests=True)` preempts between two steps. A load that began in the step
+        that tells the workers of it would end the engine: vLLM waits for all jobs of a preempted request, and takes
+        them for stores.
+        """
+        name = request.request_id
+        if request.num_preemptions > self._preemptions.get(name, 0):
+            self._preemptions[name] = request.num_preemptions
+            self._unheard.add(name)
+        if name in self._unheard:
+            return None, False
+        tokens, beside = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return tokens, beside
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        """This step's work for the workers."""
+        self._unheard.clear()
+        for name in scheduler_output.finished_req_ids or ():
+            self._preemptions.pop(name, None)
+        return super().build_connector_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Take what the workers tell."""
+        super().update_connector_output(connector_output)
+        manager: OffloadedChunks = self.scheduler.manager
+        for name in connector_output.failed_recving:
+            manager.load_failed(name)
+
+
+def _with_spec(vllm_config: Any) -> Any:
+    """Name our spec to vLLM's OffloadingConnector, where it looks for one. Changes the connector's own options only."""
+    vllm_config.kv_transfer_config.kv_connector_extra_config.update(_SPEC)
+    return vllm_config

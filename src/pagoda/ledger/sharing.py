@@ -1,0 +1,399 @@
+"""How the stores of one root share its room: each grows into what is free, and the coldest of any of them goes.
+
+The limit is for the pages of all slabs of the root: the largest that a store in use was opened with. A fair share is
+the limit divided by the stores that are in use or hold something. When nothing is free, a store below its share takes
+from those above theirs; one at or above it only what is colder than its own coldest chunk, from those above theirs or
+that nobody has open. Stores of unknown formats on disk count, and are left alone; those of other versions in memory
+have a limit of their own.
+
+One taking, all of it under the lock of the root, and never inside two gates at once:
+
+    the giver's gate    its free slots and coldest chunks are taken out of its tables and are bare
+    no gate             what has been lent of a slab in memory is waited for (`lending`), then the holes are punched
+    no gate             the taker allocates pages for slots of its own: no room is no error, it gets fewer
+    the taker's gate    these slots are free, and only now may be reserved
+
+Who dies in between leaves bare slots with pages, or pages that no table knows of: the next who needs room punches them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from pagoda.errors import ClosedError, NoRoomError, StoreError
+from pagoda.ledger import keeping, reading
+from pagoda.ledger.columns import BARE, NOT_READY, Columns
+from pagoda.ledger.session import UnavailableError
+from pagoda.ledger.sight import BATCH
+from pagoda.ledger.state import COLUMNS, FORMAT, read_state
+from pagoda.ledger.store import Holding, held_bytes, holdings, root_limit, root_locked
+from pagoda.ledger.tables import Meta
+from pagoda.room import allocate_range, data_ranges, free_bytes, punch
+
+if TYPE_CHECKING:
+    from pagoda.clock import Clock
+    from pagoda.ledger.ledger import Ledger
+
+log = logging.getLogger("pagoda")
+
+_MOST_PIECE_BYTES = 64 << 20  # taken at once: some tens of ms under the lock of the root
+_LEAST_PIECES = 8  # that a limit has
+_RANGE_BYTES = 1 << 30  # allocated in one call
+_ROOT_SECONDS = 2.0
+_BORROW_SECONDS = 0.5
+_LENT_SECONDS = 0.2  # copies are waited for; what takes longer keeps its pages for now
+_SETTLE_SECONDS = 3.0  # for what opening takes from others
+_BARREN_SECONDS = 10.0  # who had nothing to give is not asked again
+_TROUBLE = (StoreError, UnavailableError, ClosedError, OSError)
+
+
+class _Plan(NamedTuple):
+    """What is to be taken: from whom, and how many bytes."""
+
+    giver: Holding
+    nbytes: int
+
+
+class Share:
+    """The share of one store in its root. Thread-safe: what it changes, it changes under the lock of the root."""
+
+    def __init__(
+        self, ledger: Ledger, attach: Callable[[Path], Ledger], borrow: Callable[[Path, Clock, float], Ledger]
+    ) -> None:
+        self._ledger, self._attach, self._borrow = ledger, attach, borrow
+        self._session = ledger._session
+        self._slot_bytes = ledger.slot_bytes
+        self._directory = ledger.directory
+        self._root = ledger.directory.parent
+        self._in_memory = ledger.kind == "memory"
+        self.grown = 0  # how often, in this process
+        self._barren: dict[Path, float] = {}  # until when
+
+    # ---- taking
+
+    def settle(self, seconds: float) -> None:
+        """Grow into what is free; get by with a smaller limit; begin with something. NoRoomError names the holders."""
+        if not self._slot_bytes:
+            return
+        with root_locked(self._root, seconds):  # all of it, or what others give is gone before it is taken
+            self._grow(self._ledger.slots)
+            until = time.monotonic() + min(seconds, _SETTLE_SECONDS)
+            excess = self._shrink()
+            begin_with = self._fair(holdings(self._root)) // 2
+            while self._own_bytes() < begin_with and time.monotonic() < until and self._take():
+                pass
+        self._tell(excess)
+        meta, every = self._meta(), holdings(self._root)
+        if not meta.with_pages():
+            raise NoRoomError(f"no room for a chunk of {self._slot_bytes:,} bytes: {self._holders()}")
+        left = self._limit(every) - sum(holding.nbytes for holding in every)
+        if left >= self._slot_bytes and meta.unbacked() and not meta.unscanned():
+            log.warning(
+                "%s has room for %d of %d chunks: %s has no more",
+                self._directory, meta.with_pages(), meta.slots,
+                "memory" if self._in_memory else "the disk",
+            )  # fmt: skip
+
+    def more(self) -> bool:
+        """Get one piece more, free or of others; False if there is none to be had now."""
+        try:
+            with root_locked(self._root, _ROOT_SECONDS):
+                grown = self._grow(self._piece(holdings(self._root)) // self._slot_bytes)
+                return grown > 0 or self._take()
+        except _TROUBLE as error:
+            log.debug("no more room for %s: %s", self._directory, error)
+            return False
+
+    def after_scan(self) -> None:
+        """Give the slots that a scan found to hold nothing their pages back, within the limit."""
+        with contextlib.suppress(*_TROUBLE):
+            with root_locked(self._root, _ROOT_SECONDS):
+                self._grow(self._ledger.slots)
+                excess = self._shrink()
+            self._tell(excess)
+
+    def _shrink(self) -> int:
+        """Have the stores that are above their share give what the root holds beyond its limit; what is left of that.
+
+        Under the lock of the root.
+        """
+        every = holdings(self._root)
+        limit = root_limit(every)
+        excess = 0 if limit is None else sum(holding.nbytes for holding in every) - limit
+        fair = self._fair(every)
+        for holding in sorted(every, key=lambda one: one.directory != self._directory):
+            spare = min(excess, holding.nbytes - fair)
+            if spare > 0:
+                excess -= self._ask(_Plan(holding, spare))
+        return excess
+
+    def _tell(self, excess: int) -> None:
+        """Say who holds what, if it is too much. Not under the lock of the root: it opens other stores."""
+        if excess > self._slot_bytes:
+            log.warning("%d bytes too many are held: %s", excess, self._holders())
+
+    def _grow(self, most: int) -> int:
+        """Allocate up to `most` slots within what is free; returns how many. Under the lock of the root."""
+        meta, nbytes = self._meta(), self._slot_bytes
+        if meta.unscanned() or not meta.unbacked():
+            return 0
+        left_over = self._own_bytes() - meta.with_pages() * nbytes  # of a taking that was not ended
+        if left_over >= nbytes:
+            self._punch_all()
+        every = holdings(self._root)
+        limit = root_limit(every)
+        count = min(most, meta.unbacked(), free_bytes(self._root, self._in_memory) // nbytes)
+        if limit is not None:
+            count = min(count, (limit - sum(holding.nbytes for holding in every)) // nbytes)
+        if count <= 0:
+            return 0
+        bare = self._backing()[1][:count]
+        tail = range(meta.backed, meta.backed + count - len(bare))
+        got = self._allocate([*_ranges(bare), tail])
+        listed = [slot for slots in got if slots.start < meta.backed for slot in slots]
+        for at in range(0, len(listed), BATCH):
+            part = listed[at : at + BATCH]
+            self._session.write(lambda w, _: w.add_pages(part), _ROOT_SECONDS)  # noqa: B023
+        backed = max(slots.stop for slots in [*got, range(meta.backed)])
+        self._session.write(lambda w, _: w.lengthen(backed), _ROOT_SECONDS)
+        self.grown += 1
+        return sum(map(len, got))
+
+    def _allocate(self, wanted: Iterable[range]) -> list[range]:
+        """Allocate slots until the file system has no more room; returns those that have pages now."""
+        got: list[range] = []
+        step = max(1, _RANGE_BYTES // self._slot_bytes)
+        with self._slab() as fd:
+            for part in (slots[at : at + step] for slots in wanted for at in range(0, len(slots), step)):
+                if not allocate_range(fd, part.start * self._slot_bytes, len(part) * self._slot_bytes):
+                    return got
+                got.append(part)
+        return got
+
+    def _take(self) -> bool:
+        """Take one piece from the store that is to give, and grow by it; False if there is none.
+
+        Under the lock of the root.
+        """
+        unbacked = self._meta().unbacked() * self._slot_bytes
+        plan = self._plan(unbacked) if unbacked else None
+        if plan is None:
+            return False
+        if not self._ask(plan):
+            self._barren[plan.giver.directory] = time.monotonic() + _BARREN_SECONDS
+            return True  # there may be another
+        return self._grow(max(1, plan.nbytes // self._slot_bytes)) > 0
+
+    def _ask(self, plan: _Plan) -> int:
+        """Have a store give pages; returns how many bytes it gave. Under the lock of the root."""
+        holding = plan.giver
+        if not _gives(holding):
+            return 0
+        try:
+            if holding.directory == self._directory:
+                return self._give(plan.nbytes, idle=False)
+            giver = self._borrow(holding.directory, self._session.clock, _BORROW_SECONDS)
+            try:
+                return giver.share._give(plan.nbytes, idle=not holding.in_use)
+            finally:
+                giver.close()
+        except _TROUBLE as error:
+            log.debug("%s gives nothing: %s", holding.directory, error)
+            return 0 if holding.directory.exists() else holding.nbytes  # nothing in it could be used any more
+
+    # ---- who gives
+
+    def _plan(self, most: int) -> _Plan | None:
+        """From whom to take a piece, at most `most` bytes; None if it is this store's own coldest that is to go."""
+        every = holdings(self._root)
+        piece, fair, own = self._piece(every), self._fair(every), self._own_bytes()
+        below = own + self._slot_bytes <= fair
+        own_age = 0.0 if below else self._age(self._directory)
+        best: tuple[float, _Plan] | None = None
+        for other in every:
+            spare = other.nbytes - fair
+            may = spare > 0 or not (below or other.in_use)
+            rests = self._barren.get(other.directory, 0.0) > time.monotonic()
+            if other.directory == self._directory or not may or rests or not _gives(other):
+                continue
+            age = self._age(other.directory)
+            if age > own_age and (best is None or age > best[0]):
+                room = min(piece, most, spare if spare > 0 else other.nbytes, fair - own if below else piece)
+                best = age, _Plan(other, max(room, self._slot_bytes))
+        return None if best is None else best[1]
+
+    def _fair(self, every: Sequence[Holding]) -> int:
+        """The bytes of a fair share."""
+        takers = [h for h in every if h.nbytes or (h.in_use and h.state is not None and h.state.slot_bytes)]
+        return self._limit(every) // max(1, len(takers))
+
+    def _limit(self, every: Sequence[Holding]) -> int:
+        limit = root_limit(every)
+        return self._ledger.slots * self._slot_bytes if limit is None else limit
+
+    def _piece(self, every: Sequence[Holding]) -> int:
+        return max(self._slot_bytes, min(_MOST_PIECE_BYTES, self._limit(every) // _LEAST_PIECES))
+
+    def _age(self, directory: Path) -> float:
+        """For how long (ns) the coldest chunk of a store has not been used, as far as its hints tell."""
+        state = read_state(directory)
+        if state is None or state.boot_id != self._session.clock.boot_id():
+            return math.inf
+        try:
+            last_use = Columns(directory / COLUMNS, state.slots).last_use
+        except (OSError, ValueError):  # being made anew
+            return 0.0
+        coldest = int(last_use.min(initial=NOT_READY))
+        now = self._session.clock.monotonic_ns() + state.recency_offset
+        return math.inf if coldest == NOT_READY else float(now - coldest)
+
+    def _holders(self) -> str:
+        """Who holds what of the root, and what can be done."""
+        every = holdings(self._root)
+        told = [f"{self._root} may hold {self._limit(every):,} bytes"]
+        for one in every:
+            if one.nbytes:
+                kind = "" if _gives(one) else " (of a format that this version does not know)"
+                used = f", open in {self._processes(one.directory)}" if one.in_use else ""
+                told.append(f"{one.directory.name} holds {one.nbytes:,}{kind}{used}")
+        return "; ".join(told) + ". Raise the limit, stop or remove one of them, or choose another path"
+
+    def _processes(self, directory: Path) -> str:
+        """Which processes have a store open."""
+        try:
+            store = self._attach(directory)
+        except _TROUBLE:
+            return "another process"
+        try:
+            pids = sorted(set(store.processes()) - {os.getpid()})
+        finally:
+            store.close()
+        return (
+            "process" + "es" * (len(pids) != 1) + " " + ", ".join(map(str, pids)) if pids else "this process"
+        )
+
+    # ---- giving
+
+    def give(self, nbytes: int, idle: bool) -> int:
+        """Free that many bytes: of slots without a chunk first, then of the coldest chunks; returns how many it did.
+
+        `idle`: nobody has the store open, so its headers need not be waited for if it is to be scanned.
+        """
+        with root_locked(self._root, _ROOT_SECONDS):
+            return self._give(nbytes, idle)
+
+    def _give(self, nbytes: int, idle: bool) -> int:
+        before = self._own_bytes()
+        with self._slab() as fd:  # a file system without holes says so before a chunk goes for nothing
+            punch(fd, self._ledger.slots * self._slot_bytes, self._slot_bytes)
+        if self._ledger.in_use_by_others():  # perhaps only since it was looked at
+            nbytes = min(nbytes, before - self._fair(holdings(self._root)))
+        pending = max(0, before - self._meta().with_pages() * self._slot_bytes)  # was being touched then
+        missing = -(-(nbytes - pending) // self._slot_bytes)
+        slots = self._vacate(missing, idle) if missing > 0 else []
+        if pending >= self._slot_bytes:
+            self._punch_all()
+        else:
+            self._punch(slots)
+        return before - self._own_bytes()
+
+    def _vacate(self, count: int, idle: bool) -> list[int]:
+        """Take slots out of the tables, the coldest chunks last touched first."""
+        meta = self._meta()
+        if meta.unscanned():
+            if not idle:
+                return []
+            first = self._last_with_pages(meta, count)
+            self._session.write(lambda w, s: keeping.vacate_unscanned(w, s, meta.backed - first), 1.0)
+            return list(range(first, meta.backed))
+        slots = list[int]()
+        for reach in (count - meta.free(), self._ledger.slots):  # what is kept may hide what may go
+            victims = self._ledger.coldest(reach) if reach > 0 else []
+            while len(slots) < count:
+                batch, victims = victims[:BATCH], victims[BATCH:]
+                most = min(BATCH, count - len(slots))
+                got = self._session.write(
+                    lambda w, _: keeping.vacate(w, most, batch, self._in_memory),  # noqa: B023
+                    1.0,
+                )
+                slots += got
+                if not got and not victims:
+                    break
+        return slots
+
+    def _last_with_pages(self, meta: Meta, count: int) -> int:
+        """From which slot on, of those that wait to be scanned, `count` have pages; a slot may be a hole."""
+        nbytes, size = 0, self._slot_bytes
+        with self._slab() as fd:
+            for start, stop in reversed(data_ranges(fd, meta.scan * size, meta.backed * size)):
+                nbytes += stop - start
+                if nbytes >= count * size:
+                    return (start + nbytes - count * size) // size
+        return meta.scan
+
+    def _punch_all(self) -> None:
+        """Punch all slots that have no pages by the tables. Under the lock of the root, so none is given any."""
+        meta, bare = self._backing()
+        self._punch(bare, range(meta.backed, self._ledger.slots))
+
+    def _punch(self, slots: list[int], never_used: range = range(0)) -> None:
+        """Give the pages of bare slots back, but of those that somebody touches. Under the lock of the root."""
+        generation = self._session.columns.generation
+        silent = [slot for slot in slots if not int(generation[slot]) & BARE]
+        for at in range(
+            0, len(silent), BATCH
+        ):  # who took them out of the tables has died before it could say so
+            part = silent[at : at + BATCH]
+            self._session.write(lambda w, _: w.publish_bare(part), _ROOT_SECONDS)  # noqa: B023
+        holes = [*_ranges(self._session.untouched(slots, _LENT_SECONDS)), never_used]
+        with self._slab() as fd:
+            for hole in filter(len, holes):
+                punch(fd, hole.start * self._slot_bytes, len(hole) * self._slot_bytes)
+
+    # ---- what there is
+
+    def ranges(self) -> list[range]:
+        """The slots that have pages, as ranges; others may change that at any time."""
+        meta, bare = self._backing()
+        edges = [-1, *bare, meta.backed]
+        return [range(a + 1, b) for a, b in itertools.pairwise(edges) if b - a > 1]
+
+    def _meta(self) -> Meta:
+        return self._session.read(lambda txn, tables: tables.load_meta(txn), _ROOT_SECONDS)
+
+    def _backing(self) -> tuple[Meta, list[int]]:
+        return self._session.read(reading.backing, _ROOT_SECONDS)
+
+    def _own_bytes(self) -> int:
+        return held_bytes(self._ledger.slab_path)
+
+    @contextlib.contextmanager
+    def _slab(self) -> Iterator[int]:
+        with open(self._ledger.slab_path, "r+b", buffering=0) as slab:
+            self._session.require_store()  # or it would be another's
+            yield slab.fileno()
+
+
+def _gives(holding: Holding) -> bool:
+    """Whether a store can be asked to give: one whose format is not known cannot."""
+    state = holding.state
+    return state is not None and state.format == FORMAT and not state.private and holding.nbytes > 0
+
+
+def _ranges(slots: Sequence[int]) -> list[range]:
+    """Sorted slots as ranges."""
+    runs: list[range] = []
+    for slot in slots:
+        if runs and runs[-1].stop == slot:
+            runs[-1] = range(runs[-1].start, slot + 1)
+        else:
+            runs.append(range(slot, slot + 1))
+    return runs

@@ -1,0 +1,188 @@
+"""The user's register of tiers: what was opened where, so that `pagoda` finds tiers that no configuration file names.
+
+`HostTier.open`, `DiskTier.open` and `open_remote` write it, the commands read it. An entry is one small file, written
+once, so processes need no lock between them. It lies in `$XDG_STATE_HOME/pagoda/tiers` (`~/.local/state`), which
+outlives a reboot; where that cannot be written, in `/dev/shm/pagoda-<uid>/.tiers`. Secrets are not written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import secrets
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["Entry", "entries", "forget", "note"]
+
+log = logging.getLogger(__name__)
+
+_MOST_ENTRIES = 1024
+_FRESH_SECONDS = 86400.0  # how often an entry of a tier that is opened again is renewed
+_GONE_SECONDS = (
+    30 * 86400.0
+)  # how long a directory may be missing (a disk that is not mounted) until it is forgotten
+
+
+class Entry(NamedTuple):
+    """A tier that was opened: "host", "disk" or "remote", and its directory or its URL with secrets masked."""
+
+    tier: str
+    place: str
+
+
+def note(tier: str, place: str | os.PathLike[str], made_bytes: int = 0) -> None:
+    """Enter a tier that has been opened. Trouble is one log line: the tier works without its entry.
+
+    `made_bytes`: of a store that was made just now. What it takes, and how to get it back, is said once, in the log.
+    """
+    if made_bytes:
+        log.warning(
+            "made a %s tier of %s in %s: it stays there when this process ends; `pagoda remove %s` gives it back",
+            tier, _size(made_bytes), place, tier,
+        )  # fmt: skip
+    entry = Entry(tier, os.path.realpath(place) if tier != "remote" else os.fspath(place))
+    for directory in _directories():
+        try:
+            _write(directory, entry)
+        except OSError:
+            continue
+        return
+    log.warning(
+        "%s is not in the register of tiers (no writable %s): name it to `pagoda clear` and the other commands",
+        entry.place,
+        " or ".join(map(str, _directories())),
+    )
+
+
+def entries() -> list[Entry]:
+    """Return the tiers that this user has opened, each once; directories that are missing at present are left out."""
+    found: dict[Entry, None] = {}
+    for directory in _directories():
+        for file in _files(directory):
+            entry = _read(file)
+            if entry is None or (entry.tier != "remote" and not os.path.isdir(entry.place)):
+                _expire(file)
+            else:
+                found[entry] = None
+    return list(found)
+
+
+def forget(place: str) -> bool:
+    """Strike out the entries of a directory or a URL, as `entries` gives it; whether there was one."""
+    files = [file for directory in _directories() for file in _files(directory)]
+    theirs = [file for file in files if (entry := _read(file)) is not None and entry.place == place]
+    for file in theirs:
+        file.unlink(missing_ok=True)
+    return bool(theirs)
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
+
+
+def _directories() -> list[Path]:
+    """Where the register may lie, the best place first."""
+    home = os.path.expanduser("~")
+    state = os.environ.get("XDG_STATE_HOME", "")
+    if not os.path.isabs(state):
+        state = os.path.join(home, ".local", "state") if os.path.isabs(home) else ""
+    memory = Path(f"/dev/shm/pagoda-{os.getuid()}", ".tiers")
+    return [Path(state, "pagoda", "tiers"), memory] if state else [memory]
+
+
+def _write(directory: Path, entry: Entry) -> None:
+    _make(directory)
+    name = hashlib.sha256("\0".join(entry).encode()).hexdigest()[:32]
+    file = directory / f"{name}.json"
+    try:
+        if time.time() - file.stat().st_mtime > _FRESH_SECONDS:
+            os.utime(file)
+        return
+    except FileNotFoundError:
+        pass
+    fresh = directory / f".{name}-{secrets.token_hex(4)}"
+    try:
+        with open(fresh, "x", encoding="utf-8", opener=_private) as stream:
+            json.dump(entry._asdict(), stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(fresh, file)
+    finally:
+        fresh.unlink(missing_ok=True)
+    files = _files(directory)
+    if len(files) > _MOST_ENTRIES:
+        for needless in sorted(files, key=_use)[:-_MOST_ENTRIES]:
+            needless.unlink(missing_ok=True)
+
+
+def _make(directory: Path) -> None:
+    """Make the directory and its parents, below what is this user's own only. OSError."""
+    above = next(parent for parent in (directory, *directory.parents) if parent.exists())
+    # Root with another user's HOME would leave directories there that this user cannot write. /dev/shm is everybody's.
+    if above != Path("/dev/shm") and above.stat().st_uid != os.geteuid():
+        raise PermissionError
+    for path in reversed([directory, *directory.parents]):
+        if not path.exists():
+            path.mkdir(mode=0o700, exist_ok=True)
+    if not _is_own(directory):
+        raise PermissionError
+
+
+def _is_own(directory: Path) -> bool:
+    """Whether only this user can write entries there: others may have been first in /dev/shm."""
+    for path in (directory, directory.parent):
+        status = path.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+            return False
+    return True
+
+
+def _files(directory: Path) -> list[Path]:
+    try:
+        return list(_listed(directory)) if _is_own(directory) else []
+    except OSError:
+        return []
+
+
+def _listed(directory: Path) -> Iterator[Path]:
+    for path in sorted(directory.iterdir()):
+        if path.suffix == ".json":
+            yield path
+
+
+def _read(file: Path) -> Entry | None:
+    try:
+        fields = json.loads(file.read_bytes())
+        entry = Entry(fields["tier"], fields["place"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None  # a power cut may leave an empty file
+    return entry if all(isinstance(field, str) for field in entry) else None
+
+
+def _expire(file: Path) -> None:
+    """Remove an entry that has led nowhere for long."""
+    if _age(file) > _GONE_SECONDS:
+        file.unlink(missing_ok=True)
+
+
+def _use(file: Path) -> tuple[bool, float]:
+    """What an entry is worth: one that leads nowhere goes before one of a tier that is there, however old."""
+    entry = _read(file)
+    return entry is not None and (entry.tier == "remote" or os.path.isdir(entry.place)), -_age(file)
+
+
+def _age(file: Path) -> float:
+    try:
+        return time.time() - file.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

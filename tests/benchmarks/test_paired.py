@@ -1,0 +1,95 @@
+"""Two source trees in turns: what is worse is said, and what does not run ends it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.remote import servers
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+TURN = """
+import json, pathlib, sys
+home = pathlib.Path(__file__).parent.parent
+with (home.parent / "turns").open("a") as turns:
+    turns.write(home.name + " ")
+if (home / "broken").exists():
+    sys.exit("it broke")
+share, seconds = json.loads((home / "figures").read_text())
+runs = {"copy_vs_limit": {"ratio": []}, "look_seconds": {"seconds": []}}
+print(json.dumps({"copy_vs_limit": share, "look_seconds": seconds, "runs": runs}))
+"""
+
+
+def tree(root: Path, name: str, share: float, seconds: float) -> Path:
+    """A source tree whose benchmark has these two figures."""
+    made = root / name
+    (made / "src" / "pagoda").mkdir(parents=True)
+    (made / "benchmarks").mkdir()
+    (made / "benchmarks" / "harness.py").touch()
+    (made / "benchmarks" / "cache.py").write_text(TURN)
+    (made / "figures").write_text(json.dumps([share, seconds]))
+    return made
+
+
+def paired(*words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCHMARKS / "paired.py"), *map(str, words), "--only", "cache"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize(
+    ("share", "seconds", "worse"),
+    [
+        (0.9, 1.0, []),
+        (0.88, 1.02, []),
+        (0.86, 1.0, ["copy_vs_limit"]),
+        (0.99, 1.05, ["look_seconds"]),
+        (0.99, 0.5, []),
+    ],
+)
+def test_what_is_worse_by_more_than_three_per_cent_is_said(
+    tmp_path: Path, share: float, seconds: float, worse: list[str]
+) -> None:
+    old, new = tree(tmp_path, "old", 0.9, 1.0), tree(tmp_path, "new", share, seconds)
+    done = paired(old, new, "--rounds", 3, "--json")
+    assert done.returncode == (1 if worse else 0), done.stderr
+    figures = json.loads(done.stdout)["figures"]
+    assert [name for name, each in figures.items() if each["worse"]] == worse
+    assert figures["look_seconds"]["new_vs_old"] == pytest.approx(seconds)
+    assert (tmp_path / "turns").read_text() == "old new new old old new "
+
+
+def test_a_benchmark_that_breaks_ends_it(tmp_path: Path) -> None:
+    old, new = tree(tmp_path, "old", 0.9, 1.0), tree(tmp_path, "new", 0.9, 1.0)
+    (new / "broken").touch()
+    done = paired(old, new)
+    assert done.returncode == 2 and "it broke" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_what_is_no_source_tree_is_named(tmp_path: Path) -> None:
+    done = paired(tree(tmp_path, "old", 0.9, 1.0), tmp_path)
+    assert done.returncode == 2 and "root of a source tree" in done.stderr
+
+
+def test_a_benchmark_without_its_servers_says_what_to_install() -> None:
+    command = [sys.executable, str(BENCHMARKS / "remote.py"), "--quick", "--only=redis_8mib,webdav_8mib"]
+    done = subprocess.run(
+        command,
+        env={"PATH": "/nowhere", "PYTHONPATH": os.environ["PYTHONPATH"]},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "redis-server is missing: install" in done.stderr and "nginx is missing: install" in done.stderr
+
+
+def test_nginx_without_its_module_is_not_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "DAV_MODULE", tmp_path / servers.DAV_MODULE.name)
+    assert "libnginx-mod-http-dav-ext" in servers.lacking("nginx", servers.DAV_MODULE.name)

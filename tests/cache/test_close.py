@@ -1,0 +1,103 @@
+"""A close while bytes are still on their way into slots: no slot is another's before they have come."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from pagoda.cache import Cache
+from pagoda.metrics import Reason
+from pagoda.testing import Fault
+from pagoda.tiers.base import Bytes
+from tests.cache.kit import (
+    LAYOUT,
+    NAMESPACE,
+    blank,
+    cache_at,
+    config_of,
+    kv_of,
+    prompt,
+    served,
+    stored,
+    wait_until,
+)
+from tests.cache.test_up import faulty_cache
+
+SECONDS = 60.0
+SLOTS = 16
+
+
+class Slow:
+    """KV whose copies down stand still until they may go on."""
+
+    layout = LAYOUT
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._real = kv_of(tokens).transfer  # type: ignore[arg-type]
+        self.inside, self.may_go_on = threading.Event(), threading.Event()
+
+    def to_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
+        self.inside.set()
+        assert self.may_go_on.wait(SECONDS)
+        self._real.to_slots(starts, slots)
+
+    def from_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
+        raise AssertionError("it is only stored")
+
+
+def filled(cache: Cache) -> list[int]:
+    """Store more than the host tier has slots; returns the seeds."""
+    seeds = list(range(1, 2 * SLOTS))
+    for seed in seeds:
+        cache.store(prompt(1, seed), kv_of(prompt(1, seed)).transfer)
+    return seeds
+
+
+def test_a_close_during_a_store_gives_no_slot_away_that_is_still_copied_into(shm_root: Path) -> None:
+    size = {"host_size": SLOTS * LAYOUT.slot_bytes}
+    cache = Cache(config_of(shm_root, None, **size), namespace=NAMESPACE, layout=LAYOUT)
+    kv = Slow(prompt(2))
+    storing = threading.Thread(target=cache.store, args=(prompt(2), kv))
+    storing.start()
+    assert kv.inside.wait(SECONDS)
+    cache.close(0.1)
+    assert cache.lookup(prompt(2)).reason is Reason.CLOSED
+    with cache_at(shm_root, None, **size) as other:
+        seeds = filled(other)
+        kv.may_go_on.set()
+        storing.join(SECONDS)
+        assert (
+            sum(served(other, prompt(1, seed))[0].num_tokens for seed in seeds) > 0
+        )  # and every byte is right
+        ledger = other._storeys.host.ledger  # type: ignore[union-attr]
+        wait_until(lambda: ledger.gauges()["reserved"] == 0)
+        ledger.check()
+
+
+def test_a_close_while_the_disk_hangs_keeps_the_slot_that_is_read_into(
+    shm_root: Path, tmp_path: Path
+) -> None:
+    with cache_at(shm_root / "before", tmp_path) as before:
+        stored(before, prompt(2))
+    cache, slab = faulty_cache(shm_root, tmp_path)
+    slab.fail_next("read", Fault.HANG)
+    hit = cache.retrieve(prompt(2), blank(prompt(2)).transfer, deadline_seconds=0.2)
+    assert hit.num_tokens == 0 and slab.hanging.is_set()
+    cache.close(0.2)
+    host = cache._storeys.host
+    assert host is not None and not host.ledger._session.closed
+    slab.release()
+    wait_until(lambda: host.ledger._session.closed)
+
+
+def test_what_is_closed_takes_no_copies(shm_root: Path) -> None:
+    with cache_at(shm_root, None) as cache:
+        host = cache._storeys.host
+        assert host is not None
+    with pytest.raises(Exception, match="closed"), host.copying():
+        pass
+    again = cache.store(prompt(1), kv_of(prompt(1)).transfer)
+    assert (again.num_chunks, again.reason) == (0, Reason.CLOSED)

@@ -1,0 +1,148 @@
+"""Calls of a cache that an exception of a signal handler ends at any moment: it goes on, and so does everybody else."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pagoda.cache import Cache
+from pagoda.cache.staging import Staging
+from pagoda.dropped import settle
+from pagoda.tiers.threads import IoThreads
+from tests.cache.kit import CHUNK, blank, cache_at, kv_of, prompt, served, stored
+from tests.interrupts import Interrupted, interrupts
+from tests.ledger.support import others_get_in
+
+pytestmark = pytest.mark.timeout(300, method="thread")  # the other method has the timer that these tests use
+
+
+def interrupted_calls(cache: Cache, times: int, seed: int) -> None:
+    """Stores and retrieves, each time until an exception comes; what was served is right."""
+    chance = random.Random(seed)
+    prompts = [prompt(3, number) for number in range(40)]
+    kvs = [kv_of(tokens) for tokens in prompts]
+    rooms = [blank(tokens) for tokens in prompts]
+
+    def store_and_retrieve() -> None:
+        n = chance.randrange(len(prompts))
+        cache.store(prompts[n], kvs[n].transfer)
+        hit = cache.retrieve(prompts[n], rooms[n].transfer)
+        assert rooms[n].same(kvs[n], hit.start_tokens // CHUNK, hit.stop_tokens // CHUNK)
+
+    with interrupts(seed, again_seconds=2.0) as until_interrupted:
+        for _ in range(times):
+            until_interrupted(store_and_retrieve)
+
+
+def outstanding(cache: Cache) -> dict[str, object]:
+    """What calls, or I/O that was begun for them, have not given back."""
+    tools, host = cache._calls.parts.tools, cache._storeys.host
+    return {
+        "reserved": [ledger.check().gauges["reserved"] for _, ledger in cache._storeys.ledgers()],
+        "copies": len(host._under_way.these) if host is not None else 0,
+        "buffers": tools.staging.out + cache._calls.parts.storing.out,
+        "waiting": cache.stats()["waiting_chunks"],
+    }
+
+
+@pytest.mark.parametrize("tiers", ["host", "host and disk", "disk"])
+def test_a_cache_leaves_nothing_behind(shm_root: Path, tmp_path: Path, tiers: str) -> None:
+    host, disk = (shm_root if "host" in tiers else None), (tmp_path if "disk" in tiers else None)
+    with cache_at(host, disk) as cache:
+        ledgers = [ledger for _, ledger in cache._storeys.ledgers()]
+        interrupted_calls(cache, 1000, 1)
+        assert all(map(others_get_in, ledgers))
+        assert cache.flush(100) and settle(100)
+        for ledger in ledgers:
+            ledger.reap()
+        nothing = {"reserved": [0] * len(ledgers), "copies": 0, "buffers": 0, "waiting": 0}
+        assert outstanding(cache) == nothing
+        answers: list[int] = []
+        thread = threading.Thread(
+            target=lambda: answers.append(
+                cache.store(prompt(3, 99), kv_of(prompt(3, 99)).transfer).num_chunks
+            )
+        )
+        thread.start()
+        thread.join(60)
+        assert answers == [3], "other threads go on too"
+        assert served(cache, prompt(3, 99))[0].num_tokens == 3 * CHUNK
+        assert cache.close(100)
+
+
+def test_what_a_broken_load_may_read_into_is_nobody_elses_until_it_has_ended(
+    shm_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with cache_at(None, tmp_path) as cache:
+        stored(cache, prompt(3))
+    with cache_at(shm_root, tmp_path) as cache:
+        reading: list[object] = []
+
+        def load(_: object, buffers: Sequence[object], **__: object) -> None:
+            reading.extend(buffers)  # an I/O thread goes on with them
+            raise Interrupted
+
+        monkeypatch.setattr(cache._storeys.lower[0], "load", load)
+        with contextlib.suppress(Interrupted):
+            cache.retrieve(prompt(3), blank(prompt(3)).transfer)
+        monkeypatch.undo()
+        assert len(reading) == 3 and settle(60)
+        assert (outstanding(cache)["reserved"], outstanding(cache)["copies"]) == ([3, 0], 3)
+        reading.clear()
+        assert settle(60)
+        assert (outstanding(cache)["reserved"], outstanding(cache)["copies"]) == ([0, 0], 0)
+        assert served(cache, prompt(3))[0].by_tier == {"disk": 3 * CHUNK}
+
+
+def test_a_buffer_that_was_lost_makes_room_for_another() -> None:
+    staging = Staging(64 << 20)
+    for _ in range(3 * staging.count):
+        assert isinstance(staging.take(), np.ndarray), "the one before was given back by nobody"
+    kept = [staging.take() for _ in range(staging.count)]
+    assert staging.take() is None and staging.out == len(kept)
+
+
+def test_a_tier_is_closed_whatever_broke_the_start_of_its_threads_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, times = threading.Thread.start, itertools.count()
+
+    def interrupted(thread: threading.Thread) -> None:
+        late = thread.name == "pagoda-disk-2"
+        if late and next(times) == 0:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+        if late:
+            raise Interrupted
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with cache_at(None, tmp_path) as cache:
+        ledger = cache._storeys.ledgers()[0][1]
+        with pytest.raises(Interrupted):
+            stored(cache, prompt(3, 1))
+        monkeypatch.undo()
+        stored(cache, prompt(3, 2))
+        assert cache.flush(60)
+    assert ledger._session.closed
+
+
+def test_nothing_stays_open_if_the_opening_of_a_tier_is_broken_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken_off: list[IoThreads] = []
+
+    def interrupted(threads: IoThreads) -> None:
+        broken_off.append(threads)
+        raise Interrupted
+
+    monkeypatch.setattr(IoThreads, "start", interrupted)
+    with pytest.raises(Interrupted), cache_at(None, tmp_path):
+        pass
+    assert broken_off[0]._crew_closed

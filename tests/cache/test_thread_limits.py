@@ -1,0 +1,104 @@
+"""A process that gets no threads for a while: nothing hangs, nothing is lost, and all works again afterwards."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from pagoda.cache import Cache
+from pagoda.errors import StoreError
+from pagoda.metrics import Reason
+from pagoda.transfer.base import in_threads
+from tests.cache.kit import (
+    LAYOUT,
+    NAMESPACE,
+    blank,
+    cache_at,
+    config_of,
+    kv_of,
+    prompt,
+    served,
+    stored,
+    wait_until,
+)
+from tests.thread_limits import no_threads
+
+SECONDS = 60.0
+
+
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_a_cache_that_cannot_have_its_threads_says_what_to_do_and_opens_later(
+    shm_root: Path, tmp_path: Path, after: int
+) -> None:
+    before = threading.active_count()
+    with no_threads(after), pytest.raises(StoreError, match="pids limit"):
+        Cache(config_of(shm_root, tmp_path), namespace=NAMESPACE, layout=LAYOUT)
+    with cache_at(shm_root, tmp_path) as cache:
+        stored(cache, prompt(4))
+        assert served(cache, prompt(4), tiers=["disk"])[0].num_tokens == 64
+    assert threading.active_count() <= before + 1  # the one that closes what is dropped
+
+
+def test_a_cache_of_host_memory_alone_needs_none(shm_root: Path) -> None:
+    with no_threads(), cache_at(shm_root, None) as cache:
+        stored(cache, prompt(4))
+        assert served(cache, prompt(4))[0].num_tokens == 64
+
+
+def test_what_was_stored_while_no_thread_could_be_had_is_written_afterwards(
+    shm_root: Path, tmp_path: Path
+) -> None:
+    with cache_at(shm_root, tmp_path) as cache:
+        with no_threads():
+            kv = kv_of(prompt(4, 1))
+            assert cache.store(prompt(4, 1), kv.transfer).num_chunks == 4
+            assert not cache.flush(1.0)
+            assert cache.stats()["waiting_chunks"] == 4
+        cache.store(prompt(4, 2), kv_of(prompt(4, 2)).transfer)
+        assert cache.flush(30.0)
+        assert served(cache, prompt(4, 1), tiers=["disk"])[0].num_tokens == 64
+        assert served(cache, prompt(4, 2), tiers=["disk"])[0].num_tokens == 64
+
+
+def test_a_close_without_a_thread_ends_and_says_that_something_was_left(
+    shm_root: Path, tmp_path: Path
+) -> None:
+    cache = Cache(config_of(shm_root, tmp_path), namespace=NAMESPACE, layout=LAYOUT)
+    with no_threads():
+        cache.store(prompt(4), kv_of(prompt(4)).transfer)
+        assert not cache.close(SECONDS)
+    assert cache.lookup(prompt(4)).reason is Reason.CLOSED
+
+
+def test_calls_that_need_a_thread_are_misses_and_never_run_later(shm_root: Path) -> None:
+    with cache_at(shm_root, None) as cache:
+        stored(cache, prompt(4))
+        room = blank(prompt(4))
+        with no_threads():
+            for _ in range(300):  # more than may wait
+                hit = cache.retrieve_future(prompt(4), room.transfer).result(SECONDS)
+                assert hit.num_tokens == 0 and hit.reason is Reason.IO_ERROR and "pids limit" in hit.detail
+        again = blank(prompt(4))
+        assert cache.retrieve_future(prompt(4), again.transfer).result(SECONDS).num_tokens == 64
+        assert again.same(kv_of(prompt(4)))
+        assert not room.blocks.any()
+
+
+def test_labels_that_could_not_be_told_are_told_later(shm_root: Path) -> None:
+    with cache_at(shm_root, None) as cache:
+        host = cache._storeys.host
+        assert host is not None
+        known = cache._calls.namespace(salt="tenant").root
+        with no_threads():
+            cache.store(prompt(2), kv_of(prompt(2)).transfer, salt="tenant")
+        cache.store(prompt(3), kv_of(prompt(3)).transfer, salt="tenant")
+        wait_until(lambda: known in host.ledger.namespaces())
+
+
+def test_copies_that_find_no_helper_are_done_all_the_same() -> None:
+    done: list[int] = []
+    with no_threads():
+        in_threads([lambda n=n: done.append(n) for n in range(5)], 5)  # type: ignore[misc]
+    assert sorted(done) == [0, 1, 2, 3, 4]

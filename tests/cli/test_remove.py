@@ -1,0 +1,99 @@
+"""`pagoda remove`: memory and disk come back; what is in use, or not ours, stays."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pagoda.tiers import DiskTier, register
+from tests.cli.shelf import LLAMA, answer, disk, host, pagoda, put, refused, save
+from tests.tiers.test_register import LAYOUT
+
+
+def filled(shm_root: Path, tmp_path: Path) -> None:
+    """Make a store in memory and one on the disk, in no configuration, only in the register."""
+    ledger = host(shm_root / "host")
+    put(ledger, LLAMA, range(64))
+    ledger.close()
+    with disk(tmp_path / "disk") as tier:
+        save(tier, LLAMA, range(48))
+    register.note("host", shm_root / "host")
+    register.note("disk", tmp_path / "disk")
+
+
+def test_one_tier_then_all(shm_root: Path, tmp_path: Path) -> None:
+    filled(shm_root, tmp_path)
+    taken = sum(file.stat().st_blocks * 512 for file in (shm_root / "host" / "layout").iterdir())
+    found = answer("remove", "host", "--yes")
+    assert found["removed_bytes"] == taken > 1 << 20 and found["failed"] == {}
+    assert not (shm_root / "host" / "layout").exists() and list((tmp_path / "disk").glob("*/slab"))
+    done = pagoda("remove", "--yes")
+    assert done.returncode == 0 and "disk" in done.stdout
+    assert not list((tmp_path / "disk").glob("*/slab"))
+    assert register.entries() == []
+    assert "no local tier" in pagoda("remove", "--yes").stderr
+
+
+def test_a_path_is_a_root_or_a_store(shm_root: Path, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        host(shm_root, name=name).close()
+    assert [store["directory"] for store in answer("remove", shm_root / "one", "-y")["stores"]] == [  # type: ignore[attr-defined]
+        str(shm_root / "one")
+    ]
+    assert len(answer("remove", shm_root, "-y")["stores"]) == 1  # type: ignore[arg-type]
+
+
+def test_a_store_in_use_stays(shm_root: Path) -> None:
+    ledger = host(shm_root, name="used")
+    keys = put(ledger, LLAMA, range(64))
+    host(shm_root, name="idle").close()
+    found = answer("remove", shm_root, "--yes", code=1)
+    assert [Path(store["directory"]).name for store in found["stores"]] == ["idle"]  # type: ignore[attr-defined]
+    assert "stop it first" in next(iter(found["failed"].values()))  # type: ignore[attr-defined]
+    assert len(ledger.match(keys).slots) == 4
+
+
+def test_what_is_not_ours_stays(shm_root: Path, tmp_path: Path) -> None:
+    host(shm_root, name="ours").close()
+    mine = tmp_path / "mine"
+    (mine / "sub").mkdir(parents=True)
+    (mine / "sub" / "locks").touch()
+    (mine / "sub" / "letter").write_text("dear")
+    assert "holds no store" in refused("remove", mine, "--yes")
+    (shm_root / "ours" / "photos").mkdir()
+    assert "holds no store" in refused("remove", shm_root, "--yes")
+    assert (mine / "sub" / "letter").exists() and (shm_root / "ours" / "photos").exists()
+
+
+def test_damaged_stores_go_too(shm_root: Path) -> None:
+    host(shm_root, name="bad").close()
+    (shm_root / "bad" / "state").write_bytes(b"{")
+    assert len(answer("remove", shm_root, "-y")["stores"]) == 1  # type: ignore[arg-type]
+
+
+def test_it_asks_and_refuses_in_one_line(
+    shm_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host(shm_root).close()
+    assert "--yes" in refused("remove", shm_root)
+    assert "no such directory" in refused("remove", tmp_path / "nowhere", "-y")
+    (tmp_path / "file").touch()
+    assert "file: not a directory" in refused("remove", tmp_path / "file", "-y")
+    monkeypatch.chdir(shm_root)
+    assert "'': no such directory" in refused("remove", "", "-y")
+    assert "no such remote tier" in refused("remove", "redis://h/0")
+    assert (shm_root / "layout").exists()
+
+
+def test_a_remote_tier_is_only_forgotten(register_of_tiers: Path) -> None:
+    register.note("remote", "redis://:***@h/0")
+    assert pagoda("remove", "redis://:secret@h/0").returncode == 0
+    assert register.entries() == []
+
+
+def test_the_message_of_a_new_tier_names_a_command_that_works(tmp_path: Path) -> None:
+    DiskTier.open(LAYOUT, tmp_path / "disk", 1 << 20).close()
+    assert pagoda("remove", "disk", "--yes").returncode == 0
+    assert os.listdir(tmp_path / "disk") == ["locks"]

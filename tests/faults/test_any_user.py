@@ -1,0 +1,206 @@
+"""Any user, with or without an account, whatever HOME says, and a small /dev/shm: a cache opens, hits, and is seen."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pagoda import Cache, Config, KVLayout, Namespace
+from pagoda.cli import main
+from pagoda.config.load import load
+from pagoda.errors import StoreError
+from pagoda.room import require_place
+from pagoda.transfer import BlockKV
+from tests.faults.support import apart, own_mounts, python, succeeded
+
+# a user without an account, as in containers; each worker of a parallel run has its own
+STRANGER = 1500 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+LAYOUT = KVLayout.opaque(16, 4096, "any user")
+TOKENS = list(range(64))
+
+
+@pytest.fixture
+def theirs() -> Iterator[Path]:
+    """A directory of the stranger's."""
+    if os.geteuid():
+        pytest.skip("only root can become another user: run the tests as root")
+    root = Path(tempfile.mkdtemp(prefix="pagoda-test-"))
+    os.chown(root, STRANGER, STRANGER)
+    try:
+        yield root
+    finally:
+        shutil.rmtree(root)
+        shutil.rmtree(f"/dev/shm/pagoda-{STRANGER}", ignore_errors=True)
+
+
+def used(root: Path) -> str:
+    """Store and retrieve with default places, then look with the command. Returns what `pagoda stats` says."""
+    config = load(chunk_tokens=16, host_size="1MiB", disk_path=root / "disk", disk_size="1MiB").config
+    kv = BlockKV(np.ones((4, 4096), np.uint8), LAYOUT)
+    for tier in ("host", "disk"):
+        with Cache(config, namespace=Namespace("m"), layout=LAYOUT, deadline_seconds=30.0) as cache:
+            cache.store(TOKENS, kv)
+            assert cache.flush(60)
+            assert cache.lookup(TOKENS, tiers=[tier]).num_tokens == 64
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        assert main(["check"]) == 0, err.getvalue()
+        assert main(["stats"]) == 0, err.getvalue()
+        assert main(["remove", "--yes"]) == 0, err.getvalue()
+    assert not list((root / "disk").glob("*/slab"))
+    return out.getvalue()
+
+
+def become_stranger(home: str | None) -> None:
+    """Become a user without an account; `home` None: HOME is not set."""
+    for name in ("HOME", "XDG_STATE_HOME", "XDG_CONFIG_HOME"):
+        os.environ.pop(name, None)
+    if home is not None:
+        os.environ["HOME"] = home
+    os.setgroups([])
+    os.setgid(STRANGER)
+    os.setuid(STRANGER)
+    os.chdir("/")
+
+
+@cache
+def imported_late() -> None:
+    """Have all modules imported: the stranger may be unable to read where Python lies."""
+    with tempfile.TemporaryDirectory(prefix="pagoda-test-") as root, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PAGODA_HOST_PATH", f"{root}/host")
+        used(Path(root))
+
+
+@pytest.mark.parametrize("home", ["unset", "foreign", "unreadable", "missing", "/", "their own"])
+def test_a_stranger(theirs: Path, home: str) -> None:
+    imported_late()
+    (theirs / "disk" / "lost+found").mkdir(mode=0o700, parents=True)  # root's, where a file system is mounted
+    os.chown(theirs / "disk", STRANGER, STRANGER)
+    unreadable = theirs / "unreadable"
+    unreadable.mkdir(mode=0o700)  # root's
+    (unreadable / ".config" / "pagoda").mkdir(parents=True)
+    (unreadable / ".config" / "pagoda" / "config.toml").write_text("chunk_tokens = 3\n")
+    homes = {
+        "unset": None, "foreign": "/usr", "unreadable": str(unreadable), "missing": "/nonexistent", "/": "/",
+        "their own": str(theirs),
+    }  # fmt: skip
+
+    def work() -> str:
+        become_stranger(homes[home])
+        return used(theirs)
+
+    said = apart(work)
+    assert "host" in said and str(theirs / "disk") in said
+    assert (theirs / ".local" / "state" / "pagoda").is_dir() == (home == "their own")
+
+
+def test_a_directory_of_another_user_is_refused_with_the_remedy(theirs: Path) -> None:
+    imported_late()
+    roots = theirs / "roots"
+    roots.mkdir(mode=0o700)  # root's
+
+    def work() -> str:
+        become_stranger(None)
+        said = []
+        for options in (
+            {"host_path": roots, "host_size": "1MiB"},
+            {"host_size": 0, "disk_path": roots, "disk_size": "1MiB"},
+            {"host_size": 0, "disk_path": roots / "below", "disk_size": "1MiB"},
+        ):
+            with pytest.raises(StoreError) as refused:
+                Cache(namespace=Namespace("m"), layout=LAYOUT, **options)  # type: ignore[arg-type]
+            said.append(str(refused.value))
+        with pytest.raises(StoreError) as refused:
+            require_place(roots / "below", 1 << 20, in_memory=False)
+        said.append(str(refused.value))
+        return "\n".join(said)
+
+    said = apart(work).splitlines()
+    assert len(said) == 4 and all("/roots" in line and "another path" in line for line in said), said
+
+
+def test_what_the_system_refuses_is_one_line(theirs: Path) -> None:
+    imported_late()
+    roots = theirs / "roots"
+    roots.mkdir(mode=0o700)  # root's
+
+    def work() -> str:
+        become_stranger(None)
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            codes = [main([command, str(roots), *yes]) for command, yes in COMMANDS]
+        assert codes == [2] * len(COMMANDS), err.getvalue()
+        return err.getvalue()
+
+    said = apart(work).splitlines()
+    assert len(said) == len(COMMANDS) and all(
+        line.startswith("pagoda: ") and "/roots" in line for line in said
+    )
+
+
+COMMANDS: list[tuple[str, list[str]]] = [
+    ("stats", []), ("ls", []), ("check", []), ("clear", ["--yes"]), ("remove", ["--yes"]),
+]  # fmt: skip
+
+
+SMALL_MEMORY = """
+import logging, subprocess, sys
+from pathlib import Path
+import numpy as np
+from pagoda import Cache, Config, KVLayout, Namespace
+from pagoda.transfer import BlockKV
+
+where = Path(sys.argv[1])
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m,mode=0700", "tmpfs", where], check=True)
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+for chunk_bytes in (65536, 4 << 20, 64 << 20):
+    layout = KVLayout.opaque(16, chunk_bytes, str(chunk_bytes))
+    config = Config(chunk_tokens=16, host_path=str(where / str(chunk_bytes)), disk_path=sys.argv[2], disk_size="1GiB")
+    with Cache(config, namespace=Namespace("m"), layout=layout, deadline_seconds=60.0) as cache:
+        cache.store(list(range(16)), BlockKV(np.ones((1, chunk_bytes), np.uint8), layout))
+        assert cache.flush(60)
+        print("served", cache.lookup(list(range(16))).num_tokens)
+    subprocess.run(["rm", "-r", str(where / str(chunk_bytes))], check=False)
+"""
+
+
+def test_a_small_dev_shm_is_said_with_the_number_of_chunks(tmp_path: Path) -> None:
+    (tmp_path / "mount").mkdir()
+    done = python(SMALL_MEMORY, tmp_path / "mount", tmp_path / "disk", before=own_mounts())
+    lines = succeeded(done).splitlines()
+    said = [line for line in lines if "host_size = auto" in line]
+    assert [line for line in lines if line.startswith("served")] == ["served 16"] * 3
+    assert len(said) == 2, said
+    assert "14 chunks of 4.00 MiB" in said[0] and "--shm-size" in said[0] and "host_size" in said[0]
+    assert "0 chunks of 64.00 MiB, so there is no host tier" in said[1]
+
+
+def test_a_process_with_little_memory_is_told_what_to_raise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from pagoda.cache import storeys
+    from pagoda.config import sizes
+
+    opened: Callable[[Path | None], int] = lambda directory: 1 << 20  # noqa: E731
+    monkeypatch.setattr(storeys, "auto_bytes", opened)
+    monkeypatch.setattr(sizes, "auto_bytes", opened)
+    monkeypatch.setattr("pagoda.config.auto_bytes", opened)
+    layout = KVLayout.opaque(16, 4 << 20, "large")
+    with (
+        caplog.at_level(logging.WARNING),
+        Cache(
+            Config(chunk_tokens=16, host_path=str(tmp_path / "h")), namespace=Namespace("m"), layout=layout
+        ) as cache,
+    ):
+        assert cache.lookup(TOKENS).num_tokens == 0
+    assert "raise its limit" in caplog.text

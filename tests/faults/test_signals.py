@@ -1,0 +1,286 @@
+"""Exceptions that a signal handler raises (Ctrl-C, an alarm) at any moment: no lock, slot or hold is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pagoda.ledger import Ledger
+from pagoda.ledger import ledger as module
+from pagoda.ledger.columns import NOT_READY
+from pagoda.ledger.locks import LABELS, LockFile
+from pagoda.ledger.state import LOCKS
+from pagoda.ledger.writing import Writing
+from pagoda.slab import FileSlab, MemorySlab, aligned, pinned
+from pagoda.threads import if_free
+from tests.interrupts import Interrupted, interrupts
+from tests.ledger.support import SLOT_BYTES, TENANT, keys, opened, others_get_in, places, put, reserved, spec
+
+pytestmark = pytest.mark.timeout(300, method="thread")  # the other method has the timer that these tests use
+
+
+def all_can_be_used(ledger: Ledger) -> None:
+    """Nothing is reserved or held, the tables add up, and each slot takes a chunk."""
+    assert others_get_in(ledger)
+    put(ledger, keys(100_000), chained=False)  # what waited for a transaction is done
+    report = ledger.check()
+    assert report.gauges["reserved"] == 0 and report.gauges["members"] == 1 and report.stale_hints == 0
+    put(ledger, keys(*range(200_000, 200_000 + 2 * ledger.slots)), chained=False)
+    assert ledger.gauges()["ready"] == ledger.slots
+    assert ledger._session.read(lambda txn, tables: list(tables.rows(txn, tables.holds)), 30) == []
+
+
+def test_what_is_reserved_held_and_given_up_survives_any_interruption(shm_root: Path) -> None:
+    ledger, chance = opened(shm_root), random.Random(3)
+
+    def act() -> None:
+        number = chance.randrange(60)
+        outcomes = ledger.reserve(keys(number, number + 1), namespace=TENANT, start=0)
+        try:
+            rooms = reserved(outcomes)
+            if chance.random() < 0.3:
+                ledger.abort(rooms)
+            else:
+                ledger.commit(rooms)
+        except BaseException:
+            ledger.give_up(outcomes)
+            raise
+
+    def keep() -> None:
+        match = ledger.match(keys(chance.randrange(60)))
+        ledger.hold(match.slots, match.generations)
+        try:
+            ledger.release(match.slots, match.generations)
+        except BaseException:
+            ledger.release(match.slots, match.generations)
+            raise
+
+    with interrupts(1, again_seconds=1.0) as until_interrupted:
+        for n in range(2500):
+            assert until_interrupted(keep if n % 3 == 0 else act)
+            assert others_get_in(ledger)
+    all_can_be_used(ledger)
+    ledger.close()
+
+
+@pytest.mark.parametrize("step", ["publish", "save"])
+def test_an_exception_on_either_side_of_the_commit_is_all_or_nothing(
+    shm_root: Path, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = opened(shm_root)
+    rooms = reserved(ledger.reserve(keys(1), namespace=TENANT))
+    whole, calls = getattr(Writing, step), []
+
+    def interrupted(writing: Writing, *more: object) -> None:
+        calls.append(writing)
+        if len(calls) == 1:
+            raise Interrupted
+        whole(writing, *more)
+
+    monkeypatch.setattr(Writing, step, interrupted)
+    with pytest.raises(Interrupted):
+        ledger.commit(rooms)
+    monkeypatch.undo()
+    assert ledger.gauges()["reserved"] == 0
+    match = ledger.match(keys(1))
+    assert len(match.slots) == (step == "publish")
+    assert (ledger.columns.last_use[match.slots] != NOT_READY).all(), "it can be evicted"
+    all_can_be_used(ledger)
+    ledger.close()
+
+
+def test_a_reservation_whose_answer_was_lost_is_given_up(
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = opened(shm_root)
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise Interrupted
+
+    monkeypatch.setattr(ledger._upkeep, "wake", interrupted)  # the last that a reserve does
+    with pytest.raises(Interrupted):
+        ledger.reserve(keys(1, 2), namespace=TENANT)
+    monkeypatch.undo()
+    assert ledger.gauges()["reserved"] == 0
+    ledger.close()
+
+
+def test_a_hold_whose_answer_was_lost_is_ended(shm_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = opened(shm_root)
+    stored = put(ledger, keys(*range(ledger.slots)), chained=False)
+    publish = Writing.publish
+
+    def interrupted(writing: Writing, *more: object) -> None:
+        monkeypatch.undo()
+        publish(writing, *more)  # type: ignore[arg-type]
+        raise Interrupted
+
+    monkeypatch.setattr(Writing, "publish", interrupted)
+    with pytest.raises(Interrupted):
+        ledger.hold(*places(stored))
+    all_can_be_used(ledger)
+    ledger.close()
+
+
+def test_the_end_of_a_view_is_counted_and_loses_no_exception(
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger, lost = opened(shm_root), list[object]()
+    slab, lending = MemorySlab(ledger.slab_path, ledger.slots, SLOT_BYTES, ledger.lending), ledger.lending
+    assert lending is not None
+    gc.collect()
+    gc.disable()  # or what others have left is finalized in here
+    try:
+        with interrupts(4, again_seconds=0.0005) as until_interrupted, monkeypatch.context() as patch:
+            patch.setattr(sys, "unraisablehook", lost.append)
+            for _ in range(600):
+                until_interrupted(lambda: slab.views(range(8)))
+    finally:
+        gc.enable()
+    lending.settle()
+    assert not lost, lost
+    assert not any(lending._own) and not lending._out, "all pages may be given to others"
+    slab.close()
+    ledger.close()
+
+
+def test_a_view_that_outlives_the_close_marks_nothing_of_the_next_member(shm_root: Path) -> None:
+    first = opened(shm_root)
+    slab = MemorySlab(first.slab_path, first.slots, SLOT_BYTES, first.lending)
+    old, left = first.lending, slab.views([1])
+    slab.close()
+    first.close()
+    second = opened(shm_root)
+    slab = MemorySlab(second.slab_path, second.slots, SLOT_BYTES, second.lending)
+    new = second.lending
+    assert old is not None and new is not None
+    kept = slab.views([1])
+    assert any(new._own), "it has the row that the first had"
+    left.clear()
+    old.settle()
+    assert any(new._own) and kept
+    slab.close()
+    second.close()
+
+
+def taken_and_given_back(
+    shm_root: Path, tmp_path: Path
+) -> Iterator[tuple[Callable[[], object], Callable[[], bool]]]:
+    """What takes something that is not a lock of Python's, and whether all of it is free."""
+    ledger = opened(tmp_path, kind="file")
+    slab = FileSlab(ledger.slab_path, ledger.slots, SLOT_BYTES)
+    page, descriptors = aligned(SLOT_BYTES), "/proc/self/fd"
+
+    def clears() -> None:
+        with ledger._clears_held():
+            pass
+
+    def punches() -> None:
+        with ledger.share._slab():
+            pass
+
+    def looks(count: int = len(os.listdir(descriptors))) -> bool:
+        return len(os.listdir(descriptors)) <= count
+
+    def copies() -> None:
+        with pinned.copying():
+            pass
+
+    def measures() -> None:
+        if_free(lock, lambda: None)
+
+    def held(byte: int) -> bool:
+        with contextlib.closing(LockFile(ledger.directory / LOCKS)) as other:
+            return other.held_by_other(byte)
+
+    def openings() -> None:
+        Ledger.open(spec(shm_root, name="another")).close()
+
+    def others_take(lock: threading.RLock) -> bool:
+        answers: list[bool] = []
+        thread = threading.Thread(target=lambda: answers.append(lock.acquire(blocking=False)))
+        thread.start()
+        thread.join()
+        return answers == [True]
+
+    lock = threading.RLock()
+    yield clears, lambda: not held(LABELS) and not ledger._labels_lock.locked()
+    yield punches, looks
+    yield copies, lambda: not pinned._copies
+    yield measures, lambda: others_take(lock)
+    yield (lambda: slab.read(0, [page])), lambda: not slab._calls
+    yield openings, lambda: not module._opening
+    slab.close()
+    assert slab._fd < 0
+    ledger.close()
+
+
+def test_nothing_stays_taken_between_its_taking_and_the_try(shm_root: Path, tmp_path: Path) -> None:
+    for work, free in taken_and_given_back(shm_root, tmp_path):
+        with interrupts(5, (-5, -3), again_seconds=1.0) as until_interrupted:
+            for _ in range(400):
+                until_interrupted(work)
+        gc.collect()
+        assert free(), work
+
+
+def test_what_was_deferred_is_done_once_whatever_interrupts_it(shm_root: Path) -> None:
+    ledger = opened(shm_root)
+    asked = done = 0
+
+    def count(*_: object) -> None:
+        nonlocal done
+        done += 1
+
+    def act() -> None:
+        nonlocal asked
+        ledger._session.defer(count)
+        asked += 1
+        put(ledger, keys(asked % 50), chained=False)
+
+    with interrupts(2, again_seconds=1.0) as until_interrupted:
+        for _ in range(500):
+            until_interrupted(act)
+    put(ledger, keys(1000))
+    assert asked <= done and not ledger._session._deferred
+    ledger.close()
+
+
+def test_a_process_that_is_interrupted_while_it_forks_goes_on(shm_root: Path) -> None:
+    ledger = opened(shm_root)
+    children: list[int] = []
+    left = 0
+
+    def fork() -> None:
+        nonlocal left
+        while left:  # what is raised within the hooks of a fork is lost
+            left -= 1
+            pid = os.fork()
+            if pid == 0:
+                os._exit(0)
+            children.append(pid)
+        raise Interrupted
+
+    with interrupts(3, again_seconds=0.0) as until_interrupted:
+        for _ in range(40):
+            left = 3
+            until_interrupted(fork)
+            assert others_get_in(ledger)
+    for pid in children:  # and none that this process had before: those may live on
+        os.waitpid(pid, 0)
+    answers: list[int] = []
+    thread = threading.Thread(target=lambda: answers.append(len(put(ledger, keys(1)))))
+    thread.start()
+    thread.join(60)
+    assert answers == [1], "other threads get in"
+    ledger.reap()
+    all_can_be_used(ledger)
+    ledger.close()

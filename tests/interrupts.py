@@ -1,0 +1,71 @@
+"""Exceptions that a signal handler raises at random moments, for tests. Only on the main thread."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import signal
+import sys
+from collections.abc import Callable, Iterator
+
+__all__ = ["Interrupted", "interrupts", "release_logging"]
+
+
+class Interrupted(BaseException):
+    """Raised by the signal handler, as KeyboardInterrupt is."""
+
+
+@contextlib.contextmanager
+def interrupts(
+    seed: int, seconds: tuple[float, float] = (-4.5, -2.3), again_seconds: float = 0.02
+) -> Iterator[Callable[[Callable[[], object]], bool]]:
+    """What it yields calls something until an exception comes, at a random moment; returns True.
+
+    `seconds`: the range of that moment, as powers of ten. If the exception is lost, in a finalizer of whatever is
+    collected meanwhile, another comes `again_seconds` later. Tests that use it need
+    `pytest.mark.timeout(method="thread")`: the other method has the timer that this uses.
+    """
+    chance, before, report = random.Random(seed), signal.getsignal(signal.SIGALRM), sys.unraisablehook
+    armed = False
+
+    def handler(*_: object) -> None:
+        if armed:
+            raise Interrupted
+
+    def until_interrupted(work: Callable[[], object]) -> bool:
+        nonlocal armed
+        try:
+            armed = True
+            signal.setitimer(signal.ITIMER_REAL, 10 ** chance.uniform(*seconds), again_seconds)
+            while True:
+                work()
+        except Interrupted:
+            armed = False
+            release_logging()
+            return True
+
+    def report_others(lost: sys.UnraisableHookArgs) -> None:
+        if lost.exc_type is not Interrupted:
+            report(lost)
+
+    signal.signal(signal.SIGALRM, handler)
+    sys.unraisablehook = report_others
+    try:
+        yield until_interrupted
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        sys.unraisablehook = report
+
+
+def release_logging() -> None:
+    """Give back the locks of Python's own logging, which an exception in `acquire` leaves taken.
+
+    Every other thread would wait at its next log line, in this test and in all that follow in this process.
+    """
+    handlers = [*logging.getLogger().handlers, *logging.getLogger("pagoda").handlers]
+    locks = [logging._lock, *(handler.lock for handler in handlers)]  # type: ignore[attr-defined]
+    for lock in locks:
+        while lock is not None and lock._is_owned():
+            lock.release()

@@ -1,0 +1,885 @@
+"""Stores of several layouts in one root: who gets how much, who gives, and that nothing is lost by it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from blake3 import blake3
+
+from pagoda.clock import Clock
+from pagoda.errors import NoRoomError, StoreError
+from pagoda.ledger import Ledger, Present, Reserved, StoreSpec, keeping, namespaces, sharing
+from pagoda.ledger.state import Kind, Mark, set_mark
+from pagoda.ledger.upkeep import Upkeep
+from pagoda.ledger.writing import Writing
+from pagoda.slab import FileSlab, MemorySlab, aligned
+from tests.faults.support import ROOT, AfterReboot, own_mounts, python, succeeded
+from tests.ledger.support import (
+    PATIENT_SECONDS,
+    TENANT,
+    Other,
+    absorb_nothing,
+    child,
+    in_child,
+    keys,
+    wait,
+)
+
+PAGE = 4096
+LIMIT = 64 * PAGE
+KINDS: tuple[Kind, ...] = ("memory", "file")
+
+
+class Room:
+    """One store with its slab, and chunks whose bytes tell their key."""
+
+    def __init__(
+        self, root: Path, name: str = "a", kind: Kind = "memory", pages: int = 1, limit: int = LIMIT,
+        clock: Clock | None = None,
+    ) -> None:  # fmt: skip
+        spec = StoreSpec(root, name, kind, max(1, limit // (pages * PAGE)), pages * PAGE, limit)
+        self.ledger = Ledger.open(spec, clock=clock)
+        self.ledger.register(TENANT, {"model": name})
+        self.size = pages * PAGE
+        slots = self.ledger.slots
+        self.memory = (
+            MemorySlab(self.ledger.slab_path, slots, self.size, self.ledger.lending)
+            if kind == "memory"
+            else None
+        )
+        self.file = FileSlab(self.ledger.slab_path, slots, self.size) if kind == "file" else None
+
+    def bytes_of(self, key: bytes) -> np.ndarray:
+        return np.frombuffer(blake3(key).digest(self.size), np.uint8)
+
+    def write(self, slot: int, key: bytes) -> None:
+        if self.memory is not None:
+            self.memory.view(slot)[:] = self.bytes_of(key)
+        if self.file is not None:
+            room = aligned(self.size)
+            room[:] = self.bytes_of(key)
+            self.file.write(slot, [room])
+
+    def read(self, slot: int) -> np.ndarray:
+        if self.memory is not None:
+            return self.memory.view(slot).copy()
+        room = aligned(self.size)
+        assert self.file is not None
+        self.file.read(slot, [room])
+        return room
+
+    def put(self, wanted: Sequence[bytes]) -> int:
+        """Store single chunks; how many are there."""
+        done = 0
+        for key in wanted:
+            got = self.ledger.reserve([key], namespace=TENANT, tokens=16, deadline_seconds=PATIENT_SECONDS)[0]
+            if isinstance(got, Reserved):
+                self.write(got.slot, key)
+                done += self.ledger.commit([got], deadline_seconds=PATIENT_SECONDS)[0]
+            done += isinstance(got, Present)
+        return done
+
+    def get(self, wanted: Sequence[bytes], touch: bool = True) -> int:
+        """Read single chunks and compare every byte; how many were there."""
+        found = 0
+        for key in wanted:
+            match = self.ledger.match([key], touch=touch, deadline_seconds=PATIENT_SECONDS)
+            if len(match.slots):
+                copy = self.read(int(match.slots[0]))
+                if self.ledger.still_valid(match.slots, match.generations)[0]:
+                    assert np.array_equal(copy, self.bytes_of(key)), "wrong bytes"
+                    found += 1
+        return found
+
+    def more(self, pieces: int = 1) -> bool:
+        """What the thread of the ledger does when there are too few slots."""
+        done = [self.ledger.share.more() for _ in range(pieces)]
+        return all(done)
+
+    @property
+    def pages(self) -> int:
+        """The bytes that the slab takes, in pages."""
+        return os.stat(self.ledger.slab_path).st_blocks * 512 // PAGE
+
+    @property
+    def backed(self) -> int:
+        return sum(map(len, self.ledger.backed()))
+
+    def check(self) -> None:
+        """The tables add up, and every slot that may be reserved has pages."""
+        self.ledger.check()
+        gauges = self.ledger.gauges()
+        assert self.backed == gauges["slots"] - gauges["unbacked"]
+        if self.memory is not None:
+            assert self.pages * PAGE >= self.backed * self.size
+
+    def close(self) -> None:
+        self.ledger.close()
+        for slab in (self.memory, self.file):
+            if slab is not None:
+                slab.close()
+
+
+@pytest.fixture(autouse=True)
+def no_thread(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is taken but by `more`, unless the test is about that."""
+    if "threads" not in request.fixturenames:
+        monkeypatch.setattr(Upkeep, "wake", lambda *_, **__: None)
+
+
+@pytest.fixture
+def threads() -> None:
+    """For a test with the ledgers' own threads."""
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    found: Kind = request.param
+    return found
+
+
+def test_a_store_that_is_alone_has_all_at_once(shm_root: Path, kind: Kind) -> None:
+    one = Room(shm_root, kind=kind)
+    assert (one.backed, one.pages, one.ledger.gauges()["free"]) == (64, 64, 64)
+    assert not one.more()
+    one.check()
+    one.close()
+
+
+def test_two_layouts_used_in_turn_keep_what_they_have(shm_root: Path, kind: Kind) -> None:
+    for turn in range(4):
+        for name, pages in (("a", 1), ("b", 2)):
+            room = Room(shm_root, name, kind, pages)
+            wanted = keys(*range(8)) if name == "a" else keys(*range(100, 106))
+            assert room.get(wanted) == (len(wanted) if turn else 0)
+            assert room.put(wanted) == len(wanted)
+            room.check()
+            room.close()
+
+
+def test_a_second_layout_opens_beside_a_full_one_and_gets_its_share_in_pieces(
+    shm_root: Path, kind: Kind
+) -> None:
+    one = Room(shm_root, kind=kind)
+    cold, hot = keys(*range(32)), keys(*range(32, 64))
+    assert one.put(cold) == 32 and one.put(hot) == 32
+    two = Room(shm_root, "b", kind, pages=2)
+    assert 0 < two.backed * 2 <= 32 and one.pages + two.pages <= 64
+    two.put(keys(*range(100, 200)))
+    while two.more():
+        assert one.pages + two.pages <= 64
+    assert two.pages == 32 and one.pages == 32
+    assert one.get(cold, touch=False) == 0 and one.get(hot) == 32, "the coldest went"
+    assert two.put(keys(*range(200, 216))) == two.get(keys(*range(200, 216))) == 16
+    for room in (one, two):
+        room.check()
+        room.close()
+
+
+def test_a_thread_of_the_ledger_gets_what_is_lacking(shm_root: Path, threads: None) -> None:
+    one, two = Room(shm_root), Room(shm_root, "b")
+    until = time.monotonic() + PATIENT_SECONDS
+    number = 0
+    while two.backed < 32 and time.monotonic() < until:
+        two.put(keys(number))
+        number += 1
+    assert two.backed == 32
+    for room in (one, two):
+        room.check()
+        room.close()
+
+
+def test_a_thread_that_was_woken_at_its_end_is_started_again(shm_root: Path, threads: None) -> None:
+    one = Room(shm_root, limit=LIMIT)
+    one.ledger._upkeep._woken.set()  # and it ended without seeing it
+    one.ledger._upkeep.wake(lacks=True)
+    thread = one.ledger._upkeep._thread
+    assert thread is not None and thread.is_alive()
+    one.close()
+
+
+def test_who_is_at_its_share_takes_only_what_is_colder_and_of_nobody_who_is_within_his(
+    shm_root: Path, kind: Kind
+) -> None:
+    one = Room(shm_root, kind=kind)
+    one.put(keys(*range(64)))
+    one.close()
+    two = Room(shm_root, "b", kind)
+    two.more(100)
+    assert two.backed == 32
+    two.put(keys(*range(100, 132)))
+    two.more()
+    assert two.backed > 32, "what nobody has open and is colder goes"
+    one = Room(shm_root, kind=kind)
+    before = one.backed
+    one.get(keys(*range(64)))
+    two.get(keys(*range(100, 132)))  # so that what `one` has is colder
+    assert not two.more()
+    assert one.backed == before, "in use, and within its share"
+    for room in (one, two):
+        room.check()
+        room.close()
+
+
+def test_what_is_free_is_taken_before_anything_goes(shm_root: Path, kind: Kind) -> None:
+    one = Room(shm_root, kind=kind)
+    one.put(keys(*range(8)))
+    two = Room(shm_root, "b", kind)
+    while two.more():
+        pass
+    assert two.backed == 32 and one.get(keys(*range(8))) == 8
+    for room in (one, two):
+        room.check()
+        room.close()
+
+
+def test_nothing_that_is_kept_is_taken(shm_root: Path) -> None:
+    one = Room(shm_root)
+    one.put(keys(*range(64)))
+    rooms = [r for r in one.ledger.reserve(keys(1000, 1001), namespace=TENANT) if isinstance(r, Reserved)]
+    pinned, held, leased = keys(*range(2, 12)), keys(*range(12, 22)), keys(*range(22, 52))
+    assert one.ledger.pin(pinned, "ann") == 10
+    for key in held:
+        match = one.ledger.match([key], touch=False)
+        assert one.ledger.hold(match.slots, match.generations) == [True]
+    for key in leased:
+        one.ledger.match([key], touch=False, lease_seconds=60.0)
+    two = Room(shm_root, "b")
+    while two.more():
+        pass
+    for item in rooms:
+        one.write(item.slot, item.key)
+    assert one.ledger.commit(rooms) == [True, True]
+    assert one.get([*pinned, *held, *leased, *keys(1000, 1001)]) == 52
+    for room in (one, two):
+        room.check()
+        room.close()
+
+
+@pytest.mark.parametrize("how", ["pinned", "held"])
+def test_what_is_kept_and_cold_hides_nothing_behind_it(shm_root: Path, how: str) -> None:
+    one = Room(shm_root)
+    one.put(keys(*range(64)))
+    kept = keys(*range(16))  # more than a piece, and the coldest
+    if how == "pinned":
+        assert one.ledger.pin(kept, "ann") == 16
+    else:
+        for key in kept:
+            match = one.ledger.match([key], touch=False)
+            assert one.ledger.hold(match.slots, match.generations) == [True]
+    two = Room(shm_root, "b")
+    while two.more():
+        pass
+    assert (one.backed, two.backed) == (32, 32)
+    assert one.get([*kept, *keys(*range(48, 64))]) == 32
+    for room in (one, two):
+        room.check()
+        room.close()
+
+
+def test_a_taking_from_a_store_that_keeps_all_ends(shm_root: Path) -> None:
+    one = Room(shm_root)
+    one.put(keys(*range(64)))
+    for key in keys(*range(64)):
+        match = one.ledger.match([key], touch=False)
+        assert one.ledger.hold(match.slots, match.generations) == [True]
+    with pytest.raises(NoRoomError, match="open in this process"):
+        Room(shm_root, "b")
+    assert one.get(keys(*range(64))) == 64
+    one.close()
+
+
+@pytest.mark.parametrize("how", ["damaged", "reboot"])
+def test_an_idle_store_that_cannot_be_used_any_more_gives_its_room(shm_root: Path, how: str) -> None:
+    def fill() -> None:
+        room = Room(shm_root)
+        room.put(keys(*range(64)))
+        room.close()
+
+    in_child(fill)
+    clock = Clock()
+    if how == "damaged":
+        set_mark(shm_root / "a", Mark.DAMAGED, 1)
+    else:
+        clock = AfterReboot()
+    two = Room(shm_root, "b", clock=clock)
+    assert two.backed and two.put(keys(*range(100, 164))) == 64
+    while two.more():
+        pass
+    assert two.backed == 64 and not (shm_root / "a").exists()
+    two.check()
+    two.close()
+
+
+@pytest.mark.parametrize("hot", [range(8), range(56, 64)], ids=["the first slots", "the last slots"])
+def test_holes_of_an_idle_store_that_is_to_be_scanned_are_no_room(shm_root: Path, hot: range) -> None:
+    one = Room(shm_root, kind="file")
+    one.put(keys(*range(64)))
+    one.get(keys(*hot))
+    one.close()
+    one = Room(shm_root, kind="file", limit=8 * PAGE)
+    assert one.backed == one.pages == 8
+    one.close()
+    (shm_root / "a" / "data.mdb").unlink()
+    two = Room(shm_root, "b", "file", limit=8 * PAGE)
+    assert two.backed == 2, "half of its share at once"
+    while two.more():
+        pass
+    assert two.backed >= 4 and two.pages + one.pages == 8
+    two.check()
+    two.close()
+    one = Room(shm_root, kind="file", limit=8 * PAGE)
+    one.check()
+    absorb_nothing(one.ledger)
+    one.check()
+    one.close()
+
+
+def test_holes_that_a_scan_finds_are_not_given_out(shm_root: Path) -> None:
+    one = Room(shm_root, kind="file")
+    one.put(keys(*range(64)))
+    one.close()
+    Room(shm_root, kind="file", limit=8 * PAGE).close()
+    (shm_root / "a" / "data.mdb").unlink()
+    one = Room(shm_root, kind="file", limit=8 * PAGE)
+    absorb_nothing(one.ledger)
+    assert one.backed == one.pages == 8
+    one.put(keys(*range(64)))
+    assert one.backed == one.pages == 8
+    one.check()
+    one.close()
+
+
+def test_a_file_system_without_holes_costs_no_chunk(
+    shm_root: Path, kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "no holes here")
+
+    one = Room(shm_root, kind=kind)
+    one.put(keys(*range(64)))
+    monkeypatch.setattr(sharing, "punch", refuses)
+    with pytest.raises(NoRoomError, match="open in this process"):
+        Room(shm_root, "b", kind)
+    assert one.get(keys(*range(64))) == one.backed == 64
+    one.check()
+    one.close()
+
+
+def test_pages_that_a_gpu_knows_stay(shm_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Room(shm_root)
+    one.put(keys(*range(64)))
+    assert one.ledger.uses_device() == [range(64)]
+    with pytest.raises(NoRoomError, match=f"a holds {LIMIT:,}, open in this process"):
+        Room(shm_root, "b")
+    assert one.get(keys(*range(64))) == 64
+    one.close()
+    two = Room(shm_root, "b")
+    assert two.backed
+    two.close()
+
+
+def test_an_error_names_who_holds_the_room(shm_root: Path) -> None:
+    (shm_root / "strange").mkdir()
+    (shm_root / "strange" / "locks").touch()
+    (shm_root / "strange" / "state").write_text("of a later version")
+    (shm_root / "strange" / "slab").write_bytes(bytes(LIMIT))
+    with pytest.raises(NoRoomError) as told:
+        Room(shm_root)
+    said = str(told.value)
+    assert "strange holds" in said and "does not know" in said and "-" not in said.replace(str(shm_root), "")
+    assert (shm_root / "strange" / "slab").stat().st_size == LIMIT, "and left alone"
+    assert not (shm_root / "a").exists()
+
+    def hold() -> None:
+        other = Room(shm_root / "other")
+        other.ledger.uses_device()
+
+    with (
+        Other(hold) as process,
+        pytest.raises(NoRoomError, match=f"a holds {LIMIT:,}, open in process {process.pid}"),
+    ):
+        Room(shm_root / "other", "b")
+
+
+# sizes
+
+
+@pytest.mark.parametrize("limits", [(64, 16, 64, 8, 100), (8, 64, 9), (64, 1, 33)])
+def test_sizes_change_at_any_restart_and_keep_what_fits(
+    shm_root: Path, kind: Kind, limits: tuple[int, ...]
+) -> None:
+    stored: list[bytes] = []
+    number = 0
+    for limit in limits:
+        room = Room(shm_root, kind=kind, limit=limit * PAGE)
+        assert room.backed == room.pages == limit
+        assert room.get(stored[-limit:], touch=False) == min(limit, len(stored)), "the coldest went"
+        stored = stored[-limit:]
+        new = keys(*range(number, number + limit // 2))
+        assert room.put(new) == len(new)
+        number += len(new)
+        stored = (stored + new)[-limit:]
+        assert room.get(stored, touch=False) == len(stored)
+        room.check()
+        room.close()
+
+
+def test_a_size_of_another_time_does_not_count_for_who_only_looks(shm_root: Path) -> None:
+    in_child(lambda: Room(shm_root).close())
+    two = Room(shm_root, "b", limit=16 * PAGE)
+    assert two.pages + os.stat(shm_root / "a" / "slab").st_blocks * 512 // PAGE <= 16
+    looks = Ledger.attach(shm_root / "a")  # with 64 slots
+    while two.more():
+        pass
+    assert two.pages + os.stat(looks.slab_path).st_blocks * 512 // PAGE <= 16
+    looks.close()
+    two.close()
+
+
+def test_a_smaller_size_beside_others_waits_for_them(shm_root: Path) -> None:
+    def fill() -> None:
+        room = Room(shm_root)
+        room.put(keys(*range(64)))
+        kept.append(room)
+
+    kept: list[Room] = []
+    with Other(fill):  # first: a child made later would share what this process has open
+        one = Room(shm_root, limit=8 * PAGE)
+        assert one.backed == 64 and one.get(keys(*range(64))) == 64
+        one.close()
+    one = Room(shm_root)
+    assert one.get(keys(*range(64))) == 64
+    in_child(lambda: Room(shm_root, "b", limit=8 * PAGE).close())
+    assert one.backed + 8 >= 64, "who asks for little takes little"
+    one.check()
+    one.close()
+    one = Room(shm_root, limit=8 * PAGE)
+    assert one.backed == one.pages == 4, "the other half is b's share"
+    one.close()
+
+
+# dying
+
+
+def test_killed_before_a_taking_is_published(
+    shm_root: Path, kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Room(shm_root, kind=kind)
+    one.put(keys(*range(64)))
+    matches = [one.ledger.match([key], touch=False) for key in keys(*range(64))]
+    real = keeping.vacate
+
+    def vacates(
+        writing: Writing, count: int, victims: Sequence[tuple[int, int]], in_memory: bool
+    ) -> list[int]:
+        monkeypatch.setattr(Writing, "publish", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        return real(writing, count, victims, in_memory)
+
+    def take() -> None:
+        monkeypatch.setattr(keeping, "vacate", vacates)
+        Room(shm_root, "b", kind)
+
+    assert wait(child(take)) == -signal.SIGKILL
+    two = Room(shm_root, "b", kind)
+    while two.more():
+        pass
+    for key, match in zip(keys(*range(64)), matches, strict=True):
+        copy = one.read(int(match.slots[0]))
+        if one.ledger.still_valid(match.slots, match.generations)[0]:
+            assert np.array_equal(copy, one.bytes_of(key)), "who was reading it took zeros for the chunk"
+    for room in (one, two):
+        room.check()
+        room.close()
+
+
+@pytest.mark.parametrize("step", ["vacate", "punch", "punched", "allocate_range", "allocated"])
+def test_killed_at_any_step_of_a_taking(
+    shm_root: Path, kind: Kind, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Room(shm_root, kind=kind)
+    one.put(keys(*range(64)))
+    one.get(keys(*range(40, 64)))
+    name = {"punched": "punch", "allocated": "allocate_range"}.get(step, step)
+    place = keeping if step == "vacate" else sharing
+    real = getattr(place, name)
+
+    def dies(*arguments: int) -> object:
+        if (
+            name == "punch" and arguments[1] >= os.fstat(arguments[0]).st_size
+        ):  # asks whether there can be holes
+            return real(*arguments)
+        if step in ("punched", "allocated"):
+            real(*arguments)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def take() -> None:
+        monkeypatch.setattr(place, name, dies)
+        Room(shm_root, "b", kind).more(10)
+
+    assert wait(child(take)) == -signal.SIGKILL
+    one.check()
+    left = one.get(keys(*range(40, 64)))
+    assert left == 24
+    two = Room(shm_root, "b", kind)
+    while two.more():
+        pass
+    assert two.backed == 32 and two.pages == 32 and one.pages == 32, "nothing is lost for good"
+    assert one.get(keys(*range(40, 64))) == 24
+    two.put(keys(*range(100, 132)))
+    assert two.get(keys(*range(100, 132))) == 32
+    for room in (one, two):
+        room.check()
+        room.close()
+
+
+# beside each other
+
+
+def test_a_view_keeps_its_pages_and_one_of_a_bare_slot_touches_none(shm_root: Path) -> None:
+    one = Room(shm_root)
+    one.put(keys(0))
+    match = one.ledger.match(keys(0), touch=False)
+    slot = int(match.slots[0])
+    assert one.memory is not None
+    view = one.memory.view(slot)[16:].view(np.uint64)[1:]
+    one.ledger.share.give(LIMIT, idle=False)
+    assert one.backed == 0 and one.pages == 1, "what was lent stays for now"
+    assert not one.ledger.still_valid(match.slots, match.generations)[0]
+    assert np.array_equal(view, one.bytes_of(keys(0)[0])[16:].view(np.uint64)[1:])
+    assert not one.memory.view(slot).any(), "of a slot without pages there are zeros"
+    del view
+    one.ledger.share.give(1, idle=False)
+    assert one.pages == 0
+    assert not one.memory.view(slot).any() and one.pages == 0
+    while one.more():
+        pass
+    assert one.backed == 64 and one.put(keys(*range(64))) == 64 and one.get(keys(*range(64))) == 64
+    one.check()
+    one.close()
+
+
+def test_the_view_of_another_process_keeps_its_pages_until_it_dies(shm_root: Path) -> None:
+    one, two = Room(shm_root), Room(shm_root, "b")
+    one.put(keys(*range(48)))
+    coldest = [slot for slot, _ in one.ledger.coldest(2)]
+    kept: list[object] = []
+
+    def look() -> None:
+        room = Room(shm_root)
+        assert room.memory is not None
+        kept.extend([room, room.memory.views(coldest)])
+
+    with Other(look):
+        assert one.ledger.share.give(PAGE * 8, idle=False) == PAGE * 6
+        assert (one.backed, one.pages) == (40, 42)
+    assert one.ledger.share.give(PAGE * 2, idle=False) == PAGE * 2
+    assert (one.backed, one.pages) == (40, 40)
+    for room in (one, two):
+        room.check()
+        room.close()
+
+
+def test_the_views_of_the_dead_are_not_those_of_the_next_member(shm_root: Path) -> None:
+    one, two = Room(shm_root), Room(shm_root, "b")
+    one.put(keys(*range(48)))
+    coldest = [slot for slot, _ in one.ledger.coldest(2)]
+    kept: list[object] = []
+
+    def look() -> None:
+        room = Room(shm_root)
+        assert room.memory is not None
+        kept.extend([room, *[room.memory.views(coldest) for _ in range(3)]])
+
+    def join() -> None:
+        kept.append(Room(shm_root))
+        assert one.get(keys(47)) == 1  # as a member of its own, in the row of the dead one
+
+    Other(look).end()
+    with Other(join):
+        assert one.ledger.share.give(PAGE * 8, idle=False) == PAGE * 8
+    for room in (one, two):
+        room.check()
+        room.close()
+
+
+def test_a_forked_child_lends_for_itself_and_gives_nothing_back_for_its_parent(shm_root: Path) -> None:
+    one, two = Room(shm_root), Room(shm_root, "b")
+    one.put(keys(*range(48)))
+    coldest = [slot for slot, _ in one.ledger.coldest(4)]
+    assert one.memory is not None
+    views = one.memory.views(coldest[:2])
+    kept: list[object] = []
+
+    def act() -> None:
+        views.clear()
+        assert one.memory is not None
+        kept.extend(one.memory.views(coldest[2:3]))  # before any other call
+
+    with Other(act):
+        assert one.ledger.share.give(4 * PAGE, idle=False) == PAGE
+        views.clear()
+        assert one.ledger.share.give(PAGE, idle=False) == 2 * PAGE
+    assert one.ledger.share.give(PAGE, idle=False) == PAGE
+    assert one.backed == one.pages == 44
+    for room in (one, two):
+        room.check()
+        room.close()
+
+
+def test_several_layouts_at_once_over_many_takings(shm_root: Path, kind: Kind, threads: None) -> None:
+    def work(name: str, pages: int, seed: int) -> Callable[[], None]:
+        def act() -> None:
+            dice = random.Random(seed)
+            room = Room(shm_root, name, kind, pages)
+            for turn in range(60):
+                first = dice.randrange(200)
+                wanted = keys(*range(first, first + 20))
+                for step in (room.get, room.put, room.get):
+                    step(wanted)
+                if turn % 10 == 5:
+                    room.check()
+                if turn % 20 == 19:
+                    room.close()
+                    room = Room(shm_root, name, kind, pages)
+            room.close()
+
+        return act
+
+    layouts = [("a", 1), ("b", 2), ("a", 1), ("c", 3)]
+    children = [child(work(name, pages, seed)) for seed, (name, pages) in enumerate(layouts)]
+    assert [wait(pid) for pid in children] == [0, 0, 0, 0]
+    rooms = [Room(shm_root, name, kind, pages) for name, pages in layouts[1:]]
+    for room in rooms:
+        room.check()
+    assert sum(room.pages for room in rooms) <= 64
+    for room in rooms:
+        room.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_anything_in_any_order_adds_up(shm_root: Path, kind: Kind, seed: int) -> None:
+    dice, rooms = random.Random(seed), dict[str, Room]()
+    pages = {"a": 1, "b": 2, "c": 5}
+    for _ in range(120):
+        name = dice.choice("abc")
+        room = rooms.get(name)
+        if room is None:
+            limit = dice.choice([LIMIT, LIMIT // 2, LIMIT * 2])
+            with contextlib.suppress(NoRoomError):  # what is kept by all the others is not taken
+                rooms[name] = Room(shm_root, name, kind, pages[name], limit)
+            continue
+        wanted = keys(*range(first := dice.randrange(60), first + dice.randrange(1, 12)))
+        match dice.randrange(9):
+            case 0 | 1 | 2:
+                room.put(wanted)
+            case 3:
+                room.get(wanted)
+            case 4 | 5:
+                room.more()
+            case 6:
+                room.ledger.share.give(dice.randrange(1, 20) * PAGE, idle=False)
+            case 7:
+                (room.ledger.pin if dice.random() < 0.5 else room.ledger.unpin)(wanted, "ann")
+            case 8:
+                rooms.pop(name).close()
+        for other in rooms.values():
+            other.check()
+        assert sum(other.pages for other in rooms.values()) * PAGE <= 2 * LIMIT
+    for room in rooms.values():
+        room.get(keys(*range(72)))
+        room.check()
+        room.close()
+
+
+def test_a_file_system_that_is_full_in_the_middle_gives_fewer_slots(
+    shm_root: Path, kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Room(shm_root, kind=kind)
+    one.put(keys(*range(64)))
+    one.ledger.share.give(LIMIT // 2, idle=False)
+    real, left = sharing.allocate_range, [3]
+
+    def allocate(fd: int, offset: int, nbytes: int) -> bool:
+        left[0] -= 1
+        return left[0] >= 0 and real(fd, offset, nbytes)
+
+    monkeypatch.setattr(sharing, "_RANGE_BYTES", 2 * PAGE)
+    monkeypatch.setattr(sharing, "allocate_range", allocate)
+    before = one.backed
+    one.more()
+    assert one.backed == one.pages == before + 6
+    one.check()
+    assert one.put(keys(*range(100, 100 + one.backed))) == one.backed
+    one.check()
+    one.close()
+
+
+FULL = """
+import os, subprocess, sys, threading
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from tests.ledger.support import keys
+from tests.ledger.test_sharing import Room
+
+where = Path(sys.argv[1])
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=48m,mode=0700", "tmpfs", where], check=True)
+one = Room(where / "root", "a", pages=64, limit=32 << 20)
+assert one.put(keys(*range(128))) == 128
+match = one.ledger.match(keys(7), touch=False)
+views = one.memory.views(match.slots.tolist())  # of a reader that stands still all the time
+stop, wrong = threading.Event(), []
+
+def reads():
+    try:
+        while not stop.is_set():
+            one.get(keys(*range(0, 128, 3)))
+    except BaseException as error:
+        wrong.append(error)
+
+readers = [threading.Thread(target=reads) for _ in range(2)]
+for reader in readers:
+    reader.start()
+two = Room(where / "root", "b", pages=32, limit=32 << 20)
+fd = os.open(where / "junk", os.O_CREAT | os.O_WRONLY)
+for turn in range(30):
+    for piece in (1 << 20, 4096, 1):
+        try:
+            while True:
+                os.write(fd, bytes(piece))
+        except OSError:
+            pass
+    two.put(keys(*range(turn * 50, turn * 50 + 50)))
+    two.get(keys(*range(turn * 50, turn * 50 + 50)))
+    two.more()
+    one.put(keys(*range(turn * 20, turn * 20 + 10)))
+    one.more()
+stop.set()
+for reader in readers:
+    reader.join()
+assert not wrong, wrong
+assert not one.ledger.still_valid(match.slots, match.generations)[0], "it was to go"
+assert one.memory.array[match.slots[0]].any(), "every page is there still"
+del views
+one.check()
+two.check()
+print("fine", one.backed, two.backed)
+"""
+
+
+def test_a_full_file_system_is_never_a_signal(tmp_path: Path) -> None:
+    assert "fine" in succeeded(python(FULL, tmp_path, ROOT, before=own_mounts(), seconds=200))
+
+
+def test_pages_behind_the_slots_that_were_ever_used_come_back(shm_root: Path, kind: Kind) -> None:
+    one = Room(shm_root, kind=kind)
+    one.put(keys(*range(64)))
+    two = Room(shm_root, "b", kind)
+    backed = two.backed
+    fd = os.open(two.ledger.slab_path, os.O_RDWR)
+    os.posix_fallocate(fd, backed * PAGE, 8 * PAGE)  # as who is killed before it says so
+    os.close(fd)
+    assert two.pages == backed + 8
+    two.ledger.share.give(PAGE, idle=False)
+    assert two.pages == two.backed == backed
+    for room in (one, two):
+        room.check()
+        room.close()
+
+
+def test_an_allocation_that_fails_in_the_middle_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.posix_fallocate
+
+    def half(fd: int, offset: int, nbytes: int) -> None:  # as file systems do that know no way back
+        real(fd, offset, nbytes // 2)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with open(tmp_path / "slab", "w+b") as slab:
+        slab.truncate(16 * PAGE)
+        real(slab.fileno(), 0, PAGE)
+        monkeypatch.setattr(os, "posix_fallocate", half)
+        assert not sharing.allocate_range(slab.fileno(), 4 * PAGE, 8 * PAGE)
+        assert os.fstat(slab.fileno()).st_blocks * 512 == PAGE
+
+
+def test_a_scan_that_ends_by_a_taking_leaves_no_tenant_without_chunks(shm_root: Path) -> None:
+    one = Room(shm_root, kind="file")
+    one.put(keys(*range(64)))
+    one.ledger.clear(TENANT)
+    one.put(keys(*range(64)))
+    one.close()
+    set_mark(shm_root / "a", Mark.DAMAGED, 1)
+    one = Room(shm_root, kind="file")
+    assert len(one.ledger.unscanned()) == 64 and list(one.ledger._paged(namespaces.tenants))
+    one.ledger.share.give(LIMIT, idle=True)
+    assert not one.ledger.unscanned() and one.pages == 0
+    assert not list(one.ledger._paged(namespaces.tenants))
+    one.close()
+
+
+def test_a_directory_that_was_replaced_gives_nothing(shm_root: Path, kind: Kind) -> None:
+    one = Room(shm_root, kind=kind)
+    one.put(keys(*range(64)))
+    shutil.copytree(shm_root / "a", shm_root / "copy")
+    os.rename(shm_root / "a", shm_root / "away")
+    os.rename(shm_root / "copy", shm_root / "a")
+    before = one.pages
+    with contextlib.suppress(StoreError):
+        one.ledger.share.give(LIMIT, idle=False)
+    assert one.pages == before == 64, "what lies there now is another's"
+    one.close()
+
+
+def test_what_others_use_gives_no_more_than_is_above_its_share(shm_root: Path, kind: Kind) -> None:
+    one, two = Room(shm_root, kind=kind), Room(shm_root, "b", kind)
+    one.put(keys(*range(one.backed)))
+    assert one.backed > 32
+
+    def use() -> None:
+        assert one.get(keys(0)) == 1
+
+    with Other(use):
+        one.ledger.share.give(LIMIT, idle=True)
+        assert one.backed == one.pages == 32
+    for room in (one, two):
+        room.check()
+        room.close()
+
+
+def test_the_limit_of_a_store_that_nobody_has_open_counts_no_more(shm_root: Path, kind: Kind) -> None:
+    one = Room(shm_root, kind=kind, limit=2 * LIMIT)
+    one.put(keys(*range(128)))
+    one.ledger.share.give(112 * PAGE, idle=False)
+    assert one.pages == 16
+    one.close()
+    two = Room(shm_root, "b", kind)  # grows into what is free
+    assert os.stat(shm_root / "a" / "slab").st_blocks * 512 + two.pages * PAGE <= LIMIT
+    two.check()
+    two.close()
+
+
+@pytest.mark.parametrize("passing", [".new-0123456789ab", ".gone-0123456789ab"])
+def test_what_was_killed_while_it_made_or_removed_a_store_is_not_grown_beside(
+    shm_root: Path, kind: Kind, passing: str
+) -> None:
+    one = Room(shm_root, kind=kind)
+    one.put(keys(*range(64)))
+    one.ledger.share.give(LIMIT // 2, idle=False)
+    shutil.copytree(shm_root / "a", shm_root / passing)
+    while one.more():
+        pass
+    assert one.pages == 64 and not (shm_root / passing).exists()
+    one.check()
+    one.close()

@@ -1,0 +1,255 @@
+"""A remote tier whose name leads to another server than before, whose connections were forgotten; one far away."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from pagoda.layout import KVLayout
+from pagoda.metrics import Reason
+from pagoda.testing import FakeClock
+from pagoda.tiers import remote, resp
+from pagoda.tiers.link import Put
+from pagoda.tiers.redis import RedisRemote
+from pagoda.tiers.remote_store import Line
+from tests.remote.chunks import (
+    PATIENT_SECONDS,
+    ROOT,
+    chunks_of,
+    ends,
+    fresh_prefix,
+    keys_of,
+    load,
+    payload_of,
+    save,
+    saved,
+    soon,
+    stores,
+    tier_on,
+    wait_until,
+)
+from tests.remote.evil import LyingRedis, endless, growth
+from tests.remote.proxy import Fault, Proxy, proxy_to
+from tests.remote.servers import Server, need, redis_server
+
+redis = pytest.importorskip("redis")
+need("redis-server")
+
+MEDIUM = KVLayout.opaque(4, 300_000, "a chunk that is asked for before it is sent, in one transaction")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with redis_server() as running:
+        yield running
+
+
+@pytest.fixture
+def proxy(server: Server) -> Iterator[Proxy]:
+    with proxy_to(server.port) as running:
+        yield running
+
+
+def through(proxy: Proxy, prefix: str) -> RedisRemote:
+    return RedisRemote(f"redis://127.0.0.1:{proxy.port}", prefix=prefix)
+
+
+def replicates(first: Server, second: Server) -> None:
+    """Make the second a replica of the first, and wait until it has all that this has."""
+    with redis.Redis.from_url(first.url) as master, redis.Redis.from_url(second.url) as replica:
+        replica.replicaof("127.0.0.1", first.port)
+        wait_until(lambda: replica.info("replication")["master_link_status"] == "up")
+        wait_until(lambda: replica.dbsize() == master.dbsize())
+
+
+def test_after_a_failover_writes_and_look_ups_go_to_the_new_master() -> None:
+    """The name moves, the old master becomes a replica, and no connection is cut: READONLY is all that shows it."""
+    options = ("--repl-diskless-sync-delay", "0")
+    prefix, clock = fresh_prefix(), FakeClock()  # nothing rests only for a while: it never gets later
+    keys = keys_of(40)
+    with redis_server(*options) as first, redis_server(*options) as second, proxy_to(first.port) as name:
+        remote = through(name, prefix)
+        with tier_on(remote, clock=clock, deadline_seconds=PATIENT_SECONDS) as tier:
+            assert all(end.ok for end in ends(tier.save(chunks_of(keys[:4]), ROOT)))
+            clock.advance(10.0)  # what was stored is not remembered any more: it is asked for
+            assert tier.find(keys[:4], namespace=ROOT) == 4
+            replicates(first, second)
+            with redis.Redis.from_url(second.url) as client:
+                client.replicaof("NO", "ONE")
+            with redis.Redis.from_url(
+                first.url
+            ) as client:  # its master has another's name for the same chunks
+                client.replicaof("127.0.0.1", second.port)
+            name.target = ("127.0.0.1", second.port)
+            for key in keys[4:24]:
+                (end,) = ends(tier.save(chunks_of([key]), ROOT))
+                assert end.ok, end.reason
+            with redis.Redis.from_url(second.url) as client:
+                assert client.dbsize() == 24
+                first.stop()  # who still asked it would wait
+                try:
+                    clock.advance(10.0)
+                    assert tier.find(keys[:24], namespace=ROOT) == 24
+                finally:
+                    first.cont()
+            assert tier.stats()["drop_io_error"] == 0
+
+
+def test_a_replica_serves_and_is_asked_for_writes_now_and_then() -> None:
+    with redis_server("--repl-diskless-sync-delay", "0") as first, redis_server() as second:
+        prefix, keys = fresh_prefix(), keys_of(30)
+        saved(RedisRemote(first.url, prefix=prefix), keys[:4])
+        replicates(first, second)
+        with tier_on(RedisRemote(second.url, prefix=prefix), deadline_seconds=PATIENT_SECONDS) as tier:
+            for key in keys[4:20]:
+                assert save(tier, [key])[0].reason is Reason.IO_ERROR
+            assert load(tier, keys[:4]) == [None] * 4
+            assert tier.find(keys[:4], namespace=ROOT) == 4 and not tier.resting
+            with redis.Redis.from_url(second.url) as client:
+                client.replicaof("NO", "ONE")
+            stores(tier, keys[4:])
+
+
+@pytest.mark.parametrize("said", ["LOADING x", "MASTERDOWN x", "CLUSTERDOWN x", "BUSY x"])
+def test_a_server_that_is_not_ready_is_left_and_the_next_one_is_used(server: Server, said: str) -> None:
+    liar, prefix, keys = LyingRedis(server.port), fresh_prefix(), keys_of(3)
+    saved(RedisRemote(server.url, prefix=prefix), keys)
+    try:
+        with proxy_to(liar.port) as name, tier_on(through(name, prefix), clock=FakeClock()) as tier:
+            assert load(tier, keys) == [None] * 3 and tier.find(keys, namespace=ROOT) == 3
+            for command in (b"HGET", b"EXISTS"):
+                liar.lies[command] = lambda _: [f"-{said}\r\n".encode()]
+            name.target = ("127.0.0.1", server.port)
+            assert load(tier, keys) == [None] * 3
+            assert tier.stats()["miss_io_error"] == 0
+    finally:
+        liar.close()
+
+
+# ---- connections that were forgotten
+
+
+def test_an_idle_connection_that_was_forgotten_costs_nothing(
+    server: Server, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix, keys = fresh_prefix(), keys_of(3)
+    saved(RedisRemote(server.url, prefix=prefix), keys)
+    monkeypatch.setattr(resp, "IDLE_SECONDS", 0.5)
+    with tier_on(through(proxy, prefix), deadline_seconds=PATIENT_SECONDS) as tier, soon(PATIENT_SECONDS):
+        assert load(tier, keys, seconds=PATIENT_SECONDS) == [None] * 3
+        time.sleep(0.6)
+        proxy.forget()
+        assert load(tier, keys, seconds=PATIENT_SECONDS) == [None] * 3
+        assert not any(tier.stats()[f"miss_{reason}"] for reason in Reason)
+
+
+def test_connections_that_were_forgotten_in_use_cost_one_deadline_and_no_rest(proxy: Proxy) -> None:
+    """With a clock that stands still: what rests would rest for ever."""
+    with tier_on(through(proxy, fresh_prefix()), clock=FakeClock()) as tier:
+        store = tier._store
+        lines = [Line(store) for _ in range(3)]
+
+        def pinged(line: Line) -> object:
+            return line.use(lambda link: link.ping(store.until()), "a ping")
+
+        assert [pinged(line) for line in lines] == [None] * 3
+        proxy.forget()
+        threads = [threading.Thread(target=pinged, args=(line,)) for line in lines[:2]]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENT_SECONDS)
+        assert store.breaker.open and not store.breaker.resting
+        assert pinged(lines[2]) is None, "it is as old, so it was replaced"
+        assert not store.breaker.open
+        for line in lines:
+            line.close()
+
+
+def test_the_connection_for_look_ups_is_kept_open(server: Server, proxy: Proxy) -> None:
+    remote, keys = through(proxy, fresh_prefix()), keys_of(1)
+    remote.keepalive_seconds = 0.05
+    with tier_on(remote) as tier:
+        tier._threads.start()
+        time.sleep(0.2)
+        assert proxy.connections == 0, "nobody asked for one"
+        tier.find(keys, namespace=ROOT)
+        asked = proxy.traffic
+        wait_until(lambda: proxy.traffic != asked)
+        assert proxy.connections == 1 and not tier.resting
+
+
+# ---- writers
+
+
+def test_machines_that_compute_the_same_send_it_once(server: Server, proxy: Proxy) -> None:
+    """Each chunk crosses the network once, whoever begins first."""
+    prefix, (key,) = fresh_prefix(), keys_of(1)
+    links = [through(proxy, prefix).link(time.monotonic() + PATIENT_SECONDS) for _ in range(4)]
+    page, stored = payload_of(key)[:4096], payload_of(key, MEDIUM)[: MEDIUM.chunk_bytes]
+    gate, ends_ = threading.Barrier(len(links)), list[Put]()
+
+    def put(number: int) -> None:
+        gate.wait(PATIENT_SECONDS)
+        until = time.monotonic() + PATIENT_SECONDS
+        ends_.append(links[number].put(ROOT, key, page, stored, lambda: True, until))
+
+    threads = [threading.Thread(target=put, args=(number,)) for number in range(len(links))]
+    before = proxy.up_bytes
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENT_SECONDS)
+    assert ends_.count(Put.STORED) == 1 and set(ends_) <= {Put.STORED, Put.PRESENT, Put.BUSY}
+    assert proxy.up_bytes - before < 2 * MEDIUM.chunk_bytes
+    for link in links:
+        link.close()
+
+
+def test_a_writer_far_away_sends_nothing_that_is_there(server: Server, proxy: Proxy) -> None:
+    """The look-up has long been given up when the answer comes; the writer has patience of its own."""
+    prefix, keys = fresh_prefix(), keys_of(6)
+    saved(RedisRemote(server.url, prefix=prefix), keys, MEDIUM)
+    proxy.both(Fault(delay_seconds=0.1))
+    options = {"look_seconds": 0.01, "deadline_seconds": PATIENT_SECONDS}
+    with tier_on(through(proxy, prefix), MEDIUM, **options) as tier:
+        assert tier.find(keys, namespace=ROOT) == 0, "not known in time"
+        assert all(end.ok for end in ends(tier.save(chunks_of(keys, MEDIUM), ROOT)))
+        assert proxy.up_bytes < MEDIUM.chunk_bytes / 4
+        assert tier.stats()["stored_chunks"] == 0
+
+
+# ---- answers that are none
+
+
+def test_answers_to_a_look_up_take_no_memory_whatever_they_are(server: Server) -> None:
+    liar = LyingRedis(server.port)
+    strings = b"*16000\r\n" + (b"+" + b"x" * 510 + b"\r\n") * 16000
+    liar.lies[b"EXISTS"] = lambda said: None if said[1].endswith(b"probe") else endless(b"", strings, 40)
+    address = RedisRemote(f"redis://127.0.0.1:{liar.port}", prefix=fresh_prefix())
+    try:
+        with tier_on(address, deadline_seconds=5.0) as tier, growth() as memory:
+            assert tier.find(keys_of(1024), namespace=ROOT) == 0
+            wait_until(lambda: tier.stats()["miss_io_error"] > 0)
+            time.sleep(1.0)
+        assert memory.peak_bytes < 48 << 20
+    finally:
+        liar.close()
+
+
+def test_a_walk_of_the_tier_has_one_deadline(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pagoda.errors import StoreError
+
+    liar = LyingRedis(server.port)
+    liar.lies[b"SCAN"] = lambda _: [b"*2\r\n$1\r\n7\r\n*0\r\n"]
+    monkeypatch.setattr(remote, "_WALK_SECONDS", 0.5)
+    try:
+        with tier_on(RedisRemote(f"redis://127.0.0.1:{liar.port}")) as tier:
+            for call in (tier.clear, tier.census):
+                with soon(PATIENT_SECONDS), pytest.raises(StoreError, match="had not ended"):
+                    call()
+    finally:
+        liar.close()

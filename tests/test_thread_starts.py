@@ -1,0 +1,167 @@
+"""pagoda.threads: starts that fail, and pools whose refused work never runs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from concurrent.futures import Future, wait
+from pathlib import Path
+
+import pytest
+
+import pagoda
+from pagoda import threads
+from pagoda.threads import Pool, begin
+from tests.thread_limits import no_threads
+
+SECONDS = 60.0
+SOURCE = Path(pagoda.__file__).parent
+
+
+def test_a_start_that_fails_is_told_and_logged_with_the_remedy(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threads, "_lines", threads.RateLimitedLog())
+    with no_threads(), caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert not begin(threading.Thread(target=print, name="pagoda-example"))
+    (line,) = caplog.records
+    assert "pagoda-example" in line.getMessage() and "ulimit -u" in line.getMessage()
+    done = threading.Event()
+    assert begin(threading.Thread(target=done.set)) and done.wait(SECONDS)
+
+
+def test_work_that_was_refused_never_runs() -> None:
+    ran: list[int] = []
+    with Pool(2, "pool") as pool:
+        with no_threads(), pytest.raises(RuntimeError, match="ulimit -u"):
+            pool.submit(ran.append, 1)
+        assert pool.submit(ran.append, 2).result(SECONDS) is None
+    assert ran == [2]
+
+
+def test_a_pool_goes_on_with_the_threads_that_it_has() -> None:
+    with Pool(4, "pool") as pool:
+        held, leave = threading.Event(), threading.Event()
+        first = pool.submit(lambda: (held.set(), leave.wait(SECONDS)))
+        assert held.wait(SECONDS)
+        with no_threads():
+            second = pool.submit(lambda: 2)
+        assert not second.done()
+        leave.set()
+        assert second.result(SECONDS) == 2 and first.result(SECONDS)
+        assert pool.submit(lambda: 3).result(SECONDS) == 3
+
+
+def test_what_is_to_be_done_later_is_done_when_there_is_a_thread_again() -> None:
+    done: list[int] = []
+    with Pool(1, "pool") as pool:
+        with no_threads():
+            pool.later(done.append, 1)
+        pool.submit(done.append, 2).result(SECONDS)
+    pool.later(done.append, 3)  # after the end
+    assert done == [1, 2]
+
+
+def test_a_pool_tells_what_its_work_raised_and_keeps_nothing_alive_by_it() -> None:
+    class Memory:
+        pass
+
+    def fail(_: Memory) -> None:
+        raise ValueError("no")
+
+    memory = Memory()
+    alive = weakref.ref(memory)
+    with Pool(1, "pool") as pool:
+        future = pool.submit(fail, memory)
+        with pytest.raises(ValueError, match="no"):
+            future.result(SECONDS)
+        del memory, future
+        pool.submit(print).result(SECONDS)  # the thread has let go of its last work
+        assert alive() is None
+
+
+def in_a_process(code: str) -> str:
+    """What a program prints that has the pool; it ends well, and soon."""
+    program = "import os, threading, time\nfrom pagoda.threads import Pool\n" + code
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=SECONDS / 2
+    )
+    assert not run.stderr, run.stderr
+    return run.stdout
+
+
+def test_a_submit_that_an_exception_breaks_off_runs_nothing_and_keeps_no_process() -> None:
+    """The thread is there, and no book has it: an exception of a signal handler came before."""
+    said = in_a_process("""
+start = threading.Thread.start
+def interrupted(thread):
+    start(thread)
+    raise KeyboardInterrupt
+pool = Pool(2, "pool")
+threading.Thread.start = interrupted
+try:
+    pool.submit(print, "broken off")
+except KeyboardInterrupt:
+    print("raised")
+""")
+    assert said == "raised\n"
+
+
+def test_at_exit_what_was_submitted_is_done() -> None:
+    assert (
+        in_a_process("""
+pool = Pool(1, "pool")
+pool.submit(lambda: (time.sleep(0.2), print("first")))
+pool.later(print, "second")
+""")
+        == "first\nsecond\n"
+    )
+
+
+def test_the_child_of_a_fork_has_threads_of_its_own() -> None:
+    with Pool(2, "pool") as pool:
+        held, leave = threading.Event(), threading.Event()
+        pool.submit(lambda: (held.set(), leave.wait(SECONDS)))
+        assert held.wait(SECONDS)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)  # instead of a hang
+            os._exit(0 if pool.under_way == 0 and pool.submit(lambda: 3).result(SECONDS) == 3 else 1)
+        ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        under_way = pool.under_way
+        leave.set()
+        assert ended == 0 and under_way == 1
+
+
+def test_what_waits_at_the_end_of_a_pool_is_cancelled() -> None:
+    pool = Pool(1, "pool")
+    held, leave = threading.Event(), threading.Event()
+    pool.submit(lambda: (held.set(), leave.wait(SECONDS)))
+    assert held.wait(SECONDS)
+    waiting: Future[None] = pool.submit(print)
+    pool.shutdown(wait=False, cancel_futures=True)
+    assert waiting.cancelled()
+    leave.set()
+    pool.shutdown(wait=True)
+    wait([waiting], SECONDS)
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        pool.submit(print)
+
+
+def test_no_other_thread_is_started_than_by_begin_and_pool() -> None:
+    """Else one that cannot be started would be an exception out of an engine's call, or work that runs too late."""
+    allowed = {"threads.py", "cli/demo_process.py", "testing/tier.py", "testing/policy.py"}
+    for path in SOURCE.rglob("*.py"):
+        if str(path.relative_to(SOURCE)) not in allowed:
+            text = path.read_text()
+            assert "ThreadPoolExecutor" not in text, f"{path}: take pagoda.threads.Pool"
+            assert not re.search(r"\bthread\.start\(\)|Thread\([^)]*\)\.start\(\)", text), (
+                f"{path}: take begin"
+            )

@@ -1,0 +1,175 @@
+"""What threads wait for: entered and left whole, whatever a signal handler raises."""
+
+from __future__ import annotations
+
+import gc
+import re
+import threading
+import time
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+import pagoda
+from pagoda.threads import Answer, Condition, Event, Pool, wait
+from tests.interrupts import interrupts
+
+
+def free(condition: Condition) -> bool:
+    """Whether another thread can take it."""
+    taken: list[bool] = []
+
+    def take() -> None:
+        taken.append(condition.acquire(timeout=1.0))
+        if taken[0]:
+            condition.release()
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join()
+    return taken[0]
+
+
+@pytest.mark.timeout(300, method="thread")  # the other method has the timer that this test uses
+def test_no_exception_of_a_signal_handler_leaves_a_condition_taken() -> None:
+    condition, event, answers = Condition(), Event(), [Answer[int]()]
+
+    def notify() -> None:
+        with condition:
+            pass
+        with condition:
+            condition.notify_all()
+
+    def ask() -> None:
+        answers.append(Answer())
+        answers[-1].set_result(len(answers))
+        answers[-1].result(0)
+        del answers[:-1]
+
+    with interrupts(1, (-5, -3.5), again_seconds=1.0) as until_interrupted:
+        for _ in range(4000):
+            until_interrupted(notify)
+        assert free(condition)
+        for _ in range(1000):
+            until_interrupted(event.set)
+        assert free(event._changed)
+        for _ in range(500):
+            until_interrupted(ask)
+    assert all(free(answer._condition) for answer in answers)  # type: ignore[arg-type]
+
+
+@pytest.mark.timeout(300, method="thread")
+def test_nor_does_one_that_ends_a_wait() -> None:
+    condition, pool = Condition(), Pool(2, "interrupted-pool")
+    answers: list[Answer[int]] = [Answer()]
+
+    def pause() -> None:
+        with condition:
+            assert not condition.wait(0.0)
+
+    def ask() -> None:
+        wait(answers, 0.0)
+        answers.append(Answer())
+        answers[-1].set_result(1)
+        wait(answers[-1:])
+        del answers[1:]
+
+    def submit() -> None:
+        assert pool.submit(len, "abc").result(60) == 3
+
+    with interrupts(2, (-5, -3.5), again_seconds=1.0) as until_interrupted:
+        for work in (pause, ask, submit):
+            for _ in range(1500):
+                until_interrupted(work)
+    assert free(condition) and not condition._waiters
+    assert all(free(answer._condition) for answer in answers)  # type: ignore[arg-type]
+    until = time.monotonic() + 60
+    while pool.under_way and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not pool.under_way
+    answered: list[int] = []
+    thread = threading.Thread(target=lambda: answered.append(pool.submit(len, "abc").result(60)))
+    thread.start()
+    thread.join(60)
+    assert answered == [3]
+    pool.shutdown()
+
+
+def test_a_condition_wakes_one_who_waits_for_each_notice() -> None:
+    condition, woken = Condition(), list[int]()
+
+    def sleep(number: int) -> None:
+        with condition:
+            if condition.wait(60):
+                woken.append(number)
+
+    threads = [threading.Thread(target=sleep, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    while len(condition._waiters) < 3:
+        time.sleep(0.001)
+    for count in range(1, 4):
+        with condition:
+            condition.notify()
+        while len(woken) < count:
+            time.sleep(0.001)
+        assert len(condition._waiters) == 3 - count
+    for thread in threads:
+        thread.join(60)
+
+
+def test_a_condition_wakes_who_waits() -> None:
+    condition, said = Condition(), []
+
+    def wait() -> None:
+        with condition:
+            said.append(condition.wait_for(lambda: said, 60))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.01)
+    with condition, condition:  # reentrant
+        said.append(True)
+        condition.notify()
+    thread.join(60)
+    assert len(said) == 2
+    with condition:
+        assert not condition.wait(0.01) and not condition.wait_for(lambda: False, 0.01)
+
+
+def test_an_event_is_one() -> None:
+    event = Event()
+    assert not event.is_set() and not event.wait(0.01)
+    threading.Timer(0.02, event.set).start()
+    assert event.wait(60) and event.is_set() and event.wait(0)
+    event.clear()
+    assert not event.is_set()
+
+
+def test_an_answer_is_a_future() -> None:
+    answer: Future[int] = Answer()
+    threading.Timer(0.02, answer.set_result, [7]).start()
+    assert answer.result(60) == 7 and answer.done()
+
+
+def test_the_threads_of_a_dropped_pool_end() -> None:
+    pool = Pool(2, "dropped-pool")
+    assert pool.submit(len, "abc").result(10) == 3
+    pool.later(len, "abc")
+    del pool
+    until = time.monotonic() + 10
+    while [thread for thread in threading.enumerate() if thread.name.startswith("dropped-pool")]:
+        gc.collect()
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_no_other_conditions_are_used() -> None:
+    """What `pagoda.testing` has may be in a caller's hands too, but not while an engine runs."""
+    source = Path(pagoda.__file__).parent
+    futures = re.compile(r"concurrent\.futures import .*\b(wait|as_completed)\b")
+    assert not [path for path in source.rglob("*.py") if futures.search(path.read_text())]
+    mine = {path for path in source.rglob("*.py") if "testing" not in path.parts} - {source / "threads.py"}
+    made = re.compile(r"threading\.(Condition|Event|Semaphore|BoundedSemaphore|Barrier)\(")
+    assert not [path for path in mine if made.search(path.read_text())]

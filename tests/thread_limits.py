@@ -1,0 +1,31 @@
+"""A process that gets no more threads: the system itself refuses them, for no stack is that large."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+_NO_STACK_BYTES = 1 << 46
+
+
+@contextmanager
+def no_threads(after: int = 0) -> Iterator[None]:
+    """No thread of this process can be started, apart from the first `after`."""
+    real, left = threading.Thread.start, [after]
+
+    def start(thread: threading.Thread) -> None:
+        if left[0] > 0:
+            left[0] -= 1
+            return real(thread)
+        before = threading.stack_size(_NO_STACK_BYTES)
+        try:
+            return real(thread)
+        finally:
+            threading.stack_size(before)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        yield

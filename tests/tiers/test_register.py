@@ -1,0 +1,165 @@
+"""The register of tiers: what was opened is found again, and trouble with the register never hinders a tier."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from pagoda.cache.storeys import open_remote
+from pagoda.config.remotes import parse
+from pagoda.layout import KVLayout
+from pagoda.tiers import DiskTier, HostTier, register
+from pagoda.tiers.register import Entry
+
+LAYOUT = KVLayout.opaque(16, 4096, "test")
+
+
+def files(state: Path) -> list[Path]:
+    return sorted((state / "pagoda" / "tiers").iterdir())
+
+
+def test_every_tier_that_is_opened_is_entered_once(
+    shm_root: Path, tmp_path: Path, register_of_tiers: Path
+) -> None:
+    for _ in range(2):
+        HostTier.open(LAYOUT, shm_root, 1 << 20).close()
+        DiskTier.open(LAYOUT, tmp_path / "disk", 1 << 20).close()
+        open_remote(parse("redis://127.0.0.1:1/0"), LAYOUT).close()
+    assert set(register.entries()) == {
+        Entry("host", str(shm_root)),
+        Entry("disk", str(tmp_path / "disk")),
+        Entry("remote", "redis://127.0.0.1:1/0"),
+    }
+    assert len(files(register_of_tiers)) == 3
+    assert {file.stat().st_mode & 0o777 for file in files(register_of_tiers)} == {0o600}
+
+
+def test_private_memory_is_not_entered(shm_root: Path) -> None:
+    HostTier.open(LAYOUT, shm_root, 1 << 20, shared=False).close()
+    assert register.entries() == []
+
+
+def test_no_secret_is_written(register_of_tiers: Path) -> None:
+    open_remote(parse("redis://:topsecret@127.0.0.1:1/0"), LAYOUT).close()
+    (entry,) = register.entries()
+    assert entry.place == "redis://:***@127.0.0.1:1/0"
+    assert b"topsecret" not in b"".join(file.read_bytes() for file in files(register_of_tiers))
+    assert parse(entry.place).lacks_secret
+    assert not parse("redis://127.0.0.1:1/0?password_file=/run/secret").lacks_secret
+
+
+def test_what_a_new_tier_takes_is_said_once(
+    shm_root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        HostTier.open(LAYOUT, shm_root, 1 << 20).close()
+        DiskTier.open(LAYOUT, tmp_path / "disk", 1 << 20).close()
+    said = [record.getMessage() for record in caplog.records if "remove" in record.getMessage()]
+    assert len(said) == 2
+    assert "1.0 MiB" in said[0] and str(shm_root) in said[0] and "`pagoda remove host`" in said[0]
+    assert "`pagoda remove disk`" in said[1]
+
+
+def test_a_missing_directory_is_left_out_and_forgotten_after_a_month(
+    tmp_path: Path, register_of_tiers: Path
+) -> None:
+    (tmp_path / "disk").mkdir()
+    register.note("disk", tmp_path / "disk")
+    (tmp_path / "disk").rmdir()
+    assert register.entries() == []
+    (tmp_path / "disk").mkdir()  # mounted again
+    assert len(register.entries()) == 1
+    (tmp_path / "disk").rmdir()
+    long_ago = time.time() - 31 * 86400
+    os.utime(files(register_of_tiers)[0], (long_ago, long_ago))
+    assert register.entries() == [] and files(register_of_tiers) == []
+
+
+def test_a_tier_in_use_is_not_forgotten(tmp_path: Path, register_of_tiers: Path) -> None:
+    register.note("disk", tmp_path)
+    long_ago = time.time() - 29 * 86400
+    os.utime(files(register_of_tiers)[0], (long_ago, long_ago))
+    register.note("disk", tmp_path)
+    assert time.time() - files(register_of_tiers)[0].stat().st_mtime < 60
+
+
+def test_damaged_entries_are_passed_over(tmp_path: Path, register_of_tiers: Path) -> None:
+    register.note("disk", tmp_path)
+    for number, text in enumerate(
+        (b"", b"{", b"[]", b'{"tier": "disk"}', b'{"tier": 1, "place": 2}', b"\xff")
+    ):
+        (register_of_tiers / "pagoda" / "tiers" / f"{number}.json").write_bytes(text)
+    assert register.entries() == [Entry("disk", str(tmp_path))]
+
+
+def test_the_register_is_bounded(
+    tmp_path: Path, register_of_tiers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(register, "_MOST_ENTRIES", 4)
+    for number in range(9):
+        register.note("remote", f"redis://h{number}")
+        os.utime(max(files(register_of_tiers), key=lambda file: file.stat().st_mtime_ns), (number, number))
+    assert {entry.place for entry in register.entries()} >= {"redis://h8"}
+    assert len(files(register_of_tiers)) == 4
+
+
+def test_of_too_many_entries_those_go_first_that_lead_nowhere(
+    tmp_path: Path, register_of_tiers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(register, "_MOST_ENTRIES", 4)
+    register.note("disk", tmp_path)
+    os.utime(files(register_of_tiers)[0], (1, 1))
+    for number in range(9):
+        register.note("disk", tmp_path / f"gone-{number}")
+    assert register.entries() == [Entry("disk", str(tmp_path))]
+    assert len(files(register_of_tiers)) == 4
+
+
+def test_a_register_that_others_could_write_is_not_believed(tmp_path: Path, register_of_tiers: Path) -> None:
+    register.note("disk", tmp_path)
+    (register_of_tiers / "pagoda" / "tiers").chmod(0o777)
+    assert register.entries() == []
+
+
+def test_forget(tmp_path: Path) -> None:
+    register.note("disk", tmp_path)
+    assert register.forget(str(tmp_path)) and not register.forget(str(tmp_path))
+    assert register.entries() == []
+
+
+def test_without_a_place_to_write_the_tier_works_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(register, "_directories", lambda: [tmp_path / "file" / "state"])
+    DiskTier.open(LAYOUT, tmp_path / "disk", 1 << 20).close()
+    assert "not in the register" in caplog.text
+    assert register.entries() == []
+
+
+def test_a_home_that_is_another_users_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = tmp_path / "home"
+    theirs.mkdir()
+    if os.geteuid():
+        pytest.skip("only root can make a directory of another user: run as root")
+    os.chown(theirs, 1500, 1500)
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setenv("HOME", str(theirs))
+    memory = tmp_path / "memory"
+    found = register._directories()
+    assert found[0] == theirs / ".local" / "state" / "pagoda" / "tiers"
+    monkeypatch.setattr(register, "_directories", lambda: [found[0], memory])
+    register.note("disk", tmp_path)
+    assert list(theirs.iterdir()) == []
+    assert [json.loads(file.read_text())["place"] for file in memory.iterdir()] == [str(tmp_path)]
+
+
+@pytest.mark.parametrize("home", ["", "relative"])
+def test_without_a_home_the_register_lies_in_memory(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", home)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert register._directories() == [Path(f"/dev/shm/pagoda-{os.getuid()}/.tiers")]

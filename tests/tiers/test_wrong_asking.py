@@ -1,0 +1,106 @@
+"""Whoever asks wrongly is not served what is another's, and takes nothing from whom it belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pagoda.keys import Namespace
+from pagoda.metrics import Reason
+from pagoda.testing import Fault
+from pagoda.tiers import DiskTier, HostTier
+from tests.tiers.tools import (
+    LAYOUT,
+    NAMESPACE,
+    ROOT,
+    SECONDS,
+    STRIDE,
+    chunks_of,
+    ends,
+    keys_of,
+    oks,
+    open_faulty,
+    right,
+    room,
+)
+
+OTHER = Namespace(model="tiers", salt="mallory")
+KEYS = keys_of(6)
+
+Local = DiskTier | HostTier
+
+
+@pytest.fixture(params=["host", "disk"])
+def tier(request: pytest.FixtureRequest, shm_root: Path) -> Iterator[Local]:
+    opened: Local
+    if request.param == "host":
+        opened = HostTier.open(LAYOUT, shm_root, 16 * LAYOUT.slot_bytes, populate=False)
+    else:
+        opened = DiskTier.open(LAYOUT, shm_root, 16 * STRIDE)
+    opened.register(NAMESPACE)
+    opened.register(OTHER)
+    assert all(oks(opened.save(chunks_of(KEYS), ROOT)))
+    yield opened
+    opened.close()
+
+
+def unharmed(tier: Local) -> None:
+    assert [right(tier, key) for key in KEYS] == [True] * 6
+    assert not tier.stats()["failed_checks"] and not tier.stats()["removed_chunks"]
+
+
+@pytest.mark.parametrize("root", [OTHER.root, b"x" * 32], ids=["another tenant", "unknown"])
+def test_the_keys_of_another_namespace(tier: Local, root: bytes) -> None:
+    assert tier.find(KEYS, namespace=root) == 0 < tier.find(KEYS, namespace=ROOT)
+    buffers = [np.zeros_like(room()) for _ in KEYS]
+    for done in ends(tier.load(KEYS, buffers, namespace=root)):
+        assert not done.ok and done.reason is Reason.OTHER_NAMESPACE
+    assert not any(np.any(buffer) for buffer in buffers)
+    assert tier.get(KEYS[0], namespace=root) is None
+    unharmed(tier)
+
+
+def test_one_key_of_another_namespace_ends_the_run(tier: Local) -> None:
+    own = keys_of(2, root=OTHER.root)
+    assert all(oks(tier.save(chunks_of(own), OTHER.root)))
+    assert tier.find([*own, KEYS[2]], namespace=OTHER.root) == 2
+    assert tier.find([own[0], *KEYS[1:6]], namespace=OTHER.root) == 1
+    unharmed(tier)
+
+
+@pytest.mark.parametrize("start", [1, 7, 10**9])
+def test_another_place_in_the_chain(tier: Local, start: int) -> None:
+    assert [
+        done.ok for done in ends(tier.load(KEYS, [room() for _ in KEYS], start=start, namespace=ROOT))
+    ] == [False] * 6
+    assert oks(tier.load(KEYS[2:], [room() for _ in KEYS[2:]], start=2, namespace=ROOT)) == [True] * 4
+    unharmed(tier)
+
+
+def test_who_does_not_say_a_namespace_is_not_asked_for_one(tier: Local) -> None:
+    assert tier.find(KEYS) == 6 and tier.find(KEYS[3:]) == 3 and tier.contains(KEYS[4])
+    assert tier.get(KEYS[5]) is not None
+
+
+def test_what_is_queued_is_compared_too(tmp_path: Path) -> None:
+    tier, slab = open_faulty(tmp_path, io_threads=2)
+    slab.fail_next("write", Fault.HANG)
+    futures = tier.save(chunks_of(KEYS[:2]), ROOT)
+    assert slab.hanging.wait(SECONDS)
+    assert tier.find(KEYS[:2], namespace=OTHER.root) == 0 < tier.find(KEYS[:2], namespace=ROOT)
+    assert not any(oks(tier.load(KEYS[:2], [room(), room()], namespace=OTHER.root)))
+    assert not any(oks(tier.load(KEYS[:2], [room(), room()], start=3, namespace=ROOT)))
+    assert oks(tier.load(KEYS[:2], [room(), room()], namespace=ROOT)) == [True, True]
+    slab.release()
+    assert all(oks(futures))
+    tier.close()
+
+
+def test_storing_under_the_keys_of_another_namespace(tier: Local) -> None:
+    """Or its bytes would be handed down, to other tiers too, as the asker's own."""
+    for done in ends(tier.save(chunks_of(KEYS), OTHER.root)):
+        assert not done.ok and done.reason is Reason.OTHER_NAMESPACE
+    unharmed(tier)
