@@ -90,7 +90,13 @@ class Place:
 
     def start(self, *command: str, **options: Any) -> subprocess.Popen[Any]:
         """Start a process inside, in a session of its own; it is killed at `close`, or when this process ends."""
-        guarded = ["setpriv", "--pdeathsig", "KILL", *self._inside(command)]
+        unless_orphaned = [
+            "sh",
+            "-c",
+            'test $PPID = "$0" && exec "$@"',
+            str(os.getpid()),
+        ]  # before setpriv ran
+        guarded = ["setpriv", "--pdeathsig", "KILL", *unless_orphaned, *self._inside(command)]
         process = subprocess.Popen(guarded, **{"start_new_session": True, **options})
         self._started.append(process)
         return process

@@ -131,7 +131,7 @@ def test_nothing_is_left_behind_by_a_process_that_is_killed(how: signal.Signals)
         parent.wait(20)
     finally:
         parent.kill()
-        parent.communicate()
+        parent.communicate(timeout=20)
     until = time.monotonic() + 10
     while not all(gone(pid) for pid in pids):
         assert time.monotonic() < until

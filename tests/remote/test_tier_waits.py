@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
 from pagoda.layout import KVLayout
 from pagoda.metrics import Reason
+from pagoda.slab import aligned
 from pagoda.testing import FakeClock
-from pagoda.tiers.link import Link
+from pagoda.tiers.link import Link, Remote
+from pagoda.tiers.objects import ObjectsRemote
 from pagoda.tiers.redis import RedisRemote
-from tests.remote.chunks import PATIENT_SECONDS, ROOT, fresh_prefix, keys_of, load, saved, tier_on, wait_until
+from tests.remote.chunks import (
+    PATIENT_SECONDS,
+    ROOT,
+    chunks_of,
+    ends,
+    fresh_prefix,
+    keys_of,
+    load,
+    saved,
+    tier_on,
+    wait_until,
+)
 from tests.remote.proxy import STALLED, Proxy, proxy_to
 from tests.remote.servers import Server, redis_server
 
@@ -94,13 +108,42 @@ def test_a_machine_without_the_codec_takes_nothing_away_from_those_who_have_it(
         assert tier.get(keys[0], namespace=ROOT) is not None
 
 
+def bucket(at: str) -> ObjectsRemote:
+    options = {"endpoint": f"http://{at}", "access_key_id": "a", "secret_access_key": "b"}
+    return ObjectsRemote("s3://bucket", options=options)
+
+
+ENGINES: dict[str, Callable[[str], Remote]] = {
+    "redis": lambda at: RedisRemote(f"redis://{at}"),
+    "http": lambda at: ObjectsRemote(f"http://{at}/"),
+    "https": lambda at: ObjectsRemote(f"https://{at}/"),
+    "s3": bucket,
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_close_ends_connections_that_are_being_made(engine: str) -> None:
+    keys = keys_of(4)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel accepts for it, and it never answers
+        remote = ENGINES[engine](f"127.0.0.1:{silent.getsockname()[1]}")
+        with tier_on(remote, deadline_seconds=60.0) as tier:
+            saves = tier.save(chunks_of(keys[:2]), ROOT)
+            loads = tier.load(keys[2:], [aligned(65536) for _ in keys[2:]], namespace=ROOT)
+            time.sleep(0.3)  # all of them wait for the first answer
+            assert not any(future.done() for future in (*saves[:1], *loads[:1]))
+            began = time.monotonic()
+            tier.close(10.0)
+            assert time.monotonic() - began < 5.0
+            assert not any(done.ok for done in ends([*saves, *loads], 0.1))
+
+
 class Startled(RedisRemote):
     """A Redis whose first probes fail in a way that nobody expects."""
 
     startled = 0
 
-    def link(self, until: float) -> Link:
-        link = super().link(until)
+    def link(self, until: float, begun: Callable[[Link], None] = lambda link: None) -> Link:
+        link = super().link(until, begun)
         ping = link.ping
 
         def startling(until: float) -> None:

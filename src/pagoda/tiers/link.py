@@ -134,5 +134,8 @@ class Remote(Protocol):
     """How often an idle connection for look-ups is used, so that it stays ready; None: that would cost requests."""
     believed_seconds: float  # between two questions whether a key in use is there still: see Tier
 
-    def link(self, until: float) -> Link:
-        """A new connection, ready to be used (authenticated, encrypted as configured). OSError, Refused."""
+    def link(self, until: float, begun: Callable[[Link], None] = lambda link: None) -> Link:
+        """A new connection, ready to be used (authenticated, encrypted as configured). OSError, Refused.
+
+        `begun` is called with it before anything is waited for: from then on its `abort` ends this call, too.
+        """

@@ -25,7 +25,7 @@ from pagoda.metrics import Reason
 from pagoda.tiers import buckets, s3
 from pagoda.tiers.base import Bytes
 from pagoda.tiers.courier import NO_BUCKET, Courier, Unsupported, all_of, code_in, slices
-from pagoda.tiers.link import NAME_FORMAT, Put, Refused, Usage, Walk
+from pagoda.tiers.link import NAME_FORMAT, Link, Put, Refused, Usage, Walk
 from pagoda.tiers.wire import Answer, Wire, Wires, paths_in
 
 if TYPE_CHECKING:
@@ -88,13 +88,14 @@ class ObjectsRemote:
             self.address += f" at {endpoint.scheme}://{buckets.host_of(endpoint)}"
         buckets.connect(parts, self._options)
 
-    def link(self, until: float) -> ObjectsLink:
-        """A new pool of connections, after one request that proves that the store can be read."""
+    def link(self, until: float, begun: Callable[[Link], None] = lambda link: None) -> ObjectsLink:
+        """A new pool of connections, after one request that proves that the store can be read. See Remote.link."""
         store = buckets.connect(self._parts, self._options)
         is_straight = buckets.is_straight(self._parts, self._options)
         secret = s3.secret_of(self._options) if is_straight and self._parts.scheme == "s3" else None
         link = ObjectsLink(store, self._base, self.address, self._parts, is_straight, secret)
         try:
+            begun(link)
             link.ping(until)
         except BaseException:
             link.close()

@@ -5,19 +5,23 @@ from __future__ import annotations
 import math
 import os
 import re
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from itertools import takewhile
 from typing import NamedTuple
 
 from pagoda.errors import ConfigError
 from pagoda.metrics import Reason
+from pagoda.threads import Answer as Made
 from pagoda.tiers.base import Bytes
-from pagoda.tiers.link import NAME_FORMAT, Put, Refused, Usage, Walk
+from pagoda.tiers.link import NAME_FORMAT, Link, Put, Refused, Usage, Walk
 from pagoda.tiers.redis_address import RedisAddress
 from pagoda.tiers.resp import NUMBER, Answer, Denial, Shape, Wire, command, command_with
+from pagoda.tiers.sockets import abort
 
 __all__ = ["PIECE_BYTES", "RedisLink", "RedisRemote"]
 
@@ -57,11 +61,12 @@ class RedisRemote:
         # Redis keeps recency in seconds, and a chunk in use must not reach its end between two touches
         self.believed_seconds = min(_BELIEVED_SECONDS, (ttl_seconds or math.inf) / 4)
 
-    def link(self, until: float) -> RedisLink:
-        """A new connection, authenticated, that has answered. OSError; Refused: it does not let us read."""
-        link = RedisLink(Wire(self._at.connect(until)), self._names, self._ttl_ms, self._at.password)
+    def link(self, until: float, begun: Callable[[Link], None] = lambda link: None) -> RedisLink:
+        """A new connection, authenticated, that has answered. OSError; Refused: we may not read. See Remote.link."""
+        link = RedisLink(self._at, self._names, self._ttl_ms)
         try:
-            link.greet(self._at.username, self._at.db, until)
+            begun(link)
+            link.connect(until)
         except BaseException:
             link.close()
             raise
@@ -71,20 +76,22 @@ class RedisRemote:
 class RedisLink:
     """One connection to a Redis; a Link. For one thread at a time, but for `abort`."""
 
-    def __init__(self, wire: Wire, names: _Names, ttl_ms: int | None, password: str | None) -> None:
-        self._wire = wire
+    def __init__(self, at: RedisAddress, names: _Names, ttl_ms: int | None) -> None:
+        self._at = at
+        self._connected: Future[socket.socket] = Made()
         self._names = names
         self._ttl_ms = ttl_ms
-        self._password = password
 
-    def greet(self, username: str | None, db: int, until: float) -> None:
-        """Authenticate, choose the database, and see that it answers: one round trip."""
+    def connect(self, until: float) -> None:
+        """Connect, authenticate, choose the database, and see that it answers: one round trip."""
+        self._wire = Wire(self._at.connect(self._connected, until))
+        username, password = self._at.username, self._at.password
         commands = []
-        if self._password or username:
-            words = [word.encode() for word in (username, self._password or "") if word is not None]
+        if password or username:
+            words = [word.encode() for word in (username, password or "") if word is not None]
             commands.append(command(b"AUTH", *words))
-        if db:
-            commands.append(command(b"SELECT", b"%d" % db))
+        if self._at.db:
+            commands.append(command(b"SELECT", b"%d" % self._at.db))
         self._ask([*commands, self._probe()], until, _SHORT)
 
     def ping(self, until: float) -> None:
@@ -286,11 +293,17 @@ class RedisLink:
 
     def abort(self) -> None:
         """Let whoever waits in this link fail soon with an OSError. From any thread."""
-        self._wire.abort()
+        try:
+            self._connected.set_exception(ConnectionAbortedError("the connection is not wanted any more"))
+        except InvalidStateError:  # it was made, or that has failed
+            with suppress(OSError, CancelledError):
+                abort(self._connected.result())
 
     def close(self) -> None:
         """Close the connection; never waits. Idempotent."""
-        self._wire.close()
+        self.abort()
+        with suppress(OSError, CancelledError):
+            self._connected.result().close()
 
     def _scan(self, namespace: bytes | None, walk: Walk) -> Iterator[list[_Name]]:
         """Names that are ours, in lists; most once, some perhaps twice."""
@@ -347,8 +360,8 @@ class RedisLink:
     def _refused(self, denial: Denial) -> Refused | OSError:
         """What an error means; an OSError, which ends this connection, if its server cannot serve anybody now."""
         text = denial.text
-        if self._password:
-            text = text.replace(self._password, "***")  # a server may say anything
+        if self._at.password:
+            text = text.replace(self._at.password, "***")  # a server may say anything
         because = re.match(r"EXECABORT .*because of: -?(\w+)", denial.text)
         code = because[1] if because else denial.code
         if code in _NOT_READY:

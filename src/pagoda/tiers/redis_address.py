@@ -12,7 +12,7 @@ from contextlib import suppress
 from urllib.parse import parse_qsl, urlsplit
 
 from pagoda.errors import ConfigError, StoreError
-from pagoda.threads import NO_THREAD, Answer, begin, wait
+from pagoda.threads import NO_THREAD, begin, wait
 
 __all__ = ["RedisAddress"]
 
@@ -58,15 +58,15 @@ class RedisAddress:
         self._options = options
         self._late: list[threading.Thread] = []
 
-    def connect(self, until: float) -> socket.socket:
+    def connect(self, made: Future[socket.socket], until: float) -> socket.socket:
         """A new connection, encrypted if the URL says so, not yet authenticated. OSError, at the latest at `until`.
 
-        What cannot be stopped (a look-up of a name) may go on for longer, on a thread of its own.
+        It is also the result of `made`, an Answer: who gives that an exception meanwhile ends this call with it. What
+        cannot be stopped (a look-up of a name) may go on for longer, on a thread of its own.
         """
         self._late = [thread for thread in self._late if thread.is_alive()]
         if len(self._late) >= _MOST_LATE:
             raise TimeoutError(f"{self.text}: {_MOST_LATE} earlier connections are still being made")
-        made: Future[socket.socket] = Answer()
         thread = threading.Thread(
             target=self._make, args=(made, until), name="pagoda-redis-connect", daemon=True
         )

@@ -147,14 +147,22 @@ class RemoteStore:
     # ---- links ---------------------------------------------------------------------------------------------------
 
     def link(self, until: float) -> Link:
-        """A new link that `interrupt` reaches. OSError, Refused."""
-        link = self.remote.link(until)
+        """A new link that `interrupt` reaches, also while it is being made. OSError, Refused."""
+        begun: list[Link] = []
+        try:
+            return self.remote.link(until, lambda link: self._begun(link, begun))
+        except BaseException:
+            for link in begun:
+                self.drop(link)
+            raise
+
+    def _begun(self, link: Link, begun: list[Link]) -> None:
+        begun.append(link)
         with self._lock:
             self._links.add(link)
             stopped = self._stopped
         if stopped:
             link.abort()
-        return link
 
     def drop(self, link: Link) -> None:
         """Let go of a link."""

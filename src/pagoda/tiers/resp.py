@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import select
 import socket
 import ssl
@@ -11,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pagoda.tiers.sockets import IDLE_SECONDS, keep_alive
+from pagoda.tiers.sockets import IDLE_SECONDS, abort, keep_alive
 
 __all__ = ["NUMBER", "Answer", "Denial", "Shape", "Wire", "command", "command_with"]
 
@@ -138,9 +137,7 @@ class Wire:
 
     def abort(self) -> None:
         """Let whoever waits in this connection fail soon. From any thread."""
-        with contextlib.suppress(OSError):
-            # not SSLSocket's own: that forgets the encryption first, and a send under way would go on in the clear
-            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+        abort(self._socket)
 
     def close(self) -> None:
         """Close the connection; never waits. Idempotent."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 
-__all__ = ["IDLE_SECONDS", "keep_alive"]
+__all__ = ["IDLE_SECONDS", "abort", "keep_alive"]
 
 IDLE_SECONDS = 30
 """A connection that was idle for longer is replaced before its next use: a NAT or load balancer may have forgotten it,
@@ -21,3 +22,10 @@ def keep_alive(connected: socket.socket) -> None:
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_SECONDS)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _INTERVAL_SECONDS)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+
+
+def abort(connected: socket.socket) -> None:
+    """Let whoever waits in this connection fail soon. From any thread; never raises."""
+    with contextlib.suppress(OSError):
+        # not SSLSocket's own: that forgets the encryption first, and a send under way would go on in the clear
+        socket.socket.shutdown(connected, socket.SHUT_RDWR)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from pagoda.threads import NO_THREAD, Pool, begin, wait
-from pagoda.tiers.sockets import IDLE_SECONDS, keep_alive
+from pagoda.tiers.sockets import IDLE_SECONDS, abort, keep_alive
 
 __all__ = ["Answer", "Wire", "Wires", "paths_in"]
 
@@ -162,11 +162,8 @@ class Wire:
         """Let whoever waits here fail now, and whoever asks later too. From any thread."""
         self._closed = True
         one = self._socket
-        if one is not None:
-            with contextlib.suppress(
-                OSError
-            ):  # not close(): its number could be another's before the waiting ends
-                socket.socket.shutdown(one, socket.SHUT_RDWR)
+        if one is not None:  # not close(): its number could be another's before the waiting ends
+            abort(one)
 
     def drop(self) -> None:
         """End the connection; the next request makes another. Not for another thread."""
@@ -217,26 +214,39 @@ class Wire:
         return count
 
     def _connect(self, until: float) -> socket.socket:
-        if self._closed:
-            raise ConnectionError("the connection was closed")
+        self._check()
         trouble: OSError = OSError("the host has no address")
         for family, kind, protocol, _, address in _addresses(self._host, self._port, until):
-            one = socket.socket(family, kind, protocol)
+            self._socket, self._begin, self._end = socket.socket(family, kind, protocol), 0, 0
             try:
-                one.settimeout(_left(until))
-                one.connect(address)
-                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                keep_alive(one)
+                self._socket.settimeout(_left(until))
+                self._check()  # it is ours now: `abort` reaches what comes after this
+                self._socket.connect(address)
+                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                keep_alive(self._socket)
                 if self._tls is not None:
-                    one.settimeout(_left(until))
-                    one = self._tls.wrap_socket(one, server_hostname=self._host)
+                    self._shake_hands(self._tls, until)
             except OSError as error:
-                one.close()
+                self.drop()
                 trouble = error
                 continue
-            self._socket, self._begin, self._end = one, 0, 0
-            return one
+            except BaseException:
+                self.drop()
+                raise
+            return self._socket
         raise trouble
+
+    def _shake_hands(self, tls: ssl.SSLContext, until: float) -> None:
+        assert self._socket is not None
+        secured = tls.wrap_socket(self._socket, server_hostname=self._host, do_handshake_on_connect=False)
+        self._socket = secured
+        self._check()
+        secured.settimeout(_left(until))
+        secured.do_handshake()
+
+    def _check(self) -> None:
+        if self._closed:
+            raise ConnectionError("the connection was closed")
 
 
 class Wires:
