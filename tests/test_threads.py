@@ -65,7 +65,7 @@ def test_nor_does_one_that_ends_a_wait() -> None:
     answers: list[Answer[int]] = [Answer()]
 
     def pause() -> None:
-        with condition:
+        with condition, condition:  # held twice, and so it is afterwards
             assert not condition.wait(0.0)
 
     def ask() -> None:
@@ -163,6 +163,22 @@ def test_the_threads_of_a_dropped_pool_end() -> None:
         gc.collect()
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+def test_a_pool_that_is_shut_down_cancels_without_its_lock() -> None:
+    pool, busy = Pool(1, "busy-pool"), threading.Event()
+    pool.submit(busy.wait)
+    told: list[bool] = []
+
+    def tell(future: Future[int]) -> None:
+        other = threading.Thread(target=lambda: told.append(pool._lock.acquire(timeout=10)))
+        other.start()
+        other.join()
+
+    pool.submit(len, "abc").add_done_callback(tell)
+    pool.shutdown(wait=False, cancel_futures=True)
+    busy.set()
+    assert told == [True]
 
 
 def test_no_other_conditions_are_used() -> None:

@@ -65,20 +65,21 @@ class Condition(_RLock):  # type: ignore[misc]
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait, without the lock, until notified; False after `timeout` seconds. Called with the lock."""
-        waiter, held, woken = threading.Lock(), (1, threading.get_ident()), False
+        waiter, woken = threading.Lock(), False
+        held: list[object] = []
         waiter.acquire()
         try:
             self._waiters.append(waiter)
-            held = self._release_save()
+            held.extend(map(_RLock._release_save, (self,)))  # type: ignore[attr-defined]  # given up and noted at once
             woken = waiter.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
         except BaseException:  # of a signal handler
             if not self._is_owned():  # it may also have come before it was given up
-                self._acquire_restore(held)
+                self._acquire_restore(held[0])
             if waiter not in self._waiters:
                 self.notify()  # another may have use for it
             raise
         else:
-            self._acquire_restore(held)
+            self._acquire_restore(held[0])
         finally:
             try:  # noqa: SIM105  # what `contextlib` has is no built-in function
                 self._waiters.remove(waiter)
@@ -275,12 +276,12 @@ class Pool(Executor):
         """End the threads when all is done; with `cancel_futures` what has not begun is cancelled."""
         with self._lock:
             self._closed = True
-            if cancel_futures:
-                with suppress(queue.Empty):
-                    while True:
-                        if isinstance(work := self._calls.get_nowait(), _Work):
-                            work.cancel()
-            self._calls.put(None)
+        if cancel_futures:  # without the lock: whoever is told takes locks of its own
+            with suppress(queue.Empty):
+                while True:
+                    if isinstance(work := self._calls.get_nowait(), _Work):
+                        work.cancel()
+        self._calls.put(None)
         if wait:
             for thread in list(self._threads):
                 thread.join()
