@@ -20,11 +20,12 @@ GPU_PATH := PYTHONPATH=src:.$(if $(PYTHONPATH),:$(PYTHONPATH))
 RECORD ?= docs/benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo test test-vllm test-gpu check bench bench-remote bench-replay bench-full bench-vllm bench-gpu mutants mutants-vllm soak \
+.PHONY: help setup setup-vllm demo test test-all test-vllm test-gpu check docs house bench bench-remote bench-replay bench-full bench-vllm bench-gpu mutants mutants-vllm soak \
 	format wheel clean
 
 help:
-	@echo "make setup | demo | test | check | bench | bench-remote | bench-replay | bench-full | mutants | soak | format | wheel | clean"
+	@echo "make setup | demo | test | test-all | check | docs | house | format | wheel | clean"
+	@echo "make bench | bench-remote | bench-replay | bench-full | mutants | soak"
 	@echo "make setup-vllm | test-vllm | bench-vllm | mutants-vllm"
 	@echo "make test-gpu | bench-gpu"
 
@@ -51,7 +52,11 @@ $(VLLM_READY): pyproject.toml constraints-vllm.txt
 demo: $(READY)
 	$(BIN)/pagoda demo
 
+# without what takes more than four seconds
 test: $(READY)
+	$(BIN)/python -m pytest -q -n auto -m 'not soak and not slow' --ignore=tests/vllm
+
+test-all: $(READY)
 	$(BIN)/python -m pytest -q -n auto -m 'not soak' --ignore=tests/vllm
 
 # make test-vllm ARGS='-k server'
@@ -99,6 +104,14 @@ bench-vllm: $(VLLM_READY)
 bench-gpu:
 	@if [ $(GPU_PYTHON) = $(BIN)/python ]; then $(MAKE) -s --no-print-directory setup; fi
 	$(GPU_PATH) $(GPU_PYTHON) benchmarks/gpu/transfer.py --record $(RECORD) $(ARGS)
+
+# the pages of docs/ that are made from the code
+docs: $(READY)
+	$(BIN)/python tools/reference.py
+
+# how much there is to read; fails above a bound
+house: $(READY)
+	$(BIN)/python tools/bounds.py
 
 mutants: $(READY)
 	$(BIN)/python tests/mutants/run.py $(ARGS)

@@ -1,6 +1,6 @@
 """Breaks the code on purpose, one line at a time, and demands that the named test turns red.
 
-`python tests/mutants/run.py [--vllm] [--markdown] [NAME ...]`: each mutant of `mutants.toml`, or with `--vllm` (where
+`python tests/mutants/run.py [--vllm] [NAME ...]`: each mutant of `mutants.toml`, or with `--vllm` (where
 vLLM is installed) of `vllm.toml`, is applied to a copy of `src` in a temporary directory, never to the work tree. First
 all named tests must pass on an unchanged copy. Exit code 1 if a mutant survives, if its line is not found exactly once,
 or if a test cannot be collected.
@@ -25,7 +25,7 @@ import tempfile
 import threading
 import time
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import cache_from_source
@@ -195,15 +195,6 @@ def healthy(chosen: Sequence[Mutant], compiled: Path, pool: ThreadPoolExecutor, 
     return all(pool.map(lambda batch: passes(batch, compiled), filter(None, batches)))
 
 
-def markdown(verdicts: Iterable[Verdict]) -> str:
-    """The table for docs/testing.md."""
-    lines = ["| mutant | what it breaks | file | test that turns red | |", "| --- | --- | --- | --- | --- |"]
-    for verdict in verdicts:
-        one = verdict.mutant
-        lines.append(f"| {one.name} | {one.breaks} | `{one.file}` | `{one.test}` | {verdict.detail} |")
-    return "\n".join(lines)
-
-
 def plain(verdict: Verdict) -> str:
     """One line on one mutant."""
     return f"{verdict.detail:10s} {verdict.seconds:5.1f} s  {verdict.mutant.name}  ({verdict.mutant.test})"
@@ -214,9 +205,6 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="only these")
     parser.add_argument("--vllm", action="store_true", help="those whose tests need vLLM")
-    parser.add_argument(
-        "--markdown", action="store_true", help="print the table for docs/testing.md at the end"
-    )
     parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1))
     options = parser.parse_args(arguments)
     FORKS.set_forkserver_preload(PRELOAD_VLLM if options.vllm else PRELOAD)
@@ -236,9 +224,7 @@ def main(arguments: Sequence[str]) -> int:
             return 1
         for verdict in pool.map(lambda mutant: judge(mutant, compiled), chosen):
             verdicts.append(verdict)
-            print(plain(verdict), file=sys.stderr if options.markdown else sys.stdout, flush=True)
-    if options.markdown:
-        print(markdown(verdicts))
+            print(plain(verdict), flush=True)
     caught = sum(verdict.caught for verdict in verdicts)
     print(f"{caught} of {len(verdicts)} mutants caught", file=sys.stderr)
     return 0 if caught == len(verdicts) else 1

@@ -1,0 +1,78 @@
+"""Fails when the package is harder to read than it was: `python tools/bounds.py` (`make house`).
+
+Prints the figures of `house.py` (lines, names, themes) and `path_modules.py` (what a call passes through) beside their bounds,
+and those that are aimed at. Exit code 1 if a figure is above its bound. Whoever lowers a figure lowers its bound with it.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+# figure: (bound, aim)
+BOUNDS = {
+    "lines of code": (29_500, 23_000),
+    "lines of the core": (13_050, 9_200),
+    "class names used twice": (44, 5),
+    "mixed modules": (2, 0),
+    "modules with two themes": (7, 12),
+    "store, caller": (34, 24),
+    "store, all threads": (50, 32),
+    "lookup, caller": (24, 17),
+    "retrieve from host, caller": (31, 22),
+    "retrieve from disk, caller": (45, 30),
+    "retrieve from disk, all threads": (52, 34),
+}
+
+
+def said(tool: str) -> dict[str, object]:
+    """What a tool of this folder prints as JSON."""
+    command = [sys.executable, HERE / tool, "--json"]
+    done = subprocess.run(
+        command, cwd=HERE.parent, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True
+    )
+    found: dict[str, object] = json.loads(done.stdout)
+    return found
+
+
+def figures() -> dict[str, int]:
+    """All figures that have a bound."""
+    house, paths = said("house.py"), said("path_modules.py")
+    found = {
+        "lines of code": house["code"],
+        "lines of the core": house["core"],
+        "class names used twice": len(house["class_names_used_twice"]),
+        "mixed modules": len(house["mixed"]),
+        "modules with two themes": house["two_themes"],
+    }
+    for name in BOUNDS:
+        call, _, threads = name.partition(", ")
+        if threads:
+            found[name] = paths[CALLS[call]]["caller" if threads == "caller" else "all"]["modules"]
+    return found
+
+
+CALLS = {
+    "store": "store",
+    "lookup": "lookup",
+    "retrieve from host": "retrieve_host",
+    "retrieve from disk": "retrieve_disk",
+}
+
+
+def main() -> int:
+    """Print the table; return the exit code."""
+    above = False
+    print(f"{'figure':34s}{'now':>8s}{'bound':>8s}{'aim':>8s}")
+    for name, now in figures().items():
+        bound, aim = BOUNDS[name]
+        above |= now > bound
+        print(f"{name:34s}{now:>8,d}{bound:>8,d}{aim:>8,d}{'  too many' if now > bound else ''}")
+    return int(above)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
