@@ -48,3 +48,8 @@ def test_keys_and_layouts_need_no_engine() -> None:
 
 def test_metrics_are_pure_python() -> None:
     assert "numpy" not in modules_after("import pagoda.metrics, pagoda.clock")
+
+
+def test_a_configuration_needs_little() -> None:
+    after = modules_after("from pagoda.config.sources import load; load()")
+    assert not after & set(HEAVY)

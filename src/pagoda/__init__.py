@@ -1,6 +1,6 @@
 """PagodaKV: one cache in storeys for the attention keys and values that an LLM engine has computed.
 
-Public names are resolved on first use: `import pagoda` loads no numpy, lmdb, torch or pydantic.
+Public names are resolved on first use: `import pagoda` loads no numpy, lmdb or torch.
 """
 
 from __future__ import annotations

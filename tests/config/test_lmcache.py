@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pagoda.config.lmcache import Translation, Verdict, from_environment, known_fields, read, translate
 from pagoda.config.lmcache_fields import BELONGS, NOT_NEEDED, SWITCHES, WHEN_SET
-from pagoda.config.load import load
+from pagoda.config.sources import load
 from pagoda.errors import ConfigError
 
 PAGE = Path(__file__).parents[2] / "docs" / "lmcache.md"

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from pagoda.codec import CODECS
 from pagoda.config import Config, RemoteSpec
-from pagoda.config.load import load, schema
 from pagoda.config.remotes import parse, redacted, split
+from pagoda.config.sources import load, schema
 from pagoda.errors import ConfigError
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from pagoda import Cache, Config, KVLayout, Namespace
 from pagoda.cli import main
-from pagoda.config.load import load
+from pagoda.config.sources import load
 from pagoda.errors import StoreError
 from pagoda.room import require_place
 from pagoda.transfer import BlockKV

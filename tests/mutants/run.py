@@ -48,7 +48,6 @@ PRELOAD = [
     "lmdb",
     "msgspec",
     "numpy",
-    "pydantic_settings",
     "pytest",
     "pytest_timeout",
     "torch",

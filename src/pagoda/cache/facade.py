@@ -304,7 +304,7 @@ def _configured(config: Config | None, layout: KVLayout, overrides: Mapping[str,
     if not isinstance(layout, KVLayout):
         raise ValueError(f"layout is {layout!r}: build a KVLayout, such as KVLayout.dense(...)")
     if config is None:
-        from pagoda.config.load import DEFAULT, load
+        from pagoda.config.sources import DEFAULT, load
 
         config, origins = load(None, None, None, **overrides)
         origin = origins["chunk_tokens"]

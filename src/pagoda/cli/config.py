@@ -13,7 +13,7 @@ from pagoda.cli.stores import AsJson, ConfigFile
 
 if TYPE_CHECKING:
     from pagoda.config import Config
-    from pagoda.config.load import Loaded
+    from pagoda.config.sources import Loaded
 
 app = typer.Typer(help="Show, check, describe or import the configuration.")
 File = Annotated[
@@ -130,7 +130,7 @@ def _write_new(file: Path, text: str) -> None:
 
 
 def _loaded(file: Path | None) -> Loaded:
-    from pagoda.config.load import load
+    from pagoda.config.sources import load
 
     return load(file=file)
 

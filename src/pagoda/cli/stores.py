@@ -42,7 +42,7 @@ Prefix: TypeAlias = Annotated[
 
 def configured(file: Path | None) -> Config:
     """Return the loaded configuration. Raises ConfigError."""
-    from pagoda.config.load import load
+    from pagoda.config.sources import load
 
     return load(file=file).config
 

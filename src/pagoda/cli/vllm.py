@@ -168,7 +168,7 @@ def _checked(given: Mapping[str, str | bool]) -> tuple[dict[str, object], Config
     Raises:
         ConfigError: one of them, or of those of the environment and the file, cannot stand.
     """
-    from pagoda.config.load import load
+    from pagoda.config.sources import load
 
     config = load(cli=given).config
     if config.host_size == 0 or not config.host_shared:

@@ -1,6 +1,6 @@
-"""The configuration of a cache: one plain frozen dataclass, with no pydantic in it.
+"""The configuration of a cache: one plain frozen dataclass.
 
-`Config` may be built by hand; `pagoda.config.load.load` builds it from files, the environment and options,
+`Config` may be built by hand; `pagoda.config.sources.load` builds it from files, the environment and options,
 and tells where every value came from.
 """
 
@@ -11,9 +11,9 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 
 from pagoda import policy as policies
-from pagoda.config.checks import WritePolicy, checked
 from pagoda.config.remotes import RemoteSpec, parse
 from pagoda.config.sizes import AUTO, auto_bytes
+from pagoda.config.values import WritePolicy, checked
 from pagoda.errors import ConfigError
 
 __all__ = ["Config", "RemoteSpec", "WritePolicy", "defaults", "option_names"]

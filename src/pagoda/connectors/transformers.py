@@ -388,7 +388,7 @@ def _configured(config: Config | None, options: dict[str, Any]) -> Config:
     """Return the given config, or what files, environment and defaults say, with `options` before either."""
     if config is not None:
         return replace(config, **options)
-    from pagoda.config.load import load
+    from pagoda.config.sources import load
 
     return load(None, None, None, **options).config
 

@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from pagoda.config.load import DEFAULT, load
+from pagoda.config.sources import DEFAULT, load
 from pagoda.connectors.vllm.facts import plain
 from pagoda.connectors.vllm.hybrid import PagodaHybridConnector
 from pagoda.connectors.vllm.identity import namespace_of

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pagoda.config import Config, option_names
-from pagoda.config.load import DEFAULT, load
+from pagoda.config.sources import DEFAULT, load
 from pagoda.config.suggest import did_you_mean
 from pagoda.errors import ConfigError
 

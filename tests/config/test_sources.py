@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pagoda.config import Config, option_names
-from pagoda.config.load import load, schema
+from pagoda.config.sources import load, schema
 from pagoda.errors import ConfigError
 
 
@@ -131,6 +131,51 @@ def test_the_real_environment_is_read(nowhere: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("HOME", str(nowhere))
     monkeypatch.setenv("PAGODA_CHUNK_TOKENS", "64")
     assert load().config.chunk_tokens == 64
+
+
+NO_INTEGER, NO_NUMBER, NO_FLAG = (
+    f"input should be a valid {kind}" for kind in ("integer", "number", "boolean")
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "value"),
+    [
+        ("io_threads", " 7 ", 7), ("io_threads", "+5", 5), ("io_threads", "7.0", 7), ("io_threads", 7.0, 7),
+        ("queue_chunks", "1_000", 1000), ("io_threads", True, 1), ("io_threads", b"7", 7),
+        ("deadline_seconds", "0.25", 0.25), ("deadline_seconds", " 1e3", 1000.0), ("deadline_seconds", True, 1.0),
+        ("durable", "YES", True), ("durable", "f", False), ("durable", 1, True), ("durable", 0.0, False),
+        ("disk_direct", " AUTO ", None), ("disk_direct", "off", False), ("disk_direct", None, None),
+        ("host_size", "64GiB", 64 << 30), ("host_size", 2.0**20, 1 << 20),
+        ("remote", "redis://a, s3://b", ("redis://a", "s3://b")), ("remote", ["redis://a"], ("redis://a",)),
+    ],
+)  # fmt: skip
+def test_how_a_value_may_be_spelt(nowhere: Path, name: str, given: object, value: object) -> None:
+    assert getattr(load(environ=env(nowhere), **{name: given}).config, name) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "complaint"),
+    [
+        ("io_threads", "seven", f"{NO_INTEGER}, unable to parse string as an integer"),
+        ("io_threads", "7.", f"{NO_INTEGER}, unable to parse string as an integer"),
+        ("io_threads", "\u0663", f"{NO_INTEGER}, unable to parse string as an integer"),
+        ("io_threads", 7.5, f"{NO_INTEGER}, got a number with a fractional part"),
+        ("io_threads", float("inf"), "input should be a finite number"),
+        ("io_threads", [], NO_INTEGER), ("host_size", None, NO_INTEGER), ("host_size", {}, NO_INTEGER),
+        ("deadline_seconds", "soon", f"{NO_NUMBER}, unable to parse string as a number"),
+        ("deadline_seconds", None, NO_NUMBER),
+        ("durable", "perhaps", f"{NO_FLAG}, unable to interpret input"),
+        ("durable", 2, f"{NO_FLAG}, unable to interpret input"),
+        ("durable", 0.5, NO_FLAG), ("durable", None, NO_FLAG),
+        ("write_policy", "write", "input should be 'write_through', 'selective' or 'write_back'"),
+        ("policy", 1, "input should be a valid string"),
+    ],
+)  # fmt: skip
+def test_a_value_of_another_type(nowhere: Path, name: str, given: object, complaint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(environ=env(nowhere), **{name: given})
+    assert str(caught.value) == f"{name} = {given!r}: {complaint} (argument {name})"
 
 
 def test_schema_lists_every_option() -> None:

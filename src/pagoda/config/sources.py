@@ -1,7 +1,7 @@
 """Builds a `Config` from every place that options come from, and remembers where each one came from.
 
 Keyword arguments win over command-line options, those over PAGODA_... variables, those over the TOML file,
-that over the defaults. pydantic-settings is imported by the first call, not by importing this module.
+that over the defaults.
 """
 
 from __future__ import annotations
@@ -10,19 +10,15 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Mapping
-from functools import cache
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, get_type_hints
+from typing import NamedTuple
 
 from pagoda.config import Config, defaults, option_names
-from pagoda.config.checks import checked
 from pagoda.config.paths import expanded
-from pagoda.config.remotes import split
 from pagoda.config.suggest import did_you_mean
+from pagoda.config.values import checked, converted, properties
 from pagoda.errors import ConfigError
-
-if TYPE_CHECKING:
-    from pydantic_settings import BaseSettings
 
 PREFIX = "PAGODA_"
 FILE_VARIABLE = "PAGODA_CONFIG"
@@ -83,70 +79,28 @@ def load(
 
 def schema() -> dict[str, object]:
     """Return the JSON schema of the TOML file. Changes nothing."""
-    found: dict[str, object] = _settings_class().model_json_schema()
-    found["title"] = "pagoda.toml"
-    return found
+    known = properties(Config, defaults())
+    return {"additionalProperties": False, "properties": known, "title": "pagoda.toml", "type": "object"}
 
 
 def _merge(layers: list[_Layer]) -> tuple[dict[str, object], dict[str, str]]:
-    """Let pydantic-settings merge the layers, first wins, and turn text into the types of the options."""
-    from pydantic import ValidationError
-    from pydantic_settings import InitSettingsSource, PydanticBaseSettingsSource
-
-    class Layered(_settings_class()):  # type: ignore[misc]  # the base is made at run time, from Config's fields
-        @classmethod
-        def settings_customise_sources(
-            cls, settings_cls: type[BaseSettings], *args: object, **kwargs: object
-        ) -> tuple[PydanticBaseSettingsSource, ...]:
-            return tuple(InitSettingsSource(settings_cls, dict(layer.values)) for layer in layers)
-
+    """Return each value that was given, of the first layer that has it, as the type of its option; and its origin."""
+    given: dict[str, object] = {}
     origins: dict[str, str] = {}
     for layer in reversed(layers):
+        given.update(layer.values)
         origins.update({name: layer.origin(name) for name in layer.values})
-    try:
-        settings = Layered()
-    except ValidationError as invalid:
-        trouble = invalid.errors()[0]
-        name = str(trouble["loc"][0])
-        value = "" if name == "remote" else f" = {trouble['input']!r}"  # there may be a password in it
-        message = f"{name}{value}: {trouble['msg'].lower()} ({origins[name]})"
-        raise ConfigError(message) from None
-    return {name: getattr(settings, name) for name in origins}, origins
-
-
-@cache
-def _settings_class() -> type[BaseSettings]:
-    """Make the pydantic model of `Config`'s fields: the dataclass stays the only list of options."""
-    from dataclasses import fields
-    from typing import Annotated
-
-    from pydantic import BeforeValidator, Field, WithJsonSchema, create_model
-    from pydantic_settings import BaseSettings
-
-    hints = get_type_hints(Config)
-    hints["disk_direct"] = Annotated[bool | None, BeforeValidator(_auto_is_none)]
-    urls = WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]})
-    hints["remote"] = Annotated[tuple[str, ...], BeforeValidator(_text_is_several), urls]
-    preset = defaults()
-    return create_model(  # type: ignore[call-overload, no-any-return]
-        "Settings",
-        __base__=BaseSettings,
-        **{
-            option.name: (
-                hints[option.name],
-                Field(default=preset[option.name], description=option.metadata["help"]),
-            )
-            for option in fields(Config)
-        },
-    )
-
-
-def _auto_is_none(value: object) -> object:
-    return None if isinstance(value, str) and value.strip().lower() == "auto" else value
-
-
-def _text_is_several(value: object) -> object:
-    return split(value) if isinstance(value, str) else value
+    values: dict[str, object] = {}
+    for option in fields(Config):
+        name = option.name
+        if name not in given:
+            continue
+        try:
+            values[name] = converted(str(option.type), given[name])
+        except ValueError as invalid:
+            shown = "" if name == "remote" else f" = {given[name]!r}"  # there may be a password in it
+            raise ConfigError(f"{name}{shown}: {invalid} ({origins[name]})") from None
+    return values, origins
 
 
 def _arguments(kwargs: Mapping[str, object]) -> _Layer:

@@ -1,0 +1,276 @@
+"""What the value of each option may be: read from text, checked, kept in one form; and the types as a JSON schema.
+
+Called by `Config` (checked) and by `pagoda.config.sources` (converted). Changes nothing; looks at paths.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable
+from dataclasses import fields
+from typing import TYPE_CHECKING, Literal, get_args
+
+from pagoda import policy as policies
+from pagoda.config.paths import expanded
+from pagoda.config.remotes import split, tuple_of
+from pagoda.config.sizes import AUTO, parse_size
+from pagoda.config.suggest import did_you_mean
+from pagoda.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pagoda.config import Config
+
+WritePolicy = Literal["write_through", "selective", "write_back"]
+Check = Callable[[str, object], object]
+
+
+def checked(name: str, value: object) -> object:
+    """Return `value` as the option `name` keeps it (sizes in bytes, paths absolute). Changes nothing.
+
+    Raises:
+        ConfigError: it cannot stand; the message names the option, the value and what to do.
+    """
+    try:
+        return _CHECKS[name](name, value)
+    except ConfigError:
+        raise
+    except ValueError as trouble:
+        raise ConfigError(f"{name} = {value!r}: {trouble}") from None
+
+
+def converted(kind: str, value: object) -> object:
+    """Return `value` as an option of that type annotation. Changes nothing.
+
+    Raises:
+        ValueError: the value is not of this type and cannot be read as one.
+    """
+    return _CONVERTERS[kind](value.decode() if isinstance(value, bytes) else value)
+
+
+def properties(config: type[Config], preset: dict[str, object]) -> dict[str, object]:
+    """Return the JSON schema of each option, with its default on this machine. Changes nothing."""
+    return {
+        option.name: {
+            **_SCHEMAS[str(option.type)],
+            "default": list(value) if isinstance(value := preset[option.name], tuple) else value,
+            "description": option.metadata["help"],
+            "title": option.name.replace("_", " ").title(),
+        }
+        for option in fields(config)
+    }
+
+
+# ---- checking, one function a kind of value
+
+
+def _size(name: str, value: object) -> object:
+    if not isinstance(value, int | str):
+        raise ValueError("a size is a number of bytes, text such as '64GiB', or 'auto'")
+    size = parse_size(value)
+    if size == AUTO and name == "disk_size":
+        raise ValueError("how much of a disk may be filled is yours to say; write a size such as '100GiB'")
+    return size
+
+
+def _path(name: str, value: object) -> object:
+    if not isinstance(value, str | os.PathLike):
+        raise ValueError("a directory, as text")
+    text = os.fspath(value)
+    if not text and name == "disk_path":
+        return ""
+    if not text or "\0" in str(text):
+        raise ValueError("not a path; name a directory")
+    path = os.path.abspath(expanded(str(text)))
+    if os.path.exists(path) and not os.path.isdir(path):
+        raise ValueError("is a file; name a directory")
+    return path
+
+
+def _file(name: str, value: object) -> object:
+    if not isinstance(value, str | os.PathLike):
+        raise ValueError("a file, as text")
+    text = str(os.fspath(value))
+    if "\0" in text:
+        raise ValueError("not a path; name a file")
+    path = os.path.abspath(expanded(text)) if text else ""
+    if os.path.isdir(path) or text.endswith(os.sep):
+        raise ValueError("is a directory; name a file")
+    return path
+
+
+def _flag(name: str, value: object) -> object:
+    if value is None and name == "disk_direct":
+        return None
+    if not isinstance(value, bool):
+        raise ValueError("write true or false")
+    return value
+
+
+def _count(least: int, most: int) -> Check:
+    def check(name: str, value: object) -> object:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValueError("a whole number is needed")
+        if not least <= value <= most:
+            raise ValueError(f"must be from {least} to {most}")
+        return value
+
+    return check
+
+
+def _seconds(name: str, value: object) -> object:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError("a number of seconds is needed")
+    if not 0 < value <= 3600:
+        raise ValueError("must be more than 0 and at most 3600 seconds")
+    return float(value)
+
+
+def _write_policy(name: str, value: object) -> object:
+    known = get_args(WritePolicy)
+    if value not in known:
+        raise ValueError(f"must be one of {', '.join(known)}{did_you_mean(str(value), known)}")
+    return value
+
+
+def _policy(name: str, value: object) -> object:
+    if value not in policies.NAMES:
+        raise ValueError(
+            f"must be one of {', '.join(policies.NAMES)}{did_you_mean(str(value), policies.NAMES)}"
+        )
+    return value
+
+
+def _remote(name: str, value: object) -> object:
+    return tuple_of(value)
+
+
+_CHECKS: dict[str, Check] = {
+    "chunk_tokens": _count(1, 2**20),
+    "host_size": _size,
+    "host_path": _path,
+    "host_shared": _flag,
+    "disk_size": _size,
+    "disk_path": _path,
+    "disk_direct": _flag,
+    "durable": _flag,
+    "write_policy": _write_policy,
+    "selective_hits": _count(1, 2**31 - 1),
+    "min_hit_tokens": _count(0, 2**31 - 1),
+    "worth_it": _flag,
+    "deadline_seconds": _seconds,
+    "io_threads": _count(1, 64),
+    "queue_chunks": _count(1, 2**20),
+    "policy": _policy,
+    "record": _file,
+    "profile": _flag,
+    "remote": _remote,
+    "weights_epoch": _count(0, 2**31 - 1),
+}
+
+
+# ---- converting, one function a type
+
+_FLAGS = {
+    **dict.fromkeys(("1", "on", "t", "true", "y", "yes"), True),
+    **dict.fromkeys(("0", "off", "f", "false", "n", "no"), False),
+}
+_INTEGER = re.compile(r"\s*([+-]?\d+(?:_\d+)*)(?:\.0+)?\s*", re.ASCII)
+_NO_INTEGER = "input should be a valid integer"
+_NO_NUMBER = "input should be a valid number"
+_NO_FLAG = "input should be a valid boolean"
+
+
+def _integer(value: object) -> int:
+    if isinstance(value, str):
+        found = _INTEGER.fullmatch(value)
+        if found is None:
+            raise ValueError(f"{_NO_INTEGER}, unable to parse string as an integer")
+        return int(found[1])
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError("input should be a finite number")
+        if not value.is_integer():
+            raise ValueError(f"{_NO_INTEGER}, got a number with a fractional part")
+        return int(value)
+    if isinstance(value, int):
+        return int(value)
+    raise ValueError(_NO_INTEGER)
+
+
+def _number(value: object) -> float:
+    if isinstance(value, str):
+        try:
+            return float(value if value.isascii() else "")
+        except ValueError:
+            raise ValueError(f"{_NO_NUMBER}, unable to parse string as a number") from None
+    if isinstance(value, int | float):
+        return float(value)
+    raise ValueError(_NO_NUMBER)
+
+
+def _flag_of(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str | int):
+        known = _FLAGS.get(str(value).lower())
+        if known is None:
+            raise ValueError(f"{_NO_FLAG}, unable to interpret input")
+        return known
+    if value in (0.0, 1.0):
+        return bool(value)
+    raise ValueError(_NO_FLAG)
+
+
+def _flag_or_auto(value: object) -> bool | None:
+    if value is None or (isinstance(value, str) and value.strip().lower() == "auto"):
+        return None
+    return _flag_of(value)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError("input should be a valid string")
+    return value
+
+
+def _size_of(value: object) -> int | str:
+    return value if isinstance(value, str) else _integer(value)
+
+
+def _write_policy_of(value: object) -> object:
+    *known, last = map(repr, get_args(WritePolicy))
+    if value not in get_args(WritePolicy):
+        raise ValueError(f"input should be {', '.join(known)} or {last}")
+    return value
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return split(value)
+    if not isinstance(value, tuple | list):
+        raise ValueError("input should be a valid tuple")
+    return tuple(map(_text, value))
+
+
+_CONVERTERS: dict[str, Callable[[object], object]] = {
+    "int": _integer,
+    "float": _number,
+    "bool": _flag_of,
+    "bool | None": _flag_or_auto,
+    "str": _text,
+    "int | str": _size_of,
+    "WritePolicy": _write_policy_of,
+    "tuple[str, ...]": _texts,
+}
+_SCHEMAS: dict[str, dict[str, object]] = {
+    "int": {"type": "integer"},
+    "float": {"type": "number"},
+    "bool": {"type": "boolean"},
+    "bool | None": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+    "str": {"type": "string"},
+    "int | str": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
+    "WritePolicy": {"enum": list(get_args(WritePolicy)), "type": "string"},
+    "tuple[str, ...]": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
+}
