@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import re
 import subprocess
 import sys
@@ -19,6 +21,12 @@ def test_the_generated_pages_are_current() -> None:
         [sys.executable, ROOT / "tools" / "reference.py", "--check"], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("module", ["pagoda.keys", "pagoda.layout", "pagoda.config"])
+def test_the_examples_of_a_public_class_run(module: str) -> None:
+    found = doctest.testmod(importlib.import_module(module))
+    assert found.attempted and not found.failed
 
 
 def test_the_example_of_coming_from_runs(capsys: pytest.CaptureFixture[str]) -> None:

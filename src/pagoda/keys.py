@@ -247,6 +247,11 @@ class Namespace:
     `revision` is the model's version, `weights` a digest of its weights, `weights_epoch` counts updates in
     place, `layout` is a layout's fingerprint, `lora` names the adapter's content (not its path), `salt` keeps
     tenants apart. Raises ValueError for a field of the wrong type.
+
+    Example:
+        >>> mine = Namespace(model="meta-llama/Llama-3.1-8B", revision="d04e592", salt="tenant A")
+        >>> mine.root == mine.with_(salt="tenant B").root  # another tenant never hits these chunks
+        False
     """
 
     model: str

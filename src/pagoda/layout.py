@@ -62,6 +62,11 @@ class KVLayout:
 
     `fingerprint` (16 hex characters) names the layout: two layouts with the same one have the same bytes.
     `planes` are those of one layer, empty if the bytes are opaque. Raises ValueError if the numbers disagree.
+
+    Example:
+        >>> layout = KVLayout.dense(layers=32, kv_heads=8, head_dim=128, dtype="bfloat16")
+        >>> layout.chunk_tokens, layout.chunk_bytes  # 2 planes x 32 x 256 x 8 x 128 x 2 bytes
+        (256, 33554432)
     """
 
     chunk_tokens: int

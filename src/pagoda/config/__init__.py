@@ -25,6 +25,11 @@ class Config:
 
     Raises:
         ConfigError: a value cannot stand; the message names the field, the value and what to do.
+
+    Example:
+        >>> config = Config(host_size="16GiB", disk_path="/var/cache/pagoda", disk_size="200GiB")
+        >>> config.host_bytes, config.write_policy
+        (17179869184, 'write_through')
     """
 
     chunk_tokens: int = field(default=256, metadata={"help": "Tokens in one chunk, the unit of storing."})
