@@ -60,9 +60,9 @@ def check(file: File = None, as_json: AsJson = False) -> int:
 @app.command()
 def schema() -> int:
     """Print the JSON schema of pagoda.toml."""
-    from pagoda.config import load
+    from pagoda.config.sources import schema as described
 
-    show.print_json(load.schema())
+    show.print_json(described())
     return 0
 
 
