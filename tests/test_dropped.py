@@ -18,7 +18,7 @@ from tests.thread_limits import no_threads
 SECONDS = 60.0
 SOURCE = Path(pagoda.__file__).parent
 RUN_BY_FINALIZERS = {  # which take no lock and wait for nothing
-    "slab/mapping.py": "weakref.finalize(memory, _libc.munmap,",
+    "slab/linux_mmap.py": "weakref.finalize(memory, _libc.munmap,",
     "slab/memory.py": "weakref.finalize(self, self._pinned.stop)",
 }
 

@@ -23,7 +23,7 @@ from benchmarks.gpu.stock import FORMS, Form, Shape, Stock
 from benchmarks.harness import Figure, say
 from benchmarks.limits_cuda import Direction, Link, Products, about, register_by_runtime
 from pagoda.slab.pinned import pin
-from pagoda.transfer.ports import Port
+from pagoda.transfer.gpu.device import Port
 
 Cell = dict[str, object]
 

@@ -11,10 +11,10 @@ import torch
 
 from benchmarks.gpu.stock import Stock, Turn
 from benchmarks.limits_cuda import Direction, settle
-from pagoda.transfer.cuda import WAYS, Copies
+from pagoda.transfer.gpu.copy_engine import WAYS, Copies
+from pagoda.transfer.gpu.device import CudaPort, Port
 from pagoda.transfer.pages import see_plane
-from pagoda.transfer.ports import CudaPort, Port
-from pagoda.transfer.runs import page_runs
+from pagoda.transfer.run_table import page_runs
 
 Move = Callable[[], None]
 

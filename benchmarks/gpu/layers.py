@@ -12,9 +12,9 @@ import torch
 from benchmarks.gpu.crossing import Field, WrongBytes
 from benchmarks.gpu.stock import Stock, Turn
 from benchmarks.limits_cuda import Stopwatch, settle
-from pagoda.transfer.cuda import Copies
-from pagoda.transfer.gate import LayerGate
-from pagoda.transfer.ports import Port
+from pagoda.transfer.gpu.copy_engine import Copies
+from pagoda.transfer.gpu.device import Port
+from pagoda.transfer.gpu.layer_events import LayerGate
 
 PATIENCE_SECONDS = 30.0
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from pagoda.transfer.ports import CpuPort, CudaPort, Port
+from pagoda.transfer.gpu.device import CpuPort, CudaPort, Port
 
 
 def port_maker(device: torch.device) -> Callable[[int | None], Port]:
@@ -17,7 +17,7 @@ def port_maker(device: torch.device) -> Callable[[int | None], Port]:
 
 
 def _cpu_port(programs: int | None) -> Port:
-    from pagoda.transfer.kernels import Kernels  # Triton must have been told to interpret by now
+    from pagoda.transfer.gpu.kernels import Kernels  # Triton must have been told to interpret by now
 
     device = torch.device("cpu")
     return CpuPort(Kernels(device) if programs is None else Kernels(device, programs))

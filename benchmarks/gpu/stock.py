@@ -12,11 +12,11 @@ import torch
 
 from pagoda.layout import KVLayout
 from pagoda.transfer import PagedKV
-from pagoda.transfer.device_pages import DevicePagesKV
+from pagoda.transfer.gpu.device_pages import DevicePagesKV
 
 if TYPE_CHECKING:
-    from pagoda.transfer.cuda import Copies
-    from pagoda.transfer.gate import LayerGate
+    from pagoda.transfer.gpu.copy_engine import Copies
+    from pagoda.transfer.gpu.layer_events import LayerGate
 
 Bytes = npt.NDArray[np.uint8]
 Ids = npt.NDArray[np.int64]

@@ -22,7 +22,7 @@ from benchmarks.gpu.plan import FULL, QUICK, TINY
 from benchmarks.gpu.room import Room
 from benchmarks.gpu.stock import FORMS, POISON, Form, Stock, Turn
 from benchmarks.limits_cuda import Direction, Link
-from pagoda.transfer.ports import CpuPort
+from pagoda.transfer.gpu.device import CpuPort
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -87,7 +87,9 @@ def test_what_is_missing_beside_a_gpu_is_named_with_the_remedy(tmp_path: Path) -
 def test_it_needs_no_more_than_is_named() -> None:
     others = {"lmdb", "pydantic", "rich", "typer", "xxhash", *ready.BENCHMARK}
     names = f"{sorted(others)} if name in sys.modules"
-    code = f"import sys, benchmarks.gpu.bench, pagoda.transfer.kernels; print(*[name for name in {names}])"
+    code = (
+        f"import sys, benchmarks.gpu.bench, pagoda.transfer.gpu.kernels; print(*[name for name in {names}])"
+    )
     assert run("-c", code).stdout.split() == sorted(ready.BENCHMARK)
 
 

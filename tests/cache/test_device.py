@@ -18,7 +18,7 @@ from pagoda.cache import Cache
 from pagoda.clock import Clock
 from pagoda.ledger.members import DEVICE_GRACE_NS
 from pagoda.metrics import Reason
-from pagoda.slab.driver import LIBRARY
+from pagoda.slab.cuda_driver import LIBRARY
 from pagoda.slab.memory import MemorySlab
 from pagoda.slab.pinned import place_of
 from pagoda.tiers import HostTier

@@ -10,7 +10,7 @@ import pytest
 from pagoda.cache import Cache
 from pagoda.errors import StoreError
 from pagoda.metrics import Reason
-from pagoda.transfer.base import in_threads
+from pagoda.transfer.cpu_copy import in_threads
 from tests.cache.kit import (
     LAYOUT,
     NAMESPACE,

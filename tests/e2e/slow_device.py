@@ -8,8 +8,8 @@ from queue import SimpleQueue
 
 import torch
 
-from pagoda.transfer.cuda import Copies
-from pagoda.transfer.ports import CpuPort
+from pagoda.transfer.gpu.copy_engine import Copies
+from pagoda.transfer.gpu.device import CpuPort
 
 LONG = 20.0
 

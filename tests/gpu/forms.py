@@ -15,9 +15,9 @@ import torch
 from pagoda.layout import KVLayout, itemsize
 from pagoda.transfer import DenseKV, PagedKV, merged
 from pagoda.transfer.base import Transfer
-from pagoda.transfer.cuda import Copies
-from pagoda.transfer.device_pages import DevicePagesKV
-from pagoda.transfer.gate import LayerGate
+from pagoda.transfer.gpu.copy_engine import Copies
+from pagoda.transfer.gpu.device_pages import DevicePagesKV
+from pagoda.transfer.gpu.layer_events import LayerGate
 
 Views = list[list[torch.Tensor]]  # by layer, by plane
 

@@ -10,7 +10,7 @@ import torch
 
 from pagoda.layout import KVLayout, itemsize
 from pagoda.transfer.base import Transfer
-from pagoda.transfer.cuda import Copies
+from pagoda.transfer.gpu.copy_engine import Copies
 from tests.gpu.forms import Form, Size
 from tests.gpu.rig import POISON, Bytes, Rig
 

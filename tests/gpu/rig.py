@@ -12,11 +12,11 @@ import torch
 from pagoda.layout import KVLayout
 from pagoda.slab.memory import aligned
 from pagoda.slab.pinned import pin
-from pagoda.transfer import measure
-from pagoda.transfer.cuda import Copies
-from pagoda.transfer.ports import CudaPort, Port
+from pagoda.transfer.gpu import autotune
+from pagoda.transfer.gpu.copy_engine import Copies
+from pagoda.transfer.gpu.device import CudaPort, Port
 from tests.gpu.ready import ON_CPU
-from tests.transfer.late_port import LatePort
+from tests.transfer.late_device import LatePort
 
 POISON = 0xA5
 KINDS = ["registered", "plain", "mixed"]
@@ -142,7 +142,7 @@ class CpuRig(Rig):
         self._none = LatePort(kernels=None, world=self.late.world)
         self._none.register(self.pinned)
         self._none.pageable(self.pageable)
-        measure._SCRATCH_BYTES = 300
+        autotune._SCRATCH_BYTES = 300
 
     def copies(self, way: str | None = None, *, kernels: bool = True, **options: int) -> Copies:
         return Copies(self.late if kernels else self._none, way=way, **options)  # type: ignore[arg-type]

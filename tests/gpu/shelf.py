@@ -12,8 +12,8 @@ from pagoda.cache import Cache, Hit
 from pagoda.config import Config
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
-from pagoda.transfer.cuda import Copies
-from pagoda.transfer.device_pages import DevicePagesKV
+from pagoda.transfer.gpu.copy_engine import Copies
+from pagoda.transfer.gpu.device_pages import DevicePagesKV
 from tests.gpu.rig import Rig
 
 CHUNK, BLOCK, LAYERS = 64, 16, 4  # tokens, tokens, planes

@@ -16,7 +16,7 @@ def test_a_gpu_is_here() -> None:
         pytest.skip("PAGODA_TEST_GPU_ON_CPU=1: nothing of this is about a GPU")
     import torch
 
-    from pagoda.slab.driver import Driver
+    from pagoda.slab.cuda_driver import Driver
 
     name, driver = torch.cuda.get_device_name(), Driver.load()
     print(f"{name}, CUDA {torch.version.cuda}, torch {torch.__version__}")

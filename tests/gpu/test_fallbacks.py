@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from pagoda.slab.driver import Driver, DriverError
+from pagoda.slab.cuda_driver import Driver, DriverError
 from pagoda.slab.memory import aligned
 from pagoda.slab.pinned import Pinned, pin
-from pagoda.transfer.cuda import WAYS
+from pagoda.transfer.gpu.copy_engine import WAYS
 from tests.gpu.forms import BY_NAME, FORMS, SHORT, TINY
 from tests.gpu.moves import Memory, check_load, check_store
 from tests.gpu.rig import POISON, Rig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pagoda.transfer.cuda import WAYS
+from pagoda.transfer.gpu.copy_engine import WAYS
 from tests.gpu.forms import BY_NAME, FORMS, LLAMA_8B, ODD, ONE_TOKEN, SHORT, TINY, Size
 from tests.gpu.moves import Memory, check_load, check_store
 from tests.gpu.rig import KINDS, Rig

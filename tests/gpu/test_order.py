@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from pagoda.transfer.cuda import WAYS, Copies
-from pagoda.transfer.device_pages import DevicePagesKV
-from pagoda.transfer.gate import LayerGate
+from pagoda.transfer.gpu.copy_engine import WAYS, Copies
+from pagoda.transfer.gpu.device_pages import DevicePagesKV
+from pagoda.transfer.gpu.layer_events import LayerGate
 from tests.gpu.forms import BY_NAME, LLAMA_8B, SHORT, TINY, Size
 from tests.gpu.moves import Memory
 from tests.gpu.rig import KINDS, Rig

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pagoda.slab import MemorySlab, pinned
-from pagoda.slab.driver import Driver, DriverError
+from pagoda.slab.cuda_driver import Driver, DriverError
 from pagoda.slab.pinned import check, copying, place_of
 from tests.gpu.ready import ON_CPU
 from tests.ledger.support import in_child

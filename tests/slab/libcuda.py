@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.slab.driver import LIBRARY, Driver
+from pagoda.slab.cuda_driver import LIBRARY, Driver
 
 SOURCE = Path(__file__).with_name("libcuda_stub.c")
 OUT_OF_MEMORY, NOT_SUPPORTED = 2, 801

@@ -19,8 +19,8 @@ import pytest
 
 from pagoda.errors import ClosedError
 from pagoda.slab import PAGE_BYTES, MemorySlab, aligned, pinned
-from pagoda.slab.driver import Driver
-from pagoda.slab.mapping import populate
+from pagoda.slab.cuda_driver import Driver
+from pagoda.slab.linux_mmap import populate
 from pagoda.slab.memory import _whole
 from pagoda.slab.pinned import check, copying, pin, place_of
 from tests.cache.kit import wait_until
@@ -232,7 +232,7 @@ def test_nothing_is_under_way_when_the_process_and_the_driver_end(stub: Stub) ->
     code = f"""
 import time
 from pagoda.slab import MemorySlab
-from pagoda.slab.driver import Driver
+from pagoda.slab.cuda_driver import Driver
 from tests.slab.libcuda import called
 library, driver = called({str(stub.path)!r}), Driver.load({str(stub.path)!r})
 library.stub_delay(100_000)

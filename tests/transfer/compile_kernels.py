@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pagoda.transfer import kernels
+from pagoda.transfer.gpu import kernels
 
 _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 # Arguments of launches of all sizes: begin, units, pieces, count, group, tiles, items

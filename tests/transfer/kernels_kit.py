@@ -18,19 +18,19 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from pagoda.transfer.kernels import Kernels
+    from pagoda.transfer.gpu.kernels import Kernels
 
 
 @cache
 def _module() -> object:
-    """Load `pagoda.transfer.kernels` a second time, under another name and for the interpreter.
+    """Load `pagoda.transfer.gpu.kernels` a second time, under another name and for the interpreter.
 
     Triton decides when a kernel is defined. So the variable is set for as long as that takes, and triton itself and
     the module that everybody else imports are as without it.
     """
     pytest.importorskip("torch")
     pytest.importorskip("triton")
-    spec = importlib.util.find_spec("pagoda.transfer.kernels")
+    spec = importlib.util.find_spec("pagoda.transfer.gpu.kernels")
     assert spec is not None and spec.origin is not None
     again = importlib.util.spec_from_file_location("pagoda_kernels_interpreted", spec.origin)
     assert again is not None and again.loader is not None

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from pagoda.layout import KVLayout, Plane
 from pagoda.transfer import DenseKV
-from pagoda.transfer.cuda import Copies
-from pagoda.transfer.ports import CpuPort
+from pagoda.transfer.gpu.copy_engine import Copies
+from pagoda.transfer.gpu.device import CpuPort
 
 ENGINES = [None, Copies(CpuPort())]  # as CPU memory is copied, and as a device's is
 POISON = 0xA5

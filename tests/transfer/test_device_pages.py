@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagoda.transfer import PagesKV, merged
-from pagoda.transfer.cuda import Copies
-from pagoda.transfer.device_pages import DevicePagesKV
-from pagoda.transfer.ports import CpuPort
-from tests.transfer.late_port import LatePort
+from pagoda.transfer.gpu.copy_engine import Copies
+from pagoda.transfer.gpu.device import CpuPort
+from pagoda.transfer.gpu.device_pages import DevicePagesKV
+from tests.transfer.late_device import LatePort
 from tests.transfer.pages_kit import (
     BLOCK_TOKENS,
     BLOCKS,
@@ -215,7 +215,7 @@ def test_what_does_not_fit_is_named() -> None:
 
 
 def test_torch_is_imported_when_it_is_needed() -> None:
-    script = "import sys, pagoda.transfer.device_pages, pagoda.transfer; sys.exit('torch' in sys.modules)"
+    script = "import sys, pagoda.transfer.gpu.device_pages, pagoda.transfer; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False, timeout=60).returncode == 0
 
 

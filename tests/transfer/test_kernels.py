@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda.transfer.runs import RunTable
+from pagoda.transfer.run_table import RunTable
 from tests.transfer.kernels_kit import compiled, interpreted
 
 torch = pytest.importorskip("torch")
@@ -477,7 +477,7 @@ def test_the_interpreter_is_for_these_tests_only() -> None:
         pytest.skip("TRITON_INTERPRET is set for everybody")
     from triton.runtime.jit import JITFunction
 
-    from pagoda.transfer import kernels
+    from pagoda.transfer.gpu import kernels
 
     interpreted()
     assert isinstance(kernels._move, JITFunction) and "TRITON_INTERPRET" not in os.environ

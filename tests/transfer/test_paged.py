@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from pagoda.layout import KVLayout
 from pagoda.transfer import DenseKV, PagedKV
-from pagoda.transfer.cuda import Copies
-from pagoda.transfer.ports import CpuPort
+from pagoda.transfer.gpu.copy_engine import Copies
+from pagoda.transfer.gpu.device import CpuPort
 
 LAYERS, HEADS, DIM, SIZE, CHUNK = 2, 2, 6, 4, 8
 FORMATS = ["planes_first", "blocks_first", "blocks_outermost", "plane_pools"]

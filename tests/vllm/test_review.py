@@ -38,7 +38,7 @@ from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.ledger import Reserved
 from pagoda.replay import read_trace
-from pagoda.transfer.device_pages import DevicePagesKV
+from pagoda.transfer.gpu.device_pages import DevicePagesKV
 from tests.cache.kit import config_of, wait_until
 from tests.ledger.support import gate_taken
 from tests.vllm import models

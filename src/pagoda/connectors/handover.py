@@ -11,8 +11,8 @@ from pagoda.connectors.supported import Seen
 from pagoda.transfer import DenseKV
 
 if TYPE_CHECKING:
-    from pagoda.transfer.cuda import Copies
-    from pagoda.transfer.gate import LayerGate
+    from pagoda.transfer.gpu.copy_engine import Copies
+    from pagoda.transfer.gpu.layer_events import LayerGate
 
 __all__ = ["Planes", "copies_for", "dynamic_cache", "kv_of_row", "room_for"]
 
@@ -28,7 +28,7 @@ def copies_for(devices: Sequence[Any]) -> Copies | None:
     """
     if len(set(devices)) != 1 or devices[0].type != "cuda":
         return None
-    from pagoda.transfer.cuda import copies_of
+    from pagoda.transfer.gpu.copy_engine import copies_of
 
     try:
         return copies_of(devices[0])

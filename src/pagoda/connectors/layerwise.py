@@ -25,8 +25,8 @@ from pagoda.cache.forks import renewed_after_fork
 from pagoda.connectors.handover import kv_of_row, room_for
 from pagoda.connectors.supported import Seen
 from pagoda.threads import Pool, wait
-from pagoda.transfer.gate import LayerGate
-from pagoda.transfer.ports import Port
+from pagoda.transfer.gpu.device import Port
+from pagoda.transfer.gpu.layer_events import LayerGate
 
 __all__ = ["LayerLoad", "LoadShort", "Loads", "Resumed"]
 

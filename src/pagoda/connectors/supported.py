@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pagoda.layout import KVLayout, Plane
 
 if TYPE_CHECKING:
-    from pagoda.transfer.cuda import Copies
+    from pagoda.transfer.gpu.copy_engine import Copies
 
 __all__ = ["Seen", "check_call", "check_model", "forms_of", "is_compiled", "see_model"]
 

@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from pagoda.errors import ClosedError, StoreError
 from pagoda.slab import pinned
-from pagoda.slab.driver import Driver
-from pagoda.slab.mapping import Memory, huge_pages, map_shared, populate
+from pagoda.slab.cuda_driver import Driver
+from pagoda.slab.linux_mmap import Memory, huge_pages, map_shared, populate
 from pagoda.threads import Event, begin
 
 PAGE_BYTES = 4096

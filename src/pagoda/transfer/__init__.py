@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pagoda.transfer.base import Transfer
-from pagoda.transfer.block import BlockKV
+from pagoda.transfer.blocks import BlockKV
 from pagoda.transfer.dense import DenseKV
 from pagoda.transfer.paged import PagedKV
 from pagoda.transfer.pages import PagesKV, merged

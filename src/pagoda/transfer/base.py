@@ -1,21 +1,15 @@
-"""What a transfer is, and what all share: slots as bytes, an engine's arrays as words, copies in threads."""
+"""What a transfer is, and what all share: slots as bytes, an engine's arrays as words."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
-from functools import lru_cache, partial
-from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from pagoda.layout import KVLayout, itemsize
-from pagoda.threads import Pool, wait
 
 if TYPE_CHECKING:
     import torch
@@ -23,12 +17,11 @@ if TYPE_CHECKING:
 __all__ = [
     "Array",
     "Bytes",
-    "Pair",
+    "Ids",
     "Transfer",
     "Words",
     "check_starts",
-    "copy_pairs",
-    "in_threads",
+    "device_of",
     "pieces",
     "word_dtype",
     "words",
@@ -36,9 +29,8 @@ __all__ = [
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Words: TypeAlias = npt.NDArray[np.unsignedinteger]  # elements as integers of the same width: only bits move
+Ids: TypeAlias = npt.NDArray[np.int64]
 Array: TypeAlias = "npt.NDArray[np.generic] | torch.Tensor"
-
-_SPLIT_BYTES = 1 << 20  # a smaller share costs more to hand to a thread than to copy
 
 
 class Transfer(Protocol):
@@ -59,13 +51,6 @@ class Transfer(Protocol):
     def from_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
         """Copy slots into the engine's KV; changes the KV of those chunks only."""
         ...
-
-
-class Pair(NamedTuple):
-    """One copy: two arrays of the same shape and dtype that share no memory."""
-
-    to: npt.NDArray[np.generic]
-    source: npt.NDArray[np.generic]
 
 
 def pieces(
@@ -160,73 +145,17 @@ class _Lies:
         }
 
 
-def copy_pairs(pairs: Iterable[Pair], threads: int = 1) -> None:
-    """Do the copies; changes what they point to. Returns when all are done, in any order.
+def device_of(*values: object) -> torch.device | None:
+    """Return the device of the first of nested tensors if it is not the CPU; None for CPU memory and arrays."""
+    if "torch" not in sys.modules:  # nobody has a tensor before torch was imported
+        return None
+    import torch
 
-    np.copyto drops the GIL, and where the inner run is contiguous on both sides it is a memmove a run. More
-    than one thread pays only where one core cannot fill the memory bus, and never below a megabyte a thread.
-    """
-    if threads > 1:
-        pairs = list(pairs)
-        threads = min(threads, sum(pair.to.nbytes for pair in pairs) // _SPLIT_BYTES)
-    if threads <= 1:
-        _copy(pairs)
-        return
-    cut = [piece for pair in pairs for piece in _split(pair, threads)]
-    in_threads([partial(_copy, share) for share in _shares(cut, threads)], threads)
-
-
-def in_threads(jobs: Sequence[Callable[[], None]], threads: int) -> None:
-    """Run `jobs`, the last one on this thread. Returns when all have ended; raises what one raised."""
-    if threads <= 1:
-        for job in jobs:
-            job()
-        return
-    waiting, mine = list[Future[None]](), list(jobs)
-    try:
-        with contextlib.suppress(RuntimeError):  # no thread can be had: the rest is done here
-            while len(mine) > 1:
-                waiting.append(_pool(threads).submit(mine[0]))
-                del mine[0]
-        for job in mine:
-            job()
-        wait(waiting)
-    except BaseException:
-        wait(waiting)  # nothing may still write into a slot after this ends
-        raise
-    for future in waiting:
-        future.result()
-
-
-def _copy(pairs: Iterable[Pair]) -> None:
-    for to, source in pairs:
-        np.copyto(to, source)
-
-
-def _split(pair: Pair, parts: int) -> list[Pair]:
-    """Cut a large copy along its first axis, so that every thread gets some of it."""
-    rows = pair.to.shape[0]
-    if pair.to.nbytes < _SPLIT_BYTES or rows < parts:
-        return [pair]
-    cuts = [rows * part // parts for part in range(parts + 1)]
-    return [Pair(pair.to[a:b], pair.source[a:b]) for a, b in pairwise(cuts)]
-
-
-def _shares(pairs: list[Pair], threads: int) -> list[list[Pair]]:
-    """Deal the copies out so that each share has about as many bytes; neighbours stay together."""
-    shares: list[list[Pair]] = [[] for _ in range(threads)]
-    each, done = sum(pair.to.nbytes for pair in pairs) / threads, 0
-    for pair in pairs:
-        shares[min(int(done / each), threads - 1)].append(pair)
-        done += pair.to.nbytes
-    return shares
-
-
-@lru_cache(maxsize=4)
-def _pool(threads: int) -> Pool:
-    """The threads that help with copies; made once a process and count."""
-    return Pool(threads - 1, "pagoda-copy")
-
-
-if hasattr(os, "register_at_fork"):  # a child has none of the parent's threads
-    os.register_at_fork(after_in_child=_pool.cache_clear)
+    for value in values:
+        if isinstance(value, list | tuple):
+            return device_of(*value)
+        if isinstance(value, torch.Tensor):
+            return None if value.device.type == "cpu" else value.device
+        if value is not None:
+            return None
+    return None

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from pagoda.layout import KVLayout
-from pagoda.transfer.base import Array, Bytes, Pair, Words, copy_pairs, pieces, word_dtype, words
-from pagoda.transfer.beside import Beside, copies_for, device_of
-from pagoda.transfer.pools import Ids
-from pagoda.transfer.runs import dense_runs
+from pagoda.transfer.base import Array, Bytes, Ids, Words, device_of, pieces, word_dtype, words
+from pagoda.transfer.cpu_copy import Pair, copy_pairs
+from pagoda.transfer.gpu.copy_engine import Beside, copies_for
+from pagoda.transfer.run_table import dense_runs
 
 if TYPE_CHECKING:
-    from pagoda.transfer.cuda import Copies
-    from pagoda.transfer.gate import LayerGate
+    from pagoda.transfer.gpu.copy_engine import Copies
+    from pagoda.transfer.gpu.layer_events import LayerGate
 
 __all__ = ["DenseKV"]
 

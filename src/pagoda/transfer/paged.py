@@ -10,14 +10,22 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from pagoda.layout import KVLayout
-from pagoda.transfer.base import Array, Bytes, Words, in_threads, pieces
-from pagoda.transfer.beside import Beside, copies_for, device_of
-from pagoda.transfer.pools import Ids, PoolFormat, Pools, by_token, runs_of_mapping, runs_of_table, see_pools
-from pagoda.transfer.runs import pool_runs
+from pagoda.transfer.base import Array, Bytes, Ids, Words, device_of, pieces
+from pagoda.transfer.cpu_copy import in_threads
+from pagoda.transfer.gpu.copy_engine import Beside, copies_for
+from pagoda.transfer.run_table import (
+    PoolFormat,
+    Pools,
+    by_token,
+    pool_runs,
+    runs_of_mapping,
+    runs_of_table,
+    see_pools,
+)
 
 if TYPE_CHECKING:
-    from pagoda.transfer.cuda import Copies
-    from pagoda.transfer.gate import LayerGate
+    from pagoda.transfer.gpu.copy_engine import Copies
+    from pagoda.transfer.gpu.layer_events import LayerGate
 
 __all__ = ["PagedKV"]
 

@@ -9,14 +9,12 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from pagoda.layout import KVLayout
-from pagoda.transfer.base import Array, Bytes, Words, check_starts, in_threads, pieces, words
+from pagoda.transfer.base import Array, Bytes, Ids, Words, check_starts, pieces, words
+from pagoda.transfer.cpu_copy import in_threads
 
 __all__ = ["WORD_BYTES", "PagesKV", "Places", "Plane", "Share", "Span", "merged", "see_plane"]
-
-Ids = npt.NDArray[np.int64]
 
 WORD_BYTES = (
     8,

@@ -27,7 +27,7 @@ from pagoda.connectors.vllm.shared import let_go
 from pagoda.layout import KVLayout
 from pagoda.ledger import Reserved
 from pagoda.threads import Event, Pool, wait
-from pagoda.transfer.device_pages import DevicePagesKV
+from pagoda.transfer.gpu.device_pages import DevicePagesKV
 from pagoda.transfer.pages import PagesKV
 
 __all__ = ["SlotCopies", "Stock"]

@@ -28,7 +28,7 @@ from pagoda.ledger import Reserved
 from pagoda.metrics import RateLimitedLog, Reason
 from pagoda.threads import Answer, Pool, wait
 from pagoda.transfer.base import Bytes
-from pagoda.transfer.device_pages import DevicePagesKV, Snapshot, Staging
+from pagoda.transfer.gpu.device_pages import DevicePagesKV, Snapshot, Staging
 from pagoda.transfer.pages import PagesKV
 
 __all__ = ["PagodaWorker"]

@@ -16,12 +16,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda.transfer import measure
-from pagoda.transfer.cuda import WAYS, Copies
-from pagoda.transfer.gate import LayerGate
-from pagoda.transfer.runs import RunTable
+from pagoda.transfer.gpu import autotune
+from pagoda.transfer.gpu.copy_engine import WAYS, Copies
+from pagoda.transfer.gpu.layer_events import LayerGate
+from pagoda.transfer.run_table import RunTable
 from tests.transfer.kernels_kit import interpreted
-from tests.transfer.late_port import Failure, LatePort
+from tests.transfer.late_device import Failure, LatePort
 
 POISON = 0xA5
 ALL_WAYS = [*WAYS, None]
@@ -32,7 +32,7 @@ BOTH = ["down", "up"]
 @pytest.fixture(autouse=True)
 def _little_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run by run in Python a megabyte takes a second."""
-    monkeypatch.setattr(measure, "_SCRATCH_BYTES", 300)
+    monkeypatch.setattr(autotune, "_SCRATCH_BYTES", 300)
 
 
 Bytes = npt.NDArray[np.uint8]

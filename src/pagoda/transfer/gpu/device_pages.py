@@ -12,12 +12,11 @@ import numpy as np
 from pagoda.layout import KVLayout
 from pagoda.threads import Pool
 from pagoda.transfer.base import Bytes, pieces
-from pagoda.transfer.beside import Beside, copies_for
-from pagoda.transfer.cuda import Copies
-from pagoda.transfer.gate import LayerGate
+from pagoda.transfer.gpu.copy_engine import Beside, Copies, copies_for
+from pagoda.transfer.gpu.device import CpuPort, Mark
+from pagoda.transfer.gpu.layer_events import LayerGate
 from pagoda.transfer.pages import Places, Plane, see_plane
-from pagoda.transfer.ports import CpuPort, Mark
-from pagoda.transfer.runs import page_runs
+from pagoda.transfer.run_table import page_runs
 
 if TYPE_CHECKING:
     import torch

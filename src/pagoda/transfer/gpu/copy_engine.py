@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 from weakref import WeakKeyDictionary
@@ -21,20 +22,19 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from pagoda.threads import Condition, if_free
-from pagoda.transfer.base import Bytes
-from pagoda.transfer.gate import LayerGate
-from pagoda.transfer.measure import fastest
-from pagoda.transfer.pools import Ids
-from pagoda.transfer.ports import CudaPort, Lane, Mark, Port
-from pagoda.transfer.ring import Chunks, Crossing, Flow, Trip, address_of, units_of
-from pagoda.transfer.runs import RunTable
+from pagoda.transfer.base import Bytes, Ids
+from pagoda.transfer.gpu.autotune import fastest
+from pagoda.transfer.gpu.device import CudaPort, Lane, Mark, Port
+from pagoda.transfer.gpu.layer_events import LayerGate
+from pagoda.transfer.gpu.staging_ring import Chunks, Crossing, Flow, Trip, address_of, units_of
+from pagoda.transfer.run_table import RunTable
 
 if TYPE_CHECKING:
     import torch
 
-    from pagoda.transfer.kernels import SentTable
+    from pagoda.transfer.gpu.kernels import SentTable
 
-__all__ = ["WAYS", "Copies", "Way", "copies_of"]
+__all__ = ["WAYS", "Beside", "Copies", "Way", "copies_for", "copies_of"]
 
 Way: TypeAlias = Literal["direct", "staged", "runs"]
 WAYS: tuple[Way, ...] = get_args(Way)
@@ -301,6 +301,42 @@ class Copies:
             return idle[0]
 
 
+class Beside:
+    """The copies of one transfer. They happen on streams beside the engine's, behind all that this thread's current
+    stream had been given when this object was made; each call returns when its copies are complete. What is being
+    copied is kept alive until then.
+
+    Thread-safe.
+    """
+
+    def __init__(self, copies: Copies, table: RunTable, keep: object, gate: LayerGate | None = None) -> None:
+        self.copies = copies
+        self.table = table
+        self._keep = keep
+        self._gate = gate
+        self.made = copies.port.here()
+
+    def renewed(self) -> Beside:
+        """Return one that comes behind what has been launched until now."""
+        other = copy(self)
+        other.made = self.copies.port.here()
+        return other
+
+    @property
+    def device_index(self) -> int | None:
+        """The number of the CUDA device; None for CPU memory."""
+        device = self.copies.port.device
+        return device.index if device.type == "cuda" else None
+
+    def to_slots(self, ids: Ids, slots: Sequence[Bytes]) -> None:
+        """Copy runs into slots; changes nothing else."""
+        self.copies.down(self.table, ids, slots, self.made)
+
+    def from_slots(self, ids: Ids, slots: Sequence[Bytes]) -> None:
+        """Copy slots into runs, none whose id is below 0; changes nothing else."""
+        self.copies.up(self.table, ids, slots, self.made, self._gate)
+
+
 def _word_bytes(table: RunTable, places: Ids) -> int:
     """The widest word that fits the table and these places."""
     return int(np.gcd.reduce(places, initial=table.word_bytes))
@@ -310,3 +346,12 @@ def _word_bytes(table: RunTable, places: Ids) -> int:
 def copies_of(device: torch.device) -> Copies:
     """Return this process's copy engine of a CUDA device. Raises ValueError if the device cannot be used."""
     return Copies(CudaPort(device))
+
+
+def copies_for(device: torch.device | None) -> Copies | None:
+    """Return the copy engine for memory on a device; None for CPU memory. Raises ValueError for any other device."""
+    if device is None:
+        return None
+    if device.type != "cuda":
+        raise ValueError(f"KV lies on {device}: only NVIDIA GPUs and CPU memory can be copied")
+    return copies_of(device)

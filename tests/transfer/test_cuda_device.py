@@ -18,9 +18,9 @@ import torch
 from pagoda.layout import KVLayout
 from pagoda.slab import aligned, pinned
 from pagoda.transfer import DenseKV, PagedKV
-from pagoda.transfer.cuda import WAYS, Copies
-from pagoda.transfer.device_pages import DevicePagesKV
-from pagoda.transfer.ports import CudaPort
+from pagoda.transfer.gpu.copy_engine import WAYS, Copies
+from pagoda.transfer.gpu.device import CudaPort
+from pagoda.transfer.gpu.device_pages import DevicePagesKV
 from tests.slab.libcuda import Stub
 from tests.transfer.kernels_kit import interpreted
 
@@ -63,10 +63,10 @@ def port(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> CudaPort:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: Stream())
     driver = stub.begin()
-    monkeypatch.setattr("pagoda.transfer.ports.Driver.load", lambda: driver)
-    monkeypatch.setattr("pagoda.transfer.ports._kernels", lambda device, programs: interpreted(programs))
+    monkeypatch.setattr("pagoda.transfer.gpu.device.Driver.load", lambda: driver)
+    monkeypatch.setattr("pagoda.transfer.gpu.device._kernels", lambda device, programs: interpreted(programs))
     monkeypatch.setattr(CudaPort, "host_memory", lambda self, nbytes: torch.empty(nbytes, dtype=torch.uint8))
-    monkeypatch.setattr("pagoda.transfer.measure._SCRATCH_BYTES", 1 << 12)
+    monkeypatch.setattr("pagoda.transfer.gpu.autotune._SCRATCH_BYTES", 1 << 12)
     port = CudaPort(torch.device("cuda"))
     port.device = torch.device("cpu", 0)  # where its memory is, here
     return port

@@ -17,8 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from pagoda.transfer.pools import Ids
-from pagoda.transfer.runs import RunTable
+from pagoda.transfer.base import Ids
+from pagoda.transfer.run_table import RunTable
 
 __all__ = ["Kernels", "SentTable"]
 

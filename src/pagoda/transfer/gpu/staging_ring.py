@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from pagoda.transfer.base import Bytes
-from pagoda.transfer.gate import LayerGate
-from pagoda.transfer.pools import Ids
-from pagoda.transfer.ports import Lane, Mark, Port
-from pagoda.transfer.runs import RunTable
+from pagoda.transfer.base import Bytes, Ids
+from pagoda.transfer.gpu.device import Lane, Mark, Port
+from pagoda.transfer.gpu.layer_events import LayerGate
+from pagoda.transfer.run_table import RunTable
 
 if TYPE_CHECKING:
     import torch

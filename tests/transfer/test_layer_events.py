@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from pagoda.transfer.gate import LayerGate
+from pagoda.transfer.gpu.layer_events import LayerGate
 
 SOON = 0.05  # long enough for a thread that does not wait to be done
 LONG = 20.0

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pagoda.slab import PAGE_BYTES, aligned
-from pagoda.slab.driver import Driver, DriverError
+from pagoda.slab.cuda_driver import Driver, DriverError
 from tests.ledger.support import in_child
 from tests.slab.libcuda import OUT_OF_MEMORY, Stub
 

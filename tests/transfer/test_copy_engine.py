@@ -13,20 +13,20 @@ import pytest
 import torch
 
 from pagoda.layout import KVLayout
-from pagoda.slab.driver import Driver
-from pagoda.transfer import DenseKV, PagedKV, ports
-from pagoda.transfer.base import Bytes
-from pagoda.transfer.cuda import WAYS, Copies, copies_of
-from pagoda.transfer.gate import LayerGate
-from pagoda.transfer.measure import fastest
+from pagoda.slab.cuda_driver import Driver
+from pagoda.transfer import DenseKV, PagedKV
+from pagoda.transfer.base import Bytes, Ids
+from pagoda.transfer.gpu import device as ports
+from pagoda.transfer.gpu.autotune import fastest
+from pagoda.transfer.gpu.copy_engine import WAYS, Copies, copies_of
+from pagoda.transfer.gpu.device import CpuPort, CudaPort
+from pagoda.transfer.gpu.layer_events import LayerGate
 from pagoda.transfer.pages import see_plane
-from pagoda.transfer.pools import Ids
-from pagoda.transfer.ports import CpuPort, CudaPort
-from pagoda.transfer.runs import RunTable, page_runs
+from pagoda.transfer.run_table import RunTable, page_runs
 from tests.transfer.pages_kit import make_planes
 
 if TYPE_CHECKING:
-    from pagoda.transfer.kernels import Kernels
+    from pagoda.transfer.gpu.kernels import Kernels
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU: tests/gpu asks more")
 

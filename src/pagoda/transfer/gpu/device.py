@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from pagoda.slab import pinned
-from pagoda.slab.driver import Driver
-from pagoda.transfer.pools import Ids
+from pagoda.slab.cuda_driver import Driver
+from pagoda.transfer.base import Ids
 
 if TYPE_CHECKING:
     import torch
 
-    from pagoda.transfer.kernels import Kernels
+    from pagoda.transfer.gpu.kernels import Kernels
 
 __all__ = ["CpuPort", "CudaPort", "Lane", "Mark", "Port"]
 
@@ -229,7 +229,7 @@ def _event(stream: torch.cuda.Stream) -> _CudaMark:
 def _kernels(device: torch.device, programs: int) -> Kernels | None:
     """Return the kernels of a device, compiled; None, with a line in the log, where they cannot be had."""
     try:
-        from pagoda.transfer.kernels import Kernels
+        from pagoda.transfer.gpu.kernels import Kernels
 
         kernels = Kernels(device, programs)
         kernels.warm()

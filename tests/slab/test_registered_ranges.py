@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from pagoda.slab.places import Places
+from pagoda.slab.pinned import Places
 
 ROOM = 48
 

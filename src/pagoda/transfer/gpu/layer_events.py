@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from pagoda.threads import Condition
 
 if TYPE_CHECKING:
-    from pagoda.transfer.ports import Mark, Port
+    from pagoda.transfer.gpu.device import Mark, Port
 
 __all__ = ["LayerGate"]
 

@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.layout import KVLayout
-from pagoda.transfer.base import Array, Bytes, Pair, Words, copy_pairs, pieces, words
+from pagoda.transfer.base import Array, Bytes, Words, pieces, words
+from pagoda.transfer.cpu_copy import Pair, copy_pairs
 
 __all__ = ["BlockKV"]
 

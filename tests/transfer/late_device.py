@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagoda.transfer.runs import RunTable
+from pagoda.transfer.run_table import RunTable
 
 Bytes = npt.NDArray[np.uint8]
 SHIFT = 1 << 60  # what the device calls a byte of registered host memory: another number than the host does
@@ -295,7 +295,7 @@ def _owners(tensor: torch.Tensor) -> int:
 
 
 class LatePort:
-    """A port (see pagoda.transfer.ports) whose device is CPU memory and whose lanes are late. Thread-safe.
+    """A port (see pagoda.transfer.gpu.device) whose device is CPU memory and whose lanes are late. Thread-safe.
 
     `kernels`: "plain", None, or a mover; `shift`: how far registered memory's place is from its address;
     `host`: whether `host_memory` is given; `world`: that of another port to the same device. After each call `check()`

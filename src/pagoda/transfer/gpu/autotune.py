@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pagoda.transfer.base import Bytes
-from pagoda.transfer.pools import Ids
-from pagoda.transfer.ports import Port
-from pagoda.transfer.runs import RunTable
+from pagoda.transfer.base import Bytes, Ids
+from pagoda.transfer.gpu.device import Port
+from pagoda.transfer.run_table import RunTable
 
 if TYPE_CHECKING:
     import torch
