@@ -23,7 +23,7 @@ from benchmarks.gpu.stock import FORMS, Form, Shape, Stock
 from benchmarks.harness import Figure, say
 from benchmarks.limits_cuda import Direction, Link, Products, about, register_by_runtime
 from pagoda.slab.pinned import pin
-from pagoda.transfer.gpu.device import Port
+from pagoda.transfer.gpu.device import Device
 
 Cell = dict[str, object]
 
@@ -37,10 +37,10 @@ _SPARE = 1.25  # blocks of a stock, as a share of those that are moved at once
 class Bench:
     """One run on one device. `figures` and `found` grow part by part. One thread at a time."""
 
-    def __init__(self, plan: Plan, device: torch.device, port_of: Callable[[int | None], Port], seed: int,
+    def __init__(self, plan: Plan, device: torch.device, device_of: Callable[[int | None], Device], seed: int,
                  shm: Path | None) -> None:  # fmt: skip
         self.plan, self.device, self.seed, self.shm = plan, device, seed, shm
-        self.ours = Ours(port_of)
+        self.ours = Ours(device_of)
         self.figures: list[Figure] = []
         self.found: dict[str, list[Cell]] = {"crossing": [], "beside": [], "layers": [], "register": []}
         self.left_out: list[Cell] = []
@@ -145,7 +145,7 @@ class Bench:
 
     def _stream(self, stock: Stock, room: Room, direction: Direction, way: str, programs: int,
                 products: Products) -> Cell:  # fmt: skip
-        racer = OurWay(way, self.ours.copies(way, programs))
+        racer = OurWay(way, self.ours.engine(way, programs))
         stream = Stream(stock, turns(stock, room, self.plan.beside_chunks), racer, direction)
         cell = beside(stream, products, self.plan.beside_rounds, self.plan.alone_calls)
         cell |= {
@@ -175,7 +175,7 @@ class Bench:
                     self._cell("layers", f"layers {key} {chunks} {way}", partial(self._layered, field, way))
 
     def _layered(self, field: Field, way: str) -> Cell:
-        cell = layered(field, way, self.ours.copies(way), self.ours.port)
+        cell = layered(field, way, self.ours.engine(way), self.ours.device)
         shares = _floats(cell["share"])
         key = f"layer0_{field.stock.shape.key}_{field.chunks}_{way}"
         first, whole = (
@@ -224,7 +224,7 @@ class Bench:
         with self._room(shape, chunks, registered=False) as room:
             for direction in DIRECTIONS:
                 field = Field(stock, room, self._limit(), direction, chunks, self.plan.rounds)
-                racers: list[Entrant] = [OurWay(CHOSEN, self.ours.copies(CHOSEN)), TorchSelect()]
+                racers: list[Entrant] = [OurWay(CHOSEN, self.ours.engine(CHOSEN)), TorchSelect()]
                 name = f"bounce {direction} {shape.key} {chunks}"
                 self._cell("crossing", name, partial(crossing, field, racers, self.ours))
 

@@ -11,10 +11,10 @@ import torch
 
 from benchmarks.gpu.stock import Stock, Turn
 from benchmarks.limits_cuda import Direction, settle
-from pagoda.transfer.gpu.copy_engine import WAYS, Copies
-from pagoda.transfer.gpu.device import CudaPort, Port
-from pagoda.transfer.pages import see_plane
-from pagoda.transfer.run_table import page_runs
+from pagoda.transfer.gpu.copy_engine import WAYS, CopyEngine
+from pagoda.transfer.gpu.device import CudaDevice, Device
+from pagoda.transfer.pages import page_plane
+from pagoda.transfer.run_table import page_run_table
 
 Move = Callable[[], None]
 
@@ -25,29 +25,31 @@ BLOCK_CHUNKS = 8  # a copy a block is timed on so many chunks at most: 64 of 80 
 class Ours:
     """Our copy engines of one device, by way and number of programs, each made once. One thread at a time."""
 
-    def __init__(self, port_of: Callable[[int | None], Port]) -> None:
-        self.port = port_of(None)
-        self.programs = inspect.signature(CudaPort.__init__).parameters["programs"].default
-        self._ports = cache(lambda programs: self.port if programs == self.programs else port_of(programs))
-        self._made: dict[tuple[str, int], Copies] = {}
+    def __init__(self, device_of: Callable[[int | None], Device]) -> None:
+        self.device = device_of(None)
+        self.programs = inspect.signature(CudaDevice.__init__).parameters["programs"].default
+        self._devices = cache(
+            lambda programs: self.device if programs == self.programs else device_of(programs)
+        )
+        self._made: dict[tuple[str, int], CopyEngine] = {}
 
     @property
     def ways(self) -> tuple[str, ...]:
         """The ways that this machine has; without Triton there is one."""
-        return WAYS if self.port.kernels is not None else ("runs",)
+        return WAYS if self.device.kernels is not None else ("runs",)
 
-    def copies(self, way: str, programs: int | None = None) -> Copies:
+    def engine(self, way: str, programs: int | None = None) -> CopyEngine:
         """Return the copies of one way, or of `CHOSEN`: what a user gets who says nothing."""
         kind = (way, self.programs if programs is None else programs)
         if kind not in self._made:
-            self._made[kind] = Copies(self._ports(kind[1]), way=None if way == CHOSEN else way)
+            self._made[kind] = CopyEngine(self._devices(kind[1]), way=None if way == CHOSEN else way)
         return self._made[kind]
 
     def chosen(self, stock: Stock, direction: Direction) -> str:
         """The way that is taken for such a stock; measured if it has not been."""
-        planes = [see_plane(plane.view(torch.uint8), "planes") for plane in stock.planes]
-        table = page_runs(planes, stock.shape.blocks_a_chunk, 0)
-        return self.copies(CHOSEN).way_of(table, direction == "down")
+        planes = [page_plane(plane.view(torch.uint8), "planes") for plane in stock.planes]
+        table = page_run_table(planes, stock.shape.blocks_a_chunk, 0)
+        return self.engine(CHOSEN).way_of(table, direction == "down")
 
 
 class Entrant(Protocol):
@@ -66,11 +68,11 @@ class OurWay:
 
     most_chunks = 1 << 20
 
-    def __init__(self, name: str, copies: Copies) -> None:
-        self.name, self._copies = name, copies
+    def __init__(self, name: str, engine: CopyEngine) -> None:
+        self.name, self._engine = name, engine
 
     def prepare(self, stock: Stock, turn: Turn, direction: Direction) -> Move:
-        kv = stock.kv(turn.table, self._copies)
+        kv = stock.kv(turn.table, self._engine)
         starts = turn.starts(stock.shape.chunk_tokens)
         if direction == "down":
             return lambda: kv.to_slots(starts, turn.slots)
@@ -134,5 +136,5 @@ class BlockLoop:
 
 def entrants(ours: Ours) -> list[Entrant]:
     """All that race against each other."""
-    ways: list[Entrant] = [OurWay(way, ours.copies(way)) for way in (CHOSEN, *ours.ways)]
+    ways: list[Entrant] = [OurWay(way, ours.engine(way)) for way in (CHOSEN, *ours.ways)]
     return [*ways, TorchSelect(), BlockLoop()]

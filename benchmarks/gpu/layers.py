@@ -12,9 +12,9 @@ import torch
 from benchmarks.gpu.crossing import Field, WrongBytes
 from benchmarks.gpu.stock import Stock, Turn
 from benchmarks.limits_cuda import Stopwatch, settle
-from pagoda.transfer.gpu.copy_engine import Copies
-from pagoda.transfer.gpu.device import Port
-from pagoda.transfer.gpu.layer_events import LayerGate
+from pagoda.transfer.gpu.copy_engine import CopyEngine
+from pagoda.transfer.gpu.device import Device
+from pagoda.transfer.gpu.layer_events import LayerEvents
 
 PATIENCE_SECONDS = 30.0
 
@@ -27,7 +27,7 @@ class Load(NamedTuple):
     whole: float
 
 
-def layered(place: Field, way: str, copies: Copies, port: Port) -> dict[str, object]:
+def layered(place: Field, way: str, engine: CopyEngine, device: Device) -> dict[str, object]:
     """Loads with and without a gate, in turns. Returns what is quoted; raises WrongBytes where layer 0 was not right.
 
     The thread that loads is not the one that waits, as in an engine. "Can be used" is: the waiting stream, told to
@@ -40,8 +40,8 @@ def layered(place: Field, way: str, copies: Copies, port: Port) -> dict[str, obj
         pool.submit(int).result()
         for number in range(1 + place.rounds):
             turn = place.turn(number % 2, place.chunks)
-            load = _load(place, turn, copies, port, pool)
-            bare = _plain(place, place.turn(number % 2, place.chunks), copies, pool)
+            load = _load(place, turn, engine, device, pool)
+            bare = _plain(place, place.turn(number % 2, place.chunks), engine, pool)
             if number:
                 loads.append(load)
                 plain.append(bare)
@@ -61,21 +61,21 @@ def layered(place: Field, way: str, copies: Copies, port: Port) -> dict[str, obj
     }
 
 
-def _load(place: Field, turn: Turn, copies: Copies, port: Port, pool: ThreadPoolExecutor) -> Load:
+def _load(place: Field, turn: Turn, engine: CopyEngine, device: Device, pool: ThreadPoolExecutor) -> Load:
     stock = place.stock
     place.spoil(turn)
-    gate = LayerGate(stock.shape.layers, place.chunks)
-    kv = stock.kv(turn.table, copies, gate)
+    layer_events = LayerEvents(stock.shape.layers, place.chunks)
+    kv = stock.kv(turn.table, engine, layer_events)
     copy = torch.empty((place.chunks, stock.shape.chunk_bytes), dtype=torch.uint8, device=stock.device)
     ids, parts = stock.ids(turn), [stock.parts(room)[: stock.shape.planes] for room in copy]
     settle(stock.device)
     began = time.perf_counter()
     running = pool.submit(kv.from_slots, turn.starts(stock.shape.chunk_tokens), turn.slots)
-    first = _usable(gate, 0, port, began)
+    first = _usable(layer_events, 0, device, began)
     for which, part in zip(ids, parts, strict=True):  # what attention would read, as early as it might
         for plane, room in zip(stock.planes, part, strict=False):
             torch.index_select(plane, 0, which, out=room)
-    middle = _usable(gate, stock.shape.layers // 2, port, began)
+    middle = _usable(layer_events, stock.shape.layers // 2, device, began)
     running.result()
     whole = time.perf_counter() - began
     settle(stock.device)
@@ -91,19 +91,19 @@ def _early(stock: Stock, turn: Turn, copy: torch.Tensor) -> bool:
     return all(torch.equal(own, stock.host(slot)[:size]) for own, slot in zip(there, turn.slots, strict=True))
 
 
-def _usable(gate: LayerGate, layer: int, port: Port, began: float) -> float:
+def _usable(layer_events: LayerEvents, layer: int, device: Device, began: float) -> float:
     """Seconds from `began` until this thread's current stream has waited for a layer."""
-    if not gate.wait_layer(layer, port, PATIENCE_SECONDS):
+    if not layer_events.wait_layer(layer, device, PATIENCE_SECONDS):
         raise RuntimeError(f"layer {layer} did not come")
-    behind = Stopwatch(port.device)
+    behind = Stopwatch(device.torch_device)
     behind.start()
     behind.stop()
     behind.seconds()
     return time.perf_counter() - began
 
 
-def _plain(place: Field, turn: Turn, copies: Copies, pool: ThreadPoolExecutor) -> float:
-    kv = place.stock.kv(turn.table, copies)
+def _plain(place: Field, turn: Turn, engine: CopyEngine, pool: ThreadPoolExecutor) -> float:
+    kv = place.stock.kv(turn.table, engine)
     settle(place.stock.device)
     began = time.perf_counter()
     pool.submit(kv.from_slots, turn.starts(place.stock.shape.chunk_tokens), turn.slots).result()

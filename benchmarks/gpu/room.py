@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from pagoda.slab import MemorySlab
-from pagoda.slab.pinned import Pinned, pin
+from pagoda.slab.pinned import PinnedMemory, pin
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -35,7 +35,7 @@ class Room:
         self._slab.populate(threads=min(8, len(os.sched_getaffinity(0))), background=False)
         self.array = self._slab.view(0)
         self.array[::4096] = 0  # where the kernel cannot populate
-        self._pinned: Pinned | None = None
+        self._pinned: PinnedMemory | None = None
         if registered and device.type == "cuda":
             self._pinned = pin(self.array, device.index or 0, background=False)
 

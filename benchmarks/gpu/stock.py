@@ -15,8 +15,8 @@ from pagoda.transfer import PagedKV
 from pagoda.transfer.gpu.device_pages import DevicePagesKV
 
 if TYPE_CHECKING:
-    from pagoda.transfer.gpu.copy_engine import Copies
-    from pagoda.transfer.gpu.layer_events import LayerGate
+    from pagoda.transfer.gpu.copy_engine import CopyEngine
+    from pagoda.transfer.gpu.layer_events import LayerEvents
 
 Bytes = npt.NDArray[np.uint8]
 Ids = npt.NDArray[np.int64]
@@ -87,7 +87,7 @@ class Stock:
 
     def __init__(self, shape: Shape, form: Form, blocks: int, device: torch.device, seed: int) -> None:
         self.shape, self.form, self.device, self.blocks = shape, form, device, blocks
-        self._seen: dict[Copies, DevicePagesKV] = {}
+        self._seen: dict[CopyEngine, DevicePagesKV] = {}
         self._random = np.random.default_rng(seed)
         self._generator = torch.Generator(device).manual_seed(seed)
         self._scratch = torch.empty((2, shape.chunk_bytes), dtype=torch.uint8, device=device)
@@ -124,26 +124,26 @@ class Stock:
         """How long a run of a block is."""
         return self.planes[0].shape[1] * 8
 
-    def kv(self, table: Ids, copies: Copies, gate: LayerGate | None = None) -> KV:
+    def kv(self, table: Ids, engine: CopyEngine, layer_events: LayerEvents | None = None) -> KV:
         """Return our transfer of the sequence whose blocks are `table`, as a user makes it for one call.
 
         Pools are looked at anew each time, as the paged engine of the examples does; pages once, as the vLLM connector.
         """
         shape = self.shape
         if self.form == "blocks":
-            if gate is None and copies in self._seen:
-                return self._seen[copies].with_table(table.tolist())
+            if layer_events is None and engine in self._seen:
+                return self._seen[engine].with_table(table.tolist())
             pages = [plane.view(torch.uint8) for plane in self.planes]
             kv = DevicePagesKV(
                 pages, self.layout, block_tokens=shape.block_tokens, block_table=table.tolist(),
-                copies=copies, gate=gate,
+                copy_engine=engine, layer_events=layer_events,
             )  # fmt: skip
-            if gate is None:
-                self._seen[copies] = kv
+            if layer_events is None:
+                self._seen[engine] = kv
             return kv
         return PagedKV(
             self._pools, self.layout, pool_format="planes_first" if shape.planes == 2 else "plane_pools",
-            block_size=shape.block_tokens, block_table=table, copies=copies, gate=gate,
+            block_size=shape.block_tokens, block_table=table, copy_engine=engine, layer_events=layer_events,
         )  # fmt: skip
 
     def table(self, chunks: int) -> Ids:

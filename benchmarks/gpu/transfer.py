@@ -74,8 +74,8 @@ def _measure(options: argparse.Namespace) -> int:
     import torch
 
     from benchmarks.gpu.bench import Bench
+    from benchmarks.gpu.devices import device_maker
     from benchmarks.gpu.plan import FULL, QUICK, TINY
-    from benchmarks.gpu.ports import port_maker
 
     plan = TINY if options.tiny else QUICK if options.quick else FULL
     seed = int.from_bytes(os.urandom(4), "little") if options.seed is None else options.seed
@@ -83,7 +83,7 @@ def _measure(options: argparse.Namespace) -> int:
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         torch.cuda.set_device(device)
-    bench = Bench(plan, device, port_maker(device), seed, options.shm_dir)
+    bench = Bench(plan, device, device_maker(device), seed, options.shm_dir)
     bench.wanted = list(filter(None, options.only.split(",")))
     unknown = [name for name in bench.wanted if name not in bench.parts]
     if unknown:

@@ -22,7 +22,7 @@ from benchmarks.gpu.plan import FULL, QUICK, TINY
 from benchmarks.gpu.room import Room
 from benchmarks.gpu.stock import FORMS, POISON, Form, Stock, Turn
 from benchmarks.limits_cuda import Direction, Link
-from pagoda.transfer.gpu.device import CpuPort
+from pagoda.transfer.gpu.device import CpuDevice
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -140,7 +140,7 @@ def test_only_takes_parts_that_there_are() -> None:
 def test_when_time_is_over_the_rest_is_named() -> None:
     from benchmarks.gpu.bench import Bench
 
-    bench = Bench(replace(TINY, budget_seconds=-1.0), CPU, lambda _: CpuPort(), 1, None)
+    bench = Bench(replace(TINY, budget_seconds=-1.0), CPU, lambda _: CpuDevice(), 1, None)
     bench.parts["cross_8b"]()
     assert len(bench.left_out) == len(FORMS) * len(TINY.chunks) * len(DIRECTIONS)
     assert not bench.found["crossing"]
@@ -181,7 +181,7 @@ def field(form: Form, direction: Direction, shape: int = 0) -> tuple[Field, Ours
     kind = TINY.shapes[shape]
     room = Room(CPU, 4 * 4096, shm=None)
     return Field(Stock(kind, form, 32, CPU, 3), room, Link(CPU, TINY.link_bytes), direction, 2, 1), Ours(
-        lambda _: CpuPort()
+        lambda _: CpuDevice()
     )
 
 
@@ -208,7 +208,7 @@ def test_all_entrants_move_the_same_bytes(form: Form, shape: int) -> None:
         np.concatenate([plane[turn.table[chunk * count : (chunk + 1) * count]].ravel() for plane in planes])
         for chunk in range(2)
     ]
-    for racer in (OurWay("chosen", ours.copies("chosen")), TorchSelect(), BlockLoop()):
+    for racer in (OurWay("chosen", ours.engine("chosen")), TorchSelect(), BlockLoop()):
         stock.spoil_slots(turn.slots)
         assert all((slot[: stock.shape.chunk_bytes] == POISON).all() for slot in turn.slots)
         racer.prepare(stock, turn, "down")()

@@ -20,7 +20,7 @@ from pagoda.ledger.members import DEVICE_GRACE_NS
 from pagoda.metrics import Reason
 from pagoda.slab.cuda_driver import LIBRARY
 from pagoda.slab.memory import MemorySlab
-from pagoda.slab.pinned import place_of
+from pagoda.slab.pinned import device_address
 from pagoda.tiers import HostTier
 from pagoda.transfer import Transfer
 from tests.cache.kit import (
@@ -108,7 +108,7 @@ def _stores_and_loads(shm_root: Path) -> None:
         wait_pinned(cache)
         assert library.stub_registered() == slab.nbytes and library.stub_retained() == 1
         address = slab.view(5).ctypes.data
-        assert place_of(address, slab.slot_bytes) == address
+        assert device_address(address, slab.slot_bytes) == address
         for _ in range(3):
             assert cache.store(prompt(1, 2), OnDevice(kv_of(prompt(1, 2)).transfer)).refused == 0
         assert library.stub_registrations() == 1

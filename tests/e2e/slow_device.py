@@ -1,4 +1,4 @@
-"""A copy engine over CPU memory whose lanes are threads: what is launched is done later, as on a GPU."""
+"""A copy engine over CPU memory whose streams are threads: what is launched is done later, as on a GPU."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from queue import SimpleQueue
 
 import torch
 
-from pagoda.transfer.gpu.copy_engine import Copies
-from pagoda.transfer.gpu.device import CpuPort
+from pagoda.transfer.gpu.copy_engine import CopyEngine
+from pagoda.transfer.gpu.device import CpuDevice
 
 LONG = 20.0
 
 
-class Mark:
-    """An event. What went wrong on its lane is raised by the thread that waits for it, not by a stream that does."""
+class DeviceEvent:
+    """An event. What went wrong on its stream is raised by the thread that waits for it, not by a stream that does."""
 
-    def __init__(self, lane: ThreadLane) -> None:
+    def __init__(self, stream: ThreadStream) -> None:
         self.done = threading.Event()
-        self._lane = lane
+        self._stream = stream
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         self.reached()
-        trouble, self._lane.trouble = self._lane.trouble, None
+        trouble, self._stream.trouble = self._stream.trouble, None
         if trouble is not None:
             raise trouble
 
     def reached(self) -> None:
-        assert self.done.wait(LONG), "nobody came to this mark"
+        assert self.done.wait(LONG), "no thread reached this event"
 
 
-class ThreadLane:
+class ThreadStream:
     """A stream: one thread does what it is given, in order."""
 
     handle = 0
@@ -46,30 +46,30 @@ class ThreadLane:
         while (work := self._work.get()) is not None:
             try:
                 work()
-            except Exception as trouble:  # noqa: BLE001  # raised at the next mark
+            except Exception as trouble:  # noqa: BLE001  # raised at the next event
                 self.trouble = trouble
 
     def run(self, work: Callable[[], None]) -> None:
         self._work.put(work)
 
-    def after(self, mark: Mark | None) -> None:
-        if mark is not None:
-            self._work.put(mark.done.wait)
+    def wait_event(self, event: DeviceEvent | None) -> None:
+        if event is not None:
+            self._work.put(event.done.wait)
 
-    def mark(self) -> Mark:
-        mark = Mark(self)
-        self._work.put(mark.done.set)
-        return mark
+    def record_event(self) -> DeviceEvent:
+        event = DeviceEvent(self)
+        self._work.put(event.done.set)
+        return event
 
     def end(self) -> None:
         self._work.put(None)
         self.thread.join(LONG)
 
 
-class SlowDevice(CpuPort):
-    """A port. `before(number)` is called before copy `number`, on the lane's thread: to sleep there, to wait, to fail.
+class SlowDevice(CpuDevice):
+    """A device. `before(number)` is called before copy `number`, on the stream's thread: it may sleep, wait or fail.
 
-    `begun()` is called on the thread that loads or stores, before it launches anything. `waited` counts the marks that
+    `begun()` is called on the thread that loads or stores, before it launches anything. `waited` counts the events that
     a current stream had to wait for: only a load layer by layer has any. `streams_wait`: whether it does so at once,
     since the stream of a CPU is its thread.
     """
@@ -81,39 +81,39 @@ class SlowDevice(CpuPort):
         self.streams_wait = True
         self.copied = 0
         self.waited = 0
-        self._made: list[ThreadLane] = []
+        self._made: list[ThreadStream] = []
 
-    def wait_here(self, mark: Mark | None) -> None:
-        if mark is not None:
+    def current_stream_wait(self, event: DeviceEvent | None) -> None:
+        if event is not None:
             self.waited += 1
             if self.streams_wait:
-                mark.reached()
+                event.reached()
 
-    def place_of(self, address: int, nbytes: int) -> int | None:
+    def device_address(self, address: int, nbytes: int) -> int | None:
         self.begun()
-        return super().place_of(address, nbytes)
+        return super().device_address(address, nbytes)
 
-    def lanes(self, number: int) -> list[ThreadLane]:
-        lanes = [ThreadLane() for _ in range(number)]
-        self._made += lanes
-        return lanes
+    def new_streams(self, number: int) -> list[ThreadStream]:
+        streams = [ThreadStream() for _ in range(number)]
+        self._made += streams
+        return streams
 
-    def current(self) -> ThreadLane:
+    def current_stream(self) -> ThreadStream:
         raise AssertionError("nothing here goes by the current stream")
 
-    def copy(self, to: int, source: int, nbytes: int, lane: ThreadLane) -> None:
+    def copy(self, to: int, source: int, nbytes: int, stream: ThreadStream) -> None:
         self.copied += 1
         self.before(self.copied)
-        super().copy(to, source, nbytes, lane)
+        super().copy(to, source, nbytes, stream)
 
-    def memory(self, nbytes: int) -> torch.Tensor:
+    def allocate(self, nbytes: int) -> torch.Tensor:
         raise AssertionError("without kernels there is no ring")
 
     def end(self) -> None:
-        for lane in self._made:
-            lane.end()
+        for stream in self._made:
+            stream.end()
 
 
-def copies_over(port: SlowDevice) -> Copies:
+def engine_over(device: SlowDevice) -> CopyEngine:
     """A copy engine that copies run by run: there are no kernels on a CPU."""
-    return Copies(port, way="runs")
+    return CopyEngine(device, way="runs")

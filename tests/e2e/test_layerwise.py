@@ -1,6 +1,6 @@
 """A model whose KV comes layer by layer while it computes: the same text as without, whatever happens to the load.
 
-The copy engine is the real one, its device is CPU memory with lanes that are late. Memory that nobody wrote to is NaN.
+The copy engine is the real one, its device is CPU memory with late streams. Memory that nobody wrote to is NaN.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pagoda.connectors.prefill import Prefills, watch_for
 from pagoda.connectors.supported import is_compiled
 from pagoda.connectors.transformers import CachedModel
 from pagoda.metrics import Reason
-from tests.e2e.slow_device import LONG, SlowDevice, copies_over
+from tests.e2e.slow_device import LONG, SlowDevice, engine_over
 from tests.e2e.tiny import deepseek, generated, llama, prompt
 
 CHUNK = 16
@@ -45,16 +45,16 @@ class House:
             "deadline_seconds": LONG,
             "worth_it": False,
         }
-        port = SlowDevice()
+        device = SlowDevice()
         cached = CachedModel(model, **{**settings, **options})
-        cached._seen = cached._seen._replace(copies=copies_over(port))
-        self._opened.append((cached, port))
-        return cached, port
+        cached._seen = cached._seen._replace(copy_engine=engine_over(device))
+        self._opened.append((cached, device))
+        return cached, device
 
     def shut(self) -> None:
-        for cached, port in self._opened:
+        for cached, device in self._opened:
             cached.close()
-            port.end()
+            device.end()
         self._opened.clear()
 
 
@@ -83,24 +83,24 @@ def text(cached: CachedModel, ids=IDS, **kwargs) -> list[list[int]]:
 def warm(house: House):
     """A llama whose prompt is on the host, its device, and its text."""
     model = llama()
-    cached, port = house.open(model)
+    cached, device = house.open(model)
     want = generated(model, IDS, NEW)
     assert text(cached) == want
     assert cached.last.columns == 0
-    port.waited = port.copied = 0
-    return cached, port, want
+    device.waited = device.copied = 0
+    return cached, device, want
 
 
 @pytest.mark.parametrize("build", [llama, deepseek])
 def test_the_same_text(build: Callable, house: House) -> None:
     model = build()
-    cached, port = house.open(model)
+    cached, device = house.open(model)
     want = generated(model, IDS, NEW)
     assert text(cached) == want
-    assert port.waited == 0
-    port.before = lambda number: time.sleep(0.0005)
+    assert device.waited == 0
+    device.before = lambda number: time.sleep(0.0005)
     assert text(cached) == want
-    assert port.waited == LAYERS
+    assert device.waited == LAYERS
     assert (cached.last.columns, cached.last.num_tokens, cached.last.hit.by_tier) == (96, [96], {"host": 96})
     assert cached.last_stored[0].present == 6  # its layers are plain again
     assert cached.last.hit.reason is None and len(cached.last.hit.mask) == 99
@@ -109,7 +109,7 @@ def test_the_same_text(build: Callable, house: House) -> None:
 
 
 def test_a_layer_is_computed_before_the_next_one_has_come(warm, monkeypatch: pytest.MonkeyPatch) -> None:
-    cached, port, want = warm
+    cached, device, want = warm
     monkeypatch.setattr("pagoda.cache.up._COPY_BYTES", 1)  # however many chunks there are
     computed, late = threading.Event(), []
     hook = cached.model.model.layers[0].register_forward_hook(lambda *_: computed.set())
@@ -118,7 +118,7 @@ def test_a_layer_is_computed_before_the_next_one_has_come(warm, monkeypatch: pyt
         if number > RUNS and not late and not computed.wait(LONG / 4):
             late.append(number)
 
-    port.before = before
+    device.before = before
     assert text(cached) == want
     hook.remove()
     assert not late
@@ -127,7 +127,7 @@ def test_a_layer_is_computed_before_the_next_one_has_come(warm, monkeypatch: pyt
 
 def test_nothing_leaves_the_first_pass_before_the_load_is_validated(warm) -> None:
     """All copies are done, but the slots became another's meanwhile: what was computed from them must not be used."""
-    cached, port, want = warm
+    cached, device, want = warm
     slots = cached.cache.slots
 
     def before(number: int) -> None:
@@ -136,9 +136,9 @@ def test_nothing_leaves_the_first_pass_before_the_load_is_validated(warm) -> Non
             for slot in range(slots.count):
                 slots.view(slot)[:] = 0
 
-    port.before = before
+    device.before = before
     assert text(cached) == want
-    assert port.waited == LAYERS
+    assert device.waited == LAYERS
     assert cached.last.columns == 0
     assert cached.last_stored[0].num_chunks == 6
     assert text(cached) == want
@@ -158,15 +158,15 @@ class Robber(Loads):
 
 
 def test_chunks_that_go_before_the_load_begins(warm) -> None:
-    cached, port, want = warm
+    cached, device, want = warm
     cached._loads = Robber(cached.cache.clear)
     assert text(cached) == want
-    assert cached.last.columns == port.waited == 0
+    assert cached.last.columns == device.waited == 0
     assert cached.last.hit.reason is Reason.CLEARED
 
 
 def test_a_tail_that_goes_before_the_load_begins(warm) -> None:
-    cached, port, want = warm
+    cached, device, want = warm
 
     def rob() -> None:
         cached.cache.clear()
@@ -178,18 +178,18 @@ def test_a_tail_that_goes_before_the_load_begins(warm) -> None:
     assert cached.last.columns == 32  # what was left was loaded the plain way
     assert text(cached) == want
     assert cached.last.columns == 96
-    assert port.waited == LAYERS
+    assert device.waited == LAYERS
 
 
 @pytest.mark.parametrize("last", [5, 1000])
 def test_a_load_that_fails(last: int, warm) -> None:
-    cached, port, want = warm
+    cached, device, want = warm
 
     def before(number: int) -> None:
         if 5 <= number <= last:
             raise RuntimeError("the link is down")
 
-    port.before = before
+    device.before = before
     assert text(cached) == want
     assert cached.last.columns == (96 if last == 5 else 0)
 
@@ -197,13 +197,13 @@ def test_a_load_that_fails(last: int, warm) -> None:
 @pytest.mark.parametrize("where", ["before its first copy", "before its last copy"])
 def test_a_load_that_hangs(where: str, warm, house: House) -> None:
     want = warm[2]
-    cached, port = house.open(llama(), deadline_seconds=0.5)
+    cached, device = house.open(llama(), deadline_seconds=0.5)
     released = threading.Event()
     if where == "before its first copy":
-        port.begun = lambda: released.wait(LONG) and None
+        device.begun = lambda: released.wait(LONG) and None
     else:
-        port.streams_wait = False  # a GPU's would wait, and the thread that launches would not
-        port.before = lambda number: released.wait(LONG) and None if number == LAYERS * RUNS else None
+        device.streams_wait = False  # a GPU's would wait, and the thread that launches would not
+        device.before = lambda number: released.wait(LONG) and None if number == LAYERS * RUNS else None
     began = time.monotonic()
     try:
         assert text(cached, store=False) == want
@@ -212,13 +212,13 @@ def test_a_load_that_hangs(where: str, warm, house: House) -> None:
         assert cached.last.columns == 0
     finally:
         released.set()
-    port.streams_wait, port.begun, port.before = True, lambda: None, lambda number: None
+    device.streams_wait, device.begun, device.before = True, lambda: None, lambda number: None
     assert text(cached) == want
     assert cached.last.columns == 96
 
 
 def test_close_during_a_load(warm) -> None:
-    cached, port, want = warm
+    cached, device, want = warm
     closing: list[threading.Thread] = []
 
     def before(number: int) -> None:
@@ -227,7 +227,7 @@ def test_close_during_a_load(warm) -> None:
             closing[0].start()
         time.sleep(0.001)
 
-    port.before = before
+    device.before = before
     assert text(cached) == want
     closing[0].join(LONG)
     assert not closing[0].is_alive()
@@ -250,21 +250,21 @@ def settled() -> bool:
 
 def test_many_threads_generate(house: House) -> None:
     model = llama()
-    cached, port = house.open(model)
+    cached, device = house.open(model)
     prompts = [prompt(70 + 7 * seed, seed) for seed in range(3)]
     want = [generated(model, ids, NEW) for ids in prompts]
     for ids in prompts:
         text(cached, ids)
-    port.before = lambda number: time.sleep(0.0003)
+    device.before = lambda number: time.sleep(0.0003)
     with ThreadPoolExecutor(6) as pool:  # more than there are threads to load: some go the plain way
         made = list(pool.map(lambda number: text(cached, prompts[number % 3]), range(12)))
     assert made == want * 4
-    assert port.waited >= LAYERS
+    assert device.waited >= LAYERS
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_seed_gives_the_same_sample(fails: bool, warm) -> None:
-    cached, port, _ = warm
+    cached, device, _ = warm
     options = {"max_new_tokens": NEW, "do_sample": True, "temperature": 3.0, "top_k": 0}
     torch.manual_seed(7)
     want = cached.model.generate(IDS, **options)
@@ -275,15 +275,15 @@ def test_a_seed_gives_the_same_sample(fails: bool, warm) -> None:
         if fails and number == LAYERS * RUNS:
             raise RuntimeError("at the very end")
 
-    port.before = before
+    device.before = before
     torch.manual_seed(7)
     assert torch.equal(cached.generate(IDS, **options), want)
-    assert port.waited >= LAYERS - 1
+    assert device.waited >= LAYERS - 1
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_streamer_is_told_everything_once(fails: bool, warm) -> None:
-    cached, port, want = warm
+    cached, device, want = warm
     told: list[object] = []
 
     class Streamer:
@@ -297,14 +297,14 @@ def test_a_streamer_is_told_everything_once(fails: bool, warm) -> None:
         if fails and number == RUNS + 1:
             raise RuntimeError("in the second layer")
 
-    port.before = before
+    device.before = before
     assert text(cached, streamer=Streamer()) == want
     assert told == [*IDS[0].tolist(), *want[0], "end"]
 
 
 def test_whoever_touches_a_layer_waits_for_it(warm) -> None:
-    cached, port, want = warm
-    port.before = lambda number: time.sleep(0.0005)
+    cached, device, want = warm
+    device.before = lambda number: time.sleep(0.0005)
     seen: list[torch.Tensor] = []
 
     def look(module, args, kwargs) -> None:
@@ -322,13 +322,13 @@ def test_whoever_touches_a_layer_waits_for_it(warm) -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_nothing_keeps_the_memory_of_a_prompt(fails: bool, warm) -> None:
-    cached, port, want = warm
+    cached, device, want = warm
 
     def before(number: int) -> None:
         if fails and number == LAYERS * RUNS:
             raise RuntimeError("at the very end")
 
-    port.before = before
+    device.before = before
     gc.collect()
     gc.disable()
     try:
@@ -342,7 +342,7 @@ def test_nothing_keeps_the_memory_of_a_prompt(fails: bool, warm) -> None:
 
 def test_what_goes_the_plain_way(warm) -> None:
     """Batches, beams, samples of one prompt, padding: complete before anything is computed."""
-    cached, port, want = warm
+    cached, device, want = warm
     model = cached.model
     other = torch.cat([IDS[:, :40], prompt(60, seed=4)], 1)
     batch = torch.cat([IDS, other])
@@ -365,7 +365,7 @@ def test_what_goes_the_plain_way(warm) -> None:
     with cached.prefix(IDS) as prefix:
         assert prefix.columns == 96
         assert generated(model, IDS, NEW, past_key_values=prefix.past_key_values) == want
-    assert port.waited == 0
+    assert device.waited == 0
     assert text(cached, IDS[:, :3]) == generated(model, IDS[:, :3], NEW)
     assert cached.last.hit.reason is Reason.SHORT_PROMPT
 
@@ -373,7 +373,7 @@ def test_what_goes_the_plain_way(warm) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, about its own compiler
 def test_compiled_models_go_the_plain_way(warm) -> None:
     """What is compiled need not run what is done between its layers."""
-    cached, port, want = warm
+    cached, device, want = warm
     body = cached.model.model
     norm, forward = body.norm, body.norm.forward
 
@@ -391,10 +391,10 @@ def test_compiled_models_go_the_plain_way(warm) -> None:
         assert is_compiled(cached.model)
         with torch.compiler.set_stance("force_eager"):
             assert text(cached) == want
-        assert (cached.last.columns, port.waited) == (96, 0)
+        assert (cached.last.columns, device.waited) == (96, 0)
         as_it_was()
     assert text(cached) == want
-    assert port.waited == LAYERS
+    assert device.waited == LAYERS
 
 
 def test_what_comes_from_the_disk_goes_the_plain_way(house: House) -> None:
@@ -403,14 +403,14 @@ def test_what_comes_from_the_disk_goes_the_plain_way(house: House) -> None:
     want = text(cached)
     assert cached.cache.flush(LONG)
     house.shut()
-    cached, port = house.open(model, **disk, host_path=str(house.host / "another"))
+    cached, device = house.open(model, **disk, host_path=str(house.host / "another"))
     for tier, waited in (("disk", 0), ("host", LAYERS)):
         assert text(cached) == want
-        assert (cached.last.hit.by_tier, port.waited) == ({tier: 96}, waited)
+        assert (cached.last.hit.by_tier, device.waited) == ({tier: 96}, waited)
 
 
 def test_a_prompt_in_pieces(warm) -> None:
-    cached, port, _ = warm
+    cached, device, _ = warm
     for ids in (IDS, torch.cat([IDS, prompt(60, seed=9)], 1)):
         made = cached.generate(
             ids, max_new_tokens=NEW, do_sample=False, prefill_chunk_size=20, return_dict_in_generate=True
@@ -418,12 +418,12 @@ def test_a_prompt_in_pieces(warm) -> None:
         assert made.sequences[:, ids.shape[1] :].tolist() == generated(cached.model, ids, NEW)
         assert {type(layer).__name__ for layer in made.past_key_values.layers} == {"DynamicLayer"}
         assert cached.last.columns == 96
-    assert port.waited == 2 * LAYERS
+    assert device.waited == 2 * LAYERS
 
 
 def test_a_call_that_breaks_off_leaves_a_load_that_ends(warm) -> None:
-    cached, port, want = warm
-    port.before = lambda number: time.sleep(0.002)
+    cached, device, want = warm
+    device.before = lambda number: time.sleep(0.002)
 
     def broken(*_) -> None:
         raise KeyError("of somebody else")
@@ -432,7 +432,7 @@ def test_a_call_that_breaks_off_leaves_a_load_that_ends(warm) -> None:
     with pytest.raises(KeyError, match="of somebody else"):
         text(cached)
     hook.remove()
-    port.before = lambda number: None
+    device.before = lambda number: None
     assert text(cached) == want
     assert cached.last.columns == 96
 

@@ -15,9 +15,9 @@ import torch
 from pagoda.layout import KVLayout, itemsize
 from pagoda.transfer import DenseKV, PagedKV, merged
 from pagoda.transfer.base import Transfer
-from pagoda.transfer.gpu.copy_engine import Copies
+from pagoda.transfer.gpu.copy_engine import CopyEngine
 from pagoda.transfer.gpu.device_pages import DevicePagesKV
-from pagoda.transfer.gpu.layer_events import LayerGate
+from pagoda.transfer.gpu.layer_events import LayerEvents
 
 Views = list[list[torch.Tensor]]  # by layer, by plane
 
@@ -180,7 +180,12 @@ def _of_merged_pages(size: Size, views: Views, ids: torch.Tensor) -> torch.Tenso
 
 def _paged(pool_format: str, pairs: bool = False) -> Callable[..., Transfer]:
     def make(
-        size: Size, views: Views, layout: KVLayout, table: Sequence[int], copies: Copies, **options: object
+        size: Size,
+        views: Views,
+        layout: KVLayout,
+        table: Sequence[int],
+        engine: CopyEngine,
+        **options: object,
     ) -> Transfer:
         pools: object = [tuple(layer) if pairs else layer[0] for layer in views]
         if pool_format == "blocks_outermost":
@@ -191,7 +196,7 @@ def _paged(pool_format: str, pairs: bool = False) -> Callable[..., Transfer]:
             pool_format=pool_format,  # type: ignore[arg-type]
             block_size=size.block,
             block_table=list(table),
-            copies=copies,
+            copy_engine=engine,
             **options,  # type: ignore[arg-type]
         )
 
@@ -200,7 +205,12 @@ def _paged(pool_format: str, pairs: bool = False) -> Callable[..., Transfer]:
 
 def _by_pages(merge: bool) -> Callable[..., Transfer]:
     def make(
-        size: Size, views: Views, layout: KVLayout, table: Sequence[int], copies: Copies, **options: object
+        size: Size,
+        views: Views,
+        layout: KVLayout,
+        table: Sequence[int],
+        engine: CopyEngine,
+        **options: object,
     ) -> Transfer:
         planes = [layer[0].view(torch.uint8) for layer in views]
         return DevicePagesKV(
@@ -208,7 +218,7 @@ def _by_pages(merge: bool) -> Callable[..., Transfer]:
             layout,
             block_tokens=size.block,
             block_table=list(table),
-            copies=copies,
+            copy_engine=engine,
             **options,  # type: ignore[arg-type]
         )
 
@@ -220,10 +230,10 @@ def _dense_kv(
     views: Views,
     layout: KVLayout,
     table: Sequence[int],
-    copies: Copies,
-    gate: LayerGate | None = None,
+    engine: CopyEngine,
+    layer_events: LayerEvents | None = None,
 ) -> Transfer:
-    return DenseKV(views, layout, copies=copies, gate=gate)
+    return DenseKV(views, layout, copy_engine=engine, layer_events=layer_events)
 
 
 def _heads(size: Size, dtype: str) -> KVLayout:

@@ -10,7 +10,7 @@ import torch
 
 from pagoda.layout import KVLayout, itemsize
 from pagoda.transfer.base import Transfer
-from pagoda.transfer.gpu.copy_engine import Copies
+from pagoda.transfer.gpu.copy_engine import CopyEngine
 from tests.gpu.forms import Form, Size
 from tests.gpu.rig import POISON, Bytes, Rig
 
@@ -44,10 +44,10 @@ class Memory:
         order = np.random.default_rng(seed).permutation(self.size.chunks)
         return [int(number) * self.size.chunk for number in order]
 
-    def kv(self, copies: Copies, **options: object) -> Transfer:
+    def kv(self, engine: CopyEngine, **options: object) -> Transfer:
         """The transfer over this memory."""
         views = self.form.views(self.size, self.flat.view(getattr(torch, self.dtype)))
-        return self.form.kv(self.size, views, self.layout, self.table, copies, **options)
+        return self.form.kv(self.size, views, self.layout, self.table, engine, **options)
 
     def ids(self, start: int) -> torch.Tensor:
         """The blocks of the chunk at `start`, on the device."""
@@ -85,22 +85,22 @@ class Memory:
         return want
 
 
-def check_store(memory: Memory, copies: Copies, kind: str, seed: int, odd: int = 0) -> list[Bytes]:
+def check_store(memory: Memory, engine: CopyEngine, kind: str, seed: int, odd: int = 0) -> list[Bytes]:
     """Store all chunks of the memory; returns the slots, in the order of `memory.starts(seed)`."""
     starts, before = memory.starts(seed), memory.flat.clone()
     slots = memory.rig.slots(memory.layout, len(starts), kind, odd=odd)
-    memory.kv(copies).to_slots(starts, slots)
+    memory.kv(engine).to_slots(starts, slots)
     for start, slot in zip(starts, slots, strict=True):
         memory.holds(start, slot)
     assert torch.equal(memory.flat, before), "a store changed the memory that it reads"
     return slots
 
 
-def check_load(memory: Memory, copies: Copies, kind: str, seed: int, odd: int = 0) -> None:
+def check_load(memory: Memory, engine: CopyEngine, kind: str, seed: int, odd: int = 0) -> None:
     """Load random slots into the memory."""
     starts = memory.starts(seed)
     slots = memory.rig.slots(memory.layout, len(starts), kind, fill=None, odd=odd)
     before, want = [slot.copy() for slot in slots], memory.loaded(starts, slots)
-    memory.kv(copies).from_slots(starts, slots)
+    memory.kv(engine).from_slots(starts, slots)
     assert torch.equal(memory.flat, want), "the memory is not what the load had to make of it"
     assert all((slot == own).all() for slot, own in zip(slots, before, strict=True)), "a load changed a slot"

@@ -13,10 +13,10 @@ from pagoda.layout import KVLayout
 from pagoda.slab.memory import aligned
 from pagoda.slab.pinned import pin
 from pagoda.transfer.gpu import autotune
-from pagoda.transfer.gpu.copy_engine import Copies
-from pagoda.transfer.gpu.device import CudaPort, Port
+from pagoda.transfer.gpu.copy_engine import CopyEngine
+from pagoda.transfer.gpu.device import CudaDevice, Device
 from tests.gpu.ready import ON_CPU
-from tests.transfer.late_device import LatePort
+from tests.transfer.late_device import LateDevice
 
 POISON = 0xA5
 KINDS = ["registered", "plain", "mixed"]
@@ -29,11 +29,11 @@ class Rig:
 
     device: torch.device
     small: bool  # tiny sizes will do
-    port: Port
+    gpu: Device
     pinned: Bytes
     pageable: Bytes
 
-    def copies(self, way: str | None = None, *, kernels: bool = True, **options: int) -> Copies:
+    def engine(self, way: str | None = None, *, kernels: bool = True, **options: int) -> CopyEngine:
         """A new copy engine over the device."""
         raise NotImplementedError
 
@@ -99,7 +99,7 @@ class GpuRig(Rig):
     def __init__(self) -> None:
         torch.cuda.init()
         self.device = torch.device("cuda", torch.cuda.current_device())
-        self.port = CudaPort(self.device)
+        self.gpu = CudaDevice(self.device)
         self.pinned, self.pageable = aligned(1 << 30), aligned(1 << 30)
         self.pageable[:] = 0
         held = pin(self.pinned, self.device.index, background=False)
@@ -107,11 +107,11 @@ class GpuRig(Rig):
         self.held = held
         self._work = torch.randn((8192, 8192), dtype=torch.bfloat16, device=self.device)
 
-    def copies(self, way: str | None = None, *, kernels: bool = True, **options: int) -> Copies:
-        port = self.port if kernels else CudaPort(self.device)
+    def engine(self, way: str | None = None, *, kernels: bool = True, **options: int) -> CopyEngine:
+        device = self.gpu if kernels else CudaDevice(self.device)
         if not kernels:
-            port.kernels = None
-        return Copies(port, way=way, **options)
+            device.kernels = None
+        return CopyEngine(device, way=way, **options)
 
     def busy(self) -> None:
         for _ in range(30):
@@ -128,51 +128,51 @@ class GpuRig(Rig):
 
 
 class CpuRig(Rig):
-    """None: lanes that are late over CPU memory, see `late_port`."""
+    """None: streams that are late over CPU memory, see `late_device`."""
 
     small = True
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
-        self.late = LatePort(1)
-        self.port = self.late  # type: ignore[assignment]
+        self.late = LateDevice(1)
+        self.gpu = self.late  # type: ignore[assignment]
         self.pinned, self.pageable = aligned(1 << 21), aligned(1 << 21)
         self.late.register(self.pinned)
         self.late.pageable(self.pageable)
-        self._none = LatePort(kernels=None, world=self.late.world)
+        self._none = LateDevice(kernels=None, world=self.late.world)
         self._none.register(self.pinned)
         self._none.pageable(self.pageable)
         autotune._SCRATCH_BYTES = 300
 
-    def copies(self, way: str | None = None, *, kernels: bool = True, **options: int) -> Copies:
-        return Copies(self.late if kernels else self._none, way=way, **options)  # type: ignore[arg-type]
+    def engine(self, way: str | None = None, *, kernels: bool = True, **options: int) -> CopyEngine:
+        return CopyEngine(self.late if kernels else self._none, way=way, **options)  # type: ignore[arg-type]
 
     def known(self, *tensors: torch.Tensor) -> None:
-        for port in (self.late, self._none):
-            port.device_memory(*tensors)
+        for device in (self.late, self._none):
+            device.device_memory(*tensors)
 
     def reaches(self, *arrays: Bytes) -> None:
-        for port in (self.late, self._none):
-            port.register(*arrays)
+        for device in (self.late, self._none):
+            device.register(*arrays)
 
     def unreachable(self, *arrays: Bytes) -> None:
-        for port in (self.late, self._none):
-            port.pageable(*arrays)
+        for device in (self.late, self._none):
+            device.pageable(*arrays)
 
     def busy(self) -> None:
         return None  # it is late anyway
 
     def launch(self, work: Callable[[], object]) -> None:
-        self.late.current().launch(work)
+        self.late.current_stream().launch(work)
 
     def finish(self) -> None:
-        self.late.current().mark().wait()
+        self.late.current_stream().record_event().synchronize()
 
     def check(self) -> None:
         self.finish()
-        for port in (self.late, self._none):
-            port.check()
-            port.forget(2)  # all but the room for slots
+        for device in (self.late, self._none):
+            device.check()
+            device.forget(2)  # all but the room for slots
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from pagoda.cache import Cache, Hit
 from pagoda.config import Config
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
-from pagoda.transfer.gpu.copy_engine import Copies
+from pagoda.transfer.gpu.copy_engine import CopyEngine
 from pagoda.transfer.gpu.device_pages import DevicePagesKV
 from tests.gpu.rig import Rig
 
@@ -39,7 +39,7 @@ class Shelf:
             deadline_seconds=30.0,
         )
         self.cache = Cache(config, namespace=Namespace("a-model"), layout=self.layout)
-        self.copies: Copies = rig.copies()
+        self.engine: CopyEngine = rig.engine()
         host = self.cache._storeys.host
         assert host is not None
         self.slab = host.slab
@@ -59,7 +59,9 @@ class Shelf:
         return planes
 
     def kv(self, planes: list[torch.Tensor], table: list[int]) -> DevicePagesKV:
-        return DevicePagesKV(planes, self.layout, block_tokens=BLOCK, block_table=table, copies=self.copies)
+        return DevicePagesKV(
+            planes, self.layout, block_tokens=BLOCK, block_table=table, copy_engine=self.engine
+        )
 
     def bits(self, prompt: Prompt, chunk: int) -> torch.Tensor:
         """What the model computes for a chunk of a prompt: [LAYERS, EACH, page]."""

@@ -47,11 +47,11 @@ def test_the_slab_gets_registered(shelf: Shelf, seed: int) -> None:
         time.sleep(0.01)
     assert shelf.slab.pinned_bytes == shelf.slab.nbytes
     address, nbytes = shelf.slab.array.ctypes.data, shelf.slab.nbytes
-    assert shelf.rig.port.place_of(address, nbytes) is not None
+    assert shelf.rig.gpu.device_address(address, nbytes) is not None
     shelf.close()
-    while shelf.rig.port.place_of(address, 1) is not None and time.monotonic() < until:
+    while shelf.rig.gpu.device_address(address, 1) is not None and time.monotonic() < until:
         time.sleep(0.01)
-    assert shelf.rig.port.place_of(address, 1) is None
+    assert shelf.rig.gpu.device_address(address, 1) is None
 
 
 def test_a_slot_that_is_evicted_during_a_load_is_a_miss(shelf: Shelf, seed: int) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from pagoda.slab.cuda_driver import Driver, DriverError
 from pagoda.slab.memory import aligned
-from pagoda.slab.pinned import Pinned, pin
+from pagoda.slab.pinned import PinnedMemory, pin
 from pagoda.transfer.gpu.copy_engine import WAYS
 from tests.gpu.forms import BY_NAME, FORMS, SHORT, TINY
 from tests.gpu.moves import Memory, check_load, check_store
@@ -44,11 +44,11 @@ class Sparing(Driver):
         if self._inner is not None:
             self._inner.unregister(address)
 
-    def beside_captures(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._inner is None else self._inner.beside_captures()
+    def relaxed_capture(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._inner is None else self._inner.relaxed_capture()
 
 
-def held(rig: Rig, array: np.ndarray, pieces: int, piece_bytes: int) -> Pinned:
+def held(rig: Rig, array: np.ndarray, pieces: int, piece_bytes: int) -> PinnedMemory:
     """Register the first pieces of an array."""
     inner = None if rig.small else Driver.load()
     assert rig.small or inner is not None
@@ -75,14 +75,14 @@ def test_registration_is_refused(rig: Rig, seed: int, name: str, way: str | None
         assert pinned.nbytes == pieces * piece_bytes and pinned.trouble
         begins = [piece_bytes // 3 + number * layout.slot_bytes for number in range(count)]
         slots = [array[begin : begin + layout.slot_bytes] for begin in begins]
-        copies = rig.copies(kernels=False) if way == "no kernels" else rig.copies(way)
+        engine = rig.engine(kernels=False) if way == "no kernels" else rig.engine(way)
         starts = memory.starts(seed)
-        memory.kv(copies).to_slots(starts, slots)
+        memory.kv(engine).to_slots(starts, slots)
         for start, slot in zip(starts, slots, strict=True):
             memory.holds(start, slot)
         other = Memory.of(rig, BY_NAME[name], memory.size, "bfloat16", seed + 1)
         want = other.loaded(starts, slots)
-        other.kv(copies).from_slots(starts, slots)
+        other.kv(engine).from_slots(starts, slots)
         assert torch.equal(other.flat, want)
     finally:
         assert pinned.close(30.0)
@@ -99,13 +99,13 @@ def test_slots_that_lie_in_two_pieces_of_registration(rig: Rig, seed: int, way: 
     try:
         assert pinned.nbytes == array.nbytes and not pinned.trouble
         slots = [array[n * layout.slot_bytes : (n + 1) * layout.slot_bytes] for n in range(count)]
-        copies, starts = rig.copies(way), memory.starts(seed)
-        memory.kv(copies).to_slots(starts, slots)
+        engine, starts = rig.engine(way), memory.starts(seed)
+        memory.kv(engine).to_slots(starts, slots)
         for start, slot in zip(starts, slots, strict=True):
             memory.holds(start, slot)
         other = Memory.of(rig, BY_NAME["pages"], memory.size, "bfloat16", seed + 1)
         want = other.loaded(starts, slots)
-        other.kv(copies).from_slots(starts, slots)
+        other.kv(engine).from_slots(starts, slots)
         assert torch.equal(other.flat, want)
     finally:
         assert pinned.close(30.0)
@@ -116,12 +116,12 @@ def test_no_pinned_memory_for_a_bounce_buffer(
     rig: Rig, seed: int, way: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slots are pageable memory, and the driver's own slow copies are all there is."""
-    copies = rig.copies(way)
-    monkeypatch.setattr(copies.port, "host_memory", lambda nbytes: None)
+    engine = rig.engine(way)
+    monkeypatch.setattr(engine.device, "allocate_host", lambda nbytes: None)
     for form in FORMS:
         size = TINY if rig.small else SHORT
-        check_store(Memory.of(rig, form, size, "bfloat16", seed), copies, "mixed", seed)
-        check_load(Memory.of(rig, form, size, "bfloat16", seed + 1), copies, "mixed", seed)
+        check_store(Memory.of(rig, form, size, "bfloat16", seed), engine, "mixed", seed)
+        check_load(Memory.of(rig, form, size, "bfloat16", seed + 1), engine, "mixed", seed)
 
 
 def test_without_triton(seed: int) -> None:

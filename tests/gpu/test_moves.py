@@ -20,10 +20,10 @@ def both(
 ) -> None:
     """A store of one memory and a load into another; with a ring so small that it goes round many times, too."""
     form = BY_NAME[name]
-    copies = rig.copies(way)
-    check_store(Memory.of(rig, form, size, dtype, seed), copies, kind, seed, odd)
-    check_load(Memory.of(rig, form, size, dtype, seed + 1), copies, kind, seed, odd)
-    narrow = rig.copies(way, staging_bytes=max(4096, form.layout(size, dtype).chunk_bytes // 3))
+    engine = rig.engine(way)
+    check_store(Memory.of(rig, form, size, dtype, seed), engine, kind, seed, odd)
+    check_load(Memory.of(rig, form, size, dtype, seed + 1), engine, kind, seed, odd)
+    narrow = rig.engine(way, staging_bytes=max(4096, form.layout(size, dtype).chunk_bytes // 3))
     check_load(Memory.of(rig, form, size, dtype, seed + 2), narrow, kind, seed, odd)
     check_store(Memory.of(rig, form, size, dtype, seed + 3), narrow, kind, seed, odd)
 
@@ -31,9 +31,9 @@ def both(
 @pytest.mark.parametrize("way", ALL_WAYS)
 @pytest.mark.parametrize("name", NAMES)
 def test_as_large_as_they_are(rig: Rig, seed: int, name: str, way: str | None) -> None:
-    size, copies = TINY if rig.small else LLAMA_8B, rig.copies(way)
-    check_store(Memory.of(rig, BY_NAME[name], size, "bfloat16", seed), copies, "mixed", seed)
-    check_load(Memory.of(rig, BY_NAME[name], size, "bfloat16", seed + 1), copies, "mixed", seed)
+    size, engine = TINY if rig.small else LLAMA_8B, rig.engine(way)
+    check_store(Memory.of(rig, BY_NAME[name], size, "bfloat16", seed), engine, "mixed", seed)
+    check_load(Memory.of(rig, BY_NAME[name], size, "bfloat16", seed + 1), engine, "mixed", seed)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -64,7 +64,7 @@ def test_odd_sizes_and_places(rig: Rig, seed: int, way: str | None, odd: int, dt
 def test_a_block_that_is_stored_twice(rig: Rig, seed: int, name: str, way: str | None) -> None:
     memory = Memory.of(rig, BY_NAME[name], TINY if rig.small else SHORT, "bfloat16", seed)
     memory.table[3] = memory.table[1] = memory.table[0]
-    check_store(memory, rig.copies(way), "mixed", seed)
+    check_store(memory, rig.engine(way), "mixed", seed)
 
 
 @pytest.mark.parametrize("way", ALL_WAYS)
@@ -78,7 +78,7 @@ def test_blocks_that_are_not_the_callers(rig: Rig, seed: int, name: str, way: st
     if "pages" in name:  # of other pools only leading ones may be -1
         for at in (2, 3, len(memory.table) - 1):
             memory.table[at] = -1
-    check_load(memory, rig.copies(way), "mixed", seed)
+    check_load(memory, rig.engine(way), "mixed", seed)
 
 
 @pytest.mark.parametrize("way", ALL_WAYS)
@@ -97,7 +97,7 @@ def test_tokens_that_are_not_whole_blocks(rig: Rig, seed: int, way: str | None) 
         pool_format="planes_first",
         block_size=size.block,
         slot_mapping=tokens.tolist(),
-        copies=rig.copies(way),
+        copy_engine=rig.engine(way),
     )
     starts = memory.starts(seed)
     slots = rig.slots(memory.layout, len(starts), "mixed")
@@ -124,5 +124,5 @@ def test_a_fork_of_tensor_types_is_named(rig: Rig) -> None:
 
     layout = KVLayout.dense(1, 1, 8, "float32", 4)
     here, meta = torch.zeros(1, 8, 8, device=rig.device), torch.zeros(1, 8, 8, device="meta")
-    with pytest.raises(ValueError, match=r"layers\[0\]\[1\] lies on meta"):
+    with pytest.raises(ValueError, match=r"layers\[0\]\[1\] is on meta"):
         DenseKV([(here, meta)], layout)

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from pagoda.transfer.gpu.copy_engine import WAYS, Copies
+from pagoda.transfer.gpu.copy_engine import WAYS, CopyEngine
 from pagoda.transfer.gpu.device_pages import DevicePagesKV
-from pagoda.transfer.gpu.layer_events import LayerGate
+from pagoda.transfer.gpu.layer_events import LayerEvents
 from tests.gpu.forms import BY_NAME, LLAMA_8B, SHORT, TINY, Size
 from tests.gpu.moves import Memory
 from tests.gpu.rig import KINDS, Rig
@@ -34,36 +34,36 @@ def short(rig: Rig) -> Size:
 def test_the_producer_is_still_writing(rig: Rig, seed: int, name: str, way: str | None, kind: str) -> None:
     """A long queue stands before what is stored when the store is asked for, on another thread."""
     memory = Memory.of(rig, BY_NAME[name], large(rig), "bfloat16", seed)
-    copies, starts = rig.copies(way), memory.starts(seed)
-    copies.prepare(memory_table(memory, copies))
+    engine, starts = rig.engine(way), memory.starts(seed)
+    engine.prepare(memory_table(memory, engine))
     slots = rig.slots(memory.layout, len(starts), kind)
     real = memory.flat.clone()
     memory.flat.zero_()
     rig.busy()
     rig.launch(lambda: memory.flat.copy_(real))
     with ThreadPoolExecutor(1) as thread:
-        thread.submit(memory.kv(copies).to_slots, starts, slots).result(60)
+        thread.submit(memory.kv(engine).to_slots, starts, slots).result(60)
     rig.finish()
     for start, slot in zip(starts, slots, strict=True):
         memory.holds(start, slot)
 
 
-def memory_table(memory: Memory, copies: Copies):
-    kv = memory.kv(copies)
-    return kv._beside.table  # type: ignore[attr-defined]
+def memory_table(memory: Memory, engine: CopyEngine):
+    kv = memory.kv(engine)
+    return kv._gpu_copy.table  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", ALL_WAYS)
 def test_the_engine_still_reads_what_is_overwritten(rig: Rig, seed: int, way: str | None, kind: str) -> None:
     memory = Memory.of(rig, BY_NAME["pages"], large(rig), "bfloat16", seed)
-    copies, starts = rig.copies(way), memory.starts(seed)
+    engine, starts = rig.engine(way), memory.starts(seed)
     slots = rig.slots(memory.layout, len(starts), kind, fill=None)
     before, seen, want = memory.flat.clone(), torch.zeros_like(memory.flat), memory.loaded(starts, slots)
     rig.busy()
     rig.launch(lambda: seen.copy_(memory.flat))
     with ThreadPoolExecutor(1) as thread:
-        thread.submit(memory.kv(copies).from_slots, starts, slots).result(60)
+        thread.submit(memory.kv(engine).from_slots, starts, slots).result(60)
     after = torch.zeros_like(seen)
     rig.launch(lambda: after.copy_(memory.flat))  # what is launched after the call sees all of it
     rig.finish()
@@ -76,11 +76,11 @@ def test_beside_a_compute_stream(rig: Rig, seed: int, way: str | None) -> None:
     """A loop of matrix products goes on all the while, and each one's result is right."""
     memory = Memory.of(rig, BY_NAME["pages_in_blocks"], large(rig), "bfloat16", seed)
     other = Memory.of(rig, BY_NAME["planes_first"], large(rig), "bfloat16", seed + 1)
-    copies, stop = rig.copies(way), threading.Event()
+    engine, stop = rig.engine(way), threading.Event()
     side = 64 if rig.small else 4096
     a, b = (torch.randn((side, side), device=rig.device).to(torch.bfloat16) for _ in range(2))
     want = a @ b
-    kv, store = other.kv(copies), memory.kv(copies)
+    kv, store = other.kv(engine), memory.kv(engine)
 
     def transfers() -> int:
         rounds = 0
@@ -109,7 +109,7 @@ def test_beside_a_compute_stream(rig: Rig, seed: int, way: str | None) -> None:
 def test_sources_that_are_let_go_of(rig: Rig, seed: int) -> None:
     """Tensors whose owner has dropped them, while the allocator hands memory to others who write on it at once."""
     random = np.random.default_rng(seed)
-    copies, rounds = rig.copies(), 4 if rig.small else 60
+    engine, rounds = rig.engine(), 4 if rig.small else 60
     size = TINY if rig.small else SHORT
 
     def stored(memory_kv, starts: list[int], slots: list[np.ndarray], want: list[np.ndarray]) -> None:
@@ -126,7 +126,7 @@ def test_sources_that_are_let_go_of(rig: Rig, seed: int) -> None:
                 starts = memory.starts(number)
                 want = [memory.chunk(start).view(torch.uint8).cpu().numpy() for start in starts]
                 slots = rooms[number * size.chunks : (number + 1) * size.chunks]
-                running.append(threads.submit(stored, memory.kv(copies), starts, slots, want))
+                running.append(threads.submit(stored, memory.kv(engine), starts, slots, want))
                 del memory  # only the transfer has it now
             junk = [
                 torch.full((1 << 20,), number, dtype=torch.uint8, device=rig.device) for number in range(16)
@@ -140,10 +140,10 @@ def test_snapshots_that_nobody_wants(rig: Rig, seed: int) -> None:
     """A snapshot, its transfer and its tensors go before the device has come to it: nothing else is written to."""
     size = short(rig)
     bystander = torch.full((1 << (12 if rig.small else 26),), 77, dtype=torch.uint8, device=rig.device)
-    copies = rig.copies()
+    engine = rig.engine()
     for number in range(3 if rig.small else 20):
         memory = Memory.of(rig, BY_NAME["pages"], size, "bfloat16", seed + number)
-        kv = memory.kv(copies)
+        kv = memory.kv(engine)
         rig.busy()
         kv.snapshot(memory.starts(0))  # type: ignore[attr-defined]
         del kv, memory
@@ -158,18 +158,18 @@ def test_snapshots_that_nobody_wants(rig: Rig, seed: int) -> None:
 def test_a_snapshot_is_what_was_there(rig: Rig, seed: int, way: str | None, kind: str) -> None:
     """The engine overwrites the blocks at once, in the same stream; the bytes leave the device later."""
     memory = Memory.of(rig, BY_NAME["pages"], large(rig), "bfloat16", seed)
-    copies, starts = rig.copies(way), memory.starts(seed)
+    engine, starts = rig.engine(way), memory.starts(seed)
     real = memory.flat.clone()
     memory.flat.zero_()
     rig.busy()
     rig.launch(lambda: memory.flat.copy_(real))
-    kv = memory.kv(copies)
+    kv = memory.kv(engine)
     assert isinstance(kv, DevicePagesKV)
     snapshot = kv.snapshot(starts)
     rig.launch(lambda: memory.flat.fill_(-1))
     junk = memory.flat
     slots = rig.slots(memory.layout, len(starts), kind)
-    rig.known(snapshot._staging)
+    rig.known(snapshot._memory)
     with ThreadPoolExecutor(1) as thread:
         thread.submit(snapshot.to_slots, slots).result(60)
     rig.finish()
@@ -183,9 +183,9 @@ def test_many_threads_with_one_engine(rig: Rig, seed: int) -> None:
     """Each has blocks and slots of its own in the same pools; more of them than may run at once."""
     size = short(rig)._replace(chunks=8, spare=3)
     memory = Memory.of(rig, BY_NAME["pages_in_blocks"], size, "bfloat16", seed)
-    copies, each = rig.copies(), size.chunk // size.block
+    engine, each = rig.engine(), size.chunk // size.block
     slots = rig.slots(memory.layout, size.chunks, "mixed")
-    shared = memory.kv(copies)
+    shared = memory.kv(engine)
     assert isinstance(shared, DevicePagesKV)
     chunks = [
         memory.chunk(number * size.chunk).view(torch.uint8).cpu().numpy() for number in range(size.chunks)
@@ -220,18 +220,18 @@ def test_a_layer_can_be_used_when_it_was_waited_for(
     """This thread's stream computes on each layer at once, while the load is on its way on another thread."""
     size = large(rig)
     memory = Memory.of(rig, BY_NAME[name], size, "bfloat16", seed)
-    copies, starts = rig.copies(way, staging_bytes=2048 if rig.small else 16 << 20), memory.starts(seed)
+    engine, starts = rig.engine(way, staging_bytes=2048 if rig.small else 16 << 20), memory.starts(seed)
     slots = rig.slots(memory.layout, len(starts), kind, fill=None)
     want = memory.form.views(size, memory.loaded(starts, slots))
     own = memory.form.views(size, memory.flat)
     seen = [[torch.zeros_like(plane) for plane in layer] for layer in own]
-    gate = LayerGate(size.layers, len(starts))
-    kv = memory.kv(copies, gate=gate)
-    copies.prepare(memory_table(memory, copies))
+    layer_events = LayerEvents(size.layers, len(starts))
+    kv = memory.kv(engine, layer_events=layer_events)
+    engine.prepare(memory_table(memory, engine))
     with ThreadPoolExecutor(1) as thread:
         load = thread.submit(kv.from_slots, starts, slots)
         for layer in range(size.layers):
-            assert gate.wait_layer(layer, copies.port, 60.0)
+            assert layer_events.wait_layer(layer, engine.device, 60.0)
             for to, source in zip(seen[layer], own[layer], strict=True):
                 rig.launch(lambda to=to, source=source: to.copy_(source))
         rig.finish()
@@ -247,7 +247,7 @@ def test_while_a_graph_is_captured(rig: Rig, seed: int, way: str | None) -> None
     if rig.small:
         pytest.skip("there are no graphs on a CPU")
     memory = Memory.of(rig, BY_NAME["pages"], short(rig), "bfloat16", seed)
-    copies, starts = rig.copies(way), memory.starts(seed)
+    engine, starts = rig.engine(way), memory.starts(seed)
     slots = rig.slots(memory.layout, len(starts), "mixed")
     x = torch.arange(1 << 20, dtype=torch.int32, device=rig.device)
     captured, running = threading.Event(), threading.Event()
@@ -257,7 +257,7 @@ def test_while_a_graph_is_captured(rig: Rig, seed: int, way: str | None) -> None
         rounds = 0
         while not captured.is_set() or not rounds:
             running.set()
-            kv = memory.kv(copies)
+            kv = memory.kv(engine)
             kv.to_slots(starts, slots)
             kv.from_slots(starts, slots)
             rounds += 1

@@ -11,7 +11,7 @@ import torch
 
 from pagoda.slab import MemorySlab, pinned
 from pagoda.slab.cuda_driver import Driver, DriverError
-from pagoda.slab.pinned import check, copying, place_of
+from pagoda.slab.pinned import check, copying, device_address
 from tests.gpu.ready import ON_CPU
 from tests.ledger.support import in_child
 
@@ -59,7 +59,7 @@ def test_every_slot_goes_there_and_back(slab: MemorySlab, driver: Driver) -> Non
     device = torch.zeros(SLOT, dtype=torch.uint8, device="cuda")
     for slot in range(slab.slots):
         view, fresh = slab.view(slot), np.random.default_rng(slot).integers(0, 256, SLOT, np.uint8)
-        place = place_of(view.ctypes.data, SLOT)
+        place = device_address(view.ctypes.data, SLOT)
         assert place is not None
         copied(driver, device.data_ptr(), place, SLOT)
         assert (device.cpu().numpy() == view).all()
@@ -69,10 +69,10 @@ def test_every_slot_goes_there_and_back(slab: MemorySlab, driver: Driver) -> Non
 
 
 def test_a_copy_over_the_border_of_two_pieces(slab: MemorySlab, driver: Driver) -> None:
-    """Slots never lie so. That it works is what `place_of` promises for pieces that go on in both memories."""
+    """Slots never lie so. That it works is what `device_address` promises for pieces that go on in both memories."""
     device = torch.zeros(SLOT, dtype=torch.uint8, device="cuda")
     begin = 2 * SLOT - SLOT // 2
-    place = place_of(slab.array.ctypes.data + begin, SLOT)
+    place = device_address(slab.array.ctypes.data + begin, SLOT)
     if place is None:
         pytest.skip("the device sees the pieces apart")
     copied(driver, device.data_ptr(), place, SLOT)
@@ -90,22 +90,22 @@ def test_a_refusal_leaves_no_error_for_torch(slab: MemorySlab, driver: Driver) -
 def test_what_is_closed_can_be_registered_again(slab: MemorySlab, driver: Driver) -> None:
     array = slab.array
     with copying():
-        assert place_of(array.ctypes.data, SLOT) is not None
+        assert device_address(array.ctypes.data, SLOT) is not None
     slab.close(30)
-    assert place_of(array.ctypes.data, 1) is None
+    assert device_address(array.ctypes.data, 1) is None
     again = pinned.pin(array, torch.cuda.current_device(), driver=driver, background=False)
     assert again is not None and again.nbytes == array.nbytes and again.close(30)
 
 
 def test_a_forked_child_changes_nothing(slab: MemorySlab, driver: Driver) -> None:
     def work() -> None:
-        assert place_of(slab.array.ctypes.data, 1) is None
+        assert device_address(slab.array.ctypes.data, 1) is None
         slab.view(0)[:] = 7
         slab.close(1)
 
     in_child(work)
     device = torch.zeros(SLOT, dtype=torch.uint8, device="cuda")
-    place = place_of(slab.array.ctypes.data, SLOT)
+    place = device_address(slab.array.ctypes.data, SLOT)
     assert place is not None
     copied(driver, device.data_ptr(), place, SLOT)
     assert bool((device == 7).all())

@@ -15,11 +15,11 @@ def main() -> None:
 
     seed = int(sys.argv[1])
     with open_rig() as rig:
-        copies = rig.copies(kernels=False) if rig.small else rig.copies()
-        assert copies.port.kernels is None
+        engine = rig.engine(kernels=False) if rig.small else rig.engine()
+        assert engine.device.kernels is None
         for way in ("direct", "staged"):
             try:
-                rig.copies(way, kernels=False)
+                rig.engine(way, kernels=False)
             except ValueError as error:
                 assert "pip install triton" in str(error), error
             else:
@@ -27,11 +27,11 @@ def main() -> None:
         size = TINY if rig.small else SHORT
         for form in FORMS:
             for kind in KINDS:
-                check_store(Memory.of(rig, form, size, "bfloat16", seed), copies, kind, seed)
-                check_load(Memory.of(rig, form, size, "bfloat16", seed + 1), copies, kind, seed)
+                check_store(Memory.of(rig, form, size, "bfloat16", seed), engine, kind, seed)
+                check_load(Memory.of(rig, form, size, "bfloat16", seed + 1), engine, kind, seed)
             rig.check()
         memory = Memory.of(rig, FORMS[6], size, "bfloat16", seed)
-        kv, starts = memory.kv(copies), memory.starts(seed)
+        kv, starts = memory.kv(engine), memory.starts(seed)
         real = memory.flat.clone()
         snapshot = kv.snapshot(starts)  # type: ignore[attr-defined]
         rig.launch(lambda: memory.flat.zero_())

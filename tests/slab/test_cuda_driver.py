@@ -137,9 +137,9 @@ def test_streams_are_our_own(stub: Stub) -> None:
 
 def test_captures_of_other_threads_are_let_be_and_the_mode_comes_back(stub: Stub) -> None:
     driver = stub.begin()
-    with pytest.raises(KeyError), driver.beside_captures():
+    with pytest.raises(KeyError), driver.relaxed_capture():
         assert stub.library.stub_capture_mode() == 2
-        with driver.beside_captures():
+        with driver.relaxed_capture():
             assert stub.library.stub_capture_mode() == 2
         raise KeyError
     assert stub.library.stub_capture_mode() == 0

@@ -21,8 +21,8 @@ from pagoda.errors import ClosedError
 from pagoda.slab import PAGE_BYTES, MemorySlab, aligned, pinned
 from pagoda.slab.cuda_driver import Driver
 from pagoda.slab.linux_mmap import populate
-from pagoda.slab.memory import _whole
-from pagoda.slab.pinned import check, copying, pin, place_of
+from pagoda.slab.memory import _piece_bytes
+from pagoda.slab.pinned import check, copying, device_address, pin
 from tests.cache.kit import wait_until
 from tests.ledger.support import in_child
 from tests.slab.libcuda import NOT_SUPPORTED, OUT_OF_MEMORY, Stub
@@ -40,7 +40,9 @@ def stub(tmp_path: Path) -> Iterator[Stub]:
     check()
 
 
-def pinned_now(array: pinned.Bytes, driver: Driver, piece_bytes: int = pinned.PIECE_BYTES) -> pinned.Pinned:
+def pinned_now(
+    array: pinned.Bytes, driver: Driver, piece_bytes: int = pinned.PIECE_BYTES
+) -> pinned.PinnedMemory:
     """Register an array, and return when all is in or refused."""
     found = pin(array, 0, driver=driver, piece_bytes=piece_bytes, background=False)
     assert found is not None
@@ -67,16 +69,16 @@ def test_pieces_cover_the_array_once(stub: Stub, nbytes: int, piece_bytes: int, 
     held = pinned_now(array, stub.begin(), piece_bytes)
     assert [size for _, size in stub.pieces] == sizes
     assert held.nbytes == stub.registered == nbytes and held.trouble == ""
-    assert place_of(base, nbytes) == base + SHIFT
-    assert place_of(base + nbytes - 1, 1) == base + SHIFT + nbytes - 1
-    assert place_of(base, nbytes + 1) is None and place_of(base - 1, 2) is None
+    assert device_address(base, nbytes) == base + SHIFT
+    assert device_address(base + nbytes - 1, 1) == base + SHIFT + nbytes - 1
+    assert device_address(base, nbytes + 1) is None and device_address(base - 1, 2) is None
     assert held.close()
-    assert stub.registered == held.nbytes == 0 and place_of(base, 1) is None
+    assert stub.registered == held.nbytes == 0 and device_address(base, 1) is None
 
 
 def test_no_piece_is_larger_than_nvidia_takes(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert pinned.MOST_BYTES == 64 << 30
-    monkeypatch.setattr(pinned, "MOST_BYTES", 2 * PAGE)
+    assert pinned.MAX_PIECE_BYTES == 64 << 30
+    monkeypatch.setattr(pinned, "MAX_PIECE_BYTES", 2 * PAGE)
     held = pinned_now(aligned(5 * PAGE), stub.begin(), 1 << 40)
     assert [size for _, size in stub.pieces] == [2 * PAGE, 2 * PAGE, PAGE]
     held.close()
@@ -87,9 +89,9 @@ def test_a_range_over_pieces_that_lie_apart_on_the_device_has_no_place(stub: Stu
     array = aligned(4 * PAGE)
     base = array.ctypes.data
     held = pinned_now(array, stub.begin(), 2 * PAGE)
-    assert place_of(base, 2 * PAGE) == base + SHIFT
-    assert place_of(base + 2 * PAGE, 2 * PAGE) == base + 2 * PAGE + SHIFT + (1 << 30)
-    assert place_of(base + 2 * PAGE - 1, 2) is None
+    assert device_address(base, 2 * PAGE) == base + SHIFT
+    assert device_address(base + 2 * PAGE, 2 * PAGE) == base + 2 * PAGE + SHIFT + (1 << 30)
+    assert device_address(base + 2 * PAGE - 1, 2) is None
     held.close()
 
 
@@ -106,7 +108,7 @@ def test_what_was_registered_before_a_refusal_stays_usable(
     (line,) = caplog.messages
     assert "ulimit -l" in line and "memlock" in line and f"{3 * PAGE} of {8 * PAGE} bytes" in line
     assert caplog.records[0].levelno == logging.WARNING
-    assert place_of(base, 3 * PAGE) == base + SHIFT and place_of(base + 3 * PAGE - 1, 2) is None
+    assert device_address(base, 3 * PAGE) == base + SHIFT and device_address(base + 3 * PAGE - 1, 2) is None
     assert stub.library.stub_registrations() == 4  # it is not asked again and again
     assert held.close() and stub.registered == 0
 
@@ -164,7 +166,7 @@ def test_close_is_bounded_while_pieces_are_being_registered(stub: Stub) -> None:
     began = time.monotonic()
     assert held.close(60)
     assert time.monotonic() - began < 10  # one piece, as slow as a busy machine makes it
-    assert stub.registered == 0 and place_of(array.ctypes.data, 1) is None
+    assert stub.registered == 0 and device_address(array.ctypes.data, 1) is None
     assert held.wait(0) and held.close(0)
 
 
@@ -195,7 +197,7 @@ def test_close_waits_for_a_copy(stub: Stub) -> None:
     with copying():
         closing = threading.Thread(target=held.close, args=(60,))
         closing.start()
-        wait_until(lambda: place_of(array.ctypes.data, 1) is None)
+        wait_until(lambda: device_address(array.ctypes.data, 1) is None)
         time.sleep(0.05)
         assert stub.registered == 2 * PAGE  # though no new copy finds it
     closing.join(60)
@@ -207,7 +209,7 @@ def test_a_copy_that_began_later_is_not_waited_for(stub: Stub) -> None:
     held = pinned_now(array, stub.begin())
     with copying():
         held.stop()
-        wait_until(lambda: place_of(array.ctypes.data, 1) is None)
+        wait_until(lambda: device_address(array.ctypes.data, 1) is None)
         late = copying()
         late.__enter__()
     assert held.close(60) and stub.registered == 0
@@ -221,7 +223,7 @@ def test_a_copy_that_does_not_end_keeps_memory_registered_and_mapped(stub: Stub)
     with copying():
         held.close(0.05)
         held._thread.join(60)
-    assert stub.registered == PAGE and place_of(base, 1) is None
+    assert stub.registered == PAGE and device_address(base, 1) is None
     del array, held
     gc.collect()
     assert alive() is not None
@@ -253,9 +255,9 @@ while not library.stub_registrations():
 def test_two_arrays_one_after_the_other(stub: Stub) -> None:
     driver, one, two = stub.begin(), aligned(3 * PAGE), aligned(2 * PAGE)
     first, second = pinned_now(one, driver, PAGE), pinned_now(two, driver, PAGE)
-    assert place_of(one.ctypes.data, one.nbytes) and place_of(two.ctypes.data, two.nbytes)
+    assert device_address(one.ctypes.data, one.nbytes) and device_address(two.ctypes.data, two.nbytes)
     first.close()
-    assert place_of(one.ctypes.data, 1) is None and place_of(two.ctypes.data, two.nbytes)
+    assert device_address(one.ctypes.data, 1) is None and device_address(two.ctypes.data, two.nbytes)
     assert stub.registered == second.nbytes == 2 * PAGE
     second.close()
     assert stub.library.stub_retained() == 1
@@ -270,7 +272,7 @@ def test_threads_that_ask_while_pieces_come_get_right_answers(stub: Stub) -> Non
         while not over.is_set():
             begin = int(random.integers(array.nbytes))
             nbytes = int(random.integers(1, array.nbytes - begin + 1))
-            place = place_of(base + begin, nbytes)
+            place = device_address(base + begin, nbytes)
             if place is not None:
                 reached = max(reached, begin + nbytes)
                 if place != base + begin + SHIFT:
@@ -313,14 +315,14 @@ def test_a_forked_child_forgets_everything_and_calls_nothing(stub: Stub) -> None
     base = array.ctypes.data
 
     def work() -> None:
-        assert place_of(base, 1) is None and held.nbytes == 0
+        assert device_address(base, 1) is None and held.nbytes == 0
         assert held.wait(0) and held.close(0)
         held.stop()
         check()
         assert stub.fault == "" and stub.registered == 4 * PAGE
 
     in_child(work)
-    assert place_of(base, 4 * PAGE) == base + SHIFT
+    assert device_address(base, 4 * PAGE) == base + SHIFT
     held.close()
     assert stub.registered == 0
 
@@ -359,7 +361,7 @@ def test_a_slab_is_registered_once_in_whole_slots(stub: Stub, monkeypatch: pytes
     assert [size for _, size in stub.pieces] == [6 * PAGE, 6 * PAGE, 3 * PAGE]
     for slot in range(5):
         address = slab.view(slot).ctypes.data
-        assert place_of(address, slab.slot_bytes) == address + SHIFT
+        assert device_address(address, slab.slot_bytes) == address + SHIFT
     assert slab.pinned_bytes == slab.nbytes
     slab.close()
     slab.close()
@@ -383,8 +385,8 @@ def test_memory_is_there_before_the_driver_is_asked(stub: Stub, shm_root: Path) 
 
 @pytest.mark.parametrize("slot_bytes", [1, 5000, PAGE, (1 << 30) + PAGE, (1 << 30) + 1, 100 << 30])
 def test_pieces_of_any_slot_are_whole_pages_within_the_limit(slot_bytes: int) -> None:
-    piece = _whole(slot_bytes)
-    assert piece % PAGE == 0 and 0 < piece <= pinned.MOST_BYTES
+    piece = _piece_bytes(slot_bytes)
+    assert piece % PAGE == 0 and 0 < piece <= pinned.MAX_PIECE_BYTES
     if slot_bytes in (1, 5000, PAGE, (1 << 30) + PAGE):
         assert piece % slot_bytes == 0
 
@@ -430,7 +432,7 @@ def test_slabs_at_random(stub: Stub, seed: int) -> None:
         check()
         for slab in slabs:
             base, nbytes = slab.array.ctypes.data, slab.pinned_bytes
-            assert not nbytes or place_of(base, nbytes) == base + SHIFT
+            assert not nbytes or device_address(base, nbytes) == base + SHIFT
     for slab in slabs:
         slab.close()
     assert stub.registered == 0 and stub.library.stub_count() == 0

@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from pagoda.slab.pinned import Places
+from pagoda.slab.pinned import RegisteredRanges
 
 ROOM = 48
 
 
 def test_pieces_that_go_on_are_one() -> None:
-    places = Places()
+    places = RegisteredRanges()
     places.add(200, 50, 1200)
     places.add(100, 50, 1100)
     assert places.find(140, 20) is None
@@ -25,7 +25,7 @@ def test_pieces_that_go_on_are_one() -> None:
 
 
 def test_pieces_that_lie_apart_on_the_device_are_two() -> None:
-    places = Places()
+    places = RegisteredRanges()
     places.add(100, 50, 1100)
     places.add(150, 50, 2150)
     assert places.find(100, 50) == 1100 and places.find(150, 50) == 2150
@@ -34,7 +34,7 @@ def test_pieces_that_lie_apart_on_the_device_are_two() -> None:
 
 
 def test_what_overlaps_is_refused_and_changes_nothing() -> None:
-    places = Places()
+    places = RegisteredRanges()
     places.add(100, 50, 1100)
     for address, nbytes in ((100, 50), (149, 1), (90, 11), (90, 100), (120, 5)):
         with pytest.raises(ValueError, match="registered already"):
@@ -48,7 +48,7 @@ class Model(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.places = Places()
+        self.places = RegisteredRanges()
         self.seen: list[int | None] = [None] * ROOM
         self.pieces: dict[int, int] = {}
 
@@ -96,7 +96,7 @@ TestModel = Model.TestCase
 
 @given(st.permutations(range(9)))
 def test_any_order_of_pieces_ends_in_one_span(order: list[int]) -> None:
-    places = Places()
+    places = RegisteredRanges()
     for n in order:
         places.add(100 * n, 100, 5000 + 100 * n)
         places.check()

@@ -1,10 +1,10 @@
-"""A port over CPU memory whose lanes are late: what was launched is done when somebody waits for it, or just before.
+"""A device over CPU memory whose streams are late: work is done when a thread waits for it, or just before.
 
-A lane is a queue, as a stream is. A scheduler, drawn by a seed, says which lane does its next piece of work and when:
-in one world nothing happens before it is waited for, in another at once, in a third one lane is always last. So a wait
-that is missing between two lanes, or between a lane and the caller, shows as wrong bytes; a buffer that is used again
-too early, too; and what is still to be done when a call has ended is there to be seen (`idle`). Every range of memory
-that is touched has to be known, and host memory is touched by kernels only at the places that `place_of` gave.
+A stream is a queue, as CUDA's is. A scheduler, seeded, says which stream does its next piece of work and when: in one
+world nothing happens before it is waited for, in another at once, in a third one stream is always last. So a missing
+wait between two streams, or between a stream and the caller, shows as wrong bytes; a buffer that is used again too
+early, too; and what is still to be done when a call has ended is there to be seen (`idle`). Every range of memory
+that is touched has to be known, and host memory is touched by kernels only at the places that `device_address` gave.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SHIFT = 1 << 60  # what the device calls a byte of registered host memory: anoth
 
 
 class Failure(RuntimeError):
-    """What a port raises because a test asked for it."""
+    """What a device raises because a test asked for it."""
 
 
 class _Work(NamedTuple):
@@ -43,19 +43,19 @@ class _Room(NamedTuple):
     kind: str  # "device", "registered", "pinned" (allocated so: one address for both sides), "pageable"
 
 
-class LateMark:
-    """An event: `done` once its lane has come to it. Thread-safe."""
+class LateEvent:
+    """An event: `done` once its stream has come to it. Thread-safe."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self.done = False
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """Return when all that was launched before it is done; raises what failed on the device until then."""
         self._world.until(lambda: self.done)
 
 
-class LateLane:
+class LateStream:
     """A stream: does what was launched on it in order, late. Thread-safe."""
 
     def __init__(self, world: World, name: str, handle: int) -> None:
@@ -68,20 +68,20 @@ class LateLane:
         with self._world.on(self):
             work()
 
-    def after(self, mark: LateMark | None) -> None:
-        """Have what follows wait for the mark."""
-        if mark is not None:
-            self.launch(lambda: None, lambda: mark.done)
+    def wait_event(self, event: LateEvent | None) -> None:
+        """Have what follows wait for the event."""
+        if event is not None:
+            self.launch(lambda: None, lambda: event.done)
 
-    def mark(self) -> LateMark:
+    def record_event(self) -> LateEvent:
         """Return an event behind all that was launched."""
-        mark = LateMark(self._world)
+        event = LateEvent(self._world)
 
         def pass_it() -> None:
-            mark.done = True
+            event.done = True
 
         self.launch(pass_it)
-        return mark
+        return event
 
     def launch(self, do: Callable[[], object], ready: Callable[[], bool] = lambda: True) -> None:
         """Put one piece of work behind the others."""
@@ -93,7 +93,7 @@ class LateLane:
 
 
 class World:
-    """All lanes of a port, and who of them is next. `eager`: how likely work is done as soon as it was launched.
+    """All streams of a device, and who of them is next. `eager`: how likely work is done as soon as it was launched.
 
     Thread-safe: one piece of work at a time is done, by whichever thread waits or launches.
     """
@@ -102,34 +102,34 @@ class World:
         self._random = np.random.default_rng(seed)
         self.eager = float(self._random.choice([0.0, 0.0, 0.1, 0.5, 1.0])) if eager is None else eager
         self.lock = threading.RLock()
-        self.lanes: list[LateLane] = []
+        self.streams: list[LateStream] = []
         self._weights: list[float] = []
         self._here = threading.local()
         self.wrong: list[str] = []
         self.dead: Exception | None = None  # a device that has failed does nothing more and says so for ever
-        self.engine = self.lane("engine")
+        self.engine = self.stream("engine")
 
-    def lane(self, name: str) -> LateLane:
-        """Make a lane; some are a thousand times as quick as others."""
+    def stream(self, name: str) -> LateStream:
+        """Make a stream; some are a thousand times as quick as others."""
         with self.lock:
-            lane = LateLane(self, name, len(self.lanes) + 1)
+            stream = LateStream(self, name, len(self.streams) + 1)
             self._weights.append(float(10.0 ** self._random.integers(-3, 4)))
-            self.lanes.append(lane)
-            return lane
+            self.streams.append(stream)
+            return stream
 
-    def current(self) -> LateLane:
-        """The calling thread's lane; the engine's unless it is inside `on`."""
-        found: LateLane = getattr(self._here, "lane", self.engine)
+    def current(self) -> LateStream:
+        """The calling thread's stream; the engine's unless it is inside `on`."""
+        found: LateStream = getattr(self._here, "stream", self.engine)
         return found
 
     @contextmanager
-    def on(self, lane: LateLane) -> Iterator[None]:
-        """Make a lane the calling thread's current one."""
-        before, self._here.lane = self.current(), lane
+    def on(self, stream: LateStream) -> Iterator[None]:
+        """Make a stream the calling thread's current one."""
+        before, self._here.stream = self.current(), stream
         try:
             yield
         finally:
-            self._here.lane = before
+            self._here.stream = before
 
     def launched(self) -> None:
         """Perhaps do some of what waits."""
@@ -152,30 +152,30 @@ class World:
                     raise AssertionError(f"nothing can go on, and {self.waiting()} wait")
 
     def waiting(self) -> dict[str, int]:
-        """How much is to be done on each lane that has something."""
+        """How much is to be done on each stream that has something."""
         with self.lock:
-            return {lane.name: len(lane.work) for lane in self.lanes if lane.work}
+            return {stream.name: len(stream.work) for stream in self.streams if stream.work}
 
     def _step(self) -> bool:
-        """Do the next piece of one lane; False if no lane can go on."""
-        can = [number for number, lane in enumerate(self.lanes) if lane.work and lane.work[0].ready()]
+        """Do the next piece of one stream; False if no stream can go on."""
+        can = [number for number, stream in enumerate(self.streams) if stream.work and stream.work[0].ready()]
         if not can:
             return False
         weights = np.array([self._weights[number] for number in can])
-        lane = self.lanes[can[int(self._random.choice(len(can), p=weights / weights.sum()))]]
+        stream = self.streams[can[int(self._random.choice(len(can), p=weights / weights.sum()))]]
         try:
-            lane.work.popleft().do()
+            stream.work.popleft().do()
         except Exception as trouble:  # noqa: BLE001 - whatever it is, the device raises it from now on
             self.dead = trouble
-            for lane in self.lanes:
-                lane.work.clear()
+            for stream in self.streams:
+                stream.work.clear()
         return True
 
 
 class Mover(Protocol):
     """Kernels over CPU memory: the project's own in Triton's interpreter, or `PlainKernels`."""
 
-    def send(self, table: RunTable) -> object: ...
+    def upload(self, table: RunTable) -> object: ...
     def gather(
         self, table: object, ids: torch.Tensor, places: torch.Tensor, begin: int, end: int, word_bytes: int
     ) -> None: ...
@@ -185,25 +185,25 @@ class Mover(Protocol):
 
 
 class PlainKernels:
-    """Gather and scatter run by run with memmove, as the contract of kernels says it. Knows its port's places."""
+    """Gather and scatter run by run with memmove, as the contract of kernels says it. Knows its device's places."""
 
-    def __init__(self, port: LatePort) -> None:
-        self._port = port
+    def __init__(self, device: LateDevice) -> None:
+        self._device = device
 
-    def send(self, table: RunTable) -> object:
+    def upload(self, table: RunTable) -> object:
         return replace(table)  # not the table itself, which who keeps this by the table would keep for ever
 
     def gather(
         self, table: object, ids: torch.Tensor, places: torch.Tensor, begin: int, end: int, word_bytes: int
     ) -> None:
         for device, place, nbytes in _runs(table, ids, places, begin, end, word_bytes):
-            self._port.move(place, device, nbytes, "kernel")
+            self._device.move(place, device, nbytes, "kernel")
 
     def scatter(
         self, table: object, ids: torch.Tensor, places: torch.Tensor, begin: int, end: int, word_bytes: int
     ) -> None:
         for device, place, nbytes in _runs(table, ids, places, begin, end, word_bytes):
-            self._port.move(device, place, nbytes, "kernel")
+            self._device.move(device, place, nbytes, "kernel")
 
 
 def _runs(
@@ -232,24 +232,24 @@ def _runs(
 class _Sent:
     """A table on the device: there once `home` has come to it, and memory that `home` gives away when this goes."""
 
-    def __init__(self, inner: object, there: list[bool], home: LateLane) -> None:
+    def __init__(self, inner: object, there: list[bool], home: LateStream) -> None:
         self.inner, self.there, self.home = inner, there, home
 
 
 class LateKernels:
-    """Kernels whose launches are done later, on the lane that was current. What they were given has to live as long."""
+    """Kernels whose launches are done later, on the then current stream. Their arguments have to live as long."""
 
-    def __init__(self, world: World, inner: Mover, homes: dict[int, LateLane]) -> None:
+    def __init__(self, world: World, inner: Mover, homes: dict[int, LateStream]) -> None:
         self._world, self._inner, self._homes = world, inner, homes
         self.launches = 0
         self.fail_at: int | None = None
         self.fail_late_at: int | None = None
 
-    def send(self, table: RunTable) -> object:
-        lane = self._world.current()
-        sent = _Sent(self._inner.send(table), [False], lane)
+    def upload(self, table: RunTable) -> object:
+        stream = self._world.current()
+        sent = _Sent(self._inner.upload(table), [False], stream)
         there = sent.there
-        lane.launch(lambda: there.__setitem__(0, True))
+        stream.launch(lambda: there.__setitem__(0, True))
         return sent
 
     def warm(self) -> None:
@@ -269,23 +269,23 @@ class LateKernels:
             raise Failure(f"launch {self.launches}")
         ids, places, *rest = args
         assert isinstance(ids, torch.Tensor) and isinstance(places, torch.Tensor)
-        held, lane, number = [ids.detach(), places.detach()], self._world.current(), self.launches
+        held, stream, number = [ids.detach(), places.detach()], self._world.current(), self.launches
 
         def do() -> None:
             if self.fail_late_at is not None and number >= self.fail_late_at:
                 raise Failure(f"launch {number}, late")
             if not there[0]:
                 self._world.wrong.append(f"{name}: the table was not there yet")
-            if home is not lane and alive() is None:
+            if home is not stream and alive() is None:
                 self._world.wrong.append(f"{name}: the table was let go of before it ran")
             for one in held:
-                # memory that was let go of is given away at once, but only to what comes later on its own lane
-                at_home = self._homes.get(one.untyped_storage().data_ptr()) is lane
+                # memory that was let go of is given away at once, but only to what comes later on its own stream
+                at_home = self._homes.get(one.untyped_storage().data_ptr()) is stream
                 if not at_home and _owners(one) <= 2:
                     self._world.wrong.append(f"{name}: ids or places were let go of before it ran")
             call(inner, *held, *rest)
 
-        lane.launch(do)
+        stream.launch(do)
 
 
 def _owners(tensor: torch.Tensor) -> int:
@@ -294,12 +294,12 @@ def _owners(tensor: torch.Tensor) -> int:
     return count
 
 
-class LatePort:
-    """A port (see pagoda.transfer.gpu.device) whose device is CPU memory and whose lanes are late. Thread-safe.
+class LateDevice:
+    """A device (see pagoda.transfer.gpu.device) of CPU memory whose streams are late. Thread-safe.
 
     `kernels`: "plain", None, or a mover; `shift`: how far registered memory's place is from its address;
-    `host`: whether `host_memory` is given; `world`: that of another port to the same device. After each call `check()`
-    says what was wrong.
+    `host`: whether `allocate_host` returns memory; `world`: that of another LateDevice for the same device. After each
+    call `check()` says what was wrong.
     """
 
     def __init__(
@@ -312,13 +312,13 @@ class LatePort:
         eager: float | None = None,
         world: World | None = None,
     ) -> None:
-        self.device = torch.device("cpu")
+        self.torch_device = torch.device("cpu")
         self.world = world or World(seed, eager)
         self._shift, self._host = shift, host
         self._inside = threading.local()
         self._rooms: list[_Room] = []
         self._held: list[object] = []
-        self._homes: dict[int, LateLane] = {}  # of memory that was sent: the lane that it was taken on
+        self._homes: dict[int, LateStream] = {}  # of memory that was sent: the stream that it was taken on
         inner = PlainKernels(self) if kernels == "plain" else kernels
         assert not isinstance(inner, str)
         self.kernels = None if inner is None else LateKernels(self.world, inner, self._homes)
@@ -328,26 +328,26 @@ class LatePort:
         self.fail_late_at: int | None = None
         self.most_bytes: int | None = None  # of device memory at once
 
-    # ---- what a port can do
+    # ---- what a device can do
 
-    def here(self) -> LateMark:
-        """A mark behind all that the calling thread's lane has been given."""
-        return self.world.current().mark()
+    def current_event(self) -> LateEvent:
+        """An event behind all that the calling thread's stream has been given."""
+        return self.world.current().record_event()
 
-    def lanes(self, number: int) -> list[LateLane]:
-        """So many lanes more."""
-        return [self.world.lane(f"lane {len(self.world.lanes)}") for _ in range(number)]
+    def new_streams(self, number: int) -> list[LateStream]:
+        """So many streams more."""
+        return [self.world.stream(f"stream {len(self.world.streams)}") for _ in range(number)]
 
-    def current(self) -> LateLane:
-        """The calling thread's lane."""
+    def current_stream(self) -> LateStream:
+        """The calling thread's stream."""
         return self.world.current()
 
-    def wait_here(self, mark: LateMark | None) -> None:
-        """Have the calling thread's lane wait."""
-        self.world.current().after(mark)
+    def current_stream_wait(self, event: LateEvent | None) -> None:
+        """Have the calling thread's stream wait."""
+        self.world.current().wait_event(event)
 
-    def send(self, numbers: npt.NDArray[np.int64]) -> torch.Tensor:
-        """The numbers, on the device once the current lane has come to it; until then some that are wrong."""
+    def upload(self, numbers: npt.NDArray[np.int64]) -> torch.Tensor:
+        """The numbers, on the device once the current stream has come to it; until then some that are wrong."""
         assert numbers.dtype == np.int64
         values = torch.from_numpy(numbers).clone()  # strides and all, as torch sends them
         sent = torch.full_like(values, -(1 << 40))
@@ -355,10 +355,10 @@ class LatePort:
         self.world.current().launch(lambda: sent.copy_(values))
         return sent
 
-    def copy(self, to: int, source: int, nbytes: int, lane: LateLane) -> None:
+    def copy(self, to: int, source: int, nbytes: int, stream: LateStream) -> None:
         """A memmove, later; the arguments are numbers, so what they point to must live until then."""
-        if self.world.current() is not lane:
-            self.world.wrong.append("copy: outside of its lane")
+        if self.world.current() is not stream:
+            self.world.wrong.append("copy: outside of its stream")
         self.copies += 1
         if self.fail_at is not None and self.copies >= self.fail_at:
             raise Failure(f"copy {self.copies}")
@@ -370,22 +370,22 @@ class LatePort:
                 raise Failure(f"copy {number}, late")
             self.move(to, source, nbytes, "copy")
 
-        lane.launch(do)
+        stream.launch(do)
 
-    def memory(self, nbytes: int) -> torch.Tensor:
-        """Bytes of the device that the current lane still writes to: an allocator gives what another had on it."""
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Bytes of the device that the current stream still writes to: an allocator gives what another had on it."""
         if self.most_bytes is not None and nbytes > self.most_bytes:
             raise torch.OutOfMemoryError(f"{nbytes} bytes")
         room = self._new(nbytes, "device")
         self.world.current().launch(lambda: room.fill_(0xC3))
         return room
 
-    def host_memory(self, nbytes: int) -> torch.Tensor | None:
+    def allocate_host(self, nbytes: int) -> torch.Tensor | None:
         """Bytes of the host that the device sees under the same address."""
         return self._new(nbytes, "pinned") if self._host else None
 
     @contextmanager
-    def crossing(self) -> Iterator[None]:
+    def copy_scope(self) -> Iterator[None]:
         """Around a call: only in here memory is sure to stay registered."""
         before = getattr(self._inside, "calls", 0)
         self._inside.calls = before + 1
@@ -394,10 +394,10 @@ class LatePort:
         finally:
             self._inside.calls = before
 
-    def place_of(self, address: int, nbytes: int) -> int | None:
+    def device_address(self, address: int, nbytes: int) -> int | None:
         """The device's number for registered host memory."""
         if not getattr(self._inside, "calls", 0):
-            self.world.wrong.append("place_of: outside of a crossing")
+            self.world.wrong.append("device_address: outside of a copy scope")
         known = self._kind(address, nbytes) == "registered"
         return address + self._shift if known else None
 
@@ -420,7 +420,7 @@ class LatePort:
         del self._rooms[keep:], self._held[keep:]
 
     def idle(self) -> bool:
-        """Whether nothing is to be done but what the engine's own lane has."""
+        """Whether nothing is to be done but what the engine's own stream has."""
         return not set(self.world.waiting()) - {"engine"}
 
     def check(self) -> None:

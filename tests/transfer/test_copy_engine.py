@@ -16,13 +16,13 @@ from pagoda.layout import KVLayout
 from pagoda.slab.cuda_driver import Driver
 from pagoda.transfer import DenseKV, PagedKV
 from pagoda.transfer.base import Bytes, Ids
-from pagoda.transfer.gpu import device as ports
-from pagoda.transfer.gpu.autotune import fastest
-from pagoda.transfer.gpu.copy_engine import WAYS, Copies, copies_of
-from pagoda.transfer.gpu.device import CpuPort, CudaPort
-from pagoda.transfer.gpu.layer_events import LayerGate
-from pagoda.transfer.pages import see_plane
-from pagoda.transfer.run_table import RunTable, page_runs
+from pagoda.transfer.gpu import device as device_module
+from pagoda.transfer.gpu.autotune import fastest_way
+from pagoda.transfer.gpu.copy_engine import WAYS, CopyEngine, copy_engine_of
+from pagoda.transfer.gpu.device import CpuDevice, CudaDevice
+from pagoda.transfer.gpu.layer_events import LayerEvents
+from pagoda.transfer.pages import page_plane
+from pagoda.transfer.run_table import RunTable, page_run_table
 from tests.transfer.pages_kit import make_planes
 
 if TYPE_CHECKING:
@@ -48,9 +48,9 @@ def table_of(nbytes: list[int], count: int = 2, offset: int = 0) -> RunTable:
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])
 def test_a_device_that_is_not_there_is_named(device: str) -> None:
     with pytest.raises(ValueError, match=f"{device}: torch .* sees no CUDA device"):
-        copies_of(torch.device(device))
+        copy_engine_of(torch.device(device))
     with pytest.raises(ValueError, match="sees no CUDA device"):
-        CudaPort(torch.device(device))
+        CudaDevice(torch.device(device))
 
 
 def test_a_thread_keeps_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +71,7 @@ def test_a_thread_keeps_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
             seen.append(now[0])
             return 8
 
-        def beside_captures(self) -> AbstractContextManager[None]:
+        def relaxed_capture(self) -> AbstractContextManager[None]:
             seen.append(now[0])
             return nullcontext()
 
@@ -80,13 +80,13 @@ def test_a_thread_keeps_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         torch.cuda, "ExternalStream", lambda at, device: SimpleNamespace(cuda_stream=at, device=device)
     )
-    port = object.__new__(CudaPort)
-    port.device, port._driver = torch.device("cuda", 1), cast(Driver, Context())
-    (lane,) = port.lanes(1)
+    cuda = object.__new__(CudaDevice)
+    cuda.torch_device, cuda._driver = torch.device("cuda", 1), cast(Driver, Context())
+    (stream,) = cuda.new_streams(1)
     assert now == [0]
-    lane.run(lambda: seen.append(now[0]))
+    stream.run(lambda: seen.append(now[0]))
     assert now == [0]
-    with port.crossing():
+    with cuda.copy_scope():
         assert now == [1]
     assert now == [0]
     assert seen == [1, 1, 1]
@@ -101,7 +101,7 @@ def test_kernels_are_made_beside_captures(monkeypatch: pytest.MonkeyPatch) -> No
             seen.append(device_index)
 
         @contextmanager
-        def beside_captures(self) -> Iterator[None]:
+        def relaxed_capture(self) -> Iterator[None]:
             relaxed[0] = True
             yield
             relaxed[0] = False
@@ -110,38 +110,40 @@ def test_kernels_are_made_beside_captures(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(Driver, "load", Context)
-    monkeypatch.setattr(ports, "_kernels", lambda device, programs: seen.append(relaxed[0]))
-    assert CudaPort(torch.device("cuda")).device == torch.device("cuda", 1)
+    monkeypatch.setattr(device_module, "_kernels", lambda device, programs: seen.append(relaxed[0]))
+    assert CudaDevice(torch.device("cuda")).torch_device == torch.device("cuda", 1)
     assert seen == [1, True]
 
 
 def test_host_memory_is_the_hosts_whatever_torchs_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     with torch.device("meta"):
-        assert CpuPort().memory(8).device.type == "cpu"
+        assert CpuDevice().allocate(8).device.type == "cpu"
         monkeypatch.setattr(torch, "empty", lambda *sizes, **options: seen.append(options["device"]))
-        CudaPort.host_memory(object.__new__(CudaPort), 8)
+        CudaDevice.allocate_host(object.__new__(CudaDevice), 8)
     assert seen == ["cpu"]
 
 
 def test_other_devices_are_refused() -> None:
     layout = KVLayout.dense(1, 1, 4, "float32", 4)
     planes = [[torch.empty(1, 8, 4, device="meta")] * 2]
-    with pytest.raises(ValueError, match="KV lies on meta: only NVIDIA GPUs and CPU memory"):
+    with pytest.raises(
+        ValueError, match="KV is on meta: only KV on NVIDIA GPUs or in CPU memory can be copied"
+    ):
         DenseKV(planes, layout)
     mixed = [[torch.empty(1, 8, 4), torch.empty(1, 8, 4, device="meta")]]
-    with pytest.raises(ValueError, match=r"layers\[0\]\[1\] lies on meta: it has to be on cpu"):
+    with pytest.raises(ValueError, match=r"layers\[0\]\[1\] is on meta: it must be on cpu"):
         DenseKV(mixed, layout)
 
 
 def test_ways() -> None:
     with pytest.raises(ValueError, match="way must be one of direct, staged, runs, got 'fast'"):
-        Copies(CpuPort(), way="fast")
+        CopyEngine(CpuDevice(), way="fast")
     for way in ("direct", "staged"):
         with pytest.raises(ValueError, match="needs Triton"):
-            Copies(CpuPort(), way=way)
-    assert Copies(CpuPort(), way="runs").way_of(table_of([8]), True) == "runs"
-    assert Copies(CpuPort()).way_of(table_of([8]), False) == "runs"
+            CopyEngine(CpuDevice(), way=way)
+    assert CopyEngine(CpuDevice(), way="runs").way_of(table_of([8]), True) == "runs"
+    assert CopyEngine(CpuDevice()).way_of(table_of([8]), False) == "runs"
 
 
 @pytest.mark.parametrize("best", WAYS)
@@ -155,18 +157,18 @@ def test_the_fastest_way_is_taken(best: str) -> None:
         assert all(slot.nbytes == table.span(0, table.rows)[1] for slot in slots)
         time.sleep(0.0 if way == best else 0.05)
 
-    assert fastest(asked, CpuPort(), WAYS, attempt) == best
+    assert fastest_way(asked, CpuDevice(), WAYS, attempt) == best
 
 
 def test_equally_fast_ways_leave_the_device_its_cores() -> None:
-    assert fastest(table_of([64]), CpuPort(), WAYS, lambda *_: time.sleep(0.02)) == "runs"
+    assert fastest_way(table_of([64]), CpuDevice(), WAYS, lambda *_: time.sleep(0.02)) == "runs"
 
 
 def test_chunks_in_one_piece_are_not_measured() -> None:
     """As those of a snapshot: the first of them is stored while an engine runs."""
-    copies = Copies(CpuPort(cast("Kernels", object())))
-    assert copies.way_of(table_of([64], count=1), True) == "runs"
-    assert Copies(copies.port, way="staged").way_of(table_of([64], count=1), True) == "staged"
+    engine = CopyEngine(CpuDevice(cast("Kernels", object())))
+    assert engine.way_of(table_of([64], count=1), True) == "runs"
+    assert CopyEngine(engine.device, way="staged").way_of(table_of([64], count=1), True) == "staged"
 
 
 def test_what_is_measured_with_lies_as_kernels_want_it() -> None:
@@ -176,7 +178,7 @@ def test_what_is_measured_with_lies_as_kernels_want_it() -> None:
     def attempt(way: str, table: RunTable, ids: Ids, slots: list[Bytes]) -> None:
         seen.append((way, ids.shape, ids.flags.c_contiguous, ids.dtype))
 
-    fastest(table_of([64], count=3), CpuPort(), WAYS, attempt)
+    fastest_way(table_of([64], count=3), CpuDevice(), WAYS, attempt)
     assert set(seen) == {(way, (64, 3), True, np.dtype(np.int64)) for way in WAYS}
 
 
@@ -207,8 +209,8 @@ def test_segments_cover_all_rows_once(most: int) -> None:
 
 
 def test_neighbouring_runs_are_one_copy() -> None:
-    planes = [see_plane(torch.from_numpy(plane.whole), "plane") for plane in make_planes([64], 1)]
-    table = page_runs(planes, 4, 0)
+    planes = [page_plane(torch.from_numpy(plane.whole), "plane") for plane in make_planes([64], 1)]
+    table = page_run_table(planes, 4, 0)
     assert [run.nbytes for run in table.runs(np.array([2, 3, 4, 9]), 0, 1)] == [192, 64]
     assert [run.offset for run in table.runs(np.array([2, -1, 3, 9]), 0, 1)] == [0, 128, 192]
 
@@ -216,15 +218,17 @@ def test_neighbouring_runs_are_one_copy() -> None:
 def test_layers_are_told_of_as_they_come() -> None:
     layout = KVLayout.dense(3, 2, 4, "float32", 4, token_order="tokens_first")
     pools = [torch.randn(2, 8, 4, 2, 4) for _ in range(3)]
-    gate = LayerGate(3, 2)
+    layer_events = LayerEvents(3, 2)
+    engine = CopyEngine(CpuDevice())
     kv = PagedKV(
-        pools, layout, pool_format="planes_first", block_size=4, block_table=[5, 1], copies=Copies(CpuPort()), gate=gate
+        pools, layout, pool_format="planes_first", block_size=4, block_table=[5, 1],
+        copy_engine=engine, layer_events=layer_events,
     )  # fmt: skip
     slots = [np.zeros(layout.slot_bytes, np.uint8) for _ in range(2)]
     kv.from_slots([0], slots[:1])
-    assert not gate.wait_layer(0, timeout=0.0)
+    assert not layer_events.wait_layer(0, timeout=0.0)
     kv.from_slots([4], slots[1:])
-    assert gate.complete and all(gate.wait_layer(layer, timeout=0.0) for layer in range(3))
+    assert layer_events.complete and all(layer_events.wait_layer(layer, timeout=0.0) for layer in range(3))
     assert not pools[2][:, [5, 1]].any() and pools[2][:, 0].any()
 
 
@@ -232,18 +236,18 @@ def test_a_device_copies_no_token_that_lies_in_pieces() -> None:
     layout = KVLayout.dense(1, 2, 4, "float32", 4, token_order="tokens_first")
     apart = [[torch.empty(2, 8, 4).transpose(0, 1)] * 2]
     DenseKV(apart, layout)
-    with pytest.raises(ValueError, match=r"layers\[0\]: what a token has must lie in one piece"):
-        DenseKV(apart, layout, copies=Copies(CpuPort()))
+    with pytest.raises(ValueError, match=r"layers\[0\]: a token's elements must be contiguous"):
+        DenseKV(apart, layout, copy_engine=CopyEngine(CpuDevice()))
 
 
 def test_what_is_nowhere_cannot_be_stored() -> None:
     with pytest.raises(ValueError, match="cannot be stored"):
-        Copies(CpuPort()).down(table_of([64]), np.array([[3, -1]]), [np.zeros(128, np.uint8)])
+        CopyEngine(CpuDevice()).store(table_of([64]), np.array([[3, -1]]), [np.zeros(128, np.uint8)])
 
 
 def test_an_empty_call_does_nothing() -> None:
     layout = KVLayout.dense(1, 1, 4, "float32", 4)
-    kv = DenseKV([[torch.empty(1, 0, 4)] * 2], layout, copies=Copies(CpuPort()))
+    kv = DenseKV([[torch.empty(1, 0, 4)] * 2], layout, copy_engine=CopyEngine(CpuDevice()))
     kv.to_slots([], [])
     kv.from_slots([], [])
     assert kv.num_tokens == 0 and kv.device_index is None

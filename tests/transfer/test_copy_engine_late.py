@@ -1,4 +1,4 @@
-"""The copy engine over lanes that are late: a wait that is missing shows as wrong bytes, without a GPU."""
+"""The copy engine over streams that are late: a wait that is missing shows as wrong bytes, without a GPU."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagoda.transfer.gpu import autotune
-from pagoda.transfer.gpu.copy_engine import WAYS, Copies
-from pagoda.transfer.gpu.layer_events import LayerGate
+from pagoda.transfer.gpu.copy_engine import WAYS, CopyEngine
+from pagoda.transfer.gpu.layer_events import LayerEvents
 from pagoda.transfer.run_table import RunTable
 from tests.transfer.kernels_kit import interpreted
-from tests.transfer.late_device import Failure, LatePort
+from tests.transfer.late_device import Failure, LateDevice
 
 POISON = 0xA5
 ALL_WAYS = [*WAYS, None]
@@ -136,35 +136,35 @@ def _aligned(nbytes: int) -> Bytes:
     return room[skip : skip + nbytes]
 
 
-def port_of(it: Scene, slots: str = "registered", seed: int = 0, **options: object) -> LatePort:
-    port = LatePort(seed, **options)  # type: ignore[arg-type]
-    port.device_memory(it.memory)
-    declare(port, it, slots)
-    return port
+def device_of(it: Scene, slots: str = "registered", seed: int = 0, **options: object) -> LateDevice:
+    device = LateDevice(seed, **options)  # type: ignore[arg-type]
+    device.device_memory(it.memory)
+    declare(device, it, slots)
+    return device
 
 
-def declare(port: LatePort, it: Scene, slots: str) -> None:
+def declare(device: LateDevice, it: Scene, slots: str) -> None:
     """Register the slots; of mixed ones every other."""
     if slots == "registered":
-        port.register(it.room)
+        device.register(it.room)
     elif slots == "mixed":
-        port.register(*it.slots[::2])
-        port.pageable(*it.slots[1::2])
+        device.register(*it.slots[::2])
+        device.pageable(*it.slots[1::2])
     else:
-        port.pageable(it.room)
+        device.pageable(it.room)
 
 
-def store(copies: Copies, port: LatePort, it: Scene) -> None:
+def store(engine: CopyEngine, device: LateDevice, it: Scene) -> None:
     """The producer is still writing when the store is asked for; what must be right is."""
     real, it.memory[:], it.room[:] = it.memory.copy(), 0xEE, POISON
-    port.current().launch(partial(np.copyto, it.memory, real))
-    copies.down(it.table, it.ids, it.slots, port.here())
-    port.check()
+    device.current_stream().launch(partial(np.copyto, it.memory, real))
+    engine.store(it.table, it.ids, it.slots, device.current_event())
+    device.check()
     assert (it.memory == real).all()
     assert (it.room == it.stored(real)).all()
 
 
-def load(copies: Copies, port: LatePort, it: Scene) -> None:
+def load(engine: CopyEngine, device: LateDevice, it: Scene) -> None:
     """What the engine still reads of the blocks is what was in them before."""
     before, want, room, seen = (
         it.memory.copy(),
@@ -172,9 +172,9 @@ def load(copies: Copies, port: LatePort, it: Scene) -> None:
         it.room.copy(),
         np.zeros_like(it.memory),
     )
-    port.current().launch(partial(np.copyto, seen, it.memory))
-    copies.up(it.table, it.ids, it.slots, port.here())
-    port.check()
+    device.current_stream().launch(partial(np.copyto, seen, it.memory))
+    engine.load(it.table, it.ids, it.slots, device.current_event())
+    device.check()
     assert (it.memory == want).all()
     assert (it.room == room).all()
     assert (seen == before).all()
@@ -197,10 +197,10 @@ def test_every_way(way: str | None, direction: str, slots: str, staging_bytes: i
             skipped=0.3 * (seed % 2) * (direction == "up"),
             twice=direction == "down",
         )
-        port = port_of(it, slots, seed)
-        copies = Copies(port, way=way, staging_bytes=staging_bytes)
+        device = device_of(it, slots, seed)
+        engine = CopyEngine(device, way=way, staging_bytes=staging_bytes)
         for _ in range(2):
-            MOVES[direction](copies, port, it)
+            MOVES[direction](engine, device, it)
 
 
 @given(data=st.data())
@@ -218,7 +218,7 @@ def test_any_table(data: st.DataObject) -> None:
         skipped=data.draw(st.sampled_from([0.0, 0.3, 1.0])) if direction == "up" else 0.0,
         odd=data.draw(st.sampled_from([0, 0, 1, 2, 4, 8])),
     )
-    port = port_of(
+    device = device_of(
         it,
         data.draw(st.sampled_from(SLOTS)),
         data.draw(st.integers(0, 2**32)),
@@ -226,11 +226,11 @@ def test_any_table(data: st.DataObject) -> None:
         host=data.draw(st.sampled_from([True, True, False])),
     )
     way = data.draw(st.sampled_from(ALL_WAYS))
-    if port.kernels is None and way in ("direct", "staged"):
+    if device.kernels is None and way in ("direct", "staged"):
         way = None
-    copies = Copies(port, way=way, staging_bytes=data.draw(st.sampled_from([1, 100, 1000, 1 << 16])))
+    engine = CopyEngine(device, way=way, staging_bytes=data.draw(st.sampled_from([1, 100, 1000, 1 << 16])))
     for _ in range(data.draw(st.integers(1, 2))):
-        MOVES[direction](copies, port, it)
+        MOVES[direction](engine, device, it)
 
 
 @pytest.mark.parametrize("way", ALL_WAYS)
@@ -239,18 +239,23 @@ def test_any_table(data: st.DataObject) -> None:
 def test_a_layer_is_there_when_it_was_waited_for(way: str | None, slots: str, staging_bytes: int) -> None:
     for seed in range(6):
         it = scene(seed, rows=8)
-        port = port_of(it, slots, seed)
+        device = device_of(it, slots, seed)
         want, layers = it.loaded(it.memory), len(it.table.layers) - 1
-        gate, seen = LayerGate(layers, len(it.ids)), [np.zeros_like(it.memory) for _ in range(layers)]
-        copies = Copies(port, way=way, staging_bytes=staging_bytes)
+        layer_events, seen = (
+            LayerEvents(layers, len(it.ids)),
+            [np.zeros_like(it.memory) for _ in range(layers)],
+        )
+        engine = CopyEngine(device, way=way, staging_bytes=staging_bytes)
         with ThreadPoolExecutor(1) as thread:
-            load = thread.submit(copies.up, it.table, it.ids, it.slots, port.here(), gate)
+            load = thread.submit(
+                engine.load, it.table, it.ids, it.slots, device.current_event(), layer_events
+            )
             for layer in range(layers):
-                assert gate.wait_layer(layer, port, 60.0)
-                port.current().launch(partial(np.copyto, seen[layer], it.memory))
-            port.current().mark().wait()
+                assert layer_events.wait_layer(layer, device, 60.0)
+                device.current_stream().launch(partial(np.copyto, seen[layer], it.memory))
+            device.current_stream().record_event().synchronize()
             load.result(60)
-        port.check()
+        device.check()
         for layer, then in enumerate(seen):
             for own, _, size in it.moves(*it.table.layers[layer : layer + 2]):
                 assert (then[own : own + size] == want[own : own + size]).all()
@@ -265,23 +270,25 @@ def test_nothing_goes_on_after_an_error(way: str | None, direction: str, slots: 
     raised = 0
     for seed in range(8):
         it = scene(seed, skipped=0)
-        port = port_of(it, slots, seed)
-        copies = Copies(port, way=way, staging_bytes=200)
-        MOVES[direction](copies, port, it)
-        assert port.kernels is not None
-        port.fail_at = port.copies + 1 + seed % 7
-        port.kernels.fail_at = port.kernels.launches + 1 + seed % 3
+        device = device_of(it, slots, seed)
+        engine = CopyEngine(device, way=way, staging_bytes=200)
+        MOVES[direction](engine, device, it)
+        assert device.kernels is not None
+        device.fail_at = device.copies + 1 + seed % 7
+        device.kernels.fail_at = device.kernels.launches + 1 + seed % 3
         try:
-            (copies.down if direction == "down" else copies.up)(it.table, it.ids, it.slots, port.here())
+            (engine.store if direction == "down" else engine.load)(
+                it.table, it.ids, it.slots, device.current_event()
+            )
         except Failure:
             raised += 1
-        port.check()
+        device.check()
         it.room[:], it.memory[:] = 0x11, 0x22  # the slots are somebody else's now
-        port.current().mark().wait()
+        device.current_stream().record_event().synchronize()
         assert (it.room == 0x11).all() and (it.memory == 0x22).all()
-        port.fail_at = port.kernels.fail_at = None
+        device.fail_at = device.kernels.fail_at = None
         it.memory[:] = np.random.default_rng(seed).integers(0, 256, it.memory.size)
-        MOVES[direction](copies, port, it)
+        MOVES[direction](engine, device, it)
     assert raised >= 2
 
 
@@ -292,15 +299,18 @@ def test_what_failed_on_the_device_is_raised(way: str | None, direction: str, sl
     """As CUDA tells it: some time later, by whatever is asked for next."""
     for seed in range(8):
         it = scene(seed, skipped=0)
-        port = port_of(it, slots, seed)
-        copies = Copies(port, way=way, staging_bytes=200)
-        MOVES[direction](copies, port, it)
-        assert port.kernels is not None
-        port.fail_late_at, port.kernels.fail_late_at = port.copies + 1 + seed % 2, port.kernels.launches + 1
+        device = device_of(it, slots, seed)
+        engine = CopyEngine(device, way=way, staging_bytes=200)
+        MOVES[direction](engine, device, it)
+        assert device.kernels is not None
+        device.fail_late_at, device.kernels.fail_late_at = (
+            device.copies + 1 + seed % 2,
+            device.kernels.launches + 1,
+        )
         for _ in range(2):
             with pytest.raises(Failure):
-                (copies.down if direction == "down" else copies.up)(it.table, it.ids, it.slots, None)
-        assert port.idle()
+                (engine.store if direction == "down" else engine.load)(it.table, it.ids, it.slots, None)
+        assert device.idle()
 
 
 @pytest.mark.parametrize("way", ALL_WAYS)
@@ -310,19 +320,19 @@ def test_a_device_that_has_little_memory_left(way: str | None, direction: str, s
     """The ring is as large as it can be; with less than four rows what needs one raises, and the next call works."""
     for seed in range(4):
         it = scene(seed, skipped=0)
-        port = port_of(it, slots, seed)
-        port.most_bytes = 700
-        copies = Copies(port, way=way, staging_bytes=1 << 16)
-        MOVES[direction](copies, port, it)
-        copies, port.most_bytes = Copies(port, way=way, staging_bytes=1 << 16), 8
+        device = device_of(it, slots, seed)
+        device.most_bytes = 700
+        engine = CopyEngine(device, way=way, staging_bytes=1 << 16)
+        MOVES[direction](engine, device, it)
+        engine, device.most_bytes = CopyEngine(device, way=way, staging_bytes=1 << 16), 8
         if slots == "registered" and way in ("direct", "runs", None):
-            MOVES[direction](copies, port, it)
+            MOVES[direction](engine, device, it)
             continue
         with pytest.raises(torch.OutOfMemoryError):
-            (copies.down if direction == "down" else copies.up)(it.table, it.ids, it.slots, None)
-        port.check()
-        port.most_bytes = None
-        MOVES[direction](copies, port, it)
+            (engine.store if direction == "down" else engine.load)(it.table, it.ids, it.slots, None)
+        device.check()
+        device.most_bytes = None
+        MOVES[direction](engine, device, it)
 
 
 @pytest.mark.parametrize("way", ["direct", "staged"])
@@ -334,8 +344,8 @@ def test_with_the_real_kernels(way: str, direction: str, slots: str) -> None:
         it = scene(
             seed, grain=4 + 4 * seed, group=1 + seed, outermost=seed == 0, skipped=0.3 * (direction == "up")
         )
-        port = port_of(it, slots, seed, kernels=interpreted(), shift=0)
-        MOVES[direction](Copies(port, way=way, staging_bytes=500), port, it)
+        device = device_of(it, slots, seed, kernels=interpreted(), shift=0)
+        MOVES[direction](CopyEngine(device, way=way, staging_bytes=500), device, it)
 
 
 @pytest.mark.parametrize("prepared", [False, True])
@@ -344,45 +354,45 @@ def test_what_was_taken_is_what_was_there(kernels: str | None, prepared: bool) -
     """The engine writes to the blocks, and lets go of everything, before anything of it has happened."""
     for seed in range(12):
         it = scene(seed, skipped=0, twice=True)
-        port = port_of(it, seed=seed, kernels=kernels)
-        copies = Copies(port, staging_bytes=200)
+        device = device_of(it, seed=seed, kernels=kernels)
+        engine = CopyEngine(device, staging_bytes=200)
         real, it.memory[:], it.room[:] = it.memory.copy(), 0xEE, POISON
-        (producer,) = port.lanes(1)  # another stream of the engine's
+        (producer,) = device.new_streams(1)  # another stream of the engine's
         producer.launch(partial(np.copyto, it.memory, real))
         table = replace(it.table)
         if prepared:
-            copies.prepare(table)
-        staging, taken = copies.take(table, it.ids, producer.mark())
-        port.current().launch(partial(it.memory.fill, 0xDD))
+            engine.prepare(table)
+        staging, taken = engine.gather(table, it.ids, producer.record_event())
+        device.current_stream().launch(partial(it.memory.fill, 0xDD))
         del table
         gc.collect()
-        taken.wait()
+        taken.synchronize()
         begin, end = it.table.span(0, it.table.rows)
         for own, slot in zip(staging.numpy(), it.slots, strict=True):
             slot[begin:end] = own
         assert (it.room == it.stored(real)).all()
-        port.current().mark().wait()
+        device.current_stream().record_event().synchronize()
         assert (it.memory == 0xDD).all()
-        port.check()
+        device.check()
 
 
 def test_rings_that_are_taken_at_the_start_are_those_of_all_calls() -> None:
     it = scene(0, skipped=0)
-    port = port_of(it, kernels="plain")
-    copies = Copies(port, way="staged", staging_bytes=4096)
-    assert copies.reserve(it.table) == 4 * 4096
-    rings = [crossing._ring.data_ptr() for crossing in copies._crossings if crossing._ring is not None]
+    device = device_of(it, kernels="plain")
+    engine = CopyEngine(device, way="staged", staging_bytes=4096)
+    assert engine.allocate_rings(it.table) == 4 * 4096
+    rings = [workspace._ring.data_ptr() for workspace in engine._workspaces if workspace._ring is not None]
     assert len(set(rings)) == 4
-    copies.down(it.table, it.ids, it.slots)
-    assert sorted(crossing._ring.data_ptr() for crossing in copies._crossings) == sorted(rings)  # type: ignore[union-attr]
-    assert Copies(port_of(it, kernels=None)).reserve(it.table) == 0
+    engine.store(it.table, it.ids, it.slots)
+    assert sorted(workspace._ring.data_ptr() for workspace in engine._workspaces) == sorted(rings)  # type: ignore[union-attr]
+    assert CopyEngine(device_of(it, kernels=None)).allocate_rings(it.table) == 0
 
 
 def test_tables_are_let_go_of() -> None:
     it = scene(0, skipped=0)
-    port = port_of(it)
-    copies, table = Copies(port, way="direct"), replace(it.table)
-    copies.down(table, it.ids, it.slots)
+    device = device_of(it)
+    engine, table = CopyEngine(device, way="direct"), replace(it.table)
+    engine.store(table, it.ids, it.slots)
     gone = ref(table)
     del table
     gc.collect()
@@ -393,23 +403,23 @@ def test_tables_are_let_go_of() -> None:
 @pytest.mark.parametrize("slots", SLOTS)
 def test_many_threads_with_one_engine(way: str | None, slots: str) -> None:
     scenes = [scene(seed, chunks=3, skipped=0) for seed in range(6)]
-    port = LatePort(3)
+    device = LateDevice(3)
     for it in scenes:
-        port.device_memory(it.memory)
-        declare(port, it, slots)
-    copies = Copies(port, way=way, staging_bytes=150)
+        device.device_memory(it.memory)
+        declare(device, it, slots)
+    engine = CopyEngine(device, way=way, staging_bytes=150)
 
     def both(it: Scene) -> None:
         for _ in range(4):
             real = it.memory.copy()
             it.room[:] = POISON
-            copies.down(it.table, it.ids, it.slots, None)
+            engine.store(it.table, it.ids, it.slots, None)
             assert (it.room == it.stored(real)).all()
             it.room[:] = np.random.default_rng(1).integers(0, 256, it.room.size)
             want = it.loaded(it.memory)
-            copies.up(it.table, it.ids, it.slots, None)
+            engine.load(it.table, it.ids, it.slots, None)
             assert (it.memory == want).all()
 
     with ThreadPoolExecutor(len(scenes)) as threads:
         list(threads.map(both, scenes, timeout=100))
-    port.check()
+    device.check()

@@ -1,4 +1,4 @@
-"""CudaPort's own code on a machine without a GPU: torch.cuda and NVIDIA's library are stand-ins, all else is real.
+"""CudaDevice's own code on a machine without a GPU: torch.cuda and NVIDIA's library are stand-ins, all else is real.
 
 Memory is a CPU's, kernels are interpreted, slots are registered with the stand-in. What is left for a GPU to show
 (`tests/gpu`) is what CUDA itself does.
@@ -18,8 +18,8 @@ import torch
 from pagoda.layout import KVLayout
 from pagoda.slab import aligned, pinned
 from pagoda.transfer import DenseKV, PagedKV
-from pagoda.transfer.gpu.copy_engine import WAYS, Copies
-from pagoda.transfer.gpu.device import CudaPort
+from pagoda.transfer.gpu.copy_engine import WAYS, CopyEngine
+from pagoda.transfer.gpu.device import CudaDevice
 from pagoda.transfer.gpu.device_pages import DevicePagesKV
 from tests.slab.libcuda import Stub
 from tests.transfer.kernels_kit import interpreted
@@ -54,7 +54,7 @@ def stub(tmp_path: Path) -> Iterator[Stub]:
 
 
 @pytest.fixture
-def port(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> CudaPort:
+def device(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
     for name, answer in (("is_available", True), ("device_count", 1), ("current_device", 0), ("init", None)):
         monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
     for name in ("device", "stream"):
@@ -65,18 +65,20 @@ def port(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> CudaPort:
     driver = stub.begin()
     monkeypatch.setattr("pagoda.transfer.gpu.device.Driver.load", lambda: driver)
     monkeypatch.setattr("pagoda.transfer.gpu.device._kernels", lambda device, programs: interpreted(programs))
-    monkeypatch.setattr(CudaPort, "host_memory", lambda self, nbytes: torch.empty(nbytes, dtype=torch.uint8))
+    monkeypatch.setattr(
+        CudaDevice, "allocate_host", lambda self, nbytes: torch.empty(nbytes, dtype=torch.uint8)
+    )
     monkeypatch.setattr("pagoda.transfer.gpu.autotune._SCRATCH_BYTES", 1 << 12)
-    port = CudaPort(torch.device("cuda"))
-    port.device = torch.device("cpu", 0)  # where its memory is, here
-    return port
+    device = CudaDevice(torch.device("cuda"))
+    device.torch_device = torch.device("cpu", 0)  # where its memory is, here
+    return device
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("way", [None, *WAYS])
 @pytest.mark.parametrize("form", ["dense", "paged", "pages"])
-def test_round_trip(form: str, way: str | None, place: str, port: CudaPort, stub: Stub) -> None:
-    copies = Copies(port, way=way, staging_bytes=1 << 12)
+def test_round_trip(form: str, way: str | None, place: str, device: CudaDevice, stub: Stub) -> None:
+    engine = CopyEngine(device, way=way, staging_bytes=1 << 12)
     layout, source, made = FORMS[form]()
     target = [torch.zeros_like(tensor) for tensor in source]
     room = aligned(CHUNKS * layout.slot_bytes)
@@ -84,24 +86,24 @@ def test_round_trip(form: str, way: str | None, place: str, port: CudaPort, stub
     nbytes = {"registered": room.nbytes, "not registered": 0, "the first registered": layout.slot_bytes}[
         place
     ]
-    held = pinned.pin(room[:nbytes], 0, driver=port._driver, background=False) if nbytes else None
+    held = pinned.pin(room[:nbytes], 0, driver=device._driver, background=False) if nbytes else None
     slots = list(room.reshape(CHUNKS, -1))
     starts = [chunk * layout.chunk_tokens for chunk in range(CHUNKS)]
-    made(source, copies).to_slots(starts, slots)
-    made(target, copies).from_slots(starts, slots)
+    made(source, engine).to_slots(starts, slots)
+    made(target, engine).from_slots(starts, slots)
     for one, other in zip(source, target, strict=True):
         there = other != 0
         assert there.any() and torch.equal(one[there], other[there])
     again = np.zeros_like(room)
-    made(target, copies).to_slots(starts, list(again.reshape(CHUNKS, -1)))
+    made(target, engine).to_slots(starts, list(again.reshape(CHUNKS, -1)))
     assert (again == room).all()
     if held is not None:
         assert held.close() and stub.registered == 0
 
 
-def test_a_snapshot(port: CudaPort) -> None:
+def test_a_snapshot(device: CudaDevice) -> None:
     layout, planes, made = FORMS["pages"]()
-    kv = made(planes, Copies(port))
+    kv = made(planes, CopyEngine(device))
     assert isinstance(kv, DevicePagesKV)
     slots, others = (list(np.zeros((CHUNKS, layout.slot_bytes), np.uint8)) for _ in range(2))
     snapshot = kv.snapshot([0, layout.chunk_tokens])
@@ -112,13 +114,17 @@ def test_a_snapshot(port: CudaPort) -> None:
     assert np.array_equal(slots, others) and slots[0].any()
 
 
-Made = Callable[[list[torch.Tensor], Copies], DenseKV | PagedKV | DevicePagesKV]
+Made = Callable[[list[torch.Tensor], CopyEngine], DenseKV | PagedKV | DevicePagesKV]
 
 
 def dense() -> tuple[KVLayout, list[torch.Tensor], Made]:
     layout = KVLayout.dense(2, 2, 16, "bfloat16", 8)
     planes = [torch.randn(2, CHUNKS * 8, 16).to(torch.bfloat16) for _ in range(4)]
-    return layout, planes, lambda planes, copies: DenseKV([planes[:2], planes[2:]], layout, copies=copies)
+    return (
+        layout,
+        planes,
+        lambda planes, engine: DenseKV([planes[:2], planes[2:]], layout, copy_engine=engine),
+    )
 
 
 def paged() -> tuple[KVLayout, list[torch.Tensor], Made]:
@@ -127,20 +133,20 @@ def paged() -> tuple[KVLayout, list[torch.Tensor], Made]:
     return (
         layout,
         pools,
-        lambda pools, copies: PagedKV(
-            pools, layout, pool_format="planes_first", block_size=SIZE, block_table=TABLE, copies=copies
+        lambda pools, engine: PagedKV(
+            pools, layout, pool_format="planes_first", block_size=SIZE, block_table=TABLE, copy_engine=engine
         ),
     )
 
 
 def pages() -> tuple[KVLayout, list[torch.Tensor], Made]:
-    layout = KVLayout.opaque(8, 2 * 64 * 3, "tests of CudaPort")
+    layout = KVLayout.opaque(8, 2 * 64 * 3, "tests of CudaDevice")
     planes = [torch.randint(1, 127, (10, 64), dtype=torch.int8) for _ in range(3)]
     return (
         layout,
         planes,
-        lambda planes, copies: DevicePagesKV(
-            planes, layout, block_tokens=SIZE, block_table=TABLE, copies=copies
+        lambda planes, engine: DevicePagesKV(
+            planes, layout, block_tokens=SIZE, block_table=TABLE, copy_engine=engine
         ),
     )
 

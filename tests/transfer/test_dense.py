@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from pagoda.layout import KVLayout, Plane
 from pagoda.transfer import DenseKV
-from pagoda.transfer.gpu.copy_engine import Copies
-from pagoda.transfer.gpu.device import CpuPort
+from pagoda.transfer.gpu.copy_engine import CopyEngine
+from pagoda.transfer.gpu.device import CpuDevice
 
-ENGINES = [None, Copies(CpuPort())]  # as CPU memory is copied, and as a device's is
+ENGINES = [None, CopyEngine(CpuDevice())]  # as CPU memory is copied, and as a device's is
 POISON = 0xA5
 DTYPES = ["float32", "float16", "bfloat16", "int8", "float8_e4m3fn"]
 
@@ -52,8 +52,8 @@ def poisoned_slots(layout: KVLayout, count: int) -> list[np.ndarray]:
 
 def check_round_trip(layout: KVLayout, layers, starts: list[int], threads: int = 1) -> None:
     """Store and load chunks; all that must change did, bit by bit, and nothing else."""
-    for copies in ENGINES if in_one_piece(layers, layout) else ENGINES[:1]:
-        check_with(copies, layout, layers, starts, threads)
+    for engine in ENGINES if in_one_piece(layers, layout) else ENGINES[:1]:
+        check_with(engine, layout, layers, starts, threads)
 
 
 def in_one_piece(layers, layout: KVLayout) -> bool:
@@ -62,14 +62,14 @@ def in_one_piece(layers, layout: KVLayout) -> bool:
     return all((p[0, 0] if first else p[0]).is_contiguous() for layer in layers for p in layer)
 
 
-def check_with(copies: Copies | None, layout: KVLayout, layers, starts: list[int], threads: int) -> None:
+def check_with(engine: CopyEngine | None, layout: KVLayout, layers, starts: list[int], threads: int) -> None:
     slots = poisoned_slots(layout, len(starts))
-    DenseKV(layers, layout, threads=threads, copies=copies).to_slots(starts, slots)
+    DenseKV(layers, layout, threads=threads, copy_engine=engine).to_slots(starts, slots)
     for start, slot in zip(starts, slots, strict=True):
         assert slot[: layout.chunk_bytes].tobytes() == chunk_bytes_of(layers, layout, start)
         assert (slot[layout.chunk_bytes :] == POISON).all()
     blank = [[poisoned_like(p) for p in layer] for layer in layers]
-    DenseKV(blank, layout, threads=threads, copies=copies).from_slots(starts, slots)
+    DenseKV(blank, layout, threads=threads, copy_engine=engine).from_slots(starts, slots)
     axis = 1 if layout.token_order == "heads_first" else 0
     tokens = layers[0][0].shape[axis]
     loaded = torch.zeros(tokens, dtype=torch.bool)
@@ -201,10 +201,10 @@ def _with(k=None, v=None) -> list[tuple[torch.Tensor, torch.Tensor]]:
         (_with(v=torch.zeros(2, 12, 8, dtype=torch.float16)), r"layers\[1\]\[1\] is float16, .* float32"),
         (_with(v=torch.zeros(3, 12, 8)), r"layers\[1\]\[1\] must be \[heads, tokens, dim\]"),
         (_with(v=torch.zeros(2, 12, 9)), r"layers\[1\]\[1\] must be"),
-        (_with(v=torch.zeros(2, 11, 8)), "as many tokens"),
+        (_with(v=torch.zeros(2, 11, 8)), "same number of tokens"),
         (_with(v=[[0.0]]), r"layers\[1\]\[1\] must be a tensor or a numpy array, got list"),
         (_with(v=np.zeros((2, 12, 8))), r"layers\[1\]\[1\] is float64"),
-        (_with(v=torch.zeros(2, 12, 8, device="meta")), r"layers\[1\]\[1\] lies on meta"),
+        (_with(v=torch.zeros(2, 12, 8, device="meta")), r"layers\[1\]\[1\] is on meta"),
         (_with(v=torch.zeros(2, 12, 8).to_sparse()), r"layers\[1\]\[1\] must be a plain strided tensor"),
     ],
 )

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagoda.transfer import PagesKV, merged
-from pagoda.transfer.gpu.copy_engine import Copies
-from pagoda.transfer.gpu.device import CpuPort
+from pagoda.transfer.gpu.copy_engine import CopyEngine
+from pagoda.transfer.gpu.device import CpuDevice
 from pagoda.transfer.gpu.device_pages import DevicePagesKV
-from tests.transfer.late_device import LatePort
+from tests.transfer.late_device import LateDevice
 from tests.transfer.pages_kit import (
     BLOCK_TOKENS,
     BLOCKS,
@@ -33,7 +33,7 @@ from tests.transfer.pages_kit import (
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
-def device_kv(case: Case, wholes: list[torch.Tensor], copies: Copies | None = None) -> DevicePagesKV:
+def device_kv(case: Case, wholes: list[torch.Tensor], engine: CopyEngine | None = None) -> DevicePagesKV:
     """The transfer over planes that lie at the front of the rows of `wholes`."""
     return DevicePagesKV(
         [whole[:, :page] for whole, page in zip(wholes, case.pages, strict=True)],
@@ -42,7 +42,7 @@ def device_kv(case: Case, wholes: list[torch.Tensor], copies: Copies | None = No
         block_table=case.table,
         part=case.part,
         parts=case.parts,
-        copies=copies,
+        copy_engine=engine,
     )
 
 
@@ -200,7 +200,7 @@ def test_what_does_not_fit_is_named() -> None:
     for planes in ([plane.numpy()], [plane, plane.to("meta")]):
         with pytest.raises(ValueError, match=r"planes\[\d\] must be a tensor on one device"):
             make(planes)
-    with pytest.raises(ValueError, match="KV lies on meta"):
+    with pytest.raises(ValueError, match="KV is on meta"):
         make([plane.to("meta")])
     with pytest.raises(ValueError, match="got no plane"):
         make([])
@@ -225,19 +225,19 @@ def test_a_snapshot_is_awaited_before_it_is_copied_out(seed: int) -> None:
     case = case_of([64, 32], [7, 3, 15, 0])
     source = case.planes(1)
     wholes = [torch.zeros_like(torch.from_numpy(plane.whole)) for plane in source]
-    port = LatePort(seed)
-    port.device_memory(*wholes)
+    device = LateDevice(seed)
+    device.device_memory(*wholes)
     slots = [poisoned(case.layout) for _ in case.starts]
-    port.register(*slots)
+    device.register(*slots)
 
     def computed() -> None:
         for whole, plane in zip(wholes, source, strict=True):
             whole.copy_(torch.from_numpy(plane.whole))
 
-    port.current().launch(computed)
-    kv = device_kv(case, wholes, Copies(port, way="direct"))
+    device.current_stream().launch(computed)
+    kv = device_kv(case, wholes, CopyEngine(device, way="direct"))
     snapshot = kv.snapshot(case.starts)
-    port.current().launch(lambda: [whole.zero_() for whole in wholes])
+    device.current_stream().launch(lambda: [whole.zero_() for whole in wholes])
     snapshot.to_slots(slots)
     want = [expected_slot(case, [plane.view for plane in source], start) for start in case.starts]
     assert [slot.tobytes() for slot in slots] == want
@@ -247,11 +247,11 @@ def test_a_snapshot_is_awaited_before_it_is_copied_out(seed: int) -> None:
 def test_snapshots_take_turns_in_memory_that_was_taken_before(seed: int) -> None:
     """A row is another's as soon as it was copied out, on a device that is late with everything."""
     case = case_of([64, 32], [7, 3, 15, 0])
-    port = LatePort(seed)
+    device = LateDevice(seed)
     wholes = [torch.from_numpy(plane.whole.copy()) for plane in case.planes(1)]
-    port.device_memory(*wholes)
-    kv = device_kv(case, wholes, Copies(port, way="direct", staging_bytes=4096))
-    staging, taken = kv.reserve(3 * case.layout.chunk_bytes)
+    device.device_memory(*wholes)
+    kv = device_kv(case, wholes, CopyEngine(device, way="direct", staging_bytes=4096))
+    staging, taken = kv.preallocate(3 * case.layout.chunk_bytes)
     assert (staging.free, taken) == (3, 3 * case.layout.chunk_bytes + 4 * 4096)  # and four rings
     first = kv.snapshot(case.starts[:1], staging)
     for number in range(4):
@@ -262,35 +262,35 @@ def test_snapshots_take_turns_in_memory_that_was_taken_before(seed: int) -> None
             for whole, plane in zip(wholes, source, strict=True):
                 whole.copy_(torch.from_numpy(plane.whole))
 
-        port.current().launch(computed)
+        device.current_stream().launch(computed)
         snapshot = kv.with_table(case.table).snapshot(case.starts, staging)
         assert staging.free == 0
         slots = [poisoned(case.layout) for _ in case.starts]
-        port.register(*slots)
+        device.register(*slots)
         snapshot.to_slots(slots)
         assert [slot.tobytes() for slot in slots] == want
         for _ in range(2):
             snapshot.release()
         assert staging.free == 2
-    with pytest.raises(ValueError, match="room for 2 chunks is left on the device, 3 are to be kept"):
+    with pytest.raises(ValueError, match="room for 2 chunks is left on the device, 3 are needed"):
         kv.snapshot([case.starts[0]] * 3, staging)
     assert staging.free == 2
     first.release()
 
 
-class LittlePort(CpuPort):
+class LittleDevice(CpuDevice):
     """A device with little memory left."""
 
-    def memory(self, nbytes: int) -> torch.Tensor:
+    def allocate(self, nbytes: int) -> torch.Tensor:
         if nbytes > 600:
             raise RuntimeError("out of memory")
-        return super().memory(nbytes)
+        return super().allocate(nbytes)
 
 
 def test_where_less_is_left_less_is_taken() -> None:
     case = case_of([64, 32], [7, 3, 15, 0])
     wholes = [torch.from_numpy(plane.whole) for plane in case.planes(1)]
-    kv = device_kv(case, wholes, Copies(LittlePort()))
-    staging, taken = kv.reserve(8 * case.layout.chunk_bytes)
+    kv = device_kv(case, wholes, CopyEngine(LittleDevice()))
+    staging, taken = kv.preallocate(8 * case.layout.chunk_bytes)
     assert 1 <= staging.free == taken // case.layout.chunk_bytes < 8
-    assert kv.reserve(0)[0].free == 1
+    assert kv.preallocate(0)[0].free == 1

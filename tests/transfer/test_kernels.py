@@ -243,7 +243,7 @@ def check(
     by_torch(case, chunks, gather, begin, end)
     expected = [memory.clone() for memory in everything]
     kernels = interpreted(programs)
-    sent = kernels.send(table)
+    sent = kernels.upload(table)
     fits = int(np.gcd.reduce(chunks.places.numpy(), initial=sent.word_bytes))
     tried = [width for width in WIDTHS if fits % width == 0 and width <= most]
     for width in tried:
@@ -323,7 +323,7 @@ def test_a_part_of_a_slot_is_left_alone(gather: bool) -> None:
     case = Case([[room.pool(BLOCKS, 24)]], room.memory)
     slot = noise(128, seed=5)
     kernels = interpreted()
-    sent = kernels.send(table_of(case, 2, begin=56))
+    sent = kernels.upload(table_of(case, 2, begin=56))
     places = torch.tensor([slot.data_ptr()])
     pool = case.rows[0]
     if gather:
@@ -347,7 +347,7 @@ def test_nothing_to_do(gather: bool) -> None:
     kernels = interpreted()
     move = kernels.gather if gather else kernels.scatter
     none = torch.zeros((0, 2), dtype=torch.int64)
-    move(kernels.send(table_of(case, 2)), none, none[:, 0].contiguous(), 0, 1, 8)
+    move(kernels.upload(table_of(case, 2)), none, none[:, 0].contiguous(), 0, 1, 8)
 
 
 @BOTH
@@ -368,7 +368,7 @@ def test_a_pool_of_more_than_four_gigabytes(gather: bool) -> None:
         pool[number] = noise(nbytes, seed=number)
     slot = noise(nbytes, seed=8)
     kernels = interpreted()
-    sent, places = kernels.send(table_of(Case([[pool]], []), 1)), torch.tensor([slot.data_ptr()])
+    sent, places = kernels.upload(table_of(Case([[pool]], []), 1)), torch.tensor([slot.data_ptr()])
     if gather:
         kernels.gather(sent, torch.tensor([[2]]), places, 0, 1, 16)
         assert torch.equal(slot, noise(nbytes, seed=2))
@@ -382,7 +382,7 @@ def test_warming_touches_nothing_and_bad_arguments_are_named() -> None:
     before = [memory.clone() for memory in case.memory]
     kernels = interpreted()
     kernels.warm()
-    sent = kernels.send(table_of(case, 2))
+    sent = kernels.upload(table_of(case, 2))
     ids, places = torch.zeros((1, 2), dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     for bad_ids, bad_places, begin, end, width, named in [
         (ids[:, :1], places, 0, 1, 8, "ids"),
@@ -400,7 +400,7 @@ def test_warming_touches_nothing_and_bad_arguments_are_named() -> None:
         interpreted(programs=0)
     with pytest.raises(ValueError, match="word_bytes"):
         odd = tokens(Room(torch.bfloat16))
-        kernels.gather(kernels.send(table_of(odd, 2)), ids, places, 0, 1, 16)
+        kernels.gather(kernels.upload(table_of(odd, 2)), ids, places, 0, 1, 16)
     assert all(torch.equal(memory, was) for memory, was in zip(case.memory, before, strict=True))
 
 
@@ -408,7 +408,7 @@ def test_what_was_sent_does_not_keep_the_table() -> None:
     """Who remembers what was sent by the table (weakly) would never forget it."""
     table = table_of(planes_first_aligned(Room(torch.bfloat16)), 2)
     alive = weakref.ref(table)
-    sent = interpreted().send(table)
+    sent = interpreted().upload(table)
     del table
     gc.collect()
     assert alive() is None and sent.count == 2

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from pagoda.layout import KVLayout
 from pagoda.transfer import DenseKV, PagedKV
-from pagoda.transfer.gpu.copy_engine import Copies
-from pagoda.transfer.gpu.device import CpuPort
+from pagoda.transfer.gpu.copy_engine import CopyEngine
+from pagoda.transfer.gpu.device import CpuDevice
 
 LAYERS, HEADS, DIM, SIZE, CHUNK = 2, 2, 6, 4, 8
 FORMATS = ["planes_first", "blocks_first", "blocks_outermost", "plane_pools"]
-ENGINES = [None, Copies(CpuPort())]  # as CPU memory is copied, and as a device's is
+ENGINES = [None, CopyEngine(CpuDevice())]  # as CPU memory is copied, and as a device's is
 
 
 @dataclass
@@ -81,17 +81,17 @@ def places_of(table: list[int]) -> list[int]:
 
 def check(form: str, dtype: str, table: list[int], apart: bool = False, threads: int = 1, **where) -> None:
     """Round trip of all whole chunks; what must change did, nothing else."""
-    for copies in ENGINES:
-        check_with(copies, form, dtype, table, apart, threads, **where)
+    for engine in ENGINES:
+        check_with(engine, form, dtype, table, apart, threads, **where)
 
 
 def check_with(
-    copies: Copies | None, form: str, dtype: str, table: list[int], apart: bool, threads: int, **where
+    engine: CopyEngine | None, form: str, dtype: str, table: list[int], apart: bool, threads: int, **where
 ) -> None:
     blocks, layout = 16, layout_of(dtype)
     pools = make_pools(form, blocks, dtype, apart=apart)
     where = where or {"block_table": table}
-    kwargs = {"pool_format": form, "block_size": SIZE, "threads": threads, "copies": copies, **where}
+    kwargs = {"pool_format": form, "block_size": SIZE, "threads": threads, "copy_engine": engine, **where}
     kv = PagedKV(pools.given, layout, **kwargs)
     places = where["slot_mapping"] if "slot_mapping" in where else places_of(table)
     starts = list(range(0, len(places) - CHUNK + 1, CHUNK))[::-1]

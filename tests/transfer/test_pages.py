@@ -220,7 +220,7 @@ DENSE = KVLayout.dense(1, 1, 2, "int8", 8, token_order="tokens_first")
         ({"planes": []}, "got no plane"),
         (
             {"planes": [np.zeros((4, 8), np.uint8), np.zeros((5, 8), np.uint8)]},
-            r"as many blocks, got \[4, 5\]",
+            r"same number of blocks, got \[4, 5\]",
         ),
         ({"planes": [np.zeros((4, 8), np.uint16)]}, r"planes\[0\] must be \[num_blocks, page_bytes\]"),
         ({"planes": [np.zeros((4, 2, 8), np.uint8)]}, r"planes\[0\] must be"),

@@ -11,27 +11,27 @@ from pagoda.connectors.supported import Seen
 from pagoda.transfer import DenseKV
 
 if TYPE_CHECKING:
-    from pagoda.transfer.gpu.copy_engine import Copies
-    from pagoda.transfer.gpu.layer_events import LayerGate
+    from pagoda.transfer.gpu.copy_engine import CopyEngine
+    from pagoda.transfer.gpu.layer_events import LayerEvents
 
-__all__ = ["Planes", "copies_for", "dynamic_cache", "kv_of_row", "room_for"]
+__all__ = ["Planes", "copy_engine_for", "dynamic_cache", "kv_of_row", "room_for"]
 
 log = logging.getLogger("pagoda.connectors")
 
 Planes = list[list[Any]]  # a tensor [batch, heads, columns, dim] a layer and plane
 
 
-def copies_for(devices: Sequence[Any]) -> Copies | None:
+def copy_engine_for(devices: Sequence[Any]) -> CopyEngine | None:
     """Return the copy engine of the CUDA device that all layers lie on; None if they do not: KV then goes by the CPU.
 
     Made at the first call for a device, for the process.
     """
     if len(set(devices)) != 1 or devices[0].type != "cuda":
         return None
-    from pagoda.transfer.gpu.copy_engine import copies_of
+    from pagoda.transfer.gpu.copy_engine import copy_engine_of
 
     try:
-        return copies_of(devices[0])
+        return copy_engine_of(devices[0])
     except ValueError as trouble:  # e.g. ROCm, which torch calls CUDA
         log.warning("KV on %s goes by the CPU's memory, slowly: %s", devices[0], trouble)
         return None
@@ -44,7 +44,7 @@ def room_for(seen: Seen, batch: int, columns: int) -> Planes:
     """
     import torch
 
-    device = "cpu" if seen.copies is None else seen.copies.port.device
+    device = "cpu" if seen.copy_engine is None else seen.copy_engine.device.torch_device
     return [
         [
             torch.empty(batch, heads, columns, dim, dtype=getattr(torch, dtype), device=device)
@@ -60,18 +60,20 @@ def kv_of_row(
     begin: int,
     end: int,
     seen: Seen,
-    gate: LayerGate | None = None,
+    layer_events: LayerEvents | None = None,
 ) -> DenseKV:
-    """Return columns [begin, end) of one row as a transfer; `gate` is told of each layer that is loaded.
+    """Return columns [begin, end) of one row as a transfer; `layer_events` records each layer that is loaded.
 
     Tensors on the CPU, or on the device of the copy engine, are seen in place; others are copied to the CPU here.
     """
     layers = [[plane[number, :, begin:end].detach() for plane in layer] for layer in planes]
-    copies = seen.copies
-    if copies is None or any(plane.device != copies.port.device for layer in layers for plane in layer):
+    engine = seen.copy_engine
+    if engine is None or any(
+        plane.device != engine.device.torch_device for layer in layers for plane in layer
+    ):
         return DenseKV([[plane.cpu() for plane in layer] for layer in layers], seen.layout)
     layers = [[plane if plane.stride(-1) == 1 else plane.contiguous() for plane in layer] for layer in layers]
-    return DenseKV(layers, seen.layout, copies=copies, gate=gate)
+    return DenseKV(layers, seen.layout, copy_engine=engine, layer_events=layer_events)
 
 
 def dynamic_cache(model: Any, seen: Seen, planes: Planes, rows: Sequence[Row], columns: int) -> Any:

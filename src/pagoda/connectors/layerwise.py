@@ -25,8 +25,8 @@ from pagoda.cache.forks import renewed_after_fork
 from pagoda.connectors.handover import kv_of_row, room_for
 from pagoda.connectors.supported import Seen
 from pagoda.threads import Pool, wait
-from pagoda.transfer.gpu.device import Port
-from pagoda.transfer.gpu.layer_events import LayerGate
+from pagoda.transfer.gpu.device import Device
+from pagoda.transfer.gpu.layer_events import LayerEvents
 
 __all__ = ["LayerLoad", "LoadShort", "Loads", "Resumed"]
 
@@ -45,13 +45,19 @@ class LayerLoad:
     """
 
     def __init__(
-        self, kv: Any, gate: LayerGate, port: Port, future: Future[Hit], tokens: int, seconds: float
+        self,
+        kv: Any,
+        layer_events: LayerEvents,
+        device: Device,
+        future: Future[Hit],
+        tokens: int,
+        seconds: float,
     ) -> None:
         self.kv = kv
         self.hung = False  # the load is still under way past its deadline
         self.seconds = 0.0  # that it took
-        self._gate = gate
-        self._port = port
+        self._layer_events = layer_events
+        self._device = device
         self._future = future
         self._tokens = tokens
         self._began = time.monotonic()
@@ -61,8 +67,8 @@ class LayerLoad:
 
     def wait_for(self, layer: int) -> None:
         """Block until a layer may be used by this thread's current stream. Raises LoadShort if it does not come."""
-        if not self._gate.wait_layer(layer, self._port, self._remaining()):
-            self.hung, self.seconds = not self._gate.ended, time.monotonic() - self._began
+        if not self._layer_events.wait_layer(layer, self._device, self._remaining()):
+            self.hung, self.seconds = not self._layer_events.ended, time.monotonic() - self._began
             raise LoadShort
 
     def used(self, layer: int) -> None:
@@ -172,22 +178,22 @@ class Loads:
 
         Returns None if as many loads as there are threads are under way, or after close: then load the plain way.
         """
-        assert seen.copies is not None
+        assert seen.copy_engine is not None
         with self._lock:
             if self._closed or len(self._running) >= _THREADS:
                 return None
         layout = seen.layout
         chunks = len(tokens) // layout.chunk_tokens
         planes = room_for(seen, 1, len(tokens))
-        gate = LayerGate(layout.layers, chunks)
-        transfer = kv_of_row(planes, 0, 0, len(tokens), seen, gate)
+        layer_events = LayerEvents(layout.layers, chunks)
+        transfer = kv_of_row(planes, 0, 0, len(tokens), seen, layer_events)
         future = self._submit(cache, tokens, transfer, space)
         if future is None:
             return None
-        future.add_done_callback(lambda done: self._ended(done, gate))
+        future.add_done_callback(lambda done: self._ended(done, layer_events))
         kv: Any = DynamicCache(config=model.config)
         seconds = cache.config.deadline_seconds + chunks * layout.chunk_bytes / _SLOWEST_BYTES_PER_SECOND
-        load = LayerLoad(kv, gate, seen.copies.port, future, len(tokens), seconds)
+        load = LayerLoad(kv, layer_events, seen.copy_engine.device, future, len(tokens), seconds)
         for index, (plain, (keys, values)) in enumerate(zip(list(kv.layers), planes, strict=True)):
             plain.lazy_initialization(keys, values)
             plain.keys, plain.values = keys, values
@@ -216,8 +222,8 @@ class Loads:
             self._running.add(future)
         return future
 
-    def _ended(self, future: Future[Hit], gate: LayerGate) -> None:
-        gate.end()
+    def _ended(self, future: Future[Hit], layer_events: LayerEvents) -> None:
+        layer_events.end()
         with self._lock:
             self._running.discard(future)
 

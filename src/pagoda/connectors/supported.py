@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pagoda.layout import KVLayout, Plane
 
 if TYPE_CHECKING:
-    from pagoda.transfer.gpu.copy_engine import Copies
+    from pagoda.transfer.gpu.copy_engine import CopyEngine
 
 __all__ = ["Seen", "check_call", "check_model", "forms_of", "is_compiled", "see_model"]
 
@@ -32,7 +32,7 @@ class Seen(NamedTuple):
 
     layout: KVLayout
     devices: list[Any]  # where each layer keeps its KV
-    copies: Copies | None = None  # what copies there and back; None: the CPU does
+    copy_engine: CopyEngine | None = None  # None: the CPU copies
 
 
 def check_model(model: Any) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from pagoda.cache import Cache, Hit, Stored
 from pagoda.cache.hit import hit_of
 from pagoda.config import Config
-from pagoda.connectors.handover import copies_for, dynamic_cache, kv_of_row, room_for
+from pagoda.connectors.handover import copy_engine_for, dynamic_cache, kv_of_row, room_for
 from pagoda.connectors.identity import adapters_digest, stamp_of, weights_digest
 from pagoda.connectors.prefill import Prefills, watch_for
 from pagoda.connectors.rows import Row, grown_mask, mask_of, rows_of
@@ -241,7 +241,7 @@ class CachedModel:
 
     def _looked(self, rows: list[Row], ready: _Ready) -> Hit | None:
         """Look up, and count, a single prompt of a model on a device, where room costs memory; None: retrieve tells."""
-        if self._seen.copies is None or len(rows) > 1:
+        if self._seen.copy_engine is None or len(rows) > 1:
             return None
         cache, space = ready
         return cache.lookup(rows[0].tokens[:-1], **space)
@@ -282,7 +282,7 @@ class CachedModel:
             nothing = dynamic_cache(self.model, self._seen, [], rows, 0)
             return Prefix(nothing, 0, [0], [looked], time.perf_counter() - began)
         wanted = self._wanted(rows, width, ready, looked)
-        if self._seen.copies is not None:  # on a device room costs memory, written to or not
+        if self._seen.copy_engine is not None:  # on a device room costs memory, written to or not
             whole = [len(tokens) - len(tokens) % self.layout.chunk_tokens for tokens in wanted]
             width = max(row.pad + tokens for row, tokens in zip(rows, whole, strict=True))
         planes = room_for(self._seen, len(rows), width)
@@ -372,7 +372,7 @@ def namespace_of(
 def _looked_at(model: Any, chunk_tokens: int) -> Seen:
     """Return what a look at the model shows, with the copy engine of its device."""
     seen = see_model(model, chunk_tokens)
-    return seen._replace(copies=copies_for(seen.devices))
+    return seen._replace(copy_engine=copy_engine_for(seen.devices))
 
 
 def _again(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,11 @@
-"""Slabs: the memory or the file that slots lie in. Bytes in, bytes out; slots are given out by the ledger."""
+"""Slabs: the memory or the file that holds the slots. Bytes in, bytes out; the ledger reserves the slots.
+
+memory        slots in mapped memory, shared by processes or private
+linux_mmap    maps, populates and collapses memory into huge pages: Linux calls
+pinned        registers memory with the GPUs, in the background
+cuda_driver   NVIDIA's driver library, by ctypes
+file          slots in a file, by direct I/O
+"""
 
 from __future__ import annotations
 

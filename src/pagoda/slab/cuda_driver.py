@@ -1,7 +1,7 @@
-"""NVIDIA's driver library by ctypes: registering memory with a GPU, and copies on a stream. Nothing of torch.
+"""NVIDIA's driver library by ctypes: registers memory with a GPU, copies on a stream. Needs no torch.
 
-The driver's calls and not the runtime's (`cudaHostRegister`): a runtime call that fails leaves its error behind, and a
-later call of torch, which has nothing to do with it, reports it (vllm-project/vllm#51080).
+It uses the driver's calls, not the runtime's (`cudaHostRegister`): a failed runtime call leaves its error in the
+runtime, and a later, unrelated call of torch reports it (vllm-project/vllm#51080). Called by `pinned` and the GPU code.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["GONE", "Driver", "DriverError"]
+__all__ = ["ALREADY_GONE", "Driver", "DriverError"]
 
 LIBRARY = "libcuda.so.1"
 _PORTABLE, _DEVICEMAP = 1, 2
 _INVALID_CONTEXT = 201
 _NON_BLOCKING = 1  # a stream that does not wait for stream 0
 _RELAXED = 2
-# The driver has shut down, or never had it: there is nothing left that could be unregistered.
-GONE = frozenset({4, 713})  # CUDA_ERROR_DEINITIALIZED, CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED
+# The driver has shut down, or the memory is not registered: nothing is left to unregister.
+ALREADY_GONE = frozenset({4, 713})  # CUDA_ERROR_DEINITIALIZED, CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED
 
 _Address, _Size, _Number, _Handle = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p
-# The names that cuda.h gives these calls. All return a CUresult. `cuMemcpyAsync` is exported plain, and once more as
-# `_ptsz`, for which stream 0 is another one: the plain one means by 0 what torch means by it.
+# The names that cuda.h gives these calls. All return a CUresult. `cuMemcpyAsync` is also exported as
+# `_ptsz`, whose stream 0 is another stream: stream 0 of the plain call is the same as torch's.
 _SIGNATURES = {
     "cuInit": [ctypes.c_uint],
     "cuDeviceGetCount": [ctypes.POINTER(_Number)],
@@ -40,12 +40,12 @@ _SIGNATURES = {
     "cuThreadExchangeStreamCaptureMode": [ctypes.POINTER(_Number)],
     "cuGetErrorName": [_Number, ctypes.POINTER(ctypes.c_char_p)],
 }
-_begun: dict[str, tuple[int, Driver | None]] = {}  # library -> who called its cuInit, and what came of it
+_loaded: dict[str, tuple[int, Driver | None]] = {}  # library -> process of its cuInit, driver
 _drivers: list[Driver] = []
 
 
 class DriverError(Exception):
-    """A call of the driver failed: `code` is its CUresult, `name` what NVIDIA calls that."""
+    """A call of the driver failed: `code` is its CUresult, `name` NVIDIA's name for it."""
 
     def __init__(self, call: str, code: int, name: str) -> None:
         super().__init__(f"{call}: {name} ({code})")
@@ -56,23 +56,23 @@ class DriverError(Exception):
 class Driver:
     """The driver of the GPUs of this process. Thread-safe. In a forked child every call is a DriverError.
 
-    CUDA's contexts do not survive a fork, so nothing reaches the library there. Register, unregister and copy need a
-    context on the calling thread: `use`. Every call lets other Python threads run meanwhile.
+    CUDA's contexts do not survive a fork, so a child never calls the library. Register, unregister and copy need a
+    context on the calling thread: `use`. Every call releases the GIL.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        """Take a library that `load` has begun."""
+        """Wrap a library that `load` has initialised."""
         self._library = library
         self._copy = library.cuMemcpyAsync
-        self._forked = False  # this is a child of the process that began
+        self._forked = False  # this is a child of the process that initialised the driver
         self._lock = threading.Lock()
-        self._contexts: dict[int, ctypes.c_void_p] = {}  # primary ones, kept for the life of the process
+        self._contexts: dict[int, ctypes.c_void_p] = {}  # primary contexts, kept for the life of the process
         _drivers.append(self)
 
     @classmethod
     def load(cls, library: str = LIBRARY) -> Driver | None:
-        """Begin with the driver, once a process; None if there is no library, no GPU, or if a parent had begun."""
-        process, driver = _begun.get(library, (os.getpid(), None))
+        """Initialise the driver, once per process; None without library or GPU, or if a parent has initialised it."""
+        process, driver = _loaded.get(library, (os.getpid(), None))
         if process != os.getpid():
             return None
         if driver is not None:
@@ -84,93 +84,93 @@ class Driver:
                 call.argtypes, call.restype = arguments, ctypes.c_int
         except (OSError, AttributeError):
             return None
-        _begun[library] = os.getpid(), None
+        _loaded[library] = os.getpid(), None
         count = ctypes.c_int()
         if found.cuInit(0) or found.cuDeviceGetCount(ctypes.byref(count)) or count.value < 1:
             return None
-        _begun[library] = os.getpid(), cls(found)
-        return _begun[library][1]
+        _loaded[library] = os.getpid(), cls(found)
+        return _loaded[library][1]
 
     def use(self, device_index: int) -> None:
-        """Make the primary context of a device, which torch uses too, this thread's. Raises DriverError."""
+        """Set this thread's context to the primary context of a device, which torch uses too. Raises DriverError."""
         self._check_process("cuCtxSetCurrent")
         with self._lock:
             context = self._contexts.get(device_index)
             if context is None:
-                context = self._contexts[device_index] = self._retained(device_index)
-        self._done("cuCtxSetCurrent", self._library.cuCtxSetCurrent(context))
+                context = self._contexts[device_index] = self._retain_context(device_index)
+        self._check("cuCtxSetCurrent", self._library.cuCtxSetCurrent(context))
 
-    def _retained(self, device_index: int) -> ctypes.c_void_p:
+    def _retain_context(self, device_index: int) -> ctypes.c_void_p:
         device, context = ctypes.c_int(), ctypes.c_void_p()
-        self._done("cuDeviceGet", self._library.cuDeviceGet(ctypes.byref(device), device_index))
+        self._check("cuDeviceGet", self._library.cuDeviceGet(ctypes.byref(device), device_index))
         code = self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
-        self._done("cuDevicePrimaryCtxRetain", code)
+        self._check("cuDevicePrimaryCtxRetain", code)
         return context
 
     def register(self, address: int, nbytes: int) -> int:
-        """Lock [address, address + nbytes) and map it for all devices; returns where they see it. Raises DriverError.
+        """Lock [address, address + nbytes), map it for all devices; returns their address of it. Raises DriverError.
 
-        `address` begins a page. Faults in what is not there; about 0.1 s a GiB (vllm-project/vllm#51080).
+        `address` begins a page. Faults in missing pages; about 0.1 s per GiB (vllm-project/vllm#51080).
         """
         self._check_process("cuMemHostRegister")
         code = self._library.cuMemHostRegister_v2(address, nbytes, _PORTABLE | _DEVICEMAP)
-        self._done("cuMemHostRegister", code)
+        self._check("cuMemHostRegister", code)
         place = ctypes.c_uint64()
         code = self._library.cuMemHostGetDevicePointer_v2(ctypes.byref(place), address, 0)
         if code:
             self._library.cuMemHostUnregister(address)
-        self._done("cuMemHostGetDevicePointer", code)
+        self._check("cuMemHostGetDevicePointer", code)
         return place.value
 
     def unregister(self, address: int) -> None:
-        """Let go of what was registered at `address`. No copy may be under way there. Raises DriverError."""
+        """Unregister the range that begins at `address`. No copy may be in flight there. Raises DriverError."""
         self._check_process("cuMemHostUnregister")
-        self._done("cuMemHostUnregister", self._library.cuMemHostUnregister(address))
+        self._check("cuMemHostUnregister", self._library.cuMemHostUnregister(address))
 
     def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
         """Begin a copy on a stream, between any two addresses; returns before it is done. Raises DriverError.
 
-        Memory of the host is registered in full or not at all: a range in between is CUDA_ERROR_INVALID_VALUE.
+        A range of host memory must be registered in full or not at all; otherwise CUDA_ERROR_INVALID_VALUE.
         """
         self._check_process("cuMemcpyAsync")
         code = self._copy(to, source, nbytes, stream)
         if code:
-            self._done("cuMemcpyAsync", code)
+            self._check("cuMemcpyAsync", code)
 
     def stream(self) -> int:
         """Make a stream of the context's highest priority, for the life of the process. Raises DriverError.
 
-        Torch's own come from a pool of 32 that it hands out in turn, so one of them may be an engine's, too.
+        Torch's streams come from a pool of 32 that it hands out in turn, so an engine might use the same one.
         """
         self._check_process("cuStreamCreate")
         least, greatest, stream = _Number(), _Number(), _Handle()
         code = self._library.cuCtxGetStreamPriorityRange(ctypes.byref(least), ctypes.byref(greatest))
-        self._done("cuCtxGetStreamPriorityRange", code)
+        self._check("cuCtxGetStreamPriorityRange", code)
         code = self._library.cuStreamCreateWithPriority(ctypes.byref(stream), _NON_BLOCKING, greatest)
-        self._done("cuStreamCreateWithPriority", code)
+        self._check("cuStreamCreateWithPriority", code)
         return stream.value or 0
 
     @contextmanager
-    def beside_captures(self) -> Iterator[None]:
-        """What this thread does in here spoils no CUDA graph that another thread is capturing. Raises DriverError.
+    def relaxed_capture(self) -> Iterator[None]:
+        """Let this thread's calls in this scope not break a CUDA graph capture of another thread. Raises DriverError.
 
-        Without it a capture in the mode that is torch's default fails when any thread allocates, registers or waits.
+        Without it a capture in torch's default mode fails when any thread allocates, registers or waits.
         """
         self._check_process("cuThreadExchangeStreamCaptureMode")
         mode = _Number(_RELAXED)
         exchange = self._library.cuThreadExchangeStreamCaptureMode
         try:
-            self._done("cuThreadExchangeStreamCaptureMode", exchange(ctypes.byref(mode)))
+            self._check("cuThreadExchangeStreamCaptureMode", exchange(ctypes.byref(mode)))
             yield
         finally:
-            if mode.value != _RELAXED:  # else it was so before, or has not been changed
+            if mode.value != _RELAXED:  # else the mode was relaxed before, or has not been changed
                 exchange(ctypes.byref(mode))
 
     def _check_process(self, call: str) -> None:
         if self._forked:
             raise DriverError(call, _INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT, this is a forked child")
 
-    def _done(self, call: str, code: int) -> None:
+    def _check(self, call: str, code: int) -> None:
         if code:
             name = ctypes.c_char_p()
             self._library.cuGetErrorName(code, ctypes.byref(name))

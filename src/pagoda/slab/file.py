@@ -1,4 +1,7 @@
-"""A slab in a file: slots in and out with preadv/pwritev, past the page cache where the filesystem can."""
+"""A slab in a file: reads and writes slots with preadv/pwritev, past the page cache if the filesystem can.
+
+Called by `DiskTier`.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from pagoda.slab.memory import PAGE_BYTES, aligned
 __all__ = ["Buffer", "FileSlab", "aligned", "as_view"]
 
 _IOV_MAX = 1024
-_MAX_STALLS = 16  # calls in a row without a whole page moved, before it counts as an error
+_MAX_STALLS = 16  # consecutive calls without a whole page transferred before it is an error
 
 Buffer = npt.NDArray[np.uint8] | memoryview
 _Move = Callable[[Sequence[memoryview], int], int]
@@ -34,7 +37,7 @@ class FileSlab:
     Under O_DIRECT every buffer must begin on a page (4096) and have whole pages, else ValueError.
 
     Thread-safe: all methods (positioned I/O, no shared offset); the ledger prevents two writers of one slot.
-    All trouble of a running I/O is an OSError: EIO at the end of the file, EBADF after close().
+    Every failed I/O is an OSError: EIO at the end of the file, EBADF after close().
     """
 
     def __init__(self, path: Path, slots: int, slot_bytes: int, direct: bool | None = None) -> None:
@@ -45,32 +48,32 @@ class FileSlab:
         self.slot_bytes = slot_bytes
         self._fd, self.direct = _open(path, slots * slot_bytes, direct)
         self._lock = threading.Lock()
-        self._calls: set[object] = set()  # those that may be using _fd now
+        self._calls: set[object] = set()  # the calls that may be using _fd now
         self._closed = False
         _slabs.add(self)
 
     def _after_fork(self) -> None:
-        """Forget the calls of the parent's other threads: they do not go on in the child."""
+        """Forget the calls of the parent's other threads: they do not continue in the child."""
         self._lock = threading.Lock()
         self._calls = set()
 
     def read(self, slot: int, buffers: Sequence[Buffer]) -> None:
-        """Fill `buffers` one after the other from the start of `slot`; OSError if not all bytes came."""
+        """Fill `buffers` in order from the start of `slot`; OSError if not all bytes were read."""
         views = self._views(slot, buffers)
         offset = slot * self.slot_bytes
         with self._open_fd() as fd:
             self._move_all(self._readv, views, offset)
-            if not self.direct:  # the caller has the bytes now: a second copy in the page cache is waste
-                _forget(fd, offset, sum(view.nbytes for view in views))
+            if not self.direct:  # the caller has the bytes: the page cache need not
+                _drop_page_cache(fd, offset, sum(view.nbytes for view in views))
 
     def write(self, slot: int, buffers: Sequence[Buffer]) -> None:
-        """Write `buffers` one after the other from the start of `slot`; an OSError leaves it torn."""
+        """Write `buffers` in order from the start of `slot`; an OSError leaves the slot torn."""
         views = self._views(slot, buffers)
         with self._open_fd():
             self._move_all(self._writev, views, slot * self.slot_bytes)
 
     def read_headers(self, first: int, count: int) -> list[memoryview]:
-        """The first page of each slot in [first, first + count); OSError if any of them cannot be read."""
+        """Return the first page of each slot in [first, first + count); OSError if any of them cannot be read."""
         pages = aligned(max(0, count) * PAGE_BYTES).reshape(-1, PAGE_BYTES)
         headers = [page.data for page in pages]
         for slot, header in enumerate(headers, first):
@@ -80,28 +83,28 @@ class FileSlab:
         return headers
 
     def sync(self) -> None:
-        """Return when all that was written is on the medium (fdatasync)."""
+        """Return when all written bytes are on the medium (fdatasync)."""
         with self._open_fd() as fd:
             os.fdatasync(fd)
             if not self.direct:
-                _forget(fd, 0, 0)  # clean pages only go once they are clean
+                _drop_page_cache(fd, 0, 0)  # the kernel drops only clean pages
 
     def close(self) -> None:
-        """Refuse new calls and close the file once the last running one ends; idempotent, never waits."""
+        """Refuse new calls and close the file when the last running call ends; idempotent, never waits."""
         self._closed = True
         self._close_if_idle()
 
     @contextlib.contextmanager
     def _open_fd(self) -> Iterator[int]:
-        # A descriptor closed under a running call could name another file by then, and be written to.
-        mine = object()
+        # A descriptor that is closed during a call could by then be another file's, which would be written to.
+        call = object()
         try:
-            self._calls.add(mine)  # and then look: `close` does both the other way round
+            self._calls.add(call)  # first, then check: `close` does both in the reverse order
             if self._closed:
                 raise OSError(errno.EBADF, "this slab is closed", str(self.path))
             yield self._fd
         finally:
-            self._calls.discard(mine)  # built in: no exception of a signal handler comes before it
+            self._calls.discard(call)  # built in: no signal handler's exception comes before it
             if self._closed:
                 self._close_if_idle()
 
@@ -123,15 +126,15 @@ class FileSlab:
         return views
 
     def _move_all(self, move: _Move, views: Sequence[memoryview], offset: int) -> None:
-        """Repeat `move` until all of `views` is through.
+        """Repeat `move` until all of `views` is transferred.
 
-        Invariant: [0, done) is through, and done is in whole pages under O_DIRECT: a page that a short call
-        ended in is moved again.
+        Invariant: [0, done) is transferred, and done is in whole pages under O_DIRECT: a page in which a short call
+        ended is transferred again.
         """
         total = sum(view.nbytes for view in views)
         done = stalls = 0
         while done < total:
-            moved = move(_after(views, done)[:_IOV_MAX], offset + done)
+            moved = move(_skip_bytes(views, done)[:_IOV_MAX], offset + done)
             if moved <= 0:
                 raise OSError(errno.EIO, f"{total - done} bytes missing at {offset + done}", str(self.path))
             reached = done + moved
@@ -142,7 +145,7 @@ class FileSlab:
                 raise OSError(errno.EIO, f"no progress at {offset + done}", str(self.path))
             done = reached
 
-    # The two calls below are the seam that pagoda.testing.FaultySlab cuts in.
+    # pagoda.testing.FaultySlab overrides the two calls below.
     def _readv(self, views: Sequence[memoryview], offset: int) -> int:
         return os.preadv(self._fd, views, offset)
 
@@ -150,8 +153,8 @@ class FileSlab:
         return os.pwritev(self._fd, views, offset)
 
 
-def _after(views: Sequence[memoryview], skip: int) -> list[memoryview]:
-    """`views` without their first `skip` bytes."""
+def _skip_bytes(views: Sequence[memoryview], skip: int) -> list[memoryview]:
+    """Return `views` without their first `skip` bytes."""
     for index, view in enumerate(views):
         if skip < view.nbytes:
             return [view[skip:], *views[index + 1 :]]
@@ -160,7 +163,7 @@ def _after(views: Sequence[memoryview], skip: int) -> list[memoryview]:
 
 
 def as_view(buffer: Buffer) -> memoryview:
-    """The same bytes as a flat memoryview of format "B"; no copy."""
+    """Return the same bytes as a flat memoryview of format "B"; no copy."""
     return (buffer.data if isinstance(buffer, np.ndarray) else buffer).cast("B")
 
 
@@ -168,8 +171,8 @@ def _address(view: memoryview) -> int:
     return np.frombuffer(view, dtype=np.uint8).ctypes.data
 
 
-def _forget(fd: int, offset: int, length: int) -> None:
-    """Drop clean pages of the range (length 0: to the end) from the page cache; only advice."""
+def _drop_page_cache(fd: int, offset: int, length: int) -> None:
+    """Advise the kernel to drop clean pages of the range (length 0: to the end) from the page cache."""
     with contextlib.suppress(OSError):
         os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
 
@@ -189,7 +192,7 @@ def _open(path: Path, nbytes: int, direct: bool | None) -> tuple[int, bool]:
 
 
 def _open_direct(path: Path) -> int | None:
-    """A descriptor with O_DIRECT, or None where the file cannot be opened or read that way."""
+    """Return a descriptor with O_DIRECT, or None if the file cannot be opened or read that way."""
     flag = getattr(os, "O_DIRECT", 0)
     if not flag:
         return None

@@ -1,6 +1,8 @@
-"""Shared memory mapped at a huge page's boundary, faulted in and put into huge pages: Linux calls, by ctypes.
+"""Maps shared memory at a huge page's boundary, populates it, collapses it into huge pages: Linux calls.
 
-`mmap.mmap` cannot choose an address, and its `madvise` keeps the GIL; both matter here.
+`mmap.mmap` cannot choose an address, and its `madvise` keeps the GIL; both matter here: hence ctypes.
+
+Called by `memory` and `pinned`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ HUGE_BYTES = 2 << 20
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
-_MADV_COLLAPSE = 25  # Linux 6.1: into huge pages, with no privilege, whatever the mount's default is
+_MADV_COLLAPSE = 25  # Linux 6.1: into huge pages, without privileges, whatever the mount's default is
 _FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -30,41 +32,42 @@ Memory = ctypes.Array[ctypes.c_uint8]
 
 
 def map_shared(fd: int | None, nbytes: int) -> Memory:
-    """Map `nbytes` of a file (None: of no file), shared with forked children, beginning on a huge page.
+    """Map `nbytes` of a file (None: anonymous memory), shared with forked children, beginning on a huge page.
 
     Unmapped when the last array over it is collected. Raises OSError.
     """
     length = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    room = length + HUGE_BYTES
-    base = _mmap(None, room, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
+    reserved = length + HUGE_BYTES
+    base = _mmap(None, reserved, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
     start = -(-base // HUGE_BYTES) * HUGE_BYTES
     try:
         flags = mmap.MAP_SHARED | _MAP_FIXED | (mmap.MAP_ANONYMOUS if fd is None else 0)
         _mmap(start, length, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1 if fd is None else fd)
     except OSError:
-        _libc.munmap(base, room)
+        _libc.munmap(base, reserved)
         raise
-    for first, stop in ((base, start), (start + length, base + room)):
+    for first, stop in ((base, start), (start + length, base + reserved)):
         if stop > first:
             _libc.munmap(first, stop - first)
-    _libc.madvise(start, length, _MADV_HUGEPAGE)  # for pages that come later, where that much is allowed
+    # For pages that are faulted in later, if the mount allows it.
+    _libc.madvise(start, length, _MADV_HUGEPAGE)
     memory = (ctypes.c_uint8 * nbytes).from_address(start)
-    # Not at exit: views may be alive then, and the kernel takes all back.
+    # Not at exit: views may be alive then, and the kernel frees everything.
     weakref.finalize(memory, _libc.munmap, start, length).atexit = False
     return memory
 
 
-def huge_pages(address: int, length: int) -> None:
-    """Put memory into huge pages as far as the kernel will; content and mappings of others stay.
+def collapse_huge_pages(address: int, length: int) -> None:
+    """Collapse memory into huge pages if the kernel can; content and mappings of other processes stay.
 
-    Direct I/O from 4 KiB pages that lie scattered runs at about half the speed of a fast device, and copies at 0.9
-    to 0.98 of theirs. Where it is refused (an older kernel, no free huge pages) the small pages do.
+    With scattered 4 KiB pages, direct I/O reaches about half the speed of a fast disk, and copies 0.9 to 0.98 of their
+    speed. If the kernel refuses (an older kernel, no free huge pages), the small pages remain in use.
     """
     _libc.madvise(address, length, _MADV_COLLAPSE)
 
 
 def populate(address: int, length: int) -> bool:
-    """Fault memory in; False if the kernel cannot or has no memory left (nothing is lost by that)."""
+    """Fault memory in; False if the kernel cannot or has no memory left (pages are then faulted in at first access)."""
     while _libc.madvise(address, length, _MADV_POPULATE_WRITE) != 0:
         if ctypes.get_errno() not in (errno.EINTR, errno.EAGAIN):
             return False

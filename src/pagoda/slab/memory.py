@@ -1,4 +1,7 @@
-"""A slab in memory: a mapped file (shared by processes) or private anonymous memory."""
+"""A slab in memory: a mapped file (shared by processes) or private anonymous memory.
+
+Called by `HostTier`; calls `linux_mmap` and `pinned`.
+"""
 
 from __future__ import annotations
 
@@ -18,38 +21,38 @@ import numpy.typing as npt
 from pagoda.errors import ClosedError, StoreError
 from pagoda.slab import pinned
 from pagoda.slab.cuda_driver import Driver
-from pagoda.slab.linux_mmap import Memory, huge_pages, map_shared, populate
+from pagoda.slab.linux_mmap import Memory, collapse_huge_pages, map_shared, populate
 from pagoda.threads import Event, begin
 
 PAGE_BYTES = 4096
-_PIECE_BYTES = 64 << 20  # one populate call: a few tens of ms, so close() never waits long
+_PIECE_BYTES = 64 << 20  # per populate call: a few tens of ms, so close() never waits long
 
 Bytes = npt.NDArray[np.uint8]
 _slabs: weakref.WeakSet[MemorySlab] = weakref.WeakSet()
 
 
 def aligned(nbytes: int) -> Bytes:
-    """A new private uint8 buffer of `nbytes` that begins on a page (fit for O_DIRECT); content undefined."""
-    room = np.empty(nbytes + PAGE_BYTES, dtype=np.uint8)
-    skip = -room.ctypes.data % PAGE_BYTES
-    return room[skip : skip + nbytes]
+    """Return a new private uint8 buffer of `nbytes` that begins on a page (fit for O_DIRECT); content undefined."""
+    buffer = np.empty(nbytes + PAGE_BYTES, dtype=np.uint8)
+    skip = -buffer.ctypes.data % PAGE_BYTES
+    return buffer[skip : skip + nbytes]
 
 
 class Lender(Protocol):
-    """Who says whether a slot may be touched (`pagoda.ledger.lending.Lending`)."""
+    """Knows which slots have pages, and keeps those pages (`pagoda.ledger.lending.Lending`)."""
 
     def lend(self, slots: Sequence[int], base: Bytes) -> Sequence[int]:
-        """Keep the pages of slots for as long as `base` lives; returns those that have none."""
+        """Keep the pages of slots as long as `base` is alive; returns the slots that have no pages."""
 
 
 class MemorySlab:
     """`slots` slots of `slot_bytes` bytes, page-aligned, mapped into this process.
 
-    `path` names an existing file of full length, mapped shared; None maps private memory. What is touched has to be
-    really allocated: a hole in a full tmpfs is SIGBUS at first touch, also at a read. Of a slot that has no pages, as
-    `lender` knows, a view is zeros of the caller's own; of any other, the pages stay as long as an array over the view.
+    `path` names an existing file of full length, mapped shared; None maps private memory. Memory that is accessed must
+    be allocated: a hole in a full tmpfs is SIGBUS at first access, also at a read. The view of a slot without pages, as
+    `lender` knows, is a private array of zeros; the pages of any other slot stay as long as an array over the view.
 
-    Thread-safe: all methods. Nothing guards the bytes; who copies them validates by the ledger afterwards.
+    Thread-safe: all methods. Nothing guards the bytes; a caller that copies them validates by the ledger afterwards.
     Raises StoreError if the file is missing, cannot be mapped or is too small; ValueError on bad sizes.
     """
 
@@ -68,11 +71,11 @@ class MemorySlab:
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._populated_bytes = 0
-        self._pinned: pinned.Pinned | None = None
+        self._pinned: pinned.PinnedMemory | None = None
         _slabs.add(self)
 
     def _after_fork(self) -> None:
-        """Forget what is the parent's: its threads, and what it has registered."""
+        """Forget the parent's threads and registrations."""
         self._lock = threading.Lock()
         self._threads = []
         self._pinned = None
@@ -90,18 +93,20 @@ class MemorySlab:
         return self.views((slot,))[0]
 
     def views(self, slots: Sequence[int]) -> list[Bytes]:
-        """The bytes of some slots, as `view`; cheaper than one by one."""
+        """The bytes of several slots, as `view`; cheaper than one by one."""
         flat, size = self._flat, self.slot_bytes
         if flat is None:
             raise ClosedError("this slab is closed")
         if slots and not 0 <= min(slots) <= max(slots) < self.slots:
             raise IndexError(f"slots {min(slots)} to {max(slots)} are not all in [0, {self.slots})")
-        # Whatever is made of these views refers to `base`, and so keeps it alive: not so with parts of `array`.
+        # Arrays made from these views refer to `base`, and so keep it alive; parts of `array` would not.
         base = np.frombuffer(flat, np.uint8)
         views = [base[slot * size : (slot + 1) * size] for slot in slots]
-        bare = self._lender.lend(slots, base) if self._lender is not None else ()
-        if bare:
-            views = [_zeros(size) if slot in bare else view for slot, view in zip(slots, views, strict=True)]
+        unbacked = self._lender.lend(slots, base) if self._lender is not None else ()
+        if unbacked:
+            views = [
+                _zeros(size) if slot in unbacked else view for slot, view in zip(slots, views, strict=True)
+            ]
         return views
 
     @property
@@ -113,18 +118,17 @@ class MemorySlab:
     def populate(
         self, threads: int = 2, background: bool = True, backed: Sequence[range] | None = None
     ) -> None:
-        """Fault all pages in ahead of use, in huge pages where the kernel gives them; only those of slots `backed`.
+        """Fault all pages in before they are used, in huge pages if the kernel has them; only those of slots `backed`.
 
-        Content is untouched, so it may run beside readers and writers.
-
-        A second call while one runs does nothing. Where it cannot be (a kernel before 5.14, no thread to be had) pages
-        come at first touch, a quarter as fast. `background` False: returns when all is in or refused.
+        Content does not change, so readers and writers may run meanwhile. A second call while one runs does nothing. If
+        it is impossible (a kernel before 5.14, no thread can be started), pages are faulted in at first access, at a
+        quarter of the speed. `background` False: returns when all pages are in or refused.
         """
         array = self.array
         with self._lock:
             if self._stop.is_set() or any(thread.is_alive() for thread in self._threads):
                 return
-            pieces = iter(self._pieces([range(self.slots)] if backed is None else backed))
+            pieces = iter(self._populate_pieces([range(self.slots)] if backed is None else backed))
             self._populated_bytes = 0
             made = [
                 threading.Thread(
@@ -138,22 +142,22 @@ class MemorySlab:
             for thread in running:
                 thread.join()
 
-    def _parts(
+    def _byte_ranges(
         self, backed: Callable[[], Sequence[range]] | None
     ) -> Callable[[], list[tuple[int, int]]] | None:
-        size = self.slot_bytes  # not `self`, which would never be collected
+        size = self.slot_bytes  # not `self`: the closure would keep it alive for ever
         if backed is None:
             return None
         return lambda: [(slots.start * size, len(slots) * size) for slots in backed()]
 
-    def _pieces(self, backed: Sequence[range]) -> Iterator[tuple[int, int]]:
+    def _populate_pieces(self, backed: Sequence[range]) -> Iterator[tuple[int, int]]:
         for slots in backed:
             end = slots.stop * self.slot_bytes
             for start in range(slots.start * self.slot_bytes, end, _PIECE_BYTES):
                 yield start, min(_PIECE_BYTES, end - start)
 
     def _populate(self, array: Bytes, pieces: Iterator[tuple[int, int]]) -> None:
-        # `array` keeps the mapping alive for as long as this thread may touch it, whatever close() does.
+        # `array` keeps the mapping alive as long as this thread may access it, whatever close() does.
         base = array.ctypes.data
         while not self._stop.is_set():
             with self._lock:
@@ -163,7 +167,7 @@ class MemorySlab:
             start, length = piece
             if not populate(base + start, length):
                 return
-            huge_pages(base + start, length)  # moves pages that are there; of none it can make none
+            collapse_huge_pages(base + start, length)  # existing pages only: so after populate
             with self._lock:
                 self._populated_bytes += length
 
@@ -173,38 +177,38 @@ class MemorySlab:
         *,
         driver: Driver | None = None,
         backed: Callable[[], Sequence[range]] | None = None,
-    ) -> pinned.Pinned | None:
-        """Begin to register all slots with the GPUs, in the background; returns how that goes, None without a driver.
+    ) -> pinned.PinnedMemory | None:
+        """Begin to register all slots with the GPUs, in the background; returns its state, None without a driver.
 
-        A second call only looks for more, for another device too: what is registered is so for all. May run beside
-        `populate`, readers and writers. `backed` is called first, on the thread that registers: the slots that have
-        pages and keep them. Raises RuntimeError if no thread can be started: a later call tries again.
+        A second call, also for another device, only looks for more slots: a registration is valid for all devices. May
+        run during `populate`, reads and writes. `backed` is called first, on the registering thread, and returns the
+        slots that have pages and keep them. Raises RuntimeError if no thread can be started: a later call tries again.
         """
         with self._lock:
             if self._stop.is_set():
                 raise ClosedError("this slab is closed")
             if self._pinned is not None:
-                self._pinned.again()
+                self._pinned.rescan()
             else:
-                size = _whole(self.slot_bytes)
+                size = _piece_bytes(self.slot_bytes)
                 self._pinned = pinned.pin(
-                    self.array, device_index, driver=driver, piece_bytes=size, parts=self._parts(backed)
+                    self.array, device_index, driver=driver, piece_bytes=size, parts=self._byte_ranges(backed)
                 )
-                if self._pinned is not None:  # or a slab that nobody closes would stay registered
+                if self._pinned is not None:  # else a slab that is never closed would stay registered
                     weakref.finalize(self, self._pinned.stop).atexit = False
             return self._pinned
 
     @property
     def pinned_bytes(self) -> int:
-        """How many bytes are registered with the GPUs by this process, through this slab."""
+        """How many bytes this process has registered with the GPUs through this slab."""
         found = self._pinned
         return 0 if found is None else found.nbytes
 
     def close(self, timeout: float = 5.0) -> None:
-        """Stop populating, unregister and let go of the memory; idempotent, ends within `timeout` seconds.
+        """Stop populating, unregister and release the memory; idempotent, returns within `timeout` seconds.
 
-        Nothing is unmapped under live views, nor while it is registered: the mapping goes when the last array over it
-        is collected.
+        Memory with live views or registrations is not unmapped: the mapping ends when the last array over it is
+        collected.
         """
         self._stop.set()
         with self._lock:
@@ -219,15 +223,15 @@ class MemorySlab:
 
 
 def _zeros(nbytes: int) -> Bytes:
-    nothing = aligned(nbytes)
-    nothing[:] = 0
-    return nothing
+    zeros = aligned(nbytes)
+    zeros[:] = 0
+    return zeros
 
 
-def _whole(slot_bytes: int) -> int:
-    """The bytes of a piece to register: whole slots, so that none is registered in part. CUDA copies no such range."""
+def _piece_bytes(slot_bytes: int) -> int:
+    """Return the bytes of a piece to register: whole slots, because CUDA copies no range that is registered in part."""
     unit = math.lcm(slot_bytes, mmap.PAGESIZE)
-    return pinned.PIECE_BYTES if unit > pinned.MOST_BYTES else max(1, pinned.PIECE_BYTES // unit) * unit
+    return pinned.PIECE_BYTES if unit > pinned.MAX_PIECE_BYTES else max(1, pinned.PIECE_BYTES // unit) * unit
 
 
 def _map(path: Path | None, nbytes: int) -> Memory:

@@ -1,4 +1,7 @@
-"""Memory that a GPU reads and writes by itself: registered piece by piece in the background, found by its address."""
+"""Pinned memory: registers host memory with the GPUs, piece by piece in the background, and finds it by its address.
+
+Called by `memory`; `device_address` and `copying` by the copy engine. Calls `cuda_driver` and `linux_mmap`.
+"""
 
 from __future__ import annotations
 
@@ -18,23 +21,21 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.slab.cuda_driver import GONE, Driver, DriverError
-from pagoda.slab.linux_mmap import huge_pages, populate
+from pagoda.slab.cuda_driver import ALREADY_GONE, Driver, DriverError
+from pagoda.slab.linux_mmap import collapse_huge_pages, populate
 from pagoda.threads import NO_THREAD, Event, begin
 
-__all__ = ["MOST_BYTES", "PIECE_BYTES", "Pinned", "check", "copying", "pin", "place_of"]
+__all__ = ["MAX_PIECE_BYTES", "PIECE_BYTES", "PinnedMemory", "check", "copying", "device_address", "pin"]
 
-# At about 0.1 s a GiB a piece takes some 25 ms: close() waits no longer for one, and neither does another call of the
-# driver, which has one lock for all (NVIDIA/TensorRT-LLM#17773 goes in pieces of 1 GiB for that reason).
+# At about 0.1 s per GiB a piece takes some 25 ms: close() waits no longer for one, and neither does another call of the
+# driver, which has one lock for all calls (NVIDIA/TensorRT-LLM#17773 uses pieces of 1 GiB for that reason).
 PIECE_BYTES = 256 << 20
-MOST_BYTES = (
-    64 << 30
-)  # of one piece: 512 GiB at once are refused, however much is free (vllm-project/vllm#51080)
+MAX_PIECE_BYTES = 64 << 30  # 512 GiB at once are refused, however much is free (vllm-project/vllm#51080)
 _PAUSE_SECONDS = (
-    0.001  # the least between two pieces: others wait for the driver's lock, some with Python's own
+    0.001  # the least between two pieces: others wait for the driver's lock, some of them with the GIL
 )
-_PATIENCE_SECONDS = 5.0  # with copies under way, where nobody said how long
-_LEAVE = -1.0  # instead of seconds: end, and unregister nothing
+_CLOSE_SECONDS = 5.0  # how long to wait for copies in flight by default
+_ABANDON = -1.0  # instead of seconds: end, and unregister nothing
 _NOT_SUPPORTED = 801
 
 Bytes = npt.NDArray[np.uint8]
@@ -42,35 +43,35 @@ log = logging.getLogger("pagoda.slab")
 
 
 class _Spans(NamedTuple):
-    """Ranges [begin, end) of memory, in order and apart; a device sees each `shift` bytes further on."""
+    """Ranges [begin, end) of memory, in order and disjoint; the device's address of each is `shift` bytes higher."""
 
     begins: tuple[int, ...]
     ends: tuple[int, ...]
     shifts: tuple[int, ...]
 
 
-_NONE = _Spans((), (), ())
+_NO_SPANS = _Spans((), (), ())
 
 
-class Places:
-    """Registered pieces, joined where both their addresses and the device's go on.
+class RegisteredRanges:
+    """Registered pieces, joined where both their addresses and the device's are consecutive.
 
     Thread-safe. `find` takes no lock: it reads one immutable table, which every change replaces.
     """
 
     def __init__(self) -> None:
-        self.renew()
+        self.reset()
 
-    def renew(self) -> None:
-        """Begin anew, with none: as in a forked child, where nothing is registered."""
+    def reset(self) -> None:
+        """Forget all ranges, as in a forked child, where nothing is registered."""
         self._lock = threading.Lock()
         self._pieces: dict[int, tuple[int, int]] = {}  # address -> (nbytes, place)
-        self._spans = _NONE
+        self._spans = _NO_SPANS
 
     def find(self, address: int, nbytes: int) -> int | None:
-        """Where a device sees [address, address + nbytes); None if any of it is not registered, or lies apart there.
+        """Return the device's address of [address, address + nbytes); None if it is not registered as one range.
 
-        For every slot of every copy. `nbytes` is at least 1.
+        Called for every slot of every copy. `nbytes` is at least 1.
         """
         spans = self._spans
         at = bisect_right(spans.begins, address) - 1
@@ -79,14 +80,14 @@ class Places:
         return address + spans.shifts[at]
 
     def add(self, address: int, nbytes: int, place: int) -> None:
-        """Note that a piece is registered and seen at `place`. ValueError if it overlaps one that is."""
+        """Add a piece that a device sees at `place`. Raises ValueError if it overlaps a registered one."""
         end, shift = address + nbytes, place - address
         with self._lock:
             begins, ends, shifts = self._spans
             at = bisect_left(begins, address)
             if (at and ends[at - 1] > address) or (at < len(begins) and begins[at] < end):
                 raise ValueError(f"some of [{address:#x}, {end:#x}) is registered already")
-            first = last = at  # the spans [first, last) go on into the new one, or from it
+            first = last = at  # the spans [first, last) continue into the new one, or follow it
             if at and (ends[at - 1], shifts[at - 1]) == (address, shift):
                 first, address = at - 1, begins[at - 1]
             if at < len(begins) and (begins[at], shifts[at]) == (end, shift):
@@ -99,23 +100,23 @@ class Places:
             )
 
     def remove(self, addresses: Iterable[int]) -> None:
-        """Forget the pieces that begin at these addresses; unknown ones are passed over."""
+        """Remove the pieces that begin at these addresses; skips unknown ones."""
         with self._lock:
             for address in addresses:
                 self._pieces.pop(address, None)
-            self._spans = _joined(self._pieces)
+            self._spans = _join(self._pieces)
 
     @property
     def nbytes(self) -> int:
-        """How much is registered."""
+        """How many bytes are registered."""
         with self._lock:
             return sum(nbytes for nbytes, _ in self._pieces.values())
 
     def check(self) -> None:
-        """Raise AssertionError with the numbers if the table that is read is not what the pieces make."""
+        """Raise AssertionError with the numbers if the table for `find` does not match the pieces."""
         with self._lock:
             pieces, spans = dict(self._pieces), self._spans
-        if spans != _joined(pieces):
+        if spans != _join(pieces):
             raise AssertionError(f"{spans} are not the spans of {pieces}")
         if any(begin >= end for begin, end in zip(spans.begins, spans.ends, strict=True)):
             raise AssertionError(f"an empty span in {spans}")
@@ -123,7 +124,7 @@ class Places:
             raise AssertionError(f"spans overlap in {spans}")
 
 
-def _joined(pieces: dict[int, tuple[int, int]]) -> _Spans:
+def _join(pieces: dict[int, tuple[int, int]]) -> _Spans:
     begins, ends, shifts = list[int](), list[int](), list[int]()
     for address in sorted(pieces):
         nbytes, place = pieces[address]
@@ -136,27 +137,28 @@ def _joined(pieces: dict[int, tuple[int, int]]) -> _Spans:
     return _Spans(tuple(begins), tuple(ends), tuple(shifts))
 
 
-_places = Places()
-_copies: set[object] = set()  # one a `copying`; adding, discarding and copying the set are atomic
-_all: weakref.WeakSet[Pinned] = weakref.WeakSet()
-_kept: list[Bytes] = []  # stays registered: were it unmapped, its addresses would go on meaning its old pages
+_ranges = RegisteredRanges()
+_copies: set[object] = set()  # one per `copying`; adding, discarding and copying the set are atomic
+_all: weakref.WeakSet[PinnedMemory] = weakref.WeakSet()
+# Stays registered and mapped: if it were unmapped, the driver would still map its addresses to the old pages.
+_kept: list[Bytes] = []
 
-place_of = _places.find
-check = _places.check
+device_address = _ranges.find
+check = _ranges.check
 
 
 @contextlib.contextmanager
 def copying() -> Iterator[None]:
-    """What `place_of` answers in here stays registered until the end of it, for a `close` waits for that.
+    """Keep every range that `device_address` returns in this scope registered until its end: `close` waits for it.
 
-    Around a whole copy, from before the first `place_of` until the device has done its last byte. Takes no lock.
+    Wraps a whole copy, from before the first `device_address` until the device has done its last byte. Takes no lock.
     """
-    mine = object()
+    copy = object()
     try:
-        _copies.add(mine)
+        _copies.add(copy)
         yield
     finally:
-        _copies.discard(mine)
+        _copies.discard(copy)
 
 
 def pin(
@@ -167,36 +169,38 @@ def pin(
     background: bool = True,
     piece_bytes: int = PIECE_BYTES,
     parts: Callable[[], Sequence[tuple[int, int]]] | None = None,
-) -> Pinned | None:
-    """Register the memory of `array` (uint8, contiguous, beginning on a page) with the GPUs, bit by bit.
+) -> PinnedMemory | None:
+    """Register the memory of `array` (uint8, contiguous, beginning on a page) with the GPUs, piece by piece.
 
-    Returns at once, or with `background` False when all is in or refused. Pieces have `piece_bytes`, in whole pages and
-    at most 64 GiB. `parts` is called first, on the thread that registers, and says what there is to register, as offset
-    and length; by default all. None: there is no driver of NVIDIA here. Raises ValueError for an array that cannot be
-    registered, RuntimeError if no thread can be started.
+    Returns at once, or with `background` False when all is registered or refused. Pieces have `piece_bytes`, in whole
+    pages and at most 64 GiB. `parts` is called first, on the registering thread, and returns the parts to register, as
+    offset and length; by default all. Returns None without NVIDIA's driver. Raises ValueError for an array that cannot
+    be registered, RuntimeError if no thread can be started.
     """
     page = mmap.PAGESIZE
     if array.dtype != np.uint8 or not array.flags.c_contiguous or array.nbytes < 1:
         raise ValueError(f"only contiguous uint8 can be registered, got {array.shape} of {array.dtype}")
     if array.ctypes.data % page:
-        raise ValueError(f"what is registered has to begin on a page of {page} bytes: make it with `aligned`")
+        raise ValueError(
+            f"memory to register must begin on a page of {page} bytes: allocate it with `aligned`"
+        )
     driver = driver or Driver.load()
     if driver is None:
-        log.warning("libcuda.so.1 cannot be used: host memory is not registered, copies go through a buffer")
+        log.warning("libcuda.so.1 cannot be used: host memory is not registered, copies use a bounce buffer")
         return None
-    piece_bytes = max(page, min(piece_bytes, MOST_BYTES) // page * page)
+    piece_bytes = max(page, min(piece_bytes, MAX_PIECE_BYTES) // page * page)
     whole = [(0, array.nbytes)]
-    pinned = Pinned(array, device_index, driver, piece_bytes, parts or (lambda: whole))
+    pinned = PinnedMemory(array, device_index, driver, piece_bytes, parts or (lambda: whole))
     if not background:
         pinned.wait()
     return pinned
 
 
-class Pinned:
+class PinnedMemory:
     """The registered pieces of one array, from `pin`. Thread-safe; a forked child has none of them.
 
-    One thread does all that needs the driver, so that no other thread's context changes. It keeps the array alive for
-    as long as any of it is registered: unmapped before that, its addresses would go on meaning its old pages.
+    One thread makes all calls of the driver, so that no other thread's context changes. It keeps the array alive as
+    long as any of it is registered: if it were unmapped before, the driver would still map its addresses to old pages.
     """
 
     def __init__(
@@ -208,109 +212,110 @@ class Pinned:
         parts: Callable[[], Sequence[tuple[int, int]]],
     ) -> None:
         self.device_index = device_index
-        self.nbytes = 0  # registered now: always the first so many, until close
-        self.trouble = ""  # why not all of it; empty while there is none
+        self.nbytes = 0  # registered now: always the first bytes, until close
+        self.trouble = ""  # why not all of it is registered; empty if nothing failed
         self._total_bytes = 0
         self._base = array.ctypes.data
         self._array: Bytes | None = array
         self._driver = driver
         self._piece_bytes = piece_bytes
-        self._parts = parts
+        self._find_parts = parts
         self._registered: dict[int, int] = {}  # addresses and lengths of pieces
-        self._settled = Event()
-        # Of seconds that the end may take. Its `put` may be called by a collection of garbage, whatever is locked.
-        self._ends: queue.SimpleQueue[float | None] = queue.SimpleQueue()  # None: there is more to register
-        self._thread = threading.Thread(target=self._live, name="pagoda-pin", daemon=True)
+        self._done = Event()
+        # The seconds that closing may take; None: look for more to register. Garbage collection may call `put` while
+        # any lock is held.
+        self._requests: queue.SimpleQueue[float | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="pagoda-pin", daemon=True)
         if not begin(self._thread):
             raise RuntimeError(NO_THREAD)
         _all.add(self)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until all is registered, or no more will be; False if `timeout` seconds were not enough."""
-        return self._settled.wait(timeout)
+        """Wait until all is registered, or no more will be; False after `timeout` seconds."""
+        return self._done.wait(timeout)
 
-    def again(self) -> None:
-        """Have it ask for the parts once more, and register what is not; never waits."""
-        self._ends.put(None)
+    def rescan(self) -> None:
+        """Ask for the parts again, and register those that are not registered; never waits."""
+        self._requests.put(None)
 
     def stop(self) -> None:
-        """Have it end, soon; never waits."""
-        self._ends.put(_PATIENCE_SECONDS)
+        """Begin to close; never waits."""
+        self._requests.put(_CLOSE_SECONDS)
 
-    def close(self, timeout: float = _PATIENCE_SECONDS) -> bool:
-        """Register no more and unregister what is; idempotent. False: not done in `timeout` seconds, and goes on.
+    def close(self, timeout: float = _CLOSE_SECONDS) -> bool:
+        """Stop registering and unregister all; idempotent. False: not done in `timeout` seconds, and continues.
 
-        `place_of` soon answers for nothing of it, then copies that are under way are waited for. One that takes longer
-        leaves all of it registered for the life of this process.
+        First `device_address` finds nothing of it any more, then copies in flight are waited for. A copy that takes
+        longer leaves all of it registered for the life of this process.
         """
-        self._ends.put(max(0.0, timeout))
-        if (
-            self._thread is not threading.current_thread()
-        ):  # a collection of garbage may close anything anywhere
+        self._requests.put(max(0.0, timeout))
+        if self._thread is not threading.current_thread():  # garbage collection may close it on any thread
             self._thread.join(max(0.0, timeout))
         return not self._thread.is_alive()
 
-    def _live(self) -> None:
+    def _run(self) -> None:
         seconds: float | None = None
         try:
             while seconds is None:
                 seconds = self._register()
-                self._settled.set()
-                seconds = self._ends.get() if seconds is None else seconds
+                self._done.set()
+                seconds = self._requests.get() if seconds is None else seconds
         except DriverError as error:
-            self._refused(f"{error}: {_remedy(error)}")
+            self._stop_at(f"{error}: {_remedy(error)}")
         except Exception as error:  # noqa: BLE001  # the border of a background thread: copies find another way
-            self._refused(f"{type(error).__name__}: {error}")
-        self._settled.set()
+            self._stop_at(f"{type(error).__name__}: {error}")
+        self._done.set()
         while seconds is None:
-            seconds = self._ends.get()
+            seconds = self._requests.get()
         self._unregister(seconds)
 
     def _register(self) -> float | None:
-        """Register piece by piece; returns the seconds that are left once the end was asked for."""
-        parts = list(_without(self._parts(), [(a - self._base, n) for a, n in self._registered.items()]))
+        """Register piece by piece; returns the seconds for closing once that was requested."""
+        parts = list(
+            _subtract(self._find_parts(), [(a - self._base, n) for a, n in self._registered.items()])
+        )
         self._total_bytes = self.nbytes + sum(nbytes for _, nbytes in parts)
         self._driver.use(self.device_index)
         began, pause = time.monotonic(), _PAUSE_SECONDS
         for start, nbytes in _pieces(parts, self._piece_bytes):
             with contextlib.suppress(queue.Empty):
-                if (seconds := self._ends.get(timeout=pause)) is not None:
+                if (seconds := self._requests.get(timeout=pause)) is not None:
                     return seconds
-                self._ends.put(None)  # after this round
+                self._requests.put(None)  # after this round
             address = self._base + start
-            populate(address, nbytes)  # the driver would do it slowly, and under its lock
-            huge_pages(address, nbytes)  # afterwards its pages cannot move
+            populate(address, nbytes)  # the driver would do it slowly, and with its lock
+            collapse_huge_pages(address, nbytes)  # registered pages cannot move
             asked = time.monotonic()
-            with self._driver.beside_captures():
+            with self._driver.relaxed_capture():
                 place = self._driver.register(address, nbytes)
-            pause = max(_PAUSE_SECONDS, time.monotonic() - asked)  # others have the lock for half of the time
+            pause = max(_PAUSE_SECONDS, time.monotonic() - asked)  # others get the lock for half of the time
             self._registered[address] = nbytes
-            _places.add(address, nbytes, place)
+            _ranges.add(address, nbytes, place)
             self.nbytes += nbytes
         seconds = time.monotonic() - began
         log.info("registered %d bytes of host memory with the GPUs in %.1f s", self.nbytes, seconds)
         return None
 
-    def _refused(self, why: str) -> None:
+    def _stop_at(self, why: str) -> None:
         self.trouble = why
         log.warning(
-            "%d of %d bytes of host memory are registered with the GPUs, copies of the rest go through a buffer: %s",
+            "%d of %d bytes of host memory are registered with the GPUs, copies of the rest use a bounce buffer: %s",
             self.nbytes, self._total_bytes, self.trouble,
         )  # fmt: skip
 
     def _unregister(self, seconds: float) -> None:
-        if seconds == _LEAVE:
+        if seconds == _ABANDON:
             return None
         until = time.monotonic() + seconds
-        _places.remove(self._registered)  # first: no new copy finds it, and all that did are in `_copies`
-        if self._registered and not _quiet(until):
+        _ranges.remove(self._registered)  # first: no new copy finds them; those that did are in `_copies`
+        if self._registered and not _wait_for_copies(until):
             return self._keep("a copy did not end")
         for address in self._registered:
             try:
-                with self._driver.beside_captures():
+                with self._driver.relaxed_capture():
                     self._driver.unregister(address)
             except DriverError as error:
-                if error.code not in GONE:
+                if error.code not in ALREADY_GONE:
                     return self._keep(str(error))
         self.nbytes, self._array = 0, None
         return None
@@ -321,10 +326,10 @@ class Pinned:
             _kept.append(self._array)
 
     def _forget(self) -> None:
-        """In a forked child: what is registered is the parent's, and so is the thread."""
+        """Forget all in a forked child: registrations and the thread are the parent's."""
         self.nbytes, self._array, self._registered = 0, None, {}
-        self._ends, self._settled = queue.SimpleQueue(), Event()
-        self._settled.set()
+        self._requests, self._done = queue.SimpleQueue(), Event()
+        self._done.set()
 
 
 def _pieces(parts: Iterable[tuple[int, int]], piece_bytes: int) -> Iterator[tuple[int, int]]:
@@ -333,8 +338,10 @@ def _pieces(parts: Iterable[tuple[int, int]], piece_bytes: int) -> Iterator[tupl
             yield start + at, min(piece_bytes, nbytes - at)
 
 
-def _without(parts: Iterable[tuple[int, int]], known: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Parts (offset, length) without what is known of them; both apart from each other."""
+def _subtract(
+    parts: Iterable[tuple[int, int]], known: Iterable[tuple[int, int]]
+) -> Iterator[tuple[int, int]]:
+    """Return parts (offset, length) without the known ones; the ranges of each are disjoint."""
     ordered = sorted(known)
     for start, nbytes in parts:
         at, end = start, start + nbytes
@@ -353,33 +360,33 @@ def _remedy(error: DriverError) -> str:
     return "raise `ulimit -l` (in a container `--ulimit memlock=-1`), or make the host tier smaller"
 
 
-def _quiet(until: float) -> bool:
-    """Wait for the copies that are under way now; False if one has not ended at `until`."""
-    under_way = set(_copies)
-    while under_way & _copies:
+def _wait_for_copies(until: float) -> bool:
+    """Wait for the copies that are in flight now; False if one has not ended at `until`."""
+    in_flight = set(_copies)
+    while in_flight & _copies:
         if time.monotonic() > until:
             return False
         time.sleep(0.001)
     return True
 
 
-def _leave_all() -> None:
-    """At exit the kernel takes all back; but no call of the driver may be under way while the driver ends itself."""
+def _abandon_all() -> None:
+    """At exit unregister nothing: the kernel frees all. But no thread may call the driver while it shuts down."""
     left = list(_all)
     for pinned in left:
-        pinned._ends.put(_LEAVE)
+        pinned._requests.put(_ABANDON)
     until = time.monotonic() + 1.0
     for pinned in left:
         pinned._thread.join(max(0.0, until - time.monotonic()))
 
 
 def _after_fork_in_child() -> None:
-    _places.renew()
+    _ranges.reset()
     _copies.clear()
-    _kept.clear()  # mapped in the parent all the same
+    _kept.clear()  # the parent keeps its mappings
     for pinned in list(_all):
         pinned._forget()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
-atexit.register(_leave_all)
+atexit.register(_abandon_all)

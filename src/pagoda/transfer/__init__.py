@@ -1,4 +1,16 @@
-"""Copies between an engine's KV memory and slots: runs of contiguous bytes, never permuted."""
+"""Copies between an engine's KV memory and slots: contiguous runs of bytes, never permuted.
+
+The modules, in the order in which KV passes them:
+
+base        the protocol of a transfer, checks of slots and arrays
+dense       a view of one array per plane and layer
+paged       a view of paged pools, located by a block table or a slot mapping
+blocks      a view of blocks of one chunk each
+pages       a view of planes of pages whose content only the engine knows
+run_table   any of these as rows of contiguous runs
+cpu_copy    copies within CPU memory
+gpu         the same for KV on a GPU
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a transfer is, and what all share: slots as bytes, an engine's arrays as words."""
+"""The Transfer protocol, and what all transfers share: slots as bytes, an engine's arrays as words.
+
+Called by `cache` (the protocol) and by every view.
+"""
 
 from __future__ import annotations
 
@@ -20,45 +23,45 @@ __all__ = [
     "Ids",
     "Transfer",
     "Words",
+    "as_words",
     "check_starts",
+    "checked_chunks",
     "device_of",
-    "pieces",
     "word_dtype",
-    "words",
 ]
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
-Words: TypeAlias = npt.NDArray[np.unsignedinteger]  # elements as integers of the same width: only bits move
+Words: TypeAlias = npt.NDArray[np.unsignedinteger]  # elements as integers of the same width
 Ids: TypeAlias = npt.NDArray[np.int64]
 Array: TypeAlias = "npt.NDArray[np.generic] | torch.Tensor"
 
 
 class Transfer(Protocol):
-    """The KV of one sequence in an engine, seen as chunks. Built for one call of the cache, then thrown away.
+    """The KV of one sequence in an engine, as chunks. Made for one call of the cache, then dropped.
 
     Both calls copy [start, start + layout.chunk_tokens) of the sequence for each start, and only that. Slots
-    are 1-D uint8 of at least `layout.chunk_bytes` bytes; what lies behind those bytes is left alone.
-    Thread-safe as far as the ranges and the slots of calls that overlap in time are disjoint.
+    are 1-D uint8 of at least `layout.chunk_bytes` bytes; bytes after those are not changed.
+    Thread-safe if the ranges and the slots of calls that overlap in time are disjoint.
     Raises ValueError, before anything is copied, if a start or a slot does not fit.
     """
 
     layout: KVLayout
 
     def to_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
-        """Copy chunks of the engine's KV into slots; changes the slots only."""
+        """Copy chunks of the engine's KV into slots; changes only the slots."""
         ...
 
     def from_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
-        """Copy slots into the engine's KV; changes the KV of those chunks only."""
+        """Copy slots into the engine's KV; changes only the KV of those chunks."""
         ...
 
 
-def pieces(
+def checked_chunks(
     layout: KVLayout, tokens: int, starts: Sequence[int], slots: Sequence[Bytes], *, into_slots: bool
 ) -> Iterator[tuple[int, Bytes]]:
     """Return (start, slot cut to chunk_bytes) of each chunk, all checked. Changes nothing.
 
-    Raises ValueError if a chunk does not lie within `tokens` tokens, or a slot is too short or not bytes.
+    Raises ValueError if a chunk is not within `tokens` tokens, or a slot is too short or not bytes.
     """
     if len(starts) != len(slots):
         raise ValueError(f"starts and slots must be of one length, got {len(starts)} and {len(slots)}")
@@ -74,7 +77,7 @@ def pieces(
 
 
 def check_starts(layout: KVLayout, tokens: int, starts: Sequence[int]) -> None:
-    """Raise ValueError if a chunk does not lie within `tokens` tokens."""
+    """Raise ValueError if a chunk is not within `tokens` tokens."""
     for start in starts:
         if start < 0 or start + layout.chunk_tokens > tokens:
             raise ValueError(
@@ -87,15 +90,14 @@ def word_dtype(dtype: str) -> np.dtype[np.unsignedinteger]:
     return np.dtype(f"u{itemsize(dtype)}")
 
 
-def words(value: object, argument: str, dtype: str | None, on: torch.device | None = None) -> Words:
+def as_words(value: object, argument: str, dtype: str | None, on: torch.device | None = None) -> Words:
     """Return a tensor or numpy array as unsigned words over the same memory, detached; copies nothing.
 
-    `dtype` is what it has to be, None for any. numpy has no bfloat16 and no fp8: an array of integers as wide
-    stands for them. `on`: the GPU that it has to be on, None for CPU memory. Of a GPU's tensor what is returned has the
-    address, the shape and the strides, and must never be read or written. Raises ValueError that names `argument` for
-    anything else.
+    `dtype` is the required type, None for any. numpy has no bfloat16 and no fp8: an array of integers of the same width
+    represents them. `on`: the required GPU, None for CPU memory. The result for a GPU's tensor has its address, shape
+    and strides, and must never be read or written. Raises ValueError that names `argument` for any other value.
     """
-    torch = sys.modules.get("torch")  # nobody has a tensor before torch was imported
+    torch = sys.modules.get("torch")  # no tensor exists before torch is imported
     if torch is not None and isinstance(value, torch.Tensor):
         return _tensor_words(value, argument, dtype, on)
     if on is not None:
@@ -121,19 +123,19 @@ def _tensor_words(tensor: torch.Tensor, argument: str, dtype: str | None, on: to
     if dtype is not None and name != dtype:
         raise ValueError(f"{argument} is {name}, the layout says {dtype}")
     if tensor.device != (on or torch.device("cpu")):
-        raise ValueError(f"{argument} lies on {tensor.device}: it has to be on {on or 'cpu'} like the others")
+        raise ValueError(f"{argument} is on {tensor.device}: it must be on {on or 'cpu'} like the others")
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise ValueError(f"{argument} must be a plain strided tensor, got {tensor.layout}")
     width = itemsize(name)
     if on is not None:
-        return np.asarray(_Lies(tensor, width))
+        return np.asarray(_TensorAddress(tensor, width))
     signed = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[width]
     found: Words = tensor.detach().view(signed).numpy().view(f"u{width}")
     return found
 
 
-class _Lies:
-    """Where a tensor lies, as numpy asks for it."""
+class _TensorAddress:
+    """The address, shape and strides of a tensor, as numpy's array interface."""
 
     def __init__(self, tensor: torch.Tensor, width: int) -> None:
         self.__array_interface__ = {
@@ -147,7 +149,7 @@ class _Lies:
 
 def device_of(*values: object) -> torch.device | None:
     """Return the device of the first of nested tensors if it is not the CPU; None for CPU memory and arrays."""
-    if "torch" not in sys.modules:  # nobody has a tensor before torch was imported
+    if "torch" not in sys.modules:  # no tensor exists before torch is imported
         return None
     import torch
 

@@ -1,4 +1,7 @@
-"""KV that the engine keeps block-first: each chunk is one contiguous run, so copying it is one call."""
+"""KV in blocks of one chunk each: a chunk is one contiguous run, so a copy is one call.
+
+Calls `cpu_copy`.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.layout import KVLayout
-from pagoda.transfer.base import Array, Bytes, Words, pieces, words
-from pagoda.transfer.cpu_copy import Pair, copy_pairs
+from pagoda.transfer.base import Array, Bytes, Words, as_words, checked_chunks
+from pagoda.transfer.cpu_copy import CopyPair, copy_pairs
 
 __all__ = ["BlockKV"]
 
@@ -19,7 +22,7 @@ class BlockKV:
 
     The engine's own order of bytes inside a block is what is stored; let the layout name it
     (`KVLayout.opaque`), or use [blocks, layers, planes, heads, tokens, dim] where the layout has planes.
-    Tokens [i * chunk_tokens, (i + 1) * chunk_tokens) of the sequence lie in block `table[i]`; without a table
+    Tokens [i * chunk_tokens, (i + 1) * chunk_tokens) of the sequence are in block `table[i]`; without a table
     in block i.
 
     Thread-safe as `Transfer` says. Raises ValueError that names what does not match.
@@ -28,7 +31,7 @@ class BlockKV:
     def __init__(
         self, blocks: Array, layout: KVLayout, *, table: Sequence[int] | None = None, threads: int = 1
     ) -> None:
-        array = words(blocks, "blocks", None)
+        array = as_words(blocks, "blocks", None)
         if array.ndim < 2 or not len(array) or not array[0].flags.c_contiguous:
             raise ValueError(
                 f"blocks must be [blocks, ...], each contiguous, got {array.shape} strides {array.strides}"
@@ -49,12 +52,12 @@ class BlockKV:
         return self.layout.chunk_bytes
 
     def to_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
-        """Copy the chunks that begin at `starts` into `slots`; changes the slots only."""
-        copy_pairs([Pair(slot, own) for own, slot in self._pairs(starts, slots, True)], self._threads)
+        """Copy the chunks that begin at `starts` into `slots`; changes only the slots."""
+        copy_pairs([CopyPair(slot, own) for own, slot in self._pairs(starts, slots, True)], self._threads)
 
     def from_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
-        """Copy `slots` into the blocks of `starts`; changes those blocks only."""
-        copy_pairs([Pair(own, slot) for own, slot in self._pairs(starts, slots, False)], self._threads)
+        """Copy `slots` into the blocks of `starts`; changes only those blocks."""
+        copy_pairs([CopyPair(own, slot) for own, slot in self._pairs(starts, slots, False)], self._threads)
 
     def _pairs(
         self, starts: Sequence[int], slots: Sequence[Bytes], into_slots: bool
@@ -63,7 +66,7 @@ class BlockKV:
         odd = [start for start in starts if start % size]
         if odd:
             raise ValueError(f"starts must be multiples of chunk_tokens ({size}), got {odd[0]}")
-        checked = pieces(self.layout, self.num_tokens, starts, slots, into_slots=into_slots)
+        checked = checked_chunks(self.layout, self.num_tokens, starts, slots, into_slots=into_slots)
         return [(self._blocks[self._table[start // size]], slot) for start, slot in checked]
 
 

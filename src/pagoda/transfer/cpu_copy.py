@@ -1,4 +1,4 @@
-"""Copies within CPU memory, in one thread or several."""
+"""Copies within CPU memory, in one thread or several. Called by the views."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ import numpy.typing as npt
 
 from pagoda.threads import Pool, wait
 
-__all__ = ["Pair", "copy_pairs", "in_threads"]
+__all__ = ["CopyPair", "copy_pairs", "in_threads"]
 
 _SPLIT_BYTES = 1 << 20  # a smaller share costs more to hand to a thread than to copy
 
 
-class Pair(NamedTuple):
+class CopyPair(NamedTuple):
     """One copy: two arrays of the same shape and dtype that share no memory."""
 
     to: npt.NDArray[np.generic]
     source: npt.NDArray[np.generic]
 
 
-def copy_pairs(pairs: Iterable[Pair], threads: int = 1) -> None:
-    """Do the copies; changes what they point to. Returns when all are done, in any order.
+def copy_pairs(pairs: Iterable[CopyPair], threads: int = 1) -> None:
+    """Do the copies in any order; changes their targets. Returns when all are done.
 
-    np.copyto drops the GIL, and where the inner run is contiguous on both sides it is a memmove a run. More
-    than one thread pays only where one core cannot fill the memory bus, and never below a megabyte a thread.
+    np.copyto drops the GIL; if the inner run is contiguous on both sides it is one memmove per run. More than one
+    thread helps only if one core cannot fill the memory bus, and never below a megabyte per thread.
     """
     if threads > 1:
         pairs = list(pairs)
@@ -44,14 +44,14 @@ def copy_pairs(pairs: Iterable[Pair], threads: int = 1) -> None:
 
 
 def in_threads(jobs: Sequence[Callable[[], None]], threads: int) -> None:
-    """Run `jobs`, the last one on this thread. Returns when all have ended; raises what one raised."""
+    """Run `jobs`, the last one on this thread. Returns when all have ended; raises the error of one that failed."""
     if threads <= 1:
         for job in jobs:
             job()
         return
     waiting, mine = list[Future[None]](), list(jobs)
     try:
-        with contextlib.suppress(RuntimeError):  # no thread can be had: the rest is done here
+        with contextlib.suppress(RuntimeError):  # no thread can be started: the rest is done here
             while len(mine) > 1:
                 waiting.append(_pool(threads).submit(mine[0]))
                 del mine[0]
@@ -59,29 +59,29 @@ def in_threads(jobs: Sequence[Callable[[], None]], threads: int) -> None:
             job()
         wait(waiting)
     except BaseException:
-        wait(waiting)  # nothing may still write into a slot after this ends
+        wait(waiting)  # nothing may still write into a slot after this call ends
         raise
     for future in waiting:
         future.result()
 
 
-def _copy(pairs: Iterable[Pair]) -> None:
+def _copy(pairs: Iterable[CopyPair]) -> None:
     for to, source in pairs:
         np.copyto(to, source)
 
 
-def _split(pair: Pair, parts: int) -> list[Pair]:
-    """Cut a large copy along its first axis, so that every thread gets some of it."""
+def _split(pair: CopyPair, parts: int) -> list[CopyPair]:
+    """Cut a large copy along its first axis, so that every thread gets a part of it."""
     rows = pair.to.shape[0]
     if pair.to.nbytes < _SPLIT_BYTES or rows < parts:
         return [pair]
     cuts = [rows * part // parts for part in range(parts + 1)]
-    return [Pair(pair.to[a:b], pair.source[a:b]) for a, b in pairwise(cuts)]
+    return [CopyPair(pair.to[a:b], pair.source[a:b]) for a, b in pairwise(cuts)]
 
 
-def _shares(pairs: list[Pair], threads: int) -> list[list[Pair]]:
-    """Deal the copies out so that each share has about as many bytes; neighbours stay together."""
-    shares: list[list[Pair]] = [[] for _ in range(threads)]
+def _shares(pairs: list[CopyPair], threads: int) -> list[list[CopyPair]]:
+    """Distribute the copies so that each share has about the same bytes; neighbours stay together."""
+    shares: list[list[CopyPair]] = [[] for _ in range(threads)]
     each, done = sum(pair.to.nbytes for pair in pairs) / threads, 0
     for pair in pairs:
         shares[min(int(done / each), threads - 1)].append(pair)
@@ -91,7 +91,7 @@ def _shares(pairs: list[Pair], threads: int) -> list[list[Pair]]:
 
 @lru_cache(maxsize=4)
 def _pool(threads: int) -> Pool:
-    """The threads that help with copies; made once a process and count."""
+    """Return the threads that help with copies; made once per process and count."""
     return Pool(threads - 1, "pagoda-copy")
 
 

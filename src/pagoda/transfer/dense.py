@@ -1,4 +1,7 @@
-"""The KV of one sequence as one array a plane and layer: what Transformers' caches hold, or tuples."""
+"""The KV of one sequence as one array per plane and layer, as in Transformers' caches.
+
+Calls `cpu_copy` for CPU memory, `gpu.copy_engine` for GPUs.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,20 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from pagoda.layout import KVLayout
-from pagoda.transfer.base import Array, Bytes, Ids, Words, device_of, pieces, word_dtype, words
-from pagoda.transfer.cpu_copy import Pair, copy_pairs
-from pagoda.transfer.gpu.copy_engine import Beside, copies_for
-from pagoda.transfer.run_table import dense_runs
+from pagoda.transfer.base import Array, Bytes, Ids, Words, as_words, checked_chunks, device_of, word_dtype
+from pagoda.transfer.cpu_copy import CopyPair, copy_pairs
+from pagoda.transfer.gpu.copy_engine import GpuCopy, copy_engine_of
+from pagoda.transfer.run_table import dense_run_table
 
 if TYPE_CHECKING:
-    from pagoda.transfer.gpu.copy_engine import Copies
-    from pagoda.transfer.gpu.layer_events import LayerGate
+    from pagoda.transfer.gpu.copy_engine import CopyEngine
+    from pagoda.transfer.gpu.layer_events import LayerEvents
 
 __all__ = ["DenseKV"]
 
 
-class _Room(NamedTuple):
-    """Where one plane of all layers lies in a slot: an array [layers, *shape], one stride between layers."""
+class _SlotPlane(NamedTuple):
+    """The place of one plane of all layers in a slot: an array [layers, *shape], one stride between layers."""
 
     shape: tuple[int, int, int, int]
     dtype: np.dtype[np.unsignedinteger]
@@ -36,14 +39,13 @@ class _Room(NamedTuple):
 class DenseKV:
     """The KV of one sequence: `layers[i] = (K, V)` tensors or arrays [heads, tokens, dim], or tokens first.
 
-    The order of the axes is `layout.token_order`; each layer brings as many planes as the layout has (one for
-    MLA, where [tokens, dim] will do; four if scales travel with quantised K and V). None in place of a plane
-    that the layout does not have is passed over. All planes hold as many tokens. Nothing is copied here and
-    no autograd graph is kept: the memory itself is. Copies are one call a plane and layer, whose inner run is
-    `run_bytes`.
+    The order of the axes is `layout.token_order`; each layer has as many planes as the layout (one for MLA, where
+    [tokens, dim] is enough; four if scales come with quantised K and V). None in place of a plane that the layout does
+    not have is skipped. All planes hold the same number of tokens. Nothing is copied here and no autograd graph is
+    kept, only the memory itself. A copy is one call per plane and layer, whose inner run is `run_bytes`.
 
-    Tensors on a CUDA device are copied beside the engine's work, as `Beside` says, by `copies` or the device's own copy
-    engine; `gate` is told of each layer that is loaded. `threads` are for CPU memory.
+    Tensors on a CUDA device are copied while the engine computes, see `GpuCopy`, by `copy_engine` or the device's
+    default one; `layer_events` records each loaded layer. `threads` are for CPU memory.
 
     Thread-safe as `Transfer` says. Raises ValueError that names what does not match the layout.
     """
@@ -54,74 +56,74 @@ class DenseKV:
         layout: KVLayout,
         *,
         threads: int = 1,
-        copies: Copies | None = None,
-        gate: LayerGate | None = None,
+        copy_engine: CopyEngine | None = None,
+        layer_events: LayerEvents | None = None,
     ) -> None:
         if not layout.planes:
             raise ValueError("layout is opaque: per-layer KV needs one with planes, e.g. KVLayout.dense(...)")
         if len(layers) != layout.layers:
             raise ValueError(f"layers: {len(layers)} were given, the layout has {layout.layers}")
         self.layout = layout
-        # somebody waits layer by layer: all chunks are best loaded by one call
-        self.at_once = gate is not None
+        # a thread waits layer by layer: all chunks are best loaded by one call
+        self.at_once = layer_events is not None
         self._threads = threads
         self._token_axis = 1 if layout.token_order == "heads_first" else 0
         self._device = device_of(*layers)
-        copies = copies or copies_for(self._device)
+        copy_engine = copy_engine or copy_engine_of(self._device)
         by_layer = [self._planes(number, layer) for number, layer in enumerate(layers)]
         counts = {plane.shape[self._token_axis] for planes in by_layer for plane in planes}
         if len(counts) != 1:
-            raise ValueError(f"layers must all hold as many tokens, got {sorted(counts)}")
+            raise ValueError(f"layers must all hold the same number of tokens, got {sorted(counts)}")
         self.num_tokens: int = counts.pop()
         self._by_plane = list(zip(*by_layer, strict=True))
-        self._rooms = [_room(layout, plane) for plane in range(len(layout.planes))]
-        self._beside: Beside | None = None
-        if copies is not None:
-            self._beside = Beside(copies, dense_runs(by_layer, layout), layers, gate)
+        self._slot_planes = [_slot_plane(layout, plane) for plane in range(len(layout.planes))]
+        self._gpu_copy: GpuCopy | None = None
+        if copy_engine is not None:
+            self._gpu_copy = GpuCopy(copy_engine, dense_run_table(by_layer, layout), layers, layer_events)
 
     @property
     def device_index(self) -> int | None:
-        """The CUDA device that the KV lies on; None for CPU memory."""
-        return None if self._beside is None else self._beside.device_index
+        """The CUDA device of the KV; None for CPU memory."""
+        return None if self._gpu_copy is None else self._gpu_copy.device_index
 
     @property
     def run_bytes(self) -> int:
-        """The shortest contiguous run that a copy meets: what its speed depends on. For benchmarks."""
+        """The shortest contiguous run of a copy, in bytes, which decides its speed. For benchmarks."""
         return min(_run_bytes(self._cut(array, 0)) for layers in self._by_plane for array in layers)
 
     def to_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
-        """Copy the chunks that begin at `starts` into `slots`; changes the slots only."""
-        if self._beside is not None:
-            return self._beside.to_slots(*self._of_chunks(starts, slots, into_slots=True))
-        pairs = (Pair(slot, own) for own, slot in self._pairs(starts, slots, into_slots=True))
+        """Copy the chunks that begin at `starts` into `slots`; changes only the slots."""
+        if self._gpu_copy is not None:
+            return self._gpu_copy.to_slots(*self._of_chunks(starts, slots, into_slots=True))
+        pairs = (CopyPair(slot, own) for own, slot in self._pairs(starts, slots, into_slots=True))
         return copy_pairs(pairs, self._threads)
 
     def from_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
-        """Copy `slots` into the chunks that begin at `starts`; changes those tokens only."""
-        if self._beside is not None:
-            return self._beside.from_slots(*self._of_chunks(starts, slots, into_slots=False))
-        pairs = (Pair(own, slot) for own, slot in self._pairs(starts, slots, into_slots=False))
+        """Copy `slots` into the chunks that begin at `starts`; changes only those tokens."""
+        if self._gpu_copy is not None:
+            return self._gpu_copy.from_slots(*self._of_chunks(starts, slots, into_slots=False))
+        pairs = (CopyPair(own, slot) for own, slot in self._pairs(starts, slots, into_slots=False))
         return copy_pairs(pairs, self._threads)
 
     def _of_chunks(
         self, starts: Sequence[int], slots: Sequence[Bytes], *, into_slots: bool
     ) -> tuple[Ids, list[Bytes]]:
         """Return the run numbers [chunks, count] and the slots, all checked."""
-        assert self._beside is not None
-        checked = list(pieces(self.layout, self.num_tokens, starts, slots, into_slots=into_slots))
+        assert self._gpu_copy is not None
+        checked = list(checked_chunks(self.layout, self.num_tokens, starts, slots, into_slots=into_slots))
         firsts = np.array([start for start, _ in checked], dtype=np.int64)
-        return firsts[:, None] + np.arange(self._beside.table.count), [slot for _, slot in checked]
+        return firsts[:, None] + np.arange(self._gpu_copy.table.count), [slot for _, slot in checked]
 
     def _pairs(
         self, starts: Sequence[int], slots: Sequence[Bytes], *, into_slots: bool
     ) -> Iterator[tuple[Words, Words]]:
         """Return (view of the KV, view of the slot) of every copy, chunk by chunk, plane by plane."""
-        checked = pieces(self.layout, self.num_tokens, starts, slots, into_slots=into_slots)
+        checked = checked_chunks(self.layout, self.num_tokens, starts, slots, into_slots=into_slots)
         return (
-            (self._cut(own, start), room)
+            (self._cut(own, start), in_slot)
             for start, slot in checked
-            for plane, arrays in zip(self._rooms, self._by_plane, strict=True)
-            for own, room in zip(arrays, plane.of(slot), strict=True)
+            for plane, arrays in zip(self._slot_planes, self._by_plane, strict=True)
+            for own, in_slot in zip(arrays, plane.of(slot), strict=True)
         )
 
     def _cut(self, array: Words, start: int) -> Words:
@@ -138,7 +140,7 @@ class DenseKV:
 
     def _plane(self, argument: str, plane: int, value: Array) -> Words:
         heads, dim, dtype = self.layout.planes[plane]
-        array = words(value, argument, dtype, self._device)
+        array = as_words(value, argument, dtype, self._device)
         if array.ndim == 4:
             raise ValueError(
                 f"{argument} has a batch dimension (shape {array.shape}): pass one sequence, e.g. k[0]"
@@ -155,16 +157,16 @@ class DenseKV:
         return array
 
 
-def _room(layout: KVLayout, plane: int) -> _Room:
+def _slot_plane(layout: KVLayout, plane: int) -> _SlotPlane:
     a, b, c = layout.plane_shape(plane)
     dtype = word_dtype(layout.planes[plane].dtype)
     width = dtype.itemsize
     strides = (layout.layer_bytes, b * c * width, c * width, width)
-    return _Room((layout.layers, a, b, c), dtype, layout.plane_offset(0, plane), strides)
+    return _SlotPlane((layout.layers, a, b, c), dtype, layout.plane_offset(0, plane), strides)
 
 
 def _run_bytes(array: Words) -> int:
-    """The bytes that lie in one piece before a stride jumps."""
+    """Return the contiguous bytes before a stride jumps."""
     run = array.itemsize
     for size, stride in zip(reversed(array.shape), reversed(array.strides), strict=True):
         if size != 1 and stride != run:

@@ -28,7 +28,7 @@ from pagoda.ledger import Reserved
 from pagoda.metrics import RateLimitedLog, Reason
 from pagoda.threads import Answer, Pool, wait
 from pagoda.transfer.base import Bytes
-from pagoda.transfer.gpu.device_pages import DevicePagesKV, Snapshot, Staging
+from pagoda.transfer.gpu.device_pages import DevicePagesKV, DeviceSnapshot, SnapshotBuffer
 from pagoda.transfer.pages import PagesKV
 
 __all__ = ["PagodaWorker"]
@@ -63,7 +63,7 @@ class PagodaWorker:
         self._failed: set[str] = set()
         self._unsaved: set[Reserved] = set()
         self._later: dict[str, Later] = {}
-        self._staging: Staging | None = (
+        self._staging: SnapshotBuffer | None = (
             None  # what waits to be copied into slots; None: pages are copied at once
         )
         self._saving: set[Future[None]] = set()
@@ -204,7 +204,7 @@ class PagodaWorker:
     def _copy(self, save: Save, copies: list[Copy]) -> None:
         slots = self._opened().slots
         assert slots is not None
-        snapshot: Snapshot | None = None
+        snapshot: DeviceSnapshot | None = None
         try:
             kv = self._kv([-1] * (save.first * self._blocks_per_chunk) + save.blocks)
             starts = [copy.position * self._layout.chunk_tokens for copy in copies]
@@ -332,10 +332,10 @@ def _reserved(copies: Sequence[Copy]) -> list[Reserved]:
     return [Reserved(copy.key, copy.slot, copy.generation) for copy in copies]
 
 
-def _reserved_on(pages: DevicePagesKV) -> Staging | None:
+def _reserved_on(pages: DevicePagesKV) -> SnapshotBuffer | None:
     """Take the device memory that copies need, and say how much; None where there is none left."""
     try:
-        staging, taken = pages.reserve(_snapshot_bytes(pages.device_index))
+        staging, taken = pages.preallocate(_snapshot_bytes(pages.device_index))
     except RuntimeError as trouble:  # torch.OutOfMemoryError is one
         log.warning(
             "no device memory is left for copies (%s): chunks are stored one at a time, or not at all; start vLLM with "
@@ -361,7 +361,7 @@ def _snapshot_bytes(device_index: int | None) -> int:
     return min(_MOST_SNAPSHOT_BYTES, int(free) // _FREE_SHARE)
 
 
-def _landed(snapshot: Snapshot, views: list[Bytes]) -> None:
+def _landed(snapshot: DeviceSnapshot, views: list[Bytes]) -> None:
     """Copy a snapshot into its slots, and let others have its room."""
     try:
         snapshot.to_slots(views)

@@ -1,1 +1,10 @@
-"""KV in the memory of a GPU: the device, the copy engine that moves runs between it and slots, and its views."""
+"""KV in the memory of a GPU. The modules, in the order in which KV passes them:
+
+device_pages   the view of planes of pages on a GPU, and snapshots of them
+copy_engine    chooses the way of a copy and runs it: kernels, a staging ring or a copy per run
+autotune       measures which way is fastest
+staging_ring   the ring of device memory, and the bounce buffer of pinned memory
+kernels        Triton kernels that gather and scatter runs
+device         streams, events, memory and asynchronous copies: CUDA's, and CPU memory's
+layer_events   when each layer of a load can be used
+"""

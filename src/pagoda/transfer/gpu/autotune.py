@@ -1,4 +1,7 @@
-"""Which way across the link is fastest: tried with scratch memory, run by run as long as in the table that asks."""
+"""Measure which way of copying is fastest: with scratch memory, and runs as long as in the table that is asked about.
+
+Called by `copy_engine`, once for each kind of table.
+"""
 
 from __future__ import annotations
 
@@ -11,43 +14,45 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pagoda.transfer.base import Bytes, Ids
-from pagoda.transfer.gpu.device import Port
+from pagoda.transfer.gpu.device import Device
 from pagoda.transfer.run_table import RunTable
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["fastest"]
+__all__ = ["fastest_way"]
 
 log = logging.getLogger("pagoda.transfer")
 
 _SCRATCH_BYTES = 16 << 20  # a third of a millisecond on PCIe 5
-_MOST_CHUNKS = 64  # of tiny ones there would be a million, run by run
+_MOST_CHUNKS = 64  # otherwise a million of tiny chunks, run by run
 _ROUNDS = 3
-_EQUAL = 1.03  # as fast as the fastest: then the way that takes less of the device's cores
+_EQUAL = 1.03  # within this factor of the fastest, the way that uses fewer of the device's cores is taken
 
-Try = Callable[[str, RunTable, Ids, list[Bytes]], None]
+Attempt = Callable[[str, RunTable, Ids, list[Bytes]], None]
 
 
-def fastest(like: RunTable, port: Port, ways: Sequence[str], attempt: Try) -> str:
-    """Return the fastest of `ways`, given from the one that uses most of the device's cores to the one that uses none.
+def fastest_way(like: RunTable, device: Device, ways: Sequence[str], attempt: Attempt) -> str:
+    """Return the fastest of `ways`, which are ordered by their use of the device's cores, the highest first.
 
-    Takes some tens of milliseconds, once it is compiled. Nothing is tried without pinned memory: then it is the second
-    way; or without memory on the device: the first, which needs none.
+    Takes some tens of milliseconds, once compiled. Measures nothing and returns the second way without pinned memory,
+    the first way, which needs no device memory, without memory on the device.
     """
     length, count = like.run_bytes, like.count
     rows = max(1, min(like.rows, _SCRATCH_BYTES // (length * count)))
     chunk_bytes = rows * count * length
     chunks = max(1, min(_MOST_CHUNKS, _SCRATCH_BYTES // chunk_bytes))
-    if (host := port.host_memory(chunks * chunk_bytes)) is None:
+    if (host := device.allocate_host(chunks * chunk_bytes)) is None:
         return ways[1]
     try:
-        device = _own_memory(port, 2 * chunk_bytes)
+        scratch = _stream_memory(device, 2 * chunk_bytes)
     except RuntimeError as trouble:  # torch.OutOfMemoryError is one
-        log.warning("%s has no memory left to measure with, %s is used: %s", port.device, ways[0], trouble)
+        log.warning(
+            "no memory is left on %s to measure with, %s is used: %s", device.torch_device, ways[0], trouble
+        )
         return ways[0]
     slots = list(host.numpy().reshape(chunks, chunk_bytes))
-    table = _scattered(device.data_ptr(), length, count, rows)
+    table = _scattered(scratch.data_ptr(), length, count, rows)
     ids: Ids = np.tile(np.arange(2 * count, dtype=np.int64)[::-2], (chunks, 1))
     seconds = {}
     for way in ways:
@@ -56,21 +61,21 @@ def fastest(like: RunTable, port: Port, ways: Sequence[str], attempt: Try) -> st
     best = min(seconds.values())
     chosen = next(way for way in reversed(ways) if seconds[way] <= best * _EQUAL)
     speeds = ", ".join(f"{way} {chunks * chunk_bytes / took / 1e9:.1f}" for way, took in seconds.items())
-    log.info("runs of %d bytes on %s: %s GB/s; %s is used", length, port.device, speeds, chosen)
+    log.info("runs of %d bytes on %s: %s GB/s; %s is used", length, device.torch_device, speeds, chosen)
     return chosen
 
 
-def _own_memory(port: Port, nbytes: int) -> torch.Tensor:
-    """Device memory that the allocator has for a lane of ours: what it has for others they may still be using."""
+def _stream_memory(device: Device, nbytes: int) -> torch.Tensor:
+    """Allocate device memory on our own stream: memory of other streams may still be in use there."""
     made: list[torch.Tensor] = []
-    (lane,) = port.lanes(1)
-    lane.run(lambda: made.append(port.memory(nbytes)))
-    lane.mark().wait()
+    (stream,) = device.new_streams(1)
+    stream.run(lambda: made.append(device.allocate(nbytes)))
+    stream.record_event().synchronize()
     return made[0]
 
 
 def _scattered(address: int, length: int, count: int, rows: int) -> RunTable:
-    """A table over scratch memory with room for twice as many runs, so that none need be neighbours."""
+    """Return a table over scratch memory with room for twice as many runs, so that no two runs are adjacent."""
     numbers = np.arange(rows, dtype=np.int64)
     each = np.full(rows, length, dtype=np.int64)
     return RunTable(
@@ -84,8 +89,8 @@ def _scattered(address: int, length: int, count: int, rows: int) -> RunTable:
     )
 
 
-def _seconds(attempt: Try, way: str, table: RunTable, ids: Ids, slots: list[Bytes]) -> float:
-    """How long a way takes; for ever if it cannot be gone."""
+def _seconds(attempt: Attempt, way: str, table: RunTable, ids: Ids, slots: list[Bytes]) -> float:
+    """Return how long a way takes; infinity if it cannot be used."""
     began = time.perf_counter()
     try:
         attempt(way, table, ids, slots)

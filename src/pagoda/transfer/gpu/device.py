@@ -1,4 +1,7 @@
-"""What the copy engine asks of a device: streams, events, memory, asynchronous copies. CUDA's, and CPU memory's."""
+"""A device as the copy engine uses it: streams, events, memory, asynchronous copies. For CUDA, and for CPU memory.
+
+Called by `copy_engine`, `staging_ring` and `autotune`; calls torch, the CUDA driver and `kernels`.
+"""
 
 from __future__ import annotations
 
@@ -20,180 +23,180 @@ if TYPE_CHECKING:
 
     from pagoda.transfer.gpu.kernels import Kernels
 
-__all__ = ["CpuPort", "CudaPort", "Lane", "Mark", "Port"]
+__all__ = ["CpuDevice", "CudaDevice", "Device", "DeviceEvent", "DeviceStream"]
 
 log = logging.getLogger("pagoda.transfer")
 
 
-class Mark(Protocol):
-    """A point in the work of a device (an event)."""
+class DeviceEvent(Protocol):
+    """A point in the work of a device."""
 
-    def wait(self) -> None:
-        """Block this thread until all that was launched before it is done."""
+    def synchronize(self) -> None:
+        """Block this thread until all work launched before the event is done."""
         ...
 
 
-class Lane(Protocol):
-    """A queue of work that a device does in its order (a stream). For one thread at a time."""
+class DeviceStream(Protocol):
+    """A queue of work that a device does in order. For one thread at a time."""
 
     handle: int
 
     def run(self, work: Callable[[], None]) -> None:
-        """Launch what `work` launches, on this lane."""
+        """Call `work`; what it launches is launched on this stream."""
         ...
 
-    def after(self, mark: Mark | None) -> None:
-        """Let all that is launched from now on wait for the mark; does not block."""
+    def wait_event(self, event: DeviceEvent | None) -> None:
+        """Let all work launched from now on wait for the event; does not block."""
         ...
 
-    def mark(self) -> Mark:
-        """Return a mark behind all that was launched so far."""
+    def record_event(self) -> DeviceEvent:
+        """Return an event after all work launched so far."""
         ...
 
 
-class Port(Protocol):
+class Device(Protocol):
     """One device. Thread-safe."""
 
-    device: torch.device
+    torch_device: torch.device
     kernels: Kernels | None  # None: runs are copied one by one
 
-    def here(self) -> Mark | None:
-        """Return a mark behind all that this thread's current stream was given; None where nothing is queued."""
+    def current_event(self) -> DeviceEvent | None:
+        """Return an event after all work of this thread's current stream; None if nothing is ever queued."""
         ...
 
-    def wait_here(self, mark: Mark | None) -> None:
-        """Let what this thread's current stream is given from now on wait for the mark; does not block."""
+    def current_stream_wait(self, event: DeviceEvent | None) -> None:
+        """Let later work of this thread's current stream wait for the event; does not block."""
         ...
 
-    def current(self) -> Lane:
+    def current_stream(self) -> DeviceStream:
         """Return this thread's current stream."""
         ...
 
-    def lanes(self, number: int) -> list[Lane]:
-        """Return new lanes."""
+    def new_streams(self, number: int) -> list[DeviceStream]:
+        """Return that many new streams."""
         ...
 
-    def send(self, numbers: Ids) -> torch.Tensor:
-        """Return the numbers on the device, in the order of the lane on which this is run; does not block."""
+    def upload(self, numbers: Ids) -> torch.Tensor:
+        """Copy numbers to the device, in the order of the stream on which this is run; does not block."""
         ...
 
-    def copy(self, to: int, source: int, nbytes: int, lane: Lane) -> None:
-        """Copy bytes between addresses of either side, asynchronously; to be called in `lane.run`."""
+    def copy(self, to: int, source: int, nbytes: int, stream: DeviceStream) -> None:
+        """Copy bytes between addresses of either side, asynchronously; to be called in `stream.run`."""
         ...
 
-    def memory(self, nbytes: int) -> torch.Tensor:
-        """Return uint8 memory on the device. Raises torch's error where there is none left."""
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Return uint8 memory on the device. Raises torch's error if none is left."""
         ...
 
-    def host_memory(self, nbytes: int) -> torch.Tensor | None:
-        """Return uint8 host memory that the device can reach; None where the machine refuses it."""
+    def allocate_host(self, nbytes: int) -> torch.Tensor | None:
+        """Return pinned uint8 host memory, which the device can reach; None if the machine refuses it."""
         ...
 
-    def place_of(self, address: int, nbytes: int) -> int | None:
-        """Return where the device sees a piece of host memory; None if it is not registered."""
+    def device_address(self, address: int, nbytes: int) -> int | None:
+        """Return the device's address of a range of host memory; None if the range is not registered."""
         ...
 
-    def crossing(self) -> AbstractContextManager[None]:
-        """Around a whole call, on its thread: places stay what they are, and nobody else's work is disturbed."""
+    def copy_scope(self) -> AbstractContextManager[None]:
+        """Wrap a whole call, on its thread: device addresses stay valid, and the work of others is not disturbed."""
         ...
 
 
-class CudaPort:
+class CudaDevice:
     """An NVIDIA GPU, by torch's streams and the driver's copies. Thread-safe; not for a forked child."""
 
     def __init__(self, device: torch.device, programs: int = 16) -> None:
-        """Raises ValueError if there is no such device or no driver. `programs`: SMs that kernels may use at once."""
+        """Open a CUDA device; `programs`: SMs that kernels may use at once. ValueError without device or driver."""
         import torch
 
         if not torch.cuda.is_available():
             raise ValueError(f"{device}: torch {torch.__version__} sees no CUDA device")
         index = torch.cuda.current_device() if device.index is None else device.index
         if not 0 <= index < torch.cuda.device_count():
-            raise ValueError(f"{device} is not there: torch sees {torch.cuda.device_count()} CUDA devices")
-        self.device = torch.device("cuda", index)
+            raise ValueError(f"{device} does not exist: torch sees {torch.cuda.device_count()} CUDA devices")
+        self.torch_device = torch.device("cuda", index)
         torch.cuda.init()  # type: ignore[no-untyped-call]
         driver = Driver.load()
         if driver is None:
-            raise ValueError(f"{device}: the NVIDIA driver (libcuda.so.1) cannot be used from here")
+            raise ValueError(f"{device}: the NVIDIA driver (libcuda.so.1) cannot be used in this process")
         self._driver = driver
-        with self.crossing():  # modules are loaded: that, too, would spoil a capture
-            self.kernels = _kernels(self.device, programs)
+        with self.copy_scope():  # loads modules, which would also break a graph capture
+            self.kernels = _kernels(self.torch_device, programs)
 
-    def here(self) -> Mark:
-        return _event(self._current())
+    def current_event(self) -> DeviceEvent:
+        return _event(self._torch_stream())
 
-    def wait_here(self, mark: Mark | None) -> None:
-        if isinstance(mark, _CudaMark):
-            self._current().wait_event(mark.event)
+    def current_stream_wait(self, event: DeviceEvent | None) -> None:
+        if isinstance(event, _CudaEvent):
+            self._torch_stream().wait_event(event.event)
 
-    def current(self) -> Lane:
-        return _CudaLane(self._current(), self._driver)
+    def current_stream(self) -> DeviceStream:
+        return _CudaStream(self._torch_stream(), self._driver)
 
-    def lanes(self, number: int) -> list[Lane]:
+    def new_streams(self, number: int) -> list[DeviceStream]:
         import torch
 
-        with torch.cuda.device(self.device):
-            self._driver.use(self.device.index)
+        with torch.cuda.device(self.torch_device):
+            self._driver.use(self.torch_device.index)
             handles = [self._driver.stream() for _ in range(number)]
-        streams = [torch.cuda.ExternalStream(handle, self.device) for handle in handles]  # type: ignore[no-untyped-call]
-        return [_CudaLane(stream, self._driver) for stream in streams]
+        streams = [torch.cuda.ExternalStream(handle, self.torch_device) for handle in handles]  # type: ignore[no-untyped-call]
+        return [_CudaStream(stream, self._driver) for stream in streams]
 
-    def send(self, numbers: Ids) -> torch.Tensor:
+    def upload(self, numbers: Ids) -> torch.Tensor:
         import torch
 
-        sent = torch.from_numpy(np.ascontiguousarray(numbers))  # else its strides would go there, too
-        with suppress(RuntimeError):  # where the machine refuses pinned memory this waits
+        sent = torch.from_numpy(np.ascontiguousarray(numbers))  # else its strides would be copied, too
+        with suppress(RuntimeError):  # without pinned memory the copy blocks
             sent = sent.pin_memory()
-        return sent.to(self.device, non_blocking=True)
+        return sent.to(self.torch_device, non_blocking=True)
 
-    def copy(self, to: int, source: int, nbytes: int, lane: Lane) -> None:
-        self._driver.copy(to, source, nbytes, lane.handle)
+    def copy(self, to: int, source: int, nbytes: int, stream: DeviceStream) -> None:
+        self._driver.copy(to, source, nbytes, stream.handle)
 
-    def memory(self, nbytes: int) -> torch.Tensor:
+    def allocate(self, nbytes: int) -> torch.Tensor:
         import torch
 
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
-    def host_memory(self, nbytes: int) -> torch.Tensor | None:
+    def allocate_host(self, nbytes: int) -> torch.Tensor | None:
         import torch
 
         try:
-            # "cpu" is said: `torch.set_default_device` may have named another
+            # "cpu" is explicit: `torch.set_default_device` may have named another
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError as trouble:
             log.warning("no pinned memory for a bounce buffer, copies will be slow: %s", trouble)
             return None
 
-    def place_of(self, address: int, nbytes: int) -> int | None:
-        return pinned.place_of(address, nbytes)
+    def device_address(self, address: int, nbytes: int) -> int | None:
+        return pinned.device_address(address, nbytes)
 
     @contextmanager
-    def crossing(self) -> Iterator[None]:
+    def copy_scope(self) -> Iterator[None]:
         import torch
 
-        with pinned.copying(), torch.cuda.device(self.device):
-            self._driver.use(self.device.index)  # a thread without a context would be given one on device 0
-            with self._driver.beside_captures():
+        with pinned.copying(), torch.cuda.device(self.torch_device):
+            self._driver.use(self.torch_device.index)  # else a thread without a context would get device 0's
+            with self._driver.relaxed_capture():
                 yield
 
-    def _current(self) -> torch.cuda.Stream:
+    def _torch_stream(self) -> torch.cuda.Stream:
         import torch
 
-        return torch.cuda.current_stream(self.device)
+        return torch.cuda.current_stream(self.torch_device)
 
 
-class _CudaMark:
-    """An event."""
+class _CudaEvent:
+    """A CUDA event."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
         self.event = event
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         self.event.synchronize()
 
 
-class _CudaLane:
-    """A stream. What it is given is launched with the device's context current on the launching thread."""
+class _CudaStream:
+    """A CUDA stream. Work is launched with the device's context current on the launching thread."""
 
     def __init__(self, stream: torch.cuda.Stream, driver: Driver) -> None:
         self._stream, self._driver = stream, driver
@@ -203,101 +206,103 @@ class _CudaLane:
         import torch
 
         device = self._stream.device
-        # the runtime's device is that of the driver's context: outermost, who has the thread gets its own back
+        # the runtime's device is that of the driver's context; outermost, so the thread's own device is restored
         with torch.cuda.device(device), torch.inference_mode(), torch.cuda.stream(self._stream):
             self._driver.use(device.index)
             work()
 
-    def after(self, mark: Mark | None) -> None:
-        if isinstance(mark, _CudaMark):
-            self._stream.wait_event(mark.event)
+    def wait_event(self, event: DeviceEvent | None) -> None:
+        if isinstance(event, _CudaEvent):
+            self._stream.wait_event(event.event)
 
-    def mark(self) -> Mark:
+    def record_event(self) -> DeviceEvent:
         return _event(self._stream)
 
 
-def _event(stream: torch.cuda.Stream) -> _CudaMark:
+def _event(stream: torch.cuda.Stream) -> _CudaEvent:
     import torch
 
-    # blocking: whoever waits sleeps; an engine needs its cores
+    # blocking: a waiting thread sleeps, because an engine needs its cores
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record(stream)
-    return _CudaMark(event)
+    return _CudaEvent(event)
 
 
 @lru_cache(maxsize=64)
 def _kernels(device: torch.device, programs: int) -> Kernels | None:
-    """Return the kernels of a device, compiled; None, with a line in the log, where they cannot be had."""
+    """Return the compiled kernels of a device; None, with a warning in the log, if they cannot be compiled."""
     try:
         from pagoda.transfer.gpu.kernels import Kernels
 
         kernels = Kernels(device, programs)
         kernels.warm()
-    except Exception as trouble:  # noqa: BLE001  # a border: Triton needs a C compiler, a driver that it knows, ...
+    except Exception as trouble:  # noqa: BLE001  # a boundary: Triton needs a C compiler, a driver that it knows, ...
         log.warning(
-            "without Triton KV is copied run by run, more slowly: %s: %s", type(trouble).__name__, trouble
+            "Triton cannot be used, KV is copied run by run, more slowly: %s: %s",
+            type(trouble).__name__,
+            trouble,
         )
         return None
     return kernels
 
 
-class CpuPort:
-    """CPU memory as if it were a device's: everything is done at once, run by run. Thread-safe."""
+class CpuDevice:
+    """CPU memory as a device: every call is done at once, run by run. Thread-safe."""
 
     def __init__(self, kernels: Kernels | None = None) -> None:
         import torch
 
-        self.device = torch.device("cpu")
+        self.torch_device = torch.device("cpu")
         self.kernels = kernels
 
-    def here(self) -> Mark | None:
+    def current_event(self) -> DeviceEvent | None:
         return None
 
-    def wait_here(self, mark: Mark | None) -> None:
+    def current_stream_wait(self, event: DeviceEvent | None) -> None:
         return None
 
-    def current(self) -> Lane:
-        return _Now()
+    def current_stream(self) -> DeviceStream:
+        return _CpuStream()
 
-    def lanes(self, number: int) -> list[Lane]:
-        return [_Now() for _ in range(number)]
+    def new_streams(self, number: int) -> list[DeviceStream]:
+        return [_CpuStream() for _ in range(number)]
 
-    def send(self, numbers: Ids) -> torch.Tensor:
+    def upload(self, numbers: Ids) -> torch.Tensor:
         import torch
 
         return torch.from_numpy(np.ascontiguousarray(numbers))
 
-    def copy(self, to: int, source: int, nbytes: int, lane: Lane) -> None:
+    def copy(self, to: int, source: int, nbytes: int, stream: DeviceStream) -> None:
         ctypes.memmove(to, source, nbytes)
 
-    def memory(self, nbytes: int) -> torch.Tensor:
+    def allocate(self, nbytes: int) -> torch.Tensor:
         import torch
 
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
-    def host_memory(self, nbytes: int) -> torch.Tensor | None:
-        return self.memory(nbytes)
+    def allocate_host(self, nbytes: int) -> torch.Tensor | None:
+        return self.allocate(nbytes)
 
-    def place_of(self, address: int, nbytes: int) -> int | None:
+    def device_address(self, address: int, nbytes: int) -> int | None:
         return address
 
-    def crossing(self) -> AbstractContextManager[None]:
+    def copy_scope(self) -> AbstractContextManager[None]:
         return nullcontext()
 
 
-class _Now:
-    """A lane, and a mark, of a device that has done everything as soon as it is asked."""
+class _CpuStream:
+    """A stream, and an event, of a device that does all work at once."""
 
     handle = 0
 
     def run(self, work: Callable[[], None]) -> None:
         work()
 
-    def after(self, mark: Mark | None) -> None:
+    def wait_event(self, event: DeviceEvent | None) -> None:
         return None
 
-    def mark(self) -> Mark:
+    def record_event(self) -> DeviceEvent:
         return self
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         return None

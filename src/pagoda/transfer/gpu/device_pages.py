@@ -1,4 +1,7 @@
-"""Planes of pages in an accelerator's memory: gathered and scattered there, beside the engine's own work."""
+"""Planes of pages in a GPU's memory: stored, loaded and snapshotted while the engine computes.
+
+Called by the vLLM connector; calls `copy_engine`.
+"""
 
 from __future__ import annotations
 
@@ -11,27 +14,27 @@ import numpy as np
 
 from pagoda.layout import KVLayout
 from pagoda.threads import Pool
-from pagoda.transfer.base import Bytes, pieces
-from pagoda.transfer.gpu.copy_engine import Beside, Copies, copies_for
-from pagoda.transfer.gpu.device import CpuPort, Mark
-from pagoda.transfer.gpu.layer_events import LayerGate
-from pagoda.transfer.pages import Places, Plane, see_plane
-from pagoda.transfer.run_table import page_runs
+from pagoda.transfer.base import Bytes, checked_chunks
+from pagoda.transfer.gpu.copy_engine import CopyEngine, GpuCopy, copy_engine_of
+from pagoda.transfer.gpu.device import CpuDevice, DeviceEvent
+from pagoda.transfer.gpu.layer_events import LayerEvents
+from pagoda.transfer.pages import PagePlane, PageTable, page_plane
+from pagoda.transfer.run_table import page_run_table
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DevicePagesKV", "Snapshot", "Staging"]
+__all__ = ["DevicePagesKV", "DeviceSnapshot", "SnapshotBuffer"]
 
 
 class DevicePagesKV:
-    """The KV of one sequence in planes of pages on a CUDA device, or in CPU memory; else as `PagesKV`.
+    """The KV of one sequence in planes of pages on a CUDA device, or in CPU memory; otherwise as `PagesKV`.
 
-    Pages are copied by `copies`, or the device's own copy engine, on streams beside the engine's, behind all that the
-    engine had launched on the stream that was current where and when this object was made; each call returns when its
-    copies are complete, so that slots may be validated then, and what the engine launches afterwards sees them. Nothing
-    here orders the engine's later work behind a call that has not returned: until then the engine must leave the blocks
-    alone. (`snapshot` is for those that it will not.) `gate` is told of each plane that is loaded, as a layer.
+    Pages are copied by `copy_engine`, or by the device's default one, on streams other than the LLM engine's, after all
+    work on the stream that was current when and where this object was made. Each call returns when its copies are
+    complete, so slots may be validated then, and later work of the LLM engine sees the copies. Nothing here makes the
+    LLM engine's later work wait for a call that has not returned: until then it must not change the blocks.
+    (`snapshot` is for blocks that it will change.) `layer_events` records each loaded plane as a layer.
 
     Thread-safe as `Transfer` says. Raises ValueError that names what does not match, before anything is copied.
     """
@@ -45,103 +48,106 @@ class DevicePagesKV:
         block_table: Sequence[int],
         part: int = 0,
         parts: int = 1,
-        copies: Copies | None = None,
-        gate: LayerGate | None = None,
+        copy_engine: CopyEngine | None = None,
+        layer_events: LayerEvents | None = None,
     ) -> None:
         import torch
 
         for number, plane in enumerate(planes):
             if not isinstance(plane, torch.Tensor) or plane.device != planes[0].device:
                 raise ValueError(f"planes[{number}] must be a tensor on one device with the others")
-        seen = [see_plane(plane, f"planes[{number}]") for number, plane in enumerate(planes)]
-        self._places = Places(seen, layout, block_tokens, block_table, part, parts)
-        self._begin = part * self._places.part_bytes
+        seen = [page_plane(plane, f"planes[{number}]") for number, plane in enumerate(planes)]
+        self._page_table = PageTable(seen, layout, block_tokens, block_table, part, parts)
+        self._begin = part * self._page_table.part_bytes
         device = planes[0].device
-        copies = copies or copies_for(None if device.type == "cpu" else device) or Copies(CpuPort())
-        table = page_runs(seen, self._places.blocks, self._begin)
-        copies.prepare(table)
-        self._beside = Beside(copies, table, planes, gate)
+        gpu = None if device.type == "cpu" else device
+        copy_engine = copy_engine or copy_engine_of(gpu) or CopyEngine(CpuDevice())
+        table = page_run_table(seen, self._page_table.blocks, self._begin)
+        copy_engine.prepare(table)
+        self._gpu_copy = GpuCopy(copy_engine, table, planes, layer_events)
         self.layout = layout
-        # somebody waits layer by layer: all chunks are best loaded by one call
-        self.at_once = gate is not None
-        self.num_tokens = self._places.num_tokens
+        # a thread waits layer by layer: all chunks are best loaded by one call
+        self.at_once = layer_events is not None
+        self.num_tokens = self._page_table.num_tokens
 
     def with_table(self, block_table: Sequence[int]) -> DevicePagesKV:
-        """Return one for another sequence in the same planes, which are not looked at again; changes nothing.
+        """Return a transfer for another sequence in the same planes, which are not checked again; changes nothing.
 
-        It waits for what this thread has launched until now, as one made anew does. Raises ValueError if the
-        table names a block that is not there.
+        Like a new object, it waits for the work that this thread has launched until now. Raises ValueError if the
+        table names a block that does not exist.
         """
         other = copy(self)
-        other._places = self._places.with_table(block_table)
-        other.num_tokens = other._places.num_tokens
-        other._beside = self._beside.renewed()
+        other._page_table = self._page_table.with_table(block_table)
+        other.num_tokens = other._page_table.num_tokens
+        other._gpu_copy = self._gpu_copy.after_now()
         return other
 
     @property
     def device_index(self) -> int | None:
-        """The CUDA device that the planes lie on; None for CPU memory."""
-        return self._beside.device_index
+        """The CUDA device of the planes; None for CPU memory."""
+        return self._gpu_copy.device_index
 
     def to_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
         """Copy the chunks that begin at `starts` into this part of `slots`; changes nothing else."""
-        checked = pieces(self.layout, self.num_tokens, starts, slots, into_slots=True)
-        ids = self._places.blocks_of(starts, into_slots=True)
-        self._beside.to_slots(ids, [slot for _, slot in checked])
+        checked = checked_chunks(self.layout, self.num_tokens, starts, slots, into_slots=True)
+        ids = self._page_table.blocks_of(starts, into_slots=True)
+        self._gpu_copy.to_slots(ids, [slot for _, slot in checked])
 
     def from_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
-        """Copy this part of `slots` into the blocks of `starts`; changes those blocks only, none that is -1."""
-        checked = pieces(self.layout, self.num_tokens, starts, slots, into_slots=False)
-        ids = self._places.blocks_of(starts, into_slots=False)
-        self._beside.from_slots(ids, [slot for _, slot in checked])
+        """Copy this part of `slots` into the blocks of `starts`; changes only those blocks, and none that is -1."""
+        checked = checked_chunks(self.layout, self.num_tokens, starts, slots, into_slots=False)
+        ids = self._page_table.blocks_of(starts, into_slots=False)
+        self._gpu_copy.from_slots(ids, [slot for _, slot in checked])
 
-    def reserve(self, snapshot_bytes: int) -> tuple[Staging, int]:
-        """Take now what device memory copies and snapshots will need; returns the latter's, and the bytes of both.
+    def preallocate(self, snapshot_bytes: int) -> tuple[SnapshotBuffer, int]:
+        """Allocate now the device memory of copies and snapshots; returns the snapshots' buffer, and the bytes of both.
 
-        Snapshots get no more than `snapshot_bytes`, and less where the device has less left, but one chunk always.
-        It is asked for by a thread of its own: where the caller's allocations go to a pool that is taken away while an
-        engine sleeps, this must not. Raises torch's error without memory.
+        Snapshots get at most `snapshot_bytes`, less if the device has less left, but always one chunk. A separate
+        thread allocates: the caller's allocations may come from a pool that is taken away while an engine sleeps, and
+        this memory must not. Raises torch's error if there is too little memory.
         """
-        beside = self._beside
-        begin, end = beside.table.span(0, beside.table.rows)
-        share = end - begin
+        gpu_copy = self._gpu_copy
+        begin, end = gpu_copy.table.span(0, gpu_copy.table.rows)
+        row_bytes = end - begin
 
-        def taken() -> tuple[Staging, int]:
-            rings, rows = beside.copies.reserve(beside.table), max(1, snapshot_bytes // share)
+        def allocate() -> tuple[SnapshotBuffer, int]:
+            rings, rows = (
+                gpu_copy.copy_engine.allocate_rings(gpu_copy.table),
+                max(1, snapshot_bytes // row_bytes),
+            )
             while True:
                 try:
-                    memory = beside.copies.port.memory(rows * share).view(rows, share)
-                    return Staging(memory), rings + memory.nbytes
+                    memory = gpu_copy.copy_engine.device.allocate(rows * row_bytes).view(rows, row_bytes)
+                    return SnapshotBuffer(memory), rings + memory.nbytes
                 except RuntimeError:  # torch.OutOfMemoryError is one
                     if rows == 1:
                         raise
                     rows = max(1, rows // 2)
 
         with Pool(1, "pagoda-reserve") as thread:
-            return thread.submit(taken).result()
+            return thread.submit(allocate).result()
 
-    def snapshot(self, starts: Sequence[int], staging: Staging | None = None) -> Snapshot:
-        """Copy the chunks that begin at `starts` within the device, in the current stream's order; waits for nothing.
+    def snapshot(self, starts: Sequence[int], buffer: SnapshotBuffer | None = None) -> DeviceSnapshot:
+        """Copy the chunks that begin at `starts` within the device, in the order of the current stream; never waits.
 
-        What the engine launches on that stream afterwards may overwrite the blocks. They go to `staging`, which must
-        have room for them, until the snapshot is released, or to new memory: raises torch's own error where the device
-        has none left.
+        Later work on that stream may overwrite the blocks. The chunks are copied to rows of `buffer`, which must have
+        enough free, until the snapshot is released; without it to new memory: raises torch's error if none is left.
         """
-        ids = self._places.blocks_of(starts, into_slots=True)
-        beside = self._beside
-        rows = list(range(len(starts))) if staging is None else staging.take(len(starts))
-        into = None if staging is None else (staging.memory, rows)
+        ids = self._page_table.blocks_of(starts, into_slots=True)
+        gpu_copy = self._gpu_copy
+        rows = list(range(len(starts))) if buffer is None else buffer.acquire(len(starts))
+        into = None if buffer is None else (buffer.memory, rows)
         try:
-            memory, taken = beside.copies.take(beside.table, ids, beside.made, into)
+            memory, copied = gpu_copy.copy_engine.gather(gpu_copy.table, ids, gpu_copy.after, into)
         except BaseException:
-            if staging is not None:
-                staging.give(rows)
+            if buffer is not None:
+                buffer.release(rows)
             raise
-        return Snapshot(beside, self.layout, self._begin, memory, rows, taken, staging)
+        return DeviceSnapshot(gpu_copy, self.layout, self._begin, memory, rows, copied, buffer)
 
 
-class Staging:
-    """Device memory that snapshots share: rows of one chunk's share. Thread-safe."""
+class SnapshotBuffer:
+    """Device memory that snapshots share, one row per chunk. Thread-safe."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
@@ -150,65 +156,65 @@ class Staging:
 
     @property
     def free(self) -> int:
-        """How many chunks there is room for."""
+        """How many rows are free."""
         return len(self._free)
 
-    def take(self, number: int) -> list[int]:
-        """Return so many rows, the caller's until `give`. Raises ValueError if fewer are free."""
+    def acquire(self, number: int) -> list[int]:
+        """Return that many rows, for the caller alone until `release`. Raises ValueError if fewer are free."""
         with self._lock:
             if number > len(self._free):
                 raise ValueError(
-                    f"room for {len(self._free)} chunks is left on the device, {number} are to be kept"
+                    f"room for {len(self._free)} chunks is left on the device, {number} are needed"
                 )
             rows, self._free = self._free[:number], self._free[number:]
         return rows
 
-    def give(self, rows: Sequence[int]) -> None:
-        """Give rows back into which nothing is copied, and out of which nothing is, on another stream any more."""
+    def release(self, rows: Sequence[int]) -> None:
+        """Free rows, which no copy on another stream may read or write any more."""
         with self._lock:
             self._free += rows
 
 
-class Snapshot:
-    """Chunks as they were at one moment of a stream, in device memory until `release`, or until this object goes.
+class DeviceSnapshot:
+    """Chunks as they were at one point of a stream, in device memory until `release` or until this object is deleted.
 
     `to_slots` is for one thread, any thread.
     """
 
     def __init__(
         self,
-        beside: Beside,
+        gpu_copy: GpuCopy,
         layout: KVLayout,
         begin: int,
         memory: torch.Tensor,
         rows: list[int],
-        taken: Mark,
-        staging: Staging | None,
+        copied: DeviceEvent,
+        buffer: SnapshotBuffer | None,
     ) -> None:
-        self._beside = beside  # its table is read until `taken`
+        self._gpu_copy = gpu_copy  # the copy reads its table until `copied`
         self._layout, self._begin = layout, begin
-        self._staging, self._rows, self._taken = memory, rows, taken
-        self._owner = staging
+        self._memory, self._rows, self._copied = memory, rows, copied
+        self._buffer = buffer
 
     @property
     def nbytes(self) -> int:
-        """The device memory that it takes."""
-        return len(self._rows) * self._staging.shape[1]
+        """The bytes of its device memory."""
+        return len(self._rows) * self._memory.shape[1]
 
     def to_slots(self, slots: Sequence[Bytes]) -> None:
-        """Copy the chunks into this part of `slots`, in the order of the starts; returns when they are complete."""
-        room, share = self._staging.shape
+        """Copy the chunks into this part of `slots`, in the order of the starts; returns when all are copied."""
+        rows, row_bytes = self._memory.shape
         tokens = len(self._rows) * self._layout.chunk_tokens
         starts = range(0, tokens, self._layout.chunk_tokens)
-        checked = pieces(self._layout, tokens, starts, slots, into_slots=True)
-        plane = Plane(self._staging.data_ptr(), share, share, room, 0)
+        checked = checked_chunks(self._layout, tokens, starts, slots, into_slots=True)
+        plane = PagePlane(self._memory.data_ptr(), row_bytes, row_bytes, rows, 0)
         ids = np.array(self._rows, dtype=np.int64)[:, None]
-        self._beside.copies.down(
-            page_runs([plane], 1, self._begin), ids, [slot for _, slot in checked], self._taken
+        self._gpu_copy.copy_engine.store(
+            page_run_table([plane], 1, self._begin), ids, [slot for _, slot in checked], self._copied
         )
 
     def release(self) -> None:
-        """Let other snapshots have its room; idempotent. Nothing may be copied out of it any more."""
-        owner, self._owner = self._owner, None
-        if owner is not None:
-            owner.give(self._rows)
+        """Free its rows for other snapshots; idempotent. Nothing may be copied out of it any more."""
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            buffer.release(self._rows)

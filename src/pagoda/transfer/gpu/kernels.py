@@ -1,7 +1,7 @@
 """Triton kernels that gather runs of KV from a device's memory into slots, and scatter them back: bits only.
 
-Needs torch and triton, so nothing imports it but what has found a CUDA device. With TRITON_INTERPRET=1 set before it is
-imported the same code runs on CPU tensors.
+Needs torch and triton, so it is imported only after a CUDA device was found. If TRITON_INTERPRET=1 is set before the
+import, the same code runs on CPU tensors. Called by `copy_engine`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import triton.language as tl
 from pagoda.transfer.base import Ids
 from pagoda.transfer.run_table import RunTable
 
-__all__ = ["Kernels", "SentTable"]
+__all__ = ["DeviceTable", "Kernels"]
 
-# A program moves 2048 words at a time, 16 KiB of the widest: all its loads are on their way before it stores anything.
+# A program moves 2048 words at a time, 16 KiB of the widest: all its loads are issued before it stores anything.
 # A read across the link takes 1 to 2 us, so 16 programs could ask for 130 to 260 GB/s, two to four times what a PCIe 5
-# x16 link carries; what is left is for the arithmetic of places between the tiles. 8 warps are 256 threads of 4 loads
+# x16 link carries; the rest is for the arithmetic of places between the tiles. 8 warps are 256 threads of 4 loads
 # of 16 bytes each: more threads would repeat that arithmetic, fewer would keep more registers each. Not tuned on a GPU.
 TILE_WORDS, WARPS = 2048, 8
-# What a run is cut into. A tile has many short pieces, of other runs and rows if need be, so that it is full even where
-# runs are short. One long piece has a third of the arithmetic; only the widest words have it: others are rare.
+# A run is cut into pieces. A tile has many short pieces, also of other runs and rows, so that it is full even if runs
+# are short. One long piece needs a third of the arithmetic; only the widest words use it: others are rare.
 LONG_WORDS, SHORT_WORDS = 2048, 32
 WIDTHS = (16, 8, 4, 2, 1)  # bytes; 16 are two words of 8, moved by one instruction
 MOST = 2**31 - 2**16  # tiles of a launch, and pieces of a chunk: their numbers are 32 bits wide
@@ -79,13 +79,13 @@ def _move(  # type: ignore[no-untyped-def]
             block = tl.load(ids + chunk.to(tl.int64) * count + number, mask=inside, other=-1)
             there = block >= 0
             token = tl.full([UNITS], 0, tl.int64)
-            if group > 1:  # 64-bit division is dear, and most tables need none
+            if group > 1:  # 64-bit division is expensive, and most tables need none
                 token = block % group
                 block = block // group
             done = (unit - run * pieces).to(tl.int64) * (PIECE * BYTES)  # bytes of the run in pieces before
             paged = address + block * stride + token * nbytes + done
             slot = place + offset + number.to(tl.int64) * nbytes + done
-            words = (nbytes - done) // BYTES  # from this piece on; 0 or less: a shorter row, nothing is left
+            words = (nbytes - done) // BYTES  # from this piece on; 0 or less: a shorter row ends here
             paged = paged.to(tl.pointer_type(WORD))
             slot = slot.to(tl.pointer_type(WORD))
             if WIDE:  # the caller's promise: two words at a time in one instruction
@@ -96,7 +96,7 @@ def _move(  # type: ignore[no-untyped-def]
             moves = there[:, None] & (word[None, :] < words[:, None])
             inner = paged[:, None] + word[None, :]
             outer = slot[:, None] + word[None, :]
-            # .cg: what is read once does not drive the table out of the L1
+            # .cg: data that is read once must not evict the table from the L1
             if GATHER:
                 tl.store(outer, tl.load(inner, mask=moves, cache_modifier=".cg"), mask=moves)
             else:
@@ -105,11 +105,11 @@ def _move(  # type: ignore[no-untyped-def]
 
 
 @dataclass(frozen=True, eq=False)
-class SentTable:
-    """A RunTable on a device. Immutable; thread-safe. Does not keep the RunTable.
+class DeviceTable:
+    """A RunTable on a device. Immutable; thread-safe. Holds no reference to the RunTable.
 
-    `lines` is int64 [rows, 4]: address, stride, nbytes, offset of each row. It was sent in the stream that was
-    current then: another stream waits for that one before it is given a kernel. May be dropped while kernels run.
+    `lines` is int64 [rows, 4]: address, stride, nbytes, offset of each row. It was uploaded in the stream that was
+    current then: another stream waits for that one before a kernel is launched on it. May be dropped while kernels run.
     `nbytes`, `count` and `group` are the RunTable's. `word_bytes` is the widest word of 16, 8, 4, 2, 1 bytes that the
     table allows; `places` may be worse aligned.
     """
@@ -134,38 +134,50 @@ class Kernels:
         self._device = device
         self._programs = programs
 
-    def send(self, table: RunTable) -> SentTable:
-        """Copy the table to the device, in the current stream; changes nothing else. The caller keeps the answer."""
+    def upload(self, table: RunTable) -> DeviceTable:
+        """Copy the table to the device, in the current stream; changes nothing else. The caller keeps the result."""
         columns = [table.address, table.stride, table.nbytes, table.offset]
         numbers = np.stack(columns, axis=1)
         lines = torch.from_numpy(numbers)
         if self._device.type == "cuda":
-            with suppress(RuntimeError):  # where the machine refuses pinned memory this waits
+            with suppress(RuntimeError):  # without pinned memory the copy blocks
                 lines = lines.pin_memory()
             lines = lines.to(self._device, non_blocking=True)
         word_bytes = int(np.gcd.reduce(numbers, axis=None, initial=16))
-        return SentTable(lines, table.nbytes, int(table.count), int(table.group), word_bytes)
+        return DeviceTable(lines, table.nbytes, int(table.count), int(table.group), word_bytes)
 
     def gather(
-        self, table: SentTable, ids: torch.Tensor, places: torch.Tensor, begin: int, end: int, word_bytes: int
+        self,
+        table: DeviceTable,
+        ids: torch.Tensor,
+        places: torch.Tensor,
+        begin: int,
+        end: int,
+        word_bytes: int,
     ) -> None:
         """Copy rows [begin, end) of chunks from the device's memory to their places; changes those bytes only.
 
         `ids` is int64 [chunks, count] and `places` int64 [chunks], contiguous, both on this device. Run j of a row p
         of chunk c goes to `places[c] + offset[p] + j * nbytes[p]`: device memory, or host memory that is registered. An
-        id below 0 is passed over, and so is a chunk whose place is 0.
-        `word_bytes`, one of 16, 8, 4, 2, 1, has to divide all places, which nobody checks, and the table, which is
+        id below 0 is skipped, and so is a chunk whose place is 0.
+        `word_bytes`, one of 16, 8, 4, 2, 1, has to divide all places, which is not checked, and the table, which is
         checked. Launches one kernel in the current stream, or none if there is nothing to do, and returns; the
         caller keeps ids, places and all memory until it has run. Raises ValueError for anything else.
         """
         self._launch(table, ids, places, begin, end, word_bytes, gather=True)
 
     def scatter(
-        self, table: SentTable, ids: torch.Tensor, places: torch.Tensor, begin: int, end: int, word_bytes: int
+        self,
+        table: DeviceTable,
+        ids: torch.Tensor,
+        places: torch.Tensor,
+        begin: int,
+        end: int,
+        word_bytes: int,
     ) -> None:
-        """Copy rows [begin, end) of chunks from their places to the device's memory; all else is as in `gather`.
+        """Copy rows [begin, end) of chunks from their places to the device's memory; all else as in `gather`.
 
-        An id that comes twice gets the bytes of either run, or some of each.
+        An id that occurs twice gets the bytes of either run, or some of each.
         """
         self._launch(table, ids, places, begin, end, word_bytes, gather=False)
 
@@ -180,7 +192,7 @@ class Kernels:
 
     def _launch(
         self,
-        sent: SentTable,
+        table: DeviceTable,
         ids: torch.Tensor,
         places: torch.Tensor,
         begin: int,
@@ -189,22 +201,22 @@ class Kernels:
         *,
         gather: bool,
     ) -> None:
-        rows = len(sent.nbytes)
-        _check(sent, ids, places, word_bytes)
+        rows = len(table.nbytes)
+        _check(table, ids, places, word_bytes)
         if not 0 <= begin <= end <= rows:
             raise ValueError(f"rows [{begin}, {end}) are not in a table of {rows}")
-        longest = int(sent.nbytes[begin:end].max(initial=0))
+        longest = int(table.nbytes[begin:end].max(initial=0))
         if not len(places) or not longest:
             return
         constants = _variant(word_bytes, _piece_words(longest, word_bytes), gather)
         pieces = -(-longest // (constants["PIECE"] * constants["BYTES"]))
-        units = (end - begin) * sent.count * pieces
+        units = (end - begin) * table.count * pieces
         tiles = -(-units // constants["UNITS"])
         items = len(places) * tiles
         if max(items, units) > MOST:
             raise ValueError(f"{len(places)} chunks of {units} pieces are too much for one launch")
-        numbers = (int(begin), units, pieces, sent.count, sent.group, tiles, items)
-        self._run(min(self._programs, items), (sent.lines, ids, places), numbers, constants)
+        numbers = (int(begin), units, pieces, table.count, table.group, tiles, items)
+        self._run(min(self._programs, items), (table.lines, ids, places), numbers, constants)
 
     def _run(
         self, programs: int, tensors: Sequence[torch.Tensor], numbers: Sequence[int], constants: Constants
@@ -221,13 +233,13 @@ class Kernels:
             launch()
             return
         with torch.cuda.device(self._device):  # Triton launches on the current device, in its current stream
-            # the table was sent in another stream, for which its memory is free as soon as it is dropped
+            # the table was uploaded in another stream, where its memory is free as soon as the table is dropped
             tensors[0].record_stream(torch.cuda.current_stream())
             launch()
 
 
 class Constants(TypedDict):
-    """What a variant of the kernel is compiled for, besides the type of a word."""
+    """The constants that a variant of the kernel is compiled with, besides the type of a word."""
 
     GATHER: bool
     WIDE: bool
@@ -253,22 +265,24 @@ def _variant(word_bytes: int, piece_words: int, gather: bool) -> Constants:
 
 
 def _piece_words(run_bytes: int, word_bytes: int) -> int:
-    """Return how long the pieces of such runs are: the longer where they would be three quarters full or more."""
+    """Return the length of the pieces of such runs: long if they would be at least three quarters full."""
     words = -(-run_bytes // min(word_bytes, 8))
     room = -(-words // LONG_WORDS) * LONG_WORDS
     return LONG_WORDS if word_bytes == 16 and words * 4 >= room * 3 else SHORT_WORDS
 
 
-def _check(sent: SentTable, ids: torch.Tensor, places: torch.Tensor, word_bytes: int) -> None:
-    if word_bytes not in WIDTHS or sent.word_bytes % word_bytes:
-        raise ValueError(f"word_bytes must be one of {WIDTHS} and divide {sent.word_bytes}, got {word_bytes}")
+def _check(table: DeviceTable, ids: torch.Tensor, places: torch.Tensor, word_bytes: int) -> None:
+    if word_bytes not in WIDTHS or table.word_bytes % word_bytes:
+        raise ValueError(
+            f"word_bytes must be one of {WIDTHS} and divide {table.word_bytes}, got {word_bytes}"
+        )
     for name, tensor, shape in (
-        ("ids", ids, (len(places), sent.count)),
+        ("ids", ids, (len(places), table.count)),
         ("places", places, (len(places),)),
     ):
         fits = tensor.dtype == torch.int64 and tuple(tensor.shape) == shape and tensor.is_contiguous()
-        if not fits or tensor.device != sent.lines.device:
+        if not fits or tensor.device != table.lines.device:
             raise ValueError(
-                f"{name} must be contiguous int64 {list(shape)} on {sent.lines.device}, "
+                f"{name} must be contiguous int64 {list(shape)} on {table.lines.device}, "
                 f"got {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
             )

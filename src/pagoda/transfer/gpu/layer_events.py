@@ -1,4 +1,7 @@
-"""When layer i of a load can be used: the load tells, layer by layer; who computes waits, layer by layer."""
+"""When layer i of a load can be used: a load records events layer by layer, a thread waits layer by layer.
+
+Recorded by `copy_engine`; waited for by the LLM engine's thread.
+"""
 
 from __future__ import annotations
 
@@ -7,76 +10,76 @@ from typing import TYPE_CHECKING
 from pagoda.threads import Condition
 
 if TYPE_CHECKING:
-    from pagoda.transfer.gpu.device import Mark, Port
+    from pagoda.transfer.gpu.device import Device, DeviceEvent
 
-__all__ = ["LayerGate"]
+__all__ = ["LayerEvents"]
 
 
-class LayerGate:
-    """Which layers of one load are in place: so many `chunks` in each of `layers`. For one load.
+class LayerEvents:
+    """The events of one load: after which events each of `layers` layers of `chunks` chunks can be used. For one load.
 
-    "In place" means launched: the copy has been given to the device behind a mark, and who uses the layer lets its
-    stream wait for the marks. That the bytes are those that were asked for is known only when the load has been
-    validated; until then nothing that was computed from them may leave the engine.
+    A layer is in place when all its chunks are launched: the device has the copies, each followed by an event, and the
+    user of the layer lets its stream wait for those events. Only when the load has been validated is it known that the
+    bytes are the requested ones; until then nothing that was computed from them may leave the engine.
 
-    Thread-safe; any number of threads may wait, for the same layer too. Raises ValueError for sizes below 0 and for
-    more chunks than there are, IndexError for a layer that is not there.
+    Thread-safe; any number of threads may wait, also for the same layer. Raises ValueError for sizes below 0 and for
+    more chunks than the load has, IndexError for a layer that it does not have.
     """
 
     def __init__(self, layers: int, chunks: int) -> None:
         if layers < 1 or chunks < 0:
-            raise ValueError(f"a gate has at least 1 layer and 0 chunks, got {layers} and {chunks}")
+            raise ValueError(f"a load has at least 1 layer and 0 chunks, got {layers} and {chunks}")
         self._missing = [chunks] * layers  # chunks that were not launched yet
-        self._marks: list[list[Mark]] = [[] for _ in range(layers)]
+        self._events: list[list[DeviceEvent]] = [[] for _ in range(layers)]
         self._ended = False
-        self._told = Condition()
+        self._changed = Condition()
 
-    def passed(self, layer: int, chunks: int, mark: Mark | None) -> None:
-        """Note that so many more chunks of a layer are in place behind `mark` (None: already). Wakes who waits."""
-        with self._told:
+    def record(self, layer: int, chunks: int, event: DeviceEvent | None) -> None:
+        """Note that so many more chunks of a layer are in place after `event` (None: already). Wakes waiters."""
+        with self._changed:
             left = self._missing[self._checked(layer)] - chunks
             if chunks < 0 or left < 0:
                 raise ValueError(f"layer {layer}: {chunks} chunks more, {self._missing[layer]} are missing")
-            if mark is not None:
-                self._marks[layer].append(mark)
+            if event is not None:
+                self._events[layer].append(event)
             self._missing[layer] = left
             if not left:
-                self._told.notify_all()
+                self._changed.notify_all()
 
     def end(self) -> None:
-        """Note that the load has ended, whole or not: nobody waits any longer. Idempotent."""
-        with self._told:
+        """Note that the load has ended, complete or not: no thread waits any longer. Idempotent."""
+        with self._changed:
             self._ended = True
-            self._told.notify_all()
+            self._changed.notify_all()
 
-    def wait_layer(self, layer: int, port: Port | None = None, timeout: float = 5.0) -> bool:
-        """Block until all chunks of a layer are in place; what this thread's current stream is given then comes after.
+    def wait_layer(self, layer: int, device: Device | None = None, timeout: float = 5.0) -> bool:
+        """Block until all chunks of a layer are in place; later work of the current stream runs after it.
 
-        Without a `port` this thread itself waits until the copies are done. False: the load ended short, or `timeout`
-        seconds passed; then the layer must not be used. Costs some microseconds once the layer is there.
+        Without a `device` this thread itself waits until the copies are done. False: the load ended early, or `timeout`
+        seconds passed; then the layer must not be used. Costs some microseconds once the layer is in place.
         """
-        with self._told:
+        with self._changed:
             self._checked(layer)
-            self._told.wait_for(lambda: self._ended or not self._missing[layer], max(timeout, 0.0))
+            self._changed.wait_for(lambda: self._ended or not self._missing[layer], max(timeout, 0.0))
             if self._missing[layer]:
                 return False
-            marks = list(self._marks[layer])
-        for mark in marks:
-            if port is None:
-                mark.wait()
+            events = list(self._events[layer])
+        for event in events:
+            if device is None:
+                event.synchronize()
             else:
-                port.wait_here(mark)
+                device.current_stream_wait(event)
         return True
 
     @property
     def ended(self) -> bool:
-        """Whether the load has ended, whole or not."""
+        """Whether the load has ended, complete or not."""
         return self._ended
 
     @property
     def complete(self) -> bool:
         """Whether all chunks of all layers are in place."""
-        with self._told:
+        with self._changed:
             return not any(self._missing)
 
     def _checked(self, layer: int) -> int:

@@ -1,7 +1,9 @@
-"""The way through a ring: chunks in units that fit its segments, kernels on one lane, copies on another.
+"""The staging ring: chunks in batches that fit its segments, kernels on one stream, copies on another.
 
-ring     | segment 0 | segment 1 | ...    a kernel fills one while copies empty another, or the other way round
+ring     | segment 0 | segment 1 | ...    a kernel fills one while copies empty another, or the reverse
 bounce   | segment 0 | segment 1 | ...    the same in pinned host memory, for slots that are not registered
+
+Called by `copy_engine`; calls `device`.
 """
 
 from __future__ import annotations
@@ -15,116 +17,129 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from pagoda.transfer.base import Bytes, Ids
-from pagoda.transfer.gpu.device import Lane, Mark, Port
-from pagoda.transfer.gpu.layer_events import LayerGate
+from pagoda.transfer.gpu.device import Device, DeviceEvent, DeviceStream
+from pagoda.transfer.gpu.layer_events import LayerEvents
 from pagoda.transfer.run_table import RunTable
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Chunks", "Crossing", "Flow", "Ring", "Trip", "Unit", "address_of", "units_of"]
+__all__ = [
+    "Chunks",
+    "CopyCall",
+    "RingBatch",
+    "RingPipeline",
+    "StagingRing",
+    "Workspace",
+    "address_of",
+    "ring_batches",
+]
 
 _SEGMENTS = 4
 
 
 class Chunks(NamedTuple):
-    """Chunks of one call that go the same way. `places` are where the device sees their slots."""
+    """Chunks of one call that are copied the same way. `places` are the device's addresses of their slots."""
 
     ids: Ids
     slots: list[Bytes]
     places: Ids
 
     def picked(self, which: Ids) -> Chunks:
+        """Return some of the chunks, by their numbers."""
         return Chunks(self.ids[which], [self.slots[i] for i in which.tolist()], self.places[which])
 
 
-class Unit(NamedTuple):
-    """What one segment of the ring carries: rows [begin, end) of chunks [first, last)."""
+class RingBatch(NamedTuple):
+    """What one segment of the ring holds: rows [begin, end) of chunks [first, last)."""
 
     begin: int
     end: int
     first: int
     last: int
-    layer: int | None  # that is complete with these rows
+    layer: int | None  # the layer that is complete with these rows
 
 
-class Trip(NamedTuple):
-    """One call."""
+class CopyCall(NamedTuple):
+    """One call of the copy engine: a store or a load of chunks of one table."""
 
     table: RunTable
-    down: bool
-    after: Mark | None
-    gate: LayerGate | None
+    storing: bool  # from the device into slots
+    after: DeviceEvent | None
+    layer_events: LayerEvents | None
 
     def ranges(self) -> Iterator[tuple[int | None, int, int]]:
-        """The rows that are launched together: layer by layer if somebody waits for layers, else all."""
-        if self.gate is None:
+        """Return (layer, begin, end) of the rows to launch together: by layer if layers are waited for, else all."""
+        if self.layer_events is None:
             yield None, 0, self.table.rows
             return
         bounds = self.table.layers.tolist()
         for layer in range(len(bounds) - 1):
             yield layer, bounds[layer], bounds[layer + 1]
 
-    def passed(self, layer: int | None, chunks: int, mark: Mark) -> None:
-        if self.gate is not None and layer is not None:
-            self.gate.passed(layer, chunks, mark)
+    def record(self, layer: int | None, chunks: int, event: DeviceEvent) -> None:
+        """Note that so many chunks of a layer are launched, done at `event`."""
+        if self.layer_events is not None and layer is not None:
+            self.layer_events.record(layer, chunks, event)
 
 
-class Crossing:
-    """Two lanes and, where needed, a ring of device memory and one of pinned memory. For one call at a time."""
+class Workspace:
+    """Two streams and, on demand, a ring of device memory and a pinned bounce buffer. For one call at a time."""
 
-    def __init__(self, port: Port) -> None:
-        self._port = port
-        self._lanes: list[Lane] = []
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._streams: list[DeviceStream] = []
         self._ring: torch.Tensor | None = None
         self._most_bytes = sys.maxsize  # of a segment
         self._bounce: Bytes | None = None
 
     @property
-    def lanes(self) -> list[Lane]:
-        if not self._lanes:
-            self._lanes = self._port.lanes(2)
-        return self._lanes
+    def streams(self) -> list[DeviceStream]:
+        """The stream of kernels and the stream of copies."""
+        if not self._streams:
+            self._streams = self._device.new_streams(2)
+        return self._streams
 
-    def ring(self, staging_bytes: int, table: RunTable) -> Ring:
-        """Return a ring whose segments have room for any row of the table: of `staging_bytes` if that will do.
+    def ring(self, staging_bytes: int, table: RunTable) -> StagingRing:
+        """Return a ring whose segments have room for any row of the table: of `staging_bytes` if that is enough.
 
-        Where the device has less memory left it is smaller, from then on. Raises torch's error without any.
+        If the device has less memory left, this ring and all later ones are smaller. Raises torch's error if it has
+        too little for any.
         """
         least = int((table.ends - table.offset).max())
         segment_bytes = max(min(staging_bytes // _SEGMENTS, self._most_bytes), least)
         while self._ring is None or self._ring.nbytes < _SEGMENTS * segment_bytes:
             self._ring = None
             try:
-                self._ring = self._memory(_SEGMENTS * segment_bytes)
+                self._ring = self._allocate(_SEGMENTS * segment_bytes)
             except RuntimeError:  # torch.OutOfMemoryError is one
                 if segment_bytes == least:
                     raise
                 self._most_bytes = segment_bytes = max(segment_bytes // 4, least)
-        return Ring(self._ring.data_ptr(), segment_bytes, table)
+        return StagingRing(self._ring.data_ptr(), segment_bytes, table)
 
-    def _memory(self, nbytes: int) -> torch.Tensor:
-        """Device memory of a lane of ours: what the allocator has there nobody else's work can still be using."""
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        """Allocate device memory on our own stream: work on other streams cannot still use what torch gives there."""
         made: list[torch.Tensor] = []
-        self.lanes[0].run(lambda: made.append(self._port.memory(nbytes)))
-        self.settle()
+        self.streams[0].run(lambda: made.append(self._device.allocate(nbytes)))
+        self.synchronize()
         return made[0]
 
-    def bounce(self, nbytes: int) -> Bytes:
-        """Return pinned memory of so many bytes or more; where the machine has none to give, memory of any kind."""
+    def bounce_buffer(self, nbytes: int) -> Bytes:
+        """Return at least `nbytes` of pinned memory; pageable memory if the machine refuses to pin any."""
         if self._bounce is None or self._bounce.nbytes < nbytes:
-            pinned = self._port.host_memory(nbytes)
+            pinned = self._device.allocate_host(nbytes)
             self._bounce = np.empty(nbytes, np.uint8) if pinned is None else pinned.numpy()
         return self._bounce
 
-    def settle(self) -> None:
-        """Wait until all that was launched on the lanes is done."""
-        for lane in self._lanes:
-            lane.mark().wait()
+    def synchronize(self) -> None:
+        """Wait until all work launched on the streams is done."""
+        for stream in self._streams:
+            stream.record_event().synchronize()
 
 
-class Ring(NamedTuple):
-    """Where units lie in the segments, side by side, each chunk's rows as in a slot."""
+class StagingRing(NamedTuple):
+    """Where batches are in the segments: chunks side by side, each chunk's rows as in a slot."""
 
     address: int
     segment_bytes: int
@@ -132,108 +147,117 @@ class Ring(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of all segments."""
+        """The bytes of all segments."""
         return _SEGMENTS * self.segment_bytes
 
     def offset(self, number: int) -> int:
-        """Where unit `number` begins, in device and in bounce memory."""
+        """Return where batch `number` begins, in device memory and in the bounce buffer."""
         return number % _SEGMENTS * self.segment_bytes
 
-    def places(self, number: int, unit: Unit) -> Ids:
-        """What a kernel is told of each chunk's place."""
-        begin, end = self.table.span(unit.begin, unit.end)
-        steps: Ids = np.arange(unit.last - unit.first) * (end - begin)
+    def places(self, number: int, batch: RingBatch) -> Ids:
+        """Return the place of each chunk as a kernel needs it."""
+        begin, end = self.table.span(batch.begin, batch.end)
+        steps: Ids = np.arange(batch.last - batch.first) * (end - begin)
         return self.address + self.offset(number) - begin + steps
 
 
-class Flow:
-    """Units on their way through the ring, in order. Used by one thread, once."""
+class RingPipeline:
+    """Copies the batches of one call through the ring, in order. Used by one thread, once."""
 
     def __init__(
-        self, port: Port, trip: Trip, chunks: Chunks, ring: Ring, bounce: Bytes | None, kernels: Lane, copies: Lane
-    ) -> None:  # fmt: skip
-        self._port, self._trip, self._chunks = port, trip, chunks
+        self,
+        device: Device,
+        call: CopyCall,
+        chunks: Chunks,
+        ring: StagingRing,
+        bounce: Bytes | None,
+        kernel_stream: DeviceStream,
+        copy_stream: DeviceStream,
+    ) -> None:
+        self._device, self._call, self._chunks = device, call, chunks
         self._ring, self._bounce = ring, bounce
-        self._kernels, self._copies = kernels, copies
-        self._free: list[Mark | None] = [None] * _SEGMENTS  # from when on a segment may be written to
-        self._copied: list[Mark | None] = [None] * _SEGMENTS
-        self._landed: deque[tuple[int, Unit, Mark]] = deque()  # in the bounce buffer, not yet in slots
+        self._kernel_stream, self._copy_stream = kernel_stream, copy_stream
+        self._free: list[DeviceEvent | None] = [None] * _SEGMENTS  # after which a segment may be overwritten
+        self._copied: list[DeviceEvent | None] = [None] * _SEGMENTS
+        # In the bounce buffer, not yet in slots.
+        self._unfinished: deque[tuple[int, RingBatch, DeviceEvent]] = deque()
 
-    def down(self, number: int, unit: Unit, kernel: Callable[[], None]) -> None:
-        """Gather, then copy out."""
+    def store(self, number: int, batch: RingBatch, kernel: Callable[[], None]) -> None:
+        """Gather a batch into its segment, then copy it out."""
         at = number % _SEGMENTS
-        if len(self._landed) == _SEGMENTS:
-            self._land()
-        self._kernels.after(self._free[at])
-        self._kernels.run(kernel)
-        self._copies.after(self._kernels.mark())
-        self._copies.run(partial(self._copy, number, unit))
-        self._free[at] = mark = self._copies.mark()
+        if len(self._unfinished) == _SEGMENTS:
+            self._finish_oldest()
+        self._kernel_stream.wait_event(self._free[at])
+        self._kernel_stream.run(kernel)
+        self._copy_stream.wait_event(self._kernel_stream.record_event())
+        self._copy_stream.run(partial(self._copy, number, batch))
+        self._free[at] = event = self._copy_stream.record_event()
         if self._bounce is not None:
-            self._landed.append((number, unit, mark))
+            self._unfinished.append((number, batch, event))
 
-    def up(self, number: int, unit: Unit, kernel: Callable[[], None]) -> None:
-        """Copy in, then scatter."""
+    def load(self, number: int, batch: RingBatch, kernel: Callable[[], None]) -> None:
+        """Copy a batch into its segment, then scatter it."""
         at = number % _SEGMENTS
         if self._bounce is not None:
             if (copied := self._copied[at]) is not None:
-                copied.wait()
-            for own, slot in self._bounced(number, unit):
-                np.copyto(own, slot)
-        self._copies.after(self._free[at])
-        self._copies.run(partial(self._copy, number, unit))
-        self._copied[at] = mark = self._copies.mark()
-        self._kernels.after(mark)
-        self._kernels.run(kernel)
-        self._free[at] = mark = self._kernels.mark()
-        self._trip.passed(unit.layer, unit.last - unit.first, mark)
+                copied.synchronize()
+            for bounced, slot in self._bounced(number, batch):
+                np.copyto(bounced, slot)
+        self._copy_stream.wait_event(self._free[at])
+        self._copy_stream.run(partial(self._copy, number, batch))
+        self._copied[at] = event = self._copy_stream.record_event()
+        self._kernel_stream.wait_event(event)
+        self._kernel_stream.run(kernel)
+        self._free[at] = event = self._kernel_stream.record_event()
+        self._call.record(batch.layer, batch.last - batch.first, event)
 
     def finish(self) -> None:
-        """Bring what is still in the bounce buffer into its slots."""
-        while self._landed:
-            self._land()
+        """Copy what is still in the bounce buffer into its slots."""
+        while self._unfinished:
+            self._finish_oldest()
 
-    def _land(self) -> None:
-        number, unit, mark = self._landed.popleft()
-        mark.wait()
-        for own, slot in self._bounced(number, unit):
-            np.copyto(slot, own)
+    def _finish_oldest(self) -> None:
+        number, batch, event = self._unfinished.popleft()
+        event.synchronize()
+        for bounced, slot in self._bounced(number, batch):
+            np.copyto(slot, bounced)
 
-    def _copy(self, number: int, unit: Unit) -> None:
-        """Carry a unit across the link: at once through the bounce buffer, else a copy a chunk."""
-        begin, end = self._trip.table.span(unit.begin, unit.end)
-        size, here = end - begin, self._ring.address + self._ring.offset(number)
+    def _copy(self, number: int, batch: RingBatch) -> None:
+        """Copy a batch across the link: in one copy to or from the bounce buffer, else with one copy per chunk."""
+        begin, end = self._call.table.span(batch.begin, batch.end)
+        size, segment = end - begin, self._ring.address + self._ring.offset(number)
         if self._bounce is not None:
             at = address_of(self._bounce) + self._ring.offset(number)
-            pairs = [(here, at, (unit.last - unit.first) * size)]
+            pairs = [(segment, at, (batch.last - batch.first) * size)]
         else:
-            places = self._chunks.places[unit.first : unit.last].tolist()
-            pairs = [(here + i * size, place + begin, size) for i, place in enumerate(places)]
+            places = self._chunks.places[batch.first : batch.last].tolist()
+            pairs = [(segment + i * size, place + begin, size) for i, place in enumerate(places)]
         for device, host, nbytes in pairs:
-            to, source = (host, device) if self._trip.down else (device, host)
-            self._port.copy(to, source, nbytes, self._copies)
+            to, source = (host, device) if self._call.storing else (device, host)
+            self._device.copy(to, source, nbytes, self._copy_stream)
 
-    def _bounced(self, number: int, unit: Unit) -> Iterator[tuple[Bytes, Bytes]]:
-        """Each chunk's bytes in the bounce buffer and in its slot."""
+    def _bounced(self, number: int, batch: RingBatch) -> Iterator[tuple[Bytes, Bytes]]:
+        """Return each chunk's bytes in the bounce buffer and in its slot."""
         assert self._bounce is not None
-        begin, end = self._trip.table.span(unit.begin, unit.end)
+        begin, end = self._call.table.span(batch.begin, batch.end)
         at, size = self._ring.offset(number), end - begin
-        for slot in self._chunks.slots[unit.first : unit.last]:
+        for slot in self._chunks.slots[batch.first : batch.last]:
             yield self._bounce[at : at + size], slot[begin:end]
             at += size
 
 
-def units_of(trip: Trip, chunks: int, segment_bytes: int) -> Iterator[Unit]:
-    """Cut a trip into what fits a segment."""
-    for layer, first_row, last_row in trip.ranges():
-        for begin, end in trip.table.segments(segment_bytes, first_row, last_row):
-            low, high = trip.table.span(begin, end)
+def ring_batches(call: CopyCall, chunks: int, segment_bytes: int) -> Iterator[RingBatch]:
+    """Cut a call into batches that fit a segment."""
+    for layer, first_row, last_row in call.ranges():
+        for begin, end in call.table.segments(segment_bytes, first_row, last_row):
+            low, high = call.table.span(begin, end)
             each = max(1, segment_bytes // (high - low))
             for first in range(0, chunks, each):
                 last = min(first + each, chunks)
-                yield Unit(begin, end, first, last, layer if end == last_row else None)
+                yield RingBatch(begin, end, first, last, layer if end == last_row else None)
 
 
 def address_of(array: Bytes) -> int:
-    found: int = array.__array_interface__["data"][0]  # a tenth of what array.ctypes costs
+    """Return the address of an array's first byte."""
+    found: int = array.__array_interface__["data"][0]  # at a tenth of the cost of array.ctypes
     return found

@@ -1,0 +1,23 @@
+"""The device that is measured: CUDA's, or CPU memory with Triton's interpreter for a trial."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from pagoda.transfer.gpu.device import CpuDevice, CudaDevice, Device
+
+
+def device_maker(device: torch.device) -> Callable[[int | None], Device]:
+    """Return a factory of devices for so many programs; None: as many as a user gets who says nothing."""
+    if device.type == "cuda":
+        return lambda programs: CudaDevice(device) if programs is None else CudaDevice(device, programs)
+    return _cpu_device
+
+
+def _cpu_device(programs: int | None) -> Device:
+    from pagoda.transfer.gpu.kernels import Kernels  # Triton must have been told to interpret by now
+
+    device = torch.device("cpu")
+    return CpuDevice(Kernels(device) if programs is None else Kernels(device, programs))
