@@ -19,10 +19,9 @@ from harness import Figure, Runs, say, seconds_figure, seconds_text
 
 from pagoda import KVLayout
 from pagoda.blocks import Admitted, BlockManager
-from pagoda.blocks.ends import Ends
+from pagoda.blocks.allocator import BlockPool, Rooms
+from pagoda.blocks.completion import Ends
 from pagoda.blocks.moves import Moves
-from pagoda.blocks.pool import BlockPool
-from pagoda.blocks.rooms import Rooms
 from pagoda.blocks.tree import Tree
 
 BLOCK_TOKENS = 64

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from pagoda.blocks.allocator import BlockPool
 from pagoda.blocks.manager import BlockManager
-from pagoda.blocks.outcome import (
+from pagoda.blocks.plans import (
     Admitted,
     Copy,
     Direction,
@@ -15,7 +16,6 @@ from pagoda.blocks.outcome import (
     Settled,
     Waiting,
 )
-from pagoda.blocks.pool import BlockPool
 
 __all__ = [
     "Admitted",

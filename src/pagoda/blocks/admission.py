@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from concurrent.futures import Future
 
-from pagoda.blocks.outcome import Admitted, Match, Place, Plan, Refused, Waiting
-from pagoda.blocks.record import Record, blocks_for
-from pagoda.blocks.rooms import Rooms
-from pagoda.blocks.storeys import Storeys
+from pagoda.blocks.allocator import Rooms
+from pagoda.blocks.lower_tiers import Storeys
+from pagoda.blocks.plans import Admitted, Match, Place, Plan, Refused, Waiting
+from pagoda.blocks.request_state import Record, blocks_for
 from pagoda.blocks.tree import Node
 from pagoda.cache.hit import Hit
 from pagoda.metrics import Reason

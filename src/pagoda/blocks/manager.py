@@ -14,15 +14,12 @@ from concurrent.futures import Future
 from itertools import islice
 
 from pagoda.blocks.admission import Admission
-from pagoda.blocks.census import Census
-from pagoda.blocks.ends import Ends
+from pagoda.blocks.allocator import BlockPool, Rooms
+from pagoda.blocks.completion import Ends
+from pagoda.blocks.lower_tiers import Storeys
 from pagoda.blocks.moves import Moves, Source
-from pagoda.blocks.outcome import Admitted, Extended, Match, Place, Plan, Refused, Settled, Waiting
-from pagoda.blocks.pins import Pins
-from pagoda.blocks.pool import BlockPool
-from pagoda.blocks.record import Record, blocks_for
-from pagoda.blocks.rooms import Rooms
-from pagoda.blocks.storeys import Storeys
+from pagoda.blocks.plans import Admitted, Extended, Match, Place, Plan, Refused, Settled, Waiting
+from pagoda.blocks.request_state import Record, blocks_for
 from pagoda.blocks.tree import Node, Tree, upward
 from pagoda.cache import Cache
 from pagoda.cache.hit import Hit
@@ -482,3 +479,110 @@ def _count(name: str, number: int) -> int:
 
 def _key(node: Node | None) -> bytes | None:
     return None if node is None else node.key
+
+
+class Pins:
+    """Locks that belong to no request. Not thread-safe.
+
+    A prefix is pinned by its keys, and unpinned by its names: keys under a root that new weights leave as it is.
+    """
+
+    def __init__(self, rooms: Rooms) -> None:
+        self._rooms = rooms
+        self._by_name: dict[bytes, list[Node]] = {}  # the last node of each pinned prefix, once a pin
+
+    def nodes(self) -> list[Node]:
+        """The last node of each pinned prefix."""
+        return [node for nodes in self._by_name.values() for node in nodes]
+
+    def pin(self, keys: Sequence[bytes], names: Sequence[bytes]) -> int:
+        """Keep the leading keys that are on the device there; returns how many."""
+        path = self._rooms.tree.path(keys)
+        self._rooms.call_back(path)
+        while path and path[-1].place is not Place.DEVICE:
+            path.pop()
+        if path:
+            self._rooms.tree.lock(path[-1])
+            self._by_name.setdefault(names[len(path) - 1], []).append(path[-1])
+        return len(path)
+
+    def unpin(self, names: Sequence[bytes]) -> int:
+        """End the longest pin on a prefix of `names`; returns its length. ValueError if there is none."""
+        name = next((name for name in reversed(names) if name in self._by_name), None)
+        if name is None:
+            raise ValueError("no prefix of these tokens is pinned")
+        node = self._by_name[name].pop()
+        if not self._by_name[name]:
+            del self._by_name[name]
+        self._rooms.unlock(node, self._rooms.tree.now())
+        return node.position + 1
+
+    def clear(self) -> None:
+        """End all pins."""
+        for node in self.nodes():
+            self._rooms.unlock(node)
+        self._by_name.clear()
+
+
+class Census:
+    """Counts blocks and locks; changes nothing. Not thread-safe."""
+
+    def __init__(self, rooms: Rooms, records: dict[str, Record]) -> None:
+        self._pool = rooms.pool
+        self._tree = rooms.tree
+        self._moves = rooms.moves
+        self._records = records
+
+    def gauges(self) -> dict[str, int]:
+        """Blocks by what they are: nothing, in the tree, a request's alone, moving; and how many could be evicted."""
+        orphans = sum(move.size for move in self._moves.ups() if move.void)
+        own = sum(len(record.own) for record in self._records.values())
+        return {
+            "total": self._pool.total,
+            "free": self._pool.free,
+            "cached": self._tree.devices,
+            "in_use": own + self._tree.detached,
+            "in_flight": self._tree.leaving + self._tree.coming + orphans,
+            "evictable": self._tree.evictable,
+        }
+
+    def check(self, pinned: Sequence[Node]) -> None:
+        """Raise AssertionError unless each block is in one place, each lock has its owner and all counts agree."""
+        self._pool.check()
+        self._tree.check()
+        gauges = self.gauges()
+        parts = {name: gauges[name] for name in ("free", "cached", "in_use", "in_flight")}
+        assert sum(parts.values()) == self._pool.total, f"{parts} do not add up to {self._pool.total}"
+        blocks = self._blocks()
+        assert len(set(blocks)) == len(blocks), f"a block is in two places: {sorted(blocks)}"
+        assert not any(map(self._pool.is_free, blocks)), f"a block is in use and free: {sorted(blocks)}"
+        leaving = sum(len(move.leaving()) for move in self._moves.downs())
+        assert leaving == self._tree.leaving, f"{self._tree.leaving} leaving counted, {leaving} found"
+        self._check_locks(pinned)
+        for record in self._records.values():
+            shared = [node.block for node in upward(record.tip)][::-1]
+            assert len(shared) == record.entered, f"{record.entered} blocks entered, a path of {len(shared)}"
+
+    def _check_locks(self, pinned: Sequence[Node]) -> None:
+        """A node is locked by the requests, moves and pins whose paths end there, and once by each locked child."""
+        ends = [record.tip for record in self._records.values()]
+        ends += self._moves.ends()
+        owners: dict[int, int] = {}
+        for end in (*ends, *pinned):
+            for node in upward(end):
+                owners[id(node)] = owners.get(id(node), 0) + 1
+                if owners[id(node)] > 1:
+                    break
+        for node in self._tree.nodes.values():
+            wanted = owners.get(id(node), 0)
+            assert node.locks == wanted, f"block {node.block} has {node.locks} locks, {wanted} owners"
+
+    def _blocks(self) -> list[int]:
+        """Every block that is not free."""
+        blocks = [block for record in self._records.values() for block in record.own]
+        blocks += [node.block for node in self._tree.nodes.values() if node.place is not Place.TO_HOST]
+        blocks += [node.block for move in self._moves.downs() for node in move.leaving()]
+        blocks += [node.block for move in self._moves.ups() if move.void for node in move.nodes]
+        paths = (upward(record.tip) for record in self._records.values())
+        detached = {id(node): node.block for path in paths for node in path if node.detached}
+        return blocks + list(detached.values())

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.blocks.outcome import Copy, Direction, Place, Plan
-from pagoda.blocks.record import Record
+from pagoda.blocks.plans import Copy, Direction, Place, Plan
+from pagoda.blocks.request_state import Record
 from pagoda.blocks.tree import Node
 from pagoda.cache import below
 from pagoda.cache.slots import HostSlots

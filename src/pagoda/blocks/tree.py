@@ -20,7 +20,7 @@ import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 
-from pagoda.blocks.outcome import Place
+from pagoda.blocks.plans import Place
 
 __all__ = ["Node", "Tree", "upward"]
 

@@ -9,8 +9,8 @@ from concurrent.futures import Future
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.blocks.outcome import Place
-from pagoda.blocks.record import Record
+from pagoda.blocks.plans import Place
+from pagoda.blocks.request_state import Record
 from pagoda.cache import Cache
 from pagoda.cache.hit import Hit
 from pagoda.keys import Namespace

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from pagoda.blocks.allocator import Rooms
 from pagoda.blocks.moves import Down, Up
-from pagoda.blocks.outcome import Settled
-from pagoda.blocks.record import Record
-from pagoda.blocks.rooms import Rooms
+from pagoda.blocks.plans import Settled
+from pagoda.blocks.request_state import Record
 from pagoda.blocks.tree import Node
 
 __all__ = ["Ends"]
