@@ -18,9 +18,9 @@ from limits_wire import SocketPair, cpu_seconds
 from pagoda.codec import HEADER_BYTES
 from pagoda.layout import KVLayout
 from pagoda.tiers import Chunk
-from pagoda.tiers.link import Link, Put, Remote
-from pagoda.tiers.remote import RemoteTier
-from pagoda.tiers.sockets import IDLE_SECONDS
+from pagoda.tiers.remote.remote_tier import RemoteTier
+from pagoda.tiers.remote.sockets import IDLE_SECONDS
+from pagoda.tiers.remote.store_client import Link, Put, Remote
 
 CONNECTIONS = 4  # of a tier, as configured by default
 PATIENCE_SECONDS = 60.0

@@ -28,8 +28,8 @@ from limits_wire import receive, send_all
 from pagoda import Cache, Config, KVLayout, Namespace
 from pagoda.connectors.transformers import CachedModel, layout_of, namespace_of
 from pagoda.tiers import HostTier
-from pagoda.tiers.redis import RedisRemote
-from pagoda.tiers.remote import RemoteTier
+from pagoda.tiers.remote.redis import RedisRemote
+from pagoda.tiers.remote.remote_tier import RemoteTier
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -27,7 +27,7 @@ from remote_ground import (
     tier_side,
 )
 
-from pagoda.tiers.redis import RedisRemote
+from pagoda.tiers.remote.redis import RedisRemote
 from tests.remote.servers import Server, lacking, redis_server
 
 HIREDIS = importlib.util.find_spec("hiredis") is not None

@@ -19,8 +19,8 @@ from remote_ground import PATIENCE_SECONDS
 
 from pagoda import Cache, Config, KVLayout
 from pagoda.tiers import HostTier, Tier
-from pagoda.tiers.redis import RedisRemote
-from pagoda.tiers.remote import RemoteTier
+from pagoda.tiers.remote.redis import RedisRemote
+from pagoda.tiers.remote.remote_tier import RemoteTier
 from pagoda.transfer import BlockKV
 from tests.remote.servers import lacking, redis_server
 

@@ -15,7 +15,7 @@ import pytest
 from pagoda.cache import Cache
 from pagoda.cache.staging import Staging
 from pagoda.dropped import settle
-from pagoda.tiers.threads import IoThreads
+from pagoda.tiers.worker_pool import IoThreads
 from tests.cache.kit import CHUNK, blank, cache_at, kv_of, prompt, served, stored
 from tests.interrupts import Interrupted, interrupts
 from tests.ledger.support import others_get_in

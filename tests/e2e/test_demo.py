@@ -16,7 +16,7 @@ from pagoda.cli import UsageError, demo
 from pagoda.cli.demo_process import Size
 from pagoda.cli.demo_run import run_demo
 from pagoda.cli.demo_text import ByteTokenizer, documents
-from pagoda.tiers import register
+from pagoda.tiers import tier_registry
 from tests.e2e.tiny import llama
 
 SMALL = Size(
@@ -54,7 +54,7 @@ def test_three_processes_one_text(
 ) -> None:
     steps: list[tuple[str, str]] = []
     shown = run_demo(SMALL, None, shm_root, tmp_path, lambda *step: steps.append(step))
-    assert register.entries() == [] and not list(register_of_tiers.rglob("*.json"))
+    assert tier_registry.entries() == [] and not list(register_of_tiers.rglob("*.json"))
     told = shown.as_json()
     assert told.keys() >= KEYS
     assert told["identical"] is True

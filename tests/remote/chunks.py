@@ -17,8 +17,8 @@ from pagoda.layout import KVLayout
 from pagoda.metrics import Reason
 from pagoda.slab import aligned
 from pagoda.tiers import Bytes, Chunk, Done
-from pagoda.tiers.link import Remote, Walk
-from pagoda.tiers.remote import RemoteTier
+from pagoda.tiers.remote.remote_tier import RemoteTier
+from pagoda.tiers.remote.store_client import Remote, Walk
 
 SMALL = KVLayout.opaque(4, 10_000, "a chunk of one piece that does not fill its last page")
 LARGE = KVLayout.opaque(4, (5 << 19) + 4096, "a chunk of three pieces")

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import pytest
 
 from pagoda.codec import HEADER_BYTES
-from pagoda.tiers.link import Put, Refused
-from pagoda.tiers.objects import ObjectsLink, ObjectsRemote
+from pagoda.tiers.remote.objects import ObjectsLink, ObjectsRemote
+from pagoda.tiers.remote.store_client import Put, Refused
 from tests.remote.evil import Lie, LyingHttp
 from tests.remote.servers import BUCKET, Server, moto_s3, nginx_dav
 

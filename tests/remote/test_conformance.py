@@ -15,10 +15,10 @@ from pagoda.slab import aligned
 from pagoda.testing import TierConformance
 from pagoda.testing.tier import ONE, keys_of
 from pagoda.tiers.base import Bytes, Tier
-from pagoda.tiers.link import Remote
-from pagoda.tiers.objects import ObjectsRemote
-from pagoda.tiers.redis import RedisRemote
-from pagoda.tiers.remote import RemoteTier
+from pagoda.tiers.remote.objects import ObjectsRemote
+from pagoda.tiers.remote.redis import RedisRemote
+from pagoda.tiers.remote.remote_tier import RemoteTier
+from pagoda.tiers.remote.store_client import Remote
 from tests.remote.chunks import PATIENT_SECONDS, fresh_prefix
 from tests.remote.servers import BUCKET, Server, moto_s3, nginx_dav, redis_server
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from pagoda.metrics import Reason
-from pagoda.tiers.buckets import is_straight
-from pagoda.tiers.link import Put, Refused
-from pagoda.tiers.objects import ObjectsLink, ObjectsRemote
+from pagoda.tiers.remote.objects import ObjectsLink, ObjectsRemote
+from pagoda.tiers.remote.obstore_client import is_straight
+from pagoda.tiers.remote.store_client import Put, Refused
 from tests.remote.chunks import walk
 from tests.remote.evil import LyingHttp, growth
 from tests.remote.evil import http as answer

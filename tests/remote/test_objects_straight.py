@@ -11,9 +11,9 @@ from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 
-from pagoda.tiers import s3, wire
-from pagoda.tiers.link import Put, Refused, Unended, Walk
-from pagoda.tiers.objects import ObjectsLink, ObjectsRemote
+from pagoda.tiers.remote import http, s3_requests
+from pagoda.tiers.remote.objects import ObjectsLink, ObjectsRemote
+from pagoda.tiers.remote.store_client import Put, Refused, Unended, Walk
 from tests.remote.chunks import fresh_prefix, keys_of, load, saved, tier_on, walk
 from tests.remote.evil import Lie, LyingHttp
 from tests.remote.evil import http as answer
@@ -83,7 +83,7 @@ def test_a_look_up_asks_for_sixteen_at_once_and_leaves_no_answer_behind() -> Non
 
 
 def test_an_idle_connection_that_was_forgotten_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "IDLE_SECONDS", 0.5)
+    monkeypatch.setattr(http, "IDLE_SECONDS", 0.5)
     with nginx_dav() as server, proxy_to(server.port) as proxy:
         remote = ObjectsRemote(f"http://127.0.0.1:{proxy.port}/", prefix=fresh_prefix())
         chain = keys_of(4)
@@ -106,10 +106,10 @@ def test_what_we_sign_is_what_obstore_signs(more: dict[str, str]) -> None:
     given = {"region": "us-east-1", "access_key_id": "A", "secret_access_key": "S/+x"} | more
     store = obstore.store.S3Store("bucket", config=given)
     signed = urlsplit(obstore.sign(store, "GET", "", timedelta(minutes=5)))
-    same = s3.target_of("GET", signed, "S/+x", {})
+    same = s3_requests.target_of("GET", signed, "S/+x", {})
     assert same is not None
     assert dict(parse_qsl(urlsplit(same).query)) == dict(parse_qsl(signed.query))
-    assert s3.target_of("GET", signed, "another", {}) is None
+    assert s3_requests.target_of("GET", signed, "another", {}) is None
 
 
 def page(names: list[str], token: str | None) -> bytes:
@@ -184,7 +184,7 @@ def test_pages_of_a_true_bucket() -> None:
         ):
             for key in keys(40):
                 assert put(link, key, noise(1)) is Put.STORED
-            original, s3._NAMES = s3._NAMES, 7
+            original, s3_requests._NAMES = s3_requests._NAMES, 7
             try:
                 assert link.census(walk(ENOUGH_SECONDS)) == {NAMESPACE: 40}
                 thread = threading.Thread(target=lambda: other.clear(None, walk(ENOUGH_SECONDS)))
@@ -192,5 +192,5 @@ def test_pages_of_a_true_bucket() -> None:
                 link.clear(None, walk(ENOUGH_SECONDS))
                 thread.join(ENOUGH_SECONDS)
             finally:
-                s3._NAMES = original
+                s3_requests._NAMES = original
             assert link.census(walk(ENOUGH_SECONDS)) == {}

@@ -14,8 +14,8 @@ import pytest
 
 from pagoda.codec import HEADER_BYTES
 from pagoda.metrics import Reason
-from pagoda.tiers.link import Put, Refused
-from pagoda.tiers.objects import ObjectsLink, ObjectsRemote
+from pagoda.tiers.remote.objects import ObjectsLink, ObjectsRemote
+from pagoda.tiers.remote.store_client import Put, Refused
 from tests.remote.chunks import walk
 from tests.remote.evil import Lie, dripping, endless, growth
 from tests.remote.evil import http as answer

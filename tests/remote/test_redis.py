@@ -14,8 +14,8 @@ from pagoda.codec import HEADER_BYTES
 from pagoda.errors import ConfigError
 from pagoda.metrics import Reason
 from pagoda.tiers.base import Bytes
-from pagoda.tiers.link import Put, Refused
-from pagoda.tiers.redis import PIECE_BYTES, RedisLink, RedisRemote
+from pagoda.tiers.remote.redis import PIECE_BYTES, RedisLink, RedisRemote
+from pagoda.tiers.remote.store_client import Put, Refused
 from tests.remote.chunks import walk
 from tests.remote.servers import Server, need, redis_server
 

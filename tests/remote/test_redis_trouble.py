@@ -19,8 +19,8 @@ import pytest
 from pagoda.codec import HEADER_BYTES
 from pagoda.metrics import Reason
 from pagoda.tiers.base import Bytes
-from pagoda.tiers.link import Put, Refused, Unended, Usage, Walk
-from pagoda.tiers.redis import PIECE_BYTES, RedisLink, RedisRemote
+from pagoda.tiers.remote.redis import PIECE_BYTES, RedisLink, RedisRemote
+from pagoda.tiers.remote.store_client import Put, Refused, Unended, Usage, Walk
 from tests.remote.chunks import walk
 from tests.remote.servers import authority, free_port, need, redis_server
 

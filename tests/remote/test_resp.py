@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pagoda.tiers.resp import NUMBER, Answer, Denial, Shape, Wire, command, command_with
+from pagoda.tiers.remote.resp import NUMBER, Answer, Denial, Shape, Wire, command, command_with
 from tests.remote.servers import authority
 
 MIB = 1 << 20

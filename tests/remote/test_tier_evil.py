@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pagoda.errors import StoreError
-from pagoda.tiers.redis import PIECE_BYTES, RedisRemote
+from pagoda.tiers.remote.redis import PIECE_BYTES, RedisRemote
 from tests.remote.chunks import (
     LARGE,
     LATE_SECONDS,

@@ -15,8 +15,8 @@ import pytest
 from pagoda.codec import HEADER_BYTES
 from pagoda.errors import StoreError
 from pagoda.metrics import Reason
-from pagoda.tiers import remote
-from pagoda.tiers.objects import ObjectsRemote
+from pagoda.tiers.remote import remote_tier
+from pagoda.tiers.remote.objects import ObjectsRemote
 from tests.cache.kit import SPAWN, run_all
 from tests.remote.chunks import (
     LARGE,
@@ -186,7 +186,7 @@ WALKS = ["huge", "chunks without end", "trouble without end", "silence"]
 
 
 def _walk(port: int, peak: Connection) -> None:
-    remote._STEP_SECONDS = 1.0
+    remote_tier._STEP_SECONDS = 1.0
     with growth() as memory:
         with tier_on(on(port)) as tier, soon(LATE_SECONDS), contextlib.suppress(StoreError):
             tier.clear()
@@ -219,7 +219,7 @@ def test_a_server_that_says_without_being_asked(words: Callable[[], Lie]) -> Non
 ROOT = Path(__file__).parents[2]
 QUIETLY = """
 import gc, logging, sys, time
-from pagoda.tiers.objects import ObjectsRemote
+from pagoda.tiers.remote.objects import ObjectsRemote
 from tests.remote.chunks import keys_of, tier_on
 
 logging.getLogger("pagoda").setLevel(logging.ERROR)

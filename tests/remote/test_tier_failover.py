@@ -11,10 +11,10 @@ import pytest
 from pagoda.layout import KVLayout
 from pagoda.metrics import Reason
 from pagoda.testing import FakeClock
-from pagoda.tiers import remote, resp
-from pagoda.tiers.link import Put
-from pagoda.tiers.redis import RedisRemote
-from pagoda.tiers.remote_store import Line
+from pagoda.tiers.remote import remote_tier, resp
+from pagoda.tiers.remote.redis import RedisRemote
+from pagoda.tiers.remote.remote_worker import Line
+from pagoda.tiers.remote.store_client import Put
 from tests.remote.chunks import (
     PATIENT_SECONDS,
     ROOT,
@@ -245,7 +245,7 @@ def test_a_walk_of_the_tier_has_one_deadline(server: Server, monkeypatch: pytest
 
     liar = LyingRedis(server.port)
     liar.lies[b"SCAN"] = lambda _: [b"*2\r\n$1\r\n7\r\n*0\r\n"]
-    monkeypatch.setattr(remote, "_WALK_SECONDS", 0.5)
+    monkeypatch.setattr(remote_tier, "_WALK_SECONDS", 0.5)
     try:
         with tier_on(RedisRemote(f"redis://127.0.0.1:{liar.port}")) as tier:
             for call in (tier.clear, tier.census):

@@ -12,7 +12,7 @@ import redis as client
 from pagoda.metrics import Reason
 from pagoda.slab import aligned
 from pagoda.tiers import Done
-from pagoda.tiers.redis import RedisRemote
+from pagoda.tiers.remote.redis import RedisRemote
 from tests.remote.chunks import (
     DEADLINE_SECONDS,
     LARGE,

@@ -15,7 +15,7 @@ import zstandard
 from pagoda.codec import Header, parse, seal
 from pagoda.codec import header as header_module
 from pagoda.metrics import Reason
-from pagoda.tiers.redis import PIECE_BYTES, RedisRemote
+from pagoda.tiers.remote.redis import PIECE_BYTES, RedisRemote
 from tests.remote.chunks import (
     LARGE,
     OTHER,

@@ -10,7 +10,7 @@ import redis as client
 
 from pagoda.clock import Clock
 from pagoda.metrics import Reason
-from pagoda.tiers.redis import RedisRemote
+from pagoda.tiers.remote.redis import RedisRemote
 from tests.remote.chunks import (
     LARGE,
     LATE_SECONDS,

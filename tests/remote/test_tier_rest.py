@@ -14,8 +14,8 @@ import pytest
 from pagoda.cache import Cache
 from pagoda.metrics import Reason
 from pagoda.tiers import HostTier
-from pagoda.tiers.redis import RedisRemote
-from pagoda.tiers.remote import RemoteTier
+from pagoda.tiers.remote.redis import RedisRemote
+from pagoda.tiers.remote.remote_tier import RemoteTier
 from tests.cache.kit import LAYOUT, NAMESPACE, PATIENT_SECONDS, blank, config_of, prompt, served, stored
 from tests.remote.chunks import fresh_prefix, wait_until
 from tests.remote.proxy import STALLED, Proxy, proxy_to

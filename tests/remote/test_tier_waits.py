@@ -14,9 +14,9 @@ from pagoda.layout import KVLayout
 from pagoda.metrics import Reason
 from pagoda.slab import aligned
 from pagoda.testing import FakeClock
-from pagoda.tiers.link import Link, Remote
-from pagoda.tiers.objects import ObjectsRemote
-from pagoda.tiers.redis import RedisRemote
+from pagoda.tiers.remote.objects import ObjectsRemote
+from pagoda.tiers.remote.redis import RedisRemote
+from pagoda.tiers.remote.store_client import Link, Remote
 from tests.remote.chunks import (
     PATIENT_SECONDS,
     ROOT,

@@ -15,8 +15,8 @@ from pagoda.config.sizes import AUTO, auto_bytes, format_size
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.ledger import Ledger
-from pagoda.tiers import DiskTier, HostTier, Tier, register
-from pagoda.tiers.remote import RemoteTier
+from pagoda.tiers import DiskTier, HostTier, Tier, tier_registry
+from pagoda.tiers.remote.remote_tier import RemoteTier
 
 log = logging.getLogger("pagoda.cache")
 
@@ -162,7 +162,7 @@ def _host_bytes(config: Config, layout: KVLayout) -> int:
 
 def open_remote(spec: RemoteSpec, layout: KVLayout, clock: Clock | None = None) -> RemoteTier:
     """The remote tier that a configured URL describes; connects to nothing yet. Raises ConfigError."""
-    register.note("remote", spec.redacted)
+    tier_registry.note("remote", spec.redacted)
     return RemoteTier(
         layout,
         spec.engine(),

@@ -16,7 +16,7 @@ from pagoda.errors import StoreError
 from pagoda.keys import Namespace
 from pagoda.ledger import Ledger
 from pagoda.metrics import Reason
-from pagoda.tiers.remote import RemoteTier
+from pagoda.tiers.remote.remote_tier import RemoteTier
 
 __all__ = ["Answer", "Why"]
 

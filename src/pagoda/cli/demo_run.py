@@ -19,7 +19,7 @@ from types import FrameType
 
 from pagoda.cli import FailedError, UsageError
 from pagoda.cli.demo_process import Answer, Outcome, Size, Task
-from pagoda.tiers import register
+from pagoda.tiers import tier_registry
 
 __all__ = ["Shown", "run_demo"]
 
@@ -137,7 +137,7 @@ def _own_directory(parent: Path, tier: str) -> Iterator[Path]:
         yield made / tier
     finally:
         shutil.rmtree(made, ignore_errors=True)
-        register.forget(os.path.realpath(made / tier))
+        tier_registry.forget(os.path.realpath(made / tier))
 
 
 def _run(task: Task, step: Callable[[str], None]) -> Outcome:

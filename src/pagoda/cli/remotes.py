@@ -15,7 +15,7 @@ from pagoda.cli.stores import configured
 
 if TYPE_CHECKING:
     from pagoda.config import RemoteSpec
-    from pagoda.tiers.link import Link, Usage, Walk
+    from pagoda.tiers.remote.store_client import Link, Usage, Walk
 
 _T = TypeVar("_T")
 NO_SECRET = (
@@ -64,10 +64,10 @@ def all_remotes(
         return (), ()
     from pagoda.config.remotes import parse
     from pagoda.errors import ConfigError
-    from pagoda.tiers import register
+    from pagoda.tiers import tier_registry
 
     specs = {spec.redacted: spec for spec in configured(config_file).remotes()}
-    for entry in register.entries():
+    for entry in tier_registry.entries():
         if entry.tier == "remote":
             with suppress(ConfigError):  # of another version
                 specs.setdefault(entry.place, parse(entry.place))
@@ -108,7 +108,7 @@ def patience(spec: RemoteSpec) -> float:
 
 
 def _walk(spec: RemoteSpec) -> Walk:
-    from pagoda.tiers.link import Walk
+    from pagoda.tiers.remote.store_client import Walk
 
     return Walk(patience(spec), WALK_SECONDS)
 
@@ -116,7 +116,7 @@ def _walk(spec: RemoteSpec) -> Walk:
 def ask(spec: RemoteSpec, question: Callable[[Link], _T]) -> _T:
     """Return the answer of a remote tier. Raises Unanswered."""
     from pagoda.errors import PagodaError
-    from pagoda.tiers.link import Refused, Unended
+    from pagoda.tiers.remote.store_client import Refused, Unended
 
     try:
         link = spec.engine().link(time.monotonic() + patience(spec))

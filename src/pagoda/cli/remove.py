@@ -59,9 +59,9 @@ def remove(
 
 def _forget_remote(url: str) -> int:
     from pagoda.config.remotes import redacted
-    from pagoda.tiers import register
+    from pagoda.tiers import tier_registry
 
-    if not register.forget(redacted(url)):
+    if not tier_registry.forget(redacted(url)):
         raise UsageError(f"{redacted(url)}: no such remote tier in the register (pagoda stats lists them)")
     show.note(f"{redacted(url)} is forgotten here; what it holds stays (pagoda clear removes that)")
     return 0
@@ -102,7 +102,7 @@ def _remove(stores: list[Found]) -> tuple[list[Found], dict[str, str]]:
     """Remove every store, going on past one that stays; return what went, and why the others did not."""
     from pagoda.errors import StoreError
     from pagoda.ledger.store import remove_store, stores_in
-    from pagoda.tiers import register
+    from pagoda.tiers import tier_registry
 
     gone: list[Found] = []
     broken: dict[str, str] = {}
@@ -111,7 +111,7 @@ def _remove(stores: list[Found]) -> tuple[list[Found], dict[str, str]]:
         try:
             gone.append(store._replace(bytes=remove_store(directory)))
             if not stores_in(directory.parent):
-                register.forget(str(directory.parent.resolve()))
+                tier_registry.forget(str(directory.parent.resolve()))
         except (StoreError, OSError) as trouble:
             broken[store.directory] = str(trouble)
     return gone, broken

@@ -14,7 +14,7 @@ from pagoda.config.suggest import did_you_mean
 from pagoda.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pagoda.tiers.link import Remote
+    from pagoda.tiers.remote.store_client import Remote
 
 __all__ = ["RemoteSpec", "parse", "redacted", "split", "tuple_of"]
 
@@ -109,7 +109,7 @@ class RemoteSpec:
             ConfigError: the password cannot be read, or the engine refuses the URL.
             StoreError: the engine's library is missing.
         """
-        from pagoda.tiers.open import remote_of
+        from pagoda.tiers.remote.urls import remote_of
 
         return remote_of(
             self.kind,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pagoda.tiers.base import Bytes, Chunk, Done, Tier
-from pagoda.tiers.local import DiskTier, HostTier
+from pagoda.tiers.disk import DiskTier
+from pagoda.tiers.host import HostTier
 
 __all__ = ["Bytes", "Chunk", "DiskTier", "Done", "HostTier", "Tier"]

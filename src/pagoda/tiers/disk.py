@@ -19,13 +19,13 @@ from pagoda.ledger import Ledger, StoreSpec
 from pagoda.metrics import Reason
 from pagoda.slab import FileSlab
 from pagoda.threads import NO_THREAD
-from pagoda.tiers import register
+from pagoda.tiers import tier_registry
 from pagoda.tiers.base import Bytes, Chunk, Done, check_sizes, ended, within
 from pagoda.tiers.breaker import Breaker
-from pagoda.tiers.device import Device, Slab
 from pagoda.tiers.disk_crew import DiskCrew
-from pagoda.tiers.queue import Read, Write
-from pagoda.tiers.queued import Queued
+from pagoda.tiers.disk_io import Device, Slab
+from pagoda.tiers.io_queue import Read, Write
+from pagoda.tiers.queued_tier import Queued
 from pagoda.tiers.writer import Judged, Writer
 
 _ADMITTED_AT_ONCE = 64
@@ -131,7 +131,7 @@ class DiskTier(Queued):
         except BaseException:
             ledger.close()
             raise
-        register.note("disk", path, sum(map(len, ledger.backed())) * stride if made else 0)
+        tier_registry.note("disk", path, sum(map(len, ledger.backed())) * stride if made else 0)
         return cls(
             layout,
             ledger,

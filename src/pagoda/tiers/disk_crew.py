@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 from pagoda.metrics import Reason
 from pagoda.threads import Event
-from pagoda.tiers.device import Device, Scratch
-from pagoda.tiers.queue import IoQueue, Read, Write
+from pagoda.tiers.disk_io import Device, Scratch
+from pagoda.tiers.disk_scan import scan
+from pagoda.tiers.io_queue import IoQueue, Read, Write
 from pagoda.tiers.reader import Reader
-from pagoda.tiers.scan import scan
 from pagoda.tiers.writer import Writer
 
 

@@ -25,9 +25,9 @@ from pagoda.ledger.state import FORMAT
 from pagoda.metrics import Reason
 from pagoda.slab import MemorySlab
 from pagoda.threads import Condition
-from pagoda.tiers import register
+from pagoda.tiers import tier_registry
 from pagoda.tiers.base import Bytes, Chunk, Done, check_sizes, ended, follows, runs, within
-from pagoda.tiers.copies import Copies
+from pagoda.tiers.blocking import Copies
 
 
 class HostTier(Copies):
@@ -102,7 +102,9 @@ class HostTier(Copies):
             ledger.close()
             raise
         if shared:
-            register.note("host", path, sum(map(len, ledger.backed())) * layout.slot_bytes if made else 0)
+            tier_registry.note(
+                "host", path, sum(map(len, ledger.backed())) * layout.slot_bytes if made else 0
+            )
         if populate:
             slab.populate(background=True, backed=ledger.backed())
         return cls(layout, ledger, slab, deadline_seconds=deadline_seconds)

@@ -7,8 +7,8 @@ import numpy as np
 from pagoda import codec
 from pagoda.metrics import Reason
 from pagoda.tiers.base import Done
-from pagoda.tiers.device import Device, Scratch
-from pagoda.tiers.queue import IoQueue, Read
+from pagoda.tiers.disk_io import Device, Scratch
+from pagoda.tiers.io_queue import IoQueue, Read
 
 
 class Reader:

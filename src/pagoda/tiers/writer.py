@@ -14,8 +14,8 @@ from pagoda.ledger import Busy, Present, Reserved
 from pagoda.metrics import Reason
 from pagoda.threads import Condition
 from pagoda.tiers.base import Bytes, Done, follows, runs
-from pagoda.tiers.device import Device, Scratch
-from pagoda.tiers.queue import IoQueue, Write
+from pagoda.tiers.disk_io import Device, Scratch
+from pagoda.tiers.io_queue import IoQueue, Write
 
 BATCH_CHUNKS = 16
 BATCH_BYTES = 64 << 20  # a batch holds its payloads and its slots until the last of it is written

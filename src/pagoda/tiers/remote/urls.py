@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import quote, urlsplit, urlunsplit
 
 from pagoda.errors import ConfigError, StoreError
-from pagoda.tiers.link import Remote
+from pagoda.tiers.remote.store_client import Remote
 
 __all__ = ["remote_of"]
 
@@ -43,10 +43,10 @@ def remote_of(
         url = _with_password(url, _password_in(password_file))
     try:
         if kind == "redis":
-            from pagoda.tiers.redis import RedisRemote
+            from pagoda.tiers.remote.redis import RedisRemote
 
             return RedisRemote(url, prefix=prefix, ttl_seconds=ttl_seconds, name=name)
-        from pagoda.tiers.objects import ObjectsRemote
+        from pagoda.tiers.remote.objects import ObjectsRemote
 
         return ObjectsRemote(url, prefix=prefix, name=name, options=options)
     except ModuleNotFoundError as missing:

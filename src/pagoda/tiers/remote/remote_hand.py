@@ -12,9 +12,9 @@ from pagoda.errors import ConfigError
 from pagoda.metrics import Reason
 from pagoda.slab import aligned
 from pagoda.tiers.base import Bytes, Done
-from pagoda.tiers.link import Link, Put, Refused
-from pagoda.tiers.queue import IoQueue, Read, Write
-from pagoda.tiers.remote_store import Line, RemoteStore
+from pagoda.tiers.io_queue import IoQueue, Read, Write
+from pagoda.tiers.remote.remote_worker import Line, RemoteStore
+from pagoda.tiers.remote.store_client import Link, Put, Refused
 
 STORE_ID = b"pagoda/remote/1\0"  # of the headers, where a store of one machine has its own
 

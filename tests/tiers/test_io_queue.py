@@ -1,4 +1,4 @@
-"""pagoda.tiers.queue"""
+"""pagoda.tiers.io_queue"""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 
 from pagoda.metrics import Reason
 from pagoda.tiers.base import Done
-from pagoda.tiers.queue import IoQueue, Read, Write
+from pagoda.tiers.io_queue import IoQueue, Read, Write
 from tests.tiers.tools import LAYOUT, ROOT, chunks_of, is_right, keys_of, payload_of, room
 
 KEYS = keys_of(8)

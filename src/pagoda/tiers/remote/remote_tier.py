@@ -14,11 +14,11 @@ from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.metrics import Reason
 from pagoda.tiers.base import Bytes, Chunk, Done, check_sizes, ended, within
-from pagoda.tiers.link import Link, Refused, Remote, Usage, Walk
-from pagoda.tiers.queue import Read, Write
-from pagoda.tiers.queued import Queued
-from pagoda.tiers.remote_crew import RemoteCrew
-from pagoda.tiers.remote_store import RemoteStore
+from pagoda.tiers.io_queue import Read, Write
+from pagoda.tiers.queued_tier import Queued
+from pagoda.tiers.remote.remote_crew import RemoteCrew
+from pagoda.tiers.remote.remote_worker import RemoteStore
+from pagoda.tiers.remote.store_client import Link, Refused, Remote, Usage, Walk
 
 _MOST_KEYS = 1024  # in one question
 _STEP_SECONDS, _WALK_SECONDS = (

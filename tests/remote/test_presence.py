@@ -1,12 +1,12 @@
-"""pagoda.tiers.memo"""
+"""pagoda.tiers.remote.presence"""
 
 from __future__ import annotations
 
 import pytest
 
 from pagoda.testing import FakeClock
-from pagoda.tiers import memo
-from pagoda.tiers.memo import Memo
+from pagoda.tiers.remote import presence
+from pagoda.tiers.remote.presence import Memo
 
 NS = b"a namespace"
 
@@ -33,7 +33,7 @@ def test_the_latest_word_stands() -> None:
 
 
 def test_the_oldest_go_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memo, "_MOST_KEYS", 8)  # each has two names: under its namespace, and under any
+    monkeypatch.setattr(presence, "_MOST_KEYS", 8)  # each has two names: under its namespace, and under any
     known = Memo(FakeClock())
     known.note(NS, [b"%d" % n for n in range(5)], True)
     known.note(NS, [b"1"], True)

@@ -22,11 +22,11 @@ import numpy as np
 
 from pagoda.codec import HEADER_BYTES
 from pagoda.metrics import Reason
-from pagoda.tiers import buckets, s3
 from pagoda.tiers.base import Bytes
-from pagoda.tiers.courier import NO_BUCKET, Courier, Unsupported, all_of, code_in, slices
-from pagoda.tiers.link import NAME_FORMAT, Link, Put, Refused, Usage, Walk
-from pagoda.tiers.wire import Answer, Wire, Wires, paths_in
+from pagoda.tiers.remote import obstore_client, s3_requests
+from pagoda.tiers.remote.courier import NO_BUCKET, Courier, Unsupported, all_of, code_in, slices
+from pagoda.tiers.remote.http import Answer, Wire, Wires, paths_in
+from pagoda.tiers.remote.store_client import NAME_FORMAT, Link, Put, Refused, Usage, Walk
 
 if TYPE_CHECKING:
     from obstore import GetResult
@@ -74,25 +74,25 @@ class ObjectsRemote:
             ValueError: the URL, the prefix or an option cannot stand. No message has the value of an option in it.
             ModuleNotFoundError: obstore is not installed; says how to install it.
         """
-        parts, path = buckets.place_of(url)
-        buckets.check_prefix(prefix)
-        self.name = name or buckets.NAMES[parts.scheme]
+        parts, path = obstore_client.place_of(url)
+        obstore_client.check_prefix(prefix)
+        self.name = name or obstore_client.NAMES[parts.scheme]
         self.keepalive_seconds: float | None = None  # each request has its price
         self.believed_seconds = _BELIEVED_SECONDS
         self._base = "/".join(part for part in (path, prefix, str(NAME_FORMAT)) if part)
         self._parts = parts
         self._options = dict(options)
-        endpoint = buckets.endpoint_of(parts, self._options)
-        self.address = f"{parts.scheme}://{buckets.host_of(parts)}{f'/{path}' if path else ''}"
+        endpoint = obstore_client.endpoint_of(parts, self._options)
+        self.address = f"{parts.scheme}://{obstore_client.host_of(parts)}{f'/{path}' if path else ''}"
         if endpoint is not None and parts.scheme not in ("http", "https"):
-            self.address += f" at {endpoint.scheme}://{buckets.host_of(endpoint)}"
-        buckets.connect(parts, self._options)
+            self.address += f" at {endpoint.scheme}://{obstore_client.host_of(endpoint)}"
+        obstore_client.connect(parts, self._options)
 
     def link(self, until: float, begun: Callable[[Link], None] = lambda link: None) -> ObjectsLink:
         """A new pool of connections, after one request that proves that the store can be read. See Remote.link."""
-        store = buckets.connect(self._parts, self._options)
-        is_straight = buckets.is_straight(self._parts, self._options)
-        secret = s3.secret_of(self._options) if is_straight and self._parts.scheme == "s3" else None
+        store = obstore_client.connect(self._parts, self._options)
+        is_straight = obstore_client.is_straight(self._parts, self._options)
+        secret = s3_requests.secret_of(self._options) if is_straight and self._parts.scheme == "s3" else None
         link = ObjectsLink(store, self._base, self.address, self._parts, is_straight, secret)
         try:
             begun(link)
@@ -123,10 +123,10 @@ class ObjectsLink:
         self._base = base
         self._address = address
         self._url = url
-        self._is_dav = buckets.is_dav(url.scheme)
+        self._is_dav = obstore_client.is_dav(url.scheme)
         self._is_straight = is_straight
         self._secret = secret  # with which we may sign what obstore does not: S3's bucket as a whole
-        self._headers = buckets.authorization(url)
+        self._headers = obstore_client.authorization(url)
         self._wire: Wire | None = None
         self._wires: Wires | None = None  # for questions
         self._creates = not self._is_dav  # whether the store can refuse to overwrite
@@ -269,7 +269,7 @@ class ObjectsLink:
 
     def _delete_bulk(self, names: Sequence[str], until: float) -> bool:
         """Delete what S3 takes in one request; False if we cannot sign it."""
-        headers, body = s3.deletion_of(names)
+        headers, body = s3_requests.deletion_of(names)
         asked = self._ask_bucket("POST", {"delete": ""}, until, headers, [memoryview(body)])
         if asked is None:
             return False
@@ -339,7 +339,7 @@ class ObjectsLink:
             return None
         self._courier.check()
         url = urlsplit(self._courier.run(self._sign("GET", [""]), until)[0])
-        target = s3.target_of(method, url, self._secret, parameters)
+        target = s3_requests.target_of(method, url, self._secret, parameters)
         if target is None:
             return None
         if self._wire is None or not self._wire.is_to(url):
@@ -540,10 +540,10 @@ class ObjectsLink:
 
     def _page(self, prefix: str, token: str | None, until: float) -> tuple[list[str] | None, str | None]:
         """The names of chunks on one page of S3's listing, and what leads to the next; None: we cannot sign that."""
-        asked = self._ask_bucket("GET", s3.page_parameters(prefix, token), until)
+        asked = self._ask_bucket("GET", s3_requests.page_parameters(prefix, token), until)
         if asked is None:
             return None, None
-        names, following = s3.page_of(self._text(*asked, 200, until))
+        names, following = s3_requests.page_of(self._text(*asked, 200, until))
         return self._parsed(names), following
 
     def _text(self, wire: Wire, answer: Answer, good: int, until: float) -> bytes:

@@ -10,9 +10,9 @@ from functools import partial
 from pagoda.dropped import close_when_dropped
 from pagoda.metrics import Reason
 from pagoda.tiers.base import Done, ended
-from pagoda.tiers.copies import Copies
-from pagoda.tiers.queue import Write
-from pagoda.tiers.threads import Crew, IoThreads
+from pagoda.tiers.blocking import Copies
+from pagoda.tiers.io_queue import Write
+from pagoda.tiers.worker_pool import Crew, IoThreads
 
 
 class Queued(Copies):

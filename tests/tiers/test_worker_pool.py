@@ -1,4 +1,4 @@
-"""pagoda.tiers.threads: how a disk tier ends, is forgotten, and is forked."""
+"""pagoda.tiers.worker_pool: how a disk tier ends, is forgotten, and is forked."""
 
 from __future__ import annotations
 

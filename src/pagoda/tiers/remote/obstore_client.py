@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from pagoda.tiers.sockets import IDLE_SECONDS
+from pagoda.tiers.remote.sockets import IDLE_SECONDS
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig

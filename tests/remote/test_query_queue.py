@@ -1,4 +1,4 @@
-"""pagoda.tiers.asks"""
+"""pagoda.tiers.remote.query_queue"""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import threading
 import time
 
 from pagoda.metrics import Reason
-from pagoda.tiers.asks import Asks
-from pagoda.tiers.link import Link
+from pagoda.tiers.remote.query_queue import Asks
+from pagoda.tiers.remote.store_client import Link
 
 
 def nothing(_: Link) -> int:

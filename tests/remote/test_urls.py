@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from pagoda.errors import ConfigError
-from pagoda.tiers.link import Remote
-from pagoda.tiers.open import remote_of
+from pagoda.tiers.remote.store_client import Remote
+from pagoda.tiers.remote.urls import remote_of
 
 
 def opened(kind: str, url: str, password_file: object = "") -> Remote:

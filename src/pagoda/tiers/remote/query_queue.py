@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 
 from pagoda.metrics import Reason
 from pagoda.threads import Answer, Condition
-from pagoda.tiers.link import Link
+from pagoda.tiers.remote.store_client import Link
 
 __all__ = ["Ask", "Asks", "Question"]
 

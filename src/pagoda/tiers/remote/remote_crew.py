@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pagoda.metrics import Reason
 from pagoda.threads import Event
-from pagoda.tiers.asks import Ask, Question
-from pagoda.tiers.link import Link
-from pagoda.tiers.queue import IoQueue
-from pagoda.tiers.remote_hand import RemoteHand
-from pagoda.tiers.remote_store import Line, RemoteStore
+from pagoda.tiers.io_queue import IoQueue
+from pagoda.tiers.remote.query_queue import Ask, Question
+from pagoda.tiers.remote.remote_hand import RemoteHand
+from pagoda.tiers.remote.remote_worker import Line, RemoteStore
+from pagoda.tiers.remote.store_client import Link
 
 _TICK_SECONDS = 0.1  # while the breaker is open: between two looks whether it is time to ask
 

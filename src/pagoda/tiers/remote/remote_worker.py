@@ -13,10 +13,10 @@ from pagoda.clock import Clock
 from pagoda.layout import KVLayout, itemsize
 from pagoda.metrics import COUNTERS, RateLimitedLog, Reason
 from pagoda.threads import if_free
-from pagoda.tiers.asks import Asks
 from pagoda.tiers.breaker import Breaker
-from pagoda.tiers.link import Link, Refused, Remote, Usage
-from pagoda.tiers.memo import Memo
+from pagoda.tiers.remote.presence import Memo
+from pagoda.tiers.remote.query_queue import Asks
+from pagoda.tiers.remote.store_client import Link, Refused, Remote, Usage
 
 _logger = logging.getLogger("pagoda.tiers.remote")
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from pagoda.metrics import Reason
 from pagoda.threads import Pool
-from pagoda.tiers.link import Refused
+from pagoda.tiers.remote.store_client import Refused
 
 __all__ = ["NO_BUCKET", "Courier", "Unsupported", "all_of", "code_in", "slices"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from pagoda import codec
 from pagoda.ledger import Found
 from pagoda.threads import Event
-from pagoda.tiers.device import Device
+from pagoda.tiers.disk_io import Device
 
 BATCH_SLOTS = 64
 _RETRY_SECONDS = 0.2

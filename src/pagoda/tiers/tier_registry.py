@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 __all__ = ["Entry", "entries", "forget", "note"]
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("pagoda.tiers.register")
 
 _MOST_ENTRIES = 1024
 _FRESH_SECONDS = 86400.0  # how often an entry of a tier that is opened again is renewed

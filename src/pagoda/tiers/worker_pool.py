@@ -12,7 +12,7 @@ from typing import Protocol
 from pagoda.metrics import Reason
 from pagoda.threads import Event, begin
 from pagoda.tiers.base import Done
-from pagoda.tiers.queue import IoQueue, Read, Write
+from pagoda.tiers.io_queue import IoQueue, Read, Write
 
 _FEWEST = 2  # the one in the background, and one that reads and writes: they are started first
 

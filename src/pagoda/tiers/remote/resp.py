@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pagoda.tiers.sockets import IDLE_SECONDS, abort, keep_alive
+from pagoda.tiers.remote.sockets import IDLE_SECONDS, abort, keep_alive
 
 __all__ = ["NUMBER", "Answer", "Denial", "Shape", "Wire", "command", "command_with"]
 

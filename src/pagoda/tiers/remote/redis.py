@@ -18,10 +18,10 @@ from pagoda.errors import ConfigError
 from pagoda.metrics import Reason
 from pagoda.threads import Answer as Made
 from pagoda.tiers.base import Bytes
-from pagoda.tiers.link import NAME_FORMAT, Link, Put, Refused, Usage, Walk
-from pagoda.tiers.redis_address import RedisAddress
-from pagoda.tiers.resp import NUMBER, Answer, Denial, Shape, Wire, command, command_with
-from pagoda.tiers.sockets import abort
+from pagoda.tiers.remote.redis_address import RedisAddress
+from pagoda.tiers.remote.resp import NUMBER, Answer, Denial, Shape, Wire, command, command_with
+from pagoda.tiers.remote.sockets import abort
+from pagoda.tiers.remote.store_client import NAME_FORMAT, Link, Put, Refused, Usage, Walk
 
 __all__ = ["PIECE_BYTES", "RedisLink", "RedisRemote"]
 
