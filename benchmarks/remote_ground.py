@@ -20,7 +20,7 @@ from pagoda.layout import KVLayout
 from pagoda.tiers import Chunk
 from pagoda.tiers.remote.remote_tier import RemoteTier
 from pagoda.tiers.remote.sockets import IDLE_SECONDS
-from pagoda.tiers.remote.store_client import Link, Put, Remote
+from pagoda.tiers.remote.store_client import PutResult, StoreClient, StoreConnection
 
 CONNECTIONS = 4  # of a tier, as configured by default
 PATIENCE_SECONDS = 60.0
@@ -116,25 +116,25 @@ class Turns:
 
 
 class LinkMoves:
-    """Puts and gets of chunks through one Link, a new one after a long turn of others. Single-threaded."""
+    """Puts and gets of chunks through one StoreConnection, a new one after a long turn of others. Single-threaded."""
 
-    def __init__(self, remote: Remote) -> None:
+    def __init__(self, remote: StoreClient) -> None:
         self._remote = remote
-        self._link: Link = remote.link(_until())
+        self._link: StoreConnection = remote.connect(_until())
         self._used = time.monotonic()
         self._page = np.zeros(HEADER_BYTES, np.uint8)
 
-    def _ready(self) -> Link:
+    def _ready(self) -> StoreConnection:
         if time.monotonic() - self._used > IDLE_SECONDS / 2:
             self.close()
-            self._link = self._remote.link(_until())
+            self._link = self._remote.connect(_until())
         self._used = time.monotonic()
         return self._link
 
     def put(self, _: int, key: bytes, source: Bytes) -> None:
         """One chunk that was not there."""
         done = self._ready().put(NAMESPACE.root, key, self._page, source, _always, _until())
-        if done is not Put.STORED:
+        if done is not PutResult.STORED:
             raise RuntimeError(f"a chunk was not stored: {done}")
 
     def get(self, _: int, key: bytes, slot: Bytes) -> None:
@@ -150,7 +150,7 @@ class LinkMoves:
 class TierMoves:
     """Saves and verified loads of whole turns through a RemoteTier."""
 
-    def __init__(self, turns: Turns, remote: Remote, connections: int = CONNECTIONS) -> None:
+    def __init__(self, turns: Turns, remote: StoreClient, connections: int = CONNECTIONS) -> None:
         layout = KVLayout.opaque(256, turns.chunk_bytes, "benchmark")
         self._turns = turns
         self.tier = RemoteTier(
@@ -196,8 +196,8 @@ class Side(NamedTuple):
     fill: Step | None = None  # puts a turn as those would who have been there before; None: as `put`
 
 
-def link_side(stack: ExitStack, turns: Turns, remote: Remote, pid: int) -> Side:
-    """One Link, to a store that has been filled by as many connections at once as a tier has."""
+def link_side(stack: ExitStack, turns: Turns, remote: StoreClient, pid: int) -> Side:
+    """One StoreConnection, to a store that has been filled by as many connections at once as a tier has."""
     moves = [stack.enter_context(closing(LinkMoves(remote))) for _ in range(CONNECTIONS)]
     threads = stack.enter_context(ThreadPoolExecutor(CONNECTIONS))
 
@@ -212,7 +212,7 @@ def link_side(stack: ExitStack, turns: Turns, remote: Remote, pid: int) -> Side:
     return Side(turns.putting(moves[0].put), turns.getting(moves[0].get), pid, "1 connection", fill)
 
 
-def tier_side(stack: ExitStack, turns: Turns, remote: Remote, pid: int) -> Side:
+def tier_side(stack: ExitStack, turns: Turns, remote: StoreClient, pid: int) -> Side:
     """A whole RemoteTier."""
     moves = stack.enter_context(closing(TierMoves(turns, remote)))
     return Side(moves.save, moves.load, pid, moves.how)

@@ -28,7 +28,7 @@ from limits_wire import receive, send_all
 from pagoda import Cache, Config, KVLayout, Namespace
 from pagoda.connectors.transformers import CachedModel, layout_of, namespace_of
 from pagoda.tiers import HostTier
-from pagoda.tiers.remote.redis import RedisRemote
+from pagoda.tiers.remote.redis import RedisClient
 from pagoda.tiers.remote.remote_tier import RemoteTier
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class Engine:
 
     def remote(self, codec: str) -> RemoteTier:
         """The store, with other names for each codec."""
-        remote = RedisRemote(f"redis://{self._address}:{REDIS_PORT}/0", prefix=f"links-{codec}")
+        remote = RedisClient(f"redis://{self._address}:{REDIS_PORT}/0", prefix=f"links-{codec}")
         patience = {
             "deadline_seconds": PATIENCE_SECONDS,
             "look_seconds": 5.0,

@@ -15,7 +15,7 @@ from limits import Bytes
 from obstore.store import HTTPStore, ObjectStore, S3Store
 from remote_ground import Made, Side, Turns, both_ways, link_side, socket_side, tier_side
 
-from pagoda.tiers.remote.objects import ObjectsRemote
+from pagoda.tiers.remote.objects import ObjectStoreClient
 from tests.remote.servers import BUCKET, DAV_MODULE, Server, lacking, moto_s3, nginx_dav
 
 
@@ -26,7 +26,7 @@ class Engine:
     name: str
     needs: tuple[str, ...]  # programs and modules
     serve: Callable[[], AbstractContextManager[Server]]
-    remote: Callable[[Server, str], ObjectsRemote]  # of a prefix
+    remote: Callable[[Server, str], ObjectStoreClient]  # of a prefix
     plain: Callable[[Server], ObjectStore]
     clear: Callable[[Server, ObjectStore], None]
     turn_bytes: int
@@ -36,9 +36,9 @@ class Engine:
 _ANYBODY = {"access_key_id": "any", "secret_access_key": "any", "region": "us-east-1"}
 
 
-def _s3_remote(server: Server, prefix: str) -> ObjectsRemote:
+def _s3_remote(server: Server, prefix: str) -> ObjectStoreClient:
     options = {"endpoint": server.url, "allow_http": "true"}
-    return ObjectsRemote(f"s3://{BUCKET}", prefix=prefix, name="s3", options=options | _ANYBODY)
+    return ObjectStoreClient(f"s3://{BUCKET}", prefix=prefix, name="s3", options=options | _ANYBODY)
 
 
 def _s3_plain(server: Server) -> ObjectStore:
@@ -50,8 +50,8 @@ def _s3_clear(_: Server, store: ObjectStore) -> None:
         obstore.delete(store, [each["path"] for each in listed])
 
 
-def _dav_remote(server: Server, prefix: str) -> ObjectsRemote:
-    return ObjectsRemote(f"{server.url}/", prefix=prefix, name="webdav")
+def _dav_remote(server: Server, prefix: str) -> ObjectStoreClient:
+    return ObjectStoreClient(f"{server.url}/", prefix=prefix, name="webdav")
 
 
 def _dav_plain(server: Server) -> ObjectStore:

@@ -27,7 +27,7 @@ from remote_ground import (
     tier_side,
 )
 
-from pagoda.tiers.remote.redis import RedisRemote
+from pagoda.tiers.remote.redis import RedisClient
 from tests.remote.servers import Server, lacking, redis_server
 
 HIREDIS = importlib.util.find_spec("hiredis") is not None
@@ -106,8 +106,8 @@ class Field:
         get = turns.getting(lambda _, key, slot: loop.get(key, slot))
         plain = PlainRedis(urls[PLAIN])
         return {
-            "link": link_side(stack, turns, RedisRemote(urls["link"]), pids["link"]),
-            "tier": tier_side(stack, turns, RedisRemote(urls["tier"]), pids["tier"]),
+            "link": link_side(stack, turns, RedisClient(urls["link"]), pids["link"]),
+            "tier": tier_side(stack, turns, RedisClient(urls["tier"]), pids["tier"]),
             "raw": Side(put, get, pids["raw"], loop.threads),
             "socket": socket_side(stack, turns),
             PLAIN: Side(turns.putting(plain.put), turns.getting(plain.get), pids[PLAIN], plain.how),

@@ -19,7 +19,7 @@ from remote_ground import PATIENCE_SECONDS
 
 from pagoda import Cache, Config, KVLayout
 from pagoda.tiers import HostTier, Tier
-from pagoda.tiers.remote.redis import RedisRemote
+from pagoda.tiers.remote.redis import RedisClient
 from pagoda.tiers.remote.remote_tier import RemoteTier
 from pagoda.transfer import BlockKV
 from tests.remote.servers import lacking, redis_server
@@ -70,7 +70,7 @@ def stopped_figures(plan: Plan, chunk_bytes: int, suffix: str = "") -> list[Figu
     place = pieces(chunk_bytes, 2 * CHUNKS, 1)
     whole = np.lib.stride_tricks.as_strided(place[0], (2 * CHUNKS, chunk_bytes), (chunk_bytes, 1))
     with redis_server() as server:
-        tier = RemoteTier(layout, RedisRemote(server.url))
+        tier = RemoteTier(layout, RedisClient(server.url))
         with _opened(plan, layout) as none, _opened(plan, layout, [tier]) as remote:
             for cache in (none, remote):
                 Prompts(layout, BlockKV(whole, layout), {}).store(cache)

@@ -15,7 +15,7 @@ import pytest
 from pagoda.cache import Cache
 from pagoda.cache.staging import Staging
 from pagoda.dropped import settle
-from pagoda.tiers.worker_pool import IoThreads
+from pagoda.tiers.worker_pool import WorkerPool
 from tests.cache.kit import CHUNK, blank, cache_at, kv_of, prompt, served, stored
 from tests.interrupts import Interrupted, interrupts
 from tests.ledger.support import others_get_in
@@ -46,7 +46,7 @@ def outstanding(cache: Cache) -> dict[str, object]:
     tools, host = cache._calls.parts.tools, cache._storeys.host
     return {
         "reserved": [ledger.check().gauges["reserved"] for _, ledger in cache._storeys.ledgers()],
-        "copies": len(host._under_way.these) if host is not None else 0,
+        "copies": len(host._pending.items) if host is not None else 0,
         "buffers": tools.staging.out + cache._calls.parts.storing.out,
         "waiting": cache.stats()["waiting_chunks"],
     }
@@ -136,13 +136,13 @@ def test_a_tier_is_closed_whatever_broke_the_start_of_its_threads_off(
 def test_nothing_stays_open_if_the_opening_of_a_tier_is_broken_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken_off: list[IoThreads] = []
+    broken_off: list[WorkerPool] = []
 
-    def interrupted(threads: IoThreads) -> None:
+    def interrupted(threads: WorkerPool) -> None:
         broken_off.append(threads)
         raise Interrupted
 
-    monkeypatch.setattr(IoThreads, "start", interrupted)
+    monkeypatch.setattr(WorkerPool, "start", interrupted)
     with pytest.raises(Interrupted), cache_at(None, tmp_path):
         pass
-    assert broken_off[0]._crew_closed
+    assert broken_off[0]._backend_closed

@@ -15,8 +15,8 @@ import pytest
 from pagoda.codec import HEADER_BYTES
 from pagoda.config.remotes import parse
 from pagoda.keys import Namespace, chunk_keys
-from pagoda.tiers.remote.store_client import Put
-from pagoda.tiers.remote.urls import remote_of
+from pagoda.tiers.remote.store_client import PutResult
+from pagoda.tiers.remote.urls import open_client
 from tests.cli.shelf import CHUNK, LLAMA, QWEN, answer, host, pagoda, put, refused
 from tests.remote.servers import Server, free_port, nginx_dav, redis_server
 
@@ -47,7 +47,7 @@ def masked(url: str) -> str:
 def share(url: str, namespace: Namespace, chunks: int) -> list[bytes]:
     """Store chunks in a remote tier as another machine would; return their keys."""
     spec = parse(url)
-    remote = remote_of(
+    remote = open_client(
         spec.kind,
         spec.url,
         name=spec.name,
@@ -56,12 +56,12 @@ def share(url: str, namespace: Namespace, chunks: int) -> list[bytes]:
         options={},
         password_file="",
     )
-    link = remote.link(time.monotonic() + 30)
+    link = remote.connect(time.monotonic() + 30)
     keys = chunk_keys(list(range(chunks * CHUNK)), namespace.root, CHUNK)
     page, stored = np.zeros(HEADER_BYTES, np.uint8), np.zeros(4096, np.uint8)
     for key in keys:
         put_ = link.put(namespace.root, key, page, stored, lambda: True, time.monotonic() + 30)
-        assert put_ is Put.STORED
+        assert put_ is PutResult.STORED
     link.close()
     return keys
 

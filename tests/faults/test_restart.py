@@ -150,11 +150,11 @@ def test_a_killed_scanner_is_followed_by_another(tmp_path: Path) -> None:
     done = python(
         "import os, signal, sys; from pathlib import Path; from support import *\n"
         "import pagoda.tiers.disk_scan\n"
-        "real = pagoda.tiers.disk_scan._read\n"
-        "def die(device, first, count):\n"
+        "real = pagoda.tiers.disk_scan.HeaderScan._read\n"
+        "def die(scan, first, count):\n"
         "    if first >= 64: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    return real(device, first, count)\n"
-        "pagoda.tiers.disk_scan._read = die\n"
+        "    return real(scan, first, count)\n"
+        "pagoda.tiers.disk_scan.HeaderScan._read = die\n"
         "disk(Path(sys.argv[1]), slots=200).wait_ready(60)", root,
     )  # fmt: skip
     assert done.returncode == -signal.SIGKILL, done.stderr

@@ -18,7 +18,7 @@ from pagoda.metrics import Reason
 from pagoda.slab import aligned
 from pagoda.tiers import Bytes, Chunk, Done
 from pagoda.tiers.remote.remote_tier import RemoteTier
-from pagoda.tiers.remote.store_client import Remote, Walk
+from pagoda.tiers.remote.store_client import ListingDeadline, StoreClient
 
 SMALL = KVLayout.opaque(4, 10_000, "a chunk of one piece that does not fill its last page")
 LARGE = KVLayout.opaque(4, (5 << 19) + 4096, "a chunk of three pieces")
@@ -85,7 +85,7 @@ def chunks_of(
 
 
 @contextlib.contextmanager
-def tier_on(remote: Remote, layout: KVLayout = SMALL, **options: object) -> Iterator[RemoteTier]:
+def tier_on(remote: StoreClient, layout: KVLayout = SMALL, **options: object) -> Iterator[RemoteTier]:
     """A tier that waits half a second, closed afterwards."""
     wanted = {"deadline_seconds": DEADLINE_SECONDS, "look_seconds": DEADLINE_SECONDS, "clock": QuickClock()}
     wanted |= options
@@ -108,7 +108,7 @@ def save(tier: RemoteTier, keys: Sequence[bytes], layout: KVLayout = SMALL) -> l
     return ends(tier.save(chunks_of(keys, layout), ROOT), LATE_SECONDS)
 
 
-def saved(remote: Remote, keys: Sequence[bytes], layout: KVLayout = SMALL, codec: str = "raw") -> None:
+def saved(remote: StoreClient, keys: Sequence[bytes], layout: KVLayout = SMALL, codec: str = "raw") -> None:
     """Leave a chain in the store, by a tier that is gone when this returns."""
     with tier_on(remote, layout, codec=codec, deadline_seconds=PATIENT_SECONDS) as tier:
         assert all(end.ok for end in ends(tier.save(chunks_of(keys, layout), ROOT)))
@@ -149,9 +149,9 @@ def wait_until(true: Callable[[], bool], seconds: float = 25.0) -> None:
         time.sleep(0.02)
 
 
-def walk(step_seconds: float) -> Walk:
+def walk(step_seconds: float) -> ListingDeadline:
     """A walk over all names that has ten times as long for the whole."""
-    return Walk(step_seconds, 10 * step_seconds)
+    return ListingDeadline(step_seconds, 10 * step_seconds)
 
 
 @contextlib.contextmanager

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import pytest
 
 from pagoda.codec import HEADER_BYTES
-from pagoda.tiers.remote.objects import ObjectsLink, ObjectsRemote
-from pagoda.tiers.remote.store_client import Put, Refused
+from pagoda.tiers.remote.objects import ObjectStoreClient, ObjectStoreConnection
+from pagoda.tiers.remote.store_client import PutResult, RefusedError
 from tests.remote.evil import Lie, LyingHttp
 from tests.remote.servers import BUCKET, Server, moto_s3, nginx_dav
 
@@ -64,12 +64,16 @@ class Room:
 
 
 def put(
-    link: ObjectsLink, key: bytes, stored: Array, usable: bool = True, seconds: float = ENOUGH_SECONDS
-) -> Put:
+    link: ObjectStoreConnection,
+    key: bytes,
+    stored: Array,
+    usable: bool = True,
+    seconds: float = ENOUGH_SECONDS,
+) -> PutResult:
     return link.put(NAMESPACE, key, PAGE, stored, lambda: usable, until(seconds))
 
 
-def get(link: ObjectsLink, key: bytes, room: Room, seconds: float = ENOUGH_SECONDS) -> int | None:
+def get(link: ObjectStoreConnection, key: bytes, room: Room, seconds: float = ENOUGH_SECONDS) -> int | None:
     return link.get(NAMESPACE, key, room.page, room.place, until(seconds))
 
 
@@ -93,12 +97,12 @@ class Store:
         self.server = server
         self._options = KINDS[kind][1]
 
-    def remote(self, port: int | None = None, prefix: str = "pagoda") -> ObjectsRemote:
+    def remote(self, port: int | None = None, prefix: str = "pagoda") -> ObjectStoreClient:
         at = f"http://127.0.0.1:{port or self.server.port}"
         if self.kind == "s3":
             options = s3_options(at) | self._options
-            return ObjectsRemote(f"s3://{BUCKET}/deep/er", prefix=prefix, options=options)
-        return ObjectsRemote(f"{at}/deep/er/", prefix=prefix, options=self._options)
+            return ObjectStoreClient(f"s3://{BUCKET}/deep/er", prefix=prefix, options=options)
+        return ObjectStoreClient(f"{at}/deep/er/", prefix=prefix, options=self._options)
 
     def plain(self, method: str, path: str, body: bytes = b"") -> int:
         """A request of no client in particular, below the path of the URL."""
@@ -130,20 +134,20 @@ class Timed:
 @contextlib.contextmanager
 def liar(
     lies: dict[str, bytes | Callable[[str], Lie | None]], options: Mapping[str, str] = {}
-) -> Iterator[tuple[LyingHttp, ObjectsRemote]]:
+) -> Iterator[tuple[LyingHttp, ObjectStoreClient]]:
     """A store of objects that lies, and the remote that believes it to be WebDAV."""
     server = LyingHttp()
     for method, lie in lies.items():
         server.lies[method] = lie if callable(lie) else (lambda _, told=lie: [told])
     try:
-        yield server, ObjectsRemote(f"http://127.0.0.1:{server.port}/", options=options)
+        yield server, ObjectStoreClient(f"http://127.0.0.1:{server.port}/", options=options)
     finally:
         server.close()
 
 
 def trouble(work: Callable[[], object]) -> Exception:
     """What a call ends with that must not succeed: in time, in one short line."""
-    with Timed(), pytest.raises((OSError, Refused)) as raised:
+    with Timed(), pytest.raises((OSError, RefusedError)) as raised:
         work()
     said = str(raised.value)
     assert "\n" not in said and len(said) < 300 and "HUSHHUSH" not in said

@@ -15,10 +15,10 @@ from pagoda.slab import aligned
 from pagoda.testing import TierConformance
 from pagoda.testing.tier import ONE, keys_of
 from pagoda.tiers.base import Bytes, Tier
-from pagoda.tiers.remote.objects import ObjectsRemote
-from pagoda.tiers.remote.redis import RedisRemote
+from pagoda.tiers.remote.objects import ObjectStoreClient
+from pagoda.tiers.remote.redis import RedisClient
 from pagoda.tiers.remote.remote_tier import RemoteTier
-from pagoda.tiers.remote.store_client import Remote
+from pagoda.tiers.remote.store_client import StoreClient
 from tests.remote.chunks import PATIENT_SECONDS, fresh_prefix
 from tests.remote.servers import BUCKET, Server, moto_s3, nginx_dav, redis_server
 
@@ -50,9 +50,9 @@ class Remotely(TierConformance):
     server: Server
     prefix: str  # of the latest tier
 
-    def remote(self) -> Remote:
+    def remote(self) -> StoreClient:
         """The engine."""
-        return RedisRemote(self.server.url, prefix=self.prefix)
+        return RedisClient(self.server.url, prefix=self.prefix)
 
     def make_tier(self, tmp_path: Path) -> Tier:
         """A new empty tier that has time."""
@@ -98,14 +98,14 @@ class TestS3(Remotely):
     def _server(self, s3: Server) -> None:
         self.server = s3
 
-    def remote(self) -> Remote:
+    def remote(self) -> StoreClient:
         options = {
             "endpoint": self.server.url,
             "region": "us-east-1",
             "access_key_id": "any",
             "secret_access_key": "any",
         }
-        return ObjectsRemote(f"s3://{BUCKET}", prefix=self.prefix, options=options)
+        return ObjectStoreClient(f"s3://{BUCKET}", prefix=self.prefix, options=options)
 
 
 class TestWebDav(Remotely):
@@ -113,5 +113,5 @@ class TestWebDav(Remotely):
     def _server(self, dav: Server) -> None:
         self.server = dav
 
-    def remote(self) -> Remote:
-        return ObjectsRemote(f"{self.server.url}/", prefix=self.prefix)
+    def remote(self) -> StoreClient:
+        return ObjectStoreClient(f"{self.server.url}/", prefix=self.prefix)

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from pagoda.metrics import Reason
-from pagoda.tiers.remote.objects import ObjectsLink, ObjectsRemote
-from pagoda.tiers.remote.obstore_client import is_straight
-from pagoda.tiers.remote.store_client import Put, Refused
+from pagoda.tiers.remote.objects import ObjectStoreClient, ObjectStoreConnection
+from pagoda.tiers.remote.obstore_client import supports_direct
+from pagoda.tiers.remote.store_client import PutResult, RefusedError
 from tests.remote.chunks import walk
 from tests.remote.evil import LyingHttp, growth
 from tests.remote.evil import http as answer
@@ -41,8 +41,8 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
 
 
 @pytest.fixture
-def link(store: Store) -> Iterator[ObjectsLink]:
-    made = store.remote().link(until())
+def link(store: Store) -> Iterator[ObjectStoreConnection]:
+    made = store.remote().connect(until())
     yield made
     made.clear(None, walk(ENOUGH_SECONDS))
     made.close()
@@ -52,22 +52,22 @@ def link(store: Store) -> Iterator[ObjectsLink]:
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 70_001, MIB + 1, 32 * MIB + 12_345])
-def test_what_was_put_comes_back(link: ObjectsLink, nbytes: int) -> None:
+def test_what_was_put_comes_back(link: ObjectStoreConnection, nbytes: int) -> None:
     stored, room = noise(nbytes), Room(nbytes + 11)
-    assert put(link, keys(1)[0], stored) is Put.STORED
+    assert put(link, keys(1)[0], stored) is PutResult.STORED
     assert get(link, keys(1)[0], room) == nbytes
     assert np.array_equal(room.memory[:nbytes], stored) and np.array_equal(room.page, PAGE)
     assert room.seen is not None and np.array_equal(room.seen, PAGE)
     assert room.wall_stands
 
 
-def test_memory_that_may_not_be_written_can_be_put(link: ObjectsLink) -> None:
+def test_memory_that_may_not_be_written_can_be_put(link: ObjectStoreConnection) -> None:
     stored = noise(10_000)
     stored.flags.writeable = False
-    assert put(link, keys(1)[0], stored) is Put.STORED
+    assert put(link, keys(1)[0], stored) is PutResult.STORED
 
 
-def test_put_takes_no_memory_of_its_own(link: ObjectsLink, store: Store) -> None:
+def test_put_takes_no_memory_of_its_own(link: ObjectStoreConnection, store: Store) -> None:
     stored = noise(64 * MIB)
     put(link, keys(2)[1], stored[:MIB])
     with growth() as grown:
@@ -75,7 +75,7 @@ def test_put_takes_no_memory_of_its_own(link: ObjectsLink, store: Store) -> None
     assert grown.peak_bytes < 16 * MIB
 
 
-def test_get_takes_no_memory_of_its_own(link: ObjectsLink) -> None:
+def test_get_takes_no_memory_of_its_own(link: ObjectStoreConnection) -> None:
     stored, room = noise(64 * MIB), Room(64 * MIB)
     put(link, keys(1)[0], stored)
     get(link, keys(1)[0], room)
@@ -84,16 +84,16 @@ def test_get_takes_no_memory_of_its_own(link: ObjectsLink) -> None:
     assert grown.peak_bytes < 16 * MIB
 
 
-def test_the_second_writer_finds_it_present(link: ObjectsLink) -> None:
-    assert put(link, keys(1)[0], noise(100)) is Put.STORED
-    assert put(link, keys(1)[0], noise(200)) is Put.PRESENT
+def test_the_second_writer_finds_it_present(link: ObjectStoreConnection) -> None:
+    assert put(link, keys(1)[0], noise(100)) is PutResult.STORED
+    assert put(link, keys(1)[0], noise(200)) is PutResult.PRESENT
     assert get(link, keys(1)[0], Room(100)) == 100
 
 
 def test_writers_at_the_same_time_leave_one_whole_chunk(store: Store) -> None:
     stored = noise(4 * MIB)
-    links = [store.remote().link(until()) for _ in range(4)]
-    results: list[Put] = []
+    links = [store.remote().connect(until()) for _ in range(4)]
+    results: list[PutResult] = []
     threads = [
         threading.Thread(target=lambda one=one: results.append(put(one, keys(1, 5)[0], stored)))
         for one in links
@@ -105,36 +105,40 @@ def test_writers_at_the_same_time_leave_one_whole_chunk(store: Store) -> None:
     room = Room(stored.nbytes)
     assert get(links[0], keys(1, 5)[0], room) == stored.nbytes
     assert np.array_equal(room.memory[: stored.nbytes], stored)
-    assert len(results) == 4 and set(results) <= {Put.STORED, Put.PRESENT} and Put.STORED in results
+    assert (
+        len(results) == 4
+        and set(results) <= {PutResult.STORED, PutResult.PRESENT}
+        and PutResult.STORED in results
+    )
     if store.kind == "s3":
-        assert results.count(Put.STORED) == 1
+        assert results.count(PutResult.STORED) == 1
     links[0].clear(None, walk(ENOUGH_SECONDS))
     for one in links:
         one.close()
 
 
-def test_what_is_no_longer_usable_does_not_stay(link: ObjectsLink) -> None:
-    assert put(link, keys(1)[0], noise(5000), usable=False) is Put.STALE
+def test_what_is_no_longer_usable_does_not_stay(link: ObjectStoreConnection) -> None:
+    assert put(link, keys(1)[0], noise(5000), usable=False) is PutResult.STALE
     assert get(link, keys(1)[0], Room(5000)) is None
-    assert link.census(walk(ENOUGH_SECONDS)) == {}
+    assert link.count_by_namespace(walk(ENOUGH_SECONDS)) == {}
 
 
-def test_what_is_absent_is_none_and_asks_for_no_place(link: ObjectsLink) -> None:
+def test_what_is_absent_is_none_and_asks_for_no_place(link: ObjectStoreConnection) -> None:
     room = Room(10)
     assert get(link, keys(1)[0], room) is None
     assert room.seen is None
 
 
-def test_what_is_not_wanted_or_does_not_fit_is_refused(link: ObjectsLink) -> None:
+def test_what_is_not_wanted_or_does_not_fit_is_refused(link: ObjectStoreConnection) -> None:
     put(link, keys(1)[0], noise(5000))
     for room in (Room(5000, wanted=False), Room(4999)):
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(RefusedError) as refused:
             get(link, keys(1)[0], room)
         assert refused.value.reason is Reason.FAILED_CHECK and room.wall_stands
     assert get(link, keys(1)[0], Room(5000)) == 5000  # the link goes on
 
 
-def test_find_counts_the_leading_keys(link: ObjectsLink) -> None:
+def test_find_counts_the_leading_keys(link: ObjectStoreConnection) -> None:
     many = keys(40)
     for key in many[:29]:
         put(link, key, noise(1))
@@ -166,11 +170,11 @@ class Counting:
     def asked(self) -> int:
         return sum(method == "HEAD" for method, _ in self._server.heard)
 
-    def __enter__(self) -> tuple[Counting, ObjectsLink]:
+    def __enter__(self) -> tuple[Counting, ObjectStoreConnection]:
         self._server.lies["HEAD"] = lambda path: [
             answer(200, length=9999) if path.rpartition("/")[2] in self._names else answer(404)
         ]
-        self._link = ObjectsRemote(f"http://127.0.0.1:{self._server.port}/").link(until())
+        self._link = ObjectStoreClient(f"http://127.0.0.1:{self._server.port}/").connect(until())
         return self, self._link
 
     def __exit__(self, *_: object) -> None:
@@ -178,7 +182,7 @@ class Counting:
         self._server.close()
 
 
-def test_remove_says_how_many_there_were(link: ObjectsLink) -> None:
+def test_remove_says_how_many_there_were(link: ObjectStoreConnection) -> None:
     some = keys(20)
     for key in some[::2]:
         put(link, key, noise(10))
@@ -187,7 +191,9 @@ def test_remove_says_how_many_there_were(link: ObjectsLink) -> None:
     assert link.remove(NAMESPACE, [], until()) == 0
 
 
-def test_clear_takes_ours_of_one_namespace_and_nothing_else(store: Store, link: ObjectsLink) -> None:
+def test_clear_takes_ours_of_one_namespace_and_nothing_else(
+    store: Store, link: ObjectStoreConnection
+) -> None:
     other, key = bytes(32), keys(1)[0]
     strangers = [
         "pagoda/1/readme",
@@ -202,12 +208,12 @@ def test_clear_takes_ours_of_one_namespace_and_nothing_else(store: Store, link: 
     for one in keys(30):
         put(link, one, noise(10))
         link.put(other, one, PAGE, noise(10), lambda: True, until())
-    assert link.census(walk(ENOUGH_SECONDS)) == {NAMESPACE: 30, other: 30}
+    assert link.count_by_namespace(walk(ENOUGH_SECONDS)) == {NAMESPACE: 30, other: 30}
     assert link.clear(NAMESPACE, walk(ENOUGH_SECONDS)) == 30
     assert link.clear(NAMESPACE, walk(ENOUGH_SECONDS)) == 0
-    assert link.census(walk(ENOUGH_SECONDS)) == {other: 30}
+    assert link.count_by_namespace(walk(ENOUGH_SECONDS)) == {other: 30}
     assert link.clear(None, walk(ENOUGH_SECONDS)) == 30
-    assert link.census(walk(ENOUGH_SECONDS)) == {}
+    assert link.count_by_namespace(walk(ENOUGH_SECONDS)) == {}
     for path in strangers:
         assert store.plain("GET", path) == 200
         store.plain("DELETE", path)
@@ -216,29 +222,29 @@ def test_clear_takes_ours_of_one_namespace_and_nothing_else(store: Store, link: 
 def test_clear_goes_on_over_many_pages(store: Store) -> None:
     if store.kind == "dav":
         pytest.skip("folders are not listed in pages")
-    link = store.remote(prefix="many").link(until())
+    link = store.remote(prefix="many").connect(until())
     for key in keys(600):
         store.plain("PUT", f"many/1/{NAMESPACE.hex()}/{key.hex()[:2]}/{key.hex()}", b"x")
-    assert link.census(walk(ENOUGH_SECONDS)) == {NAMESPACE: 600}
+    assert link.count_by_namespace(walk(ENOUGH_SECONDS)) == {NAMESPACE: 600}
     assert link.clear(NAMESPACE, walk(ENOUGH_SECONDS)) == 600
     link.close()
 
 
-def test_two_who_clear_at_once_both_end(store: Store, link: ObjectsLink) -> None:
+def test_two_who_clear_at_once_both_end(store: Store, link: ObjectStoreConnection) -> None:
     for key in keys(60):
         put(link, key, noise(1))
-    other = store.remote().link(until())
+    other = store.remote().connect(until())
     counts: list[int] = []
     thread = threading.Thread(target=lambda: counts.append(other.clear(None, walk(ENOUGH_SECONDS))))
     thread.start()
     counts.append(link.clear(None, walk(ENOUGH_SECONDS)))
     thread.join(ENOUGH_SECONDS)
-    assert len(counts) == 2 and link.census(walk(ENOUGH_SECONDS)) == {}
+    assert len(counts) == 2 and link.count_by_namespace(walk(ENOUGH_SECONDS)) == {}
     other.close()
 
 
-def test_prefixes_do_not_see_each_other(store: Store, link: ObjectsLink) -> None:
-    other = store.remote(prefix="another").link(until())
+def test_prefixes_do_not_see_each_other(store: Store, link: ObjectStoreConnection) -> None:
+    other = store.remote(prefix="another").connect(until())
     put(link, keys(1)[0], noise(10))
     assert get(other, keys(1)[0], Room(10)) is None
     assert other.clear(None, walk(ENOUGH_SECONDS)) == 0
@@ -246,11 +252,11 @@ def test_prefixes_do_not_see_each_other(store: Store, link: ObjectsLink) -> None
     other.close()
 
 
-def test_usage_is_not_said(link: ObjectsLink) -> None:
+def test_usage_is_not_said(link: ObjectStoreConnection) -> None:
     assert link.usage(until()) == (None, None)
 
 
-def test_a_link_can_be_used_within_somebodys_event_loop(link: ObjectsLink) -> None:
+def test_a_link_can_be_used_within_somebodys_event_loop(link: ObjectStoreConnection) -> None:
     async def caller() -> int | None:
         put(link, keys(1)[0], noise(10))
         return get(link, keys(1)[0], Room(10))
@@ -268,19 +274,19 @@ def test_a_link_can_be_used_within_somebodys_event_loop(link: ObjectsLink) -> No
 )
 def test_a_wrong_url_is_a_value_error(url: str) -> None:
     with pytest.raises(ValueError, match="object store's URL"):
-        ObjectsRemote(url)
+        ObjectStoreClient(url)
 
 
 @pytest.mark.parametrize("prefix", ["", "a/b", ".", "-x", "x" * 65])
 def test_a_wrong_prefix_is_a_value_error(prefix: str) -> None:
     with pytest.raises(ValueError, match="prefix"):
-        ObjectsRemote("s3://bucket", prefix=prefix)
+        ObjectStoreClient("s3://bucket", prefix=prefix)
 
 
 @pytest.mark.parametrize("url", ["s3://bucket", "gs://bucket", "az://box", "https://host/"])
 def test_an_unknown_option_is_named_and_its_value_is_not(url: str) -> None:
     with pytest.raises(ValueError, match="acess_key") as wrong:
-        ObjectsRemote(url, options={"acess_key": "HUSHHUSH"})
+        ObjectStoreClient(url, options={"acess_key": "HUSHHUSH"})
     assert "HUSHHUSH" not in str(wrong.value) and wrong.value.__suppress_context__
 
 
@@ -293,33 +299,33 @@ def test_a_value_that_cannot_stand_is_not_shown(
 ) -> None:
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY", raising=False)
     with pytest.raises(ValueError, match=next(iter(options))) as wrong:
-        ObjectsRemote("s3://bucket", options=options)
+        ObjectStoreClient("s3://bucket", options=options)
     assert "HUSHHUSH" not in str(wrong.value)
 
 
 def test_plain_http_is_for_this_machine_unless_it_was_said() -> None:
     with pytest.raises(ValueError, match="allow_http"):
-        ObjectsRemote("http://example.com/dav/")
+        ObjectStoreClient("http://example.com/dav/")
     with pytest.raises(ValueError, match="allow_http"):
-        ObjectsRemote("s3://bucket", options={"endpoint": "http://minio:9000"})
-    ObjectsRemote("s3://bucket", options={"endpoint": "http://minio:9000", "allow_http": "true"})
-    ObjectsRemote("https://example.com/dav/")
-    ObjectsRemote("http://[::1]:8080/dav/")
+        ObjectStoreClient("s3://bucket", options={"endpoint": "http://minio:9000"})
+    ObjectStoreClient("s3://bucket", options={"endpoint": "http://minio:9000", "allow_http": "true"})
+    ObjectStoreClient("https://example.com/dav/")
+    ObjectStoreClient("http://[::1]:8080/dav/")
 
 
 def test_names_and_addresses_have_no_secret() -> None:
-    dav = ObjectsRemote("https://me:HUSHHUSH@host:8443/a/b/")
+    dav = ObjectStoreClient("https://me:HUSHHUSH@host:8443/a/b/")
     assert (dav.name, dav.address) == ("webdav", "https://host:8443/a/b")
-    s3 = ObjectsRemote("s3://bucket/p", options=s3_options("http://u:HUSHHUSH@127.0.0.1:9"))
+    s3 = ObjectStoreClient("s3://bucket/p", options=s3_options("http://u:HUSHHUSH@127.0.0.1:9"))
     assert (s3.name, s3.address) == ("s3", "s3://bucket/p at http://127.0.0.1:9")
-    assert ObjectsRemote("gs://bucket", name="far").name == "far"
-    assert ObjectsRemote("az://box", options={"account_name": "me"}).address == "az://box"
+    assert ObjectStoreClient("gs://bucket", name="far").name == "far"
+    assert ObjectStoreClient("az://box", options={"account_name": "me"}).address == "az://box"
 
 
 def test_defaults_give_way_to_what_was_said() -> None:
     for name in ("unsigned_payload", "aws_unsigned_payload"):
-        ObjectsRemote("s3://bucket", options={name: "false"})
-    ObjectsRemote("s3://bucket", options={"timeout": "5s"})
+        ObjectStoreClient("s3://bucket", options={name: "false"})
+    ObjectStoreClient("s3://bucket", options={"timeout": "5s"})
 
 
 @pytest.mark.parametrize(
@@ -337,11 +343,11 @@ def test_defaults_give_way_to_what_was_said() -> None:
     ],
 )
 def test_what_a_url_cannot_say_goes_by_obstore(url: str, options: dict[str, str], straight: bool) -> None:
-    assert is_straight(urlsplit(url), options) is straight
+    assert supports_direct(urlsplit(url), options) is straight
 
 
 def test_a_proxy_of_the_environment_is_not_gone_round(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("https_proxy", "http://proxy:1")
-    assert not is_straight(urlsplit("https://host/"), {})
+    assert not supports_direct(urlsplit("https://host/"), {})
     monkeypatch.setenv("no_proxy", "host")
-    assert is_straight(urlsplit("https://host/"), {})
+    assert supports_direct(urlsplit("https://host/"), {})

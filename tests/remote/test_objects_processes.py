@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.tiers.remote.objects import ObjectsLink
+from pagoda.tiers.remote.objects import ObjectStoreConnection
 from tests.remote.chunks import walk
 from tests.remote.evil import http as answer
 from tests.remote.object_links import (
@@ -43,8 +43,8 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
 
 
 @pytest.fixture
-def link(store: Store) -> Iterator[ObjectsLink]:
-    made = store.remote().link(until())
+def link(store: Store) -> Iterator[ObjectStoreConnection]:
+    made = store.remote().connect(until())
     yield made
     made.clear(None, walk(ENOUGH_SECONDS))
     made.close()
@@ -69,12 +69,12 @@ def in_child(work: Callable[[], str]) -> str:
     return said
 
 
-def test_a_forked_child_is_told_at_once(store: Store, link: ObjectsLink) -> None:
+def test_a_forked_child_is_told_at_once(store: Store, link: ObjectStoreConnection) -> None:
     remote = store.remote()
 
     def child() -> str:
         begun = time.monotonic()
-        for work in (lambda: remote.link(until(60)), lambda: get(link, keys(1)[0], Room(1), 60)):
+        for work in (lambda: remote.connect(until(60)), lambda: get(link, keys(1)[0], Room(1), 60)):
             with pytest.raises(OSError, match="fork"):
                 work()
         link.close()
@@ -90,12 +90,12 @@ def test_a_forked_child_is_told_at_once(store: Store, link: ObjectsLink) -> None
 def test_a_child_may_be_the_first_to_use_it(store: Store) -> None:
     script = """
 import os, signal, sys, time
-from pagoda.tiers.remote.objects import ObjectsRemote
-remote = ObjectsRemote(sys.argv[1], options=dict(part.split("=", 1) for part in sys.argv[2:]))
+from pagoda.tiers.remote.objects import ObjectStoreClient
+remote = ObjectStoreClient(sys.argv[1], options=dict(part.split("=", 1) for part in sys.argv[2:]))
 child = os.fork()
 if child == 0:
     signal.alarm(20)
-    link = remote.link(time.monotonic() + 15)
+    link = remote.connect(time.monotonic() + 15)
     print(link.find(bytes(32), [bytes(32)], time.monotonic() + 15), flush=True)
     os._exit(0)
 sys.exit(os.waitpid(child, 0)[1])
@@ -114,8 +114,8 @@ sys.exit(os.waitpid(child, 0)[1])
 def test_a_process_ends_quietly_amid_requests() -> None:
     script = """
 import sys, time, numpy as np
-from pagoda.tiers.remote.objects import ObjectsRemote
-link = ObjectsRemote(sys.argv[1]).link(time.monotonic() + 15)
+from pagoda.tiers.remote.objects import ObjectStoreClient
+link = ObjectStoreClient(sys.argv[1]).connect(time.monotonic() + 15)
 page, stored = np.zeros(4096, np.uint8), np.zeros(1 << 24, np.uint8)
 try:
     link.put(bytes(32), bytes(32), page, stored, lambda: True, time.monotonic() + 0.3)
@@ -137,9 +137,9 @@ def test_without_obstore_the_message_says_how_to_get_it() -> None:
     script = """
 import sys
 sys.modules["obstore"] = None
-from pagoda.tiers.remote.objects import ObjectsRemote
+from pagoda.tiers.remote.objects import ObjectStoreClient
 try:
-    ObjectsRemote("s3://bucket")
+    ObjectStoreClient("s3://bucket")
 except ModuleNotFoundError as error:
     print(error)
 """
@@ -153,9 +153,9 @@ def test_a_private_authority_is_trusted_by_its_certificate(tmp_path: Path) -> No
     context.load_cert_chain(tmp_path / "server.crt", tmp_path / "server.key")
     script = """
 import sys, time
-from pagoda.tiers.remote.objects import ObjectsRemote
+from pagoda.tiers.remote.objects import ObjectStoreClient
 try:
-    ObjectsRemote(sys.argv[1]).link(time.monotonic() + 10)
+    ObjectStoreClient(sys.argv[1]).connect(time.monotonic() + 10)
     print("trusted")
 except OSError as error:
     print(error)

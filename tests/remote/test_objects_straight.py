@@ -12,8 +12,8 @@ from urllib.parse import parse_qsl, urlsplit
 import pytest
 
 from pagoda.tiers.remote import http, s3_requests
-from pagoda.tiers.remote.objects import ObjectsLink, ObjectsRemote
-from pagoda.tiers.remote.store_client import Put, Refused, Unended, Walk
+from pagoda.tiers.remote.objects import ObjectStoreClient, ObjectStoreConnection
+from pagoda.tiers.remote.store_client import ListingDeadline, ListingTimeout, PutResult, RefusedError
 from tests.remote.chunks import fresh_prefix, keys_of, load, saved, tier_on, walk
 from tests.remote.evil import Lie, LyingHttp
 from tests.remote.evil import http as answer
@@ -35,7 +35,7 @@ obstore = pytest.importorskip("obstore")
 
 
 @pytest.fixture(params=["s3", "dav"])
-def pair(request: pytest.FixtureRequest) -> Iterator[tuple[LyingHttp, LyingHttp, ObjectsRemote]]:
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[LyingHttp, LyingHttp, ObjectStoreClient]]:
     """A store, another server that says yes to everything, and the remote on the store."""
     store, victim = LyingHttp(), LyingHttp()
     for method in ("GET", "HEAD", "PUT", "DELETE", "POST", "PROPFIND"):
@@ -45,16 +45,16 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[LyingHttp, LyingHttp,
     yield (
         store,
         victim,
-        ObjectsRemote("s3://b/x", options=s3_options(at)) if is_s3 else ObjectsRemote(f"{at}/b/x/"),
+        ObjectStoreClient("s3://b/x", options=s3_options(at)) if is_s3 else ObjectStoreClient(f"{at}/b/x/"),
     )
     store.close()
     victim.close()
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
-def test_no_question_is_redirected(pair: tuple[LyingHttp, LyingHttp, ObjectsRemote], status: int) -> None:
+def test_no_question_is_redirected(pair: tuple[LyingHttp, LyingHttp, ObjectStoreClient], status: int) -> None:
     store, victim, remote = pair
-    with contextlib.closing(remote.link(until())) as link:
+    with contextlib.closing(remote.connect(until())) as link:
         elsewhere = answer(status, more={"Location": f"http://127.0.0.1:{victim.port}/meta-data"})
         for method in ("GET", "HEAD", "PUT", "DELETE", "POST", "PROPFIND"):
             store.lies[method] = lambda _: [elsewhere]
@@ -64,18 +64,18 @@ def test_no_question_is_redirected(pair: tuple[LyingHttp, LyingHttp, ObjectsRemo
             lambda: put(link, keys(1)[0], noise(10)),
             lambda: link.remove(NAMESPACE, keys(3), until()),
             lambda: link.clear(None, walk(ENOUGH_SECONDS)),
-            lambda: link.census(walk(ENOUGH_SECONDS)),
+            lambda: link.count_by_namespace(walk(ENOUGH_SECONDS)),
             lambda: link.ping(until()),
         ]
         for call in calls:
-            assert isinstance(trouble(call), Refused)
+            assert isinstance(trouble(call), RefusedError)
     assert victim.heard == [] and victim.connections == 0
 
 
 def test_a_look_up_asks_for_sixteen_at_once_and_leaves_no_answer_behind() -> None:
-    with nginx_dav() as server, contextlib.closing(Store("dav", server).remote().link(until())) as link:
+    with nginx_dav() as server, contextlib.closing(Store("dav", server).remote().connect(until())) as link:
         for key in keys(40):
-            assert put(link, key, noise(10)) is Put.STORED
+            assert put(link, key, noise(10)) is PutResult.STORED
         for count in (1, 2, 16, 17, 40):
             assert link.find(NAMESPACE, keys(count), until()) == count
         assert link.find(NAMESPACE, [*keys(5), *keys(11, 7)], until()) == 5
@@ -85,7 +85,7 @@ def test_a_look_up_asks_for_sixteen_at_once_and_leaves_no_answer_behind() -> Non
 def test_an_idle_connection_that_was_forgotten_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "IDLE_SECONDS", 0.5)
     with nginx_dav() as server, proxy_to(server.port) as proxy:
-        remote = ObjectsRemote(f"http://127.0.0.1:{proxy.port}/", prefix=fresh_prefix())
+        remote = ObjectStoreClient(f"http://127.0.0.1:{proxy.port}/", prefix=fresh_prefix())
         chain = keys_of(4)
         saved(remote, chain)
         with tier_on(remote, deadline_seconds=ENOUGH_SECONDS, look_seconds=ENOUGH_SECONDS) as tier:
@@ -119,12 +119,12 @@ def page(names: list[str], token: str | None) -> bytes:
 
 
 @contextlib.contextmanager
-def listing(pages: Callable[[str], Lie]) -> Iterator[tuple[LyingHttp, ObjectsLink]]:
+def listing(pages: Callable[[str], Lie]) -> Iterator[tuple[LyingHttp, ObjectStoreConnection]]:
     """A link to an S3 that answers GET with these and says that it deletes what it is told to."""
     server = LyingHttp()
-    remote = ObjectsRemote("s3://b/x", options=s3_options(f"http://127.0.0.1:{server.port}"))
+    remote = ObjectStoreClient("s3://b/x", options=s3_options(f"http://127.0.0.1:{server.port}"))
     try:
-        with contextlib.closing(remote.link(until())) as link:
+        with contextlib.closing(remote.connect(until())) as link:
             server.lies = {"GET": pages, "POST": lambda _: [answer(200, b"<DeleteResult/>")]}
             yield server, link
     finally:
@@ -138,9 +138,9 @@ def name_of(key: bytes) -> str:
 @pytest.mark.parametrize("call", ["clear", "census"])
 def test_pages_without_end_end_at_one_deadline(call: str) -> None:
     with listing(lambda _: [page([name_of(keys(1)[0])], "more")]) as (_, link):
-        began, given = time.monotonic(), Walk(ENOUGH_SECONDS, 0.5)
-        with pytest.raises(Unended):
-            link.clear(None, given) if call == "clear" else link.census(given)
+        began, given = time.monotonic(), ListingDeadline(ENOUGH_SECONDS, 0.5)
+        with pytest.raises(ListingTimeout):
+            link.clear(None, given) if call == "clear" else link.count_by_namespace(given)
         assert time.monotonic() - began < ENOUGH_SECONDS / 2
 
 
@@ -149,7 +149,7 @@ def test_only_names_that_are_ours_are_counted_and_deleted() -> None:
     theirs = ["x/other", ours[0] + "0", ours[0].replace("/1/", "/2/"), "x/pagoda/1/&amp;", "<"]
     deleted: list[str] = []
     with listing(lambda _: [page([*ours, *theirs], None)]) as (server, link):
-        assert link.census(walk(ENOUGH_SECONDS)) == {NAMESPACE: 3}
+        assert link.count_by_namespace(walk(ENOUGH_SECONDS)) == {NAMESPACE: 3}
         server.lies["POST"] = lambda path: deleted.append(path) or [answer(200, b"<DeleteResult/>")]
         assert link.clear(None, walk(ENOUGH_SECONDS)) == 3
     assert len(deleted) == 1 and "delete=" in deleted[0]
@@ -165,32 +165,32 @@ def test_what_was_not_deleted_is_said() -> None:
 def test_without_the_secret_the_bucket_is_listed_by_obstore() -> None:
     """As where the machine's own role signs: there is nothing that we could sign with."""
     with moto_s3() as server:
-        remote = ObjectsRemote(f"s3://{BUCKET}/x", options=s3_options(server.url))
-        with contextlib.closing(remote.link(until())) as link:
+        remote = ObjectStoreClient(f"s3://{BUCKET}/x", options=s3_options(server.url))
+        with contextlib.closing(remote.connect(until())) as link:
             link._secret = None
             for key in keys(3):
-                assert put(link, key, noise(10)) is Put.STORED
-            assert link.census(walk(ENOUGH_SECONDS)) == {NAMESPACE: 3}
+                assert put(link, key, noise(10)) is PutResult.STORED
+            assert link.count_by_namespace(walk(ENOUGH_SECONDS)) == {NAMESPACE: 3}
             assert link.clear(NAMESPACE, walk(ENOUGH_SECONDS)) == 3
 
 
 def test_pages_of_a_true_bucket() -> None:
     """More chunks than a page has; two that clear at once do not disturb each other."""
     with moto_s3() as server:
-        remote = ObjectsRemote(f"s3://{BUCKET}", options=s3_options(server.url))
+        remote = ObjectStoreClient(f"s3://{BUCKET}", options=s3_options(server.url))
         with (
-            contextlib.closing(remote.link(until())) as link,
-            contextlib.closing(remote.link(until())) as other,
+            contextlib.closing(remote.connect(until())) as link,
+            contextlib.closing(remote.connect(until())) as other,
         ):
             for key in keys(40):
-                assert put(link, key, noise(1)) is Put.STORED
+                assert put(link, key, noise(1)) is PutResult.STORED
             original, s3_requests._NAMES = s3_requests._NAMES, 7
             try:
-                assert link.census(walk(ENOUGH_SECONDS)) == {NAMESPACE: 40}
+                assert link.count_by_namespace(walk(ENOUGH_SECONDS)) == {NAMESPACE: 40}
                 thread = threading.Thread(target=lambda: other.clear(None, walk(ENOUGH_SECONDS)))
                 thread.start()
                 link.clear(None, walk(ENOUGH_SECONDS))
                 thread.join(ENOUGH_SECONDS)
             finally:
                 s3_requests._NAMES = original
-            assert link.census(walk(ENOUGH_SECONDS)) == {}
+            assert link.count_by_namespace(walk(ENOUGH_SECONDS)) == {}

@@ -14,8 +14,8 @@ import pytest
 
 from pagoda.codec import HEADER_BYTES
 from pagoda.metrics import Reason
-from pagoda.tiers.remote.objects import ObjectsLink, ObjectsRemote
-from pagoda.tiers.remote.store_client import Put, Refused
+from pagoda.tiers.remote.objects import ObjectStoreClient, ObjectStoreConnection
+from pagoda.tiers.remote.store_client import PutResult, RefusedError
 from tests.remote.chunks import walk
 from tests.remote.evil import Lie, dripping, endless, growth
 from tests.remote.evil import http as answer
@@ -52,8 +52,8 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
 
 
 @pytest.fixture
-def link(store: Store) -> Iterator[ObjectsLink]:
-    made = store.remote().link(until())
+def link(store: Store) -> Iterator[ObjectStoreConnection]:
+    made = store.remote().connect(until())
     yield made
     made.clear(None, walk(ENOUGH_SECONDS))
     made.close()
@@ -64,9 +64,9 @@ def link(store: Store) -> Iterator[ObjectsLink]:
 
 def test_a_missing_bucket_is_refused() -> None:
     with moto_s3() as server:
-        remote = ObjectsRemote("s3://no-such-bucket", options=s3_options(server.url))
-        with pytest.raises(Refused, match="no such bucket") as refused:
-            remote.link(until())
+        remote = ObjectStoreClient("s3://no-such-bucket", options=s3_options(server.url))
+        with pytest.raises(RefusedError, match="no such bucket") as refused:
+            remote.connect(until())
         assert refused.value.reason is Reason.IO_ERROR
 
 
@@ -74,9 +74,9 @@ def test_a_missing_bucket_is_refused() -> None:
 def test_wrong_credentials_are_refused_in_one_line_without_secrets(status: int) -> None:
     body = b"<Error><Code>InvalidAccessKeyId</Code><Message>HUSHHUSH\n\nHUSHHUSH</Message></Error>"
     with liar({method: answer(status, body) for method in ("GET", "PUT", "HEAD")}) as (server, _):
-        remote = ObjectsRemote(f"s3://{BUCKET}", options=s3_options(f"http://127.0.0.1:{server.port}"))
-        with pytest.raises(Refused) as refused:
-            remote.link(until())
+        remote = ObjectStoreClient(f"s3://{BUCKET}", options=s3_options(f"http://127.0.0.1:{server.port}"))
+        with pytest.raises(RefusedError) as refused:
+            remote.connect(until())
         said = str(refused.value)
         assert refused.value.reason is Reason.IO_ERROR and f"{status} InvalidAccessKeyId" in said
         assert "HUSHHUSH" not in said and "\n" not in said and len(said) < 300
@@ -113,14 +113,14 @@ LIES: dict[str, Callable[[str], Lie]] = {
 @pytest.mark.parametrize("options", [{}, BY_OBSTORE], ids=["straight", "by obstore"])
 @pytest.mark.parametrize("lie", LIES)
 def test_a_get_ends_in_time_whatever_is_answered(lie: str, options: dict[str, str]) -> None:
-    with liar({}, options) as (server, remote), contextlib.closing(remote.link(until())) as link:
+    with liar({}, options) as (server, remote), contextlib.closing(remote.connect(until())) as link:
         server.lies["GET"] = LIES[lie]
         room = Room(MIB)
         with growth() as grown:
             error = trouble(lambda: get(link, keys(1)[0], room, SHORT_SECONDS))
         assert room.wall_stands and grown.peak_bytes < MALICE_BYTES
         if lie in ("shorter than a header", "much larger than its place"):
-            assert isinstance(error, Refused) and error.reason is Reason.FAILED_CHECK
+            assert isinstance(error, RefusedError) and error.reason is Reason.FAILED_CHECK
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_get_ends_in_time_whatever_is_answered(lie: str, options: dict[str, st
 @pytest.mark.parametrize("method", ["HEAD", "PUT"])
 @pytest.mark.parametrize("options", [{}, BY_OBSTORE], ids=["straight", "by obstore"])
 def test_a_put_ends_in_time_whatever_is_answered(lie: str, method: str, options: dict[str, str]) -> None:
-    with liar({}, options) as (server, remote), contextlib.closing(remote.link(until())) as link:
+    with liar({}, options) as (server, remote), contextlib.closing(remote.connect(until())) as link:
         server.lies[method] = LIES[lie]
         with growth() as grown:
             trouble(lambda: put(link, keys(1)[0], noise(MIB), seconds=SHORT_SECONDS))
@@ -149,12 +149,12 @@ ERRORS: dict[str, Callable[[str], Lie]] = {
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
 def test_errors_take_no_memory_however_long_they_are(method: str, error: str) -> None:
-    with liar({}) as (server, remote), contextlib.closing(remote.link(until())) as link:
+    with liar({}) as (server, remote), contextlib.closing(remote.connect(until())) as link:
         server.lies[method] = ERRORS[error]
         with growth() as grown, Timed():
-            with contextlib.suppress(OSError, Refused):
+            with contextlib.suppress(OSError, RefusedError):
                 get(link, keys(1)[0], Room(MIB), SHORT_SECONDS)
-            with contextlib.suppress(OSError, Refused):
+            with contextlib.suppress(OSError, RefusedError):
                 put(link, keys(1)[0], noise(10), usable=False, seconds=SHORT_SECONDS)
         assert grown.peak_bytes < 8 * MIB
 
@@ -163,13 +163,13 @@ def test_an_error_in_chunks_is_understood() -> None:
     body = b"<Error><Code>NoSuchBucket</Code></Error>"
     head = b"HTTP/1.1 404 Not Found\r\nTransfer-Encoding: chunked\r\n\r\n"
     lie = head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
-    with liar({"GET": lie}) as (_, remote), Timed(), pytest.raises(Refused, match="no such bucket"):
-        remote.link(until())
+    with liar({"GET": lie}) as (_, remote), Timed(), pytest.raises(RefusedError, match="no such bucket"):
+        remote.connect(until())
 
 
 def test_interim_answers_are_passed_over() -> None:
     interim = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n"
-    with liar({}) as (server, remote), contextlib.closing(remote.link(until())) as link:
+    with liar({}) as (server, remote), contextlib.closing(remote.connect(until())) as link:
         server.lies["GET"] = lambda _: [interim + answer(200, PAGE.tobytes() + b"abc")]
         for _ in range(2):
             room = Room(10)
@@ -178,7 +178,7 @@ def test_interim_answers_are_passed_over() -> None:
 
 def test_a_body_longer_than_announced_is_cut_and_not_taken_for_the_next_answer() -> None:
     body = PAGE.tobytes() + b"abc"
-    with liar({}) as (server, remote), contextlib.closing(remote.link(until())) as link:
+    with liar({}) as (server, remote), contextlib.closing(remote.connect(until())) as link:
         server.lies["GET"] = lambda _: [answer(200, body + BODY, len(body))]
         for _ in range(3):
             room = Room(10)
@@ -188,7 +188,7 @@ def test_a_body_longer_than_announced_is_cut_and_not_taken_for_the_next_answer()
 
 def test_nothing_is_unpacked_on_the_way() -> None:
     body = gzip.compress(bytes(64 * MIB))
-    with liar({}) as (server, remote), contextlib.closing(remote.link(until())) as link:
+    with liar({}) as (server, remote), contextlib.closing(remote.connect(until())) as link:
         server.lies["GET"] = lambda _: [answer(200, body, more={"Content-Encoding": "gzip"})]
         room = Room(MIB)
         with growth() as grown:
@@ -205,10 +205,10 @@ def test_a_store_that_cannot_create_is_overwritten() -> None:
 
     with liar({}) as (server, _):
         options = s3_options(f"http://127.0.0.1:{server.port}")
-        link = ObjectsRemote(f"s3://{BUCKET}", options=options).link(until())
+        link = ObjectStoreClient(f"s3://{BUCKET}", options=options).connect(until())
         server.lies["PUT"] = first_says_no
-        assert put(link, keys(2)[0], noise(1)) is Put.STORED and len(heard) == 2
-        assert put(link, keys(2)[1], noise(1)) is Put.STORED and len(heard) == 3
+        assert put(link, keys(2)[0], noise(1)) is PutResult.STORED and len(heard) == 2
+        assert put(link, keys(2)[1], noise(1)) is PutResult.STORED and len(heard) == 3
         link.close()
 
 
@@ -216,8 +216,8 @@ def test_a_store_that_cannot_create_is_overwritten() -> None:
     ("status", "reason"), [(413, Reason.TOO_LARGE), (507, Reason.FULL), (403, Reason.IO_ERROR)]
 )
 def test_a_put_that_is_refused_says_why(status: int, reason: Reason) -> None:
-    with liar({"PUT": answer(status)}) as (_, remote), contextlib.closing(remote.link(until())) as link:
-        with pytest.raises(Refused) as refused:
+    with liar({"PUT": answer(status)}) as (_, remote), contextlib.closing(remote.connect(until())) as link:
+        with pytest.raises(RefusedError) as refused:
             put(link, keys(1)[0], noise(10))
         assert refused.value.reason is reason
 
@@ -233,8 +233,8 @@ def test_a_walk_ends_however_deep_the_folders_go() -> None:
         )
         return [answer(207, f'<D:multistatus xmlns:D="DAV:">{rows}</D:multistatus>'.encode())]
 
-    with liar({"PROPFIND": deeper}) as (server, remote), contextlib.closing(remote.link(until())) as link:
-        assert link.census(walk(5.0)) == {}
+    with liar({"PROPFIND": deeper}) as (server, remote), contextlib.closing(remote.connect(until())) as link:
+        assert link.count_by_namespace(walk(5.0)) == {}
         assert sum(method == "PROPFIND" for method, _ in server.heard) == 3
 
 
@@ -245,12 +245,12 @@ def test_a_listing_may_come_in_chunks() -> None:
     parts = [listing[at : at + 7] for at in range(0, len(listing), 7)]
     pieces = b"".join(b"%X;x=y\r\n%b\r\n" % (len(part), part) for part in parts)
     lie = b"HTTP/1.1 207 M\r\nTransfer-Encoding: chunked\r\n\r\n" + pieces + b"0\r\nTrailer: x\r\n\r\n"
-    with liar({"PROPFIND": lie}) as (_, remote), contextlib.closing(remote.link(until())) as link:
-        assert link.census(walk(5.0)) == {NAMESPACE: 1}
+    with liar({"PROPFIND": lie}) as (_, remote), contextlib.closing(remote.connect(until())) as link:
+        assert link.count_by_namespace(walk(5.0)) == {NAMESPACE: 1}
 
 
 def test_a_server_that_cannot_list_says_so() -> None:
-    with liar({"PROPFIND": answer(405)}) as (_, remote), contextlib.closing(remote.link(until())) as link:
+    with liar({"PROPFIND": answer(405)}) as (_, remote), contextlib.closing(remote.connect(until())) as link:
         said = str(trouble(lambda: link.clear(None, walk(5.0))))
         assert "PROPFIND" in said
 
@@ -258,7 +258,7 @@ def test_a_server_that_cannot_list_says_so() -> None:
 def test_user_and_password_of_a_url_are_sent_and_never_shown() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        remote = ObjectsRemote(f"http://me:HUSH%2FHUSH@127.0.0.1:{port}/dav/")
+        remote = ObjectStoreClient(f"http://me:HUSH%2FHUSH@127.0.0.1:{port}/dav/")
         asked: list[bytes] = []
 
         def serve() -> None:
@@ -269,8 +269,8 @@ def test_user_and_password_of_a_url_are_sent_and_never_shown() -> None:
 
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
-        with pytest.raises(Refused, match="401") as refused:
-            remote.link(until())
+        with pytest.raises(RefusedError, match="401") as refused:
+            remote.connect(until())
         thread.join(5)
     sent = b"Basic " + base64.b64encode(b"me:HUSH/HUSH")
     assert b"authorization: " + sent in asked[0].replace(b"Authorization", b"authorization")
@@ -281,34 +281,34 @@ def test_user_and_password_of_a_url_are_sent_and_never_shown() -> None:
 
 
 def test_nobody_there_is_an_oserror() -> None:
-    trouble(lambda: ObjectsRemote(f"http://127.0.0.1:{free_port()}/").link(until(SHORT_SECONDS)))
+    trouble(lambda: ObjectStoreClient(f"http://127.0.0.1:{free_port()}/").connect(until(SHORT_SECONDS)))
 
 
 def test_an_unknown_host_is_an_oserror() -> None:
-    error = trouble(lambda: ObjectsRemote("https://no-such-host.invalid/").link(until(SHORT_SECONDS)))
+    error = trouble(lambda: ObjectStoreClient("https://no-such-host.invalid/").connect(until(SHORT_SECONDS)))
     assert isinstance(error, OSError)
 
 
 def test_a_port_that_never_answers_is_given_up_in_time() -> None:
     with black_hole() as port:
-        error = trouble(lambda: ObjectsRemote(f"http://127.0.0.1:{port}/").link(until(SHORT_SECONDS)))
+        error = trouble(lambda: ObjectStoreClient(f"http://127.0.0.1:{port}/").connect(until(SHORT_SECONDS)))
         assert isinstance(error, TimeoutError)
 
 
-def test_a_time_that_has_passed_is_a_timeout(link: ObjectsLink) -> None:
+def test_a_time_that_has_passed_is_a_timeout(link: ObjectStoreConnection) -> None:
     assert isinstance(trouble(lambda: get(link, keys(1)[0], Room(1), -1.0)), TimeoutError)
 
 
 @pytest.mark.parametrize("what", ["find", "get", "put", "remove", "clear", "census", "ping"])
 def test_a_stopped_server_is_given_up_in_time(store: Store, what: str) -> None:
-    link = store.remote().link(until())
+    link = store.remote().connect(until())
     calls: dict[str, Callable[[], object]] = {
         "find": lambda: link.find(NAMESPACE, keys(40), until(SHORT_SECONDS)),
         "get": lambda: get(link, keys(1)[0], Room(10), SHORT_SECONDS),
         "put": lambda: put(link, keys(1)[0], noise(8 * MIB), seconds=SHORT_SECONDS),
         "remove": lambda: link.remove(NAMESPACE, keys(3), until(SHORT_SECONDS)),
         "clear": lambda: link.clear(NAMESPACE, walk(SHORT_SECONDS)),
-        "census": lambda: link.census(walk(SHORT_SECONDS)),
+        "census": lambda: link.count_by_namespace(walk(SHORT_SECONDS)),
         "ping": lambda: link.ping(until(SHORT_SECONDS)),
     }
     store.server.stop()
@@ -318,11 +318,11 @@ def test_a_stopped_server_is_given_up_in_time(store: Store, what: str) -> None:
         store.server.cont()
     with Timed():
         link.close()
-    store.remote().link(until()).close()
+    store.remote().connect(until()).close()
 
 
-def through(store: Store, proxy: Proxy) -> ObjectsLink:
-    return store.remote(port=proxy.port).link(until())
+def through(store: Store, proxy: Proxy) -> ObjectStoreConnection:
+    return store.remote(port=proxy.port).connect(until())
 
 
 FAULTS = {
@@ -336,7 +336,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_bad_network_on_the_way_down(store: Store, link: ObjectsLink, fault: str) -> None:
+def test_a_bad_network_on_the_way_down(store: Store, link: ObjectStoreConnection, fault: str) -> None:
     put(link, keys(1)[0], noise(4 * MIB))
     with proxy_to(store.server.port) as proxy, contextlib.closing(through(store, proxy)) as bad:
         proxy.down = FAULTS[fault]
@@ -349,7 +349,9 @@ def test_a_bad_network_on_the_way_down(store: Store, link: ObjectsLink, fault: s
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_bad_network_on_the_way_up_leaves_no_part(store: Store, link: ObjectsLink, fault: str) -> None:
+def test_a_bad_network_on_the_way_up_leaves_no_part(
+    store: Store, link: ObjectStoreConnection, fault: str
+) -> None:
     stored = noise(4 * MIB)
     with proxy_to(store.server.port) as proxy, contextlib.closing(through(store, proxy)) as bad:
         proxy.up = FAULTS[fault]
@@ -381,7 +383,7 @@ def test_what_is_given_up_ends_its_connection(store: Store) -> None:
 def test_a_server_killed_amid_a_get_and_back_again(store: Store) -> None:
     nbytes = 32 * MIB  # more than what the sockets on the way hold
     with proxy_to(store.server.port) as proxy:
-        with contextlib.closing(store.remote().link(until())) as link:
+        with contextlib.closing(store.remote().connect(until())) as link:
             put(link, keys(1)[0], noise(nbytes))
         with contextlib.closing(through(store, proxy)) as slow:
             proxy.down = Fault(bytes_per_second=2e7)
@@ -393,20 +395,20 @@ def test_a_server_killed_amid_a_get_and_back_again(store: Store) -> None:
             finally:
                 killer.join()
                 store.server.restart()
-    with contextlib.closing(store.remote().link(until())) as link:
+    with contextlib.closing(store.remote().connect(until())) as link:
         # the files are there again, what was only in memory is not
         assert get(link, keys(1)[0], Room(nbytes)) == (nbytes if store.kind == "dav" else None)
         link.clear(None, walk(ENOUGH_SECONDS))
 
 
 def test_a_server_that_was_restarted_is_used_by_the_same_link(store: Store) -> None:
-    with contextlib.closing(store.remote().link(until())) as link:
+    with contextlib.closing(store.remote().connect(until())) as link:
         store.server.restart()
         assert get(link, keys(1)[0], Room(1)) is None
 
 
 def test_abort_ends_a_call_from_another_thread() -> None:
-    with liar({}) as (server, remote), contextlib.closing(remote.link(until())) as link:
+    with liar({}) as (server, remote), contextlib.closing(remote.connect(until())) as link:
         server.lies["GET"] = LIES["silence"]
         threading.Timer(0.1, link.abort).start()
         with Timed(), pytest.raises(OSError, match="aborted"):
@@ -417,7 +419,7 @@ def test_abort_ends_a_call_from_another_thread() -> None:
 
 def test_close_from_another_thread_ends_a_call() -> None:
     with liar({}) as (server, remote):
-        link = remote.link(until())
+        link = remote.connect(until())
         server.lies["GET"] = LIES["silence"]
         threading.Timer(0.1, link.close).start()
         with Timed(), pytest.raises(OSError):
@@ -428,10 +430,10 @@ def test_close_from_another_thread_ends_a_call() -> None:
 
 def test_links_leave_no_files_open(store: Store) -> None:
     remote = store.remote()
-    remote.link(until()).close()
+    remote.connect(until()).close()
     before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(20):
-        link = remote.link(until())
+        link = remote.connect(until())
         link.find(NAMESPACE, keys(16), until())
         link.close()
     del link

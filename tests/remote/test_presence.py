@@ -6,16 +6,16 @@ import pytest
 
 from pagoda.testing import FakeClock
 from pagoda.tiers.remote import presence
-from pagoda.tiers.remote.presence import Memo
+from pagoda.tiers.remote.presence import PresenceCache
 
 NS = b"a namespace"
 
 
 def test_both_answers_are_forgotten_after_a_while() -> None:
     clock = FakeClock()
-    known = Memo(clock, present_seconds=2.0, absent_seconds=1.0)
-    known.note(NS, [b"a"], True)
-    known.note(NS, [b"b"], False)
+    known = PresenceCache(clock, present_seconds=2.0, absent_seconds=1.0)
+    known.record(NS, [b"a"], True)
+    known.record(NS, [b"b"], False)
     assert (known.get(NS, b"a"), known.get(NS, b"b"), known.get(NS, b"c")) == (True, False, None)
     clock.advance(1.5)
     assert (known.get(NS, b"a"), known.get(NS, b"b")) == (True, None)
@@ -24,25 +24,25 @@ def test_both_answers_are_forgotten_after_a_while() -> None:
 
 
 def test_the_latest_word_stands() -> None:
-    known = Memo(FakeClock())
-    known.note(NS, [b"a"], False)
-    known.note(NS, [b"a"], True)
+    known = PresenceCache(FakeClock())
+    known.record(NS, [b"a"], False)
+    known.record(NS, [b"a"], True)
     assert known.get(NS, b"a") is True
-    known.forget()
+    known.clear()
     assert known.get(NS, b"a") is None
 
 
 def test_the_oldest_go_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(presence, "_MOST_KEYS", 8)  # each has two names: under its namespace, and under any
-    known = Memo(FakeClock())
-    known.note(NS, [b"%d" % n for n in range(5)], True)
-    known.note(NS, [b"1"], True)
-    known.note(NS, [b"9"], True)
+    known = PresenceCache(FakeClock())
+    known.record(NS, [b"%d" % n for n in range(5)], True)
+    known.record(NS, [b"1"], True)
+    known.record(NS, [b"9"], True)
     assert [known.get(NS, b"%d" % n) for n in range(5)] == [None, True, None, True, True]
 
 
 def test_namespaces_are_apart() -> None:
-    known = Memo(FakeClock())
-    known.note(NS, [b"a"], True)
-    known.note(b"other", [b"a"], False)
+    known = PresenceCache(FakeClock())
+    known.record(NS, [b"a"], True)
+    known.record(b"other", [b"a"], False)
     assert (known.get(NS, b"a"), known.get(b"other", b"a"), known.get(None, b"a")) == (True, False, True)

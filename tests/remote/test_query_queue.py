@@ -6,55 +6,55 @@ import threading
 import time
 
 from pagoda.metrics import Reason
-from pagoda.tiers.remote.query_queue import Asks
-from pagoda.tiers.remote.store_client import Link
+from pagoda.tiers.remote.query_queue import QueryQueue
+from pagoda.tiers.remote.store_client import StoreConnection
 
 
-def nothing(_: Link) -> int:
+def nothing(_: StoreConnection) -> int:
     return 0
 
 
 def test_who_asks_the_same_meanwhile_gets_the_same_answer() -> None:
-    asks = Asks()
-    one, two, other = asks.put("a", nothing), asks.put("a", nothing), asks.put("b", nothing)
+    queries = QueryQueue()
+    one, two, other = queries.submit("a", nothing), queries.submit("a", nothing), queries.submit("b", nothing)
     assert one is two and other is not one
-    first = asks.take(0)
+    first = queries.take(0)
     assert first is not None and first.name == "a"
-    assert asks.put("a", nothing) is one  # it is still under way
-    asks.answered(first, 7)
+    assert queries.submit("a", nothing) is one  # it is still under way
+    queries.finish(first, 7)
     assert one.result(0) == 7 and not other.done()
-    assert asks.put("a", nothing) is not one
+    assert queries.submit("a", nothing) is not one
 
 
 def test_a_full_queue_says_so_at_once() -> None:
-    asks = Asks()
-    taken = [asks.put(n, nothing) for n in range(64)]
+    queries = QueryQueue()
+    taken = [queries.submit(n, nothing) for n in range(64)]
     assert not any(answer.done() for answer in taken)
-    assert asks.put("more", nothing).result(0) is Reason.QUEUE_FULL
-    first = asks.take(0)
+    assert queries.submit("more", nothing).result(0) is Reason.QUEUE_FULL
+    first = queries.take(0)
     assert first is not None
-    asks.answered(first, 1)
-    assert not asks.put("more", nothing).done()
+    queries.finish(first, 1)
+    assert not queries.submit("more", nothing).done()
 
 
 def test_what_waits_when_it_is_closed_is_answered() -> None:
-    asks = Asks()
-    under_way, waiting = asks.put("a", nothing), asks.put("b", nothing)
-    first = asks.take(0)
+    queries = QueryQueue()
+    under_way, waiting = queries.submit("a", nothing), queries.submit("b", nothing)
+    first = queries.take(0)
     assert first is not None
-    asks.close()
+    queries.close()
     assert waiting.result(0) is Reason.CLOSED and not under_way.done()
-    assert asks.put("c", nothing).result(0) is Reason.CLOSED
-    assert asks.take(None) is None
-    asks.answered(first, 3)
+    assert queries.submit("c", nothing).result(0) is Reason.CLOSED
+    assert queries.take(None) is None
+    queries.finish(first, 3)
     assert under_way.result(0) == 3
 
 
 def test_a_taker_is_woken() -> None:
-    asks, came = Asks(), threading.Event()
+    queries, came = QueryQueue(), threading.Event()
 
     def take() -> None:
-        assert asks.take(None) is None
+        assert queries.take(None) is None
         came.set()
 
     thread = threading.Thread(target=take, daemon=True)
@@ -62,5 +62,5 @@ def test_a_taker_is_woken() -> None:
     until = time.monotonic() + 60
     while not came.wait(0.01):
         assert time.monotonic() < until
-        asks.wake()
+        queries.wake()
     thread.join(60)

@@ -14,8 +14,8 @@ from pagoda.codec import HEADER_BYTES
 from pagoda.errors import ConfigError
 from pagoda.metrics import Reason
 from pagoda.tiers.base import Bytes
-from pagoda.tiers.remote.redis import PIECE_BYTES, RedisLink, RedisRemote
-from pagoda.tiers.remote.store_client import Put, Refused
+from pagoda.tiers.remote.redis import PIECE_BYTES, RedisClient, RedisConnection
+from pagoda.tiers.remote.store_client import PutResult, RefusedError
 from tests.remote.chunks import walk
 from tests.remote.servers import Server, need, redis_server
 
@@ -68,17 +68,17 @@ PAGE = content(0, HEADER_BYTES)
 
 
 def put(
-    link: RedisLink,
+    link: RedisConnection,
     number: int,
     stored: Bytes,
     usable: Callable[[], bool] = always,
     root: bytes = ROOT,
     seconds: float = 10.0,
-) -> Put:
+) -> PutResult:
     return link.put(root, key(number), PAGE, stored, usable, soon(seconds))
 
 
-def get(link: RedisLink, number: int, size: int, root: bytes = ROOT) -> Bytes | None:
+def get(link: RedisConnection, number: int, size: int, root: bytes = ROOT) -> Bytes | None:
     page, room = np.zeros(HEADER_BYTES, np.uint8), np.zeros(size, np.uint8)
     got = link.get(root, key(number), page, lambda: room, soon())
     if got is None:
@@ -102,23 +102,23 @@ def client(server: Server) -> Iterator[Client]:
 
 
 @pytest.fixture
-def link(server: Server, client: Client) -> Iterator[RedisLink]:
-    made = RedisRemote(server.url).link(soon())
+def link(server: Server, client: Client) -> Iterator[RedisConnection]:
+    made = RedisClient(server.url).connect(soon())
     yield made
     made.close()
 
 
 @pytest.fixture
-def second(server: Server, client: Client) -> Iterator[RedisLink]:
-    made = RedisRemote(server.url).link(soon())
+def second(server: Server, client: Client) -> Iterator[RedisConnection]:
+    made = RedisClient(server.url).connect(soon())
     yield made
     made.close()
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_what_was_put_is_got(link: RedisLink, client: Client, size: int) -> None:
+def test_what_was_put_is_got(link: RedisConnection, client: Client, size: int) -> None:
     stored = content(1, size)
-    assert put(link, 1, stored) is Put.STORED
+    assert put(link, 1, stored) is PutResult.STORED
     assert link.find(ROOT, [key(1), key(2)], soon()) == 1
     came = get(link, 1, size)
     assert came is not None and np.array_equal(came, stored)
@@ -131,7 +131,7 @@ def test_what_was_put_is_got(link: RedisLink, client: Client, size: int) -> None
     assert get(link, 1, size) is None and client.dbsize() == 0
 
 
-def test_find_is_the_leading_run(link: RedisLink) -> None:
+def test_find_is_the_leading_run(link: RedisConnection) -> None:
     for number in (0, 1, 2, 4):
         put(link, number, content(number, 100))
     assert link.find(ROOT, [key(i) for i in range(6)], soon()) == 3
@@ -140,7 +140,7 @@ def test_find_is_the_leading_run(link: RedisLink) -> None:
     assert link.find(OTHER, [key(0)], soon()) == 0
 
 
-def test_find_of_thousands(link: RedisLink, client: Client) -> None:
+def test_find_of_thousands(link: RedisConnection, client: Client) -> None:
     with client.pipeline(transaction=False) as pipeline:
         for number in range(9000):
             pipeline.hset(name_of(number), "h", b"")
@@ -151,9 +151,9 @@ def test_find_of_thousands(link: RedisLink, client: Client) -> None:
 
 
 def test_a_ttl_begins_when_the_chunk_is_whole(server: Server, client: Client) -> None:
-    link = RedisRemote(server.url, ttl_seconds=0.4).link(soon())
+    link = RedisClient(server.url, ttl_seconds=0.4).connect(soon())
     for number, size in enumerate((100, 2 * MIB)):
-        assert put(link, number, content(1, size)) is Put.STORED
+        assert put(link, number, content(1, size)) is PutResult.STORED
         assert 0 < client.pttl(client.keys("*")[0]) <= 400
         time.sleep(0.5)
         assert get(link, number, size) is None and client.dbsize() == 0
@@ -161,61 +161,61 @@ def test_a_ttl_begins_when_the_chunk_is_whole(server: Server, client: Client) ->
 
 
 @pytest.mark.parametrize("size", [100, 3 * MIB])
-def test_what_is_not_usable_leaves_nothing(link: RedisLink, client: Client, size: int) -> None:
+def test_what_is_not_usable_leaves_nothing(link: RedisConnection, client: Client, size: int) -> None:
     asked: list[int] = []
 
     def usable() -> bool:
         asked.append(client.exists(name_of(1)))
         return False
 
-    assert put(link, 1, content(1, size), usable) is Put.STALE
+    assert put(link, 1, content(1, size), usable) is PutResult.STALE
     assert asked == [0], "asked once, before the value appears"
     assert client.dbsize() == 0
-    assert put(link, 1, content(1, size)) is Put.STORED
+    assert put(link, 1, content(1, size)) is PutResult.STORED
 
 
 @pytest.mark.parametrize("size", [100, 3 * MIB])
-def test_what_is_there_stays(link: RedisLink, client: Client, size: int) -> None:
+def test_what_is_there_stays(link: RedisConnection, client: Client, size: int) -> None:
     first = content(1, size)
-    assert put(link, 1, first) is Put.STORED
-    assert put(link, 1, content(2, size)) is Put.PRESENT
+    assert put(link, 1, first) is PutResult.STORED
+    assert put(link, 1, content(2, size)) is PutResult.PRESENT
     assert np.array_equal(get(link, 1, size), first)
     assert client.dbsize() == 1
 
 
-def test_of_two_writers_one_writes(link: RedisLink, second: RedisLink, client: Client) -> None:
-    answers: list[Put] = []
+def test_of_two_writers_one_writes(link: RedisConnection, second: RedisConnection, client: Client) -> None:
+    answers: list[PutResult] = []
 
     def usable() -> bool:
         answers.append(put(second, 1, content(2, 3 * MIB)))
         return True
 
-    assert put(link, 1, content(1, 3 * MIB), usable) is Put.STORED
-    assert answers == [Put.BUSY]
-    assert put(second, 1, content(2, 3 * MIB)) is Put.PRESENT
+    assert put(link, 1, content(1, 3 * MIB), usable) is PutResult.STORED
+    assert answers == [PutResult.BUSY]
+    assert put(second, 1, content(2, 3 * MIB)) is PutResult.PRESENT
     assert client.dbsize() == 1
 
 
 def test_of_two_small_writers_the_first_to_end_wins(
-    link: RedisLink, second: RedisLink, client: Client
+    link: RedisConnection, second: RedisConnection, client: Client
 ) -> None:
-    answers: list[Put] = []
+    answers: list[PutResult] = []
 
     def usable() -> bool:
         answers.append(put(second, 1, content(2, 500)))
         return True
 
-    assert put(link, 1, content(1, 500), usable) is Put.PRESENT
-    assert answers == [Put.STORED] and client.dbsize() == 1
+    assert put(link, 1, content(1, 500), usable) is PutResult.PRESENT
+    assert answers == [PutResult.STORED] and client.dbsize() == 1
     assert np.array_equal(get(link, 1, 500), content(2, 500))
 
 
 def test_many_writers_of_the_same_keys(server: Server, client: Client) -> None:
     stored = [content(i, 2 * MIB + i) for i in range(6)]
-    ends: list[Put] = []
+    ends: list[PutResult] = []
 
     def write(seed: int) -> None:
-        link = RedisRemote(server.url).link(soon())
+        link = RedisClient(server.url).connect(soon())
         for number in np.random.default_rng(seed).permutation(6):
             ends.append(put(link, int(number), stored[number], seconds=30))
         link.close()
@@ -225,16 +225,18 @@ def test_many_writers_of_the_same_keys(server: Server, client: Client) -> None:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert len(ends) == 24 and ends.count(Put.STORED) == 6
-    reader = RedisRemote(server.url).link(soon())
+    assert len(ends) == 24 and ends.count(PutResult.STORED) == 6
+    reader = RedisClient(server.url).connect(soon())
     for number, bytes_ in enumerate(stored):
         assert np.array_equal(get(reader, number, bytes_.nbytes), bytes_)
     reader.close()
     assert client.dbsize() == 6
 
 
-def test_a_dead_writer_leaves_nothing_for_long(server: Server, second: RedisLink, client: Client) -> None:
-    doomed = RedisRemote(server.url).link(soon())
+def test_a_dead_writer_leaves_nothing_for_long(
+    server: Server, second: RedisConnection, client: Client
+) -> None:
+    doomed = RedisClient(server.url).connect(soon())
 
     def die() -> bool:
         doomed.abort()
@@ -245,12 +247,12 @@ def test_a_dead_writer_leaves_nothing_for_long(server: Server, second: RedisLink
     doomed.close()
     assert client.dbsize() == 2, "its draft and its claim"
     assert all(0 < client.pttl(name) <= 2500 for name in client.keys("*"))
-    assert put(second, 1, content(2, 3 * MIB)) is Put.BUSY
+    assert put(second, 1, content(2, 3 * MIB)) is PutResult.BUSY
     end = soon()
     while client.dbsize() and time.monotonic() < end:
         time.sleep(0.05)
     assert client.dbsize() == 0
-    assert put(second, 1, content(2, 3 * MIB)) is Put.STORED
+    assert put(second, 1, content(2, 3 * MIB)) is PutResult.STORED
     assert client.dbsize() == 1
 
 
@@ -259,7 +261,7 @@ def test_a_writer_that_is_cut_off_anywhere_leaves_nothing_for_long(
     server: Server, client: Client, size: int
 ) -> None:
     for after in (0.0, 0.001, 0.002, 0.004):
-        doomed = RedisRemote(server.url).link(soon())
+        doomed = RedisClient(server.url).connect(soon())
         timer = threading.Timer(after, doomed.abort)
         timer.start()
         with contextlib.suppress(OSError):
@@ -270,18 +272,18 @@ def test_a_writer_that_is_cut_off_anywhere_leaves_nothing_for_long(
     assert all(client.pttl(name) > 0 for name in names)
 
 
-def test_a_draft_that_went_is_not_published(link: RedisLink, client: Client) -> None:
+def test_a_draft_that_went_is_not_published(link: RedisConnection, client: Client) -> None:
     def lose() -> bool:
         client.delete(*client.keys("*:w:*"))
         return True
 
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RefusedError) as refused:
         put(link, 1, content(1, 3 * MIB), lose)
     assert refused.value.reason is Reason.FULL
     assert client.dbsize() == 0 and get(link, 1, 3 * MIB) is None
 
 
-def test_a_draft_that_lost_pieces_is_not_published(link: RedisLink, client: Client) -> None:
+def test_a_draft_that_lost_pieces_is_not_published(link: RedisConnection, client: Client) -> None:
     """As when Redis evicts or expires a draft, and the next piece begins it anew."""
     stop = threading.Event()
 
@@ -296,7 +298,7 @@ def test_a_draft_that_lost_pieces_is_not_published(link: RedisLink, client: Clie
     thread = threading.Thread(target=lose)
     thread.start()
     try:
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(RefusedError) as refused:
             put(link, 1, content(1, 64 * MIB), seconds=30)
     finally:
         stop.set()
@@ -305,8 +307,8 @@ def test_a_draft_that_lost_pieces_is_not_published(link: RedisLink, client: Clie
     assert link.find(ROOT, [key(1)], soon()) == 0 and client.dbsize() == 0
 
 
-def test_clear_census_and_neighbours(link: RedisLink, server: Server, client: Client) -> None:
-    other = RedisRemote(server.url, prefix="pago").link(soon())
+def test_clear_census_and_neighbours(link: RedisConnection, server: Server, client: Client) -> None:
+    other = RedisClient(server.url, prefix="pago").connect(soon())
     name = name_of(1)
     foreign = [
         "pagoda", "pagoda:", "pagoda:1:", "pagoda:2" + name[8:], "xpagoda" + name[6:], name[:-1], name + "x",
@@ -321,30 +323,35 @@ def test_clear_census_and_neighbours(link: RedisLink, server: Server, client: Cl
     put(other, 1, content(1, 100))
     client.set(name + ":w", "nonce")
     client.hset(name + ":w:" + "0" * 32, "h", "x")
-    assert link.census(walk(5)) == {ROOT: 3, OTHER: 3}
-    assert other.census(walk(5)) == {ROOT: 1}
+    assert link.count_by_namespace(walk(5)) == {ROOT: 3, OTHER: 3}
+    assert other.count_by_namespace(walk(5)) == {ROOT: 1}
     assert link.clear(ROOT, walk(5)) == 3
-    assert link.census(walk(5)) == {OTHER: 3} and client.exists(name + ":w", name + ":w:" + "0" * 32) == 0
+    assert (
+        link.count_by_namespace(walk(5)) == {OTHER: 3}
+        and client.exists(name + ":w", name + ":w:" + "0" * 32) == 0
+    )
     assert link.clear(ROOT, walk(5)) == 0
     assert link.clear(None, walk(5)) == 3
-    assert link.census(walk(5)) == {}
+    assert link.count_by_namespace(walk(5)) == {}
     assert {text.encode() for text in foreign} < set(client.keys("*"))
     assert client.dbsize() == len(foreign) + 1
     other.close()
 
 
 def test_a_prefix_is_no_pattern(server: Server, client: Client) -> None:
-    wild, plain = (RedisRemote(server.url, prefix=prefix).link(soon()) for prefix in ("a*[b]?\\", "aXb?\\"))
+    wild, plain = (
+        RedisClient(server.url, prefix=prefix).connect(soon()) for prefix in ("a*[b]?\\", "aXb?\\")
+    )
     for link in (wild, plain):
         put(link, 1, content(1, 100))
-    assert wild.census(walk(5)) == plain.census(walk(5)) == {ROOT: 1}
+    assert wild.count_by_namespace(walk(5)) == plain.count_by_namespace(walk(5)) == {ROOT: 1}
     assert wild.clear(None, walk(5)) == 1
     assert get(plain, 1, 100) is not None
     wild.close()
     plain.close()
 
 
-def test_clear_of_thousands(link: RedisLink, client: Client) -> None:
+def test_clear_of_thousands(link: RedisConnection, client: Client) -> None:
     with client.pipeline(transaction=False) as pipeline:
         for number in range(5000):
             pipeline.hset(name_of(number), "h", b"")
@@ -354,7 +361,7 @@ def test_clear_of_thousands(link: RedisLink, client: Client) -> None:
     assert client.dbsize() == 5000
 
 
-def test_usage(link: RedisLink, client: Client) -> None:
+def test_usage(link: RedisConnection, client: Client) -> None:
     used, limit = link.usage(soon())
     assert used is not None and used > 100_000 and limit is None
     client.config_set("maxmemory", 500 * MIB)
@@ -364,7 +371,7 @@ def test_usage(link: RedisLink, client: Client) -> None:
 
 
 @pytest.mark.parametrize("size", [MIB, 8 * MIB, 32 * MIB])
-def test_a_chunk_takes_little_more_than_its_bytes(link: RedisLink, size: int) -> None:
+def test_a_chunk_takes_little_more_than_its_bytes(link: RedisConnection, size: int) -> None:
     before = link.usage(soon()).used_bytes
     for number in range(64 * MIB // size):
         put(link, number, content(1, size))
@@ -373,32 +380,32 @@ def test_a_chunk_takes_little_more_than_its_bytes(link: RedisLink, size: int) ->
     assert after - before < 64 * MIB * 1.03 + 3 * MIB, "and the connection's buffer"
 
 
-def test_a_ping_asks_for_our_names(link: RedisLink) -> None:
+def test_a_ping_asks_for_our_names(link: RedisConnection) -> None:
     link.ping(soon())
 
 
 @pytest.mark.parametrize("size", [100, 8 * MIB])
-def test_a_full_server_refuses_and_nothing_is_left(link: RedisLink, client: Client, size: int) -> None:
+def test_a_full_server_refuses_and_nothing_is_left(link: RedisConnection, client: Client, size: int) -> None:
     put(link, 1, content(1, 2 * MIB))
     client.config_set("maxmemory", client.info("memory")["used_memory"] - 100_000)
     for number in (2, 3):
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(RefusedError) as refused:
             put(link, number, content(2, size))
         assert refused.value.reason is Reason.FULL and "OOM" in str(refused.value)
     assert get(link, 1, 2 * MIB) is not None, "the link goes on"
     assert client.dbsize() == 1
 
 
-def test_a_server_that_fills_up_under_a_put(link: RedisLink, client: Client) -> None:
+def test_a_server_that_fills_up_under_a_put(link: RedisConnection, client: Client) -> None:
     client.config_set("maxmemory", client.info("memory")["used_memory"] + 4 * MIB)
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RefusedError) as refused:
         put(link, 1, content(1, 32 * MIB))
     assert refused.value.reason is Reason.FULL
     assert client.dbsize() == 0
-    assert put(link, 2, content(2, MIB)) is Put.STORED
+    assert put(link, 2, content(2, MIB)) is PutResult.STORED
 
 
-def test_eviction_takes_whole_chunks(client: Client, link: RedisLink) -> None:
+def test_eviction_takes_whole_chunks(client: Client, link: RedisConnection) -> None:
     client.config_set("maxmemory", client.info("memory")["used_memory"] + 20 * MIB)
     client.config_set("maxmemory-policy", "allkeys-lru")
     try:
@@ -406,9 +413,9 @@ def test_eviction_takes_whole_chunks(client: Client, link: RedisLink) -> None:
         for number in range(20):
             try:  # so small a store evicts drafts, too
                 ends.append(put(link, number, content(number, 3 * MIB + 1)))
-            except Refused as refused:
+            except RefusedError as refused:
                 assert refused.reason is Reason.FULL
-        assert set(ends) == {Put.STORED}
+        assert set(ends) == {PutResult.STORED}
         here = [number for number in range(20) if get(link, number, 3 * MIB + 1) is not None]
         assert len(ends) > 10 and 1 < len(here) < 8
         assert client.dbsize() == len(here)
@@ -416,7 +423,7 @@ def test_eviction_takes_whole_chunks(client: Client, link: RedisLink) -> None:
         client.config_set("maxmemory-policy", "noeviction")
 
 
-def test_what_is_not_a_chunk_is_refused(link: RedisLink, client: Client) -> None:
+def test_what_is_not_a_chunk_is_refused(link: RedisConnection, client: Client) -> None:
     name = name_of(1)
     page, room = np.zeros(HEADER_BYTES, np.uint8), np.zeros(3 * PIECE_BYTES, np.uint8)
     piece, head = b"x" * PIECE_BYTES, bytes(HEADER_BYTES)
@@ -428,11 +435,11 @@ def test_what_is_not_a_chunk_is_refused(link: RedisLink, client: Client) -> None
     for value in wrong:
         client.delete(name)
         client.set(name, value) if isinstance(value, str) else client.hset(name, mapping=value)
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(RefusedError) as refused:
             link.get(ROOT, key(1), page, lambda: room, soon())
         assert refused.value.reason is Reason.FAILED_CHECK
         link.ping(soon())
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RefusedError) as refused:
         link.get(ROOT, key(1), page, lambda: None, soon())
     assert refused.value.reason is Reason.FAILED_CHECK
     client.delete(name)
@@ -441,7 +448,7 @@ def test_what_is_not_a_chunk_is_refused(link: RedisLink, client: Client) -> None
     assert link.remove(ROOT, [key(1)], soon()) == 1
 
 
-def test_a_chunk_that_goes_while_it_is_read_is_not_there(link: RedisLink, client: Client) -> None:
+def test_a_chunk_that_goes_while_it_is_read_is_not_there(link: RedisConnection, client: Client) -> None:
     put(link, 1, content(1, 16 * MIB))
 
     def lose() -> Bytes:
@@ -463,17 +470,17 @@ def test_wrong_use() -> None:
         "unix://",
     ):
         with pytest.raises(ConfigError) as wrong:
-            RedisRemote(url)
+            RedisClient(url)
         assert "34" not in str(wrong.value) and "#w" not in str(wrong.value)
     with pytest.raises(ConfigError, match="protocol"):
-        RedisRemote("redis://host?protocol=3")
+        RedisClient("redis://host?protocol=3")
     with pytest.raises(ConfigError):
-        RedisRemote("redis://:geheim/x@host:y")
+        RedisClient("redis://:geheim/x@host:y")
     for prefix in ("", "a{b", "a b", "ä", "x" * 101):
         with pytest.raises(ConfigError, match="prefix"):
-            RedisRemote("redis://host", prefix=prefix)
+            RedisClient("redis://host", prefix=prefix)
 
 
-def test_names_have_whole_keys(link: RedisLink) -> None:
+def test_names_have_whole_keys(link: RedisConnection) -> None:
     with pytest.raises(ValueError, match="32 bytes"):
         link.find(ROOT, [b"short"], soon())

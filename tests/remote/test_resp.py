@@ -14,15 +14,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pagoda.tiers.remote.resp import NUMBER, Answer, Denial, Shape, Wire, command, command_with
+from pagoda.tiers.remote.resp import (
+    NUMBER,
+    ErrorReply,
+    Reply,
+    ReplyShape,
+    RespConnection,
+    command,
+    command_parts,
+)
 from tests.remote.servers import authority
 
 MIB = 1 << 20
-ANY = Shape(b":+$*", 512, items=1 << 14, depth=2)
+ANY = ReplyShape(b":+$*", 512, items=1 << 14, depth=2)
 LATE = (
     30.0  # a busy machine's slack behind a deadline, in seconds: who waits for the other end waits for ever
 )
-Peer = tuple[Wire, socket.socket]
+Peer = tuple[RespConnection, socket.socket]
 _beside: list[threading.Thread] = []
 
 
@@ -39,21 +47,21 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=["unix", "tcp", "tls"])
 def peer(request: pytest.FixtureRequest) -> Iterator[Peer]:
-    """A Wire and the other end of its connection."""
+    """A RespConnection and the other end of its connection."""
     ours, theirs = socket.socketpair() if request.param == "unix" else tcp_pair()
     if request.param == "tls":
         ours, theirs = encrypted(ours, theirs, request.getfixturevalue("certificates"))
     theirs.settimeout(10)
-    wire = Wire(ours)
+    connection = RespConnection(ours)
     try:
-        yield wire, theirs
+        yield connection, theirs
     finally:
-        wire.abort()
+        connection.abort()
         with contextlib.suppress(OSError):
             theirs.shutdown(socket.SHUT_RDWR)
         while _beside:  # else one may send on, into the next test's socket of the same number
             _beside.pop().join(10)
-        wire.close()
+        connection.close()
         theirs.close()
 
 
@@ -88,16 +96,16 @@ def beside(work: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def asked(wire: Wire, number: int = 1) -> None:
-    wire.send([command(b"PING")] * number, number, soon())
+def asked(connection: RespConnection, number: int = 1) -> None:
+    connection.send([command(b"PING")] * number, number, soon())
 
 
 def test_commands() -> None:
     assert command(b"GET", b"a\r\nb") == b"*2\r\n$3\r\nGET\r\n$4\r\na\r\nb\r\n"
-    parts = command_with(b"SET", b"k", memoryview(b"value"))
+    parts = command_parts(b"SET", b"k", memoryview(b"value"))
     assert b"".join(parts) == command(b"SET", b"k", b"value")
     assert isinstance(parts[1], memoryview)
-    two = command_with(b"HSET", memoryview(b"a"), b"b", memoryview(b""), b"c")
+    two = command_parts(b"HSET", memoryview(b"a"), b"b", memoryview(b""), b"c")
     assert b"".join(two) == command(b"HSET", b"a", b"b", b"", b"c")
 
 
@@ -112,65 +120,67 @@ def test_commands() -> None:
         (b"$4\r\na\r\nb\r\n", b"a\r\nb"),
         (b"*0\r\n", []),
         (b"*2\r\n$1\r\n7\r\n*2\r\n$1\r\na\r\n:3\r\n", [b"7", [b"a", 3]]),
-        (b"-OOM no room\r\n", Denial("OOM", "OOM no room")),
-        (b"*2\r\n:1\r\n-ERR no such key\r\n", [1, Denial("ERR", "ERR no such key")]),
-        (b"-\r\n", Denial("", "")),
+        (b"-OOM no room\r\n", ErrorReply("OOM", "OOM no room")),
+        (b"*2\r\n:1\r\n-ERR no such key\r\n", [1, ErrorReply("ERR", "ERR no such key")]),
+        (b"-\r\n", ErrorReply("", "")),
     ],
 )
 @pytest.mark.parametrize("pace", [1000, 1])
-def test_answers(peer: Peer, sent: bytes, value: Answer, pace: int) -> None:
-    wire, theirs = peer
-    asked(wire, 2)
+def test_answers(peer: Peer, sent: bytes, value: Reply, pace: int) -> None:
+    connection, theirs = peer
+    asked(connection, 2)
     both = sent + b":1\r\n"
     for start in range(0, len(both), pace):
         theirs.sendall(both[start : start + pace])
-    assert wire.answer(soon(), ANY) == value
-    assert wire.answer(soon(), ANY) == 1
-    wire.check()
+    assert connection.read_reply(soon(), ANY) == value
+    assert connection.read_reply(soon(), ANY) == 1
+    connection.check_usable()
 
 
 def test_an_error_is_one_printable_line_of_bounded_length(peer: Peer) -> None:
-    wire, theirs = peer
-    asked(wire)
+    connection, theirs = peer
+    asked(connection)
     theirs.sendall(b"-ERR \x1b[31m\xff\n" + b"x" * 3000 + b"\r\n")
-    said = wire.answer(soon(), ANY)
-    assert isinstance(said, Denial) and said.text.startswith("ERR ?[31m") and len(said.text) <= 200
+    said = connection.read_reply(soon(), ANY)
+    assert isinstance(said, ErrorReply) and said.text.startswith("ERR ?[31m") and len(said.text) <= 200
     assert "\n" not in said.text and "\x1b" not in said.text
 
 
 def test_a_long_string_is_cut_and_skipped(peer: Peer) -> None:
-    wire, theirs = peer
-    asked(wire, 2)
+    connection, theirs = peer
+    asked(connection, 2)
     thread = beside(lambda: theirs.sendall(b"$1000000\r\n" + b"y" * 1000000 + b"\r\n+OK\r\n"))
-    assert wire.answer(soon(), Shape(b"$", 10)) == b"y" * 10
-    assert wire.answer(soon(), ANY) == b"OK"
+    assert connection.read_reply(soon(), ReplyShape(b"$", 10)) == b"y" * 10
+    assert connection.read_reply(soon(), ANY) == b"OK"
     thread.join(5)
 
 
 @pytest.mark.parametrize("size", [1, 63, 64, 65, 4096, MIB - 1, MIB])
 def test_bulk_bytes_come_straight_into_their_place(peer: Peer, size: int) -> None:
-    wire, theirs = peer
+    connection, theirs = peer
     content = np.random.default_rng(size).integers(0, 255, size, np.uint8)
-    asked(wire, 4)
+    asked(connection, 4)
     answer = b"$%d\r\n%b\r\n" % (size, content.tobytes())
     thread = beside(lambda: theirs.sendall(answer + b"$-1\r\n" + answer + b":5\r\n"))
     place = np.zeros(size + 1, np.uint8)
-    assert wire.fill(place.data[:size], soon()) == size
+    assert connection.read_into(place.data[:size], soon()) == size
     assert np.array_equal(place[:size], content) and place[size] == 0
-    assert wire.fill(place.data[:size], soon()) is None
+    assert connection.read_into(place.data[:size], soon()) is None
     place[:] = 7
-    assert wire.fill(place.data, soon()) == size, "it does not fit: skipped"
+    assert connection.read_into(place.data, soon()) == size, "it does not fit: skipped"
     assert (place == 7).all()
-    assert wire.answer(soon(), ANY) == 5
+    assert connection.read_reply(soon(), ANY) == 5
     thread.join(5)
 
 
 def test_an_error_where_a_string_was_wanted(peer: Peer) -> None:
-    wire, theirs = peer
-    asked(wire)
+    connection, theirs = peer
+    asked(connection)
     theirs.sendall(b"-WRONGTYPE no hash\r\n")
-    assert wire.fill(memoryview(bytearray(10)), soon()) == Denial("WRONGTYPE", "WRONGTYPE no hash")
-    wire.check()
+    assert connection.read_into(memoryview(bytearray(10)), soon()) == ErrorReply(
+        "WRONGTYPE", "WRONGTYPE no hash"
+    )
+    connection.check_usable()
 
 
 NONSENSE = [
@@ -200,22 +210,22 @@ NONSENSE = [
 @pytest.mark.parametrize("sent", NONSENSE, ids=lambda sent: repr(sent[:20]))
 @pytest.mark.parametrize("bulk", [False, True], ids=["answer", "fill"])
 def test_nonsense_is_an_error_and_the_end(peer: Peer, sent: bytes, bulk: bool) -> None:
-    wire, theirs = peer
-    asked(wire)
+    connection, theirs = peer
+    asked(connection)
     beside(lambda: theirs.sendall(sent))
     place = memoryview(bytearray(100))
     tracemalloc.start()
     try:
         with pytest.raises(OSError, match=r"RESP2|out of step"):
-            wire.fill(place, soon()) if bulk else wire.answer(soon(), ANY)
+            connection.read_into(place, soon()) if bulk else connection.read_reply(soon(), ANY)
         assert tracemalloc.get_traced_memory()[1] < 4 * MIB
     finally:
         tracemalloc.stop()
     for call in (
-        wire.check,
-        lambda: asked(wire),
-        lambda: wire.answer(soon(), ANY),
-        lambda: wire.fill(place, soon()),
+        connection.check_usable,
+        lambda: asked(connection),
+        lambda: connection.read_reply(soon(), ANY),
+        lambda: connection.read_into(place, soon()),
     ):
         with pytest.raises(OSError, match="out of step"):
             call()
@@ -228,84 +238,84 @@ def test_nonsense_is_an_error_and_the_end(peer: Peer, sent: bytes, bulk: bool) -
         (NUMBER, b"$1\r\n1\r\n"),
         (NUMBER, b"$-1\r\n"),
         (NUMBER, b"*1\r\n:1\r\n"),
-        (Shape(b"+$"), b":1\r\n"),
-        (Shape(b":*", items=2, depth=1), b"*3\r\n:1\r\n:1\r\n:1\r\n"),
-        (Shape(b":*", items=2, depth=1), b"*1\r\n*1\r\n:1\r\n"),
-        (Shape(b":*", items=2, depth=1), b"*1\r\n+OK\r\n"),
+        (ReplyShape(b"+$"), b":1\r\n"),
+        (ReplyShape(b":*", items=2, depth=1), b"*3\r\n:1\r\n:1\r\n:1\r\n"),
+        (ReplyShape(b":*", items=2, depth=1), b"*1\r\n*1\r\n:1\r\n"),
+        (ReplyShape(b":*", items=2, depth=1), b"*1\r\n+OK\r\n"),
     ],
 )
 def test_an_answer_of_another_shape_than_was_asked_for_ends_the_connection(
-    peer: Peer, shape: Shape, sent: bytes
+    peer: Peer, shape: ReplyShape, sent: bytes
 ) -> None:
-    wire, theirs = peer
-    asked(wire)
+    connection, theirs = peer
+    asked(connection)
     theirs.sendall(sent)
     with pytest.raises(OSError, match="RESP2"):
-        wire.answer(soon(), shape)
+        connection.read_reply(soon(), shape)
     with pytest.raises(OSError, match="out of step"):
-        wire.check()
+        connection.check_usable()
 
 
 def test_an_error_is_an_answer_of_any_shape(peer: Peer) -> None:
-    wire, theirs = peer
-    asked(wire)
+    connection, theirs = peer
+    asked(connection)
     theirs.sendall(b"-READONLY no\r\n")
-    assert wire.answer(soon(), NUMBER) == Denial("READONLY", "READONLY no")
-    wire.check()
+    assert connection.read_reply(soon(), NUMBER) == ErrorReply("READONLY", "READONLY no")
+    connection.check_usable()
 
 
 def test_a_connection_is_kept_alive_and_trusted_for_thirty_seconds(
     peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wire, _ = peer
-    connected = wire._socket
+    connection, _ = peer
+    connected = connection._socket
     if connected.family != socket.AF_UNIX:
         assert connected.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         assert connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 30
-    wire.check()
+    connection.check_usable()
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 31.0)
     with pytest.raises(OSError, match="idle"):
-        wire.check()
+        connection.check_usable()
 
 
 def test_a_string_too_long_for_an_answer(peer: Peer) -> None:
-    wire, theirs = peer
-    asked(wire)
+    connection, theirs = peer
+    asked(connection)
     theirs.sendall(b"$1048577\r\n")
     with pytest.raises(OSError, match="RESP2"):
-        wire.answer(soon(), ANY)
+        connection.read_reply(soon(), ANY)
 
 
 def test_a_string_of_any_length_that_redis_can_have_is_skipped(peer: Peer) -> None:
     """Somebody else's value under our name: no reason to give up the connection."""
-    wire, theirs = peer
-    asked(wire)
+    connection, theirs = peer
+    asked(connection)
     thread = beside(lambda: theirs.sendall(b"$3000000\r\n" + bytes(3_000_000) + b"\r\n"))
     place = memoryview(bytearray(100))
-    assert wire.fill(place, soon()) == 3_000_000
-    wire.check()
+    assert connection.read_into(place, soon()) == 3_000_000
+    connection.check_usable()
     thread.join(5)
 
 
 @pytest.mark.parametrize("sent", [b"", b"$10\r\nabc", b"+O", b"*3\r\n:1\r\n", b"$3\r\nabc\r"])
 def test_an_early_end(peer: Peer, sent: bytes) -> None:
-    wire, theirs = peer
-    asked(wire)
+    connection, theirs = peer
+    asked(connection)
     theirs.sendall(sent)
     theirs.close()
     with pytest.raises(OSError):
-        wire.answer(soon(), ANY)
+        connection.read_reply(soon(), ANY)
     with pytest.raises(OSError, match="out of step"):
-        wire.check()
+        connection.check_usable()
 
 
 @pytest.mark.parametrize(
     "sent", [b"+", b"$1000000\r\n", b"*1000\r\n", b"$1000000\r\nx" + b"y" * 1000, b"*5\r\n$900\r\n"]
 )
 def test_drips_end_at_the_deadline(peer: Peer, sent: bytes) -> None:
-    wire, theirs = peer
-    asked(wire)
+    connection, theirs = peer
+    asked(connection)
     stop = threading.Event()
 
     def drip() -> None:
@@ -317,31 +327,33 @@ def test_drips_end_at_the_deadline(peer: Peer, sent: bytes) -> None:
     place = memoryview(bytearray(1000000))
     began = time.monotonic()
     with pytest.raises(TimeoutError):
-        wire.fill(place, began + 0.3) if sent.startswith(b"$1000000\r\n") else wire.answer(began + 0.3, ANY)
+        connection.read_into(place, began + 0.3) if sent.startswith(
+            b"$1000000\r\n"
+        ) else connection.read_reply(began + 0.3, ANY)
     assert 0.25 < time.monotonic() - began < 0.3 + LATE
     stop.set()
     thread.join(5)
 
 
 def test_silence_ends_at_the_deadline(peer: Peer) -> None:
-    wire, _ = peer
-    asked(wire)
+    connection, _ = peer
+    asked(connection)
     began = time.monotonic()
     with pytest.raises(TimeoutError):
-        wire.answer(began + 0.2, ANY)
+        connection.read_reply(began + 0.2, ANY)
     assert 0.15 < time.monotonic() - began < 0.2 + LATE
 
 
 def test_who_does_not_read_is_not_waited_for(peer: Peer) -> None:
-    wire, _ = peer
+    connection, _ = peer
     began = time.monotonic()
     with pytest.raises(TimeoutError):
-        wire.send(command_with(b"SET", b"k", memoryview(bytearray(64 * MIB))), 1, began + 0.3)
+        connection.send(command_parts(b"SET", b"k", memoryview(bytearray(64 * MIB))), 1, began + 0.3)
     assert 0.2 < time.monotonic() - began < 0.3 + LATE
 
 
 def test_who_reads_slowly_is_not_waited_for(peer: Peer) -> None:
-    wire, theirs = peer
+    connection, theirs = peer
     stop = threading.Event()
 
     def sip() -> None:
@@ -351,21 +363,21 @@ def test_who_reads_slowly_is_not_waited_for(peer: Peer) -> None:
     thread = beside(sip)
     began = time.monotonic()
     with pytest.raises(TimeoutError):
-        wire.send(command_with(b"SET", b"k", memoryview(bytearray(64 * MIB))), 1, began + 0.3)
+        connection.send(command_parts(b"SET", b"k", memoryview(bytearray(64 * MIB))), 1, began + 0.3)
     assert time.monotonic() - began < 0.3 + LATE
     stop.set()
     thread.join(5)
 
 
 def test_a_deadline_that_has_passed(peer: Peer) -> None:
-    wire, theirs = peer
+    connection, theirs = peer
     theirs.sendall(b"+OK\r\n")
     with pytest.raises(TimeoutError):
-        wire.send([command(b"PING")], 1, time.monotonic() - 1)
+        connection.send([command(b"PING")], 1, time.monotonic() - 1)
 
 
 def test_all_parts_are_sent_whole(peer: Peer) -> None:
-    wire, theirs = peer
+    connection, theirs = peer
     sizes = [0, 1, 3 * MIB + 7, *range(2000)]  # more parts than one call may have
     parts = [np.random.default_rng(i).integers(0, 255, size, np.uint8).data for i, size in enumerate(sizes)]
     came = bytearray()
@@ -375,27 +387,27 @@ def test_all_parts_are_sent_whole(peer: Peer) -> None:
             came.extend(theirs.recv(1 << 16))
 
     thread = beside(read)
-    wire.send(parts, 0, soon(10))
+    connection.send(parts, 0, soon(10))
     thread.join(10)
     assert came == b"".join(parts)
 
 
 def test_abort_wakes_who_waits(peer: Peer) -> None:
-    wire, _ = peer
-    asked(wire)
-    threading.Timer(0.2, wire.abort).start()
+    connection, _ = peer
+    asked(connection)
+    threading.Timer(0.2, connection.abort).start()
     began = time.monotonic()
     with pytest.raises(OSError):
-        wire.answer(began + 10, ANY)
+        connection.read_reply(began + 10, ANY)
     assert time.monotonic() - began < 5
 
 
 def test_abort_wakes_who_sends(peer: Peer) -> None:
-    wire, _ = peer
-    threading.Timer(0.2, wire.abort).start()
+    connection, _ = peer
+    threading.Timer(0.2, connection.abort).start()
     began = time.monotonic()
     with pytest.raises(OSError):
-        wire.send(command_with(b"SET", b"k", memoryview(bytearray(64 * MIB))), 1, began + 10)
+        connection.send(command_parts(b"SET", b"k", memoryview(bytearray(64 * MIB))), 1, began + 10)
     assert time.monotonic() - began < 5
 
 
@@ -403,7 +415,7 @@ def test_abort_never_sends_in_the_clear(certificates: Path) -> None:
     raw, theirs = tcp_pair()
     ours, there = encrypted(raw, theirs, certificates)
     seen = bytearray()
-    wire = Wire(ours)
+    connection = RespConnection(ours)
     tap = socket.socket(fileno=there.detach())  # what is on the line from here on
     tap.settimeout(5)
 
@@ -412,41 +424,41 @@ def test_abort_never_sends_in_the_clear(certificates: Path) -> None:
             seen.extend(part)
 
     thread = beside(read)
-    threading.Timer(0.1, wire.abort).start()
+    threading.Timer(0.1, connection.abort).start()
     with pytest.raises(OSError):
         while True:
-            wire.send([b"PLAINTEXT" * 1000], 0, soon())
+            connection.send([b"PLAINTEXT" * 1000], 0, soon())
     thread.join(5)
-    wire.close()
+    connection.close()
     tap.close()
     assert seen and b"PLAINTEXT" not in seen
 
 
 def test_an_answer_nobody_asked_for_is_noticed(peer: Peer) -> None:
-    wire, theirs = peer
-    asked(wire)
+    connection, theirs = peer
+    asked(connection)
     theirs.sendall(b"+OK\r\n+AND\r\n")
     time.sleep(0.05)
-    assert wire.answer(soon(), ANY) == b"OK"
-    if wire._start == wire._end:  # TLS or a slow machine may not have had it yet
+    assert connection.read_reply(soon(), ANY) == b"OK"
+    if connection._start == connection._end:  # TLS or a slow machine may not have had it yet
         pytest.skip("the second answer came later")
     with pytest.raises(OSError, match="out of step"):
-        wire.check()
+        connection.check_usable()
 
 
 def test_an_answer_nobody_read_is_noticed(peer: Peer) -> None:
-    wire, theirs = peer
-    asked(wire, 2)
+    connection, theirs = peer
+    asked(connection, 2)
     theirs.sendall(b"+OK\r\n+AND\r\n")
-    assert wire.answer(soon(), ANY) == b"OK"
+    assert connection.read_reply(soon(), ANY) == b"OK"
     with pytest.raises(OSError, match="out of step"):
-        wire.check()
+        connection.check_usable()
 
 
 def test_close_is_idempotent(peer: Peer) -> None:
-    wire, _ = peer
-    wire.close()
-    wire.close()
-    wire.abort()
+    connection, _ = peer
+    connection.close()
+    connection.close()
+    connection.abort()
     with pytest.raises(OSError):
-        asked(wire)
+        asked(connection)

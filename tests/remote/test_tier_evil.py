@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pagoda.errors import StoreError
-from pagoda.tiers.remote.redis import PIECE_BYTES, RedisRemote
+from pagoda.tiers.remote.redis import PIECE_BYTES, RedisClient
 from tests.remote.chunks import (
     LARGE,
     LATE_SECONDS,
@@ -71,7 +71,7 @@ ANSWERS: dict[str, Callable[[], Lie]] = {
     "a wrong kind": lambda: [b"-WRONGTYPE Operation against a key holding the wrong kind of value\r\n"],
     "still loading": lambda: [b"-LOADING Redis is loading the dataset in memory\r\n"],
     "go elsewhere": lambda: [b"-MOVED 1 127.0.0.1:1\r\n"],
-    "master down": lambda: [b"-MASTERDOWN Link with MASTER is down\r\n"],
+    "master down": lambda: [b"-MASTERDOWN StoreConnection with MASTER is down\r\n"],
     "log in first": lambda: [b"-NOAUTH Authentication required.\r\n"],
     "no memory": lambda: [b"-OOM command not allowed when used memory > 'maxmemory'.\r\n"],
     "not utf-8": lambda: [b"-\xff\xfe\x00\r\n"],
@@ -91,8 +91,8 @@ def liar(server: Server) -> Iterator[LyingRedis]:
     running.close()
 
 
-def on(port: int, prefix: str) -> RedisRemote:
-    return RedisRemote(f"redis://127.0.0.1:{port}", prefix=prefix)
+def on(port: int, prefix: str) -> RedisClient:
+    return RedisClient(f"redis://127.0.0.1:{port}", prefix=prefix)
 
 
 @pytest.mark.parametrize("lie", ANSWERS.values(), ids=ANSWERS)
@@ -124,7 +124,7 @@ def test_a_server_that_answers_everything_with(
             load(tier, keys)
             tier.find(keys)
             save(tier, keys)
-            for walk in (tier.clear, tier.census, tier.usage):
+            for walk in (tier.clear, tier.count_by_namespace, tier.usage):
                 try:
                     walk()
                 except StoreError:
@@ -186,7 +186,7 @@ def test_names_that_a_server_makes_up_are_not_deleted(server: Server, liar: Lyin
     assert not deleted & set(theirs)
 
 
-@pytest.mark.parametrize("walk", ["clear", "census"])
+@pytest.mark.parametrize("walk", ["clear", "count_by_namespace"])
 def test_a_walk_that_never_ends(server: Server, liar: LyingRedis, walk: str) -> None:
     """It takes no memory, and a `close` ends it."""
     prefix, numbers = fresh_prefix(), iter(range(1 << 60))

@@ -16,7 +16,7 @@ from pagoda.codec import HEADER_BYTES
 from pagoda.errors import StoreError
 from pagoda.metrics import Reason
 from pagoda.tiers.remote import remote_tier
-from pagoda.tiers.remote.objects import ObjectsRemote
+from pagoda.tiers.remote.objects import ObjectStoreClient
 from tests.cache.kit import SPAWN, run_all
 from tests.remote.chunks import (
     LARGE,
@@ -91,8 +91,8 @@ def liar() -> Iterator[LyingHttp]:
     running.close()
 
 
-def on(port: int, prefix: str = "p") -> ObjectsRemote:
-    return ObjectsRemote(f"http://127.0.0.1:{port}/", prefix=prefix)
+def on(port: int, prefix: str = "p") -> ObjectStoreClient:
+    return ObjectStoreClient(f"http://127.0.0.1:{port}/", prefix=prefix)
 
 
 @pytest.mark.parametrize("lie", ANSWERS.values(), ids=ANSWERS)
@@ -219,12 +219,12 @@ def test_a_server_that_says_without_being_asked(words: Callable[[], Lie]) -> Non
 ROOT = Path(__file__).parents[2]
 QUIETLY = """
 import gc, logging, sys, time
-from pagoda.tiers.remote.objects import ObjectsRemote
+from pagoda.tiers.remote.objects import ObjectStoreClient
 from tests.remote.chunks import keys_of, tier_on
 
 logging.getLogger("pagoda").setLevel(logging.ERROR)
 for _ in range(2):
-    with tier_on(ObjectsRemote(f"http://127.0.0.1:{sys.argv[1]}/"), deadline_seconds=0.2) as tier:
+    with tier_on(ObjectStoreClient(f"http://127.0.0.1:{sys.argv[1]}/"), deadline_seconds=0.2) as tier:
         tier.find(keys_of(12))
     gc.collect()
 time.sleep(0.7)

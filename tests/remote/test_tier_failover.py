@@ -12,9 +12,9 @@ from pagoda.layout import KVLayout
 from pagoda.metrics import Reason
 from pagoda.testing import FakeClock
 from pagoda.tiers.remote import remote_tier, resp
-from pagoda.tiers.remote.redis import RedisRemote
-from pagoda.tiers.remote.remote_worker import Line
-from pagoda.tiers.remote.store_client import Put
+from pagoda.tiers.remote.redis import RedisClient
+from pagoda.tiers.remote.remote_worker import WorkerConnection
+from pagoda.tiers.remote.store_client import PutResult
 from tests.remote.chunks import (
     PATIENT_SECONDS,
     ROOT,
@@ -53,8 +53,8 @@ def proxy(server: Server) -> Iterator[Proxy]:
         yield running
 
 
-def through(proxy: Proxy, prefix: str) -> RedisRemote:
-    return RedisRemote(f"redis://127.0.0.1:{proxy.port}", prefix=prefix)
+def through(proxy: Proxy, prefix: str) -> RedisClient:
+    return RedisClient(f"redis://127.0.0.1:{proxy.port}", prefix=prefix)
 
 
 def replicates(first: Server, second: Server) -> None:
@@ -101,9 +101,9 @@ def test_after_a_failover_writes_and_look_ups_go_to_the_new_master() -> None:
 def test_a_replica_serves_and_is_asked_for_writes_now_and_then() -> None:
     with redis_server("--repl-diskless-sync-delay", "0") as first, redis_server() as second:
         prefix, keys = fresh_prefix(), keys_of(30)
-        saved(RedisRemote(first.url, prefix=prefix), keys[:4])
+        saved(RedisClient(first.url, prefix=prefix), keys[:4])
         replicates(first, second)
-        with tier_on(RedisRemote(second.url, prefix=prefix), deadline_seconds=PATIENT_SECONDS) as tier:
+        with tier_on(RedisClient(second.url, prefix=prefix), deadline_seconds=PATIENT_SECONDS) as tier:
             for key in keys[4:20]:
                 assert save(tier, [key])[0].reason is Reason.IO_ERROR
             assert load(tier, keys[:4]) == [None] * 4
@@ -116,7 +116,7 @@ def test_a_replica_serves_and_is_asked_for_writes_now_and_then() -> None:
 @pytest.mark.parametrize("said", ["LOADING x", "MASTERDOWN x", "CLUSTERDOWN x", "BUSY x"])
 def test_a_server_that_is_not_ready_is_left_and_the_next_one_is_used(server: Server, said: str) -> None:
     liar, prefix, keys = LyingRedis(server.port), fresh_prefix(), keys_of(3)
-    saved(RedisRemote(server.url, prefix=prefix), keys)
+    saved(RedisClient(server.url, prefix=prefix), keys)
     try:
         with proxy_to(liar.port) as name, tier_on(through(name, prefix), clock=FakeClock()) as tier:
             assert load(tier, keys) == [None] * 3 and tier.find(keys, namespace=ROOT) == 3
@@ -136,7 +136,7 @@ def test_an_idle_connection_that_was_forgotten_costs_nothing(
     server: Server, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefix, keys = fresh_prefix(), keys_of(3)
-    saved(RedisRemote(server.url, prefix=prefix), keys)
+    saved(RedisClient(server.url, prefix=prefix), keys)
     monkeypatch.setattr(resp, "IDLE_SECONDS", 0.5)
     with tier_on(through(proxy, prefix), deadline_seconds=PATIENT_SECONDS) as tier, soon(PATIENT_SECONDS):
         assert load(tier, keys, seconds=PATIENT_SECONDS) == [None] * 3
@@ -150,30 +150,30 @@ def test_connections_that_were_forgotten_in_use_cost_one_deadline_and_no_rest(pr
     """With a clock that stands still: what rests would rest for ever."""
     with tier_on(through(proxy, fresh_prefix()), clock=FakeClock()) as tier:
         store = tier._store
-        lines = [Line(store) for _ in range(3)]
+        connections = [WorkerConnection(store) for _ in range(3)]
 
-        def pinged(line: Line) -> object:
-            return line.use(lambda link: link.ping(store.until()), "a ping")
+        def pinged(connection: WorkerConnection) -> object:
+            return connection.call(lambda connection: connection.ping(store.deadline()), "a ping")
 
-        assert [pinged(line) for line in lines] == [None] * 3
+        assert [pinged(connection) for connection in connections] == [None] * 3
         proxy.forget()
-        threads = [threading.Thread(target=pinged, args=(line,)) for line in lines[:2]]
+        threads = [threading.Thread(target=pinged, args=(connection,)) for connection in connections[:2]]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(PATIENT_SECONDS)
-        assert store.breaker.open and not store.breaker.resting
-        assert pinged(lines[2]) is None, "it is as old, so it was replaced"
-        assert not store.breaker.open
-        for line in lines:
-            line.close()
+        assert store.breaker.is_open and not store.breaker.resting
+        assert pinged(connections[2]) is None, "it is as old, so it was replaced"
+        assert not store.breaker.is_open
+        for connection in connections:
+            connection.close()
 
 
 def test_the_connection_for_look_ups_is_kept_open(server: Server, proxy: Proxy) -> None:
     remote, keys = through(proxy, fresh_prefix()), keys_of(1)
     remote.keepalive_seconds = 0.05
     with tier_on(remote) as tier:
-        tier._threads.start()
+        tier._pool.start()
         time.sleep(0.2)
         assert proxy.connections == 0, "nobody asked for one"
         tier.find(keys, namespace=ROOT)
@@ -188,9 +188,9 @@ def test_the_connection_for_look_ups_is_kept_open(server: Server, proxy: Proxy) 
 def test_machines_that_compute_the_same_send_it_once(server: Server, proxy: Proxy) -> None:
     """Each chunk crosses the network once, whoever begins first."""
     prefix, (key,) = fresh_prefix(), keys_of(1)
-    links = [through(proxy, prefix).link(time.monotonic() + PATIENT_SECONDS) for _ in range(4)]
+    links = [through(proxy, prefix).connect(time.monotonic() + PATIENT_SECONDS) for _ in range(4)]
     page, stored = payload_of(key)[:4096], payload_of(key, MEDIUM)[: MEDIUM.chunk_bytes]
-    gate, ends_ = threading.Barrier(len(links)), list[Put]()
+    gate, ends_ = threading.Barrier(len(links)), list[PutResult]()
 
     def put(number: int) -> None:
         gate.wait(PATIENT_SECONDS)
@@ -203,7 +203,11 @@ def test_machines_that_compute_the_same_send_it_once(server: Server, proxy: Prox
         thread.start()
     for thread in threads:
         thread.join(PATIENT_SECONDS)
-    assert ends_.count(Put.STORED) == 1 and set(ends_) <= {Put.STORED, Put.PRESENT, Put.BUSY}
+    assert ends_.count(PutResult.STORED) == 1 and set(ends_) <= {
+        PutResult.STORED,
+        PutResult.PRESENT,
+        PutResult.BUSY,
+    }
     assert proxy.up_bytes - before < 2 * MEDIUM.chunk_bytes
     for link in links:
         link.close()
@@ -212,7 +216,7 @@ def test_machines_that_compute_the_same_send_it_once(server: Server, proxy: Prox
 def test_a_writer_far_away_sends_nothing_that_is_there(server: Server, proxy: Proxy) -> None:
     """The look-up has long been given up when the answer comes; the writer has patience of its own."""
     prefix, keys = fresh_prefix(), keys_of(6)
-    saved(RedisRemote(server.url, prefix=prefix), keys, MEDIUM)
+    saved(RedisClient(server.url, prefix=prefix), keys, MEDIUM)
     proxy.both(Fault(delay_seconds=0.1))
     options = {"look_seconds": 0.01, "deadline_seconds": PATIENT_SECONDS}
     with tier_on(through(proxy, prefix), MEDIUM, **options) as tier:
@@ -229,7 +233,7 @@ def test_answers_to_a_look_up_take_no_memory_whatever_they_are(server: Server) -
     liar = LyingRedis(server.port)
     strings = b"*16000\r\n" + (b"+" + b"x" * 510 + b"\r\n") * 16000
     liar.lies[b"EXISTS"] = lambda said: None if said[1].endswith(b"probe") else endless(b"", strings, 40)
-    address = RedisRemote(f"redis://127.0.0.1:{liar.port}", prefix=fresh_prefix())
+    address = RedisClient(f"redis://127.0.0.1:{liar.port}", prefix=fresh_prefix())
     try:
         with tier_on(address, deadline_seconds=5.0) as tier, growth() as memory:
             assert tier.find(keys_of(1024), namespace=ROOT) == 0
@@ -245,10 +249,10 @@ def test_a_walk_of_the_tier_has_one_deadline(server: Server, monkeypatch: pytest
 
     liar = LyingRedis(server.port)
     liar.lies[b"SCAN"] = lambda _: [b"*2\r\n$1\r\n7\r\n*0\r\n"]
-    monkeypatch.setattr(remote_tier, "_WALK_SECONDS", 0.5)
+    monkeypatch.setattr(remote_tier, "_LISTING_SECONDS", 0.5)
     try:
-        with tier_on(RedisRemote(f"redis://127.0.0.1:{liar.port}")) as tier:
-            for call in (tier.clear, tier.census):
+        with tier_on(RedisClient(f"redis://127.0.0.1:{liar.port}")) as tier:
+            for call in (tier.clear, tier.count_by_namespace):
                 with soon(PATIENT_SECONDS), pytest.raises(StoreError, match="had not ended"):
                     call()
     finally:

@@ -12,7 +12,7 @@ import redis as client
 from pagoda.metrics import Reason
 from pagoda.slab import aligned
 from pagoda.tiers import Done
-from pagoda.tiers.remote.redis import RedisRemote
+from pagoda.tiers.remote.redis import RedisClient
 from tests.remote.chunks import (
     DEADLINE_SECONDS,
     LARGE,
@@ -62,9 +62,9 @@ def proxy(server: Server) -> Iterator[Proxy]:
         yield running
 
 
-def on(server: Server | Proxy, prefix: str = "p", **options: object) -> RedisRemote:
+def on(server: Server | Proxy, prefix: str = "p", **options: object) -> RedisClient:
     """The engine at a server's port."""
-    return RedisRemote(f"redis://127.0.0.1:{server.port}", prefix=prefix, **options)  # type: ignore[arg-type]
+    return RedisClient(f"redis://127.0.0.1:{server.port}", prefix=prefix, **options)  # type: ignore[arg-type]
 
 
 def moving(futures: list[Future[Done]], proxy: Proxy) -> list[Future[Done]]:
@@ -231,10 +231,10 @@ def test_a_server_that_is_slow_for_a_while(server: Server) -> None:
 
 def test_a_server_with_another_password(prefix: str = "p") -> None:
     with redis_server(password="right") as server:
-        good = RedisRemote(f"redis://:right@127.0.0.1:{server.port}", prefix=prefix)
+        good = RedisClient(f"redis://:right@127.0.0.1:{server.port}", prefix=prefix)
         saved(good, keys_of(2))
         for wrong in (f"redis://:wrong@127.0.0.1:{server.port}", f"redis://127.0.0.1:{server.port}"):
-            with tier_on(RedisRemote(wrong, prefix=prefix)) as tier:
+            with tier_on(RedisClient(wrong, prefix=prefix)) as tier:
                 reasons = load(tier, keys_of(2))
                 assert None not in reasons and Reason.ABSENT not in reasons
                 assert not any(end.ok for end in save(tier, keys_of(2, chain=1)))
@@ -250,7 +250,7 @@ def test_a_user_who_may_not(shared: Server) -> None:
     truth.execute_command(
         "ACL", "SETUSER", "reader", "on", ">pw", f"~{prefix}:*", "+@read", "+ping", "+@connection"
     )
-    remote = RedisRemote(f"redis://reader:pw@127.0.0.1:{shared.port}", prefix=prefix)
+    remote = RedisClient(f"redis://reader:pw@127.0.0.1:{shared.port}", prefix=prefix)
     with tier_on(remote) as tier:
         recovers(tier, keys_of(2))
         assert not any(end.ok for end in save(tier, keys_of(2, chain=1)))
@@ -260,14 +260,14 @@ def test_a_user_who_may_not(shared: Server) -> None:
 def test_encryption_by_the_wrong_authority(tmp_path: object) -> None:
     with redis_server(tls=True) as server, redis_server(tls=True) as another:
         url = f"rediss://127.0.0.1:{server.port}"
-        good = RedisRemote(f"{url}?ssl_ca_certs={server.ca}", prefix="p")
+        good = RedisClient(f"{url}?ssl_ca_certs={server.ca}", prefix="p")
         saved(good, keys_of(2))
         for wrong in (
             url,  # the machine's own authorities
             f"{url}?ssl_ca_certs={another.ca}",
             f"redis://127.0.0.1:{server.port}",  # not encrypted
         ):
-            with soon(2 * LATE_SECONDS), tier_on(RedisRemote(wrong, prefix="p")) as tier:
+            with soon(2 * LATE_SECONDS), tier_on(RedisClient(wrong, prefix="p")) as tier:
                 reasons = load(tier, keys_of(2))
                 assert set(reasons) <= TROUBLE
         with tier_on(good) as tier:
@@ -275,7 +275,7 @@ def test_encryption_by_the_wrong_authority(tmp_path: object) -> None:
 
 
 def test_a_server_that_does_not_encrypt(shared: Server) -> None:
-    with tier_on(RedisRemote(f"rediss://127.0.0.1:{shared.port}", prefix="p")) as tier:
+    with tier_on(RedisClient(f"rediss://127.0.0.1:{shared.port}", prefix="p")) as tier:
         assert set(load(tier, keys_of(2))) <= TROUBLE
 
 

@@ -15,7 +15,7 @@ import zstandard
 from pagoda.codec import Header, parse, seal
 from pagoda.codec import header as header_module
 from pagoda.metrics import Reason
-from pagoda.tiers.remote.redis import PIECE_BYTES, RedisRemote
+from pagoda.tiers.remote.redis import PIECE_BYTES, RedisClient
 from tests.remote.chunks import (
     LARGE,
     OTHER,
@@ -48,7 +48,7 @@ class Forger:
 
     def __init__(self, server: Server) -> None:
         self.prefix = fresh_prefix()
-        self.remote = RedisRemote(server.url, prefix=self.prefix)
+        self.remote = RedisClient(server.url, prefix=self.prefix)
         self.truth = client.Redis(port=server.port)
         (self.key,), (self.twin,) = keys_of(1), keys_of(1, chain=1)  # alike in all but their key
         for key in (self.key, self.twin):

@@ -10,7 +10,7 @@ import redis as client
 
 from pagoda.clock import Clock
 from pagoda.metrics import Reason
-from pagoda.tiers.remote.redis import RedisRemote
+from pagoda.tiers.remote.redis import RedisClient
 from tests.remote.chunks import (
     LARGE,
     LATE_SECONDS,
@@ -68,15 +68,15 @@ def prefix() -> str:
     return fresh_prefix()
 
 
-def through(proxy: Proxy, prefix: str) -> RedisRemote:
-    return RedisRemote(f"redis://127.0.0.1:{proxy.port}", prefix=prefix)
+def through(proxy: Proxy, prefix: str) -> RedisClient:
+    return RedisClient(f"redis://127.0.0.1:{proxy.port}", prefix=prefix)
 
 
 @pytest.mark.parametrize("fault", (STEADY | SPOILT).values(), ids=STEADY | SPOILT)
 def test_a_load_over_a_bad_network(server: Server, proxy: Proxy, prefix: str, fault: Fault) -> None:
     warm, keys = keys_of(1, chain=1), keys_of(2)
-    saved(RedisRemote(server.url, prefix=prefix), warm, LARGE)
-    saved(RedisRemote(server.url, prefix=prefix), keys, LARGE)
+    saved(RedisClient(server.url, prefix=prefix), warm, LARGE)
+    saved(RedisClient(server.url, prefix=prefix), keys, LARGE)
     with tier_on(through(proxy, prefix), LARGE, connections=1) as tier:
         recovers(tier, warm, LARGE)  # so that the fault strikes in the middle of a transfer
         proxy.down = fault
@@ -86,7 +86,7 @@ def test_a_load_over_a_bad_network(server: Server, proxy: Proxy, prefix: str, fa
         assert sum(stats[f"miss_{reason}"] for reason in TROUBLE) >= sum(r is not None for r in reasons)
         proxy.heal()
         if Reason.FAILED_CHECK in reasons:  # what is taken to be spoilt is taken away
-            saved(RedisRemote(server.url, prefix=prefix), keys, LARGE)
+            saved(RedisClient(server.url, prefix=prefix), keys, LARGE)
         recovers(tier, keys, LARGE)
         assert proxy.open_connections <= 2  # one for transfers, one for probes
 
@@ -121,7 +121,7 @@ def test_bytes_spoilt_on_their_way_to_the_store(server: Server, proxy: Proxy, pr
         proxy.up = Fault(corrupt=range(at, at + 1))
         stores(tier, keys, LARGE)
         proxy.heal()
-    with tier_on(RedisRemote(server.url, prefix=prefix), LARGE) as tier:
+    with tier_on(RedisClient(server.url, prefix=prefix), LARGE) as tier:
         assert tier.find(keys) == 1
         assert load(tier, keys, LARGE) == [Reason.FAILED_CHECK]
         assert tier.stats()["failed_checks"] == 1
@@ -140,7 +140,7 @@ def test_a_delay_within_the_deadline_is_only_a_delay(server: Server, proxy: Prox
 
 def test_what_failed_once_is_not_taken_to_be_absent(server: Server, proxy: Proxy, prefix: str) -> None:
     keys = keys_of(1)
-    saved(RedisRemote(server.url, prefix=prefix), keys)
+    saved(RedisClient(server.url, prefix=prefix), keys)
     with tier_on(through(proxy, prefix), clock=Clock(), deadline_seconds=PATIENT_SECONDS) as tier:
         proxy.down = Fault(cut_at=0)
         assert load(tier, keys) == [Reason.IO_ERROR]
@@ -151,7 +151,7 @@ def test_what_failed_once_is_not_taken_to_be_absent(server: Server, proxy: Proxy
 def test_two_prompts_with_one_beginning_are_told_apart(server: Server, proxy: Proxy, prefix: str) -> None:
     """Asked at once, of equal length: an answer is shared only by those who ask for the same."""
     (head, *one), (_, *two) = keys_of(3), keys_of(3, chain=1)
-    saved(RedisRemote(server.url, prefix=prefix), [head, *one])
+    saved(RedisClient(server.url, prefix=prefix), [head, *one])
     proxy.down = Fault(delay_seconds=0.3)
     remote = through(proxy, prefix)
     patient = {"deadline_seconds": PATIENT_SECONDS, "look_seconds": PATIENT_SECONDS}
@@ -162,8 +162,8 @@ def test_two_prompts_with_one_beginning_are_told_apart(server: Server, proxy: Pr
 
 def test_a_question_that_makes_no_sense_is_the_asker_s_trouble_alone(server: Server, prefix: str) -> None:
     keys = keys_of(2)
-    saved(RedisRemote(server.url, prefix=prefix), keys)
-    with tier_on(RedisRemote(server.url, prefix=prefix), deadline_seconds=PATIENT_SECONDS) as tier:
+    saved(RedisClient(server.url, prefix=prefix), keys)
+    with tier_on(RedisClient(server.url, prefix=prefix), deadline_seconds=PATIENT_SECONDS) as tier:
         assert tier.find(keys_of(1, chain=1), namespace=b"too short") == 0
         assert tier.find(keys) == 2
 
@@ -172,7 +172,7 @@ def test_a_question_that_makes_no_sense_is_the_asker_s_trouble_alone(server: Ser
 def test_a_link_that_dies_without_a_word(server: Server, proxy: Proxy, prefix: str, up: bool) -> None:
     """Half-open: nothing passes one way, in new connections neither."""
     keys = keys_of(2)
-    saved(RedisRemote(server.url, prefix=prefix), keys)
+    saved(RedisClient(server.url, prefix=prefix), keys)
     with tier_on(through(proxy, prefix)) as tier:
         recovers(tier, keys)
         if up:
@@ -193,7 +193,7 @@ def test_a_network_that_is_bad_from_the_first_byte(
     server: Server, proxy: Proxy, prefix: str, fault: Fault
 ) -> None:
     keys = keys_of(2)
-    saved(RedisRemote(server.url, prefix=prefix), keys)
+    saved(RedisClient(server.url, prefix=prefix), keys)
     proxy.both(fault)
     with soon(), tier_on(through(proxy, prefix)) as tier:
         assert set(load(tier, keys)) <= TROUBLE
@@ -205,7 +205,7 @@ def test_a_network_that_is_bad_from_the_first_byte(
 
 def test_nobody_listens_and_later_somebody_does(server: Server, proxy: Proxy, prefix: str) -> None:
     keys = keys_of(2)
-    saved(RedisRemote(server.url, prefix=prefix), keys)
+    saved(RedisClient(server.url, prefix=prefix), keys)
     proxy.refuse()
     with tier_on(through(proxy, prefix)) as tier:
         assert set(load(tier, keys)) <= {Reason.IO_ERROR, Reason.TIER_SKIPPED}
@@ -217,7 +217,7 @@ def test_nobody_listens_and_later_somebody_does(server: Server, proxy: Proxy, pr
 def test_connections_cut_while_nothing_moves_are_made_anew(server: Server, proxy: Proxy, prefix: str) -> None:
     """A server's idle timeout, a restarted load balancer: not worth a miss."""
     keys = keys_of(3)
-    saved(RedisRemote(server.url, prefix=prefix), keys)
+    saved(RedisClient(server.url, prefix=prefix), keys)
     with tier_on(through(proxy, prefix), connections=1) as tier:
         for _ in range(3):
             recovers(tier, keys)
@@ -228,7 +228,7 @@ def test_a_name_that_does_not_resolve(prefix: str) -> None:
     keys = keys_of(2)
     with (
         soon(2 * LATE_SECONDS),
-        tier_on(RedisRemote("redis://no-such-host.invalid:6379", prefix=prefix)) as tier,
+        tier_on(RedisClient("redis://no-such-host.invalid:6379", prefix=prefix)) as tier,
     ):
         assert set(load(tier, keys)) <= {Reason.IO_ERROR, Reason.DEADLINE, Reason.TIER_SKIPPED}
         assert not any(end.ok for end in save(tier, keys))
@@ -238,12 +238,12 @@ def test_a_name_that_does_not_resolve(prefix: str) -> None:
 def test_a_connection_that_is_never_answered(prefix: str) -> None:
     keys = keys_of(2)
     with black_hole() as port:
-        remote = RedisRemote(f"redis://127.0.0.1:{port}", prefix=prefix)
+        remote = RedisClient(f"redis://127.0.0.1:{port}", prefix=prefix)
         with soon(2 * LATE_SECONDS), tier_on(remote) as tier:
             assert set(load(tier, keys)) <= {Reason.IO_ERROR, Reason.DEADLINE, Reason.TIER_SKIPPED}
             assert not any(end.ok for end in save(tier, keys))
 
 
 def test_a_port_that_nobody_has(prefix: str) -> None:
-    with soon(), tier_on(RedisRemote(f"redis://127.0.0.1:{free_port()}", prefix=prefix)) as tier:
+    with soon(), tier_on(RedisClient(f"redis://127.0.0.1:{free_port()}", prefix=prefix)) as tier:
         assert set(load(tier, keys_of(2))) <= {Reason.IO_ERROR, Reason.TIER_SKIPPED}

@@ -14,7 +14,7 @@ import pytest
 from pagoda.cache import Cache
 from pagoda.metrics import Reason
 from pagoda.tiers import HostTier
-from pagoda.tiers.remote.redis import RedisRemote
+from pagoda.tiers.remote.redis import RedisClient
 from pagoda.tiers.remote.remote_tier import RemoteTier
 from tests.cache.kit import LAYOUT, NAMESPACE, PATIENT_SECONDS, blank, config_of, prompt, served, stored
 from tests.remote.chunks import fresh_prefix, wait_until
@@ -41,7 +41,7 @@ def cache_on(proxy: Proxy, host: Path) -> tuple[Cache, RemoteTier]:
     config = config_of(host, None)
     top = HostTier.open(LAYOUT, Path(config.host_path), config.host_bytes, deadline_seconds=PATIENT_SECONDS)
     remote = RemoteTier(
-        LAYOUT, RedisRemote(f"redis://127.0.0.1:{proxy.port}", prefix=fresh_prefix()), deadline_seconds=0.3
+        LAYOUT, RedisClient(f"redis://127.0.0.1:{proxy.port}", prefix=fresh_prefix()), deadline_seconds=0.3
     )
     return Cache(config, namespace=NAMESPACE, layout=LAYOUT, tiers=[top, remote]), remote
 

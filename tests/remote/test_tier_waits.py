@@ -14,9 +14,9 @@ from pagoda.layout import KVLayout
 from pagoda.metrics import Reason
 from pagoda.slab import aligned
 from pagoda.testing import FakeClock
-from pagoda.tiers.remote.objects import ObjectsRemote
-from pagoda.tiers.remote.redis import RedisRemote
-from pagoda.tiers.remote.store_client import Link, Remote
+from pagoda.tiers.remote.objects import ObjectStoreClient
+from pagoda.tiers.remote.redis import RedisClient
+from pagoda.tiers.remote.store_client import StoreClient, StoreConnection
 from tests.remote.chunks import (
     PATIENT_SECONDS,
     ROOT,
@@ -45,13 +45,13 @@ def proxy(server: Server) -> Iterator[Proxy]:
         yield running
 
 
-def through(proxy: Proxy, prefix: str) -> RedisRemote:
-    return RedisRemote(f"redis://127.0.0.1:{proxy.port}", prefix=prefix)
+def through(proxy: Proxy, prefix: str) -> RedisClient:
+    return RedisClient(f"redis://127.0.0.1:{proxy.port}", prefix=prefix)
 
 
 def test_a_connection_that_was_cut_while_nothing_moved_costs_no_miss(server: Server, proxy: Proxy) -> None:
     prefix, keys = fresh_prefix(), keys_of(3)
-    saved(RedisRemote(server.url, prefix=prefix), keys)
+    saved(RedisClient(server.url, prefix=prefix), keys)
     with tier_on(through(proxy, prefix), connections=1, deadline_seconds=PATIENT_SECONDS) as tier:
         for reset in (False, True):
             assert load(tier, keys, seconds=PATIENT_SECONDS) == [None] * 3
@@ -65,11 +65,11 @@ def test_a_look_waits_no_longer_than_it_was_told_and_a_late_answer_serves_the_ne
     server: Server, proxy: Proxy
 ) -> None:
     prefix, keys = fresh_prefix(), keys_of(3)
-    saved(RedisRemote(server.url, prefix=prefix), keys)
+    saved(RedisClient(server.url, prefix=prefix), keys)
     with tier_on(through(proxy, prefix), look_seconds=0.05, deadline_seconds=20.0) as tier:
         wait_until(lambda: tier.find(keys, namespace=ROOT) == 3)
         others = keys_of(3, chain=1)
-        saved(RedisRemote(server.url, prefix=prefix), others)
+        saved(RedisClient(server.url, prefix=prefix), others)
         proxy.both(STALLED)
         began = time.monotonic()
         assert tier.find(others, namespace=ROOT) == 0
@@ -95,7 +95,7 @@ def test_what_is_not_there_is_asked_once_in_a_while(proxy: Proxy) -> None:
 def test_a_machine_without_the_codec_takes_nothing_away_from_those_who_have_it(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    remote, keys = RedisRemote(server.url, prefix=fresh_prefix()), keys_of(2)
+    remote, keys = RedisClient(server.url, prefix=fresh_prefix()), keys_of(2)
     zeros = KVLayout.opaque(4, 8192, "chunks that become smaller")
     with tier_on(remote, zeros, codec="zstd", deadline_seconds=PATIENT_SECONDS) as tier:
         assert all(tier.put(key, np.zeros(8192, np.uint8), namespace=ROOT) for key in keys)
@@ -108,15 +108,15 @@ def test_a_machine_without_the_codec_takes_nothing_away_from_those_who_have_it(
         assert tier.get(keys[0], namespace=ROOT) is not None
 
 
-def bucket(at: str) -> ObjectsRemote:
+def bucket(at: str) -> ObjectStoreClient:
     options = {"endpoint": f"http://{at}", "access_key_id": "a", "secret_access_key": "b"}
-    return ObjectsRemote("s3://bucket", options=options)
+    return ObjectStoreClient("s3://bucket", options=options)
 
 
-ENGINES: dict[str, Callable[[str], Remote]] = {
-    "redis": lambda at: RedisRemote(f"redis://{at}"),
-    "http": lambda at: ObjectsRemote(f"http://{at}/"),
-    "https": lambda at: ObjectsRemote(f"https://{at}/"),
+ENGINES: dict[str, Callable[[str], StoreClient]] = {
+    "redis": lambda at: RedisClient(f"redis://{at}"),
+    "http": lambda at: ObjectStoreClient(f"http://{at}/"),
+    "https": lambda at: ObjectStoreClient(f"https://{at}/"),
     "s3": bucket,
 }
 
@@ -137,13 +137,15 @@ def test_close_ends_connections_that_are_being_made(engine: str) -> None:
             assert not any(done.ok for done in ends([*saves, *loads], 0.1))
 
 
-class Startled(RedisRemote):
+class Startled(RedisClient):
     """A Redis whose first probes fail in a way that nobody expects."""
 
     startled = 0
 
-    def link(self, until: float, begun: Callable[[Link], None] = lambda link: None) -> Link:
-        link = super().link(until, begun)
+    def connect(
+        self, until: float, on_created: Callable[[StoreConnection], None] = lambda connection: None
+    ) -> StoreConnection:
+        link = super().connect(until, on_created)
         ping = link.ping
 
         def startling(until: float) -> None:
@@ -159,10 +161,10 @@ class Startled(RedisRemote):
 def test_a_probe_that_fails_unexpectedly_is_not_the_last(server: Server) -> None:
     remote = Startled(server.url, prefix=fresh_prefix())
     with tier_on(remote, deadline_seconds=PATIENT_SECONDS) as tier:
-        tier._store.breaker.failed()
-        tier._store.breaker.failed()
+        tier._store.breaker.record_failure()
+        tier._store.breaker.record_failure()
         assert tier.resting
-        tier._threads.start()
+        tier._pool.start()
         wait_until(lambda: not tier.resting)
         assert remote.startled == 2
         assert load(tier, keys_of(1), seconds=PATIENT_SECONDS) == [Reason.ABSENT]

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from pagoda.errors import ConfigError
-from pagoda.tiers.remote.store_client import Remote
-from pagoda.tiers.remote.urls import remote_of
+from pagoda.tiers.remote.store_client import StoreClient
+from pagoda.tiers.remote.urls import open_client
 
 
-def opened(kind: str, url: str, password_file: object = "") -> Remote:
-    return remote_of(
+def opened(kind: str, url: str, password_file: object = "") -> StoreClient:
+    return open_client(
         kind, url, name="far", prefix="mine", ttl_seconds=None, options={}, password_file=str(password_file)
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pagoda.tiers.base import Chunk, begun, check_sizes, flat_bytes, follows, runs
+from pagoda.tiers.base import Chunk, check_sizes, flat_bytes, follows, running_future, runs
 from tests.tiers.tools import always
 
 
@@ -24,7 +24,7 @@ def test_a_chunk_follows_its_parent_only() -> None:
 
 
 def test_a_future_of_moving_bytes_cannot_be_cancelled() -> None:
-    assert begun().cancel() is False
+    assert running_future().cancel() is False
 
 
 def test_flat_bytes_copies_only_what_is_not_contiguous() -> None:

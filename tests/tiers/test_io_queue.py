@@ -7,19 +7,19 @@ import time
 
 from pagoda.metrics import Reason
 from pagoda.tiers.base import Done
-from pagoda.tiers.io_queue import IoQueue, Read, Write
+from pagoda.tiers.io_queue import IoQueue, ReadRequest, WriteRequest
 from tests.tiers.tools import LAYOUT, ROOT, chunks_of, is_right, keys_of, payload_of, room
 
 KEYS = keys_of(8)
 OK = Done(True, None)
 
 
-def write(n: int, namespace: bytes = ROOT) -> Write:
-    return Write(chunks_of(KEYS[n : n + 1], n)[0], namespace, None)
+def write(n: int, namespace: bytes = ROOT) -> WriteRequest:
+    return WriteRequest(chunks_of(KEYS[n : n + 1], n)[0], namespace, None)
 
 
-def read(n: int) -> Read:
-    return Read(KEYS[n], n, ROOT, room())
+def read(n: int) -> ReadRequest:
+    return ReadRequest(KEYS[n], n, ROOT, room())
 
 
 def test_reads_come_before_writes_and_each_kind_in_order() -> None:
@@ -51,8 +51,8 @@ def test_the_newest_write_is_refused_until_one_has_ended() -> None:
     assert queue.add_write(write(2)) is Reason.QUEUE_FULL
     queue.take(1)
     assert queue.add_write(write(2)) is Reason.QUEUE_FULL  # being written still counts
-    queue.saved(first, OK)
-    assert isinstance(queue.add_write(write(2)), Write)
+    queue.finish_write(first, OK)
+    assert isinstance(queue.add_write(write(2)), WriteRequest)
 
 
 def test_reads_are_bounded_too() -> None:
@@ -74,9 +74,9 @@ def test_a_write_is_in_flight_until_it_has_ended() -> None:
     queue.add_write(first)
     queue.take(1)
     assert queue.in_flight(KEYS[0])
-    assert queue.saving(KEYS) == {KEYS[0]: first}
+    assert queue.pending_writes(KEYS) == {KEYS[0]: first}
     assert not queue.wait([KEYS[0]], 0.01)
-    queue.saved(first, OK)
+    queue.finish_write(first, OK)
     assert not queue.in_flight(KEYS[0])
     assert queue.wait([KEYS[0]], 0)
     assert first.future.result(0) == OK
@@ -86,7 +86,7 @@ def test_wait_ends_when_the_write_ends() -> None:
     queue = IoQueue(2)
     first = write(0)
     queue.add_write(first)
-    threading.Timer(0.05, lambda: queue.saved(first, OK)).start()
+    threading.Timer(0.05, lambda: queue.finish_write(first, OK)).start()
     begin = time.monotonic()
     assert queue.wait(KEYS, 100)
     assert time.monotonic() - begin < 50
@@ -100,7 +100,7 @@ def test_reads_of_one_chunk_share_one_flight_and_all_get_the_bytes() -> None:
     assert queue.take(1) is leader
     assert queue.take(1) is other
     leader.buffer[:] = payload_of(KEYS[0])
-    queue.loaded(leader, OK, LAYOUT.chunk_bytes)
+    queue.finish_read(leader, OK, LAYOUT.chunk_bytes)
     assert follower.future.result(0) == OK
     assert is_right(KEYS[0], follower.buffer)
     assert queue.outstanding() == (0, 1)
@@ -111,7 +111,7 @@ def test_who_follows_shares_a_failure_too() -> None:
     leader, follower = read(0), read(0)
     queue.add_read(leader)
     queue.add_read(follower)
-    queue.loaded(leader, Done(False, Reason.IO_ERROR), LAYOUT.chunk_bytes)
+    queue.finish_read(leader, Done(False, Reason.IO_ERROR), LAYOUT.chunk_bytes)
     assert follower.future.result(0) == Done(False, Reason.IO_ERROR)
     again = read(0)
     queue.add_read(again)
@@ -125,8 +125,8 @@ def test_cancel_takes_what_waits_and_marks_what_is_being_written() -> None:
         queue.add_write(each)
     assert queue.take(1) == [begun]
     assert queue.cancel(Reason.CLEARED, namespace=ROOT) == ([waiting], [begun])
-    assert not begun.usable()
-    assert queue.saving(KEYS) == {KEYS[2]: other}
+    assert not begun.is_valid()
+    assert queue.pending_writes(KEYS) == {KEYS[2]: other}
     assert queue.in_flight(KEYS[0])
     assert queue.add_write(write(0)) is Reason.BUSY
     assert queue.take(9) == [other]

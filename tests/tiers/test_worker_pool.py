@@ -202,19 +202,19 @@ def test_forks_in_the_middle_of_io(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_a_fork_while_a_thread_holds_the_locks_of_the_device(tmp_path: Path) -> None:
+def test_a_fork_while_a_thread_holds_the_locks_of_the_store(tmp_path: Path) -> None:
     """The I/O threads take them for each chunk, and are not there in the child to let go of them."""
     tier = open_disk(tmp_path)
     keys = keys_of(3)
     store(tier, keys)
-    device = tier._threads._crew.device  # type: ignore[attr-defined]
+    disk_store = tier._store
 
     def work() -> bool:
         signal.alarm(60)  # instead of a deadlock
-        device.trouble(OSError("told once"), "a test")
+        disk_store.record_error(OSError("told once"), "a test")
         return tier.find(keys) == 3 and all(right(tier, key) for key in keys)
 
-    with device.breaker._lock, device.log._lock:
+    with disk_store.breaker._lock, disk_store.log._lock:
         assert in_child(work) == 0
     assert all(right(tier, key) for key in keys)
     tier.close()

@@ -139,7 +139,7 @@ class HostRooms:
         """Free the slots then."""
         base = rooms[0].payload.base  # of all views of one `take`, and of whatever is made of them
         assert isinstance(base, np.ndarray)
-        self._host.give_up_when_dropped(_reserved(rooms), base)
+        self._host.abort_when_dropped(_reserved(rooms), base)
 
 
 class StagedRooms:

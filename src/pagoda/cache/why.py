@@ -89,9 +89,7 @@ class Why:
         if resting:
             return Answer(Reason.TIER_SKIPPED, f"{resting[0]} kept failing and is left out for a while")
         silent = [
-            t.name
-            for t in chosen.lower
-            if isinstance(t, RemoteTier) and not t.has_said(key, ask.namespace.root)
+            t.name for t in chosen.lower if isinstance(t, RemoteTier) and not t.knows(key, ask.namespace.root)
         ]
         if silent:
             return Answer(Reason.DEADLINE, f"{silent[0]} did not say in time whether it has it")

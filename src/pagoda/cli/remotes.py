@@ -15,7 +15,7 @@ from pagoda.cli.stores import configured
 
 if TYPE_CHECKING:
     from pagoda.config import RemoteSpec
-    from pagoda.tiers.remote.store_client import Link, Usage, Walk
+    from pagoda.tiers.remote.store_client import ListingDeadline, StoreConnection, Usage
 
 _T = TypeVar("_T")
 NO_SECRET = (
@@ -77,7 +77,7 @@ def all_remotes(
 
 def census(spec: RemoteSpec) -> Mapping[bytes, int]:
     """Return the number of chunks of each namespace (its root). Walks over all names. Raises Unanswered."""
-    return ask(spec, lambda link: link.census(_walk(spec)))
+    return ask(spec, lambda link: link.count_by_namespace(_walk(spec)))
 
 
 def usage(spec: RemoteSpec) -> Usage:
@@ -107,31 +107,31 @@ def patience(spec: RemoteSpec) -> float:
     return max(PATIENCE_SECONDS, spec.deadline_seconds)
 
 
-def _walk(spec: RemoteSpec) -> Walk:
-    from pagoda.tiers.remote.store_client import Walk
+def _walk(spec: RemoteSpec) -> ListingDeadline:
+    from pagoda.tiers.remote.store_client import ListingDeadline
 
-    return Walk(patience(spec), WALK_SECONDS)
+    return ListingDeadline(patience(spec), WALK_SECONDS)
 
 
-def ask(spec: RemoteSpec, question: Callable[[Link], _T]) -> _T:
+def ask(spec: RemoteSpec, question: Callable[[StoreConnection], _T]) -> _T:
     """Return the answer of a remote tier. Raises Unanswered."""
     from pagoda.errors import PagodaError
-    from pagoda.tiers.remote.store_client import Refused, Unended
+    from pagoda.tiers.remote.store_client import ListingTimeout, RefusedError
 
     try:
-        link = spec.engine().link(time.monotonic() + patience(spec))
+        link = spec.engine().connect(time.monotonic() + patience(spec))
         try:
             return question(link)
         finally:
             link.close()
-    except Unended as unended:
+    except ListingTimeout as unended:
         raise Unanswered(
             spec, f"{unended}; what was done stays done: run the command again to go on"
         ) from None
     except TimeoutError:
         late = f"no answer within {patience(spec):g} s; does it run, and is it let through?"
         raise Unanswered(spec, late) from None
-    except Refused as refusal:
+    except RefusedError as refusal:
         raise Unanswered(spec, f"refuses: {refusal}; may this user read and write here?") from None
     except OSError as trouble:
         raise Unanswered(spec, f"{trouble.strerror or trouble}; does it run there?") from None
@@ -147,7 +147,7 @@ def _trouble(spec: RemoteSpec) -> str:
     return ""
 
 
-def _ping(spec: RemoteSpec, link: Link) -> None:
+def _ping(spec: RemoteSpec, link: StoreConnection) -> None:
     from pagoda import codec
 
     link.ping(time.monotonic() + patience(spec))

@@ -14,7 +14,7 @@ from pagoda.config.suggest import did_you_mean
 from pagoda.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pagoda.tiers.remote.store_client import Remote
+    from pagoda.tiers.remote.store_client import StoreClient
 
 __all__ = ["RemoteSpec", "parse", "redacted", "split", "tuple_of"]
 
@@ -102,16 +102,16 @@ class RemoteSpec:
         """Whether this was made of a URL whose secrets are masked, as the register of tiers keeps it."""
         return _MASK in self.redacted and _MASK in (self.url + "".join(self.options.values()))
 
-    def engine(self) -> Remote:
+    def engine(self) -> StoreClient:
         """Return the engine behind the URL; reads `password_file`, connects to nothing.
 
         Raises:
             ConfigError: the password cannot be read, or the engine refuses the URL.
             StoreError: the engine's library is missing.
         """
-        from pagoda.tiers.remote.urls import remote_of
+        from pagoda.tiers.remote.urls import open_client
 
-        return remote_of(
+        return open_client(
             self.kind,
             self.url,
             name=self.name,

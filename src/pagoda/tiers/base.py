@@ -1,4 +1,4 @@
-"""The Tier protocol: a place that chunks live in, as the cache sees it."""
+"""The Tier protocol: how the cache sees a place that stores chunks."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ _T = TypeVar("_T")
 
 
 class Chunk(NamedTuple):
-    """One chunk to be saved. A tier only borrows `payload` until the future of its save is done."""
+    """A chunk to save. A tier borrows `payload` until the future of the save is done."""
 
     key: bytes
     position: int  # in chunks from the start of the chain
     tokens: int
     payload: Bytes  # (nbytes,) uint8, at least chunk_bytes, at most a slot
     parent: bytes | None  # the key at position - 1
-    still_valid: Callable[[], bool]  # payload is what the key names for as long as this says so
+    still_valid: Callable[[], bool]  # True for as long as the payload is what the key names
 
 
 class Done(NamedTuple):
-    """The end of one save or load. `ok` means: stored and visible, or all bytes verified and in the buffer."""
+    """The result of a save or load. `ok`: the chunk is stored and visible, or verified and in the buffer."""
 
     ok: bool
-    reason: Reason | None = None  # why not, if not
+    reason: Reason | None = None  # of a failure
 
 
 @runtime_checkable
 class Tier(Protocol):
-    """A place that chunks live in. All methods are thread-safe; trouble is a value with a reason, never an exception.
+    """A place that stores chunks. All methods are thread-safe; a failure is a value with a reason, not an exception.
 
-    ValueError is for wrong use only: a payload or buffer smaller than a chunk, keys and buffers of unequal number. What
-    must be done or be known to have failed (`register`, `remove`, `clear`, `stats`) raises StoreError after a while.
+    ValueError is for wrong use only: a payload or buffer smaller than a chunk, or unequal numbers of keys and buffers.
+    Calls whose failure the caller must know (`register`, `remove`, `clear`, `stats`) raise StoreError after a while.
     After `close()` nothing is found, and saves and loads end with Reason.CLOSED.
     """
 
     name: str
     chunk_bytes: int
-    believed_seconds: float  # for how long a chunk that was seen here is taken to be here still
+    believed_seconds: float  # how long a chunk that was found here is assumed to be here still
 
     def register(self, namespace: Namespace) -> None:
-        """Make the namespace known with its labels, so that it can be listed and cleared; idempotent, cheap."""
+        """Record the namespace with its labels, so that it can be listed and cleared. Idempotent and cheap."""
 
     def find(
         self,
@@ -61,12 +61,12 @@ class Tier(Protocol):
         touch: bool = True,
         deadline_seconds: float | None = None,
     ) -> int:
-        """How many leading keys are here or on their way here; copies nothing, touches recency unless told not to.
+        """Return how many leading keys are stored or queued. Copies nothing; updates recency if `touch`.
 
-        What is not found out before the deadline (by default and at most the tier's own) counts as not here.
+        A key whose state is not known before the deadline (the tier's own by default and at most) counts as absent.
 
-        `start` is the chain position of keys[0]; calls of one request pass one `stamp`. `namespace` is the root that
-        the keys were derived under: who leaves it out has all that are registered looked through.
+        `start` is the chain position of keys[0]; the calls of one request pass the same `stamp`. `namespace` is the
+        root that the keys were derived under; without it all registered namespaces are searched.
         """
 
     def touch(
@@ -78,18 +78,18 @@ class Tier(Protocol):
         stamp: int | None = None,
         asked: bool = True,
     ) -> list[bool] | None:
-        """Raise the recency of a run of which a tier above has copies; which keys are here or on their way here.
+        """Update the recency of a run that a higher tier has copies of; return which keys are stored or queued.
 
-        None: that cannot be said now. `asked`: somebody was served from above; else it was stored there again. Takes
-        as long as I/O takes: for background threads.
+        None: unknown at present. `asked`: a higher tier served the run; otherwise the run was stored there again.
+        Takes as long as I/O takes, so call it from background threads.
         """
 
     def save(
         self, chunks: Sequence[Chunk], namespace: bytes, *, stamp: int | None = None
     ) -> list[Future[Done]]:
-        """Store chunks of one namespace (its root), one future each, never waiting for room.
+        """Store chunks of one namespace (its root) and return one future per chunk. Never waits for space.
 
-        What finds the queue full is dropped with QUEUE_FULL and counted. A key that is already here is ok.
+        A chunk that finds the queue full is dropped with QUEUE_FULL and counted. A key that is already stored is ok.
         """
 
     def load(
@@ -98,15 +98,15 @@ class Tier(Protocol):
     ) -> list[Future[Done]]:  # fmt: skip
         """Read verified chunks into `buffers` ((>= chunk_bytes,) uint8), in order, several at a time.
 
-        A chunk of another namespace, or at another position than its place from `start` on, is a miss and stays.
+        A chunk of another namespace, or of another position than its index from `start` on, is a miss and stays.
 
-        Returns before the deadline (by default and at most the tier's own), however long the reads take then.
+        Returns before the deadline (the tier's own by default and at most), however long the reads take after that.
 
-        A buffer belongs to the tier until its future is done; if it was not ok, its content is undefined.
+        A buffer belongs to the tier until its future is done. If the result is not ok, the content is undefined.
         """
 
     def contains(self, key: bytes, *, deadline_seconds: float | None = None) -> bool:
-        """Whether `find` would find this key; touches nothing."""
+        """Return whether `find` would find this key; does not update recency."""
 
     def put(
         self,
@@ -118,60 +118,60 @@ class Tier(Protocol):
         tokens: int = 0,
         block: bool = True,
     ) -> bool:
-        """Store a copy of `payload`. True: it is stored or, without `block`, on its way (and readable)."""
+        """Store a copy of `payload`. True: it is stored or, without `block`, queued (and readable)."""
 
     def put_many(self, items: Iterable[Chunk], *, namespace: bytes) -> int:
-        """Store chunks taken lazily; returns how many are really here then. Waits for the queue, with a deadline."""
+        """Store chunks from a lazy iterable; return how many are stored at the end. Waits, up to a limit."""
 
     def get(self, key: bytes, *, namespace: bytes | None = None) -> Bytes | None:
-        """A verified private copy of a chunk, (chunk_bytes,) uint8, or None."""
+        """Return a verified private copy of a chunk, (chunk_bytes,) uint8, or None."""
 
     def get_many(self, keys: Iterable[bytes], *, namespace: bytes | None = None) -> Iterator[Bytes | None]:
-        """`get` for each key, in order; keys are taken lazily and looked up once."""
+        """Yield `get` of each key, in order. Takes the keys lazily and looks each up once."""
 
     def remove(self, key: bytes) -> bool:
-        """Remove a chunk, queued or stored; False if it is not here."""
+        """Remove a chunk, queued or stored; return False if it is not here."""
 
     def in_flight(self, key: bytes) -> bool:
-        """Whether a save of this key has begun and not ended."""
+        """Return whether a save of this key is queued or running."""
 
     def wait(self, keys: Iterable[bytes], timeout: float) -> bool:
-        """Wait until none of these keys is in flight; False if `timeout` seconds were not enough."""
+        """Wait until the saves of these keys have ended; return False after `timeout` seconds."""
 
     def clear(self, namespace: bytes | None = None) -> int:
-        """Remove all chunks of one namespace, or all; what is in flight will not appear. Returns how many went."""
+        """Remove all chunks of one namespace, or all; saves in flight store nothing. Return how many were removed."""
 
     def holders(self, key: bytes) -> list[str]:
-        """Who keeps this chunk from eviction: names of pins, "lease", "in flight"."""
+        """Return what keeps this chunk from eviction: names of pins, "lease", "in flight"."""
 
     def stats(self) -> Mapping[str, int]:
-        """Gauges and counters by name, of all processes that share the store."""
+        """Return gauges and counters by name, of all processes that share the store."""
 
     def close(self, timeout: float = 5.0) -> None:
-        """End within `timeout` seconds; what is still queued is dropped with CLOSED. Idempotent."""
+        """Close within `timeout` seconds; drop what is still queued with CLOSED. Idempotent."""
 
 
-def ended(ok: bool, reason: Reason | None = None) -> Future[Done]:
-    """A future that is done already."""
+def completed_future(ok: bool, reason: Reason | None = None) -> Future[Done]:
+    """Return a future that is already done."""
     future: Future[Done] = Answer()
     future.set_result(Done(ok, reason))
     return future
 
 
-def begun() -> Future[Done]:
-    """A future that cannot be cancelled: bytes may be moving until it is done."""
+def running_future() -> Future[Done]:
+    """Return a future that cannot be cancelled: bytes may be in transfer until it is done."""
     future: Future[Done] = Answer()
     future.set_running_or_notify_cancel()
     return future
 
 
-def within(own_seconds: float, deadline_seconds: float | None) -> float:
-    """The deadline of a call: the tier's own where none was given, and never a longer one."""
+def clamp_deadline(own_seconds: float, deadline_seconds: float | None) -> float:
+    """Return the deadline of a call: the tier's own by default and at most."""
     return own_seconds if deadline_seconds is None else max(0.0, min(own_seconds, deadline_seconds))
 
 
 def flat_bytes(array: npt.NDArray[np.generic]) -> Bytes:
-    """`array` as (nbytes,) uint8; a copy only where it is not contiguous."""
+    """Return `array` as (nbytes,) uint8; copies only if it is not contiguous."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
@@ -185,7 +185,7 @@ def check_sizes(name: str, arrays: Iterable[Bytes], chunk_bytes: int) -> None:
 
 
 def runs(items: Iterable[_T], most: int, follows: Callable[[_T, _T], bool]) -> Iterator[list[_T]]:
-    """Cut items into runs of at most `most`, in each of which every one follows the one before."""
+    """Split items into runs of at most `most`, in which each item follows the one before it."""
     run: list[_T] = []
     for item in items:
         if run and (len(run) == most or not follows(item, run[-1])):
@@ -197,7 +197,7 @@ def runs(items: Iterable[_T], most: int, follows: Callable[[_T, _T], bool]) -> I
 
 
 def follows(chunk: Chunk, before: Chunk) -> bool:
-    """Whether `chunk` comes right after `before` in one chain, so that one reserve can take both."""
+    """Return whether `chunk` directly follows `before` in one chain, so that one reserve can take both."""
     return (
         chunk.position == before.position + 1
         and chunk.parent in (None, before.key)

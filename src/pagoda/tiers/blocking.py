@@ -1,4 +1,4 @@
-"""put and get: the calls of a tier that copy, on top of save and load, which only borrow."""
+"""put and get: the calls of a tier that copy, built on save and load, which only borrow buffers."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from pagoda.slab import aligned
 from pagoda.tiers.base import Bytes, Chunk, Done, check_sizes, flat_bytes
 
 
-class Copies(ABC):
-    """Private copies in and out of a tier. Thread-safe if the five methods below are.
+class BlockingCalls(ABC):
+    """put, put_many, get and get_many of a tier: private copies in and out. Thread-safe if the abstract methods are.
 
-    A blocking call waits at most `deadline_seconds` for a chunk; what takes longer is not stored, or a miss.
+    A blocking call waits at most `deadline_seconds` for a chunk. A chunk that takes longer is not stored, or a miss.
     """
 
     chunk_bytes: int
     slot_bytes: int
     deadline_seconds: float
-    ahead = 0  # how many chunks get_many reads ahead of the one it yields
+    read_ahead = 0  # how many chunks get_many loads beyond the one that it yields
 
     @abstractmethod
     def save(
@@ -37,15 +37,15 @@ class Copies(ABC):
 
     @abstractmethod
     def _load_one(self, key: bytes, buffer: Bytes, namespace: bytes | None) -> Future[Done]:
-        """Load one chunk from wherever in its chain it stands; a namespace of None is not compared."""
+        """Load one chunk of any position; a namespace of None is not compared."""
 
     @abstractmethod
-    def _no_room(self) -> Reason | None:
-        """Why a save would be dropped now."""
+    def _drop_reason(self) -> Reason | None:
+        """Return why a save would be dropped now; None: it would not."""
 
     @abstractmethod
     def _dropped(self, reason: Reason) -> Future[Done]:
-        """Count a drop and return its end."""
+        """Count a drop and return its future."""
 
     def put(
         self,
@@ -57,7 +57,7 @@ class Copies(ABC):
         tokens: int = 0,
         block: bool = True,
     ) -> bool:
-        """Store a copy of `payload`. True: stored or, without `block`, on its way (and readable)."""
+        """Store a copy of `payload`. True: it is stored or, without `block`, queued (and readable)."""
         flat = flat_bytes(payload)
         if flat.nbytes > self.chunk_bytes:
             self._dropped(Reason.TOO_LARGE)
@@ -68,23 +68,23 @@ class Copies(ABC):
         return self._result(future).ok
 
     def put_many(self, items: Iterable[Chunk], *, namespace: bytes) -> int:
-        """Store copies of chunks taken lazily, a few on their way at a time; returns how many are here at the end.
+        """Store copies of chunks from a lazy iterable, a few at a time; return how many are stored at the end.
 
-        One that a later one evicted, or that another process removed meanwhile, is not.
+        A chunk that a later one evicted, or that another process removed meanwhile, is not counted.
         """
         stored = set[bytes]()
-        moving: deque[tuple[bytes, Future[Done]]] = deque()
+        pending: deque[tuple[bytes, Future[Done]]] = deque()
 
         def settle() -> None:
-            key, future = moving.popleft()
+            key, future = pending.popleft()
             if self._result(future).ok:
                 stored.add(key)
 
         for chunk in items:
-            while moving and (self._no_room() is Reason.QUEUE_FULL or moving[0][1].done()):
+            while pending and (self._drop_reason() is Reason.QUEUE_FULL or pending[0][1].done()):
                 settle()
-            moving.append((chunk.key, self._put(chunk, namespace)))
-        while moving:
+            pending.append((chunk.key, self._put(chunk, namespace)))
+        while pending:
             settle()
         return sum(map(self.contains, stored))
 
@@ -92,35 +92,35 @@ class Copies(ABC):
         if chunk.payload.nbytes > self.slot_bytes:
             return self._dropped(Reason.TOO_LARGE)
         check_sizes("payload", [chunk.payload], self.chunk_bytes)
-        reason = self._no_room()
-        if reason is not None:  # asked before the copy is made: so copies are bounded by the queue
+        reason = self._drop_reason()
+        if reason is not None:  # checked before the copy is made, so the queue bounds the copies
             return self._dropped(reason)
-        own = aligned(self.slot_bytes)
-        np.copyto(own[: self.chunk_bytes], chunk.payload[: self.chunk_bytes])
+        copy = aligned(self.slot_bytes)
+        np.copyto(copy[: self.chunk_bytes], chunk.payload[: self.chunk_bytes])
         if not chunk.still_valid():
             return self._dropped(Reason.STALE)
-        return self.save([chunk._replace(payload=own, still_valid=_always)], namespace)[0]
+        return self.save([chunk._replace(payload=copy, still_valid=_always)], namespace)[0]
 
     def get(self, key: bytes, *, namespace: bytes | None = None) -> Bytes | None:
-        """A verified private copy of a chunk, (chunk_bytes,) uint8, or None."""
-        return self._got(*self._get(key, namespace))
+        """Return a verified private copy of a chunk, (chunk_bytes,) uint8, or None."""
+        return self._loaded_or_none(*self._start_get(key, namespace))
 
     def get_many(self, keys: Iterable[bytes], *, namespace: bytes | None = None) -> Iterator[Bytes | None]:
-        """`get` for each key, in order; keys are taken lazily and looked up once."""
-        moving: deque[tuple[Bytes, Future[Done]]] = deque()
+        """Yield `get` of each key, in order. Takes the keys lazily and looks each up once."""
+        pending: deque[tuple[Bytes, Future[Done]]] = deque()
         for key in keys:
-            moving.append(self._get(key, namespace))
-            if len(moving) > self.ahead:
-                yield self._got(*moving.popleft())
-        while moving:
-            yield self._got(*moving.popleft())
+            pending.append(self._start_get(key, namespace))
+            if len(pending) > self.read_ahead:
+                yield self._loaded_or_none(*pending.popleft())
+        while pending:
+            yield self._loaded_or_none(*pending.popleft())
 
-    def _get(self, key: bytes, namespace: bytes | None) -> tuple[Bytes, Future[Done]]:
-        room = aligned(self.slot_bytes)
-        return room, self._load_one(key, room, namespace)
+    def _start_get(self, key: bytes, namespace: bytes | None) -> tuple[Bytes, Future[Done]]:
+        buffer = aligned(self.slot_bytes)
+        return buffer, self._load_one(key, buffer, namespace)
 
-    def _got(self, room: Bytes, future: Future[Done]) -> Bytes | None:
-        return room[: self.chunk_bytes] if self._result(future).ok else None
+    def _loaded_or_none(self, buffer: Bytes, future: Future[Done]) -> Bytes | None:
+        return buffer[: self.chunk_bytes] if self._result(future).ok else None
 
     def _result(self, future: Future[Done]) -> Done:
         try:

@@ -1,4 +1,4 @@
-"""Leave a failing device out for a while, then try it again (a circuit breaker)."""
+"""A circuit breaker: a tier stops using a device or store that keeps failing, and tries it again after a pause."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import threading
 from pagoda.clock import Clock
 
 
-class Breaker:
-    """Counts failures in a row; after `limit` the device rests, then calls are probes until one ends. Thread-safe.
+class CircuitBreaker:
+    """Counts failures in a row. After `limit` of them the device rests; then calls are probes until one ends.
 
-    A probe that fails begins the next rest (what queued up beside it is then left out), one that works ends it.
+    A probe that fails starts the next rest, for the calls queued beside it too. A probe that works ends the rest.
+    Thread-safe.
     """
 
     def __init__(self, clock: Clock, limit: int = 4, rest_seconds: float = 5.0) -> None:
@@ -22,29 +23,29 @@ class Breaker:
         self.renew()
 
     def renew(self) -> None:
-        """Make the lock anew, in a forked child: a thread of the parent may have held it."""
+        """Replace the lock in a forked child: a thread of the parent may have held it."""
         self._lock = threading.Lock()
 
     @property
-    def open(self) -> bool:
-        """Whether there were so many failures in a row, and nothing has worked since; changes nothing."""
+    def is_open(self) -> bool:
+        """Whether the limit of failures was reached and nothing has worked since; changes nothing."""
         with self._lock:
             return self._failures >= self._limit
 
     @property
     def resting(self) -> bool:
-        """Whether the device is left out now; changes nothing."""
+        """Whether the device must not be used now; changes nothing."""
         with self._lock:
             return self._failures >= self._limit and self._clock.monotonic_ns() < self._retry_ns
 
-    def failed(self, *, rests: bool = True) -> None:
-        """Count a failure of the device. Without `rests` it does not put off the next probe."""
+    def record_failure(self, *, rests: bool = True) -> None:
+        """Count a failure of the device. Without `rests` it does not delay the next probe."""
         with self._lock:
             self._failures += 1
             if rests:
                 self._retry_ns = self._clock.monotonic_ns() + self._rest_ns
 
-    def worked(self) -> None:
-        """The device did what was asked: it is used again."""
+    def record_success(self) -> None:
+        """Reset the count of failures: the device works, so it is used again."""
         with self._lock:
             self._failures = 0

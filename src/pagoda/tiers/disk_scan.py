@@ -1,15 +1,15 @@
-"""The rebuild of a disk ledger from the headers of its slots, in the background."""
+"""Rebuild the ledger of a disk tier in the background, from the headers of its slots."""
 
 from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pagoda import codec
-from pagoda.ledger import Found
+from pagoda.ledger import Found, Ledger
 from pagoda.threads import Event
-from pagoda.tiers.disk_io import Device
 
 BATCH_SLOTS = 64
 _RETRY_SECONDS = 0.2
@@ -18,71 +18,96 @@ _scanning: set[Path] = set()  # stores that a thread of this process is scanning
 _scanning_lock = threading.Lock()
 
 
-def scan(device: Device, stop: Event) -> None:
-    """Read all headers that the ledger has not seen, if nobody else is doing so; returns when all are, or on `stop`.
+class HeaderScan:
+    """Reads all headers that the ledger has not seen. For one thread.
 
-    A header is trusted by its own checksum; it proves nothing about the payload: reads do.
+    A header is trusted by its own checksum. It proves nothing about the payload: reads verify that.
     """
-    while not stop.is_set() and len(device.ledger.unscanned()):
-        if not _begin(device):  # somebody else scans; should it die, the turn comes here
-            stop.wait(_RETRY_SECONDS)
-            continue
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        read_headers: Callable[[int, int], Sequence[memoryview]],
+        *,
+        fingerprint: str,
+        chunk_bytes: int,
+        on_error: Callable[[OSError, str], object],
+    ) -> None:
+        """Prepare a scan of one store.
+
+        Args:
+            ledger: takes in what is found.
+            read_headers: returns the header pages of [first, first + count); OSError if it cannot.
+            fingerprint: of the layout; headers of other layouts are ignored.
+            chunk_bytes: of the layout; headers of other lengths are ignored.
+            on_error: is told of a header that cannot be read, and what was tried.
+        """
+        self._ledger = ledger
+        self._read_headers = read_headers
+        self._fingerprint = fingerprint
+        self._chunk_bytes = chunk_bytes
+        self._on_error = on_error
+
+    def run(self, stop: Event) -> None:
+        """Scan unless another thread or process does; return when all headers are read, or on `stop`."""
+        while not stop.is_set() and len(self._ledger.unscanned()):
+            if not self._begin():  # another one scans; if it dies, this one takes over
+                stop.wait(_RETRY_SECONDS)
+                continue
+            try:
+                self._scan(stop)
+            finally:
+                self._ledger.end_scan()
+                _scanning.discard(self._ledger.directory)
+
+    def _begin(self) -> bool:
+        directory = self._ledger.directory
+        with (
+            _scanning_lock
+        ):  # the ledger's lock excludes other processes, this one other tiers of this process
+            if directory in _scanning or not self._ledger.begin_scan():
+                return False
+            _scanning.add(directory)
+            return True
+
+    def _scan(self, stop: Event) -> None:
+        while not stop.is_set():
+            left = self._ledger.unscanned()
+            if not len(left):
+                return
+            count = min(BATCH_SLOTS, len(left))
+            found = self._read(left[0], count)
+            self._ledger.absorb(left[0], found)
+
+    def _read(self, first: int, count: int) -> list[Found | None]:
         try:
-            _scan(device, stop)
-        finally:
-            device.ledger.end_scan()
-            _scanning.discard(device.ledger.directory)
+            pages = self._read_headers(first, count)
+        except OSError as error:
+            if count == 1:
+                self._on_error(error, f"reading the header of slot {first}")
+                return [None]
+            return [found for slot in range(first, first + count) for found in self._read(slot, 1)]
+        return [self._found(slot, codec.parse(page)) for slot, page in enumerate(pages, first)]
+
+    def _found(self, slot: int, header: codec.Header | None) -> Found | None:
+        if header is None or header.slot != slot or header.store_id != self._ledger.store_id:
+            return None
+        if header.fingerprint != self._fingerprint or header.length != self._chunk_bytes:
+            return None
+        return Found(
+            key=header.key,
+            namespace_root=header.namespace,
+            epoch=header.epoch,
+            position=header.position,
+            tokens=header.tokens,
+            sequence=header.sequence,
+        )
 
 
-def _begin(device: Device) -> bool:
-    directory = device.ledger.directory
-    with _scanning_lock:  # the ledger's lock keeps processes apart, this one the tiers of this process
-        if directory in _scanning or not device.ledger.begin_scan():
-            return False
-        _scanning.add(directory)
-        return True
-
-
-def _forget_in_child() -> None:
+def _renew_in_child() -> None:
     global _scanning_lock
     _scanning_lock = threading.Lock()
     _scanning.clear()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
-
-
-def _scan(device: Device, stop: Event) -> None:
-    while not stop.is_set():
-        left = device.ledger.unscanned()
-        if not len(left):
-            return
-        count = min(BATCH_SLOTS, len(left))
-        found = _read(device, left[0], count)
-        device.ledger.absorb(left[0], found)
-
-
-def _read(device: Device, first: int, count: int) -> list[Found | None]:
-    try:
-        pages = device.slab.read_headers(first, count)
-    except OSError as error:
-        if count == 1:
-            device.trouble(error, f"reading the header of slot {first}")
-            return [None]
-        return [found for slot in range(first, first + count) for found in _read(device, slot, 1)]
-    return [_found(device, slot, codec.parse(page)) for slot, page in enumerate(pages, first)]
-
-
-def _found(device: Device, slot: int, header: codec.Header | None) -> Found | None:
-    if header is None or header.slot != slot or header.store_id != device.ledger.store_id:
-        return None
-    if header.fingerprint != device.fingerprint or header.length != device.chunk_bytes:
-        return None
-    return Found(
-        key=header.key,
-        namespace_root=header.namespace,
-        epoch=header.epoch,
-        position=header.position,
-        tokens=header.tokens,
-        sequence=header.sequence,
-    )
+os.register_at_fork(after_in_child=_renew_in_child)

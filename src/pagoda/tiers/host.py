@@ -1,4 +1,4 @@
-"""The host tier: a ledger and a slab in memory. Nothing in it runs in the background but the slab's populating."""
+"""The host tier: a ledger and a slab in memory. It works on the caller's thread, except to fault pages in."""
 
 from __future__ import annotations
 
@@ -26,34 +26,37 @@ from pagoda.metrics import Reason
 from pagoda.slab import MemorySlab
 from pagoda.threads import Condition
 from pagoda.tiers import tier_registry
-from pagoda.tiers.base import Bytes, Chunk, Done, check_sizes, ended, follows, runs, within
-from pagoda.tiers.blocking import Copies
+from pagoda.tiers.base import Bytes, Chunk, Done, check_sizes, clamp_deadline, completed_future, follows, runs
+from pagoda.tiers.blocking import BlockingCalls
 
 
-class HostTier(Copies):
-    """Chunks in host memory, shared by all processes of the machine unless private. Saves and loads end at once.
+class HostTier(BlockingCalls):
+    """Stores chunks in host memory, shared by all processes of the machine unless private. Saves and loads end at once.
 
     Thread-safe and fork-safe. The cache reserves, copies and commits in place through `ledger` and `slab`; the methods
-    here are for all others.
+    of Tier are for other callers.
     """
 
     name = "host"
-    believed_seconds = 0.0  # asking costs next to nothing
+    believed_seconds = 0.0  # a look-up costs next to nothing
 
     def __init__(
         self, layout: KVLayout, ledger: Ledger, slab: MemorySlab, *, deadline_seconds: float = 1.0
     ) -> None:
-        """Take over `ledger` and `slab`, which belong together: `close()` closes them."""
+        """Take over `ledger` and `slab`, which belong together; `close()` closes them."""
         self.chunk_bytes = layout.chunk_bytes
         self.slot_bytes = layout.slot_bytes
         self.ledger = ledger
         self.slab = slab
         self.deadline_seconds = deadline_seconds
         self._ended = False
-        self._under_way = _UnderWay(self._let_go)
+        self._pending = _PendingCopies(self._close_store)
         self._pid = os.getpid()
-        self._lost: dict[Reserved, WhenDropped] = {}
-        self._registered = 0, 0  # the process, of those that fork, that has registered the slab, and when
+        self._abandoned: dict[Reserved, WhenDropped] = {}
+        self._registered = (
+            0,
+            0,
+        )  # the process (they fork) that has registered the slab, and the ledger's growth then
 
     @classmethod
     def open(
@@ -70,9 +73,9 @@ class HostTier(Copies):
     ) -> HostTier:
         """Open or create the store of `layout` under the directory `path`. Raises StoreError, ValueError.
 
-        Not `shared`: the memory is this process's own and goes with it; a forked child finds the tier closed.
-        `populate`: fault pages in, in the background. `size_bytes` is for the slots; the ledger's own files
-        (about 5 MiB and 1 KiB a slot) come on top.
+        Not `shared`: the memory is private and ends with this process; a forked child finds the tier closed.
+        `populate`: fault pages in, in the background. `size_bytes` is for the slots. The ledger's files need about
+        5 MiB and 1 KiB a slot more.
         """
         slots = layout.slots_in(size_bytes)
         if slots < 1:
@@ -81,14 +84,14 @@ class HostTier(Copies):
             )
         spec = StoreSpec(
             root=path,
-            name=f"{layout.fingerprint}.{FORMAT}",  # versions of other formats have stores of their own
+            name=f"{layout.fingerprint}.{FORMAT}",  # versions with other formats have other stores
             kind="memory",
             slots=slots,
             slot_bytes=layout.slot_bytes if shared else 0,
             limit_bytes=size_bytes if shared else None,
             private=not shared,
         )
-        made = not os.path.exists(path / spec.name)  # false for what this user may not see
+        made = not os.path.exists(path / spec.name)  # false if this user may not see it
         ledger = Ledger.open(spec, policy=policy, clock=clock or Clock())
         try:
             slab = (
@@ -111,54 +114,57 @@ class HostTier(Copies):
 
     @property
     def _closed(self) -> bool:
-        # Private memory is copied by a fork, its ledger is not: the child must not take one for the other's.
+        # A fork copies private memory but not its ledger: the child must not use the memory with another ledger.
         return self._ended or (self.slab.path is None and self._pid != os.getpid())
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
-        """Around all copies into and out of slots: what is copied into is nobody else's before they have ended.
+        """Delay the end of `close` during copies into and out of slots: no other process gets the slots meanwhile.
 
         Raises ClosedError once the tier is closed.
         """
         mine = object()
         try:
-            self._under_way.begin(mine)
+            self._pending.begin(mine)
             yield
         finally:
-            self._under_way.these.discard(mine)
-            self._under_way.end()
+            self._pending.items.discard(mine)
+            self._pending.end()
 
     def begin_copies(self, reserved: Sequence[Reserved]) -> None:
-        """Note copies into slots that may last longer than the `copying` that they are begun in: until `end_copies`."""
-        self._under_way.these.update(reserved)
+        """Record copies into slots that may outlast the `copying` that they start in: they last until `end_copies`."""
+        self._pending.items.update(reserved)
 
     def end_copies(self, reserved: Sequence[Reserved]) -> None:
-        """They have ended; nothing for those that had ended before."""
-        self._under_way.these.difference_update(reserved)
-        self._under_way.end()
+        """Record that these copies have ended; does nothing for copies that had ended before."""
+        self._pending.items.difference_update(reserved)
+        self._pending.end()
 
-    def give_up_when_dropped(self, reserved: Sequence[Reserved], views: Bytes) -> None:
-        """Free slots that nobody waits for once no I/O can touch them: when nobody holds `views`, their base."""
-        self._lost[reserved[0]] = WhenDropped(views, partial(self._give_up, reserved))
+    def abort_when_dropped(self, reserved: Sequence[Reserved], views: Bytes) -> None:
+        """Abort reservations of no further use once no I/O can touch their slots: once nothing refers to `views`.
 
-    def _give_up(self, reserved: Sequence[Reserved]) -> None:
-        self._lost.pop(reserved[0], None)
+        `views` is the base array of all views of these slots.
+        """
+        self._abandoned[reserved[0]] = WhenDropped(views, partial(self._abort, reserved))
+
+    def _abort(self, reserved: Sequence[Reserved]) -> None:
+        self._abandoned.pop(reserved[0], None)
         self.ledger.abort(reserved)
         self.end_copies(reserved)
 
     def register(self, namespace: Namespace) -> None:
-        """Make the namespace known with its labels; idempotent, cheap."""
+        """Record the namespace with its labels. Idempotent and cheap."""
         self.ledger.register(namespace.root, namespace.fields())
 
     def use_device(self, device_index: int) -> None:
-        """Register the slab with the GPUs, in the background; for every copy to or from one. Idempotent, cheap.
+        """Register the slab with the GPUs, in the background. Call it before every GPU copy. Idempotent and cheap.
 
-        First the ledger is told, so that slots outlive this process by a grace: a GPU may still be writing there. What
-        the ledger has grown by since the last call is registered, too.
+        First the ledger is told, so that slots stay reserved for a grace period after this process: a GPU may still be
+        writing to them. Slots that the ledger has added since the last call are registered too.
         """
         now = os.getpid(), self.ledger.share.grown
         if self._registered != now and not self._closed:
-            with contextlib.suppress(RuntimeError):  # no thread to be had: the next copy tries again
+            with contextlib.suppress(RuntimeError):  # no thread could start: the next copy tries again
                 self.slab.pin(device_index, backed=self.ledger.uses_device)
                 self._registered = now
 
@@ -168,19 +174,19 @@ class HostTier(Copies):
         self, keys: Sequence[bytes], *, start: int = 0, stamp: int | None = None, namespace: bytes | None = None,
         touch: bool = True, deadline_seconds: float | None = None,
     ) -> int:  # fmt: skip
-        """How many leading keys are stored; copies nothing."""
+        """Return how many leading keys are stored; copies nothing."""
         if self._closed:
             return 0
         match = self.ledger.match(
             keys, start=start, namespace=namespace, stamp=stamp, touch=touch,
-            deadline_seconds=within(self.deadline_seconds, deadline_seconds),
+            deadline_seconds=clamp_deadline(self.deadline_seconds, deadline_seconds),
         )  # fmt: skip
         return len(match.slots)
 
     def touch(
         self, keys: Sequence[bytes], *, namespace: bytes, start: int = 0, stamp: int | None = None, asked: bool = True
     ) -> list[bool] | None:  # fmt: skip
-        """Raise the recency of what is stored of a run. See Tier.touch."""
+        """Update the recency of the stored part of a run. See Tier.touch."""
         if self._closed:
             return None
         return self.ledger.touch(
@@ -188,26 +194,26 @@ class HostTier(Copies):
         )
 
     def contains(self, key: bytes, *, deadline_seconds: float | None = None) -> bool:
-        """Whether the key is stored; touches nothing."""
+        """Return whether the key is stored; does not update recency."""
         if self._closed:
             return False
-        seconds = within(self.deadline_seconds, deadline_seconds)
+        seconds = clamp_deadline(self.deadline_seconds, deadline_seconds)
         return len(self.ledger.match([key], touch=False, deadline_seconds=seconds).slots) > 0
 
     def in_flight(self, key: bytes) -> bool:
-        """False: a save has ended when `save` returns."""
+        """Return False: a save has ended when `save` returns."""
         return False
 
     def wait(self, keys: Iterable[bytes], timeout: float) -> bool:
-        """True: nothing is in flight."""
+        """Return True: nothing is in flight."""
         return True
 
     def flush(self, timeout: float) -> bool:
-        """True: nothing is in flight."""
+        """Return True: nothing is in flight."""
         return True
 
     def holders(self, key: bytes) -> list[str]:
-        """Who keeps this chunk: names of pins."""
+        """Return what keeps this chunk from eviction: names of pins."""
         return [owner for owner, keys in self.ledger.pins().items() if key in keys]
 
     # ---- saving and loading --------------------------------------------------------------------------------------
@@ -215,17 +221,17 @@ class HostTier(Copies):
     def save(
         self, chunks: Sequence[Chunk], namespace: bytes, *, stamp: int | None = None
     ) -> list[Future[Done]]:
-        """Copy chunks into slots, run by run; the futures are done when it returns. See Tier.save."""
+        """Copy chunks into slots, run by run. The futures are done when it returns. See Tier.save."""
         check_sizes("payload", (chunk.payload for chunk in chunks), self.chunk_bytes)
         try:
             with self.copying():
                 return self._save_all(chunks, namespace, stamp)
         except ClosedError:
-            return [ended(False, Reason.CLOSED) for _ in chunks]
+            return [completed_future(False, Reason.CLOSED) for _ in chunks]
 
     def _save_all(self, chunks: Sequence[Chunk], namespace: bytes, stamp: int | None) -> list[Future[Done]]:
         if self._closed:
-            return [ended(False, Reason.CLOSED) for _ in chunks]
+            return [completed_future(False, Reason.CLOSED) for _ in chunks]
         stamp = self.ledger.stamp() if stamp is None else stamp
         fitting = [chunk for chunk in chunks if chunk.payload.nbytes <= self.slot_bytes]
         ends: deque[Future[Done]] = deque()
@@ -253,11 +259,11 @@ class HostTier(Copies):
                 if isinstance(outcome, Reserved):
                     reserved[n] = outcome
                 elif isinstance(outcome, Present):
-                    ends[n] = ended(True)
+                    ends[n] = completed_future(True)
                 elif isinstance(outcome, Busy):
                     ends[n] = self._dropped(Reason.BUSY)
                 else:
-                    ends[n] = ended(False, outcome.reason)  # counted by the ledger
+                    ends[n] = completed_future(False, outcome.reason)  # counted by the ledger
             ends.update(self._fill(run, reserved))
             return [ends[n] for n in range(len(run))]
         except BaseException:
@@ -265,7 +271,7 @@ class HostTier(Copies):
             raise
 
     def _fill(self, run: Sequence[Chunk], reserved: dict[int, Reserved]) -> dict[int, Future[Done]]:
-        """Copy, then commit what is still valid; whatever is not committed is aborted."""
+        """Copy, then commit what is still valid; abort the rest."""
         ends: dict[int, Future[Done]] = {}
         left = dict(reserved)
         try:
@@ -280,7 +286,7 @@ class HostTier(Copies):
             )
             for n, ok in zip(good, kept, strict=True):
                 del left[n]
-                ends[n] = ended(True) if ok else self._dropped(Reason.SUPERSEDED)
+                ends[n] = completed_future(True) if ok else self._dropped(Reason.SUPERSEDED)
             self.ledger.count("stored_bytes", sum(kept) * self.chunk_bytes)
         finally:
             if left:
@@ -296,12 +302,12 @@ class HostTier(Copies):
         self, keys: Sequence[bytes], buffers: Sequence[Bytes], *, start: int = 0, namespace: bytes,
         deadline_seconds: float | None = None,
     ) -> list[Future[Done]]:  # fmt: skip
-        """Copy chunks out of slots, then validate; the futures are done when it returns. See Tier.load."""
+        """Copy chunks out of slots, then validate them. The futures are done when it returns. See Tier.load."""
         if len(keys) != len(buffers):
             raise ValueError(f"{len(keys)} keys and {len(buffers)} buffers: need one buffer a key")
         check_sizes("buffer", buffers, self.chunk_bytes)
         if self._closed:
-            return [ended(False, Reason.CLOSED) for _ in keys]
+            return [completed_future(False, Reason.CLOSED) for _ in keys]
         return list(self._load(keys, buffers, start, namespace, deadline_seconds))
 
     def _load(
@@ -309,9 +315,9 @@ class HostTier(Copies):
         deadline_seconds: float | None = None,
     ) -> Iterator[Future[Done]]:  # fmt: skip
         stamp = self.ledger.stamp()
-        until = time.monotonic() + within(self.deadline_seconds, deadline_seconds)
+        until = time.monotonic() + clamp_deadline(self.deadline_seconds, deadline_seconds)
         index = 0
-        while index < len(keys):  # one transaction a run: a key that is not here ends one
+        while index < len(keys):  # one transaction a run: an absent key ends it
             match = self.ledger.match(
                 keys[index:], start=None if start is None else start + index, namespace=namespace,
                 stamp=stamp, deadline_seconds=max(0.0, until - time.monotonic()),
@@ -328,106 +334,106 @@ class HostTier(Copies):
 
     def _load_one(self, key: bytes, buffer: Bytes, namespace: bytes | None) -> Future[Done]:
         if self._closed:
-            return ended(False, Reason.CLOSED)
+            return completed_future(False, Reason.CLOSED)
         return next(self._load([key], [buffer], None, namespace))
 
     def _loaded(self) -> Future[Done]:
         self.ledger.count("loaded_chunks")
         self.ledger.count("loaded_bytes", self.chunk_bytes)
-        return ended(True)
+        return completed_future(True)
 
-    def _no_room(self) -> Reason | None:
+    def _drop_reason(self) -> Reason | None:
         return Reason.CLOSED if self._closed else None
 
     def _missed(self, reason: Reason) -> Future[Done]:
         if reason is not Reason.LEDGER_BUSY:  # which the ledger counts
             self.ledger.count(f"miss_{reason}")
-        return ended(False, reason)
+        return completed_future(False, reason)
 
     def _dropped(self, reason: Reason) -> Future[Done]:
         if not self._closed:  # a closed ledger counts no more
             self.ledger.count(f"drop_{reason}")
-        return ended(False, reason)
+        return completed_future(False, reason)
 
-    # ---- taking away ---------------------------------------------------------------------------------------------
+    # ---- removing ------------------------------------------------------------------------------------------------
 
     def remove(self, key: bytes) -> bool:
-        """Remove a chunk; False if it is not here."""
+        """Remove a chunk; return False if it is not here."""
         return not self._closed and self.ledger.remove([key]) > 0
 
     def clear(self, namespace: bytes | None = None) -> int:
-        """Remove all chunks of one namespace (its root), or all; what is being written will not appear."""
+        """Remove all chunks of one namespace (its root), or all; saves in flight store nothing. Return how many."""
         return 0 if self._closed else self.ledger.clear(namespace)
 
-    # ---- the whole -----------------------------------------------------------------------------------------------
+    # ---- statistics and the end ----------------------------------------------------------------------------------
 
     def stats(self) -> Mapping[str, int]:
-        """Gauges and counters of the store, of all processes that share it. StoreError if they are not to be had."""
+        """Return gauges and counters of the store, of all processes that share it. StoreError if it does not answer."""
         return {} if self._closed else self.ledger.numbers(self.deadline_seconds)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Let go of the slab and the ledger; idempotent. Views of slots stay readable.
+        """Close the slab and the ledger. Idempotent. Views of slots stay readable.
 
-        Copies that are under way are waited for; those that take longer keep their slots, and the last lets go then.
+        Waits for pending copies up to `timeout`. Copies that take longer keep their slots, and the last of them closes.
         """
         if not self._ended:
             self._ended = True
             until = time.monotonic() + timeout
-            if self._under_way.close(timeout):
-                self._let_go(max(0.1, until - time.monotonic()))
+            if self._pending.close(timeout):
+                self._close_store(max(0.1, until - time.monotonic()))
 
-    def _let_go(self, timeout: float = 5.0) -> None:
+    def _close_store(self, timeout: float = 5.0) -> None:
         self.slab.close(timeout)
         self.ledger.close()
 
 
-class _UnderWay:
-    """Knows which copies are under way, and calls `then` when the last has ended, if that is after the close.
+class _PendingCopies:
+    """The copies that have started and not ended. Calls `on_last` when the last one ends, if that is after `close`.
 
-    Thread-safe. `these` is changed by single calls of built-in functions, which no signal handler interrupts.
+    Thread-safe. `items` is changed by single calls of built-in functions, which no signal handler interrupts.
     """
 
-    def __init__(self, then: Callable[[], None]) -> None:
-        self._then = then
+    def __init__(self, on_last: Callable[[], None]) -> None:
+        self._on_last = on_last
         self.renew()
-        _counts.add(self)
+        _all_pending.add(self)
 
     def renew(self) -> None:
-        """Begin anew, in a forked child: the copies are its parent's."""
+        """Start empty in a forked child: the copies are its parent's."""
         self._changed = Condition()
-        self.these: set[object] = set()
+        self.items: set[object] = set()
         self._closed = self._late = False
 
     def begin(self, copy: object) -> None:
-        """One more; ClosedError after the close."""
-        self.these.add(copy)
+        """Add a copy; ClosedError after `close`."""
+        self.items.add(copy)
         if self._closed:
             raise ClosedError("the host tier is closed")
 
     def end(self) -> None:
-        """Some are no longer among `these`."""
-        if not self._closed:  # `close` looks at `these` after it has said so
+        """Take note that copies were removed from `items`."""
+        if not self._closed:  # `close` reads `items` after it has set this
             return
         with self._changed:
-            last, self._late = self._late and not self.these, self._late and bool(self.these)
+            last, self._late = self._late and not self.items, self._late and bool(self.items)
             self._changed.notify_all()
         if last:
-            self._then()
+            self._on_last()
 
     def close(self, timeout: float) -> bool:
-        """Let none begin; True if none is under way any more, else the last to end does what is left to do."""
+        """Refuse new copies and wait; return True if none is left. If not, the last one to end calls `on_last`."""
         with self._changed:
             self._closed = True
-            self._late = not self._changed.wait_for(lambda: not self.these, timeout)
+            self._late = not self._changed.wait_for(lambda: not self.items, timeout)
             return not self._late
 
 
-_counts: weakref.WeakSet[_UnderWay] = weakref.WeakSet()
+_all_pending: weakref.WeakSet[_PendingCopies] = weakref.WeakSet()
 
 
 def _renew_in_child() -> None:
-    for count in list(_counts):
-        count.renew()
+    for pending in list(_all_pending):
+        pending.renew()
 
 
 os.register_at_fork(after_in_child=_renew_in_child)

@@ -1,11 +1,11 @@
-"""Object stores (S3, GCS, Azure, WebDAV) as a remote engine: one object a chunk, by obstore and a wire of our own.
+"""Object stores (S3, GCS, Azure, WebDAV) as a remote store: one object per chunk, by obstore and our own HTTP client.
 
-obstore finds credentials, signs, asks what is there, lists and deletes in bulk. To S3 and WebDAV the rest goes
-straight, by a `Wire`: obstore copies a chunk, and keeps an answer of any length whole (its allocator ends the process
-if it cannot). To GCS and Azure, and with options that are no part of a URL, all goes by obstore.
+obstore finds credentials, signs, lists and deletes in bulk. All other requests to S3 and WebDAV are direct, over an
+`HttpConnection`: obstore copies a chunk, and holds a response of any length in memory (its allocator ends the process
+if that fails). Requests to GCS and Azure, and those with options that a URL cannot express, all use obstore.
 
-An object is the header page and then the stored bytes; its name is
-`[path of the URL/]<prefix>/<NAME_FORMAT>/<namespace>/<first two digits of the key>/<key>`, all in small hex digits.
+An object is the header page followed by the stored bytes. Its name is
+`[path of the URL/]<prefix>/<NAME_FORMAT>/<namespace>/<first two digits of the key>/<key>`, in lower-case hex digits.
 """
 
 from __future__ import annotations
@@ -24,33 +24,47 @@ from pagoda.codec import HEADER_BYTES
 from pagoda.metrics import Reason
 from pagoda.tiers.base import Bytes
 from pagoda.tiers.remote import obstore_client, s3_requests
-from pagoda.tiers.remote.courier import NO_BUCKET, Courier, Unsupported, all_of, code_in, slices
-from pagoda.tiers.remote.http import Answer, Wire, Wires, paths_in
-from pagoda.tiers.remote.store_client import NAME_FORMAT, Link, Put, Refused, Usage, Walk
+from pagoda.tiers.remote.http import HttpConnection, HttpConnectionPool, Response, listed_paths
+from pagoda.tiers.remote.obstore_client import (
+    NO_BUCKET,
+    ObstoreRunner,
+    UnsupportedError,
+    batches,
+    error_code,
+    gather_all,
+)
+from pagoda.tiers.remote.store_client import (
+    NAME_FORMAT,
+    ListingDeadline,
+    PutResult,
+    RefusedError,
+    StoreConnection,
+    Usage,
+)
 
 if TYPE_CHECKING:
     from obstore import GetResult
     from obstore.store import ObjectStore
 
-__all__ = ["ObjectsLink", "ObjectsRemote"]
+__all__ = ["ObjectStoreClient", "ObjectStoreConnection"]
 
 _T = TypeVar("_T")
-_AT_ONCE = 16  # requests in flight of one link: of a find, and of what an engine cannot do in bulk
-_BATCH = 250  # names a step of a walk: below what one bulk request may name (S3: 1000, Azure: 256)
+_AT_ONCE = 16  # requests in flight of one connection: of a find, and of what a store cannot do in bulk
+_BATCH = 250  # names per step of a listing: fewer than one bulk request may have (S3: 1000, Azure: 256)
 _NAMESPACES = 1 << 16
 _LISTING_BYTES = 32 << 20  # of one folder, about 60000 names
-_BELIEVED_SECONDS = 600.0  # each question is a request that is paid for
-_SIGNED_FOR = timedelta(minutes=15)  # a URL is used at once, by clocks that may differ
-_FIRST_BYTES = 1  # of a piece: pieces are taken as they come in, because joining them would be a copy more
+_BELIEVED_SECONDS = 600.0  # each look-up is a request that costs money
+_SIGNED_FOR = timedelta(minutes=15)  # a URL is used at once, but clocks may differ
+_FIRST_BYTES = 1  # of a piece: pieces are used as they arrive, because joining them would be another copy
 
-_OURS = re.compile(r"([0-9a-f]{64})/([0-9a-f]{2})/(\2[0-9a-f]{62})")
-_FOLDERS = ("[0-9a-f]{64}", "[0-9a-f]{2}")  # of namespaces, and in each of these
+_CHUNK_NAME = re.compile(r"([0-9a-f]{64})/([0-9a-f]{2})/(\2[0-9a-f]{62})")
+_FOLDERS = ("[0-9a-f]{64}", "[0-9a-f]{2}")  # of namespaces, and in each of them
 
 
-class ObjectsRemote:
+class ObjectStoreClient:
     """An object store that many machines share. Thread-safe.
 
-    After the first request, a forked child makes no links: obstore's threads are not in it, and OSError says so.
+    After the first request, a forked child cannot connect: obstore's threads do not exist in it, and OSError says so.
     """
 
     def __init__(
@@ -71,13 +85,13 @@ class ObjectsRemote:
             options: settings of obstore for that kind of store (`endpoint`, `region`, ...), as in its documentation.
 
         Raises:
-            ValueError: the URL, the prefix or an option cannot stand. No message has the value of an option in it.
+            ValueError: the URL, the prefix or an option is invalid. No message contains the value of an option.
             ModuleNotFoundError: obstore is not installed; says how to install it.
         """
-        parts, path = obstore_client.place_of(url)
+        parts, path = obstore_client.parse_store_url(url)
         obstore_client.check_prefix(prefix)
-        self.name = name or obstore_client.NAMES[parts.scheme]
-        self.keepalive_seconds: float | None = None  # each request has its price
+        self.name = name or obstore_client.TIER_NAMES[parts.scheme]
+        self.keepalive_seconds: float | None = None  # each request costs money
         self.believed_seconds = _BELIEVED_SECONDS
         self._base = "/".join(part for part in (path, prefix, str(NAME_FORMAT)) if part)
         self._parts = parts
@@ -86,28 +100,33 @@ class ObjectsRemote:
         self.address = f"{parts.scheme}://{obstore_client.host_of(parts)}{f'/{path}' if path else ''}"
         if endpoint is not None and parts.scheme not in ("http", "https"):
             self.address += f" at {endpoint.scheme}://{obstore_client.host_of(endpoint)}"
-        obstore_client.connect(parts, self._options)
+        obstore_client.open_store(parts, self._options)
 
-    def link(self, until: float, begun: Callable[[Link], None] = lambda link: None) -> ObjectsLink:
-        """A new pool of connections, after one request that proves that the store can be read. See Remote.link."""
-        store = obstore_client.connect(self._parts, self._options)
-        is_straight = obstore_client.is_straight(self._parts, self._options)
-        secret = s3_requests.secret_of(self._options) if is_straight and self._parts.scheme == "s3" else None
-        link = ObjectsLink(store, self._base, self.address, self._parts, is_straight, secret)
+    def connect(
+        self, until: float, on_created: Callable[[StoreConnection], None] = lambda connection: None
+    ) -> ObjectStoreConnection:
+        """Return a new connection pool, after one request that proves that the store can be read.
+
+        See StoreClient.connect.
+        """
+        store = obstore_client.open_store(self._parts, self._options)
+        is_direct = obstore_client.supports_direct(self._parts, self._options)
+        secret = s3_requests.find_secret(self._options) if is_direct and self._parts.scheme == "s3" else None
+        connection = ObjectStoreConnection(store, self._base, self.address, self._parts, is_direct, secret)
         try:
-            begun(link)
-            link.ping(until)
+            on_created(connection)
+            connection.ping(until)
         except BaseException:
-            link.close()
+            connection.close()
             raise
-        return link
+        return connection
 
 
-class ObjectsLink:
-    """One pool of connections to an object store, with an event loop that runs only within calls.
+class ObjectStoreConnection:
+    """One connection pool to an object store, with an event loop that runs only during calls.
 
-    For one thread at a time, but for `abort` and `close`. A request that is out of time is cancelled and its connection
-    ended; nothing is tried twice.
+    For one thread at a time, except `abort` and `close`. A request that is out of time is cancelled and its connection
+    is closed; nothing is retried.
     """
 
     def __init__(
@@ -116,46 +135,46 @@ class ObjectsLink:
         base: str,
         address: str,
         url: SplitResult,
-        is_straight: bool,
+        is_direct: bool,
         secret: str | None = None,
     ) -> None:
         self._store = store
         self._base = base
         self._address = address
         self._url = url
-        self._is_dav = obstore_client.is_dav(url.scheme)
-        self._is_straight = is_straight
-        self._secret = secret  # with which we may sign what obstore does not: S3's bucket as a whole
-        self._headers = obstore_client.authorization(url)
-        self._wire: Wire | None = None
-        self._wires: Wires | None = None  # for questions
-        self._creates = not self._is_dav  # whether the store can refuse to overwrite
-        self._courier = Courier(address)
-        self._on_wire = False
-        self._courier.ended = False
+        self._is_webdav = obstore_client.is_webdav(url.scheme)
+        self._is_direct = is_direct
+        self._secret = secret  # to sign what obstore does not sign: requests to an S3 bucket as a whole
+        self._headers = obstore_client.authorization_header(url)
+        self._http: HttpConnection | None = None
+        self._http_pool: HttpConnectionPool | None = None  # for look-ups
+        self._creates = not self._is_webdav  # whether the store can refuse to overwrite
+        self._runner = ObstoreRunner(address)
+        self._in_http_call = False
+        self._runner.ended = False
 
     def find(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
-        """How many leading keys are there: exact for up to 16 keys, which are one round of requests.
+        """Return how many leading keys are present: exact for up to 16 keys, which take one round of requests.
 
-        Of more, 16 positions a round are asked for, the first of what is not known yet among them (up to 272 keys: 2
-        rounds, 4368: 3). A key that is missing amid others may stay unnoticed then, and the answer be too high; who
-        reads that key finds it absent.
+        Of more keys, each round tests 16 positions, with the first unknown one among them (up to 272 keys: 2 rounds,
+        4368: 3). A key that is missing between others may then go unnoticed, and the result be too high; a read of
+        that key is a miss.
         """
         names = [self._name(namespace, key) for key in keys]
-        low, high = 0, len(names)  # names[:low] are taken to be there, names[high] is not
+        low, high = 0, len(names)  # names[:low] are assumed present, names[high] is absent
         while low < high:
             count = min(_AT_ONCE, high - low)
             asked = [low + (high - low) * nth // count for nth in range(count)]
-            there = self._are_there([names[at] for at in asked], until)
+            there = self._are_present([names[at] for at in asked], until)
             known = next((nth for nth, yes in enumerate(there) if not yes), count)
             high = asked[known] if known < count else high
             low = asked[known - 1] + 1 if known else low
         return low
 
     def touch(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[bool]:
-        """Which keys are there, a request each; an object store keeps no recency."""
+        """Return which keys are present, one request each; an object store keeps no recency."""
         names = [self._name(namespace, key) for key in keys]
-        return self._are_there(names, until)
+        return self._are_present(names, until)
 
     def put(
         self,
@@ -163,298 +182,308 @@ class ObjectsLink:
         key: bytes,
         page: Bytes,
         stored: Bytes,
-        usable: Callable[[], bool],
+        is_valid: Callable[[], bool],
         until: float,
-    ) -> Put:
-        """Ask whether it is there; if not, store it and then ask `usable`. The buffers are sent as they are."""
+    ) -> PutResult:
+        """Store it unless it is present, then call `is_valid`. The buffers are sent without a copy."""
         name = self._name(namespace, key)
-        if self._are_there([name], until) == [True] or not self._create(name, [page, stored], until):
-            return Put.PRESENT
-        if usable():
-            return Put.STORED
+        if self._are_present([name], until) == [True] or not self._put_object(name, [page, stored], until):
+            return PutResult.PRESENT
+        if is_valid():
+            return PutResult.STORED
         self._delete_one(name, until)
-        return Put.STALE
+        return PutResult.STALE
 
     def get(
-        self, namespace: bytes, key: bytes, page: Bytes, place: Callable[[], Bytes | None], until: float
+        self, namespace: bytes, key: bytes, page: Bytes, destination: Callable[[], Bytes | None], until: float
     ) -> int | None:
-        """Fill `page` and what `place` returns, straight from the socket or piece by piece as they come in."""
+        """Fill `page` and the result of `destination`, directly from the socket or piece by piece as they arrive."""
         name = self._name(namespace, key)
-        if self._is_straight:
-            return self._fill_straight(name, page, place, until)
-        return self._courier.run(self._fill(name, page, place), until)
+        if self._is_direct:
+            return self._get_direct(name, page, destination, until)
+        return self._runner.run(self._get_by_obstore(name, page, destination), until)
 
     def remove(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
-        """Remove values; how many there were, which is asked first: deleting does not say."""
+        """Remove values; return how many were present, which is checked first: a deletion does not tell."""
         names = [self._name(namespace, key) for key in keys]
-        there = self._are_there(names, until)
+        there = self._are_present(names, until)
         found = [name for name, yes in zip(names, there, strict=True) if yes]
         for name in found:
             self._delete_one(name, until)
         return len(found)
 
-    def clear(self, namespace: bytes | None, walk: Walk) -> int:
-        """Remove all values of one namespace (None: all that are ours); how many. A step is a listing or 250 names."""
+    def clear(self, namespace: bytes | None, deadline: ListingDeadline) -> int:
+        """Remove all values of one namespace (None: all of ours); return how many. A step is a listing or 250 names."""
         gone = 0
-        for names in self._ours(namespace, walk):
-            for some in slices(names, _BATCH):
-                self._delete_all(some, walk)
+        for names in self._chunk_names(namespace, deadline):
+            for some in batches(names, _BATCH):
+                self._delete_all(some, deadline)
                 gone += len(some)
         return gone
 
-    def census(self, walk: Walk) -> Mapping[bytes, int]:
-        """How many chunks there are of each namespace, from a listing of all names."""
+    def count_by_namespace(self, deadline: ListingDeadline) -> Mapping[bytes, int]:
+        """Return the number of chunks of each namespace, from a listing of all names."""
         found: Counter[bytes] = Counter()
         skip = len(self._base) + 1
-        for names in self._ours(None, walk):
+        for names in self._chunk_names(None, deadline):
             found.update(bytes.fromhex(name[skip : skip + 64]) for name in names)
             if len(found) > _NAMESPACES:
                 raise OSError(f"{self._address}: more than {_NAMESPACES} namespaces")
         return found
 
     def usage(self, until: float) -> Usage:
-        """Object stores do not say. Asks nothing."""
+        """Return nothing known: object stores do not say how full they are. Sends no request."""
         return Usage(None, None)
 
     def ping(self, until: float) -> None:
-        """Return if a name that is never written can be asked for."""
+        """Return if a name that is never written can be requested."""
         name = f"{self._base}/ping"
-        if self._is_straight:
-            wire, answer = self._ask_straight("GET", name, until)
-            self._rest(wire, answer, (200, 404), until)
+        if self._is_direct:
+            connection, response = self._request("GET", name, until)
+            self._finish(connection, response, (200, 404), until)
         else:
-            self._courier.run(self._ping(name), until)
+            self._runner.run(self._ping_by_obstore(name), until)
 
     def abort(self) -> None:
-        """Let whoever waits in this link fail at once with an OSError."""
-        self._courier.abort()
-        for one in (self._wire, self._wires):
+        """Make a call that waits in this connection fail at once with an OSError."""
+        self._runner.abort()
+        for one in (self._http, self._http_pool):
             if one is not None:
                 one.abort()
 
     def close(self) -> None:
-        """Let go of the connections. Whoever waits in this link fails; what that one holds goes with this object."""
+        """Close the connections. A call that waits in this one fails, and releases what it uses when it ends."""
         self.abort()
-        self._courier.close()
-        if not self._on_wire:
-            self._drop_wires()
-        if not self._courier.running:
-            self.__dict__.pop("_store", None)  # its pool goes now, not when cycles are collected
+        self._runner.close()
+        if not self._in_http_call:
+            self._close_http()
+        if not self._runner.running:
+            self.__dict__.pop("_store", None)  # frees its pool now, not when cycles are collected
 
-    def _create(self, name: str, pieces: list[Bytes], until: float) -> bool:
-        """Store it, if nobody was first where the engine can tell; whether it was stored."""
+    def _put_object(self, name: str, pieces: list[Bytes], until: float) -> bool:
+        """Store an object, unless the store can tell that it exists; return whether it was stored."""
         while True:
             try:
-                if self._is_straight:
-                    return self._write_straight(name, pieces, until)
-                return self._courier.run(self._write(name, pieces), until)
-            except Unsupported:
+                if self._is_direct:
+                    return self._put_direct(name, pieces, until)
+                return self._runner.run(self._put_by_obstore(name, pieces), until)
+            except UnsupportedError:
                 if not self._creates:
                     raise
                 self._creates = False
 
     def _delete_one(self, name: str, until: float) -> None:
-        if self._is_straight:
-            wire, answer = self._ask_straight("DELETE", name, until)
-            self._rest(wire, answer, (200, 202, 204, 404), until)
+        if self._is_direct:
+            connection, response = self._request("DELETE", name, until)
+            self._finish(connection, response, (200, 202, 204, 404), until)
         else:
-            self._courier.run(self._delete([name]), until)
+            self._runner.run(self._delete_by_obstore([name]), until)
 
-    def _delete_all(self, names: Sequence[str], walk: Walk) -> None:
-        if self._is_straight and self._is_dav:  # there is no bulk to be had, and its answers are short
+    def _delete_all(self, names: Sequence[str], deadline: ListingDeadline) -> None:
+        if self._is_direct and self._is_webdav:  # it has no bulk deletion, and its responses are short
             for name in names:
-                self._delete_one(name, walk.step())
-        elif names and not self._delete_bulk(names, walk.step()):
-            self._courier.run(self._delete(names), walk.step())
+                self._delete_one(name, deadline.next_step())
+        elif names and not self._delete_bulk(names, deadline.next_step()):
+            self._runner.run(self._delete_by_obstore(names), deadline.next_step())
 
     def _delete_bulk(self, names: Sequence[str], until: float) -> bool:
-        """Delete what S3 takes in one request; False if we cannot sign it."""
-        headers, body = s3_requests.deletion_of(names)
-        asked = self._ask_bucket("POST", {"delete": ""}, until, headers, [memoryview(body)])
+        """Delete as many as S3 accepts in one request; return False if we cannot sign it."""
+        headers, body = s3_requests.bulk_delete(names)
+        asked = self._request_bucket("POST", {"delete": ""}, until, headers, [memoryview(body)])
         if asked is None:
             return False
-        wire, answer = asked
-        text = self._text(wire, answer, 200, until)
+        connection, response = asked
+        text = self._body(connection, response, 200, until)
         if b"<Error>" in text:  # of one of them
-            raise self._courier.no(403, code_in(text.decode("latin-1")))
+            raise self._runner.status_error(403, error_code(text.decode("latin-1")))
         return True
 
-    # ---- straight: over a connection of our own
+    # ---- direct: over our own connections
 
-    def _fill_straight(
-        self, name: str, page: Bytes, place: Callable[[], Bytes | None], until: float
+    def _get_direct(
+        self, name: str, page: Bytes, destination: Callable[[], Bytes | None], until: float
     ) -> int | None:
-        wire, answer = self._ask_straight("GET", name, until)
-        if answer.status != 200:
-            self._rest(wire, answer, (404,), until)
+        connection, response = self._request("GET", name, until)
+        if response.status != 200:
+            self._finish(connection, response, (404,), until)
             return None
         try:
-            if answer.length is None or answer.length < HEADER_BYTES:
-                raise self._failed("is shorter than a header, or does not say its length")
-            with self._wired():
-                wire.read(page.data, until)
-            rest_bytes = answer.length - HEADER_BYTES
-            into = self._room(place(), rest_bytes)
-            with self._wired():
-                wire.read(into.data[:rest_bytes], until)
-                wire.end(answer, answer.length, until)
+            if response.length is None or response.length < HEADER_BYTES:
+                raise self._bad_object("is shorter than a header, or its length is not announced")
+            with self._http_errors():
+                connection.read_into(page.data, until)
+            rest_bytes = response.length - HEADER_BYTES
+            into = self._checked_destination(destination(), rest_bytes)
+            with self._http_errors():
+                connection.read_into(into.data[:rest_bytes], until)
+                connection.finish(response, response.length, until)
         except BaseException:
-            wire.drop()
+            connection.drop()
             raise
         return rest_bytes
 
-    def _write_straight(self, name: str, pieces: list[Bytes], until: float) -> bool:
+    def _put_direct(self, name: str, pieces: list[Bytes], until: float) -> bool:
         more = {"If-None-Match": "*"} if self._creates else {}
-        wire, answer = self._ask_straight("PUT", name, until, more, [piece.data for piece in pieces])
-        if answer.status == 404:
-            self._rest(wire, answer, (), until)
-        self._rest(wire, answer, (200, 201, 204, 409, 412), until)
-        return answer.status < 300
+        connection, response = self._request("PUT", name, until, more, [piece.data for piece in pieces])
+        if response.status == 404:
+            self._finish(connection, response, (), until)
+        self._finish(connection, response, (200, 201, 204, 409, 412), until)
+        return response.status < 300
 
-    def _ask_straight(
+    def _request(
         self,
         method: str,
         name: str,
         until: float,
         more: Mapping[str, str] | None = None,
         body: Sequence[memoryview] = (),
-    ) -> tuple[Wire, Answer]:
-        url, (target,) = self._targets(method, [name], until)
-        if self._wire is None or not self._wire.is_to(url):
-            self._wire = Wire(url)
-        wire = self._wire
-        with self._wired():
-            return wire, wire.ask(method, target, until, {**self._headers, **(more or {})}, body)
+    ) -> tuple[HttpConnection, Response]:
+        url, (target,) = self._request_targets(method, [name], until)
+        if self._http is None or not self._http.serves(url):
+            self._http = HttpConnection(url)
+        connection = self._http
+        with self._http_errors():
+            return connection, connection.request(
+                method, target, until, {**self._headers, **(more or {})}, body
+            )
 
-    def _ask_bucket(
+    def _request_bucket(
         self,
         method: str,
         parameters: Mapping[str, str],
         until: float,
         headers: Mapping[str, str] = {},
         body: Sequence[memoryview] = (),
-    ) -> tuple[Wire, Answer] | None:
-        """Ask S3 something about the whole bucket; None if we cannot sign that."""
+    ) -> tuple[HttpConnection, Response] | None:
+        """Send S3 a request to the whole bucket; return None if we cannot sign it."""
         if self._secret is None:
             return None
-        self._courier.check()
-        url = urlsplit(self._courier.run(self._sign("GET", [""]), until)[0])
-        target = s3_requests.target_of(method, url, self._secret, parameters)
+        self._runner.check_usable()
+        url = urlsplit(self._runner.run(self._sign("GET", [""]), until)[0])
+        target = s3_requests.signed_target(method, url, self._secret, parameters)
         if target is None:
             return None
-        if self._wire is None or not self._wire.is_to(url):
-            self._wire = Wire(url)
-        with self._wired():
-            return self._wire, self._wire.ask(method, target, until, headers, body)
+        if self._http is None or not self._http.serves(url):
+            self._http = HttpConnection(url)
+        with self._http_errors():
+            return self._http, self._http.request(method, target, until, headers, body)
 
-    def _targets(self, method: str, names: Sequence[str], until: float) -> tuple[SplitResult, list[str]]:
-        """Where requests go, signed if need be."""
-        self._courier.check()
-        if self._is_dav:
+    def _request_targets(
+        self, method: str, names: Sequence[str], until: float
+    ) -> tuple[SplitResult, list[str]]:
+        """Return where requests go, signed if necessary."""
+        self._runner.check_usable()
+        if self._is_webdav:
             return self._url, ["/" + quote(name, safe="/~") for name in names]
-        urls = [urlsplit(url) for url in self._courier.run(self._sign(method, names), until)]
+        urls = [urlsplit(url) for url in self._runner.run(self._sign(method, names), until)]
         return urls[0], [f"{url.path}?{url.query}" for url in urls]
 
     async def _sign(self, method: str, names: Sequence[str]) -> list[str]:
         import obstore
 
         signed: Awaitable[list[str]] = obstore.sign_async(self._store, method, names, _SIGNED_FOR)  # type: ignore[call-overload, unused-ignore]
-        return await self._courier.ask(signed)
+        return await self._runner.result_of(signed)
 
-    def _are_there(self, names: Sequence[str], until: float) -> list[bool]:
-        if not self._is_straight:
-            return self._courier.run(self._each(names, self._is_there), until)
+    def _are_present(self, names: Sequence[str], until: float) -> list[bool]:
+        if not self._is_direct:
+            return self._runner.run(self._for_each(names, self._is_present_by_obstore), until)
         there: list[bool] = []
-        for some in slices(names, _AT_ONCE):
-            there += map(self._is_yes, self._statuses(some, until))
+        for some in batches(names, _AT_ONCE):
+            there += map(self._is_present, self._head_statuses(some, until))
         return there
 
-    def _statuses(self, names: Sequence[str], until: float) -> list[int]:
-        """The status of a HEAD request for each name, at most _AT_ONCE; a single one goes the way of the chunks."""
+    def _head_statuses(self, names: Sequence[str], until: float) -> list[int]:
+        """Return the status of a HEAD request for each name, at most _AT_ONCE; one alone uses the main connection."""
         if len(names) == 1:
-            wire, answer = self._ask_straight("HEAD", names[0], until)
-            with self._wired():
-                wire.end(answer, 0, until)
-            return [answer.status]
-        url, targets = self._targets("HEAD", names, until)
-        if self._wires is not None and not self._wires.is_to(url):
-            self._wires.close()
-            self._wires = None
-        wires = self._wires = self._wires or Wires(url, _AT_ONCE)
-        with self._wired():
-            return wires.heads(targets, until, self._headers)
+            connection, response = self._request("HEAD", names[0], until)
+            with self._http_errors():
+                connection.finish(response, 0, until)
+            return [response.status]
+        url, targets = self._request_targets("HEAD", names, until)
+        if self._http_pool is not None and not self._http_pool.serves(url):
+            self._http_pool.close()
+            self._http_pool = None
+        pool = self._http_pool = self._http_pool or HttpConnectionPool(url, _AT_ONCE)
+        with self._http_errors():
+            return pool.head_all(targets, until, self._headers)
 
-    def _is_yes(self, status: int) -> bool:
-        """What the answer to a HEAD request means; all but these two, redirections too, is trouble."""
+    def _is_present(self, status: int) -> bool:
+        """Return what the status of a HEAD request means; all but these two are errors, also redirections."""
         if status in (200, 404):
             return status == 200
-        raise self._courier.no(status, "")
+        raise self._runner.status_error(status, "")
 
-    def _rest(self, wire: Wire, answer: Answer, good: Sequence[int], until: float) -> None:
-        """Done with an answer that moves no chunk; Refused or OSError if it is none of the good ones."""
-        with self._wired():
-            text = wire.end(answer, 0, until).decode("latin-1")
-        code = code_in(text)
-        if answer.status not in good or code in NO_BUCKET:
-            raise self._courier.no(answer.status, code)
+    def _finish(
+        self, connection: HttpConnection, response: Response, good: Sequence[int], until: float
+    ) -> None:
+        """End a response that contains no chunk; RefusedError or OSError if its status is not among the good ones."""
+        with self._http_errors():
+            text = connection.finish(response, 0, until).decode("latin-1")
+        code = error_code(text)
+        if response.status not in good or code in NO_BUCKET:
+            raise self._runner.status_error(response.status, code)
 
     @contextlib.contextmanager
-    def _wired(self) -> Iterator[None]:
-        """Around what waits for the wire: its troubles, in our words."""
-        self._on_wire = True
+    def _http_errors(self) -> Iterator[None]:
+        """Translate the errors of calls that wait for an HTTP connection."""
+        self._in_http_call = True
         try:
             yield
         except TimeoutError:
             raise TimeoutError(f"{self._address}: out of time") from None
         except OSError as error:
-            what = "aborted" if self._courier.ended else error.strerror or str(error)
+            what = "aborted" if self._runner.ended else error.strerror or str(error)
             raise OSError(f"{self._address}: {what[:100]}") from None
         finally:
-            self._on_wire = False
-            if self._courier.ended:
-                self._drop_wires()
+            self._in_http_call = False
+            if self._runner.ended:
+                self._close_http()
 
-    def _drop_wires(self) -> None:
-        if self._wire is not None:
-            self._wire.drop()
-        if self._wires is not None:
-            self._wires.close()
+    def _close_http(self) -> None:
+        if self._http is not None:
+            self._http.drop()
+        if self._http_pool is not None:
+            self._http_pool.close()
 
-    # ---- what runs in the loop
+    # ---- by obstore: these run in the event loop
 
-    async def _is_there(self, name: str) -> bool:
+    async def _is_present_by_obstore(self, name: str) -> bool:
         import obstore
 
         try:
-            await self._courier.ask(obstore.head_async(self._store, name))
+            await self._runner.result_of(obstore.head_async(self._store, name))
         except FileNotFoundError:
             return False
         return True
 
-    async def _write(self, name: str, pieces: list[Bytes]) -> bool:
+    async def _put_by_obstore(self, name: str, pieces: list[Bytes]) -> bool:
         import obstore
 
         mode = "create" if self._creates else "overwrite"
         try:
-            await self._courier.ask(
+            await self._runner.result_of(
                 obstore.put_async(self._store, name, pieces, mode=mode, use_multipart=False)  # type: ignore[arg-type, unused-ignore]
             )
         except FileExistsError:
             return False
         except FileNotFoundError:
-            raise Refused(Reason.IO_ERROR, f"{self._address}: there is no such place to write to") from None
+            raise RefusedError(
+                Reason.IO_ERROR, f"{self._address}: there is no such place to write to"
+            ) from None
         return True
 
-    async def _fill(self, name: str, page: Bytes, place: Callable[[], Bytes | None]) -> int | None:
+    async def _get_by_obstore(
+        self, name: str, page: Bytes, destination: Callable[[], Bytes | None]
+    ) -> int | None:
         import obstore
 
         try:
-            result: GetResult = await self._courier.ask(obstore.get_async(self._store, name))
+            result: GetResult = await self._runner.result_of(obstore.get_async(self._store, name))
         except FileNotFoundError:
             return None
-        left = int(result.meta["size"])  # bytes that were announced and have not come in
+        left = int(result.meta["size"])  # bytes that were announced and have not arrived
         if left < HEADER_BYTES:
-            raise self._failed("is shorter than a header")
+            raise self._bad_object("is shorter than a header")
         rest_bytes = left - HEADER_BYTES
         into, at, rest = page, 0, False
         stream: AsyncIterator[bytes] = result.stream(_FIRST_BYTES)
@@ -462,144 +491,149 @@ class ObjectsLink:
             data = np.frombuffer(piece, np.uint8)
             left -= data.nbytes
             if left < 0:
-                raise self._failed("is longer than announced")
+                raise self._bad_object("is longer than announced")
             if not rest and at + data.nbytes >= HEADER_BYTES:
                 head = HEADER_BYTES - at
                 page[at:HEADER_BYTES] = data[:head]
-                into, at, rest, data = self._room(place(), rest_bytes), 0, True, data[head:]
+                into, at, rest, data = (
+                    self._checked_destination(destination(), rest_bytes),
+                    0,
+                    True,
+                    data[head:],
+                )
             into[at : at + data.nbytes] = data
             at += data.nbytes
         if left:
-            raise self._failed("is shorter than announced")
+            raise self._bad_object("is shorter than announced")
         return rest_bytes
 
-    def _room(self, place: Bytes | None, nbytes: int) -> Bytes:
-        if place is None:
-            raise self._failed("is not what was asked for")
-        if nbytes > place.nbytes:
-            raise self._failed("is larger than its place")
-        return place
+    def _checked_destination(self, destination: Bytes | None, nbytes: int) -> Bytes:
+        if destination is None:
+            raise self._bad_object("is not the requested one")
+        if nbytes > destination.nbytes:
+            raise self._bad_object("is larger than its buffer")
+        return destination
 
     async def _next(self, stream: AsyncIterator[_T]) -> _T | None:
         try:
-            return await self._courier.ask(stream.__anext__())
+            return await self._runner.result_of(stream.__anext__())
         except StopAsyncIteration:
             return None
 
-    async def _delete(self, names: Sequence[str]) -> int:
-        """Delete, in bulk where the engine can; how many names were given."""
+    async def _delete_by_obstore(self, names: Sequence[str]) -> int:
+        """Delete, in bulk if the store can; return how many names were given."""
         import obstore
 
         try:
             if names:
-                await self._courier.ask(
+                await self._runner.result_of(
                     obstore.delete_async(self._store, names[0] if len(names) == 1 else names)
                 )
-        except FileNotFoundError:  # somebody else deletes too, and the others may not have been tried
+        except FileNotFoundError:  # another client deletes too, and the other names may not have been tried
             if len(names) > 1:
-                await self._each(names, lambda name: self._delete([name]))
+                await self._for_each(names, lambda name: self._delete_by_obstore([name]))
         return len(names)
 
-    async def _each(self, names: Sequence[str], ask: Callable[[str], Awaitable[_T]]) -> list[_T]:
+    async def _for_each(self, names: Sequence[str], ask: Callable[[str], Awaitable[_T]]) -> list[_T]:
         answers: list[_T] = []
-        for some in slices(names, _AT_ONCE):
-            answers += await all_of(map(ask, some))
+        for some in batches(names, _AT_ONCE):
+            answers += await gather_all(map(ask, some))
         return answers
 
-    async def _ping(self, name: str) -> None:
+    async def _ping_by_obstore(self, name: str) -> None:
         import obstore
 
         try:
-            await self._courier.ask(obstore.get_async(self._store, name))
+            await self._runner.result_of(obstore.get_async(self._store, name))
         except FileNotFoundError:
             return
 
     # ---- listings
 
-    def _ours(self, namespace: bytes | None, walk: Walk) -> Iterator[list[str]]:
-        """The names of chunks, some at a time; whatever else a listing shows is passed over."""
+    def _chunk_names(self, namespace: bytes | None, deadline: ListingDeadline) -> Iterator[list[str]]:
+        """Yield the names of chunks, some at a time; ignore all other names in a listing."""
         import obstore
 
         where = self._base if namespace is None else f"{self._base}/{namespace.hex()}"
-        if self._is_dav:
-            yield from self._walk(where, 2 if namespace is None else 1, walk)
+        if self._is_webdav:
+            yield from self._webdav_names(where, 2 if namespace is None else 1, deadline)
             return
-        found, token = self._page(where + "/", None, walk.step())
+        found, token = self._s3_page(where + "/", None, deadline.next_step())
         if found is not None:
             yield found
             while token is not None:
-                found, token = self._page(where + "/", token, walk.step())
+                found, token = self._s3_page(where + "/", token, deadline.next_step())
                 yield found or []
             return
         stream = obstore.list(self._store, where + "/", chunk_size=_BATCH)
         while True:
-            metas = self._courier.run(self._next(stream), walk.step())  # type: ignore[arg-type, unused-ignore]
+            metas = self._runner.run(self._next(stream), deadline.next_step())  # type: ignore[arg-type, unused-ignore]
             if metas is None:
                 return
-            yield self._parsed(str(meta["path"]) for meta in metas)
+            yield self._only_chunks(str(meta["path"]) for meta in metas)
 
-    def _page(self, prefix: str, token: str | None, until: float) -> tuple[list[str] | None, str | None]:
-        """The names of chunks on one page of S3's listing, and what leads to the next; None: we cannot sign that."""
-        asked = self._ask_bucket("GET", s3_requests.page_parameters(prefix, token), until)
+    def _s3_page(self, prefix: str, token: str | None, until: float) -> tuple[list[str] | None, str | None]:
+        """Return the chunk names on one page of S3's listing, and the next page's token. None: we cannot sign it."""
+        asked = self._request_bucket("GET", s3_requests.page_parameters(prefix, token), until)
         if asked is None:
             return None, None
-        names, following = s3_requests.page_of(self._text(*asked, 200, until))
-        return self._parsed(names), following
+        names, following = s3_requests.parse_page(self._body(*asked, 200, until))
+        return self._only_chunks(names), following
 
-    def _text(self, wire: Wire, answer: Answer, good: int, until: float) -> bytes:
-        """The whole answer, if it is a good one."""
-        if answer.status != good:
-            self._rest(wire, answer, (), until)
-        with self._wired():
-            text = wire.text(answer, _LISTING_BYTES, until)
+    def _body(self, connection: HttpConnection, response: Response, good: int, until: float) -> bytes:
+        """Return the whole body, if the response has the good status."""
+        if response.status != good:
+            self._finish(connection, response, (), until)
+        with self._http_errors():
+            text = connection.read_body(response, _LISTING_BYTES, until)
         if text is None:
-            raise Refused(
+            raise RefusedError(
                 Reason.FAILED_CHECK, f"{self._address}: a listing is longer than {_LISTING_BYTES >> 20} MiB"
             )
         return text
 
-    def _walk(self, folder: str, depth: int, walk: Walk) -> Iterator[list[str]]:
-        """Folder by folder: many WebDAV servers refuse to list a whole tree."""
-        until = walk.step()
+    def _webdav_names(self, folder: str, depth: int, deadline: ListingDeadline) -> Iterator[list[str]]:
+        """Yield names folder by folder: many WebDAV servers refuse to list a whole tree."""
+        until = deadline.next_step()
         paths = (
-            self._listed(folder, until)
-            if self._is_straight
-            else self._courier.run(self._folder(folder), until)
+            self._list_folder(folder, until)
+            if self._is_direct
+            else self._runner.run(self._list_folder_by_obstore(folder), until)
         )
-        yield self._parsed(paths)
+        yield self._only_chunks(paths)
         for path in paths:
             part = path.removeprefix(folder + "/")
             if depth and re.fullmatch(_FOLDERS[-depth], part):
-                yield from self._walk(f"{folder}/{part}", depth - 1, walk)
+                yield from self._webdav_names(f"{folder}/{part}", depth - 1, deadline)
 
-    def _listed(self, folder: str, until: float) -> list[str]:
-        wire, answer = self._ask_straight("PROPFIND", folder + "/", until, {"Depth": "1"})
-        if answer.status in (405, 501):
-            wire.drop()
-            raise Unsupported(
+    def _list_folder(self, folder: str, until: float) -> list[str]:
+        connection, response = self._request("PROPFIND", folder + "/", until, {"Depth": "1"})
+        if response.status in (405, 501):
+            connection.drop()
+            raise UnsupportedError(
                 f"{self._address}: the server lists nothing (PROPFIND), so nothing can be cleared"
             )
-        if answer.status == 404:
-            self._rest(wire, answer, (404,), until)
+        if response.status == 404:
+            self._finish(connection, response, (404,), until)
             return []
-        return paths_in(self._text(wire, answer, 207, until))
+        return listed_paths(self._body(connection, response, 207, until))
 
-    async def _folder(self, folder: str) -> list[str]:
+    async def _list_folder_by_obstore(self, folder: str) -> list[str]:
         import obstore
 
         try:
-            found = await self._courier.ask(obstore.list_with_delimiter_async(self._store, folder))
+            found = await self._runner.result_of(obstore.list_with_delimiter_async(self._store, folder))
         except FileNotFoundError:
             return []
         return [*map(str, found["common_prefixes"]), *(str(meta["path"]) for meta in found["objects"])]
 
-    def _parsed(self, paths: Iterable[str]) -> list[str]:
+    def _only_chunks(self, paths: Iterable[str]) -> list[str]:
         start = self._base + "/"
-        return [path for path in paths if path.startswith(start) and _OURS.fullmatch(path, len(start))]
+        return [path for path in paths if path.startswith(start) and _CHUNK_NAME.fullmatch(path, len(start))]
 
     def _name(self, namespace: bytes, key: bytes) -> str:
         digits = key.hex()
         return f"{self._base}/{namespace.hex()}/{digits[:2]}/{digits}"
 
-    def _failed(self, what: str) -> Refused:
-        return Refused(Reason.FAILED_CHECK, f"{self._address}: an object {what}")
+    def _bad_object(self, what: str) -> RefusedError:
+        return RefusedError(Reason.FAILED_CHECK, f"{self._address}: an object {what}")

@@ -1,60 +1,78 @@
-"""Clients of object stores, made from a URL and the options of obstore; asks nothing of anybody. Thread-safe."""
+"""obstore's clients of object stores: made from a URL and options, and called with a deadline."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import ipaddress
 import os
 import re
-from collections.abc import Mapping
+import selectors
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextvars import Context
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import SplitResult, unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
+from pagoda.metrics import Reason
+from pagoda.threads import Pool
 from pagoda.tiers.remote.sockets import IDLE_SECONDS
+from pagoda.tiers.remote.store_client import RefusedError
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
-__all__ = ["NAMES", "authorization", "check_prefix", "connect", "endpoint_of", "host_of", "is_dav"]
-__all__ += ["is_straight", "place_of"]
+__all__ = ["NO_BUCKET", "TIER_NAMES", "ObstoreRunner", "UnsupportedError", "authorization_header", "batches"]
+__all__ += ["check_prefix", "endpoint_of", "error_code", "gather_all", "host_of", "is_webdav", "open_store"]
+__all__ += ["parse_store_url", "supports_direct"]
 
-# options of which the requests that obstore makes have more in them than a URL, or go another way
-_IN_REQUESTS = re.compile(
+_T = TypeVar("_T")
+
+# with these options obstore's requests contain more than a URL, or take another route
+_REQUEST_OPTIONS = re.compile(
     "skip_signature|s3_express|request_payer|server_side_encryption|sse_.*|checksum_algorithm|default_headers|proxy_.*"
     "|root_certificate|allow_invalid_certificates|unsigned_payload"
 )
-NAMES = {"s3": "s3", "gs": "gs", "az": "az", "http": "webdav", "https": "webdav"}  # of tiers, by the scheme
+TIER_NAMES = {"s3": "s3", "gs": "gs", "az": "az", "http": "webdav", "https": "webdav"}  # by the scheme
 _PREFIX = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 _PATH = re.compile(r"([A-Za-z0-9_~=+-][A-Za-z0-9_.~=+-]*(/|$))*")
-_LONGEST = "1h"  # obstore's own limit of a request, 30 s unless said: `until` is what ends ours
+_LONGEST = "1h"  # obstore's own limit of a request (30 s by default): ours end at `until`
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>([A-Za-z]{1,60})</Code>")
+_SYSTEM = re.compile(r'message: "([A-Za-z ,]{1,60})"')
+NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "AccountNotFound")
+_RETRY_STATUSES = (408, 425, 429)  # the 4xx that mean "later"
+_REASONS_OF_STATUS = {413: Reason.TOO_LARGE, 507: Reason.FULL}
+
+_used_by: int | None = None  # the process in which obstore has started its threads
 
 
-def place_of(url: str) -> tuple[SplitResult, str]:
-    """A URL and the path in it, without slashes at its ends. ValueError if it is none of ours."""
+def parse_store_url(url: str) -> tuple[SplitResult, str]:
+    """Return a URL in parts, and its path without slashes at the ends. ValueError if it is not a supported one."""
     parts = urlsplit(url)
     path = unquote(parts.path).strip("/")
-    if parts.scheme not in NAMES or not parts.hostname or parts.query or not _PATH.fullmatch(path):
-        known = ", ".join(f"{scheme}://" for scheme in NAMES)
+    if parts.scheme not in TIER_NAMES or not parts.hostname or parts.query or not _PATH.fullmatch(path):
+        known = ", ".join(f"{scheme}://" for scheme in TIER_NAMES)
         raise ValueError(f"an object store's URL is needed: {known} with a bucket or host and a plain path")
     return parts, path
 
 
 def check_prefix(prefix: str) -> None:
-    """ValueError if names cannot begin with it."""
+    """Raise ValueError if names cannot begin with `prefix`."""
     if not _PREFIX.fullmatch(prefix):
         raise ValueError(f"prefix={prefix}: letters, digits, _ . and -, at most 64, no . or - at the start")
 
 
-def connect(parts: SplitResult, options: Mapping[str, str]) -> ObjectStore:
-    """A new client with a pool of its own; asks nothing of anybody. ValueError: a setting cannot stand."""
+def open_store(parts: SplitResult, options: Mapping[str, str]) -> ObjectStore:
+    """Return a new client with a separate connection pool; sends no request. ValueError: an invalid setting."""
     try:
         from obstore import store
         from obstore.exceptions import BaseError, UnknownConfigurationKeyError
     except ModuleNotFoundError:
         raise ModuleNotFoundError("object stores need obstore: pip install 'pagodakv[objects]'") from None
-    settings = _settings(parts, options)
+    settings = _client_settings(parts, options)
     never: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(0)}
     try:
         if parts.scheme == "s3":
@@ -65,7 +83,7 @@ def connect(parts: SplitResult, options: Mapping[str, str]) -> ObjectStore:
             return store.AzureStore(parts.hostname, config=settings, retry_config=never)  # type: ignore[arg-type, unused-ignore]
         client: ClientConfig = {**settings}  # type: ignore[typeddict-item, unused-ignore]
         if parts.username is not None:
-            client["default_headers"] = authorization(parts)
+            client["default_headers"] = authorization_header(parts)
         return store.HTTPStore(
             f"{parts.scheme}://{host_of(parts)}/", client_options=client, retry_config=never
         )
@@ -77,11 +95,11 @@ def connect(parts: SplitResult, options: Mapping[str, str]) -> ObjectStore:
                 f"{named[0]}: no such option of {parts.scheme}:// (see docs/objects.md)"
             ) from None
         given = f"; options given: {', '.join(options)}" if options else ""
-        raise ValueError(f"{parts.scheme}://: {_complaint(str(error))}{given}") from None
+        raise ValueError(f"{parts.scheme}://: {_safe_complaint(str(error))}{given}") from None
 
 
-def _settings(parts: SplitResult, options: Mapping[str, str]) -> dict[str, str]:
-    """The options, and ours where they say nothing else."""
+def _client_settings(parts: SplitResult, options: Mapping[str, str]) -> dict[str, str]:
+    """Return the options, and our defaults for those that are not given."""
     endpoint = endpoint_of(parts, options)
     settings = {"timeout": _LONGEST, "pool_idle_timeout": f"{IDLE_SECONDS}s"}
     is_plain = endpoint is not None and endpoint.scheme == "http"
@@ -91,40 +109,44 @@ def _settings(parts: SplitResult, options: Mapping[str, str]) -> dict[str, str]:
         raise ValueError("plain http can be read and changed on the way: write https, or say allow_http=true")
     if parts.scheme == "s3" and (not is_plain or _is_loopback(endpoint)):
         settings["unsigned_payload"] = "true"  # TLS guards the bytes; hashing them costs 6x the CPU
-    given = {_bare(name) for name in options}
+    given = {_without_vendor(name) for name in options}
     return {name: value for name, value in settings.items() if name not in given} | dict(options)
 
 
-def authorization(parts: SplitResult) -> dict[str, str]:
-    """The header for the user and password of a URL: it is kept out of the URL, which shows up in errors."""
+def authorization_header(parts: SplitResult) -> dict[str, str]:
+    """Return the header for the user and password of a URL. They are kept out of the URL, which errors may quote."""
     if parts.username is None:
         return {}
     user = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
     return {"Authorization": f"Basic {base64.b64encode(user.encode()).decode()}"}
 
 
-def is_straight(parts: SplitResult, options: Mapping[str, str]) -> bool:
-    """Whether chunks can go over a connection of our own: nothing but the URL, signed if need be, makes the request.
+def supports_direct(parts: SplitResult, options: Mapping[str, str]) -> bool:
+    """Return whether chunks can use our own connections: a request needs nothing but the URL, signed if necessary.
 
-    GCS and Azure are left to obstore: to sign a URL there can be a request of its own.
+    GCS and Azure are left to obstore: signing a URL for them can itself take a request.
     """
     if parts.scheme not in ("s3", "http", "https"):
         return False
-    given = {_bare(name) for name, value in options.items() if name != "unsigned_payload" or value != "true"}
+    given = {
+        _without_vendor(name)
+        for name, value in options.items()
+        if name != "unsigned_payload" or value != "true"
+    }
     host = parts.hostname or ""
     if parts.scheme == "s3":
-        given |= {_bare(name) for name in os.environ if name.startswith("AWS_")}
+        given |= {_without_vendor(name) for name in os.environ if name.startswith("AWS_")}
         endpoint = endpoint_of(parts, options)
         host = endpoint.hostname or "" if endpoint is not None else "s3.amazonaws.com"
     is_proxied = not getproxies().keys().isdisjoint(("http", "https", "all")) and not proxy_bypass(host)
-    return not is_proxied and not any(_IN_REQUESTS.fullmatch(name) for name in given)
+    return not is_proxied and not any(_REQUEST_OPTIONS.fullmatch(name) for name in given)
 
 
 def endpoint_of(parts: SplitResult, options: Mapping[str, str]) -> SplitResult | None:
-    """Where requests go, if that was said: the URL itself, or the engine's option or environment variable for it."""
-    if is_dav(parts.scheme):
+    """Return where requests go, if that is given: by the URL itself, an option or an environment variable."""
+    if is_webdav(parts.scheme):
         return parts
-    given = {_bare(name): value for name, value in options.items()}
+    given = {_without_vendor(name): value for name, value in options.items()}
     names = ("endpoint_url_s3", "endpoint_url", "endpoint", "base_url")
     if parts.scheme == "s3":
         given = {
@@ -133,13 +155,13 @@ def endpoint_of(parts: SplitResult, options: Mapping[str, str]) -> SplitResult |
     return next((urlsplit(given[name]) for name in names if name in given), None)
 
 
-def _bare(option: str) -> str:
-    """An option without the vendor's prefix that obstore allows before it."""
+def _without_vendor(option: str) -> str:
+    """Return an option without the vendor prefix that obstore allows."""
     return re.sub(r"^(aws|azure_storage|azure|google)_", "", option.lower())
 
 
-def _complaint(text: str) -> str:
-    """Which of obstore's complaints about settings it is; only words, as the text may have their values in it."""
+def _safe_complaint(text: str) -> str:
+    """Return the kind of obstore's complaint about settings; not its text, which may contain their values."""
     for found in (r"Missing \w+", r"\w+ must be specified", r"failed to parse", r"Duplicate key \w+"):
         if match := re.search(found, text):
             return match[0]
@@ -147,11 +169,12 @@ def _complaint(text: str) -> str:
 
 
 def host_of(parts: SplitResult) -> str:
-    """Host and port, without user and password."""
+    """Return host and port, without user and password."""
     return parts.netloc.rpartition("@")[2]
 
 
-def is_dav(scheme: str) -> bool:
+def is_webdav(scheme: str) -> bool:
+    """Return whether the scheme is that of a WebDAV server."""
     return scheme in ("http", "https")
 
 
@@ -161,3 +184,199 @@ def _is_loopback(parts: SplitResult | None) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+class UnsupportedError(RefusedError):
+    """The store does not support the operation."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(Reason.IO_ERROR, message)
+
+
+class _QuietLoop(asyncio.SelectorEventLoop):
+    """Ignores results that arrive after it is closed, so that no error is printed."""
+
+    def call_soon_threadsafe(
+        self, callback: Callable[..., object], *args: object, context: Context | None = None
+    ) -> asyncio.Handle:
+        """See asyncio."""
+        try:
+            return super().call_soon_threadsafe(callback, *args, context=context)
+        except RuntimeError:
+            if not self.is_closed():
+                raise
+            return asyncio.Handle(callback, args, self, context)
+
+
+async def gather_all(work: Iterable[Awaitable[_T]]) -> list[_T]:
+    """Return all results. If some fail, raise the first error once all have ended, so that none is left running."""
+    results = await asyncio.gather(*work, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]
+
+
+class ObstoreRunner:
+    """Runs obstore's requests in an event loop that runs only during calls.
+
+    A request that is out of time is cancelled, which closes its connection. For one thread at a time, except `abort`
+    and `close`. obstore's own threads do not survive a fork: once the parent has sent a request, every call in a child
+    is an OSError at once.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        # not epoll: the close in a forked child would remove the pipe from the parent's epoll too
+        self._loop = _QuietLoop(selectors.PollSelector())
+        self._process = os.getpid()
+        self._closing = threading.Lock()
+        self._task: asyncio.Task[object] | None = None
+        self.ended = False
+
+    @property
+    def running(self) -> bool:
+        """Whether a call is running."""
+        return self._loop.is_running()
+
+    def abort(self) -> None:
+        """Make the running call fail now with an OSError, and all later calls. From any thread."""
+        self.ended = True
+        task = self._task
+        try:
+            if task is not None:
+                self._loop.call_soon_threadsafe(task.cancel)
+        except RuntimeError:
+            pass  # the loop was closed in between: no call is running
+
+    def close(self) -> None:
+        """Close the loop, or let the running call close it. Idempotent."""
+        self.abort()
+        with self._closing:
+            if not self._loop.is_running():
+                self._loop.close()
+
+    def run(self, work: Coroutine[None, None, _T], until: float) -> _T:
+        """Run `work` until it ends or is out of time.
+
+        Uses another thread if this one is running an event loop already, where no second loop may run.
+        """
+        try:
+            self.check_usable()
+            if not _is_in_loop():
+                return self._complete(work, until)
+            try:
+                with Pool(1, "pagoda-courier") as thread:
+                    asked = thread.submit(self._complete, work, until)
+            except RuntimeError as error:
+                raise OSError(f"{self._address}: {error}") from None
+            return asked.result()
+        finally:
+            work.close()
+
+    def _complete(self, work: Coroutine[None, None, _T], until: float) -> _T:
+        async def bounded() -> _T:
+            async with asyncio.timeout_at(until):
+                return await work
+
+        task = self._loop.create_task(bounded())
+        self._task = task
+        try:
+            if self.ended:  # by an abort before the task existed
+                task.cancel()
+            return self._loop.run_until_complete(task)
+        except TimeoutError:
+            raise TimeoutError(f"{self._address}: out of time") from None
+        except asyncio.CancelledError:
+            raise OSError(f"{self._address}: aborted") from None
+        finally:
+            self._task = None
+            if not task.done():  # a signal handler raised an exception
+                task.cancel()
+                self._loop.run_until_complete(asyncio.wait([task]))
+            if self.ended:
+                self.close()
+
+    def check_usable(self) -> None:
+        """Raise OSError if no request can be sent in this process, or after an abort."""
+        global _used_by
+        process = os.getpid()
+        if _used_by is None:
+            _used_by = process
+        if process != _used_by or process != self._process:
+            raise OSError(
+                f"{self._address}: obstore was in use before this process was forked and cannot be used in the "
+                "child; start the child with spawn, or open the tier after the fork"
+            )
+        if self.ended:
+            raise OSError(f"{self._address}: the connection was closed")
+
+    async def result_of(self, request: Awaitable[_T]) -> _T:
+        """Await a result of obstore.
+
+        FileNotFoundError, FileExistsError and the end of a stream are results too; all other errors become
+        RefusedError or OSError. The messages are ours: those of obstore contain the URL and what the server sent.
+        """
+        from obstore.exceptions import AlreadyExistsError, BaseError
+
+        try:
+            return await request
+        except FileNotFoundError as error:
+            if any(code in str(error) for code in NO_BUCKET):
+                raise RefusedError(Reason.IO_ERROR, f"{self._address}: there is no such bucket") from None
+            raise FileNotFoundError(f"{self._address}: not there") from None
+        except AlreadyExistsError:
+            raise FileExistsError(f"{self._address}: already there") from None
+        except NotImplementedError:
+            raise UnsupportedError(f"{self._address}: this kind of store cannot do that") from None
+        except (BaseError, OSError, RuntimeError, ValueError) as error:
+            raise self._translated(error) from None
+
+    def _translated(self, error: Exception) -> Exception:
+        text = str(error)
+        status = int(found[1]) if (found := _STATUS.search(text)) else 0
+        if status:
+            return self.status_error(status, error_code(text))
+        return OSError(f"{self._address}: {_safe_message(text, type(error).__name__)}")
+
+    def status_error(self, status: int, code: str) -> Exception:
+        """Return the exception for a response that means neither success nor absence."""
+        if code in NO_BUCKET:
+            return RefusedError(Reason.IO_ERROR, f"{self._address}: there is no such bucket")
+        said = f"{self._address}: the answer was {status} {code}".rstrip()
+        if status == 501:
+            return UnsupportedError(said)
+        if (300 <= status < 500 and status not in _RETRY_STATUSES) or status in _REASONS_OF_STATUS:
+            return RefusedError(_REASONS_OF_STATUS.get(status, Reason.IO_ERROR), said)
+        return OSError(said)
+
+
+def batches(items: Sequence[_T], most: int) -> Iterator[Sequence[_T]]:
+    """Return `items` in their order, at most `most` at a time."""
+    return (items[at : at + most] for at in range(0, len(items), most))
+
+
+def error_code(text: str) -> str:
+    """Return the code of an error in the form of S3 and Azure; empty if there is none."""
+    found = _CODE.search(text)
+    return found[1] if found else ""
+
+
+def _safe_message(text: str, kind: str) -> str:
+    """Return what went wrong, from the parts of obstore's error that a server cannot influence."""
+    if "169.254.169.254" in text:
+        return "no credentials: none were given, and the machine provides none"
+    if "BadScheme" in text:
+        return "plain http is not allowed: write https, or allow_http=true"
+    if "dns error" in text:
+        return "the host is not known (DNS)"
+    found = _SYSTEM.search(text)
+    return found[1] if found else f"the request failed ({kind})"
+
+
+def _is_in_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

@@ -1,4 +1,4 @@
-"""Small questions to a remote store that somebody waits a moment for: one bounded queue, answered on one thread."""
+"""Short queries to a remote store that a caller waits a moment for: one bounded queue, served by one thread."""
 
 from __future__ import annotations
 
@@ -9,71 +9,71 @@ from typing import NamedTuple, TypeAlias
 
 from pagoda.metrics import Reason
 from pagoda.threads import Answer, Condition
-from pagoda.tiers.remote.store_client import Link
+from pagoda.tiers.remote.store_client import StoreConnection
 
-__all__ = ["Ask", "Asks", "Question"]
+__all__ = ["Query", "QueryFunction", "QueryQueue"]
 
 _MOST = 64
 
-Question: TypeAlias = Callable[[Link], int]
+QueryFunction: TypeAlias = Callable[[StoreConnection], int]
 
 
-class Ask(NamedTuple):
-    """A question on its way, and where its answer goes: a number, or why there is none."""
+class Query(NamedTuple):
+    """A query and the future of its answer: a number, or why there is no answer."""
 
     name: object
-    question: Question
+    function: QueryFunction
     answer: Future[int | Reason]
 
 
-class Asks:
-    """Questions from when they are put until they are answered. Thread-safe."""
+class QueryQueue:
+    """Holds queries from their submission to their answer. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = Condition()
-        self._waiting: deque[Ask] = deque()
-        self._under_way: dict[object, Ask] = {}
+        self._waiting: deque[Query] = deque()
+        self._unanswered: dict[object, Query] = {}
         self._closed = False
 
-    def put(self, name: object, question: Question) -> Future[int | Reason]:
-        """Queue a question, unless one of the same name is under way: then its answer is this one's too."""
+    def submit(self, name: object, function: QueryFunction) -> Future[int | Reason]:
+        """Queue a query, or return the answer of the unanswered one with the same name."""
         with self._changed:
-            twin = self._under_way.get(name)
+            twin = self._unanswered.get(name)
             if twin is not None:
                 return twin.answer
-            ask = Ask(name, question, Answer())
-            if self._closed or len(self._under_way) >= _MOST:
-                ask.answer.set_result(Reason.CLOSED if self._closed else Reason.QUEUE_FULL)
-                return ask.answer
-            self._under_way[name] = ask
-            self._waiting.append(ask)
+            query = Query(name, function, Answer())
+            if self._closed or len(self._unanswered) >= _MOST:
+                query.answer.set_result(Reason.CLOSED if self._closed else Reason.QUEUE_FULL)
+                return query.answer
+            self._unanswered[name] = query
+            self._waiting.append(query)
             self._changed.notify_all()
-            return ask.answer
+            return query.answer
 
-    def take(self, timeout: float | None) -> Ask | None:
-        """The next question; None after `timeout` seconds, or when woken."""
+    def take(self, timeout: float | None) -> Query | None:
+        """Wait for the next query and return it; None after `timeout` seconds, or when woken."""
         with self._changed:
             if not self._waiting and not self._closed:
                 self._changed.wait(timeout)
             return self._waiting.popleft() if self._waiting else None
 
     def wake(self) -> None:
-        """Let `take` return."""
+        """Make `take` return."""
         with self._changed:
             self._changed.notify_all()
 
-    def answered(self, ask: Ask, answer: int | Reason) -> None:
-        """A question has its answer."""
+    def finish(self, query: Query, answer: int | Reason) -> None:
+        """Set the answer of a query."""
         with self._changed:
-            self._under_way.pop(ask.name, None)
-        ask.answer.set_result(answer)
+            self._unanswered.pop(query.name, None)
+        query.answer.set_result(answer)
 
     def close(self) -> None:
-        """Take nothing more; what waits is answered with CLOSED."""
+        """Accept nothing more; answer what waits with CLOSED."""
         with self._changed:
             self._closed = True
             left = list(self._waiting)
             self._waiting.clear()
             self._changed.notify_all()
-        for ask in left:
-            self.answered(ask, Reason.CLOSED)
+        for query in left:
+            self.finish(query, Reason.CLOSED)

@@ -1,4 +1,4 @@
-"""Redis (or Valkey) as a remote store: one hash a chunk, written under another name and renamed when it is whole."""
+"""Redis (or Valkey) as a remote store: one hash per chunk, written under another name and renamed when complete."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import os
 import re
 import socket
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,37 +14,61 @@ from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from itertools import takewhile
 from typing import NamedTuple
+from urllib.parse import parse_qsl, urlsplit
 
-from pagoda.errors import ConfigError
+from pagoda.errors import ConfigError, StoreError
 from pagoda.metrics import Reason
-from pagoda.threads import Answer as Made
+from pagoda.threads import NO_THREAD, Answer, begin, wait
 from pagoda.tiers.base import Bytes
-from pagoda.tiers.remote.redis_address import RedisAddress
-from pagoda.tiers.remote.resp import NUMBER, Answer, Denial, Shape, Wire, command, command_with
+from pagoda.tiers.remote.resp import (
+    NUMBER,
+    ErrorReply,
+    Reply,
+    ReplyShape,
+    RespConnection,
+    command,
+    command_parts,
+)
 from pagoda.tiers.remote.sockets import abort
-from pagoda.tiers.remote.store_client import NAME_FORMAT, Link, Put, Refused, Usage, Walk
+from pagoda.tiers.remote.store_client import (
+    NAME_FORMAT,
+    ListingDeadline,
+    PutResult,
+    RefusedError,
+    StoreConnection,
+    Usage,
+)
 
-__all__ = ["PIECE_BYTES", "RedisLink", "RedisRemote"]
+__all__ = ["PIECE_BYTES", "RedisAddress", "RedisClient", "RedisConnection"]
 
-# of the fields of a hash. Whole values of many MiB cost Redis twice the time; of 1 MiB, with what it adds, a quarter
-# more memory, for its allocator rounds that up to 1.25 MiB
+# of a field of a hash. One value of many MiB would cost Redis twice the time. Fields of 1 MiB would cost a quarter
+# more memory: with what Redis adds, its allocator rounds them up to 1.25 MiB
 PIECE_BYTES = (1 << 20) - 4096
-_TINY_BYTES = 1 << 16  # chunks that are sent without a claim: that costs no more than to ask
-_SMALL_BYTES = 1 << 20  # chunks that are written in one transaction
-_WRITE_PIECES = 64  # written before their answers are read
-_READ_PIECES = 4  # asked for at once; more only fill the server's buffers
+_TINY_BYTES = 1 << 16  # chunks up to this are sent without a claim: that costs no more than asking
+_SMALL_BYTES = 1 << 20  # chunks up to this are written in one transaction
+_WRITE_PIECES = 64  # written before their replies are read
+_READ_PIECES = 4  # requested at once; more would only fill the server's buffers
 _FIND_KEYS = 4096
 _SCAN_NAMES = 1000
 _NAMESPACES = 1 << 16
-_SHORT = Shape(b":+$*", items=8, depth=1)  # of what writes, transactions included
-_SCANNED = Shape(b"$*", 512, items=1 << 14, depth=2)  # of SCAN; no name of ours is longer
-_TEXT = Shape(b"$", 1 << 16)  # of INFO
+_SHORT = ReplyShape(b":+$*", items=8, depth=1)  # of writing commands and transactions
+_SCANNED = ReplyShape(b"$*", 512, items=1 << 14, depth=2)  # of SCAN; our names are shorter
+_TEXT = ReplyShape(b"$", 1 << 16)  # of INFO
 _KEEPALIVE_SECONDS = 20.0
 _BELIEVED_SECONDS = 2.0
 _DRAFT_SECONDS = 2.0  # how long a draft outlives the deadline of its put
+_SCHEMES = ("redis", "rediss", "unix")
+_TLS = ("ssl_ca_certs", "ssl_ca_path", "ssl_cert_reqs", "ssl_certfile", "ssl_check_hostname", "ssl_keyfile")
+_OPTIONS = ("db", "username", "password", *_TLS)
+_KNOWN = ("host", "port", "path", *_OPTIONS)
+_SHAPE = (
+    "not the URL of a Redis: write redis://user:password@host:port/db, with special characters of a password"
+    " percent-encoded"
+)
+_MOST_LATE = 8  # connections that are still being made though their call has ended
 
 
-class RedisRemote:
+class RedisClient:
     """A Redis at `url` (see RedisAddress). All names begin with `<prefix>:`. Thread-safe, keeps no connection.
 
     `ttl_seconds`: how long a chunk stays after it was last stored or used; None: until Redis evicts it.
@@ -54,44 +79,49 @@ class RedisRemote:
     ) -> None:
         self.name = name
         self.keepalive_seconds: float | None = _KEEPALIVE_SECONDS
-        self._at = RedisAddress(url)
-        self.address = self._at.text
+        self._address = RedisAddress(url)
+        self.address = self._address.text
         self._names = _Names(prefix)
         self._ttl_ms = None if ttl_seconds is None else max(1, int(ttl_seconds * 1000))
-        # Redis keeps recency in seconds, and a chunk in use must not reach its end between two touches
+        # Redis keeps recency in seconds, and a chunk in use must not expire between two touches
         self.believed_seconds = min(_BELIEVED_SECONDS, (ttl_seconds or math.inf) / 4)
 
-    def link(self, until: float, begun: Callable[[Link], None] = lambda link: None) -> RedisLink:
-        """A new connection, authenticated, that has answered. OSError; Refused: we may not read. See Remote.link."""
-        link = RedisLink(self._at, self._names, self._ttl_ms)
+    def connect(
+        self, until: float, on_created: Callable[[StoreConnection], None] = lambda connection: None
+    ) -> RedisConnection:
+        """Return a new authenticated connection that has answered. See StoreClient.connect.
+
+        OSError; RefusedError: the user may not read.
+        """
+        connection = RedisConnection(self._address, self._names, self._ttl_ms)
         try:
-            begun(link)
-            link.connect(until)
+            on_created(connection)
+            connection.open(until)
         except BaseException:
-            link.close()
+            connection.close()
             raise
-        return link
+        return connection
 
 
-class RedisLink:
-    """One connection to a Redis; a Link. For one thread at a time, but for `abort`."""
+class RedisConnection:
+    """One connection to a Redis; see StoreConnection. For one thread at a time, except `abort`."""
 
-    def __init__(self, at: RedisAddress, names: _Names, ttl_ms: int | None) -> None:
-        self._at = at
-        self._connected: Future[socket.socket] = Made()
+    def __init__(self, address: RedisAddress, names: _Names, ttl_ms: int | None) -> None:
+        self._address = address
+        self._connected: Future[socket.socket] = Answer()
         self._names = names
         self._ttl_ms = ttl_ms
 
-    def connect(self, until: float) -> None:
-        """Connect, authenticate, choose the database, and see that it answers: one round trip."""
-        self._wire = Wire(self._at.connect(self._connected, until))
-        username, password = self._at.username, self._at.password
+    def open(self, until: float) -> None:
+        """Connect, authenticate, select the database and check that it answers: one round trip."""
+        self._resp = RespConnection(self._address.connect(self._connected, until))
+        username, password = self._address.username, self._address.password
         commands = []
         if password or username:
             words = [word.encode() for word in (username, password or "") if word is not None]
             commands.append(command(b"AUTH", *words))
-        if self._at.db:
-            commands.append(command(b"SELECT", b"%d" % self._at.db))
+        if self._address.db:
+            commands.append(command(b"SELECT", b"%d" % self._address.db))
         self._ask([*commands, self._probe()], until, _SHORT)
 
     def ping(self, until: float) -> None:
@@ -99,7 +129,7 @@ class RedisLink:
         self._ask([self._probe()], until)
 
     def find(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
-        """How many leading keys are there: one round trip for thousands."""
+        """Return how many leading keys are present: one round trip for thousands."""
         for start in range(0, len(keys), _FIND_KEYS):
             batch = keys[start : start + _FIND_KEYS]
             answers = self._ask(
@@ -111,9 +141,9 @@ class RedisLink:
         return len(keys)
 
     def touch(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[bool]:
-        """Raise recency, and put off the end of what has one; which keys are there. One round trip.
+        """Update recency and extend expiry times; return which keys are present. One round trip.
 
-        HLEN counts as a use and, unlike TOUCH, is among the commands that writing needs anyway.
+        HLEN counts as a use and, unlike TOUCH, is among the commands that a writer needs anyway.
         """
         names = [self._names.chunk(namespace, key) for key in keys]
         if self._ttl_ms is None:
@@ -129,69 +159,73 @@ class RedisLink:
         key: bytes,
         page: Bytes,
         stored: Bytes,
-        usable: Callable[[], bool],
+        is_valid: Callable[[], bool],
         until: float,
-    ) -> Put:
-        """Claim the key, write a draft, ask `usable`, rename the draft: one to three round trips, by the chunk's size.
+    ) -> PutResult:
+        """Claim the key, write a draft, call `is_valid`, rename the draft: one to three round trips, by size.
 
-        What others have stored or are sending is not sent again, unless it is tiny. A draft and a claim have an end
-        from their first byte on, so what a dead writer leaves goes by itself.
+        A chunk that others have stored or are sending is not sent again, unless it is tiny. A draft and a claim have an
+        expiry time from their first byte on, so what a dead writer leaves disappears.
         """
         name, nonce = self._names.chunk(namespace, key), os.urandom(16).hex().encode()
         claim, draft, fields = name + b":w", name + b":w:" + nonce, _fields(page, stored)
         if stored.nbytes <= _TINY_BYTES:
             with self._dropping([draft], until):
-                return self._put_whole(name, draft, None, fields, usable, until)
+                return self._put_whole(name, draft, None, fields, is_valid, until)
         life = b"%d" % max(1, int((until - time.monotonic() + _DRAFT_SECONDS) * 1000))
         others = self._claimed(name, claim, nonce, life, until)
         if others is not None:
             return others
         with self._dropping([draft, claim], until):
             if stored.nbytes <= _SMALL_BYTES:
-                how = self._put_whole(name, draft, claim, fields, usable, until)
+                result = self._put_whole(name, draft, claim, fields, is_valid, until)
             else:
                 self._write(draft, fields, life, until)
-                how = self._publish(draft, name, claim, until) if usable() else Put.STALE
-        if how is Put.STALE:
+                result = self._publish(draft, name, claim, until) if is_valid() else PutResult.STALE
+        if result is PutResult.STALE:
             self._drop([draft, claim], until)
-        return how
+        return result
 
-    def _claimed(self, name: bytes, claim: bytes, nonce: bytes, life: bytes, until: float) -> Put | None:
-        """Claim a name for this writer; what became of the put if somebody else has stored or claimed it."""
+    def _claimed(
+        self, name: bytes, claim: bytes, nonce: bytes, life: bytes, until: float
+    ) -> PutResult | None:
+        """Claim a name for this writer; return the result of the put if another writer has stored or claimed it."""
         commands = [command(b"EXISTS", name), command(b"SET", claim, nonce, b"NX", b"PX", life)]
         self._send([b"".join(commands)], 2, until)
-        present, claimed = (self._wire.answer(until, _SHORT) for _ in commands)
+        present, claimed = (self._resp.read_reply(until, _SHORT) for _ in commands)
         if present == 1:
             if claimed == b"OK":
                 self._drop([claim], until)
-            return Put.PRESENT
+            return PutResult.PRESENT
         for answer in (present, claimed):
-            if isinstance(answer, Denial):
-                raise self._refused(answer)
-        return Put.BUSY if claimed is None else None
+            if isinstance(answer, ErrorReply):
+                raise self._refusal(answer)
+        return PutResult.BUSY if claimed is None else None
 
     @contextmanager
     def _dropping(self, names: list[bytes], until: float) -> Iterator[None]:
         try:
             yield
-        except Refused:
+        except RefusedError:
             self._drop(names, until)
             raise
 
     def _write(self, draft: bytes, fields: list[_Field], life: bytes, until: float) -> None:
-        """Write all fields. One transaction a piece: no command alone could leave a draft that has no end."""
+        """Write all fields, one transaction per piece: a single command could leave a draft that never expires."""
         end = command(b"PEXPIRE", draft, life) + command(b"EXEC")
         for start in range(0, len(fields), _WRITE_PIECES):
             parts: list[bytes | memoryview] = []
             batch = fields[start : start + _WRITE_PIECES]
             for field, piece in batch:
-                parts += [command(b"MULTI"), *command_with(b"HSET", draft, field, piece), end]
+                parts += [command(b"MULTI"), *command_parts(b"HSET", draft, field, piece), end]
             parts.append(command(b"HLEN", draft))
             self._send(parts, 4 * len(batch) + 1, until)
             if self._answers(4 * len(batch) + 1, until, _SHORT)[-1] != start + len(batch):
-                raise Refused(Reason.FULL, "the chunk was evicted, removed or late before it was whole")
+                raise RefusedError(
+                    Reason.FULL, "the chunk was evicted or removed, or expired, before it was complete"
+                )
 
-    def _publish(self, draft: bytes, name: bytes, claim: bytes, until: float) -> Put:
+    def _publish(self, draft: bytes, name: bytes, claim: bytes, until: float) -> PutResult:
         commands = [command(b"MULTI"), *self._renaming(draft, name, claim), command(b"EXEC")]
         return _renamed(self._ask(commands, until, _SHORT))
 
@@ -201,21 +235,24 @@ class RedisLink:
         draft: bytes,
         claim: bytes | None,
         fields: list[_Field],
-        usable: Callable[[], bool],
+        is_valid: Callable[[], bool],
         until: float,
-    ) -> Put:
-        """One transaction, not ended before `usable` has said yes. Who is the first of two is settled at its end."""
+    ) -> PutResult:
+        """Write one transaction, and end it only if `is_valid`. Its end decides which of two writers is first."""
         words = [word for field in fields for word in field]
-        self._send([command(b"MULTI"), *command_with(b"HSET", draft, *words)], 2, until)
+        self._send([command(b"MULTI"), *command_parts(b"HSET", draft, *words)], 2, until)
         rest = [command(b"DISCARD")]
-        if good := usable():
+        if good := is_valid():
             rest = [*self._renaming(draft, name, claim), command(b"EXEC")]
-        self._wire.send([b"".join(rest)], len(rest), until)
+        self._resp.send([b"".join(rest)], len(rest), until)
         answers = self._answers(2 + len(rest), until, _SHORT)
-        return _renamed(answers) if good else Put.STALE
+        return _renamed(answers) if good else PutResult.STALE
 
     def _renaming(self, draft: bytes, name: bytes, claim: bytes | None) -> list[bytes]:
-        """What makes a draft a chunk, or nothing; Redis decides who was first. Without a claim it has no end yet."""
+        """Return the commands that turn a draft into a chunk. Redis decides which writer is first.
+
+        A draft without a claim has no expiry time yet.
+        """
         stay = [] if claim is None else [command(b"PERSIST", draft)]
         if self._ttl_ms is not None:
             stay = [command(b"PEXPIRE", draft, b"%d" % self._ttl_ms)]
@@ -223,68 +260,68 @@ class RedisLink:
         return [*stay, command(b"RENAMENX", draft, name), command(b"UNLINK", *gone)]
 
     def get(
-        self, namespace: bytes, key: bytes, page: Bytes, place: Callable[[], Bytes | None], until: float
+        self, namespace: bytes, key: bytes, page: Bytes, destination: Callable[[], Bytes | None], until: float
     ) -> int | None:
-        """Fill `page` and what `place` returns; one round trip, for the first pieces are asked for with the page."""
-        self._wire.check()
+        """Fill `page` and the result of `destination`; one round trip: the first pieces are requested with the page."""
+        self._resp.check_usable()
         name = self._names.chunk(namespace, key)
         self._request(name, [b"h", *_numbers(range(_READ_PIECES))], until)
-        found = self._wire.fill(page.data, until)
-        room = place() if found == page.nbytes else None
+        found = self._resp.read_into(page.data, until)
+        room = destination() if found == page.nbytes else None
         pieces = [] if room is None else _pieces(room.data)
-        came = self._fill(name, pieces, until)
-        for answer in (found, *came):
-            if isinstance(answer, Denial):
-                raise self._refused(answer)
+        received = self._receive(name, pieces, until)
+        for answer in (found, *received):
+            if isinstance(answer, ErrorReply):
+                raise self._refusal(answer)
         sizes = [piece.nbytes for piece in pieces]
-        if room is not None and came == sizes + [None] * (len(came) - len(sizes)):
+        if room is not None and received == sizes + [None] * (len(received) - len(sizes)):
             return room.nbytes
-        if None in (found, *came[: len(sizes)]) and self._ask([command(b"EXISTS", name)], until) == [0]:
-            return None  # never there, or it went while it was read
-        raise Refused(Reason.FAILED_CHECK, "the value is not a chunk as it was asked for")
+        if None in (found, *received[: len(sizes)]) and self._ask([command(b"EXISTS", name)], until) == [0]:
+            return None  # it was absent, or was removed while it was read
+        raise RefusedError(Reason.FAILED_CHECK, "the value is not the requested chunk")
 
-    def _fill(self, name: bytes, pieces: list[memoryview], until: float) -> list[int | Denial | None]:
-        """Read what was asked for with the page, and the pieces behind it; asks for no more once one is wrong."""
+    def _receive(self, name: bytes, pieces: list[memoryview], until: float) -> list[int | ErrorReply | None]:
+        """Read the pieces that were requested with the page, and the rest; request no more once one is wrong."""
         nowhere = memoryview(bytearray())
-        came: list[int | Denial | None] = []
+        received: list[int | ErrorReply | None] = []
         asked, right = _READ_PIECES, True
-        while len(came) < asked:
-            place = pieces[len(came)] if len(came) < len(pieces) else nowhere
-            came.append(self._wire.fill(place, until))
-            right = right and came[-1] == place.nbytes
-            if right and len(came) + _READ_PIECES // 2 == asked < len(pieces):
+        while len(received) < asked:
+            piece = pieces[len(received)] if len(received) < len(pieces) else nowhere
+            received.append(self._resp.read_into(piece, until))
+            right = right and received[-1] == piece.nbytes
+            if right and len(received) + _READ_PIECES // 2 == asked < len(pieces):
                 more = range(asked, min(len(pieces), asked + _READ_PIECES // 2))
                 self._request(name, _numbers(more), until)
                 asked = more.stop
-        return came
+        return received
 
     def _request(self, name: bytes, fields: list[bytes], until: float) -> None:
-        self._wire.send([b"".join(command(b"HGET", name, field) for field in fields)], len(fields), until)
+        self._resp.send([b"".join(command(b"HGET", name, field) for field in fields)], len(fields), until)
 
     def remove(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
-        """Remove chunks; how many there were."""
+        """Remove chunks; return how many were present."""
         return self._unlink([self._names.chunk(namespace, key) for key in keys], until)
 
-    def clear(self, namespace: bytes | None, walk: Walk) -> int:
-        """Remove all chunks of one namespace, or all of ours, and their drafts and claims; how many chunks."""
+    def clear(self, namespace: bytes | None, deadline: ListingDeadline) -> int:
+        """Remove all chunks of one namespace, or all of ours, with their drafts and claims; return how many chunks."""
         removed = 0
-        for names in self._scan(namespace, walk):
-            until = walk.step()
+        for names in self._scan(namespace, deadline):
+            until = deadline.next_step()
             removed += self._unlink([name.text for name in names if name.whole], until)
             self._unlink([name.text for name in names if not name.whole], until)
         return removed
 
-    def census(self, walk: Walk) -> Mapping[bytes, int]:
-        """Chunks of each namespace. One that Redis names twice while it resizes its table counts twice."""
+    def count_by_namespace(self, deadline: ListingDeadline) -> Mapping[bytes, int]:
+        """Return the number of chunks of each namespace. A name that SCAN returns twice counts twice."""
         chunks: Counter[bytes] = Counter()
-        for names in self._scan(None, walk):
+        for names in self._scan(None, deadline):
             chunks.update(name.namespace for name in names if name.whole)
             if len(chunks) > _NAMESPACES:
                 raise ConnectionError(f"more than {_NAMESPACES} namespaces")
         return chunks
 
     def usage(self, until: float) -> Usage:
-        """The memory of the whole server, whoever uses it, and its `maxmemory`."""
+        """Return the memory of the whole server, and its `maxmemory`."""
         (said,) = self._ask([command(b"INFO", b"memory")], until, _TEXT)
         lines = said.split(b"\r\n") if isinstance(said, bytes) else []
         numbers = dict(line.split(b":", 1) for line in lines if re.fullmatch(rb"\w+:\d{1,19}", line))
@@ -292,10 +329,10 @@ class RedisLink:
         return Usage(int(used) if used else None, int(limit) or None if limit else None)
 
     def abort(self) -> None:
-        """Let whoever waits in this link fail soon with an OSError. From any thread."""
+        """Make a call that waits in this connection fail soon with an OSError. From any thread."""
         try:
-            self._connected.set_exception(ConnectionAbortedError("the connection is not wanted any more"))
-        except InvalidStateError:  # it was made, or that has failed
+            self._connected.set_exception(ConnectionAbortedError("the connection was aborted"))
+        except InvalidStateError:  # it was made, or making it has failed
             with suppress(OSError, CancelledError):
                 abort(self._connected.result())
 
@@ -305,14 +342,14 @@ class RedisLink:
         with suppress(OSError, CancelledError):
             self._connected.result().close()
 
-    def _scan(self, namespace: bytes | None, walk: Walk) -> Iterator[list[_Name]]:
-        """Names that are ours, in lists; most once, some perhaps twice."""
+    def _scan(self, namespace: bytes | None, deadline: ListingDeadline) -> Iterator[list[_Name]]:
+        """Yield our names, in lists; a few may come twice."""
         words = (b"MATCH", self._names.pattern(namespace), b"COUNT", b"%d" % _SCAN_NAMES)
         cursor = b"0"
         while True:
-            (answer,) = self._ask([command(b"SCAN", cursor, *words)], walk.step(), _SCANNED)
+            (answer,) = self._ask([command(b"SCAN", cursor, *words)], deadline.next_step(), _SCANNED)
             if not isinstance(answer, list) or len(answer) != 2 or not isinstance(answer[1], list):
-                raise ConnectionError("the answer to SCAN is none")
+                raise ConnectionError("the reply to SCAN has another form than Redis gives it")
             cursor = answer[0] if isinstance(answer[0], bytes) else b"0"
             parsed = [self._names.parse(name) for name in answer[1] if isinstance(name, bytes)]
             yield [name for name in parsed if name and namespace in (None, name.namespace)]
@@ -328,50 +365,50 @@ class RedisLink:
         return removed
 
     def _drop(self, names: list[bytes], until: float) -> None:
-        """Remove what a put leaves; a server that does not let us has its end of it, too."""
-        with suppress(Refused):
+        """Remove what a put leaves; if the server refuses, it expires."""
+        with suppress(RefusedError):
             self._unlink(names, until)
 
     def _probe(self) -> bytes:
         return command(b"EXISTS", self._names.probe)
 
-    def _ask(self, commands: Sequence[bytes], until: float, shape: Shape = NUMBER) -> list[Answer]:
-        """The answers to commands that are sent at once. Refused if one is an error, after all were read."""
+    def _ask(self, commands: Sequence[bytes], until: float, shape: ReplyShape = NUMBER) -> list[Reply]:
+        """Send commands together and return their replies. RefusedError if one is an error, after all were read."""
         self._send([b"".join(commands)], len(commands), until)
         return self._answers(len(commands), until, shape)
 
     def _send(self, parts: Sequence[bytes | memoryview], answers: int, until: float) -> None:
-        """Begin a question, which so many answers belong to."""
-        self._wire.check()
-        self._wire.send(parts, answers, until)
+        """Send a request, to which so many replies will come."""
+        self._resp.check_usable()
+        self._resp.send(parts, answers, until)
 
-    def _answers(self, number: int, until: float, shape: Shape) -> list[Answer]:
-        answers = list[Answer]()
-        denial: Denial | None = None
+    def _answers(self, number: int, until: float, shape: ReplyShape) -> list[Reply]:
+        replies = list[Reply]()
+        error: ErrorReply | None = None
         for _ in range(number):
-            answer = self._wire.answer(until, shape)
-            if isinstance(answer, Denial):
-                denial = answer = denial or answer  # one is enough: a server may say anything
-            answers.append(answer)
-        if denial is not None:
-            raise self._refused(denial)
-        return answers
+            reply = self._resp.read_reply(until, shape)
+            if isinstance(reply, ErrorReply):
+                error = reply = error or reply  # one is enough: a server may send anything
+            replies.append(reply)
+        if error is not None:
+            raise self._refusal(error)
+        return replies
 
-    def _refused(self, denial: Denial) -> Refused | OSError:
-        """What an error means; an OSError, which ends this connection, if its server cannot serve anybody now."""
-        text = denial.text
-        if self._at.password:
-            text = text.replace(self._at.password, "***")  # a server may say anything
-        because = re.match(r"EXECABORT .*because of: -?(\w+)", denial.text)
-        code = because[1] if because else denial.code
+    def _refusal(self, error: ErrorReply) -> RefusedError | OSError:
+        """Return the exception of an error; an OSError, which closes the connection, if the server cannot serve now."""
+        text = error.text
+        if self._address.password:
+            text = text.replace(self._address.password, "***")  # a server may send anything
+        because = re.match(r"EXECABORT .*because of: -?(\w+)", error.text)
+        code = because[1] if because else error.code
         if code in _NOT_READY:
             return ConnectionError(text)
-        return Refused(_REASONS.get(code, Reason.IO_ERROR), text, reconnect=code in _ELSEWHERE)
+        return RefusedError(_REASONS.get(code, Reason.IO_ERROR), text, reconnect=code in _ELSEWHERE)
 
 
 _Field = tuple[bytes, memoryview]  # of a hash: its name and its value
 _REASONS = {"OOM": Reason.FULL, "WRONGTYPE": Reason.FAILED_CHECK}
-# of a server that answers nobody for now; and of one to which another connection may lead, or be better received
+# of a server that serves no request at present; and of one that a new connection may avoid, or use with success
 _NOT_READY = ("LOADING", "MASTERDOWN", "CLUSTERDOWN", "BUSY")
 _ELSEWHERE = ("READONLY", "NOREPLICAS", "MISCONF", "NOAUTH")
 
@@ -379,13 +416,13 @@ _ELSEWHERE = ("READONLY", "NOREPLICAS", "MISCONF", "NOAUTH")
 class _Name(NamedTuple):
     text: bytes
     namespace: bytes
-    whole: bool  # a chunk; else a draft or a claim
+    whole: bool  # True: a chunk; False: a draft or a claim
 
 
 class _Names:
     """The names of chunks: `<prefix>:<format>:<namespace>:{<key>}`; of their claims and drafts: that and `:w...`.
 
-    The braces keep the three on one node of a cluster.
+    The braces keep all three on one node of a cluster.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -394,34 +431,34 @@ class _Names:
                 f"prefix={prefix!r}: 1 to 100 printable characters of ASCII, without spaces and braces"
             )
         self._start = f"{prefix}:{NAME_FORMAT}:".encode()
-        self.probe = self._start + b"probe"  # nothing has this name
+        self.probe = self._start + b"probe"  # no value has this name
         root, key, draft = rb"([0-9a-f]{64})", rb"\{[0-9a-f]{64}\}", rb"(:w(?::[0-9a-f]{32})?)?"
         self._ours = re.compile(re.escape(self._start) + root + b":" + key + draft)
 
     def chunk(self, namespace: bytes, key: bytes) -> bytes:
-        """The name of a chunk. ValueError if namespace or key are not 32 bytes."""
+        """Return the name of a chunk. ValueError if namespace or key are not 32 bytes."""
         if len(namespace) != 32 or len(key) != 32:
-            raise ValueError("a namespace and a key have 32 bytes")
+            raise ValueError(f"need 32 bytes of namespace and key each, got {len(namespace)} and {len(key)}")
         return b"%b%b:{%b}" % (self._start, namespace.hex().encode(), key.hex().encode())
 
     def pattern(self, namespace: bytes | None) -> bytes:
-        """What SCAN compares names with, to be parsed afterwards."""
+        """Return the pattern for SCAN; the names it finds must still be parsed."""
         start = re.sub(rb"([\\*?\[\]])", rb"\\\1", self._start)
         return start + (b"?" * 64 if namespace is None else namespace.hex().encode()) + b":{*"
 
     def parse(self, name: bytes) -> _Name | None:
-        """What a name says; None: it is not ours."""
+        """Return what a name contains; None: it is not ours."""
         found = self._ours.fullmatch(name)
         return found and _Name(name, bytes.fromhex(found[1].decode()), found[2] is None)
 
 
-def _renamed(answers: list[Answer]) -> Put:
-    """What became of a transaction that ends with RENAMENX and UNLINK."""
+def _renamed(answers: list[Reply]) -> PutResult:
+    """Return the result of a transaction that ends with RENAMENX and UNLINK."""
     done = answers[-1]
     renamed = done[-2] if isinstance(done, list) and len(done) > 1 else None
-    if isinstance(renamed, Denial):  # there is no draft any more
-        raise Refused(Reason.FULL, f"the chunk went before it was published: {renamed.text}")
-    return Put.STORED if renamed == 1 else Put.PRESENT
+    if isinstance(renamed, ErrorReply):  # the draft no longer exists
+        raise RefusedError(Reason.FULL, f"the chunk was removed before it was published: {renamed.text}")
+    return PutResult.STORED if renamed == 1 else PutResult.PRESENT
 
 
 def _fields(page: Bytes, stored: Bytes) -> list[_Field]:
@@ -435,3 +472,118 @@ def _pieces(stored: memoryview) -> list[memoryview]:
 
 def _numbers(numbers: range) -> list[bytes]:
     return [b"%d" % number for number in numbers]
+
+
+class RedisAddress:
+    """The address of a Redis: `redis://[user:password@]host:port/db`, `rediss://` (TLS), `unix:///path?db=0`.
+
+    Options after `?`: db, username, password, and six of redis-py's that begin with ssl_. ConfigError for other options
+    and for other URLs; no message contains a part that may be secret. Thread-safe. redis-py connects and encrypts.
+    """
+
+    text: str  # for people: contains no secret
+    username: str | None
+    password: str | None
+    db: int
+
+    def __init__(self, url: str) -> None:
+        try:
+            from redis import ConnectionPool
+        except ImportError:
+            raise StoreError("Redis needs redis-py: pip install 'pagodakv[redis]'") from None
+        scheme = _check(url)
+        try:
+            pool = ConnectionPool.from_url(url)
+        except ValueError:  # its text may quote the password
+            raise ConfigError(_SHAPE) from None
+        options = {name: pool.connection_kwargs[name] for name in _KNOWN if name in pool.connection_kwargs}
+        self._connection = pool.connection_class
+        self.text = f"{scheme}://{_text(options)}"
+        self.username = options.pop("username", None)
+        self.password = options.pop("password", None)
+        self.db = options.pop("db", 0)
+        self._options = options
+        self._late: list[threading.Thread] = []
+
+    def connect(self, made: Future[socket.socket], until: float) -> socket.socket:
+        """Return a new connection, encrypted if the URL says so, not yet authenticated. OSError by `until`.
+
+        The connection is also the result of `made`, an Answer: an exception that is set there meanwhile ends this call.
+        What cannot be stopped (a look-up of a host name) may continue on another thread.
+        """
+        self._late = [thread for thread in self._late if thread.is_alive()]
+        if len(self._late) >= _MOST_LATE:
+            raise TimeoutError(f"{self.text}: {_MOST_LATE} earlier connections are still being made")
+        thread = threading.Thread(
+            target=self._make, args=(made, until), name="pagoda-redis-connect", daemon=True
+        )
+        if not begin(thread):
+            raise OSError(f"{self.text}: {NO_THREAD}")
+        wait([made], max(0.0, until - time.monotonic()))
+        if made.cancel():
+            self._late.append(thread)
+            raise TimeoutError(f"{self.text}: no connection before the deadline")
+        return made.result()
+
+    def _make(self, made: Future[socket.socket], until: float) -> None:
+        try:
+            connected = self._connect(until)
+        except Exception as error:  # noqa: BLE001 - a background thread: the error becomes the value of the future
+            with suppress(InvalidStateError):
+                made.set_exception(error)
+            return
+        try:
+            made.set_result(connected)
+        except InvalidStateError:
+            connected.close()
+
+    def _connect(self, until: float) -> socket.socket:
+        from redis import exceptions
+
+        left = until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(f"{self.text}: no connection before the deadline")
+        connection = self._connection(
+            **self._options,
+            protocol=2,
+            socket_timeout=left,
+            socket_connect_timeout=left,
+            redis_connect_func=lambda _: (
+                None
+            ),  # RedisConnection reads the replies to AUTH and SELECT, within bounds
+        )
+        try:
+            connection.connect()
+        except exceptions.TimeoutError:
+            raise TimeoutError(f"{self.text}: no connection before the deadline") from None
+        except (exceptions.RedisError, ValueError) as error:  # ValueError: a host name that no resolver takes
+            raise ConnectionError(f"{self.text}: {error}") from None
+        connected: socket.socket = connection._sock
+        connection._sock = None  # it belongs to the caller now
+        return connected
+
+
+def _check(url: str) -> str:
+    """Return the scheme; refuse what redis-py would misread: a password that contains a `/`."""
+    try:
+        parts = urlsplit(url)
+        host = parts.hostname
+    except ValueError:
+        raise ConfigError(_SHAPE) from None
+    if parts.scheme not in _SCHEMES:
+        raise ConfigError(
+            f"the URL of a Redis begins with one of {', '.join(f'{name}://' for name in _SCHEMES)}"
+        )
+    place = parts.path if parts.scheme == "unix" else host and re.fullmatch(r"/?\d*", parts.path)
+    if parts.fragment or not place:
+        raise ConfigError(_SHAPE)
+    if unknown := {name for name, _ in parse_qsl(parts.query)}.difference(_OPTIONS):
+        raise ConfigError(f"unknown options of a Redis URL: {', '.join(sorted(unknown))}")
+    return parts.scheme
+
+
+def _text(options: Mapping[str, object]) -> str:
+    db = options.get("db", 0)
+    if "path" in options:
+        return f"{options['path']}?db={db}"
+    return f"{options['host']}:{options.get('port', 6379)}/{db}"

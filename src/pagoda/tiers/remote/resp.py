@@ -1,4 +1,4 @@
-"""RESP2, the protocol of Redis, on a connected socket: small answers as values, bulk bytes straight into memory."""
+"""RESP2, the protocol of Redis, on a connected socket: small replies as values, bulk bytes directly into memory."""
 
 from __future__ import annotations
 
@@ -12,56 +12,56 @@ from typing import NamedTuple
 
 from pagoda.tiers.remote.sockets import IDLE_SECONDS, abort, keep_alive
 
-__all__ = ["NUMBER", "Answer", "Denial", "Shape", "Wire", "command", "command_with"]
+__all__ = ["NUMBER", "ErrorReply", "Reply", "ReplyShape", "RespConnection", "command", "command_parts"]
 
-LINE_BYTES = 8192  # no line of an answer is longer; also the most that is read ahead
-STRING_BYTES = 1 << 20  # no string of an answer is longer
-_SKIPPED_BYTES = 1 << 29  # no value in Redis is longer: one that nobody wants is read past in bounded time
+LINE_BYTES = 8192  # no line of a reply is longer; also the most that is read ahead
+STRING_BYTES = 1 << 20  # no string of a reply is longer
+_SKIPPED_BYTES = 1 << 29  # no value in Redis is longer: an unwanted one is skipped in bounded time
 _BULK_AHEAD_BYTES = (
-    12  # the end of one bulk string and the length of the next: all else is left for its destination
+    12  # the end of one bulk string and the length of the next: the rest is read into its destination
 )
-_COPIED_BYTES = 4096  # strings of so many bytes are read ahead, too
-_SLACK_SECONDS = 0.01  # a limit that was set so long ago is good enough
+_COPIED_BYTES = 4096  # strings of up to so many bytes are read ahead too
+_SLACK_SECONDS = 0.01  # a timeout that was set less long ago is exact enough
 _SKIP_BYTES = 1 << 16
 _IOV_MAX = 1024
-_TLS_SEND_BYTES = 1 << 18  # between two looks at the clock
+_TLS_SEND_BYTES = 1 << 18  # between two checks of the deadline
 _END = b"\r\n"
-_LATE = "the deadline passed while the connection was waited for"
+_LATE = "the deadline passed during a wait for the server"
 
 
-class Denial(NamedTuple):
-    """An answer that is an error: its first word, and all of it (one printable line, at most 200 characters)."""
+class ErrorReply(NamedTuple):
+    """A reply that is an error: its first word, and its text (one printable line, at most 200 characters)."""
 
     code: str
     text: str
 
 
-Answer = int | bytes | Denial | list["Answer"] | None
+Reply = int | bytes | ErrorReply | list["Reply"] | None
 
 
-class Shape(NamedTuple):
-    """What an answer may be, besides an error. Another one ends the connection before any more of it is read."""
+class ReplyShape(NamedTuple):
+    """What a reply may be, besides an error. Any other reply closes the connection before more of it is read."""
 
     kinds: bytes
-    """The first bytes of what may come, of b":+$*"; nil goes with b"$" and b"*"."""
+    """The permitted first bytes, of b":+$*"; nil is permitted with b"$" and b"*"."""
     longest: int = 64
-    """Bytes of a string that are kept; the rest of a longer one is skipped."""
+    """How many bytes of a string are kept; the rest of a longer one is skipped."""
     items: int = 0
-    """In all its arrays."""
+    """How many items all its arrays may have together."""
     depth: int = 0
-    """Of arrays in arrays; 0: none."""
+    """How deep arrays may be nested; 0: no arrays."""
 
 
-NUMBER = Shape(b":")
+NUMBER = ReplyShape(b":")
 
 
 def command(*words: bytes) -> bytes:
-    """The bytes of a command."""
+    """Return the bytes of a command."""
     return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
 
 
-def command_with(*words: bytes | memoryview) -> list[bytes | memoryview]:
-    """A command in parts, so that a word that is a memoryview is sent from where it lies."""
+def command_parts(*words: bytes | memoryview) -> list[bytes | memoryview]:
+    """Return a command in parts, so that a word that is a memoryview is sent without a copy."""
     parts: list[bytes | memoryview] = []
     head = b"*%d\r\n" % len(words)
     for word in words:
@@ -73,70 +73,70 @@ def command_with(*words: bytes | memoryview) -> list[bytes | memoryview]:
     return [*parts, head]
 
 
-class Wire:
-    """Sends commands on a connected socket (TCP, unix or TLS) and reads their answers, in order.
+class RespConnection:
+    """Sends commands on a connected socket (TCP, unix or TLS) and reads their replies, in order.
 
-    For one thread at a time, but for `abort`. Every call has ended at `until` (time.monotonic()), however slowly the
-    peer sends or reads. All trouble is an OSError, and no call works after it: what is still on its way could be taken
-    for the answer to something else. What the peer announces is compared with what may come before a byte of it is
-    read or a byte of memory is taken for it.
+    For one thread at a time, except `abort`. Every call ends by `until` (time.monotonic()), however slowly the server
+    sends or reads. All failures are OSErrors, and no call works after one: bytes still in transit could be taken for
+    the reply to another command. An announced size is checked against the permitted one before a byte of it is read or
+    memory is allocated for it.
     """
 
     def __init__(self, connected: socket.socket) -> None:
-        connected.settimeout(None)  # the kernel keeps the time, see _limit
+        connected.settimeout(None)  # the kernel enforces the deadline, see _set_deadline
         keep_alive(connected)
         self._socket = connected
         self._tls = isinstance(connected, ssl.SSLSocket)
-        self._room = bytearray(LINE_BYTES)
-        self._ahead = memoryview(self._room)
+        self._buffer = bytearray(LINE_BYTES)
+        self._view = memoryview(self._buffer)
         self._start = self._end = 0  # _room[_start:_end] was read ahead
-        self._limited = (0.0, 0.0)  # the deadline that the socket has now, and when it was told
-        self._items_left = 0  # of the answer that is being read
+        self._deadline_set = (0.0, 0.0)  # the deadline that the socket has now, and when it was set
+        self._items_left = 0  # of the reply that is being read
         self._used = time.monotonic()  # when it was last sent to or received from
-        self._owed = 0  # answers that were asked for and not read
+        self._unread_replies = 0  # replies that are expected and not read
         self._failed = False
 
-    def check(self) -> None:
-        """Raise OSError if this connection is of no use: it failed, is out of step, or was idle for too long."""
-        if self._owed or self._start != self._end:
+    def check_usable(self) -> None:
+        """Raise OSError if this connection cannot be used: it failed, is out of step, or was idle for too long."""
+        if self._unread_replies or self._start != self._end:
             self._failed = True
-        self._begin()
+        self._start_call()
         if time.monotonic() - self._used > IDLE_SECONDS:
             raise ConnectionError(f"the connection was idle for more than {IDLE_SECONDS} s")
         self._failed = False
 
     def send(self, parts: Sequence[bytes | memoryview], answers: int, until: float) -> None:
-        """Send all parts; so many answers will come."""
-        self._begin()
+        """Send all parts, to which so many replies will come."""
+        self._start_call()
         if self._tls:
             self._send_tls(parts, until)
         else:
             self._send(parts, until)
-        self._owed += answers
+        self._unread_replies += answers
         self._failed = False
 
-    def answer(self, until: float, shape: Shape = NUMBER) -> Answer:
-        """The next answer, which has to be of this shape. An error is a value, too: a Denial."""
-        self._begin()
+    def read_reply(self, until: float, shape: ReplyShape = NUMBER) -> Reply:
+        """Return the next reply, which must have this shape. An error reply is a value too: an ErrorReply."""
+        self._start_call()
         self._items_left = shape.items
-        value = self._value(until, shape, shape.depth)
-        self._owed -= 1
+        value = self._read_value(until, shape, shape.depth)
+        self._unread_replies -= 1
         self._failed = False
         return value
 
-    def fill(self, place: memoryview, until: float) -> int | Denial | None:
-        """Read the next answer, a string, into `place`; its length. None: it is nil.
+    def read_into(self, destination: memoryview, until: float) -> int | ErrorReply | None:
+        """Read the next reply, a string, into `destination`; return its length. None: it is nil.
 
-        A string that is longer or shorter than `place` is skipped, and `place` is as it was.
+        A string that is longer or shorter than `destination` is skipped, and `destination` stays unchanged.
         """
-        self._begin()
-        size = self._fill(place, until)
-        self._owed -= 1
+        self._start_call()
+        size = self._read_into(destination, until)
+        self._unread_replies -= 1
         self._failed = False
         return size
 
     def abort(self) -> None:
-        """Let whoever waits in this connection fail soon. From any thread."""
+        """Make a call that waits in this connection fail soon. From any thread."""
         abort(self._socket)
 
     def close(self) -> None:
@@ -145,90 +145,90 @@ class Wire:
         self.abort()
         self._socket.close()
 
-    def _begin(self) -> None:
-        """A call that does not reach its end leaves a connection that has failed."""
+    def _start_call(self) -> None:
+        """Mark the connection as failed until the call reaches its end."""
         if self._failed:
-            raise ConnectionError("the connection has failed before, or is out of step")
+            raise ConnectionError("the connection failed earlier, or is out of step")
         self._failed = True
 
-    def _value(self, until: float, shape: Shape, depth: int) -> Answer:
-        line = self._line(until, LINE_BYTES)
+    def _read_value(self, until: float, shape: ReplyShape, depth: int) -> Reply:
+        line = self._read_line(until, LINE_BYTES)
         kind, text = line[:1], line[1:]
         if kind == b"-":
-            return _denial(text)
+            return _error_reply(text)
         if kind not in shape.kinds or not kind:
-            raise _nonsense(line)
+            raise _protocol_error(line)
         if kind == b"+":
             return text[: shape.longest]
-        number = _number(text)
+        number = _parse_number(text)
         if kind == b":":
             return number
         if number == -1 and kind in (b"$", b"*"):
             return None
         if kind == b"$":
-            return self._string(_bounded(number, STRING_BYTES), until, shape.longest)
+            return self._read_string(_check_bounds(number, STRING_BYTES), until, shape.longest)
         if kind == b"*" and depth:
-            self._items_left -= _bounded(number, self._items_left)
-            return [self._value(until, shape, depth - 1) for _ in range(number)]
-        raise _nonsense(line)
+            self._items_left -= _check_bounds(number, self._items_left)
+            return [self._read_value(until, shape, depth - 1) for _ in range(number)]
+        raise _protocol_error(line)
 
-    def _string(self, size: int, until: float, longest: int) -> bytes:
+    def _read_string(self, size: int, until: float, longest: int) -> bytes:
         kept = bytearray(min(size, longest))
         self._read(memoryview(kept), until)
         self._skip(size - len(kept), until)
-        self._line_end(until)
+        self._read_line_end(until)
         return bytes(kept)
 
-    def _fill(self, place: memoryview, until: float) -> int | Denial | None:
+    def _read_into(self, destination: memoryview, until: float) -> int | ErrorReply | None:
         ahead = _BULK_AHEAD_BYTES
-        if place.nbytes <= _COPIED_BYTES:  # two waits less are worth a copy of a page
-            ahead += len(b"$%d\r\n" % place.nbytes) + place.nbytes
-        line = self._line(until, ahead)
+        if destination.nbytes <= _COPIED_BYTES:  # two waits fewer are worth the copy of a page
+            ahead += len(b"$%d\r\n" % destination.nbytes) + destination.nbytes
+        line = self._read_line(until, ahead)
         if line[:1] == b"-":
-            return _denial(line[1:])
+            return _error_reply(line[1:])
         if line[:1] != b"$":
-            raise _nonsense(line)
-        size = _number(line[1:])
+            raise _protocol_error(line)
+        size = _parse_number(line[1:])
         if size == -1:
             return None
-        if size == place.nbytes:
-            self._read(place, until)
+        if size == destination.nbytes:
+            self._read(destination, until)
         else:
-            self._skip(_bounded(size, _SKIPPED_BYTES), until)
-        self._line_end(until)
+            self._skip(_check_bounds(size, _SKIPPED_BYTES), until)
+        self._read_line_end(until)
         return size
 
-    def _line(self, until: float, ahead: int) -> bytes:
-        while (end := self._room.find(_END, self._start, self._end)) < 0:
-            self._more(until, ahead)
-        line = bytes(self._ahead[self._start : end])
+    def _read_line(self, until: float, ahead: int) -> bytes:
+        while (end := self._buffer.find(_END, self._start, self._end)) < 0:
+            self._read_more(until, ahead)
+        line = bytes(self._view[self._start : end])
         self._start = end + len(_END)
         return line
 
-    def _line_end(self, until: float) -> None:
+    def _read_line_end(self, until: float) -> None:
         while self._end - self._start < len(_END):
-            self._more(until, _BULK_AHEAD_BYTES)
-        if (end := bytes(self._ahead[self._start : self._start + len(_END)])) != _END:
-            raise _nonsense(end)
+            self._read_more(until, _BULK_AHEAD_BYTES)
+        if (end := bytes(self._view[self._start : self._start + len(_END)])) != _END:
+            raise _protocol_error(end)
         self._start += len(_END)
 
-    def _more(self, until: float, ahead: int) -> None:
-        """Read what has come, at most `ahead` bytes, behind what was read ahead before."""
+    def _read_more(self, until: float, ahead: int) -> None:
+        """Read what has arrived, at most `ahead` bytes, after what was read ahead before."""
         left = self._end - self._start
         if left == LINE_BYTES:
-            raise _nonsense(b"a line without end")
+            raise _protocol_error(b"a line without end")
         if not left or self._end == LINE_BYTES:
-            self._room[:left] = self._room[self._start : self._end]
+            self._buffer[:left] = self._buffer[self._start : self._end]
             self._start, self._end = 0, left
         until_byte = min(LINE_BYTES, self._end + ahead)
-        self._end += self._receive(self._ahead[self._end : until_byte], until, whole=False)
+        self._end += self._receive(self._view[self._end : until_byte], until, whole=False)
 
-    def _read(self, place: memoryview, until: float) -> None:
-        done = min(place.nbytes, self._end - self._start)
-        place[:done] = self._ahead[self._start : self._start + done]
+    def _read(self, destination: memoryview, until: float) -> None:
+        done = min(destination.nbytes, self._end - self._start)
+        destination[:done] = self._view[self._start : self._start + done]
         self._start += done
-        while done < place.nbytes:
-            done += self._receive(place[done:], until, whole=True)
+        while done < destination.nbytes:
+            done += self._receive(destination[done:], until, whole=True)
 
     def _skip(self, size: int, until: float) -> None:
         scratch = memoryview(bytearray(min(size, _SKIP_BYTES)))
@@ -236,31 +236,31 @@ class Wire:
             self._read(scratch[:size], until)
             size -= min(size, scratch.nbytes)
 
-    def _receive(self, place: memoryview, until: float, whole: bool) -> int:
-        self._limit(until)
+    def _receive(self, destination: memoryview, until: float, whole: bool) -> int:
+        self._set_deadline(until)
         try:
-            # all of it in one call: the interpreter is not needed again for each of the kernel's small helpings
+            # all of it in one call: the interpreter is not needed again for each small part from the kernel
             flags = socket.MSG_WAITALL if whole and not self._tls else 0
-            got = self._socket.recv_into(place, 0, flags)
+            got = self._socket.recv_into(destination, 0, flags)
         except BlockingIOError:
             raise TimeoutError(_LATE) from None
         if not got:
-            raise ConnectionError("the peer closed the connection")
+            raise ConnectionError("the server closed the connection")
         return got
 
     def _send(self, parts: Sequence[bytes | memoryview], until: float) -> None:
         views = [memoryview(part) for part in parts]
         first = 0
-        # on a unix socket the limit of a send that waits is one for each of its small helpings
+        # on a unix socket the timeout of a blocking send is one for each of its small parts
         flags = socket.MSG_DONTWAIT if self._socket.family == socket.AF_UNIX else 0
         while first < len(views):
-            left = _left(until)
+            left = _seconds_left(until)
             self._used = until - left
-            self._set_limit(socket.SO_SNDTIMEO, left)
+            self._set_socket_timeout(socket.SO_SNDTIMEO, left)
             try:
                 sent = self._socket.sendmsg(views[first : first + _IOV_MAX], [], flags)
             except BlockingIOError:
-                self._await_room(until)
+                self._wait_writable(until)
                 continue
             while first < len(views) and sent >= views[first].nbytes:
                 sent -= views[first].nbytes
@@ -272,54 +272,54 @@ class Wire:
         for part in parts:
             view = memoryview(part)
             while view:
-                self._limit(until)
+                self._set_deadline(until)
                 view = view[self._socket.send(view[:_TLS_SEND_BYTES]) :]
 
-    def _await_room(self, until: float) -> None:
+    def _wait_writable(self, until: float) -> None:
         ready = select.poll()
         ready.register(self._socket, select.POLLOUT)
-        ready.poll(_left(until) * 1000)
+        ready.poll(_seconds_left(until) * 1000)
 
-    def _limit(self, until: float) -> None:
-        """Let the next receive end at `until` (TLS: send, too). Linux takes all waits within one call off its limit."""
-        left = _left(until)
+    def _set_deadline(self, until: float) -> None:
+        """Make the next receive (TLS: also send) end at `until`. Linux counts all waits of one call together."""
+        left = _seconds_left(until)
         self._used = now = until - left
-        if self._limited[0] == until and now - self._limited[1] < _SLACK_SECONDS:
+        if self._deadline_set[0] == until and now - self._deadline_set[1] < _SLACK_SECONDS:
             return
-        self._limited = (until, now)
+        self._deadline_set = (until, now)
         if self._tls:
             self._socket.settimeout(left)
         else:
-            self._set_limit(socket.SO_RCVTIMEO, left)
+            self._set_socket_timeout(socket.SO_RCVTIMEO, left)
 
-    def _set_limit(self, option: int, left: float) -> None:
+    def _set_socket_timeout(self, option: int, left: float) -> None:
         limit = struct.pack("ll", *divmod(int(left * 1e6) + 1, 1_000_000))
         self._socket.setsockopt(socket.SOL_SOCKET, option, limit)
 
 
-def _left(until: float) -> float:
+def _seconds_left(until: float) -> float:
     left = until - time.monotonic()
     if left <= 0:
         raise TimeoutError(_LATE)
     return left
 
 
-def _number(text: bytes) -> int:
+def _parse_number(text: bytes) -> int:
     if len(text) > 20 or not text.removeprefix(b"-").isdigit():
-        raise _nonsense(text)
+        raise _protocol_error(text)
     return int(text)
 
 
-def _bounded(number: int, most: int) -> int:
+def _check_bounds(number: int, most: int) -> int:
     if not 0 <= number <= most:
-        raise _nonsense(b"%d" % number)
+        raise _protocol_error(b"%d" % number)
     return number
 
 
-def _denial(text: bytes) -> Denial:
+def _error_reply(text: bytes) -> ErrorReply:
     said = "".join(char if char.isprintable() else "?" for char in text[:200].decode(errors="replace"))
-    return Denial(said.split(" ", 1)[0], said)
+    return ErrorReply(said.split(" ", 1)[0], said)
 
 
-def _nonsense(found: bytes) -> ConnectionError:
-    return ConnectionError(f"the peer does not speak RESP2 as expected: {found[:40]!r}")
+def _protocol_error(found: bytes) -> ConnectionError:
+    return ConnectionError(f"the server sent what is not the expected RESP2: {found[:40]!r}")

@@ -1,4 +1,4 @@
-"""What S3 asks for besides objects, over connections of our own: pages of names, and deleting many at once.
+"""Requests to an S3 bucket over our own connections: pages of names, and deletion of many objects at once.
 
 obstore signs no URL that has parameters, and its own client follows redirections.
 """
@@ -13,24 +13,24 @@ import re
 from collections.abc import Mapping, Sequence
 from urllib.parse import SplitResult, parse_qsl, quote
 
-__all__ = ["deletion_of", "page_of", "page_parameters", "secret_of", "target_of"]
+__all__ = ["bulk_delete", "find_secret", "page_parameters", "parse_page", "signed_target"]
 
-_NAMES = 1000  # of one page, the most that S3 gives
+_NAMES = 1000  # on one page, the most that S3 allows
 
 
-def secret_of(options: Mapping[str, str]) -> str | None:
-    """The secret key that requests are signed with, if it was given as an option or by the environment."""
+def find_secret(options: Mapping[str, str]) -> str | None:
+    """Return the secret key that requests are signed with, from the options or the environment; None: not given."""
     for name, value in options.items():
         if name.lower() in ("secret_access_key", "aws_secret_access_key"):
             return value
     return os.environ.get("AWS_SECRET_ACCESS_KEY")
 
 
-def target_of(method: str, signed: SplitResult, secret: str, parameters: Mapping[str, str]) -> str | None:
-    """The target of a request to the bucket with these parameters.
+def signed_target(method: str, signed: SplitResult, secret: str, parameters: Mapping[str, str]) -> str | None:
+    """Return the target of a request to the bucket with these parameters.
 
-    `signed` is the bucket's URL as obstore signed it for GET: it knows region, date and session. None: it was signed
-    with another secret than this.
+    `signed` is the bucket's URL as obstore signed it for GET, with region, date and session. None: it was signed with
+    another secret than `secret`.
     """
     given = dict(parse_qsl(signed.query, keep_blank_values=True))
     if not hmac.compare_digest(given.pop("X-Amz-Signature", ""), _signature("GET", signed, given, secret)):
@@ -40,30 +40,28 @@ def target_of(method: str, signed: SplitResult, secret: str, parameters: Mapping
 
 
 def page_parameters(prefix: str, token: str | None) -> dict[str, str]:
-    """Those of a request for one page of names; `token` is that of the page before."""
+    """Return the parameters of a request for one page of names; `token` is from the page before."""
     given = {"list-type": "2", "prefix": prefix, "max-keys": str(_NAMES)}
     return given if token is None else given | {"continuation-token": token}
 
 
-def page_of(listing: bytes) -> tuple[list[str], str | None]:
-    """The names on one page, and the token that leads to the next. No XML is understood: no name of ours needs it."""
+def parse_page(listing: bytes) -> tuple[list[str], str | None]:
+    """Return the names on one page and the token of the next page. The XML is not parsed: our names need no escapes."""
     names = [name.decode("latin-1") for name in re.findall(rb"<Key>([^<&]{1,1024})</Key>", listing)]
     token = re.search(rb"<NextContinuationToken>([^<&]{1,4096})</NextContinuationToken>", listing)
     return names, token[1].decode("latin-1") if token else None
 
 
-def deletion_of(names: Sequence[str]) -> tuple[dict[str, str], bytes]:
-    """The headers and the body of a request that deletes objects; the answer names only those that stayed."""
-    objects = "".join(
-        f"<Object><Key>{name}</Key></Object>" for name in names
-    )  # no name of ours needs escaping
+def bulk_delete(names: Sequence[str]) -> tuple[dict[str, str], bytes]:
+    """Return headers and body of a request that deletes objects; the response names only those that were not."""
+    objects = "".join(f"<Object><Key>{name}</Key></Object>" for name in names)  # our names need no escapes
     body = f"<Delete><Quiet>true</Quiet>{objects}</Delete>".encode()
     digest = hashlib.md5(body, usedforsecurity=False).digest()
     return {"Content-MD5": base64.b64encode(digest).decode()}, body
 
 
 def _signature(method: str, url: SplitResult, parameters: Mapping[str, str], secret: str) -> str:
-    """Signature Version 4 of a request whose only signed header is the host."""
+    """Return Signature Version 4 of a request whose only signed header is the host."""
     request = f"{method}\n{url.path}\n{_query(parameters)}\nhost:{url.netloc}\n\nhost\nUNSIGNED-PAYLOAD"
     scope = parameters.get("X-Amz-Credential", "").partition("/")[2]
     digest = hashlib.sha256(request.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""What all connections to remote stores have in common: keepalive, and how long an idle one is trusted."""
+"""What all connections to remote stores share: keepalive, abort, and how long an idle connection is trusted."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ __all__ = ["IDLE_SECONDS", "abort", "keep_alive"]
 
 IDLE_SECONDS = 30
 """A connection that was idle for longer is replaced before its next use: a NAT or load balancer may have forgotten it,
-and what is sent over it then is answered by nothing until a deadline passes."""
+and then a request over it gets no answer until a deadline passes."""
 
-_INTERVAL_SECONDS, _PROBES = 10, 3  # after which the kernel gives a silent peer up
+_INTERVAL_SECONDS, _PROBES = 10, 3  # after these the kernel gives up a silent peer
 
 
 def keep_alive(connected: socket.socket) -> None:
-    """Let the kernel probe this connection once it has been idle for IDLE_SECONDS; nothing on a unix socket."""
+    """Let the kernel probe this connection once it was idle for IDLE_SECONDS; does nothing on a unix socket."""
     if connected.family not in (socket.AF_INET, socket.AF_INET6):
         return
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -25,7 +25,7 @@ def keep_alive(connected: socket.socket) -> None:
 
 
 def abort(connected: socket.socket) -> None:
-    """Let whoever waits in this connection fail soon. From any thread; never raises."""
+    """Make a call that waits in this connection fail soon. From any thread; never raises."""
     with contextlib.suppress(OSError):
-        # not SSLSocket's own: that forgets the encryption first, and a send under way would go on in the clear
+        # not SSLSocket.shutdown: that drops the encryption first, and a running send would continue in plain text
         socket.socket.shutdown(connected, socket.SHUT_RDWR)
