@@ -106,10 +106,10 @@ def test_what_we_sign_is_what_obstore_signs(more: dict[str, str]) -> None:
     given = {"region": "us-east-1", "access_key_id": "A", "secret_access_key": "S/+x"} | more
     store = obstore.store.S3Store("bucket", config=given)
     signed = urlsplit(obstore.sign(store, "GET", "", timedelta(minutes=5)))
-    same = s3_requests.target_of("GET", signed, "S/+x", {})
+    same = s3_requests.signed_target("GET", signed, "S/+x", {})
     assert same is not None
     assert dict(parse_qsl(urlsplit(same).query)) == dict(parse_qsl(signed.query))
-    assert s3_requests.target_of("GET", signed, "another", {}) is None
+    assert s3_requests.signed_target("GET", signed, "another", {}) is None
 
 
 def page(names: list[str], token: str | None) -> bytes:

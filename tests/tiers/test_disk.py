@@ -326,7 +326,7 @@ def test_a_chunk_that_is_removed_while_it_is_being_committed_goes(
 
     def commit_and_lose(*given: object, **more: object) -> list[bool]:
         kept = commit(*given, **more)  # type: ignore[arg-type]
-        tier._taken_away(Reason.REMOVED, key=keys[1])  # as a `remove` does that cannot wait longer
+        tier._cancel_writes(Reason.REMOVED, key=keys[1])  # as a `remove` does that cannot wait longer
         return kept
 
     monkeypatch.setattr(tier.ledger, "commit", commit_and_lose)

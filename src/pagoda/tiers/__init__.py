@@ -1,4 +1,20 @@
-"""Tiers: places that chunks live in. `base` says what a tier is, `local` has the two of one machine."""
+"""Tiers: places that store chunks, in host memory, on a disk and in remote stores.
+
+In the order in which a save meets them:
+
+- `base`: the Tier protocol, chunks and results
+- `blocking`: put and get of every tier, which copy, on top of save and load
+- `host`: the host tier, a ledger and a slab in memory
+- `disk`: the disk tier, a ledger and a slab in a file
+- `remote`: remote tiers; it lists its own modules
+- `queued_tier`: what the disk tier and the remote tiers share
+- `io_queue`: the bounded queue of reads and writes
+- `worker_pool`: the I/O threads that serve the queue
+- `disk_io`: reads and writes of the disk tier, one worker per thread
+- `disk_scan`: rebuilds a lost ledger from the headers in the slab
+- `breaker`: the circuit breaker that lets a failing device or store rest
+- `tier_registry`: the user's list of tiers, for the commands
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""The user's register of tiers: what was opened where, so that `pagoda` finds tiers that no configuration file names.
+"""The user's registry of tiers: which tiers were opened where, so that `pagoda` finds those that no file configures.
 
-`HostTier.open`, `DiskTier.open` and `open_remote` write it, the commands read it. An entry is one small file, written
-once, so processes need no lock between them. It lies in `$XDG_STATE_HOME/pagoda/tiers` (`~/.local/state`), which
-outlives a reboot; where that cannot be written, in `/dev/shm/pagoda-<uid>/.tiers`. Secrets are not written.
+`HostTier.open`, `DiskTier.open` and the cache (for remote tiers) write it, the commands read it. An entry is one small
+file that is written once, so processes need no lock. The registry is in `$XDG_STATE_HOME/pagoda/tiers`
+(`~/.local/state`), which survives a reboot, or, if that cannot be written, in `/dev/shm/pagoda-<uid>/.tiers`. It
+contains no secrets.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ __all__ = ["Entry", "entries", "forget", "note"]
 log = logging.getLogger("pagoda.tiers.register")
 
 _MOST_ENTRIES = 1024
-_FRESH_SECONDS = 86400.0  # how often an entry of a tier that is opened again is renewed
+_FRESH_SECONDS = 86400.0  # how often the time of an entry is updated when its tier is opened again
 _GONE_SECONDS = (
     30 * 86400.0
-)  # how long a directory may be missing (a disk that is not mounted) until it is forgotten
+)  # how long a directory may be missing (a disk that is not mounted) before its entry is removed
 
 
 class Entry(NamedTuple):
@@ -37,9 +38,9 @@ class Entry(NamedTuple):
 
 
 def note(tier: str, place: str | os.PathLike[str], made_bytes: int = 0) -> None:
-    """Enter a tier that has been opened. Trouble is one log line: the tier works without its entry.
+    """Add a tier that was opened. A failure is one log line: the tier works without its entry.
 
-    `made_bytes`: of a store that was made just now. What it takes, and how to get it back, is said once, in the log.
+    `made_bytes`: of a store that was created just now. The log says once how much it takes and how to free it.
     """
     if made_bytes:
         log.warning(
@@ -61,7 +62,7 @@ def note(tier: str, place: str | os.PathLike[str], made_bytes: int = 0) -> None:
 
 
 def entries() -> list[Entry]:
-    """Return the tiers that this user has opened, each once; directories that are missing at present are left out."""
+    """Return the tiers that this user has opened, each once, without directories that are missing at present."""
     found: dict[Entry, None] = {}
     for directory in _directories():
         for file in _files(directory):
@@ -74,7 +75,7 @@ def entries() -> list[Entry]:
 
 
 def forget(place: str) -> bool:
-    """Strike out the entries of a directory or a URL, as `entries` gives it; whether there was one."""
+    """Remove the entries of a directory or a URL, as `entries` returns it; return whether there was one."""
     files = [file for directory in _directories() for file in _files(directory)]
     theirs = [file for file in files if (entry := _read(file)) is not None and entry.place == place]
     for file in theirs:
@@ -87,7 +88,7 @@ def _size(nbytes: int) -> str:
 
 
 def _directories() -> list[Path]:
-    """Where the register may lie, the best place first."""
+    """Return where the registry may be, the best place first."""
     home = os.path.expanduser("~")
     state = os.environ.get("XDG_STATE_HOME", "")
     if not os.path.isabs(state):
@@ -122,9 +123,9 @@ def _write(directory: Path, entry: Entry) -> None:
 
 
 def _make(directory: Path) -> None:
-    """Make the directory and its parents, below what is this user's own only. OSError."""
+    """Create the directory and its parents, only below a directory that this user owns. OSError."""
     above = next(parent for parent in (directory, *directory.parents) if parent.exists())
-    # Root with another user's HOME would leave directories there that this user cannot write. /dev/shm is everybody's.
+    # Root with another user's HOME would leave directories there that the user cannot write. /dev/shm is for everybody.
     if above != Path("/dev/shm") and above.stat().st_uid != os.geteuid():
         raise PermissionError
     for path in reversed([directory, *directory.parents]):
@@ -135,7 +136,7 @@ def _make(directory: Path) -> None:
 
 
 def _is_own(directory: Path) -> bool:
-    """Whether only this user can write entries there: others may have been first in /dev/shm."""
+    """Return whether only this user can write entries there: in /dev/shm another user may have been first."""
     for path in (directory, directory.parent):
         status = path.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
@@ -166,13 +167,13 @@ def _read(file: Path) -> Entry | None:
 
 
 def _expire(file: Path) -> None:
-    """Remove an entry that has led nowhere for long."""
+    """Remove an entry whose place has been missing for long."""
     if _age(file) > _GONE_SECONDS:
         file.unlink(missing_ok=True)
 
 
 def _use(file: Path) -> tuple[bool, float]:
-    """What an entry is worth: one that leads nowhere goes before one of a tier that is there, however old."""
+    """Return the rank of an entry: those of missing places are removed first, then the oldest."""
     entry = _read(file)
     return entry is not None and (entry.tier == "remote" or os.path.isdir(entry.place)), -_age(file)
 

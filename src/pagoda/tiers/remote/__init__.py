@@ -1,1 +1,17 @@
-"""Remote tiers: chunks in a store that many machines share, such as Redis or an object store."""
+"""Remote tiers: chunks in a store that many machines share, such as Redis or an object store.
+
+In the order in which a save meets them:
+
+- `urls`: makes the client of a store from a URL
+- `remote_tier`: the tier
+- `presence`: what is known about which keys the store has
+- `query_queue`: short queries that a caller waits a moment for
+- `remote_worker`: the threads that move chunks, answer queries and probe a store that failed
+- `store_client`: the protocol of a store's client and of its connections
+- `redis`, `resp`: Redis, and its wire protocol
+- `objects`: object stores (S3, GCS, Azure, WebDAV)
+- `obstore_client`: obstore, which signs, lists and deletes, and moves what HTTP connections of ours cannot
+- `http`: direct HTTP connections, which copy nothing
+- `s3_requests`: requests to an S3 bucket that obstore cannot make
+- `sockets`: keepalive and abort of connections
+"""
