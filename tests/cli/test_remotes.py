@@ -176,9 +176,9 @@ def test_a_directory_is_that_directory_alone(where: dict[str, str], shm_root: Pa
 
 
 def test_the_question_says_that_it_is_for_all_machines() -> None:
-    from pagoda.cli.clear import Shared, _question
+    from pagoda.cli.clear import RemoteNamespaces, _question
 
-    asked = _question("EVERYTHING", [Path("/x")], [Shared(parse("redis://:hunter2@h"), {}, "")])
+    asked = _question("EVERYTHING", [Path("/x")], [RemoteNamespaces(parse("redis://:hunter2@h"), {}, "")])
     assert asked == "Clear EVERYTHING in 1 store(s) and, for all machines, in redis://:***@h?"
 
 
@@ -253,8 +253,8 @@ def test_wrong_passwords_and_missing_ones(where: dict[str, str], url: str, tmp_p
 def test_a_server_that_stands_still_is_waited_for_no_longer_than_said(
     where: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagoda.cli.remotes.PATIENCE_SECONDS", 0.5)
-    from pagoda.cli.remotes import pinged
+    monkeypatch.setattr("pagoda.cli.remote_stores.PATIENCE_SECONDS", 0.5)
+    from pagoda.cli.remote_stores import pinged
 
     with redis_server() as server:
         server.stop()
@@ -266,7 +266,7 @@ def test_a_server_that_stands_still_is_waited_for_no_longer_than_said(
 
 
 def test_a_codec_that_is_not_installed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pagoda.cli.remotes import pinged
+    from pagoda.cli.remote_stores import pinged
 
     specs = [parse(f"{url}&codec=raw"), parse(f"{url}&codec=zstd")]
     assert [asked.trouble for asked in pinged(specs)] == ["", ""]
@@ -279,7 +279,7 @@ def test_a_codec_that_is_not_installed(url: str, monkeypatch: pytest.MonkeyPatch
 def test_an_engine_whose_library_is_not_installed(
     library: str, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pagoda.cli.remotes import pinged
+    from pagoda.cli.remote_stores import pinged
 
     for module in [name for name in sys.modules if name.split(".")[0] == library]:
         monkeypatch.delitem(sys.modules, module)

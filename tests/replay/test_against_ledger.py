@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pagoda.ledger import Ledger, Reserved
 from pagoda.ledger.upkeep import Upkeep
 from pagoda.replay import Request, Simulation, TierSpec
-from pagoda.replay.tier import marks_of_ids
+from pagoda.replay.simulated_tier import marks_of_ids
 from pagoda.testing.clock import FakeClock
 from tests.ledger.support import PATIENT_SECONDS, TENANT, spec
 from tests.replay.traces import chained, request, sample

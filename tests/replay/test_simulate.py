@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda.replay import Outcome, Request, Simulation, TierSpec, infinite, simulate
-from pagoda.replay.tier import marks_of_ids
+from pagoda.replay import Request, SimulatedOutcome, Simulation, TierSpec, infinite, simulate
+from pagoda.replay.simulated_tier import marks_of_ids
 from tests.replay.traces import chained, mooncake, request, sample
 
 POLICIES = ("lru", "fifo", "arc", "hindsight")
 
 
-def one(requests: Sequence[Request], chunks: int, policy: str = "lru") -> Outcome:
+def one(requests: Sequence[Request], chunks: int, policy: str = "lru") -> SimulatedOutcome:
     return simulate(requests, [TierSpec("host", chunks, policy)])
 
 

@@ -11,7 +11,7 @@ from pagoda.cli import UsageError, show
 from pagoda.cli.stores import AsJson, ConfigFile, configured
 
 if TYPE_CHECKING:
-    from pagoda.cli.measure import Figure
+    from pagoda.cli.bench_tiers import Figure
     from pagoda.config import Config
 
 
@@ -70,7 +70,7 @@ def _measured(
     """Measure the tiers one after the other, under a progress bar."""
     import time
 
-    from pagoda.cli.measure import disk_figures, host_figures
+    from pagoda.cli.bench_tiers import disk_figures, host_figures
 
     measures = {"host": host_figures, "disk": disk_figures}
     figures = []

@@ -15,14 +15,14 @@ from pagoda.cli.stores import AsJson, ConfigFile, Directory, attached, find_stor
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from pagoda.cli.remotes import Asked
+    from pagoda.cli.remote_stores import RemoteCheck
     from pagoda.ledger import Ledger, Row
     from pagoda.slab.file import FileSlab
 
 _ADVANCE_CHUNKS = 16
 
 
-class Verdict(NamedTuple):
+class StoreCheck(NamedTuple):
     """What was found in one store. `trouble` is what is wrong with it, or hindered looking, or empty."""
 
     directory: Path
@@ -70,7 +70,7 @@ def check(
     Remote tiers must answer and let themselves be read; their bytes are verified whenever they are read.
     """
     from pagoda.cli import UsageError
-    from pagoda.cli.remotes import pinged, remotes_of
+    from pagoda.cli.remote_stores import pinged, remotes_of
 
     if drop and not read:
         raise UsageError("--drop: what is damaged is only known after reading; add --read")
@@ -95,11 +95,11 @@ def _advance(bars: Progress, task: TaskID, done: int, total: int) -> None:
     bars.update(task, completed=done, total=total)
 
 
-def _judged(store: Path, read: bool, drop: bool, advance: Callable[[int, int], None]) -> Verdict:
+def _judged(store: Path, read: bool, drop: bool, advance: Callable[[int, int], None]) -> StoreCheck:
     """Check one store; trouble with it is part of the verdict."""
     from pagoda.errors import LedgerCorrupt, PagodaError
 
-    verdict = Verdict(store, "", "", {}, 0, 0, 0, [], 0)
+    verdict = StoreCheck(store, "", "", {}, 0, 0, 0, [], 0)
     try:
         with attached(store) as ledger:
             verdict = verdict._replace(tier=tier_of(ledger))
@@ -167,7 +167,7 @@ def _drop(ledger: Ledger, damaged: list[Row]) -> int:
     return sum(ledger.drop(row.key, row.slot, row.generation, Reason.FAILED_CHECK) for row in damaged)
 
 
-def _print(verdicts: list[Verdict]) -> None:
+def _print(verdicts: list[StoreCheck]) -> None:
     if not verdicts:
         show.note("nothing is stored yet (pagoda config show tells where it would be)")
         return
@@ -204,7 +204,7 @@ def _print(verdicts: list[Verdict]) -> None:
             show.note(f"{verdict.directory}: damaged chunks {keys}{done}")
 
 
-def _print_remotes(remotes: list[Asked]) -> None:
+def _print_remotes(remotes: list[RemoteCheck]) -> None:
     rows = [(asked.tier, "NO ANSWER" if asked.trouble else "answers", asked.address) for asked in remotes]
     if rows:
         show.print_table("remote tiers", ("tier", "verdict", "address"), rows)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from pagoda.cli import FAILED, FailedError, UsageError, show
-from pagoda.cli.remotes import NO_SECRET, Unanswered, all_remotes, census, cleared
+from pagoda.cli.remote_stores import NO_SECRET, Unanswered, all_remotes, census, cleared
 from pagoda.cli.stores import (
     AsJson,
     ConfigFile,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pagoda.ledger import Ledger, NamespaceRow
 
 
-class Cleared(NamedTuple):
+class ClearedStore(NamedTuple):
     """How many chunks went from one store."""
 
     tier: str
@@ -37,7 +37,7 @@ class Cleared(NamedTuple):
     directory: str
 
 
-class Shared(NamedTuple):
+class RemoteNamespaces(NamedTuple):
     """A remote tier, what it has of each namespace, and what is wrong with it (empty: nothing)."""
 
     spec: RemoteSpec
@@ -57,8 +57,8 @@ def clear(
     stores = find_stores(directory, config)
     everything = model is None and namespace is None
     asked, sealed = all_remotes(directory, config)
-    shared = [Shared(spec, *(({}, "") if everything else _counted(spec))) for spec in asked]
-    shared += [Shared(spec, {}, NO_SECRET) for spec in sealed]
+    shared = [RemoteNamespaces(spec, *(({}, "") if everything else _counted(spec))) for spec in asked]
+    shared += [RemoteNamespaces(spec, {}, NO_SECRET) for spec in sealed]
     known = _known(stores)
     for remote in shared:
         known.update(
@@ -90,7 +90,7 @@ def clear(
     return 0
 
 
-def _print(cleared: list[Cleared], broken: dict[str, str], as_json: bool) -> None:
+def _print(cleared: list[ClearedStore], broken: dict[str, str], as_json: bool) -> None:
     if as_json:
         gone = [store._asdict() for store in cleared]
         show.print_json({"cleared": sum(store.chunks for store in cleared), "stores": gone, "failed": broken})
@@ -135,7 +135,7 @@ def _described(roots: dict[bytes, NamespaceRow], model: str | None, prefix: str 
     return f"{len(roots)} namespace(s) of {', '.join(models)}"
 
 
-def _question(what: str, stores: list[Path], shared: list[Shared]) -> str:
+def _question(what: str, stores: list[Path], shared: list[RemoteNamespaces]) -> str:
     where = f"{len(stores)} store(s)"
     others = ", ".join(remote.spec.redacted for remote in shared)
     return f"Clear {what} in {where}{f' and, for all machines, in {others}' if others else ''}?"
@@ -147,31 +147,33 @@ def _agreed(question: str) -> bool:
     return typer.confirm(question, err=True)
 
 
-def _clear(stores: list[Path], roots: list[bytes] | None) -> tuple[list[Cleared], dict[str, str]]:
+def _clear(stores: list[Path], roots: list[bytes] | None) -> tuple[list[ClearedStore], dict[str, str]]:
     """Clear every store, going on past one that fails; return what went and what is wrong with the others."""
     from pagoda.errors import PagodaError
 
-    cleared: list[Cleared] = []
+    cleared: list[ClearedStore] = []
     broken: dict[str, str] = {}
     for store in stores:
         try:
             with attached(store) as ledger:
-                cleared.append(Cleared(tier_of(ledger), _forget(ledger, roots), str(store)))
+                cleared.append(ClearedStore(tier_of(ledger), _forget(ledger, roots), str(store)))
         except PagodaError as trouble:
             broken[str(store)] = str(trouble)
     return cleared, broken
 
 
-def _clear_shared(shared: list[Shared], roots: list[bytes] | None) -> tuple[list[Cleared], dict[str, str]]:
+def _clear_shared(
+    shared: list[RemoteNamespaces], roots: list[bytes] | None
+) -> tuple[list[ClearedStore], dict[str, str]]:
     """Clear every remote tier that answered, going on past one that fails."""
-    gone: list[Cleared] = []
+    gone: list[ClearedStore] = []
     broken: dict[str, str] = {}
     for remote in shared:
         if remote.trouble:
             continue
         try:
             chunks = cleared(remote.spec, roots)
-            gone.append(Cleared(remote.spec.name, chunks, remote.spec.redacted))
+            gone.append(ClearedStore(remote.spec.name, chunks, remote.spec.redacted))
         except Unanswered as trouble:
             broken[remote.spec.redacted] = trouble.text
     return gone, broken

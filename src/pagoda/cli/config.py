@@ -45,7 +45,7 @@ def show_values(as_json: AsJson = False, config: ConfigFile = None) -> int:
 def check(file: File = None, as_json: AsJson = False) -> int:
     """Check the configuration, whether its places can be used and whether remote tiers answer."""
     config = _loaded(file).config
-    from pagoda.cli.remotes import pinged
+    from pagoda.cli.remote_stores import pinged
 
     troubles = [*_troubles(config), *(asked.trouble for asked in pinged(config.remotes()) if asked.trouble)]
     if as_json:
@@ -87,7 +87,7 @@ def import_lmcache(
     """Turn LMCache's configuration into a pagoda.toml, naming all that does not map."""
     import os
 
-    from pagoda.config import lmcache
+    from pagoda.migrate import lmcache
 
     named = file or (Path(name) if (name := os.environ.get(f"{lmcache.VARIABLES}CONFIG_FILE")) else None)
     variables = lmcache.from_environment(os.environ)
@@ -105,7 +105,7 @@ def import_lmcache(
     if named and variables:
         show.note(f"{lmcache.VARIABLES} variables are ignored, as by LMCache, because there is a file")
     for one in made.findings:
-        if one.verdict not in (lmcache.Verdict.MAPPED, lmcache.Verdict.SAME):
+        if one.verdict not in (lmcache.FieldVerdict.MAPPED, lmcache.FieldVerdict.SAME):
             show.note(f"{one.field}: {one.verdict}: {one.text}")
     if output:
         _write_new(output, toml)

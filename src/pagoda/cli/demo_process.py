@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from pagoda.connectors.transformers import CachedModel
 
-__all__ = ["Answer", "Outcome", "Size", "Task"]
+__all__ = ["DemoAnswer", "DemoOutcome", "Size", "Task"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Task:
 
 
 @dataclass
-class Answer:
+class DemoAnswer:
     """One question, answered."""
 
     prompt_tokens: int
@@ -67,10 +67,10 @@ class Answer:
 
 
 @dataclass
-class Outcome:
+class DemoOutcome:
     """What one process found."""
 
-    answers: list[Answer]
+    answers: list[DemoAnswer]
     parameters: int = 0
     controls: dict[str, bool] = field(default_factory=dict)  # whether the text changed
     handover_seconds: float = 0.0
@@ -86,7 +86,7 @@ class _Tokenizer(Protocol):
     def decode(self, ids: list[int]) -> str: ...
 
 
-class _Layer(Protocol):
+class _KvLayer(Protocol):
     keys: torch.Tensor
     values: torch.Tensor
 
@@ -94,7 +94,7 @@ class _Layer(Protocol):
 
 
 class _KV(Protocol):
-    layers: list[_Layer]
+    layers: list[_KvLayer]
 
 
 class _Model(Protocol):
@@ -147,11 +147,11 @@ class _Asker:
         kv: _KV = import_module("transformers").DynamicCache(config=self.model.config)
         return kv
 
-    def ask(self, ids: torch.Tensor, kv: _KV, new_tokens: int | None = None) -> Answer:
+    def ask(self, ids: torch.Tensor, kv: _KV, new_tokens: int | None = None) -> DemoAnswer:
         """Generate without PagodaKV, from whatever is in `kv`; fills it."""
         return self._timed(ids, self.model.generate, new_tokens, past_key_values=kv)
 
-    def ask_cached(self, cached: CachedModel, ids: torch.Tensor, new_tokens: int | None = None) -> Answer:
+    def ask_cached(self, cached: CachedModel, ids: torch.Tensor, new_tokens: int | None = None) -> DemoAnswer:
         """Generate with PagodaKV."""
         answer = self._timed(ids, cached.generate, new_tokens, store=new_tokens is None)
         assert cached.last is not None
@@ -165,7 +165,7 @@ class _Asker:
         generate: Callable[..., torch.Tensor],
         new_tokens: int | None,
         **kwargs: object,
-    ) -> Answer:
+    ) -> DemoAnswer:
         import torch
 
         first, began = _FirstToken(), time.perf_counter()
@@ -178,7 +178,7 @@ class _Asker:
             **kwargs,
         )
         tokens: list[int] = out[0, ids.shape[1] :].tolist()
-        return Answer(ids.shape[1], tokens, first.times[1] - began, text=self.tokenizer.decode(tokens))
+        return DemoAnswer(ids.shape[1], tokens, first.times[1] - began, text=self.tokenizer.decode(tokens))
 
 
 def _random(size: Size) -> tuple[_Model, _Tokenizer]:
@@ -233,14 +233,14 @@ def _open(asker: _Asker) -> CachedModel:
     return CachedModel(asker.model, config)
 
 
-def _cold(asker: _Asker) -> Outcome:
+def _cold(asker: _Asker) -> DemoOutcome:
     """Compute everything, without PagodaKV; then store it. The controls show that the KV decides the text."""
     answers, caches = [], []
     for number, ids in enumerate(asker.prompts):
         asker.step(f"question {number + 1}: computing {ids.shape[1]:,} tokens")
         caches.append(asker.empty())
         answers.append(asker.ask(ids, caches[-1]))
-    outcome = Outcome(answers)
+    outcome = DemoOutcome(answers)
     with _open(asker) as cached:
         asker.step("storing the KV")
         for ids, kv in zip(asker.prompts, caches, strict=True):
@@ -258,7 +258,7 @@ def _cold(asker: _Asker) -> Outcome:
     return outcome
 
 
-def _host(asker: _Asker) -> Outcome:
+def _host(asker: _Asker) -> DemoOutcome:
     """Ask again; then race a host hit against handing over a clone of the same KV."""
     with _open(asker) as cached:
         outcome = _asked(asker, cached)
@@ -281,15 +281,15 @@ def _host(asker: _Asker) -> Outcome:
         return outcome
 
 
-def _asked(asker: _Asker, cached: CachedModel) -> Outcome:
+def _asked(asker: _Asker, cached: CachedModel) -> DemoOutcome:
     answers = []
     for number, ids in enumerate(asker.prompts):
         asker.step(f"question {number + 1}: looking for its KV")
         answers.append(asker.ask_cached(cached, ids))
-    return Outcome(answers)
+    return DemoOutcome(answers)
 
 
-def _disk(asker: _Asker) -> Outcome:
+def _disk(asker: _Asker) -> DemoOutcome:
     with _open(asker) as cached:
         return _asked(asker, cached)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from pagoda.cli import FailedError, UsageError
-from pagoda.cli.demo_process import Answer, Outcome, Size, Task
+from pagoda.cli.demo_process import DemoAnswer, DemoOutcome, Size, Task
 from pagoda.tiers import tier_registry
 
 __all__ = ["Shown", "run_demo"]
@@ -30,10 +30,10 @@ PROCESSES = ("cold", "host", "disk")
 class Shown:
     """What the three processes found."""
 
-    outcomes: dict[str, Outcome]
+    outcomes: dict[str, DemoOutcome]
 
     @property
-    def cold(self) -> list[Answer]:
+    def cold(self) -> list[DemoAnswer]:
         """The answers without PagodaKV."""
         return self.outcomes["cold"].answers
 
@@ -140,7 +140,7 @@ def _own_directory(parent: Path, tier: str) -> Iterator[Path]:
         tier_registry.forget(os.path.realpath(made / tier))
 
 
-def _run(task: Task, step: Callable[[str], None]) -> Outcome:
+def _run(task: Task, step: Callable[[str], None]) -> DemoOutcome:
     """Run one process to its end; it never outlives this call."""
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
@@ -167,7 +167,7 @@ def _run(task: Task, step: Callable[[str], None]) -> Outcome:
         return outcome
 
 
-def _followed(process: subprocess.Popen[str], task: Task, step: Callable[[str], None]) -> Outcome | None:
+def _followed(process: subprocess.Popen[str], task: Task, step: Callable[[str], None]) -> DemoOutcome | None:
     assert process.stdin is not None
     assert process.stdout is not None
     with contextlib.suppress(BrokenPipeError):
@@ -182,7 +182,9 @@ def _followed(process: subprocess.Popen[str], task: Task, step: Callable[[str], 
                 raise UsageError(f"--model {task.model}: {said['refused']}")
             elif "outcome" in said:
                 found = said["outcome"]
-                return Outcome(**{**found, "answers": [Answer(**answer) for answer in found["answers"]]})
+                return DemoOutcome(
+                    **{**found, "answers": [DemoAnswer(**answer) for answer in found["answers"]]}
+                )
     return None
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pagoda.cli import FAILED, UsageError, show
-from pagoda.cli.remotes import pinged, remotes_of
+from pagoda.cli.remote_stores import pinged, remotes_of
 from pagoda.cli.stores import (
     AsJson,
     ConfigFile,
@@ -26,7 +26,7 @@ from pagoda.cli.stores import (
 )
 
 if TYPE_CHECKING:
-    from pagoda.cli.answers import Answer
+    from pagoda.cli.prompt_coverage import TierAnswer
     from pagoda.keys import TokenIds
 
 
@@ -54,7 +54,7 @@ def explain(
     if tokens is None:
         raise UsageError("--tokens FILE is missing: the prompt's token ids (- = stdin)")
     ids = read_tokens(tokens)
-    from pagoda.cli.answers import answers, prompt_of
+    from pagoda.cli.prompt_coverage import answers, prompt_of
 
     specs = remotes_of(directory, config)
     troubles = [asked.trouble for asked in pinged(specs)]
@@ -100,7 +100,7 @@ def read_tokens(source: str) -> TokenIds:
     return found
 
 
-def _print(answers: Sequence[Answer], asked_tokens: int) -> None:
+def _print(answers: Sequence[TierAnswer], asked_tokens: int) -> None:
     rows = [
         (
             answer.tier,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from pagoda.cli import FAILED, show
-from pagoda.cli.remotes import Unanswered, census, remotes_of
+from pagoda.cli.remote_stores import Unanswered, census, remotes_of
 from pagoda.cli.stores import (
     AsJson,
     ConfigFile,

@@ -27,7 +27,7 @@ from pagoda.cli.stores import (
 )
 
 if TYPE_CHECKING:
-    from pagoda.cli.answers import Prompt
+    from pagoda.cli.prompt_coverage import Prompt
     from pagoda.ledger import Ledger
 
 _OWNER = "pagoda"
@@ -39,7 +39,7 @@ Tokens = Annotated[
 Owner = Annotated[str, typer.Option(metavar="NAME", help="In whose name; each ends its own pins only.")]
 
 
-class Pinned(NamedTuple):
+class PinnedPrefix(NamedTuple):
     """What is pinned of a prompt under one namespace in one tier, from its first token on."""
 
     tier: str
@@ -108,18 +108,18 @@ def unpin(
 
 
 def _prompt(stack: ExitStack, directory: Path | None, config: Path | None, tokens: str) -> Prompt:
-    from pagoda.cli.answers import prompt_of
+    from pagoda.cli.prompt_coverage import prompt_of
 
     ids = read_tokens(tokens)
     tiers = [stack.enter_context(attached(store)) for store in find_stores(directory, config)]
     return prompt_of(ids, tiers, [], configured(config), None, None)
 
 
-def _pinned(prompt: Prompt, ledger: Ledger, root: bytes, owner: str) -> Pinned:
+def _pinned(prompt: Prompt, ledger: Ledger, root: bytes, owner: str) -> PinnedPrefix:
     run = ledger.match(prompt.keys[root], start=0, namespace=root, touch=False)
     try:
         chunks = ledger.pin(prompt.keys[root][: len(run.slots)], owner)
     except ValueError as trouble:
         raise UsageError(f"--owner {owner!r}: {trouble}") from None
     size, model = prompt.chunk_tokens[root], label(prompt.known[root].fields)
-    return Pinned(tier_of(ledger), root, model, chunks * size)
+    return PinnedPrefix(tier_of(ledger), root, model, chunks * size)

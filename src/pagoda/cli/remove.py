@@ -12,7 +12,7 @@ from pagoda.cli import FAILED, FailedError, UsageError, show
 from pagoda.cli.stores import AsJson, ConfigFile, find_roots
 
 
-class Found(NamedTuple):
+class DoomedStore(NamedTuple):
     """A store that is to go and the bytes that it takes."""
 
     tier: str
@@ -67,7 +67,7 @@ def _forget_remote(url: str) -> int:
     return 0
 
 
-def _stores(what: str | None, config: Path | None) -> list[Found]:
+def _stores(what: str | None, config: Path | None) -> list[DoomedStore]:
     """Return the stores that are meant. Raises UsageError for a path that holds none."""
     from pagoda.ledger.store import allocated_bytes, stores_in
 
@@ -86,11 +86,12 @@ def _stores(what: str | None, config: Path | None) -> list[Found]:
         if not found:
             raise UsageError(f"{what}: holds no store; name host, disk, a tier's root or a store in it")
     return [
-        Found(roots.get(store.parent.resolve(), ""), allocated_bytes(store), str(store)) for store in found
+        DoomedStore(roots.get(store.parent.resolve(), ""), allocated_bytes(store), str(store))
+        for store in found
     ]
 
 
-def _agreed(stores: list[Found]) -> bool:
+def _agreed(stores: list[DoomedStore]) -> bool:
     if not sys.stdin.isatty():
         raise UsageError("remove asks before it deletes: say --yes where nobody can answer")
     total = show.size(sum(store.bytes for store in stores))
@@ -98,13 +99,13 @@ def _agreed(stores: list[Found]) -> bool:
     return typer.confirm(f"Remove {total} with all that is stored there: {where}?", err=True)
 
 
-def _remove(stores: list[Found]) -> tuple[list[Found], dict[str, str]]:
+def _remove(stores: list[DoomedStore]) -> tuple[list[DoomedStore], dict[str, str]]:
     """Remove every store, going on past one that stays; return what went, and why the others did not."""
     from pagoda.errors import StoreError
     from pagoda.ledger.store import remove_store, stores_in
     from pagoda.tiers import tier_registry
 
-    gone: list[Found] = []
+    gone: list[DoomedStore] = []
     broken: dict[str, str] = {}
     for store in stores:
         directory = Path(store.directory)

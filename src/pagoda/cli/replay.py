@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 
 from pagoda.cli import UsageError, show
-from pagoda.cli.speeds import speeds_of
-from pagoda.cli.stores import AsJson, ConfigFile
-from pagoda.cli.traces import (
+from pagoda.cli.load_speeds import speeds_of
+from pagoda.cli.replay_inputs import (
     OPTIMUM,
     SAMPLE,
     Cell,
@@ -29,10 +28,11 @@ from pagoda.cli.traces import (
     simulated,
     trace_of,
 )
+from pagoda.cli.stores import AsJson, ConfigFile
 
 if TYPE_CHECKING:
-    from pagoda.cli.curve import Line
-    from pagoda.cli.speeds import Speeds
+    from pagoda.cli.hit_rate_curve import CurveLine
+    from pagoda.cli.load_speeds import Speeds
 
 Speed: TypeAlias = Annotated[
     float | None, typer.Option(min=1e-3, metavar="GB/S", help="How fast chunks are loaded from there.")
@@ -110,7 +110,7 @@ def _refuse(chunks: Sequence[int] | None, tiers: dict[str, str], curve: bool, pn
     if png is not None:
         if not curve:
             raise UsageError("--png goes with --curve")
-        from pagoda.cli.curve import check_png
+        from pagoda.cli.hit_rate_curve import check_png
 
         check_png(png)
     if not (tiers or chunks or curve):
@@ -121,19 +121,19 @@ def _cells(
     trace: Trace, policies: Sequence[str], sizes: Sequence[int], jobs: int | None, quiet: bool
 ) -> list[Cell]:
     """Simulate every policy and the optimum at every size."""
-    from pagoda.cli.parallel import Crew, Work, cores
+    from pagoda.cli.trace_pool import TraceJob, TracePool, cores
 
     work = [
-        Work(simulated, (name, trace.room(size)), _WEIGHTS.get(name, _OTHERS))
+        TraceJob(simulated, (name, trace.room(size)), _WEIGHTS.get(name, _OTHERS))
         for size in sizes
         for name in policies
     ]
-    work += [Work(best, (trace.room(size),), _WEIGHTS[OPTIMUM]) for size in sizes]
+    work += [TraceJob(best, (trace.room(size),), _WEIGHTS[OPTIMUM]) for size in sizes]
     work.sort(
         key=lambda piece: -piece.weight
     )  # the long ones first, so that no process ends long after the others
-    with Crew(trace.requests, jobs or cores(), quiet) as crew:
-        found = crew.run(work, f"replaying {trace.name}")
+    with TracePool(trace.requests, jobs or cores(), quiet) as pool:
+        found = pool.run(work, f"replaying {trace.name}")
     by_room = {(cell.policy, cell.chunks): cell for cell in found}
     return [
         by_room[name, trace.room(size)]._replace(chunks=size)
@@ -207,17 +207,17 @@ def _tiers(
     jobs: int | None,
     as_json: bool,
 ) -> int:
-    from pagoda.cli import tiers, tiers_show
+    from pagoda.cli import replay_tables, replay_tiers
 
     if chunk_bytes is None:
         raise UsageError("--host and --disk need --model NAME or --bytes-per-token N")
-    count = (engines or tiers.engines_for(trace, speeds.prefill)) if speeds.prefill else 0
-    plan = tiers.Plan(trace, sizes, chunk_bytes, speeds, count)
-    found = tiers.results(plan, policies, jobs, as_json)
+    count = (engines or replay_tiers.engines_for(trace, speeds.prefill)) if speeds.prefill else 0
+    plan = replay_tiers.ReplayPlan(trace, sizes, chunk_bytes, speeds, count)
+    found = replay_tiers.results(plan, policies, jobs, as_json)
     if as_json:
-        show.print_json(tiers.as_json(plan, found))
+        show.print_json(replay_tiers.as_json(plan, found))
     else:
-        tiers_show.print_results(plan, found)
+        replay_tables.print_results(plan, found)
     return 0
 
 
@@ -231,7 +231,7 @@ def _curve(
     jobs: int | None,
     as_json: bool,
 ) -> int:
-    from pagoda.cli.curve import lines_of, print_plot, sizes_of
+    from pagoda.cli.hit_rate_curve import lines_of, print_plot, sizes_of
 
     chosen = sorted(set(sizes)) if sizes else sizes_of(trace.distinct, points)
     names = list(dict.fromkeys([*policies, "lru"]))
@@ -249,9 +249,9 @@ def _curve(
     return 0
 
 
-def _png(png: Path | None, lines: Sequence[Line], trace: Trace, chunk_bytes: int | None) -> str | None:
+def _png(png: Path | None, lines: Sequence[CurveLine], trace: Trace, chunk_bytes: int | None) -> str | None:
     """Draw the PNG that was asked for, or the usual one if that can be; return its name."""
-    from pagoda.cli.curve import check_png, save_png
+    from pagoda.cli.hit_rate_curve import check_png, save_png
 
     try:
         check_png(png or _PNG)

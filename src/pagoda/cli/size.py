@@ -8,9 +8,7 @@ from typing import Annotated
 import typer
 
 from pagoda.cli import FailedError, show
-from pagoda.cli.parallel import Crew, Work, cores
-from pagoda.cli.stores import AsJson, ConfigFile
-from pagoda.cli.traces import (
+from pagoda.cli.replay_inputs import (
     OPTIMUM,
     SAMPLE,
     Cell,
@@ -27,6 +25,8 @@ from pagoda.cli.traces import (
     simulated,
     trace_of,
 )
+from pagoda.cli.stores import AsJson, ConfigFile
+from pagoda.cli.trace_pool import TraceJob, TracePool, cores
 
 _CLOSE = 1.01  # a size is the answer if one a hundredth smaller does not do
 _ROUNDING = 1e-9
@@ -62,10 +62,10 @@ def size(
 
 def _sizes(trace: Trace, policies: Sequence[str], target: float, jobs: int, quiet: bool) -> list[Cell]:
     """Return the smallest cell that does, of each policy and then of the optimum, below which no policy can lie."""
-    with Crew(trace.requests, jobs, quiet) as crew:
+    with TracePool(trace.requests, jobs, quiet) as pool:
 
         def bound(sizes: Sequence[int]) -> list[Cell]:
-            return crew.run([Work(best, (size,)) for size in sizes], "what would do with foresight")
+            return pool.run([TraceJob(best, (size,)) for size in sizes], "what would do with foresight")
 
         least = _smallest(bound, target, 0, trace.distinct, jobs)
         cells = []
@@ -73,7 +73,7 @@ def _sizes(trace: Trace, policies: Sequence[str], target: float, jobs: int, quie
 
             def probe(sizes: Sequence[int], name: str = name) -> list[Cell]:
                 title = f"{name}: {sizes[0]:,} to {sizes[-1]:,} chunks"
-                return crew.run([Work(simulated, (name, size)) for size in sizes], title)
+                return pool.run([TraceJob(simulated, (name, size)) for size in sizes], title)
 
             cells.append(_smallest(probe, target, least.chunks - 1, trace.distinct, jobs))
     return [*cells, least]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from pagoda.cli import FAILED, show
-from pagoda.cli.remotes import Unanswered, remotes_of, usage
+from pagoda.cli.remote_stores import Unanswered, remotes_of, usage
 from pagoda.cli.stores import AsJson, ConfigFile, Directory, attached, find_stores, label, tier_of
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pagoda.ledger import Ledger, NamespaceRow
 
 
-class Snapshot(NamedTuple):
+class StoreSnapshot(NamedTuple):
     """What one store said at one moment."""
 
     directory: Path
@@ -69,7 +69,7 @@ def stats(
     return FAILED if troubles else 0
 
 
-class Shared(NamedTuple):
+class RemoteUsage(NamedTuple):
     """How full the engine of one remote tier is, in bytes (None: it does not say), or why it gave no answer."""
 
     tier: str
@@ -79,15 +79,15 @@ class Shared(NamedTuple):
     error: str
 
 
-def _room_of(spec: RemoteSpec) -> Shared:
+def _room_of(spec: RemoteSpec) -> RemoteUsage:
     try:
         found = usage(spec)
     except Unanswered as trouble:
-        return Shared(spec.name, spec.redacted, None, None, str(trouble))
-    return Shared(spec.name, spec.redacted, found.used_bytes, found.limit_bytes, "")
+        return RemoteUsage(spec.name, spec.redacted, None, None, str(trouble))
+    return RemoteUsage(spec.name, spec.redacted, found.used_bytes, found.limit_bytes, "")
 
 
-def read_stores(stores: list[Path]) -> tuple[list[Snapshot], dict[Path, str]]:
+def read_stores(stores: list[Path]) -> tuple[list[StoreSnapshot], dict[Path, str]]:
     """Return a snapshot of each store that can be read, and what is wrong with the others."""
     from pagoda.errors import PagodaError
 
@@ -101,9 +101,9 @@ def read_stores(stores: list[Path]) -> tuple[list[Snapshot], dict[Path, str]]:
     return found, broken
 
 
-def _snapshot(store: Path, ledger: Ledger) -> Snapshot:
+def _snapshot(store: Path, ledger: Ledger) -> StoreSnapshot:
     gauges = ledger.gauges()
-    return Snapshot(
+    return StoreSnapshot(
         directory=store,
         tier=tier_of(ledger),
         kind=ledger.kind,
@@ -116,7 +116,7 @@ def _snapshot(store: Path, ledger: Ledger) -> Snapshot:
     )
 
 
-def _print(found: list[Snapshot]) -> None:
+def _print(found: list[StoreSnapshot]) -> None:
     if not found:
         show.note("nothing is stored yet (pagoda config show tells where it would be)")
         return
@@ -137,7 +137,7 @@ def _print(found: list[Snapshot]) -> None:
         show.print_table("pins", ("tier", "owner", "chunks"), pins)
 
 
-def _print_room(found: list[Snapshot]) -> None:
+def _print_room(found: list[StoreSnapshot]) -> None:
     names = ("slots", "unbacked", "ready", "free", "reserved", "pinned", "leased", "members")
     rows = [
         (
@@ -156,7 +156,7 @@ def _print_room(found: list[Snapshot]) -> None:
             show.note(f"{snapshot.directory}: {snapshot.gauges['unscanned']:,} slots are still to be scanned")
 
 
-def _print_shared(shared: list[Shared]) -> None:
+def _print_shared(shared: list[RemoteUsage]) -> None:
     rows = [
         (
             remote.tier,
@@ -170,7 +170,7 @@ def _print_shared(shared: list[Shared]) -> None:
         show.print_table("remote tiers", ("tier", "state", "used", "limit", "address"), rows)
 
 
-def _print_namespaces(found: list[Snapshot]) -> None:
+def _print_namespaces(found: list[StoreSnapshot]) -> None:
     rows = [
         (
             snapshot.tier,
@@ -186,7 +186,7 @@ def _print_namespaces(found: list[Snapshot]) -> None:
         show.print_table("namespaces", ("tier", "namespace", "model", "chunks", "bytes"), rows)
 
 
-def _print_traffic(found: list[Snapshot]) -> None:
+def _print_traffic(found: list[StoreSnapshot]) -> None:
     rows = []
     for snapshot in found:
         count = snapshot.counters
@@ -219,7 +219,7 @@ def _print_traffic(found: list[Snapshot]) -> None:
     show.print_table("traffic", columns, rows)
 
 
-def _prometheus(found: list[Snapshot]) -> str:
+def _prometheus(found: list[StoreSnapshot]) -> str:
     """Return all stores in one exposition: the samples of a family stand together under one TYPE line."""
     from pagoda.metrics import prometheus
 
@@ -235,7 +235,7 @@ def _prometheus(found: list[Snapshot]) -> str:
     return "".join(f"{line}\n" for family, samples in families.items() for line in (family, *samples))
 
 
-def _prometheus_shared(shared: list[Shared]) -> str:
+def _prometheus_shared(shared: list[RemoteUsage]) -> str:
     """Return whether each remote tier answers, and what it says of its room."""
     from pagoda.metrics import prometheus
 

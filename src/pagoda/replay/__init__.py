@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from pagoda.replay.load import Engines, LoadedOutcome, LoadedTier, Seconds, replay_with_load
 from pagoda.replay.optimum import infinite, optimum
-from pagoda.replay.simulate import Outcome, Simulation, TierOutcome, TierSpec, simulate
+from pagoda.replay.simulate import SimulatedOutcome, Simulation, TierOutcome, TierSpec, simulate
+from pagoda.replay.timed_replay import Engines, Seconds, TimedOutcome, TimedTier, replay_timed
 from pagoda.replay.trace import Request, format_request, read_trace
 
 __all__ = [
     "Engines",
-    "LoadedOutcome",
-    "LoadedTier",
-    "Outcome",
     "Request",
     "Seconds",
+    "SimulatedOutcome",
     "Simulation",
     "TierOutcome",
     "TierSpec",
+    "TimedOutcome",
+    "TimedTier",
     "format_request",
     "infinite",
     "optimum",
     "read_trace",
-    "replay_with_load",
+    "replay_timed",
     "simulate",
 ]

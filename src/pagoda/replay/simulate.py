@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from pagoda.ledger.state import FIRST_OFFSET
-from pagoda.replay.tier import Chain, Tier, marks_of_ids
+from pagoda.replay.simulated_tier import Chain, SimulatedTier, marks_of_ids
 from pagoda.replay.trace import Request
 
-__all__ = ["Outcome", "Simulation", "TierOutcome", "TierSpec", "simulate"]
+__all__ = ["SimulatedOutcome", "Simulation", "TierOutcome", "TierSpec", "simulate"]
 
 _BEGIN_NS = FIRST_OFFSET + 1  # recency as in a new store
 
@@ -35,7 +35,7 @@ class TierOutcome(NamedTuple):
     refused: int
 
 
-class Outcome(NamedTuple):
+class SimulatedOutcome(NamedTuple):
     """What all tiers did together; `accesses`: how many chunks were asked for."""
 
     requests: int
@@ -53,7 +53,7 @@ class Outcome(NamedTuple):
         return self.hits / self.accesses if self.accesses else 0.0
 
 
-class Run(NamedTuple):
+class ServedRun(NamedTuple):
     """Chunks [begin, end) of one request, which the tier of that index served."""
 
     tier: int
@@ -61,16 +61,16 @@ class Run(NamedTuple):
     end: int
 
 
-class Found(NamedTuple):
+class SimulatedMatch(NamedTuple):
     """What was found of a request, in order, and from where on each tier is to take it in."""
 
     chain: Chain
-    runs: Sequence[Run]
+    runs: Sequence[ServedRun]
     starts: Sequence[int]
     stamps: Sequence[int]
 
 
-class Stored(NamedTuple):
+class SimulatedStore(NamedTuple):
     """What came of storing: chunks written into a tier, and those for which there was no time."""
 
     written: int
@@ -90,7 +90,7 @@ class Simulation:
         if not tiers:
             raise ValueError("a simulation needs at least one tier")
         self._specs = tuple(tiers)
-        self._tiers = [Tier(spec.chunks, spec.policy) for spec in tiers]
+        self._tiers = [SimulatedTier(spec.chunks, spec.policy) for spec in tiers]
         self._requests = self._accesses = 0
         self._first_ms: float | None = None
         self._now = _BEGIN_NS
@@ -104,7 +104,7 @@ class Simulation:
             served[run.tier] += run.end - run.begin
         return tuple(served)
 
-    def look(self, request: Request) -> Found:
+    def look(self, request: Request) -> SimulatedMatch:
         """Find the leading run of a prompt, at the moment of its timestamp. Changes recency and counts."""
         ids: Sequence[int] = request.hash_ids
         self._requests += 1
@@ -116,15 +116,15 @@ class Simulation:
             tier.upkeep(chain.now)
         stamps = [tier.stamp(chain.now) for tier in self._tiers]
         runs = self._runs(chain, stamps)
-        return Found(chain, runs, self._starts(chain, runs), stamps)
+        return SimulatedMatch(chain, runs, self._starts(chain, runs), stamps)
 
-    def _starts(self, chain: Chain, runs: Sequence[Run]) -> list[int]:
+    def _starts(self, chain: Chain, runs: Sequence[ServedRun]) -> list[int]:
         """From where on each tier is offered chunks: the first behind what it served, the others what they lack."""
         total, end = len(chain.ids), runs[-1].end if runs else 0
         first = next((run.begin for run in runs if run.tier > 0), end)
         return [first, *(next(iter(tier.absent(chain, 0, total)), total) for tier in self._tiers[1:])]
 
-    def look_again(self, found: Found, timestamp_ms: float) -> Found:
+    def look_again(self, found: SimulatedMatch, timestamp_ms: float) -> SimulatedMatch:
         """See what is to be stored later, when the engine has all of the prompt and others may have stored some."""
         chain = found.chain._replace(now=self._tick(timestamp_ms))
         stamps = [tier.stamp(chain.now) for tier in self._tiers]
@@ -135,12 +135,12 @@ class Simulation:
         ]
         return found._replace(chain=chain, starts=starts, stamps=stamps)
 
-    def store(self, found: Found, most: Sequence[int] | None = None) -> list[Stored]:
+    def store(self, found: SimulatedMatch, most: Sequence[int] | None = None) -> list[SimulatedStore]:
         """Bring each tier what it lacks, leading chunks first; no more than `most` chunks into each.
 
         What of a prompt the tier above has no room for comes on top: the store waits until it has passed.
         """
-        chain, stored, above = found.chain, list[Stored](), math.inf
+        chain, stored, above = found.chain, list[SimulatedStore](), math.inf
         for at, tier in enumerate(self._tiers):
             start, end, dropped, before = found.starts[at], len(chain.ids), 0, tier.written
             if most is not None:
@@ -149,17 +149,17 @@ class Simulation:
                 dropped = max(0, len(new) - room)
                 end = new[room] if dropped else end
             tier.store(chain, start, end, found.stamps[at])
-            stored.append(Stored(tier.written - before, dropped))
+            stored.append(SimulatedStore(tier.written - before, dropped))
             above = self._specs[at].chunks
         return stored
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> SimulatedOutcome:
         """What came of all requests so far."""
         tiers = (
             TierOutcome(*spec, tier.hits, tier.written, tier.evicted, tier.refused)
             for spec, tier in zip(self._specs, self._tiers, strict=True)
         )
-        return Outcome(self._requests, self._accesses, tuple(tiers))
+        return SimulatedOutcome(self._requests, self._accesses, tuple(tiers))
 
     def _tick(self, timestamp_ms: float) -> int:
         """The moment of a request, in ns; time does not go back."""
@@ -168,16 +168,16 @@ class Simulation:
         self._now = max(self._now, _BEGIN_NS + int((timestamp_ms - self._first_ms) * 1e6))
         return self._now
 
-    def _runs(self, chain: Chain, stamps: Sequence[int]) -> list[Run]:
+    def _runs(self, chain: Chain, stamps: Sequence[int]) -> list[ServedRun]:
         """The leading run, from tier to tier, until none has the next chunk; the tiers below are told of it."""
-        runs: list[Run] = []
+        runs: list[ServedRun] = []
         end, lacking = 0, 0  # so many tiers in a row are known not to have the next chunk
         while end < len(chain.ids) and lacking < len(self._tiers):
             for at, tier in enumerate(self._tiers):
                 count = tier.match(chain, end, stamps[at]) if lacking < len(self._tiers) else 0
                 lacking = 1 if count else lacking + 1
                 if count:
-                    runs.append(Run(at, end, end + count))
+                    runs.append(ServedRun(at, end, end + count))
                     end += count
         for run in runs:
             for at in range(run.tier + 1, len(self._tiers)):
@@ -187,7 +187,7 @@ class Simulation:
 
 def simulate(
     requests: Iterable[Request], tiers: Sequence[TierSpec], progress: Callable[[int], None] | None = None
-) -> Outcome:
+) -> SimulatedOutcome:
     """Play all requests; `progress` is told the number of chunks of each."""
     simulation = Simulation(tiers)
     for request in requests:

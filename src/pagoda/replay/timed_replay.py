@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pagoda.replay.simulate import Found, Outcome, Simulation, TierSpec
+from pagoda.replay.simulate import SimulatedMatch, SimulatedOutcome, Simulation, TierSpec
 from pagoda.replay.trace import Request
 
-__all__ = ["Engines", "LoadedOutcome", "LoadedTier", "Seconds", "replay_with_load"]
+__all__ = ["Engines", "Seconds", "TimedOutcome", "TimedTier", "replay_timed"]
 
 _PLENTY = 1 << 40
 
@@ -34,7 +34,7 @@ class Engines(NamedTuple):
     engines: int = 1
 
 
-class LoadedTier(NamedTuple):
+class TimedTier(NamedTuple):
     """A tier with a bandwidth, and how many chunks may wait to be written into it.
 
     None: as many as the tier above can hold while they wait; any number if there is none above.
@@ -52,14 +52,14 @@ class Seconds(NamedTuple):
     p90: float
 
 
-class LoadedOutcome(NamedTuple):
+class TimedOutcome(NamedTuple):
     """What came of it with the cache, and how long it would have been without one.
 
     `busy`: the share of time in which the engines computed or waited for a load. What is found where loading takes
     longer than computing is computed.
     """
 
-    found: Outcome
+    found: SimulatedOutcome
     loaded: tuple[int, ...]  # chunks that were found and not computed nonetheless, by tier
     dropped_writes: tuple[int, ...]  # chunks, by tier
     ttft: Seconds
@@ -73,17 +73,17 @@ class LoadedOutcome(NamedTuple):
         return sum(self.loaded) / self.found.accesses if self.found.accesses else 0.0
 
 
-def replay_with_load(
+def replay_timed(
     requests: Iterable[Request],
-    tiers: Sequence[LoadedTier],
+    tiers: Sequence[TimedTier],
     engines: Engines,
     progress: Callable[[int], None] | None = None,
-) -> LoadedOutcome:
+) -> TimedOutcome:
     """Play all requests in the time of the trace; `progress` is told the number of chunks of each.
 
     Raises ValueError for engines or tiers that do nothing, or wrong tiers (see Simulation).
     """
-    run = _Run(tiers, engines)
+    run = _TimedRun(tiers, engines)
     for request in requests:
         run.request(request)
         if progress is not None:
@@ -159,10 +159,10 @@ class _Servers:
         return Seconds(median, p90)
 
 
-class _Run:
+class _TimedRun:
     """The state of one pass."""
 
-    def __init__(self, tiers: Sequence[LoadedTier], engines: Engines) -> None:
+    def __init__(self, tiers: Sequence[TimedTier], engines: Engines) -> None:
         if min(*engines) <= 0:
             raise ValueError(f"engines need a speed, bytes a token and a number above 0, not {engines}")
         for tier in tiers:
@@ -176,7 +176,9 @@ class _Run:
             for tier, most in zip(tiers, above, strict=False)
         ]
         self._servers, self._cold = _Servers(engines.engines), _Servers(engines.engines)
-        self._computing: list[tuple[float, int, Found, int]] = []  # until when, which, what, bytes of a chunk
+        self._computing: list[
+            tuple[float, int, SimulatedMatch, int]
+        ] = []  # until when, which, what, bytes of a chunk
         self._loaded, self._dropped = [0] * len(tiers), [0] * len(tiers)
 
     def request(self, request: Request) -> None:
@@ -194,14 +196,16 @@ class _Run:
         self._servers.finish(arrival, start, end)
         heapq.heappush(self._computing, (end, len(self._servers.waits), found, chunk_bytes))
 
-    def outcome(self) -> LoadedOutcome:
+    def outcome(self) -> TimedOutcome:
         self._store_until(math.inf)
-        return LoadedOutcome(
+        return TimedOutcome(
             self._simulation.outcome(), tuple(self._loaded), tuple(self._dropped),
             self._servers.seconds(), self._servers.busy(), self._cold.seconds(), self._cold.busy(),
         )  # fmt: skip
 
-    def _load(self, found: Found, start: float, chunk_bytes: int, chunk_seconds: float) -> tuple[float, int]:
+    def _load(
+        self, found: SimulatedMatch, start: float, chunk_bytes: int, chunk_seconds: float
+    ) -> tuple[float, int]:
         """Load what is found up to what is computed faster; returns when it has come, and its number of chunks."""
         until, end = start, 0
         for run in found.runs:

@@ -13,15 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda.config.lmcache import Translation, Verdict, from_environment, known_fields, read, translate
-from pagoda.config.lmcache_fields import BELONGS, NOT_NEEDED, SWITCHES, WHEN_SET
 from pagoda.config.sources import load
 from pagoda.errors import ConfigError
+from pagoda.migrate.lmcache import FieldVerdict, Translation, from_environment, known_fields, read, translate
+from pagoda.migrate.lmcache_fields import BELONGS, NOT_NEEDED, SWITCHES, WHEN_SET
 
 PAGE = Path(__file__).parents[2] / "docs" / "lmcache.md"
 
 
-def verdict(made: Translation, field: str) -> Verdict:
+def verdict(made: Translation, field: str) -> FieldVerdict:
     """Return what became of a field, of which there must be one finding."""
     (found,) = [one.verdict for one in made.findings if one.field == field]
     return found
@@ -70,11 +70,11 @@ def test_what_lmcache_has_by_default_comes_to_our_tiers_with_remarks(fields: dic
     assert made.options["chunk_tokens"] == 256 and made.options["host_size"] == "5GiB"
     assert "remote" not in made.options
     if fields["remote_url"]:
-        assert verdict(made, "remote_url") is Verdict.NOT_NEEDED
+        assert verdict(made, "remote_url") is FieldVerdict.NOT_NEEDED
         assert "redis://HOST" in text(made, "remote_url")
-        assert verdict(made, "remote_serde") is Verdict.NOT_NEEDED
+        assert verdict(made, "remote_serde") is FieldVerdict.NOT_NEEDED
     if "local_device" in fields:
-        assert verdict(made, "local_device") is Verdict.NOT_NEEDED and "host tier" in text(
+        assert verdict(made, "local_device") is FieldVerdict.NOT_NEEDED and "host tier" in text(
             made, "local_device"
         )
 
@@ -116,9 +116,9 @@ def test_all_of_a_file_that_maps(tmp_path: Path) -> None:
         "io_threads": 8,
     }
     assert made.refused == []
-    assert verdict(made, "save_decode_cache") is verdict(made, "remote_serde") is Verdict.SAME
+    assert verdict(made, "save_decode_cache") is verdict(made, "remote_serde") is FieldVerdict.SAME
     for field in ("error_handling", "lookup_url", "distributed_url", "blend_min_tokens"):
-        assert verdict(made, field) is Verdict.NOT_NEEDED
+        assert verdict(made, field) is FieldVerdict.NOT_NEEDED
     assert not [one for one in made.findings if "p%20w" in one.text]
 
 
@@ -159,7 +159,7 @@ def test_the_host_tier() -> None:
     assert translate({"chunk_size": 256}).options["host_size"] == "5GiB"
     off = translate({"local_cpu": "False", "max_local_cpu_size": 5})
     assert off.options == {"host_size": 0} and off.refused == []
-    assert verdict(off, "max_local_cpu_size") is Verdict.NOT_NEEDED
+    assert verdict(off, "max_local_cpu_size") is FieldVerdict.NOT_NEEDED
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_the_host_tier() -> None:
 )
 def test_what_cannot_be_honoured_says_what_to_write(fields: dict[str, object], field: str, said: str) -> None:
     made = translate(fields)
-    assert verdict(made, field) is Verdict.NOT_SUPPORTED
+    assert verdict(made, field) is FieldVerdict.NOT_SUPPORTED
     assert [one.field for one in made.refused] == [field]
     assert said in text(made, field) and "hunter2" not in made.toml("x")
 
@@ -224,7 +224,7 @@ def test_what_can_be_had_instead_is_had_if_it_is_forced() -> None:
 def test_urls_of_engines_that_are_known(url: str, extra: dict[str, object], ours: str) -> None:
     made = translate({"remote_url": url, "extra_config": extra})
     assert made.options["remote"] == ours and made.refused == []
-    assert all(verdict(made, field) is Verdict.MAPPED for field in extra)
+    assert all(verdict(made, field) is FieldVerdict.MAPPED for field in extra)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_the_older_fields(fields: dict[str, object], options: dict[str, object])
 def test_unknown_fields_are_named_and_never_dropped() -> None:
     made = translate({"chunk_sise": 256, "extra_config": {"secret_knob": "hunter2"}, "nothing": None})
     assert [one.field for one in made.refused] == ["secret_knob", "chunk_sise", "nothing"]
-    assert {one.verdict for one in made.refused} == {Verdict.UNKNOWN}
+    assert {one.verdict for one in made.refused} == {FieldVerdict.UNKNOWN}
     assert "did you mean chunk_size?" in text(made, "chunk_sise")
     assert "hunter2" not in made.toml("x")
 
@@ -273,7 +273,7 @@ def test_every_field_gets_an_answer(field: str) -> None:
         "local_disk",
         "remote_url",
     }
-    assert [one for one in made.findings if one.field == field and one.verdict is not Verdict.UNKNOWN]
+    assert [one for one in made.findings if one.field == field and one.verdict is not FieldVerdict.UNKNOWN]
 
 
 def test_no_field_has_two_answers() -> None:
@@ -362,7 +362,7 @@ def test_without_pyyaml_there_is_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("chunk_size: 1\n")
     code = (
         "import sys; sys.modules['yaml'] = None\n"
-        "from pathlib import Path\nfrom pagoda.config.lmcache import read\nread(Path(sys.argv[1]))"
+        "from pathlib import Path\nfrom pagoda.migrate.lmcache import read\nread(Path(sys.argv[1]))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "a.yaml")], capture_output=True, text=True, timeout=120

@@ -17,7 +17,7 @@ from pagoda.ledger.columns import NO_PARENT, NOT_READY, Columns
 from pagoda.ledger.ghosts import Marks
 from pagoda.metrics import Reason
 
-__all__ = ["Chain", "Tier", "marks_of_ids"]
+__all__ = ["Chain", "SimulatedTier", "marks_of_ids"]
 
 _BATCH = 64
 _ATTEMPTS = 12
@@ -63,7 +63,7 @@ class _Filled:
         self.full_at: int | None = None  # the first chunk that found no room
 
 
-class Tier:
+class SimulatedTier:
     """Holds up to `chunks` ids. Deterministic; not thread-safe."""
 
     def __init__(self, chunks: int, policy: str) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from pagoda.cli import FailedError, UsageError, show
-from pagoda.cli.traces import OPTIMUM
+from pagoda.cli.replay_inputs import OPTIMUM
 
 if TYPE_CHECKING:
-    from pagoda.cli.traces import Cell
+    from pagoda.cli.replay_inputs import Cell
 
 _WIDTH, _HEIGHT = 62, 16  # characters of the plot itself
 _MARKS = "●○■◆×+"
@@ -21,7 +21,7 @@ _BOUND = "▲", "bright_black"
 _REMEDY = "matplotlib is not installed: pip install 'pagodakv[plot]'"
 
 
-class Line(NamedTuple):
+class CurveLine(NamedTuple):
     """One line of the plot: the cells of one policy, smallest size first."""
 
     name: str
@@ -36,11 +36,11 @@ def sizes_of(distinct: int, count: int) -> list[int]:
     return sorted({*(size for size in found if size < distinct), distinct})
 
 
-def lines_of(cells: Sequence[Cell]) -> list[Line]:
+def lines_of(cells: Sequence[Cell]) -> list[CurveLine]:
     """Return the cells by policy, the optimum last."""
     names = dict.fromkeys(cell.policy for cell in cells if cell.policy != OPTIMUM)
     return [
-        Line(name, sorted((cell for cell in cells if cell.policy == name), key=lambda cell: cell.chunks))
+        CurveLine(name, sorted((cell for cell in cells if cell.policy == name), key=lambda cell: cell.chunks))
         for name in (*names, OPTIMUM)
     ]
 
@@ -55,7 +55,9 @@ def check_png(path: Path) -> None:
         raise UsageError(f"--png {path}: {'is a directory' if path.is_dir() else 'no such directory'}")
 
 
-def save_png(path: Path, lines: Sequence[Line], bound: float, title: str, chunk_bytes: int | None) -> None:
+def save_png(
+    path: Path, lines: Sequence[CurveLine], bound: float, title: str, chunk_bytes: int | None
+) -> None:
     """Draw the lines into a file. Raises FailedError if it cannot be written."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -88,7 +90,7 @@ def save_png(path: Path, lines: Sequence[Line], bound: float, title: str, chunk_
         raise FailedError(f"{path}: cannot be written: {trouble.strerror or trouble}") from None
 
 
-def print_plot(lines: Sequence[Line], bound: float, chunk_bytes: int | None) -> None:
+def print_plot(lines: Sequence[CurveLine], bound: float, chunk_bytes: int | None) -> None:
     """Print the lines as characters: sizes to the right on a logarithmic axis, hit rates upwards."""
     from rich.text import Text
 

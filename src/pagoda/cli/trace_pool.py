@@ -26,7 +26,7 @@ Tick = Callable[[int], None]  # is told how many more chunks of the trace are do
 _TICK_SECONDS = 0.1
 
 
-class Work(NamedTuple, Generic[R]):
+class TraceJob(NamedTuple, Generic[R]):
     """`function(requests, *arguments, tick)`: one of a module's own functions, since it may go to another process.
 
     What it costs beside other work is `weight`, for the progress bar only.
@@ -49,7 +49,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-class Crew:
+class TracePool:
     """Processes that have the trace and do work on it, as long as the context lasts. For one thread."""
 
     def __init__(self, requests: Sequence[Request], jobs: int, quiet: bool) -> None:
@@ -57,7 +57,7 @@ class Crew:
         self._total = _chunks(requests)
         self._workers: list[_Worker] = []
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> TracePool:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -67,7 +67,7 @@ class Crew:
             worker.process.join()
             worker.pipe.close()
 
-    def run(self, work: Sequence[Work[R]], title: str) -> list[R]:
+    def run(self, work: Sequence[TraceJob[R]], title: str) -> list[R]:
         """Do all of it and return the results in the order of `work`. Raises what any of it raises."""
         count = min(self._jobs, len(work))
         if count > 1:
@@ -93,7 +93,7 @@ class Crew:
         for number in new:
             self._workers[number].pipe.send(self._requests)
 
-    def _here(self, number: int, piece: Work[R], tick: Callable[[int, float], None]) -> R:
+    def _here(self, number: int, piece: TraceJob[R], tick: Callable[[int, float], None]) -> R:
         done = 0
 
         def count(chunks: int) -> None:
@@ -105,7 +105,7 @@ class Crew:
         tick(number, 1.0)
         return result
 
-    def _spread(self, work: Sequence[Work[R]], tick: Callable[[int, float], None]) -> list[R]:
+    def _spread(self, work: Sequence[TraceJob[R]], tick: Callable[[int, float], None]) -> list[R]:
         from multiprocessing.connection import wait
 
         found: dict[int, R] = {}
@@ -194,13 +194,13 @@ def _work(pipe: Connection) -> None:
         requests: Sequence[Request] = pipe.recv()
         total = _chunks(requests)
         while True:
-            piece: Work[object] = pipe.recv()
+            piece: TraceJob[object] = pipe.recv()
             pipe.send(_outcome(piece, requests, total, pipe))
     except (EOFError, OSError):
         return
 
 
-def _outcome(piece: Work[object], requests: Sequence[Request], total: int, pipe: Connection) -> _Done:
+def _outcome(piece: TraceJob[object], requests: Sequence[Request], total: int, pipe: Connection) -> _Done:
     said, done = time.monotonic(), 0
 
     def tick(chunks: int) -> None:

@@ -16,18 +16,18 @@ from typing import NamedTuple
 
 from pagoda import policy as policies
 from pagoda.config import Config
-from pagoda.config.lmcache_fields import BELONGS, NOT_NEEDED, PLUMBING, SWITCHES, WHEN_SET, belongs_to
-from pagoda.config.lmcache_urls import IN_URLS, OWN_SERVER_HERE, Untranslated, is_own_server_here, translated
 from pagoda.config.paths import expanded
 from pagoda.config.remotes import redacted
 from pagoda.config.suggest import did_you_mean
 from pagoda.errors import ConfigError
+from pagoda.migrate.lmcache_fields import BELONGS, NOT_NEEDED, PLUMBING, SWITCHES, WHEN_SET, belongs_to
+from pagoda.migrate.lmcache_urls import IN_URLS, OWN_SERVER_HERE, Untranslated, is_own_server_here, translated
 
 __all__ = [
     "VARIABLES",
+    "FieldVerdict",
     "Finding",
     "Translation",
-    "Verdict",
     "from_environment",
     "known_fields",
     "read",
@@ -40,7 +40,7 @@ _HISTOGRAM = "histogram_bucket_"
 _POLICIES = {"lru": "lru", "fifo": "fifo", "arc": "arc"}
 
 
-class Verdict(StrEnum):
+class FieldVerdict(StrEnum):
     """What became of a field."""
 
     MAPPED = "mapped"
@@ -51,14 +51,20 @@ class Verdict(StrEnum):
     UNKNOWN = "unknown"
 
 
-_ORDER = (Verdict.NOT_SUPPORTED, Verdict.UNKNOWN, Verdict.ELSEWHERE, Verdict.NOT_NEEDED, Verdict.SAME)
+_ORDER = (
+    FieldVerdict.NOT_SUPPORTED,
+    FieldVerdict.UNKNOWN,
+    FieldVerdict.ELSEWHERE,
+    FieldVerdict.NOT_NEEDED,
+    FieldVerdict.SAME,
+)
 
 
 class Finding(NamedTuple):
     """One field of LMCache's, what became of it and why, in words without secrets."""
 
     field: str
-    verdict: Verdict
+    verdict: FieldVerdict
     text: str
 
 
@@ -71,14 +77,18 @@ class Translation(NamedTuple):
     @property
     def refused(self) -> list[Finding]:
         """What cannot be honoured: without it, something else would be stored or served."""
-        return [one for one in self.findings if one.verdict in (Verdict.NOT_SUPPORTED, Verdict.UNKNOWN)]
+        return [
+            one for one in self.findings if one.verdict in (FieldVerdict.NOT_SUPPORTED, FieldVerdict.UNKNOWN)
+        ]
 
     def toml(self, source: str) -> str:
         """Return the options as a pagoda.toml whose comments say where each came from, and what did not come."""
         lines = [f"# From LMCache's configuration ({_comment(source)})."]
         for name, value in self.options.items():
             origins = [
-                one for one in self.findings if one.verdict is Verdict.MAPPED and one.text.startswith(name)
+                one
+                for one in self.findings
+                if one.verdict is FieldVerdict.MAPPED and one.text.startswith(name)
             ]
             lines += [
                 "",
@@ -140,14 +150,14 @@ def translate(fields: Mapping[str, object], workers: int = 1) -> Translation:
     Raises:
         ConfigError: a value is none that its field can have.
     """
-    work = _Work(dict(fields), workers)
+    work = _FieldReader(dict(fields), workers)
     work.run()
     translation = Translation(work.options, work.findings)
     Config(**work.options)  # type: ignore[arg-type]  # it checks them
     return translation
 
 
-class _Work:
+class _FieldReader:
     """One translation under way: fields are taken out one after the other."""
 
     def __init__(self, fields: dict[str, object], workers: int) -> None:
@@ -173,13 +183,13 @@ class _Work:
         for field, value in self.fields.items():
             self._rest(field, value)
 
-    def say(self, field: str, verdict: Verdict, text: str) -> None:
+    def say(self, field: str, verdict: FieldVerdict, text: str) -> None:
         self.findings.append(Finding(field, verdict, text))
 
     def map(self, field: str, option: str, value: object, why: str = "") -> None:
         self.options[option] = value
         shown = redacted(value) if option == "remote" and isinstance(value, str) else value
-        self.say(field, Verdict.MAPPED, f"{option} = {_toml(shown)}{f' ({why})' if why else ''}")
+        self.say(field, FieldVerdict.MAPPED, f"{option} = {_toml(shown)}{f' ({why})' if why else ''}")
 
     def flag(self, field: str, default: bool) -> bool:
         return _flag(field, self.fields.pop(field)) if field in self.fields else default
@@ -191,23 +201,23 @@ class _Work:
         where = str(self.fields.pop(field))
         if where == "cpu":
             self.fields.setdefault("local_cpu", True)
-            self.say(field, Verdict.SAME, "the host tier, as local_cpu: true")
+            self.say(field, FieldVerdict.SAME, "the host tier, as local_cpu: true")
         elif where.startswith("cuda"):  # its oldest default
             self.fields.setdefault("local_cpu", True)
             text = "device memory is the engine's prefix cache's; the host tier takes its place, as local_cpu: true"
-            self.say(field, Verdict.NOT_NEEDED, text)
+            self.say(field, FieldVerdict.NOT_NEEDED, text)
         elif where.startswith(("file://", "/", ".")):
             self.fields.setdefault("local_disk", where)
             if "max_local_cache_size" in self.fields:
                 self.fields.setdefault("max_local_disk_size", self.fields.pop("max_local_cache_size"))
             self.fields.setdefault("local_cpu", False)
-            self.say(field, Verdict.SAME, "the disk tier, as local_disk")
+            self.say(field, FieldVerdict.SAME, "the disk tier, as local_disk")
         elif "://" in where:
             self.fields.setdefault("remote_url", where)
-            self.say(field, Verdict.SAME, "the remote tier, as remote_url")
+            self.say(field, FieldVerdict.SAME, "the remote tier, as remote_url")
         else:
             text = f"{redacted(where)!r} is no place known here; write {field}: cpu, file:///PATH or redis://HOST:6379"
-            self.say(field, Verdict.NOT_SUPPORTED, text)
+            self.say(field, FieldVerdict.NOT_SUPPORTED, text)
 
     def _host(self) -> None:
         legacy = "max_local_cache_size" if "max_local_cache_size" in self.fields else ""
@@ -218,12 +228,12 @@ class _Work:
         if not self.flag("local_cpu", True):
             self.map("local_cpu", "host_size", 0, "vLLM's processes meet in host memory: give them some")
             if given:
-                self.say(field, Verdict.NOT_NEEDED, "there is no host tier")
+                self.say(field, FieldVerdict.NOT_NEEDED, "there is no host tier")
             return
         why = self._times(gib) + ("" if given else "; LMCache's default")
         self.map(field if given else "local_cpu", "host_size", _gib(gib * self._workers), why)
         if asked and given:
-            self.say("local_cpu", Verdict.SAME, "there is a host tier if host_size is not 0")
+            self.say("local_cpu", FieldVerdict.SAME, "there is a host tier if host_size is not 0")
 
     def _disk(self) -> None:
         size = self.fields.pop("max_local_disk_size", None)
@@ -231,13 +241,13 @@ class _Work:
         gib = _number("max_local_disk_size", size) if size is not None else 0.0
         path = place if isinstance(place, str) else ""
         if place is True or (place and not path):
-            self.say("local_disk", Verdict.NOT_SUPPORTED, "where is it? write local_disk: file:///PATH")
+            self.say("local_disk", FieldVerdict.NOT_SUPPORTED, "where is it? write local_disk: file:///PATH")
         elif "," in path:
             text = "one disk tier is one directory; join the disks (RAID 0, LVM) and write local_disk: file:///PATH"
-            self.say("local_disk", Verdict.NOT_SUPPORTED, text)
+            self.say("local_disk", FieldVerdict.NOT_SUPPORTED, text)
         elif path and not gib:
             self.say(
-                "local_disk", Verdict.NOT_SUPPORTED, "how large? write max_local_disk_size: GB beside it"
+                "local_disk", FieldVerdict.NOT_SUPPORTED, "how large? write max_local_disk_size: GB beside it"
             )
         elif path:
             directory = os.path.abspath(expanded(path.removeprefix("file://")))
@@ -245,7 +255,7 @@ class _Work:
             self.map("max_local_disk_size", "disk_size", _gib(gib * self._workers), self._times(gib))
             return
         if gib:
-            self.say("max_local_disk_size", Verdict.NOT_NEEDED, "no disk tier came of local_disk")
+            self.say("max_local_disk_size", FieldVerdict.NOT_NEEDED, "no disk tier came of local_disk")
 
     def _times(self, gib: float) -> str:
         if self._workers == 1:
@@ -256,7 +266,7 @@ class _Work:
         url = self.fields.pop("remote_url", None)
         serde = str(self.fields.pop("remote_serde", None) or "naive")
         if url and is_own_server_here(str(url)):
-            self.say("remote_url", Verdict.NOT_NEEDED, OWN_SERVER_HERE)
+            self.say("remote_url", FieldVerdict.NOT_NEEDED, OWN_SERVER_HERE)
             url = None
         codec = self._codec(serde, wanted=bool(url))
         if not url:
@@ -264,7 +274,7 @@ class _Work:
         try:
             found, used = translated(str(url), self.fields)
         except Untranslated as refusal:
-            self.say("remote_url", Verdict.NOT_SUPPORTED, str(refusal))
+            self.say("remote_url", FieldVerdict.NOT_SUPPORTED, str(refusal))
             return
         if codec:
             found += ("&" if "?" in found else "?") + f"codec={codec}"
@@ -272,17 +282,17 @@ class _Work:
         self.map("remote_url", "remote", found, kept)
         for field in used:
             del self.fields[field]
-            self.say(field, Verdict.MAPPED, "remote: in the URL")
+            self.say(field, FieldVerdict.MAPPED, "remote: in the URL")
 
     def _codec(self, serde: str, wanted: bool) -> str:
         """Judge the serde; return the codec that stands for it, or an empty string for the usual one."""
         if not wanted:
             if "remote_serde" in self._given:
-                self.say("remote_serde", Verdict.NOT_NEEDED, "there is no remote tier")
+                self.say("remote_serde", FieldVerdict.NOT_NEEDED, "there is no remote tier")
             return ""
         if serde in ("naive", "torch", "safetensor", "fast"):
             if "remote_serde" in self._given:
-                self.say("remote_serde", Verdict.SAME, "bytes are stored as they are (codec=raw)")
+                self.say("remote_serde", FieldVerdict.SAME, "bytes are stored as they are (codec=raw)")
             return ""
         lossy = (
             "loses precision, and all here is lossless"
@@ -290,7 +300,7 @@ class _Work:
             else "is not known here"
         )
         text = f"{serde} {lossy}; write remote_serde: naive, or ?codec=zstd in the URL of the remote tier"
-        self.say("remote_serde", Verdict.NOT_SUPPORTED, text)
+        self.say("remote_serde", FieldVerdict.NOT_SUPPORTED, text)
         return "zstd"
 
     def _rest(self, field: str, value: object) -> None:
@@ -300,25 +310,27 @@ class _Work:
             on = _flag(field, value)
             self.say(
                 field,
-                Verdict.NOT_SUPPORTED if on else Verdict.SAME,
+                FieldVerdict.NOT_SUPPORTED if on else FieldVerdict.SAME,
                 SWITCHES[field] if on else "off here too",
             )
         elif switch:
             on = _flag(switch, self._given.get(switch, False))
             text = f"belongs to {switch}, which is {'not supported' if on else 'off'}"
-            self.say(field, Verdict.NOT_NEEDED, text)
+            self.say(field, FieldVerdict.NOT_NEEDED, text)
         elif field in WHEN_SET:
             empty = value is False or value in ("", [], {})
-            verdict = Verdict.SAME if empty else Verdict.NOT_SUPPORTED
+            verdict = FieldVerdict.SAME if empty else FieldVerdict.NOT_SUPPORTED
             self.say(field, verdict, "nothing is set" if empty else WHEN_SET[field])
         elif field in IN_URLS:
-            self.say(field, Verdict.NOT_NEEDED, "there is no remote tier that it is for")
+            self.say(field, FieldVerdict.NOT_NEEDED, "there is no remote tier that it is for")
         elif field in NOT_NEEDED or field.startswith(_HISTOGRAM):
-            self.say(field, Verdict.NOT_NEEDED, NOT_NEEDED.get(field, "metrics have no histograms"))
+            self.say(field, FieldVerdict.NOT_NEEDED, NOT_NEEDED.get(field, "metrics have no histograms"))
         else:
             hint = did_you_mean(field, known_fields())
             self.say(
-                field, Verdict.UNKNOWN, f"no field of LMCache's that is known here{hint or '; remove it'}"
+                field,
+                FieldVerdict.UNKNOWN,
+                f"no field of LMCache's that is known here{hint or '; remove it'}",
             )
 
 
@@ -334,55 +346,57 @@ def _extra(extra: object) -> dict[str, object]:
     return {str(name): value for name, value in (extra or {}).items()}
 
 
-def _chunk_size(work: _Work, field: str, value: object) -> None:
+def _chunk_size(work: _FieldReader, field: str, value: object) -> None:
     work.map(field, "chunk_tokens", _whole(field, value))
 
 
-def _blocking_timeout(work: _Work, field: str, value: object) -> None:
+def _blocking_timeout(work: _FieldReader, field: str, value: object) -> None:
     work.map(field, "deadline_seconds", _number(field, value))
 
 
-def _least_hit(work: _Work, field: str, value: object) -> None:
+def _least_hit(work: _FieldReader, field: str, value: object) -> None:
     work.map(field, "min_hit_tokens", _whole(field, value))
 
 
-def _policy(work: _Work, field: str, value: object) -> None:
+def _policy(work: _FieldReader, field: str, value: object) -> None:
     policy = _POLICIES.get(str(value).lower())
     if policy:
         work.map(field, "policy", policy)
     else:
         work.say(
             field,
-            Verdict.NOT_SUPPORTED,
+            FieldVerdict.NOT_SUPPORTED,
             f"{value} is none of {', '.join(policies.NAMES)}; write LRU or remove it",
         )
 
 
-def _direct(work: _Work, field: str, value: object) -> None:
+def _direct(work: _FieldReader, field: str, value: object) -> None:
     work.map(field, "disk_direct", _flag(field, value))
 
 
-def _threads(work: _Work, field: str, value: object) -> None:
+def _threads(work: _FieldReader, field: str, value: object) -> None:
     work.map(field, "io_threads", _whole(field, value))
 
 
-def _save_output(work: _Work, field: str, value: object) -> None:
+def _save_output(work: _FieldReader, field: str, value: object) -> None:
     if _flag(field, value):
-        work.say(field, Verdict.SAME, "what a model writes is stored unless --no-store-output says otherwise")
+        work.say(
+            field, FieldVerdict.SAME, "what a model writes is stored unless --no-store-output says otherwise"
+        )
     else:
         text = "the option store_output of the connector: pagoda vllm --no-store-output serve ..."
-        work.say(field, Verdict.ELSEWHERE, text)
+        work.say(field, FieldVerdict.ELSEWHERE, text)
 
 
-def _unfull(work: _Work, field: str, value: object) -> None:
+def _unfull(work: _FieldReader, field: str, value: object) -> None:
     if _flag(field, value):
         text = "only whole chunks are stored; with a smaller chunk_tokens less of a prompt is left over"
-        work.say(field, Verdict.NOT_NEEDED, text)
+        work.say(field, FieldVerdict.NOT_NEEDED, text)
     else:
-        work.say(field, Verdict.SAME, "only whole chunks are stored")
+        work.say(field, FieldVerdict.SAME, "only whole chunks are stored")
 
 
-_RULES: dict[str, Callable[[_Work, str, object], None]] = {
+_RULES: dict[str, Callable[[_FieldReader, str, object], None]] = {
     "chunk_size": _chunk_size,
     "blocking_timeout_secs": _blocking_timeout,
     "min_retrieve_tokens": _least_hit,

@@ -28,7 +28,7 @@ WALK_SECONDS = 300.0
 """The most that a walk over all names takes."""
 
 
-class Asked(NamedTuple):
+class RemoteCheck(NamedTuple):
     """A remote tier and what is wrong with it, or an empty string."""
 
     tier: str
@@ -97,9 +97,9 @@ def cleared(spec: RemoteSpec, roots: Sequence[bytes] | None) -> int:
     return ask(spec, lambda link: sum(link.clear(root, walk) for root in found))
 
 
-def pinged(specs: Sequence[RemoteSpec]) -> list[Asked]:
+def pinged(specs: Sequence[RemoteSpec]) -> list[RemoteCheck]:
     """Return for each remote tier whether it answers and can be read, and whether its codec is installed."""
-    return [Asked(spec.name, spec.redacted, _trouble(spec)) for spec in specs]
+    return [RemoteCheck(spec.name, spec.redacted, _trouble(spec)) for spec in specs]
 
 
 def patience(spec: RemoteSpec) -> float:

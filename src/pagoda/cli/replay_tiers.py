@@ -7,21 +7,21 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from pagoda.cli import UsageError, show
-from pagoda.cli.traces import Cell, Trace, best
+from pagoda.cli.replay_inputs import Cell, Trace, best
 
 if TYPE_CHECKING:
-    from pagoda.cli.speeds import Speeds
-    from pagoda.replay import Outcome, Request, TierSpec
-    from pagoda.replay.load import LoadedOutcome
+    from pagoda.cli.load_speeds import Speeds
+    from pagoda.replay import Request, SimulatedOutcome, TierSpec
+    from pagoda.replay.timed_replay import TimedOutcome
 
 _BUSY = 0.7  # the share of time that engines compute if nobody says how many there are
 
 
-class Tiers(NamedTuple):
+class ReplayedTiers(NamedTuple):
     """What a policy made of the trace with these tiers; seconds are those to the first token, one a request."""
 
     policy: str
-    outcome: Outcome
+    outcome: SimulatedOutcome
     saved_tokens: int
     cold_seconds: list[float]
     seconds: list[float]
@@ -33,7 +33,7 @@ def tiered(
     chunk_bytes: int,
     speeds: Speeds,
     tick: Callable[[int], None],
-) -> Tiers:
+) -> ReplayedTiers:
     """Simulate tiers below each other and say how long each prompt takes when nothing else is going on.
 
     As in the cache itself (`worth_it`), what would load more slowly than it is computed is computed.
@@ -54,7 +54,7 @@ def tiered(
             cold.append(request.input_length / speeds.prefill)
             seconds.append((request.input_length - tokens) / speeds.prefill + loading)
         tick(len(request.hash_ids))
-    return Tiers(specs[0].policy, simulation.outcome(), saved, cold, seconds)
+    return ReplayedTiers(specs[0].policy, simulation.outcome(), saved, cold, seconds)
 
 
 def loaded(
@@ -64,14 +64,14 @@ def loaded(
     speeds: Speeds,
     engines: int,
     tick: Callable[[int], None],
-) -> LoadedOutcome:
+) -> TimedOutcome:
     """Replay in the time of the trace: prompts wait for engines, loads for loads, and writes have a bounded queue."""
-    from pagoda.replay.load import Engines, LoadedTier, replay_with_load
+    from pagoda.replay.timed_replay import Engines, TimedTier, replay_timed
 
     assert speeds.prefill is not None
-    tiers = [LoadedTier(spec, 1e9 * speeds.gbps(spec.name)) for spec in specs]
+    tiers = [TimedTier(spec, 1e9 * speeds.gbps(spec.name)) for spec in specs]
     token_bytes = -(-chunk_bytes // requests[0].chunk_tokens)
-    return replay_with_load(requests, tiers, Engines(speeds.prefill, token_bytes, engines), tick)
+    return replay_timed(requests, tiers, Engines(speeds.prefill, token_bytes, engines), tick)
 
 
 def specs_of(trace: Trace, sizes: dict[str, int], chunk_bytes: int, policy: str) -> list[TierSpec]:
@@ -91,7 +91,7 @@ def engines_for(trace: Trace, prefill: float) -> int:
     return max(1, math.ceil(trace.input_tokens / prefill / trace.seconds / _BUSY))
 
 
-class Plan(NamedTuple):
+class ReplayPlan(NamedTuple):
     """What is simulated: tiers by name, their bytes, and those of a chunk; `engines` 0: time is not looked at."""
 
     trace: Trace
@@ -101,36 +101,36 @@ class Plan(NamedTuple):
     engines: int
 
 
-class Result(NamedTuple):
+class ReplayResult(NamedTuple):
     """What a policy made of a plan: with every prompt by itself, and with engines in the time of the trace."""
 
-    alone: Tiers
-    load: LoadedOutcome | None
+    alone: ReplayedTiers
+    load: TimedOutcome | None
     optimum: float
 
 
-def results(plan: Plan, policies: Sequence[str], jobs: int | None, quiet: bool) -> list[Result]:
+def results(plan: ReplayPlan, policies: Sequence[str], jobs: int | None, quiet: bool) -> list[ReplayResult]:
     """Simulate the tiers under each policy."""
-    from pagoda.cli.parallel import Crew, Work, cores
+    from pagoda.cli.trace_pool import TraceJob, TracePool, cores
 
     trace, chunk_bytes, speeds = plan.trace, plan.chunk_bytes, plan.speeds
     specs = [specs_of(trace, plan.sizes, chunk_bytes, policy) for policy in policies]
     room = trace.room(sum(size // chunk_bytes for size in plan.sizes.values()))
-    work: list[Work[Tiers | LoadedOutcome | Cell]] = []
-    work += [Work(tiered, (tiers, chunk_bytes, speeds)) for tiers in specs]
+    work: list[TraceJob[ReplayedTiers | TimedOutcome | Cell]] = []
+    work += [TraceJob(tiered, (tiers, chunk_bytes, speeds)) for tiers in specs]
     if plan.engines:
-        work += [Work(loaded, (tiers, chunk_bytes, speeds, plan.engines), 1.3) for tiers in specs]
-    work.append(Work(best, (room,), 0.2))
-    with Crew(trace.requests, jobs or cores(), quiet) as crew:
-        found = crew.run(work, f"replaying {trace.name}")
-    alone = [one for one in found if isinstance(one, Tiers)]
-    load: list[LoadedOutcome | None] = [one for one in found if not isinstance(one, Tiers | Cell)]
+        work += [TraceJob(loaded, (tiers, chunk_bytes, speeds, plan.engines), 1.3) for tiers in specs]
+    work.append(TraceJob(best, (room,), 0.2))
+    with TracePool(trace.requests, jobs or cores(), quiet) as pool:
+        found = pool.run(work, f"replaying {trace.name}")
+    alone = [one for one in found if isinstance(one, ReplayedTiers)]
+    load: list[TimedOutcome | None] = [one for one in found if not isinstance(one, ReplayedTiers | Cell)]
     load = load or [None] * len(alone)
     (bound,) = [one.hit_rate for one in found if isinstance(one, Cell)]
-    return [Result(one, with_load, bound) for one, with_load in zip(alone, load, strict=True)]
+    return [ReplayResult(one, with_load, bound) for one, with_load in zip(alone, load, strict=True)]
 
 
-def as_json(plan: Plan, found: Sequence[Result]) -> dict[str, object]:
+def as_json(plan: ReplayPlan, found: Sequence[ReplayResult]) -> dict[str, object]:
     """Return all results as "runs"; if there is but one, its keys stand beside the trace's as well."""
     runs = [_as_json(plan, result) for result in found]
     return {
@@ -143,7 +143,7 @@ def as_json(plan: Plan, found: Sequence[Result]) -> dict[str, object]:
     }
 
 
-def _as_json(plan: Plan, result: Result) -> dict[str, object]:
+def _as_json(plan: ReplayPlan, result: ReplayResult) -> dict[str, object]:
     run, trace = result.alone, plan.trace
     tiers = [
         {
@@ -172,7 +172,7 @@ def _as_json(plan: Plan, result: Result) -> dict[str, object]:
     return found
 
 
-def _load_as_json(plan: Plan, load: LoadedOutcome) -> dict[str, object]:
+def _load_as_json(plan: ReplayPlan, load: TimedOutcome) -> dict[str, object]:
     return {
         "engines": plan.engines,
         "hit_rate": load.hit_rate,

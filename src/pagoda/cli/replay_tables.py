@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pagoda.cli import show
-from pagoda.cli.tiers import summary
+from pagoda.cli.replay_tiers import summary
 
 if TYPE_CHECKING:
-    from pagoda.cli.tiers import Plan, Result
+    from pagoda.cli.replay_tiers import ReplayPlan, ReplayResult
 
 Row = list[object]
 
 
-def print_results(plan: Plan, found: Sequence[Result]) -> None:
+def print_results(plan: ReplayPlan, found: Sequence[ReplayResult]) -> None:
     """Print what the tiers serve and take in, what that saves, and what was taken for granted."""
     _tiers(plan, found)
     print()
@@ -25,7 +25,7 @@ def print_results(plan: Plan, found: Sequence[Result]) -> None:
     _assumed(plan)
 
 
-def _tiers(plan: Plan, found: Sequence[Result]) -> None:
+def _tiers(plan: ReplayPlan, found: Sequence[ReplayResult]) -> None:
     rows: list[Row] = []
     for result in found:
         for tier in result.alone.outcome.tiers:
@@ -37,7 +37,7 @@ def _tiers(plan: Plan, found: Sequence[Result]) -> None:
     show.print_table(plan.trace.title, columns, rows)
 
 
-def _alone(plan: Plan, found: Sequence[Result]) -> None:
+def _alone(plan: ReplayPlan, found: Sequence[ReplayResult]) -> None:
     rows: list[Row] = []
     for result in found:
         run = result.alone
@@ -60,7 +60,7 @@ def _waits(seconds: Sequence[float]) -> Row:
     return [show.wait(value) for value in summary(seconds).values()] if seconds else []
 
 
-def _load(plan: Plan, found: Sequence[Result]) -> None:
+def _load(plan: ReplayPlan, found: Sequence[ReplayResult]) -> None:
     rows: list[Row] = []
     load = None
     for result in found:
@@ -80,7 +80,7 @@ def _load(plan: Plan, found: Sequence[Result]) -> None:
     show.print_table(f"{engines} in the time of the trace", columns, rows)
 
 
-def _assumed(plan: Plan) -> None:
+def _assumed(plan: ReplayPlan) -> None:
     speeds = plan.speeds
     if not speeds.prefill:
         show.note("nothing is said of time: give --prefill, or a --model for an estimate")

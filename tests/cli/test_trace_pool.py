@@ -1,4 +1,4 @@
-"""Work in several processes: the same results in the same order, and an end to all of it when there is trouble."""
+"""TraceJob in several processes: the same results in the same order, and an end to all of it when there is trouble."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from pagoda.cli import FailedError
-from pagoda.cli.parallel import Crew, Work
+from pagoda.cli.trace_pool import TraceJob, TracePool
 from pagoda.replay import Request
 
 REQUESTS = [Request(float(n), 512, 1, (n,)) for n in range(20)]
@@ -33,21 +33,21 @@ def dead(requests: Sequence[Request], tick: Callable[[int], None]) -> list[int]:
 
 @pytest.mark.parametrize("jobs", [1, 3])
 def test_results_come_in_the_order_of_the_work(jobs: int) -> None:
-    with Crew(REQUESTS, jobs, quiet=True) as crew:
+    with TracePool(REQUESTS, jobs, quiet=True) as pool:
         for starts in ([18, 3, 19, 7, 12], [15]):
-            found = crew.run([Work(ids_from, (start,)) for start in starts], "")
+            found = pool.run([TraceJob(ids_from, (start,)) for start in starts], "")
             assert found == [list(range(start, 20)) for start in starts]
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_what_a_process_raises_is_raised_here(jobs: int) -> None:
-    with Crew(REQUESTS, jobs, quiet=True) as crew, pytest.raises(ValueError, match="no room"):
-        crew.run([Work(ids_from, (1,)), Work(bad, ())], "")
+    with TracePool(REQUESTS, jobs, quiet=True) as pool, pytest.raises(ValueError, match="no room"):
+        pool.run([TraceJob(ids_from, (1,)), TraceJob(bad, ())], "")
 
 
 def test_a_process_that_dies_is_said_and_the_others_end() -> None:
-    with Crew(REQUESTS, 2, quiet=True) as crew:
+    with TracePool(REQUESTS, 2, quiet=True) as pool:
         with pytest.raises(FailedError, match="--jobs 1"):
-            crew.run([Work(ids_from, (1,)), Work(dead, ())], "")
-        processes = [worker.process for worker in crew._workers]
+            pool.run([TraceJob(ids_from, (1,)), TraceJob(dead, ())], "")
+        processes = [worker.process for worker in pool._workers]
     assert not any(process.is_alive() for process in processes)

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from pagoda.cli import show
-from pagoda.cli.remotes import Unanswered, leading
+from pagoda.cli.remote_stores import Unanswered, leading
 from pagoda.cli.stores import label, tier_of
 from pagoda.config import Config, RemoteSpec
 from pagoda.keys import Namespace, TokenIds, as_token_ids, chunk_keys
@@ -23,7 +23,7 @@ _TIMED_CHUNKS = 4
 _Place: TypeAlias = Ledger | RemoteSpec
 
 
-class Verdict(NamedTuple):
+class PrefixVerdict(NamedTuple):
     """How many leading tokens, why the next ones are not served (None: all whole chunks are), and that in words."""
 
     num_tokens: int
@@ -31,13 +31,13 @@ class Verdict(NamedTuple):
     detail: str
 
 
-class Answer(NamedTuple):
+class TierAnswer(NamedTuple):
     """The verdict on one tier (or "all") under one namespace."""
 
     namespace: bytes
     model: str
     tier: str
-    verdict: Verdict
+    verdict: PrefixVerdict
 
     def as_json(self) -> dict[str, object]:
         """Return all of it in plain types."""
@@ -81,7 +81,7 @@ def prompt_of(
     return Prompt(len(ids), tiers, remotes, known, sizes, keys, config.min_hit_tokens, worth)
 
 
-def answers(prompt: Prompt, root: bytes) -> list[Answer]:
+def answers(prompt: Prompt, root: bytes) -> list[TierAnswer]:
     """Return the answer of each tier for one namespace; of several tiers also what they serve together, as "all".
 
     What is below the minimum counts for nothing, which only the answer for all tiers can say.
@@ -90,9 +90,9 @@ def answers(prompt: Prompt, root: bytes) -> list[Answer]:
     ledgers = [ledger for ledger in prompt.tiers if root in ledger.namespaces()]
     here: list[_Place] = [*ledgers, *prompt.remotes]
     if len(here) == 1:
-        return [Answer(root, model, _name(here[0]), _together(prompt, root, here))]
-    alone = [Answer(root, model, _name(place), _from(prompt, root, place, 0)) for place in here]
-    return [*alone, Answer(root, model, "all", _together(prompt, root, here))]
+        return [TierAnswer(root, model, _name(here[0]), _together(prompt, root, here))]
+    alone = [TierAnswer(root, model, _name(place), _from(prompt, root, place, 0)) for place in here]
+    return [*alone, TierAnswer(root, model, "all", _together(prompt, root, here))]
 
 
 def _name(place: _Place) -> str:
@@ -113,10 +113,10 @@ def _stored_sizes(tiers: Sequence[Ledger]) -> dict[bytes, int]:
     return found
 
 
-def _together(prompt: Prompt, root: bytes, tiers: Sequence[_Place]) -> Verdict:
+def _together(prompt: Prompt, root: bytes, tiers: Sequence[_Place]) -> PrefixVerdict:
     """Return what the tiers serve from the top down, each going on where the one above ended."""
     size = prompt.chunk_tokens[root]
-    verdicts: list[Verdict] = []
+    verdicts: list[PrefixVerdict] = []
     run = 0
     for place in tiers:
         verdicts.append(_from(prompt, root, place, run))
@@ -126,44 +126,44 @@ def _together(prompt: Prompt, root: bytes, tiers: Sequence[_Place]) -> Verdict:
     total, last = run * size, verdicts[-1]
     if 0 < total < prompt.min_hit_tokens:
         detail = f"{total} tokens are there, min_hit_tokens = {prompt.min_hit_tokens}"
-        return Verdict(0, Reason.BELOW_MINIMUM, detail)
+        return PrefixVerdict(0, Reason.BELOW_MINIMUM, detail)
     if last.reason is Reason.ABSENT:  # any tier that remembers more than this one says more
         last = next((verdict for verdict in reversed(verdicts) if verdict.reason is not Reason.ABSENT), last)
     return last._replace(num_tokens=total)
 
 
-def _from(prompt: Prompt, root: bytes, place: _Place, start: int) -> Verdict:
+def _from(prompt: Prompt, root: bytes, place: _Place, start: int) -> PrefixVerdict:
     """Return what this tier has from chunk `start` on."""
     size, keys = prompt.chunk_tokens[root], prompt.keys[root]
     if not keys:
         detail = f"{prompt.num_tokens} tokens do not fill a chunk of {size}"
-        return Verdict(0, Reason.SHORT_PROMPT, detail)
+        return PrefixVerdict(0, Reason.SHORT_PROMPT, detail)
     if isinstance(place, RemoteSpec):
         return _from_remote(prompt, root, place, start)
     return _from_ledger(prompt, root, place, start)
 
 
-def _from_remote(prompt: Prompt, root: bytes, spec: RemoteSpec, start: int) -> Verdict:
+def _from_remote(prompt: Prompt, root: bytes, spec: RemoteSpec, start: int) -> PrefixVerdict:
     size, keys = prompt.chunk_tokens[root], prompt.keys[root]
     try:
         run = leading(spec, root, keys[start:])
     except Unanswered as trouble:
-        return Verdict(0, Reason.IO_ERROR, trouble.text)
+        return PrefixVerdict(0, Reason.IO_ERROR, trouble.text)
     if start + run == len(keys):
-        return Verdict(run * size, None, "all whole chunks are there")
-    return Verdict(run * size, Reason.ABSENT, f"chunk {start + run}: absent")
+        return PrefixVerdict(run * size, None, "all whole chunks are there")
+    return PrefixVerdict(run * size, Reason.ABSENT, f"chunk {start + run}: absent")
 
 
-def _from_ledger(prompt: Prompt, root: bytes, ledger: Ledger, start: int) -> Verdict:
+def _from_ledger(prompt: Prompt, root: bytes, ledger: Ledger, start: int) -> PrefixVerdict:
     size, keys = prompt.chunk_tokens[root], prompt.keys[root]
     match = ledger.match(keys[start:], start=start, touch=False)
     run = len(match.slots)
     dear = _dear(prompt, ledger, match.slots[:_TIMED_CHUNKS].tolist(), size)
     if dear:
-        return Verdict(0, Reason.NOT_WORTH_IT, dear)
+        return PrefixVerdict(0, Reason.NOT_WORTH_IT, dear)
     if start + run == len(keys):
-        return Verdict(run * size, None, "all whole chunks are there")
-    return Verdict(run * size, *_why(prompt, root, ledger, start + run, match.reason))
+        return PrefixVerdict(run * size, None, "all whole chunks are there")
+    return PrefixVerdict(run * size, *_why(prompt, root, ledger, start + run, match.reason))
 
 
 def _why(prompt: Prompt, root: bytes, ledger: Ledger, index: int, now: Reason | None) -> tuple[Reason, str]:
