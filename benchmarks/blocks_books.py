@@ -19,8 +19,8 @@ from harness import Figure, Runs, say, seconds_figure, seconds_text
 
 from pagoda import KVLayout
 from pagoda.blocks import Admitted, BlockManager
-from pagoda.blocks.allocator import BlockPool, Rooms
-from pagoda.blocks.completion import Ends
+from pagoda.blocks.allocator import BlockAllocator, BlockPool
+from pagoda.blocks.completion import Completion
 from pagoda.blocks.moves import Moves
 from pagoda.blocks.tree import Tree
 
@@ -123,56 +123,56 @@ def tree_figures(plan: Plan) -> list[Figure]:
         say(f"  {nodes:,} nodes: {shape} ...")
         with opened(plan, _LAYOUT, HOST_SLOTS * _LAYOUT.slot_bytes) as cache:
             tracemalloc.start()
-            rooms = Rooms(BlockPool(nodes), Tree(), Moves(cache.slots))
+            allocator = BlockAllocator(BlockPool(nodes), Tree(), Moves(cache.slots))
             empty = _traced()
-            _fill(rooms, length)
-            memory[shape] = _parts(rooms.tree, _traced() - empty) | {"pool": empty / nodes}
+            _fill(allocator, length)
+            memory[shape] = _parts(allocator.tree, _traced() - empty) | {"pool": empty / nodes}
             tracemalloc.stop()
-            _use_again(rooms.tree, nodes // 5)
-            _evict(plan, rooms, shape, watch)
-            rooms.tree.check()
+            _use_again(allocator.tree, nodes // 5)
+            _evict(plan, allocator, shape, watch)
+            allocator.tree.check()
     slower = max(memory, key=watch.median)
     note = f"{slower} of {nodes:,} nodes"
     return [watch.figure("evict_1000_of_1m_seconds", 0.010, slower, note), _bytes_figure(memory)]
 
 
-def _fill(rooms: Rooms, length: int) -> None:
+def _fill(allocator: BlockAllocator, length: int) -> None:
     """Prompts of `length` blocks with nothing in common, one after the other, until no block is free."""
-    blocks = rooms.pool.take(rooms.pool.free) or []
+    blocks = allocator.pool.allocate(allocator.pool.free) or []
     for first in range(0, len(blocks), length):
         tip = None
         for block in blocks[first : first + length]:
-            tip = rooms.tree.insert(sha256(block.to_bytes(4)).digest(), NAMESPACE.root, tip, block)
+            tip = allocator.tree.insert(sha256(block.to_bytes(4)).digest(), NAMESPACE.root, tip, block)
         if tip is not None:
-            rooms.tree.unlock(tip, rooms.tree.now())
+            allocator.tree.unlock(tip, allocator.tree.now())
 
 
 def _use_again(tree: Tree, times: int) -> None:
     """Use prompts again at random, so that the order of eviction is not that of memory."""
-    ends = [node for node in tree.nodes.values() if not node.children]
+    leaves = [node for node in tree.nodes.values() if not node.children]
     dice = random.Random(1)
-    for end in dice.choices(ends, k=min(times, len(ends))):
+    for end in dice.choices(leaves, k=min(times, len(leaves))):
         tree.lock(end)
         tree.unlock(end, tree.now())
 
 
-def _evict(plan: Plan, rooms: Rooms, shape: str, watch: Watch) -> None:
+def _evict(plan: Plan, allocator: BlockAllocator, shape: str, watch: Watch) -> None:
     """Evict to nowhere, then to the host."""
-    ends = Ends(rooms, {}, BLOCK_TOKENS, 1)
+    completion = Completion(allocator, {}, BLOCK_TOKENS, 1)
     for turn in range(1 + max(9, plan.rounds)):
         clock = watch if turn else Watch()  # the first round warms up
-        rooms.paused, free = True, rooms.pool.free
+        allocator.paused, free = True, allocator.pool.free
         with clock.on(shape):
-            copies = rooms.lower(EVICTED)
-        if copies is not None or rooms.pool.free != free + EVICTED:
-            raise RuntimeError(f"{rooms.pool.free - free} blocks were evicted")
-        rooms.paused = False
+            copies = allocator.evict(EVICTED)
+        if copies is not None or allocator.pool.free != free + EVICTED:
+            raise RuntimeError(f"{allocator.pool.free - free} blocks were evicted")
+        allocator.paused = False
         with clock.on(f"{shape} to the host"):
-            copies = rooms.lower(EVICTED)
+            copies = allocator.evict(EVICTED)
         if copies is None or len(copies.copies) != EVICTED:
             raise RuntimeError("the host did not take all")
         with clock.on(f"{shape} at the host"):
-            ends.report(copies.ticket, 0, None)
+            completion.report(copies.ticket, 0, None)
 
 
 # ---- memory

@@ -153,7 +153,7 @@ class Engine:
         request, table = self.requests[name], self.manager.table(name)
         count = len(request.tokens) if num_tokens is None else num_tokens
         blocks = request.truth()
-        for i in range(self.manager._records[name].computed_tokens // BLOCK, count // BLOCK):
+        for i in range(self.manager._requests[name].computed_tokens // BLOCK, count // BLOCK):
             self.kv[table[i]] = blocks[i]
         self.manager.computed(name, count)
         self.manager.check()
@@ -202,7 +202,7 @@ class Engine:
 
     def keys(self, tokens: Sequence[int], items: Iterable[Item] = (), salt: str | None = None) -> list[bytes]:
         """The keys of the whole blocks of a prompt."""
-        return chunk_keys(list(tokens), self.manager._storeys.root(None, salt), BLOCK, items)
+        return chunk_keys(list(tokens), self.manager._lower_tiers.root(None, salt), BLOCK, items)
 
     def places(self, tokens: Sequence[int]) -> list[str]:
         """Where the whole blocks of a prompt are."""
@@ -259,5 +259,8 @@ def everything(engine: Engine) -> object:
         for key, node in manager._tree.nodes.items()
     }
     stats = {name: n for name, n in manager.stats().items() if not name.endswith("seconds")}
-    records = {name: (list(r.table), r.entered, set(r.waits), r.tip) for name, r in manager._records.items()}
+    records = {
+        name: (list(r.table), r.num_in_tree, set(r.waits), r.last_node)
+        for name, r in manager._requests.items()
+    }
     return nodes, stats, records, list(manager._pool._free), sorted(e[:2] for e in manager._tree._heap)

@@ -18,24 +18,24 @@ def numbers(pool: BlockPool) -> tuple[int, int, int]:
 
 def test_blocks_are_taken_lowest_first_and_come_back() -> None:
     pool = BlockPool(5)
-    assert pool.take(2) == [0, 1]
+    assert pool.allocate(2) == [0, 1]
     assert numbers(pool) == (5, 3, 2)
-    assert pool.take(3) == [2, 3, 4]
+    assert pool.allocate(3) == [2, 3, 4]
     assert numbers(pool) == (5, 0, 5)
-    pool.give_back([3, 0])
+    pool.release([3, 0])
     assert numbers(pool) == (5, 2, 3)
     assert [pool.is_free(block) for block in range(5)] == [True, False, False, True, False]
-    again = pool.take(2)
+    again = pool.allocate(2)
     assert again is not None and sorted(again) == [0, 3]
 
 
 def test_more_than_there_is_takes_nothing_at_all() -> None:
     pool = BlockPool(3)
-    assert pool.take(4) is None
+    assert pool.allocate(4) is None
     assert numbers(pool) == (3, 3, 0)
-    assert pool.take(3) is not None and pool.take(1) is None and pool.take(0) == []
+    assert pool.allocate(3) is not None and pool.allocate(1) is None and pool.allocate(0) == []
     with pytest.raises(ValueError, match="-1"):
-        pool.take(-1)
+        pool.allocate(-1)
     assert numbers(pool) == (3, 0, 3)
 
 
@@ -50,35 +50,35 @@ def test_more_than_there_is_takes_nothing_at_all() -> None:
 )
 def test_a_wrong_free_is_named_by_id_and_frees_nothing(wrong: list[int], named: str) -> None:
     pool = BlockPool(6)
-    taken = pool.take(6)
+    taken = pool.allocate(6)
     assert taken is not None
-    pool.give_back([2])
+    pool.release([2])
     with pytest.raises(ValueError, match=named):
-        pool.give_back(wrong)
+        pool.release(wrong)
     assert numbers(pool) == (6, 1, 5)
     assert not pool.is_free(4)
-    pool.give_back([4])
-    assert pool.take(2) is not None
+    pool.release([4])
+    assert pool.allocate(2) is not None
 
 
 def test_it_is_resized_as_long_as_what_goes_is_free() -> None:
     pool = BlockPool(2)
     pool.resize(4)
     assert numbers(pool) == (4, 4, 0)
-    taken = pool.take(1)
+    taken = pool.allocate(1)
     assert taken == [0]
     pool.resize(8)
     assert numbers(pool) == (8, 7, 1)
-    more = pool.take(3)
+    more = pool.allocate(3)
     assert more == [1, 2, 3]
     with pytest.raises(ValueError, match=r"\[3\] are in use"):
         pool.resize(3)
     assert numbers(pool) == (8, 4, 4)
-    pool.give_back([3, 0])
+    pool.release([3, 0])
     pool.resize(3)
     assert numbers(pool) == (3, 1, 2)
     pool.check()
-    assert pool.take(2) is None and pool.take(1) == [0]
+    assert pool.allocate(2) is None and pool.allocate(1) == [0]
     for size in (0, -1):
         with pytest.raises(ValueError, match="at least one block"):
             BlockPool(size)
@@ -89,15 +89,15 @@ def test_no_block_is_ever_had_twice(steps: list[int | list[int]]) -> None:
     pool, ours = BlockPool(9), set[int]()
     for step in steps:
         if isinstance(step, int):
-            taken = pool.take(step)
+            taken = pool.allocate(step)
             assert (taken is None) == (step > 9 - len(ours))
             assert not ours.intersection(taken or [])
             ours.update(taken or [])
         elif set(step) <= ours and max(Counter(step).values(), default=1) == 1:
-            pool.give_back(step)
+            pool.release(step)
             ours.difference_update(step)
         else:
             with pytest.raises(ValueError, match="blocks"):
-                pool.give_back(step)
+                pool.release(step)
         assert numbers(pool) == (9, 9 - len(ours), len(ours))
         assert all(pool.is_free(block) != (block in ours) for block in range(9))

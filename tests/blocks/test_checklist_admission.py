@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from blake3 import blake3
 
-from pagoda.blocks import Admitted, Direction, Extended, Refused, Waiting
+from pagoda.blocks import Admitted, Direction, Extended, NoRoom, Waiting
 from tests.blocks.kit import (
     BLOCK,
     Engine,
@@ -60,9 +60,9 @@ def test_a_clean_refusal_changes_nothing(hosted: Engine, evict: bool) -> None:
     hosted.add("b", prompt(8) + prompt(17, 3))
     before = everything(hosted)
     answer = hosted.manager.admit("b", evict=evict)
-    assert answer == Refused(5, 2 if evict else 1)  # its own path is not counted as room
+    assert answer == NoRoom(5, 2 if evict else 1)  # its own path is not counted as room
     assert everything(hosted) == before
-    assert hosted.manager.extend("runs", 99, evict=evict) == Refused(21, 4 if evict else 1)
+    assert hosted.manager.extend("runs", 99, evict=evict) == NoRoom(21, 4 if evict else 1)
     assert everything(hosted) == before
     hosted.end(down)
     hosted.manager.release("runs")
@@ -97,7 +97,7 @@ def test_extend_makes_room_as_admit_does(hosted: Engine) -> None:
     hosted.leave("old", prompt(28))
     hosted.start("a", prompt(4, 1))
     table = hosted.manager.table("a")
-    assert isinstance(hosted.manager.extend("a", 12, evict=False), Refused)
+    assert isinstance(hosted.manager.extend("a", 12, evict=False), NoRoom)
     waiting = hosted.manager.extend("a", 12)
     assert isinstance(waiting, Waiting) and waiting.plan is not None and len(waiting.plan.copies) == 2
     assert hosted.manager.table("a") == table
@@ -209,7 +209,7 @@ def test_persistent_nodes_are_never_candidates(bare: Engine) -> None:
     bare.manager.demote(8)
     assert bare.places(prompt(12)) == ["device", "device", "freed"]
     bare.add("b", prompt(28, 2))
-    assert bare.manager.admit("b") == Refused(7, 6)
+    assert bare.manager.admit("b") == NoRoom(7, 6)
     assert bare.manager.unpin(prompt(8)) == 8
     bare.manager.check()
     assert len(bare.admit("b").table) == 7

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
-from pagoda.blocks import Direction, Match
+from pagoda.blocks import Direction, PrefixMatch
 from pagoda.keys import Item
 from tests.blocks.kit import (
     Engine,
@@ -172,7 +172,7 @@ def test_match_reports_device_host_and_storage_separately_in_tokens(shm_root: Pa
         stored(cache, tokens[:20])
         engine.start("a", tokens[:8])
         engine.add("b", tokens)
-        assert engine.manager.match("b") == Match(8, 12, 12)
+        assert engine.manager.match("b") == PrefixMatch(8, 12, 12)
         assert engine.manager.match("b").num_tokens == 32
         admitted = engine.admit("b")
         assert admitted.plan is not None and len(admitted.plan.copies) == 3
@@ -186,9 +186,9 @@ def test_a_preempted_request_finds_its_own_work(hosted: Engine) -> None:
     hosted.compute("a")
     hosted.manager.preempt("a")
     hosted.manager.check()
-    assert hosted.manager.match("a") == Match(8, 0, 0) and hosted.manager.table("a") == []
+    assert hosted.manager.match("a") == PrefixMatch(8, 0, 0) and hosted.manager.table("a") == []
     hosted.demoted(1)
-    assert hosted.manager.match("a") == Match(4, 4, 0)
+    assert hosted.manager.match("a") == PrefixMatch(4, 4, 0)
     assert hosted.resume("a").by_tier == {"device": 4, "host": 4}
 
 

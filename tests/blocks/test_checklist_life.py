@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from blake3 import blake3
 
-from pagoda.blocks import BlockManager, Match, Plan, Refused, Waiting
+from pagoda.blocks import BlockManager, NoRoom, Plan, PrefixMatch, Waiting
 from pagoda.cache import Cache
 from pagoda.layout import KVLayout
 from tests.blocks.kit import (
@@ -88,13 +88,13 @@ def test_weights_updated_invalidates_everything_cached(housed: Engine) -> None:
     assert housed.manager.weights_changed() == ("comes",)
     housed.manager.check()
     housed.end(up)
-    assert housed.manager.match("waits") == housed.manager.match("comes") == Match(0, 0, 0)
+    assert housed.manager.match("waits") == housed.manager.match("comes") == PrefixMatch(0, 0, 0)
     assert housed.manager.table("runs") == table
     housed.compute("runs")
     assert housed.manager.finish("runs") is None  # its KV is of the old weights
     housed.manager.check()
     housed.add("again", prompt(9, 1))
-    assert housed.manager.match("again") == Match(0, 0, 0)
+    assert housed.manager.match("again") == PrefixMatch(0, 0, 0)
     assert housed.resume("comes").computed_tokens == 0  # and from now on it is cached anew
     assert housed.manager.match("waits").device_tokens == 12
 
@@ -190,11 +190,11 @@ def test_with_prefix_caching_off_it_is_a_plain_pool(shm_root: Path) -> None:
         assert engine.manager.free == 8
         engine.start("b", prompt(13))
         engine.add("c", prompt(13))
-        assert engine.manager.match("c") == Match(0, 0, 0) and engine.manager.prefetch("c") is None
+        assert engine.manager.match("c") == PrefixMatch(0, 0, 0) and engine.manager.prefetch("c") is None
         assert engine.admit("c").shared == 0
         assert (engine.stat("in_use"), engine.stat("cached"), engine.manager.pin(prompt(13))) == (8, 0, 0)
         engine.add("d", prompt(1))
-        assert engine.manager.admit("d") == Refused(1, 0)
+        assert engine.manager.admit("d") == NoRoom(1, 0)
         engine.manager.preempt("b")
         assert engine.resume("b").computed_tokens == 0
 
@@ -236,14 +236,14 @@ def test_moves_can_be_paused_and_drained(hosted: Engine) -> None:
     hosted.end(down)  # what is under way ends as ever
     assert hosted.manager.in_flight == 0
     hosted.add("c", prompt(9))
-    assert hosted.manager.match("c") == Match(0, 0, 0) and hosted.manager.prefetch("c") is None
+    assert hosted.manager.match("c") == PrefixMatch(0, 0, 0) and hosted.manager.prefetch("c") is None
     assert hosted.admit("c").plan is None
     assert hosted.manager.demote(9) is None and hosted.stat("dropped_blocks") == 2
     assert hosted.manager.write_back(prompt(4, 5), [0]) is None
     hosted.manager.release("c")
     hosted.manager.resume()
     hosted.add("d", prompt(9))
-    assert hosted.manager.match("d") == Match(0, 8, 0)
+    assert hosted.manager.match("d") == PrefixMatch(0, 8, 0)
 
 
 def test_clearing_has_a_visible_state(hosted: Engine) -> None:
@@ -289,7 +289,7 @@ def test_replicas_share_host_and_disk_but_never_device_ids(shm_root: Path, tmp_p
         one, two = Engine(8, ours), Engine(4, theirs)
         one.leave("a", prompt(8))
         two.add("a", prompt(9))  # the same name means nothing to another replica
-        assert two.manager.match("a") == Match(0, 8, 0)
+        assert two.manager.match("a") == PrefixMatch(0, 8, 0)
         assert one.manager.free == 6 and two.manager.free == 4
         assert two.resume("a").by_tier == {"host": 8}
         assert one.manager.free == 6 and two.manager.free == 1

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
-from pagoda.blocks import Direction, Match
+from pagoda.blocks import Direction, PrefixMatch
 from pagoda.keys import Item
 from pagoda.testing import FakeClock
 from tests.blocks.kit import (
@@ -128,12 +128,12 @@ def test_prefetch_brings_the_leading_run_and_takes_no_blocks(shm_root: Path, tmp
         disk = cache._storeys.lower[0]
         assert disk.remove(keys[5])  # a hole: the run ends before it
         engine.add("a", tokens)
-        assert engine.manager.match("a") == Match(0, 0, 20)
+        assert engine.manager.match("a") == PrefixMatch(0, 0, 20)
         future = engine.manager.prefetch("a")
         assert future is not None and engine.manager.prefetch("a") in (future, None)
         assert (engine.manager.free, engine.manager.in_flight) == (16, 0)
         assert future.result(60).num_tokens == 20
-        assert engine.manager.match("a") == Match(0, 20, 0)
+        assert engine.manager.match("a") == PrefixMatch(0, 20, 0)
         assert ledger_of(cache).gauges()["reserved"] == 0
         admitted = engine.admit("a")
         assert (admitted.by_tier, admitted.computed_tokens) == ({"disk": 20}, 20)
@@ -217,7 +217,7 @@ def test_a_match_boundary_inside_an_item_moves_before_it(
     if place == "host":
         hosted.demoted(2)
     hosted.add("b", prompt(12), items=items)
-    wanted = Match(hit, 0, 0) if place == "device" else Match(0, hit, 0)
+    wanted = PrefixMatch(hit, 0, 0) if place == "device" else PrefixMatch(0, hit, 0)
     assert hosted.manager.match("b") == wanted
     admitted = hosted.admit("b")
     assert (admitted.computed_tokens, admitted.shared) == (hit, hit // BLOCK)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
-from pagoda.blocks import Admitted, BlockManager, Extended, Refused
+from pagoda.blocks import Admitted, BlockManager, Extended, NoRoom
 from pagoda.keys import Item
 from tests.blocks.kit import BLOCK, Engine, cache_at, prompt
 
@@ -17,7 +17,7 @@ LONG = prompt(10 * BLOCK + 1)
 def computed_in_chunks(engine: Engine, name: str, chunk: int) -> None:
     """Computes the rest of an admitted request, extending it chunk by chunk."""
     tokens = engine.requests[name].tokens
-    while (at := engine.manager._records[name].computed_tokens) < len(tokens):
+    while (at := engine.manager._requests[name].computed_tokens) < len(tokens):
         stop = min(at + chunk, len(tokens))
         assert isinstance(engine.manager.extend(name, stop), Extended)
         engine.compute(name, stop)
@@ -29,12 +29,12 @@ def test_a_prompt_is_admitted_with_room_for_its_first_chunk_alone() -> None:
     engine.start("busy", prompt(8 * BLOCK, 1))
     engine.add("a", LONG)
     answer = engine.manager.admit("a")
-    assert answer == Refused(11, 4)
+    assert answer == NoRoom(11, 4)
     answer = engine.manager.admit("a", chunk_tokens=2 * BLOCK)
     assert isinstance(answer, Admitted)
     assert (len(answer.table), answer.shared, answer.computed_tokens) == (2, 0, 0)
     engine.compute("a", 2 * BLOCK)
-    assert engine.manager.extend("a", 5 * BLOCK) == Refused(3, 2)
+    assert engine.manager.extend("a", 5 * BLOCK) == NoRoom(3, 2)
     engine.finish("busy")
     computed_in_chunks(engine, "a", 2 * BLOCK)
     engine.finish("a")
@@ -47,7 +47,7 @@ def test_the_least_is_a_chunk_and_no_more_is_taken_than_a_prompt_needs() -> None
     engine = Engine(12)
     engine.start("busy", prompt(11 * BLOCK, 1))
     engine.add("a", LONG)
-    assert engine.manager.admit("a", chunk_tokens=BLOCK + 1) == Refused(2, 1)
+    assert engine.manager.admit("a", chunk_tokens=BLOCK + 1) == NoRoom(2, 1)
     engine.add("b", prompt(2))
     answer = engine.manager.admit("b", chunk_tokens=100, reserve_tokens=1)
     assert isinstance(answer, Admitted) and len(answer.table) == 1
@@ -62,7 +62,7 @@ def test_a_host_hit_longer_than_the_free_blocks_is_loaded_as_far_as_there_is_roo
         engine.demoted(10)
         engine.start("busy", prompt(7 * BLOCK, 1))
         engine.add("a", LONG)
-        assert engine.manager.admit("a") == Refused(11, 5)
+        assert engine.manager.admit("a") == NoRoom(11, 5)
         answer = engine.manager.admit("a", chunk_tokens=BLOCK)
         assert isinstance(answer, Admitted) and answer.plan is not None
         assert (len(answer.table), len(answer.plan.copies), answer.computed_tokens) == (5, 5, 5 * BLOCK)
@@ -107,7 +107,7 @@ def test_the_recency_of_a_path_outlives_a_roll_back() -> None:
     engine.leave("newer", prompt(2 * BLOCK + 1, 1))
     engine.add("a", prompt(2 * BLOCK + 1))
     engine.admit("a")
-    engine.manager._rooms.roll_back(engine.manager._records["a"])
+    engine.manager._allocator.requeue(engine.manager._requests["a"])
     engine.manager.demote(2)
     assert engine.places(prompt(2 * BLOCK)) == ["device"] * 2
     assert engine.places(prompt(2 * BLOCK, 1)) == ["freed"] * 2
@@ -116,7 +116,7 @@ def test_the_recency_of_a_path_outlives_a_roll_back() -> None:
 def test_a_pool_grows_and_shrinks_with_what_is_cached(shm_root: Path) -> None:
     manager = BlockManager(4, 4)
     manager.add("a", list(range(17)))
-    assert manager.admit("a") == Refused(5, 4)
+    assert manager.admit("a") == NoRoom(5, 4)
     manager.resize(8)
     assert (manager.total, manager.free) == (8, 8)
     assert isinstance(manager.admit("a"), Admitted)

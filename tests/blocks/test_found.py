@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
-from pagoda.blocks import Match
+from pagoda.blocks import PrefixMatch
 from pagoda.keys import Item
 from tests.blocks.kit import BLOCK, Engine, cache_at, ledger_of, prompt, stored, workers_stopped
 
@@ -17,9 +17,9 @@ def test_a_manager_without_a_cache_has_a_namespace(bare: Engine) -> None:
     bare.leave("a", prompt(9))
     bare.add("b", prompt(9), salt="bob")
     bare.add("c", prompt(9))
-    assert bare.manager.match("b") == Match(0, 0, 0) and bare.manager.match("c") == Match(8, 0, 0)
+    assert bare.manager.match("b") == PrefixMatch(0, 0, 0) and bare.manager.match("c") == PrefixMatch(8, 0, 0)
     bare.manager.weights_changed()
-    assert bare.manager.match("c") == Match(0, 0, 0)
+    assert bare.manager.match("c") == PrefixMatch(0, 0, 0)
 
 
 def test_resume_does_not_bring_a_dead_rank_back(shm_root: Path) -> None:
@@ -127,12 +127,12 @@ def test_match_promises_nothing_below_the_minimum(shm_root: Path, half: bool) ->
         engine.demoted(3)
         engine.add("b", prompt(17), items=items)
         wanted = 0 if half else 8
-        assert engine.manager.match("b") == Match(wanted, 0, 0)
+        assert engine.manager.match("b") == PrefixMatch(wanted, 0, 0)
         assert engine.admit("b").computed_tokens == wanted
         engine.manager.release("b")
         engine.demoted(1)
         engine.add("c", prompt(17), items=items)
-        assert engine.manager.match("c") == Match(4, 12, 0) and engine.admit("c").computed_tokens == 16
+        assert engine.manager.match("c") == PrefixMatch(4, 12, 0) and engine.admit("c").computed_tokens == 16
 
 
 def test_a_negative_count_is_refused_and_changes_nothing(hosted: Engine) -> None:

@@ -11,7 +11,7 @@ import pytest
 from blake3 import blake3
 
 import pagoda.keys
-from pagoda.blocks import Admitted, BlockManager, Direction, Refused, Waiting
+from pagoda.blocks import Admitted, BlockManager, Direction, NoRoom, Waiting
 from pagoda.blocks.tree import upward
 from pagoda.testing import FakeClock
 from tests.blocks.kit import BLOCK, Engine, cache_at, ledger_of, prompt, retrieved, stored
@@ -109,7 +109,7 @@ def test_mistake_9_state_changed_before_the_refusal_with_no_rollback(shm_root: P
         engine.start("runs", prompt(16, 2))
         for n in range(20):  # a prompt that will never fit, tried again and again, hits the oldest
             engine.add(f"big {n}", prompt(8) + prompt(24, 3))
-            assert isinstance(engine.manager.admit(f"big {n}"), Refused)
+            assert isinstance(engine.manager.admit(f"big {n}"), NoRoom)
             engine.manager.release(f"big {n}")
         assert (engine.stat("evictable"), engine.stat("evicted_blocks"), engine.stat("requests")) == (3, 0, 3)
         engine.end(engine.manager.demote(1))
@@ -123,7 +123,7 @@ def test_mistake_9_extend_is_all_or_nothing(bare: Engine) -> None:
     bare.start("a", prompt(20))
     bare.start("b", prompt(8, 1))
     table = bare.manager.table("b")
-    assert bare.manager.extend("b", 16) == Refused(2, 1)
+    assert bare.manager.extend("b", 16) == NoRoom(2, 1)
     assert bare.manager.table("b") == table and bare.manager.free == 1
     bare.manager.check()
 
@@ -268,9 +268,9 @@ def test_mistake_13_one_bad_report_and_nobody_listens_any_more(shm_root: Path) -
             with pytest.raises(ValueError, match="of 2 copies"):
                 engine.manager.completed(plan.ticket, blocks=blocks)
         for rank in (-1, 2):
-            with pytest.raises(ValueError, match="none of the 2 ranks"):
+            with pytest.raises(ValueError, match="not one of the 2 ranks"):
                 engine.manager.completed(plan.ticket, rank=rank)
-            with pytest.raises(ValueError, match="none of the 2 ranks"):
+            with pytest.raises(ValueError, match="not one of the 2 ranks"):
                 engine.manager.lost(rank)
         assert engine.manager.in_flight == 1 and not engine.manager.completed(plan.ticket).ended
         assert engine.manager.completed(plan.ticket, rank=1).freed == 2
@@ -398,7 +398,7 @@ def test_a_waiting_answer_is_not_a_promise(hosted: Engine) -> None:
     hosted.end(first.plan)
     assert isinstance(hosted.manager.admit("c"), Admitted)
     again = hosted.manager.admit("b")
-    assert isinstance(again, Refused) and again.available == 3
+    assert isinstance(again, NoRoom) and again.available == 3
     assert first.plan.direction is Direction.DOWN
     hosted.manager.release("c")
     assert len(hosted.admit("b").table) == 5

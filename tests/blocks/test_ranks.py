@@ -188,7 +188,7 @@ def test_ranks_are_numbered_from_zero() -> None:
     manager = BlockManager(4, BLOCK, ranks=2)
     for wrong in (-1, 2, 99):
         for call in (manager.completed, manager.failed):
-            with pytest.raises(ValueError, match="none of the 2 ranks"):
+            with pytest.raises(ValueError, match="not one of the 2 ranks"):
                 call(1, rank=wrong)
     assert manager.completed(1, rank=1) == UNKNOWN
 

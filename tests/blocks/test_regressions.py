@@ -13,7 +13,7 @@ from typing import NoReturn
 import pytest
 from blake3 import blake3
 
-from pagoda.blocks import Admitted, Match, Refused, Waiting
+from pagoda.blocks import Admitted, NoRoom, PrefixMatch, Waiting
 from pagoda.cache import Cache
 from pagoda.cache.below import Generations, Slots
 from pagoda.keys import Item
@@ -37,7 +37,7 @@ def test_an_image_that_begins_on_the_device_and_goes_on_on_the_host(hosted: Engi
     """Its blocks on the device were entered into the tree a second time, and their first nodes were lost."""
     tokens = with_half_an_image_on_the_host(hosted)
     hosted.add("a", tokens, items=IMAGE)
-    assert hosted.manager.match("a") == Match(8, 8, 0)
+    assert hosted.manager.match("a") == PrefixMatch(8, 8, 0)
     admitted = hosted.admit("a")
     assert (admitted.shared, admitted.by_tier) == (4, {"device": 8, "host": 8})
     hosted.end(admitted.plan)
@@ -94,7 +94,7 @@ def test_who_needs_room_that_a_write_back_still_reads_waits_for_it(shm_root: Pat
         before = engine.manager.stats()
         assert engine.manager.admit("b") == Waiting(None, frozenset({plan.ticket}))
         assert engine.manager.stats() == before
-        assert engine.manager.admit("b", evict=False) == Refused(8, 1)
+        assert engine.manager.admit("b", evict=False) == NoRoom(8, 1)
         engine.end(plan)
         assert isinstance(engine.admit("b"), Admitted)
 
@@ -197,7 +197,7 @@ def test_the_end_of_a_copy_looks_at_nobody_else(hosted: Engine, monkeypatch: pyt
         hosted.add(name, prompt(17))
     first, second = hosted.admit("b"), hosted.admit("c")
     assert first.plan is not None and second.waits == {first.plan.ticket}
-    monkeypatch.setattr(hosted.manager._ends, "_records", OneByOne(hosted.manager._records))
+    monkeypatch.setattr(hosted.manager._completion, "_requests", OneByOne(hosted.manager._requests))
     assert hosted.end(first.plan).ready == ("b", "c")
 
 

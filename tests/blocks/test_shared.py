@@ -7,7 +7,7 @@ import shutil
 import signal
 from pathlib import Path
 
-from pagoda.blocks import Match
+from pagoda.blocks import PrefixMatch
 from tests.blocks.kit import (
     Engine,
     cache_at,
@@ -82,7 +82,7 @@ def test_an_engine_that_dies_in_its_copies_leaves_nothing_half_written(
         wait_until(said.exists)
         engine = Engine(8, cache, write_back=False)
         engine.add("b", [*TOKENS, 1])
-        assert engine.manager.match("b") == Match(0, 0, 0)  # the head is on its way still
+        assert engine.manager.match("b") == PrefixMatch(0, 0, 0)  # the head is on its way still
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
         process.join(60)
@@ -133,10 +133,10 @@ def test_the_disk_behind_it_brings_back_what_the_host_has_lost(shm_root: Path, t
     with cache_at(shm_root, tmp_path) as cache:
         engine = Engine(8, cache)
         engine.add("b", [*TOKENS, 1])
-        assert engine.manager.match("b") == Match(0, 0, 24)
+        assert engine.manager.match("b") == PrefixMatch(0, 0, 24)
         future = engine.manager.prefetch("b")
         assert future is not None and future.result(60).by_tier["disk"] == 24
-        assert engine.manager.match("b") == Match(0, 24, 0)
+        assert engine.manager.match("b") == PrefixMatch(0, 24, 0)
         assert engine.resume("b").by_tier == {"disk": 24}
         assert engine.stat("hit_tokens_storage") == 24
 
@@ -206,7 +206,7 @@ def test_new_weights_of_one_process_are_new_for_all(shm_root: Path) -> None:
         two.leave("a", TOKENS[:9])
         two.add("b", [*TOKENS, 1])
         one.manager.weights_changed()
-        assert two.manager.match("b") == Match(0, 0, 0)
+        assert two.manager.match("b") == PrefixMatch(0, 0, 0)
         assert two.resume("b").computed_tokens == 0
 
 
@@ -228,7 +228,7 @@ def test_an_engine_outlives_its_cache(shm_root: Path, tmp_path: Path) -> None:
     engine.is_right("b")
     assert engine.manager.finish("b") is None
     engine.add("c", TOKENS[:17])
-    assert engine.manager.match("c") == Match(16, 0, 0)
+    assert engine.manager.match("c") == PrefixMatch(16, 0, 0)
     engine.resume("c")
     engine.finish("c")
     assert engine.manager.demote(16) is None and engine.manager.free == 16  # dropped: there is nowhere to go

@@ -44,7 +44,7 @@ def used(tree: Tree, path: Sequence[int], first_block: int) -> Node:
 
 def evicted(tree: Tree, count: int) -> list[int]:
     """Evict and forget at once; the blocks in the order of their going."""
-    blocks = tree.depart(tree.evict(count))
+    blocks = tree.remove_evicted(tree.evict(count))
     tree.check()
     return blocks
 
@@ -67,7 +67,7 @@ def test_a_parent_has_been_used_when_its_child_was() -> None:
     used(tree, [1], 10)
     used(tree, [2], 20)
     tip = used(tree, [1, 3], 10)  # the path through [1] is younger than [2]
-    assert tree.drop(tip) == 11  # and is so though this end of it has gone
+    assert tree.remove(tip) == 11  # and is so though this end of it has gone
     assert evicted(tree, 2) == [20, 10]
 
 
@@ -105,9 +105,9 @@ def test_a_child_that_leaves_is_found_until_it_has_gone_and_may_be_called_back()
     path = tree.path(keys)
     assert [node.block for node in path] == [10, 11]
     for node in path:
-        tree.cancel(node)
+        tree.cancel_eviction(node)
     tree.check()
-    assert [node.place for node in path] == [Place.DEVICE] * 2 and tree.leaving == 0
+    assert [node.place for node in path] == [Place.DEVICE] * 2 and tree.evicting == 0
     assert evicted(tree, 1) == [11]  # leaf first, as before
     assert [node.block for node in tree.path(keys)] == [10]
 
@@ -116,13 +116,13 @@ def test_a_leaving_child_is_out_of_reach_when_its_parent_has_gone_before() -> No
     tree = Tree()
     tip = used(tree, [1, 2], 10)
     leaving = tree.evict(2)
-    assert tree.depart([leaving[1]]) == [10]
+    assert tree.remove_evicted([leaving[1]]) == [10]
     assert tree.path(keys_of([1, 2])) == []
     again = grown(tree, [1], 30)  # another node of the same key is not its parent
     assert tree.path(keys_of([1, 2])) == [again]
     other = tree.insert(tip.key, ROOT, again, 40)  # and another child takes the key over
     tree.check()
-    assert tree.depart([tip]) == [11]
+    assert tree.remove_evicted([tip]) == [11]
     assert tree.path(keys_of([1, 2])) == [again, other]
     tree.check()
 
@@ -130,7 +130,7 @@ def test_a_leaving_child_is_out_of_reach_when_its_parent_has_gone_before() -> No
 def test_what_comes_is_found_but_never_evicted() -> None:
     tree = Tree()
     tip = used(tree, [1], 10)
-    nodes = tree.expect(keys_of([1, 2, 3])[1:], ROOT, tip, [21, 22], ticket=7)
+    nodes = tree.insert_loading(keys_of([1, 2, 3])[1:], ROOT, tip, [21, 22], ticket=7)
     tree.check()
     assert [(node.place, node.ticket, node.position) for node in nodes] == [
         (Place.TO_DEVICE, 7, 1),
@@ -138,7 +138,7 @@ def test_what_comes_is_found_but_never_evicted() -> None:
     ]
     assert tree.path(keys_of([1, 2, 3])) == [tip, *nodes]
     assert tree.evict(9) == [] and tree.evictable == 0
-    tree.arrive(nodes)
+    tree.finish_loading(nodes)
     tree.check()
     assert tree.evict(9) == []  # locked by the move still
     tree.unlock(nodes[-1], 0)
@@ -148,10 +148,10 @@ def test_what_comes_is_found_but_never_evicted() -> None:
 def test_what_does_not_come_is_no_node() -> None:
     tree = Tree()
     tip = used(tree, [1], 10)
-    nodes = tree.expect(keys_of([1, 2, 3, 4])[1:], ROOT, tip, [21, 22, 23], ticket=7)
-    tree.arrive(nodes[:1])
+    nodes = tree.insert_loading(keys_of([1, 2, 3, 4])[1:], ROOT, tip, [21, 22, 23], ticket=7)
+    tree.finish_loading(nodes[:1])
     tree.unlock(nodes[-1], 0)
-    tree.forsake(nodes[1:])
+    tree.remove_loading(nodes[1:])
     tree.check()
     assert tree.path(keys_of([1, 2, 3, 4])) == [tip, nodes[0]]
     assert nodes[2].place is Place.FREED
@@ -165,10 +165,10 @@ def test_clear_frees_what_nobody_needs_and_the_rest_with_its_last_lock() -> None
     tree.lock(tip)
     assert tree.clear() == [21]
     tree.check()
-    assert (tree.detached, tree.devices, tree.locked, tree.evictable) == (2, 0, 0, 0)
+    assert (tree.detached, tree.on_device, tree.locked, tree.evictable) == (2, 0, 0, 0)
     assert tree.path(keys_of([1, 2])) == [] and tree.evict(9) == []
     other = used(tree, [1, 2], 30)  # the same keys again are other nodes
-    assert tree.drop(tip) is None
+    assert tree.remove(tip) is None
     assert tree.unlock(tip, tree.now()) == []
     assert tree.unlock(tip, tree.now()) == [11, 10]
     assert tree.detached == 0 and tree.path(keys_of([1, 2]))[-1] is other
@@ -179,12 +179,12 @@ def test_drop_takes_one_leaf_that_nobody_needs() -> None:
     tree = Tree()
     tip = grown(tree, [1, 2], 10)
     assert tip.parent is not None
-    assert tree.drop(tip) is None
+    assert tree.remove(tip) is None
     tree.unlock(tip, tree.now())
-    assert tree.drop(tip.parent) is None
-    assert tree.drop(tip) == 11 and tip.place is Place.FREED
-    assert tree.drop(tip) is None
-    assert tree.drop(tip.parent) == 10
+    assert tree.remove(tip.parent) is None
+    assert tree.remove(tip) == 11 and tip.place is Place.FREED
+    assert tree.remove(tip) is None
+    assert tree.remove(tip.parent) == 10
     tree.check()
 
 
@@ -198,14 +198,14 @@ def test_the_heap_stays_bounded_whatever_is_used_again_and_again() -> None:
         most = max(most, len(tree._heap))
     assert most <= 2 * 50 + 1024 + 1
     tree.check()
-    order = tree.depart(tree.evict(100))
+    order = tree.remove_evicted(tree.evict(100))
     assert order[:4] == [1, 0, 3, 2] and len(order) == 100  # the stale entries misled nobody
 
 
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda tree, tip: setattr(tree, "devices", tree.devices + 1),
+        lambda tree, tip: setattr(tree, "on_device", tree.on_device + 1),
         lambda tree, tip: setattr(tip, "locks", 1),
         lambda tree, tip: setattr(tip.parent, "children", 0),
         lambda tree, tip: setattr(tip, "entry", 0),
@@ -313,7 +313,7 @@ class Twins:
         assert [node.block for node in nodes] == [self.model.blocks[head] for head in heads]
         for head, node in zip(heads, nodes, strict=True):
             if node.place is Place.TO_HOST:
-                self.tree.cancel(node)
+                self.tree.cancel_eviction(node)
                 self.leaving.remove(node)
                 self.model.place[head] = Place.DEVICE
         if not nodes:
@@ -362,7 +362,7 @@ class Twins:
         if self.leaving:
             path = self.paths[self.leaving[which % len(self.leaving)].key]
             going = [node for node in self.leaving if self.paths[node.key][: len(path)] == path]
-            assert self.tree.depart(going) == [node.block for node in going]
+            assert self.tree.remove_evicted(going) == [node.block for node in going]
             for node in going:
                 self.leaving.remove(node)
                 del self.model.place[self.paths[node.key]]
@@ -373,7 +373,7 @@ class Twins:
         if found < len(path):
             parent = self.hit(path[:found]) if found else None
             blocks = [self.new(path[: i + 1], Place.TO_DEVICE) for i in range(found, len(path))]
-            nodes = self.tree.expect(keys_of(path)[found:], ROOT, parent, blocks, ticket=1)
+            nodes = self.tree.insert_loading(keys_of(path)[found:], ROOT, parent, blocks, ticket=1)
             if parent is not None:
                 self.tree.unlock(parent, 0)
             self.model.moves.append(path)
@@ -389,12 +389,12 @@ class Twins:
         below = (p for p in self.model.place for q in lost if p[: len(q)] == q and p not in lost)
         if any(self.model.locked(q) for q in lost) or any(below):
             good = len(nodes)
-        self.tree.arrive(nodes[:good])
+        self.tree.finish_loading(nodes[:good])
         for node in nodes[:good]:
             self.model.place[self.paths[node.key]] = Place.DEVICE
         assert self.tree.unlock(nodes[-1], 0) == []
         if good < len(nodes):
-            self.tree.forsake(nodes[good:])
+            self.tree.remove_loading(nodes[good:])
             for node in nodes[good:]:
                 del self.model.place[self.paths[node.key]]
 
@@ -402,7 +402,7 @@ class Twins:
         """A leaf is taken out, if it is one."""
         if path in self.model.place:
             may = path in self.model.leaves()
-            block = self.tree.drop(self.tree.nodes[keys_of(path)[-1]])
+            block = self.tree.remove(self.tree.nodes[keys_of(path)[-1]])
             assert block == (self.model.blocks[path] if may else None)
             if may:
                 del self.model.place[path]
@@ -430,8 +430,8 @@ class Twins:
         assert self.tree.evictable == self.model.evictable()
         counts = [sum(p is place for p in self.model.place.values()) for place in Place]
         there = dict(zip(Place, counts, strict=True))
-        assert self.tree.devices == there[Place.DEVICE] and self.tree.coming == there[Place.TO_DEVICE]
-        assert self.tree.leaving == there[Place.TO_HOST] == len(self.leaving)
+        assert self.tree.on_device == there[Place.DEVICE] and self.tree.loading == there[Place.TO_DEVICE]
+        assert self.tree.evicting == there[Place.TO_HOST] == len(self.leaving)
 
 
 @given(st.lists(steps, min_size=5, max_size=60))

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from pagoda.blocks import Admitted, Direction, Extended, Place, Refused, Waiting
+from pagoda.blocks import Admitted, Direction, Extended, NoRoom, Place, Waiting
 from pagoda.ledger import Reserved
 from pagoda.testing import FakeClock
 from pagoda.transfer import BlockKV
@@ -144,7 +144,7 @@ class Calls(Judge):
 
     def admitting(
         self, request: Request, reserve: int, evict: bool, chunk: int | None = None
-    ) -> Admitted | Waiting | Refused:
+    ) -> Admitted | Waiting | NoRoom:
         """Calls admit, and judges the answer."""
         keys, before = self.keys(request.prompt), self.snapshot()
         needed = blocks_of(len(request.prompt) + reserve)
@@ -158,9 +158,9 @@ class Calls(Judge):
                 needed = len(answer.table)
                 assert needed <= most and needed >= min(most, answer.shared, path + blocks_of(chunk))
                 self.seen["in part"] += needed < most
-            elif isinstance(answer, Refused):
+            elif isinstance(answer, NoRoom):
                 needed = min(most, inside + blocks_of(chunk))
-        if isinstance(answer, Refused):
+        if isinstance(answer, NoRoom):
             self.judge_refusal(answer, before, evict)
             room = self.roomy(keys, evict)
             assert needed - min(request.prompt.cut(inside), inside) > room, (
@@ -184,7 +184,7 @@ class Calls(Judge):
         before = self.snapshot()
         answer = self.manager.extend(request.name, total, evict=evict)
         self.saw("extend", answer)
-        if isinstance(answer, Refused):
+        if isinstance(answer, NoRoom):
             self.judge_refusal(answer, before, evict)
             room = self.roomy((), evict)
             assert blocks_of(total) - len(request.table) > room, (
@@ -202,7 +202,7 @@ class Calls(Judge):
             assert not any(set(new) & set(other.table) for other in self.running())
             self.devices.scribble(new)
             request.table = answer.table
-        if not isinstance(answer, Refused):
+        if not isinstance(answer, NoRoom):
             self.judge_victims(before, blocks_of(total) - len(before["tables"][request.name]))  # type: ignore[index]
 
     def has_room(self, count: int, evict: bool) -> None:

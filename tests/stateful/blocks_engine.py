@@ -19,7 +19,7 @@ from pagoda.ledger import Ledger, Reserved
 from tests.stateful.blocks_model import BLOCK, Devices, Prompt, Request, Ticket
 
 ON_DEVICE = (Place.DEVICE, Place.TO_HOST, Place.TO_DEVICE)
-# Gauges: what `Refused` and a late ticket must leave alone. The rest are counters and times.
+# Gauges: what `NoRoom` and a late ticket must leave alone. The rest are counters and times.
 GAUGES = (
     "total", "free", "cached", "in_use", "in_flight", "evictable", "pinned", "requests",
     "evicted_blocks", "dropped_blocks", "demoted_blocks", "promoted_blocks", "cancelled_moves",
@@ -106,7 +106,7 @@ class Engine:
         if self.cache is not None:
             rows = self.cache.keys(prompt.tokens, items=prompt.items, salt=prompt.salt)
             return [key for _, _, key in rows]
-        root = self.manager._storeys.root(None, prompt.salt)
+        root = self.manager._lower_tiers.root(None, prompt.salt)
         return chunk_keys(prompt.tokens, root, BLOCK, prompt.items)
 
     def on_host(self) -> dict[bytes, tuple[int, int]]:

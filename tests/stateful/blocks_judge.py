@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pagoda.blocks import Admitted, Direction, Extended, Place, Plan, Refused, Settled, Waiting
+from pagoda.blocks import Admitted, Direction, Extended, NoRoom, Place, Plan, Settled, Waiting
 from tests.stateful.blocks_engine import ON_DEVICE, Engine, leading, upward
 from tests.stateful.blocks_model import BLOCK, Request, Ticket
 
@@ -16,7 +16,7 @@ class Judge(Engine):
 
     # ---- room
 
-    def saw(self, call: str, answer: Admitted | Extended | Waiting | Refused) -> None:
+    def saw(self, call: str, answer: Admitted | Extended | Waiting | NoRoom) -> None:
         """Counts answers."""
         self.seen[f"{call} {type(answer).__name__}"] += 1
         if isinstance(answer, Admitted):
@@ -25,7 +25,7 @@ class Judge(Engine):
             for tier in answer.by_tier:
                 self.seen[f"hits {tier}"] += 1
 
-    def judge_refusal(self, answer: Refused, before: dict[str, object], evict: bool) -> None:
+    def judge_refusal(self, answer: NoRoom, before: dict[str, object], evict: bool) -> None:
         """It says the truth, and changed nothing."""
         assert answer.needed > answer.available >= 0
         after = self.snapshot()
@@ -48,7 +48,7 @@ class Judge(Engine):
         wanted = set(keys).union(*(pinned for _, pinned in self.pins))
         for request in self.running():  # its path may go through a twin of its own block
             if request.stale:
-                used |= {node.block for node in upward(self.manager._records[request.name].tip)}
+                used |= {node.block for node in upward(self.manager._requests[request.name].last_node)}
             else:
                 wanted |= set(self.keys(request.prompt)[: request.computed // BLOCK])
         used |= {node.block for key, node in self.manager._tree.nodes.items() if key in wanted}
@@ -141,7 +141,7 @@ class Judge(Engine):
         parents = {id(node.parent) for node in self.manager._tree.nodes.values()}
         kept |= {n.block for n in self.manager._tree.nodes.values() if n.locks or id(n) in parents}
         for other in self.running():  # its path may go through nodes that new weights have detached
-            kept |= {node.block for node in upward(self.manager._records[other.name].tip)}
+            kept |= {node.block for node in upward(self.manager._requests[other.name].last_node)}
         return leading(block not in kept for block in reversed(request.table[request.shared :]))
 
     # ---- moves
@@ -264,7 +264,7 @@ class Judge(Engine):
         flying = {copy.block for ticket in self.tickets.values() for copy in ticket.plan.copies}
         assert all(not manager._pool.is_free(block) for block in tables | tree)
         taken = {block for block in range(manager.total) if not manager._pool.is_free(block)}
-        tree |= {node.block for record in manager._records.values() for node in upward(record.tip)}
+        tree |= {node.block for record in manager._requests.values() for node in upward(record.last_node)}
         assert taken <= tables | tree | flying, f"blocks {taken - tables - tree - flying} are lost"
 
     def agree_host(self) -> None:

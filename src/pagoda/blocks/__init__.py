@@ -1,4 +1,17 @@
-"""Device blocks for people who write engines: a pool, a prefix tree over it, and the manager of both."""
+"""Device blocks for authors of engines: a pool, a prefix tree over it, and the manager of both.
+
+The modules, in the order in which a request passes them:
+
+    manager        BlockManager: the calls of an engine, and pins
+    request_state  a request's tokens, keys and blocks
+    admission      matches a waiting request and gives it blocks
+    tree           the prefix tree over the device blocks
+    lower_tiers    the host tier and the tiers below it, as the manager asks them
+    allocator      the free blocks, and eviction to make room
+    moves          the copies in flight between blocks and host slots
+    completion     what happens when their tickets end
+    plans          the values that the manager returns
+"""
 
 from __future__ import annotations
 
@@ -9,10 +22,10 @@ from pagoda.blocks.plans import (
     Copy,
     Direction,
     Extended,
-    Match,
+    NoRoom,
     Place,
     Plan,
-    Refused,
+    PrefixMatch,
     Settled,
     Waiting,
 )
@@ -24,10 +37,10 @@ __all__ = [
     "Copy",
     "Direction",
     "Extended",
-    "Match",
+    "NoRoom",
     "Place",
     "Plan",
-    "Refused",
+    "PrefixMatch",
     "Settled",
     "Waiting",
 ]

@@ -1,195 +1,205 @@
-"""How a waiting request gets its blocks: what its prefix hits, what is brought up from the host, what is its own."""
+"""Gives a waiting request its blocks: those that its prefix hits, those loaded from the host, and new ones."""
 
 from __future__ import annotations
 
 import time
 from concurrent.futures import Future
 
-from pagoda.blocks.allocator import Rooms
-from pagoda.blocks.lower_tiers import Storeys
-from pagoda.blocks.plans import Admitted, Match, Place, Plan, Refused, Waiting
-from pagoda.blocks.request_state import Record, blocks_for
+from pagoda.blocks.allocator import BlockAllocator
+from pagoda.blocks.lower_tiers import LowerTiers
+from pagoda.blocks.plans import Admitted, NoRoom, Place, Plan, PrefixMatch, Waiting
+from pagoda.blocks.request_state import RequestState, blocks_for
 from pagoda.blocks.tree import Node
 from pagoda.cache.hit import Hit
 from pagoda.metrics import Reason
 
-__all__ = ["Admission"]
+__all__ = ["AdmissionControl"]
 
 
-class Admission:
-    """Matches and admits records that wait. Not thread-safe."""
+class AdmissionControl:
+    """Matches and admits waiting requests. Not thread-safe."""
 
-    def __init__(self, rooms: Rooms, storeys: Storeys, prefix_caching: bool) -> None:
-        self._rooms = rooms
-        self._tree = rooms.tree
-        self._storeys = storeys
+    def __init__(self, allocator: BlockAllocator, lower_tiers: LowerTiers, prefix_caching: bool) -> None:
+        self._allocator = allocator
+        self._tree = allocator.tree
+        self._lower_tiers = lower_tiers
         self._prefix_caching = prefix_caching
         self.match_seconds = 0.0
 
     # ---- finding
 
-    def match(self, record: Record) -> Match:
-        """What an admission would find."""
-        self._renew(record)
-        keys = record.most_hits()
-        device = len(self._path(record))
+    def match(self, request: RequestState) -> PrefixMatch:
+        """Return what an admission would find."""
+        self._rehash_if_changed(request)
+        keys = request.matchable_keys()
+        device = len(self._device_path(request))
         host = storage = 0
-        if device < len(keys) and not self._rooms.paused:
-            host = len(self._storeys.find(keys[device:], device).slots)
-            storage = self._storeys.below(keys[device + host :], device + host, record)
-        whole = record.before_items(device + host + storage)
-        if (whole - device) * record.block_tokens < self._storeys.min_hit_tokens:
-            whole = record.before_items(device)
+        if device < len(keys) and not self._allocator.paused:
+            host = len(self._lower_tiers.match_host(keys[device:], device).slots)
+            storage = self._lower_tiers.match_lower(keys[device + host :], device + host, request)
+        whole = request.align_to_items(device + host + storage)
+        if (whole - device) * request.block_tokens < self._lower_tiers.min_hit_tokens:
+            whole = request.align_to_items(device)
         device = min(device, whole)
         host = min(host, whole - device)
         storage = whole - device - host
-        return Match(*(blocks * record.block_tokens for blocks in (device, host, storage)))
+        return PrefixMatch(*(blocks * request.block_tokens for blocks in (device, host, storage)))
 
-    def prefetch(self, record: Record) -> Future[Hit] | None:
-        """Begin to bring up to the host what the device lacks."""
-        self._renew(record)
-        keys, device = record.most_hits(), len(self._path(record))
-        if self._rooms.paused:
+    def prefetch(self, request: RequestState) -> Future[Hit] | None:
+        """Begin to load to the host what the device lacks."""
+        self._rehash_if_changed(request)
+        keys, device = request.matchable_keys(), len(self._device_path(request))
+        if self._allocator.paused:
             return None
-        host = len(self._storeys.find(keys[device:], device).slots)
+        host = len(self._lower_tiers.match_host(keys[device:], device).slots)
         if device + host < len(keys):
-            record.fetch = self._storeys.fetch(keys, device, record)
-        return record.fetch
+            request.fetch = self._lower_tiers.prefetch(keys, device, request)
+        return request.fetch
 
-    def _renew(self, record: Record) -> None:
-        """Hash anew if the weights were changed, here or by another process."""
+    def _rehash_if_changed(self, request: RequestState) -> None:
+        """Hash the request again if the weights have changed, here or in another process."""
         if self._prefix_caching:
-            root = self._storeys.root(record.lora, record.salt)
-            if root != record.root:
-                record.rehash(root)
+            root = self._lower_tiers.root(request.lora, request.salt)
+            if root != request.root:
+                request.rehash(root)
 
-    def _path(self, record: Record, alone: bool = False) -> list[Node]:
-        """The nodes that the request would share.
+    def _device_path(self, request: RequestState, alone: bool = False) -> list[Node]:
+        """Return the nodes that the request would share. Changes nothing.
 
-        They may end inside an item if the host has the rest of it, unless they are to stand `alone`. Changes nothing.
+        They may end inside an item if the host has the rest of it, unless `alone`.
         """
-        keys = record.most_hits()
+        keys = request.matchable_keys()
         path = self._tree.path(keys)
-        whole = record.before_items(len(path))
-        if whole < len(path) < len(keys) and not alone and not self._rooms.paused:
-            found = self._storeys.find(keys[len(path) :], len(path), touch=False)
-            if record.before_items(len(path) + len(found.slots)) >= len(path):
+        whole = request.align_to_items(len(path))
+        if whole < len(path) < len(keys) and not alone and not self._allocator.paused:
+            found = self._lower_tiers.match_host(keys[len(path) :], len(path), touch=False)
+            if request.align_to_items(len(path) + len(found.slots)) >= len(path):
                 return path
         return path[:whole]
 
     # ---- admission
 
     def admit(
-        self, record: Record, reserve_tokens: int, evict: bool, chunk_tokens: int | None
-    ) -> Admitted | Waiting | Refused:
+        self, request: RequestState, reserve_tokens: int, evict: bool, chunk_tokens: int | None
+    ) -> Admitted | Waiting | NoRoom:
         """Give a request its blocks."""
-        self._renew(record)
-        most = record.num_tokens + reserve_tokens
-        answer = self._try(record, self._path(record), most, evict, chunk_tokens)
-        if answer is None:  # the host has not the rest of an item, or there is no room for it
-            answer = self._try(record, self._path(record, alone=True), most, evict, chunk_tokens)
-            assert answer is not None, "a path that stands alone needs nothing of the host"
+        self._rehash_if_changed(request)
+        most = request.num_tokens + reserve_tokens
+        answer = self._try_admit(request, self._device_path(request), most, evict, chunk_tokens)
+        if answer is None:  # the host lacks the rest of an item, or there is no room for it
+            answer = self._try_admit(
+                request, self._device_path(request, alone=True), most, evict, chunk_tokens
+            )
+            assert answer is not None, "a path that ends at an item needs nothing of the host"
         return answer
 
     def _wanted(
-        self, record: Record, device: int, most_tokens: int, chunk_tokens: int | None
+        self, request: RequestState, device: int, most_tokens: int, chunk_tokens: int | None
     ) -> tuple[int, int]:
-        """How many new blocks it must get behind `device` hits, and how many it could use now."""
-        most = least = blocks_for(most_tokens, record.block_tokens) - device
+        """Return how many new blocks it needs after `device` hits, and how many it could use now."""
+        most = least = blocks_for(most_tokens, request.block_tokens) - device
         if chunk_tokens is not None:
-            chunk, keys = blocks_for(chunk_tokens, record.block_tokens), record.most_hits()[device:]
-            found = 0 if self._rooms.paused else len(self._storeys.find(keys, device, touch=False).slots)
+            chunk, keys = blocks_for(chunk_tokens, request.block_tokens), request.matchable_keys()[device:]
+            found = (
+                0
+                if self._allocator.paused
+                else len(self._lower_tiers.match_host(keys, device, touch=False).slots)
+            )
             least, most = min(least, chunk), min(most, found + chunk)
         return least, most
 
-    def _try(
+    def _try_admit(
         self,
-        record: Record,
+        request: RequestState,
         path: list[Node],
         most_tokens: int,
         evict: bool,
         chunk_tokens: int | None,
-    ) -> Admitted | Waiting | Refused | None:
-        """Give a request its blocks behind a path. Up to the refusal nothing is changed.
+    ) -> Admitted | Waiting | NoRoom | None:
+        """Give a request its blocks after a path. A refusal changes nothing.
 
-        None: the path ends inside an item, and the rest did not come up; the request waits again.
+        None: the path ends inside an item, and the rest was not loaded; the request waits again.
         """
         began = time.perf_counter()
-        least, most = self._wanted(record, len(path), most_tokens, chunk_tokens)
-        shortage = self._rooms.shortage(least, path, evict)
+        least, most = self._wanted(request, len(path), most_tokens, chunk_tokens)
+        shortage = self._allocator.shortage(least, path, evict)
         if shortage is not None:
             return shortage
-        new = max(least, min(most, self._rooms.available(path, evict)))
-        self._rooms.call_back(path)
-        tip = path[-1] if path else None
-        if tip is not None:
-            self._tree.lock(tip)
-        waiting = self._rooms.make(new)
+        new = max(least, min(most, self._allocator.available(path, evict)))
+        self._allocator.cancel_evictions(path)
+        last_node = path[-1] if path else None
+        if last_node is not None:
+            self._tree.lock(last_node)
+        waiting = self._allocator.make_room(new)
         if waiting is not None:
-            self._rooms.unlock(tip, self._tree.now())
+            self._allocator.unlock(last_node, self._tree.now())
             return waiting
-        self._take(record, path, new)
+        self._allocate(request, path, new)
         self.match_seconds += time.perf_counter() - began
-        plan = self._bring_up(record)
-        if record.before_items(record.entered) < record.entered:
-            self._rooms.roll_back(record)
+        plan = self._plan_load(request)
+        if request.align_to_items(request.num_in_tree) < request.num_in_tree:
+            self._allocator.requeue(request)
             return None
-        return self._admitted(record, len(path), plan)
+        return self._admitted(request, len(path), plan)
 
-    def _take(self, record: Record, path: list[Node], new: int) -> None:
-        blocks = self._rooms.pool.take(new)
-        assert blocks is not None, "make() has seen to it that they are free"
-        record.admitted = True
-        record.tip = path[-1] if path else None
-        record.table = [node.block for node in path] + blocks
-        record.entered = len(path)
-        if self._tree.coming:
-            coming = {node.ticket for node in path if node.place is Place.TO_DEVICE}
-            self._rooms.moves.wait(record, coming)
+    def _allocate(self, request: RequestState, path: list[Node], new: int) -> None:
+        blocks = self._allocator.pool.allocate(new)
+        assert blocks is not None, "make_room() has freed them"
+        request.admitted = True
+        request.last_node = path[-1] if path else None
+        request.table = [node.block for node in path] + blocks
+        request.num_in_tree = len(path)
+        if self._tree.loading:
+            loading = {node.ticket for node in path if node.place is Place.TO_DEVICE}
+            self._allocator.moves.wait_for(request, loading)
 
-    def _bring_up(self, record: Record) -> Plan | None:
-        """Plan to fill blocks behind the path from the host, as far as it has them and keeps them."""
-        keys, device = record.most_hits(), record.entered
-        if device == len(keys) or self._rooms.paused:
+    def _plan_load(self, request: RequestState) -> Plan | None:
+        """Plan to load the blocks after the path from the host, as far as the host has them and holds them."""
+        keys, device = request.matchable_keys(), request.num_in_tree
+        if device == len(keys) or self._allocator.paused:
             return None
-        match = self._storeys.find(keys[device:], device)
-        stop = min(device + len(match.slots), len(record.table))
-        count = max(0, record.before_items(stop) - device)
+        match = self._lower_tiers.match_host(keys[device:], device)
+        stop = min(device + len(match.slots), len(request.table))
+        count = max(0, request.align_to_items(stop) - device)
         reason, held = match.reason, 0
-        if 0 < count * record.block_tokens < self._storeys.min_hit_tokens:
+        if 0 < count * request.block_tokens < self._lower_tiers.min_hit_tokens:
             reason = Reason.BELOW_MINIMUM
         elif count:
-            held = self._storeys.hold(
+            held = self._lower_tiers.hold(
                 match.slots[:count],
                 match.generations[:count],
-                lambda n: record.before_items(device + n) - device,
+                lambda n: request.align_to_items(device + n) - device,
             )
-        self._storeys.asked(record, len(keys) - device, held, reason)
+        self._lower_tiers.count_request(request, len(keys) - device, held, reason)
         if not held:
             return None
-        move = self._rooms.moves.begin_up(record.request_id, match.slots[:held], match.generations[:held])
-        parent, stop = record.tip, device + held
+        move = self._allocator.moves.new_load(
+            request.request_id, match.slots[:held], match.generations[:held]
+        )
+        parent, stop = request.last_node, device + held
         if parent is not None and parent.place is Place.TO_DEVICE:
-            move.behind = parent.ticket
-        blocks = record.table[device:stop]
-        move.nodes = self._tree.expect(keys[device:stop], record.root, parent, blocks, move.ticket)
+            move.depends_on = parent.ticket
+        blocks = request.table[device:stop]
+        move.nodes = self._tree.insert_loading(keys[device:stop], request.root, parent, blocks, move.ticket)
         self._tree.lock(move.nodes[-1])
-        self._rooms.unlock(parent)
-        record.tip, record.entered = move.nodes[-1], stop
-        plan = self._rooms.moves.up(move)
-        self._rooms.moves.wait(record, [move.ticket])
+        self._allocator.unlock(parent)
+        request.last_node, request.num_in_tree = move.nodes[-1], stop
+        plan = self._allocator.moves.plan_load(move)
+        self._allocator.moves.wait_for(request, [move.ticket])
         return plan
 
-    def _admitted(self, record: Record, device: int, plan: Plan | None) -> Admitted:
-        record.computed_tokens = record.entered * record.block_tokens
-        below = self._storeys.by_tier(record, record.entered - device)
-        record.fetch = None  # whatever it brought, it brought for this admission
-        by_tier = {"device": device * record.block_tokens, **below} if device else below
-        counts = self._rooms.counts
+    def _admitted(self, request: RequestState, device: int, plan: Plan | None) -> Admitted:
+        request.computed_tokens = request.num_in_tree * request.block_tokens
+        below = self._lower_tiers.by_tier(request, request.num_in_tree - device)
+        request.fetch = None  # it was made for this admission
+        by_tier = {"device": device * request.block_tokens, **below} if device else below
+        counts = self._allocator.counts
         counts["requests"] += 1
-        counts["hit_requests"] += record.entered > 0
-        counts["asked_tokens"] += record.num_tokens
+        counts["hit_requests"] += request.num_in_tree > 0
+        counts["asked_tokens"] += request.num_tokens
         for tier, tokens in by_tier.items():
             counts[f"hit_tokens_{tier if tier in ('device', 'host') else 'storage'}"] += tokens
-        waits = frozenset(record.waits)
-        return Admitted(list(record.table), record.entered, record.computed_tokens, by_tier, plan, waits)
+        waits = frozenset(request.waits)
+        return Admitted(
+            list(request.table), request.num_in_tree, request.computed_tokens, by_tier, plan, waits
+        )

@@ -1,4 +1,4 @@
-"""The device blocks of one engine: which are free. Ids only; the memory is the engine's."""
+"""The device blocks of one engine: the free ones, and eviction to free more. Ids only; the memory is the engine's."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from pagoda.blocks.moves import Moves, Source
-from pagoda.blocks.plans import Place, Plan, Refused, Waiting
-from pagoda.blocks.request_state import Record
+from pagoda.blocks.plans import NoRoom, Place, Plan, Waiting
+from pagoda.blocks.request_state import RequestState
 from pagoda.blocks.tree import Node, Tree, upward
 
-__all__ = ["BlockPool", "Rooms"]
+__all__ = ["BlockAllocator", "BlockPool"]
 
 
 class BlockPool:
-    """Blocks 0 .. total - 1, each free or somebody's. Not thread-safe. O(1) a block."""
+    """Blocks 0 .. total - 1, each free or in use. Not thread-safe. O(1) per block."""
 
     def __init__(self, num_blocks: int) -> None:
         self._used = bytearray()
@@ -29,16 +29,16 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """How many are nobody's."""
+        """How many blocks are free."""
         return len(self._free)
 
     @property
     def used(self) -> int:
-        """How many are somebody's."""
+        """How many blocks are in use."""
         return len(self._used) - len(self._free)
 
     def resize(self, num_blocks: int) -> None:
-        """Set the number of blocks. ValueError if one that goes is in use."""
+        """Set the number of blocks. Raises ValueError if a removed one is in use."""
         self.check_size(num_blocks)
         used = [block for block in range(num_blocks, self.total) if self._used[block]]
         if used:
@@ -52,14 +52,14 @@ class BlockPool:
 
     @staticmethod
     def check_size(num_blocks: int) -> None:
-        """Raise ValueError for a number of blocks that no pool has."""
+        """Raise ValueError for a number of blocks below 1."""
         if num_blocks < 1:
             raise ValueError(f"a pool has at least one block, not {num_blocks}")
 
-    def take(self, count: int) -> list[int] | None:
-        """Take `count` free blocks, or none at all if there are fewer. ValueError for a negative count."""
+    def allocate(self, count: int) -> list[int] | None:
+        """Allocate `count` free blocks; None if fewer are free. Raises ValueError for a negative count."""
         if count < 0:
-            raise ValueError(f"cannot take {count} blocks")
+            raise ValueError(f"cannot allocate {count} blocks: the count must not be negative")
         if count > len(self._free):
             return None
         at = len(self._free) - count
@@ -69,8 +69,8 @@ class BlockPool:
             self._used[block] = 1
         return taken
 
-    def give_back(self, blocks: Sequence[int]) -> None:
-        """Free blocks. ValueError, and nothing is freed, if one is free already, named twice or not of this pool."""
+    def release(self, blocks: Sequence[int]) -> None:
+        """Free blocks. Raises ValueError, and frees none, if one is free already, named twice or not of this pool."""
         foreign = [block for block in blocks if not 0 <= block < len(self._used)]
         if foreign:
             raise ValueError(f"blocks {foreign} are not of this pool of {len(self._used)}")
@@ -82,7 +82,7 @@ class BlockPool:
         self._free.extend(reversed(blocks))
 
     def is_free(self, block: int) -> bool:
-        """Whether the block is nobody's."""
+        """Whether the block is free."""
         return not self._used[block]
 
     def check(self) -> None:
@@ -92,8 +92,8 @@ class BlockPool:
         assert free == unused, f"free blocks {free} are not the unused ones {unused}"
 
 
-class Rooms:
-    """The blocks of one device with all that is in them: pool, tree and moves. Not thread-safe."""
+class BlockAllocator:
+    """Allocates device blocks, and evicts others for that: pool, prefix tree and moves together. Not thread-safe."""
 
     def __init__(self, pool: BlockPool, tree: Tree, moves: Moves) -> None:
         self.pool = pool
@@ -102,86 +102,86 @@ class Rooms:
         self.paused = False
         self.counts: Counter[str] = Counter()
 
-    def shortage(
-        self, blocks: int, path: Sequence[Node] = (), evict: bool = True
-    ) -> Waiting | Refused | None:
-        """Why `blocks` blocks cannot be made free now: only when moves have ended, or not at all; None: they can.
+    def shortage(self, blocks: int, path: Sequence[Node] = (), evict: bool = True) -> Waiting | NoRoom | None:
+        """Return why `blocks` blocks cannot be freed now: after moves have ended, or never; None if they can.
 
-        Changes nothing. `path` is to be left as it is.
+        Changes nothing. Nodes of `path` are not evicted.
         """
         available = self.available(path, evict)
         if blocks <= available:
             return None
-        available += self._kept_by_moves(path) if evict else 0
+        available += self._held_by_moves(path) if evict else 0
         if blocks <= available:
-            return Waiting(None, frozenset(self.moves.under_way))
-        return Refused(blocks, available)
+            return Waiting(None, frozenset(self.moves.in_flight))
+        return NoRoom(blocks, available)
 
-    def _kept_by_moves(self, path: Sequence[Node]) -> int:
-        """How many blocks nobody needs but the moves under way, leaving ones apart."""
+    def _held_by_moves(self, path: Sequence[Node]) -> int:
+        """Return how many blocks only the moves in flight need, without those being evicted."""
         locks: dict[Node, int] = {}
-        for end in self.moves.ends():
+        for end in self.moves.locked_nodes():
             for node in upward(end):
                 locks[node] = locks.get(node, node.locks) - 1
                 if locks[node]:
                     break
         kept = {node for node, left in locks.items() if not left}.difference(path)
-        return len(kept) + sum(move.size for move in self.moves.ups() if move.void)
+        return len(kept) + sum(move.size for move in self.moves.loads() if move.cancelled)
 
     def available(self, path: Sequence[Node], evict: bool) -> int:
-        """How many blocks could be had, now or when those that are leaving have left, with `path` left as it is."""
+        """Return how many blocks are or can be free, now or after the evictions in flight, without evicting `path`."""
         if not evict:
             return self.pool.free
         unlocked = sum(
             node.place is Place.DEVICE for node in takewhile(lambda node: not node.locks, reversed(path))
         )
-        leaving = sum(node.place is Place.TO_HOST for node in path) if self.tree.leaving else 0
-        return self.pool.free + self.tree.evictable - unlocked + self.tree.leaving - leaving
+        evicting = sum(node.place is Place.TO_HOST for node in path) if self.tree.evicting else 0
+        return self.pool.free + self.tree.evictable - unlocked + self.tree.evicting - evicting
 
-    def make(self, blocks: int) -> Waiting | None:
-        """See to it that `blocks` are free, of which there is no `shortage`; Waiting if copies have to end before."""
+    def make_room(self, blocks: int) -> Waiting | None:
+        """Make `blocks` blocks free, after `shortage` was None; returns Waiting if copies have to end first."""
         short = blocks - self.pool.free
         if short <= 0:
             return None
-        plan = self.lower(short - self.tree.leaving)
+        plan = self.evict(short - self.tree.evicting)
         if self.pool.free >= blocks:
             return None
-        tickets = (move.ticket for move in self.moves.downs() if move.leaving())
+        tickets = (move.ticket for move in self.moves.stores() if move.evicting())
         return Waiting(plan, frozenset(tickets))
 
-    def lower(self, blocks: int) -> Plan | None:
-        """Evict up to `blocks` blocks: to the host as far as it has room, what needs no copy at once."""
+    def evict(self, blocks: int) -> Plan | None:
+        """Evict up to `blocks` blocks: to the host as far as it has room; those that need no copy are freed at once."""
         nodes = self.tree.evict(blocks)
         self.counts["evicted_blocks"] += len(nodes)
         if self.paused or self.moves.slots is None:
             self.counts["dropped_blocks"] += len(nodes)
-            self.pool.give_back(self.tree.depart(nodes))
+            self.pool.release(self.tree.remove_evicted(nodes))
             return None
-        # One that was called back while its copy runs leaves with that copy; parents before children.
-        fresh = [node for node in reversed(nodes) if node.ticket not in self.moves.under_way]
-        planned = self.moves.down([_source(node) for node in fresh])
+        # A node whose eviction was cancelled while its copy runs is evicted with that copy; parents before children.
+        fresh = [node for node in reversed(nodes) if node.ticket not in self.moves.in_flight]
+        planned = self.moves.plan_store([_source(node) for node in fresh])
         self.counts["dropped_blocks"] += planned.refused
-        self.pool.give_back(self.tree.depart([one.node for one in planned.uncopied if one.node is not None]))
+        self.pool.release(
+            self.tree.remove_evicted([one.node for one in planned.uncopied if one.node is not None])
+        )
         return planned.plan
 
-    def call_back(self, path: Sequence[Node]) -> None:
-        """Keep what is leaving on a path that was hit."""
-        if self.tree.leaving:
+    def cancel_evictions(self, path: Sequence[Node]) -> None:
+        """Cancel the evictions on a path that was hit."""
+        if self.tree.evicting:
             for node in path:
                 if node.place is Place.TO_HOST:
-                    self.tree.cancel(node)
+                    self.tree.cancel_eviction(node)
                     self.counts["cancelled_moves"] += 1
 
-    def roll_back(self, record: Record) -> None:
-        """Let an admitted request wait again: nothing of what its admission did is left but that it used its path."""
-        self.pool.give_back(record.own)
-        self.unlock(record.tip, self.tree.now())
-        record.let_go()
+    def requeue(self, request: RequestState) -> None:
+        """Let an admitted request wait again: undo its admission, except that its path counts as used."""
+        self.pool.release(request.own_blocks)
+        self.unlock(request.last_node, self.tree.now())
+        request.reset()
 
     def unlock(self, node: Node | None, now: int = 0) -> None:
-        """End one lock, and free what only that lock kept."""
+        """End one lock, and free the blocks that only this lock kept."""
         if node is not None:
-            self.pool.give_back(self.tree.unlock(node, now))
+            self.pool.release(self.tree.unlock(node, now))
 
 
 def _source(node: Node) -> Source:

@@ -1,27 +1,29 @@
-"""What the end of a move comes to, for the tree and for the requests that waited for it."""
+"""Completion of moves: settles tickets, for the tree and for the requests that waited for them."""
 
 from __future__ import annotations
 
-from pagoda.blocks.allocator import Rooms
-from pagoda.blocks.moves import Down, Up
+from pagoda.blocks.allocator import BlockAllocator
+from pagoda.blocks.moves import LoadMove, StoreMove
 from pagoda.blocks.plans import Settled
-from pagoda.blocks.request_state import Record
+from pagoda.blocks.request_state import RequestState
 from pagoda.blocks.tree import Node
 
-__all__ = ["Ends"]
+__all__ = ["Completion"]
 
 
-class Ends:
-    """Settles tickets. An error is a shorter result, never a missing answer; lengths agree by minimum over ranks.
+class Completion:
+    """Settles tickets. An error is a shorter result, never a missing answer; the length is the minimum over ranks.
 
     Not thread-safe.
     """
 
-    def __init__(self, rooms: Rooms, records: dict[str, Record], block_tokens: int, ranks: int) -> None:
-        self._rooms = rooms
-        self._tree = rooms.tree
-        self._moves = rooms.moves
-        self._records = records
+    def __init__(
+        self, allocator: BlockAllocator, requests: dict[str, RequestState], block_tokens: int, ranks: int
+    ) -> None:
+        self._allocator = allocator
+        self._tree = allocator.tree
+        self._moves = allocator.moves
+        self._requests = requests
         self._block_tokens = block_tokens
         self._ranks = ranks
         self._lost: set[int] = set()
@@ -29,179 +31,179 @@ class Ends:
     # ---- reports
 
     @property
-    def short_of_ranks(self) -> bool:
+    def ranks_lost(self) -> bool:
         """Whether a rank has died."""
         return bool(self._lost)
 
     def report(self, ticket: int, rank: int, blocks: int | None) -> Settled:
-        """Rank `rank` has done with a ticket: its first `blocks` copies (None: all) are good. Raises ValueError."""
+        """Note that `rank` has ended a ticket; its first `blocks` copies (None: all) are good. Raises ValueError."""
         if not 0 <= rank < self._ranks:
-            raise ValueError(f"rank {rank} is none of the {self._ranks} ranks")
-        move = self._moves.under_way.get(ticket)
+            raise ValueError(f"rank {rank} is not one of the {self._ranks} ranks")
+        move = self._moves.in_flight.get(ticket)
         if move is None or rank in move.reports:
             return Settled(known=False, ended=False)
         if blocks is not None and not 0 <= blocks <= move.size:
             raise ValueError(f"{blocks} of {move.size} copies cannot be good")
         move.reports[rank] = move.size if blocks is None else blocks
-        return self._maybe_end(move)
+        return self._settle_if_complete(move)
 
     def lost(self, rank: int) -> list[Settled]:
-        """A rank has died: what waits for its report has failed."""
+        """Note that a rank has died: every ticket that waits for its report has failed."""
         if not 0 <= rank < self._ranks:
-            raise ValueError(f"rank {rank} is none of the {self._ranks} ranks")
+            raise ValueError(f"rank {rank} is not one of the {self._ranks} ranks")
         self._lost.add(rank)
         settled: list[Settled] = []
-        for ticket in list(self._moves.under_way):
-            move = self._moves.under_way.get(ticket)
+        for ticket in list(self._moves.in_flight):
+            move = self._moves.in_flight.get(ticket)
             if move is not None and rank not in move.reports:
                 move.reports[rank] = 0
-                settled.append(self._maybe_end(move))
+                settled.append(self._settle_if_complete(move))
         return settled
 
-    def _maybe_end(self, move: Down | Up) -> Settled:
+    def _settle_if_complete(self, move: StoreMove | LoadMove) -> Settled:
         if any(rank not in move.reports for rank in range(self._ranks) if rank not in self._lost):
             return Settled(ended=False)
-        free, good = self._rooms.pool.free, min(move.reports.values())
-        if isinstance(move, Down):
-            self._end_down(move, good)
+        free, good = self._allocator.pool.free, min(move.reports.values())
+        if isinstance(move, StoreMove):
+            self._finish_store(move, good)
             settled = Settled()
-        elif not move.void and move.behind in self._moves.under_way:
-            move.landed = good
+        elif not move.cancelled and move.depends_on in self._moves.in_flight:
+            move.copied = good
             return Settled(ended=False)
         else:
-            settled = self._end_up(move, good)
-        return settled._replace(freed=self._rooms.pool.free - free)
+            settled = self._finish_load(move, good)
+        return settled._replace(freed=self._allocator.pool.free - free)
 
     # ---- down
 
-    def _end_down(self, move: Down, good: int) -> None:
-        leaving, stored = move.leaving(), self._moves.end_down(move, good)
-        self._rooms.counts["demoted_blocks"] += stored
-        self._rooms.counts["dropped_blocks"] += max(0, len(leaving) - stored)
-        self._rooms.pool.give_back(self._tree.depart(leaving))
-        self._rooms.unlock(move.lock)
+    def _finish_store(self, move: StoreMove, good: int) -> None:
+        evicting, stored = move.evicting(), self._moves.finish_store(move, good)
+        self._allocator.counts["demoted_blocks"] += stored
+        self._allocator.counts["dropped_blocks"] += max(0, len(evicting) - stored)
+        self._allocator.pool.release(self._tree.remove_evicted(evicting))
+        self._allocator.unlock(move.lock)
 
     # ---- up
 
-    def _end_up(self, move: Up, good: int) -> Settled:
-        right = self._moves.end_up(move, good)
-        if move.void:
-            self._rooms.pool.give_back([node.block for node in move.nodes])
+    def _finish_load(self, move: LoadMove, good: int) -> Settled:
+        right = self._moves.finish_load(move, good)
+        if move.cancelled:
+            self._allocator.pool.release([node.block for node in move.nodes])
             return Settled()
-        right = self._before_items(move, right)
-        self._tree.arrive(move.nodes[:right])
-        self._rooms.counts["promoted_blocks"] += right
+        right = self._align_to_items(move, right)
+        self._tree.finish_loading(move.nodes[:right])
+        self._allocator.counts["promoted_blocks"] += right
         again: list[str] = []
         shortened: dict[str, int] = {}
         if right < len(move.nodes):
-            again, shortened = self._cut_short(move, right)
+            again, shortened = self._truncate(move, right)
         else:
-            self._rooms.unlock(move.nodes[-1])
+            self._allocator.unlock(move.nodes[-1])
         ready: list[str] = []
-        for record in move.waiting():
-            record.waits.discard(move.ticket)
-            if not record.waits:
-                ready.append(record.request_id)
+        for request in move.waiting():
+            request.waits.discard(move.ticket)
+            if not request.waits:
+                ready.append(request.request_id)
         settled = Settled(ready=tuple(ready), shortened=shortened, again=tuple(again))
-        for behind in self._moves.ups():
-            if behind.behind == move.ticket and behind.landed is not None:
-                settled = _joined(settled, self._end_up(behind, behind.landed))
+        for dependent in self._moves.loads():
+            if dependent.depends_on == move.ticket and dependent.copied is not None:
+                settled = _joined(settled, self._finish_load(dependent, dependent.copied))
         return settled
 
-    def _sharing(self, move: Up, node: Node) -> list[Record]:
-        """The requests that wait for a move and have this node of it in their paths."""
+    def _sharers(self, move: LoadMove, node: Node) -> list[RequestState]:
+        """Return the requests that wait for a move and have this node of it in their paths."""
         at = node.position
-        return [r for r in move.waiting() if r.entered > at and r.keys[at] == node.key]
+        return [r for r in move.waiting() if r.num_in_tree > at and r.keys[at] == node.key]
 
-    def _before_items(self, move: Up, right: int) -> int:
-        """The longest run of at most `right` blocks that ends inside no multimodal item: all who share it have that."""
+    def _align_to_items(self, move: LoadMove, right: int) -> int:
+        """Return the longest run of at most `right` blocks that ends inside no multimodal item of its requests."""
         if right == len(move.nodes):
             return right
         first, at = move.nodes[right], move.nodes[right].position
-        whole = min((r.before_items(at) for r in self._sharing(move, first)), default=at)
+        whole = min((r.align_to_items(at) for r in self._sharers(move, first)), default=at)
         return max(0, right - (at - whole))
 
-    def _cut_short(self, move: Up, right: int) -> tuple[list[str], dict[str, int]]:
-        """The nodes from `right` on did not come: one request takes their blocks over, the others wait again."""
+    def _truncate(self, move: LoadMove, right: int) -> tuple[list[str], dict[str, int]]:
+        """Remove the nodes from `right` on, not loaded: one request gets their blocks, the others wait again."""
         missing = move.nodes[right:]
         first, at = missing[0], missing[0].position
-        sharing = self._sharing(move, first)
-        heir = _heir(sharing, move, missing)
-        others = [record for record in sharing if record is not heir]
-        for record in others:
-            self._rooms.roll_back(record)
+        sharing = self._sharers(move, first)
+        successor = _successor(sharing, move, missing)
+        others = [request for request in sharing if request is not successor]
+        for request in others:
+            self._allocator.requeue(request)
         kept: set[int] = set()
-        if heir is not None:
-            kept = set(heir.table[at : heir.entered])
-            self._shorten(heir, first)
-        self._call_off_behind(missing)
-        self._rooms.unlock(move.nodes[-1])
-        self._tree.forsake(missing)
-        self._rooms.pool.give_back([node.block for node in missing if node.block not in kept])
-        shortened = {} if heir is None else {heir.request_id: heir.computed_tokens}
-        return [record.request_id for record in others], shortened
+        if successor is not None:
+            kept = set(successor.table[at : successor.num_in_tree])
+            self._shorten(successor, first)
+        self._cancel_dependents(missing)
+        self._allocator.unlock(move.nodes[-1])
+        self._tree.remove_loading(missing)
+        self._allocator.pool.release([node.block for node in missing if node.block not in kept])
+        shortened = {} if successor is None else {successor.request_id: successor.computed_tokens}
+        return [request.request_id for request in others], shortened
 
-    def _shorten(self, record: Record, first: Node) -> None:
-        """The request's own blocks begin where `first` was to be."""
+    def _shorten(self, request: RequestState, first: Node) -> None:
+        """Let the request's own blocks begin at the position of `first`."""
         if first.parent is not None:
             self._tree.lock(first.parent)
-        self._rooms.unlock(record.tip)
-        record.tip, record.entered = first.parent, first.position
-        record.computed_tokens = first.position * self._block_tokens
+        self._allocator.unlock(request.last_node)
+        request.last_node, request.num_in_tree = first.parent, first.position
+        request.computed_tokens = first.position * self._block_tokens
 
-    def _call_off_behind(self, missing: list[Node]) -> None:
-        """Moves that build upon nodes which did not come have no place in the tree; their requests wait again."""
+    def _cancel_dependents(self, missing: list[Node]) -> None:
+        """Cancel the loads that depend on missing nodes: they have no parent in the tree; their requests wait again."""
         gone = set(map(id, missing))
-        behind: list[Up] = []
-        for move in self._moves.ups():  # in the order of their tickets: what one builds upon comes before it
-            if not move.void and id(move.nodes[0].parent) in gone:
-                behind.append(move)
+        dependents: list[LoadMove] = []
+        for move in self._moves.loads():  # by ticket: a move comes after those that it depends on
+            if not move.cancelled and id(move.nodes[0].parent) in gone:
+                dependents.append(move)
                 gone.update(map(id, move.nodes))
-        for move in reversed(behind):
-            self.call_off_up(move)
+        for move in reversed(dependents):
+            self.cancel_load(move)
 
-    # ---- calling off
+    # ---- cancelling
 
-    def call_off_up(self, move: Up) -> None:
-        """Forget what a move is for; nobody may wait for it. Its blocks are free when its copies have ended."""
-        self._rooms.unlock(move.nodes[-1])
-        self._tree.forsake(move.nodes)
-        move.void = True
-        if move.landed is not None:
-            self._end_up(move, 0)
+    def cancel_load(self, move: LoadMove) -> None:
+        """Cancel a load, for which no request may wait. Its blocks are freed when its copies have ended."""
+        self._allocator.unlock(move.nodes[-1])
+        self._tree.remove_loading(move.nodes)
+        move.cancelled = True
+        if move.copied is not None:
+            self._finish_load(move, 0)
 
-    def call_off_all(self) -> list[str]:
-        """Forget what all moves are for. Returns the requests that waited, which wait to be admitted again."""
-        rolled = [record for record in self._records.values() if record.waits]
-        for record in rolled:
-            self._rooms.roll_back(record)
-        for up in reversed(self._moves.ups()):
-            if not up.void:
-                self.call_off_up(up)
-        for down in self._moves.downs():
-            self._rooms.pool.give_back(self._tree.depart(down.leaving()))
-            self._rooms.unlock(down.lock)
-            down.lock, down.void = None, True
-        return [record.request_id for record in rolled]
+    def cancel_all(self) -> list[str]:
+        """Cancel all moves. Returns the requests that waited for them, which wait to be admitted again."""
+        rolled = [request for request in self._requests.values() if request.waits]
+        for request in rolled:
+            self._allocator.requeue(request)
+        for load in reversed(self._moves.loads()):
+            if not load.cancelled:
+                self.cancel_load(load)
+        for store in self._moves.stores():
+            self._allocator.pool.release(self._tree.remove_evicted(store.evicting()))
+            self._allocator.unlock(store.lock)
+            store.lock, store.cancelled = None, True
+        return [request.request_id for request in rolled]
 
     def abandon_all(self) -> None:
-        """End all moves, which were called off, at once: nobody copies any more."""
-        for move in list(self._moves.under_way.values()):
-            if isinstance(move, Down):
-                self._end_down(move, 0)
+        """End all moves, which were cancelled, at once: no copy runs any more."""
+        for move in list(self._moves.in_flight.values()):
+            if isinstance(move, StoreMove):
+                self._finish_store(move, 0)
             else:
-                self._end_up(move, 0)
+                self._finish_load(move, 0)
 
 
-def _heir(sharing: list[Record], move: Up, missing: list[Node]) -> Record | None:
-    """Who goes on with the blocks of a run that did not come: who led it, or anybody whose path ends in it.
+def _successor(sharing: list[RequestState], move: LoadMove, missing: list[Node]) -> RequestState | None:
+    """Return the request that keeps the blocks of a run that was not loaded: the owner, or one whose path ends in it.
 
-    Not one whose path goes on in another move: its copies are still written. Nor one with an item of which a part has
-    come: it would have to compute into the middle of the item.
+    Not a request whose path continues in another move, whose copies are still written. Nor one with an item that was
+    loaded in part: it would have to compute from the middle of the item.
     """
     at = missing[0].position
-    fitting = [record for record in sharing if record.tip in missing and record.before_items(at) == at]
-    return next((record for record in fitting if record.request_id == move.leader), next(iter(fitting), None))
+    fitting = [one for one in sharing if one.last_node in missing and one.align_to_items(at) == at]
+    return next((one for one in fitting if one.request_id == move.owner), next(iter(fitting), None))
 
 
 def _joined(one: Settled, other: Settled) -> Settled:

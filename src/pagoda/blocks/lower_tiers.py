@@ -1,4 +1,4 @@
-"""What lies below the device: the host slots and the lower tiers of a cache, as the block manager asks them."""
+"""The tiers below the device: the host slots and the lower tiers of a cache, as the block manager asks them."""
 
 from __future__ import annotations
 
@@ -10,54 +10,54 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.blocks.plans import Place
-from pagoda.blocks.request_state import Record
+from pagoda.blocks.request_state import RequestState
 from pagoda.cache import Cache
 from pagoda.cache.hit import Hit
 from pagoda.keys import Namespace
 from pagoda.ledger import Match
 from pagoda.metrics import Reason
 
-__all__ = ["Storeys"]
+__all__ = ["LowerTiers"]
 
 _NOTHING = Match(np.empty(0, np.int64), np.empty(0, np.uint64), None)
 
 
-class Storeys:
-    """The tiers below the device, or none of them. Not thread-safe. Trouble there is a shorter result."""
+class LowerTiers:
+    """The tiers below the device, none without a cache. Not thread-safe. A failure there is a shorter result."""
 
     def __init__(self, cache: Cache | None) -> None:
         self._cache = cache
         self.slots = None if cache is None else cache.slots
         self.min_hit_tokens = 0 if cache is None else cache.config.min_hit_tokens
         self._lower = () if cache is None else cache.tiers[0 if self.slots is None else 1 :]
-        self._epoch = 0  # without a cache: how often the weights were changed
+        self._epoch = 0  # without a cache: how often the weights have changed
         self._fetches: dict[bytes, tuple[frozenset[bytes], Future[Hit]]] = {}  # by the last key of the run
         self.host_seconds = 0.0
         self.fetch_seconds = 0.0
 
-    # ---- names
+    # ---- roots
 
     def root(self, lora: str | None, salt: str | None) -> bytes:
-        """What the keys of an adapter and a tenant begin with, under the present weights."""
+        """Return the root of the keys of an adapter and a tenant, under the present weights."""
         if self.slots is not None:
             return self.slots.namespace(lora, salt)
         return _root(lora, salt, self._epoch)
 
     @staticmethod
     def lasting_root(lora: str | None, salt: str | None) -> bytes:
-        """The same under any weights: for what is found again when they have changed."""
+        """Return a root that is the same under any weights, for pins, which are found again after a change."""
         return _root(lora, salt, 0)
 
     def weights_changed(self) -> None:
-        """Change every root, for good."""
+        """Change every root, permanently."""
         self._epoch += 1
         if self._cache is not None:
             self._cache.weights_changed()
 
     # ---- host
 
-    def find(self, keys: Sequence[bytes], start: int, *, touch: bool = True) -> Match:
-        """The leading run of `keys` in host slots, leased for a moment, unless they are not to be touched."""
+    def match_host(self, keys: Sequence[bytes], start: int, *, touch: bool = True) -> Match:
+        """Return the leading run of `keys` in host slots; leases it for a moment, unless `touch` is False."""
         if self.slots is None or not keys:
             return _NOTHING
         began = time.perf_counter()
@@ -71,34 +71,34 @@ class Storeys:
         generations: npt.NDArray[np.uint64],
         whole: Callable[[int], int],
     ) -> int:
-        """Keep chunks until they are released: how many leading ones could be, cut by `whole` to what can be used."""
+        """Hold chunks until `release`; returns how many leading ones are held, cut by `whole` to a usable run."""
         if self.slots is None:
             return 0
         held = self.slots.hold(slots, generations)
         count = max(0, whole(held.index(False) if False in held else len(held)))
-        behind = [i for i in range(count, len(held)) if held[i]]
-        if behind:
-            self.slots.release(slots[behind], generations[behind])
+        rest = [i for i in range(count, len(held)) if held[i]]
+        if rest:
+            self.slots.release(slots[rest], generations[rest])
         return count
 
     # ---- lower tiers
 
-    def below(self, keys: Sequence[bytes], start: int, record: Record) -> int:
-        """How many of `keys`, which stand at positions from `start` on, lower tiers have in a row."""
+    def match_lower(self, keys: Sequence[bytes], start: int, request: RequestState) -> int:
+        """Return how many leading `keys`, whose positions begin at `start`, the lower tiers have."""
         if self._cache is None or not self._lower or not keys:
             return 0
         hit = self._cache.lookup(
             None,
             counted=False,
-            keys=self._placed(keys, start, record.block_tokens),
-            lora=record.lora,
-            salt=record.salt,
+            keys=self._placed(keys, start, request.block_tokens),
+            lora=request.lora,
+            salt=request.salt,
             tiers=self._lower,
         )
-        return hit.num_tokens // record.block_tokens
+        return hit.num_tokens // request.block_tokens
 
-    def fetch(self, keys: Sequence[bytes], start: int, record: Record) -> Future[Hit] | None:
-        """Begin to bring keys[start:] up to the host; the same run is brought once. None without lower tiers."""
+    def prefetch(self, keys: Sequence[bytes], start: int, request: RequestState) -> Future[Hit] | None:
+        """Begin to load keys[start:] to the host; the same run is loaded once. None without lower tiers."""
         if self._cache is None or self.slots is None or not self._lower:
             return None
         self._fetches = {key: fetch for key, fetch in self._fetches.items() if not fetch[1].done()}
@@ -108,9 +108,9 @@ class Storeys:
         began = time.perf_counter()
         future = self._cache.prefetch(
             None,
-            keys=self._placed(keys[start:], start, record.block_tokens),
-            lora=record.lora,
-            salt=record.salt,
+            keys=self._placed(keys[start:], start, request.block_tokens),
+            lora=request.lora,
+            salt=request.salt,
         )
         future.add_done_callback(lambda _: self._fetched(time.perf_counter() - began))
         self._fetches[keys[-1]] = (frozenset(keys[start:]), future)
@@ -127,7 +127,7 @@ class Storeys:
     # ---- both
 
     def where(self, key: bytes) -> Place:
-        """Where a key is that the device has not. Changes nothing."""
+        """Return the place of a key that is not on the device. Changes nothing."""
         if self._cache is None or self.slots is None:
             return Place.FREED
         if len(self.slots.find([key], 0, touch=False).slots):
@@ -136,23 +136,23 @@ class Storeys:
             return Place.LOADING
         return Place.STORAGE if self._cache.holders(key) else Place.FREED
 
-    def by_tier(self, record: Record, blocks: int) -> dict[str, int]:
-        """The tokens of so many blocks in host slots, by the tier where they were before the request's prefetch."""
-        rest, tokens = blocks * record.block_tokens, dict[str, int]()
-        if record.fetch is not None and record.fetch.done() and not record.fetch.cancelled():
-            for tier, brought in record.fetch.result().by_tier.items():
+    def by_tier(self, request: RequestState, blocks: int) -> dict[str, int]:
+        """Return the tokens of so many blocks in host slots, by the tier that had them before the prefetch."""
+        rest, tokens = blocks * request.block_tokens, dict[str, int]()
+        if request.fetch is not None and request.fetch.done() and not request.fetch.cancelled():
+            for tier, brought in request.fetch.result().by_tier.items():
                 if tier in self._lower:
                     tokens[tier] = min(rest, brought)
                     rest -= tokens[tier]
         tokens["host"] = rest
         return {tier: n for tier, n in tokens.items() if n}
 
-    def asked(self, record: Record, wanted: int, held: int, reason: Reason | None) -> None:
-        """Count a question about `wanted` blocks, of which `held` could be had, where the cache counts."""
+    def count_request(self, request: RequestState, wanted: int, held: int, reason: Reason | None) -> None:
+        """Count a request for `wanted` blocks, of which `held` are held, in the cache's counters."""
         if self.slots is not None:
-            self.slots.asked(wanted * record.block_tokens, self.by_tier(record, held), reason)
+            self.slots.asked(wanted * request.block_tokens, self.by_tier(request, held), reason)
             if self.slots.records:
-                self.slots.requested(record.keys, record.num_tokens)
+                self.slots.requested(request.keys, request.num_tokens)
 
 
 def _root(lora: str | None, salt: str | None, epoch: int) -> bytes:

@@ -1,6 +1,6 @@
-"""Moves under way: copies that were handed out as plans, and what has to be done when their tickets end.
+"""Moves in flight: copies that were handed out as plans, and what has to be done when their tickets end.
 
-A move is told of by ticket, never by node or request, and a ticket is never used twice: a late one finds nothing.
+A move is reported by its ticket, never by node or request, and a ticket is never used twice: a late one finds nothing.
 """
 
 from __future__ import annotations
@@ -13,128 +13,131 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.blocks.plans import Copy, Direction, Place, Plan
-from pagoda.blocks.request_state import Record
+from pagoda.blocks.request_state import RequestState
 from pagoda.blocks.tree import Node
 from pagoda.cache import below
 from pagoda.cache.slots import HostSlots
 from pagoda.ledger import Outcome, Refused, Reserved
 from pagoda.metrics import Reason
 
-__all__ = ["Down", "Move", "Moves", "Planned", "Source", "Up"]
+__all__ = ["LoadMove", "Move", "Moves", "PlannedStore", "Source", "StoreMove"]
 
 
-class Planned(NamedTuple):
-    """What became of blocks that should go to the host."""
+class PlannedStore(NamedTuple):
+    """The result of planning to store blocks on the host."""
 
     plan: Plan | None
-    uncopied: list[Source]  # the host has them already, or gets them from somebody else, or has no room
-    refused: int  # of those: how many there was no room for
-    lock: Node | None = None  # to be locked for the move: the last node that is copied and stays
+    uncopied: list[Source]  # the host has them already, or gets them from another process, or has no room
+    refused: int  # how many of those the host has no room for
+    lock: Node | None = None  # to lock for the move: the last node that is copied and stays
 
 
 class Source(NamedTuple):
-    """A block that the host should have."""
+    """A block to store on the host."""
 
     key: bytes
     root: bytes
     position: int
     parent: bytes | None
     block: int
-    node: Node | None  # leaves the tree with this move; None: it stays where it is
+    node: Node | None  # is evicted with this move; None: the block stays
 
 
 @dataclass
 class Move:
-    """One plan under way. `void`: what it was for is gone; only its end is waited for."""
+    """One plan in flight. `cancelled`: its purpose is gone, only its end is waited for."""
 
     ticket: int
     reports: dict[int, int] = field(default_factory=dict)  # rank -> how many copies were good
-    void: bool = False
+    cancelled: bool = False
 
 
 @dataclass
-class Down(Move):
-    """Blocks on their way to host slots that are reserved for them."""
+class StoreMove(Move):
+    """Blocks that are copied to host slots reserved for them."""
 
     sources: list[Source] = field(default_factory=list)
     reserved: list[Reserved] = field(default_factory=list)
-    lock: Node | None = None  # the end of what is written back of a path
-    goes: list[Node] = field(default_factory=list)  # the nodes that leave, in the order of `sources`
+    lock: Node | None = None  # the last node of the path that is written back
+    evicted: list[Node] = field(default_factory=list)  # the nodes that are evicted, in the order of `sources`
 
     @property
     def size(self) -> int:
         """How many copies there are."""
         return len(self.sources)
 
-    def leaving(self) -> list[Node]:
-        """Its nodes that no hit has called back."""
-        return [node for node in self.goes if node.place is Place.TO_HOST and node.ticket == self.ticket]
+    def evicting(self) -> list[Node]:
+        """Return its nodes whose eviction no hit has cancelled."""
+        return [node for node in self.evicted if node.place is Place.TO_HOST and node.ticket == self.ticket]
 
     def keeps(self, source: Source) -> bool:
-        """Whether what was copied from `source` is what its key names: the block was its own all the time."""
-        if self.void:
+        """Whether the bytes copied from `source` are those of its key: the block was not reused meanwhile."""
+        if self.cancelled:
             return False
         node = source.node
         return node is None or (node.place is Place.TO_HOST and node.ticket == self.ticket)
 
 
 @dataclass
-class Up(Move):
-    """Host slots, held, on their way to blocks whose nodes are in the tree already."""
+class LoadMove(Move):
+    """Held host slots that are copied to blocks whose nodes are in the tree already."""
 
     nodes: list[Node] = field(default_factory=list)
     slots: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     generations: npt.NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
-    leader: str | None = None  # the request that it was planned for
-    behind: int = 0  # the ticket of the move that brings the parent of its first node
-    landed: int | None = None  # its copies have ended, so many good; it waits for the one that it is behind
-    asked: dict[str, Record] = field(default_factory=dict)  # by id: who waited for it; some may have gone
+    owner: str | None = None  # the request that it was planned for
+    depends_on: int = 0  # the ticket of the move that loads the parent of its first node
+    copied: int | None = (
+        None  # its copies have ended, this many good; it waits for the move that it depends on
+    )
+    # By id: the requests that waited for it; some may wait no longer.
+    waiters: dict[str, RequestState] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
         """How many copies there are."""
         return len(self.nodes)
 
-    def waiting(self) -> list[Record]:
+    def waiting(self) -> list[RequestState]:
         """The requests that wait for it."""
-        return [record for record in self.asked.values() if self.ticket in record.waits]
+        return [request for request in self.waiters.values() if self.ticket in request.waits]
 
 
 class Moves:
-    """The tickets of one manager, and the dealings with host slots that go with them. Not thread-safe."""
+    """The tickets of one manager, and the reservations, holds and commits of their host slots. Not thread-safe."""
 
     def __init__(self, slots: HostSlots | None) -> None:
         self.slots = slots
-        self.under_way: dict[int, Down | Up] = {}
+        self.in_flight: dict[int, StoreMove | LoadMove] = {}
         self._next = 1
 
-    def downs(self) -> list[Down]:
+    def stores(self) -> list[StoreMove]:
         """The moves to the host."""
-        return [move for move in self.under_way.values() if isinstance(move, Down)]
+        return [move for move in self.in_flight.values() if isinstance(move, StoreMove)]
 
-    def ups(self) -> list[Up]:
+    def loads(self) -> list[LoadMove]:
         """The moves to the device."""
-        return [move for move in self.under_way.values() if isinstance(move, Up)]
+        return [move for move in self.in_flight.values() if isinstance(move, LoadMove)]
 
-    def ends(self) -> list[Node]:
+    def locked_nodes(self) -> list[Node]:
         """The nodes that moves have locked."""
-        locked = [move.lock for move in self.downs() if move.lock is not None]
-        return locked + [move.nodes[-1] for move in self.ups() if not move.void]
+        locked = [move.lock for move in self.stores() if move.lock is not None]
+        return locked + [move.nodes[-1] for move in self.loads() if not move.cancelled]
 
     # ---- down
 
-    def down(self, sources: Sequence[Source], path: Sequence[Node] = ()) -> Planned:
-        """Plan to copy down what the host lacks and has room for; nothing is planned without a host.
+    def plan_store(self, sources: Sequence[Source], path: Sequence[Node] = ()) -> PlannedStore:
+        """Plan to store the blocks that the host lacks and has room for; without a host nothing is planned.
 
-        `sources` come in the order of their chains, a parent before its child; `path` are their nodes if they stay.
+        `sources` are in the order of their chains, a parent before its child; `path` are their nodes if they stay.
         """
         if self.slots is None or not sources:
-            return Planned(None, list(sources), len(sources))
+            return PlannedStore(None, list(sources), len(sources))
         chosen: list[Source] = []
         reserved: list[Reserved] = []
         others: list[Source] = []
         refused = 0
-        waited = False  # for the ledger, in vain: that is done once, whatever the number of runs
+        waited = False  # the ledger was busy: wait for it once, whatever the number of runs
         for run in _runs(sources):
             keys = [one.key for one in run]
             outcomes: list[Outcome] = (
@@ -153,20 +156,20 @@ class Moves:
                     others.append(source)
                     refused += isinstance(outcome, Refused)
         if not chosen:
-            return Planned(None, others, refused)
+            return PlannedStore(None, others, refused)
         lock = path[sources.index(chosen[-1])] if path else None
-        goes = [source.node for source in chosen if source.node is not None]
-        move = Down(self._ticket(), sources=chosen, reserved=reserved, lock=lock, goes=goes)
-        for node in goes:
+        evicted = [source.node for source in chosen if source.node is not None]
+        move = StoreMove(self._ticket(), sources=chosen, reserved=reserved, lock=lock, evicted=evicted)
+        for node in evicted:
             node.ticket = move.ticket
-        self.under_way[move.ticket] = move
+        self.in_flight[move.ticket] = move
         pairs = zip(chosen, reserved, strict=True)
         copies = (Copy(source.block, item.slot, item.generation) for source, item in pairs)
-        return Planned(Plan(move.ticket, Direction.DOWN, tuple(copies)), others, refused, lock)
+        return PlannedStore(Plan(move.ticket, Direction.DOWN, tuple(copies)), others, refused, lock)
 
-    def end_down(self, move: Down, good: int) -> int:
-        """Commit what was copied well and is still what it was, give up the other slots; returns how many stand."""
-        del self.under_way[move.ticket]
+    def finish_store(self, move: StoreMove, good: int) -> int:
+        """Commit good copies of blocks that were not reused, abort the other slots; returns how many are committed."""
+        del self.in_flight[move.ticket]
         assert self.slots is not None
         pairs = list(zip(move.sources, move.reserved, strict=True))
         kept = [i < good and move.keeps(source) for i, (source, _) in enumerate(pairs)]
@@ -180,32 +183,34 @@ class Moves:
 
     # ---- up
 
-    def up(self, move: Up) -> Plan:
-        """Plan to fill the blocks of a move's nodes from the slots that are held for it."""
-        self.under_way[move.ticket] = move
+    def plan_load(self, move: LoadMove) -> Plan:
+        """Plan to load the blocks of a move's nodes from the slots that are held for it."""
+        self.in_flight[move.ticket] = move
         rows = zip(move.nodes, move.slots.tolist(), move.generations.tolist(), strict=True)
         return Plan(move.ticket, Direction.UP, tuple(Copy(node.block, *row) for node, *row in rows))
 
-    def wait(self, record: Record, tickets: Iterable[int]) -> None:
+    def wait_for(self, request: RequestState, tickets: Iterable[int]) -> None:
         """Let a request wait for moves to the device."""
         for ticket in tickets:
-            move = self.under_way[ticket]
-            assert isinstance(move, Up), "only what is coming is waited for"
-            move.asked[record.request_id] = record
-            record.waits.add(ticket)
+            move = self.in_flight[ticket]
+            assert isinstance(move, LoadMove), "only loads are waited for"
+            move.waiters[request.request_id] = request
+            request.waits.add(ticket)
 
-    def begin_up(self, leader: str, slots: npt.NDArray[np.int64], generations: npt.NDArray[np.uint64]) -> Up:
-        """A move with a new ticket, of slots that are held; not under way yet."""
-        return Up(self._ticket(), slots=slots, generations=generations, leader=leader)
+    def new_load(
+        self, owner: str, slots: npt.NDArray[np.int64], generations: npt.NDArray[np.uint64]
+    ) -> LoadMove:
+        """Return a move with a new ticket, of slots that are held; not in flight yet."""
+        return LoadMove(self._ticket(), slots=slots, generations=generations, owner=owner)
 
-    def end_up(self, move: Up, good: int) -> int:
-        """Validate the copies of a move and end its holds; returns how many leading ones are right."""
-        del self.under_way[move.ticket]
+    def finish_load(self, move: LoadMove, good: int) -> int:
+        """Validate the copies of a move and release its slots; returns how many leading copies are valid."""
+        del self.in_flight[move.ticket]
         assert self.slots is not None
         valid = self.slots.still_valid(move.slots[:good], move.generations[:good])
         right = good if valid.all() else int(valid.argmin())
         self.slots.release(move.slots, move.generations)
-        if not move.void:
+        if not move.cancelled:
             copies = [
                 below.Copy(node.key, node.position, node.parent.key if node.parent else None, *row)
                 for node, *row in zip(
@@ -222,7 +227,7 @@ class Moves:
 
 
 def _runs(sources: Iterable[Source]) -> list[list[Source]]:
-    """Sources as runs of one chain each, so that one reserve can take a run."""
+    """Return sources as runs of one chain each, so that one call can reserve a run."""
     ends: dict[bytes, list[Source]] = {}  # the last key of a run -> the run
     found: list[list[Source]] = []
     for source in sources:

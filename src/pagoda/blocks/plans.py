@@ -1,4 +1,4 @@
-"""What the block manager answers, as values. Blocks are counted in blocks, tokens in tokens."""
+"""The values that the block manager returns. Blocks are counted in blocks, tokens in tokens."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = [
     "Copy",
     "Direction",
     "Extended",
-    "Match",
+    "NoRoom",
     "Place",
     "Plan",
-    "Refused",
+    "PrefixMatch",
     "Settled",
     "Waiting",
 ]
@@ -23,39 +23,39 @@ class Place(StrEnum):
     """Where the KV of a key is. The first two count as a hit on the device; the value is the lower-case name."""
 
     DEVICE = auto()
-    TO_HOST = auto()  # its device block still holds it; a hit calls the move off
+    TO_HOST = auto()  # its device block still holds it; a hit cancels the eviction
     TO_DEVICE = auto()  # its device block is being filled from a host slot; a hit waits for the same move
     HOST = auto()
-    LOADING = auto()  # on its way from a lower tier to the host
+    LOADING = auto()  # loading from a lower tier to the host
     STORAGE = auto()
-    FREED = auto()  # nowhere: it has neither a block nor a slot
+    FREED = auto()  # it has neither a block nor a slot
 
 
 class Direction(StrEnum):
-    """Which way the copies of a plan go."""
+    """The direction of the copies of a plan."""
 
     DOWN = auto()  # device block -> host slot
     UP = auto()  # host slot -> device block
 
 
 class Copy(NamedTuple):
-    """One copy to be done: between a device block and a slot of the host tier."""
+    """One copy to do: between a device block and a slot of the host tier."""
 
     block: int
     slot: int
-    generation: int  # of the slot's reservation: the bytes are the chunk's for as long as it stands
+    generation: int  # of the slot's reservation: the slot holds the chunk's bytes as long as its generation is this one
 
 
 class Plan(NamedTuple):
-    """Copies to be done, in any order, and the number by which their end is told. A ticket is never used twice."""
+    """Copies to do, in any order, and the ticket by which their end is reported. A ticket is never used twice."""
 
     ticket: int
     direction: Direction
     copies: tuple[Copy, ...]
 
 
-class Match(NamedTuple):
-    """How many leading tokens of a request could be had, and from where. Whole blocks; never all of the tokens."""
+class PrefixMatch(NamedTuple):
+    """How many leading tokens of a request are cached, and in which tier. Whole blocks; never all of the tokens."""
 
     device_tokens: int
     host_tokens: int
@@ -70,8 +70,8 @@ class Match(NamedTuple):
 class Admitted(NamedTuple):
     """A request has its blocks.
 
-    `table[:shared]` belongs to the prefix tree: others may read it too, so it must not be written; the rest is the
-    request's own. The KV of tokens [0, computed_tokens) is there when all tickets in `waits` have ended.
+    `table[:shared]` belongs to the prefix tree: other requests may read it too, so it must not be written; the rest is
+    the request's own. The KV of tokens [0, computed_tokens) is complete when all tickets in `waits` have ended.
     """
 
     table: list[int]
@@ -83,32 +83,32 @@ class Admitted(NamedTuple):
 
 
 class Extended(NamedTuple):
-    """A request has the room it asked for."""
+    """A request has the blocks it asked for."""
 
     table: list[int]
     new: int  # blocks added at the end
 
 
 class Waiting(NamedTuple):
-    """Room is being made: do `plan`, if there is one, and call again when one of `tickets` has ended."""
+    """Blocks are being freed: do `plan`, if there is one, and call again when one of `tickets` has ended."""
 
     plan: Plan | None
     tickets: frozenset[int]
 
 
-class Refused(NamedTuple):
-    """There is not enough room, whatever is evicted. Nothing was changed."""
+class NoRoom(NamedTuple):
+    """There are not enough blocks, whatever is evicted. Nothing was changed."""
 
     needed: int
     available: int
 
 
 class Settled(NamedTuple):
-    """What the end of a ticket came to."""
+    """The result of the end of a ticket."""
 
-    known: bool = True  # False: late or never given out; nothing was changed
-    ended: bool = True  # False: other ranks have yet to report, or a move that this one builds upon
-    ready: tuple[str, ...] = ()  # requests that wait for nothing any more
-    shortened: dict[str, int] = {}  # noqa: RUF012  # request -> its computed_tokens now, less than it was told
-    again: tuple[str, ...] = ()  # requests that wait again: they shared a block that did not come
+    known: bool = True  # False: a late or unknown ticket; nothing was changed
+    ended: bool = True  # False: other ranks, or a move that this one depends on, have not ended
+    ready: tuple[str, ...] = ()  # requests that no longer wait
+    shortened: dict[str, int] = {}  # noqa: RUF012  # request -> its computed_tokens now, fewer than admitted
+    again: tuple[str, ...] = ()  # requests that wait again: they shared a block that was not loaded
     freed: int = 0

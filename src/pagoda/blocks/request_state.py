@@ -1,4 +1,4 @@
-"""One request as the block manager knows it."""
+"""One request in the block manager: its tokens, keys and blocks. Changed by `manager`, `admission` and `completion`."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from pagoda.blocks.tree import Node
 from pagoda.cache.hit import Hit
 from pagoda.keys import Item, KeyChain, TokenIds, as_token_ids
 
-__all__ = ["Record", "blocks_for"]
+__all__ = ["RequestState", "blocks_for"]
 
 
 def blocks_for(num_tokens: int, block_tokens: int) -> int:
-    """How many blocks hold that many tokens."""
+    """Return how many blocks hold that many tokens."""
     return -(-num_tokens // block_tokens)
 
 
-class Record:
+class RequestState:
     """A request's tokens and keys, and, while it is admitted, its blocks.
 
         table    | shared with the tree ........ | own ............................. |
-                 0                        `entered`                        len(table)
+                 0                      `num_in_tree`                      len(table)
 
-    Blocks of `table[:entered]` are the tree's, but for `twins`, whose keys somebody else entered first.
+    Blocks of `table[:num_in_tree]` are the tree's, except `duplicates`, whose keys another request inserted first.
     """
 
     def __init__(self, request_id: str, lora: str | None, salt: str | None, block_tokens: int) -> None:
@@ -40,29 +40,29 @@ class Record:
         self.root = b""
         self.keys: list[bytes] = []
         self._ids = array("i")
-        self._chain: KeyChain | None = None  # None: nothing is hashed, nothing can hit
+        self._chain: KeyChain | None = None  # None: no prefix caching, nothing can hit
         self.fetch: Future[Hit] | None = None
-        self.let_go()
+        self.reset()
 
-    def let_go(self) -> None:
-        """Be waiting: no blocks, nothing of the tree."""
+    def reset(self) -> None:
+        """Return to the waiting state: no blocks, no nodes of the tree."""
         self.admitted = False
-        self.stale = False  # the weights were changed since: what it computes must not enter the tree
+        self.stale = False  # the weights have changed since: its KV must not enter the tree
         self.table: list[int] = []
-        self.tip: Node | None = None  # the last node of its path, locked once for it
-        self.entered = 0
+        self.last_node: Node | None = None  # the last node of its path, with one lock for this request
+        self.num_in_tree = 0
         self.computed_tokens = 0
-        self.twins: list[int] = []
-        self.made: list[Node] = []  # nodes that it entered
+        self.duplicates: list[int] = []
+        self.inserted: list[Node] = []  # nodes that this request inserted
         self.waits: set[int] = set()
 
     @property
-    def own(self) -> list[int]:
-        """The blocks that are nobody else's and not the tree's."""
-        return self.twins + self.table[self.entered :]
+    def own_blocks(self) -> list[int]:
+        """The blocks that only this request has, and the tree has not."""
+        return self.duplicates + self.table[self.num_in_tree :]
 
     def append(self, tokens: TokenIds, items: Iterable[Item] = ()) -> None:
-        """Add tokens; only what is new is hashed. Raises ValueError, and changes nothing, for bad ids or items."""
+        """Add tokens; hashes only the new ones. Raises ValueError, and changes nothing, for bad ids or items."""
         ids = as_token_ids(tokens)
         items = [Item(*item) for item in items]
         if self._chain is not None:
@@ -72,17 +72,17 @@ class Record:
         self.num_tokens += len(ids)
 
     def rehash(self, root: bytes) -> None:
-        """Name all blocks anew, under another root."""
+        """Hash all blocks again, under another root."""
         self.root, self._chain = root, KeyChain(root, self.block_tokens)
         self.keys = self._chain.extend(np.array(self._ids, np.int32), self.items)
 
-    def before_items(self, blocks: int) -> int:
-        """The longest run of at most `blocks` blocks that does not end inside a multimodal item."""
+    def align_to_items(self, blocks: int) -> int:
+        """Return the longest run of at most `blocks` blocks that does not end inside a multimodal item."""
         for start, stop, _ in sorted(self.items, reverse=True):
             if start < blocks * self.block_tokens < stop:
                 blocks = start // self.block_tokens
         return blocks
 
-    def most_hits(self) -> Sequence[bytes]:
-        """The keys that may hit: whole blocks, and at least one token is left to compute."""
+    def matchable_keys(self) -> Sequence[bytes]:
+        """Return the keys that may hit: whole blocks, such that at least one token is left to compute."""
         return self.keys[: max(0, self.num_tokens - 1) // self.block_tokens]

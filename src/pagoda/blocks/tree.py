@@ -1,17 +1,17 @@
-"""The prefix tree over chained keys: which device block holds which block of which prompt, and which may go first.
+"""The prefix tree over chained keys: which device block holds which block of which prompt, and which is evicted first.
 
 A key names a whole prefix, so a dict of keys is the tree and namespaces cannot mix. A node's parent is in the tree;
-HOST and STORAGE are not in it: the ledger and the tiers are asked for those.
+HOST and STORAGE are not in it: the manager asks the ledger and the tiers for those.
 
                insert                          evict                     settled
     (nothing) ────────▶ DEVICE ─────────────────────▶ TO_HOST ──────────────▶ (freed)
                           ▲  ▲         hit: cancel        │                       ▲
-              expect      │  └────────────────────────────┘                       │
-    (nothing) ────────▶ TO_DEVICE ── settled: arrived ──▶ DEVICE ── drop ─────────┤
-                          └──────── did not come ─────────────────────────────────┘
+      insert_loading      │  └────────────────────────────┘                       │
+    (nothing) ────────▶ TO_DEVICE ── settled: loaded ───▶ DEVICE ── remove ───────┤
+                          └──────── not loaded ───────────────────────────────────┘
 
-Locks climb: a locked node has locked ancestors, so a request locks the last node of its path and no more. Recency
-climbs too, when a child goes: using a path is using all of it.
+Locks propagate upwards: a locked node has locked ancestors, so a request locks only the last node of its path. Recency
+propagates too, when a child is evicted: using a path is using all of it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pagoda.blocks.plans import Place
 
 __all__ = ["Node", "Tree", "upward"]
 
-_SPARE = 1024  # stale entries that the heap may hold besides as many as there are candidates
+_SPARE = 1024  # stale entries that the heap may hold besides one stale entry per candidate
 
 
 class Node:
@@ -52,23 +52,23 @@ class Node:
         self.position: int = 0 if parent is None else parent.position + 1
         self.block = block
         self.place = place
-        self.children = 0  # on the device or coming to it; those that leave are not counted
+        self.children = 0  # on the device or loading; those being evicted are not counted
         self.locks = 0  # requests, moves and pins that end here, and locked children
         self.last_use = 0
-        self.entry = 0  # the number of its valid entry in the heap; 0: it is no candidate
-        self.ticket = 0  # of the move that it is in, or was called back from
+        self.entry = 0  # the number of its valid entry in the heap; 0: not a candidate
+        self.ticket = 0  # of the move that it is in, or was in before its eviction was cancelled
         self.detached = False  # no longer found; its block is freed with the last lock
 
 
 class Tree:
-    """The nodes of one device pool. Not thread-safe. Every step is O(1), or O(log n) where a candidate goes."""
+    """The nodes of one device pool. Not thread-safe. Every step is O(1), or O(log n) if a candidate is evicted."""
 
     def __init__(self) -> None:
         self.nodes: dict[bytes, Node] = {}
-        self.devices = 0  # nodes with Place.DEVICE, detached ones apart
-        self.leaving = 0  # TO_HOST
-        self.coming = 0  # TO_DEVICE
-        self.locked = 0  # nodes with locks, detached ones apart
+        self.on_device = 0  # nodes with Place.DEVICE, without detached ones
+        self.evicting = 0  # TO_HOST
+        self.loading = 0  # TO_DEVICE
+        self.locked = 0  # nodes with locks, without detached ones
         self.detached = 0
         self._heap: list[tuple[int, int, Node]] = []
         self._candidates = 0
@@ -77,21 +77,21 @@ class Tree:
 
     @property
     def evictable(self) -> int:
-        """Blocks that could be had by evicting: what is on the device and has no lock below it."""
-        return self.devices - (self.locked - self.coming)
+        """The blocks that eviction could free: nodes on the device without a lock below them."""
+        return self.on_device - (self.locked - self.loading)
 
     def now(self) -> int:
-        """A moment later than all before."""
+        """Return a time later than all before."""
         self._now += 1
         return self._now
 
     # ---- finding
 
     def path(self, keys: Sequence[bytes]) -> list[Node]:
-        """The leading run of nodes, whatever they are doing. Changes nothing."""
+        """Return the leading run of nodes, whatever their place. Changes nothing."""
         found = takewhile(_is_node, map(self.nodes.get, keys))
         path: list[Node] = [node for node in found if node is not None]
-        if self.leaving:  # one whose parent went before it is out of reach
+        if self.evicting:  # a node whose parent was evicted before it cannot be reached
             for i, node in enumerate(path):
                 if node.place is Place.TO_HOST and node.parent is not (path[i - 1] if i else None):
                     return path[:i]
@@ -100,54 +100,54 @@ class Tree:
     # ---- growing
 
     def insert(self, key: bytes, root: bytes, parent: Node | None, block: int) -> Node:
-        """Enter a block whose KV is there, behind `parent`; it is locked once, by whoever had `parent` locked."""
-        node = self._grow(key, root, parent, block, Place.DEVICE)
-        self.devices += 1
+        """Insert a block whose KV is complete, below `parent`; it has one lock, that of `parent`'s owner."""
+        node = self._new_node(key, root, parent, block, Place.DEVICE)
+        self.on_device += 1
         self.locked += 1
         node.locks = 1
         return node
 
-    def expect(
+    def insert_loading(
         self, keys: Sequence[bytes], root: bytes, parent: Node | None, blocks: Sequence[int], ticket: int
     ) -> list[Node]:
-        """Enter a run of blocks whose KV is coming, behind `parent`; their move has a lock on the last."""
+        """Insert a run of blocks whose KV is being loaded, below `parent`; their move has a lock on the last."""
         nodes: list[Node] = []
         for key, block in zip(keys, blocks, strict=True):
-            parent = self._grow(key, root, parent, block, Place.TO_DEVICE)
+            parent = self._new_node(key, root, parent, block, Place.TO_DEVICE)
             parent.ticket = ticket
             nodes.append(parent)
-        self.coming += len(nodes)
+        self.loading += len(nodes)
         self.lock(nodes[-1])
         return nodes
 
-    def _grow(self, key: bytes, root: bytes, parent: Node | None, block: int, place: Place) -> Node:
+    def _new_node(self, key: bytes, root: bytes, parent: Node | None, block: int, place: Place) -> Node:
         node = Node(key, root, parent, block, place)
         node.last_use = self._now
         if parent is not None:
             parent.children += 1
-            self._no_candidate(parent)
+            self._drop_candidate(parent)
         self.nodes[key] = node
         return node
 
-    def arrive(self, nodes: Iterable[Node]) -> None:
-        """The KV of coming nodes is there."""
+    def finish_loading(self, nodes: Iterable[Node]) -> None:
+        """Note that the KV of loading nodes is complete."""
         for node in nodes:
             node.place, node.ticket = Place.DEVICE, 0
-            self.coming -= 1
-            self.devices += 1
-            self._maybe_candidate(node)
+            self.loading -= 1
+            self.on_device += 1
+            self._add_candidate(node)
 
-    def forsake(self, nodes: Sequence[Node]) -> None:
-        """Take coming nodes out of the tree, from one of a run to its end; their blocks are the caller's."""
+    def remove_loading(self, nodes: Sequence[Node]) -> None:
+        """Remove loading nodes, from one of a run to its end; their blocks are the caller's."""
         for node in reversed(nodes):
-            assert not node.locks, f"a node that did not come has {node.locks} locks"
-            self.coming -= 1
-            self._cut(node)
+            assert not node.locks, f"a node that was not loaded has {node.locks} locks"
+            self.loading -= 1
+            self._unlink(node)
 
     # ---- locks
 
     def lock(self, node: Node) -> None:
-        """Keep a node, and so its ancestors, from eviction."""
+        """Protect a node, and so its ancestors, from eviction."""
         up: Node | None = node
         while up is not None:
             up.locks += 1
@@ -155,11 +155,11 @@ class Tree:
                 return
             if not up.detached:
                 self.locked += 1
-            self._no_candidate(up)
+            self._drop_candidate(up)
             up = up.parent
 
     def unlock(self, node: Node, now: int) -> list[int]:
-        """End one lock, used until `now`. Returns the blocks of detached nodes that nobody needs any more."""
+        """End one lock, used until `now`. Returns the blocks of detached nodes without locks."""
         node.last_use = max(node.last_use, now)
         freed: list[int] = []
         up: Node | None = node
@@ -173,16 +173,16 @@ class Tree:
                 freed.append(up.block)
             else:
                 self.locked -= 1
-                self._maybe_candidate(up)
+                self._add_candidate(up)
             up = parent
         return freed
 
-    # ---- going
+    # ---- removing
 
     def evict(self, count: int) -> list[Node]:
-        """Choose up to `count` blocks to leave, least recently used leaves first; they are TO_HOST then.
+        """Choose up to `count` blocks to evict, least recently used leaves first; they are TO_HOST then.
 
-        Leaf-first LRU; the heap has stale entries that are passed by (as in vLLM's and SGLang's radix caches).
+        Leaf-first LRU; the heap has stale entries, which are skipped (as in vLLM's and SGLang's radix caches).
         """
         chosen: list[Node] = []
         heap, pop = self._heap, heapq.heappop
@@ -193,43 +193,43 @@ class Tree:
             node.entry = 0
             self._candidates -= 1
             node.place = Place.TO_HOST
-            self._childless(node)
+            self._child_removed(node)
             chosen.append(node)
-        self.devices -= len(chosen)
-        self.leaving += len(chosen)
+        self.on_device -= len(chosen)
+        self.evicting += len(chosen)
         return chosen
 
-    def cancel(self, node: Node) -> None:
-        """Keep a leaving node after all; its copy goes on. Its parent must be on the device."""
+    def cancel_eviction(self, node: Node) -> None:
+        """Cancel the eviction of a node; its copy continues. Its parent must be on the device."""
         node.place = Place.DEVICE
-        self.leaving -= 1
-        self.devices += 1
+        self.evicting -= 1
+        self.on_device += 1
         if node.parent is not None:
             node.parent.children += 1
-            self._no_candidate(node.parent)
-        self._maybe_candidate(node)
+            self._drop_candidate(node.parent)
+        self._add_candidate(node)
 
-    def depart(self, nodes: Iterable[Node]) -> list[int]:
-        """Leaving nodes are gone; returns their blocks."""
+    def remove_evicted(self, nodes: Iterable[Node]) -> list[int]:
+        """Remove nodes that were being evicted; returns their blocks."""
         blocks: list[int] = []
         for node in nodes:
             node.place, node.ticket = Place.FREED, 0
-            self.leaving -= 1
+            self.evicting -= 1
             if self.nodes.get(node.key) is node:
                 del self.nodes[node.key]
             blocks.append(node.block)
         return blocks
 
-    def drop(self, node: Node) -> int | None:
-        """Take one leaf out at once and return its block; None if somebody needs it."""
+    def remove(self, node: Node) -> int | None:
+        """Remove one leaf at once and return its block; None if it is in use."""
         if node.place is not Place.DEVICE or node.locks or node.children or node.detached:
             return None
-        self.devices -= 1
-        self._cut(node)
+        self.on_device -= 1
+        self._unlink(node)
         return node.block
 
-    def below(self, nodes: Iterable[Node]) -> list[Node]:
-        """These nodes and all below them that do not leave, children before their parents. Changes nothing."""
+    def subtree(self, nodes: Iterable[Node]) -> list[Node]:
+        """Return these nodes and all below that are not being evicted, children before parents. Changes nothing."""
         tops = set(map(id, nodes))
         found: dict[int, bool] = {}
 
@@ -247,11 +247,11 @@ class Tree:
         return sorted(chosen, key=lambda node: -node.position)
 
     def clear(self) -> list[int]:
-        """Nothing is found any more. Returns the blocks that nobody needs; locked nodes are detached.
+        """Remove all nodes. Returns the blocks without locks; locked nodes are detached.
 
-        Moves must be called off before: no node may be coming or leaving.
+        Moves must be cancelled before: no node may be loading or being evicted.
         """
-        assert not self.coming and not self.leaving, "moves are under way"
+        assert not self.loading and not self.evicting, "moves are in flight"
         freed: list[int] = []
         for node in self.nodes.values():
             node.entry = 0
@@ -262,28 +262,28 @@ class Tree:
                 node.place = Place.FREED
                 freed.append(node.block)
         self.nodes = {}
-        self.devices = self.locked = self._candidates = 0
+        self.on_device = self.locked = self._candidates = 0
         self._heap = []
         return freed
 
-    def _cut(self, node: Node) -> None:
-        self._no_candidate(node)
+    def _unlink(self, node: Node) -> None:
+        self._drop_candidate(node)
         node.place, node.ticket = Place.FREED, 0
         del self.nodes[node.key]
-        self._childless(node)
+        self._child_removed(node)
 
-    def _childless(self, node: Node) -> None:
-        """A child goes: its parent has been used as lately as it, and may be the next."""
+    def _child_removed(self, node: Node) -> None:
+        """Note that a child is removed: its parent counts as used as recently, and may be the next candidate."""
         parent = node.parent
         if parent is not None:
             parent.children -= 1
             if node.last_use > parent.last_use:
                 parent.last_use = node.last_use
-            self._maybe_candidate(parent)
+            self._add_candidate(parent)
 
     # ---- candidates
 
-    def _maybe_candidate(self, node: Node) -> None:
+    def _add_candidate(self, node: Node) -> None:
         if node.locks or node.children or node.entry or node.place is not Place.DEVICE or node.detached:
             return
         self._entries += 1
@@ -294,15 +294,15 @@ class Tree:
             self._heap = [entry for entry in self._heap if entry[2].entry == entry[1]]
             heapq.heapify(self._heap)
 
-    def _no_candidate(self, node: Node) -> None:
+    def _drop_candidate(self, node: Node) -> None:
         if node.entry:
             node.entry = 0
             self._candidates -= 1
 
-    # ---- the whole
+    # ---- invariants
 
     def check(self) -> None:
-        """Raise AssertionError, with the numbers, unless all that is counted and kept agrees with the nodes."""
+        """Raise AssertionError, with the numbers, unless all counters and entries agree with the nodes."""
         nodes = list(self.nodes.values())
         here = [node for node in nodes if node.place is Place.DEVICE]
         children: dict[int, int] = {}
@@ -318,14 +318,14 @@ class Tree:
             kept, locks = children.get(id(node), 0), locked_children.get(id(node), 0)
             assert node.children == kept, f"{node.children} children counted, {kept} found"
             assert node.locks >= locks, f"{node.locks} locks, {locks} locked children"
-            assert node.place is not Place.TO_HOST or not node.locks, "a leaving node is locked"
+            assert node.place is not Place.TO_HOST or not node.locks, "a node that is being evicted is locked"
             leaf = node.place is Place.DEVICE and not node.children and not node.locks
             assert leaf == bool(node.entry), f"a node is a leaf: {leaf}, a candidate: {bool(node.entry)}"
-        coming = sum(node.place is Place.TO_DEVICE for node in nodes)
+        loading = sum(node.place is Place.TO_DEVICE for node in nodes)
         locked = sum(node.locks > 0 for node in nodes)
-        counted = (self.devices, self.coming, self.locked)
-        assert counted == (len(here), coming, locked), (
-            f"{counted} counted, {(len(here), coming, locked)} found"
+        counted = (self.on_device, self.loading, self.locked)
+        assert counted == (len(here), loading, locked), (
+            f"{counted} counted, {(len(here), loading, locked)} found"
         )
         live = {entry for _, entry, node in self._heap if node.entry == entry}
         assert len(live) == self._candidates == sum(node.entry > 0 for node in nodes), (
@@ -334,7 +334,7 @@ class Tree:
 
 
 def upward(node: Node | None) -> Iterator[Node]:
-    """A node, its parent, and so on to the root."""
+    """Return a node, its parent, and so on to the root."""
     while node is not None:
         yield node
         node = node.parent
