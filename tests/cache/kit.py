@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from pagoda.cache import Cache, Hit
 from pagoda.cache.below import Copy
-from pagoda.cache.slots import HostSlots
+from pagoda.cache.host_slots import HostSlots
 from pagoda.clock import Clock
 from pagoda.config import Config
 from pagoda.keys import Namespace, chunk_keys

@@ -24,7 +24,7 @@ from tests.cache.kit import (
     stored,
     wait_until,
 )
-from tests.cache.test_up import faulty_cache
+from tests.cache.test_retrieve_call import faulty_cache
 
 SECONDS = 60.0
 SLOTS = 16

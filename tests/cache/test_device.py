@@ -39,7 +39,7 @@ from tests.cache.kit import (
     stored,
     wait_until,
 )
-from tests.cache.test_up import Watching
+from tests.cache.test_retrieve_call import Watching
 from tests.ledger.support import in_child
 from tests.slab.libcuda import OUT_OF_MEMORY, Stub, called
 

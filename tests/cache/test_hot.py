@@ -109,7 +109,7 @@ def test_a_use_is_told_before_what_is_stored_after_it(
     shm_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Being stored again raises recency below: a use that is told after that looks like one of a chunk just used."""
-    monkeypatch.setattr("pagoda.cache.descent._GATHER_SECONDS", 1e6)
+    monkeypatch.setattr("pagoda.cache.writeback._GATHER_SECONDS", 1e6)
     clock = FakeClock()
     with small_disk(shm_root, tmp_path, clock, policy="hindsight") as cache:
         stored(cache, HOT)
@@ -124,7 +124,7 @@ def test_a_use_is_told_before_what_is_stored_after_it(
 def test_a_use_is_told_before_what_passes_through_a_buffer_after_it(
     shm_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagoda.cache.descent._GATHER_SECONDS", 1e6)
+    monkeypatch.setattr("pagoda.cache.writeback._GATHER_SECONDS", 1e6)
     clock = FakeClock()
     with small_disk(shm_root, tmp_path, clock) as cache:
         stored(cache, HOT)

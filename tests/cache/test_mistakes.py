@@ -30,7 +30,7 @@ from tests.cache.kit import (
     stored,
     wait_until,
 )
-from tests.cache.test_up import Watching, faulty_cache, on_disk
+from tests.cache.test_retrieve_call import Watching, faulty_cache, on_disk
 
 
 def _counter(cache: Cache, name: str, tier: str = "disk") -> int:

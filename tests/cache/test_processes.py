@@ -16,7 +16,7 @@ from pagoda.ledger import Ledger
 from pagoda.metrics import Reason
 from pagoda.slab import MemorySlab
 from tests.cache.kit import CHUNK, LAYOUT, SPAWN, blank, cache_at, kv_of, prompt, run_all, served, stored
-from tests.cache.test_up import Watching
+from tests.cache.test_retrieve_call import Watching
 
 PROMPTS = 12
 SMALL = 40 * LAYOUT.slot_bytes  # evicts all the time

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from pagoda.cache import Cache
-from pagoda.cache.lines import append_lines
 from pagoda.cache.questions import Call, Kind, Questions
 from pagoda.cache.recording import Recorder
+from pagoda.cache.trace_writer import append_lines
 from pagoda.clock import Clock
 from pagoda.replay import Request, TierSpec, read_trace, simulate
 from pagoda.testing.clock import FakeClock

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pagoda.testing import Fault
 from tests.cache.kit import LAYOUT, SPAWN, blank, cache_at, kv_of, prompt, run_all, served, stored
-from tests.cache.test_up import faulty_cache, on_disk
+from tests.cache.test_retrieve_call import faulty_cache, on_disk
 
 
 def test_many_threads_load_a_prompt_once(shm_root: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.cache import why
+from pagoda.cache import explain_miss
 from pagoda.cache.weights import Weights
 from pagoda.metrics import Reason
 from tests.cache.kit import NAMESPACE, SPAWN, cache_at, kv_of, prompt, served, stored
@@ -103,8 +103,10 @@ def test_without_a_shared_tier_it_holds_in_this_process() -> None:
 def test_nothing_stored_before_hits_again(
     shm_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(why, "_BUDGET_NS", 60 * 10**9)  # an engine's call looks for a millisecond only
-    monkeypatch.setattr(why, "_LIST_SECONDS", 60.0)
+    monkeypatch.setattr(
+        explain_miss, "_BUDGET_NS", 60 * 10**9
+    )  # an engine's call looks for a millisecond only
+    monkeypatch.setattr(explain_miss, "_LIST_SECONDS", 60.0)
     tokens = prompt(4)
     with cache_at(shm_root, tmp_path) as cache:
         stored(cache, tokens)

@@ -110,7 +110,7 @@ def test_the_same_text(build: Callable, house: House) -> None:
 
 def test_a_layer_is_computed_before_the_next_one_has_come(warm, monkeypatch: pytest.MonkeyPatch) -> None:
     cached, device, want = warm
-    monkeypatch.setattr("pagoda.cache.up._COPY_BYTES", 1)  # however many chunks there are
+    monkeypatch.setattr("pagoda.cache.retrieve_call._COPY_BYTES", 1)  # however many chunks there are
     computed, late = threading.Event(), []
     hook = cached.model.model.layers[0].register_forward_hook(lambda *_: computed.set())
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.cache.storeys import open_remote
+from pagoda.cache.tier_stack import open_remote
 from pagoda.config.remotes import parse
 from pagoda.layout import KVLayout
 from pagoda.tiers import DiskTier, HostTier, tier_registry

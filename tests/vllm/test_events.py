@@ -16,7 +16,7 @@ from vllm.v1.request import Request
 
 from pagoda.cache import Cache
 from pagoda.cache.below import Copy
-from pagoda.cache.slots import HostSlots
+from pagoda.cache.host_slots import HostSlots
 from pagoda.connectors.vllm.events import StoredEvents
 from pagoda.keys import derive_keys
 from pagoda.ledger import Busy, Outcome, Present, Reserved

@@ -420,7 +420,7 @@ def test_a_host_that_has_no_room_for_one_chunk_is_said_at_the_start(
     shm_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The size is "auto", and what it comes to is so little that there would be no host tier."""
-    monkeypatch.setattr("pagoda.cache.storeys._host_bytes", lambda *_: 0)
+    monkeypatch.setattr("pagoda.cache.tier_stack._host_bytes", lambda *_: 0)
     with pytest.raises(StoreError, match=f"no room for one chunk of {LAYOUT.slot_bytes:,} bytes.*shm-size"):
         opened(config_of(shm_root, None), NAMESPACE, LAYOUT)
     monkeypatch.undo()

@@ -16,7 +16,7 @@ from pagoda.blocks.plans import Copy, Direction, Place, Plan
 from pagoda.blocks.request_state import RequestState
 from pagoda.blocks.tree import Node
 from pagoda.cache import below
-from pagoda.cache.slots import HostSlots
+from pagoda.cache.host_slots import HostSlots
 from pagoda.ledger import Outcome, Refused, Reserved
 from pagoda.metrics import Reason
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagoda.cache.facade import Cache
+from pagoda.cache.cache import Cache
 from pagoda.cache.hit import Cleared, Hit, Stored
 
 __all__ = ["Cache", "Cleared", "Hit", "Stored"]

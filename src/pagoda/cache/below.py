@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.cache.ask import Ask
+from pagoda.cache.request import Ask
 from pagoda.cache.staging import Staged
 from pagoda.clock import Clock
 from pagoda.ledger import Reserved

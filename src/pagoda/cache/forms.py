@@ -5,8 +5,8 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Unpack
 
-from pagoda.cache.calls import Calls, Options
 from pagoda.cache.hit import Hit, Stored
+from pagoda.cache.operations import Calls, Options
 from pagoda.keys import TokenIds
 from pagoda.transfer import Transfer
 

@@ -13,8 +13,8 @@ from concurrent.futures import Future
 from itertools import islice, takewhile
 from typing import NamedTuple
 
-from pagoda.cache.ask import Ask
 from pagoda.cache.deadline import Deadline
+from pagoda.cache.request import Ask
 from pagoda.cache.rooms import Room, Rooms, StagedRooms
 from pagoda.ledger import Reserved
 from pagoda.metrics import Reason

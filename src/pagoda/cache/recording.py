@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from pagoda.cache.forks import renewed_after_fork
-from pagoda.cache.lines import append_lines
 from pagoda.cache.questions import Call, Kind, Questions
+from pagoda.cache.trace_writer import append_lines
 from pagoda.clock import Clock
+from pagoda.fork import renewed_after_fork
 from pagoda.metrics import RateLimitedLog, Reason
 from pagoda.threads import Event, begin
 

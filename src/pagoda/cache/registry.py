@@ -17,7 +17,7 @@ from pagoda.layout import KVLayout
 from pagoda.threads import Condition
 
 if TYPE_CHECKING:
-    from pagoda.cache.facade import Cache
+    from pagoda.cache.cache import Cache
 
 __all__ = ["NameTaken", "Wanted", "destroy", "forget", "get", "open_named", "taken"]
 

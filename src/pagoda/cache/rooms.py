@@ -7,8 +7,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from pagoda.cache.ask import Ask
 from pagoda.cache.deadline import Deadline
+from pagoda.cache.request import Ask
 from pagoda.cache.staging import Staging
 from pagoda.ledger import Busy, Outcome, Present, Refused, Reserved
 from pagoda.tiers import HostTier

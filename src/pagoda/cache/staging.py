@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 
-from pagoda.cache.forks import renewed_after_fork
+from pagoda.fork import renewed_after_fork
 from pagoda.metrics import Reason
 from pagoda.slab.memory import aligned
 from pagoda.tiers.base import Bytes, Done

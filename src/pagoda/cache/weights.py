@@ -16,7 +16,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from pagoda.cache.forks import renewed_after_fork
+from pagoda.fork import renewed_after_fork
 from pagoda.room import reserve_beyond
 
 __all__ = ["Weights"]

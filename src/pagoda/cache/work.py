@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
-from pagoda.cache.ask import Ask
-from pagoda.cache.border import Watched
+from pagoda.cache.call import Watched
 from pagoda.cache.deadline import Deadline
-from pagoda.cache.down import Store
+from pagoda.cache.explain_miss import Answer
 from pagoda.cache.hit import Hit, Stored, hit_of
-from pagoda.cache.look import look
-from pagoda.cache.parts import Parts
-from pagoda.cache.storeys import Storeys
-from pagoda.cache.up import Run
-from pagoda.cache.why import Answer
+from pagoda.cache.lookup_call import look
+from pagoda.cache.request import Ask
+from pagoda.cache.resources import Parts
+from pagoda.cache.retrieve_call import Run
+from pagoda.cache.store_call import Store
+from pagoda.cache.tier_stack import Storeys
 from pagoda.config import Config
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout

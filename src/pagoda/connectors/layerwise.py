@@ -21,9 +21,9 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from pagoda.cache import Cache, Hit
-from pagoda.cache.forks import renewed_after_fork
 from pagoda.connectors.handover import kv_of_row, room_for
 from pagoda.connectors.supported import Seen
+from pagoda.fork import renewed_after_fork
 from pagoda.threads import Pool, wait
 from pagoda.transfer.gpu.device import Device
 from pagoda.transfer.gpu.layer_events import LayerEvents

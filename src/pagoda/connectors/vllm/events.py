@@ -21,7 +21,7 @@ from vllm.v1.core.kv_cache_utils import (
     to_event_extra_keys,
 )
 
-from pagoda.cache.slots import HostSlots
+from pagoda.cache.host_slots import HostSlots
 from pagoda.clock import Clock
 from pagoda.ledger import Outcome, Present, Reserved
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from pagoda.cache import Cache, Hit
-from pagoda.cache.look import LEASE_SECONDS
+from pagoda.cache.lookup_call import LEASE_SECONDS
 from pagoda.connectors.vllm.identity import lora_name, salt_of
 from pagoda.keys import derive_keys
 from pagoda.metrics import Reason

@@ -19,7 +19,7 @@ import numpy as np
 
 from pagoda.cache import Cache
 from pagoda.cache.below import Generations, Slots
-from pagoda.cache.slots import HostSlots
+from pagoda.cache.host_slots import HostSlots
 from pagoda.connectors.vllm.identity import salt_of
 from pagoda.metrics import Reason
 

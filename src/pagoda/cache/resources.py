@@ -7,17 +7,17 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from pagoda.cache.ask import KeyScheme
 from pagoda.cache.below import Below
-from pagoda.cache.descent import Descent, Descents
+from pagoda.cache.counters import Tally
+from pagoda.cache.executor import Workers
+from pagoda.cache.explain_miss import Why
+from pagoda.cache.load_cost import Worth
 from pagoda.cache.recording import Recorder
+from pagoda.cache.request import KeyScheme
+from pagoda.cache.retrieve_call import Tools
 from pagoda.cache.staging import Staging
-from pagoda.cache.storeys import Storeys
-from pagoda.cache.tally import Tally
-from pagoda.cache.up import Tools
-from pagoda.cache.why import Why
-from pagoda.cache.workers import Workers
-from pagoda.cache.worth import Worth
+from pagoda.cache.tier_stack import Storeys
+from pagoda.cache.writeback import Descent, Descents
 from pagoda.clock import Clock
 from pagoda.config import Config
 from pagoda.layout import KVLayout

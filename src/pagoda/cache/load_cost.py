@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-from pagoda.cache.forks import renewed_after_fork
 from pagoda.clock import Clock
+from pagoda.fork import renewed_after_fork
 
 __all__ = ["Worth"]
 

@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.cache.below import Copy, Generations, Slots, Use, follows
-from pagoda.cache.border import Job
-from pagoda.cache.calls import Calls
+from pagoda.cache.call import Job
 from pagoda.cache.deadline import Deadline
-from pagoda.cache.look import LEASE_SECONDS
+from pagoda.cache.lookup_call import LEASE_SECONDS
+from pagoda.cache.operations import Calls
 from pagoda.cache.recording import Kind
 from pagoda.errors import ClosedError
 from pagoda.layout import KVLayout

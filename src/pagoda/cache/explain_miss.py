@@ -6,11 +6,11 @@ import contextlib
 from concurrent.futures import CancelledError
 from typing import NamedTuple
 
-from pagoda.cache.ask import Ask, KeyScheme
 from pagoda.cache.deadline import Deadline
-from pagoda.cache.look import UNASKED
-from pagoda.cache.storeys import Storeys
-from pagoda.cache.workers import Workers
+from pagoda.cache.executor import Workers
+from pagoda.cache.lookup_call import UNASKED
+from pagoda.cache.request import Ask, KeyScheme
+from pagoda.cache.tier_stack import Storeys
 from pagoda.clock import Clock
 from pagoda.errors import StoreError
 from pagoda.keys import Namespace

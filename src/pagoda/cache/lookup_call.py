@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pagoda.cache.ask import Ask
 from pagoda.cache.deadline import Deadline
-from pagoda.cache.storeys import Storeys
+from pagoda.cache.request import Ask
+from pagoda.cache.tier_stack import Storeys
 from pagoda.metrics import Reason
 
 __all__ = ["LEASE_SECONDS", "UNASKED", "Look", "look"]

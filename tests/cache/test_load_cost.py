@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pagoda.cache.worth import Worth
+from pagoda.cache.load_cost import Worth
 from pagoda.metrics import Reason
 from pagoda.testing import FakeClock
 from tests.cache.kit import CHUNK, cache_at, prompt, served, stored

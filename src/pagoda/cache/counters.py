@@ -7,9 +7,9 @@ import threading
 from collections import Counter
 from collections.abc import Mapping
 
-from pagoda.cache.forks import renewed_after_fork
 from pagoda.clock import Clock
 from pagoda.errors import StoreError
+from pagoda.fork import renewed_after_fork
 from pagoda.ledger import Ledger
 from pagoda.metrics import COUNTERS, RateLimitedLog, Reason
 

@@ -24,10 +24,10 @@ from functools import partial
 import numpy as np
 
 from pagoda.cache.below import Batch, Below, Copy, Generations, Leased, Slots, Use, follows
-from pagoda.cache.forks import renewed_after_fork
-from pagoda.cache.storeys import let_in, stamp_of
-from pagoda.cache.tally import Tally
+from pagoda.cache.counters import Tally
+from pagoda.cache.tier_stack import let_in, stamp_of
 from pagoda.config import WritePolicy
+from pagoda.fork import renewed_after_fork
 from pagoda.ledger import Reserved
 from pagoda.ledger.columns import NOT_READY
 from pagoda.metrics import Reason

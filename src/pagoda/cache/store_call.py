@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from pagoda.cache.ask import Ask
 from pagoda.cache.below import Copy, Use, copies_of, names_of
 from pagoda.cache.deadline import Deadline
-from pagoda.cache.descent import Descents
 from pagoda.cache.hit import Stored
+from pagoda.cache.request import Ask
 from pagoda.cache.staging import Staged, Staging
-from pagoda.cache.storeys import Storeys, let_in
+from pagoda.cache.tier_stack import Storeys, let_in
+from pagoda.cache.writeback import Descents
 from pagoda.ledger import Busy, Present, Refused, Reserved
 from pagoda.metrics import Reason
 from pagoda.tiers import HostTier

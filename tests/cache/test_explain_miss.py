@@ -10,20 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.cache import Cache, Hit, why
+from pagoda.cache import Cache, Hit, explain_miss
 from pagoda.keys import Namespace
 from pagoda.ledger import Ledger
 from pagoda.metrics import Reason
 from pagoda.testing import FakeClock, Fault
 from tests.cache.kit import CHUNK, LAYOUT, NAMESPACE, SPAWN, cache_at, kv_of, prompt, served, stored
-from tests.cache.test_up import faulty_cache, on_disk
+from tests.cache.test_retrieve_call import faulty_cache, on_disk
 
 
 @pytest.fixture(autouse=True)
 def _time_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine's call compares namespaces for a millisecond only, which may pass before the first of them."""
-    monkeypatch.setattr(why, "_BUDGET_NS", 60 * 10**9)
-    monkeypatch.setattr(why, "_LIST_SECONDS", 60.0)
+    monkeypatch.setattr(explain_miss, "_BUDGET_NS", 60 * 10**9)
+    monkeypatch.setattr(explain_miss, "_LIST_SECONDS", 60.0)
 
 
 def _told(cache: Cache, chunks: float, reason: Reason, detail: str = "", seed: int = 0) -> Hit:

@@ -13,7 +13,7 @@ import pytest
 from pagoda.metrics import Reason
 from pagoda.testing import Fault
 from tests.cache.kit import CHUNK, blank, cache_at, kv_of, prompt, served, wait_until
-from tests.cache.test_up import Watching, faulty_cache, on_disk
+from tests.cache.test_retrieve_call import Watching, faulty_cache, on_disk
 
 
 def test_futures_say_the_same_as_the_calls(shm_root: Path, tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from pagoda.cache.counters import Tally
 from pagoda.cache.deadline import Deadline
 from pagoda.cache.ranges import named
-from pagoda.cache.tally import Tally
 from pagoda.errors import ClosedError
 from pagoda.layout import KVLayout
 from pagoda.metrics import Reason

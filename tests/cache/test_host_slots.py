@@ -12,7 +12,7 @@ import pytest
 
 from pagoda.cache import Cache
 from pagoda.cache.below import Copy
-from pagoda.cache.slots import HostSlots
+from pagoda.cache.host_slots import HostSlots
 from pagoda.ledger import Busy, Present, Refused, Reserved
 from pagoda.metrics import Reason
 from tests.cache.kit import (

@@ -10,13 +10,13 @@ from functools import partial
 from typing import Unpack
 
 from pagoda.cache import ranges, registry
-from pagoda.cache.ask import KeyScheme
-from pagoda.cache.calls import Calls, Options
 from pagoda.cache.forms import Forms
 from pagoda.cache.hit import Cleared, Hit, Stored
-from pagoda.cache.parts import assemble
-from pagoda.cache.slots import HostSlots
-from pagoda.cache.storeys import Storeys, open_storeys, storeys_of
+from pagoda.cache.host_slots import HostSlots
+from pagoda.cache.operations import Calls, Options
+from pagoda.cache.request import KeyScheme
+from pagoda.cache.resources import assemble
+from pagoda.cache.tier_stack import Storeys, open_storeys, storeys_of
 from pagoda.clock import Clock
 from pagoda.config import Config
 from pagoda.dropped import close_when_dropped

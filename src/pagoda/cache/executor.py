@@ -8,8 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from pagoda.cache.border import Job
-from pagoda.cache.forks import renewed_after_fork
+from pagoda.cache.call import Job
+from pagoda.fork import renewed_after_fork
 from pagoda.metrics import Reason
 from pagoda.threads import NO_THREAD, Answer, Pool
 

@@ -7,19 +7,19 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypedDict
 
-from pagoda.cache.ask import Ask, Keys, KeyScheme, Mask, ask_for
-from pagoda.cache.border import Job, Watched
+from pagoda.cache.call import Job, Watched
 from pagoda.cache.deadline import Deadline
-from pagoda.cache.forks import renewed_after_fork
 from pagoda.cache.hit import Hit, Stored
-from pagoda.cache.parts import Parts
 from pagoda.cache.recording import Kind
-from pagoda.cache.storeys import Storeys
+from pagoda.cache.request import Ask, Keys, KeyScheme, Mask, ask_for
+from pagoda.cache.resources import Parts
+from pagoda.cache.tier_stack import Storeys
 from pagoda.cache.weights import Weights
 from pagoda.cache.work import Work, hit_without
 from pagoda.clock import Clock
 from pagoda.config import Config
 from pagoda.errors import StoreError
+from pagoda.fork import renewed_after_fork
 from pagoda.keys import Item, Namespace, TokenIds
 from pagoda.layout import KVLayout
 from pagoda.metrics import Reason

@@ -1,4 +1,4 @@
-"""pagoda.cache.descent: each lower tier is written to by a thread of its own."""
+"""pagoda.cache.writeback: each lower tier is written to by a thread of its own."""
 
 from __future__ import annotations
 

@@ -13,16 +13,16 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.cache.ask import Ask
 from pagoda.cache.below import Copy, Use, copies_of, names_of
 from pagoda.cache.deadline import Deadline
-from pagoda.cache.descent import Descents
-from pagoda.cache.look import LEASE_SECONDS, UNASKED
+from pagoda.cache.load_cost import Worth
+from pagoda.cache.lookup_call import LEASE_SECONDS, UNASKED
 from pagoda.cache.pipeline import Pipeline
+from pagoda.cache.request import Ask
 from pagoda.cache.rooms import HostRooms, Rooms, StagedRooms
 from pagoda.cache.staging import Staging
-from pagoda.cache.storeys import Storeys, stamp_of
-from pagoda.cache.worth import Worth
+from pagoda.cache.tier_stack import Storeys, stamp_of
+from pagoda.cache.writeback import Descents
 from pagoda.clock import Clock
 from pagoda.ledger import Busy, Refused, Reserved
 from pagoda.metrics import Reason

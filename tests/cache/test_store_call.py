@@ -31,7 +31,7 @@ from tests.cache.kit import (
     wait_until,
     written,
 )
-from tests.cache.test_up import Watching, faulty_cache
+from tests.cache.test_retrieve_call import Watching, faulty_cache
 
 
 def _on_disk(cache: Cache) -> int:
