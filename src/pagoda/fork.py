@@ -1,4 +1,4 @@
-"""Make locks and threads anew in a forked child, where the parent's threads are gone and may have held any lock."""
+"""One registry of what a forked child resets: there the parent's threads are gone, and may have held any lock."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ import os
 import weakref
 from typing import Protocol
 
-__all__ = ["renewed_after_fork"]
+__all__ = ["Resettable", "reset_in_child"]
 
 
-class Renewable(Protocol):
+class Resettable(Protocol):
     """Something with locks or threads."""
 
-    def renew(self) -> None:
-        """Begin anew in a forked child: own locks, no threads, nothing under way. Called once, by the only thread."""
+    def reset(self) -> None:
+        """Create the locks, with no threads and nothing under way. In a child: called once, by its only thread."""
 
 
-_all: weakref.WeakSet[Renewable] = weakref.WeakSet()
+_all: weakref.WeakSet[Resettable] = weakref.WeakSet()
 
 
-def renewed_after_fork(thing: Renewable) -> None:
-    """Have `thing.renew()` called in every child that this process forks from now on."""
+def reset_in_child(thing: Resettable) -> None:
+    """Call `thing.reset()` in every child that this process forks from now on."""
     _all.add(thing)
 
 
-def _renew_all() -> None:
+def _reset_all() -> None:
     for thing in list(_all):
-        thing.renew()
+        thing.reset()
 
 
-os.register_at_fork(after_in_child=_renew_all)
+os.register_at_fork(after_in_child=_reset_all)

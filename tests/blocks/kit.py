@@ -77,7 +77,7 @@ def wait_until(true: Callable[[], bool], seconds: float = 60.0) -> None:
 
 def ledger_of(cache: Cache) -> Ledger:
     """The host tier's ledger."""
-    host = cache._storeys.host
+    host = cache._tiers.host
     assert host is not None
     return host.ledger
 

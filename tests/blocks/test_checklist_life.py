@@ -316,7 +316,7 @@ def test_a_storage_tier_is_given_keys_and_no_token_ids(housed: Engine) -> None:
     housed.leave("a", tokens)
     assert housed.cache is not None and housed.cache.flush(60)
     [key, *_] = housed.keys(tokens)
-    directories = [tier.ledger.directory for tier in housed.cache._storeys.all if tier.contains(key)]  # type: ignore[attr-defined]
+    directories = [tier.ledger.directory for tier in housed.cache._tiers.all if tier.contains(key)]  # type: ignore[attr-defined]
     assert len(directories) == 2
     for directory in directories:
         stored = b"".join(path.read_bytes() for path in directory.iterdir())

@@ -125,7 +125,7 @@ def test_prefetch_brings_the_leading_run_and_takes_no_blocks(shm_root: Path, tmp
     with cache_at(shm_root / "wiped", tmp_path) as cache:
         engine = Engine(16, cache)
         keys = engine.keys(tokens)
-        disk = cache._storeys.lower[0]
+        disk = cache._tiers.lower[0]
         assert disk.remove(keys[5])  # a hole: the run ends before it
         engine.add("a", tokens)
         assert engine.manager.match("a") == PrefixMatch(0, 0, 20)

@@ -15,7 +15,7 @@ from blake3 import blake3
 
 from pagoda.blocks import Admitted, NoRoom, PrefixMatch, Waiting
 from pagoda.cache import Cache
-from pagoda.cache.below import Generations, Slots
+from pagoda.cache.writeback import Generations, Slots
 from pagoda.keys import Item
 from tests.blocks.kit import BLOCK, Engine, cache_at, ledger_of, prompt, stored, workers_stopped
 

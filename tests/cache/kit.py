@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.cache import Cache, Hit
-from pagoda.cache.below import Copy
 from pagoda.cache.host_slots import HostSlots
+from pagoda.cache.writeback import ChunkRef
 from pagoda.clock import Clock
 from pagoda.config import Config
 from pagoda.keys import Namespace, chunk_keys
@@ -156,17 +156,17 @@ def reserved_for(cache: Cache, tokens: Prompt) -> list[Outcome]:
     return slots.reserve(keys_of(cache, tokens), namespace=slots.namespace(), start=0, parent=None)
 
 
-def copied(cache: Cache, tokens: Prompt, outcomes: Sequence[Outcome]) -> list[Copy]:
+def copied(cache: Cache, tokens: Prompt, outcomes: Sequence[Outcome]) -> list[ChunkRef]:
     """Fill the reserved slots of a prompt by hand; returns what is to be committed."""
-    keys, blocks, written = keys_of(cache, tokens), kv_of(tokens).blocks, list[Copy]()
+    keys, blocks, written = keys_of(cache, tokens), kv_of(tokens).blocks, list[ChunkRef]()
     for i, item in enumerate(outcomes):
         if isinstance(item, Reserved):
             slots_of(cache).view(item.slot)[: LAYOUT.chunk_bytes] = blocks[i]
-            written.append(Copy(item.key, i, keys[i - 1] if i else None, item.slot, item.generation))
+            written.append(ChunkRef(item.key, i, keys[i - 1] if i else None, item.slot, item.generation))
     return written
 
 
-def written(cache: Cache, tokens: Prompt) -> list[Copy]:
+def written(cache: Cache, tokens: Prompt) -> list[ChunkRef]:
     """Bring a prompt into host slots by hand, all of it."""
     copies = copied(cache, tokens, reserved_for(cache, tokens))
     assert slots_of(cache).commit({slots_of(cache).namespace(): copies}) == [True] * len(copies)

@@ -23,7 +23,7 @@ SHORT, LONG = 0.05, 20.0  # of a call, and of the tiers: a call that waits for t
 def busy(shm_root: Path, tmp_path: Path, tier: str) -> Iterator[Cache]:
     with cache_at(shm_root, tmp_path, deadline_seconds=LONG) as cache:
         stored(cache, prompt(4))
-        ledger = dict(cache._storeys.ledgers())[tier]
+        ledger = dict(cache._tiers.ledgers())[tier]
         with gate_taken(ledger):
             yield cache
 
@@ -52,7 +52,7 @@ def test_what_the_disk_did_not_say_in_time_is_not_called_absent(shm_root: Path, 
 def test_a_store_without_a_host_tier_does_not_wait_for_the_disk(tmp_path: Path) -> None:
     with cache_at(None, tmp_path, deadline_seconds=LONG) as cache:
         stored(cache, prompt(4))
-        with gate_taken(cache._storeys.ledgers()[0][1]):
+        with gate_taken(cache._tiers.ledgers()[0][1]):
             soon(lambda: cache.store(prompt(4), kv_of(prompt(4)).transfer, deadline_seconds=SHORT))
 
 
@@ -74,7 +74,7 @@ def test_stats_show_what_can_be_shown_and_say_what_is_missing(
     with cache_at(shm_root, tmp_path, deadline_seconds=5.0) as cache:
         stored(cache, prompt(4))  # else the thread that writes it down would be under way in both ledgers
         cache.lookup(prompt(4))
-        ledgers = dict(cache._storeys.ledgers())
+        ledgers = dict(cache._tiers.ledgers())
         whole = cache.stats()
         assert whole["failed"] == {}
         with gate_taken(ledgers[tier]):
@@ -90,7 +90,7 @@ def test_stats_show_what_can_be_shown_and_say_what_is_missing(
 def test_clear_ends_soon_and_names_what_it_could_not_clear(shm_root: Path, tmp_path: Path, tier: str) -> None:
     with cache_at(shm_root, tmp_path) as cache:
         stored(cache, prompt(4))
-        with gate_taken(dict(cache._storeys.ledgers())[tier]):
+        with gate_taken(dict(cache._tiers.ledgers())[tier]):
             began = time.monotonic()
             cleared = cache.clear()
             assert time.monotonic() - began < 25

@@ -37,7 +37,7 @@ def test_what_comes_up_in_the_middle_of_a_clear_is_cleared_above_as_well(
     """The host is cleared already when another call brings the chunks up from the disk, which is not yet."""
     with cache_at(shm_root, tmp_path) as cache:
         stored(cache, prompt(4))
-        host, [disk] = cache._storeys.host, cache._storeys.lower
+        host, [disk] = cache._tiers.host, cache._tiers.lower
         assert host is not None
         clear, came = disk.clear, []
 
@@ -78,7 +78,7 @@ def test_a_tier_that_fails_is_named_and_the_others_are_cleared(
 ) -> None:
     with cache_at(shm_root, tmp_path) as cache:
         stored(cache, prompt(5))
-        host = cache._storeys.host
+        host = cache._tiers.host
         assert host is not None
 
         def broken(_: object = None) -> int:
@@ -112,7 +112,7 @@ def test_a_store_that_began_before_does_not_come_back(shm_root: Path, tmp_path: 
         assert cache.flush(100)
         cache.clear()
         assert clears > 0
-        for tier in cache._storeys.all:
+        for tier in cache._tiers.all:
             assert tier.stats()["ready"] == 0
         assert cache.retrieve(prompt(4, 1), blank(prompt(4)).transfer).reason in (
             Reason.CLEARED,

@@ -72,7 +72,7 @@ def test_a_close_during_a_store_gives_no_slot_away_that_is_still_copied_into(shm
         assert (
             sum(served(other, prompt(1, seed))[0].num_tokens for seed in seeds) > 0
         )  # and every byte is right
-        ledger = other._storeys.host.ledger  # type: ignore[union-attr]
+        ledger = other._tiers.host.ledger  # type: ignore[union-attr]
         wait_until(lambda: ledger.gauges()["reserved"] == 0)
         ledger.check()
 
@@ -87,7 +87,7 @@ def test_a_close_while_the_disk_hangs_keeps_the_slot_that_is_read_into(
     hit = cache.retrieve(prompt(2), blank(prompt(2)).transfer, deadline_seconds=0.2)
     assert hit.num_tokens == 0 and slab.hanging.is_set()
     cache.close(0.2)
-    host = cache._storeys.host
+    host = cache._tiers.host
     assert host is not None and not host.ledger._session.closed
     slab.release()
     wait_until(lambda: host.ledger._session.closed)
@@ -95,7 +95,7 @@ def test_a_close_while_the_disk_hangs_keeps_the_slot_that_is_read_into(
 
 def test_what_is_closed_takes_no_copies(shm_root: Path) -> None:
     with cache_at(shm_root, None) as cache:
-        host = cache._storeys.host
+        host = cache._tiers.host
         assert host is not None
     with pytest.raises(Exception, match="closed"), host.copying():
         pass

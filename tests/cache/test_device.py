@@ -69,7 +69,7 @@ def slab_of(cache: Cache) -> MemorySlab:
 
 
 def host_of(cache: Cache) -> HostTier:
-    host = cache._storeys.host
+    host = cache._tiers.host
     assert host is not None
     return host
 

@@ -66,7 +66,7 @@ def test_cleared(shm_root: Path, tmp_path: Path) -> None:
 def test_removed(shm_root: Path) -> None:
     with cache_at(shm_root, None) as cache:
         stored(cache, prompt(4))
-        cache._storeys.host.remove(cache.keys(prompt(4))[2][2])  # type: ignore[union-attr]
+        cache._tiers.host.remove(cache.keys(prompt(4))[2][2])  # type: ignore[union-attr]
         assert _told(cache, 4, Reason.REMOVED).num_tokens == 32
 
 
@@ -100,8 +100,8 @@ def test_busy(shm_root: Path) -> None:
         stored(cache, prompt(2))
         tokens = prompt(4)
         keys = [key for _, _, key in cache.keys(tokens)]
-        ledger = cache._storeys.host.ledger  # type: ignore[union-attr]
-        ledger.reserve(keys[2:], namespace=cache._calls.namespace().root, start=2, parent=keys[1])
+        ledger = cache._tiers.host.ledger  # type: ignore[union-attr]
+        ledger.reserve(keys[2:], namespace=cache._operations.namespace().root, start=2, parent=keys[1])
         assert cache.explain(tokens).reason is Reason.BUSY
         assert _told(cache, 4, Reason.BUSY).num_tokens == 32
 
@@ -130,7 +130,7 @@ def test_a_disk_that_keeps_failing_is_left_out_and_says_so(shm_root: Path, tmp_p
         slab.fail_next("read", Fault.EIO, times=100)
         reasons = [served(cache, prompt(3, seed))[0].reason for seed in range(6)]
         assert reasons[0] is Reason.IO_ERROR and reasons[-1] is Reason.TIER_SKIPPED
-        assert "kept failing" in cache.explain(prompt(3, 5)).detail
+        assert "failed repeatedly" in cache.explain(prompt(3, 5)).detail
         stored(cache, prompt(3, 9), tiers=["host"])  # and the host tier goes on
         assert served(cache, prompt(3, 9))[0].num_tokens == 48
 
@@ -153,7 +153,7 @@ def _stand_in_the_gate(directory: Path, inside: Event) -> None:
 def test_ledger_busy(shm_root: Path) -> None:
     with cache_at(shm_root, None) as cache:
         stored(cache, prompt(3))
-        ledger = cache._storeys.host.ledger  # type: ignore[union-attr]
+        ledger = cache._tiers.host.ledger  # type: ignore[union-attr]
         inside = SPAWN.Event()
         process = SPAWN.Process(target=_stand_in_the_gate, args=(ledger.directory, inside), daemon=True)
         process.start()
@@ -184,7 +184,7 @@ def test_the_reason_is_about_the_first_chunk_not_served(shm_root: Path) -> None:
 def test_explain_touches_nothing(shm_root: Path) -> None:
     with cache_at(shm_root, None) as cache:
         stored(cache, prompt(4))
-        ledger = cache._storeys.host.ledger  # type: ignore[union-attr]
+        ledger = cache._tiers.host.ledger  # type: ignore[union-attr]
         before = (
             ledger.columns.last_use.copy(),
             ledger.columns.hits.copy(),

@@ -74,7 +74,7 @@ def test_a_run_may_change_tiers_more_than_once(shm_root: Path, tmp_path: Path) -
     with cache_at(shm_root / "after", tmp_path) as cache:
         cache.store(tokens, kv_of(tokens).transfer, tiers=["host"])
         keys = [key for _, _, key in cache.keys(tokens)]
-        cache._storeys.host.ledger.remove(keys[3:5])  # type: ignore[union-attr]
+        cache._tiers.host.ledger.remove(keys[3:5])  # type: ignore[union-attr]
         hit, _ = served(cache, tokens)
         assert hit.num_tokens == 192 and hit.by_tier == {"host": 160, "disk": 32}
 
@@ -304,7 +304,7 @@ def test_kv_that_is_too_short_for_its_tokens_is_refused_and_leaves_nothing(cache
     tokens = prompt(6)
     with pytest.raises(ValueError, match=r"is not (in|within) the"):
         cache.store(tokens, blank(tokens[: 3 * CHUNK]).transfer)
-    ledger = cache._storeys.host.ledger  # type: ignore[union-attr]
+    ledger = cache._tiers.host.ledger  # type: ignore[union-attr]
     assert ledger.gauges()["reserved"] == 0 and cache.lookup(tokens).num_tokens == 0
     stored(cache, tokens)
     with pytest.raises(ValueError, match=r"is not (in|within) the"):
@@ -408,7 +408,7 @@ def test_a_tier_that_cannot_be_closed_leaves_no_other_open(
 ) -> None:
     cache = Cache(config_of(shm_root, tmp_path), namespace=NAMESPACE, layout=LAYOUT)
     stored(cache, prompt(2))
-    host, [disk] = cache._storeys.host, cache._storeys.lower
+    host, [disk] = cache._tiers.host, cache._tiers.lower
     assert host is not None
     close = disk.close
 
@@ -421,7 +421,7 @@ def test_a_tier_that_cannot_be_closed_leaves_no_other_open(
     for tier in (host, disk):
         assert not tier.find(cache_keys := [key for _, _, key in cache.keys(prompt(2))]), cache_keys
     with cache_at(shm_root, tmp_path) as again:  # another could not have either to itself
-        assert again._storeys.host is not None and again._storeys.host.ledger is not host.ledger
+        assert again._tiers.host is not None and again._tiers.host.ledger is not host.ledger
         assert served(again, prompt(2))[0].num_tokens == 32
 
 

@@ -112,7 +112,7 @@ def test_a_cancelled_retrieve_ends_before_the_await_does(shm_root: Path, tmp_pat
         asyncio.run(main())
         before = kv.blocks.copy()
         slab.heal()
-        ledger = cache._storeys.host.ledger  # type: ignore[union-attr]
+        ledger = cache._tiers.host.ledger  # type: ignore[union-attr]
         wait_until(lambda: ledger.gauges()["reserved"] == 0)
         time.sleep(0.05)
         assert np.array_equal(before, kv.blocks)  # nobody writes into memory that is the engine's again
@@ -143,7 +143,7 @@ def test_a_cancelled_store_is_whole_or_not_there(shm_root: Path) -> None:
                 await task
 
         asyncio.run(main())
-        assert cache._storeys.host.ledger.gauges()["reserved"] == 0  # type: ignore[union-attr]
+        assert cache._tiers.host.ledger.gauges()["reserved"] == 0  # type: ignore[union-attr]
         hit, _ = served(cache, tokens)
         assert hit.num_tokens == 8 * CHUNK  # the window that was being copied, and none after it
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from pagoda.cache import Cache
-from pagoda.cache.below import Copy
 from pagoda.cache.host_slots import HostSlots
+from pagoda.cache.writeback import ChunkRef
 from pagoda.ledger import Busy, Present, Refused, Reserved
 from pagoda.metrics import Reason
 from tests.cache.kit import (
@@ -43,7 +43,7 @@ from tests.ledger.support import shut_to_threads
 def read(cache: Cache, tokens: Prompt) -> tuple[int, Bytes]:
     """Copy a prompt out by hand: how many leading chunks are valid, and the bytes."""
     slots, blocks = slots_of(cache), np.zeros((len(tokens) // CHUNK, LAYOUT.chunk_bytes), np.uint8)
-    found = slots.find(keys_of(cache, tokens), 0)
+    found = slots.match_prefix(keys_of(cache, tokens), 0)
     for i, slot in enumerate(found.slots.tolist()):
         blocks[i] = slots.view(slot)[: LAYOUT.chunk_bytes]
     valid = slots.still_valid(found.slots, found.generations)
@@ -68,8 +68,8 @@ def test_what_is_copied_in_by_hand_is_the_cache_s(shm_root: Path, tmp_path: Path
         assert counters_of(cache)["stored_bytes"] == 6 * LAYOUT.chunk_bytes
         assert all(isinstance(item, Present) for item in reserved_for(cache, tokens))
         assert cache.flush(100)
-        assert cache._storeys.host is not None
-        cache._storeys.host.clear()
+        assert cache._tiers.host is not None
+        cache._tiers.host.clear()
         assert served(cache, tokens)[0].by_tier == {"disk": 96}
     with cache_at(shm_root / "after", tmp_path) as cache:
         assert served(cache, tokens)[0].by_tier == {"disk": 96}
@@ -82,7 +82,7 @@ def test_what_the_cache_stored_is_copied_out_by_hand(shm_root: Path) -> None:
         count, blocks = read(cache, prompt(6))
         assert count == 6 and (blocks == kv.blocks).all()
         longer = np.concatenate([tokens, prompt(2, 1)])
-        found = slots_of(cache).find(keys_of(cache, longer)[2:], 2)
+        found = slots_of(cache).match_prefix(keys_of(cache, longer)[2:], 2)
         assert (len(found.slots), found.reason) == (4, Reason.ABSENT)
 
 
@@ -95,9 +95,9 @@ def test_a_look_without_touch_changes_nothing(shm_root: Path) -> None:
             return [column[rows].tolist() for column in (columns.last_use, columns.hits, columns.lease_until)]
 
         before = state()
-        assert len(slots_of(cache).find(keys_of(cache, prompt(3)), 0, touch=False).slots) == 3
+        assert len(slots_of(cache).match_prefix(keys_of(cache, prompt(3)), 0, touch=False).slots) == 3
         assert state() == before
-        assert len(slots_of(cache).find(keys_of(cache, prompt(3)), 0).slots) == 3
+        assert len(slots_of(cache).match_prefix(keys_of(cache, prompt(3)), 0).slots) == 3
         assert all(
             a < b for old, new in zip(before, state(), strict=True) for a, b in zip(old, new, strict=True)
         )
@@ -125,8 +125,8 @@ def test_selective_writes_what_was_copied_out_often(shm_root: Path, tmp_path: Pa
     with cache_at(shm_root, tmp_path, write_policy="selective", selective_hits=2) as cache:
         copies, slots = written(cache, prompt(5)), slots_of(cache)
         for times in (1, 2):
-            assert len(slots.find(keys_of(cache, prompt(5)), 0).slots) == 5
-            slots.used(slots.namespace(), copies)
+            assert len(slots.match_prefix(keys_of(cache, prompt(5)), 0).slots) == 5
+            slots.note_access(slots.namespace(), copies)
             assert cache.flush(100)
             assert on_disk(cache, prompt(5)) == (5 if times == 2 else 0)
         assert counters_of(cache)["loaded_chunks"] == 10
@@ -137,7 +137,7 @@ def test_a_chunk_that_goes_during_the_copy_is_not_valid(shm_root: Path) -> None:
     with cache_at(shm_root, None) as cache:
         written(cache, prompt(4))
         slots, keys = slots_of(cache), keys_of(cache, prompt(4))
-        found = slots.find(keys, 0)
+        found = slots.match_prefix(keys, 0)
         assert slots._ledger.remove(keys[2:3]) == 1
         assert slots.still_valid(found.slots, found.generations).tolist() == [True, True, False, True]
         assert slots.hold(found.slots, found.generations) == [True, True, False, True]
@@ -157,7 +157,7 @@ def test_held_chunks_stay_until_they_are_released(shm_root: Path) -> None:
     with cache_at(shm_root, None) as cache:
         written(cache, prompt(4, 99))
         slots, keys = slots_of(cache), keys_of(cache, prompt(4, 99))
-        held = slots.find(keys, 0, touch=False)
+        held = slots.match_prefix(keys, 0, touch=False)
         assert slots.hold(held.slots, held.generations) == [True] * 4
         for seed in range(10):
             written(cache, prompt(8, seed))
@@ -175,7 +175,7 @@ def test_a_reserve_may_be_longer_than_a_window(shm_root: Path) -> None:
         assert slots._ledger.window == 8
         assert len(written(cache, tokens)) == 14
         assert served(cache, tokens)[0].num_tokens == 14 * CHUNK
-        use = slots._ledger.columns.last_use[slots.find(keys_of(cache, tokens), 0, touch=False).slots]
+        use = slots._ledger.columns.last_use[slots.match_prefix(keys_of(cache, tokens), 0, touch=False).slots]
         assert (np.diff(use.astype(np.int64)) < 0).all()  # its tail goes before its head, across windows
         assert slots._ledger.check().unreachable == 0
 
@@ -218,14 +218,14 @@ def test_namespaces_are_told_apart_and_known_by_their_labels(shm_root: Path) -> 
         assert slots.namespace(salt="a tenant") != root
 
 
-def _all_are_misses(slots: HostSlots, keys: list[bytes], copies: list[Copy]) -> None:
+def _all_are_misses(slots: HostSlots, keys: list[bytes], copies: list[ChunkRef]) -> None:
     rows = np.array([copy.slot for copy in copies]), np.array([c.generation for c in copies], np.uint64)
-    found = slots.find(keys, 0)
+    found = slots.match_prefix(keys, 0)
     assert (len(found.slots), found.reason) == (0, Reason.CLOSED)
     assert slots.hold(*rows) == [False] * len(copies)
     assert slots.still_valid(*rows).tolist() == [False] * len(copies)
     slots.release(*rows)
-    slots.used(bytes(32), copies)
+    slots.note_access(bytes(32), copies)
     outcomes = slots.reserve(keys, namespace=bytes(32), start=0, parent=None)
     assert outcomes == [Refused(key, Reason.CLOSED) for key in keys]
     assert slots.commit({bytes(32): copies}) == [False] * len(copies)
@@ -255,7 +255,7 @@ def test_a_closed_cache_gives_its_slots_up_though_another_has_the_ledger_open(
     with cache_at(shm_root, tmp_path) as other, cache_at(shm_root, tmp_path) as cache:
         written(cache, prompt(4))
         slots = slots_of(cache)
-        held = slots.find(keys_of(cache, prompt(4)), 0)
+        held = slots.match_prefix(keys_of(cache, prompt(4)), 0)
         assert all(slots.hold(held.slots, held.generations))
         first, second = prompt(4, 1), prompt(4, 2)
         late = copied(cache, first, reserved_for(cache, first))
@@ -294,7 +294,9 @@ def _commits(shm_root: Path, tmp_path: Path) -> None:
 
 def _copies_out(shm_root: Path, tmp_path: Path) -> None:
     with cache_at(shm_root, tmp_path) as cache:
-        wait_until(lambda: len(slots_of(cache).find(keys_of(cache, prompt(10)), 0, touch=False).slots) == 10)
+        wait_until(
+            lambda: len(slots_of(cache).match_prefix(keys_of(cache, prompt(10)), 0, touch=False).slots) == 10
+        )
         count, blocks = read(cache, prompt(10))
         assert count == 10 and (blocks == kv_of(prompt(10)).blocks).all()
 
@@ -310,7 +312,7 @@ def test_a_forked_child_of_a_cache_in_private_memory_misses(shm_root: Path) -> N
         copies = written(cache, tokens)
 
         def child() -> None:
-            assert len(slots.find(keys_of(cache, tokens), 0).slots) == 0
+            assert len(slots.match_prefix(keys_of(cache, tokens), 0).slots) == 0
             assert slots.commit({slots.namespace(): copies}) == [False] * 4
             assert {type(item) for item in reserved_for(cache, prompt(2, 1))} == {Refused}
 

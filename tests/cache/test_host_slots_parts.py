@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pagoda.cache import Cache
-from pagoda.cache.below import Copy
+from pagoda.cache.writeback import ChunkRef
 from pagoda.ledger import Busy, Reserved
 from tests.cache.kit import (
     CHUNK,
@@ -43,19 +43,19 @@ def reserved_in_parts(cache: Cache, tokens: Prompt, parts: int = 2) -> list[Rese
     return rooms
 
 
-def copied_part(cache: Cache, tokens: Prompt, rooms: Sequence[Reserved], part: int) -> list[Copy]:
+def copied_part(cache: Cache, tokens: Prompt, rooms: Sequence[Reserved], part: int) -> list[ChunkRef]:
     """Adopt one half of the chunks and fill it; returns what is to be committed."""
     slots, keys, blocks = slots_of(cache), keys_of(cache, tokens), kv_of(tokens).blocks
     assert slots.adopt(rooms, part) == [True] * len(rooms)
     for i, room in enumerate(rooms):
         slots.view(room.slot)[part * HALF : (part + 1) * HALF] = blocks[i, part * HALF : (part + 1) * HALF]
     return [
-        Copy(room.key, i, keys[i - 1] if i else None, room.slot, room.generation)
+        ChunkRef(room.key, i, keys[i - 1] if i else None, room.slot, room.generation)
         for i, room in enumerate(rooms)
     ]
 
 
-def commit_part(cache: Cache, copies: list[Copy], part: int) -> list[bool]:
+def commit_part(cache: Cache, copies: list[ChunkRef], part: int) -> list[bool]:
     return slots_of(cache).commit({slots_of(cache).namespace(): copies}, part)
 
 
@@ -97,7 +97,7 @@ def told(pipe: Connection) -> object:
 def nowhere(cache: Cache, tokens: Prompt) -> bool:
     """Whether a prompt is neither found nor on disk, once all that was noted has been written."""
     assert cache.flush(100)
-    found = slots_of(cache).find(keys_of(cache, tokens), 0)
+    found = slots_of(cache).match_prefix(keys_of(cache, tokens), 0)
     return not len(found.slots) and not on_disk(cache, tokens)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pagoda.cache import Cache
-from pagoda.cache.below import Use
+from pagoda.cache.writeback import Access
 from pagoda.policy.hindsight import _Learnt
 from pagoda.testing import FakeClock
 from pagoda.tiers import DiskTier, HostTier
@@ -77,7 +77,7 @@ def test_what_the_disk_has_lost_is_written_again_when_it_is_used(
         stored(cache, HOT)
         served(cache, HOT)
         assert cache.flush(100) and on_disk(cache, HOT) == 20
-        disk = cache._storeys.lower[0]
+        disk = cache._tiers.lower[0]
         for key in keys_of(cache, HOT)[5:]:
             assert disk.remove(key)
         clock.advance(1)
@@ -98,7 +98,7 @@ def test_another_process_of_the_host_tier_fills_the_disk_that_it_brings(
 
 def asked_again(cache: Cache) -> float:
     """Of how many chunks the disk's policy has seen that they were asked for again."""
-    disk = cache._storeys.lower[0]
+    disk = cache._tiers.lower[0]
     assert isinstance(disk, DiskTier)
     ledger = disk.ledger
     ledger.upkeep()
@@ -116,7 +116,7 @@ def test_a_use_is_told_before_what_is_stored_after_it(
         clock.advance(10)
         assert served(cache, HOT)[0].by_tier == {"host": 20 * CHUNK}
         cache.store(HOT, kv_of(HOT).transfer)
-        wait_until(lambda: cache._calls.parts.descents.waiting == 0)
+        wait_until(lambda: cache._resources.writeback.waiting == 0)
         assert cache.flush(100)
         assert asked_again(cache) == 20
 
@@ -177,9 +177,9 @@ def test_notes_of_uses_are_bounded(shm_root: Path, tmp_path: Path) -> None:
     clock = FakeClock()
     with small_disk(shm_root, tmp_path, clock) as cache:
         stored(cache, HOT)
-        (descent,) = cache._calls.parts.descents._each
-        use = Use(cache.namespace.root, list, 1 << 12)
+        (queue,) = cache._resources.writeback._queues
+        access = Access(cache.namespace.root, list, 1 << 12)
         for _ in range(100):
-            descent.used(use)
-        assert descent._used <= 1 << 16
-        assert cache.flush(100) and not descent._uses and not descent._used
+            queue.note_access(access)
+        assert queue._accessed <= 1 << 16
+        assert cache.flush(100) and not queue._accesses and not queue._accessed

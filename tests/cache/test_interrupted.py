@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pagoda.cache import Cache
-from pagoda.cache.staging import Staging
+from pagoda.cache.staging import StagingPool
 from pagoda.dropped import settle
 from pagoda.tiers.worker_pool import WorkerPool
 from tests.cache.kit import CHUNK, blank, cache_at, kv_of, prompt, served, stored
@@ -43,11 +43,11 @@ def interrupted_calls(cache: Cache, times: int, seed: int) -> None:
 
 def outstanding(cache: Cache) -> dict[str, object]:
     """What calls, or I/O that was begun for them, have not given back."""
-    tools, host = cache._calls.parts.tools, cache._storeys.host
+    resources, host = cache._resources, cache._tiers.host
     return {
-        "reserved": [ledger.check().gauges["reserved"] for _, ledger in cache._storeys.ledgers()],
+        "reserved": [ledger.check().gauges["reserved"] for _, ledger in cache._tiers.ledgers()],
         "copies": len(host._pending.items) if host is not None else 0,
-        "buffers": tools.staging.out + cache._calls.parts.storing.out,
+        "buffers": resources.load_staging.in_use + cache._resources.store_staging.in_use,
         "waiting": cache.stats()["waiting_chunks"],
     }
 
@@ -56,7 +56,7 @@ def outstanding(cache: Cache) -> dict[str, object]:
 def test_a_cache_leaves_nothing_behind(shm_root: Path, tmp_path: Path, tiers: str) -> None:
     host, disk = (shm_root if "host" in tiers else None), (tmp_path if "disk" in tiers else None)
     with cache_at(host, disk) as cache:
-        ledgers = [ledger for _, ledger in cache._storeys.ledgers()]
+        ledgers = [ledger for _, ledger in cache._tiers.ledgers()]
         interrupted_calls(cache, 1000, 1)
         assert all(map(others_get_in, ledgers))
         assert cache.flush(100) and settle(100)
@@ -89,7 +89,7 @@ def test_what_a_broken_load_may_read_into_is_nobody_elses_until_it_has_ended(
             reading.extend(buffers)  # an I/O thread goes on with them
             raise Interrupted
 
-        monkeypatch.setattr(cache._storeys.lower[0], "load", load)
+        monkeypatch.setattr(cache._tiers.lower[0], "load", load)
         with contextlib.suppress(Interrupted):
             cache.retrieve(prompt(3), blank(prompt(3)).transfer)
         monkeypatch.undo()
@@ -102,11 +102,11 @@ def test_what_a_broken_load_may_read_into_is_nobody_elses_until_it_has_ended(
 
 
 def test_a_buffer_that_was_lost_makes_room_for_another() -> None:
-    staging = Staging(64 << 20)
+    staging = StagingPool(64 << 20)
     for _ in range(3 * staging.count):
-        assert isinstance(staging.take(), np.ndarray), "the one before was given back by nobody"
-    kept = [staging.take() for _ in range(staging.count)]
-    assert staging.take() is None and staging.out == len(kept)
+        assert isinstance(staging.acquire(), np.ndarray), "the one before was given back by nobody"
+    kept = [staging.acquire() for _ in range(staging.count)]
+    assert staging.acquire() is None and staging.in_use == len(kept)
 
 
 def test_a_tier_is_closed_whatever_broke_the_start_of_its_threads_off(
@@ -124,7 +124,7 @@ def test_a_tier_is_closed_whatever_broke_the_start_of_its_threads_off(
 
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     with cache_at(None, tmp_path) as cache:
-        ledger = cache._storeys.ledgers()[0][1]
+        ledger = cache._tiers.ledgers()[0][1]
         with pytest.raises(Interrupted):
             stored(cache, prompt(3, 1))
         monkeypatch.undo()

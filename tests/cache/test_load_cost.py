@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pagoda.cache.load_cost import Worth
+from pagoda.cache.load_cost import LoadCost
 from pagoda.metrics import Reason
 from pagoda.testing import FakeClock
 from tests.cache.kit import CHUNK, cache_at, prompt, served, stored
@@ -13,78 +13,78 @@ MB = 1_000_000
 
 
 def test_nothing_is_refused_before_both_rates_are_known() -> None:
-    worth = Worth(MB, 256, FakeClock())
-    assert worth.beats("disk")
-    worth.measured("disk", MB, 10.0)
-    assert worth.beats("disk")
-    other = Worth(MB, 256, FakeClock())
+    load_cost = LoadCost(MB, 256, FakeClock())
+    assert load_cost.is_worth_loading("disk")
+    load_cost.record_load("disk", MB, 10.0)
+    assert load_cost.is_worth_loading("disk")
+    other = LoadCost(MB, 256, FakeClock())
     other.observe_prefill(256, 0.001)
-    assert other.beats("disk")
+    assert other.is_worth_loading("disk")
 
 
 def test_the_faster_way_is_taken() -> None:
-    worth = Worth(MB, 256, FakeClock())
+    load_cost = LoadCost(MB, 256, FakeClock())
     for _ in range(3):
-        worth.measured("disk", MB, 0.1)
-        worth.measured("host", MB, 0.001)
-    worth.observe_prefill(256, 0.05)
-    assert worth.beats("host") and not worth.beats("disk")
+        load_cost.record_load("disk", MB, 0.1)
+        load_cost.record_load("host", MB, 0.001)
+    load_cost.record_prefill(256, 0.05)
+    assert load_cost.is_worth_loading("host") and not load_cost.is_worth_loading("disk")
     for _ in range(20):
-        worth.observe_prefill(256, 0.5)
-    assert worth.beats("disk")
-    assert worth.rates()["disk_bytes_per_second"] == 10 * MB
+        load_cost.record_prefill(256, 0.5)
+    assert load_cost.is_worth_loading("disk")
+    assert load_cost.rates()["disk_bytes_per_second"] == 10 * MB
 
 
 def test_a_slow_tier_is_tried_again_soon_and_later_if_it_stays_slow() -> None:
     clock = FakeClock()
-    worth = Worth(MB, 256, clock)
-    worth.observe_prefill(256, 0.001)
+    load_cost = LoadCost(MB, 256, clock)
+    load_cost.record_prefill(256, 0.001)
     for _ in range(3):
-        assert worth.beats("disk")
-        worth.measured("disk", MB, 10.0)
+        assert load_cost.is_worth_loading("disk")
+        load_cost.record_load("disk", MB, 10.0)
     for seconds in (1, 2, 4, 8, 16, 32, 60, 60):
-        assert not worth.beats("disk")
+        assert not load_cost.is_worth_loading("disk")
         clock.advance(seconds - 0.1)
-        assert not worth.beats("disk")
+        assert not load_cost.is_worth_loading("disk")
         clock.advance(0.2)
-        assert worth.beats("disk")
-        worth.measured("disk", MB, 10.0)
+        assert load_cost.is_worth_loading("disk")
+        load_cost.record_load("disk", MB, 10.0)
     clock.advance(61)
     for _ in range(3):
-        worth.measured("disk", MB, 0.0001)
+        load_cost.record_load("disk", MB, 0.0001)
         clock.advance(1.1)
-        assert worth.beats("disk")
-    worth.measured("disk", MB, 0.0001)
-    assert worth.beats("disk")
+        assert load_cost.is_worth_loading("disk")
+    load_cost.record_load("disk", MB, 0.0001)
+    assert load_cost.is_worth_loading("disk")
 
 
 def test_one_copy_that_was_paused_says_nothing_of_a_tier() -> None:
-    worth = Worth(MB, 256, FakeClock())
-    worth.observe_prefill(256, 0.001)
-    worth.measured("host", MB, 10.0)
-    assert worth.beats("host")
+    load_cost = LoadCost(MB, 256, FakeClock())
+    load_cost.record_prefill(256, 0.001)
+    load_cost.record_load("host", MB, 10.0)
+    assert load_cost.is_worth_loading("host")
     for _ in range(5):
-        worth.measured("host", MB, 0.0001)
+        load_cost.record_load("host", MB, 0.0001)
     for _ in range(2):
-        worth.measured("host", MB, 10.0)
-        assert worth.beats("host")
-    worth.measured("host", MB, 10.0)
-    assert not worth.beats("host")
+        load_cost.record_load("host", MB, 10.0)
+        assert load_cost.is_worth_loading("host")
+    load_cost.record_load("host", MB, 10.0)
+    assert not load_cost.is_worth_loading("host")
 
 
 def test_it_can_be_switched_off() -> None:
-    worth = Worth(MB, 256, FakeClock(), enabled=False)
-    worth.measured("disk", MB, 10.0)
-    worth.observe_prefill(256, 0.001)
-    assert worth.beats("disk")
+    load_cost = LoadCost(MB, 256, FakeClock(), enabled=False)
+    load_cost.record_load("disk", MB, 10.0)
+    load_cost.record_prefill(256, 0.001)
+    assert load_cost.is_worth_loading("disk")
 
 
 def test_senseless_measurements_are_ignored() -> None:
-    worth = Worth(MB, 256, FakeClock())
-    worth.measured("disk", 0, 1.0)
-    worth.measured("disk", 5, 0.0)
-    worth.observe_prefill(0, 1.0)
-    assert worth.rates() == {"prefill_tokens_per_second": 0.0}
+    load_cost = LoadCost(MB, 256, FakeClock())
+    load_cost.record_load("disk", 0, 1.0)
+    load_cost.record_load("disk", 5, 0.0)
+    load_cost.record_prefill(0, 1.0)
+    assert load_cost.rates() == {"prefill_tokens_per_second": 0.0}
 
 
 def test_a_run_that_is_cheaper_to_compute_is_left_alone(shm_root: Path, tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_run_that_is_cheaper_to_compute_is_left_alone(shm_root: Path, tmp_path
         cache.observe_prefill(1_000_000, 0.0001)  # absurdly fast
         assert served(cache, tokens[: 2 * CHUNK])[0].num_tokens == 32  # the disk has not been measured yet
         for _ in range(2):
-            cache._calls.parts.tools.worth.measured("disk", 8192, 1.0)
+            cache._resources.load_cost.record_load("disk", 8192, 1.0)
         hit, _ = served(cache, tokens, start_tokens=2 * CHUNK)
         assert (hit.num_tokens, hit.reason) == (0, Reason.NOT_WORTH_IT)
         assert cache.lookup(tokens).reason is Reason.NOT_WORTH_IT
@@ -110,9 +110,9 @@ def test_host_chunks_are_served_where_only_the_disk_is_too_slow(shm_root: Path, 
     clock = FakeClock()  # stands still: a second later what is slow is tried again
     with cache_at(shm_root / "after", tmp_path, clock=clock, worth_it=True) as cache:
         stored(cache, tokens[: 4 * CHUNK])
-        worth = cache._calls.parts.tools.worth
+        load_cost = cache._resources.load_cost
         for _ in range(3):
-            worth.measured("disk", 8192, 10.0)
+            load_cost.record_load("disk", 8192, 10.0)
         cache.observe_prefill(CHUNK, 1.0)
         expected = (64, {"host": 64}, Reason.NOT_WORTH_IT)
         looked = cache.lookup(tokens)

@@ -131,7 +131,7 @@ def test_mistake_4_half_written_chunks_that_are_found_and_rooms_that_are_lost(
             cache.store(prompt(4, seed), kv_of(prompt(4, seed)).transfer)
             assert cache.flush(100)
             slab.heal()
-        gauges = cache._storeys.ledgers()[1][1].check().gauges
+        gauges = cache._tiers.ledgers()[1][1].check().gauges
         assert gauges["free"] + gauges["ready"] == gauges["slots"]
     with cache_at(shm_root / "after", tmp_path) as again:  # what is found after a restart is whole
         for seed in range(30):
@@ -148,7 +148,7 @@ def test_mistake_5_accounting_that_drifts_until_every_write_is_refused(
             if seed % 5 == 0:
                 cache.clear()
         assert cache.flush(100)
-        for _, ledger in cache._storeys.ledgers():
+        for _, ledger in cache._tiers.ledgers():
             gauges = ledger.check().gauges
             assert gauges["free"] + gauges["ready"] == gauges["slots"] and not gauges["reserved"]
         stored(cache, prompt(10, 99))
@@ -210,7 +210,7 @@ def test_mistake_15_a_late_write_into_a_slot_that_is_somebody_else_s(shm_root: P
         slab.heal()
         assert cache.flush(100)
         assert cache.lookup(prompt(1)).num_tokens == 0
-        cache._storeys.host.clear()  # type: ignore[union-attr]
+        cache._tiers.host.clear()  # type: ignore[union-attr]
         for seed in (0, *range(2, 10)):
             served(cache, prompt(8, seed))  # every byte is checked
 
@@ -250,7 +250,7 @@ def test_mistake_17_parents_that_go_before_their_children(shm_root: Path, tmp_pa
         cache.prefetch(prompt(30)).result(60)
         for seed in range(1, 8):
             stored(cache, prompt(12, seed))
-            for _, ledger in cache._storeys.ledgers():
+            for _, ledger in cache._tiers.ledgers():
                 assert ledger.check().unreachable == 0
 
 
@@ -260,7 +260,7 @@ def test_mistake_18_short_reads_and_writes_taken_for_whole(shm_root: Path, tmp_p
     with cache:
         slab.fail_next(call, Fault.SHORT, times=8)
         stored(cache, prompt(8))
-        cache._storeys.host.clear()  # type: ignore[union-attr]
+        cache._tiers.host.clear()  # type: ignore[union-attr]
         assert served(cache, prompt(8))[0].by_tier == {"disk": 128}
         assert slab.struck[Fault.SHORT] == 8
     size = (tmp_path / "disk" / LAYOUT.fingerprint / "slab").stat().st_size
@@ -323,7 +323,7 @@ def test_mistake_25_a_removal_that_never_ends_on_a_shared_chain(shm_root: Path, 
             stored(cache, tokens)
         keys = [key for _, _, key in cache.keys(head)]
         began = time.monotonic()
-        for tier in cache._storeys.all:
+        for tier in cache._tiers.all:
             assert tier.remove(keys[2]) and not tier.remove(keys[2])
         assert cache.lookup(head).num_tokens == 32
         stored(cache, head)

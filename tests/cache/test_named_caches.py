@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.cache import Cache, registry
-from pagoda.cache.weights import Weights
+from pagoda.cache import Cache
+from pagoda.cache import cache as named
+from pagoda.cache.weights import WeightsEpoch
 from pagoda.errors import StoreError
 from pagoda.metrics import Reason
 from tests.cache.kit import LAYOUT, NAMESPACE, config_of, prompt, served, stored
@@ -79,21 +80,21 @@ def test_threads_that_open_at_once_get_one_cache(shm_root: Path) -> None:
 
 
 def test_a_fork_while_another_thread_opens_a_cache_and_yet_another_changes_weights(shm_root: Path) -> None:
-    inside, leave, weights = threading.Barrier(3), threading.Event(), Weights({"host": shm_root}, "m")
+    inside, leave, weights = threading.Barrier(3), threading.Event(), WeightsEpoch({"host": shm_root}, "m")
 
     def hold(lock: AbstractContextManager[object]) -> None:
         with lock:
             inside.wait(60)
             leave.wait(60)
 
-    threads = [threading.Thread(target=hold, args=(lock,)) for lock in (registry._changed, weights._lock)]
+    threads = [threading.Thread(target=hold, args=(lock,)) for lock in (named._changed, weights._lock)]
     for thread in threads:
         thread.start()
     inside.wait(60)
     child = os.fork()
     if child == 0:
         signal.alarm(30)  # instead of a deadlock
-        os._exit(0 if Cache.get("one") is None and weights.raised() == (1, {}) else 1)
+        os._exit(0 if Cache.get("one") is None and weights.raise_epoch() == (1, {}) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     leave.set()
     for thread in threads:

@@ -45,7 +45,7 @@ def _busy(shm_root: Path, tmp_path: Path, number: int, seconds: float) -> None:
 
 def _whole(shm_root: Path, tmp_path: Path) -> None:
     with cache_at(shm_root, tmp_path, host_size=SMALL) as cache:
-        for _, ledger in cache._storeys.ledgers():
+        for _, ledger in cache._tiers.ledgers():
             ledger.reap()
             ledger.check()
             assert ledger.gauges()["reserved"] == 0
@@ -127,7 +127,7 @@ def test_a_forked_child_goes_on_with_the_same_cache(shm_root: Path, tmp_path: Pa
         assert process.exitcode == 0
         assert served(cache, prompt(5, 1))[0].num_tokens == 80
         assert served(cache, prompt(5, 1), tiers=["disk"])[0].num_tokens == 80
-        assert cache._storeys.host.ledger.check().unreachable == 0  # type: ignore[union-attr]
+        assert cache._tiers.host.ledger.check().unreachable == 0  # type: ignore[union-attr]
 
 
 def _count_hits(shm_root: Path) -> None:
@@ -148,7 +148,7 @@ def test_bytes_scribbled_by_another_owner_are_never_served(shm_root: Path) -> No
     """A slot that was given to somebody else during the copy is noticed, whatever its bytes are by then."""
     with cache_at(shm_root, None) as cache:
         stored(cache, prompt(8, 5))
-        ledger = cache._storeys.host.ledger  # type: ignore[union-attr]
+        ledger = cache._tiers.host.ledger  # type: ignore[union-attr]
         assert isinstance(ledger, Ledger)
         slab = MemorySlab(ledger.slab_path, ledger.slots, LAYOUT.slot_bytes)
 

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 from pagoda.cache import Cache
-from pagoda.cache.questions import Call, Kind, Questions
-from pagoda.cache.recording import Recorder
+from pagoda.cache.recording import CallKind, RecordedCall, Recorder, RequestDetector
 from pagoda.cache.trace_writer import append_lines
 from pagoda.clock import Clock
 from pagoda.replay import Request, TierSpec, read_trace, simulate
@@ -131,9 +130,9 @@ def test_an_engine_with_hands_of_its_own_is_recorded(cache: Cache, trace: Path) 
     slots.abort([one for one in slots.reserve(keys[:4], namespace=root, start=0, parent=None) if one])  # type: ignore[misc]
     slots.reserve(keys[4:], namespace=root, start=4, parent=keys[3])
     slots.reserve(keys[2:3], namespace=root, start=2, parent=keys[1])
-    assert slots.records
-    slots.requested(keys, 6 * CHUNK + 3)
-    slots.requested(keys, 6 * CHUNK + 3)
+    assert slots.is_recording
+    slots.record_request(keys, 6 * CHUNK + 3)
+    slots.record_request(keys, 6 * CHUNK + 3)
     slots.reserve(
         keys_of(cache, later), namespace=root, start=0, parent=None
     )  # it reads: so it would have asked
@@ -142,31 +141,35 @@ def test_an_engine_with_hands_of_its_own_is_recorded(cache: Cache, trace: Path) 
     assert lines[-1].input_length == 6 * CHUNK + 3
 
 
-def call(kind: Kind, names: str, at: float, first: int = 0, parent: str = "", counted: bool = True) -> Call:
+def call(
+    kind: CallKind, names: str, at: float, first: int = 0, parent: str = "", counted: bool = True
+) -> RecordedCall:
     keys = [name.encode() * 32 for name in names]
-    return Call(kind, counted, keys, first, len(keys) * CHUNK, int(at * 1000), parent.encode() * 32 or None)
+    return RecordedCall(
+        kind, counted, keys, first, len(keys) * CHUNK, int(at * 1000), parent.encode() * 32 or None
+    )
 
 
 def test_an_answer_that_is_stored_late_is_of_its_request() -> None:
-    questions = Questions()
-    assert questions.is_request(call(Kind.RETRIEVED, "abc", 0))
-    assert not questions.is_request(call(Kind.STORED, "abcde", 300))
-    assert not questions.is_request(call(Kind.STORED, "f", 301, first=5, parent="e"))
-    assert not questions.is_request(call(Kind.RESERVED, "f", 301, first=5, parent="x"))
-    assert questions.is_request(call(Kind.STORED, "abc", 5000))
+    questions = RequestDetector()
+    assert questions.is_request(call(CallKind.RETRIEVE, "abc", 0))
+    assert not questions.is_request(call(CallKind.STORE, "abcde", 300))
+    assert not questions.is_request(call(CallKind.STORE, "f", 301, first=5, parent="e"))
+    assert not questions.is_request(call(CallKind.RESERVE, "f", 301, first=5, parent="x"))
+    assert questions.is_request(call(CallKind.STORE, "abc", 5000))
 
 
 def test_what_is_asked_again_later_is_another_request() -> None:
-    questions = Questions()
-    assert questions.is_request(call(Kind.LOOKED_UP, "abc", 0))
-    assert not questions.is_request(call(Kind.LOOKED_UP, "abc", 9))
-    assert questions.is_request(call(Kind.LOOKED_UP, "ab", 9))
-    assert questions.is_request(call(Kind.LOOKED_UP, "abd", 9))
-    assert questions.is_request(call(Kind.LOOKED_UP, "abc", 30))
-    assert questions.is_request(call(Kind.RETRIEVED, "abcd", 31))
-    assert not questions.is_request(call(Kind.RETRIEVED, "abc", 31))
-    assert not questions.is_request(call(Kind.RETRIEVED, "abc", 32, counted=False))
-    assert questions.is_request(call(Kind.RETRIEVED, "abc", 32))
+    questions = RequestDetector()
+    assert questions.is_request(call(CallKind.LOOKUP, "abc", 0))
+    assert not questions.is_request(call(CallKind.LOOKUP, "abc", 9))
+    assert questions.is_request(call(CallKind.LOOKUP, "ab", 9))
+    assert questions.is_request(call(CallKind.LOOKUP, "abd", 9))
+    assert questions.is_request(call(CallKind.LOOKUP, "abc", 30))
+    assert questions.is_request(call(CallKind.RETRIEVE, "abcd", 31))
+    assert not questions.is_request(call(CallKind.RETRIEVE, "abc", 31))
+    assert not questions.is_request(call(CallKind.RETRIEVE, "abc", 32, counted=False))
+    assert questions.is_request(call(CallKind.RETRIEVE, "abc", 32))
 
 
 # ---- the file
@@ -221,7 +224,7 @@ def _works_until_killed(tmp_path: Path, trace: Path) -> None:
     recorder = Recorder(trace, CHUNK, Clock())
     keys = [bytes([n % 256, n // 256]) * 16 for n in range(4000)]
     while True:
-        recorder.note(Kind.REQUESTED, keys, 0, len(keys) * CHUNK)
+        recorder.note(CallKind.REQUEST, keys, 0, len(keys) * CHUNK)
         time.sleep(0.001)
 
 
@@ -276,7 +279,7 @@ def test_calls_that_are_too_many_are_dropped(trace: Path, caplog: pytest.LogCapt
     keys = [bytes([n]) * 32 for n in range(200)]
     began = time.monotonic()
     for _ in range(20_000):
-        recorder.note(Kind.REQUESTED, keys, 0, 200 * CHUNK)
+        recorder.note(CallKind.REQUEST, keys, 0, 200 * CHUNK)
     each = (time.monotonic() - began) / 20_000
     recorder.close(60)
     state = recorder.stats()
@@ -291,9 +294,9 @@ def test_a_hanging_disk_holds_nobody_up(trace: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("pagoda.cache.recording.append_lines", lambda *_: time.sleep(60))
     recorder = Recorder(trace, CHUNK, Clock())
     began = time.monotonic()
-    recorder.note(Kind.REQUESTED, [bytes(32)], 0, CHUNK)
+    recorder.note(CallKind.REQUEST, [bytes(32)], 0, CHUNK)
     recorder.close(0.2)
-    recorder.note(Kind.REQUESTED, [bytes(32)], 0, CHUNK)
+    recorder.note(CallKind.REQUEST, [bytes(32)], 0, CHUNK)
     assert time.monotonic() - began < 20
 
 
@@ -328,5 +331,5 @@ def test_nothing_is_recorded_unasked(tmp_path: Path) -> None:
     with cache_at(tmp_path, None) as cache:
         ask_and_store(cache, prompt(2))
         assert "recording" not in cache.stats()
-        assert not slots_of(cache).records
-        slots_of(cache).requested(keys_of(cache, prompt(2)), 2 * CHUNK)
+        assert not slots_of(cache).is_recording
+        slots_of(cache).record_request(keys_of(cache, prompt(2)), 2 * CHUNK)

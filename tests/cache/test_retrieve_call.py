@@ -85,7 +85,7 @@ def test_a_run_longer_than_the_host_tier_passes_through_it(shm_root: Path, tmp_p
         assert hit.num_tokens == 200 * CHUNK and hit.by_tier == {"disk": 200 * CHUNK}
         again, _ = served(cache, tokens)
         assert again.num_tokens == 200 * CHUNK and again.by_tier["host"] > 0
-        gauges = cache._storeys.host.ledger.gauges()  # type: ignore[union-attr]
+        gauges = cache._tiers.host.ledger.gauges()  # type: ignore[union-attr]
         assert gauges["reserved"] == 0
         assert cache.stats()["staging_buffers"] == 0
 
@@ -121,7 +121,7 @@ def test_a_slot_evicted_during_the_copy_is_a_miss(shm_root: Path) -> None:
     tokens = prompt(8)
     with cache_at(shm_root, None) as cache:
         stored(cache, tokens)
-        ledger = cache._storeys.host.ledger  # type: ignore[union-attr]
+        ledger = cache._tiers.host.ledger  # type: ignore[union-attr]
         keys = [key for _, _, key in cache.keys(tokens)]
 
         class Evicting(Watching):
@@ -185,7 +185,7 @@ def test_a_chunk_that_is_being_stored_is_waited_for(shm_root: Path) -> None:
 def test_a_chunk_that_stays_busy_is_a_miss_after_the_deadline(shm_root: Path) -> None:
     tokens = prompt(4)
     with cache_at(shm_root, None) as cache:
-        ledger = cache._storeys.host.ledger  # type: ignore[union-attr]
+        ledger = cache._tiers.host.ledger  # type: ignore[union-attr]
         keys = [key for _, _, key in cache.keys(tokens)]
         reserved = ledger.reserve(keys, namespace=cache.namespace.root, tokens=CHUNK)
         began = time.monotonic()
@@ -201,7 +201,7 @@ def test_a_chunk_that_stays_busy_is_read_past_its_owner(shm_root: Path, tmp_path
     tokens = prompt(4)
     on_disk(shm_root, tmp_path, 4)
     with cache_at(shm_root, tmp_path) as cache:
-        ledger = cache._storeys.host.ledger  # type: ignore[union-attr]
+        ledger = cache._tiers.host.ledger  # type: ignore[union-attr]
         keys = [key for _, _, key in cache.keys(tokens)]
         ledger.reserve(keys[1:2], namespace=cache.namespace.root, tokens=CHUNK, start=1, parent=keys[0])
         hit, _ = served(cache, tokens, deadline_seconds=4.0)
@@ -221,7 +221,7 @@ def test_a_disk_that_hangs_costs_one_deadline_and_leaves_nothing_behind(
         hit, _ = served(cache, tokens, deadline_seconds=1.5)
         assert (hit.num_tokens, hit.reason) == (0, Reason.DEADLINE) and "disk" in hit.detail
         assert time.monotonic() - began < 20
-        ledger = cache._storeys.host.ledger  # type: ignore[union-attr]
+        ledger = cache._tiers.host.ledger  # type: ignore[union-attr]
         assert ledger.gauges()["reserved"] > 0  # a slot is not given up while I/O may still write into it
         slab.heal()
         wait_until(lambda: ledger.gauges()["reserved"] == 0)
@@ -244,7 +244,7 @@ def test_a_chunk_that_cannot_be_read_ends_the_run_and_can_be_stored_again(
         slab.heal()
         stored(cache, tokens)
         assert served(cache, tokens)[0].num_tokens == 128
-        cache._storeys.host.clear()  # type: ignore[union-attr]
+        cache._tiers.host.clear()  # type: ignore[union-attr]
         assert served(cache, tokens)[0].by_tier == {"disk": 128}
 
 
@@ -252,7 +252,7 @@ def test_bytes_that_rotted_on_the_disk_are_a_miss(shm_root: Path, tmp_path: Path
     on_disk(shm_root, tmp_path, 6)
     tokens = prompt(6)
     with cache_at(shm_root, tmp_path) as cache:
-        disk = cache._storeys.lower[0]
+        disk = cache._tiers.lower[0]
         assert isinstance(disk, DiskTier)
         with open(disk.ledger.slab_path, "r+b") as file:  # slot 2 begins with a page of header
             file.seek(2 * (SLOT + 4096) + 4096 + 77)
@@ -265,14 +265,14 @@ def test_bytes_that_rotted_on_the_disk_are_a_miss(shm_root: Path, tmp_path: Path
         assert cache.stats()["tiers"]["disk"]["failed_checks"] == 1  # type: ignore[index]
         assert cache.lookup(tokens).num_tokens == 32
         stored(cache, tokens)
-        cache._storeys.host.clear()  # type: ignore[union-attr]
+        cache._tiers.host.clear()  # type: ignore[union-attr]
         assert served(cache, tokens)[0].by_tier == {"disk": 96}
 
 
 def test_an_exception_of_a_tier_is_a_miss(shm_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = prompt(3)
     with cache_at(shm_root, None) as cache:
-        ledger = cache._storeys.host.ledger  # type: ignore[union-attr]
+        ledger = cache._tiers.host.ledger  # type: ignore[union-attr]
 
         def broken(*_: object, **__: object) -> None:
             raise RuntimeError("torn from the wall")
@@ -321,7 +321,7 @@ def test_on_the_disk_too_the_tail_of_a_run_stays_older_than_its_head(
     host = shm_root if host_slots else None
     with cache_at(host, tmp_path, host_size=host_slots * SLOT) as cache:
         assert served(cache, tokens)[0].num_tokens == 100 * CHUNK
-        ledger = cache._storeys.lower[0].ledger  # type: ignore[attr-defined]
+        ledger = cache._tiers.lower[0].ledger  # type: ignore[attr-defined]
         slots = ledger.match([key for _, _, key in cache.keys(tokens)], touch=False).slots
         uses = ledger.columns.last_use[slots]
         assert len(uses) == 100 and (np.diff(uses) < 0).all()

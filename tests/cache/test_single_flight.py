@@ -24,7 +24,7 @@ def test_many_threads_load_a_prompt_once(shm_root: Path, tmp_path: Path) -> None
         assert slab.calls["read"] == 20
         assert cache.stats()["tiers"]["disk"]["loaded_chunks"] == 20  # type: ignore[index]
         assert sum(hit.by_tier.get("disk", 0) for hit in hits) == 320
-        assert cache._storeys.host.ledger.gauges()["reserved"] == 0  # type: ignore[union-attr]
+        assert cache._tiers.host.ledger.gauges()["reserved"] == 0  # type: ignore[union-attr]
 
 
 def test_a_prefetch_and_a_retrieve_of_the_same_chunks_load_them_once(shm_root: Path, tmp_path: Path) -> None:

@@ -5,33 +5,33 @@ from __future__ import annotations
 import threading
 import time
 
-from pagoda.cache.staging import Staging
+from pagoda.cache.staging import StagingPool
 
 
 def test_there_are_only_so_many() -> None:
-    staging = Staging(64 << 20)
-    taken = [staging.take() for _ in range(staging.count)]
+    staging = StagingPool(64 << 20)
+    taken = [staging.acquire() for _ in range(staging.count)]
     assert staging.count == 4 and all(buffer is not None for buffer in taken)
-    assert staging.take() is None and staging.take(0.01) is None
+    assert staging.acquire() is None and staging.acquire(0.01) is None
     assert taken[0] is not None
-    staging.give(taken[0])
-    assert staging.take() is taken[0]
-    assert staging.out == 4
+    staging.release(taken[0])
+    assert staging.acquire() is taken[0]
+    assert staging.in_use == 4
 
 
 def test_they_are_aligned_and_reused() -> None:
-    staging = Staging(8192)
-    buffer = staging.take()
+    staging = StagingPool(8192)
+    buffer = staging.acquire()
     assert buffer is not None and buffer.nbytes == 8192 and buffer.ctypes.data % 4096 == 0
-    staging.give(buffer)
-    assert staging.take() is buffer
+    staging.release(buffer)
+    assert staging.acquire() is buffer
 
 
 def test_a_wait_ends_when_one_comes_back() -> None:
-    staging = Staging(1 << 30)
-    first, second = staging.take(), staging.take()
+    staging = StagingPool(1 << 30)
+    first, second = staging.acquire(), staging.acquire()
     assert first is not None and second is not None
     threading.Timer(0.05, staging.give, [first]).start()
     began = time.monotonic()
-    assert staging.take(100) is first
+    assert staging.acquire(100) is first
     assert time.monotonic() - began < 50

@@ -64,7 +64,7 @@ def test_newer_prompts_take_the_place_of_older_ones(shm_root: Path) -> None:
             assert cache.store(prompt(16, seed), kv_of(prompt(16, seed)).transfer).num_chunks == 16
         assert served(cache, prompt(16, 9))[0].num_tokens == 256
         assert served(cache, prompt(16, 0))[0].num_tokens == 0
-        assert cache._storeys.host.ledger.check().unreachable == 0  # type: ignore[union-attr]
+        assert cache._tiers.host.ledger.check().unreachable == 0  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])
@@ -87,8 +87,8 @@ def test_what_goes_below_lies_behind_its_head_there(shm_root: Path, tmp_path: Pa
     with cache_at(shm_root, tmp_path) as cache:
         cache.store(tokens, kv_of(tokens).transfer)
         assert cache.flush(100)
-        columns = cache._storeys.ledgers()[1][1].columns
-        rows = {row.key: row.slot for row in cache._storeys.ledgers()[1][1].rows()}
+        columns = cache._tiers.ledgers()[1][1].columns
+        rows = {row.key: row.slot for row in cache._tiers.ledgers()[1][1].rows()}
         slots = [rows[key] for key in keys_of(cache, tokens)]
         assert columns.parent_slot[slots[1:]].tolist() == slots[:-1]
         assert (np.diff(columns.last_use[slots]) < 0).all()
@@ -96,7 +96,7 @@ def test_what_goes_below_lies_behind_its_head_there(shm_root: Path, tmp_path: Pa
 
 def refusing(cache: Cache, clock: FakeClock) -> None:
     """Have the host's policy keep out what is new: it is full of what is worth more."""
-    ledger = cache._storeys.host.ledger  # type: ignore[union-attr]
+    ledger = cache._tiers.host.ledger  # type: ignore[union-attr]
     learnt = _Learnt.of(ledger._upkeep.learnt)  # type: ignore[arg-type]
     learnt.asked[:, 20:27] = learnt.watched[:, 20:27] = 1000  # asked for again when 10 to 50 s old
     for _ in range(3):
@@ -179,7 +179,7 @@ def test_an_exception_in_the_middle_of_a_store_leaves_no_reservation(shm_root: P
 
         answer = cache.store(tokens, Breaking(kv_of(tokens).transfer))
         assert answer.reason is Reason.IO_ERROR
-        ledger = cache._storeys.host.ledger  # type: ignore[union-attr]
+        ledger = cache._tiers.host.ledger  # type: ignore[union-attr]
         assert ledger.gauges()["reserved"] == 0
         assert served(cache, tokens)[0].num_tokens == 8 * CHUNK  # the first window was whole
         ledger.check()
@@ -244,7 +244,7 @@ def test_write_through_writes_every_chunk(shm_root: Path, tmp_path: Path) -> Non
     with cache_at(shm_root, tmp_path) as cache:
         stored(cache, prompt(40))
         assert _on_disk(cache) == 40
-        assert cache._storeys.lower[0].stats()["loaded_chunks"] == 0
+        assert cache._tiers.lower[0].stats()["loaded_chunks"] == 0
 
 
 def test_selective_writes_what_was_hit_often_enough(shm_root: Path, tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_write_back_writes_the_coldest_ahead_of_their_eviction(shm_root: Path, t
         wait_until(lambda: _on_disk(cache) > 0)
         keys = [key for _, _, key in cache.keys(prompt(10, 0))]
         # the coldest: the tail of the oldest prompt; its piece is queued one by one
-        wait_until(lambda: cache._storeys.lower[0].contains(keys[-1]))
+        wait_until(lambda: cache._tiers.lower[0].contains(keys[-1]))
         assert cache.lookup(prompt(10, 5), tiers=["disk"]).num_tokens == 0
         assert cache.flush(100)
         assert _on_disk(cache) == 60  # asked for, all goes down
@@ -344,4 +344,4 @@ def test_close_says_what_it_could_not_write(shm_root: Path, tmp_path: Path, with
     assert slab.hanging.wait(PATIENT_SECONDS)
     assert not cache.close(1.0)
     slab.heal()
-    wait_until(lambda: cache._calls.parts.storing.out == 0)  # every buffer came back
+    wait_until(lambda: cache._resources.store_staging.in_use == 0)  # every buffer came back

@@ -1,4 +1,4 @@
-"""Weights that were changed in place never hit what the old ones computed."""
+"""WeightsEpoch that were changed in place never hit what the old ones computed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pagoda.cache import explain_miss
-from pagoda.cache.weights import Weights
+from pagoda.cache.weights import WeightsEpoch
 from pagoda.metrics import Reason
 from tests.cache.kit import NAMESPACE, SPAWN, cache_at, kv_of, prompt, served, stored
 from tests.faults.support import ROOT, own_mounts, python, succeeded
@@ -16,44 +16,44 @@ from tests.faults.support import ROOT, own_mounts, python, succeeded
 
 def test_the_epoch_is_kept_under_every_root(tmp_path: Path) -> None:
     roots = {"host": tmp_path / "a", "disk": tmp_path / "b"}
-    assert Weights(roots, "m").epoch() == 0
-    assert Weights(roots, "m").raised() == (1, {})
-    other = Weights(roots, "m")
-    assert other.epoch() == 1 and Weights(roots, "another").epoch() == 0
+    assert WeightsEpoch(roots, "m").epoch() == 0
+    assert WeightsEpoch(roots, "m").raise_epoch() == (1, {})
+    other = WeightsEpoch(roots, "m")
+    assert other.epoch() == 1 and WeightsEpoch(roots, "another").epoch() == 0
     for path in (tmp_path / "a").iterdir():
         path.unlink()  # wiped, as memory is by a reboot
-    assert Weights(roots, "m").epoch() == 1
-    assert other.raised() == (2, {})
-    assert Weights({"host": tmp_path / "a"}, "m").epoch() == 2
+    assert WeightsEpoch(roots, "m").epoch() == 1
+    assert other.raise_epoch() == (2, {})
+    assert WeightsEpoch({"host": tmp_path / "a"}, "m").epoch() == 2
 
 
 def test_two_that_raise_it_at_once_both_raise_it(tmp_path: Path) -> None:
-    one, two = Weights({"disk": tmp_path}, "m"), Weights({"disk": tmp_path}, "m")
+    one, two = WeightsEpoch({"disk": tmp_path}, "m"), WeightsEpoch({"disk": tmp_path}, "m")
     assert (one.epoch(), two.epoch()) == (0, 0)
-    first, _ = one.raised()
-    assert two.raised()[0] > first
+    first, _ = one.raise_epoch()
+    assert two.raise_epoch()[0] > first
 
 
 def test_an_epoch_that_cannot_be_kept_is_nobody_elses(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    weights = Weights({"disk": tmp_path / "file"}, "m")
-    epoch, troubles = weights.raised()
+    weights = WeightsEpoch({"disk": tmp_path / "file"}, "m")
+    epoch, troubles = weights.raise_epoch()
     assert list(troubles) == ["disk"] and epoch >= 1 << 31
     assert weights.epoch() == epoch, "this process does not go back"
-    assert Weights({"disk": tmp_path / "file"}, "m").raised()[0] != epoch
+    assert WeightsEpoch({"disk": tmp_path / "file"}, "m").raise_epoch()[0] != epoch
 
 
 def test_a_tier_that_cannot_take_the_epoch_down_loses_what_it_has(shm_root: Path, tmp_path: Path) -> None:
     tokens = prompt(4)
     with cache_at(shm_root, tmp_path) as cache:
         stored(cache, tokens)
-        file = cache._calls._weights._roots["disk"]
+        file = cache._operations._weights._roots["disk"]
         file.unlink()
         file.symlink_to("/nowhere/weights")  # as good as a disk that is only to be read
         assert cache.weights_changed() == 1
         assert served(cache, tokens)[0].num_tokens == 0
     with cache_at(shm_root / "rebooted", tmp_path) as cache:  # nobody remembers the epoch
-        assert cache._calls.namespace().weights_epoch == 0
+        assert cache._operations.namespace().weights_epoch == 0
         assert served(cache, tokens)[0].num_tokens == 0
     with cache_at(None, tmp_path) as cache:
         stored(cache, tokens)
@@ -85,7 +85,7 @@ for before in range(2):
         assert cache.weights_changed() == before + 1
         assert served(cache, prompt(4, before))[0].num_tokens == 0
     with cache_at(None, where) as cache:
-        assert cache._calls.namespace().weights_epoch == before + 1
+        assert cache._operations.namespace().weights_epoch == before + 1
         assert served(cache, prompt(4, before))[0].num_tokens == 0
 print("fine")
 """
@@ -96,8 +96,8 @@ def test_a_full_disk_does_not_keep_the_epoch_from_being_raised(tmp_path: Path) -
 
 
 def test_without_a_shared_tier_it_holds_in_this_process() -> None:
-    weights = Weights({}, "m")
-    assert weights.raised()[0] == 1 and weights.epoch() == 1
+    weights = WeightsEpoch({}, "m")
+    assert weights.raise_epoch()[0] == 1 and weights.epoch() == 1
 
 
 def test_nothing_stored_before_hits_again(
@@ -120,7 +120,7 @@ def test_nothing_stored_before_hits_again(
         assert served(cache, tokens)[0].num_tokens == 64
     with cache_at(shm_root / "rebooted", tmp_path) as cache:  # the host tier is gone, the disk remembers
         assert served(cache, tokens)[0].by_tier == {"disk": 64}
-        assert cache.namespace.weights_epoch == 0 and cache._calls.namespace().weights_epoch == 1
+        assert cache.namespace.weights_epoch == 0 and cache._operations.namespace().weights_epoch == 1
 
 
 def test_an_epoch_of_the_configuration_is_kept_apart_from_the_machine_s(shm_root: Path) -> None:

@@ -58,7 +58,7 @@ def test_a_disk_that_hangs_is_waited_for_within_bounds(house: House) -> None:
 
 def test_host_chunks_go_while_they_are_used(house: House) -> None:
     cache, dice = house.cache(), random.Random(1)
-    host = cache._storeys.host
+    host = cache._tiers.host
     removed = Counter[str]()
     keys = [
         key for turns in talks_of("llama") for tokens, answer in turns[-1:]
@@ -109,7 +109,7 @@ def test_requests_that_wait_for_the_same_failing_copy(house: House) -> None:
 
 def test_everything_at_once(house: House) -> None:
     cache, dice = house.cache(deadline_seconds=0.5), random.Random(3)
-    slab, host = house.slab, cache._storeys.host
+    slab, host = house.slab, cache._tiers.host
     keys = [key for turns in talks_of("llama") for _, _, key in cache.keys(turns[-1][0])]
 
     def trouble() -> None:

@@ -40,7 +40,7 @@ class Shelf:
         )
         self.cache = Cache(config, namespace=Namespace("a-model"), layout=self.layout)
         self.engine: CopyEngine = rig.engine()
-        host = self.cache._storeys.host
+        host = self.cache._tiers.host
         assert host is not None
         self.slab = host.slab
         rig.reaches(self.slab.array)

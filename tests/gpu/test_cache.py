@@ -153,7 +153,7 @@ def test_a_process_that_is_killed_as_it_stores(rig: Rig, shm_root: Path, seed: i
             os.kill(other.pid, signal.SIGKILL)
             other.join(60)
             assert other.exitcode == -signal.SIGKILL
-        for _, ledger in shelf.cache._storeys.ledgers():
+        for _, ledger in shelf.cache._tiers.ledgers():
             ledger.reap()
             ledger.check()
         for number in range(1, 40):

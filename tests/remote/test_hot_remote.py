@@ -208,7 +208,7 @@ def test_objects_are_looked_for_again_once_in_a_while(
         url = f"s3://{BUCKET}/?endpoint={s3.url}&region=us-east-1"
         with machine(url, shm_root / "a", clock) as cache:
             stored(cache, HOT)
-            tier = cache._storeys.lower[0]
+            tier = cache._tiers.lower[0]
             keys = keys_of(cache, HOT)
             for key in keys[4:12]:
                 assert tier.remove(key)

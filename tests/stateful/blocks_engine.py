@@ -87,7 +87,7 @@ class Engine:
     @property
     def ledger(self) -> Ledger | None:
         """The host tier's."""
-        host = None if self.cache is None else self.cache._storeys.host
+        host = None if self.cache is None else self.cache._tiers.host
         return None if host is None else host.ledger
 
     def keys(self, prompt: Prompt) -> list[bytes]:
@@ -121,7 +121,7 @@ class Engine:
 
     def below(self, key: bytes) -> bool:
         """Whether a tier below the host has a key."""
-        return self.cache is not None and any(tier.contains(key) for tier in self.cache._storeys.lower)
+        return self.cache is not None and any(tier.contains(key) for tier in self.cache._tiers.lower)
 
     def slot_bytes(self, tags: Sequence[int]) -> bytes:
         """What the slot of a block must hold."""

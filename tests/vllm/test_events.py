@@ -15,8 +15,8 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from pagoda.cache import Cache
-from pagoda.cache.below import Copy
 from pagoda.cache.host_slots import HostSlots
+from pagoda.cache.writeback import ChunkRef
 from pagoda.connectors.vllm.events import StoredEvents
 from pagoda.keys import derive_keys
 from pagoda.ledger import Busy, Outcome, Present, Reserved
@@ -48,7 +48,7 @@ class Engine:
         self.clock = FakeClock()
         self.events = StoredEvents(self.slots, CHUNK, BLOCK, self.clock)
 
-    def reserved(self, request: Request, first: int = 0, parts: int = 1) -> list[Copy]:
+    def reserved(self, request: Request, first: int = 0, parts: int = 1) -> list[ChunkRef]:
         keys = self.keys(request)
         outcomes = self.slots.reserve(
             keys[first:], namespace=self.slots.namespace(), start=first, parent=keys[first - 1] if first else None,
@@ -60,10 +60,10 @@ class Engine:
     def keys(self, request: Request) -> list[bytes]:
         return derive_keys(request.block_hashes[BLOCKS - 1 :: BLOCKS], self.slots.namespace())
 
-    def commit(self, done: Sequence[Copy], part: int = 0) -> None:
+    def commit(self, done: Sequence[ChunkRef], part: int = 0) -> None:
         assert self.slots.commit({self.slots.namespace(): done}, part) == [True] * len(done)
 
-    def stored(self, request: Request) -> list[Copy]:
+    def stored(self, request: Request) -> list[ChunkRef]:
         done = self.reserved(request)
         self.commit(done)
         return done
@@ -73,9 +73,9 @@ class Engine:
         return list(self.events.take())
 
 
-def copies(keys: Sequence[bytes], outcomes: Sequence[Outcome], first: int = 0) -> list[Copy]:
+def copies(keys: Sequence[bytes], outcomes: Sequence[Outcome], first: int = 0) -> list[ChunkRef]:
     return [
-        Copy(item.key, n, keys[n - 1] if n else None, item.slot, item.generation)
+        ChunkRef(item.key, n, keys[n - 1] if n else None, item.slot, item.generation)
         for n, item in enumerate(outcomes, first)
         if isinstance(item, Reserved)
     ]
@@ -174,7 +174,7 @@ def test_a_slot_that_took_another_chunk_is_told_at_once(cache: Cache) -> None:
     assert isinstance(removed, BlockRemoved) and len(removed.block_hashes) == 8 * BLOCKS
     assert [event.block_hashes for event in stored] == [chunk(other, n) for n in range(8)]
     gone = set(removed.block_hashes)
-    standing = [engine.slots.find(engine.keys(each), 0, touch=False) for each in first]
+    standing = [engine.slots.match_prefix(engine.keys(each), 0, touch=False) for each in first]
     for request, match in zip(first, standing, strict=True):
         assert gone.isdisjoint(request.block_hashes[: len(match.slots) * BLOCKS])
         assert gone.issuperset(request.block_hashes[len(match.slots) * BLOCKS :])
@@ -300,6 +300,6 @@ def test_random_stores_and_evictions_leave_a_router_with_the_truth(cache: Cache)
     there = set()
     for request in requests:
         for n, key in enumerate(engine.keys(request)):
-            if len(engine.slots.find([key], n, touch=False).slots):
+            if len(engine.slots.match_prefix([key], n, touch=False).slots):
                 there |= set(chunk(request, n))
     assert held == there and len(there) > 100

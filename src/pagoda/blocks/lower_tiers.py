@@ -61,7 +61,7 @@ class LowerTiers:
         if self.slots is None or not keys:
             return _NOTHING
         began = time.perf_counter()
-        match = self.slots.find(keys, start, touch=touch)
+        match = self.slots.match_prefix(keys, start, touch=touch)
         self.host_seconds += time.perf_counter() - began
         return match
 
@@ -130,7 +130,7 @@ class LowerTiers:
         """Return the place of a key that is not on the device. Changes nothing."""
         if self._cache is None or self.slots is None:
             return Place.FREED
-        if len(self.slots.find([key], 0, touch=False).slots):
+        if len(self.slots.match_prefix([key], 0, touch=False).slots):
             return Place.HOST
         if any(key in keys and not future.done() for keys, future in self._fetches.values()):
             return Place.LOADING
@@ -150,9 +150,9 @@ class LowerTiers:
     def count_request(self, request: RequestState, wanted: int, held: int, reason: Reason | None) -> None:
         """Count a request for `wanted` blocks, of which `held` are held, in the cache's counters."""
         if self.slots is not None:
-            self.slots.asked(wanted * request.block_tokens, self.by_tier(request, held), reason)
-            if self.slots.records:
-                self.slots.requested(request.keys, request.num_tokens)
+            self.slots.count_request(wanted * request.block_tokens, self.by_tier(request, held), reason)
+            if self.slots.is_recording:
+                self.slots.record_request(request.keys, request.num_tokens)
 
 
 def _root(lora: str | None, salt: str | None, epoch: int) -> bytes:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from pagoda.blocks.plans import Copy, Direction, Place, Plan
 from pagoda.blocks.request_state import RequestState
 from pagoda.blocks.tree import Node
-from pagoda.cache import below
+from pagoda.cache import writeback
 from pagoda.cache.host_slots import HostSlots
 from pagoda.ledger import Outcome, Refused, Reserved
 from pagoda.metrics import Reason
@@ -174,10 +174,12 @@ class Moves:
         pairs = list(zip(move.sources, move.reserved, strict=True))
         kept = [i < good and move.keeps(source) for i, (source, _) in enumerate(pairs)]
         self.slots.abort([item for (_, item), keep in zip(pairs, kept, strict=True) if not keep])
-        written: dict[bytes, list[below.Copy]] = {}
+        written: dict[bytes, list[writeback.ChunkRef]] = {}
         for (source, item), keep in zip(pairs, kept, strict=True):
             if keep:
-                copy = below.Copy(source.key, source.position, source.parent, item.slot, item.generation)
+                copy = writeback.ChunkRef(
+                    source.key, source.position, source.parent, item.slot, item.generation
+                )
                 written.setdefault(source.root, []).append(copy)
         return sum(self.slots.commit(written)) if written else 0
 
@@ -212,13 +214,13 @@ class Moves:
         self.slots.release(move.slots, move.generations)
         if not move.cancelled:
             copies = [
-                below.Copy(node.key, node.position, node.parent.key if node.parent else None, *row)
+                writeback.ChunkRef(node.key, node.position, node.parent.key if node.parent else None, *row)
                 for node, *row in zip(
                     move.nodes[:right], move.slots.tolist(), move.generations.tolist(), strict=False
                 )
             ]
             if copies:
-                self.slots.used(move.nodes[0].root, copies)
+                self.slots.note_access(move.nodes[0].root, copies)
         return right
 
     def _ticket(self) -> int:

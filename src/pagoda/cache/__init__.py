@@ -1,4 +1,29 @@
-"""The cache: the facade of PagodaKV, and the only place that knows several tiers."""
+"""The cache: the facade of PagodaKV, and the only place that knows several tiers.
+
+In the order in which a call meets them:
+
+    cache           Cache, what an engine calls; the caches of a process by name
+    operations      checks each call and makes it a Call
+    request         which chunks of a prompt are requested, under which keys
+    deadline        how long a call may wait
+    call            the boundary: an error inside a call is a miss
+    executor        threads for calls that do not block their caller
+    store_call      one store
+    lookup_call     one look-up
+    retrieve_call   one retrieve or prefetch
+    staging         staging buffers, for chunks without a host slot
+    writeback       the queues and threads that write to the lower tiers
+    explain_miss    the reason of a miss
+    hit             the answers
+    host_slots      the slots of the host tier, for engines that copy themselves
+    resources       what all calls share, and how it ends
+    tier_stack      the tiers, and opening them
+    counters        counting and rate-limited logging
+    load_cost       whether loading is faster than computing
+    weights         the weights epoch of a model on this machine
+    recording       live traffic as a trace
+    trace_writer    whole lines into a file that processes share
+"""
 
 from __future__ import annotations
 

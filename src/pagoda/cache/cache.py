@@ -1,42 +1,64 @@
-"""Cache: store, lookup, retrieve and prefetch over all the tiers of a machine."""
+"""Cache: store, lookup, retrieve and prefetch over all the tiers of a machine, and the caches of a process by name.
+
+An engine calls `Cache`; it passes each call to `Operations`, and what is shared by all calls is in `Resources`.
+"""
 
 from __future__ import annotations
 
+import gc
+import os
 import time
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Unpack
 
-from pagoda.cache import ranges, registry
-from pagoda.cache.forms import Forms
+from pagoda.cache.call import enable_profiler_ranges
 from pagoda.cache.hit import Cleared, Hit, Stored
 from pagoda.cache.host_slots import HostSlots
-from pagoda.cache.operations import Calls, Options
-from pagoda.cache.request import KeyScheme
-from pagoda.cache.resources import assemble
-from pagoda.cache.tier_stack import Storeys, open_storeys, storeys_of
+from pagoda.cache.operations import Operations
+from pagoda.cache.request import CallOptions, KeyScheme
+from pagoda.cache.resources import build_resources
+from pagoda.cache.tier_stack import TierStack, build_tiers, open_tiers
 from pagoda.clock import Clock
 from pagoda.config import Config
 from pagoda.dropped import close_when_dropped
-from pagoda.errors import ClosedError, ConfigError
+from pagoda.errors import ClosedError, ConfigError, StoreError
 from pagoda.keys import Item, Namespace, TokenIds, chunk_keys
 from pagoda.layout import KVLayout
 from pagoda.metrics import DROPS, MISSES
+from pagoda.threads import Condition
 from pagoda.tiers.base import Tier
 from pagoda.transfer import Transfer
 
-__all__ = ["Cache"]
+__all__ = ["Cache", "NameTaken", "forget"]
 
 _CLOSE_SECONDS = 5.0
+_OPEN_SECONDS = 120.0  # for another thread that opens a cache; each tier has its own deadline
+
+_changed = Condition()  # of the three tables below; never held while a cache is opened or closed
+_caches: weakref.WeakValueDictionary[str, Cache] = weakref.WeakValueDictionary()
+_kept: dict[str, Cache] = {}  # those of `Cache.open`, which stay until they are closed
+_opening: dict[object, str] = {}  # by the call that opens
 
 
-class Cache(Forms):
-    """The KV cache of one model and layout. Thread-safe; a forked child may go on using it.
+class NameTaken(ValueError):
+    """Two caches of one process cannot have one name."""
 
-    Calls never raise for trouble at run time (a full disk, a dead tier, a corrupt chunk): that is a miss with a
-    `Reason`, a counter and one rate-limited log line. ValueError is for wrong use. After `close` every call is a miss.
+
+class Cache:
+    """The KV cache of one model and layout. Thread-safe; a forked child may continue to use it.
+
+    Calls never raise for errors at run time (a full disk, a failed tier, a corrupt chunk): such an error is a miss with
+    a `Reason`, a counter and one rate-limited log line. ValueError means wrong use. After `close` each call is a miss.
+
+    Store, lookup and retrieve also have a form that returns a future and one for asyncio; `prefetch` always returns a
+    future. ValueErrors for wrong use are raised by the call itself. The call of a future begins when one of a few
+    threads is free; its deadline starts with the call. A cancelled await first ends its call: when CancelledError is
+    raised, nothing writes into the KV any more and nothing stays reserved.
     """
 
     def __init__(
@@ -51,30 +73,38 @@ class Cache(Forms):
         clock: Clock | None = None,
         **overrides: object,
     ) -> None:
-        """Open the tiers that `config` describes, or take over `tiers` (top down, closed with the cache).
+        """Open the tiers that `config` describes, or take over `tiers`.
 
-        Without `config`, the options come from the environment and the configuration file; `overrides` go before
-        either. The namespace's `layout` is filled in. `get` finds the cache by its `name` for as long as somebody has
-        it. Raises ConfigError, StoreError with the remedy, ValueError: also if another has that name.
+        Args:
+            config: the options; without it they come from the environment and the configuration file.
+            namespace: what the keys depend on besides the tokens; its `layout` is filled in.
+            layout: the form of the KV of one chunk.
+            name: `Cache.get` finds the cache by this name for as long as something refers to the cache.
+            tiers: from the top down; they are closed with the cache.
+            key_scheme: how keys are made; the default is that of every PagodaKV process.
+            clock: for tests.
+            overrides: options of `Config`; they take precedence over `config`, environment and file.
+
+        Raises ConfigError, StoreError with the remedy, and ValueError, also if another cache has that name.
         """
         self.name = name
         self.config = _configured(config, layout, overrides)
         self.layout = layout
         self.namespace = _completed(namespace, layout, self.config)
         if self.config.profile:
-            ranges.enable()
-        with registry.taken(name, self):
+            enable_profiler_ranges()
+        with _name_taken(name, self):
             self._open(tiers, key_scheme, clock or Clock())
 
     def _open(self, tiers: Sequence[Tier] | None, key_scheme: KeyScheme, clock: Clock) -> None:
         config, layout = self.config, self.layout
-        storeys = open_storeys(config, layout, clock) if tiers is None else storeys_of(tiers, layout)
-        parts = assemble(storeys, config, layout, key_scheme, clock)
-        self._calls = Calls(parts, config, self.namespace, layout, key_scheme, clock)
-        self._slots = HostSlots(self._calls, storeys.host, layout) if storeys.host is not None else None
-        self._finalizer = close_when_dropped(self, partial(parts.close, _CLOSE_SECONDS))
+        stack = open_tiers(config, layout, clock) if tiers is None else build_tiers(tiers, layout)
+        self._resources = build_resources(stack, config, layout, key_scheme, clock)
+        self._operations = Operations(self._resources, self.namespace, key_scheme)
+        self._slots = HostSlots(self._operations, stack.host, layout) if stack.host is not None else None
+        self._finalizer = close_when_dropped(self, partial(self._resources.close, _CLOSE_SECONDS))
         try:
-            self._calls.register()
+            self._resources.register(self._operations.namespace(), wait=True)
         except BaseException:
             self.close()
             raise
@@ -93,55 +123,109 @@ class Cache(Forms):
     ) -> Cache:
         """Return this process's cache of that name, opened now if there is none, and kept until it is closed.
 
-        Raises ValueError if it is open with another config, namespace or layout.
+        Raises ValueError if it is open with another config, namespace or layout; the message names what differs.
+        StoreError if another thread does not finish opening it.
         """
         config = _configured(config, layout, overrides)
-        wanted = registry.Wanted(config, _completed(namespace, layout, config), layout)
-        return registry.open_named(
-            name, wanted, lambda: cls(config, namespace=namespace, layout=layout, name=name)
-        )
+        wanted = {"config": config, "namespace": _completed(namespace, layout, config), "layout": layout}
+        until = time.monotonic() + _OPEN_SECONDS
+        while True:
+            cache = _wait_for_opening(name, until)
+            if cache is None:
+                try:
+                    cache = cls(config, namespace=namespace, layout=layout, name=name)
+                except NameTaken:  # another thread was faster
+                    continue
+                _kept[name] = cache
+                return cache
+            differing = [field for field, value in wanted.items() if getattr(cache, field) != value]
+            if differing:
+                raise ValueError(
+                    f"the cache {name!r} is open with another {' and '.join(differing)}: "
+                    f"use Cache.get({name!r}), or Cache.destroy({name!r}) first"
+                )
+            return cache
 
     @staticmethod
     def get(name: str) -> Cache | None:
         """Return this process's cache of that name, None if there is none."""
-        return registry.get(name)
+        with _changed:
+            return _caches.get(name)
 
     @staticmethod
     def destroy(name: str) -> bool:
-        """Close the cache of that name and forget it; False if there is none. What is stored stays."""
-        return registry.destroy(name)
+        """Close the cache of that name and forget it; False if there is none. Its chunks stay in the tiers."""
+        with _changed:
+            cache = _caches.pop(name, None)
+            _kept.pop(name, None)
+        if cache is not None:
+            cache.close()
+        return cache is not None
 
     # ---- the calls of an engine
 
-    def store(self, tokens: TokenIds | None, kv: Transfer, **options: Unpack[Options]) -> Stored:
-        """Keep the whole chunks of `kv`: in host memory when this returns, in the lower tiers some time later.
+    def store(self, tokens: TokenIds | None, kv: Transfer, **options: Unpack[CallOptions]) -> Stored:
+        """Store the whole chunks of `kv`: in host memory when this returns, in the lower tiers some time later.
 
-        `kv` holds what the *present* weights computed for `tokens`. Options as in `Options`.
+        `kv` holds what the *present* weights computed for `tokens`. Options as in `CallOptions`.
         """
-        return self._calls.store(tokens, kv, options).run()
+        return self._operations.store(tokens, kv, options).run()
 
-    def lookup(self, tokens: TokenIds | None, *, counted: bool = True, **options: Unpack[Options]) -> Hit:
-        """Say how many leading tokens are cached and where; copies nothing, keeps them from eviction for a moment.
+    def store_future(
+        self, tokens: TokenIds | None, kv: Transfer, **options: Unpack[CallOptions]
+    ) -> Future[Stored]:
+        """Do as `store`, on another thread. The KV must not change until the future is done."""
+        return self._resources.executor.submit(self._operations.store(tokens, kv, options))
 
-        Those who look up and then retrieve the same prompt leave one of the two uncounted, or hits count twice.
+    async def astore(self, tokens: TokenIds | None, kv: Transfer, **options: Unpack[CallOptions]) -> Stored:
+        """Do as `store`, awaited."""
+        return await self._resources.executor.run_async(self._operations.store(tokens, kv, options))
+
+    def lookup(self, tokens: TokenIds | None, *, counted: bool = True, **options: Unpack[CallOptions]) -> Hit:
+        """Say how many leading tokens are cached and where; copy nothing, keep them from eviction for a moment.
+
+        A caller that looks up and then retrieves the same prompt leaves one of the two uncounted, or hits count twice.
         """
-        return self._calls.lookup(tokens, counted, options).run()
+        return self._operations.lookup(tokens, counted, options).run()
+
+    def lookup_future(self, tokens: TokenIds | None, **options: Unpack[CallOptions]) -> Future[Hit]:
+        """Do as `lookup`, on another thread."""
+        return self._resources.executor.submit(self._operations.lookup(tokens, True, options))
+
+    async def alookup(self, tokens: TokenIds | None, **options: Unpack[CallOptions]) -> Hit:
+        """Do as `lookup`, awaited."""
+        return await self._resources.executor.run_async(self._operations.lookup(tokens, True, options))
 
     def retrieve(
-        self, tokens: TokenIds | None, kv: Transfer, *, counted: bool = True, **options: Unpack[Options]
+        self, tokens: TokenIds | None, kv: Transfer, *, counted: bool = True, **options: Unpack[CallOptions]
     ) -> Hit:
-        """Fill `kv` with the leading chunks that are cached; says which. Only validated chunks are in the hit.
+        """Fill `kv` with the leading chunks that are cached; say which. Only validated chunks are in the hit.
 
-        A hit may cover the whole prompt: ask for `tokens[:-1]` if the engine has to compute the last one.
+        A hit may cover the whole prompt: pass `tokens[:-1]` if the engine has to compute the last one.
         """
-        return self._calls.retrieve(tokens, kv, counted, options).run()
+        return self._operations.retrieve(tokens, kv, counted, options).run()
 
-    def prefetch(self, tokens: TokenIds | None, **options: Unpack[Options]) -> Future[Hit]:
-        """Begin to bring leading chunks up to the host tier, at most half of it; returns at once, counts nothing.
+    def retrieve_future(
+        self, tokens: TokenIds | None, kv: Transfer, **options: Unpack[CallOptions]
+    ) -> Future[Hit]:
+        """Do as `retrieve`, on another thread."""
+        return self._resources.executor.submit(self._operations.retrieve(tokens, kv, True, options))
 
-        The result says what is there then. Trouble is a reason in it; it raises nothing.
+    async def aretrieve(self, tokens: TokenIds | None, kv: Transfer, **options: Unpack[CallOptions]) -> Hit:
+        """Do as `retrieve`, awaited."""
+        call = self._operations.retrieve(tokens, kv, True, options)
+        return await self._resources.executor.run_async(call)
+
+    def prefetch(self, tokens: TokenIds | None, **options: Unpack[CallOptions]) -> Future[Hit]:
+        """Begin to bring leading chunks up to the host tier, at most half of it; return at once, count nothing.
+
+        The result says what is there then. An error is a reason in it; none is raised.
         """
-        return self._calls.parts.workers.submit(self._calls.prefetch(tokens, options))
+        return self._resources.executor.submit(self._operations.prefetch(tokens, options))
+
+    async def aprefetch(self, tokens: TokenIds | None, **options: Unpack[CallOptions]) -> Hit:
+        """Do as `prefetch`, awaited."""
+        return await self._resources.executor.run_async(self._operations.prefetch(tokens, options))
 
     def keys(
         self,
@@ -152,83 +236,85 @@ class Cache(Forms):
         lora: str | None = None,
         salt: str | None = None,
     ) -> list[tuple[int, int, bytes]]:
-        """Return (start, end, key) of each whole chunk from token `start` on; changes nothing."""
-        ask = self._calls.ask(tokens, {"start_tokens": start, "items": items, "lora": lora, "salt": salt})
+        """Return (start, end, key) of each whole chunk from token `start` on. Pure."""
+        options: CallOptions = {"start_tokens": start, "items": items, "lora": lora, "salt": salt}
+        request = self._operations.request(tokens, options)
         return [
-            (at, at + ask.chunk_tokens, key)
-            for at, key in zip(ask.starts(0, len(ask.keys)), ask.keys, strict=True)
+            (at, at + request.chunk_tokens, key)
+            for at, key in zip(request.starts(0, len(request.keys)), request.keys, strict=True)
         ]
 
     # ---- the calls of people
 
-    def explain(self, tokens: TokenIds | None, **options: Unpack[Options]) -> Hit:
-        """Say what a lookup would, with the reason found out thoroughly; touches and counts nothing."""
-        return self._calls.explain(tokens, options).run()
+    def explain(self, tokens: TokenIds | None, **options: Unpack[CallOptions]) -> Hit:
+        """Say what a lookup would, with the reason found thoroughly; touch and count nothing."""
+        return self._operations.explain(tokens, options).run()
 
     def holders(self, key: bytes) -> list[str]:
         """Return the names of the tiers that have a chunk, from the top down."""
-        return [tier.name for tier in self._storeys.all if tier.contains(key)]
+        return [tier.name for tier in self._tiers.all if tier.contains(key)]
 
     def pin(
-        self, tokens: TokenIds | None, *, owner: str = "pagoda", **options: Unpack[Options]
+        self, tokens: TokenIds | None, *, owner: str = "pagoda", **options: Unpack[CallOptions]
     ) -> dict[str, int]:
         """Keep the leading chunks that a local tier has from eviction there, in the name of `owner`.
 
-        Returns how many tokens are pinned now, by tier: at most a quarter of its slots are. Pins last until `unpin` or
-        `clear`, in the host tier at the longest until a reboot. Raises StoreError if a tier's ledger cannot be changed,
-        ValueError for wrong use.
+        Returns how many tokens are pinned now, by tier: at most a quarter of its slots. Pins last until `unpin` or
+        `clear`; in the host tier a reboot ends them. Raises StoreError if a tier's ledger cannot be changed, ValueError
+        for wrong use.
         """
-        ask, storeys = self._calls.ask(tokens, options), self._storeys.only(options.get("tiers"))
+        request, tiers = self._operations.request(tokens, options), self._tiers.only(options.get("tiers"))
         pinned = {}
-        for tier, ledger in storeys.ledgers():
+        for tier, ledger in tiers.ledgers():
             run = ledger.match(
-                ask.keys, start=ask.first, namespace=ask.namespace.root, touch=False,
+                request.keys, start=request.first, namespace=request.namespace.root, touch=False,
                 deadline_seconds=self.config.deadline_seconds,
             )  # fmt: skip
-            pinned[tier] = ledger.pin(ask.keys[: len(run.slots)], owner) * ask.chunk_tokens
+            pinned[tier] = ledger.pin(request.keys[: len(run.slots)], owner) * request.chunk_tokens
         return pinned
 
     def unpin(
-        self, tokens: TokenIds | None = None, *, owner: str = "pagoda", **options: Unpack[Options]
+        self, tokens: TokenIds | None = None, *, owner: str = "pagoda", **options: Unpack[CallOptions]
     ) -> dict[str, int]:
-        """End the pins of `owner` on the chunks of `tokens`, or on all; returns of how many chunks, by tier.
+        """End the pins of `owner` on the chunks of `tokens`, or on all; return of how many chunks, by tier.
 
         Raises StoreError if a tier's ledger cannot be changed, ValueError for wrong use.
         """
         everything = tokens is None and options.get("keys") is None
-        keys = None if everything else self._calls.ask(tokens, options).keys
-        storeys = self._storeys.only(options.get("tiers"))
-        return {tier: ledger.unpin(keys, owner) for tier, ledger in storeys.ledgers()}
+        keys = None if everything else self._operations.request(tokens, options).keys
+        tiers = self._tiers.only(options.get("tiers"))
+        return {tier: ledger.unpin(keys, owner) for tier, ledger in tiers.ledgers()}
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
-        """Tell how long the engine took to compute `tokens`: what loading has to beat."""
-        self._calls.parts.tools.worth.observe_prefill(tokens, seconds)
+        """Report how long the engine took to compute `tokens`: loading has to be faster."""
+        self._resources.load_cost.record_prefill(tokens, seconds)
 
     def weights_changed(self) -> int:
-        """Say that the model's weights were updated in place: nothing stored before will hit again. Returns the epoch.
+        """Declare that the model's weights were updated in place: no chunk stored before will hit again.
 
-        It holds on this machine, for good, and for every process that has the model's cache open from its next call on.
-        A local tier whose directory cannot take that down, not even in the room kept for it, loses all that it has.
-        Raises StoreError if that cannot be, either, or if there are remote tiers that nobody else can be kept from.
+        Returns the epoch. It is valid on this machine, permanently, and for every process that has the model's cache
+        open from its next call on. A local tier whose directory cannot record it, not even in its reserved space, loses
+        all its chunks. Raises StoreError if no directory can record it and there are remote tiers, because other
+        processes would continue to use them.
         """
-        return self._calls.weights_changed()
+        return self._operations.weights_changed()
 
     def clear(self, *, lora: str | None = None, salt: str | None = None, everything: bool = False) -> Cleared:
         """Remove the chunks of this namespace (of an adapter, of a tenant), or of all, from every tier.
 
-        What is on its way at that moment does not come back. A tier that fails, or cannot be changed for five seconds,
-        is named in the result: its chunks are still there.
+        Chunks that are being written at that moment do not return. A tier that fails, or cannot be changed for five
+        seconds, is named in the result: its chunks are still there.
         """
-        root = None if everything else self._calls.namespace(lora, salt).root
-        chunks, failed = dict.fromkeys(self._storeys.names, 0), dict[str, str]()
-        # down, so that nothing cleared is written down again; then up, for what was on its way up meanwhile
-        for tier in (*self._storeys.all, *reversed(self._storeys.all[:-1])):
+        root = None if everything else self._operations.namespace(lora, salt).root
+        chunks, failed = dict.fromkeys(self._tiers.names, 0), dict[str, str]()
+        # down, so that nothing cleared is written down again; then up, for what was brought up meanwhile
+        for tier in (*self._tiers.all, *reversed(self._tiers.all[:-1])):
             if tier.name in failed:
                 continue
             try:
                 chunks[tier.name] += tier.clear(root)
-            except Exception as trouble:  # noqa: BLE001  # a border: the other tiers are cleared all the same
-                failed[tier.name] = f"{type(trouble).__name__}: {trouble}"
+            except Exception as error:  # noqa: BLE001  # a boundary: the other tiers are cleared all the same
+                failed[tier.name] = f"{type(error).__name__}: {error}"
         return Cleared(chunks, failed)
 
     def stats(self) -> dict[str, object]:
@@ -237,16 +323,17 @@ class Cache(Forms):
         A tier that does not answer within `config.deadline_seconds` is empty, and named under "failed"; with the first
         local tier, "counters" are then those of this process alone.
         """
-        if self._calls.parts.closed:
+        resources = self._resources
+        if resources.closed:
             raise ClosedError("the cache is closed")
         tiers, failed = dict[str, dict[str, int]](), dict[str, str]()
-        for tier in self._storeys.all:
+        for tier in self._tiers.all:
             try:
                 tiers[tier.name] = dict(tier.stats())
-            except Exception as trouble:  # noqa: BLE001  # a border: the other tiers are shown all the same
-                tiers[tier.name], failed[tier.name] = {}, f"{type(trouble).__name__}: {trouble}"
-        counters = self._calls.parts.tally.counters(0.0 if failed else self.config.deadline_seconds)
-        recorder = self._calls.parts.recorder
+            except Exception as error:  # noqa: BLE001  # a boundary: the other tiers are shown all the same
+                tiers[tier.name], failed[tier.name] = {}, f"{type(error).__name__}: {error}"
+        counters = resources.counters.read(0.0 if failed else self.config.deadline_seconds)
+        recorder, host = resources.recorder, self._tiers.host
         return {
             "name": self.name,
             "tiers": tiers,
@@ -255,27 +342,27 @@ class Cache(Forms):
             "hit_rate": counters["hit_tokens"] / max(1, counters["asked_tokens"]),
             "misses": _by_reason(counters, "miss_", MISSES),
             "drops": _by_reason(counters, "drop_", DROPS),
-            "waiting_chunks": self._calls.parts.descents.waiting,
-            "staging_buffers": self._calls.parts.tools.staging.out + self._calls.parts.storing.out,
-            "pinned_bytes": self._storeys.host.slab.pinned_bytes if self._storeys.host is not None else 0,
-            "rates": self._calls.parts.tools.worth.rates(),
+            "waiting_chunks": resources.writeback.waiting,
+            "staging_buffers": resources.load_staging.in_use + resources.store_staging.in_use,
+            "pinned_bytes": host.slab.pinned_bytes if host is not None else 0,
+            "rates": resources.load_cost.rates(),
             **({"recording": recorder.stats()} if recorder is not None else {}),
         }
 
     def flush(self, timeout: float = 30.0) -> bool:
         """Wait until the lower tiers have what was queued for them; False if `timeout` seconds were not enough."""
         until = time.monotonic() + timeout
-        flushed = self._calls.parts.descents.flush(timeout)
-        for tier in self._storeys.lower:
+        flushed = self._resources.writeback.flush(timeout)
+        for tier in self._tiers.lower:
             wait = getattr(tier, "flush", None)
             flushed = (wait is None or bool(wait(max(0.0, until - time.monotonic())))) and flushed
         return flushed
 
     def close(self, timeout: float = _CLOSE_SECONDS) -> bool:
-        """Write down what is queued, as far as `timeout` seconds allow, and end; False if some was left. Idempotent."""
-        registry.forget(self)
+        """Write what is queued, as far as `timeout` seconds allow, and end; False if some was left. Idempotent."""
+        forget(self)
         self._finalizer.detach()
-        return self._calls.parts.close(timeout)
+        return self._resources.close(timeout)
 
     def __enter__(self) -> Cache:
         """Return itself; leaving the block closes it."""
@@ -287,7 +374,7 @@ class Cache(Forms):
     @property
     def tiers(self) -> tuple[str, ...]:
         """The names of the tiers, from the top down."""
-        return self._storeys.names
+        return self._tiers.names
 
     @property
     def slots(self) -> HostSlots | None:
@@ -295,12 +382,12 @@ class Cache(Forms):
         return self._slots
 
     @property
-    def _storeys(self) -> Storeys:
-        return self._calls.parts.storeys
+    def _tiers(self) -> TierStack:
+        return self._resources.tiers
 
 
 def _configured(config: Config | None, layout: KVLayout, overrides: Mapping[str, object]) -> Config:
-    """The options of a cache over `layout`. Raises ConfigError, ValueError."""
+    """Return the options of a cache over `layout`. Raises ConfigError, ValueError."""
     if not isinstance(layout, KVLayout):
         raise ValueError(f"layout is {layout!r}: build a KVLayout, such as KVLayout.dense(...)")
     if config is None:
@@ -322,7 +409,7 @@ def _configured(config: Config | None, layout: KVLayout, overrides: Mapping[str,
 
 
 def _completed(namespace: Namespace, layout: KVLayout, config: Config) -> Namespace:
-    """The namespace with the layout in it, for two layouts never share a key, and with the machines' weights epoch."""
+    """Return the namespace with the layout, because two layouts never share a key, and with the configured epoch."""
     if not isinstance(namespace, Namespace):
         raise ValueError(f"namespace is {namespace!r}: build one, such as Namespace(model='my-model')")
     if namespace.layout not in ("", layout.fingerprint):
@@ -340,3 +427,63 @@ def _completed(namespace: Namespace, layout: KVLayout, config: Config) -> Namesp
 
 def _by_reason(counters: Mapping[str, int], prefix: str, reasons: Sequence[str]) -> dict[str, int]:
     return {reason: counters[prefix + reason] for reason in reasons if counters.get(prefix + reason)}
+
+
+# ---- names
+
+
+def forget(cache: Cache) -> None:
+    """Give up the name of a cache that is about to be closed: a call that opens that name now gets another cache."""
+    with _changed:
+        if cache.name is not None and _caches.get(cache.name) is cache:
+            del _caches[cache.name]
+            _kept.pop(cache.name, None)
+
+
+def _wait_for_opening(name: str, until: float) -> Cache | None:
+    """Return the cache of that name, once no thread is opening it; None if there is none."""
+    with _changed:
+        while name in _opening.values():
+            if not _changed.wait(max(0.0, until - time.monotonic())):
+                raise StoreError(
+                    f"another thread has been opening the cache {name!r} for {_OPEN_SECONDS:g} s: see what it waits for"
+                )
+        return _caches.get(name)
+
+
+@contextmanager
+def _name_taken(name: str | None, cache: Cache) -> Iterator[None]:
+    """Reserve the name for `cache`, which is opened within; then it is found by it while something refers to it.
+
+    Raises NameTaken (a ValueError) if another cache has it. Does nothing without a name.
+    """
+    if name is None:
+        yield
+        return
+    if name in _caches:
+        gc.collect()  # perhaps only a cycle refers to the other cache
+    me = object()
+    try:
+        with _changed:
+            if name in _caches or name in _opening.values():
+                raise NameTaken(
+                    f"a cache {name!r} is open already: use Cache.get({name!r}), or close it first"
+                )
+            _opening[me] = name
+        yield  # without the lock: calls that close other caches need it too
+        with _changed:
+            _caches[name] = cache
+    finally:
+        _opening.pop(me, None)  # built in: no exception of a signal handler comes before it
+        with _changed:
+            _changed.notify_all()
+
+
+def _reset_in_child() -> None:
+    """Reset in a forked child, which has one thread: another thread of its parent may have been opening a cache."""
+    global _changed
+    _changed = Condition()
+    _opening.clear()
+
+
+os.register_at_fork(after_in_child=_reset_in_child)

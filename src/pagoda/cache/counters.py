@@ -9,37 +9,37 @@ from collections.abc import Mapping
 
 from pagoda.clock import Clock
 from pagoda.errors import StoreError
-from pagoda.fork import renewed_after_fork
+from pagoda.fork import reset_in_child
 from pagoda.ledger import Ledger
 from pagoda.metrics import COUNTERS, RateLimitedLog, Reason
 
-__all__ = ["Tally"]
+__all__ = ["CacheCounters"]
 
 _LOCAL = ("host", "disk")
 _KNOWN = frozenset(COUNTERS)
 
 
-class Tally:
+class CacheCounters:
     """Counts by name, and writes rate-limited log lines. Thread-safe; never raises, never waits for another process."""
 
     def __init__(self, ledger: Ledger | None, clock: Clock) -> None:
         self._ledger = ledger
         self._clock = clock
-        self._own: Counter[str] = Counter()  # where no local tier is there to be shared
-        self.renew()
-        renewed_after_fork(self)
+        self._own: Counter[str] = Counter()  # used if there is no local tier to share
+        self.reset()
+        reset_in_child(self)
 
-    def renew(self) -> None:
-        """Make the locks anew."""
+    def reset(self) -> None:
+        """Create the locks."""
         self._lock = threading.Lock()
-        self._lines = RateLimitedLog(self._clock)
+        self._log_lines = RateLimitedLog(self._clock)
 
     def count(self, name: str, number: int = 1) -> None:
         """Add to one counter, as `add`."""
         self.add({name: number})
 
     def add(self, counts: Mapping[str, int]) -> None:
-        """Add to some counters; nothing to those that the vocabulary lacks."""
+        """Add to some counters; ignore names that the vocabulary lacks."""
         known = {name: number for name, number in counts.items() if number and name in _KNOWN}
         ledger = self._ledger
         if ledger is None:
@@ -48,8 +48,8 @@ class Tally:
         elif known:
             ledger.count_all(known)
 
-    def asked(self, num_tokens: int, by_tier: Mapping[str, int], reason: Reason | None) -> None:
-        """Count one question about so many tokens and its answer; `reason`: of a miss that no tier has counted."""
+    def count_request(self, num_tokens: int, by_tier: Mapping[str, int], reason: Reason | None) -> None:
+        """Count one request for that many tokens and its answer; `reason`: of a miss that no tier has counted."""
         hit_tokens = sum(by_tier.values())
         counts = {"lookups": 1, "asked_tokens": num_tokens}
         if hit_tokens:
@@ -62,11 +62,11 @@ class Tally:
         self.add(counts)
 
     def close(self) -> None:
-        """From now on count in this process only: the row in the shared counters may soon be another member's."""
+        """Count in this process only from now on: another member may soon own the row in the shared counters."""
         self._ledger = None
 
-    def counters(self, deadline_seconds: float) -> dict[str, int]:
-        """All counters, of all processes that share the tier; of this process alone if they are not had in time."""
+    def read(self, deadline_seconds: float) -> dict[str, int]:
+        """Return all counters of all processes that share the tier; this process's alone if that takes too long."""
         if (ledger := self._ledger) is not None:
             try:
                 return ledger.counters(deadline_seconds)
@@ -76,9 +76,9 @@ class Tally:
             return {name: self._own[name] for name in COUNTERS}
 
     def warn(
-        self, logger: logging.Logger, reason: Reason, message: str, trouble: Exception | None = None
+        self, logger: logging.Logger, reason: Reason, message: str, error: Exception | None = None
     ) -> None:
-        """Log trouble, one line a reason in a while; its traceback at debug level."""
-        self._lines.warn(logger, reason, message)
-        if trouble is not None:
-            logger.debug("%s", reason.value, exc_info=trouble)
+        """Log an error, one line a reason in a while; its traceback at debug level."""
+        self._log_lines.warn(logger, reason, message)
+        if error is not None:
+            logger.debug("%s", reason.value, exc_info=error)

@@ -12,18 +12,18 @@ __all__ = ["Deadline"]
 
 T = TypeVar("T")
 
-# A device that moves less than this is as good as hung: the longest that bytes in progress may take.
+# A device that moves less than this counts as hung: it bounds how long bytes in progress may take.
 _SLOWEST_BYTES_PER_SECOND = 50e6
 _NEVER_NS = 2**63 - 1
 _LAST_SECONDS = 0.05
-_SLICE_SECONDS = 0.05  # how late a cancelled call notices
+_SLICE_SECONDS = 0.05  # how late a cancelled call notices it
 
 
 class Deadline:
     """A bound on the waits of one call. Thread-safe: `cancel` may come from any thread.
 
-    A call may go `patience_seconds` without anything arriving, and in all not longer than that plus what `nbytes` take
-    on the slowest useful device (None: as long as things arrive); with `strict`, not longer than `patience_seconds`.
+    A call may wait `patience_seconds` without progress, and in total no longer than that plus what `nbytes` take on the
+    slowest useful device (None: as long as there is progress); with `strict`, not longer than `patience_seconds`.
     """
 
     def __init__(
@@ -43,20 +43,20 @@ class Deadline:
             self._end_ns = self._next_ns + int(nbytes / _SLOWEST_BYTES_PER_SECOND * 1e9)
 
     def remaining(self) -> float:
-        """Seconds that a wait beginning now may take; 0 when there are none left."""
+        """Return the seconds that a wait beginning now may take; 0 when there are none left."""
         return max(0, min(self._end_ns, self._next_ns) - self._clock.monotonic_ns()) / 1e9
 
     def last(self) -> float:
-        """Seconds for the last step of what is done already: a moment at least, or its bytes were moved in vain."""
+        """Return the seconds for a last step, never 0: without that step the bytes already moved are wasted."""
         return max(self.remaining(), _LAST_SECONDS)
 
     @property
     def passed(self) -> bool:
-        """Whether nothing more may be waited for."""
+        """Whether the call may wait no longer."""
         return self.remaining() == 0
 
     def progress(self) -> None:
-        """Note that something arrived: patience begins anew."""
+        """Note progress: `patience_seconds` begin again."""
         self._next_ns = self._clock.monotonic_ns() + self._patience_ns
 
     def cancel(self) -> None:
@@ -65,7 +65,7 @@ class Deadline:
         self._end_ns = 0
 
     def wait(self, future: Future[T]) -> T | None:
-        """The result of `future`, or None if it has not come in time. Raises what the future raises."""
+        """Return the result of `future`, None if it does not come in time. Raises what the future raises."""
         while not future.done():
             if self.passed:
                 return None
@@ -73,5 +73,5 @@ class Deadline:
         return future.result()
 
     def wait_a_moment(self, future: Future[T]) -> None:
-        """Wait for `future`, but not longer than a twentieth of a second; whatever it brings is left in it."""
+        """Wait for `future`, at most a twentieth of a second; its result stays in it."""
         wait([future], timeout=min(self.remaining(), _SLICE_SECONDS))

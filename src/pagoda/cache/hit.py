@@ -18,15 +18,15 @@ __all__ = ["Cleared", "Hit", "Stored", "hit_of"]
 class Hit:
     """How many leading tokens, from which tiers, and why not more. Immutable. True if there are any; an int of them.
 
-    The tokens served are [start_tokens, stop_tokens); what lies beyond in a destination is undefined.
+    The tokens served are [start_tokens, stop_tokens); a destination beyond them has undefined content.
     """
 
     num_tokens: int  # whole chunks, validated after the copy; counted from `start_tokens`
     by_tier: dict[str, int]  # tokens; the values add up to num_tokens
     mask: npt.NDArray[np.bool_] = field(repr=False)  # (length of the prompt,): True for the tokens served
-    reason: Reason | None  # why the first chunk not served was not; None: every whole chunk was
+    reason: Reason | None  # why the first chunk that was not served was not; None: every whole chunk was
     detail: str = ""  # for people: "evicted 12 s ago", "another salt"
-    start_tokens: int = 0  # where the asking began
+    start_tokens: int = 0  # the first token that was requested
 
     def __bool__(self) -> bool:
         return self.num_tokens > 0
@@ -43,18 +43,18 @@ class Hit:
 class Stored(NamedTuple):
     """What became of the chunks of one `store`; num_chunks + present + refused = the whole chunks offered."""
 
-    num_chunks: int  # newly kept: readable from now on, or as soon as a lower tier has been given what the host refused
+    num_chunks: int  # newly stored: readable now, or once a lower tier has received what the host refused
     num_tokens: int  # of those
-    present: int  # here already, or being brought by somebody else
-    refused: int  # not kept
+    present: int  # already in the cache, or being stored by another call
+    refused: int  # not stored
     reason: Reason | None = None  # why the first of those was refused
 
 
 class Cleared(NamedTuple):
-    """What a `clear` removed. A tier that failed is named, never passed over."""
+    """What a `clear` removed. A tier that failed is always named."""
 
     chunks: dict[str, int]  # by tier
-    failed: dict[str, str]  # tier -> trouble
+    failed: dict[str, str]  # tier -> error
 
     @property
     def ok(self) -> bool:
@@ -69,7 +69,7 @@ def hit_of(
     reason: Reason | None,
     detail: str = "",
 ) -> Hit:
-    """Return the hit whose served tokens are those of `by_tier` (tokens by tier); changes nothing."""
+    """Return the hit whose served tokens are those of `by_tier` (tokens by tier). Pure."""
     served = sum(by_tier.values())
     mask = np.zeros(length_tokens, np.bool_)
     mask[start_tokens : start_tokens + served] = True

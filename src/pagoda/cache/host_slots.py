@@ -1,6 +1,6 @@
-"""The door to the slots of the host tier, for engines that copy into and out of them themselves.
+"""The slots of the host tier, for engines that copy into and out of them themselves.
 
-reserve -> copy into `view(slot)` -> commit | abort          find -> hold -> copy out -> still_valid -> release
+reserve -> copy into `view(slot)` -> commit | abort     match_prefix -> hold -> copy out -> still_valid -> release
 
 Where several ranks write a chunk, one reserves it with as many parts; each adopts its part, copies and commits it.
 """
@@ -14,12 +14,12 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.cache.below import Copy, Generations, Slots, Use, follows
-from pagoda.cache.call import Job
+from pagoda.cache.call import Call
 from pagoda.cache.deadline import Deadline
 from pagoda.cache.lookup_call import LEASE_SECONDS
-from pagoda.cache.operations import Calls
-from pagoda.cache.recording import Kind
+from pagoda.cache.operations import Operations
+from pagoda.cache.recording import CallKind
+from pagoda.cache.writeback import Access, ChunkRef, Generations, Slots, follows
 from pagoda.errors import ClosedError
 from pagoda.layout import KVLayout
 from pagoda.ledger import Landed, Match, Outcome, Refused, Reserved
@@ -33,15 +33,15 @@ T = TypeVar("T")
 
 
 class HostSlots:
-    """The host tier's slots by its ledger, with what the cache does around a copy: count, and write down.
+    """The host tier's slots by its ledger, with what the cache does around a copy: count, and write back.
 
-    Thread-safe. Trouble at run time is a value: a shorter match, False, Refused. After the cache is closed every call
-    is a miss; copies must have ended before, for their slots may then be another's.
+    Thread-safe. An error at run time is a value: a shorter match, False, Refused. After the cache is closed every call
+    is a miss; copies must have ended before, because then the slots may hold other chunks.
     """
 
-    def __init__(self, calls: Calls, host: HostTier, layout: KVLayout) -> None:
-        self._calls = calls
-        self._parts = calls.parts
+    def __init__(self, operations: Operations, host: HostTier, layout: KVLayout) -> None:
+        self._operations = operations
+        self._resources = operations.resources
         self._host = host
         self._ledger = host.ledger
         self._layout = layout
@@ -52,19 +52,19 @@ class HostSlots:
         return self._ledger.slots
 
     def namespace(self, lora: str | None = None, salt: str | None = None) -> bytes:
-        """The root of an adapter's and a tenant's namespace under the present weights; tells the tiers its labels."""
-        return self._calls.root(lora, salt)
+        """Return the root of an adapter's and a tenant's namespace under the present weights; register its labels."""
+        return self._operations.register(lora, salt)
 
     def stamp(self) -> int:
-        """A recency stamp for all that is reserved for one prompt, so that its tail goes before its head."""
+        """Return a recency stamp for all that is reserved for one prompt: its tail is evicted before its head."""
         return self._ledger.stamp()
 
     def view(self, slot: int) -> Bytes:
-        """The bytes of a slot, (slot_bytes,) uint8, shared memory; after close, bytes that are nobody's. IndexError."""
+        """Return the bytes of a slot, (slot_bytes,) uint8, shared memory; after close, private zeros. IndexError."""
         return self.views((slot,))[0]
 
     def views(self, slots: Sequence[int]) -> list[Bytes]:
-        """The bytes of some slots, as `view`; cheaper than one by one."""
+        """Return the bytes of some slots, as `view`; cheaper than one by one."""
         try:
             return self._host.slab.views(slots)
         except ClosedError:
@@ -76,10 +76,10 @@ class HostSlots:
 
     # ---- out of slots
 
-    def find(self, keys: Sequence[bytes], start: int, *, touch: bool = True) -> Match:
-        """The leading run of `keys`, which stand at chain positions from `start` on; leased for LEASE_SECONDS.
+    def match_prefix(self, keys: Sequence[bytes], start: int, *, touch: bool = True) -> Match:
+        """Return the leading run of `keys`, whose chain positions begin at `start`; leased for LEASE_SECONDS.
 
-        Without `touch`, neither recency nor leases change. Counts no hit: that is `asked`.
+        Without `touch`, neither recency nor leases change. Counts no hit: call `count_request` for that.
         """
 
         nothing, lease = (np.empty(0, np.int64), np.empty(0, np.uint64)), LEASE_SECONDS if touch else 0.0
@@ -91,30 +91,30 @@ class HostSlots:
             lambda reason, _: Match(*nothing, reason),
         )
 
-    def asked(self, num_tokens: int, by_tier: Mapping[str, int], reason: Reason | None) -> None:
-        """Count what an engine asked the cache for and got of it, as a lookup does: tokens, and why not more."""
-        self._parts.tally.asked(num_tokens, by_tier, reason)
+    def count_request(self, num_tokens: int, by_tier: Mapping[str, int], reason: Reason | None) -> None:
+        """Count what an engine requested and what it got, as a look-up does: tokens, and why not more."""
+        self._resources.counters.count_request(num_tokens, by_tier, reason)
 
-    def dropped(self, reason: Reason, chunks: int) -> None:
+    def count_dropped(self, reason: Reason, chunks: int) -> None:
         """Count chunks that an engine computed and does not store."""
-        self._parts.tally.count(f"drop_{reason}", chunks)
+        self._resources.counters.count(f"drop_{reason}", chunks)
 
     @property
-    def records(self) -> bool:
-        """Whether requests are recorded, so that `requested` is worth calling."""
-        return self._parts.recorder is not None
+    def is_recording(self) -> bool:
+        """Whether requests are recorded, so that `record_request` is worth calling."""
+        return self._resources.recorder is not None
 
-    def requested(self, keys: Sequence[bytes], num_tokens: int, *, start: int = 0) -> None:
-        """Record one request about so many tokens, by the keys of its prompt from chain position `start` on.
+    def record_request(self, keys: Sequence[bytes], num_tokens: int, *, start: int = 0) -> None:
+        """Record one request for that many tokens, by the keys of its prompt from chain position `start` on.
 
-        For engines that count by `asked` what they look up uncounted. Does nothing if requests are not recorded.
+        For engines that look up uncounted and call `count_request`. Does nothing if requests are not recorded.
         """
-        self._record(Kind.REQUESTED, keys, start, num_tokens)
+        self._record(CallKind.REQUEST, keys, start, num_tokens)
 
     def hold(self, slots: Slots, generations: Generations) -> list[bool]:
-        """Keep chunks from eviction until `release` or the end of this process; False where they have gone.
+        """Keep chunks from eviction until `release` or the end of this process; False where a chunk is not there.
 
-        No byte of a held slot changes. What is removed or cleared meanwhile is no longer found, nor `still_valid`.
+        No byte of a held slot changes. What is removed or cleared meanwhile is neither matched nor `still_valid`.
         """
         missed = [False] * len(slots)
         return self._run(
@@ -129,29 +129,29 @@ class HostSlots:
             self._ledger.release(slots, generations)
 
     def still_valid(self, slots: Slots, generations: Generations) -> npt.NDArray[np.bool_]:
-        """Say of each slot whether what was copied out of it, until now, was the chunk that was found."""
+        """Say of each slot whether the bytes copied out of it until now were those of the chunk that was matched."""
         gone = np.zeros(len(slots), np.bool_)
         return self._run("valid", lambda _: self._ledger.still_valid(slots, generations), lambda *_: gone)
 
     def ready(self, slots: Slots, generations: Generations) -> npt.NDArray[np.bool_]:
-        """Say of each slot whether the chunk that was reserved or found there is committed and has not gone since.
+        """Say of each slot whether the chunk that was reserved or matched there is committed and still there.
 
-        A hint, for telling others what is stored: what is copied out is judged by `still_valid`. Takes no lock.
+        A hint, for reporting what is stored: `still_valid` judges what is copied out. Takes no lock.
         """
         gone = np.zeros(len(slots), np.bool_)
         return self._run("ready", lambda _: self._ledger.ready(slots, generations), lambda *_: gone)
 
-    def used(self, namespace: bytes, read: Sequence[Copy]) -> None:
-        """Note that these chunks were copied out, validly: they are counted, and those hit often are written down."""
+    def note_access(self, namespace: bytes, read: Sequence[ChunkRef]) -> None:
+        """Note that these chunks were copied out, validly: they are counted, and written back if they are hit often."""
 
         def work(_: Deadline) -> None:
-            self._parts.tally.count("loaded_chunks", len(read))
-            self._parts.tally.count("loaded_bytes", len(read) * self._host.chunk_bytes)
+            self._resources.counters.count("loaded_chunks", len(read))
+            self._resources.counters.count("loaded_bytes", len(read) * self._host.chunk_bytes)
             for run in runs(read, self.count, follows):
-                slots = np.fromiter((copy.slot for copy in run), np.int64, len(run))
-                generations = np.fromiter((copy.generation for copy in run), np.uint64, len(run))
-                use = Use(namespace, lambda run=run: run, len(run), (slots, generations))  # type: ignore[misc]
-                self._parts.descents.used(use)
+                slots = np.fromiter((ref.slot for ref in run), np.int64, len(run))
+                generations = np.fromiter((ref.generation for ref in run), np.uint64, len(run))
+                access = Access(namespace, lambda run=run: run, len(run), (slots, generations))  # type: ignore[misc]
+                self._resources.writeback.note_access(access)
 
         self._run("used", work, lambda *_: None)
 
@@ -163,23 +163,23 @@ class HostSlots:
     ) -> list[Outcome]:  # fmt: skip
         """Promise each key a slot to copy into, evicting as needed: `Ledger.reserve` for any number of keys.
 
-        Goes in windows under one stamp; the first with a refusal is the last. A chunk of several `parts` is visible
-        when all are committed; until it is adopted a part is this process's. Takes no longer than the deadline, the
-        host tier's if none is given. Raises ValueError for what is no key, or for no part.
+        Reserves in windows under one stamp; the first window with a refusal is the last. A chunk of several `parts` is
+        visible when all are committed; until it is adopted a part belongs to this process. Takes no longer than the
+        deadline, by default the host tier's. Raises ValueError for a malformed key, or for fewer parts than one.
         """
         if parts < 1:
             raise ValueError(f"parts must be at least 1, got {parts}")
         if any(len(key) != 32 for key in keys):
             raise ValueError("a key has 32 bytes: use Cache.keys, KeyChain or derive_keys")
-        self._record(Kind.RESERVED, keys, start, len(keys) * self._layout.chunk_tokens, parent)
-        made: list[Outcome] = []  # the caller's to commit or abort, whatever comes after
+        self._record(CallKind.RESERVE, keys, start, len(keys) * self._layout.chunk_tokens, parent)
+        made: list[Outcome] = []  # the caller must commit or abort them, whatever happens after
 
         def rest(reason: Reason, _: str = "") -> list[Outcome]:
             return made + [Refused(key, reason) for key in keys[len(made) :]]
 
         def work(deadline: Deadline) -> list[Outcome]:
             one = self.stamp() if stamp is None else stamp
-            all_in = bool(self._calls.storeys().lower)  # which get only what comes into a slot here
+            all_in = bool(self._operations.tiers().lower)  # which get only chunks that have a slot here
             while (at := len(made)) < len(keys):
                 window, before = keys[at : at + self._ledger.window], keys[at - 1] if at else parent
                 made.extend(self._ledger.reserve(
@@ -188,7 +188,7 @@ class HostSlots:
                     deadline_seconds=deadline.remaining(),
                 ))  # fmt: skip
                 if refused := [item.reason for item in made[at:] if isinstance(item, Refused)]:
-                    self._parts.tally.count(f"drop_{refused[0]}", len(keys) - len(made))
+                    self._resources.counters.count(f"drop_{refused[0]}", len(keys) - len(made))
                     return rest(refused[0])
             return made
 
@@ -197,8 +197,8 @@ class HostSlots:
     def adopt(self, reserved: Sequence[Reserved], part: int) -> list[bool]:
         """Become the writer of one part of chunks that another process reserved: before the first byte is copied.
 
-        False where that part is not there to be written any more; then nothing may be copied. One that is adopted is
-        to be committed or aborted; if this process dies before, the chunk never becomes visible and its slot is freed.
+        False where that part is not there to be written any more; then nothing may be copied. An adopted part must be
+        committed or aborted; if this process dies before, the chunk never becomes visible and its slot is freed.
         """
         missed = [False] * len(reserved)
         return self._run(
@@ -207,32 +207,30 @@ class HostSlots:
             lambda *_: missed,
         )
 
-    def commit(self, written: Mapping[bytes, Sequence[Copy]], part: int = 0) -> list[bool]:
+    def commit(self, written: Mapping[bytes, Sequence[ChunkRef]], part: int = 0) -> list[bool]:
         """Say that the bytes of one part of chunks are in their slots; with its last part a chunk becomes visible.
 
         `written`: by the root of their namespace, each run in order. One answer a chunk; False: not stored, and the
-        slot is given up as far as it is this process's. What became visible by this call, and no other, is counted and
-        written down by the cache's policy: of one chunk by one process, the one whose part was the last. Raises
+        slot is given up as far as it belongs to this process. Chunks that become visible by this call are counted and
+        written back by the cache's policy: of one chunk by one process, the one whose part was the last. Raises
         ValueError for a negative part; a part that the chunks do not have is False.
         """
         if part < 0:
             raise ValueError(f"part must not be negative, got {part}")
-        reserved = [
-            Reserved(copy.key, copy.slot, copy.generation) for copies in written.values() for copy in copies
-        ]
+        reserved = [Reserved(ref.key, ref.slot, ref.generation) for refs in written.values() for ref in refs]
         good: list[bool] = []
 
         def work(deadline: Deadline) -> list[bool]:
             landed = self._ledger.commit_part(reserved, part, deadline.remaining())
             good.extend(how is not Landed.LOST for how in landed)
-            # Not what is merely good: a reserved slot has its generation already, so half a chunk would pass for valid.
+            # Not all that are good: a reserved slot has its generation already, so half a chunk would count as valid.
             visible = [one for one, how in zip(reserved, landed, strict=True) if how is Landed.WHOLE]
-            self._parts.tally.count("stored_bytes", len(visible) * self._host.chunk_bytes)
+            self._resources.counters.count("stored_bytes", len(visible) * self._host.chunk_bytes)
             kept = {(one.slot, one.generation) for one in visible}
-            for namespace, copies in written.items():
-                for run in runs(copies, self.count, follows):
-                    stored = [copy for copy in run if (copy.slot, copy.generation) in kept]
-                    self._parts.descents.stored(namespace, stored, self._calls.storeys().lower)
+            for namespace, refs in written.items():
+                for run in runs(refs, self.count, follows):
+                    stored = [ref for ref in run if (ref.slot, ref.generation) in kept]
+                    self._resources.writeback.enqueue(namespace, stored, self._operations.tiers().lower)
             return good
 
         def missed(*_: object) -> list[bool]:
@@ -242,27 +240,27 @@ class HostSlots:
         return self._run("commit", work, missed)
 
     def abort(self, reserved: Sequence[Reserved]) -> None:
-        """Give slots up into which nothing is copied any more."""
+        """Give up reserved slots into which nothing is copied any more."""
         with suppress(ClosedError):  # as in `release`
             self._ledger.abort(reserved)
 
     def _record(
-        self, kind: Kind, keys: Sequence[bytes], start: int, num_tokens: int, parent: bytes | None = None
+        self, kind: CallKind, keys: Sequence[bytes], start: int, num_tokens: int, parent: bytes | None = None
     ) -> None:
-        if self._parts.recorder is not None:
-            self._parts.recorder.note(kind, tuple(keys), start, num_tokens, parent=parent)
+        if self._resources.recorder is not None:
+            self._resources.recorder.note(kind, tuple(keys), start, num_tokens, parent=parent)
 
     def _run(
-        self, name: str, work: Callable[[Deadline], T], missed: Callable[[Reason, str], T],
+        self, name: str, work: Callable[[Deadline], T], miss: Callable[[Reason, str], T],
         deadline_seconds: float | None = None,
     ) -> T:  # fmt: skip
-        """Do `work` inside the border: whatever goes wrong is `missed`, counted and logged."""
+        """Do `work` as a `Call`: every error is a miss, counted and logged."""
         seconds = self._host.deadline_seconds if deadline_seconds is None else deadline_seconds
-        deadline = Deadline(self._parts.tools.clock, seconds, strict=True)
+        deadline = Deadline(self._resources.clock, seconds, strict=True)
 
-        def opened() -> T:
-            if self._parts.closed:
+        def checked() -> T:
+            if self._resources.closed:
                 raise ClosedError("the cache is closed")
             return work(deadline)
 
-        return Job(name, opened, missed, deadline, self._parts.tally).run()
+        return Call(name, checked, miss, deadline, self._resources.counters).run()

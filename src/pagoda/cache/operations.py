@@ -1,145 +1,117 @@
-"""The four calls of an engine, checked and made ready to run."""
+"""The calls of an engine: each is checked here and made a `Call`, which runs at once, on another thread, or awaited.
+
+`Cache` and `HostSlots` call this module. The work itself is in `StoreCall`, `RetrieveCall` and `lookup_call`.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypedDict
+from collections.abc import Callable
+from functools import partial
 
-from pagoda.cache.call import Job, Watched
+from pagoda.cache.call import Call, CheckedTransfer
 from pagoda.cache.deadline import Deadline
+from pagoda.cache.explain_miss import Explanation
 from pagoda.cache.hit import Hit, Stored
-from pagoda.cache.recording import Kind
-from pagoda.cache.request import Ask, Keys, KeyScheme, Mask, ask_for
-from pagoda.cache.resources import Parts
-from pagoda.cache.tier_stack import Storeys
-from pagoda.cache.weights import Weights
-from pagoda.cache.work import Work, hit_without
-from pagoda.clock import Clock
-from pagoda.config import Config
+from pagoda.cache.lookup_call import hit_for, run_explain, run_lookup
+from pagoda.cache.recording import CallKind
+from pagoda.cache.request import CacheRequest, CallOptions, KeyScheme, build_request
+from pagoda.cache.resources import Resources
+from pagoda.cache.retrieve_call import RetrieveCall
+from pagoda.cache.store_call import StoreCall
+from pagoda.cache.tier_stack import TierStack
+from pagoda.cache.weights import WeightsEpoch
 from pagoda.errors import StoreError
-from pagoda.fork import renewed_after_fork
-from pagoda.keys import Item, Namespace, TokenIds
-from pagoda.layout import KVLayout
+from pagoda.fork import reset_in_child
+from pagoda.keys import Namespace, TokenIds
 from pagoda.metrics import Reason
 from pagoda.transfer import Transfer
 
-__all__ = ["Calls", "Options"]
+__all__ = ["Operations"]
 
 log = logging.getLogger("pagoda.cache")
 
-_MOST_NAMESPACES = 1024  # kept ready; tenants beyond that are hashed anew
+_MOST_NAMESPACES = 1024  # kept ready; more tenants are hashed again
 _EPOCHS = 2**32  # epochs of this machine within one epoch of the configured namespace
+_OPTIONS = CallOptions.__optional_keys__
 
 
-class Options(TypedDict, total=False):
-    """What every call takes by keyword."""
+class Operations:
+    """Checks the calls of an engine. Thread-safe. Every wrong use is a ValueError here, before anything is done."""
 
-    start_tokens: int  # the chunks before this token are not asked for: a multiple of chunk_tokens
-    mask: Mask | None  # the same as one bool a token: False...False True...True
-    keys: Keys | None  # instead of hashing the tokens (which may then be None)
-    items: Sequence[Item]  # multimodal items at their token positions
-    lora: str | None  # instead of the namespace's
-    salt: str | None  # instead of the namespace's: keeps tenants apart
-    tiers: Iterable[str] | None  # only these
-    deadline_seconds: (
-        float | None
-    )  # of the whole call; by default config.deadline_seconds without anything arriving
-
-
-_OPTIONS = Options.__optional_keys__
-
-
-class Calls:
-    """Makes jobs out of calls. Thread-safe. Every wrong use is a ValueError here, before anything is done."""
-
-    def __init__(
-        self,
-        parts: Parts,
-        config: Config,
-        namespace: Namespace,
-        layout: KVLayout,
-        scheme: KeyScheme,
-        clock: Clock,
-    ) -> None:
-        self.parts = parts
-        self._work = Work(parts, config, layout)
-        self._config = config
-        self._layout = layout
+    def __init__(self, resources: Resources, namespace: Namespace, scheme: KeyScheme) -> None:
+        self.resources = resources
         self._scheme = scheme
-        self._clock = clock
-        self._weights = Weights(config.roots(), namespace.model, namespace.weights_epoch)
+        self._weights = WeightsEpoch(resources.config.roots(), namespace.model, namespace.weights_epoch)
         self._base = namespace
         self._namespaces: dict[tuple[str, str, int], Namespace] = {}
-        self.renew()
-        renewed_after_fork(self)
+        self.reset()
+        reset_in_child(self)
 
-    def renew(self) -> None:
-        """Make the lock anew."""
+    def reset(self) -> None:
+        """Create the lock."""
         self._lock = threading.Lock()
 
-    # ---- jobs
+    # ---- calls
 
-    def lookup(self, tokens: TokenIds | None, counted: bool, options: Options) -> Job[Hit]:
+    def lookup(self, tokens: TokenIds | None, counted: bool, options: CallOptions) -> Call[Hit]:
         """See Cache.lookup."""
-        storeys, ask, deadline = self._prepared(tokens, options)
-        self._record(Kind.LOOKED_UP, ask, counted)
-        return self._job("lookup", lambda: self._work.lookup(storeys, ask, deadline, counted), ask, deadline)
+        tiers, request, deadline = self._checked(tokens, options)
+        self._record(CallKind.LOOKUP, request, counted)
+        work = partial(run_lookup, self.resources, tiers, request, deadline, counted)
+        return self._hit_call("lookup", work, request, deadline)
 
-    def retrieve(self, tokens: TokenIds | None, kv: Transfer, counted: bool, options: Options) -> Job[Hit]:
+    def retrieve(
+        self, tokens: TokenIds | None, kv: Transfer, counted: bool, options: CallOptions
+    ) -> Call[Hit]:
         """See Cache.retrieve."""
-        storeys, ask, deadline = self._prepared(tokens, options)
-        watched = Watched(kv, self._layout)
-        self._record(Kind.RETRIEVED, ask, counted)
-        return self._job(
-            "retrieve", lambda: self._work.retrieve(storeys, ask, watched, deadline, counted), ask, deadline
-        )
+        tiers, request, deadline = self._checked(tokens, options)
+        transfer = CheckedTransfer(kv, self.resources.layout)
+        self._record(CallKind.RETRIEVE, request, counted)
+        work = RetrieveCall(self.resources, tiers, request, transfer, deadline, counted).run
+        return self._hit_call("retrieve", work, request, deadline)
 
-    def prefetch(self, tokens: TokenIds | None, options: Options) -> Job[Hit]:
+    def prefetch(self, tokens: TokenIds | None, options: CallOptions) -> Call[Hit]:
         """See Cache.prefetch."""
-        storeys, ask, deadline = self._prepared(tokens, options)
-        return self._job(
-            "prefetch", lambda: self._work.retrieve(storeys, ask, None, deadline, False), ask, deadline
-        )
+        tiers, request, deadline = self._checked(tokens, options)
+        work = RetrieveCall(self.resources, tiers, request, None, deadline, False).run
+        return self._hit_call("prefetch", work, request, deadline)
 
-    def store(self, tokens: TokenIds | None, kv: Transfer, options: Options) -> Job[Stored]:
+    def store(self, tokens: TokenIds | None, kv: Transfer, options: CallOptions) -> Call[Stored]:
         """See Cache.store."""
-        storeys, ask, deadline = self._prepared(tokens, options, loads=False)
-        watched = Watched(kv, self._layout)
-        self._record(Kind.STORED, ask)
+        tiers, request, deadline = self._checked(tokens, options, loads=False)
+        transfer = CheckedTransfer(kv, self.resources.layout)
+        self._record(CallKind.STORE, request)
+        store = StoreCall(self.resources, tiers, request, transfer, deadline)
+        return Call("store", store.run, store.miss, deadline, self.resources.counters)
 
-        def missed(reason: Reason, _: str) -> Stored:
-            return Stored(0, 0, 0, len(ask.keys), reason)
-
-        def work() -> Stored:
-            return self._work.store(storeys, ask, watched, deadline)
-
-        return Job("store", work, missed, deadline, self.parts.tally)
-
-    def explain(self, tokens: TokenIds | None, options: Options) -> Job[Hit]:
+    def explain(self, tokens: TokenIds | None, options: CallOptions) -> Call[Hit]:
         """See Cache.explain."""
-        storeys, ask, deadline = self._prepared(tokens, options)
-        return self._job("explain", lambda: self._work.explain(storeys, ask, deadline), ask, deadline)
+        tiers, request, deadline = self._checked(tokens, options)
+        work = partial(run_explain, self.resources, tiers, request, deadline)
+        return self._hit_call("explain", work, request, deadline)
 
-    def _job(self, name: str, work: Callable[[], Hit], ask: Ask, deadline: Deadline) -> Job[Hit]:
-        def missed(reason: Reason, detail: str) -> Hit:
-            return hit_without(ask, reason, detail)
+    def _hit_call(
+        self, name: str, work: Callable[[], Hit], request: CacheRequest, deadline: Deadline
+    ) -> Call[Hit]:
+        def miss(reason: Reason, detail: str) -> Hit:
+            return hit_for(request, {}, Explanation(reason, detail))
 
-        return Job(name, work, missed, deadline, self.parts.tally)
+        return Call(name, work, miss, deadline, self.resources.counters)
 
-    # ---- what they ask about
+    # ---- checks
 
-    def storeys(self) -> Storeys:
-        """The tiers that may be asked now: once weights were changed in place here, no other machine has their KV."""
-        return self._storeys_of(self._weights.epoch())
+    def tiers(self) -> TierStack:
+        """Return the tiers that may be used now: after weights changed in place, no other machine has their KV."""
+        return self._tiers_of(self._weights.epoch())
 
     def namespace(self, lora: str | None = None, salt: str | None = None) -> Namespace:
-        """The namespace of an adapter and a tenant as of now: a stat notices weights that somebody changed."""
+        """Return the namespace of an adapter and a tenant now: a stat notices weights that another process changed."""
         return self._namespace_of(self._weights.epoch(), lora, salt)
 
-    def _storeys_of(self, epoch: int) -> Storeys:
-        return self.parts.storeys.local() if epoch else self.parts.storeys
+    def _tiers_of(self, epoch: int) -> TierStack:
+        return self.resources.tiers.local() if epoch else self.resources.tiers
 
     def _namespace_of(self, epoch: int, lora: str | None, salt: str | None) -> Namespace:
         lora = self._base.lora if lora is None else lora
@@ -157,64 +129,65 @@ class Calls:
             self._namespaces[lora, salt, epoch] = made
         return made
 
-    def root(self, lora: str | None, salt: str | None) -> bytes:
-        """The root of such a namespace, whose labels the tiers are told."""
+    def register(self, lora: str | None, salt: str | None) -> bytes:
+        """Register the namespace of an adapter and a tenant with the tiers; return its root."""
         namespace = self.namespace(lora, salt)
-        self._work.register(namespace)
+        self.resources.register(namespace)
         return namespace.root
 
-    def ask(self, tokens: TokenIds | None, options: Options) -> Ask:
-        """The question that these options put. Raises ValueError for wrong use."""
-        return self._ask_of(self._weights.epoch(), tokens, options)
+    def request(self, tokens: TokenIds | None, options: CallOptions) -> CacheRequest:
+        """Return the request that these options describe. Raises ValueError for wrong use."""
+        return self._request_of(self._weights.epoch(), tokens, options)
 
-    def _ask_of(self, epoch: int, tokens: TokenIds | None, options: Options) -> Ask:
-        if not options.keys() <= _OPTIONS:  # a misspelt salt would share what is a tenant's own
+    def _request_of(self, epoch: int, tokens: TokenIds | None, options: CallOptions) -> CacheRequest:
+        if not options.keys() <= _OPTIONS:  # a misspelt salt would share a tenant's chunks
             raise ValueError(
                 f"{', '.join(options.keys() - _OPTIONS)}: no such option; there are {', '.join(sorted(_OPTIONS))}"
             )
-        return ask_for(
+        return build_request(
             tokens,
             options.get("keys"),
             namespace=self._namespace_of(epoch, options.get("lora"), options.get("salt")),
-            chunk_tokens=self._layout.chunk_tokens,
+            chunk_tokens=self.resources.layout.chunk_tokens,
             scheme=self._scheme,
             start_tokens=options.get("start_tokens", 0),
             mask=options.get("mask"),
             items=options.get("items", ()),
         )
 
-    def register(self) -> None:
-        """Make the cache's own namespace known to every tier, with its labels; waits for it. StoreError if it fails."""
-        self._work.register(self.namespace(), wait=True)
-
     def weights_changed(self) -> int:
-        """Raise the weights epoch; returns it. See Cache.weights_changed."""
-        epoch, troubles = self._weights.raised()
-        for tier in self.parts.storeys.all:
-            if tier.name in troubles:  # its root will not remember the epoch: forgetting needs no room
-                self.parts.tally.warn(log, Reason.IO_ERROR, f"{tier.name} is cleared: {troubles[tier.name]}")
+        """Raise the weights epoch and return it. See Cache.weights_changed."""
+        epoch, errors = self._weights.raise_epoch()
+        tiers = self.resources.tiers
+        for tier in tiers.all:
+            if tier.name in errors:  # its root will not remember the epoch; clearing the tier needs no space
+                self.resources.counters.warn(
+                    log, Reason.IO_ERROR, f"{tier.name} is cleared: {errors[tier.name]}"
+                )
                 tier.clear()
-        untold, storeys = len(troubles) == len(self._config.roots()), self.parts.storeys
-        if troubles and untold and storeys.local() is not storeys:
+        untold = len(errors) == len(self.resources.config.roots())
+        if errors and untold and tiers.local() is not tiers:
             raise StoreError(
-                "other processes cannot be told that the weights have changed, and go on with what remote tiers have "
-                f"of the old ones: mend this and say it again, or stop them ({next(iter(troubles.values()))})"
+                "other processes could not be told that the weights have changed, and continue to use the KV of the "
+                "old weights in remote tiers: remove the cause and call weights_changed again, or stop them "
+                f"({next(iter(errors.values()))})"
             )
         return epoch
 
-    def _record(self, kind: Kind, ask: Ask, counted: bool = True) -> None:
-        if self.parts.recorder is not None:
-            keys, first = [*ask.head, *ask.keys], ask.first - len(ask.head)
-            num_tokens = ask.length_tokens - first * ask.chunk_tokens
-            self.parts.recorder.note(kind, keys, first, num_tokens, counted=counted)
+    def _record(self, kind: CallKind, request: CacheRequest, counted: bool = True) -> None:
+        if self.resources.recorder is not None:
+            keys, first = [*request.head, *request.keys], request.first - len(request.head)
+            num_tokens = request.length_tokens - first * request.chunk_tokens
+            self.resources.recorder.note(kind, keys, first, num_tokens, counted=counted)
 
-    def _prepared(
-        self, tokens: TokenIds | None, options: Options, loads: bool = True
-    ) -> tuple[Storeys, Ask, Deadline]:
+    def _checked(
+        self, tokens: TokenIds | None, options: CallOptions, loads: bool = True
+    ) -> tuple[TierStack, CacheRequest, Deadline]:
         epoch = self._weights.epoch()  # one for both: tiers of other machines know no other weights
-        storeys = self._storeys_of(epoch).only(options.get("tiers"))
-        ask = self._ask_of(epoch, tokens, options)
+        tiers = self._tiers_of(epoch).only(options.get("tiers"))
+        request = self._request_of(epoch, tokens, options)
         given = options.get("deadline_seconds")
-        patience = self._config.deadline_seconds if given is None else given
-        nbytes = len(ask.keys) * self._layout.chunk_bytes if loads else None
-        return storeys, ask, Deadline(self._clock, patience, nbytes, strict=given is not None)
+        resources = self.resources
+        patience = resources.config.deadline_seconds if given is None else given
+        nbytes = len(request.keys) * resources.layout.chunk_bytes if loads else None
+        return tiers, request, Deadline(resources.clock, patience, nbytes, strict=given is not None)

@@ -1,6 +1,15 @@
 """Recording live traffic as a trace that `pagoda replay` reads: hashed ids and lengths, no text and no tokens.
 
-An id is the first eight bytes of a chunk's key, less one bit: every process and every restart gives a chunk the same.
+An id is the first eight bytes of a chunk's key, less one bit: it is the same in every process and after every restart.
+
+A trace has one line a request. A request is looked up (often more than once), retrieved, and stored piece by piece. It
+is recorded at its first call, by the keys of its prompt:
+
+    read        A counted look-up or retrieve, or what the engine reports as `REQUEST`. Looking up the same prompt again
+                before it is retrieved or stored is the same request (polling), and so is the retrieve of a prompt that
+                was looked up. Uncounted calls are parts of a request that is counted elsewhere.
+    store       Part of the request whose prompt it stores or continues; a request by itself if there is none. Stores
+                that grow are one. For an engine that reserves slots itself, only until it is seen to read.
 """
 
 from __future__ import annotations
@@ -8,31 +17,59 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from enum import Enum, auto
 from pathlib import Path
+from typing import NamedTuple
 
-from pagoda.cache.questions import Call, Kind, Questions
 from pagoda.cache.trace_writer import append_lines
 from pagoda.clock import Clock
-from pagoda.fork import renewed_after_fork
+from pagoda.fork import reset_in_child
 from pagoda.metrics import RateLimitedLog, Reason
 from pagoda.threads import Event, begin
 
-__all__ = ["Kind", "Recorder"]
+__all__ = ["CallKind", "RecordedCall", "Recorder", "RequestDetector"]
 
 log = logging.getLogger("pagoda.cache")
 
-_MOST_CALLS = 4096  # that wait for the thread
+_MOST_CALLS = 4096  # waiting for the thread
 _MOST_KEYS = 1 << 20  # of those calls
 _PAUSE_SECONDS = 0.1  # between two rounds of the thread
 _LOG_SECONDS = 60.0
-_ID_MASK = (1 << 63) - 1  # what signed 64-bit integers hold
+_ID_MASK = (1 << 63) - 1  # ids are signed 64-bit integers
+
+_SAME_MS = 10_000  # the longest time between two calls of one request, except its stores
+_STORED_MS = 600_000  # a request is stored within this time: an answer may take long
+_MOST_REQUESTS = 512  # remembered
+_ID = 8  # bytes of a key that distinguish it from others
+
+
+class CallKind(Enum):
+    """What an engine did."""
+
+    LOOKUP = auto()
+    RETRIEVE = auto()
+    STORE = auto()
+    RESERVE = auto()  # slots to store into
+    REQUEST = auto()  # the engine itself reports a request
+
+
+class RecordedCall(NamedTuple):
+    """One call about the chunks of a prompt from number `first` on."""
+
+    kind: CallKind
+    counted: bool
+    keys: Sequence[bytes]
+    first: int
+    num_tokens: int  # of the whole prompt
+    at_ms: int
+    parent: bytes | None = None  # the key before the first
 
 
 class Recorder:
-    """Writes one line a request, on a daemon thread that begins with the first call, anew after a fork.
+    """Writes one line a request, on a daemon thread that starts with the first call, and again after a fork.
 
-    Thread-safe. Never raises and never waits but in `close`: calls that are too many, or that cannot be written, are
+    Thread-safe. Never raises, and waits only in `close`: calls that are too many, or that cannot be written, are
     dropped and counted.
     """
 
@@ -40,16 +77,16 @@ class Recorder:
         self.path = path
         self._chunk_tokens = chunk_tokens
         self._clock = clock
-        self.renew()
-        renewed_after_fork(self)
+        self.reset()
+        reset_in_child(self)
 
-    def renew(self) -> None:
-        """Begin anew: what a parent noted, the parent writes."""
+    def reset(self) -> None:
+        """Create the lock and an empty queue: the parent writes the calls that the parent noted."""
         self._lock = threading.Lock()
-        self._lines = RateLimitedLog(self._clock, _LOG_SECONDS)
-        self._calls: deque[Call] = deque()
+        self._log_lines = RateLimitedLog(self._clock, _LOG_SECONDS)
+        self._calls: deque[RecordedCall] = deque()
         self._keys = 0  # of the calls
-        self._questions = Questions()
+        self._detector = RequestDetector()
         self._woken, self._ending = Event(), Event()
         self._thread: threading.Thread | None = None
         self._recorded = self._dropped = 0
@@ -57,7 +94,7 @@ class Recorder:
 
     def note(
         self,
-        kind: Kind,
+        kind: CallKind,
         keys: Sequence[bytes],
         first: int,
         num_tokens: int,
@@ -66,7 +103,7 @@ class Recorder:
         parent: bytes | None = None,
     ) -> None:
         """Note a call about the chunks of a prompt of `num_tokens` tokens from number `first` on."""
-        call = Call(kind, counted, keys, first, num_tokens, round(self._clock.time() * 1000), parent)
+        call = RecordedCall(kind, counted, keys, first, num_tokens, round(self._clock.time() * 1000), parent)
         with self._lock:
             if self._ending.is_set():
                 return
@@ -81,11 +118,11 @@ class Recorder:
         self._woken.set()
 
     def stats(self) -> dict[str, object]:
-        """Where to, and how many requests were recorded and calls dropped, by this process."""
+        """Return the path, and how many requests this process recorded and how many calls it dropped."""
         return {"path": str(self.path), "requests": self._recorded, "dropped": self._dropped}
 
     def close(self, timeout: float = 1.0) -> None:
-        """Write what was noted, within `timeout` seconds, and end. Idempotent."""
+        """Write the noted calls within `timeout` seconds, and end the thread. Idempotent."""
         with self._lock:
             self._ending.set()
             thread = self._thread
@@ -106,29 +143,135 @@ class Recorder:
         self._write()
 
     def _write(self) -> None:
-        """Write the requests among the calls that were noted; whatever goes wrong, the thread lives on."""
+        """Write the requests among the noted calls; the thread survives every error."""
         with self._lock:
             calls, self._calls, self._keys = self._calls, deque(), 0
             too_many, self._too_many = self._too_many, 0
         lines, written = list[bytes](), 0
-        trouble: Exception | None = None
+        failure: Exception | None = None
         try:
-            lines = [self._line(call) for call in calls if self._questions.is_request(call)]
+            lines = [self._line(call) for call in calls if self._detector.is_request(call)]
             if lines:
-                written, trouble = append_lines(self.path, lines)
-        except Exception as error:  # noqa: BLE001  # a border: an engine must not notice
-            trouble = error
-        if trouble is not None:
-            self._lines.warn(log, Reason.IO_ERROR, f"requests are not recorded in {self.path}: {trouble}")
+                written, failure = append_lines(self.path, lines)
+        except Exception as error:  # noqa: BLE001  # a boundary: an engine must not notice
+            failure = error
+        if failure is not None:
+            self._log_lines.warn(log, Reason.IO_ERROR, f"requests are not recorded in {self.path}: {failure}")
         with self._lock:
             self._recorded += written
             self._dropped += len(lines) - written
         if too_many:
-            self._lines.warn(log, Reason.QUEUE_FULL, f"{too_many} calls are not recorded: they were too many")
+            self._log_lines.warn(
+                log, Reason.QUEUE_FULL, f"{too_many} calls are not recorded: they were too many"
+            )
 
-    def _line(self, call: Call) -> bytes:
+    def _line(self, call: RecordedCall) -> bytes:
         from pagoda.replay.trace import Request, format_request  # not before it is needed
 
         ids = tuple([int.from_bytes(key[:8], "little") & _ID_MASK for key in call.keys])
         request = Request(float(call.at_ms), call.num_tokens, 0, ids, self._chunk_tokens)
         return format_request(request).encode() + b"\n"
+
+
+class RequestDetector:
+    """Tells which calls begin a new request; the others are parts of one. Used by one thread."""
+
+    def __init__(self) -> None:
+        self._known: deque[_KnownRequest] = deque(maxlen=_MOST_REQUESTS)
+        self._reads = False
+
+    def is_request(self, call: RecordedCall) -> bool:
+        """Whether this call is the first of a request that is to be recorded; remembers the request."""
+        if not call.keys:
+            return False
+        match call.kind:
+            case CallKind.REQUEST:
+                begins = True
+            case CallKind.LOOKUP:
+                begins = call.counted and not self._polled(call)
+            case CallKind.RETRIEVE:
+                begins = not self._was_looked_up(call) and call.counted
+            case CallKind.STORE | CallKind.RESERVE:
+                return self._begins_with_store(call)
+        self._reads |= begins
+        if begins:
+            self._known.append(_KnownRequest(call))
+        return begins
+
+    def _polled(self, call: RecordedCall) -> bool:
+        end = call.first + len(call.keys)
+        return self._looked_up(call, lambda known: known.end == end) is not None
+
+    def _was_looked_up(self, call: RecordedCall) -> bool:
+        end = call.first + len(call.keys)
+        known = self._looked_up(call, lambda known: known.end >= end)
+        if known is not None:
+            known.looked_up = False
+        return known is not None
+
+    def _looked_up(self, call: RecordedCall, fits: Callable[[_KnownRequest], bool]) -> _KnownRequest | None:
+        for known in reversed(self._known):
+            if (
+                call.at_ms - known.last_ms <= _SAME_MS
+                and known.looked_up
+                and fits(known)
+                and known.is_related(call)
+            ):
+                known.last_ms = call.at_ms
+                return known
+        return None
+
+    def _begins_with_store(self, call: RecordedCall) -> bool:
+        known = self._stored_by(call)
+        if known is not None:
+            known.looked_up = False
+            known.extend(call)
+            return False
+        if call.first or (self._reads and call.kind is CallKind.RESERVE):
+            return False
+        self._known.append(_KnownRequest(call))
+        return True
+
+    def _stored_by(self, call: RecordedCall) -> _KnownRequest | None:
+        """Return the request that this store belongs to."""
+        for known in reversed(self._known):
+            if known.stored:
+                fits = call.first + len(call.keys) > known.end and call.at_ms - known.last_ms <= _SAME_MS
+            else:
+                fits = call.at_ms - known.begun_ms <= _STORED_MS
+            if fits and known.is_related(call):
+                return known
+        return None
+
+
+class _KnownRequest:
+    """A request that was recorded, as far as its prompt and answer are known."""
+
+    def __init__(self, call: RecordedCall) -> None:
+        self.first, self._ids = call.first, _ids(call.keys)
+        self.begun_ms = self.last_ms = call.at_ms
+        self.looked_up = call.kind is CallKind.LOOKUP  # and neither retrieved nor stored yet
+        self.stored = call.kind in (CallKind.STORE, CallKind.RESERVE)  # and never read
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self._ids) // _ID
+
+    def is_related(self, call: RecordedCall) -> bool:
+        """Whether one is a prefix of the other, or the call continues at the end: a key names all tokens before it."""
+        if call.parent is not None and call.first == self.end:
+            return self._id(call.first - 1) == call.parent[:_ID]
+        at = min(self.end, call.first + len(call.keys)) - 1
+        return at >= max(self.first, call.first) and self._id(at) == call.keys[at - call.first][:_ID]
+
+    def extend(self, call: RecordedCall) -> None:
+        """Add the keys of a related call beyond the end."""
+        self._ids += _ids(call.keys[max(0, self.end - call.first) :])
+        self.last_ms = call.at_ms
+
+    def _id(self, at: int) -> bytes:
+        return self._ids[(at - self.first) * _ID : (at - self.first + 1) * _ID]
+
+
+def _ids(keys: Sequence[bytes]) -> bytes:
+    return b"".join([key[:_ID] for key in keys])

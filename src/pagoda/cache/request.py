@@ -1,16 +1,16 @@
-"""One question about one prompt: which chunks, under which keys. Pure; every wrong use is a ValueError here."""
+"""One request about one prompt: which chunks, under which keys. Pure; every wrong use is a ValueError here."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
 from pagoda.keys import Item, Namespace, TokenIds, as_token_ids
 
-__all__ = ["Ask", "KeyScheme", "Keys", "Mask", "ask_for"]
+__all__ = ["CacheRequest", "CallOptions", "KeyScheme", "Keys", "Mask", "build_request"]
 
 Mask: TypeAlias = "Sequence[bool] | npt.NDArray[np.bool_]"
 # from the first chunk of the prompt on, or as `Cache.keys` gives them (start, end, key)
@@ -19,7 +19,20 @@ Keys: TypeAlias = "Sequence[bytes] | Sequence[tuple[int, int, bytes]]"
 KeyScheme: TypeAlias = Callable[[TokenIds, bytes, int, Iterable[Item]], list[bytes]]
 
 
-class Ask(NamedTuple):
+class CallOptions(TypedDict, total=False):
+    """What every call takes by keyword."""
+
+    start_tokens: int  # skips the chunks before this token: a multiple of chunk_tokens
+    mask: Mask | None  # the same as one bool a token: False...False True...True
+    keys: Keys | None  # instead of hashing the tokens (which may then be None)
+    items: Sequence[Item]  # multimodal items at their token positions
+    lora: str | None  # instead of the namespace's
+    salt: str | None  # instead of the namespace's: keeps tenants apart
+    tiers: Iterable[str] | None  # only these
+    deadline_seconds: float | None  # of the whole call; default: config.deadline_seconds without progress
+
+
+class CacheRequest(NamedTuple):
     """Chunks [first, first + len(keys)) of a prompt of `length_tokens` tokens."""
 
     namespace: Namespace
@@ -30,23 +43,23 @@ class Ask(NamedTuple):
     chunk_tokens: int
     tokens: TokenIds | None = None  # None: the caller gave keys only
     items: tuple[Item, ...] = ()
-    head: Sequence[bytes] = ()  # the keys before keys[0], as far as the caller's question names them
+    head: Sequence[bytes] = ()  # the keys before keys[0], as far as the caller gave them
 
     @property
     def start_tokens(self) -> int:
-        """Where the asking began."""
+        """The first token that is requested."""
         return self.first * self.chunk_tokens
 
     def starts(self, begin: int, end: int) -> list[int]:
-        """The first token of the chunks keys[begin:end]."""
+        """Return the first token of each of the chunks keys[begin:end]."""
         return [(self.first + i) * self.chunk_tokens for i in range(begin, end)]
 
-    def before(self, index: int) -> bytes | None:
-        """The key of the chunk before keys[index], None at the root."""
+    def parent_of(self, index: int) -> bytes | None:
+        """Return the key of the chunk before keys[index], None at the root."""
         return self.keys[index - 1] if index else self.parent
 
 
-def ask_for(
+def build_request(
     tokens: TokenIds | None,
     keys: Keys | None,
     *,
@@ -56,16 +69,16 @@ def ask_for(
     start_tokens: int = 0,
     mask: Mask | None = None,
     items: Sequence[Item] = (),
-) -> Ask:
-    """Return the question for the whole chunks of `tokens` from `start_tokens` on; changes nothing.
+) -> CacheRequest:
+    """Return the request for the whole chunks of `tokens` from `start_tokens` on. Pure.
 
-    `keys` stand in for hashing. Raises ValueError for a mask that is not False...False True...True, a start that
-    is no multiple of a chunk, and keys that do not fit the tokens.
+    `keys` replace hashing. Raises ValueError for a mask that is not False...False True...True, a start that is not a
+    multiple of a chunk, and keys that do not fit the tokens.
     """
     if tokens is None and keys is None:
-        raise ValueError("nothing to ask about: pass tokens, or keys")
+        raise ValueError("neither tokens nor keys were given: pass one of them")
     ids = None if tokens is None else as_token_ids(tokens)
-    origin, given = (0, None) if keys is None else _given(keys, chunk_tokens)
+    origin, given = (0, None) if keys is None else _given_keys(keys, chunk_tokens)
     length = len(ids) if ids is not None else (origin + len(given or ())) * chunk_tokens
     first = _first_chunk(start_tokens, mask, length, chunk_tokens) or origin
     if given is None:
@@ -81,11 +94,13 @@ def ask_for(
         )
     skip = first - origin
     parent = given[skip - 1] if 0 < skip <= len(given) else None
-    return Ask(namespace, given[skip:], first, parent, length, chunk_tokens, ids, tuple(items), given[:skip])
+    return CacheRequest(
+        namespace, given[skip:], first, parent, length, chunk_tokens, ids, tuple(items), given[:skip]
+    )
 
 
-def _given(keys: Keys, chunk_tokens: int) -> tuple[int, list[bytes]]:
-    """The chain position of the first of the caller's keys, and the keys alone."""
+def _given_keys(keys: Keys, chunk_tokens: int) -> tuple[int, list[bytes]]:
+    """Return the chain position of the first of the caller's keys, and the keys alone."""
     flat: list[bytes] = []
     origin = 0
     for i, key in enumerate(keys):
@@ -101,7 +116,7 @@ def _given(keys: Keys, chunk_tokens: int) -> tuple[int, list[bytes]]:
 
 
 def _first_chunk(start_tokens: int, mask: Mask | None, length_tokens: int, chunk_tokens: int) -> int:
-    """The chunk at which the asking begins. Raises ValueError for a start inside a chunk or a bad mask."""
+    """Return the first chunk that is requested. Raises ValueError for a start inside a chunk or a bad mask."""
     if mask is not None:
         masked = _mask_start(mask, length_tokens)
         if start_tokens not in (0, masked):
@@ -111,7 +126,7 @@ def _first_chunk(start_tokens: int, mask: Mask | None, length_tokens: int, chunk
         start_tokens = masked
     if start_tokens < 0 or start_tokens % chunk_tokens:
         raise ValueError(
-            f"the asking begins at token {start_tokens}: it must be a multiple of the chunk, {chunk_tokens} tokens"
+            f"the request begins at token {start_tokens}: it must be a multiple of the chunk, {chunk_tokens} tokens"
         )
     if start_tokens > length_tokens:
         raise ValueError(f"start_tokens = {start_tokens} is past the {length_tokens} tokens of the prompt")
@@ -119,7 +134,7 @@ def _first_chunk(start_tokens: int, mask: Mask | None, length_tokens: int, chunk
 
 
 def _mask_start(mask: Mask, length_tokens: int) -> int:
-    """The number of leading Falses; what follows must be all True."""
+    """Return the number of leading Falses; the rest must be all True."""
     wanted = np.asarray(mask)
     if wanted.ndim != 1 or wanted.dtype != np.bool_ or len(wanted) != length_tokens:
         raise ValueError(

@@ -1,50 +1,66 @@
-"""What a cache is made of, apart from the cache itself, so that it can be closed when nobody has the cache any more."""
+"""What all calls of a cache share, and how it ends. Apart from `Cache`, so that a dropped cache can be closed."""
 
 from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from pagoda.cache.below import Below
-from pagoda.cache.counters import Tally
-from pagoda.cache.executor import Workers
-from pagoda.cache.explain_miss import Why
-from pagoda.cache.load_cost import Worth
+from pagoda.cache.counters import CacheCounters
+from pagoda.cache.executor import CallExecutor
+from pagoda.cache.explain_miss import MissExplainer
+from pagoda.cache.load_cost import LoadCost
 from pagoda.cache.recording import Recorder
 from pagoda.cache.request import KeyScheme
-from pagoda.cache.retrieve_call import Tools
-from pagoda.cache.staging import Staging
-from pagoda.cache.tier_stack import Storeys
-from pagoda.cache.writeback import Descent, Descents
+from pagoda.cache.staging import StagingPool
+from pagoda.cache.tier_stack import TierStack
+from pagoda.cache.writeback import WriteBack, WriteBackQueue, WriteBackTarget
 from pagoda.clock import Clock
 from pagoda.config import Config
+from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.metrics import Reason
 
-__all__ = ["Parts", "assemble"]
+__all__ = ["Resources", "build_resources"]
 
 log = logging.getLogger("pagoda.cache")
 
+_MOST_LABELLED = 4096
+
 
 @dataclass
-class Parts:
-    """The working parts of one cache. Each is thread-safe."""
+class Resources:
+    """The working parts of one cache. Each is thread-safe. Must not refer to the `Cache`, which closes it."""
 
-    storeys: Storeys
-    tally: Tally
-    workers: Workers
-    why: Why
-    tools: Tools
-    storing: Staging  # for what a store finds no host slot for; loads have their own, so that neither starves the other
+    config: Config
+    layout: KVLayout
+    clock: Clock
+    tiers: TierStack
+    counters: CacheCounters
+    counts_in: str  # the tier whose counters are the cache's
+    executor: CallExecutor
+    explainer: MissExplainer
+    load_cost: LoadCost
+    writeback: WriteBack
+    load_staging: StagingPool
+    store_staging: StagingPool  # apart from the one for loads, so that neither starves the other
     recorder: Recorder | None = None
     closed: bool = False
+    _labelled: set[bytes] = field(default_factory=set)
 
-    @property
-    def descents(self) -> Descents:
-        """The background writers, one a lower tier."""
-        return self.tools.descents
+    def register(self, namespace: Namespace, wait: bool = False) -> None:
+        """Register a namespace and its labels, in the next transaction; with `wait`, in a separate one, now."""
+        if namespace.root in self._labelled:
+            return
+        if len(self._labelled) >= _MOST_LABELLED:
+            self._labelled.clear()
+        self._labelled.add(namespace.root)
+        self.tiers.register(namespace)
+        if wait:
+            for _, ledger in self.tiers.ledgers():
+                ledger.write_labels()
 
     def close(self, timeout: float) -> bool:
         """Flush, then end all within about `timeout` seconds; False if something was left unwritten. Idempotent."""
@@ -54,37 +70,49 @@ class Parts:
         until = time.monotonic() + timeout
         if self.recorder is not None:
             self.recorder.close(min(1.0, timeout))
-        self.workers.close()
-        flushed = self.descents.close(timeout * 0.6)
-        self.tally.close()
-        for tier in reversed(self.storeys.all):
+        self.executor.close()
+        flushed = self.writeback.close(timeout * 0.6)
+        self.counters.close()
+        for tier in reversed(self.tiers.all):
             try:
                 tier.close(max(0.1, until - time.monotonic()))
-            except Exception as trouble:  # noqa: BLE001  # a border: the tiers below must be closed all the same
+            except Exception as error:  # noqa: BLE001  # a boundary: the other tiers must be closed all the same
                 flushed = False
-                self.tally.warn(log, Reason.IO_ERROR, f"closing {tier.name}: {trouble}", trouble)
+                self.counters.warn(log, Reason.IO_ERROR, f"closing {tier.name}: {error}", error)
         return flushed
 
 
-def assemble(storeys: Storeys, config: Config, layout: KVLayout, scheme: KeyScheme, clock: Clock) -> Parts:
-    """Put the parts together; starts no thread."""
-    ledgers = storeys.ledgers()
-    tally = Tally(ledgers[0][1] if ledgers else None, clock)
-    workers = Workers()
-    descents = _descents(storeys, config, layout, tally, clock)
-    worth = Worth(layout.chunk_bytes, layout.chunk_tokens, clock, config.worth_it)
-    counts_in = ledgers[0][0] if ledgers else ""
-    tools = Tools(Staging(layout.slot_bytes), worth, descents, clock, counts_in)
-    why = Why(storeys, scheme, layout.chunk_tokens, clock, workers)
-    recorder = Recorder(Path(config.record), layout.chunk_tokens, clock) if config.record else None
-    return Parts(storeys, tally, workers, why, tools, Staging(layout.slot_bytes), recorder)
+def build_resources(
+    tiers: TierStack, config: Config, layout: KVLayout, scheme: KeyScheme, clock: Clock
+) -> Resources:
+    """Build what all calls share; starts no thread."""
+    ledgers = tiers.ledgers()
+    counters = CacheCounters(ledgers[0][1] if ledgers else None, clock)
+    executor = CallExecutor()
+    return Resources(
+        config=config,
+        layout=layout,
+        clock=clock,
+        tiers=tiers,
+        counters=counters,
+        counts_in=ledgers[0][0] if ledgers else "",
+        executor=executor,
+        explainer=MissExplainer(tiers, scheme, layout.chunk_tokens, clock, executor),
+        load_cost=LoadCost(layout.chunk_bytes, layout.chunk_tokens, clock, config.worth_it),
+        writeback=WriteBack(_writeback_queues(tiers, config, layout, counters, clock)),
+        load_staging=StagingPool(layout.slot_bytes),
+        store_staging=StagingPool(layout.slot_bytes),
+        recorder=Recorder(Path(config.record), layout.chunk_tokens, clock) if config.record else None,
+    )
 
 
-def _descents(storeys: Storeys, config: Config, layout: KVLayout, tally: Tally, clock: Clock) -> Descents:
-    return Descents([
-        Descent(
-            storeys.host, Below(storeys.host, tier, layout.chunk_tokens, clock), config.write_policy,
-            config.selective_hits, config.queue_chunks, tally,
+def _writeback_queues(
+    tiers: TierStack, config: Config, layout: KVLayout, counters: CacheCounters, clock: Clock
+) -> Sequence[WriteBackQueue]:
+    return [
+        WriteBackQueue(
+            tiers.host, WriteBackTarget(tiers.host, tier, layout.chunk_tokens, clock), config.write_policy,
+            config.selective_hits, config.queue_chunks, counters,
         )
-        for tier in storeys.lower
-    ])  # fmt: skip
+        for tier in tiers.lower
+    ]  # fmt: skip

@@ -1,114 +1,173 @@
-"""The way up: a run of chunks from wherever it lies to the engine, or into the host tier.
+"""One retrieve or prefetch: a run of chunks from the tiers that have it to the engine, or into the host tier only.
 
-Host slots are copied out and then validated; what lies lower comes through a `Pipeline`. A chunk that somebody else is
-bringing is waited for, not loaded twice.
+`Operations.retrieve` makes a `RetrieveCall`. Host slots are copied out and then validated; chunks of a lower tier are
+read into a `LoadDestination` by a `LoadPipeline`. A chunk that another call is storing is waited for, not loaded twice.
+
+    disk  | read 4 5 6 7 | read 8 9 ...        buffers in flight: a deque, refilled when half empty
+    host    commit 0..3  | commit 4 5          one transaction for all chunks that have arrived
+    KV        copy 0..3  |   copy 4 5          then validated
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext
+from itertools import islice, takewhile
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.cache.below import Copy, Use, copies_of, names_of
+from pagoda.cache.call import CheckedTransfer
 from pagoda.cache.deadline import Deadline
-from pagoda.cache.load_cost import Worth
-from pagoda.cache.lookup_call import LEASE_SECONDS, UNASKED
-from pagoda.cache.pipeline import Pipeline
-from pagoda.cache.request import Ask
-from pagoda.cache.rooms import HostRooms, Rooms, StagedRooms
-from pagoda.cache.staging import Staging
-from pagoda.cache.tier_stack import Storeys, stamp_of
-from pagoda.cache.writeback import Descents
-from pagoda.clock import Clock
-from pagoda.ledger import Busy, Refused, Reserved
+from pagoda.cache.explain_miss import UNANSWERED, Explanation
+from pagoda.cache.hit import Hit
+from pagoda.cache.lookup_call import (
+    LEASE_SECONDS,
+    count_hit,
+    expected_hit,
+    hit_for,
+    not_worth_loading,
+    too_short,
+)
+from pagoda.cache.request import CacheRequest
+from pagoda.cache.resources import Resources
+from pagoda.cache.staging import StagingPool
+from pagoda.cache.tier_stack import TierStack, recency_stamp
+from pagoda.cache.writeback import Access, ChunkRef, refs_in_slots, refs_without_bytes
+from pagoda.ledger import Busy, Outcome, Present, Refused, Reserved
 from pagoda.metrics import Reason
-from pagoda.tiers.base import Tier
+from pagoda.tiers import HostTier
+from pagoda.tiers.base import Bytes, Done, Tier
 from pagoda.transfer import Transfer
 
-__all__ = ["Run", "Tools"]
+__all__ = ["RetrieveCall"]
 
 _COPY_BYTES = 256 << 20  # copied between two looks at the deadline
-_PAUSE_SECONDS = (0.0002, 0.005)  # between two looks at a chunk that somebody else is bringing
-_TRY_EVERY = 16  # looks; between them nobody is kept from the ledger by a write
-_MOST_ROUNDS = 3  # times in a row that a chunk may vanish between two steps
+_PAUSE_SECONDS = (0.0002, 0.005)  # between two looks at a chunk that another call is storing
+_TRY_EVERY = 16  # looks; the looks between them keep no other call from the ledger by a write
+_MOST_ROUNDS = 3  # times in a row that a chunk may disappear between two steps
+_ARRIVED_BYTES = 64 << 20  # copied out at once while reads are in flight
 
 
-class Tools(NamedTuple):
-    """What all runs of one cache share."""
+class RetrieveCall:
+    """The retrieve of one run into `kv`, or without it (a prefetch) into the host tier only. Used by one thread, once.
 
-    staging: Staging
-    worth: Worth
-    descents: Descents
-    clock: Clock
-    counts_in: str  # the tier whose counters are the cache's
-
-
-class Run:
-    """One run on its way up, into `kv`, or without one only as far as the host tier. Used by one thread, once.
-
-    Afterwards `done` chunks were served, `by_tier` says from where; `reason` (and `index` = done) why no more, with
-    ABSENT for a chunk that no tier has.
+    `_done` chunks were served, `_by_tier` says from where; `_reason` why not more, with ABSENT for a chunk that no tier
+    has.
     """
 
     def __init__(
-        self, storeys: Storeys, ask: Ask, kv: Transfer | None, deadline: Deadline, tools: Tools
+        self,
+        resources: Resources,
+        tiers: TierStack,
+        request: CacheRequest,
+        kv: CheckedTransfer | None,
+        deadline: Deadline,
+        counted: bool,
     ) -> None:
-        self._storeys = storeys
-        self._ask = ask
+        self._resources = resources
+        self._tiers = tiers
+        self._request = request
         self._kv = kv
         self._deadline = deadline
-        self._tools = tools
-        self._stamp = storeys.host.ledger.stamp() if storeys.host is not None else 0
-        self._end = len(ask.keys)
+        self._counted = counted
+        self._stamp = 0  # of the host tier
+        self._end = len(request.keys)
         self._stamps: dict[str, int | None] = {}  # of each lower tier
-        self._seen: dict[str, int] = {}  # up to which chunk each lower tier has the run
-        self._around: int | None = None  # since when (ns) somebody else has been bringing the next chunk
+        self._matched: dict[str, int] = {}  # up to which chunk each lower tier has the run
+        self._busy_since: int | None = None  # since when (ns) another call has been storing the next chunk
         self._pause = _PAUSE_SECONDS[0]
-        self._full = storeys.host is None  # no more host slots for this run
+        self._full = tiers.host is None  # no more host slots for this run
         self._rounds = 0
-        self._unsaid = ""  # a lower tier that may not have answered in time
-        self.done = 0
-        self._room = storeys.host.ledger.slots // 2 if storeys.host is not None else 0  # for a prefetch
-        self._polls = 0  # looks at a chunk that somebody else is bringing
-        self.by_tier = dict.fromkeys(storeys.names, 0)
-        self.reason: Reason | None = None
-        self.detail = ""
-        self.told = False  # a lower tier has counted `reason` where this cache counts
-        self.hint: Reason | None = None  # what the host tier said of the first chunk it lacks
+        self._silent = ""  # a lower tier that may not have answered in time
+        self._done = 0
+        self._prefetch_slots = 0  # how many a prefetch may fill
+        self._polls = 0  # looks at a chunk that another call is storing
+        self._by_tier = dict.fromkeys(tiers.names, 0)
+        self._reason: Reason | None = None
+        self._detail = ""
+        self._miss_counted = False  # by a lower tier, where this cache counts
+        self._hint: Reason | None = None  # the host tier's reason for the first chunk that it lacks
 
-    def go(self) -> Run:
-        """Serve as many leading chunks as can be had before the deadline; returns itself."""
-        while self.done < self._end and self.reason is None:
-            if self._storeys.host is not None:
-                self._from_host()
-                if self.done == self._end or self.reason is not None:
+    def run(self) -> Hit:
+        """Serve as many leading chunks as the deadline allows."""
+        tiers, request, resources = self._tiers, self._request, self._resources
+        refusal = self._refusal()
+        if refusal is not None:
+            return count_hit(resources, request, refusal, self._counted)
+        host = tiers.host
+        if host is not None and self._kv is not None and self._kv.device_index is not None:
+            host.use_device(self._kv.device_index)  # before the first copy
+        with nullcontext() if host is None else host.copying():
+            if host is not None:
+                self._stamp, self._prefetch_slots = host.ledger.stamp(), host.ledger.slots // 2
+            self._serve()
+        tokens = {tier: chunks * request.chunk_tokens for tier, chunks in self._by_tier.items()}
+        explanation: Explanation | None = None
+        if self._reason is Reason.ABSENT:
+            explanation = resources.explainer.explain(request, self._done, self._hint, tiers, self._deadline)
+        elif self._reason is not None:
+            explanation = Explanation(self._reason, self._detail)
+        if host is not None and self._kv is not None:
+            chunks = self._by_tier[host.name]
+            nbytes = chunks * resources.layout.chunk_bytes
+            resources.counters.add({"loaded_chunks": chunks, "loaded_bytes": nbytes})
+        hit = hit_for(request, tokens, explanation)
+        return count_hit(resources, request, hit, self._counted, self._miss_counted)
+
+    def _refusal(self) -> Hit | None:
+        """Return the answer of a retrieve that need not begin, None if it is to begin."""
+        request, resources, host = self._request, self._resources, self._tiers.host
+        if not request.keys:
+            return hit_for(request, {}, too_short(request))
+        if resources.closed:
+            return hit_for(request, {}, Explanation(Reason.CLOSED, "the cache is closed"))
+        if self._kv is None and host is None:
+            return hit_for(
+                request, {}, Explanation(Reason.TIER_SKIPPED, "there is no host tier to prefetch into")
+            )
+        if host is not None and self._kv is not None and not resources.load_cost.is_worth_loading(host.name):
+            return hit_for(request, {}, not_worth_loading(host.name))
+        minimum = resources.config.min_hit_tokens
+        if minimum > len(request.keys) * request.chunk_tokens:
+            return hit_for(request, {}, Explanation(Reason.BELOW_MINIMUM, f"at least {minimum} tokens"))
+        if minimum:
+            expected = expected_hit(resources, self._tiers, request, self._deadline)
+            if expected.reason is Reason.BELOW_MINIMUM:
+                return expected
+        return None
+
+    def _serve(self) -> None:
+        while self._done < self._end and self._reason is None:
+            if self._tiers.host is not None:
+                self._serve_from_host(self._tiers.host)
+                if self._done == self._end or self._reason is not None:
                     break
-            before, busy = self.done, self.hint is Reason.BUSY
+            before, busy = self._done, self._hint is Reason.BUSY
             tier: Tier | None = None
-            if not busy or self._polls % _TRY_EVERY == 0 or self._goes_around():
-                tier, found = self._below()
-                if tier is not None and self.reason is None:
-                    busy = self._load(tier, self.done + found)
+            if not busy or self._polls % _TRY_EVERY == 0 or self._bypasses_writer():
+                tier, found = self._choose_lower_tier()
+                if tier is not None and self._reason is None:
+                    busy = self._load(tier, self._done + found)
                 elif busy and self._polls:
-                    self._probe()
-            if self.reason is None and self.done == before:
-                self._wait_or_end(busy, tier)
+                    self._probe_writer()
+            if self._reason is None and self._done == before:
+                self._wait_or_stop(busy, tier)
         if self._kv is None:
             self._lease_all()
-        return self
 
     def _lease_all(self) -> None:
-        """Let all leases of a prefetch end together: a head whose lease ended first would go before its tail."""
-        host, keys = self._storeys.host, self._ask.keys[: self.done]
+        """Let all leases of a prefetch end together: a head whose lease ends first would be evicted before its tail."""
+        host, keys = self._tiers.host, self._request.keys[: self._done]
         if host is not None and keys:
             host.ledger.match(
                 keys,
-                start=self._ask.first,
-                namespace=self._ask.namespace.root,
+                start=self._request.first,
+                namespace=self._request.namespace.root,
                 touch=False,
                 lease_seconds=LEASE_SECONDS,
                 deadline_seconds=self._deadline.patience_seconds,
@@ -116,34 +175,37 @@ class Run:
 
     # -- from host slots ------------------------------------------------------------------------------------------
 
-    def _from_host(self) -> None:
+    def _serve_from_host(self, host: HostTier) -> None:
         """Serve what the host tier has from here on."""
-        assert self._storeys.host is not None
-        ledger = self._storeys.host.ledger
-        match = ledger.match(
-            self._ask.keys[self.done :],
-            start=self._ask.first + self.done,
-            namespace=self._ask.namespace.root,
+        match = host.ledger.match(
+            self._request.keys[self._done :],
+            start=self._request.first + self._done,
+            namespace=self._request.namespace.root,
             stamp=self._stamp,
             lease_seconds=LEASE_SECONDS,
             deadline_seconds=self._deadline.remaining(),
         )
-        self.hint, first = match.reason, self.done
-        # in windows, the first layer of a load that is waited for layer by layer would be whole with the last of them
-        at_once = getattr(self._kv, "at_once", False)
-        step = max(1, len(match.slots) if at_once else _COPY_BYTES // self._storeys.host.slot_bytes)
+        self._hint, first = match.reason, self._done
+        # In windows, the first layer of a load that is awaited layer by layer would be complete only with the last.
+        at_once = self._kv is not None and self._kv.at_once
+        step = max(1, len(match.slots) if at_once else _COPY_BYTES // host.slot_bytes)
         for i in range(0, len(match.slots), step):
-            if self.reason is None:
-                self._copy_host(match.slots[i : i + step], match.generations[i : i + step])
-        if len(match.slots) and self._storeys.lower:
-            ask, where = self._ask, (match.slots, match.generations)
-            self._tools.descents.used(
-                Use(ask.namespace.root, lambda: list(copies_of(ask, first, *where)), len(match.slots), where)
+            if self._reason is None:
+                self._copy_from_host(host, match.slots[i : i + step], match.generations[i : i + step])
+        if len(match.slots) and self._tiers.lower:
+            request, where = self._request, (match.slots, match.generations)
+            self._resources.writeback.note_access(
+                Access(
+                    request.namespace.root,
+                    lambda: list(refs_in_slots(request, first, *where)),
+                    len(match.slots),
+                    where,
+                )
             )
 
-    def _copy_host(self, slots: npt.NDArray[np.int64], generations: npt.NDArray[np.uint64]) -> None:
-        host = self._storeys.host
-        assert host is not None
+    def _copy_from_host(
+        self, host: HostTier, slots: npt.NDArray[np.int64], generations: npt.NDArray[np.uint64]
+    ) -> None:
         count = len(slots)
         if self._kv is None:
             return self._served(count, host.name)
@@ -151,151 +213,477 @@ class Run:
             return self._stop(Reason.DEADLINE, "cancelled")
         began = time.perf_counter()
         views = host.slab.views(slots.tolist())
-        self._kv.from_slots(self._ask.starts(self.done, self.done + count), views)
+        self._kv.from_slots(self._request.starts(self._done, self._done + count), views)
         valid = host.ledger.still_valid(slots, generations)
         good = count if valid.all() else int(valid.argmin())
         self._served(good, host.name)
-        self._tools.worth.measured(host.name, good * host.chunk_bytes, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        self._resources.load_cost.record_load(host.name, good * host.chunk_bytes, seconds)
         if good < count:
             self._stop(Reason.ABSENT, "evicted while it was being copied")
         return None
 
     # -- from lower tiers -----------------------------------------------------------------------------------------
 
-    def _below(self) -> tuple[Tier | None, int]:
-        """The first lower tier that has the next chunk and is worth asking, and how many it has in a row."""
-        for tier in self._storeys.lower:
-            found = self._found(tier)
+    def _choose_lower_tier(self) -> tuple[Tier | None, int]:
+        """Return the first lower tier that has the next chunk and is worth loading, and how many it has in a row."""
+        for tier in self._tiers.lower:
+            found = self._match_lower(tier)
             if found and self._kv is None:
-                return self._below_for_prefetch(tier, found)
-            if found and self._tools.worth.beats(tier.name):
+                return self._limit_prefetch(tier, found)
+            if found and self._resources.load_cost.is_worth_loading(tier.name):
                 return tier, found
             if found:
-                self._stop(Reason.NOT_WORTH_IT, f"computing is faster than reading from {tier.name}")
+                self._stop(*not_worth_loading(tier.name))
                 return None, 0
         return None, 0
 
-    def _found(self, tier: Tier) -> int:
-        """How many chunks from here on `tier` has in a row; one stamp for the run, so that its tail stays older."""
-        if self.done >= self._seen.get(tier.name, 0):
+    def _match_lower(self, tier: Tier) -> int:
+        """Return how many chunks `tier` has in a row from here; one stamp for the run, so that its tail stays older."""
+        if self._done >= self._matched.get(tier.name, 0):
             if tier.name not in self._stamps:
-                self._stamps[tier.name] = stamp_of(tier)
+                self._stamps[tier.name] = recency_stamp(tier)
             found = tier.find(
-                self._ask.keys[self.done : self._end],
-                start=self._ask.first + self.done,
+                self._request.keys[self._done : self._end],
+                start=self._request.first + self._done,
                 stamp=self._stamps[tier.name],
-                namespace=self._ask.namespace.root,
+                namespace=self._request.namespace.root,
                 deadline_seconds=self._deadline.remaining(),
             )
-            self._seen[tier.name] = self.done + found
+            self._matched[tier.name] = self._done + found
             if not found and self._deadline.passed:
-                self._unsaid = tier.name
-        return self._seen[tier.name] - self.done
+                self._silent = tier.name
+        return self._matched[tier.name] - self._done
 
-    def _below_for_prefetch(self, tier: Tier, found: int) -> tuple[Tier | None, int]:
-        """A prefetch brings up no more than leases can keep: beyond that it would evict what it has just brought."""
-        found = min(found, self._room - sum(self.by_tier[lower.name] for lower in self._storeys.lower))
+    def _limit_prefetch(self, tier: Tier, found: int) -> tuple[Tier | None, int]:
+        """Bring up no more than leases can keep: a longer prefetch would evict its own first chunks."""
+        brought = sum(self._by_tier[lower.name] for lower in self._tiers.lower)
+        found = min(found, self._prefetch_slots - brought)
         if found > 0:
             return tier, found
-        self._stop(Reason.FULL, "half of the host tier is the most that is prefetched")
+        self._stop(Reason.FULL, "a prefetch fills at most half of the host tier")
         return None, 0
 
     def _load(self, tier: Tier, stop: int) -> bool:
-        """Bring chunks [done, stop) up from `tier`; returns whether somebody else is bringing the next one."""
-        rooms, before, began = self._rooms(), self.done, time.perf_counter()
-        pipeline = Pipeline(tier, rooms, self._ask, self._kv, self._deadline, self._served)
-        end = pipeline.carry(self.done, stop)
+        """Load chunks [done, stop) from `tier`; return whether another call is storing the next one."""
+        destination, before, began = self._destination(), self._done, time.perf_counter()
+        pipeline = LoadPipeline(tier, destination, self._request, self._kv, self._deadline, self._served)
+        end = pipeline.run(self._done, stop)
         if end is not None:
             self._stop(end.reason, end.detail)
-            self.told = end.counted and tier.name == self._tools.counts_in
-        nbytes, seconds = (self.done - before) * tier.chunk_bytes, time.perf_counter() - began
-        self._tools.worth.measured(tier.name, nbytes, seconds)
-        self._tools.descents.is_below(tier, pipeline.kept)
-        if self.done > before:
-            self._tools.descents.used(self._brought(tier, before, pipeline.kept))
-        return self._stopped(rooms)
+            self._miss_counted = end.counted and tier.name == self._resources.counts_in
+        nbytes, seconds = (self._done - before) * tier.chunk_bytes, time.perf_counter() - began
+        self._resources.load_cost.record_load(tier.name, nbytes, seconds)
+        self._resources.writeback.note_loaded(tier, pipeline.committed)
+        if self._done > before:
+            self._resources.writeback.note_access(self._access(tier, before, pipeline.committed))
+        return self._stopped_by_writer(destination)
 
-    def _brought(self, tier: Tier, begin: int, kept: Sequence[Reserved]) -> Use:
-        """What `tier` has just served, for the others to be told: from `begin` on, some of it in host slots now."""
-        ask, end = self._ask, self.done
-        slots = {room.key: room for room in kept}
+    def _access(self, tier: Tier, begin: int, committed: Sequence[Reserved]) -> Access:
+        """Return the note of what `tier` has served from `begin` on, for the other tiers; some is in host slots now."""
+        request, end = self._request, self._done
+        slots = {item.key: item for item in committed}
 
-        def copies() -> list[Copy]:
-            names = names_of(ask, begin, end)
+        def refs() -> list[ChunkRef]:
+            names = refs_without_bytes(request, begin, end)
             return [
-                name._replace(slot=room.slot, generation=room.generation) if (room := slots.get(name.key)) else name
-                for name in names
+                ref._replace(slot=item.slot, generation=item.generation) if (item := slots.get(ref.key)) else ref
+                for ref in names
             ]  # fmt: skip
 
-        return Use(ask.namespace.root, copies, end - begin, source=tier)
+        return Access(request.namespace.root, refs, end - begin, source=tier)
 
-    def _rooms(self) -> Rooms:
-        host = self._storeys.host
-        if host is None or self._full or self._goes_around():
-            return StagedRooms(self._tools.staging, self._deadline)
+    def _destination(self) -> LoadDestination:
+        host = self._tiers.host
+        if host is None or self._full or self._bypasses_writer():
+            return StagingDestination(self._resources.load_staging, self._deadline)
         lease = LEASE_SECONDS if self._kv is None else 0.0
-        return HostRooms(host, self._ask, self._deadline, self._stamp, lease)
+        return HostDestination(host, self._request, self._deadline, self._stamp, lease)
 
-    def _stopped(self, rooms: Rooms) -> bool:
-        """Note why there were no more rooms; returns whether somebody else is bringing the next chunk."""
-        stopped = rooms.stopped if isinstance(rooms, HostRooms) else None
+    def _stopped_by_writer(self, destination: LoadDestination) -> bool:
+        """Note why no more slots were reserved; return whether another call is storing the next chunk."""
+        stopped = destination.stopped if isinstance(destination, HostDestination) else None
         if isinstance(stopped, Refused):
             self._full = True
-            if self._kv is None and self.reason is None:
-                self._stop(stopped.reason, "the host tier has no room for more")
+            if self._kv is None and self._reason is None:
+                self._stop(stopped.reason, "the host tier has no slot for more")
         return isinstance(stopped, Busy)
 
     # -- ends and waits -------------------------------------------------------------------------------------------
 
     def _served(self, count: int, tier: str) -> None:
-        self.done += count
-        self.by_tier[tier] += count
+        self._done += count
+        self._by_tier[tier] += count
         if count:
             self._deadline.progress()
-            self._around, self._pause, self._rounds, self._polls = None, _PAUSE_SECONDS[0], 0, 0
+            self._busy_since, self._pause, self._rounds, self._polls = None, _PAUSE_SECONDS[0], 0, 0
 
     def _stop(self, reason: Reason, detail: str = "") -> None:
-        self.reason, self.detail = reason, detail
+        self._reason, self._detail = reason, detail
 
-    def _goes_around(self) -> bool:
-        """Whether the next chunk has been somebody else's for so long that this call reads it for itself."""
-        if self._around is None or self._kv is None:
+    def _bypasses_writer(self) -> bool:
+        """Whether another call has been storing the next chunk for so long that this call reads it for itself."""
+        if self._busy_since is None or self._kv is None:
             return False
-        waited_ns = self._tools.clock.monotonic_ns() - self._around
+        waited_ns = self._resources.clock.monotonic_ns() - self._busy_since
         return waited_ns > self._deadline.patience_seconds * 0.5e9
 
-    def _wait_or_end(self, busy: bool, tier: Tier | None) -> None:
-        """Nothing came: end the run, or look again (in a moment, if somebody else is bringing the chunk)."""
+    def _wait_or_stop(self, busy: bool, tier: Tier | None) -> None:
+        """Nothing was served: end the run, or look again (after a pause, if another call is storing the chunk)."""
         self._rounds = 0 if busy else self._rounds + 1
-        if not busy and tier is None and self._unsaid and self.hint not in UNASKED:
-            return self._stop(Reason.DEADLINE, f"{self._unsaid} did not say in time whether it has it")
+        if not busy and tier is None and self._silent and self._hint not in UNANSWERED:
+            detail = f"{self._silent} did not answer in time whether it has the chunk"
+            return self._stop(Reason.DEADLINE, detail)
         if not busy and (tier is None or self._rounds > _MOST_ROUNDS):
             return self._stop(Reason.ABSENT)
         if self._deadline.passed:
             return self._stop(Reason.BUSY if busy else Reason.DEADLINE)
         if busy:
+            clock = self._resources.clock
             self._polls += 1
-            self._around = self._around or self._tools.clock.monotonic_ns()
-            self._tools.clock.sleep(min(self._pause, self._deadline.remaining()))
+            self._busy_since = self._busy_since or clock.monotonic_ns()
+            clock.sleep(min(self._pause, self._deadline.remaining()))
             self._pause = min(self._pause * 2, _PAUSE_SECONDS[1])
         return None
 
-    def _probe(self) -> None:
-        """Find out whether whoever began to store the next chunk still lives: a reserve takes back from the dead."""
-        host, ask, at = self._storeys.host, self._ask, self.done
+    def _probe_writer(self) -> None:
+        """Find out whether the process that is storing the next chunk is alive: a reserve reclaims from the dead."""
+        host, request, at = self._tiers.host, self._request, self._done
         assert host is not None
         outcomes = host.ledger.reserve(
-            ask.keys[at : at + 1],
-            namespace=ask.namespace.root,
-            start=ask.first + at,
-            parent=ask.before(at),
-            tokens=ask.chunk_tokens,
+            request.keys[at : at + 1],
+            namespace=request.namespace.root,
+            start=request.first + at,
+            parent=request.parent_of(at),
+            tokens=request.chunk_tokens,
             stamp=self._stamp,
             all_in=True,
             deadline_seconds=self._deadline.remaining(),
         )
         try:
             host.ledger.give_up(outcomes)
-        except BaseException:  # of a signal handler, perhaps before it had begun
+        except BaseException:  # of a signal handler, perhaps before the call above had begun
             host.ledger.give_up(outcomes)
             raise
+
+
+# -- from one lower tier ------------------------------------------------------------------------------------------
+
+
+class _LoadInFlight(NamedTuple):
+    """A chunk on its way from a lower tier into a buffer."""
+
+    buffer: LoadBuffer
+    future: Future[Done]
+
+
+class _PipelineEnd(NamedTuple):
+    """Why a pipeline ended before its run did."""
+
+    reason: Reason
+    detail: str
+    counted: bool  # by the tier
+
+
+class LoadPipeline:
+    """Loads one run from one tier: later chunks are read while earlier ones are copied out. Used by one thread, once.
+
+    `served` is called with the chunks that have been validated, in order; `committed` are the host slots filled.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        destination: LoadDestination,
+        request: CacheRequest,
+        kv: Transfer | None,
+        deadline: Deadline,
+        served: Callable[[int, str], None],
+    ) -> None:
+        self._tier = tier
+        self._destination = destination
+        self._request = request
+        self._kv = kv
+        self._deadline = deadline
+        self._served = served
+        self._done = 0
+        self._end: _PipelineEnd | None = None
+        self._flights: deque[_LoadInFlight] = deque()  # until their buffers are settled or released
+        self.committed: list[Reserved] = []
+
+    def run(self, begin: int, stop: int) -> _PipelineEnd | None:
+        """Load chunks [begin, stop) of the request, in order, as far as there are buffers.
+
+        Returns why a chunk that was being read did not arrive, None if all did. Keeps no buffer: one into which the
+        tier is still reading is settled when its I/O has ended.
+        """
+        self._done = asked = begin
+        more, most, flights = True, self._destination.most, self._flights
+        try:
+            while self._end is None:
+                if more and asked < stop and len(flights) <= most // 2:
+                    under_way = len(flights)
+                    self._start_loads(asked, min(stop, asked + most - under_way))
+                    more, asked = len(flights) > under_way, asked + len(flights) - under_way
+                if not flights or not self._wait_for_next():
+                    break
+        finally:
+            for flight in flights:
+                _settle_later(self._destination, flight)
+        return self._end
+
+    def _start_loads(self, begin: int, end: int) -> None:
+        """Begin to read a leading part of [begin, end)."""
+        may_wait = not self._flights
+        buffers = self._destination.reserve(begin, end, may_wait)
+        asked = False
+        try:
+            if not buffers and may_wait and isinstance(self._destination, StagingDestination):
+                self._stop(Reason.DEADLINE, "no staging buffer was released in time")
+            if not buffers:
+                return
+            keys, left = self._request.keys[begin : begin + len(buffers)], self._deadline.remaining()
+            payloads, start, root = (
+                [buffer.payload for buffer in buffers],
+                self._request.first + begin,
+                self._request.namespace.root,
+            )
+            asked = True
+            futures = self._tier.load(keys, payloads, start=start, namespace=root, deadline_seconds=left)
+            self._flights.extend([_LoadInFlight(*pair) for pair in zip(buffers, futures, strict=True)])
+        except BaseException as error:
+            if self._flights and buffers and self._flights[-1].buffer is buffers[-1]:
+                raise  # `run` settles them
+            if asked and not isinstance(error, ValueError):
+                self._destination.abandon(buffers)  # a load that a signal handler interrupted may be reading
+            else:
+                for buffer in buffers:
+                    self._destination.settle(buffer, False)
+            raise
+
+    def _wait_for_next(self) -> bool:
+        """Wait for the next chunk and deliver all that have arrived, in order; False: stop here."""
+        flights = self._flights
+        first = self._deadline.wait(flights[0].future)
+        if first is None:
+            self._stop(Reason.DEADLINE, f"{self._tier.name} did not deliver in time")
+            return False
+        if not first.ok:
+            self._destination.settle(flights[0].buffer, False)
+            flights.popleft()
+            self._stop(first.reason or Reason.IO_ERROR, f"{self._tier.name} could not deliver", counted=True)
+            return False
+        most = max(1, _ARRIVED_BYTES // self._tier.chunk_bytes)
+        return self._deliver([flight.buffer for flight in takewhile(_has_arrived, islice(flights, most))])
+
+    def _deliver(self, arrived: Sequence[LoadBuffer]) -> bool:
+        """Commit, copy out, validate."""
+        try:
+            good = self._destination.commit(arrived)
+            self.committed += [buffer.reserved for buffer in arrived if buffer.reserved is not None]
+            if self._kv is not None and good:
+                starts = self._request.starts(self._done, self._done + good)
+                self._kv.from_slots(starts, [buffer.payload for buffer in arrived[:good]])
+                good = self._destination.count_valid(arrived[:good])
+            self._done += good
+            self._served(good, self._tier.name)
+        finally:
+            self._destination.release(arrived)
+            for _ in arrived:
+                self._flights.popleft()
+        return good == len(arrived)
+
+    def _stop(self, reason: Reason, detail: str, counted: bool = False) -> None:
+        self._end = _PipelineEnd(reason, detail, counted)
+
+
+def _has_arrived(flight: _LoadInFlight) -> bool:
+    return flight.future.done() and flight.future.result().ok
+
+
+def _settle_later(destination: LoadDestination, flight: _LoadInFlight) -> None:
+    """Settle the buffer when its I/O has really ended, at once or on the tier's thread."""
+    flight.future.add_done_callback(lambda future: destination.settle(flight.buffer, future.result().ok))
+
+
+# -- what chunks are read into ------------------------------------------------------------------------------------
+
+
+class LoadBuffer(NamedTuple):
+    """A buffer for one chunk, owned by one call until it is settled or delivered."""
+
+    at: int  # of the chunk in CacheRequest.keys
+    payload: Bytes  # (slot_bytes,) uint8
+    reserved: Reserved | None  # None: a staging buffer ...
+    staging: list[Bytes]  # ... which is in here until it is released
+
+
+class LoadDestination(Protocol):
+    """Gives buffers for chunks [begin, end) of one request. Used by one thread, `settle` by any."""
+
+    most: int  # buffers in use at once
+
+    def reserve(self, begin: int, end: int, may_wait: bool) -> list[LoadBuffer]:
+        """Return buffers for a leading part of [begin, end); empty when there are none now."""
+
+    def commit(self, buffers: Sequence[LoadBuffer]) -> int:
+        """Make chunks visible whose bytes have arrived. Returns for how many leading buffers that succeeded."""
+
+    def count_valid(self, buffers: Sequence[LoadBuffer]) -> int:
+        """Return how many leading buffers still held their chunks after the copy out of them."""
+
+    def settle(self, buffer: LoadBuffer, ok: bool) -> None:
+        """Give up a buffer that is no longer waited for, now that no I/O touches it; idempotent for a released one."""
+
+    def release(self, buffers: Sequence[LoadBuffer]) -> None:
+        """Release buffers after the copy out of them."""
+
+    def abandon(self, buffers: Sequence[LoadBuffer]) -> None:
+        """Give up the buffers of one `reserve` into which I/O may still read, once nothing refers to them."""
+
+
+class HostDestination:
+    """Reserved slots of the host tier: chunks read into them become visible to every call."""
+
+    def __init__(
+        self, host: HostTier, request: CacheRequest, deadline: Deadline, stamp: int, lease_seconds: float
+    ) -> None:
+        """`lease_seconds`: how long chunks that are wanted on the host, whatever its policy says, stay; 0: no lease."""
+        self._host = host
+        self._request = request
+        self._deadline = deadline
+        self._stamp = stamp
+        self._lease_seconds = lease_seconds
+        self.most = max(1, min(host.ledger.window, (512 << 20) // host.slot_bytes, 64))
+        self.stopped: Present | Busy | Refused | None = None  # why no more slots were reserved
+
+    def reserve(self, begin: int, end: int, may_wait: bool) -> list[LoadBuffer]:
+        """Reserve slots for the leading chunks that need one; `stopped` is the outcome of the first other one."""
+        ledger, request = self._host.ledger, self._request
+        self.stopped = None
+        outcomes = ledger.reserve(
+            request.keys[begin:end],
+            namespace=request.namespace.root,
+            start=request.first + begin,
+            parent=request.parent_of(begin),
+            tokens=request.chunk_tokens,
+            stamp=self._stamp,
+            all_in=self._lease_seconds > 0,
+            deadline_seconds=self._deadline.remaining(),
+        )
+        try:
+            leading, spare = self._split(outcomes)
+            if spare:  # a call must not wait for another while it holds what others wait for
+                ledger.abort(spare, self._deadline.last())
+            views = self._host.slab.views([item.slot for item in leading])
+            buffers = [
+                LoadBuffer(begin + i, view, item, [])
+                for i, (view, item) in enumerate(zip(views, leading, strict=True))
+            ]
+            self._host.begin_copies(leading)  # until they are settled or released: I/O may take longer
+            return buffers
+        except BaseException:
+            ledger.give_up(outcomes, self._deadline.last())
+            self._host.end_copies([item for item in outcomes if isinstance(item, Reserved)])
+            raise
+
+    def _split(self, outcomes: Sequence[Outcome]) -> tuple[list[Reserved], list[Reserved]]:
+        leading: list[Reserved] = []
+        spare: list[Reserved] = []
+        for outcome in outcomes:
+            if isinstance(outcome, Reserved):
+                (leading if self.stopped is None else spare).append(outcome)
+            elif self.stopped is None:
+                self.stopped = outcome
+        return leading, spare
+
+    def commit(self, buffers: Sequence[LoadBuffer]) -> int:
+        """Commit the slots; a lease keeps other calls from evicting a chunk that is about to be copied."""
+        reserved = _reserved(buffers)
+        committed = self._host.ledger.commit(reserved, deadline_seconds=self._deadline.last())
+        self._host.ledger.count("stored_bytes", sum(committed) * self._host.chunk_bytes)
+        good = _count_leading(committed)
+        if self._lease_seconds and good:
+            self._host.ledger.lease(*_columns(reserved[:good]), self._lease_seconds)
+        return good
+
+    def count_valid(self, buffers: Sequence[LoadBuffer]) -> int:
+        """Compare generations, after the copy."""
+        reserved = _reserved(buffers)
+        return _count_leading(self._host.ledger.still_valid(*_columns(reserved)).tolist())
+
+    def settle(self, buffer: LoadBuffer, ok: bool) -> None:
+        """Commit a chunk that arrived late but whole; free the slot of one that did not."""
+        try:
+            if buffer.reserved is not None:
+                if ok:
+                    self._host.ledger.commit([buffer.reserved])
+                else:
+                    self._host.ledger.abort([buffer.reserved])
+        finally:
+            self._host.end_copies(_reserved([buffer]))
+
+    def release(self, buffers: Sequence[LoadBuffer]) -> None:
+        """End the copies: committed slots belong to the ledger."""
+        self._host.end_copies(_reserved(buffers))
+
+    def abandon(self, buffers: Sequence[LoadBuffer]) -> None:
+        """Free the slots once nothing refers to the buffers."""
+        base = buffers[0].payload.base  # of all views of one `reserve`, and of everything made of them
+        assert isinstance(base, np.ndarray)
+        self._host.abort_when_dropped(_reserved(buffers), base)
+
+
+class StagingDestination:
+    """Staging buffers: chunks only pass through them."""
+
+    def __init__(self, staging: StagingPool, deadline: Deadline) -> None:
+        self._staging = staging
+        self._deadline = deadline
+        self.most = staging.count
+
+    def reserve(self, begin: int, end: int, may_wait: bool) -> list[LoadBuffer]:
+        """Acquire what is free; wait only for the first one, and only if no read of this call is in flight."""
+        buffers: list[LoadBuffer] = []
+        for index in range(begin, end):
+            wait = self._deadline.remaining() if may_wait and not buffers else 0.0
+            buffer = self._staging.acquire(wait)
+            if buffer is None:
+                break
+            buffers.append(LoadBuffer(index, buffer, None, [buffer]))
+        return buffers
+
+    def commit(self, buffers: Sequence[LoadBuffer]) -> int:
+        """Do nothing: no other call sees them."""
+        return len(buffers)
+
+    def count_valid(self, buffers: Sequence[LoadBuffer]) -> int:
+        """Return all: a staging buffer cannot be evicted."""
+        return len(buffers)
+
+    def settle(self, buffer: LoadBuffer, ok: bool) -> None:
+        """Release the buffer."""
+        while buffer.staging:
+            self._staging.release(buffer.staging.pop())
+
+    def release(self, buffers: Sequence[LoadBuffer]) -> None:
+        """Release the buffers."""
+        for buffer in buffers:
+            self.settle(buffer, True)
+
+    def abandon(self, buffers: Sequence[LoadBuffer]) -> None:
+        """Do nothing: the pool replaces a buffer that nothing refers to any more."""
+
+
+def _columns(reserved: Sequence[Reserved]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
+    slots = np.fromiter((item.slot for item in reserved), np.int64, len(reserved))
+    return slots, np.fromiter((item.generation for item in reserved), np.uint64, len(reserved))
+
+
+def _reserved(buffers: Sequence[LoadBuffer]) -> list[Reserved]:
+    return [buffer.reserved for buffer in buffers if buffer.reserved is not None]
+
+
+def _count_leading(flags: Sequence[bool]) -> int:
+    """Return how many leading flags are set."""
+    return next((i for i, flag in enumerate(flags) if not flag), len(flags))

@@ -1,4 +1,4 @@
-"""A few private page-aligned buffers, for chunks that find no host slot."""
+"""A few private page-aligned staging buffers, for chunks that get no host slot."""
 
 from __future__ import annotations
 
@@ -8,44 +8,44 @@ import threading
 import time
 import weakref
 
-from pagoda.fork import renewed_after_fork
+from pagoda.fork import reset_in_child
 from pagoda.metrics import Reason
 from pagoda.slab.memory import aligned
 from pagoda.tiers.base import Bytes, Done
 
-__all__ = ["Staged", "Staging"]
+__all__ = ["StagedChunk", "StagingPool"]
 
 _MOST_BYTES = 256 << 20
 _MOST_BUFFERS = 16
-_LOOK_SECONDS = 0.5  # between two looks for a buffer that has gone
+_LOOK_SECONDS = 0.5  # between two looks for a buffer that was garbage-collected
 
 
-class Staging:
-    """A bounded pool of (nbytes,) uint8 buffers, made when first wanted. Thread-safe.
+class StagingPool:
+    """A bounded pool of (nbytes,) uint8 buffers, allocated when first needed. Thread-safe.
 
-    Whoever takes a buffer gives it back exactly once, when no I/O can touch it any more.
+    Each acquired buffer must be released exactly once, when no I/O can touch it any more.
     """
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.count = max(2, min(_MOST_BUFFERS, _MOST_BYTES // nbytes))
-        self.renew()
-        renewed_after_fork(self)
+        self.reset()
+        reset_in_child(self)
 
-    def renew(self) -> None:
-        """Begin anew, with no buffers."""
+    def reset(self) -> None:
+        """Create the lock and the queue, with no buffers."""
         self._lock = threading.Lock()
         self._free: queue.SimpleQueue[Bytes] = queue.SimpleQueue()
-        self._made: list[weakref.ref[Bytes]] = []
+        self._allocated: list[weakref.ref[Bytes]] = []
 
     @property
-    def out(self) -> int:
-        """Buffers that are taken now."""
+    def in_use(self) -> int:
+        """Buffers that are acquired now."""
         with self._lock:
             return self._alive() - self._free.qsize()
 
-    def take(self, timeout: float = 0.0) -> Bytes | None:
-        """A buffer of undefined content, or None if none came back within `timeout` seconds."""
+    def acquire(self, timeout: float = 0.0) -> Bytes | None:
+        """Return a buffer of undefined content, None if none is released within `timeout` seconds."""
         until = time.monotonic() + timeout
         while True:
             with contextlib.suppress(queue.Empty):
@@ -53,7 +53,7 @@ class Staging:
             with self._lock:
                 if self._alive() < self.count:
                     buffer = aligned(self.nbytes)
-                    self._made.append(weakref.ref(buffer))
+                    self._allocated.append(weakref.ref(buffer))
                     return buffer
             left = until - time.monotonic()
             if left <= 0:
@@ -61,41 +61,41 @@ class Staging:
             with contextlib.suppress(queue.Empty):
                 return self._free.get(timeout=min(left, _LOOK_SECONDS))
 
-    def give(self, buffer: Bytes) -> None:
-        """Take a buffer back."""
+    def release(self, buffer: Bytes) -> None:
+        """Put a buffer back into the pool."""
         self._free.put(buffer)
 
     def _alive(self) -> int:
-        """How many buffers there are; one that an exception of a signal handler lost is none. Holds the lock."""
-        self._made = [made for made in self._made if made() is not None]
-        return len(self._made)
+        """Count the buffers that exist; not one that an exception of a signal handler lost. Called with the lock."""
+        self._allocated = [buffer for buffer in self._allocated if buffer() is not None]
+        return len(self._allocated)
 
 
-class Staged:
-    """A chunk in a buffer, on its way to some tiers; the buffer goes back when the last has ended. Thread-safe."""
+class StagedChunk:
+    """A chunk in a buffer, on its way to some tiers; the last of them to finish releases the buffer. Thread-safe."""
 
-    def __init__(self, staging: Staging, buffer: Bytes, tiers: int) -> None:
+    def __init__(self, staging: StagingPool, buffer: Bytes, tiers: int) -> None:
         self.buffer = buffer
         self._staging = staging
         self._lock = threading.Lock()
         self._left = tiers
-        self._ok, self._free = False, True
-        self._reason: Reason | None = None  # of the first that did not take it
+        self._ok, self._releasable = False, True
+        self._reason: Reason | None = None  # of the first tier that did not store it
 
-    def ended(self, done: Done, unread: bool = True) -> None:
-        """One of the tiers is done with the buffer. Once a tier. Not `unread`: it may read it still, for ever."""
+    def finish(self, done: Done, unread: bool = True) -> None:
+        """Note that one tier is done with the buffer. Once a tier. Not `unread`: I/O may still read it, forever."""
         with self._lock:
             self._left -= 1
-            self._free = self._free and unread
+            self._releasable = self._releasable and unread
             self._ok = self._ok or done.ok
             if not done.ok and self._reason is None:
                 self._reason = done.reason or Reason.IO_ERROR
             last = self._left == 0
-        if last and self._free:
-            self._staging.give(self.buffer)
+        if last and self._releasable:
+            self._staging.release(self.buffer)
 
     @property
     def refused(self) -> Reason | None:
-        """Why the chunk went nowhere, if every tier has said no."""
+        """Why no tier stored the chunk, once every tier has refused it; else None."""
         with self._lock:
             return self._reason if self._left == 0 and not self._ok else None

@@ -1,222 +1,255 @@
-"""The way down: an engine's chunks into host slots, and what gets none through staging buffers to the tiers below."""
+"""One store: an engine's chunks into host slots, and what gets no slot through staging buffers to the tiers below.
+
+`Operations.store` makes a `StoreCall`; it reserves, fills and commits slots of the host tier's ledger, and enqueues the
+chunks for the lower tiers in `WriteBack`.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
-from pagoda.cache.below import Copy, Use, copies_of, names_of
+from pagoda.cache.call import CheckedTransfer
 from pagoda.cache.deadline import Deadline
 from pagoda.cache.hit import Stored
-from pagoda.cache.request import Ask
-from pagoda.cache.staging import Staged, Staging
-from pagoda.cache.tier_stack import Storeys, let_in
-from pagoda.cache.writeback import Descents
+from pagoda.cache.request import CacheRequest
+from pagoda.cache.resources import Resources
+from pagoda.cache.staging import StagedChunk
+from pagoda.cache.tier_stack import TierStack, admitted_prefix
+from pagoda.cache.writeback import Access, ChunkRef, refs_in_slots, refs_without_bytes
 from pagoda.ledger import Busy, Present, Refused, Reserved
 from pagoda.metrics import Reason
 from pagoda.tiers import HostTier
 from pagoda.tiers.base import Bytes
 from pagoda.transfer import Transfer
 
-__all__ = ["Store"]
+__all__ = ["StoreCall"]
 
-_MOMENT_SECONDS = 0.05  # waited in all for buffers that what the host's policy keeps out may pass through
+_MOMENT_SECONDS = 0.05  # the longest wait, in total, for buffers for chunks that the host's policy refuses
 _LEFT, _NEW, _PRESENT = 0, 1, 2  # what became of a chunk
-# Nothing is to be tried further down: a chunk under the key of another tenant's is refused in every tier.
+# Trying further down is useless: a chunk under the key of another tenant's is refused by every tier.
 _NOTHING_LEFT = (None, Reason.NOT_ADMITTED, Reason.OTHER_NAMESPACE)
 
 
-class Store:
-    """One run on its way down. Used by one thread, once. Leading chunks first, and one stamp a tier for the whole run.
+class StoreCall:
+    """The store of one run. Used by one thread, once. Leading chunks first, and one stamp a tier for the whole run.
 
-    What the host tier refuses goes through staging buffers into the queue of each tier below, behind what of the run
-    is in host slots. Where it is the host's policy that refuses, no call waits for that: if no buffer is free, or the
-    tiers below do not take the chunk either, for another reason than their policy, the host takes it after all.
+    What the host tier refuses passes through staging buffers into the queue of each tier below, after the part of the
+    run that is in host slots. If the host's policy refuses a chunk, the call does not wait for that: if no buffer is
+    free, or the tiers below refuse the chunk for another reason than their policy, the host stores it after all.
     """
 
     def __init__(
         self,
-        storeys: Storeys,
-        ask: Ask,
-        kv: Transfer,
+        resources: Resources,
+        tiers: TierStack,
+        request: CacheRequest,
+        kv: CheckedTransfer,
         deadline: Deadline,
-        descents: Descents,
-        staging: Staging,
-        *,
-        overflows: bool = True,
     ) -> None:
-        """`overflows`: what gets no host slot is written below; else the host's policy keeps nothing out."""
-        self._host, self._lower = storeys.host, storeys.lower
-        self._ask, self._kv, self._deadline = ask, kv, deadline
-        self._descents, self._staging = descents, staging
+        self._resources = resources
+        self._tiers, self._host, self._lower = tiers, tiers.host, tiers.lower
+        self._request, self._kv, self._deadline = request, kv, deadline
+        self._writeback, self._staging = resources.writeback, resources.store_staging
+        # What gets no host slot is written below; else the host's policy refuses nothing.
+        overflows = tiers.host is None or resources.config.write_policy != "selective"
         self._overflows = overflows and bool(self._lower)
         self._all_in = not overflows and bool(self._lower)
-        self._stamp = self._host.ledger.stamp() if self._host is not None else 0
-        self._stamps = storeys.stamps()
-        self._fate = bytearray(len(ask.keys))
-        self._sent: list[tuple[int, Staged]] = []
-        self.on_host = 0  # chunks that were put into host slots
+        self._stamp = 0  # of the host tier
+        self._stamps: tuple[int | None, ...] = ()  # of each lower tier
+        self._fate = bytearray(len(request.keys))
+        self._sent: list[tuple[int, StagedChunk]] = []
+        self._on_host = 0  # chunks that were put into host slots
 
-    def go(self) -> Stored:
-        """Store as much as there is room for before the deadline."""
+    def run(self) -> Stored:
+        """Store as much as fits before the deadline."""
+        if self._resources.closed:
+            return self.miss(Reason.CLOSED)
+        if not self._request.keys:
+            return Stored(0, 0, 0, 0)
         host = self._host
-        if host is None:
-            reason = self._through_buffers(self._deadline.remaining)
-            self._descents.handed(self._deadline.remaining())
-            return self._stored(reason)
-        reason = self._into_slots(host)
+        self._resources.register(self._request.namespace)
+        if host is not None and self._kv.device_index is not None:
+            host.use_device(self._kv.device_index)  # before the first copy
+        self._stamp = host.ledger.stamp() if host is not None else 0
+        self._stamps = self._tiers.stamps()
+        with nullcontext() if host is None else host.copying():
+            reason = self._store_below() if host is None else self._store(host)
+            stored = self._stored(reason)
+        nbytes = self._on_host * self._resources.layout.chunk_bytes
+        self._resources.counters.count("stored_bytes", nbytes)
+        return stored
+
+    def miss(self, reason: Reason, _: str = "") -> Stored:
+        """Return the answer of a store that failed or was refused as a whole."""
+        return Stored(0, 0, 0, len(self._request.keys), reason)
+
+    def _store_below(self) -> Reason | None:
+        """Store without a host tier; what was stored can be read when this returns."""
+        reason = self._store_through_staging(self._deadline.remaining)
+        self._writeback.wait_handed_over(self._deadline.remaining())
+        return reason
+
+    def _store(self, host: HostTier) -> Reason | None:
+        reason = self._store_in_host(host)
         if self._overflows and reason is Reason.NOT_ADMITTED:
-            reason = self._through_buffers(_a_moment(self._deadline))
+            reason = self._store_through_staging(_a_moment(self._deadline))
             if reason not in _NOTHING_LEFT:
                 self._all_in = True
-                reason = self._into_slots(host)
+                reason = self._store_in_host(host)
         if self._overflows and reason not in _NOTHING_LEFT and not self._deadline.passed:
-            reason = self._through_buffers(self._deadline.remaining)
-        return self._stored(reason)
+            reason = self._store_through_staging(self._deadline.remaining)
+        return reason
 
     def _stored(self, reason: Reason | None) -> Stored:
-        reason = self._take_back() or reason
+        reason = self._collect_refused() or reason
         new, present, refused = (self._fate.count(fate) for fate in (_NEW, _PRESENT, _LEFT))
-        return Stored(new, new * self._ask.chunk_tokens, present, refused, reason if refused else None)
+        return Stored(new, new * self._request.chunk_tokens, present, refused, reason if refused else None)
 
     # -- into host slots ------------------------------------------------------------------------------------------
 
-    def _into_slots(self, host: HostTier) -> Reason | None:
-        """Copy what the host tier lacks into its slots, up to the first refusal; says why there was one."""
-        ask, ledger = self._ask, host.ledger
-        self._take_back()
+    def _store_in_host(self, host: HostTier) -> Reason | None:
+        """Copy what the host tier lacks into its slots, up to the first refusal; return its reason."""
+        request, ledger = self._request, host.ledger
+        self._collect_refused()
         at = max(0, self._fate.find(_LEFT))
         have = ledger.match(
-            ask.keys[at:], start=ask.first + at, namespace=ask.namespace.root, stamp=self._stamp, asked=False,
-            deadline_seconds=self._deadline.remaining(),
+            request.keys[at:], start=request.first + at, namespace=request.namespace.root, stamp=self._stamp,
+            asked=False, deadline_seconds=self._deadline.remaining(),
         )  # fmt: skip
-        unknown = self._lower and not self._descents.know(have.slots, have.generations)
-        copies = list(copies_of(ask, at, have.slots, have.generations)) if unknown else []
+        unknown = self._lower and not self._writeback.is_settled(have.slots, have.generations)
+        refs = list(refs_in_slots(request, at, have.slots, have.generations)) if unknown else []
         if have.reason in (Reason.LEDGER_BUSY, Reason.IO_ERROR):
             return have.reason
         self._fate[at : at + len(have.slots)] = bytes([_PRESENT]) * len(have.slots)
         at += len(have.slots)
         try:
-            while at < len(ask.keys):
+            while at < len(request.keys):
                 if self._deadline.passed:
                     return Reason.DEADLINE
-                end = min(at + ledger.window, len(ask.keys))
-                refused = self._window(host, at, end, copies)
+                end = min(at + ledger.window, len(request.keys))
+                refused = self._store_window(host, at, end, refs)
                 self._deadline.progress()
                 if refused is Reason.NOT_ADMITTED:
-                    ledger.refuse(ask.keys[end:], start=ask.first + end, stamp=self._stamp)
+                    ledger.refuse(request.keys[end:], start=request.first + end, stamp=self._stamp)
                 if refused is not None:
                     return refused
                 at = end
             return None
         finally:
-            if copies:
-                self._descents.stored(ask.namespace.root, copies, self._lower, self._stamps)
+            if refs:
+                self._writeback.enqueue(request.namespace.root, refs, self._lower, self._stamps)
 
-    def _window(self, host: HostTier, begin: int, end: int, copies: list[Copy]) -> Reason | None:
-        """Store keys [begin, end); appends to `copies` what is in host slots now. Says why the first was refused."""
-        ask = self._ask
+    def _store_window(self, host: HostTier, begin: int, end: int, refs: list[ChunkRef]) -> Reason | None:
+        """Store keys [begin, end); append to `refs` what is in host slots now. Returns the reason of a refusal."""
+        request = self._request
         outcomes = host.ledger.reserve(
-            ask.keys[begin:end],
-            namespace=ask.namespace.root,
-            start=ask.first + begin,
-            parent=ask.before(begin),
-            tokens=ask.chunk_tokens,
+            request.keys[begin:end],
+            namespace=request.namespace.root,
+            start=request.first + begin,
+            parent=request.parent_of(begin),
+            tokens=request.chunk_tokens,
             stamp=self._stamp,
             all_in=self._all_in,
             deadline_seconds=self._deadline.remaining(),
         )
         try:
-            rooms = [(i, item) for i, item in enumerate(outcomes, begin) if isinstance(item, Reserved)]
-            kept = _fill(host, ask, self._kv, rooms, self._deadline) if rooms else []
-        except BaseException:  # no reservation is left behind, also if a signal handler raised it
+            reserved = [(i, item) for i, item in enumerate(outcomes, begin) if isinstance(item, Reserved)]
+            committed = _fill(host, request, self._kv, reserved, self._deadline) if reserved else []
+        except BaseException:  # abort every reservation, also if a signal handler raised this
             host.ledger.give_up(outcomes, self._deadline.last())
             raise
-        new = [room for room, ok in zip(rooms, kept, strict=True) if ok]
+        new = [item for item, ok in zip(reserved, committed, strict=True) if ok]
         present = [(i, item) for i, item in enumerate(outcomes, begin) if isinstance(item, Present)]
         for i, _ in new:
             self._fate[i] = _NEW
         for i, item in enumerate(outcomes, begin):
-            if isinstance(item, Present | Busy):  # busy: being brought by another
+            if isinstance(item, Present | Busy):  # busy: another call is storing it
                 self._fate[i] = _PRESENT
-        self.on_host += len(new)
+        self._on_host += len(new)
         if self._lower:
-            copies += [_copy(ask, i, item) for i, item in present]
-            copies += [_copy(ask, i, item) for i, item in new]
+            refs += [_chunk_ref(request, i, item) for i, item in present]
+            refs += [_chunk_ref(request, i, item) for i, item in new]
         reasons = [item.reason for item in outcomes if isinstance(item, Refused)]
-        reasons += [Reason.SUPERSEDED for ok in kept if not ok]
+        reasons += [Reason.SUPERSEDED for ok in committed if not ok]
         return reasons[0] if reasons else None
 
     # -- through staging buffers ----------------------------------------------------------------------------------
 
-    def _through_buffers(self, patience: Callable[[], float]) -> Reason | None:
-        """Hand what is left to the tiers below; waits for buffers as `patience` says. Says why it ended early."""
-        ask, begin = self._ask, self._fate.find(_LEFT)
+    def _store_through_staging(self, patience: Callable[[], float]) -> Reason | None:
+        """Hand what is left to the tiers below; wait for buffers as `patience` says. Returns why it ended early."""
+        request, begin = self._request, self._fate.find(_LEFT)
         if begin < 0 or not self._lower:
             return None if begin < 0 else Reason.TIER_SKIPPED
-        ends = [  # up to where each tier takes the run: what it has, and then what its policy lets in
+        ends = [  # up to where each tier takes the run: the chunks it has, and then those that its policy admits
             tier.find(
-                ask.keys, start=ask.first, stamp=stamp, namespace=ask.namespace.root, touch=False,
+                request.keys, start=request.first, stamp=stamp, namespace=request.namespace.root, touch=False,
                 deadline_seconds=patience(),
             )
             for tier, stamp in zip(self._lower, self._stamps, strict=True)
         ]  # fmt: skip
         have, shut = max(begin, min(ends)), [False for _ in self._lower]
-        self._found_below(begin, have)
-        for i in range(have, len(ask.keys)):
+        self._note_present_below(begin, have)
+        for i in range(have, len(request.keys)):
             if self._fate[i] != _LEFT:
                 continue
-            self._look_ahead(i, ends, shut)
+            self._admit_ahead(i, ends, shut)
             if all(end <= i for end in ends):
                 return Reason.NOT_ADMITTED
             if self._deadline.passed:
                 return Reason.DEADLINE
-            buffer = self._staging.take(patience())
+            buffer = self._staging.acquire(patience())
             if buffer is None:
                 return Reason.QUEUE_FULL
-            self._send(i, buffer, [at for at, end in enumerate(ends) if end > i])
+            self._stage(i, buffer, [at for at, end in enumerate(ends) if end > i])
             self._deadline.progress()
             latest = self._sent[-self._staging.count :]
             if refused := next(filter(None, (staged.refused for _, staged in latest)), None):
                 return refused
         return None
 
-    def _look_ahead(self, index: int, ends: list[int], shut: list[bool]) -> None:
-        """Ask each tier how far it takes the run, from its head on: before anything is copied for it."""
-        ask = self._ask
+    def _admit_ahead(self, index: int, ends: list[int], shut: list[bool]) -> None:
+        """Ask each tier how far it admits the run, from its head on: before anything is copied for it."""
+        request = self._request
         for at, (tier, stamp) in enumerate(zip(self._lower, self._stamps, strict=True)):
             while ends[at] <= index and not shut[at]:
-                keys, start = ask.keys[ends[at] :], ask.first + ends[at]
-                count, shut[at] = let_in(tier, keys, ask.namespace.root, start, stamp)
+                keys, start = request.keys[ends[at] :], request.first + ends[at]
+                count, shut[at] = admitted_prefix(tier, keys, request.namespace.root, start, stamp)
                 ends[at] += count
 
-    def _found_below(self, begin: int, end: int) -> None:
-        """Chunks that every tier below has: they are told that it was stored again."""
-        ask = self._ask
+    def _note_present_below(self, begin: int, end: int) -> None:
+        """Note chunks that every tier below has: the tiers are told that they were stored again."""
+        request = self._request
         self._fate[begin:end] = bytes([_PRESENT]) * (end - begin)
         if end > begin:
-            self._descents.used(
-                Use(ask.namespace.root, lambda: list(names_of(ask, begin, end)), end - begin, asked=False)
+            self._writeback.note_access(
+                Access(
+                    request.namespace.root,
+                    lambda: list(refs_without_bytes(request, begin, end)),
+                    end - begin,
+                    asked=False,
+                )
             )
 
-    def _send(self, index: int, buffer: Bytes, to: Sequence[int]) -> None:
-        """Copy one chunk into a buffer and queue it for those of the tiers below."""
-        ask, filled = self._ask, False
+    def _stage(self, index: int, buffer: Bytes, to: Sequence[int]) -> None:
+        """Copy one chunk into a buffer and enqueue it for those of the tiers below."""
+        request, filled = self._request, False
         try:
-            self._kv.to_slots(ask.starts(index, index + 1), [buffer])
+            self._kv.to_slots(request.starts(index, index + 1), [buffer])
             filled = True
         finally:
             if not filled:
-                self._staging.give(buffer)
-        staged = Staged(self._staging, buffer, len(to))
+                self._staging.release(buffer)
+        staged = StagedChunk(self._staging, buffer, len(to))
         self._fate[index] = _NEW
         self._sent.append((index, staged))
-        copy = Copy(ask.keys[index], ask.first + index, ask.before(index), -1, 0, staged)
+        ref = ChunkRef(request.keys[index], request.first + index, request.parent_of(index), -1, 0, staged)
         tiers, stamps = [self._lower[at] for at in to], [self._stamps[at] for at in to]
-        self._descents.stored(ask.namespace.root, [copy], tiers, stamps)
+        self._writeback.enqueue(request.namespace.root, [ref], tiers, stamps)
 
-    def _take_back(self) -> Reason | None:
-        """Note which chunks no tier below has taken; the reason of the first."""
+    def _collect_refused(self) -> Reason | None:
+        """Note which chunks no tier below has stored; return the reason of the first."""
         if not self._sent:
             return None
         lost = [(index, staged.refused) for index, staged in self._sent if staged.refused is not None]
@@ -227,20 +260,26 @@ class Store:
 
 
 def _a_moment(deadline: Deadline) -> Callable[[], float]:
-    """A patience that ends soon."""
+    """Return a short patience: the seconds left of a moment, or of the deadline if that ends earlier."""
     until = time.monotonic() + _MOMENT_SECONDS
     return lambda: max(0.0, min(deadline.remaining(), until - time.monotonic()))
 
 
 def _fill(
-    host: HostTier, ask: Ask, kv: Transfer, rooms: Sequence[tuple[int, Reserved]], deadline: Deadline
+    host: HostTier,
+    request: CacheRequest,
+    kv: Transfer,
+    reserved: Sequence[tuple[int, Reserved]],
+    deadline: Deadline,
 ) -> list[bool]:
     """Copy chunks into their reserved slots and commit them."""
-    reserved = [item for _, item in rooms]
-    starts = [(ask.first + i) * ask.chunk_tokens for i, _ in rooms]
-    kv.to_slots(starts, host.slab.views([item.slot for item in reserved]))
-    return host.ledger.commit(reserved, deadline_seconds=deadline.last())
+    items = [item for _, item in reserved]
+    starts = [(request.first + i) * request.chunk_tokens for i, _ in reserved]
+    kv.to_slots(starts, host.slab.views([item.slot for item in items]))
+    return host.ledger.commit(items, deadline_seconds=deadline.last())
 
 
-def _copy(ask: Ask, index: int, item: Reserved | Present) -> Copy:
-    return Copy(ask.keys[index], ask.first + index, ask.before(index), item.slot, item.generation)
+def _chunk_ref(request: CacheRequest, index: int, item: Reserved | Present) -> ChunkRef:
+    return ChunkRef(
+        request.keys[index], request.first + index, request.parent_of(index), item.slot, item.generation
+    )

@@ -20,17 +20,17 @@ from pagoda.tiers.remote.remote_tier import RemoteTier
 
 log = logging.getLogger("pagoda.cache")
 
-_FEW_CHUNKS = 64  # an "auto" that comes to fewer is worth a warning
+_FEW_CHUNKS = 64  # the log warns of an "auto" size with fewer chunks
 
-__all__ = ["Storeys", "let_in", "open_remote", "open_storeys", "stamp_of", "storeys_of"]
+__all__ = ["TierStack", "admitted_prefix", "build_tiers", "open_remote", "open_tiers", "recency_stamp"]
 
 
-class Storeys(NamedTuple):
-    """The host tier, if there is one, and what lies below it."""
+class TierStack(NamedTuple):
+    """The host tier, if there is one, and the tiers below it."""
 
     host: HostTier | None
     lower: tuple[Tier, ...]
-    left_out: tuple[str, ...] = ()  # names of tiers of this cache that may not be asked now
+    left_out: tuple[str, ...] = ()  # names of tiers of this cache that may not be used now
 
     @property
     def all(self) -> tuple[Tier, ...]:
@@ -42,8 +42,8 @@ class Storeys(NamedTuple):
         """Their names, from the top down."""
         return tuple(tier.name for tier in self.all)
 
-    def only(self, names: Iterable[str] | None) -> Storeys:
-        """The chosen tiers (None: all). Raises ValueError for a name that is no tier of this cache."""
+    def only(self, names: Iterable[str] | None) -> TierStack:
+        """Return the chosen tiers (None: all). Raises ValueError for a name that is not a tier of this cache."""
         if names is None:
             return self
         wanted = [names] if isinstance(names, str) else list(names)
@@ -51,61 +51,62 @@ class Storeys(NamedTuple):
         if unknown:
             raise ValueError(f"no tier {unknown[0]!r}: this cache has {', '.join(self.names) or 'none'}")
         host = self.host if self.host is not None and self.host.name in wanted else None
-        return Storeys(host, tuple(tier for tier in self.lower if tier.name in wanted))
+        return TierStack(host, tuple(tier for tier in self.lower if tier.name in wanted))
 
-    def local(self) -> Storeys:
-        """Those that other machines have no part in."""
+    def local(self) -> TierStack:
+        """Return the tiers that are not shared with other machines."""
         remote = tuple(tier.name for tier in self.lower if isinstance(tier, RemoteTier))
         lower = tuple(tier for tier in self.lower if not isinstance(tier, RemoteTier))
-        return Storeys(self.host, lower, remote) if remote else self
+        return TierStack(self.host, lower, remote) if remote else self
 
     def ledgers(self) -> list[tuple[str, Ledger]]:
-        """The ledgers of the local tiers, by tier name."""
+        """Return the ledgers of the local tiers, by tier name."""
         return [(tier.name, tier.ledger) for tier in self.all if isinstance(tier, HostTier | DiskTier)]
 
     def stamps(self) -> tuple[int | None, ...]:
-        """A recency stamp of each lower tier, for one run; None where a tier has no use for one."""
-        return tuple(map(stamp_of, self.lower))
+        """Return a recency stamp of each lower tier, for one run; None for a tier that uses none."""
+        return tuple(map(recency_stamp, self.lower))
 
     def register(self, namespace: Namespace) -> None:
-        """Make a namespace known to every tier, with its labels; idempotent."""
+        """Register a namespace and its labels with every tier; idempotent."""
         for tier in self.all:
             tier.register(namespace)
 
 
-def stamp_of(tier: Tier) -> int | None:
-    """A recency stamp for one run, so that its tail goes before its head; None where a tier has no use for one."""
+def recency_stamp(tier: Tier) -> int | None:
+    """Return a recency stamp for one run, so that its tail is evicted before its head; None if the tier uses none."""
     return tier.ledger.stamp() if isinstance(tier, DiskTier) else None
 
 
-def let_in(
+def admitted_prefix(
     tier: Tier, keys: Sequence[bytes], namespace: bytes, start: int, stamp: int | None
 ) -> tuple[int, bool]:  # fmt: skip
-    """How many of a run's next keys a tier would take, and whether it refuses those behind them. See DiskTier.admit."""
+    """Return how many of a run's next keys a tier would admit, and whether it refuses the rest. See DiskTier.admit."""
     if not isinstance(tier, DiskTier) or stamp is None:
         return len(keys), False
     return tier.admit(keys, namespace=namespace, start=start, stamp=stamp)
 
 
-def storeys_of(tiers: Sequence[Tier], layout: KVLayout) -> Storeys:
-    """The storeys made of tiers that the caller built. Raises ValueError if they do not fit each other."""
+def build_tiers(tiers: Sequence[Tier], layout: KVLayout) -> TierStack:
+    """Return the stack of tiers that the caller built. Raises ValueError if they do not fit each other."""
     for tier in tiers:
         if tier.chunk_bytes != layout.chunk_bytes:
             raise ValueError(
-                f"tier {tier.name!r} has chunks of {tier.chunk_bytes} bytes, the layout {layout.chunk_bytes}"
+                f"tier {tier.name!r} has chunks of {tier.chunk_bytes} bytes, the layout {layout.chunk_bytes}: "
+                "build both with one KVLayout"
             )
     if len({tier.name for tier in tiers}) != len(tiers):
-        raise ValueError("two tiers have one name")
+        raise ValueError("two tiers have one name: give each tier its own")
     hosts = [tier for tier in tiers if isinstance(tier, HostTier)]
     if len(hosts) > 1 or (hosts and tiers[0] is not hosts[0]):
         raise ValueError("there is at most one host tier, and it is the first")
-    return Storeys(
+    return TierStack(
         hosts[0] if hosts else None, tuple(tier for tier in tiers if not isinstance(tier, HostTier))
     )
 
 
-def open_storeys(config: Config, layout: KVLayout, clock: Clock) -> Storeys:
-    """Open the tiers that `config` describes. Raises StoreError with the remedy; nothing stays open then."""
+def open_tiers(config: Config, layout: KVLayout, clock: Clock) -> TierStack:
+    """Open the tiers that `config` describes. Raises StoreError with the remedy; then none stays open."""
     with contextlib.ExitStack() as undo:
         host: HostTier | None = None
         lower: list[Tier] = []
@@ -140,11 +141,11 @@ def open_storeys(config: Config, layout: KVLayout, clock: Clock) -> Storeys:
             undo.callback(remote.close)
             lower.append(remote)
         undo.pop_all()
-        return Storeys(host, tuple(lower))
+        return TierStack(host, tuple(lower))
 
 
 def _host_bytes(config: Config, layout: KVLayout) -> int:
-    """Return the size of the host tier; says so if "auto" comes to few chunks, and returns 0 if it comes to none."""
+    """Return the size of the host tier; log if "auto" gives few chunks, and return 0 if it gives none."""
     size_bytes = config.host_bytes
     chunks = layout.slots_in(size_bytes)
     unlimited = auto_bytes(None)  # by a file system
@@ -161,7 +162,7 @@ def _host_bytes(config: Config, layout: KVLayout) -> int:
 
 
 def open_remote(spec: RemoteSpec, layout: KVLayout, clock: Clock | None = None) -> RemoteTier:
-    """The remote tier that a configured URL describes; connects to nothing yet. Raises ConfigError."""
+    """Return the remote tier that a configured URL describes; does not connect yet. Raises ConfigError."""
     tier_registry.note("remote", spec.redacted)
     return RemoteTier(
         layout,

@@ -1,4 +1,4 @@
-"""Lines that several processes append to one file: whole ones, whoever is killed and whenever."""
+"""Appending lines to one file from several processes: always whole lines, even if a process is killed."""
 
 from __future__ import annotations
 
@@ -12,49 +12,49 @@ from pathlib import Path
 
 __all__ = ["append_lines"]
 
-_LOCK_SECONDS, _PAUSE_SECONDS = 1.0, 0.005  # somebody who stands still inside is not waited for longer
+_LOCK_SECONDS, _PAUSE_SECONDS = 1.0, 0.005  # a process that is stopped with the lock is not waited for longer
 _TAIL = 1 << 16
 
 
 def append_lines(path: Path, lines: Sequence[bytes]) -> tuple[int, OSError | None]:
-    """Append lines (with their ends), each in one write; returns how many, and what kept the others out.
+    """Append lines (with their ends), each in one write; return how many, and the error that prevented the others.
 
-    What a killed process left of a line is cut off, and no half line is left here. Safe beside other processes and
-    threads that do the same; with no lines, it only tidies up.
+    A partial line of a killed process is cut off; this call leaves none. Safe beside other processes and threads that
+    do the same; with no lines, it only repairs the file.
     """
     count = 0
     try:
-        # a pipe that nobody reads must not hold the thread up
+        # a pipe without a reader must not block the thread
         fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
-    except OSError as trouble:
-        return count, trouble
-    alone = False
+    except OSError as error:
+        return count, error
+    locked = False
     try:
-        alone = stat.S_ISREG(os.fstat(fd).st_mode) and _locked(fd)
-        if alone:
-            _mend(fd)
+        locked = stat.S_ISREG(os.fstat(fd).st_mode) and _lock(fd)
+        if locked:
+            _repair(fd)
         for line in lines:
-            _append(fd, line, alone)
+            _append(fd, line, locked)
             count += 1
-    except OSError as trouble:
-        return count, trouble
+    except OSError as error:
+        return count, error
     finally:
-        if alone:  # a child that was forked meanwhile has the descriptor too
+        if locked:  # a child that was forked meanwhile also has the descriptor
             fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
     return count, None
 
 
-def _append(fd: int, line: bytes, alone: bool) -> None:
+def _append(fd: int, line: bytes, locked: bool) -> None:
     begin = os.fstat(fd).st_size
     if os.write(fd, line) < len(line):
-        if alone:
+        if locked:
             os.ftruncate(fd, begin)
-        raise OSError(errno.ENOSPC, "no room for a whole line")
+        raise OSError(errno.ENOSPC, "no space for a whole line")
 
 
-def _locked(fd: int) -> bool:
-    """Get the file for this descriptor alone; False where that takes too long, or the file system knows no locks."""
+def _lock(fd: int) -> bool:
+    """Lock the file for this descriptor; False if that takes too long, or the file system has no locks."""
     until = time.monotonic() + _LOCK_SECONDS
     while True:
         try:
@@ -69,8 +69,8 @@ def _locked(fd: int) -> bool:
             return True
 
 
-def _mend(fd: int) -> None:
-    """Cut off what follows the last end of a line."""
+def _repair(fd: int) -> None:
+    """Truncate the file after its last end of a line."""
     end = size = os.fstat(fd).st_size
     while end:
         begin = max(0, end - _TAIL)

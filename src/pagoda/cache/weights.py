@@ -1,8 +1,8 @@
 """The weights epoch of a model on this machine, kept in a small file under every local root.
 
 The epoch is the file's *size*: raising it appends one byte, which two processes can do at once without losing one,
-and noticing it is one `stat`. The largest of the roots stands, so one that is wiped (a reboot) loses nothing. The
-files have room from the opening of the cache on: a full disk does not keep an epoch from being raised.
+and noticing it is one `stat`. The largest of the roots is valid, so one that is wiped (a reboot) loses nothing. The
+files reserve space when the cache is opened: a full disk does not prevent raising an epoch.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from pagoda.fork import renewed_after_fork
+from pagoda.fork import reset_in_child
 from pagoda.room import reserve_beyond
 
-__all__ = ["Weights"]
+__all__ = ["WeightsEpoch"]
 
-_RESERVED_BYTES = 1024  # of epochs, for which there is room at any time
-_NOBODYS = 1 << 31  # no file gets that long
+_RESERVED_BYTES = 1024  # space for this many epochs at any time
+_BEYOND_FILES = 1 << 31  # no file becomes this long
 
 
-class Weights:
+class WeightsEpoch:
     """Reads and raises the epoch of one model. Thread-safe; other processes notice at their next `epoch()`."""
 
     def __init__(self, roots: Mapping[str, Path], model: str, begun_at: int = 0) -> None:
@@ -34,38 +34,34 @@ class Weights:
         digest = blake3(name.encode(), derive_key_context="PagodaKV weights epoch").hexdigest(8)
         self._roots = {tier: root / f"weights-{digest}" for tier, root in roots.items()}
         self._paths = list(self._roots.values())
-        self._known = 0  # never goes back in this process, whatever becomes of the files
+        self._known = 0  # never decreases in this process, whatever happens to the files
         for path in self._paths:
-            with contextlib.suppress(
-                OSError
-            ):  # full, or only to be read: perhaps there is room when it is wanted
-                _reserve(path)
-        self.renew()
-        renewed_after_fork(self)
+            with contextlib.suppress(OSError):  # full, or read-only: there may be space when it is needed
+                _reserve_space(path)
+        self.reset()
+        reset_in_child(self)
 
-    def renew(self) -> None:
-        """Make the lock anew."""
+    def reset(self) -> None:
+        """Create the lock."""
         self._lock = threading.Lock()
 
     def epoch(self) -> int:
-        """The number of times that the weights were changed in place. Costs one stat a root."""
+        """Return the number of times that the weights were changed in place. Costs one stat a root."""
         self._known = max(self._known, *map(_size, self._paths), 0)
         return self._known
 
-    def raised(self) -> tuple[int, dict[str, OSError]]:
-        """Raise the epoch: on the medium before this returns, under every root but those named, by tier.
+    def raise_epoch(self) -> tuple[int, dict[str, OSError]]:
+        """Raise the epoch: on the medium before this returns, under every root but those of the errors, by tier.
 
-        Where none could be written, it is an epoch that no other process has, and none ever will have.
+        If no root could be written, the epoch is one that no other process has or ever will have.
         """
         with self._lock:
             target = self.epoch() + 1
-            troubles = {
-                tier: trouble for tier, path in self._roots.items() if (trouble := _grow(path, target))
-            }
-            if troubles and len(troubles) == len(self._roots):
-                target = max(target, _NOBODYS + secrets.randbelow(_NOBODYS))
+            errors = {tier: error for tier, path in self._roots.items() if (error := _grow(path, target))}
+            if errors and len(errors) == len(self._roots):
+                target = max(target, _BEYOND_FILES + secrets.randbelow(_BEYOND_FILES))
             self._known = max(target, self.epoch())
-            return self._known, troubles
+            return self._known, errors
 
 
 def _size(path: Path) -> int:
@@ -75,7 +71,7 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _reserve(path: Path) -> None:
+def _reserve_space(path: Path) -> None:
     if path.parent.is_dir():
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
@@ -85,7 +81,7 @@ def _reserve(path: Path) -> None:
 
 
 def _grow(path: Path, target: int) -> OSError | None:
-    """Append to `path` at least one byte, and up to `target`, and sync it. Appends of others add up."""
+    """Append at least one byte to `path`, and up to `target`, and sync it. Appends of other processes add up."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -95,8 +91,8 @@ def _grow(path: Path, target: int) -> OSError | None:
         finally:
             os.close(fd)
         _sync_directory(path.parent)
-    except OSError as trouble:
-        return trouble
+    except OSError as error:
+        return error
     return None
 
 

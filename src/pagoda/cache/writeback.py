@@ -1,14 +1,14 @@
-"""Write-back: background threads, one a lower tier, write what was stored above and keep alive there what is used.
+"""Write-back: background threads, one a lower tier, write what was stored above and touch there what is used.
 
-Their queues hold notes of chunks in host slots, and staging buffers for what has no slot. A chunk that is evicted from
-its slot before its turn is a counted drop. By policy there are written
+Calls enqueue notes of chunks in host slots, and staging buffers for chunks without a slot; the threads hand them to
+their tiers. A chunk that is evicted from its slot before its turn is a counted drop. By policy these are written:
 
     write_through   every chunk, in the order of storing
-    selective       those that were hit often enough
+    selective       chunks that were hit often enough
     write_back      the coldest, ahead of their eviction, so that some slots are always clean
 
-and whatever the policy, what was put into a staging buffer. What is served from above is touched below, some moments
-later and many chunks at once, so that it does not grow old there; and what turns out to be missing is written again.
+and under every policy, what was put into a staging buffer. What is served from above is touched below, a moment later
+and many chunks at once, so that it does not grow old there; and chunks that are missing below are written again.
 """
 
 from __future__ import annotations
@@ -17,94 +17,241 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from pagoda.cache.below import Batch, Below, Copy, Generations, Leased, Slots, Use, follows
-from pagoda.cache.counters import Tally
-from pagoda.cache.tier_stack import let_in, stamp_of
+from pagoda.cache.counters import CacheCounters
+from pagoda.cache.request import CacheRequest
+from pagoda.cache.staging import StagedChunk
+from pagoda.cache.tier_stack import admitted_prefix, recency_stamp
+from pagoda.clock import Clock
 from pagoda.config import WritePolicy
-from pagoda.fork import renewed_after_fork
+from pagoda.fork import reset_in_child
 from pagoda.ledger import Reserved
 from pagoda.ledger.columns import NOT_READY
 from pagoda.metrics import Reason
-from pagoda.threads import Condition, begin
+from pagoda.threads import Condition, Event, begin
 from pagoda.tiers import HostTier
-from pagoda.tiers.base import Done, Tier, runs
+from pagoda.tiers.base import Chunk, Done, Tier, runs
 
-__all__ = ["Copy", "Descent", "Descents"]
+__all__ = [
+    "Access",
+    "ChunkRef",
+    "Generations",
+    "Slots",
+    "WriteBack",
+    "WriteBackQueue",
+    "WriteBackTarget",
+    "follows",
+    "refs_in_slots",
+    "refs_without_bytes",
+]
 
 log = logging.getLogger("pagoda.cache")
 
 _TICK_SECONDS = 0.1  # between two looks for cold chunks
-_GATHER_SECONDS = 0.2  # uses are gathered before the tier is told of them
-_MOST_USED = 1 << 16  # chunks in notes of uses; the oldest notes give way
-_MOST_PIECE = 16  # chunks handed to a tier at once; two pieces are in its hands at most
+_GATHER_SECONDS = 0.2  # accesses are gathered before the tier is told of them
+_MOST_ACCESSED = 1 << 16  # chunks in notes of accesses; beyond that the oldest notes are dropped
+_MOST_PIECE = 16  # chunks handed to a tier at once; the tier has two pieces in hand at most
 _WRITE_SECONDS = 60.0  # a write that takes longer is not waited for
 _CLEAN_SHARE = 8  # write_back keeps an eighth of the slots free or clean
+_LEASE_SECONDS = 30.0  # how long a slot is leased for a write
+_REFUSED_SECONDS = 1.0  # before the policy of a lower tier is asked again about a chunk that it refused
+
+Slots = npt.NDArray[np.int64]
+Generations = npt.NDArray[np.uint64]
 
 
-class Descents:
-    """The background writers of one cache, a lower tier each: a slow one keeps no other waiting. Thread-safe."""
-
-    def __init__(self, each: Sequence[Descent]) -> None:
-        self._each = tuple(each)
-
-    @property
-    def waiting(self) -> int:
-        """Chunks that wait for their turn, for each tier they are to go to."""
-        return sum(descent.waiting for descent in self._each)
-
-    def stored(
-        self, namespace: bytes, copies: Sequence[Copy], tiers: Sequence[Tier], stamps: Sequence[int | None] = ()
-    ) -> None:  # fmt: skip
-        """Note that these chunks of one run lie in host slots or staging buffers, and may go to `tiers`.
-
-        `namespace` is their root; `stamps` those of the run, a tier each. A staging buffer is made for as many tiers.
-        """
-        for descent in self._each:
-            if descent.tier in tiers:
-                stamp = stamps[tiers.index(descent.tier)] if stamps else stamp_of(descent.tier)
-                descent.stored(namespace, copies, stamp)
-
-    def know(self, slots: Slots, generations: Generations) -> bool:
-        """Whether no tier need be told of what lies in these host slots."""
-        return all(descent.knows(slots, generations) for descent in self._each)
-
-    def used(self, use: Use) -> None:
-        """Note that chunks were served. Never waits, and asks no tier."""
-        for descent in self._each:
-            descent.used(use)
-
-    def is_below(self, tier: Tier, rooms: Sequence[Reserved]) -> None:
-        """Note that these host slots were filled from `tier`."""
-        for descent in self._each:
-            if descent.tier is tier:
-                descent.is_below(rooms)
-
-    def handed(self, timeout: float) -> bool:
-        """Wait until the tiers have what was noted in their queues; False if that takes longer."""
-        return self._all(Descent.handed, timeout)
-
-    def flush(self, timeout: float) -> bool:
-        """Wait until all that was noted has been written or dropped; False if `timeout` seconds were not enough."""
-        return self._all(Descent.flush, timeout)
-
-    def close(self, timeout: float) -> bool:
-        """Write what can be written within `timeout` seconds, drop and count the rest, end all. Idempotent."""
-        return self._all(Descent.close, timeout)
-
-    def _all(self, wait: Callable[[Descent, float], bool], timeout: float) -> bool:
-        until = time.monotonic() + timeout
-        done = [wait(descent, max(0.0, until - time.monotonic())) for descent in self._each]
-        return all(done)
+# -- notes --------------------------------------------------------------------------------------------------------
 
 
-class Descent:
-    """The background writer of one lower tier. Thread-safe; the thread begins with the first note, anew after a fork.
+class ChunkRef(NamedTuple):
+    """A chunk of a run, and where its bytes are: in a host slot, in a staging buffer, or nowhere (names only)."""
+
+    key: bytes
+    position: int
+    parent: bytes | None
+    slot: int  # -1: in none
+    generation: int
+    staged: StagedChunk | None = None
+
+
+def refs_in_slots(
+    request: CacheRequest, first: int, slots: Slots, generations: Generations
+) -> Iterator[ChunkRef]:
+    """Yield the chunks of `request` from keys[first] on, which are in these slots."""
+    for i, row in enumerate(zip(slots.tolist(), generations.tolist(), strict=True), first):
+        yield ChunkRef(request.keys[i], request.first + i, request.parent_of(i), *row)
+
+
+def refs_without_bytes(request: CacheRequest, first: int, end: int) -> Iterator[ChunkRef]:
+    """Yield chunks [first, end) of `request` by name only: there is nothing to copy."""
+    for i in range(first, end):
+        yield ChunkRef(request.keys[i], request.first + i, request.parent_of(i), -1, 0)
+
+
+def follows(ref: ChunkRef, before: ChunkRef) -> bool:
+    """Whether `ref` comes right after `before` in one chain."""
+    return ref.position == before.position + 1 and ref.parent == before.key
+
+
+class _WriteBatch(NamedTuple):
+    """A run of chunks for a lower tier, in order. One stamp for the run: there, too, its tail is evicted first."""
+
+    namespace: bytes
+    refs: list[ChunkRef]
+    stamp: int | None
+    asked: bool = False  # the chunks were served from above; else they were stored there
+
+
+class Access(NamedTuple):
+    """Chunks of one run that were served or found. Cheap to note; `refs` makes what a writer needs."""
+
+    namespace: bytes
+    refs: Callable[[], list[ChunkRef]]
+    chunks: int
+    where: tuple[Slots, Generations] | None = None  # the host slots, if all chunks came from there
+    source: Tier | None = None  # the lower tier that served them
+    asked: bool = True
+
+
+class _LeaseSpan(NamedTuple):
+    """The ends of a slot's lease: before it was leased for a write, and after."""
+
+    before: int
+    after: int
+
+
+# -- one lower tier -----------------------------------------------------------------------------------------------
+
+
+class WriteBackTarget:
+    """A lower tier of one cache, and what it is known to have of the host's slots. `missing` is for one thread.
+
+    This knowledge expires: a chunk may be evicted, removed or expire below at any time. So the tier is asked again,
+    and touched by the same question, when a chunk is used after `Tier.believed_seconds`.
+    """
+
+    def __init__(self, host: HostTier | None, tier: Tier, chunk_tokens: int, clock: Clock) -> None:
+        self.tier = tier
+        self.stopped = Event()  # the cache is closed: its slots may hold other chunks
+        self._host = host
+        self._tokens = chunk_tokens
+        self._clock = clock
+        self._believed_ns = int(tier.believed_seconds * 1e9)
+        slots = host.ledger.slots if host is not None else 0
+        # the generation of the chunk in each host slot about which the tier has lately given an answer, and until when
+        # the answer is believed: mostly that it has the chunk, else that its policy refuses the chunk
+        self._settled: Generations = np.zeros(slots, np.uint64)
+        self._until: npt.NDArray[np.int64] = np.zeros(slots, np.int64)
+
+    def is_settled(self, slots: Slots, generations: Generations) -> bool:
+        """Whether the tier need not be asked about the chunks in these slots."""
+        now = self._clock.monotonic_ns()
+        return bool(((self._settled[slots] == generations) & (self._until[slots] > now)).all())
+
+    def unsettled(self, refs: Sequence[ChunkRef]) -> list[ChunkRef]:
+        """Return those of these chunks about which the tier has to be asked."""
+        slots = [ref.slot for ref in refs]
+        settled, until = self._settled[slots].tolist(), self._until[slots].tolist()
+        now = self._clock.monotonic_ns()
+        return [
+            ref
+            for ref, generation, end in zip(refs, settled, until, strict=True)
+            if generation != ref.generation or end <= now
+        ]
+
+    def settle(self, refs: Sequence[ChunkRef | Reserved], least_seconds: float = 0.0) -> None:
+        """Note that nothing has to be done for a while for the chunks in these slots."""
+        until = self._clock.monotonic_ns() + max(self._believed_ns, int(least_seconds * 1e9))
+        for ref in refs:
+            if ref.slot >= 0:
+                self._settled[ref.slot] = ref.generation
+                self._until[ref.slot] = until
+
+    def settle_refused(self, refs: Sequence[ChunkRef]) -> None:
+        """Note that the tier's policy refuses these chunks for now."""
+        self.settle(refs, _REFUSED_SECONDS)
+
+    def missing(self, batch: _WriteBatch) -> list[ChunkRef]:
+        """Touch what the tier has of a batch; return what it lacks. Waits for the tier."""
+        if batch.refs[0].staged is not None:  # the tier was asked before they were put into their buffers
+            return batch.refs
+        lacking: list[ChunkRef] = []
+        for run in runs(batch.refs, len(batch.refs), follows):
+            keys = [ref.key for ref in run]
+            present = self.tier.touch(
+                keys, namespace=batch.namespace, start=run[0].position, stamp=batch.stamp, asked=batch.asked
+            )
+            if present is None:  # stored chunks are offered all the same: the tier says why it refuses them
+                lacking += [] if batch.asked else run
+                continue
+            self.settle([ref for ref, there in zip(run, present, strict=True) if there])
+            lacking += [ref for ref, there in zip(run, present, strict=True) if not there]
+        return lacking
+
+    def still_in_slots(self, refs: Sequence[ChunkRef]) -> list[ChunkRef]:
+        """Return those of these chunks that are still in their slots."""
+        if self._host is None:
+            return []
+        slots = np.fromiter((ref.slot for ref in refs), np.int64, len(refs))
+        generations = np.fromiter((ref.generation for ref in refs), np.uint64, len(refs))
+        valid = self._host.ledger.still_valid(slots, generations).tolist()
+        return [ref for ref, is_valid in zip(refs, valid, strict=True) if is_valid]
+
+    def chunk(self, ref: ChunkRef) -> Chunk:
+        """Return a chunk in the form in which a tier takes it."""
+        if ref.staged is not None:
+            payload, valid = ref.staged.buffer, _always_valid
+        else:
+            assert self._host is not None
+            payload, valid = self._host.slab.view(ref.slot), self._validity(ref)
+        return Chunk(ref.key, ref.position, self._tokens, payload, ref.parent, valid)
+
+    def _validity(self, ref: ChunkRef) -> Callable[[], bool]:
+        assert self._host is not None
+        ledger = self._host.ledger
+        slot, generation = np.array([ref.slot]), np.array([ref.generation], np.uint64)
+        return lambda: bool(ledger.still_valid(slot, generation)[0])
+
+    def lease(self, refs: Sequence[ChunkRef]) -> list[_LeaseSpan | None]:
+        """Keep the slots of these chunks from eviction while they are written."""
+        if self._host is None or refs[0].staged is not None:
+            return [None] * len(refs)
+        ledger = self._host.ledger
+        slots = np.fromiter((ref.slot for ref in refs), np.int64, len(refs))
+        generations = np.fromiter((ref.generation for ref in refs), np.uint64, len(refs))
+        before = ledger.columns.lease_until[slots].tolist()
+        ledger.lease(slots, generations, _LEASE_SECONDS)
+        after = ledger.columns.lease_until[slots].tolist()
+        return [_LeaseSpan(*ends) for ends in zip(before, after, strict=True)]
+
+    def finish_write(self, ref: ChunkRef, leased: _LeaseSpan | None, done: Done) -> None:
+        """Note what a finished write tells about the tier, and release the slot or the buffer."""
+        if not self.stopped.is_set():
+            self._settle_result(ref, done)
+            if leased is not None and self._host is not None:
+                ends = self._host.ledger.columns.lease_until
+                # Only if nothing else has leased the slot since: clean slots are the first to be evicted.
+                if ends[ref.slot] == leased.after:
+                    ends[ref.slot] = leased.before
+        if ref.staged is not None:
+            ref.staged.finish(done)
+
+    def _settle_result(self, ref: ChunkRef, done: Done) -> None:
+        if done.ok:
+            self.settle([ref])
+        elif done.reason is Reason.NOT_ADMITTED:
+            self.settle_refused([ref])
+
+
+class WriteBackQueue:
+    """The queue and the thread of one lower tier. Thread-safe; the thread starts with the first note (in a child, too).
 
     Notes to write are bounded by the slots of the host tier (more could not all be valid) and the staging buffers.
     """
@@ -112,40 +259,40 @@ class Descent:
     def __init__(
         self,
         host: HostTier | None,
-        below: Below,
+        target: WriteBackTarget,
         policy: WritePolicy,
         hits: int,
         queue_chunks: int,
-        tally: Tally,
+        counters: CacheCounters,
     ) -> None:
         self._host = host
-        self._below = below
+        self._target = target
         self._policy = policy
         self._hits = hits
-        self._tally = tally
+        self._counters = counters
         self._slots = host.ledger.slots if host is not None else 0
         self._piece = max(1, min(_MOST_PIECE, queue_chunks // 2))
-        self.renew()
-        renewed_after_fork(self)
+        self.reset()
+        reset_in_child(self)
 
-    def renew(self) -> None:
-        """Begin anew, with no thread and nothing waiting: what a parent noted, the parent writes."""
+    def reset(self) -> None:
+        """Create the lock and an empty queue, with no thread: the parent writes the chunks that the parent noted."""
         self._changed = Condition()
-        self._queue: deque[Batch] = deque()
-        self._uses: deque[tuple[Use, int | None]] = deque()  # with their stamps
-        self._due = 0.0  # when the tier is told of the uses (time.monotonic())
-        self._used = 0  # chunks in the notes of uses
-        self._waiting = 0  # copies in the queue
-        self._writing = 0  # copies in the hands of the tier
+        self._queue: deque[_WriteBatch] = deque()
+        self._accesses: deque[tuple[Access, int | None]] = deque()  # with their stamps
+        self._due = 0.0  # when the tier is told of the accesses (time.monotonic())
+        self._accessed = 0  # chunks in the notes of accesses
+        self._waiting = 0  # chunks in the queue
+        self._writing = 0  # chunks in the hands of the tier
         self._working = False  # on a note
-        self._dirty: dict[int, tuple[Copy, Batch]] = {}  # write_back: by slot
+        self._dirty: dict[int, tuple[ChunkRef, _WriteBatch]] = {}  # write_back: by slot
         self._closed = False
         self._thread: threading.Thread | None = None
 
     @property
     def tier(self) -> Tier:
         """The tier that it writes to."""
-        return self._below.tier
+        return self._target.tier
 
     @property
     def waiting(self) -> int:
@@ -155,67 +302,67 @@ class Descent:
 
     # -- from the calls of the engine: never waits ----------------------------------------------------------------
 
-    def stored(self, namespace: bytes, copies: Sequence[Copy], stamp: int | None) -> None:
-        """Note that these chunks of one run are to be written; `namespace` is the root of theirs."""
-        if copies and copies[0].staged is not None:
-            self._put(Batch(namespace, list(copies), stamp))
-        elif self._policy != "selective" and (fresh := self._below.unsettled(copies)):
-            batch = Batch(namespace, fresh, stamp)
+    def enqueue(self, namespace: bytes, refs: Sequence[ChunkRef], stamp: int | None) -> None:
+        """Note that these chunks of one run are to be written; `namespace` is its root."""
+        if refs and refs[0].staged is not None:
+            self._put(_WriteBatch(namespace, list(refs), stamp))
+        elif self._policy != "selective" and (fresh := self._target.unsettled(refs)):
+            batch = _WriteBatch(namespace, fresh, stamp)
             if self._policy == "write_through":
                 self._put(batch)
             else:
-                self._soil(batch)
+                self._mark_dirty(batch)
 
-    def knows(self, slots: Slots, generations: Generations) -> bool:
-        """Whether the tier need not be told of what lies in these host slots."""
-        return self._policy == "selective" or self._below.knows(slots, generations)
+    def is_settled(self, slots: Slots, generations: Generations) -> bool:
+        """Whether no note is needed about the chunks in these host slots."""
+        return self._policy == "selective" or self._target.is_settled(slots, generations)
 
-    def used(self, use: Use) -> None:
-        """Note that chunks were served, for the tier to be told of it soon."""
-        stamp = stamp_of(self.tier)
-        if use.source is self.tier and stamp is not None:
-            return  # it keeps recency itself, and has noted this when it was asked
-        if use.where is not None and self._below.knows(*use.where):
+    def note_access(self, access: Access) -> None:
+        """Note that chunks were served; the thread soon tells the tier."""
+        stamp = recency_stamp(self.tier)
+        if access.source is self.tier and stamp is not None:
+            return  # it keeps recency itself, and noted this access when it was asked
+        if access.where is not None and self._target.is_settled(*access.where):
             return
         with self._changed:
             if self._closed:
                 return
-            if not self._uses:
+            if not self._accesses:
                 self._due = time.monotonic() + _GATHER_SECONDS
-            if not self._uses or self._thread is None:
+            if not self._accesses or self._thread is None:
                 self._wake()
-            self._used += use.chunks  # no signal handler runs between this and the end of the append
-            self._uses.append((use, stamp))
-            while self._used > _MOST_USED and len(self._uses) > 1:
-                self._used -= self._uses.popleft()[0].chunks
+            self._accessed += access.chunks  # no signal handler runs between this and the end of the append
+            self._accesses.append((access, stamp))
+            while self._accessed > _MOST_ACCESSED and len(self._accesses) > 1:
+                self._accessed -= self._accesses.popleft()[0].chunks
 
-    def is_below(self, rooms: Sequence[Reserved]) -> None:
+    def note_loaded(self, slots: Sequence[Reserved]) -> None:
         """Note that these host slots were filled from the tier."""
-        self._below.settle(rooms)
+        self._target.settle(slots)
 
-    def _soil(self, batch: Batch) -> None:
+    def _mark_dirty(self, batch: _WriteBatch) -> None:
         """Note that chunks are to be written before they are evicted."""
         with self._changed:
-            fresh = [copy for copy in batch.copies if not self._is_dirty(copy)]
-            stale = sum(copy.slot in self._dirty for copy in fresh)  # evicted before they were written
-            self._dirty.update((copy.slot, (copy, batch)) for copy in fresh)
+            fresh = [ref for ref in batch.refs if not self._is_dirty(ref)]
+            stale = sum(ref.slot in self._dirty for ref in fresh)  # evicted before they were written
+            self._dirty.update((ref.slot, (ref, batch)) for ref in fresh)
             self._wake()
-        self._tally.count(f"drop_{Reason.STALE}", stale)
+        self._counters.count(f"drop_{Reason.STALE}", stale)
 
-    def _is_dirty(self, copy: Copy) -> bool:
-        known = self._dirty.get(copy.slot)
-        return known is not None and known[0].generation == copy.generation
+    def _is_dirty(self, ref: ChunkRef) -> bool:
+        known = self._dirty.get(ref.slot)
+        return known is not None and known[0].generation == ref.generation
 
-    def _put(self, batch: Batch) -> None:
-        """Queue a batch. What it does not take is dropped, counted."""
-        staged = batch.copies[0].staged is not None
+    def _put(self, batch: _WriteBatch) -> None:
+        """Add a batch to the queue. What does not fit is dropped, counted."""
+        staged = batch.refs[0].staged is not None
         with self._changed:
-            room = len(batch.copies) if staged else max(0, self._slots - self._waiting)
+            room = len(batch.refs) if staged else max(0, self._slots - self._waiting)
             room, reason = (0, Reason.CLOSED) if self._closed else (room, Reason.QUEUE_FULL)
-            late = batch.copies[room:]
-            batch = batch._replace(copies=batch.copies[:room])
-            self._due = 0.0  # what was used before is told before: being written raises its recency
-            number = len(batch.copies)
+            late = batch.refs[room:]
+            batch = batch._replace(refs=batch.refs[:room])
+            self._due = 0.0  # earlier accesses are told first: being written raises recency
+            number = len(batch.refs)
             if number:  # no signal handler runs between here and the end of the append
                 self._waiting += number
                 self._queue.append(batch)
@@ -223,26 +370,26 @@ class Descent:
         self._drop(late, reason)
 
     def _wake(self) -> None:
-        """Let the thread notice what was changed. Holds the lock."""
+        """Let the thread notice the change. Called with the lock."""
         if self._thread is None and not self._closed:
-            name = f"pagoda-descent-{self.tier.name}"
-            thread = threading.Thread(target=self._work, name=name, daemon=True)
-            self._thread = thread if begin(thread) else None  # what is noted waits for the next call
+            name = f"pagoda-writeback-{self.tier.name}"
+            thread = threading.Thread(target=self._run, name=name, daemon=True)
+            self._thread = thread if begin(thread) else None  # the notes wait for the next call
         self._changed.notify_all()
 
     # -- waiting for it -------------------------------------------------------------------------------------------
 
-    def handed(self, timeout: float) -> bool:
-        """Wait until the tier has been given what was noted; False if that takes longer."""
+    def wait_handed_over(self, timeout: float) -> bool:
+        """Wait until the tier has been given all notes; False if that takes longer."""
         with self._changed:
             return self._wait_for(lambda: not (self._queue or self._working), timeout)
 
     def flush(self, timeout: float) -> bool:
-        """Wait until all that was noted has been written or dropped; False if `timeout` seconds were not enough."""
+        """Wait until every note has been written or dropped; False if `timeout` seconds were not enough."""
         until = time.monotonic() + timeout
         with self._changed:
             self._due = 0.0
-            told = self._wait_for(lambda: not (self._uses or self._working), timeout)
+            told = self._wait_for(lambda: not (self._accesses or self._working), timeout)
             dirty, self._dirty = self._dirty, {}
         for batch in _regroup(dirty.values()):
             self._put(batch)
@@ -250,24 +397,24 @@ class Descent:
             return self._wait_for(self._is_done, max(0.0, until - time.monotonic())) and told
 
     def _wait_for(self, done: Callable[[], bool], timeout: float) -> bool:
-        """Wait until the thread has done something; not if there is none, and none can be started. Holds the lock."""
+        """Wait until `done`; not if there is no thread and none can be started. Called with the lock."""
         if done():
             return True
         self._wake()
         return self._thread is not None and self._changed.wait_for(done, timeout)
 
     def _is_done(self) -> bool:
-        return not (self._queue or self._uses or self._working or self._writing)
+        return not (self._queue or self._accesses or self._working or self._writing)
 
     def close(self, timeout: float) -> bool:
         """Write what can be written within `timeout` seconds, drop and count the rest, end the thread. Idempotent."""
         flushed = self.flush(timeout)
         with self._changed:
             self._closed = True
-            self._below.stopped.set()
-            left = [copy for batch in self._queue for copy in batch.copies]
+            self._target.stopped.set()
+            left = [ref for batch in self._queue for ref in batch.refs]
             self._queue.clear()
-            self._uses.clear()
+            self._accesses.clear()
             self._waiting = 0
             self._changed.notify_all()
             thread = self._thread
@@ -276,62 +423,62 @@ class Descent:
             thread.join(1.0)
         return flushed
 
-    def _drop(self, copies: Sequence[Copy], reason: Reason) -> None:
-        """Count what is not written, and give its buffers back."""
-        self._tally.count(f"drop_{reason}", len(copies))
-        for copy in copies:
-            if copy.staged is not None:
-                copy.staged.ended(Done(False, reason))
+    def _drop(self, refs: Sequence[ChunkRef], reason: Reason) -> None:
+        """Count chunks that are not written, and release their buffers."""
+        self._counters.count(f"drop_{reason}", len(refs))
+        for ref in refs:
+            if ref.staged is not None:
+                ref.staged.finish(Done(False, reason))
 
     # -- the thread -----------------------------------------------------------------------------------------------
 
-    def _work(self) -> None:
-        while (note := self._next()) is not None:
+    def _run(self) -> None:
+        while (note := self._wait_for_note()) is not None:
             try:
-                self._write(note if isinstance(note, Batch) else self._batch_of(*note))
+                self._write(note if isinstance(note, _WriteBatch) else self._batch_of(*note))
             finally:
-                self._rest()
+                self._finish_note()
 
-    def _rest(self) -> None:
-        """The note is done with."""
+    def _finish_note(self) -> None:
+        """Note that the work on the current note is done."""
         with self._changed:
             self._working = False
             self._changed.notify_all()
 
-    def _next(self) -> Batch | tuple[Use, int | None] | None:
-        """The next note; None when it is time to end. Waits."""
+    def _wait_for_note(self) -> _WriteBatch | tuple[Access, int | None] | None:
+        """Wait for the next note and take it; None when the thread is to end."""
         with self._changed:
-            while (note := self._taken()) is None:
+            while (note := self._take_note()) is None:
                 if self._closed:
                     return None
-                self._changed.wait(self._pause())
-                self._choose_cold()
+                self._changed.wait(self._seconds_to_next())
+                self._enqueue_coldest()
             self._working = True
             return note
 
-    def _taken(self) -> Batch | tuple[Use, int | None] | None:
-        """The next note, if it is time for one. Holds the lock."""
-        if self._uses and self._due <= time.monotonic():
-            use, stamp = self._uses.popleft()
-            self._used -= use.chunks
-            return use, stamp
+    def _take_note(self) -> _WriteBatch | tuple[Access, int | None] | None:
+        """Take the next note, if one is due. Called with the lock."""
+        if self._accesses and self._due <= time.monotonic():
+            access, stamp = self._accesses.popleft()
+            self._accessed -= access.chunks
+            return access, stamp
         if not self._queue:
             return None
         batch = self._queue.popleft()
-        while self._queue and _goes_on(batch, self._queue[0]):
-            batch.copies.extend(self._queue.popleft().copies)
-        self._waiting -= len(batch.copies)
+        while self._queue and _continues(batch, self._queue[0]):
+            batch.refs.extend(self._queue.popleft().refs)
+        self._waiting -= len(batch.refs)
         return batch
 
-    def _pause(self) -> float | None:
-        """For how long there is nothing to do unless something comes. Holds the lock."""
+    def _seconds_to_next(self) -> float | None:
+        """Return for how long there is nothing to do without a new note. Called with the lock."""
         pauses = [_TICK_SECONDS] if self._dirty else []
-        if self._uses:
+        if self._accesses:
             pauses.append(max(0.0, self._due - time.monotonic()))
         return min(pauses, default=None)
 
-    def _choose_cold(self) -> None:
-        """Queue the coldest dirty chunks if fewer than a share of the slots are free or clean. Holds the lock."""
+    def _enqueue_coldest(self) -> None:
+        """Queue the coldest dirty chunks if fewer than a share of the slots are free or clean. Called with the lock."""
         if not self._dirty or self._host is None:
             return
         columns = self._host.ledger.columns
@@ -341,111 +488,172 @@ class Descent:
         coldest = self._host.ledger.next_to_go(wanted).tolist()
         chosen = [self._dirty.pop(slot) for slot in coldest if slot in self._dirty]
         live = [entry for entry in chosen if columns.generation[entry[0].slot] == entry[0].generation]
-        self._tally.count(f"drop_{Reason.STALE}", len(chosen) - len(live))
+        self._counters.count(f"drop_{Reason.STALE}", len(chosen) - len(live))
         for batch in _regroup(live):
             self._queue.append(batch)
-            self._waiting += len(batch.copies)
+            self._waiting += len(batch.refs)
 
     # -- writing, with `_working` set -----------------------------------------------------------------------------
 
-    def _batch_of(self, use: Use, stamp: int | None) -> Batch:
-        """What there is to do for a use; nothing if an earlier one of the same chunks has done it."""
-        known = use.where is not None and self._below.knows(*use.where)
-        return Batch(use.namespace, [] if known else use.copies(), stamp, use.asked)
+    def _batch_of(self, access: Access, stamp: int | None) -> _WriteBatch:
+        """Return what there is to do for an access; nothing if an earlier one of the same chunks has done it."""
+        known = access.where is not None and self._target.is_settled(*access.where)
+        return _WriteBatch(access.namespace, [] if known else access.refs(), stamp, access.asked)
 
-    def _write(self, batch: Batch) -> None:
-        """Touch what the tier has of a batch, and hand it what it lacks, some chunks at once."""
-        left = batch.copies
+    def _write(self, batch: _WriteBatch) -> None:
+        """Touch what the tier has of a batch, and hand over what it lacks, some chunks at once."""
+        left = batch.refs
         try:
-            left = self._wanted(batch) if left else []
+            left = self._to_write(batch) if left else []
             if left and left[0].staged is None:
-                left = self._let_in(batch, left)
+                left = self._admitted(batch, left)
             while left:
-                self._wait_for_room(min(len(left), self._piece))
+                self._wait_for_tier(min(len(left), self._piece))
                 piece, left = left[: self._piece], left[self._piece :]
                 self._send(batch, piece)
-        except Exception as trouble:  # noqa: BLE001  # a border: whatever it is, the writer goes on
-            self._tally.warn(log, Reason.IO_ERROR, f"chunks were not written down: {trouble}", trouble)
+        except Exception as error:  # noqa: BLE001  # a boundary: the thread goes on after any error
+            self._counters.warn(log, Reason.IO_ERROR, f"chunks were not written: {error}", error)
         finally:
             self._drop([] if batch.asked else left, Reason.IO_ERROR)
 
-    def _wanted(self, batch: Batch) -> list[Copy]:
-        """What the tier lacks of a batch, can be copied and is to be written now."""
-        lacking = [copy for copy in self._below.missing(batch) if copy.slot >= 0 or copy.staged is not None]
+    def _to_write(self, batch: _WriteBatch) -> list[ChunkRef]:
+        """Return the chunks of a batch that the tier lacks, that can be copied and are to be written now."""
+        lacking = [ref for ref in self._target.missing(batch) if ref.slot >= 0 or ref.staged is not None]
         if not batch.asked or not lacking:
             return lacking
-        lacking = self._below.standing(self._below.unsettled(lacking))
+        lacking = self._target.still_in_slots(self._target.unsettled(lacking))
         if self._policy == "selective" and self._host is not None:
             hits = self._host.ledger.columns.hits
-            return [copy for copy in lacking if hits[copy.slot] >= self._hits]
+            return [ref for ref in lacking if hits[ref.slot] >= self._hits]
         if self._policy == "write_back":
-            self._soil(batch._replace(copies=lacking, asked=False))
+            self._mark_dirty(batch._replace(refs=lacking, asked=False))
             return []
         return lacking
 
-    def _let_in(self, batch: Batch, copies: Sequence[Copy]) -> list[Copy]:
-        """Those of these chunks that the tier's policy takes: none behind one that it does not."""
-        taken: list[Copy] = []
-        for run in runs(copies, len(copies), follows):
+    def _admitted(self, batch: _WriteBatch, refs: Sequence[ChunkRef]) -> list[ChunkRef]:
+        """Return those of these chunks that the tier's policy admits: none after one that it refuses."""
+        admitted: list[ChunkRef] = []
+        for run in runs(refs, len(refs), follows):
             at, shut = 0, False
             while at < len(run) and not shut:
-                keys = [copy.key for copy in run[at:]]
-                count, shut = let_in(self.tier, keys, batch.namespace, run[at].position, batch.stamp)
-                taken += run[at : at + count]
+                keys = [ref.key for ref in run[at:]]
+                count, shut = admitted_prefix(self.tier, keys, batch.namespace, run[at].position, batch.stamp)
+                admitted += run[at : at + count]
                 at += count
-            self._below.settle_refused(run[at:])
-        return taken
+            self._target.settle_refused(run[at:])
+        return admitted
 
-    def _wait_for_room(self, count: int) -> None:
-        """Wait until the tier has few enough in its hands to be given more, but not for ever."""
+    def _wait_for_tier(self, count: int) -> None:
+        """Wait until the tier has few enough chunks in hand to be given more, but not forever."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._closed or self._writing + count <= 2 * self._piece, _WRITE_SECONDS
             )
 
-    def _send(self, batch: Batch, piece: Sequence[Copy]) -> None:
+    def _send(self, batch: _WriteBatch, piece: Sequence[ChunkRef]) -> None:
         """Hand chunks to the tier."""
         with self._changed:
             self._writing += len(piece)
         try:
-            leased = self._below.lease(piece)
-            chunks = [self._below.chunk(copy) for copy in piece]
+            leased = self._target.lease(piece)
+            chunks = [self._target.chunk(ref) for ref in piece]
             futures = self.tier.save(chunks, batch.namespace, stamp=batch.stamp)
         except Exception:
-            self._tally.count(f"drop_{Reason.IO_ERROR}", len(piece))
-            for copy in piece:
-                if copy.staged is not None:
-                    copy.staged.ended(Done(False, Reason.IO_ERROR), unread=False)
-            self._written(len(piece))
+            self._counters.count(f"drop_{Reason.IO_ERROR}", len(piece))
+            for ref in piece:
+                if ref.staged is not None:
+                    ref.staged.finish(Done(False, Reason.IO_ERROR), unread=False)
+            self._subtract_writing(len(piece))
             raise
-        for copy, lease, future in zip(piece, leased, futures, strict=True):
-            future.add_done_callback(partial(self._ended, copy, lease))
+        for ref, lease, future in zip(piece, leased, futures, strict=True):
+            future.add_done_callback(partial(self._on_write_done, ref, lease))
 
-    def _ended(self, copy: Copy, leased: Leased | None, future: Future[Done]) -> None:
-        """A write has ended; on a thread of the tier."""
+    def _on_write_done(self, ref: ChunkRef, leased: _LeaseSpan | None, future: Future[Done]) -> None:
+        """Finish a write; on a thread of the tier."""
         try:
-            self._below.ended(copy, leased, future.result())
+            self._target.finish_write(ref, leased, future.result())
         finally:
-            self._written(1)
+            self._subtract_writing(1)
 
-    def _written(self, count: int) -> None:
+    def _subtract_writing(self, count: int) -> None:
         with self._changed:
             self._writing -= count
             self._changed.notify_all()
 
 
-def _goes_on(batch: Batch, following: Batch) -> bool:
+# -- all lower tiers ----------------------------------------------------------------------------------------------
+
+
+class WriteBack:
+    """The queues of one cache, one a lower tier: a slow tier keeps no other waiting. Thread-safe."""
+
+    def __init__(self, queues: Sequence[WriteBackQueue]) -> None:
+        self._queues = tuple(queues)
+
+    @property
+    def waiting(self) -> int:
+        """Chunks that wait for their turn, counted for each tier they are to be written to."""
+        return sum(queue.waiting for queue in self._queues)
+
+    def enqueue(
+        self, namespace: bytes, refs: Sequence[ChunkRef], tiers: Sequence[Tier], stamps: Sequence[int | None] = ()
+    ) -> None:  # fmt: skip
+        """Note that these chunks of one run are in host slots or staging buffers, and may be written to `tiers`.
+
+        `namespace` is their root; `stamps` those of the run, a tier each. A staging buffer is made for as many tiers.
+        """
+        for queue in self._queues:
+            if queue.tier in tiers:
+                stamp = stamps[tiers.index(queue.tier)] if stamps else recency_stamp(queue.tier)
+                queue.enqueue(namespace, refs, stamp)
+
+    def is_settled(self, slots: Slots, generations: Generations) -> bool:
+        """Whether no tier needs a note about the chunks in these host slots."""
+        return all(queue.is_settled(slots, generations) for queue in self._queues)
+
+    def note_access(self, access: Access) -> None:
+        """Note that chunks were served. Never waits, and asks no tier."""
+        for queue in self._queues:
+            queue.note_access(access)
+
+    def note_loaded(self, tier: Tier, slots: Sequence[Reserved]) -> None:
+        """Note that these host slots were filled from `tier`."""
+        for queue in self._queues:
+            if queue.tier is tier:
+                queue.note_loaded(slots)
+
+    def wait_handed_over(self, timeout: float) -> bool:
+        """Wait until the tiers have been given all notes; False if that takes longer."""
+        return self._all(WriteBackQueue.wait_handed_over, timeout)
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until every note has been written or dropped; False if `timeout` seconds were not enough."""
+        return self._all(WriteBackQueue.flush, timeout)
+
+    def close(self, timeout: float) -> bool:
+        """Write what can be written within `timeout` seconds, drop and count the rest, end all. Idempotent."""
+        return self._all(WriteBackQueue.close, timeout)
+
+    def _all(self, wait: Callable[[WriteBackQueue, float], bool], timeout: float) -> bool:
+        until = time.monotonic() + timeout
+        done = [wait(queue, max(0.0, until - time.monotonic())) for queue in self._queues]
+        return all(done)
+
+
+def _continues(batch: _WriteBatch, following: _WriteBatch) -> bool:
     """Whether two batches in staging buffers are of one run, so that they can be handed over as one."""
-    first, last = following.copies[0], batch.copies[-1]
+    first, last = following.refs[0], batch.refs[-1]
     same = (batch.namespace, batch.stamp) == (following.namespace, following.stamp)
     return same and first.staged is not None and last.staged is not None and follows(first, last)
 
 
-def _regroup(dirty: Iterable[tuple[Copy, Batch]]) -> list[Batch]:
-    """The chosen copies as batches of the runs that they came from, each in the order of its chain."""
-    found: dict[int, tuple[Batch, list[Copy]]] = {}
-    for copy, batch in dirty:
-        found.setdefault(id(batch), (batch, []))[1].append(copy)
-    return [
-        batch._replace(copies=sorted(copies, key=lambda c: c.position)) for batch, copies in found.values()
-    ]
+def _regroup(dirty: Iterable[tuple[ChunkRef, _WriteBatch]]) -> list[_WriteBatch]:
+    """Return the chosen chunks as batches of the runs that they came from, each in the order of its chain."""
+    found: dict[int, tuple[_WriteBatch, list[ChunkRef]]] = {}
+    for ref, batch in dirty:
+        found.setdefault(id(batch), (batch, []))[1].append(ref)
+    return [batch._replace(refs=sorted(refs, key=lambda r: r.position)) for batch, refs in found.values()]
+
+
+def _always_valid() -> bool:
+    return True

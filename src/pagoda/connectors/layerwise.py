@@ -23,7 +23,7 @@ from transformers.cache_utils import DynamicLayer
 from pagoda.cache import Cache, Hit
 from pagoda.connectors.handover import kv_of_row, room_for
 from pagoda.connectors.supported import Seen
-from pagoda.fork import renewed_after_fork
+from pagoda.fork import reset_in_child
 from pagoda.threads import Pool, wait
 from pagoda.transfer.gpu.device import Device
 from pagoda.transfer.gpu.layer_events import LayerEvents
@@ -158,15 +158,15 @@ class ArrivingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
 
 class Loads:
-    """The threads that load for one CachedModel: a few, begun when first wanted, anew after a fork. Thread-safe."""
+    """The threads that load for one CachedModel: a few, started when needed, also after a fork. Thread-safe."""
 
     def __init__(self) -> None:
         self._closed = False
-        self.renew()
-        renewed_after_fork(self)
+        self.reset()
+        reset_in_child(self)
 
-    def renew(self) -> None:
-        """Begin anew, with no threads and nothing under way."""
+    def reset(self) -> None:
+        """Create the lock, with no threads and nothing under way."""
         self._lock = threading.Lock()
         self._pool: Pool | None = None
         self._running: set[Future[Hit]] = set()

@@ -197,7 +197,7 @@ class Lookups:
         root = self._cache.slots.namespace(lora, salt)
         keys = derive_keys(digests, root)
         if prompt is not None:
-            self._cache.slots.requested(keys[: prompt // self._chunk_tokens], prompt)
+            self._cache.slots.record_request(keys[: prompt // self._chunk_tokens], prompt)
         hit = self._cache.lookup(None, keys=keys, lora=lora, salt=salt, counted=False)
         return Found(root, lora, salt, hashes, last, hit, time.monotonic())
 

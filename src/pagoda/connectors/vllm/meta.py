@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from pagoda.cache.below import Copy
+from pagoda.cache.writeback import ChunkRef
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.ledger import Reserved
@@ -35,7 +35,7 @@ class Save(NamedTuple):
 
     request: str
     root: bytes
-    copies: list[Copy]  # in ascending position
+    copies: list[ChunkRef]  # in ascending position
     first: int  # the chunk that `blocks` begin with
     blocks: list[int]
 

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from pagoda.cache import Cache
-from pagoda.cache.below import Generations, Slots
 from pagoda.cache.host_slots import HostSlots
+from pagoda.cache.writeback import Generations, Slots
 from pagoda.connectors.vllm.identity import salt_of
 from pagoda.metrics import Reason
 
@@ -180,7 +180,7 @@ class Finder:
         end, reason = min(self._stop(asked[-1]) for asked in runs.values()), None
         for asked in runs.values():
             for run in _consecutive(asked):
-                match = self._slots.find([one.key for one in run], run[0].position)
+                match = self._slots.match_prefix([one.key for one in run], run[0].position)
                 have = len(match.slots)
                 places |= zip(
                     run, zip(match.slots.tolist(), match.generations.tolist(), strict=True), strict=False
@@ -218,7 +218,7 @@ class Finder:
         needed = [one for one in within if self._stop(one) > end - window - size]
         present, coming = list[tuple[list[Asked], list[tuple[int, int]]]](), list[Asked]()
         for run in _consecutive(needed):
-            match = self._slots.find([one.key for one in run], run[0].position)
+            match = self._slots.match_prefix([one.key for one in run], run[0].position)
             here = len(match.slots)
             if here + self._below(run[here:]) < len(run):
                 return beyond + self._presence(within), []
@@ -240,7 +240,9 @@ class Finder:
                 while at < len(piece):
                     rest, have = piece[at:], 0
                     if finds < _MOST_FINDS:
-                        match = self._slots.find([one.key for one in rest], rest[0].position, touch=False)
+                        match = self._slots.match_prefix(
+                            [one.key for one in rest], rest[0].position, touch=False
+                        )
                         have = len(match.slots) + self._below(rest[len(match.slots) :])
                     finds += 1
                     told += [Found(one, State.FOUND) for one in rest[:have]]
@@ -275,7 +277,7 @@ class Finder:
             at, fetched = 0, -1
             while at < len(run):
                 rest = run[at:]
-                match = self._slots.find([one.key for one in rest], rest[0].position)
+                match = self._slots.match_prefix([one.key for one in rest], rest[0].position)
                 here = rest[: len(match.slots)]
                 places = list(zip(match.slots.tolist(), match.generations.tolist(), strict=True))
                 told += self._hold(here, places, most)
@@ -334,10 +336,10 @@ class Finder:
         size, group = self._groups[asked[0].group].chunk_tokens, asked[0].group
         host, below = (sum(one.group == group for one in ones) * size for ones in (here, coming))
         by_tier = {"host": host} | ({self._lower[0]: below} if self._lower else {})
-        self._slots.asked(len(asked) * size, {tier: n for tier, n in by_tier.items() if n}, reason)
-        if self._slots.records:
+        self._slots.count_request(len(asked) * size, {tier: n for tier, n in by_tier.items() if n}, reason)
+        if self._slots.is_recording:
             start = asked[0].position
-            self._slots.requested(
+            self._slots.record_request(
                 [one.key for one in asked], (asked[-1].position + 1 - start) * size, start=start
             )
 

@@ -17,7 +17,7 @@ import msgspec
 from blake3 import blake3
 from vllm.v1.kv_offload.base import LoadStoreSpec
 
-from pagoda.cache.below import Copy
+from pagoda.cache.writeback import ChunkRef
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 
@@ -30,7 +30,7 @@ class Placed(NamedTuple):
     """A chunk of one KV cache group (its index among those that are offloaded) in a host slot."""
 
     group: int
-    copy: Copy
+    copy: ChunkRef
 
 
 @dataclass

@@ -24,7 +24,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from pagoda.cache import Cache
-from pagoda.cache.below import Copy
+from pagoda.cache.writeback import ChunkRef
 from pagoda.connectors.vllm.offloading_asked import Questions
 from pagoda.connectors.vllm.offloading_find import Group, State
 from pagoda.connectors.vllm.offloading_meta import Placed, SlotsSpec
@@ -128,7 +128,7 @@ class OffloadedChunks(OffloadingManager):
                 and before.group == asked.group
             )
             parent = before.copy.key if before is not None and chained else None
-            copy = Copy(asked.key, asked.position, parent, asked.slot, asked.generation)
+            copy = ChunkRef(asked.key, asked.position, parent, asked.slot, asked.generation)
             spec.chunks.append(Placed(asked.group, copy))
         spec.root = self._questions.root
         return spec
@@ -194,7 +194,7 @@ class OffloadedChunks(OffloadingManager):
 
     def _reserved(
         self, request: _Request, root: bytes, group: int, first: int, keys: list[bytes], until: float
-    ) -> list[Copy | None]:
+    ) -> list[ChunkRef | None]:
         """Reserve a slot for each chunk of a run; None where it is there already. Ends before the first refused."""
         if request.stamp is None:
             request.stamp = self._slots.stamp()
@@ -213,7 +213,7 @@ class OffloadedChunks(OffloadingManager):
         request.tails[group] = first + len(keys) - 1, keys[-1]
         refused = [n for n, outcome in enumerate(outcomes) if isinstance(outcome, Refused)]
         return [
-            Copy(key, first + n, keys[n - 1] if n else parent, outcome.slot, outcome.generation)
+            ChunkRef(key, first + n, keys[n - 1] if n else parent, outcome.slot, outcome.generation)
             if isinstance(outcome, Reserved)
             else None
             for n, (key, outcome) in enumerate(

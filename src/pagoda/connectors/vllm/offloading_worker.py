@@ -21,7 +21,7 @@ import torch
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 
 from pagoda.cache import Cache
-from pagoda.cache.below import Copy
+from pagoda.cache.writeback import ChunkRef
 from pagoda.connectors.vllm.offloading_meta import SlotsSpec
 from pagoda.connectors.vllm.shared import let_go
 from pagoda.layout import KVLayout
@@ -61,10 +61,10 @@ class Stock(NamedTuple):
 class _Share(NamedTuple):
     """What one job copies of one group. The chunks lie one behind the other in `kv`, which is built for the job."""
 
-    copies: list[Copy]
+    copies: list[ChunkRef]
     kv: PagesKV | DevicePagesKV
 
-    def starts(self, copies: Sequence[Copy]) -> list[int]:
+    def starts(self, copies: Sequence[ChunkRef]) -> list[int]:
         """Where some of the chunks begin in `kv`."""
         numbers = {copy: number for number, copy in enumerate(self.copies)}
         return [numbers[copy] * self.kv.layout.chunk_tokens for copy in copies]
@@ -78,7 +78,7 @@ class _Job:
     spec: SlotsSpec
     stores: bool
     shares: list[_Share] = field(default_factory=list)
-    lost: list[Copy] = field(default_factory=list)
+    lost: list[ChunkRef] = field(default_factory=list)
     wrong: str = ""  # why nothing of it can be done
     submitted: float = field(default_factory=time.perf_counter)
     begun: bool = False
@@ -226,7 +226,7 @@ class SlotCopies(OffloadingWorker):
             parts=self._parts,
         )
 
-    def _share(self, group: int, copies: list[Copy], table: list[int]) -> _Share:
+    def _share(self, group: int, copies: list[ChunkRef], table: list[int]) -> _Share:
         return _Share(copies, self._kvs[group].with_table(table))
 
     def _do(self, job: _Job) -> None:
@@ -266,7 +266,7 @@ class SlotCopies(OffloadingWorker):
         if every and job.spec.pid != os.getpid():
             answers = self._slots.adopt(_reserved(every), self._part)
             standing = dict(zip(every, answers, strict=True))
-        done: list[list[Copy]] = []
+        done: list[list[ChunkRef]] = []
         for share in job.shares:
             copies = [copy for copy in share.copies if standing[copy]]
             share.kv.to_slots(share.starts(copies), self._slots.views([copy.slot for copy in copies]))
@@ -295,19 +295,19 @@ class SlotCopies(OffloadingWorker):
                     raise RuntimeError("a chunk was removed while it was being loaded")
         every = [copy for share in job.shares for copy in share.copies]
         if self._part == 0:
-            self._slots.used(job.spec.root, every)
+            self._slots.note_access(job.spec.root, every)
         return len(every)
 
-    def _again(self, share: _Share, copy: Copy) -> bool:
+    def _again(self, share: _Share, copy: ChunkRef) -> bool:
         """Load a chunk from wherever it is by now; False if it has gone."""
         size = self._cache.layout.chunk_tokens
         for _ in range(_TRIES):
-            match = self._slots.find([copy.key], copy.position)
+            match = self._slots.match_prefix([copy.key], copy.position)
             if not len(match.slots):
                 self._cache.prefetch(
                     None, keys=[(copy.position * size, (copy.position + 1) * size, copy.key)]
                 ).result()
-                match = self._slots.find([copy.key], copy.position)
+                match = self._slots.match_prefix([copy.key], copy.position)
             if not len(match.slots):
                 return False
             share.kv.from_slots(share.starts([copy]), [self._slots.view(int(match.slots[0]))])
@@ -316,7 +316,9 @@ class SlotCopies(OffloadingWorker):
         return False
 
 
-def _table(stock: Stock, copies: list[Copy], ids: list[int], first: int, stores: bool) -> list[int] | None:
+def _table(
+    stock: Stock, copies: list[ChunkRef], ids: list[int], first: int, stores: bool
+) -> list[int] | None:
     """The id of each block of these chunks, -1 where vLLM names none; None if they do not belong together.
 
     vLLM names a group's blocks from number `first` of the sequence on, and leaves out those it has not: what it names
@@ -333,7 +335,9 @@ def _table(stock: Stock, copies: list[Copy], ids: list[int], first: int, stores:
     return [-1] * skip + ids + [-1] * rest
 
 
-def _rows(stock: Stock, copies: list[Copy], table: list[int] | None) -> Iterable[tuple[Copy, list[int]]]:
+def _rows(
+    stock: Stock, copies: list[ChunkRef], table: list[int] | None
+) -> Iterable[tuple[ChunkRef, list[int]]]:
     """Each chunk with the ids of its blocks."""
     each = stock.blocks_per_chunk
     if table is not None:
@@ -341,10 +345,10 @@ def _rows(stock: Stock, copies: list[Copy], table: list[int] | None) -> Iterable
             yield copy, table[number * each : (number + 1) * each]
 
 
-def _reserved(copies: Iterable[Copy]) -> list[Reserved]:
+def _reserved(copies: Iterable[ChunkRef]) -> list[Reserved]:
     return [Reserved(copy.key, copy.slot, copy.generation) for copy in copies]
 
 
-def _places(copies: Sequence[Copy]) -> tuple[Any, Any]:
+def _places(copies: Sequence[ChunkRef]) -> tuple[Any, Any]:
     slots = np.array([copy.slot for copy in copies], np.int64)
     return slots, np.array([copy.generation for copy in copies], np.uint64)

@@ -14,7 +14,7 @@ from typing import Any
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from pagoda.cache import Cache
-from pagoda.cache.below import Copy
+from pagoda.cache.writeback import ChunkRef
 from pagoda.connectors.vllm.events import StoredEvents
 from pagoda.connectors.vllm.lookups import Lookups, Tracked
 from pagoda.connectors.vllm.meta import Handshake, Load, PagodaMetadata, PagodaWorkerMetadata, Save
@@ -183,7 +183,7 @@ class PagodaScheduler:
         by_tier = {tier: split.get(source, 0) for tier, source in _SOURCES.items()}
         by_tier["remote"] = tokens - sum(by_tier.values())
         reason = tracked.found.hit.reason if tracked.found is not None else tracked.reason
-        self._slots.asked(asked, {tier: n for tier, n in by_tier.items() if n}, reason)
+        self._slots.count_request(asked, {tier: n for tier, n in by_tier.items() if n}, reason)
         self._stats.count("lookups", 1)
         self._stats.count("asked_tokens", asked)
         for tier, number in by_tier.items():
@@ -277,7 +277,7 @@ class PagodaScheduler:
             tokens = min(tokens, request.num_prompt_tokens)
         return tokens // self._chunk_tokens
 
-    def _reserved(self, tracked: Tracked, first: int, done: int) -> list[Copy]:
+    def _reserved(self, tracked: Tracked, first: int, done: int) -> list[ChunkRef]:
         assert tracked.found is not None
         slots, keys = self._slots, tracked.keys
         if tracked.stamp is None:
@@ -299,7 +299,7 @@ class PagodaScheduler:
         tracked.saved = refused[0] if refused else done
         self._stats.count("refused_chunks", len(refused))
         copies = [
-            Copy(keys[n], n, keys[n - 1] if n else None, outcome.slot, outcome.generation)
+            ChunkRef(keys[n], n, keys[n - 1] if n else None, outcome.slot, outcome.generation)
             for n, outcome in enumerate(outcomes, first)
             if isinstance(outcome, Reserved)
         ]
@@ -319,7 +319,7 @@ class PagodaScheduler:
         """Count chunks that were still to be saved when their request ended: nobody will."""
         if chunks > 0:
             self._stats.count("unsaved_chunks", chunks)
-            self._slots.dropped(Reason.QUEUE_FULL, chunks)
+            self._slots.count_dropped(Reason.QUEUE_FULL, chunks)
             why = f"{chunks} chunks were still to be saved when their request ended, and are not"
             self._lines.warn(log, Reason.QUEUE_FULL, why)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from pagoda.cache import Cache, registry
+from pagoda.cache import Cache
+from pagoda.cache.cache import forget
 from pagoda.config import Config
 from pagoda.errors import StoreError
 from pagoda.keys import Namespace
@@ -49,5 +50,5 @@ def let_go(cache: Cache, timeout: float = 5.0) -> None:
             _uses[name] = left
             return
         _uses.pop(name, None)
-        registry.forget(cache)  # who opens it from now on gets another
+        forget(cache)  # who opens it from now on gets another
     cache.close(timeout)

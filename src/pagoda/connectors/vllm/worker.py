@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from pagoda.cache import Cache, Hit
-from pagoda.cache.below import Copy
+from pagoda.cache.writeback import ChunkRef
 from pagoda.connectors.vllm.identity import namespace_of
 from pagoda.connectors.vllm.meta import Handshake, Later, Load, PagodaMetadata, PagodaWorkerMetadata, Save
 from pagoda.connectors.vllm.options import Options
@@ -183,7 +183,7 @@ class PagodaWorker:
             log.error("a step of the engine was broken off: until it is started anew, it stores nothing")
         self._sound = False
 
-    def _adopted(self, copies: Sequence[Copy]) -> list[Copy]:
+    def _adopted(self, copies: Sequence[ChunkRef]) -> list[ChunkRef]:
         """Those whose slots still wait for this rank's part."""
         slots = self._opened().slots
         assert slots is not None
@@ -193,7 +193,7 @@ class PagodaWorker:
         )
         return [copy for copy, stands in zip(copies, standing, strict=True) if stands]
 
-    def _with_room(self, save: Save, copies: list[Copy]) -> list[Copy]:
+    def _with_room(self, save: Save, copies: list[ChunkRef]) -> list[ChunkRef]:
         """The leading ones for which there is device memory; the others come again in a later step."""
         fit = 1 if self._staging is None else self._staging.free
         if rest := copies[fit:]:
@@ -201,7 +201,7 @@ class PagodaWorker:
             self._later[save.request] = Later(rest[0].position, len(rest))
         return copies[:fit]
 
-    def _copy(self, save: Save, copies: list[Copy]) -> None:
+    def _copy(self, save: Save, copies: list[ChunkRef]) -> None:
         slots = self._opened().slots
         assert slots is not None
         snapshot: DeviceSnapshot | None = None
@@ -226,17 +226,17 @@ class PagodaWorker:
         if self._seen.part == 0:
             self._stats.count("saved_chunks", len(copies))
 
-    def _not_saved(self, copies: list[Copy], why: str, reason: Reason) -> None:
+    def _not_saved(self, copies: list[ChunkRef], why: str, reason: Reason) -> None:
         self._give_up(copies)
         self._stats.count("refused_chunks", len(copies))
         self._lines.warn(log, reason, f"{len(copies)} chunks were not saved: {why}")
 
-    def _give_up(self, copies: list[Copy]) -> None:
+    def _give_up(self, copies: list[ChunkRef]) -> None:
         slots = self._opened().slots
         assert slots is not None
         slots.abort(_reserved(copies))
 
-    def _commit(self, root: bytes, copies: list[Copy], finish: Callable[[], None]) -> None:
+    def _commit(self, root: bytes, copies: list[ChunkRef], finish: Callable[[], None]) -> None:
         slots = self._opened().slots
         assert slots is not None
         try:
@@ -328,7 +328,7 @@ class PagodaWorker:
         return self._cache
 
 
-def _reserved(copies: Sequence[Copy]) -> list[Reserved]:
+def _reserved(copies: Sequence[ChunkRef]) -> list[Reserved]:
     return [Reserved(copy.key, copy.slot, copy.generation) for copy in copies]
 
 

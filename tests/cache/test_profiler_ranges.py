@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from pagoda.cache import ranges
+from pagoda.cache.call import enable_profiler_ranges
 from tests.cache.kit import cache_at, prompt, served, stored
 
 
 @pytest.fixture(autouse=True)
 def _off_again() -> Iterator[None]:
     yield
-    ranges.enable(False)
+    enable_profiler_ranges(False)
 
 
 def _seen(shm_root: Path) -> set[str]:
@@ -36,5 +36,5 @@ def test_a_cache_switches_them_on_by_its_configuration(shm_root: Path) -> None:
 
 
 def test_calls_and_copies_have_ranges_when_asked_for(shm_root: Path) -> None:
-    ranges.enable()
+    enable_profiler_ranges()
     assert _seen(shm_root) == {"pagoda.store", "pagoda.copy_down", "pagoda.retrieve", "pagoda.copy_up"}
