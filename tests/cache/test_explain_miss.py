@@ -118,7 +118,7 @@ def test_tier_skipped(shm_root: Path, tmp_path: Path) -> None:
         stored(cache, prompt(3))
     with cache_at(shm_root / "after", tmp_path) as cache:
         hit = cache.lookup(prompt(3), tiers=["host"])
-        assert hit.reason is Reason.TIER_SKIPPED and "disk has it" in hit.detail
+        assert hit.reason is Reason.TIER_SKIPPED and "disk has the chunk" in hit.detail
         assert cache.lookup(prompt(3, 1), tiers=["host"]).reason is Reason.ABSENT
 
 

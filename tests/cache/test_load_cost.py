@@ -18,7 +18,7 @@ def test_nothing_is_refused_before_both_rates_are_known() -> None:
     load_cost.record_load("disk", MB, 10.0)
     assert load_cost.is_worth_loading("disk")
     other = LoadCost(MB, 256, FakeClock())
-    other.observe_prefill(256, 0.001)
+    other.record_prefill(256, 0.001)
     assert other.is_worth_loading("disk")
 
 

@@ -31,7 +31,7 @@ def test_a_wait_ends_when_one_comes_back() -> None:
     staging = StagingPool(1 << 30)
     first, second = staging.acquire(), staging.acquire()
     assert first is not None and second is not None
-    threading.Timer(0.05, staging.give, [first]).start()
+    threading.Timer(0.05, staging.release, [first]).start()
     began = time.monotonic()
     assert staging.acquire(100) is first
     assert time.monotonic() - began < 50

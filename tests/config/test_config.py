@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.config import Config, defaults, option_names
+from pagoda.config import Config, ConfigOptions, defaults, option_names
 from pagoda.errors import ConfigError
 
 
@@ -89,6 +89,10 @@ def test_every_option_has_a_check_and_a_sentence() -> None:
 
     assert sorted(_CHECKS) == sorted(option_names())
     assert all(option.metadata["help"].endswith(".") for option in dataclasses.fields(Config))
+
+
+def test_every_option_is_a_keyword_of_a_cache() -> None:
+    assert list(ConfigOptions.__annotations__) == option_names()
 
 
 def test_the_plain_config_imports_no_pydantic() -> None:

@@ -24,7 +24,7 @@ from pagoda.cache.request import CallOptions, KeyScheme
 from pagoda.cache.resources import build_resources
 from pagoda.cache.tier_stack import TierStack, build_tiers, open_tiers
 from pagoda.clock import Clock
-from pagoda.config import Config
+from pagoda.config import Config, ConfigOptions
 from pagoda.dropped import close_when_dropped
 from pagoda.errors import ClosedError, ConfigError, StoreError
 from pagoda.keys import Item, Namespace, TokenIds, chunk_keys
@@ -71,7 +71,7 @@ class Cache:
         tiers: Sequence[Tier] | None = None,
         key_scheme: KeyScheme = chunk_keys,
         clock: Clock | None = None,
-        **overrides: object,
+        **overrides: Unpack[ConfigOptions],
     ) -> None:
         """Open the tiers that `config` describes, or take over `tiers`.
 
@@ -119,7 +119,7 @@ class Cache:
         *,
         namespace: Namespace,
         layout: KVLayout,
-        **overrides: object,
+        **overrides: Unpack[ConfigOptions],
     ) -> Cache:
         """Return this process's cache of that name, opened now if there is none, and kept until it is closed.
 

@@ -76,7 +76,7 @@ def build_request(
     multiple of a chunk, and keys that do not fit the tokens.
     """
     if tokens is None and keys is None:
-        raise ValueError("neither tokens nor keys were given: pass one of them")
+        raise ValueError("neither tokens nor keys were given: pass tokens, or keys")
     ids = None if tokens is None else as_token_ids(tokens)
     origin, given = (0, None) if keys is None else _given_keys(keys, chunk_tokens)
     length = len(ids) if ids is not None else (origin + len(given or ())) * chunk_tokens

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
+from typing import TypedDict
 
 from pagoda import policy as policies
 from pagoda.config.remotes import RemoteSpec, parse
@@ -16,7 +17,7 @@ from pagoda.config.sizes import AUTO, auto_bytes
 from pagoda.config.values import WritePolicy, checked
 from pagoda.errors import ConfigError
 
-__all__ = ["Config", "RemoteSpec", "WritePolicy", "defaults", "option_names"]
+__all__ = ["Config", "ConfigOptions", "RemoteSpec", "WritePolicy", "defaults", "option_names"]
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,31 @@ class Config:
         if self.disk_bytes:
             roots["disk"] = Path(self.disk_path)
         return roots
+
+
+class ConfigOptions(TypedDict, total=False):
+    """The options of a `Config` as keywords of `Cache`, so that an editor completes them."""
+
+    chunk_tokens: int
+    host_size: int | str
+    host_path: str | os.PathLike[str]
+    host_shared: bool
+    disk_size: int | str
+    disk_path: str | os.PathLike[str]
+    disk_direct: bool | None
+    remote: str | list[str] | tuple[str, ...]
+    weights_epoch: int
+    durable: bool
+    write_policy: WritePolicy
+    selective_hits: int
+    min_hit_tokens: int
+    worth_it: bool
+    deadline_seconds: float
+    io_threads: int
+    queue_chunks: int
+    policy: str
+    record: str | os.PathLike[str]
+    profile: bool
 
 
 def option_names() -> list[str]:
