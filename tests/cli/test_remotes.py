@@ -15,8 +15,8 @@ import pytest
 from pagoda.codec import HEADER_BYTES
 from pagoda.config.remotes import parse
 from pagoda.keys import Namespace, chunk_keys
+from pagoda.tiers.remote.open_client import open_client
 from pagoda.tiers.remote.store_client import PutResult
-from pagoda.tiers.remote.urls import open_client
 from tests.cli.shelf import CHUNK, LLAMA, QWEN, answer, host, pagoda, put, refused
 from tests.remote.servers import Server, free_port, nginx_dav, redis_server
 

@@ -109,7 +109,7 @@ class RemoteSpec:
             ConfigError: the password cannot be read, or the engine refuses the URL.
             StoreError: the engine's library is missing.
         """
-        from pagoda.tiers.remote.urls import open_client
+        from pagoda.tiers.remote.open_client import open_client
 
         return open_client(
             self.kind,

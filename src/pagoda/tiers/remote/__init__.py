@@ -2,7 +2,8 @@
 
 In the order in which a save meets them:
 
-- `urls`: makes the client of a store from a URL
+- `open_client`: makes the client of a store from a URL
+- `urls`: the rules for URLs
 - `remote_tier`: the tier
 - `presence`: what is known about which keys the store has
 - `query_queue`: short queries that a caller waits a moment for

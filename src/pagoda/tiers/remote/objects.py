@@ -23,7 +23,7 @@ import numpy as np
 from pagoda.codec import HEADER_BYTES
 from pagoda.metrics import Reason
 from pagoda.tiers.base import Bytes
-from pagoda.tiers.remote import obstore_client, s3_requests
+from pagoda.tiers.remote import obstore_client, s3_requests, urls
 from pagoda.tiers.remote.http import HttpConnection, HttpConnectionPool, Response, listed_paths
 from pagoda.tiers.remote.obstore_client import (
     NO_BUCKET,
@@ -88,18 +88,18 @@ class ObjectStoreClient:
             ValueError: the URL, the prefix or an option is invalid. No message contains the value of an option.
             ModuleNotFoundError: obstore is not installed; says how to install it.
         """
-        parts, path = obstore_client.parse_store_url(url)
-        obstore_client.check_prefix(prefix)
-        self.name = name or obstore_client.TIER_NAMES[parts.scheme]
+        parts, path = urls.parse_store_url(url)
+        urls.check_prefix(prefix)
+        self.name = name or urls.TIER_NAMES[parts.scheme]
         self.keepalive_seconds: float | None = None  # each request costs money
         self.believed_seconds = _BELIEVED_SECONDS
         self._base = "/".join(part for part in (path, prefix, str(NAME_FORMAT)) if part)
         self._parts = parts
         self._options = dict(options)
-        endpoint = obstore_client.endpoint_of(parts, self._options)
-        self.address = f"{parts.scheme}://{obstore_client.host_of(parts)}{f'/{path}' if path else ''}"
+        endpoint = urls.endpoint_of(parts, self._options)
+        self.address = f"{parts.scheme}://{urls.host_of(parts)}{f'/{path}' if path else ''}"
         if endpoint is not None and parts.scheme not in ("http", "https"):
-            self.address += f" at {endpoint.scheme}://{obstore_client.host_of(endpoint)}"
+            self.address += f" at {endpoint.scheme}://{urls.host_of(endpoint)}"
         obstore_client.open_store(parts, self._options)
 
     def connect(
@@ -110,7 +110,7 @@ class ObjectStoreClient:
         See StoreClient.connect.
         """
         store = obstore_client.open_store(self._parts, self._options)
-        is_direct = obstore_client.supports_direct(self._parts, self._options)
+        is_direct = urls.supports_direct(self._parts, self._options)
         secret = s3_requests.find_secret(self._options) if is_direct and self._parts.scheme == "s3" else None
         connection = ObjectStoreConnection(store, self._base, self.address, self._parts, is_direct, secret)
         try:
@@ -142,10 +142,10 @@ class ObjectStoreConnection:
         self._base = base
         self._address = address
         self._url = url
-        self._is_webdav = obstore_client.is_webdav(url.scheme)
+        self._is_webdav = urls.is_webdav(url.scheme)
         self._is_direct = is_direct
         self._secret = secret  # to sign what obstore does not sign: requests to an S3 bucket as a whole
-        self._headers = obstore_client.authorization_header(url)
+        self._headers = urls.authorization_header(url)
         self._http: HttpConnection | None = None
         self._http_pool: HttpConnectionPool | None = None  # for look-ups
         self._creates = not self._is_webdav  # whether the store can refuse to overwrite
@@ -375,8 +375,8 @@ class ObjectStoreConnection:
         self._runner.check_usable()
         if self._is_webdav:
             return self._url, ["/" + quote(name, safe="/~") for name in names]
-        urls = [urlsplit(url) for url in self._runner.run(self._sign(method, names), until)]
-        return urls[0], [f"{url.path}?{url.query}" for url in urls]
+        signed = [urlsplit(url) for url in self._runner.run(self._sign(method, names), until)]
+        return signed[0], [f"{url.path}?{url.query}" for url in signed]
 
     async def _sign(self, method: str, names: Sequence[str]) -> list[str]:
         import obstore

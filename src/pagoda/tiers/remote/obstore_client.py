@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import ipaddress
 import os
 import re
 import selectors
@@ -13,31 +11,29 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, 
 from contextvars import Context
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
-from urllib.parse import SplitResult, unquote, urlsplit
-from urllib.request import getproxies, proxy_bypass
+from urllib.parse import SplitResult
 
 from pagoda.metrics import Reason
 from pagoda.threads import Pool
 from pagoda.tiers.remote.sockets import IDLE_SECONDS
 from pagoda.tiers.remote.store_client import RefusedError
+from pagoda.tiers.remote.urls import authorization_header, endpoint_of, host_of, is_loopback, without_vendor
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
-__all__ = ["NO_BUCKET", "TIER_NAMES", "ObstoreRunner", "UnsupportedError", "authorization_header", "batches"]
-__all__ += ["check_prefix", "endpoint_of", "error_code", "gather_all", "host_of", "is_webdav", "open_store"]
-__all__ += ["parse_store_url", "supports_direct"]
+__all__ = [
+    "NO_BUCKET",
+    "ObstoreRunner",
+    "UnsupportedError",
+    "batches",
+    "error_code",
+    "gather_all",
+    "open_store",
+]
 
 _T = TypeVar("_T")
 
-# with these options obstore's requests contain more than a URL, or take another route
-_REQUEST_OPTIONS = re.compile(
-    "skip_signature|s3_express|request_payer|server_side_encryption|sse_.*|checksum_algorithm|default_headers|proxy_.*"
-    "|root_certificate|allow_invalid_certificates|unsigned_payload"
-)
-TIER_NAMES = {"s3": "s3", "gs": "gs", "az": "az", "http": "webdav", "https": "webdav"}  # by the scheme
-_PREFIX = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
-_PATH = re.compile(r"([A-Za-z0-9_~=+-][A-Za-z0-9_.~=+-]*(/|$))*")
 _LONGEST = "1h"  # obstore's own limit of a request (30 s by default): ours end at `until`
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([A-Za-z]{1,60})</Code>")
@@ -47,22 +43,6 @@ _RETRY_STATUSES = (408, 425, 429)  # the 4xx that mean "later"
 _REASONS_OF_STATUS = {413: Reason.TOO_LARGE, 507: Reason.FULL}
 
 _used_by: int | None = None  # the process in which obstore has started its threads
-
-
-def parse_store_url(url: str) -> tuple[SplitResult, str]:
-    """Return a URL in parts, and its path without slashes at the ends. ValueError if it is not a supported one."""
-    parts = urlsplit(url)
-    path = unquote(parts.path).strip("/")
-    if parts.scheme not in TIER_NAMES or not parts.hostname or parts.query or not _PATH.fullmatch(path):
-        known = ", ".join(f"{scheme}://" for scheme in TIER_NAMES)
-        raise ValueError(f"an object store's URL is needed: {known} with a bucket or host and a plain path")
-    return parts, path
-
-
-def check_prefix(prefix: str) -> None:
-    """Raise ValueError if names cannot begin with `prefix`."""
-    if not _PREFIX.fullmatch(prefix):
-        raise ValueError(f"prefix={prefix}: letters, digits, _ . and -, at most 64, no . or - at the start")
 
 
 def open_store(parts: SplitResult, options: Mapping[str, str]) -> ObjectStore:
@@ -103,61 +83,14 @@ def _client_settings(parts: SplitResult, options: Mapping[str, str]) -> dict[str
     endpoint = endpoint_of(parts, options)
     settings = {"timeout": _LONGEST, "pool_idle_timeout": f"{IDLE_SECONDS}s"}
     is_plain = endpoint is not None and endpoint.scheme == "http"
-    if is_plain and _is_loopback(endpoint):
+    if is_plain and is_loopback(endpoint):
         settings["allow_http"] = "true"
     elif is_plain and options.get("allow_http", "").lower() != "true":
         raise ValueError("plain http can be read and changed on the way: write https, or say allow_http=true")
-    if parts.scheme == "s3" and (not is_plain or _is_loopback(endpoint)):
+    if parts.scheme == "s3" and (not is_plain or is_loopback(endpoint)):
         settings["unsigned_payload"] = "true"  # TLS guards the bytes; hashing them costs 6x the CPU
-    given = {_without_vendor(name) for name in options}
+    given = {without_vendor(name) for name in options}
     return {name: value for name, value in settings.items() if name not in given} | dict(options)
-
-
-def authorization_header(parts: SplitResult) -> dict[str, str]:
-    """Return the header for the user and password of a URL. They are kept out of the URL, which errors may quote."""
-    if parts.username is None:
-        return {}
-    user = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
-    return {"Authorization": f"Basic {base64.b64encode(user.encode()).decode()}"}
-
-
-def supports_direct(parts: SplitResult, options: Mapping[str, str]) -> bool:
-    """Return whether chunks can use our own connections: a request needs nothing but the URL, signed if necessary.
-
-    GCS and Azure are left to obstore: signing a URL for them can itself take a request.
-    """
-    if parts.scheme not in ("s3", "http", "https"):
-        return False
-    given = {
-        _without_vendor(name)
-        for name, value in options.items()
-        if name != "unsigned_payload" or value != "true"
-    }
-    host = parts.hostname or ""
-    if parts.scheme == "s3":
-        given |= {_without_vendor(name) for name in os.environ if name.startswith("AWS_")}
-        endpoint = endpoint_of(parts, options)
-        host = endpoint.hostname or "" if endpoint is not None else "s3.amazonaws.com"
-    is_proxied = not getproxies().keys().isdisjoint(("http", "https", "all")) and not proxy_bypass(host)
-    return not is_proxied and not any(_REQUEST_OPTIONS.fullmatch(name) for name in given)
-
-
-def endpoint_of(parts: SplitResult, options: Mapping[str, str]) -> SplitResult | None:
-    """Return where requests go, if that is given: by the URL itself, an option or an environment variable."""
-    if is_webdav(parts.scheme):
-        return parts
-    given = {_without_vendor(name): value for name, value in options.items()}
-    names = ("endpoint_url_s3", "endpoint_url", "endpoint", "base_url")
-    if parts.scheme == "s3":
-        given = {
-            name: os.environ[f"AWS_{name.upper()}"] for name in names if f"AWS_{name.upper()}" in os.environ
-        } | given
-    return next((urlsplit(given[name]) for name in names if name in given), None)
-
-
-def _without_vendor(option: str) -> str:
-    """Return an option without the vendor prefix that obstore allows."""
-    return re.sub(r"^(aws|azure_storage|azure|google)_", "", option.lower())
 
 
 def _safe_complaint(text: str) -> str:
@@ -166,24 +99,6 @@ def _safe_complaint(text: str) -> str:
         if match := re.search(found, text):
             return match[0]
     return "obstore cannot use these settings"
-
-
-def host_of(parts: SplitResult) -> str:
-    """Return host and port, without user and password."""
-    return parts.netloc.rpartition("@")[2]
-
-
-def is_webdav(scheme: str) -> bool:
-    """Return whether the scheme is that of a WebDAV server."""
-    return scheme in ("http", "https")
-
-
-def _is_loopback(parts: SplitResult | None) -> bool:
-    host = parts.hostname or "" if parts else ""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class UnsupportedError(RefusedError):

@@ -14,7 +14,6 @@ from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from itertools import takewhile
 from typing import NamedTuple
-from urllib.parse import parse_qsl, urlsplit
 
 from pagoda.errors import ConfigError, StoreError
 from pagoda.metrics import Reason
@@ -38,6 +37,7 @@ from pagoda.tiers.remote.store_client import (
     StoreConnection,
     Usage,
 )
+from pagoda.tiers.remote.urls import REDIS_OPTIONS, REDIS_SHAPE, check_redis_url
 
 __all__ = ["PIECE_BYTES", "RedisAddress", "RedisClient", "RedisConnection"]
 
@@ -57,14 +57,7 @@ _TEXT = ReplyShape(b"$", 1 << 16)  # of INFO
 _KEEPALIVE_SECONDS = 20.0
 _BELIEVED_SECONDS = 2.0
 _DRAFT_SECONDS = 2.0  # how long a draft outlives the deadline of its put
-_SCHEMES = ("redis", "rediss", "unix")
-_TLS = ("ssl_ca_certs", "ssl_ca_path", "ssl_cert_reqs", "ssl_certfile", "ssl_check_hostname", "ssl_keyfile")
-_OPTIONS = ("db", "username", "password", *_TLS)
-_KNOWN = ("host", "port", "path", *_OPTIONS)
-_SHAPE = (
-    "not the URL of a Redis: write redis://user:password@host:port/db, with special characters of a password"
-    " percent-encoded"
-)
+_KNOWN = ("host", "port", "path", *REDIS_OPTIONS)
 _MOST_LATE = 8  # connections that are still being made though their call has ended
 
 
@@ -491,11 +484,11 @@ class RedisAddress:
             from redis import ConnectionPool
         except ImportError:
             raise StoreError("Redis needs redis-py: pip install 'pagodakv[redis]'") from None
-        scheme = _check(url)
+        scheme = check_redis_url(url)
         try:
             pool = ConnectionPool.from_url(url)
         except ValueError:  # its text may quote the password
-            raise ConfigError(_SHAPE) from None
+            raise ConfigError(REDIS_SHAPE) from None
         options = {name: pool.connection_kwargs[name] for name in _KNOWN if name in pool.connection_kwargs}
         self._connection = pool.connection_class
         self.text = f"{scheme}://{_text(options)}"
@@ -561,25 +554,6 @@ class RedisAddress:
         connected: socket.socket = connection._sock
         connection._sock = None  # it belongs to the caller now
         return connected
-
-
-def _check(url: str) -> str:
-    """Return the scheme; refuse what redis-py would misread: a password that contains a `/`."""
-    try:
-        parts = urlsplit(url)
-        host = parts.hostname
-    except ValueError:
-        raise ConfigError(_SHAPE) from None
-    if parts.scheme not in _SCHEMES:
-        raise ConfigError(
-            f"the URL of a Redis begins with one of {', '.join(f'{name}://' for name in _SCHEMES)}"
-        )
-    place = parts.path if parts.scheme == "unix" else host and re.fullmatch(r"/?\d*", parts.path)
-    if parts.fragment or not place:
-        raise ConfigError(_SHAPE)
-    if unknown := {name for name, _ in parse_qsl(parts.query)}.difference(_OPTIONS):
-        raise ConfigError(f"unknown options of a Redis URL: {', '.join(sorted(unknown))}")
-    return parts.scheme
 
 
 def _text(options: Mapping[str, object]) -> str:

@@ -1,90 +1,159 @@
-"""Make the client for the URL of a remote tier. The libraries of the stores are imported here, when needed."""
+"""The rules for URLs of remote stores: which are valid, where their requests go, what of them is secret.
+
+`pagoda.config.remotes` checks URLs that users write, with more advice; it cannot use this module, because reading the
+configuration must not import what tiers need.
+"""
 
 from __future__ import annotations
 
-import atexit
-import sys
-import time
+import base64
+import ipaddress
+import os
+import re
 from collections.abc import Mapping
-from pathlib import Path
-from urllib.parse import quote, urlsplit, urlunsplit
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+from urllib.request import getproxies, proxy_bypass
 
-from pagoda.errors import ConfigError, StoreError
-from pagoda.tiers.remote.store_client import StoreClient
+from pagoda.errors import ConfigError
 
-__all__ = ["open_client"]
+__all__ = [
+    "REDIS_OPTIONS",
+    "REDIS_SHAPE",
+    "TIER_NAMES",
+    "authorization_header",
+    "check_prefix",
+    "check_redis_url",
+]
+__all__ += [
+    "endpoint_of",
+    "host_of",
+    "is_loopback",
+    "is_webdav",
+    "parse_store_url",
+    "supports_direct",
+    "without_vendor",
+]
 
-_LONGEST_PASSWORD_BYTES = 4096
-_SETTLE_SECONDS = 0.05
+# with these options obstore's requests contain more than a URL, or take another route
+_REQUEST_OPTIONS = re.compile(
+    "skip_signature|s3_express|request_payer|server_side_encryption|sse_.*|checksum_algorithm|default_headers|proxy_.*"
+    "|root_certificate|allow_invalid_certificates|unsigned_payload"
+)
+TIER_NAMES = {"s3": "s3", "gs": "gs", "az": "az", "http": "webdav", "https": "webdav"}  # by the scheme
+_PREFIX = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+_PATH = re.compile(r"([A-Za-z0-9_~=+-][A-Za-z0-9_.~=+-]*(/|$))*")
+_REDIS_SCHEMES = ("redis", "rediss", "unix")
+_REDIS_TLS_OPTIONS = (
+    "ssl_ca_certs",
+    "ssl_ca_path",
+    "ssl_cert_reqs",
+    "ssl_certfile",
+    "ssl_check_hostname",
+    "ssl_keyfile",
+)
+REDIS_OPTIONS = ("db", "username", "password", *_REDIS_TLS_OPTIONS)
+REDIS_SHAPE = (
+    "not the URL of a Redis: write redis://user:password@host:port/db, with special characters of a password"
+    " percent-encoded"
+)
 
 
-def open_client(
-    kind: str,
-    url: str,
-    *,
-    name: str,
-    prefix: str,
-    ttl_seconds: float | None,
-    options: Mapping[str, str],
-    password_file: str,
-) -> StoreClient:
-    """Return the client of a store; reads `password_file` (empty: none), connects to nothing.
-
-    Args:
-        kind: "redis" or "objects".
-        url: without the parameters that are for PagodaKV.
-        options: for obstore, the client of object stores.
-
-    Raises:
-        ConfigError: the password cannot be read, or the URL is invalid.
-        StoreError: the library of the store is not installed; says how to install it.
-    """
-    if password_file:
-        url = _with_password(url, _password_in(password_file))
+def check_redis_url(url: str) -> str:
+    """Return the scheme; refuse what redis-py would misread: a password that contains a `/`."""
     try:
-        if kind == "redis":
-            from pagoda.tiers.remote.redis import RedisClient
-
-            return RedisClient(url, prefix=prefix, ttl_seconds=ttl_seconds, name=name)
-        from pagoda.tiers.remote.objects import ObjectStoreClient
-
-        return ObjectStoreClient(url, prefix=prefix, name=name, options=options)
-    except ModuleNotFoundError as missing:
-        raise StoreError(str(missing)) from None
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-
-
-def _password_in(file: str) -> str:
-    """Return the content of a file, without its line end."""
-    try:
-        with Path(file).open("rb") as stream:
-            text = stream.read(_LONGEST_PASSWORD_BYTES + 1).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
-        raise ConfigError(f"password_file = {file}: cannot be read: {why}") from None
-    password = text.rstrip("\r\n")
-    if not password or len(text) > _LONGEST_PASSWORD_BYTES:
-        raise ConfigError(f"password_file = {file}: {'is too long' if password else 'is empty'}")
-    return password
+        parts = urlsplit(url)
+        host = parts.hostname
+    except ValueError:
+        raise ConfigError(REDIS_SHAPE) from None
+    if parts.scheme not in _REDIS_SCHEMES:
+        raise ConfigError(
+            f"the URL of a Redis begins with one of {', '.join(f'{name}://' for name in _REDIS_SCHEMES)}"
+        )
+    place = parts.path if parts.scheme == "unix" else host and re.fullmatch(r"/?\d*", parts.path)
+    if parts.fragment or not place:
+        raise ConfigError(REDIS_SHAPE)
+    if unknown := {name for name, _ in parse_qsl(parts.query)}.difference(REDIS_OPTIONS):
+        raise ConfigError(f"unknown options of a Redis URL: {', '.join(sorted(unknown))}")
+    return parts.scheme
 
 
-def _with_password(url: str, password: str) -> str:
-    """Return `url` with a password after its user name, if it has one."""
+def parse_store_url(url: str) -> tuple[SplitResult, str]:
+    """Return a URL in parts, and its path without slashes at the ends. ValueError if it is not a supported one."""
     parts = urlsplit(url)
-    user, _, place = parts.netloc.rpartition("@")
-    return urlunsplit(parts._replace(netloc=f"{user}:{quote(password, safe='')}@{place}"))
+    path = unquote(parts.path).strip("/")
+    if parts.scheme not in TIER_NAMES or not parts.hostname or parts.query or not _PATH.fullmatch(path):
+        known = ", ".join(f"{scheme}://" for scheme in TIER_NAMES)
+        raise ValueError(f"an object store's URL is needed: {known} with a bucket or host and a plain path")
+    return parts, path
 
 
-def _settle() -> None:
-    """Give obstore's threads time to release Python's interpreter lock after their last request.
+def check_prefix(prefix: str) -> None:
+    """Raise ValueError if names cannot begin with `prefix`."""
+    if not _PREFIX.fullmatch(prefix):
+        raise ValueError(f"prefix={prefix}: letters, digits, _ . and -, at most 64, no . or - at the start")
 
-    A process that exits while one of them waits for it is aborted by the system: 4 of 40 that ended after one request.
+
+def authorization_header(parts: SplitResult) -> dict[str, str]:
+    """Return the header for the user and password of a URL. They are kept out of the URL, which errors may quote."""
+    if parts.username is None:
+        return {}
+    user = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+    return {"Authorization": f"Basic {base64.b64encode(user.encode()).decode()}"}
+
+
+def supports_direct(parts: SplitResult, options: Mapping[str, str]) -> bool:
+    """Return whether chunks can use our own connections: a request needs nothing but the URL, signed if necessary.
+
+    GCS and Azure are left to obstore: signing a URL for them can itself take a request.
     """
-    if "obstore" in sys.modules:
-        time.sleep(_SETTLE_SECONDS)
+    if parts.scheme not in ("s3", "http", "https"):
+        return False
+    given = {
+        without_vendor(name)
+        for name, value in options.items()
+        if name != "unsigned_payload" or value != "true"
+    }
+    host = parts.hostname or ""
+    if parts.scheme == "s3":
+        given |= {without_vendor(name) for name in os.environ if name.startswith("AWS_")}
+        endpoint = endpoint_of(parts, options)
+        host = endpoint.hostname or "" if endpoint is not None else "s3.amazonaws.com"
+    is_proxied = not getproxies().keys().isdisjoint(("http", "https", "all")) and not proxy_bypass(host)
+    return not is_proxied and not any(_REQUEST_OPTIONS.fullmatch(name) for name in given)
 
 
-atexit.register(_settle)
+def endpoint_of(parts: SplitResult, options: Mapping[str, str]) -> SplitResult | None:
+    """Return where requests go, if that is given: by the URL itself, an option or an environment variable."""
+    if is_webdav(parts.scheme):
+        return parts
+    given = {without_vendor(name): value for name, value in options.items()}
+    names = ("endpoint_url_s3", "endpoint_url", "endpoint", "base_url")
+    if parts.scheme == "s3":
+        given = {
+            name: os.environ[f"AWS_{name.upper()}"] for name in names if f"AWS_{name.upper()}" in os.environ
+        } | given
+    return next((urlsplit(given[name]) for name in names if name in given), None)
+
+
+def without_vendor(option: str) -> str:
+    """Return an option without the vendor prefix that obstore allows."""
+    return re.sub(r"^(aws|azure_storage|azure|google)_", "", option.lower())
+
+
+def host_of(parts: SplitResult) -> str:
+    """Return host and port, without user and password."""
+    return parts.netloc.rpartition("@")[2]
+
+
+def is_webdav(scheme: str) -> bool:
+    """Return whether the scheme is that of a WebDAV server."""
+    return scheme in ("http", "https")
+
+
+def is_loopback(parts: SplitResult | None) -> bool:
+    """Return whether the host of a URL is this machine."""
+    host = parts.hostname or "" if parts else ""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

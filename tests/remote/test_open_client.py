@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from pagoda.errors import ConfigError
+from pagoda.tiers.remote.open_client import open_client
 from pagoda.tiers.remote.store_client import StoreClient
-from pagoda.tiers.remote.urls import open_client
 
 
 def opened(kind: str, url: str, password_file: object = "") -> StoreClient:
