@@ -82,10 +82,10 @@ class RateLimitedLog:
         self._seen: dict[
             Reason, tuple[int, int]
         ] = {}  # reason -> (monotonic ns of its last line, suppressed since)
-        self.renew()
+        self.reset()
 
-    def renew(self) -> None:
-        """Make the lock anew, in a forked child: a thread of the parent may have held it."""
+    def reset(self) -> None:
+        """Replace the lock in a forked child: a thread of the parent may have held it."""
         self._lock = threading.Lock()
 
     def warn(self, logger: logging.Logger, reason: Reason, message: str) -> None:

@@ -318,7 +318,7 @@ def _at_exit() -> None:
 
 
 def _renew_in_child() -> None:
-    _lines.renew()
+    _lines.reset()
     for pool in list(_pools):
         pool._renew()
 

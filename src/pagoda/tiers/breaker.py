@@ -20,9 +20,9 @@ class CircuitBreaker:
         self._rest_ns = int(rest_seconds * 1e9)
         self._failures = 0
         self._retry_ns = 0
-        self.renew()
+        self.reset()
 
-    def renew(self) -> None:
+    def reset(self) -> None:
         """Replace the lock in a forked child: a thread of the parent may have held it."""
         self._lock = threading.Lock()
 

@@ -114,8 +114,8 @@ class DiskStore:
 
     def attach(self, queue: IoQueue) -> None:
         """Serve this queue from now on, with new locks: a thread of a parent process may have held the old ones."""
-        self.breaker.renew()
-        self.log.renew()
+        self.breaker.reset()
+        self.log.reset()
         self._queue = queue
         self._batches = Condition()
         self._reserved_batch = 0  # the number of the last batch that has its slots

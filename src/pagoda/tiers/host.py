@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -18,6 +17,7 @@ from pagoda import policy as policies
 from pagoda.clock import Clock
 from pagoda.dropped import WhenDropped
 from pagoda.errors import ClosedError
+from pagoda.fork import reset_in_child
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.ledger import Busy, Ledger, Present, Reserved, StoreSpec
@@ -395,10 +395,10 @@ class _PendingCopies:
 
     def __init__(self, on_last: Callable[[], None]) -> None:
         self._on_last = on_last
-        self.renew()
-        _all_pending.add(self)
+        self.reset()
+        reset_in_child(self)
 
-    def renew(self) -> None:
+    def reset(self) -> None:
         """Start empty in a forked child: the copies are its parent's."""
         self._changed = Condition()
         self.items: set[object] = set()
@@ -426,14 +426,3 @@ class _PendingCopies:
             self._closed = True
             self._late = not self._changed.wait_for(lambda: not self.items, timeout)
             return not self._late
-
-
-_all_pending: weakref.WeakSet[_PendingCopies] = weakref.WeakSet()
-
-
-def _renew_in_child() -> None:
-    for pending in list(_all_pending):
-        pending.renew()
-
-
-os.register_at_fork(after_in_child=_renew_in_child)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from pagoda.fork import reset_in_child
 from pagoda.metrics import Reason
 from pagoda.threads import Event, begin
 from pagoda.tiers.base import Done
 from pagoda.tiers.io_queue import IoQueue, ReadRequest, WriteRequest
 
 _FEWEST = 2  # the background thread and one that reads and writes: they are started first
-
-_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
 
 
 class IoWorker(Protocol):
@@ -77,10 +74,11 @@ class WorkerPool:
         self._io_threads = io_threads
         self._queue_chunks = queue_chunks
         self._closed = False
-        self._renew()
-        _pools.add(self)
+        self.reset()
+        reset_in_child(self)
 
-    def _renew(self) -> None:
+    def reset(self) -> None:
+        """Start with an empty queue, new locks and no threads: at first and in a forked child."""
         self._lock = threading.Lock()
         self.queue = IoQueue(self._queue_chunks)
         self._backend.attach(self.queue)
@@ -195,11 +193,3 @@ class WorkerPool:
             self._backend_closed |= last
         if last:
             self._backend.close()
-
-
-def _renew_in_child() -> None:
-    for pool in list(_pools):
-        pool._renew()
-
-
-os.register_at_fork(after_in_child=_renew_in_child)

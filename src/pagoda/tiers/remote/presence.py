@@ -23,9 +23,9 @@ class PresenceCache:
     def __init__(self, clock: Clock, present_seconds: float = 2.0, absent_seconds: float = 1.0) -> None:
         self._clock = clock
         self._lives_ns = {True: int(present_seconds * 1e9), False: int(absent_seconds * 1e9)}
-        self.renew()
+        self.reset()
 
-    def renew(self) -> None:
+    def reset(self) -> None:
         """Start empty with a new lock, as in a forked child."""
         self._lock = threading.Lock()
         self._known: dict[tuple[bytes | None, bytes], tuple[bool, int]] = {}  # until when; the oldest first

@@ -73,9 +73,9 @@ class RemoteStore:
         self._log = RateLimitedLog(clock)
         self._counts: Counter[str] = Counter()
         self._roots: dict[bytes, None] = {}
-        self.renew()
+        self.reset()
 
-    def renew(self) -> None:
+    def reset(self) -> None:
         """Start with new locks, in a forked child too; connections of a parent process are left alone."""
         self.queries = QueryQueue()
         self._lock = threading.Lock()
@@ -84,14 +84,14 @@ class RemoteStore:
         self.trusted_since = 0.0  # connections that are older are replaced before their next use
         self._touch_lock, self._touch_connection = threading.RLock(), WorkerConnection(self)
         for part in (self.breaker, self.write_breaker, self.touch_breaker, self.presence, self._log):
-            part.renew()
+            part.reset()
 
     # ---- the backend of the worker pool --------------------------------------------------------------------------
 
     def attach(self, queue: IoQueue) -> None:
         """Serve this queue from now on, with new locks."""
         self._queue = queue
-        self.renew()
+        self.reset()
 
     def make_worker(self) -> RemoteWorker:
         """Return the worker of a new thread."""
