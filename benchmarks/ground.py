@@ -42,7 +42,7 @@ def opened(plan: Plan, name: str, slots: int, slot_bytes: int) -> Iterator[Ledge
         spec = StoreSpec(root=Path(root), name=name, kind="memory", slots=slots, slot_bytes=slot_bytes)
         ledger = Ledger.open(spec)
         try:
-            ledger.register(NAMESPACE.root, NAMESPACE.fields())
+            ledger.namespaces.register(NAMESPACE.root, NAMESPACE.fields())
             yield ledger
         finally:
             ledger.close()

@@ -43,7 +43,7 @@ class HostSteps:
         count = len(destinations)
         first = number * self._batch % count
         keys = self._keys[len(self._keys) - count + first :][: self._batch]
-        found = self._ledger.match(keys)
+        found = self._ledger.match_prefix(keys)
         for place, slot in enumerate(found.slots.tolist(), first):
             destination = destinations[place % count]
             copier.copy(destination, self._slab.view(slot)[: destination.size])
@@ -112,7 +112,7 @@ def _race(plan: Plan, ledger: Ledger, nbytes: int, batch: int, place: int) -> tu
 
 def _check(ledger: Ledger, slab: MemorySlab, keys: Sequence[bytes], sources: Sequence[Bytes]) -> None:
     for key, source in zip(keys, sources, strict=True):
-        found = ledger.match([key])
+        found = ledger.match_prefix([key])
         if not np.array_equal(slab.view(int(found.slots[0]))[: source.size], source):
             raise RuntimeError("the bytes of a stored chunk are wrong")
 

@@ -107,7 +107,7 @@ def match_figure(plan: Plan) -> Figure:
 
 def _match(ledger: Ledger, keys: Sequence[bytes], number: int) -> None:
     first = number * 512 % 19_456
-    if len(ledger.match(keys[first : first + 512]).slots) != 512:
+    if len(ledger.match_prefix(keys[first : first + 512]).slots) != 512:
         raise RuntimeError("not all of the keys were found")
 
 
@@ -140,7 +140,7 @@ def _each(batches: Sequence[float]) -> list[float]:
 
 def _validate(ledger: Ledger, keys: Sequence[bytes]) -> None:
     """match + still_valid of 64 keys that are there."""
-    found = ledger.match(keys)
+    found = ledger.match_prefix(keys)
     if len(found.slots) != 64 or not ledger.still_valid(found.slots, found.generations).all():
         raise RuntimeError("not all of the keys were found")
 

@@ -16,9 +16,8 @@ from harness import say, seconds_text
 
 from pagoda.keys import Namespace
 from pagoda.ledger import Ledger, Reserved, StoreSpec
-from pagoda.ledger.advice import Advice
-from pagoda.ledger.columns import NO_PARENT, NOT_READY, Columns
-from pagoda.ledger.ghosts import Marks
+from pagoda.ledger.columns import NO_PARENT, NOT_READY, Columns, Marks
+from pagoda.ledger.eviction import Evictor
 
 _BATCH = 64
 _CHAIN = 512  # chunks of a prompt
@@ -52,7 +51,7 @@ class _Books:
     def __init__(self, policy: str, slots: int) -> None:
         self.columns = Columns(None, slots)
         self.columns.reset()
-        self.advice = Advice(policy, self.columns)
+        self.advice = Evictor(policy, self.columns)
         self.values = np.zeros(self.advice.shared_values)
         self._random = np.random.default_rng(0)
         self._stamp = self.now = 1_000 * _SECOND
@@ -188,7 +187,7 @@ def _ledger_costs(policies: Sequence[str], slots: int, rounds: int) -> list[Cost
 def _full_ledger(root: Path, policy: str, slots: int) -> Ledger:
     spec = StoreSpec(root=root, name=policy, kind="memory", slots=slots, slot_bytes=0)
     ledger = Ledger.open(spec, policy=policy)
-    ledger.register(_NAMESPACE.root, _NAMESPACE.fields())
+    ledger.namespaces.register(_NAMESPACE.root, _NAMESPACE.fields())
     keys = _keys("old", slots)
     for first in range(0, slots, _BATCH):
         _put(ledger, keys[first : first + _BATCH])

@@ -21,6 +21,7 @@ from harness import machine, say
 from policies import table
 from policies_streams import SAMPLE, TRACES, stream
 
+from pagoda.ledger import admin
 from pagoda.replay import Request, TierSpec, simulate
 
 _MOST_APART, _MOST_WORSE = 0.5, 0.1  # points
@@ -110,7 +111,7 @@ def _live(
 
     with tempfile.TemporaryDirectory(prefix="pagoda-bench-", dir="/dev/shm") as root:
         live = Live(Path(root), policy, host=host, disk=disk)
-        rate, counters = live.play(requests), live.ledgers[0].counters()
+        rate, counters = live.play(requests), admin.counters(live.ledgers[0])
         live.close()
     by_tier = {name: counters[f"hit_tokens_{name}"] / CHUNK / rate.accesses for name in ("host", "disk")}
     drops = {name: count for name, count in counters.items() if name.startswith("drop_") and count}

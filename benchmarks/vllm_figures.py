@@ -21,8 +21,8 @@ from ground import Plan
 from harness import Figure
 from vllm_engine import BLOCK, VOCABULARY, Copied, Engine, First, Turn, connector, options, wait_for_model
 
-from pagoda.ledger import Ledger
-from pagoda.ledger.state import STATE
+from pagoda.ledger import Ledger, admin
+from pagoda.ledger.store_files import STATE
 
 PROMPT = 3_000
 ANSWERED = 16
@@ -78,7 +78,7 @@ class House:
         (store,) = (path for path in (self._shm / engine.name).iterdir() if (path / STATE).is_file())
         ledger = Ledger.attach(store)
         try:
-            ledger.clear(None)
+            admin.clear(ledger, None)
         finally:
             ledger.close()
 

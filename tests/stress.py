@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pagoda.ledger import Ledger
+from pagoda.ledger import Ledger, admin
 from pagoda.slab.memory import MemorySlab
 from tests.stress_disk import open_disk
 from tests.stress_worker import FIELDS, ROWS_PER_WORKER, Payloads, Plan, Tally, alive
@@ -187,9 +187,9 @@ class Stress:
             self.summary.violations += log.read_text().splitlines()
         ledger = Ledger.open(self.plan.spec())
         try:
-            ledger.reap()
-            ledger.check()
-            gauges = self.summary.gauges = ledger.gauges()
+            admin.reap(ledger)
+            admin.check(ledger)
+            gauges = self.summary.gauges = admin.gauges(ledger)
             if (
                 gauges["reserved"]
                 or gauges["free"] + gauges["ready"] != gauges["slots"]
@@ -206,20 +206,20 @@ class Stress:
         """The same for the disk: nothing leaked, and each chunk that is served has its own bytes."""
         tier, payloads = open_disk(self.plan, 60.0), Payloads(self.plan.payload_bytes)
         try:
-            tier.ledger.reap()
-            tier.ledger.check()
-            gauges = tier.ledger.gauges()
+            admin.reap(tier.ledger)
+            admin.check(tier.ledger)
+            gauges = admin.gauges(tier.ledger)
             if (
                 gauges["reserved"]
                 or gauges["free"] + gauges["ready"] != gauges["slots"]
                 or gauges["members"] != 1
             ):
                 self.summary.violations.append(f"leaked on disk: {gauges}")
-            for row in list(tier.ledger.rows()):
+            for row in list(admin.list_chunks(tier.ledger)):
                 found = tier.get(row.key)
                 if found is None:
                     self.summary.violations.append(
-                        f"slot {row.slot} on disk is not served: {tier.ledger.why(row.key)}"
+                        f"slot {row.slot} on disk is not served: {tier.ledger.explain_miss(row.key)}"
                     )
                 elif differs := payloads.differs(row.key, found):
                     self.summary.violations.append(f"wrong bytes on disk: slot {row.slot}: {differs}")
@@ -232,7 +232,7 @@ class Stress:
             MemorySlab(ledger.slab_path, ledger.slots, ledger.slot_bytes),
             Payloads(self.plan.payload_bytes),
         )
-        for row in ledger.rows():
+        for row in admin.list_chunks(ledger):
             if differs := payloads.differs(row.key, slab.view(row.slot).copy()):
                 self.summary.violations.append(f"wrong bytes at the end: slot {row.slot}: {differs}")
 

@@ -38,7 +38,7 @@ from pagoda.dropped import settle
 from pagoda.errors import StoreError
 from pagoda.keys import Namespace, chunk_keys
 from pagoda.layout import KVLayout
-from pagoda.ledger import Ledger
+from pagoda.ledger import Ledger, admin
 from pagoda.transfer import BlockKV
 from tests.interrupts import Interrupted, release_logging
 
@@ -487,9 +487,9 @@ class Run:
         """Nothing of a store is reserved or held."""
         ledger = Ledger.attach(directory)
         try:
-            ledger.reap()
-            gauges = ledger.check().gauges
-            holds = ledger._session.read(lambda txn, tables: list(tables.rows(txn, tables.holds)), 30)
+            admin.reap(ledger)
+            gauges = admin.check(ledger).gauges
+            holds = ledger.session.read(lambda txn, tables: list(tables.rows(txn, tables.holds)), 30)
             if gauges["reserved"] or gauges["members"] != 1 or holds:
                 self.outcome.fail("leaks", f"{directory}: {gauges}, holds {holds}")
         finally:

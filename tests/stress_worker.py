@@ -25,7 +25,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from pagoda.keys import Namespace, chunk_keys
-from pagoda.ledger import Ledger, Present, Reserved, StoreSpec
+from pagoda.ledger import Ledger, Present, Reserved, StoreSpec, admin
 from pagoda.slab.memory import MemorySlab
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -172,7 +172,7 @@ class Worker:
         self.ledger = Ledger.open(self.plan.spec(), deadline_seconds=30.0)
         self.slab = MemorySlab(self.ledger.slab_path, self.ledger.slots, self.ledger.slot_bytes)
         for chain in self.chains:
-            self.ledger.register(chain.namespace.root, chain.namespace.fields())
+            self.ledger.namespaces.register(chain.namespace.root, chain.namespace.fields())
         self.disk = DiskSide(self) if self.plan.disk_root else None
 
     def close(self) -> None:
@@ -305,7 +305,9 @@ class Worker:
         keys = chain.keys[:length]
         match = self.timed(
             "match",
-            lambda: self.ledger.match(keys, lease_seconds=lease, deadline_seconds=self.plan.deadline_seconds),
+            lambda: self.ledger.match_prefix(
+                keys, lease_seconds=lease, deadline_seconds=self.plan.deadline_seconds
+            ),
         )
         run = len(match.slots)
         self.tally.add(self.row, "hits" if run else "misses")
@@ -333,28 +335,28 @@ class Worker:
         owner = f"owner-{self.row}"
         ledger, roll = self.ledger, self.random.random()
         if roll < 0.25:
-            self.timed("pin", lambda: ledger.pin(keys, owner))
+            self.timed("pin", lambda: admin.pin(ledger, keys, owner))
         elif roll < 0.5:
-            self.timed("unpin", lambda: ledger.unpin(self.random.choice((None, keys)), owner))
+            self.timed("unpin", lambda: admin.unpin(ledger, self.random.choice((None, keys)), owner))
         elif roll < 0.7:
-            self.timed("remove", lambda: ledger.remove(keys))
+            self.timed("remove", lambda: admin.remove(ledger, keys))
         elif roll < 0.73:
-            self.timed("clear", lambda: ledger.clear(chain.namespace.root))
+            self.timed("clear", lambda: admin.clear(ledger, chain.namespace.root))
         elif roll < 0.74:
-            self.timed("clear all", lambda: ledger.clear())
+            self.timed("clear all", lambda: admin.clear(ledger))
         elif roll < 0.85:
             match = self.timed(
-                "match", lambda: ledger.match(keys[:1], deadline_seconds=self.plan.deadline_seconds)
+                "match", lambda: ledger.match_prefix(keys[:1], deadline_seconds=self.plan.deadline_seconds)
             )
             self.timed("lease", lambda: ledger.lease(match.slots, match.generations, 0.1))
         elif roll < 0.93:
-            self.timed("gauges", ledger.gauges)
+            self.timed("gauges", lambda: admin.gauges(ledger))
         elif roll < 0.96:
-            self.timed("rows", lambda: [row.key for row in ledger.rows(limit=10)])
+            self.timed("rows", lambda: [row.key for row in admin.list_chunks(ledger, limit=10)])
         elif roll < 0.98:
-            self.timed("why", lambda: ledger.why(keys[0]))
+            self.timed("why", lambda: ledger.explain_miss(keys[0]))
         else:
-            self.timed("reap", ledger.reap, 2.0)
+            self.timed("reap", lambda: admin.reap(ledger), 2.0)
 
     def free_row(self) -> int | None:
         """A row for one more forked child, or None; collects children that ended."""

@@ -9,6 +9,7 @@ from blake3 import blake3
 
 from pagoda.blocks import Direction, PrefixMatch
 from pagoda.keys import Item
+from pagoda.ledger import admin
 from tests.blocks.kit import (
     Engine,
     cache_at,
@@ -37,7 +38,7 @@ def test_fixed_pools_with_gauges_for_total_free_and_usable(hosted: Engine) -> No
     assert (hosted.manager.free, stats()["evictable"]) == (5, 3)
     assert hosted.cache is not None and hosted.cache.slots is not None and hosted.cache.slots.count == 64
     hosted.demoted(3)
-    gauges = ledger_of(hosted.cache).gauges()
+    gauges = admin.gauges(ledger_of(hosted.cache))
     assert (hosted.manager.free, gauges["ready"], gauges["free"], gauges["slots"]) == (8, 3, 61, 64)
 
 
@@ -98,7 +99,7 @@ def test_where_a_block_is(shm_root: Path, tmp_path: Path) -> None:
         engine.manager.release("b")
         engine.demoted(1)
         assert cache.flush(60)
-        ledger_of(cache).clear(None)
+        admin.clear(ledger_of(cache), None)
         assert engine.places(tokens) == ["storage"]
         goes_on = workers_stopped(cache)
         engine.add("c", tokens)
@@ -126,7 +127,7 @@ def test_a_hit_on_a_block_on_its_way_to_host_cancels_the_move(hosted: Engine) ->
     assert (settled.freed, hosted.stat("cancelled_moves"), hosted.stat("demoted_blocks")) == (1, 1, 1)
     assert hosted.places(prompt(8)) == ["device", "host"]
     assert hosted.cache is not None
-    assert ledger_of(hosted.cache).gauges()["reserved"] == 0  # the slot of the move that was called off
+    assert admin.gauges(ledger_of(hosted.cache))["reserved"] == 0  # the slot of the move that was called off
 
 
 def test_a_hit_on_a_host_block_brings_it_back(hosted: Engine) -> None:

@@ -12,6 +12,7 @@ from blake3 import blake3
 from pagoda.blocks import BlockManager, NoRoom, Plan, PrefixMatch, Waiting
 from pagoda.cache import Cache
 from pagoda.layout import KVLayout
+from pagoda.ledger import admin
 from tests.blocks.kit import (
     BLOCK,
     NAMESPACE,
@@ -71,7 +72,7 @@ def test_reset_abandons_moves_in_flight(hosted: Engine) -> None:
     for plan in (down, up):
         assert not hosted.manager.completed(plan.ticket).known
     assert hosted.cache is not None
-    assert ledger_of(hosted.cache).gauges()["reserved"] == 0
+    assert admin.gauges(ledger_of(hosted.cache))["reserved"] == 0
     hosted.add("comes", prompt(8))  # its name is forgotten too
 
 
@@ -265,7 +266,7 @@ def test_cache_clear_gives_the_host_chunks_up(hosted: Engine) -> None:
     assert hosted.places(prompt(16)) == ["host"] * 4 and hosted.cache is not None
     assert hosted.cache.clear().ok
     assert hosted.places(prompt(16)) == ["freed"] * 4
-    assert ledger_of(hosted.cache).gauges()["free"] == 64
+    assert admin.gauges(ledger_of(hosted.cache))["free"] == 64
 
 
 def test_a_rank_that_dies_is_noticed(shm_root: Path) -> None:

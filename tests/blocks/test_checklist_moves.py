@@ -9,6 +9,7 @@ from blake3 import blake3
 
 from pagoda.blocks import Direction, PrefixMatch
 from pagoda.keys import Item
+from pagoda.ledger import admin
 from pagoda.testing import FakeClock
 from tests.blocks.kit import (
     BLOCK,
@@ -62,7 +63,7 @@ def test_demote_if_the_host_has_room_or_can_make_it_else_drop(shm_root: Path) ->
         clock.advance(100)
         held = []
         for seed in range(1, 5):  # now nothing there may go
-            match = ledger_of(cache).match(engine.keys(prompt(16, seed)))
+            match = ledger_of(cache).match_prefix(engine.keys(prompt(16, seed)))
             assert ledger_of(cache).hold(match.slots, match.generations) == [True] * 4
             held.append(match)
         ledger_of(cache).release(held[0].slots[2:], held[0].generations[2:])  # but for two of them
@@ -134,7 +135,7 @@ def test_prefetch_brings_the_leading_run_and_takes_no_blocks(shm_root: Path, tmp
         assert (engine.manager.free, engine.manager.in_flight) == (16, 0)
         assert future.result(60).num_tokens == 20
         assert engine.manager.match("a") == PrefixMatch(0, 20, 0)
-        assert ledger_of(cache).gauges()["reserved"] == 0
+        assert admin.gauges(ledger_of(cache))["reserved"] == 0
         admitted = engine.admit("a")
         assert (admitted.by_tier, admitted.computed_tokens) == ({"disk": 20}, 20)
         engine.end(admitted.plan)

@@ -10,6 +10,7 @@ from blake3 import blake3
 
 from pagoda.blocks import PrefixMatch
 from pagoda.keys import Item
+from pagoda.ledger import admin
 from tests.blocks.kit import BLOCK, Engine, cache_at, ledger_of, prompt, stored, workers_stopped
 
 
@@ -52,7 +53,7 @@ def test_a_prefetch_is_counted_for_one_admission_only(shm_root: Path, tmp_path: 
 def test_a_prefetch_that_was_cancelled_does_not_break_the_admission(shm_root: Path, tmp_path: Path) -> None:
     with cache_at(shm_root, tmp_path) as cache:
         stored(cache, prompt(16))
-        ledger_of(cache).clear(None)
+        admin.clear(ledger_of(cache), None)
         engine = Engine(8, cache)
         goes_on = workers_stopped(cache)
         try:
@@ -114,7 +115,7 @@ def test_an_end_that_never_was_is_no_end(hosted: Engine, released: bool) -> None
     settled = hosted.end(up, blocks=2)
     assert (settled.shortened, settled.again, settled.ready, settled.freed) == ({}, (), (), 2)
     assert hosted.places(prompt(16)) == ["device", "device", "host", "host"]
-    assert hosted.cache is not None and ledger_of(hosted.cache).gauges()["reserved"] == 0
+    assert hosted.cache is not None and admin.gauges(ledger_of(hosted.cache))["reserved"] == 0
 
 
 @pytest.mark.parametrize("half", [False, True])

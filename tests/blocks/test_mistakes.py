@@ -13,6 +13,7 @@ from blake3 import blake3
 import pagoda.keys
 from pagoda.blocks import Admitted, BlockManager, Direction, NoRoom, Waiting
 from pagoda.blocks.tree import upward
+from pagoda.ledger import admin
 from pagoda.testing import FakeClock
 from tests.blocks.kit import BLOCK, Engine, cache_at, ledger_of, prompt, retrieved, stored
 from tests.ledger.support import gate_taken
@@ -226,14 +227,17 @@ def test_mistake_12_a_freed_block_that_counts_as_one_on_the_host(hosted: Engine)
     hosted.leave("a", prompt(16))
     hosted.manager.demote(4)
     assert hosted.places(prompt(16)) == ["freed"] * 4
-    assert (hosted.manager.free, ledger.gauges()["free"]) == (8, 64)  # each list has its own, and all of it
+    assert (hosted.manager.free, admin.gauges(ledger)["free"]) == (
+        8,
+        64,
+    )  # each list has its own, and all of it
     hosted.manager.resume()
     hosted.add("b", prompt(17))
     assert hosted.admit("b").computed_tokens == 0
     hosted.compute("b")
     hosted.finish("b")
     hosted.demoted(4)
-    gauges = ledger.gauges()
+    gauges = admin.gauges(ledger)
     assert gauges["free"] + gauges["ready"] == 64 and gauges["ready"] == 4
     hosted.manager.check()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from pagoda.blocks import BlockManager, Plan, Settled
+from pagoda.ledger import admin
 from tests.blocks.kit import BLOCK, Engine, cache_at, ledger_of, prompt, retrieved
 
 UNKNOWN = Settled(known=False, ended=False)
@@ -196,8 +197,8 @@ def test_ranks_are_numbered_from_zero() -> None:
 def test_holds_and_reservations_end_with_the_last_rank(four: Engine) -> None:
     plan = going_down(four, prompt(8))
     assert four.cache is not None
-    assert ledger_of(four.cache).gauges()["reserved"] == 2
+    assert admin.gauges(ledger_of(four.cache))["reserved"] == 2
     for rank in range(4):
-        assert ledger_of(four.cache).gauges()["reserved"] == 2
+        assert admin.gauges(ledger_of(four.cache))["reserved"] == 2
         four.manager.completed(plan.ticket, rank=rank, blocks=0)
-    assert ledger_of(four.cache).gauges()["reserved"] == 0
+    assert admin.gauges(ledger_of(four.cache))["reserved"] == 0

@@ -17,6 +17,7 @@ from pagoda.blocks import Admitted, NoRoom, PrefixMatch, Waiting
 from pagoda.cache import Cache
 from pagoda.cache.writeback import Generations, Slots
 from pagoda.keys import Item
+from pagoda.ledger import admin
 from tests.blocks.kit import BLOCK, Engine, cache_at, ledger_of, prompt, stored, workers_stopped
 
 IMAGE = (Item(1, 14, blake3(b"an image").digest()),)  # of blocks 0 to 3
@@ -52,7 +53,7 @@ def test_an_image_whose_end_fails_to_come_up(hosted: Engine, good: int) -> None:
     hosted.add("a", tokens, items=IMAGE)
     settled = hosted.end(hosted.admit("a").plan, good)
     assert (settled.again, settled.shortened, settled.ready) == (("a",), {}, ())
-    ledger_of(hosted.cache).remove(hosted.keys(tokens, IMAGE))  # type: ignore[arg-type]
+    admin.remove(ledger_of(hosted.cache), hosted.keys(tokens, IMAGE))  # type: ignore[arg-type]
     admitted = hosted.admit("a")
     assert (admitted.computed_tokens, admitted.shared, admitted.plan) == (0, 0, None)
     hosted.compute("a")
@@ -70,7 +71,7 @@ def test_an_image_whose_end_goes_while_it_is_looked_for(
     ledger, hold = ledger_of(hosted.cache), hosted.cache.slots.hold
 
     def after_another_removed_it(slots: Slots, generations: Generations) -> list[bool]:
-        ledger.remove(hosted.keys(tokens, IMAGE)[gone : gone + 1])
+        admin.remove(ledger, hosted.keys(tokens, IMAGE)[gone : gone + 1])
         return hold(slots, generations)
 
     monkeypatch.setattr(hosted.cache.slots, "hold", after_another_removed_it)
@@ -207,7 +208,7 @@ def nobody_gets_in(cache: Cache) -> Iterator[None]:
     shut, opens = Event(), Event()
 
     def stay() -> None:
-        ledger_of(cache)._session.gate.writing(lambda: (shut.set(), opens.wait(60)), 60)
+        ledger_of(cache).session.gate.exclusive(lambda: (shut.set(), opens.wait(60)), 60)
 
     inside = Thread(target=stay)
     inside.start()
@@ -242,7 +243,7 @@ def test_a_prefetch_is_shared_by_those_only_who_need_no_more(shm_root: Path, tmp
     tokens = prompt(17)
     with cache_at(shm_root, tmp_path) as cache:
         stored(cache, tokens)
-        ledger_of(cache).clear(None)
+        admin.clear(ledger_of(cache), None)
         engine = Engine(8, cache, write_back=False)
         engine.leave("before", tokens[:8])
         goes_on = workers_stopped(cache)

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 from pagoda.blocks import PrefixMatch
+from pagoda.ledger import admin
 from tests.blocks.kit import (
     Engine,
     cache_at,
@@ -69,7 +70,7 @@ def test_two_processes_that_demote_the_same_at_once(shm_root: Path, tmp_path: Pa
     with cache_at(shm_root, tmp_path) as cache:
         run_all([SPAWN.Process(target=_demotes, args=(shm_root, tmp_path)) for _ in range(2)])
         assert retrieved(cache, TOKENS) == (24, True)
-        assert ledger_of(cache).check().gauges["ready"] == 6
+        assert admin.check(ledger_of(cache)).gauges["ready"] == 6
 
 
 def test_an_engine_that_dies_in_its_copies_leaves_nothing_half_written(
@@ -91,7 +92,7 @@ def test_an_engine_that_dies_in_its_copies_leaves_nothing_half_written(
         assert engine.demoted(8) == 8
         assert retrieved(cache, TOKENS) == (24, True)
         engine.resume("b")
-        gauges = ledger_of(cache).check().gauges
+        gauges = admin.check(ledger_of(cache)).gauges
         assert gauges["reserved"] == 0
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.ledger import admin
 from pagoda.metrics import Reason
 from tests.cache.kit import NAMESPACE, blank, cache_at, kv_of, prompt, served, stored
 
@@ -47,7 +48,7 @@ def test_what_comes_up_in_the_middle_of_a_clear_is_cleared_above_as_well(
 
         monkeypatch.setattr(disk, "clear", bring_up_and_clear)
         assert cache.clear().chunks == {"host": 8, "disk": 4} and came == [64]
-        assert host.ledger.gauges()["ready"] == 0
+        assert admin.gauges(host.ledger)["ready"] == 0
         assert served(cache, prompt(4))[0].num_tokens == 0
 
 

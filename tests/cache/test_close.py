@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from pagoda.cache import Cache
+from pagoda.ledger import admin
 from pagoda.metrics import Reason
 from pagoda.testing import Fault
 from pagoda.tiers.base import Bytes
@@ -73,8 +74,8 @@ def test_a_close_during_a_store_gives_no_slot_away_that_is_still_copied_into(shm
             sum(served(other, prompt(1, seed))[0].num_tokens for seed in seeds) > 0
         )  # and every byte is right
         ledger = other._tiers.host.ledger  # type: ignore[union-attr]
-        wait_until(lambda: ledger.gauges()["reserved"] == 0)
-        ledger.check()
+        wait_until(lambda: admin.gauges(ledger)["reserved"] == 0)
+        admin.check(ledger)
 
 
 def test_a_close_while_the_disk_hangs_keeps_the_slot_that_is_read_into(
@@ -88,9 +89,9 @@ def test_a_close_while_the_disk_hangs_keeps_the_slot_that_is_read_into(
     assert hit.num_tokens == 0 and slab.hanging.is_set()
     cache.close(0.2)
     host = cache._tiers.host
-    assert host is not None and not host.ledger._session.closed
+    assert host is not None and not host.ledger.session.closed
     slab.release()
-    wait_until(lambda: host.ledger._session.closed)
+    wait_until(lambda: host.ledger.session.closed)
 
 
 def test_what_is_closed_takes_no_copies(shm_root: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from pagoda.cache import Cache
 from pagoda.clock import Clock
+from pagoda.ledger import admin
 from pagoda.ledger.members import DEVICE_GRACE_NS
 from pagoda.metrics import Reason
 from pagoda.slab.cuda_driver import LIBRARY
@@ -225,12 +226,12 @@ def test_slots_that_a_gpu_may_still_write_outlive_their_process(
         os.kill(process.pid or 0, signal.SIGKILL)
         process.join(60)
         assert served(cache, prompt(4))[0].reason is Reason.ABSENT
-        ledger.reap()
-        assert ledger.gauges()["reserved"] == (4 if uses_device else 0)
+        admin.reap(ledger)
+        assert admin.gauges(ledger)["reserved"] == (4 if uses_device else 0)
         stored(cache, prompt(4))  # its keys are free at once
-        assert ledger.gauges()["reserved"] == (4 if uses_device else 0)
+        assert admin.gauges(ledger)["reserved"] == (4 if uses_device else 0)
         clock.added_ns = DEVICE_GRACE_NS + 10**8
-        ledger.reap()
-        assert ledger.gauges()["reserved"] == 0
+        admin.reap(ledger)
+        assert admin.gauges(ledger)["reserved"] == 0
         assert served(cache, prompt(4))[0].num_tokens == len(prompt(4))
-        ledger.check()
+        admin.check(ledger)

@@ -13,6 +13,7 @@ from pagoda.cache import Cache
 from pagoda.errors import ConfigError, StoreError
 from pagoda.keys import Item, Namespace, chunk_keys
 from pagoda.layout import KVLayout
+from pagoda.ledger import admin
 from pagoda.metrics import Reason
 from pagoda.tiers import HostTier
 from pagoda.transfer import BlockKV
@@ -74,7 +75,7 @@ def test_a_run_may_change_tiers_more_than_once(shm_root: Path, tmp_path: Path) -
     with cache_at(shm_root / "after", tmp_path) as cache:
         cache.store(tokens, kv_of(tokens).transfer, tiers=["host"])
         keys = [key for _, _, key in cache.keys(tokens)]
-        cache._tiers.host.ledger.remove(keys[3:5])  # type: ignore[union-attr]
+        admin.remove(cache._tiers.host.ledger, keys[3:5])  # type: ignore[union-attr]
         hit, _ = served(cache, tokens)
         assert hit.num_tokens == 192 and hit.by_tier == {"host": 160, "disk": 32}
 
@@ -305,13 +306,13 @@ def test_kv_that_is_too_short_for_its_tokens_is_refused_and_leaves_nothing(cache
     with pytest.raises(ValueError, match=r"is not (in|within) the"):
         cache.store(tokens, blank(tokens[: 3 * CHUNK]).transfer)
     ledger = cache._tiers.host.ledger  # type: ignore[union-attr]
-    assert ledger.gauges()["reserved"] == 0 and cache.lookup(tokens).num_tokens == 0
+    assert admin.gauges(ledger)["reserved"] == 0 and cache.lookup(tokens).num_tokens == 0
     stored(cache, tokens)
     with pytest.raises(ValueError, match=r"is not (in|within) the"):
         cache.retrieve(tokens, blank(tokens[: 3 * CHUNK]).transfer)
     with pytest.raises(ValueError, match=r"is not (in|within) the"):
         cache.retrieve(tokens, blank(tokens[: 3 * CHUNK]).transfer, tiers=["disk"])
-    assert ledger.gauges()["reserved"] == 0
+    assert admin.gauges(ledger)["reserved"] == 0
     wait_until(lambda: cache.stats()["staging_buffers"] == 0)  # reads that were under way end by themselves
 
 

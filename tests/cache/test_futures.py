@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pagoda.ledger import admin
 from pagoda.metrics import Reason
 from pagoda.testing import Fault
 from tests.cache.kit import CHUNK, blank, cache_at, kv_of, prompt, served, wait_until
@@ -113,11 +114,11 @@ def test_a_cancelled_retrieve_ends_before_the_await_does(shm_root: Path, tmp_pat
         before = kv.blocks.copy()
         slab.heal()
         ledger = cache._tiers.host.ledger  # type: ignore[union-attr]
-        wait_until(lambda: ledger.gauges()["reserved"] == 0)
+        wait_until(lambda: admin.gauges(ledger)["reserved"] == 0)
         time.sleep(0.05)
         assert np.array_equal(before, kv.blocks)  # nobody writes into memory that is the engine's again
         assert served(cache, prompt(8))[0].num_tokens == 128
-        ledger.check()
+        admin.check(ledger)
 
 
 def test_a_cancelled_store_is_whole_or_not_there(shm_root: Path) -> None:
@@ -143,7 +144,7 @@ def test_a_cancelled_store_is_whole_or_not_there(shm_root: Path) -> None:
                 await task
 
         asyncio.run(main())
-        assert cache._tiers.host.ledger.gauges()["reserved"] == 0  # type: ignore[union-attr]
+        assert admin.gauges(cache._tiers.host.ledger)["reserved"] == 0  # type: ignore[union-attr]
         hit, _ = served(cache, tokens)
         assert hit.num_tokens == 8 * CHUNK  # the window that was being copied, and none after it
 

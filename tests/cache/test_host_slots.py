@@ -13,7 +13,7 @@ import pytest
 from pagoda.cache import Cache
 from pagoda.cache.host_slots import HostSlots
 from pagoda.cache.writeback import ChunkRef
-from pagoda.ledger import Busy, Present, Refused, Reserved
+from pagoda.ledger import Busy, Present, Refused, Reserved, admin
 from pagoda.metrics import Reason
 from tests.cache.kit import (
     CHUNK,
@@ -110,7 +110,7 @@ def test_write_through_writes_down_what_several_runs_left(shm_root: Path, tmp_pa
         assert slots_of(cache).commit({slots_of(cache).namespace(): copies}) == [True] * 12
         assert cache.flush(100)
         assert [on_disk(cache, run) for run in runs] == [3] * 4
-        slots_of(cache)._ledger.check()
+        admin.check(slots_of(cache)._ledger)
 
 
 def test_write_back_writes_what_is_left_when_it_closes(shm_root: Path, tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_chunk_that_goes_during_the_copy_is_not_valid(shm_root: Path) -> None:
         written(cache, prompt(4))
         slots, keys = slots_of(cache), keys_of(cache, prompt(4))
         found = slots.match_prefix(keys, 0)
-        assert slots._ledger.remove(keys[2:3]) == 1
+        assert admin.remove(slots._ledger, keys[2:3]) == 1
         assert slots.still_valid(found.slots, found.generations).tolist() == [True, True, False, True]
         assert slots.hold(found.slots, found.generations) == [True, True, False, True]
         slots.release(found.slots, found.generations)
@@ -150,7 +150,7 @@ def test_what_was_cleared_during_the_copy_is_not_stored(shm_root: Path, tmp_path
         cache.clear()
         assert slots_of(cache).commit({slots_of(cache).namespace(): copies}) == [False] * 4
         assert cache.flush(100) and cache.lookup(prompt(4)).num_tokens == 0
-        assert slots_of(cache)._ledger.gauges()["reserved"] == 0
+        assert admin.gauges(slots_of(cache)._ledger)["reserved"] == 0
 
 
 def test_held_chunks_stay_until_they_are_released(shm_root: Path) -> None:
@@ -166,7 +166,7 @@ def test_held_chunks_stay_until_they_are_released(shm_root: Path) -> None:
         for seed in range(10, 20):
             written(cache, prompt(8, seed))
         assert not slots.still_valid(held.slots, held.generations).any()
-        slots._ledger.check()
+        admin.check(slots._ledger)
 
 
 def test_a_reserve_may_be_longer_than_a_window(shm_root: Path) -> None:
@@ -177,7 +177,7 @@ def test_a_reserve_may_be_longer_than_a_window(shm_root: Path) -> None:
         assert served(cache, tokens)[0].num_tokens == 14 * CHUNK
         use = slots._ledger.columns.last_use[slots.match_prefix(keys_of(cache, tokens), 0, touch=False).slots]
         assert (np.diff(use.astype(np.int64)) < 0).all()  # its tail goes before its head, across windows
-        assert slots._ledger.check().unreachable == 0
+        assert admin.check(slots._ledger).unreachable == 0
 
 
 def test_a_reserve_ends_with_the_first_refusal(shm_root: Path) -> None:
@@ -192,7 +192,7 @@ def test_a_reserve_ends_with_the_first_refusal(shm_root: Path) -> None:
         assert counters_of(cache)["drop_full"] == 24
         assert all(isinstance(item, Busy) for item in reserved_for(cache, prompt(16)))
         slots.abort([item for item in outcomes if isinstance(item, Reserved)])
-        assert slots._ledger.gauges()["reserved"] == 0
+        assert admin.gauges(slots._ledger)["reserved"] == 0
 
 
 def test_what_is_no_key_is_wrong_use(shm_root: Path) -> None:
@@ -211,7 +211,7 @@ def test_namespaces_are_told_apart_and_known_by_their_labels(shm_root: Path) -> 
         root = slots.namespace(salt="a tenant")
         rooms = slots.reserve(keys, namespace=root, start=0, parent=None)
         assert slots.commit({root: copied(cache, tokens, rooms)}) == [True] * 2
-        wait_until(lambda: bool(slots._ledger.namespaces()[root].fields.get("salt")))
+        wait_until(lambda: bool(admin.list_namespaces(slots._ledger)[root].fields.get("salt")))
         assert cache.clear(salt="another").chunks["host"] == 0
         assert cache.clear(salt="a tenant").chunks["host"] == 2
         cache.weights_changed()
@@ -265,7 +265,7 @@ def test_a_closed_cache_gives_its_slots_up_though_another_has_the_ledger_open(
         slots.abort(given_up)
         slots.release(held.slots, held.generations)
         ledger = slots_of(other)._ledger
-        assert ledger.gauges()["reserved"] == 0
+        assert admin.gauges(ledger)["reserved"] == 0
         ledger.columns.lease_until[:] = 0
         for seed in range(10, 20):
             written(other, prompt(8, seed))
@@ -356,4 +356,4 @@ def test_no_byte_of_a_held_slot_changes_though_another_process_clears_it(shm_roo
         for seed in range(20, 40):
             written(cache, prompt(8, seed))
         assert not any((view == block).all() for view, block in zip(held, blocks, strict=True))
-        slots._ledger.check()
+        admin.check(slots._ledger)

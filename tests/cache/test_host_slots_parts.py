@@ -12,7 +12,7 @@ import pytest
 
 from pagoda.cache import Cache
 from pagoda.cache.writeback import ChunkRef
-from pagoda.ledger import Busy, Reserved
+from pagoda.ledger import Busy, Reserved, admin
 from tests.cache.kit import (
     CHUNK,
     LAYOUT,
@@ -125,7 +125,7 @@ def test_a_chunk_of_two_processes_is_there_when_both_have_written_it(
         assert cache.flush(100) and on_disk(cache, tokens) == 4
         assert counters_of(cache)["stored_bytes"] == 4 * LAYOUT.chunk_bytes
         pipe.send("end")
-        slots_of(cache)._ledger.check()
+        admin.check(slots_of(cache)._ledger)
     with cache_at(shm_root / "after", tmp_path) as cache:
         assert served(cache, tokens)[0].by_tier == {"disk": 64}
 
@@ -140,10 +140,10 @@ def test_a_rank_that_is_killed_before_its_part_takes_the_chunk_with_it(
         assert told(pipe) == "copied"
         assert commit_part(cache, copied_part(cache, tokens, rooms, 0), 0) == [True] * 4
         ledger = slots_of(cache)._ledger
-        assert ledger.reap() == 0 and ledger.gauges()["reserved"] == 4  # its bytes may yet come
+        assert admin.reap(ledger) == 0 and admin.gauges(ledger)["reserved"] == 4  # its bytes may yet come
         process.kill()
         process.join(60)
-        assert ledger.reap() == 4 and ledger.gauges()["reserved"] == 0
+        assert admin.reap(ledger) == 4 and admin.gauges(ledger)["reserved"] == 0
         assert nowhere(cache, tokens)
         assert len(written(cache, tokens)) == 4  # the keys are anybody's again
         assert served(cache, tokens)[0].num_tokens == 64
@@ -158,7 +158,7 @@ def test_what_one_rank_gives_up_is_not_stored(shm_root: Path, tmp_path: Path) ->
         slots.abort(rooms)
         assert slots.adopt(rooms, 1) == [False] * 3
         assert commit_part(cache, copies, 1) == [False] * 3
-        assert nowhere(cache, tokens) and slots._ledger.gauges()["reserved"] == 0
+        assert nowhere(cache, tokens) and admin.gauges(slots._ledger)["reserved"] == 0
 
 
 def test_of_a_commit_only_what_is_visible_is_written_down(shm_root: Path, tmp_path: Path) -> None:
@@ -187,4 +187,4 @@ def test_parts_that_are_none(shm_root: Path) -> None:
         copies = copied_part(cache, prompt(2), rooms, 0)
         assert slots.adopt(rooms, 2) == [False] * 2
         assert commit_part(cache, copies, 2) == [False] * 2
-        assert slots._ledger.gauges()["reserved"] == 0
+        assert admin.gauges(slots._ledger)["reserved"] == 0

@@ -11,7 +11,7 @@ import pytest
 
 from pagoda.cache import Cache
 from pagoda.cache.writeback import Access
-from pagoda.policy.hindsight import _Learnt
+from pagoda.policy.hindsight import _SharedValues
 from pagoda.testing import FakeClock
 from pagoda.tiers import DiskTier, HostTier
 from tests.cache.kit import (
@@ -101,8 +101,8 @@ def asked_again(cache: Cache) -> float:
     disk = cache._tiers.lower[0]
     assert isinstance(disk, DiskTier)
     ledger = disk.ledger
-    ledger.upkeep()
-    return float(_Learnt.of(ledger._upkeep.learnt).asked.sum())  # type: ignore[arg-type]
+    ledger.policy_thread.run_once()
+    return float(_SharedValues.of(ledger.policy_thread.learned).asked.sum())  # type: ignore[arg-type]
 
 
 def test_a_use_is_told_before_what_is_stored_after_it(

@@ -15,6 +15,7 @@ import pytest
 from pagoda.cache import Cache
 from pagoda.cache.staging import StagingPool
 from pagoda.dropped import settle
+from pagoda.ledger import admin
 from pagoda.tiers.worker_pool import WorkerPool
 from tests.cache.kit import CHUNK, blank, cache_at, kv_of, prompt, served, stored
 from tests.interrupts import Interrupted, interrupts
@@ -45,7 +46,7 @@ def outstanding(cache: Cache) -> dict[str, object]:
     """What calls, or I/O that was begun for them, have not given back."""
     resources, host = cache._resources, cache._tiers.host
     return {
-        "reserved": [ledger.check().gauges["reserved"] for _, ledger in cache._tiers.ledgers()],
+        "reserved": [admin.check(ledger).gauges["reserved"] for _, ledger in cache._tiers.ledgers()],
         "copies": len(host._pending.items) if host is not None else 0,
         "buffers": resources.load_staging.in_use + cache._resources.store_staging.in_use,
         "waiting": cache.stats()["waiting_chunks"],
@@ -61,7 +62,7 @@ def test_a_cache_leaves_nothing_behind(shm_root: Path, tmp_path: Path, tiers: st
         assert all(map(others_get_in, ledgers))
         assert cache.flush(100) and settle(100)
         for ledger in ledgers:
-            ledger.reap()
+            admin.reap(ledger)
         nothing = {"reserved": [0] * len(ledgers), "copies": 0, "buffers": 0, "waiting": 0}
         assert outstanding(cache) == nothing
         answers: list[int] = []
@@ -130,7 +131,7 @@ def test_a_tier_is_closed_whatever_broke_the_start_of_its_threads_off(
         monkeypatch.undo()
         stored(cache, prompt(3, 2))
         assert cache.flush(60)
-    assert ledger._session.closed
+    assert ledger.session.closed
 
 
 def test_nothing_stays_open_if_the_opening_of_a_tier_is_broken_off(

@@ -13,6 +13,7 @@ import pytest
 
 from pagoda.cache import Cache
 from pagoda.keys import Namespace
+from pagoda.ledger import admin
 from pagoda.metrics import Reason
 from pagoda.testing import FakeClock, Fault
 from tests.cache.kit import (
@@ -131,7 +132,7 @@ def test_mistake_4_half_written_chunks_that_are_found_and_rooms_that_are_lost(
             cache.store(prompt(4, seed), kv_of(prompt(4, seed)).transfer)
             assert cache.flush(100)
             slab.heal()
-        gauges = cache._tiers.ledgers()[1][1].check().gauges
+        gauges = admin.check(cache._tiers.ledgers()[1][1]).gauges
         assert gauges["free"] + gauges["ready"] == gauges["slots"]
     with cache_at(shm_root / "after", tmp_path) as again:  # what is found after a restart is whole
         for seed in range(30):
@@ -149,7 +150,7 @@ def test_mistake_5_accounting_that_drifts_until_every_write_is_refused(
                 cache.clear()
         assert cache.flush(100)
         for _, ledger in cache._tiers.ledgers():
-            gauges = ledger.check().gauges
+            gauges = admin.check(ledger).gauges
             assert gauges["free"] + gauges["ready"] == gauges["slots"] and not gauges["reserved"]
         stored(cache, prompt(10, 99))
         assert served(cache, prompt(10, 99), tiers=["disk"])[0].num_tokens == 160
@@ -251,7 +252,7 @@ def test_mistake_17_parents_that_go_before_their_children(shm_root: Path, tmp_pa
         for seed in range(1, 8):
             stored(cache, prompt(12, seed))
             for _, ledger in cache._tiers.ledgers():
-                assert ledger.check().unreachable == 0
+                assert admin.check(ledger).unreachable == 0
 
 
 @pytest.mark.parametrize("call", ["read", "write"])

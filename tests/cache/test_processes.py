@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from pagoda.cache import Cache
-from pagoda.ledger import Ledger
+from pagoda.ledger import Ledger, admin
 from pagoda.metrics import Reason
 from pagoda.slab import MemorySlab
 from tests.cache.kit import CHUNK, LAYOUT, SPAWN, blank, cache_at, kv_of, prompt, run_all, served, stored
@@ -46,9 +46,9 @@ def _busy(shm_root: Path, tmp_path: Path, number: int, seconds: float) -> None:
 def _whole(shm_root: Path, tmp_path: Path) -> None:
     with cache_at(shm_root, tmp_path, host_size=SMALL) as cache:
         for _, ledger in cache._tiers.ledgers():
-            ledger.reap()
-            ledger.check()
-            assert ledger.gauges()["reserved"] == 0
+            admin.reap(ledger)
+            admin.check(ledger)
+            assert admin.gauges(ledger)["reserved"] == 0
 
 
 def test_processes_that_share_everything_read_right_bytes(shm_root: Path, tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_forked_child_goes_on_with_the_same_cache(shm_root: Path, tmp_path: Pa
         assert process.exitcode == 0
         assert served(cache, prompt(5, 1))[0].num_tokens == 80
         assert served(cache, prompt(5, 1), tiers=["disk"])[0].num_tokens == 80
-        assert cache._tiers.host.ledger.check().unreachable == 0  # type: ignore[union-attr]
+        assert admin.check(cache._tiers.host.ledger).unreachable == 0  # type: ignore[union-attr]
 
 
 def _count_hits(shm_root: Path) -> None:

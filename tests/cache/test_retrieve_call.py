@@ -13,7 +13,7 @@ import pytest
 from pagoda.cache import Cache
 from pagoda.clock import Clock
 from pagoda.layout import KVLayout
-from pagoda.ledger import Ledger, Reserved, StoreSpec
+from pagoda.ledger import Ledger, Reserved, StoreSpec, admin
 from pagoda.metrics import Reason
 from pagoda.testing import FakeClock, Fault, FaultySlab
 from pagoda.tiers import DiskTier, HostTier
@@ -85,7 +85,7 @@ def test_a_run_longer_than_the_host_tier_passes_through_it(shm_root: Path, tmp_p
         assert hit.num_tokens == 200 * CHUNK and hit.by_tier == {"disk": 200 * CHUNK}
         again, _ = served(cache, tokens)
         assert again.num_tokens == 200 * CHUNK and again.by_tier["host"] > 0
-        gauges = cache._tiers.host.ledger.gauges()  # type: ignore[union-attr]
+        gauges = admin.gauges(cache._tiers.host.ledger)  # type: ignore[union-attr]
         assert gauges["reserved"] == 0
         assert cache.stats()["staging_buffers"] == 0
 
@@ -126,7 +126,7 @@ def test_a_slot_evicted_during_the_copy_is_a_miss(shm_root: Path) -> None:
 
         class Evicting(Watching):
             def before(self) -> None:
-                ledger.remove(keys[5:])
+                admin.remove(ledger, keys[5:])
                 other = prompt(50, 9)
                 cache.store(other, kv_of(other).transfer)  # fills the slots anew while they are copied
 
@@ -222,9 +222,11 @@ def test_a_disk_that_hangs_costs_one_deadline_and_leaves_nothing_behind(
         assert (hit.num_tokens, hit.reason) == (0, Reason.DEADLINE) and "disk" in hit.detail
         assert time.monotonic() - began < 20
         ledger = cache._tiers.host.ledger  # type: ignore[union-attr]
-        assert ledger.gauges()["reserved"] > 0  # a slot is not given up while I/O may still write into it
+        assert (
+            admin.gauges(ledger)["reserved"] > 0
+        )  # a slot is not given up while I/O may still write into it
         slab.heal()
-        wait_until(lambda: ledger.gauges()["reserved"] == 0)
+        wait_until(lambda: admin.gauges(ledger)["reserved"] == 0)
         hit, _ = served(cache, tokens)
         assert hit.num_tokens == 128
 
@@ -277,7 +279,7 @@ def test_an_exception_of_a_tier_is_a_miss(shm_root: Path, monkeypatch: pytest.Mo
         def broken(*_: object, **__: object) -> None:
             raise RuntimeError("torn from the wall")
 
-        monkeypatch.setattr(ledger, "match", broken)
+        monkeypatch.setattr(ledger, "match_prefix", broken)
         hit = cache.retrieve(tokens, blank(tokens).transfer)
         assert (hit.num_tokens, hit.reason) == (0, Reason.IO_ERROR) and "torn" in hit.detail
         assert cache.store(tokens, kv_of(tokens).transfer).reason is Reason.IO_ERROR
@@ -322,7 +324,7 @@ def test_on_the_disk_too_the_tail_of_a_run_stays_older_than_its_head(
     with cache_at(host, tmp_path, host_size=host_slots * SLOT) as cache:
         assert served(cache, tokens)[0].num_tokens == 100 * CHUNK
         ledger = cache._tiers.lower[0].ledger  # type: ignore[attr-defined]
-        slots = ledger.match([key for _, _, key in cache.keys(tokens)], touch=False).slots
+        slots = ledger.match_prefix([key for _, _, key in cache.keys(tokens)], touch=False).slots
         uses = ledger.columns.last_use[slots]
         assert len(uses) == 100 and (np.diff(uses) < 0).all()
 

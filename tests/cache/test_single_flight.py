@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
+from pagoda.ledger import admin
 from pagoda.testing import Fault
 from tests.cache.kit import LAYOUT, SPAWN, blank, cache_at, kv_of, prompt, run_all, served, stored
 from tests.cache.test_retrieve_call import faulty_cache, on_disk
@@ -24,7 +25,7 @@ def test_many_threads_load_a_prompt_once(shm_root: Path, tmp_path: Path) -> None
         assert slab.calls["read"] == 20
         assert cache.stats()["tiers"]["disk"]["loaded_chunks"] == 20  # type: ignore[index]
         assert sum(hit.by_tier.get("disk", 0) for hit in hits) == 320
-        assert cache._tiers.host.ledger.gauges()["reserved"] == 0  # type: ignore[union-attr]
+        assert admin.gauges(cache._tiers.host.ledger)["reserved"] == 0  # type: ignore[union-attr]
 
 
 def test_a_prefetch_and_a_retrieve_of_the_same_chunks_load_them_once(shm_root: Path, tmp_path: Path) -> None:

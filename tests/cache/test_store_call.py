@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from pagoda.cache import Cache
-from pagoda.ledger import Ledger, StoreSpec
+from pagoda.ledger import Ledger, StoreSpec, admin
 from pagoda.metrics import Reason
-from pagoda.policy.hindsight import _Learnt
+from pagoda.policy.hindsight import _SharedValues
 from pagoda.testing import FakeClock, Fault, FaultySlab
 from pagoda.tiers import DiskTier, HostTier
 from tests.cache.kit import (
@@ -64,7 +64,7 @@ def test_newer_prompts_take_the_place_of_older_ones(shm_root: Path) -> None:
             assert cache.store(prompt(16, seed), kv_of(prompt(16, seed)).transfer).num_chunks == 16
         assert served(cache, prompt(16, 9))[0].num_tokens == 256
         assert served(cache, prompt(16, 0))[0].num_tokens == 0
-        assert cache._tiers.host.ledger.check().unreachable == 0  # type: ignore[union-attr]
+        assert admin.check(cache._tiers.host.ledger).unreachable == 0  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])
@@ -88,7 +88,7 @@ def test_what_goes_below_lies_behind_its_head_there(shm_root: Path, tmp_path: Pa
         cache.store(tokens, kv_of(tokens).transfer)
         assert cache.flush(100)
         columns = cache._tiers.ledgers()[1][1].columns
-        rows = {row.key: row.slot for row in cache._tiers.ledgers()[1][1].rows()}
+        rows = {row.key: row.slot for row in admin.list_chunks(cache._tiers.ledgers()[1][1])}
         slots = [rows[key] for key in keys_of(cache, tokens)]
         assert columns.parent_slot[slots[1:]].tolist() == slots[:-1]
         assert (np.diff(columns.last_use[slots]) < 0).all()
@@ -97,16 +97,16 @@ def test_what_goes_below_lies_behind_its_head_there(shm_root: Path, tmp_path: Pa
 def refusing(cache: Cache, clock: FakeClock) -> None:
     """Have the host's policy keep out what is new: it is full of what is worth more."""
     ledger = cache._tiers.host.ledger  # type: ignore[union-attr]
-    learnt = _Learnt.of(ledger._upkeep.learnt)  # type: ignore[arg-type]
+    learnt = _SharedValues.of(ledger.policy_thread.learned)  # type: ignore[arg-type]
     learnt.asked[:, 20:27] = learnt.watched[:, 20:27] = 1000  # asked for again when 10 to 50 s old
     for _ in range(3):
-        ledger.upkeep()
+        ledger.policy_thread.run_once()
         clock.advance(6)
     for seed in range(4):
         assert cache.store(prompt(16, 900 + seed), kv_of(prompt(16, 900 + seed)).transfer).refused == 0
     assert cache.flush(100)
     clock.advance(9)
-    ledger.upkeep()
+    ledger.policy_thread.run_once()
 
 
 def test_what_the_policy_of_the_host_keeps_out_goes_below(shm_root: Path, tmp_path: Path) -> None:
@@ -180,9 +180,9 @@ def test_an_exception_in_the_middle_of_a_store_leaves_no_reservation(shm_root: P
         answer = cache.store(tokens, Breaking(kv_of(tokens).transfer))
         assert answer.reason is Reason.IO_ERROR
         ledger = cache._tiers.host.ledger  # type: ignore[union-attr]
-        assert ledger.gauges()["reserved"] == 0
+        assert admin.gauges(ledger)["reserved"] == 0
         assert served(cache, tokens)[0].num_tokens == 8 * CHUNK  # the first window was whole
-        ledger.check()
+        admin.check(ledger)
 
 
 def test_a_chunk_is_visible_only_after_its_copy(shm_root: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from pagoda.cache import Cache
 from pagoda.errors import StoreError
+from pagoda.ledger import admin
 from pagoda.metrics import Reason
 from pagoda.transfer.cpu_copy import in_threads
 from tests.cache.kit import (
@@ -94,7 +95,7 @@ def test_labels_that_could_not_be_told_are_told_later(shm_root: Path) -> None:
         with no_threads():
             cache.store(prompt(2), kv_of(prompt(2)).transfer, salt="tenant")
         cache.store(prompt(3), kv_of(prompt(3)).transfer, salt="tenant")
-        wait_until(lambda: known in host.ledger.namespaces())
+        wait_until(lambda: known in admin.list_namespaces(host.ledger))
 
 
 def test_copies_that_find_no_helper_are_done_all_the_same() -> None:

@@ -61,7 +61,7 @@ def disk(root: Path, slots: int = 64) -> Iterator[DiskTier]:
 
 def put(ledger: Ledger, namespace: Namespace, tokens: Sequence[int], start: int = 0) -> list[bytes]:
     """Store the chunks of `tokens` from chunk `start` on (or not, if someone clears); return all their keys."""
-    ledger.register(namespace.root, namespace.fields())
+    ledger.namespaces.register(namespace.root, namespace.fields())
     keys = chunk_keys(list(tokens), namespace.root, CHUNK)
     for position, key in enumerate(keys[start:], start):
         (outcome,) = ledger.reserve(

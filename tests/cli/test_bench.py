@@ -23,7 +23,7 @@ def test_figures_of_both_tiers_and_nothing_left_behind(
         figure = cast("dict[str, float]", found[name])
         assert figure["gb_per_second"] > 0 and figure["limit_gb_per_second"] > 0
         assert figure["ratio"] > 0 and figure["turns"] >= 3
-    assert len(ledger.match(keys).slots) == 4
+    assert len(ledger.match_prefix(keys).slots) == 4
     assert [path.name for path in shm_root.iterdir()] == ["host"]
     assert list(tmp_path.iterdir()) == []
     assert not list(register_of_tiers.rglob("*.json"))

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from pagoda import Cache, Config, KVLayout
+from pagoda.ledger import admin
 from pagoda.tiers import tier_registry
 from pagoda.transfer import BlockKV
 from tests.cli.shelf import LLAMA, QWEN, answer, disk, host, pagoda, put, refused, save, writer
@@ -33,7 +34,7 @@ def test_everything_in_all_tiers(shm_root: Path, tmp_path: Path) -> None:
         }
         found = answer("clear", "--yes", **where)
         assert found["cleared"] == 9 and found["failed"] == {}
-        assert ledger.gauges()["ready"] == tier.ledger.gauges()["ready"] == 0
+        assert admin.gauges(ledger)["ready"] == admin.gauges(tier.ledger)["ready"] == 0
     shown = pagoda("clear", "--yes", **where)
     assert shown.returncode == 0 and "host" in shown.stdout and "disk" in shown.stdout
 
@@ -44,7 +45,7 @@ def test_one_tenant_only(shm_root: Path) -> None:
     put(ledger, mine, range(32))
     kept = put(ledger, theirs, range(48))
     assert answer("clear", shm_root, "--yes", "--namespace", mine.root.hex()[:12])["cleared"] == 2
-    assert len(ledger.match(kept).slots) == 3
+    assert len(ledger.match_prefix(kept).slots) == 3
 
 
 def test_one_model_only(shm_root: Path) -> None:
@@ -52,7 +53,7 @@ def test_one_model_only(shm_root: Path) -> None:
     put(ledger, LLAMA, range(64))
     kept = put(ledger, QWEN, range(32))
     assert answer("clear", shm_root, "-y", "--model", "llama")["cleared"] == 4
-    assert len(ledger.match(kept).slots) == 2
+    assert len(ledger.match_prefix(kept).slots) == 2
 
 
 def test_nothing_goes_without_a_yes_or_for_a_wrong_name(shm_root: Path) -> None:
@@ -64,7 +65,7 @@ def test_nothing_goes_without_a_yes_or_for_a_wrong_name(shm_root: Path) -> None:
     assert "did you mean llama?" in refused("clear", shm_root, "--yes", "--model", "lama")
     assert "no namespace begins so" in refused("clear", shm_root, "--yes", "--namespace", "0" * 64)
     assert "hexadecimal" in refused("clear", shm_root, "--yes", "--namespace", "")
-    assert len(ledger.match(keys).slots) == 4
+    assert len(ledger.match_prefix(keys).slots) == 4
 
 
 @pytest.mark.parametrize(("typed", "code", "left"), [(b"y\n", 0, 0), (b"n\n", 1, 4), (b"\x03", 130, 4)])
@@ -100,7 +101,7 @@ def test_on_a_terminal_it_asks(shm_root: Path, typed: bytes, code: int, left: in
     os.close(ours)
     assert process.wait(120) == code, seen
     assert b"EVERYTHING" in seen and b"Traceback" not in seen
-    assert ledger.gauges()["ready"] == left
+    assert admin.gauges(ledger)["ready"] == left
 
 
 def test_a_beginning_of_two_namespaces_clears_neither(shm_root: Path) -> None:
@@ -112,7 +113,7 @@ def test_a_beginning_of_two_namespaces_clears_neither(shm_root: Path) -> None:
         namespaces.setdefault(namespace.root.hex()[0], []).append(namespace)
     digit = next(digit for digit, several in namespaces.items() if len(several) > 1)
     assert "write more of it" in refused("clear", shm_root, "--yes", "--namespace", digit)
-    assert ledger.gauges()["ready"] == 17
+    assert admin.gauges(ledger)["ready"] == 17
 
 
 def test_a_store_that_fails_is_named_and_the_others_are_cleared(shm_root: Path) -> None:
@@ -123,7 +124,7 @@ def test_a_store_that_fails_is_named_and_the_others_are_cleared(shm_root: Path) 
     found = answer("clear", shm_root, "--yes", code=1)
     assert found["cleared"] == 1
     assert list(found["failed"]) == [str(shm_root / "bad")]  # type: ignore[call-overload]
-    assert good.gauges()["ready"] == 0
+    assert admin.gauges(good)["ready"] == 0
 
 
 def test_clearing_while_another_process_stores(shm_root: Path) -> None:

@@ -11,6 +11,7 @@ from typing import cast
 import pytest
 
 from pagoda.keys import chunk_keys
+from pagoda.ledger import admin
 from pagoda.metrics import Reason
 from tests.cli.shelf import CHUNK, LLAMA, QWEN, answer, disk, host, pagoda, put, refused, save
 
@@ -57,9 +58,9 @@ def test_evicted_some_time_ago(shm_root: Path) -> None:
 def test_cleared_and_removed(shm_root: Path) -> None:
     ledger = host(shm_root)
     keys = put(ledger, LLAMA, PROMPT)
-    ledger.remove(keys[1:2])
+    admin.remove(ledger, keys[1:2])
     assert only(shm_root)[:2] == (16, "removed")
-    ledger.clear(LLAMA.root)
+    admin.clear(ledger, LLAMA.root)
     assert only(shm_root, "--chunk-tokens", CHUNK)[:2] == (0, "cleared")
 
 
@@ -79,8 +80,8 @@ def test_another_namespace_has_it_and_which_field_differs(
     ledger = host(shm_root)
     put(ledger, LLAMA, PROMPT)
     other = LLAMA.with_(**changes)
-    ledger.register(other.root, other.fields())
-    ledger.write_labels()
+    ledger.namespaces.register(other.root, other.fields())
+    ledger.namespaces.write_labels()
     num_tokens, reason, detail = only(shm_root, "--namespace", other.root.hex()[:16])
     assert (num_tokens, reason) == (0, "other_namespace")
     assert f"with {field} " in detail
@@ -132,7 +133,7 @@ def test_not_worth_loading_where_computing_is_faster(shm_root: Path, tmp_path: P
 def test_a_chunk_that_failed_its_check(tmp_path: Path) -> None:
     with disk(tmp_path) as tier:
         keys = save(tier, LLAMA, PROMPT)
-        slot = int(tier.ledger.match(keys).slots[1])
+        slot = int(tier.ledger.match_prefix(keys).slots[1])
         with tier.ledger.slab_path.open("r+b") as stream:
             stream.seek(slot * 8192 + 5000)
             stream.write(b"\xff")
@@ -145,7 +146,7 @@ def test_tiers_together(shm_root: Path, tmp_path: Path) -> None:
     put(ledger, LLAMA, PROMPT[:32])
     with disk(tmp_path) as tier:
         save(tier, LLAMA, PROMPT[:48])
-        tier.ledger.remove(chunk_keys(PROMPT, LLAMA.root, CHUNK)[:1])
+        admin.remove(tier.ledger, chunk_keys(PROMPT, LLAMA.root, CHUNK)[:1])
     where = {"PAGODA_HOST_PATH": str(shm_root), "PAGODA_DISK_PATH": str(tmp_path), "PAGODA_DISK_SIZE": "1GiB"}
     found = explained(**where)
     assert [(one["tier"], one["num_tokens"], one["reason"]) for one in found] == [
@@ -174,9 +175,13 @@ def test_the_best_namespace_comes_first_and_one_may_be_chosen(shm_root: Path) ->
 def test_explaining_touches_nothing(shm_root: Path) -> None:
     ledger = host(shm_root)
     put(ledger, LLAMA, PROMPT[:32])
-    before = (ledger.columns.last_use.tobytes(), ledger.columns.hits.tobytes(), ledger.counters())
+    before = (ledger.columns.last_use.tobytes(), ledger.columns.hits.tobytes(), admin.counters(ledger))
     explained(shm_root)
-    assert (ledger.columns.last_use.tobytes(), ledger.columns.hits.tobytes(), ledger.counters()) == before
+    assert (
+        ledger.columns.last_use.tobytes(),
+        ledger.columns.hits.tobytes(),
+        admin.counters(ledger),
+    ) == before
 
 
 def test_nothing_stored_yet(tmp_path: Path) -> None:

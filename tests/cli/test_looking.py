@@ -12,9 +12,9 @@ from typing import cast
 import msgspec
 
 from pagoda.cli import main
-from pagoda.ledger import Ledger
+from pagoda.ledger import Ledger, admin
 from pagoda.ledger.locks import OPEN
-from pagoda.ledger.state import LOCKS, read_state, write_state
+from pagoda.ledger.store_files import LOCKS, read_state, write_state
 from tests.cli.shelf import CHUNK, LLAMA, QWEN, RUN, answer, disk, host, pagoda, put, refused, save, writer
 from tests.ledger.support import holding
 
@@ -93,8 +93,8 @@ def test_ls_lists_latest_first_within_the_limit(shm_root: Path) -> None:
     ledger = host(shm_root)
     old = put(ledger, LLAMA, range(64))
     new = put(ledger, QWEN, range(32))
-    ledger.match(new)
-    ledger.pin(new[:1], "me")
+    ledger.match_prefix(new)
+    admin.pin(ledger, new[:1], "me")
     found = answer("ls", shm_root, "--limit", 2)
     assert found["total"] == 6
     chunks = cast("list[dict[str, object]]", found["chunks"])
@@ -125,11 +125,15 @@ def test_ls_by_namespace_sums_up(shm_root: Path) -> None:
 def test_looking_changes_no_recency_and_no_counters(shm_root: Path) -> None:
     ledger = host(shm_root)
     put(ledger, LLAMA, range(64))
-    before = (ledger.columns.last_use.tobytes(), ledger.columns.hits.tobytes(), ledger.counters())
+    before = (ledger.columns.last_use.tobytes(), ledger.columns.hits.tobytes(), admin.counters(ledger))
     for command in (["stats"], ["ls"], ["check"]):
         assert pagoda(*command, shm_root).returncode == 0
-    assert (ledger.columns.last_use.tobytes(), ledger.columns.hits.tobytes(), ledger.counters()) == before
-    assert ledger.gauges()["members"] == 1
+    assert (
+        ledger.columns.last_use.tobytes(),
+        ledger.columns.hits.tobytes(),
+        admin.counters(ledger),
+    ) == before
+    assert admin.gauges(ledger)["members"] == 1
 
 
 def test_the_truth_while_another_process_stores(shm_root: Path) -> None:
@@ -152,7 +156,7 @@ def test_check_reads_the_disk_and_names_what_is_damaged(tmp_path: Path) -> None:
     with disk(tmp_path) as tier:
         keys = save(tier, LLAMA, range(64))
         slab = tier.ledger.slab_path
-        slot = int(tier.ledger.match(keys).slots[2])
+        slot = int(tier.ledger.match_prefix(keys).slots[2])
     assert answer("check", tmp_path, "--read")["ok"] is True
     with slab.open("r+b") as stream:
         stream.seek(slot * 8192 + 4096 + 100)
@@ -217,7 +221,7 @@ def test_what_is_yet_to_be_read_back_is_not_called_damaged(tmp_path: Path) -> No
 def test_a_damaged_ledger_is_found(shm_root: Path) -> None:
     ledger = host(shm_root)
     keys = put(ledger, LLAMA, range(64))
-    session = ledger._session
+    session = ledger.session
     with session._tables.env.begin(write=True) as txn:  # type: ignore[union-attr]
         txn.delete(keys[0], db=session._tables.entries)  # type: ignore[union-attr]
     found = answer("check", shm_root, code=1)

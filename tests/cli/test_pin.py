@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from pagoda.ledger import admin
 from tests.cli.shelf import CHUNK, LLAMA, QWEN, answer, disk, host, pagoda, put, refused, save
 
 PROMPT = list(range(100, 164))  # four chunks
@@ -27,15 +28,15 @@ def test_what_is_pinned_stays_until_it_is_unpinned(shm_root: Path, tmp_path: Pat
     }
     for number in range(23):
         put(ledger, QWEN, range(1000 * (number + 1), 1000 * (number + 1) + 48))
-    assert len(ledger.match(keys, touch=False).slots) == 4
-    assert ledger.pins() == {"pagoda": sorted(keys)}
+    assert len(ledger.match_prefix(keys, touch=False).slots) == 4
+    assert admin.list_pins(ledger) == {"pagoda": sorted(keys)}
     assert "pinned" in pagoda("pin", shm_root, "--tokens", "-", stdin=json.dumps(PROMPT)).stdout
     path = tmp_path / "tokens"
     path.write_text(" ".join(map(str, PROMPT[:32])))
     assert answer("unpin", shm_root, "--tokens", path)["ended"] == {str(ledger.directory): 2}
     assert answer("unpin", shm_root, "--owner", "somebody")["ended"] == {str(ledger.directory): 0}
     assert "2 chunks are no longer pinned" in pagoda("unpin", shm_root).stderr
-    assert ledger.pins() == {}
+    assert admin.list_pins(ledger) == {}
     ledger.close()
 
 
@@ -46,7 +47,9 @@ def test_the_disk_too_and_one_model_only(tmp_path: Path) -> None:
         answer(
             "pin", tmp_path, "--tokens", "-", "--model", "llama", "--owner", "me", stdin=json.dumps(PROMPT)
         )
-        assert {name: sorted(pinned) for name, pinned in tier.ledger.pins().items()} == {"me": sorted(keys)}
+        assert {name: sorted(pinned) for name, pinned in admin.list_pins(tier.ledger).items()} == {
+            "me": sorted(keys)
+        }
 
 
 def test_wrong_use_and_nothing_to_pin(shm_root: Path) -> None:

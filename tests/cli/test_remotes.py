@@ -15,6 +15,7 @@ import pytest
 from pagoda.codec import HEADER_BYTES
 from pagoda.config.remotes import parse
 from pagoda.keys import Namespace, chunk_keys
+from pagoda.ledger import admin
 from pagoda.tiers.remote.open_client import open_client
 from pagoda.tiers.remote.store_client import PutResult
 from tests.cli.shelf import CHUNK, LLAMA, QWEN, answer, host, pagoda, put, refused
@@ -149,7 +150,7 @@ def test_clear_reaches_every_tier(where: dict[str, str], shm_root: Path, url: st
     found = answer("clear", "--yes", **where)
     assert found["cleared"] == 7 and found["failed"] == {}
     assert [(store["tier"], store["chunks"]) for store in found["stores"]] == [("host", 2), ("redis", 5)]  # type: ignore[attr-defined]
-    assert ledger.gauges()["ready"] == count(url, LLAMA) == count(url, QWEN) == 0
+    assert admin.gauges(ledger)["ready"] == count(url, LLAMA) == count(url, QWEN) == 0
 
 
 def test_clear_takes_one_namespace_only(where: dict[str, str], shm_root: Path, url: str) -> None:

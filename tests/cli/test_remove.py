@@ -52,7 +52,7 @@ def test_a_store_in_use_stays(shm_root: Path) -> None:
     found = answer("remove", shm_root, "--yes", code=1)
     assert [Path(store["directory"]).name for store in found["stores"]] == ["idle"]  # type: ignore[attr-defined]
     assert "stop it first" in next(iter(found["failed"].values()))  # type: ignore[attr-defined]
-    assert len(ledger.match(keys).slots) == 4
+    assert len(ledger.match_prefix(keys).slots) == 4
 
 
 def test_what_is_not_ours_stays(shm_root: Path, tmp_path: Path) -> None:

@@ -64,9 +64,9 @@ class Store:
     ) -> None:
         self.ledger = Ledger.open(memory_spec(root, slots, name, limit_bytes))
         self.slab = MemorySlab(
-            self.ledger.slab_path, self.ledger.slots, self.ledger.slot_bytes, self.ledger.lending
+            self.ledger.slab_path, self.ledger.slots, self.ledger.slot_bytes, self.ledger.page_guards
         )
-        self.ledger.register(NAMESPACE, FIELDS)
+        self.ledger.namespaces.register(NAMESPACE, FIELDS)
 
     def save(self, wanted: Sequence[bytes]) -> int:
         """Stores a prompt from its start, in windows with one stamp; returns how many of its chunks are in."""
@@ -87,7 +87,7 @@ class Store:
 
     def load(self, wanted: Sequence[bytes]) -> int:
         """Reads the leading run of a prompt and returns its length; AssertionError if a valid chunk has other bytes."""
-        match = self.ledger.match(wanted, deadline_seconds=PATIENT_SECONDS)
+        match = self.ledger.match_prefix(wanted, deadline_seconds=PATIENT_SECONDS)
         copies = [self.slab.view(int(slot)).copy() for slot in match.slots]
         valid = self.ledger.still_valid(match.slots, match.generations)
         for one, copy, good in zip(wanted, copies, valid, strict=False):

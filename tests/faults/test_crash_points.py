@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from pagoda.clock import Clock
+from pagoda.ledger import admin, rebuild
 from pagoda.ledger.columns import Columns
-from pagoda.ledger.writing import Writing
+from pagoda.ledger.transaction import Transaction
 from tests.faults.support import AfterReboot, Store, apart, disk, keys, load_from, save_to
 from tests.ledger.support import absorb_nothing
-from tests.ledger.test_sharing import LIMIT, Room
+from tests.ledger.test_space_sharing import LIMIT, Room
 
 CALLS = (
     "open",
@@ -107,9 +108,9 @@ def test_making_a_store_in_memory(shm_root: Path) -> None:
         store = Store(root)
         assert store.load(PROMPT) in (0, 4, 8, 12)
         assert store.save(PROMPT) == 12 and store.load(PROMPT) == 12
-        store.ledger.reap()
-        store.ledger.check()
-        assert store.ledger.gauges()["members"] == 1
+        admin.reap(store.ledger)
+        admin.check(store.ledger)
+        assert admin.gauges(store.ledger)["members"] == 1
         store.close()
 
     assert sweep(root, None, make, look) > 10
@@ -135,8 +136,8 @@ def look_at_disk(root: Path, slots: int, clock: Clock | None, least: int) -> Cal
         assert tier.wait_ready(60)
         assert len(load_from(tier, PROMPT)) >= least
         assert save_to(tier, keys(range(100, 105))) == 5 == len(load_from(tier, keys(range(100, 105))))
-        tier.ledger.check()
-        gauges = tier.ledger.gauges()
+        admin.check(tier.ledger)
+        gauges = admin.gauges(tier.ledger)
         assert gauges["slots"] - gauges["unbacked"] == slots, gauges
         assert gauges["members"] == 1 and not gauges["reserved"], gauges
         tier.close()
@@ -179,15 +180,15 @@ def test_rebuilding_a_store_on_disk(shm_root: Path) -> None:
 def test_a_rebuild_that_dies_between_commit_and_publication_loses_nothing(shm_root: Path) -> None:
     root = image_of_disk(shm_root / "root")
     next(root.glob("*/data.mdb")).unlink()
-    publish = Writing.publish
+    publish = Transaction.publish
 
-    def last_words(writing: Writing, columns: Columns, stamp: int) -> None:
-        if writing.meta.scan > 0:
+    def last_words(transaction: Transaction, columns: Columns, stamp: int) -> None:
+        if transaction.meta.scan > 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        publish(writing, columns, stamp)
+        publish(transaction, columns, stamp)
 
     def doomed() -> None:
-        Writing.publish = last_words  # type: ignore[method-assign]
+        Transaction.publish = last_words  # type: ignore[method-assign]
         use(root, 40)()
 
     with pytest.raises(AssertionError, match="status 9"):
@@ -215,8 +216,8 @@ def test_taking_room_from_another_layout(shm_root: Path) -> None:
     def look() -> None:
         for name, wanted in (("first", hot), ("second", PROMPT)):
             room = Room(root, name, "file")
-            if (
-                room.ledger.unscanned()
+            if rebuild.unscanned(
+                room.ledger
             ):  # killed while it opened the tables: they are rebuilt, here of no headers
                 absorb_nothing(room.ledger)
             elif name == "first":

@@ -13,12 +13,21 @@ import pytest
 
 from pagoda.clock import Clock
 from pagoda.errors import LedgerCorrupt, StoreError
-from pagoda.ledger import trust
+from pagoda.ledger import admin, integrity
 from pagoda.ledger.columns import columns_bytes
+from pagoda.ledger.integrity import is_damage
 from pagoda.ledger.ledger import Ledger
-from pagoda.ledger.state import COLUMNS, COUNTERS_FILE, STATE, TABLES, Mark, is_marked, read_state, set_mark
+from pagoda.ledger.store_files import (
+    COLUMNS,
+    COUNTERS_FILE,
+    STATE,
+    TABLES,
+    TableMark,
+    is_marked,
+    read_state,
+    set_mark,
+)
 from pagoda.ledger.tables import META_ROW, SLOT_KEY, Tables
-from pagoda.ledger.trust import is_damage
 from tests.faults.support import AfterReboot, Store, apart, disk, keys, load_from, save_to
 
 PAGE = 4096
@@ -105,7 +114,7 @@ def serves(root: Path, clock: Clock | None = None) -> None:
     assert tier.wait_ready(60)
     assert len(load_from(tier, PROMPT)) == 24
     assert save_to(tier, keys(range(100, 105))) == 5 == len(load_from(tier, keys(range(100, 105))))
-    tier.ledger.check()
+    admin.check(tier.ledger)
     tier.close()
 
 
@@ -161,7 +170,7 @@ def test_a_start_that_ended_while_the_tables_were_opened_has_the_next_rebuild_th
     store = left_open_image(tmp_path)
     before = read_state(store)
     assert before is not None
-    set_mark(store, Mark.OPENING, before.incarnation)
+    set_mark(store, TableMark.OPENING, before.incarnation)
     apart(lambda: serves(tmp_path))
     after = read_state(store)
     assert after is not None and after.incarnation == before.incarnation + 1
@@ -172,7 +181,7 @@ def test_a_start_that_ended_while_the_tables_were_opened_has_the_next_rebuild_th
 
 def spoil_row(tier_ledger: Ledger) -> None:
     """Give the tables a row that cannot be."""
-    tier_ledger._session.write(lambda w, _: w.txn.put(SLOT_KEY.pack(0), b"short", db=w.tables.slots), 10.0)
+    tier_ledger.session.write(lambda w, _: w.txn.put(SLOT_KEY.pack(0), b"short", db=w.tables.slots), 10.0)
 
 
 def test_an_error_in_the_tables_is_a_miss_and_the_store_is_rebuilt_at_the_next_opening(
@@ -183,9 +192,9 @@ def test_an_error_in_the_tables_is_a_miss_and_the_store_is_rebuilt_at_the_next_o
         assert save_to(tier, PROMPT) == 24
         spoil_row(tier.ledger)
         with pytest.raises(Exception):  # noqa: B017  # listing cannot be done; the engine never lists
-            list(tier.ledger.rows())
+            list(admin.list_chunks(tier.ledger))
         state = read_state(tier.ledger.directory)
-        assert state is not None and is_marked(tier.ledger.directory, Mark.DAMAGED, state.incarnation)
+        assert state is not None and is_marked(tier.ledger.directory, TableMark.DAMAGED, state.incarnation)
         tier.close()
         state = read_state(tier.ledger.directory)
         assert state is not None and not state.clean, "it must never pass for clean again"
@@ -205,7 +214,7 @@ def test_damage_that_a_look_does_not_find_is_remembered(tmp_path: Path) -> None:
             raise lmdb.CorruptedError("a page")
 
         with pytest.raises(StoreError):
-            tier.ledger._read_patiently(fail)
+            tier.ledger.session.read_or_raise(fail)
         assert len(load_from(tier, PROMPT)) == 24, "it goes on as long as it is open"
         tier.close()
 
@@ -221,9 +230,9 @@ def test_what_check_finds_has_the_store_rebuilt(tmp_path: Path) -> None:
     def find_it() -> None:
         tier = disk(tmp_path, SLOTS)
         assert save_to(tier, PROMPT) == 24
-        tier.ledger._session.write(lambda w, _: w.txn.delete(PROMPT[3], db=w.tables.entries), 10.0)
+        tier.ledger.session.write(lambda w, _: w.txn.delete(PROMPT[3], db=w.tables.entries), 10.0)
         with pytest.raises(LedgerCorrupt):
-            tier.ledger.check()
+            admin.check(tier.ledger)
         tier.close()
 
     apart(find_it)
@@ -233,9 +242,9 @@ def test_what_check_finds_has_the_store_rebuilt(tmp_path: Path) -> None:
 def test_wrong_use_is_no_damage(tmp_path: Path) -> None:
     tier = disk(tmp_path, SLOTS)
     with pytest.raises(struct.error):
-        tier.ledger._session.write(lambda w, _: w.give_back(-1), 10.0)
+        tier.ledger.session.write(lambda w, _: w.free_slot(-1), 10.0)
     state = read_state(tier.ledger.directory)
-    assert state is not None and not is_marked(tier.ledger.directory, Mark.DAMAGED, state.incarnation)
+    assert state is not None and not is_marked(tier.ledger.directory, TableMark.DAMAGED, state.incarnation)
     for harmless in (lmdb.MapFullError, lmdb.DiskError, lmdb.BadValsizeError, lmdb.Error, OSError):
         assert not is_damage(harmless("x"))
     tier.close()
@@ -261,7 +270,7 @@ def test_a_damaged_store_in_memory_is_made_anew(shm_root: Path) -> None:
             store = Store(shm_root)
             store.save(PROMPT)
             assert store.load(PROMPT) > 0
-            store.ledger.check()
+            admin.check(store.ledger)
             store.close()
 
         apart(serve)
@@ -283,8 +292,8 @@ def test_tables_that_take_too_long_to_read_are_rebuilt(
     assert before is not None and before.clean and before.checksum
 
     def slowly() -> None:
-        monkeypatch.setattr(trust, "_PIECE_BYTES", PAGE)
-        monkeypatch.setattr(trust, "_SECONDS", -1.0)
+        monkeypatch.setattr(integrity, "_PIECE_BYTES", PAGE)
+        monkeypatch.setattr(integrity, "_SECONDS", -1.0)
         serves(tmp_path)
         closed = read_state(store)
         assert closed is not None and not closed.clean, "what cannot be read in time is not said to be clean"

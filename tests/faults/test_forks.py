@@ -10,13 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pagoda.dropped import settle
-from pagoda.ledger import Busy, Reserved
+from pagoda.ledger import Busy, Reserved, admin
 from tests.cache.kit import cache_at
 from tests.faults.support import NAMESPACE, Store, keys, python, succeeded
 
 OUTLIVES = """
 import os, signal, sys, time
 from pathlib import Path
+from pagoda.ledger import admin
 from support import Store, keys
 store = Store(Path(sys.argv[1]))
 store.save(keys(range(5)))
@@ -29,10 +30,10 @@ assert store.load(keys(range(5))) == 5
 for turn in range(20):
     prompt = keys(range(turn * 10, turn * 10 + 10))
     assert store.save(prompt) == 10 and store.load(prompt) == 10
-gauges = store.ledger.gauges()
-store.ledger.reap()
-store.ledger.check()
-assert store.ledger.gauges()["members"] == 1, store.ledger.gauges()
+gauges = admin.gauges(store.ledger)
+admin.reap(store.ledger)
+admin.check(store.ledger)
+assert admin.gauges(store.ledger)["members"] == 1, admin.gauges(store.ledger)
 store.close()
 Path(sys.argv[2]).write_text("fine")
 """
@@ -67,25 +68,25 @@ def test_a_child_is_a_member_of_its_own_without_reservations(shm_root: Path) -> 
     store = Store(shm_root)
     [mine] = store.ledger.reserve(keys([1]), namespace=NAMESPACE)
     assert isinstance(mine, Reserved)
-    number = store.ledger.member
+    number = store.ledger.session.member
 
     def child() -> None:
         assert store.ledger.commit([mine]) == [False]
         [other] = store.ledger.reserve(keys([1]), namespace=NAMESPACE)
         assert isinstance(other, Busy) and other.owner == number
-        assert store.ledger.member != number
+        assert store.ledger.session.member != number
         store.ledger.abort([mine])
 
     assert in_child(child) == 0
     assert store.ledger.commit([mine]) == [True]
-    store.ledger.check()
+    admin.check(store.ledger)
     store.close()
 
 
 def test_what_a_killed_child_reserved_and_held_comes_back(shm_root: Path) -> None:
     store = Store(shm_root)
     store.save(keys(range(4)))
-    match = store.ledger.match(keys(range(4)))
+    match = store.ledger.match_prefix(keys(range(4)))
 
     def child() -> None:
         assert all(store.ledger.hold(match.slots, match.generations))
@@ -104,10 +105,10 @@ def test_what_a_killed_child_reserved_and_held_comes_back(shm_root: Path) -> Non
     for turn in range(10):
         store.save(keys(range(100 * turn + 100, 100 * turn + 132)))
     assert store.load(keys(range(4))) == 0, "a dead member holds nothing"
-    store.ledger.reap()
-    gauges = store.ledger.gauges()
+    admin.reap(store.ledger)
+    gauges = admin.gauges(store.ledger)
     assert gauges["reserved"] == 0 and gauges["members"] == 1
-    store.ledger.check()
+    admin.check(store.ledger)
     store.close()
 
 
@@ -115,6 +116,7 @@ def test_a_fork_among_busy_threads_leaves_both_sides_working(shm_root: Path) -> 
     code = """
 import os, sys, threading
 from pathlib import Path
+from pagoda.ledger import admin
 from support import Store, keys
 store = Store(Path(sys.argv[1]), slots=64)
 done = threading.Event()
@@ -148,9 +150,9 @@ done.set()
 for thread in threads:
     thread.join(60)
 assert not any(thread.is_alive() for thread in threads)
-store.ledger.reap()
-store.ledger.check()
-assert store.ledger.gauges()["reserved"] == 0
+admin.reap(store.ledger)
+admin.check(store.ledger)
+assert admin.gauges(store.ledger)["reserved"] == 0
 sys.exit(bad)
 """
     succeeded(python(code, shm_root))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.ledger import Reserved
+from pagoda.ledger import Reserved, admin, rebuild
 from pagoda.tiers.disk import DiskTier
 from tests.faults.support import (
     LAYOUT,
@@ -56,6 +56,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 AFTER = """
 import sys
 from pathlib import Path
+from pagoda.ledger import admin
 from support import *
 for root in map(Path, sys.argv[1:]):
     tier = disk(root, clock=AfterReboot())
@@ -64,10 +65,10 @@ for root in map(Path, sys.argv[1:]):
     assert tier.wait_ready(60)
     found = load_from(tier, keys(range(140)))
     assert not load_from(tier, keys(range(200, 210)), OTHER_TENANT), "cleared chunks came back"
-    tier.ledger.check()
+    admin.check(tier.ledger)
     assert save_to(tier, keys(range(400, 420))) == 20 and len(load_from(tier, keys(range(400, 420)))) == 20
-    tier.ledger.check()
-    gauges = tier.ledger.gauges()
+    admin.check(tier.ledger)
+    gauges = admin.gauges(tier.ledger)
     assert gauges["reserved"] == 0 and gauges["free"] + gauges["ready"] == gauges["slots"], gauges
     tier.close()
     print("found", len(found))
@@ -146,7 +147,7 @@ def test_a_clean_ledger_is_trusted_after_a_reboot_and_is_clean_no_more_while_ope
     root = shutil.copytree(images[0], tmp_path / "root")
     watch = OpenWatch(root / LAYOUT.fingerprint / "data.mdb")
     tier = disk(root, clock=AfterReboot())
-    assert "opened" in watch.events() and not len(tier.ledger.unscanned())
+    assert "opened" in watch.events() and not len(rebuild.unscanned(tier.ledger))
     assert load_from(tier, OLD) == OLD
     crashed = shutil.copytree(root, tmp_path / "crashed")
     tier.close()
@@ -160,13 +161,13 @@ def test_a_clean_ledger_is_trusted_after_a_reboot_and_is_clean_no_more_while_ope
 def again_elsewhere(tier: DiskTier, key: bytes) -> None:
     """Stores a chunk, removes it and stores it in another slot: the header of the first stays in the slab."""
     assert save_to(tier, [key]) == 1
-    before = tier.ledger.match([key]).slots.tolist()
+    before = tier.ledger.match_prefix([key]).slots.tolist()
     tier.remove(key)
     [room] = tier.ledger.reserve([b"in the way".ljust(32)], namespace=TENANT.root)
     assert isinstance(room, Reserved) and [room.slot] == before
     assert save_to(tier, [key]) == 1
     tier.ledger.abort([room])
-    assert tier.ledger.match([key]).slots.tolist() != before
+    assert tier.ledger.match_prefix([key]).slots.tolist() != before
 
 
 def test_of_one_key_the_highest_sequence_stands(tmp_path: Path) -> None:
@@ -176,14 +177,14 @@ def test_of_one_key_the_highest_sequence_stands(tmp_path: Path) -> None:
     again_elsewhere(tier, other)
     tier.remove(other)
     assert save_to(tier, [other]) == 1
-    places = {one: tier.ledger.match([one]).slots.tolist() for one in (key, other)}
+    places = {one: tier.ledger.match_prefix([one]).slots.tolist() for one in (key, other)}
     crashed = shutil.copytree(tmp_path / "root", tmp_path / "crashed")
     tier.close()
     again = disk(crashed, slots=8, clock=AfterReboot())
     assert again.wait_ready(60)
-    assert {one: again.ledger.match([one]).slots.tolist() for one in (key, other)} == places
+    assert {one: again.ledger.match_prefix([one]).slots.tolist() for one in (key, other)} == places
     assert load_from(again, [key, other]) == [key, other]
-    again.ledger.check()
+    admin.check(again.ledger)
     again.close()
 
 
@@ -191,7 +192,7 @@ def test_what_was_cleared_has_no_entry_after_a_rebuild(images: tuple[Path, Path]
     tier = disk(shutil.copytree(images[1], tmp_path / "root"), clock=AfterReboot())
     assert tier.wait_ready(60)
     cleared = keys(range(200, 210))
-    assert not {row.key for row in tier.ledger.rows()} & set(cleared)
+    assert not {row.key for row in admin.list_chunks(tier.ledger)} & set(cleared)
     assert tier.find(cleared) == 0
     tier.close()
 
@@ -199,14 +200,14 @@ def test_what_was_cleared_has_no_entry_after_a_rebuild(images: tuple[Path, Path]
 def test_generations_of_a_rebuilt_ledger_never_meet_those_of_the_old_one(tmp_path: Path) -> None:
     tier = disk(tmp_path / "root", slots=8)
     save_to(tier, keys(range(8)))
-    before = {row.generation for row in tier.ledger.rows()}
+    before = {row.generation for row in admin.list_chunks(tier.ledger)}
     crashed = shutil.copytree(tmp_path / "root", tmp_path / "crashed")
     tier.close()
     again = disk(crashed, slots=8, clock=AfterReboot())
     assert again.wait_ready(60)
     again.clear()
     save_to(again, keys(range(20, 28)))
-    assert before.isdisjoint(row.generation for row in again.ledger.rows())
+    assert before.isdisjoint(row.generation for row in admin.list_chunks(again.ledger))
     again.close()
 
 

@@ -13,12 +13,12 @@ import lmdb
 import pytest
 
 from pagoda.errors import StoreError
-from pagoda.ledger import Ledger, Refused, session
+from pagoda.ledger import Ledger, Refused, admin, session
 from pagoda.ledger import ledger as ledger_module
-from pagoda.ledger.advice import Advice
+from pagoda.ledger.eviction import Evictor
 from pagoda.ledger.namespaces import read_labels
 from pagoda.ledger.session import UnavailableError
-from pagoda.ledger.state import Kind
+from pagoda.ledger.store_files import Kind
 from pagoda.ledger.tables import Tables
 from pagoda.metrics import Reason
 from pagoda.slab import MemorySlab
@@ -36,7 +36,7 @@ def fail(ledger: Ledger) -> None:
         raise lmdb.Error
 
     with pytest.raises(UnavailableError):
-        ledger._session.write(work, 1.0)
+        ledger.session.write(work, 1.0)
 
 
 def remove(root: Path) -> None:
@@ -67,17 +67,17 @@ REPLACED = [remove, make_anew, move_another_there, copy_over]
 
 def counted(ledger: Ledger, name: str) -> int:
     """What this member has counted, which can no longer be asked for in a transaction."""
-    return int(ledger._session._row[ledger._session._column[name]])
+    return int(ledger.session._row[ledger.session._column[name]])
 
 
 def neither_finds_nor_stores(ledger: Ledger) -> None:
-    match = ledger.match(keys(1))
+    match = ledger.match_prefix(keys(1))
     assert not len(match.slots) and match.reason is Reason.IO_ERROR
     [outcome] = ledger.reserve(keys(2), namespace=TENANT)
     assert isinstance(outcome, Refused) and outcome.reason is Reason.IO_ERROR
     assert ledger.hold(match.slots, match.generations) == []
     with pytest.raises(StoreError):
-        ledger.clear()
+        admin.clear(ledger)
 
 
 @pytest.mark.parametrize("kind", ["memory", "file"])
@@ -91,7 +91,7 @@ def test_what_took_the_place_of_a_store_is_neither_read_nor_written(
     put(ledger, keys(1))
     replaced(shm_root)
     before = {path: path.read_bytes() for path in (shm_root / "store").rglob("*")}
-    assert len(ledger.match(keys(1)).slots) == 1, "what is open already goes on"
+    assert len(ledger.match_prefix(keys(1)).slots) == 1, "what is open already goes on"
     reopens(ledger)
     with caplog.at_level(logging.WARNING):
         neither_finds_nor_stores(ledger)
@@ -103,7 +103,7 @@ def test_what_took_the_place_of_a_store_is_neither_read_nor_written(
     shutil.rmtree(shm_root / "store", ignore_errors=True)
     anew = opened(shm_root, kind=kind)
     put(anew, keys(1))
-    anew.check()
+    admin.check(anew)
     anew.close()
 
 
@@ -129,8 +129,8 @@ def test_two_stores_of_one_path_go_on_beside_each_other(shm_root: Path) -> None:
     neither_finds_nor_stores(old)
     assert there(new, keys(1, 2)) == [False, True]
     old.close()
-    assert new.gauges()["members"] == 1 and new.gauges()["reserved"] == 0
-    new.check()
+    assert admin.gauges(new)["members"] == 1 and admin.gauges(new)["reserved"] == 0
+    admin.check(new)
     new.close()
 
 
@@ -146,12 +146,12 @@ def test_a_store_that_is_replaced_while_it_is_being_opened_again_is_not_touched(
         return Tables(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(session, "Tables", late)
-    assert ledger.match(keys(1)).reason is Reason.IO_ERROR
+    assert ledger.match_prefix(keys(1)).reason is Reason.IO_ERROR
     monkeypatch.undo()
     neither_finds_nor_stores(ledger)
     ledger.close()
     anew = opened(shm_root)
-    assert anew.gauges()["members"] == 1 and anew.check().gauges["reserved"] == 0
+    assert admin.gauges(anew)["members"] == 1 and admin.check(anew).gauges["reserved"] == 0
     anew.close()
 
 
@@ -170,13 +170,13 @@ def test_a_slab_that_lies_there_by_now_is_not_taken_for_the_stores_own(shm_root:
 def test_a_directory_that_is_removed_while_it_is_being_opened_is_an_error_that_says_so(
     shm_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    enter = ledger_module.map_learnt
+    enter = ledger_module.map_learned
 
-    def late(directory: Path, advice: Advice) -> object:
+    def late(directory: Path, advice: Evictor) -> object:
         remove(shm_root)
         return enter(directory, advice)
 
-    monkeypatch.setattr(ledger_module, "map_learnt", late)
+    monkeypatch.setattr(ledger_module, "map_learned", late)
     with pytest.raises(StoreError, match="open it anew"):
         Ledger.open(spec(shm_root), policy="hindsight")
     monkeypatch.undo()
@@ -189,7 +189,7 @@ def test_the_labels_of_what_took_its_place_are_left_alone(shm_root: Path) -> Non
     new = opened(shm_root, kind="file")
     before = read_labels(new.directory)
     with pytest.raises(StoreError):
-        old.clear()
+        admin.clear(old)
     assert read_labels(new.directory) == before
     old.close()
     new.close()

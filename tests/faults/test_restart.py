@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.ledger import admin, rebuild
 from tests.faults.support import LAYOUT, Store, disk, environment, keys, load_from, python, save_to, succeeded
 
 PROMPT = keys(range(20))
@@ -36,7 +37,7 @@ def test_the_host_tier_is_warm_for_a_new_process(shm_root: Path) -> None:
     ))  # fmt: skip
     store = Store(shm_root)
     assert store.load(PROMPT) == 20
-    store.ledger.check()
+    admin.check(store.ledger)
     store.close()
 
 
@@ -49,10 +50,10 @@ def test_the_host_tier_is_warm_after_its_only_process_was_killed(shm_root: Path)
     assert done.returncode == -signal.SIGKILL, done.stderr
     store = Store(shm_root)
     assert store.load(PROMPT) == 20
-    store.ledger.reap()
-    gauges = store.ledger.gauges()
+    admin.reap(store.ledger)
+    gauges = admin.gauges(store.ledger)
     assert gauges["reserved"] == 0 and gauges["members"] == 1
-    store.ledger.check()
+    admin.check(store.ledger)
     store.close()
 
 
@@ -93,14 +94,14 @@ def test_the_disk_tier_is_warm_after_all_processes_were_killed(tmp_path: Path) -
     ]
     last = [bytes.fromhex(word) for words in told[-1:] for word in words if len(word) == 64]
     tier = disk(root, slots=4000)
-    assert not len(tier.ledger.unscanned()), "a kill is not a power cut: the ledger is trusted"
+    assert not len(rebuild.unscanned(tier.ledger)), "a kill is not a power cut: the ledger is trusted"
     assert load_from(tier, last) == last
     for words in told:
         load_from(tier, [bytes.fromhex(word) for word in words if len(word) == 64])
-    tier.ledger.reap()
-    gauges = tier.ledger.gauges()
+    admin.reap(tier.ledger)
+    gauges = admin.gauges(tier.ledger)
     assert gauges["reserved"] == 0 and gauges["members"] == 1
-    tier.ledger.check()
+    admin.check(tier.ledger)
     tier.close()
 
 
@@ -115,9 +116,9 @@ def test_the_disk_tier_is_warm_after_its_ledger_was_deleted(tmp_path: Path, name
     tier = disk(root)
     assert tier.wait_ready(60)
     assert load_from(tier, PROMPT) == PROMPT
-    tier.ledger.check()
+    admin.check(tier.ledger)
     assert save_to(tier, keys(range(100, 140))) == 40
-    tier.ledger.check()
+    admin.check(tier.ledger)
     tier.close()
 
 
@@ -130,11 +131,12 @@ def test_many_processes_find_a_rebuilt_ledger_and_scan_it_once(tmp_path: Path) -
     code = """
 import sys
 from pathlib import Path
+from pagoda.ledger import admin
 from support import *
 tier = disk(Path(sys.argv[1]))
 assert tier.wait_ready(60)
 assert load_from(tier, keys(range(20))) == keys(range(20))
-tier.ledger.check()
+admin.check(tier.ledger)
 tier.close()
 """
     readers = [subprocess.Popen([sys.executable, "-c", code, str(root)], env=environment()) for _ in range(4)]
@@ -161,5 +163,5 @@ def test_a_killed_scanner_is_followed_by_another(tmp_path: Path) -> None:
     tier = disk(root, slots=200)
     assert tier.wait_ready(60)
     assert load_from(tier, PROMPT) == PROMPT
-    tier.ledger.check()
+    admin.check(tier.ledger)
     tier.close()

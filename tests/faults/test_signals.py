@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.ledger import Ledger
+from pagoda.ledger import Ledger, admin
 from pagoda.ledger import ledger as module
 from pagoda.ledger.columns import NOT_READY
 from pagoda.ledger.locks import LABELS, LockFile
-from pagoda.ledger.state import LOCKS
-from pagoda.ledger.writing import Writing
+from pagoda.ledger.store_files import LOCKS
+from pagoda.ledger.transaction import Transaction
 from pagoda.slab import FileSlab, MemorySlab, aligned, pinned
 from pagoda.threads import if_free
 from tests.interrupts import Interrupted, interrupts
@@ -31,11 +31,11 @@ def all_can_be_used(ledger: Ledger) -> None:
     """Nothing is reserved or held, the tables add up, and each slot takes a chunk."""
     assert others_get_in(ledger)
     put(ledger, keys(100_000), chained=False)  # what waited for a transaction is done
-    report = ledger.check()
+    report = admin.check(ledger)
     assert report.gauges["reserved"] == 0 and report.gauges["members"] == 1 and report.stale_hints == 0
     put(ledger, keys(*range(200_000, 200_000 + 2 * ledger.slots)), chained=False)
-    assert ledger.gauges()["ready"] == ledger.slots
-    assert ledger._session.read(lambda txn, tables: list(tables.rows(txn, tables.holds)), 30) == []
+    assert admin.gauges(ledger)["ready"] == ledger.slots
+    assert ledger.session.read(lambda txn, tables: list(tables.rows(txn, tables.holds)), 30) == []
 
 
 def test_what_is_reserved_held_and_given_up_survives_any_interruption(shm_root: Path) -> None:
@@ -51,11 +51,11 @@ def test_what_is_reserved_held_and_given_up_survives_any_interruption(shm_root: 
             else:
                 ledger.commit(rooms)
         except BaseException:
-            ledger.give_up(outcomes)
+            ledger.abort(outcomes)
             raise
 
     def keep() -> None:
-        match = ledger.match(keys(chance.randrange(60)))
+        match = ledger.match_prefix(keys(chance.randrange(60)))
         ledger.hold(match.slots, match.generations)
         try:
             ledger.release(match.slots, match.generations)
@@ -77,20 +77,20 @@ def test_an_exception_on_either_side_of_the_commit_is_all_or_nothing(
 ) -> None:
     ledger = opened(shm_root)
     rooms = reserved(ledger.reserve(keys(1), namespace=TENANT))
-    whole, calls = getattr(Writing, step), []
+    whole, calls = getattr(Transaction, step), []
 
-    def interrupted(writing: Writing, *more: object) -> None:
-        calls.append(writing)
+    def interrupted(transaction: Transaction, *more: object) -> None:
+        calls.append(transaction)
         if len(calls) == 1:
             raise Interrupted
-        whole(writing, *more)
+        whole(transaction, *more)
 
-    monkeypatch.setattr(Writing, step, interrupted)
+    monkeypatch.setattr(Transaction, step, interrupted)
     with pytest.raises(Interrupted):
         ledger.commit(rooms)
     monkeypatch.undo()
-    assert ledger.gauges()["reserved"] == 0
-    match = ledger.match(keys(1))
+    assert admin.gauges(ledger)["reserved"] == 0
+    match = ledger.match_prefix(keys(1))
     assert len(match.slots) == (step == "publish")
     assert (ledger.columns.last_use[match.slots] != NOT_READY).all(), "it can be evicted"
     all_can_be_used(ledger)
@@ -105,25 +105,25 @@ def test_a_reservation_whose_answer_was_lost_is_given_up(
     def interrupted(*_: object, **__: object) -> None:
         raise Interrupted
 
-    monkeypatch.setattr(ledger._upkeep, "wake", interrupted)  # the last that a reserve does
+    monkeypatch.setattr(ledger.policy_thread, "wake", interrupted)  # the last that a reserve does
     with pytest.raises(Interrupted):
         ledger.reserve(keys(1, 2), namespace=TENANT)
     monkeypatch.undo()
-    assert ledger.gauges()["reserved"] == 0
+    assert admin.gauges(ledger)["reserved"] == 0
     ledger.close()
 
 
 def test_a_hold_whose_answer_was_lost_is_ended(shm_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = opened(shm_root)
     stored = put(ledger, keys(*range(ledger.slots)), chained=False)
-    publish = Writing.publish
+    publish = Transaction.publish
 
-    def interrupted(writing: Writing, *more: object) -> None:
+    def interrupted(transaction: Transaction, *more: object) -> None:
         monkeypatch.undo()
-        publish(writing, *more)  # type: ignore[arg-type]
+        publish(transaction, *more)  # type: ignore[arg-type]
         raise Interrupted
 
-    monkeypatch.setattr(Writing, "publish", interrupted)
+    monkeypatch.setattr(Transaction, "publish", interrupted)
     with pytest.raises(Interrupted):
         ledger.hold(*places(stored))
     all_can_be_used(ledger)
@@ -134,7 +134,10 @@ def test_the_end_of_a_view_is_counted_and_loses_no_exception(
     shm_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ledger, lost = opened(shm_root), list[object]()
-    slab, lending = MemorySlab(ledger.slab_path, ledger.slots, SLOT_BYTES, ledger.lending), ledger.lending
+    slab, lending = (
+        MemorySlab(ledger.slab_path, ledger.slots, SLOT_BYTES, ledger.page_guards),
+        ledger.page_guards,
+    )
     assert lending is not None
     gc.collect()
     gc.disable()  # or what others have left is finalized in here
@@ -154,13 +157,13 @@ def test_the_end_of_a_view_is_counted_and_loses_no_exception(
 
 def test_a_view_that_outlives_the_close_marks_nothing_of_the_next_member(shm_root: Path) -> None:
     first = opened(shm_root)
-    slab = MemorySlab(first.slab_path, first.slots, SLOT_BYTES, first.lending)
-    old, left = first.lending, slab.views([1])
+    slab = MemorySlab(first.slab_path, first.slots, SLOT_BYTES, first.page_guards)
+    old, left = first.page_guards, slab.views([1])
     slab.close()
     first.close()
     second = opened(shm_root)
-    slab = MemorySlab(second.slab_path, second.slots, SLOT_BYTES, second.lending)
-    new = second.lending
+    slab = MemorySlab(second.slab_path, second.slots, SLOT_BYTES, second.page_guards)
+    new = second.page_guards
     assert old is not None and new is not None
     kept = slab.views([1])
     assert any(new._own), "it has the row that the first had"
@@ -180,11 +183,11 @@ def taken_and_given_back(
     page, descriptors = aligned(SLOT_BYTES), "/proc/self/fd"
 
     def clears() -> None:
-        with ledger._clears_held():
+        with ledger.namespaces._file_lock():
             pass
 
     def punches() -> None:
-        with ledger.share._slab():
+        with ledger.space._slab():
             pass
 
     def looks(count: int = len(os.listdir(descriptors))) -> bool:
@@ -212,7 +215,7 @@ def taken_and_given_back(
         return answers == [True]
 
     lock = threading.RLock()
-    yield clears, lambda: not held(LABELS) and not ledger._labels_lock.locked()
+    yield clears, lambda: not held(LABELS) and not ledger.namespaces._lock.locked()
     yield punches, looks
     yield copies, lambda: not pinned._copies
     yield measures, lambda: others_take(lock)
@@ -242,7 +245,7 @@ def test_what_was_deferred_is_done_once_whatever_interrupts_it(shm_root: Path) -
 
     def act() -> None:
         nonlocal asked
-        ledger._session.defer(count)
+        ledger.session.defer(count)
         asked += 1
         put(ledger, keys(asked % 50), chained=False)
 
@@ -250,7 +253,7 @@ def test_what_was_deferred_is_done_once_whatever_interrupts_it(shm_root: Path) -
         for _ in range(500):
             until_interrupted(act)
     put(ledger, keys(1000))
-    assert asked <= done and not ledger._session._deferred
+    assert asked <= done and not ledger.session._deferred
     ledger.close()
 
 
@@ -281,6 +284,6 @@ def test_a_process_that_is_interrupted_while_it_forks_goes_on(shm_root: Path) ->
     thread.start()
     thread.join(60)
     assert answers == [1], "other threads get in"
-    ledger.reap()
+    admin.reap(ledger)
     all_can_be_used(ledger)
     ledger.close()

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.timeout(300)
 SMALL = """
 import os, subprocess, sys, traceback
 from pathlib import Path
+from pagoda.ledger import admin
 from support import Store, keys
 from pagoda.errors import NoRoomError, StoreError
 
@@ -61,7 +62,7 @@ def attempt(edge, need):
         return 1
     assert edge >= need - 65536, f"opened with {edge} of {need} bytes"
     assert store.save(keys(range(40))) > 0 and store.load(keys(range(40))) > 0
-    store.ledger.check()
+    admin.check(store.ledger)
     store.close()
     return 0
 
@@ -91,6 +92,7 @@ print(refused)
 FULL = """
 import os, subprocess, sys
 from pathlib import Path
+from pagoda.ledger import admin
 from support import FIELDS, NAMESPACE, Store, key, keys
 
 where = Path(sys.argv[1])
@@ -107,15 +109,15 @@ for turn in range(60):
     prompt = [key(turn * 1000 + n) for n in range(20)]
     assert store.save(prompt) == 20
     assert store.load(prompt) == 20
-    store.ledger.pin(prompt[:1], f"owner {turn}")
-    store.ledger.register(bytes([turn]) * 32, FIELDS | {"model": f"model {turn}"})
+    admin.pin(store.ledger, prompt[:1], f"owner {turn}")
+    store.ledger.namespaces.register(bytes([turn]) * 32, FIELDS | {"model": f"model {turn}"})
     if turn % 10 == 0:
-        assert store.ledger.clear(NAMESPACE) >= 20
+        assert admin.clear(store.ledger, NAMESPACE) >= 20
         assert store.load(prompt) == 0
     if turn % 10 == 5:
-        store.ledger.unpin(None, f"owner {turn}")
-        store.ledger.remove(prompt)
-    store.ledger.check()
+        admin.unpin(store.ledger, None, f"owner {turn}")
+        admin.remove(store.ledger, prompt)
+    admin.check(store.ledger)
 store.save(keys(range(10)))
 if os.fork() == 0:
     try:
@@ -128,7 +130,7 @@ assert os.wait()[1] == 0
 store.close()
 again = Store(where / "root", slots=64)
 assert again.load(keys(range(10))) == 10
-again.ledger.check()
+admin.check(again.ledger)
 again.close()
 print("fine")
 """
@@ -137,6 +139,7 @@ print("fine")
 FULL_DISK = """
 import os, subprocess, sys
 from pathlib import Path
+from pagoda.ledger import admin, rebuild
 from support import *
 
 where = Path(sys.argv[1])
@@ -153,14 +156,14 @@ for turn in range(20):
     prompt = keys(range(turn * 1000, turn * 1000 + 20))
     assert save_to(tier, prompt) == 20 and load_from(tier, prompt) == prompt
     tier.register(Namespace(model=f"model {turn}"))
-    tier.ledger.check()
+    admin.check(tier.ledger)
 assert tier.clear(TENANT.root) > 20, "clearing needs no room"
 assert load_from(tier, prompt) == []
 assert save_to(tier, prompt) == 20
 tier.close()
 for turn in range(3):
     tier = disk(where / "root", slots=64)
-    assert not len(tier.ledger.unscanned()), "it was closed cleanly, full or not"
+    assert not len(rebuild.unscanned(tier.ledger)), "it was closed cleanly, full or not"
     assert load_from(tier, prompt) == prompt
     assert save_to(tier, keys(range(9000 + turn, 9010 + turn))) == 10
     tier.close()
@@ -174,7 +177,7 @@ os.close(fd)
 tables.unlink()
 tier = disk(where / "root", slots=64)
 assert tier.wait_ready(60) and load_from(tier, prompt) == [], "what was cleared does not come back"
-tier.ledger.check()
+admin.check(tier.ledger)
 tier.close()
 print("fine")
 """

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from pagoda.errors import StoreError
+from pagoda.ledger import admin
 from tests.faults.support import Store, apart, environment, keys, memory_spec, python, succeeded
 
 PROMPT = keys(range(10))
@@ -26,7 +27,7 @@ def reopened(root: Path) -> int:
         found = store.load(PROMPT)
         while store.load(PROMPT) < 10:  # each damaged entry that is met goes
             assert store.save(PROMPT) == 10
-        assert store.ledger.check()
+        assert admin.check(store.ledger)
         store.close()
         return found
 
@@ -113,7 +114,7 @@ def test_torn_hints_cost_chunks_at_most(shm_root: Path, seed: int) -> None:
         for turn in range(6):
             prompt = keys(range(turn * 100, turn * 100 + 30))
             assert store.save(prompt) == store.load(prompt) == 30
-            store.ledger.check()
+            admin.check(store.ledger)
         store.close()
 
     apart(work)

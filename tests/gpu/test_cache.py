@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pagoda.ledger import admin
 from tests.cache.kit import SPAWN
 from tests.gpu.rig import Rig, open_rig
 from tests.gpu.shelf import CHUNK, EACH, Shelf, prompt
@@ -154,8 +155,8 @@ def test_a_process_that_is_killed_as_it_stores(rig: Rig, shm_root: Path, seed: i
             other.join(60)
             assert other.exitcode == -signal.SIGKILL
         for _, ledger in shelf.cache._tiers.ledgers():
-            ledger.reap()
-            ledger.check()
+            admin.reap(ledger)
+            admin.check(ledger)
         for number in range(1, 40):
             tokens = prompt(4, number)
             shelf.compute(planes, table, tokens)

@@ -15,10 +15,10 @@ import numpy as np
 from blake3 import blake3
 
 from pagoda.clock import Clock
-from pagoda.ledger import Ledger, Outcome, Reserved, StoreSpec
+from pagoda.ledger import Ledger, Outcome, Reserved, StoreSpec, admin, rebuild
 from pagoda.ledger.locks import GATE, INTENT, LockFile
-from pagoda.ledger.state import LOCKS, Kind
-from pagoda.policy.hindsight import _Learnt
+from pagoda.ledger.store_files import LOCKS, Kind
+from pagoda.policy.hindsight import _SharedValues
 from pagoda.testing import FakeClock
 
 TENANT, OTHER = blake3(b"tenant").digest(), blake3(b"other tenant").digest()
@@ -42,18 +42,18 @@ def spec(
 def opened(root: Path, slots: int = 32, clock: Clock | None = None, kind: Kind = "memory") -> Ledger:
     """A ledger of a small store with one tenant."""
     ledger = Ledger.open(spec(root, slots, kind=kind, limit_bytes=slots * SLOT_BYTES), clock=clock)
-    ledger.register(TENANT, {"model": "test"})
+    ledger.namespaces.register(TENANT, {"model": "test"})
     return ledger
 
 
 def teach(ledger: Ledger, clock: FakeClock) -> None:
     """That chunks are asked for again when they are 10 to 50 s old, so that one of 9 s is worth more than a new one."""
-    learnt = _Learnt.of(ledger._upkeep.learnt)  # type: ignore[arg-type]
+    learnt = _SharedValues.of(ledger.policy_thread.learned)  # type: ignore[arg-type]
     learnt.asked[:, 20:27] = learnt.watched[:, 20:27] = 100
     for _ in range(2):
-        ledger.upkeep()
+        ledger.policy_thread.run_once()
         clock.advance(6)
-    ledger.upkeep()
+    ledger.policy_thread.run_once()
 
 
 def reserved(outcomes: Sequence[Outcome]) -> list[Reserved]:
@@ -88,7 +88,7 @@ def put(
 
 def there(ledger: Ledger, wanted: Sequence[bytes]) -> list[bool]:
     """Which of these are stored."""
-    found = {row.key for row in ledger.rows()}
+    found = {row.key for row in admin.list_chunks(ledger)}
     return [key in found for key in wanted]
 
 
@@ -189,11 +189,11 @@ def others_get_in(ledger: Ledger) -> bool:
 @contextlib.contextmanager
 def shut_to_threads(ledger: Ledger) -> Iterator[None]:
     """This thread has the gate of a ledger: the others of this process wait."""
-    assert ledger._session.gate.hold(60)
+    assert ledger.session.gate.hold(60)
     try:
         yield
     finally:
-        ledger._session.gate.let_go()
+        ledger.session.gate.let_go()
 
 
 def open_once(root: Path, **more: object) -> None:
@@ -206,11 +206,11 @@ def rebuilt(root: Path, slots: int) -> Ledger:
     opened(root, slots, kind="file").close()
     (root / "store" / "data.mdb").unlink()
     ledger = opened(root, slots, kind="file")
-    assert ledger.unscanned() == range(slots)
+    assert rebuild.unscanned(ledger) == range(slots)
     return ledger
 
 
 def absorb_nothing(ledger: Ledger) -> None:
     """Ends a scan that found nothing."""
-    while len(left := ledger.unscanned()):
-        ledger.absorb(left[0], [None] * min(64, len(left)))
+    while len(left := rebuild.unscanned(ledger)):
+        rebuild.absorb(ledger, left[0], [None] * min(64, len(left)))

@@ -8,7 +8,7 @@ from typing import Literal
 
 import pytest
 
-from pagoda.ledger import Ledger, Present, Refused, Reserved, StoreSpec
+from pagoda.ledger import Ledger, Present, Refused, Reserved, StoreSpec, admin
 from pagoda.metrics import Reason
 from pagoda.testing import FakeClock
 from tests.ledger.rules import (
@@ -35,9 +35,9 @@ def ledger(shm_root: Path, clock: FakeClock) -> Iterator[Ledger]:
     """A ledger of 32 slots with two tenants."""
     opened = Ledger.open(spec(shm_root), clock=clock)
     for namespace, model in ((TENANT, "a"), (OTHER, "b")):
-        opened.register(namespace, {"model": model})
+        opened.namespaces.register(namespace, {"model": model})
     yield opened
-    opened.check()
+    admin.check(opened)
     opened.close()
 
 
@@ -56,7 +56,7 @@ def test_a_touched_run_too_loses_its_tail_first(ledger: Ledger, clock: FakeClock
     put(ledger, chain)
     put(ledger, keys(*range(100, 124)), chained=False)
     clock.advance(1)
-    ledger.match(chain)
+    ledger.match_prefix(chain)
     put(ledger, keys(*range(200, 224)), chained=False)  # all others go
     assert present(ledger, chain) == [True] * 8
     put(ledger, keys(*range(300, 302)), chained=False)
@@ -69,7 +69,7 @@ def test_the_least_recently_matched_goes_first(ledger: Ledger, clock: FakeClock)
     put(ledger, wanted, chained=False)
     clock.advance(1)
     for key in wanted[:4]:
-        ledger.match([key])
+        ledger.match_prefix([key])
     put(ledger, keys(100, 101, 102), chained=False)
     assert present(ledger, wanted) == [True] * 4 + [False] * 3 + [True] * (SLOTS - 7)
 
@@ -79,7 +79,7 @@ def test_a_chunk_whose_parent_is_gone_goes_first(ledger: Ledger, clock: FakeCloc
     clock.advance(1)
     chain = keys(100, 101)
     put(ledger, chain)
-    ledger.remove(chain[:1])
+    admin.remove(ledger, chain[:1])
     put(ledger, keys(200, 201), chained=False)
     assert present(ledger, chain) == [False] * 2
     assert all(present(ledger, keys(*range(SLOTS - 2))))
@@ -100,7 +100,7 @@ def test_orphans_that_are_too_young_to_go_do_not_hide_those_that_may(
                 reserved(ledger.reserve(window, namespace=TENANT, start=start, parent=parent, stamp=stamp))
             )
         )
-    ledger.remove(chain[:1])
+    admin.remove(ledger, chain[:1])
     outcomes = ledger.reserve(
         keys(200, 201, 202), namespace=TENANT, start=20, stamp=stamp
     )  # of the same request
@@ -112,10 +112,10 @@ def test_orphans_that_are_too_young_to_go_do_not_hide_those_that_may(
 def test_pinned_chunks_stay(ledger: Ledger) -> None:
     wanted = keys(*range(SLOTS))
     put(ledger, wanted, chained=False)
-    assert ledger.pin(wanted[:5], "ann") == 5
+    assert admin.pin(ledger, wanted[:5], "ann") == 5
     put(ledger, keys(*range(100, 100 + 2 * SLOTS)), chained=False)
     assert present(ledger, wanted[:6]) == [True] * 5 + [False]
-    assert ledger.unpin(None, "ann") == 5
+    assert admin.unpin(ledger, None, "ann") == 5
     put(ledger, keys(*range(300, 300 + SLOTS)), chained=False)
     assert not any(present(ledger, wanted))
 
@@ -123,9 +123,9 @@ def test_pinned_chunks_stay(ledger: Ledger) -> None:
 def test_pins_take_a_quarter_of_the_slots_at_most(ledger: Ledger) -> None:
     wanted = keys(*range(SLOTS))
     put(ledger, wanted, chained=False)
-    assert ledger.pin(wanted[:20], "ann") == SLOTS // 4
-    assert ledger.pin(wanted[20:], "bob") == 0
-    assert sum(len(pinned) for pinned in ledger.pins().values()) == SLOTS // 4
+    assert admin.pin(ledger, wanted[:20], "ann") == SLOTS // 4
+    assert admin.pin(ledger, wanted[20:], "bob") == 0
+    assert sum(len(pinned) for pinned in admin.list_pins(ledger).values()) == SLOTS // 4
 
 
 def test_held_chunks_stay_until_they_are_released(ledger: Ledger) -> None:
@@ -176,7 +176,7 @@ def test_pins_and_holds_at_the_front_do_not_hide_what_may_go(shm_root: Path, clo
     ledger = Ledger.open(spec(shm_root, 1024), clock=clock)
     wanted = keys(*range(1024))
     stored = put(ledger, wanted, chained=False)
-    assert ledger.pin(wanted[:200], "ann") == 200
+    assert admin.pin(ledger, wanted[:200], "ann") == 200
     assert all(ledger.hold(*places(stored[200:600])))
     assert len(put(ledger, keys(*range(2000, 2100)), chained=False)) == 100
     assert present(ledger, wanted) == [True] * 600 + [False] * 100 + [True] * 324
@@ -224,9 +224,9 @@ def test_a_member_reserves_a_quarter_of_the_slots_at_most(ledger: Ledger) -> Non
     rooms: list[Reserved] = []
     for start in range(0, 20, ledger.window):
         rooms += reserved(ledger.reserve(keys(*range(start, start + ledger.window)), namespace=TENANT))
-    assert len(rooms) == SLOTS // 4 == ledger.gauges()["reserved"]
+    assert len(rooms) == SLOTS // 4 == admin.gauges(ledger)["reserved"]
     ledger.abort(rooms)
-    assert ledger.gauges()["reserved"] == 0
+    assert admin.gauges(ledger)["reserved"] == 0
 
 
 def test_a_run_larger_than_the_window_is_never_served_whole(ledger: Ledger) -> None:
@@ -254,7 +254,7 @@ def test_a_prompt_larger_than_the_store_keeps_its_head(ledger: Ledger, clock: Fa
                 stamp=stamp,
             )
             ledger.commit(reserved(outcomes))
-        assert len(ledger.match(prompt).slots) >= SLOTS - ledger.window
+        assert len(ledger.match_prefix(prompt).slots) >= SLOTS - ledger.window
         clock.advance(1)
 
 

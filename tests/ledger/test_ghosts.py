@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda.ledger.columns import Columns
-from pagoda.ledger.ghosts import PER_SLOT, GhostTable, marks_of
+from pagoda.ledger.columns import PER_SLOT, Columns, GhostTable, marks_of
 from tests.ledger.support import keys
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.ledger import Ledger, Reserved
+from pagoda.ledger import Ledger, Reserved, admin
 from pagoda.ledger.tables import HOLD, SLOT_KEY
 from pagoda.metrics import Reason
 from tests.ledger.support import TENANT, Other, in_child, keys, opened, places, put, reserved, there
@@ -19,7 +19,7 @@ SLOTS = 32
 def ledger(shm_root: Path) -> Iterator[Ledger]:
     ledger = opened(shm_root, SLOTS)
     yield ledger
-    ledger.check()
+    admin.check(ledger)
     ledger.close()
 
 
@@ -41,15 +41,15 @@ def handed_out(ledger: Ledger) -> set[int]:
 
 
 def removed(ledger: Ledger, stored: Sequence[Reserved]) -> None:
-    assert ledger.remove([one.key for one in stored]) == len(stored)
+    assert admin.remove(ledger, [one.key for one in stored]) == len(stored)
 
 
 def cleared(ledger: Ledger, stored: Sequence[Reserved]) -> None:
-    assert ledger.clear(TENANT) >= len(stored)
+    assert admin.clear(ledger, TENANT) >= len(stored)
 
 
 def failed(ledger: Ledger, stored: Sequence[Reserved]) -> None:
-    assert all(ledger.drop(*one, Reason.FAILED_CHECK) for one in stored)
+    assert all(ledger.remove_exact(*one, Reason.FAILED_CHECK) for one in stored)
 
 
 @pytest.mark.parametrize("end", [removed, cleared, failed])
@@ -62,14 +62,14 @@ def test_the_slot_of_a_chunk_that_goes_while_it_is_held_is_nobodys_until_the_rel
     assert there(ledger, keys(1, 2, 3)) == [False] * 3
     assert not ledger.still_valid(*places(stored)).any()
     assert ledger.hold(*places(stored)) == [False] * 3
-    assert ledger.gauges()["reserved"] == 3 and ledger.check()
+    assert admin.gauges(ledger)["reserved"] == 3 and admin.check(ledger)
     assert not slots & handed_out(ledger)
     assert not slots & {one.slot for one in put(ledger, keys(1, 2, 3))}, "the keys are free at once"
     ledger.release(*places(stored[:1]))
-    assert ledger.gauges()["reserved"] == 2 and ledger.check()
+    assert admin.gauges(ledger)["reserved"] == 2 and admin.check(ledger)
     assert slots & handed_out(ledger) == {stored[0].slot}
     ledger.release(*places(stored[1:]))
-    assert ledger.gauges()["reserved"] == 0
+    assert admin.gauges(ledger)["reserved"] == 0
     assert slots <= handed_out(ledger)
 
 
@@ -83,9 +83,9 @@ def test_the_last_of_several_holds_frees_the_slot(ledger: Ledger) -> None:
             ledger.release(*places(stored))
         assert stored[0].slot not in handed_out(ledger), "the other holds it"
         ledger.release(*places(stored))
-        assert ledger.gauges()["reserved"] == 1, "one more release than holds ends nobody else's"
+        assert admin.gauges(ledger)["reserved"] == 1, "one more release than holds ends nobody else's"
         other.end()
-        assert ledger.reap() == 1 and ledger.gauges()["reserved"] == 0
+        assert admin.reap(ledger) == 1 and admin.gauges(ledger)["reserved"] == 0
         assert stored[0].slot in handed_out(ledger)
 
 
@@ -95,11 +95,11 @@ def test_a_holder_that_leaves_frees_what_it_held(shm_root: Path, ledger: Ledger)
     def hold_remove_leave() -> None:
         assert ledger.hold(*places(stored)) == [True]
         removed(ledger, stored)
-        assert ledger.gauges()["reserved"] == 1
+        assert admin.gauges(ledger)["reserved"] == 1
         ledger.close()
 
     in_child(hold_remove_leave)
-    assert ledger.gauges()["reserved"] == 0
+    assert admin.gauges(ledger)["reserved"] == 0
 
 
 def test_a_dead_holder_keeps_nothing(ledger: Ledger) -> None:
@@ -107,7 +107,7 @@ def test_a_dead_holder_keeps_nothing(ledger: Ledger) -> None:
     with Other(lambda: _must(ledger.hold(*places(stored)) == [True])):
         pass
     removed(ledger, stored)
-    assert ledger.gauges()["reserved"] == 0
+    assert admin.gauges(ledger)["reserved"] == 0
 
 
 def test_the_holds_of_a_dead_member_leave_nothing_in_the_tables(ledger: Ledger) -> None:
@@ -116,10 +116,8 @@ def test_the_holds_of_a_dead_member_leave_nothing_in_the_tables(ledger: Ledger) 
     ledger.hold(*places(stored[:1]))
     with Other(lambda: _must(ledger.hold(*places(stored)) == [True] * 4)):
         pass
-    ledger.reap()
-    held = ledger._session.read(
-        lambda txn, t: [(row, len(value)) for row, value in t.rows(txn, t.holds)], 5.0
-    )
+    admin.reap(ledger)
+    held = ledger.session.read(lambda txn, t: [(row, len(value)) for row, value in t.rows(txn, t.holds)], 5.0)
     assert held == [(SLOT_KEY.pack(stored[0].slot), HOLD.size)]
     ledger.release(*places(stored[:1]))
 

@@ -9,7 +9,7 @@ import pytest
 
 from pagoda import policy as policies
 from pagoda.config import Config
-from pagoda.ledger import Ledger, Present, Refused, Reserved
+from pagoda.ledger import Ledger, Present, Refused, Reserved, admin
 from pagoda.metrics import Reason
 from pagoda.testing import FakeClock
 from tests.ledger.support import TENANT, keys, put, spec, teach
@@ -19,7 +19,7 @@ SLOTS = 32
 
 def opened(shm_root: Path, clock: FakeClock) -> Ledger:
     ledger = Ledger.open(spec(shm_root, SLOTS), "hindsight", clock=clock)
-    ledger.register(TENANT, {"model": "test"})
+    ledger.namespaces.register(TENANT, {"model": "test"})
     return ledger
 
 
@@ -36,9 +36,9 @@ def test_who_is_refused_leaves_a_ghost_that_says_so(shm_root: Path) -> None:
     wanted = keys(100, 101, 102)
     outcomes = ledger.reserve(wanted, namespace=TENANT)
     assert [one.reason for one in outcomes if isinstance(one, Refused)] == [Reason.NOT_ADMITTED] * 3
-    assert [ledger.why(key).reason for key in wanted] == [Reason.NOT_ADMITTED] * 3
-    assert ledger.match(wanted).reason is Reason.NOT_ADMITTED
-    assert ledger.counters()["drop_not_admitted"] == 3 and ledger.gauges()["ready"] == SLOTS
+    assert [ledger.explain_miss(key).reason for key in wanted] == [Reason.NOT_ADMITTED] * 3
+    assert ledger.match_prefix(wanted).reason is Reason.NOT_ADMITTED
+    assert admin.counters(ledger)["drop_not_admitted"] == 3 and admin.gauges(ledger)["ready"] == SLOTS
     ledger.close()
 
 
@@ -48,7 +48,7 @@ def test_what_stands_behind_who_was_refused_is_remembered_too(shm_root: Path) ->
     full_of_better(ledger, clock)
     ledger.refuse(keys(7000, 7001), start=5, stamp=ledger.stamp())
     ledger.refuse([], start=7, stamp=ledger.stamp())
-    assert ledger.why(keys(7001)[0]).reason is Reason.NOT_ADMITTED
+    assert ledger.explain_miss(keys(7001)[0]).reason is Reason.NOT_ADMITTED
     ledger.close()
 
 
@@ -66,7 +66,7 @@ def test_a_reserve_may_ask_for_all_to_be_let_in(shm_root: Path) -> None:
     ledger = opened(shm_root, clock)
     full_of_better(ledger, clock)
     assert isinstance(ledger.reserve(keys(100), namespace=TENANT)[0], Refused)
-    outcomes = ledger.reserve(keys(100, 101), namespace=TENANT, all_in=True)
+    outcomes = ledger.reserve(keys(100, 101), namespace=TENANT, admit_all=True)
     assert [type(one) for one in outcomes] == [Reserved, Reserved]
     ledger.close()
 
@@ -78,8 +78,8 @@ def test_what_was_judged_once_is_not_asked_about_again(shm_root: Path) -> None:
     stamp = ledger.stamp()
     assert ledger.admit(keys(3), start=0, stamp=stamp) == 1  # it is here
     assert ledger.admit([*keys(3), *keys(100, 101)], start=0, stamp=stamp) == 1
-    assert ledger.why(keys(100)[0]).reason is Reason.NOT_ADMITTED
-    outcomes = ledger.reserve(keys(100), namespace=TENANT, stamp=stamp, judged=True)
+    assert ledger.explain_miss(keys(100)[0]).reason is Reason.NOT_ADMITTED
+    outcomes = ledger.reserve(keys(100), namespace=TENANT, stamp=stamp, admitted=True)
     assert [type(one) for one in outcomes] == [Reserved]
     ledger.close()
 
@@ -90,7 +90,7 @@ def test_a_touch_raises_what_is_here_and_says_which_is_not(shm_root: Path, asked
     ledger = opened(shm_root, clock)
     wanted = keys(0, 1, 2, 3)
     stored = put(ledger, wanted)
-    ledger.remove(wanted[1:2])
+    admin.remove(ledger, wanted[1:2])
     slots = [one.slot for one in stored]
     before = ledger.columns.last_use[slots].copy()
     clock.advance(5)
@@ -111,7 +111,7 @@ def test_a_restart_keeps_what_was_learnt(shm_root: Path) -> None:
     full_of_better(ledger, clock)
     ledger.close()
     ledger = opened(shm_root, clock)
-    ledger.upkeep()
+    ledger.policy_thread.run_once()
     assert isinstance(ledger.reserve(keys(100), namespace=TENANT)[0], Refused)
     ledger.close()
 
@@ -122,13 +122,13 @@ def test_what_was_asked_for_before_it_went_counts_when_it_is_back(shm_root: Path
     put(ledger, keys(1))
     for _ in range(3):
         clock.advance(5)
-        ledger.match(keys(1))
+        ledger.match_prefix(keys(1))
     put(ledger, keys(*range(10, 10 + SLOTS)), chained=False)
-    assert ledger.why(keys(1)[0]).reason is Reason.EVICTED
+    assert ledger.explain_miss(keys(1)[0]).reason is Reason.EVICTED
     put(ledger, keys(1))
-    ((slot),) = ledger.match(keys(1), touch=False).slots.tolist()
+    ((slot),) = ledger.match_prefix(keys(1), touch=False).slots.tolist()
     assert ledger.columns.hits[slot] == 4
-    assert ledger.why(keys(1)[0]).reason is Reason.ABSENT  # its ghost has gone
+    assert ledger.explain_miss(keys(1)[0]).reason is Reason.ABSENT  # its ghost has gone
     ledger.close()
 
 
@@ -138,7 +138,7 @@ def test_storing_is_not_asking(shm_root: Path, asked: bool) -> None:
     ledger = opened(shm_root, clock)
     (stored,) = put(ledger, keys(1))
     clock.advance(5)
-    ledger.match(keys(1), asked=asked)
+    ledger.match_prefix(keys(1), asked=asked)
     ledger.reserve(keys(1), namespace=TENANT)
     assert ledger.columns.hits[stored.slot] == asked
     ledger.close()
@@ -148,13 +148,13 @@ def test_a_thread_learns_while_there_is_use_for_it(shm_root: Path) -> None:
     clock = FakeClock()
     ledger = opened(shm_root, clock)
     put(ledger, keys(1))
-    thread = ledger._upkeep._thread
+    thread = ledger.policy_thread._thread
     assert thread is not None and thread.daemon
     ledger.close()
     lru = Ledger.open(spec(shm_root, SLOTS, name="other"), "lru", clock=clock)
-    lru.register(TENANT, {"model": "test"})
+    lru.namespaces.register(TENANT, {"model": "test"})
     put(lru, keys(1))
-    assert lru._upkeep._thread is None and lru._upkeep.learnt is None
+    assert lru.policy_thread._thread is None and lru.policy_thread.learned is None
     lru.close()
 
 
@@ -162,10 +162,10 @@ def test_a_damaged_file_of_what_was_learnt_is_begun_anew(shm_root: Path) -> None
     clock = FakeClock()
     ledger = opened(shm_root, clock)
     teach(ledger, clock)
-    assert ledger._upkeep.learnt is not None
-    ledger._upkeep.learnt[:] = np.nan
-    ledger.upkeep()
-    assert np.isfinite(ledger._upkeep.learnt).all()
+    assert ledger.policy_thread.learned is not None
+    ledger.policy_thread.learned[:] = np.nan
+    ledger.policy_thread.run_once()
+    assert np.isfinite(ledger.policy_thread.learned).all()
     assert len(put(ledger, keys(*range(2 * SLOTS)), chained=False)) == 2 * SLOTS
     ledger.close()
 
@@ -174,7 +174,7 @@ def test_an_unknown_policy_leaves_nobody_in_the_store(shm_root: Path) -> None:
     with pytest.raises(ValueError, match="unknown policy 'best'; choose one of hindsight, lru, arc, fifo"):
         Ledger.open(spec(shm_root), "best")
     ledger = Ledger.open(spec(shm_root))
-    assert ledger.gauges()["members"] == 1
+    assert admin.gauges(ledger)["members"] == 1
     ledger.close()
 
 
@@ -182,7 +182,7 @@ def test_an_unknown_policy_leaves_nobody_in_the_store(shm_root: Path) -> None:
 def test_every_policy_that_has_a_name_can_be_had(shm_root: Path, name: str) -> None:
     assert Config(policy=name).policy == name
     ledger = Ledger.open(spec(shm_root, SLOTS), name)
-    ledger.register(TENANT, {"model": "test"})
+    ledger.namespaces.register(TENANT, {"model": "test"})
     assert len(put(ledger, keys(*range(2 * SLOTS)), chained=False)) == 2 * SLOTS
-    assert type(ledger._advice._policy).__name__.lower() == name
+    assert type(ledger.evictor._policy).__name__.lower() == name
     ledger.close()

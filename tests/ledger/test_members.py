@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pagoda.errors import StoreError
-from pagoda.ledger import Busy, Ledger, members, session
+from pagoda.ledger import Busy, Ledger, admin, members, rebuild, session
 from pagoda.ledger.members import DEVICE_GRACE_NS
 from pagoda.testing import FakeClock
 from tests.ledger.support import TENANT, Other, child, in_child, keys, opened, put, reserved, there, wait
@@ -27,7 +27,7 @@ def clock() -> FakeClock:
 def ledger(shm_root: Path, clock: FakeClock) -> Iterator[Ledger]:
     opened_here = opened(shm_root, clock=clock)
     yield opened_here
-    opened_here.check()
+    admin.check(opened_here)
     opened_here.close()
 
 
@@ -35,8 +35,8 @@ def test_numbers_are_never_used_again(shm_root: Path) -> None:
     seen = []
     for _ in range(3):
         ledger = opened(shm_root)
-        seen.append(ledger.member)
-        with Other(lambda: str((ledger.gauges(), ledger.member)[1]).encode()) as other:  # noqa: B023
+        seen.append(ledger.session.member)
+        with Other(lambda: str((admin.gauges(ledger), ledger.session.member)[1]).encode()) as other:  # noqa: B023
             seen.append(int(other.said))
         ledger.close()
     assert len(set(seen)) == 6 and seen == sorted(seen)
@@ -54,11 +54,11 @@ def test_the_dead_are_struck_off_with_all_they_had(ledger: Ledger) -> None:
         assert len(reserved(ledger.reserve(keys(10, 11, 12), namespace=TENANT))) == 3
 
     with Other(work):
-        assert ledger.reap() == 0 and ledger.gauges()["members"] == 2
-    assert ledger.reap() == 3 and ledger.reap() == 0
-    gauges = ledger.gauges()
+        assert admin.reap(ledger) == 0 and admin.gauges(ledger)["members"] == 2
+    assert admin.reap(ledger) == 3 and admin.reap(ledger) == 0
+    gauges = admin.gauges(ledger)
     assert gauges["members"] == 1 and gauges["reserved"] == 0 and gauges["free"] == 28
-    assert ledger.counters()["reaped_chunks"] == 3
+    assert admin.counters(ledger)["reaped_chunks"] == 3
     put(ledger, keys(*range(100, 200)), chained=False)
     assert not any(there(ledger, keys(*range(4))))
 
@@ -73,7 +73,7 @@ def test_what_the_dead_reserved_is_taken_back_when_room_is_short(ledger: Ledger)
 def test_a_stopped_member_is_alive(ledger: Ledger) -> None:
     with Other(lambda: (ledger.reserve(keys(1), namespace=TENANT), None)[1]) as other:
         os.kill(other.pid, signal.SIGSTOP)
-        assert ledger.reap() == 0 and isinstance(ledger.reserve(keys(1), namespace=TENANT)[0], Busy)
+        assert admin.reap(ledger) == 0 and isinstance(ledger.reserve(keys(1), namespace=TENANT)[0], Busy)
 
 
 # a GPU
@@ -83,17 +83,17 @@ def test_a_slot_that_a_gpu_may_still_write_is_kept_for_a_while_and_its_key_is_no
     ledger: Ledger, clock: FakeClock
 ) -> None:
     def work() -> None:
-        ledger.uses_device()
+        ledger.register_device()
         assert len(reserved(ledger.reserve(keys(1, 2), namespace=TENANT))) == 2
 
     Other(work).end()
-    assert ledger.reap() == 0 and ledger.gauges()["reserved"] == 2
+    assert admin.reap(ledger) == 0 and admin.gauges(ledger)["reserved"] == 2
     rooms = reserved(ledger.reserve(keys(1, 2), namespace=TENANT))
     assert len(rooms) == 2 and all(ledger.commit(rooms))
     clock.advance(GRACE_SECONDS - 0.1)
-    assert ledger.reap() == 0
+    assert admin.reap(ledger) == 0
     clock.advance(0.2)
-    assert ledger.reap() == 2 and ledger.gauges()["members"] == 1
+    assert admin.reap(ledger) == 2 and admin.gauges(ledger)["members"] == 1
     assert all(there(ledger, keys(1, 2)))
 
 
@@ -101,13 +101,13 @@ def test_the_grace_is_for_who_writes_and_not_for_who_reserved(ledger: Ledger, cl
     rooms = reserved(ledger.reserve(keys(1, 2), namespace=TENANT))
 
     def work() -> None:
-        ledger.uses_device()
+        ledger.register_device()
         assert all(ledger.adopt(rooms, 0))
 
     Other(work).end()
-    assert ledger.reap() == 0 and ledger.gauges()["reserved"] == 2
+    assert admin.reap(ledger) == 0 and admin.gauges(ledger)["reserved"] == 2
     clock.advance(GRACE_SECONDS + 1)
-    assert ledger.reap() == 2
+    assert admin.reap(ledger) == 2
 
 
 def test_a_grace_ends_with_the_boot(tmp_path: Path) -> None:
@@ -115,16 +115,16 @@ def test_a_grace_ends_with_the_boot(tmp_path: Path) -> None:
     ledger = opened(tmp_path, clock=clock, kind="file")
 
     def work() -> None:
-        ledger.uses_device()
+        ledger.register_device()
         ledger.reserve(keys(1), namespace=TENANT)
 
     Other(work).end()
-    ledger.reap()
+    admin.reap(ledger)
     ledger.close()
     clock.reboot("next boot", seconds=5)
     again = opened(tmp_path, clock=clock, kind="file")
-    assert not len(again.unscanned()) and not again.gauges()["reserved"]
-    again.check()
+    assert not len(rebuild.unscanned(again)) and not admin.gauges(again)["reserved"]
+    admin.check(again)
     again.close()
 
 
@@ -135,7 +135,7 @@ def test_counters_are_those_of_all_the_living_and_the_dead(ledger: Ledger) -> No
     ledger.count("lookups", 1)
 
     def work() -> None:
-        ledger.gauges()
+        admin.gauges(ledger)
         ledger.count("lookups", 10)
 
     def leave() -> None:
@@ -143,15 +143,15 @@ def test_counters_are_those_of_all_the_living_and_the_dead(ledger: Ledger) -> No
         ledger.close()
 
     with Other(work):
-        assert ledger.counters()["lookups"] == 11
-    assert ledger.counters()["lookups"] == 11
-    ledger.reap()
-    assert ledger.counters()["lookups"] == 11
+        assert admin.counters(ledger)["lookups"] == 11
+    assert admin.counters(ledger)["lookups"] == 11
+    admin.reap(ledger)
+    assert admin.counters(ledger)["lookups"] == 11
     in_child(leave)
-    assert ledger.counters()["lookups"] == 21
-    ledger.reap()
+    assert admin.counters(ledger)["lookups"] == 21
+    admin.reap(ledger)
     with Other(work):  # takes the row of one who is gone
-        assert ledger.counters()["lookups"] == 31
+        assert admin.counters(ledger)["lookups"] == 31
 
 
 def test_counters_stay_when_all_have_left(shm_root: Path) -> None:
@@ -159,7 +159,7 @@ def test_counters_stay_when_all_have_left(shm_root: Path) -> None:
     ledger.count("lookups", 5)
     ledger.close()
     again = opened(shm_root)
-    assert again.counters()["lookups"] == 5
+    assert admin.counters(again)["lookups"] == 5
     again.close()
 
 
@@ -171,7 +171,7 @@ def test_too_many_members_are_refused_until_one_leaves(
     ledger = opened(shm_root)
 
     def work() -> None:
-        ledger.gauges()
+        admin.gauges(ledger)
 
     def too_many() -> None:
         ledger.close()  # of this process's own, which is no member yet
@@ -183,8 +183,8 @@ def test_too_many_members_are_refused_until_one_leaves(
     second.end()
     in_child(work)
     third.end()
-    ledger.reap()
-    assert ledger.gauges()["members"] == 1
+    admin.reap(ledger)
+    assert admin.gauges(ledger)["members"] == 1
     ledger.close()
 
 
@@ -195,10 +195,10 @@ def test_a_member_that_died_while_it_enrolled_is_nobody(
 
     def die() -> None:
         monkeypatch.setattr(session, "enrol", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-        ledger.gauges()
+        admin.gauges(ledger)
 
     assert wait(child(die)) == -signal.SIGKILL
-    in_child(lambda: (ledger.gauges(), None)[1])
-    ledger.reap()
-    assert ledger.gauges()["members"] == 1
+    in_child(lambda: (admin.gauges(ledger), None)[1])
+    admin.reap(ledger)
+    assert admin.gauges(ledger)["members"] == 1
     ledger.close()

@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pagoda.ledger import Found, Ledger, Reserved
+from pagoda.ledger import Ledger, Reserved, ScannedChunk, admin, rebuild
 from pagoda.ledger.namespaces import read_labels
-from pagoda.ledger.state import NAMESPACES
+from pagoda.ledger.store_files import NAMESPACES
 from tests.ledger.support import OTHER, TENANT, keys, opened, put, reserved, there
 
 LATER = 1 << 60  # a generation behind every line
@@ -20,7 +20,7 @@ LATER = 1 << 60  # a generation behind every line
 def ledger(tmp_path: Path) -> Iterator[Ledger]:
     opened_here = opened(tmp_path, kind="file")
     yield opened_here
-    opened_here.check()
+    admin.check(opened_here)
     opened_here.close()
 
 
@@ -28,35 +28,37 @@ def rebuilt(root: Path, slots: int = 32) -> Ledger:
     """The store at `root` after its tables were lost."""
     (root / "store" / "data.mdb").unlink()
     ledger = opened(root, slots, kind="file")
-    assert ledger.unscanned() == range(slots)
+    assert rebuild.unscanned(ledger) == range(slots)
     return ledger
 
 
 def test_labels_are_kept_and_never_lost_to_empty_ones(ledger: Ledger) -> None:
-    ledger.register(OTHER, {"model": "b", "lora": "x"})
+    ledger.namespaces.register(OTHER, {"model": "b", "lora": "x"})
     ledger.reserve(keys(1), namespace=OTHER)
-    ledger.register(OTHER, {})
-    row = ledger.namespaces()[OTHER]
+    ledger.namespaces.register(OTHER, {})
+    row = admin.list_namespaces(ledger)[OTHER]
     assert row.fields == {"model": "b", "lora": "x"} and row.chunks == 0
-    ledger.save_labels()
+    ledger.namespaces.save_labels()
     assert read_labels(ledger.directory)[OTHER].fields == row.fields
 
 
 def test_a_namespace_nobody_registered_is_known_by_its_chunks(ledger: Ledger) -> None:
     put(ledger, keys(1, 2), OTHER)
-    assert ledger.namespaces()[OTHER].chunks == 2 and ledger.namespaces()[OTHER].fields == {}
+    assert (
+        admin.list_namespaces(ledger)[OTHER].chunks == 2 and admin.list_namespaces(ledger)[OTHER].fields == {}
+    )
 
 
 def test_a_clear_is_one_tenants_own(ledger: Ledger) -> None:
     put(ledger, keys(*range(5)))
     put(ledger, keys(*range(10, 13)), OTHER)
-    assert ledger.clear(OTHER) == 3 and ledger.clear(OTHER) == 0
+    assert admin.clear(ledger, OTHER) == 3 and admin.clear(ledger, OTHER) == 0
     assert all(there(ledger, keys(*range(5))))
-    assert ledger.clear() == 5 and ledger.clear() == 0
+    assert admin.clear(ledger) == 5 and admin.clear(ledger) == 0
 
 
 def test_what_is_stored_after_a_clear_of_nothing_stays(ledger: Ledger) -> None:
-    assert ledger.clear(OTHER) == 0
+    assert admin.clear(ledger, OTHER) == 0
     put(ledger, keys(1), OTHER)
     assert there(ledger, keys(1)) == [True]
 
@@ -64,30 +66,30 @@ def test_what_is_stored_after_a_clear_of_nothing_stays(ledger: Ledger) -> None:
 def test_what_is_stored_after_a_clear_stays(ledger: Ledger) -> None:
     put(ledger, keys(1))
     old = reserved(ledger.reserve(keys(2), namespace=TENANT))
-    ledger.clear(TENANT)
+    admin.clear(ledger, TENANT)
     [new] = put(ledger, keys(1))
     assert ledger.commit(old) == [False]
     assert there(ledger, keys(1, 2)) == [True, False] and new.generation > 0
 
 
-def header(stored: Reserved, namespace: bytes = TENANT) -> Found:
+def header(stored: Reserved, namespace: bytes = TENANT) -> ScannedChunk:
     """What the header of a chunk says, as long as its slot is not written again."""
-    return Found(stored.key, namespace, stored.generation, 0, 16, stored.generation)
+    return ScannedChunk(stored.key, namespace, stored.generation, 0, 16, stored.generation)
 
 
 def test_a_rebuild_knows_labels_and_what_was_cleared(tmp_path: Path) -> None:
     ledger = opened(tmp_path, kind="file")
-    ledger.register(OTHER, {"model": "b"})
+    ledger.namespaces.register(OTHER, {"model": "b"})
     [mine], [old] = put(ledger, keys(1)), put(ledger, keys(2), OTHER)
-    ledger.clear(OTHER)
+    admin.clear(ledger, OTHER)
     [new] = put(ledger, keys(3), OTHER)
     ledger.close()
     again = rebuilt(tmp_path)
-    again.absorb(0, [header(mine), header(old, OTHER), header(new, OTHER)])
+    rebuild.absorb(again, 0, [header(mine), header(old, OTHER), header(new, OTHER)])
     assert there(again, keys(1, 2, 3)) == [True, False, True]
-    assert again.namespaces()[OTHER] == (OTHER, {"model": "b"}, 1)
-    again.absorb(3, [None] * 29)
-    again.check()
+    assert admin.list_namespaces(again)[OTHER] == (OTHER, {"model": "b"}, 1)
+    rebuild.absorb(again, 3, [None] * 29)
+    admin.check(again)
     again.close()
 
 
@@ -100,15 +102,15 @@ def test_a_clear_in_the_middle_of_a_scan_takes_what_is_found_after_it(
     [other] = put(ledger, keys(3), OTHER)
     ledger.close()
     again = rebuilt(tmp_path)
-    again.absorb(0, [header(first)])
-    assert again.clear(None if everything else TENANT) == 1
+    rebuild.absorb(again, 0, [header(first)])
+    assert admin.clear(again, None if everything else TENANT) == 1
     [new] = put(again, keys(4), chained=False)
-    again.absorb(again.unscanned()[0], [header(second), header(other, OTHER)])
+    rebuild.absorb(again, rebuild.unscanned(again)[0], [header(second), header(other, OTHER)])
     assert there(again, keys(1, 2, 3, 4)) == [False, False, not everything, True]
     again.close()
     (tmp_path / "store" / "data.mdb").unlink()  # and once more, before the first scan has ended
     last = opened(tmp_path, kind="file")
-    last.absorb(0, [header(first), header(second), header(other, OTHER), header(new)])
+    rebuild.absorb(last, 0, [header(first), header(second), header(other, OTHER), header(new)])
     assert there(last, keys(1, 2, 3, 4)) == [False, False, not everything, True]
     last.close()
 
@@ -118,9 +120,9 @@ def test_what_is_stored_during_a_scan_takes_nothing_from_what_the_scan_finds(tmp
     first, second = put(ledger, keys(1, 2))
     ledger.close()
     again = rebuilt(tmp_path)
-    again.absorb(0, [None])
+    rebuild.absorb(again, 0, [None])
     put(again, keys(3), chained=False)  # makes the row of the namespace
-    again.absorb(1, [header(first), header(second)])
+    rebuild.absorb(again, 1, [header(first), header(second)])
     assert there(again, keys(1, 2, 3)) == [True, True, True]
     again.close()
 
@@ -134,12 +136,12 @@ def test_a_store_of_an_older_version_tells_what_was_cleared_by_numbers(tmp_path:
     (tmp_path / "store" / NAMESPACES).write_bytes(msgspec.json.encode(old))
     for turn in range(2):  # what it says is kept, also when the file says it no more
         again = rebuilt(tmp_path)
-        again.absorb(0, [Found(keys(n)[0], OTHER, n, 0, 16, 5 + n) for n in range(4)])
-        again.absorb(4, [Found(keys(9)[0], TENANT, 0, 0, 16, 5)])
+        rebuild.absorb(again, 0, [ScannedChunk(keys(n)[0], OTHER, n, 0, 16, 5 + n) for n in range(4)])
+        rebuild.absorb(again, 4, [ScannedChunk(keys(9)[0], TENANT, 0, 0, 16, 5)])
         assert there(again, keys(0, 1, 2, 3, 9)) == [False, False, True, True, True], turn
-        assert again.namespaces()[OTHER].fields == {"model": "b"}
+        assert admin.list_namespaces(again)[OTHER].fields == {"model": "b"}
         if turn:
-            assert again.clear(OTHER) == 2 and there(again, keys(2, 3, 9)) == [False, False, True]
+            assert admin.clear(again, OTHER) == 2 and there(again, keys(2, 3, 9)) == [False, False, True]
         again.close()
 
 
@@ -149,7 +151,7 @@ def test_a_damaged_file_of_labels_keeps_nobody_from_opening(tmp_path: Path, dama
     (tmp_path / "store" / NAMESPACES).write_bytes(damage)
     again = opened(tmp_path, kind="file")
     put(again, keys(1))
-    again.clear()
+    admin.clear(again)
     again.close()
 
 
@@ -161,10 +163,10 @@ def test_slots_are_absorbed_in_their_order(tmp_path: Path) -> None:
     ledger = rebuilt(tmp_path)
     for wrong in (1, 31):
         with pytest.raises(ValueError, match="next"):
-            ledger.absorb(wrong, [None])
-    ledger.absorb(0, [None, None])
-    assert ledger.unscanned() == range(2, 32) and ledger.gauges()["free"] == 2
-    ledger.check()
+            rebuild.absorb(ledger, wrong, [None])
+    rebuild.absorb(ledger, 0, [None, None])
+    assert rebuild.unscanned(ledger) == range(2, 32) and admin.gauges(ledger)["free"] == 2
+    admin.check(ledger)
     ledger.close()
 
 
@@ -172,29 +174,38 @@ def test_of_one_key_the_highest_sequence_stands(tmp_path: Path) -> None:
     opened(tmp_path, kind="file").close()
     ledger = rebuilt(tmp_path)
     sequences = [5, 9, 7]
-    ledger.absorb(0, [Found(keys(1)[0], TENANT, LATER, 0, 16, sequence) for sequence in sequences])
-    match = ledger.match(keys(1))
+    rebuild.absorb(
+        ledger, 0, [ScannedChunk(keys(1)[0], TENANT, LATER, 0, 16, sequence) for sequence in sequences]
+    )
+    match = ledger.match_prefix(keys(1))
     assert match.slots.tolist() == [1] and match.generations.tolist() == [9]
-    assert ledger.gauges()["free"] == 2
-    ledger.check()
+    assert admin.gauges(ledger)["free"] == 2
+    admin.check(ledger)
     ledger.close()
 
 
 def test_what_is_stored_during_a_scan_stands_before_what_the_scan_finds(tmp_path: Path) -> None:
     opened(tmp_path, kind="file").close()
     ledger = rebuilt(tmp_path)
-    ledger.absorb(0, [None] * 4)
+    rebuild.absorb(ledger, 0, [None] * 4)
     [stored] = put(ledger, keys(1))
     outcomes = ledger.reserve(keys(2), namespace=TENANT)
-    ledger.absorb(4, [Found(keys(1)[0], TENANT, LATER, 0, 16, 5), Found(keys(2)[0], TENANT, LATER, 0, 16, 6)])
-    assert ledger.match(keys(1)).slots.tolist() == [stored.slot]
-    assert ledger.match(keys(2)).slots.tolist() == [5]
+    rebuild.absorb(
+        ledger,
+        4,
+        [
+            ScannedChunk(keys(1)[0], TENANT, LATER, 0, 16, 5),
+            ScannedChunk(keys(2)[0], TENANT, LATER, 0, 16, 6),
+        ],
+    )
+    assert ledger.match_prefix(keys(1)).slots.tolist() == [stored.slot]
+    assert ledger.match_prefix(keys(2)).slots.tolist() == [5]
     assert ledger.commit(reserved(outcomes)) == [False], "there is one already"
-    ledger.check()
-    ledger.absorb(6, [None] * 26)
-    assert not len(ledger.unscanned())
+    admin.check(ledger)
+    rebuild.absorb(ledger, 6, [None] * 26)
+    assert not len(rebuild.unscanned(ledger))
     put(ledger, keys(*range(100, 200)), chained=False)
-    ledger.check()
+    admin.check(ledger)
     ledger.close()
 
 
@@ -202,13 +213,14 @@ def test_after_a_rebuild_the_oldest_goes_first_and_of_a_chain_its_tail(tmp_path:
     opened(tmp_path, kind="file").close()
     ledger = rebuilt(tmp_path)
     chain = [
-        Found(key, TENANT, LATER, position, 16, 1000 + position)
+        ScannedChunk(key, TENANT, LATER, position, 16, 1000 + position)
         for position, key in enumerate(keys(*range(8)))
     ]
     older = [
-        Found(key, TENANT, LATER, 0, 16, sequence) for sequence, key in enumerate(keys(*range(100, 124)), 1)
+        ScannedChunk(key, TENANT, LATER, 0, 16, sequence)
+        for sequence, key in enumerate(keys(*range(100, 124)), 1)
     ]
-    ledger.absorb(0, [*chain, *older])
+    rebuild.absorb(ledger, 0, [*chain, *older])
     put(ledger, keys(*range(200, 224)), chained=False)
     assert not any(there(ledger, keys(*range(100, 124)))) and all(there(ledger, keys(*range(8))))
     put(ledger, keys(300, 301), chained=False)

@@ -14,7 +14,7 @@ import pytest
 from pagoda.errors import StoreError
 from pagoda.ledger import Ledger
 from pagoda.ledger.locks import OPEN
-from pagoda.ledger.state import LOCKS
+from pagoda.ledger.store_files import LOCKS
 from tests.ledger.support import gate_taken, holding, keys, opened, put, spec
 
 SECONDS = 60.0
@@ -65,8 +65,8 @@ def test_who_opens_a_store_that_is_being_closed_waits_for_it(shm_root: Path) -> 
             Ledger.open(spec(shm_root), deadline_seconds=0.05)
     again = opened(shm_root)
     closing.join(SECONDS)
-    assert again is not ledger and again._session.member != ledger._session.member
-    assert len(again.match(keys(1)).slots) == 1
+    assert again is not ledger and again.session.member != ledger.session.member
+    assert len(again.match_prefix(keys(1)).slots) == 1
     again.close()
 
 

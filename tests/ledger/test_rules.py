@@ -14,8 +14,8 @@ import pytest
 
 from pagoda.clock import Clock
 from pagoda.errors import StoreError
-from pagoda.ledger import Busy, Ledger, Refused, Reserved, StoreSpec
-from pagoda.ledger.clears import Clears
+from pagoda.ledger import Busy, Ledger, Refused, Reserved, StoreSpec, admin
+from pagoda.ledger.clear_log import ClearLog
 from pagoda.metrics import Reason
 from pagoda.testing import FakeClock
 from tests.ledger import support
@@ -45,9 +45,9 @@ def ledger(shm_root: Path, clock: FakeClock) -> Iterator[Ledger]:
     """A ledger of 32 slots with two tenants."""
     opened = Ledger.open(spec(shm_root), clock=clock)
     for namespace, model in ((TENANT, "a"), (OTHER, "b")):
-        opened.register(namespace, {"model": model})
+        opened.namespaces.register(namespace, {"model": model})
     yield opened
-    opened.check()
+    admin.check(opened)
     opened.close()
 
 
@@ -77,13 +77,13 @@ def test_a_chunk_that_another_process_replaced_during_the_match_is_not_valid(shm
         assert in_child(child) == 0
 
     def child() -> None:
-        assert ledger.remove([old]) == 1
+        assert admin.remove(ledger, [old]) == 1
         for _ in range(8):
             [room] = reserved(ledger.reserve([new], namespace=TENANT))
             assert ledger.commit([room]) == [True]
             if room.slot == slot:
                 return
-            ledger.pin([new], "keep")
+            admin.pin(ledger, [new], "keep")
         raise AssertionError("the slot was not used again")
 
     seen = 0
@@ -91,12 +91,12 @@ def test_a_chunk_that_another_process_replaced_during_the_match_is_not_valid(shm
         [stored] = put(ledger, [old])
         slot = stored.slot
         clock.first = replace
-        match = ledger.match([old], touch=touch)
+        match = ledger.match_prefix([old], touch=touch)
         replaced, clock.first = clock.first is None, None
         seen += replaced
         if replaced and len(match.slots):
             assert not ledger.still_valid(match.slots, match.generations).any()
-        ledger.clear()
+        admin.clear(ledger)
     assert seen, "match never looked at the clock: this test shows nothing"
     ledger.close()
 
@@ -107,15 +107,15 @@ def test_a_chunk_that_is_gone_is_no_longer_valid(ledger: Ledger, how: str) -> No
     slots, generations = places([one])
     assert ledger.still_valid(slots, generations).tolist() == [True]
     if how == "remove":
-        assert ledger.remove([one.key]) == 1
+        assert admin.remove(ledger, [one.key]) == 1
     elif how == "clear":
-        assert ledger.clear(TENANT) == 1
+        assert admin.clear(ledger, TENANT) == 1
     elif how == "drop":
-        assert ledger.drop(one.key, one.slot, one.generation, Reason.FAILED_CHECK)
+        assert ledger.remove_exact(one.key, one.slot, one.generation, Reason.FAILED_CHECK)
     else:
         put(ledger, keys(*range(100, 100 + SLOTS)), chained=False)
     assert ledger.still_valid(slots, generations).tolist() == [False]
-    assert not len(ledger.match([one.key]).slots)
+    assert not len(ledger.match_prefix([one.key]).slots)
 
 
 def test_an_aborted_reservation_was_never_valid_to_a_reader(ledger: Ledger) -> None:
@@ -128,13 +128,13 @@ def test_an_aborted_reservation_was_never_valid_to_a_reader(ledger: Ledger) -> N
 def test_a_key_that_was_published_for_another_slot_is_a_miss_and_its_entry_goes(ledger: Ledger) -> None:
     [one, two] = put(ledger, keys(1, 2))
     ledger.columns.keys[one.slot] = ledger.columns.keys[two.slot]  # what a torn ledger would look like
-    assert not len(ledger.match([one.key]).slots)
+    assert not len(ledger.match_prefix([one.key]).slots)
     assert present(ledger, [one.key, two.key]) == [False, True]
 
 
 def test_a_drop_with_another_generation_changes_nothing(ledger: Ledger) -> None:
     [one] = put(ledger, keys(1))
-    assert not ledger.drop(one.key, one.slot, one.generation + 1, Reason.FAILED_CHECK)
+    assert not ledger.remove_exact(one.key, one.slot, one.generation + 1, Reason.FAILED_CHECK)
     assert present(ledger, [one.key]) == [True]
 
 
@@ -143,19 +143,19 @@ def test_a_drop_with_another_generation_changes_nothing(ledger: Ledger) -> None:
 
 def test_nothing_is_seen_before_its_commit(ledger: Ledger) -> None:
     room = reserved(ledger.reserve(keys(1), namespace=TENANT))
-    assert not len(ledger.match(keys(1)).slots) and ledger.match(keys(1)).reason is Reason.BUSY
+    assert not len(ledger.match_prefix(keys(1)).slots) and ledger.match_prefix(keys(1)).reason is Reason.BUSY
     assert ledger.commit(room) == [True]
-    assert len(ledger.match(keys(1)).slots) == 1
+    assert len(ledger.match_prefix(keys(1)).slots) == 1
 
 
 def test_a_chunk_of_two_parts_is_seen_when_both_are_in(ledger: Ledger) -> None:
     room = reserved(ledger.reserve(keys(1), namespace=TENANT, parts=2))
     assert ledger.commit(room, part=1) == [True]
-    assert not len(ledger.match(keys(1)).slots)
+    assert not len(ledger.match_prefix(keys(1)).slots)
     assert ledger.commit(room, part=1) == [False], "the same part twice is not both parts"
-    assert not len(ledger.match(keys(1)).slots)
+    assert not len(ledger.match_prefix(keys(1)).slots)
     assert ledger.commit(room, part=0) == [True]
-    assert len(ledger.match(keys(1)).slots) == 1
+    assert len(ledger.match_prefix(keys(1)).slots) == 1
 
 
 def test_the_first_of_two_writers_of_a_key_that_was_taken_over_loses(
@@ -167,7 +167,7 @@ def test_the_first_of_two_writers_of_a_key_that_was_taken_over_loses(
     assert quick.slot != slow.slot
     assert ledger.commit([slow]) == [False]
     assert ledger.commit([quick]) == [True]
-    assert ledger.match(keys(1)).slots.tolist() == [quick.slot]
+    assert ledger.match_prefix(keys(1)).slots.tolist() == [quick.slot]
 
 
 # clearing
@@ -177,7 +177,7 @@ def test_the_first_of_two_writers_of_a_key_that_was_taken_over_loses(
 def test_what_is_in_flight_during_a_clear_does_not_come_in(ledger: Ledger, whole: bool) -> None:
     put(ledger, keys(1), OTHER)
     room = reserved(ledger.reserve(keys(2), namespace=TENANT))
-    ledger.clear(None if whole else TENANT)
+    admin.clear(ledger, None if whole else TENANT)
     assert ledger.commit(room) == [False]
     assert present(ledger, keys(1, 2)) == [not whole, False]
     assert put(ledger, keys(2)), "the key may be stored anew"
@@ -191,8 +191,8 @@ def on_disk(root: Path) -> Ledger:
 def test_what_was_cleared_is_on_the_disk_before_clear_returns(tmp_path: Path) -> None:
     ledger = on_disk(tmp_path)
     [stored] = put(ledger, keys(1))
-    ledger.clear(TENANT)
-    lines = Clears(ledger.directory).read()
+    admin.clear(ledger, TENANT)
+    lines = ClearLog(ledger.directory).read()
     assert lines is not None and lines.of[TENANT] > stored.generation
     ledger.close()
 
@@ -204,9 +204,9 @@ def test_clearing_says_so_if_what_was_cleared_could_come_back(tmp_path: Path) ->
         path.unlink()
         path.mkdir()  # cannot be written
     with pytest.raises(StoreError, match="may bring it back"):
-        ledger.clear(TENANT)
+        admin.clear(ledger, TENANT)
     assert present(ledger, keys(1)) == [False], "it is gone for now all the same"
-    ledger.register(OTHER, {"model": "b"})  # of no consequence
+    ledger.namespaces.register(OTHER, {"model": "b"})  # of no consequence
     ledger.close()
 
 
@@ -222,15 +222,15 @@ def test_the_reservation_of_a_living_member_is_never_taken_back(ledger: Ledger, 
     peer = filling(ledger, 1, 2)
     try:
         clock.advance(3600)
-        assert ledger.reap() == 0
+        assert admin.reap(ledger) == 0
         for start in range(100, 100 + 4 * SLOTS):
             put(ledger, keys(start))
-        assert ledger.gauges()["reserved"] == 2
-        ledger.check()
+        assert admin.gauges(ledger)["reserved"] == 2
+        admin.check(ledger)
     finally:
         peer.end()
-    ledger.reap()
-    assert ledger.gauges()["reserved"] == 0 and ledger.gauges()["members"] == 1
+    admin.reap(ledger)
+    assert admin.gauges(ledger)["reserved"] == 0 and admin.gauges(ledger)["members"] == 1
 
 
 def test_a_stopped_member_lives(ledger: Ledger) -> None:
@@ -238,9 +238,9 @@ def test_a_stopped_member_lives(ledger: Ledger) -> None:
     try:
         os.kill(peer.pid, signal.SIGSTOP)
         time.sleep(0.05)
-        assert ledger.reap() == 0 and ledger.gauges()["reserved"] == 1
+        assert admin.reap(ledger) == 0 and admin.gauges(ledger)["reserved"] == 1
         [outcome] = ledger.reserve(keys(1), namespace=TENANT)
-        assert isinstance(outcome, Busy) and outcome.owner != ledger.member
+        assert isinstance(outcome, Busy) and outcome.owner != ledger.session.member
         os.kill(peer.pid, signal.SIGCONT)
     finally:
         peer.end()
@@ -251,8 +251,8 @@ def test_the_reservation_of_a_dead_member_is_taken_back_when_it_is_met(ledger: L
     [outcome] = ledger.reserve(keys(1), namespace=TENANT)
     assert isinstance(outcome, Reserved)
     assert ledger.commit([outcome]) == [True]
-    ledger.reap()
-    assert ledger.gauges()["reserved"] == 0
+    admin.reap(ledger)
+    assert admin.gauges(ledger)["reserved"] == 0
 
 
 def test_a_living_members_holds_keep_and_a_dead_ones_do_not(ledger: Ledger) -> None:
@@ -279,7 +279,7 @@ def test_a_part_that_a_living_member_adopted_keeps_the_reservation_of_a_dead_one
         assert ledger.adopt([room], 1) == [True]
     finally:
         peer.end()
-    assert ledger.reap() == 0 and ledger.gauges()["reserved"] == 1
+    assert admin.reap(ledger) == 0 and admin.gauges(ledger)["reserved"] == 1
     assert ledger.adopt([room], 0) == [True]
     assert ledger.commit([room], 0) == [True] and ledger.commit([room], 1) == [True]
     assert present(ledger, keys(1)) == [True]
@@ -298,7 +298,7 @@ def test_a_part_is_only_committed_by_its_writer(ledger: Ledger) -> None:
 def test_a_stranger_cannot_abort_what_a_living_member_fills(ledger: Ledger) -> None:
     rooms = reserved(ledger.reserve(keys(1), namespace=TENANT))
     assert in_child(lambda: ledger.abort(rooms)) == 0
-    assert ledger.gauges()["reserved"] == 1
+    assert admin.gauges(ledger)["reserved"] == 1
     assert ledger.commit(rooms) == [True]
 
 
@@ -307,11 +307,11 @@ def test_an_abort_frees_the_slot_only_when_the_writers_of_the_other_parts_are_do
     peer = Peer(lambda: ledger.adopt(rooms, 1) == [True])
     try:
         ledger.abort(rooms)
-        assert ledger.reap() == 0 and ledger.gauges()["reserved"] == 1
+        assert admin.reap(ledger) == 0 and admin.gauges(ledger)["reserved"] == 1
         assert ledger.commit(rooms, 0) == [False]
     finally:
         peer.end()
-    assert ledger.reap() == 1 and ledger.gauges()["reserved"] == 0
+    assert admin.reap(ledger) == 1 and admin.gauges(ledger)["reserved"] == 0
 
 
 # waiting
@@ -322,20 +322,22 @@ def test_calls_return_by_their_deadline_while_the_gate_is_taken(ledger: Ledger) 
     [room] = reserved(ledger.reserve(keys(2), namespace=TENANT))
     with gate_taken(ledger):
         for call in (
-            lambda: ledger.match(keys(1), deadline_seconds=0.1),
+            lambda: ledger.match_prefix(keys(1), deadline_seconds=0.1),
             lambda: ledger.reserve(keys(3), namespace=TENANT, deadline_seconds=0.1),
             lambda: ledger.commit([room], deadline_seconds=0.1),
         ):
             began = time.monotonic()
             call()
             assert 0.05 < time.monotonic() - began < 20.0
-        assert ledger.match(keys(1), deadline_seconds=0.0).reason is Reason.LEDGER_BUSY
+        assert ledger.match_prefix(keys(1), deadline_seconds=0.0).reason is Reason.LEDGER_BUSY
         [refused] = ledger.reserve(keys(3), namespace=TENANT, deadline_seconds=0.0)
         assert isinstance(refused, Refused) and refused.reason is Reason.LEDGER_BUSY
         assert ledger.still_valid(*places([stored])).all(), "validity needs no gate"
     put(ledger, keys(4))
-    assert ledger.gauges()["reserved"] == 0, "the commit that was late has been done by the next transaction"
-    assert ledger.counters()["miss_ledger_busy"] >= 2
+    assert admin.gauges(ledger)["reserved"] == 0, (
+        "the commit that was late has been done by the next transaction"
+    )
+    assert admin.counters(ledger)["miss_ledger_busy"] >= 2
 
 
 def test_an_abort_that_was_late_is_done_by_the_next_transaction(ledger: Ledger) -> None:
@@ -343,7 +345,7 @@ def test_an_abort_that_was_late_is_done_by_the_next_transaction(ledger: Ledger) 
     with gate_taken(ledger):
         ledger.abort(rooms, deadline_seconds=0.05)
     put(ledger, keys(5))
-    assert ledger.gauges()["reserved"] == 0
+    assert admin.gauges(ledger)["reserved"] == 0
     assert present(ledger, keys(1, 2, 5)) == [False, False, True]
 
 
@@ -376,5 +378,5 @@ def test_a_run_ends_where_another_tenant_or_place_begins(shm_root: Path, few: in
             ([*own, *moved], 0, few, Reason.ABSENT),
             ([*own, *moved], None, 2 * few, None),
         ]:
-            match = ledger.match(keys(*asked), start=start, namespace=TENANT)
+            match = ledger.match_prefix(keys(*asked), start=start, namespace=TENANT)
             assert (len(match.slots), match.reason) == (found, reason), (asked, start)

@@ -14,11 +14,11 @@ import lmdb
 import pytest
 
 from pagoda.errors import ClosedError
-from pagoda.ledger import Ledger, Present, Refused, Reserved, session
+from pagoda.ledger import Ledger, Present, Refused, Reserved, admin, session
 from pagoda.ledger.columns import NOT_READY, Columns
 from pagoda.ledger.session import UnavailableError
-from pagoda.ledger.store import Store
-from pagoda.ledger.writing import Writing
+from pagoda.ledger.store import OpenStore
+from pagoda.ledger.transaction import Transaction
 from pagoda.metrics import Reason
 from tests.ledger.support import (
     OTHER,
@@ -42,18 +42,18 @@ from tests.ledger.support import (
 def ledger(shm_root: Path) -> Iterator[Ledger]:
     opened_here = opened(shm_root)
     yield opened_here
-    opened_here.check()
+    admin.check(opened_here)
     opened_here.close()
 
 
 def busy_store(ledger: Ledger) -> None:
     """Everything one does with a store goes."""
     put(ledger, keys(*range(1000, 1100)), chained=False)
-    assert len(ledger.match(keys(1099)).slots) == 1
-    ledger.remove(keys(1099))
-    assert ledger.clear() > 0
-    assert ledger.gauges()["free"] == ledger.slots
-    ledger.check()
+    assert len(ledger.match_prefix(keys(1099)).slots) == 1
+    admin.remove(ledger, keys(1099))
+    assert admin.clear(ledger) > 0
+    assert admin.gauges(ledger)["free"] == ledger.slots
+    admin.check(ledger)
 
 
 # transactions
@@ -66,27 +66,27 @@ def test_trouble_in_a_transaction_is_a_reason_and_changes_nothing(ledger: Ledger
         (OSError(), Reason.IO_ERROR),
     ):
 
-        def work(writing: Writing, _: object, error: Exception = error) -> None:
-            writing.meta.ready = 12345
+        def work(transaction: Transaction, _: object, error: Exception = error) -> None:
+            transaction.meta.ready = 12345
             raise error
 
         with pytest.raises(UnavailableError) as caught:
-            ledger._session.write(work, 1.0)
+            ledger.session.write(work, 1.0)
         assert caught.value.reason is reason
         put(ledger, keys(1))
-    ledger.check()
+    admin.check(ledger)
 
 
 def test_after_an_error_of_lmdb_the_environment_is_another(ledger: Ledger) -> None:
     """LMDB does not go on with one whose commit has failed: every later call would fail as well."""
-    before = ledger._session._open()[0].env
+    before = ledger.session._open()[0].env
 
     def fail(*_: object) -> None:
         raise lmdb.Error
 
     with pytest.raises(UnavailableError):
-        ledger._session.write(fail, 1.0)
-    assert ledger._session._open()[0].env is not before
+        ledger.session.write(fail, 1.0)
+    assert ledger.session._open()[0].env is not before
     with pytest.raises(lmdb.Error):
         before.begin()  # it was closed
 
@@ -107,11 +107,11 @@ def test_the_last_to_leave_syncs_before_it_says_so(tmp_path: Path, monkeypatch: 
                 done.append(name)
             return getattr(self._env, name)
 
-    tables = ledger._session._open()[0]
+    tables = ledger.session._open()[0]
     tables.env = Watched(tables.env)  # type: ignore[assignment]
-    flush, mark = Columns.flush, Store.mark_clean
+    flush, mark = Columns.flush, OpenStore.mark_clean
     monkeypatch.setattr(Columns, "flush", lambda self: (done.append("flush"), flush(self))[1])
-    monkeypatch.setattr(Store, "mark_clean", lambda self, *a: (done.append("clean"), mark(self, *a))[1])
+    monkeypatch.setattr(OpenStore, "mark_clean", lambda self, *a: (done.append("clean"), mark(self, *a))[1])
     ledger.close()
     assert done == ["sync", "flush", "clean"]
 
@@ -120,12 +120,12 @@ def fill_map(ledger: Ledger) -> None:
     """Fills the map to the last page that an ordinary transaction can have."""
     size, number = 1 << 20, 0
 
-    def write(writing: Writing, _: object) -> None:
-        writing.txn.put(b"%d" % number, b"x" * size, db=writing.tables.pins)
+    def write(transaction: Transaction, _: object) -> None:
+        transaction.txn.put(b"%d" % number, b"x" * size, db=transaction.tables.pins)
 
     while size:
         try:
-            ledger._session.write(write, 1.0)
+            ledger.session.write(write, 1.0)
         except UnavailableError as full:
             assert full.reason is Reason.FULL
             size //= 2
@@ -138,10 +138,10 @@ def test_a_full_map_is_a_refusal_and_the_rest_goes_on(shm_root: Path) -> None:
     fill_map(ledger)
     [outcome] = ledger.reserve(keys(5), namespace=TENANT)
     assert outcome == Refused(keys(5)[0], Reason.FULL)
-    assert len(ledger.match(keys(1)).slots) == 1
+    assert len(ledger.match_prefix(keys(1)).slots) == 1
     ledger.close()
     again = opened(shm_root)
-    assert len(again.match(keys(1)).slots) == 1
+    assert len(again.match_prefix(keys(1)).slots) == 1
     again.close()
 
 
@@ -153,12 +153,12 @@ def test_a_full_map_keeps_nothing_from_being_taken_out(shm_root: Path, everythin
 
     def look() -> None:
         other = Ledger.open(spec(shm_root, 1024))
-        assert len(other.match(keys(0)).slots) == 1
+        assert len(other.match_prefix(keys(0)).slots) == 1
         said.set()
         assert go_on.wait(60)
-        assert not len(other.match(keys(0)).slots)
+        assert not len(other.match_prefix(keys(0)).slots)
         put(other, keys(2000))
-        assert other.remove(keys(2000)) == 1
+        assert admin.remove(other, keys(2000)) == 1
         other.close()
 
     put(ledger, keys(*range(600)))
@@ -167,28 +167,28 @@ def test_a_full_map_keeps_nothing_from_being_taken_out(shm_root: Path, everythin
     for turn in range(5):
         fill_map(ledger)
         assert isinstance(ledger.reserve(keys(5000), namespace=OTHER)[0], Refused)
-        assert ledger.remove(keys(599)) == 1
-        assert ledger.clear(None if everything else TENANT) == 599, turn
+        assert admin.remove(ledger, keys(599)) == 1
+        assert admin.clear(ledger, None if everything else TENANT) == 599, turn
         if turn < 4:
             put(ledger, keys(*range(600)))
     go_on.set()
     assert wait(pid) == 0
-    ledger.check()
+    admin.check(ledger)
     ledger.close()
 
 
 def test_what_waits_is_done_once_even_if_a_transaction_fails_between(ledger: Ledger) -> None:
     done = []
-    ledger._session.defer(lambda writing: done.append(writing))
+    ledger.session.defer(lambda transaction: done.append(transaction))
 
     def fail(*_: object) -> None:
         raise lmdb.Error
 
     for _ in range(2):
         with pytest.raises(UnavailableError):
-            ledger._session.write(fail, 1.0)
+            ledger.session.write(fail, 1.0)
     put(ledger, keys(1))
-    assert len(done) == 3 and len({id(writing) for writing in done}) == 3
+    assert len(done) == 3 and len({id(transaction) for transaction in done}) == 3
     put(ledger, keys(2))
     assert len(done) == 3, "once it has been committed it is not done again"
 
@@ -215,7 +215,7 @@ def test_late_commits_of_many_threads_are_all_done(ledger: Ledger) -> None:
         for thread in threads:
             thread.join(10)
     put(ledger, keys(9))
-    assert all(there(ledger, keys(1, 2, 3, 4))) and not ledger.gauges()["reserved"]
+    assert all(there(ledger, keys(1, 2, 3, 4))) and not admin.gauges(ledger)["reserved"]
 
 
 def test_every_call_ends_by_its_deadline_however_many_transactions_it_takes(shm_root: Path) -> None:
@@ -228,7 +228,7 @@ def test_every_call_ends_by_its_deadline_however_many_transactions_it_takes(shm_
             lambda: ledger.adopt(rooms * 10, 0, deadline_seconds=0.3),
             lambda: ledger.abort(rooms * 10, deadline_seconds=0.3),
             lambda: ledger.reserve(keys(*range(1000, 1256)), namespace=TENANT, deadline_seconds=2.5),  # four
-            lambda: ledger.match(keys(*range(256)), deadline_seconds=0.3),
+            lambda: ledger.match_prefix(keys(*range(256)), deadline_seconds=0.3),
         ):
             began = time.monotonic()
             call()
@@ -241,7 +241,7 @@ def test_every_call_ends_by_its_deadline_however_many_transactions_it_takes(shm_
 def test_a_call_of_a_child_ends_by_its_deadline_too(ledger: Ledger) -> None:
     def act() -> None:
         began = time.monotonic()
-        assert ledger.match(keys(1), deadline_seconds=0.3).reason is Reason.LEDGER_BUSY
+        assert ledger.match_prefix(keys(1), deadline_seconds=0.3).reason is Reason.LEDGER_BUSY
         assert time.monotonic() - began < 20.0
 
     with gate_taken(ledger):
@@ -259,9 +259,9 @@ def steps(ledger: Ledger, rooms: list[Reserved], step: str) -> None:
     elif step == "abort":
         ledger.abort(reserved(ledger.reserve(keys(600, 601), namespace=TENANT)))
     elif step == "remove":
-        ledger.remove([room.key for room in rooms[:3]])
+        admin.remove(ledger, [room.key for room in rooms[:3]])
     else:
-        ledger.clear(TENANT)
+        admin.clear(ledger, TENANT)
 
 
 @pytest.mark.parametrize("step", ["reserve", "commit", "abort", "remove", "clear"])
@@ -274,25 +274,25 @@ def test_a_death_at_any_step_loses_no_slot(
 
     def die() -> None:
         method = "save" if when == "before the commit" else "publish"
-        whole = getattr(Writing, method)
+        whole = getattr(Transaction, method)
         calls = iter(range(10))
-        ledger.gauges()  # is a member by now
+        admin.gauges(ledger)  # is a member by now
 
-        def last(writing: Writing, *more: object) -> None:
+        def last(transaction: Transaction, *more: object) -> None:
             if next(calls) == (1 if step in ("commit", "abort") else 0):
                 os.kill(os.getpid(), signal.SIGKILL)
-            whole(writing, *more)
+            whole(transaction, *more)
 
-        monkeypatch.setattr(Writing, method, last)
+        monkeypatch.setattr(Transaction, method, last)
         steps(ledger, rooms, step)
 
     assert wait(child(die)) == -signal.SIGKILL
-    ledger.reap()
-    report = ledger.check()
+    admin.reap(ledger)
+    report = admin.check(ledger)
     assert not report.gauges["reserved"] and report.stale_hints == 0
     for turn in range(3):
         put(ledger, keys(*range(2000 + 100 * turn, 2032 + 100 * turn)), chained=False)
-    assert ledger.gauges()["ready"] == 32 and not any(there(ledger, keys(600, 601))), (
+    assert admin.gauges(ledger)["ready"] == 32 and not any(there(ledger, keys(600, 601))), (
         "all slots can be used again"
     )
     busy_store(ledger)
@@ -305,12 +305,12 @@ def test_what_a_dead_member_committed_and_did_not_publish_can_be_evicted_after_t
     def die() -> None:
         ledger = opened(shm_root)
         rooms = reserved(ledger.reserve(keys(1, 2), namespace=TENANT))
-        monkeypatch.setattr(Writing, "publish", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        monkeypatch.setattr(Transaction, "publish", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         ledger.commit(rooms)
 
     assert wait(child(die)) == -signal.SIGKILL
     ledger = opened(shm_root)
-    match = ledger.match(keys(1, 2))
+    match = ledger.match_prefix(keys(1, 2))
     assert len(match.slots) == 2 and (ledger.columns.last_use[match.slots] != NOT_READY).all()
     ledger.close()
 
@@ -320,16 +320,16 @@ def test_what_a_dead_member_committed_and_did_not_publish_can_be_evicted_after_t
 
 def test_a_child_is_a_stranger_with_a_number_of_its_own(ledger: Ledger) -> None:
     [room] = reserved(ledger.reserve(keys(1), namespace=TENANT))
-    number = ledger.member
+    number = ledger.session.member
 
     def act() -> None:
         assert ledger.commit([room]) == [False]
         ledger.abort([room])
-        assert ledger.member not in (0, number)
+        assert ledger.session.member not in (0, number)
         put(ledger, keys(2))
 
     in_child(act)
-    assert ledger.member == number and ledger.commit([room]) == [True]
+    assert ledger.session.member == number and ledger.commit([room]) == [True]
     assert all(there(ledger, keys(1, 2)))
 
 
@@ -346,15 +346,15 @@ def test_grandchildren_work_too(ledger: Ledger) -> None:
 def test_what_a_child_counts_before_its_first_transaction_is_not_its_parents(ledger: Ledger) -> None:
     ledger.count("lookups", 7)
     in_child(lambda: ledger.count("lookups", 100))
-    assert ledger.counters()["lookups"] == 7
+    assert admin.counters(ledger)["lookups"] == 7
 
     def act() -> None:
         ledger.count("lookups", 10)
-        ledger.match(keys(1))
+        ledger.match_prefix(keys(1))
         ledger.count("lookups", 10)
 
     in_child(act)
-    assert ledger.counters()["lookups"] == 27
+    assert admin.counters(ledger)["lookups"] == 27
 
 
 def test_what_waits_in_the_parent_is_not_done_by_the_child(ledger: Ledger) -> None:
@@ -364,11 +364,11 @@ def test_what_waits_in_the_parent_is_not_done_by_the_child(ledger: Ledger) -> No
 
     def act() -> None:
         put(ledger, keys(2))
-        assert ledger.gauges()["reserved"] == 1
+        assert admin.gauges(ledger)["reserved"] == 1
 
     in_child(act)
     put(ledger, keys(3))
-    assert ledger.gauges()["reserved"] == 0
+    assert admin.gauges(ledger)["reserved"] == 0
 
 
 def test_a_fork_while_a_thread_waits_at_the_gate(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,14 +378,16 @@ def test_a_fork_while_a_thread_waits_at_the_gate(ledger: Ledger, monkeypatch: py
 
     def act() -> None:
         os.read(receive, 1)  # the gate is free
-        assert len(ledger.match(keys(1)).slots) == 1
+        assert len(ledger.match_prefix(keys(1)).slots) == 1
         put(ledger, keys(2))
 
     with gate_taken(ledger):
-        waiting = threading.Thread(target=ledger.match, args=(keys(1),), kwargs={"deadline_seconds": 60})
+        waiting = threading.Thread(
+            target=ledger.match_prefix, args=(keys(1),), kwargs={"deadline_seconds": 60}
+        )
         waiting.start()
         until = time.monotonic() + 30
-        while not ledger._session.gate.taken and time.monotonic() < until:
+        while not ledger.session.gate.taken and time.monotonic() < until:
             time.sleep(0.005)
         began = time.monotonic()
         pid = child(act)
@@ -403,7 +405,7 @@ def test_a_fork_while_a_thread_writes_hangs_nobody(ledger: Ledger, monkeypatch: 
     inside, leave = threading.Event(), threading.Event()
 
     writer = threading.Thread(
-        target=lambda: ledger._session.write(lambda *_: (inside.set(), leave.wait(60)), 60.0)
+        target=lambda: ledger.session.write(lambda *_: (inside.set(), leave.wait(60)), 60.0)
     )
     writer.start()
     assert inside.wait(60)
@@ -411,7 +413,7 @@ def test_a_fork_while_a_thread_writes_hangs_nobody(ledger: Ledger, monkeypatch: 
     if pid == 0:
         try:
             signal.alarm(20)  # instead of a hang
-            missed = ledger.match(keys(1)).reason
+            missed = ledger.match_prefix(keys(1)).reason
             os._exit(0 if missed in (Reason.LEDGER_BUSY, Reason.IO_ERROR) else 2)
         finally:
             os._exit(1)
@@ -424,7 +426,7 @@ def test_a_fork_while_a_thread_writes_hangs_nobody(ledger: Ledger, monkeypatch: 
     leave.set()
     writer.join(60)
     assert ended == (pid, 0)
-    assert len(ledger.match(keys(1)).slots) == 1
+    assert len(ledger.match_prefix(keys(1)).slots) == 1
     put(ledger, keys(2))
 
 
@@ -437,7 +439,7 @@ def test_two_threads_that_fork_at_once_leave_the_gate_open(
     other.start()
     other.join(10)
     session._after_in_parent()
-    assert ledger.match(keys(1), deadline_seconds=0.2).reason is Reason.ABSENT
+    assert ledger.match_prefix(keys(1), deadline_seconds=0.2).reason is Reason.ABSENT
 
 
 def test_forks_among_busy_threads(ledger: Ledger) -> None:
@@ -447,7 +449,7 @@ def test_forks_among_busy_threads(ledger: Ledger) -> None:
         number = first
         while not done.is_set():
             put(ledger, keys(number))
-            ledger.match(keys(number))
+            ledger.match_prefix(keys(number))
             number += 1
 
     threads = [threading.Thread(target=work, args=(first,)) for first in (10_000, 20_000)]
@@ -460,8 +462,8 @@ def test_forks_among_busy_threads(ledger: Ledger) -> None:
         done.set()
         for thread in threads:
             thread.join(60)
-    ledger.reap()
-    assert ledger.gauges()["members"] == 1 and not ledger.gauges()["reserved"]
+    admin.reap(ledger)
+    assert admin.gauges(ledger)["members"] == 1 and not admin.gauges(ledger)["reserved"]
 
 
 # threads
@@ -476,7 +478,7 @@ def test_threads_share_one_ledger(shm_root: Path) -> None:
             for number in range(first, first + 60):
                 outcomes = ledger.reserve(keys(number, 7), namespace=TENANT, deadline_seconds=30.0)
                 ledger.commit(reserved(outcomes), deadline_seconds=30.0)
-                match = ledger.match(keys(number), deadline_seconds=30.0)
+                match = ledger.match_prefix(keys(number), deadline_seconds=30.0)
                 assert len(match.slots) == 1 and ledger.still_valid(match.slots, match.generations).all()
                 assert not any(isinstance(one, Refused) for one in outcomes)
         except BaseException as error:  # noqa: BLE001 - told by the main thread
@@ -488,8 +490,8 @@ def test_threads_share_one_ledger(shm_root: Path) -> None:
     for thread in threads:
         thread.join(60)
     assert not errors
-    ledger.check()
-    assert ledger.gauges()["ready"] == 241
+    admin.check(ledger)
+    assert admin.gauges(ledger)["ready"] == 241
     assert isinstance(ledger.reserve(keys(7), namespace=TENANT)[0], Present)
     ledger.close()
 
@@ -500,12 +502,12 @@ def test_threads_share_one_ledger(shm_root: Path) -> None:
 def test_closing_gives_up_what_was_reserved_and_held(shm_root: Path) -> None:
     ledger = opened(shm_root)
     stored = put(ledger, keys(*range(5)))
-    with Other(lambda: (opened(shm_root).gauges(), None)[1]):
+    with Other(lambda: (admin.gauges(opened(shm_root)), None)[1]):
         ledger.hold(*places(stored))
         ledger.reserve(keys(10, 11), namespace=TENANT)
         ledger.close()
         again = opened(shm_root)
-        gauges = again.gauges()
+        gauges = admin.gauges(again)
         assert gauges["reserved"] == 0 and gauges["members"] == 2 and gauges["ready"] == 5
         put(again, keys(*range(100, 200)), chained=False)
         assert not any(there(again, keys(*range(5))))
@@ -517,9 +519,9 @@ def test_a_closed_ledger_says_so(shm_root: Path, call: str) -> None:
     ledger = opened(shm_root)
     ledger.close()
     calls: dict[str, Callable[[], object]] = {
-        "match": lambda: ledger.match(keys(1)),
+        "match": lambda: ledger.match_prefix(keys(1)),
         "reserve": lambda: ledger.reserve(keys(1), namespace=TENANT),
-        "gauges": ledger.gauges,
+        "gauges": lambda: admin.gauges(ledger),
     }
     if call == "close":
         ledger.close()
@@ -536,6 +538,6 @@ def test_closing_ends_in_time_while_another_sits_in_the_gate(shm_root: Path) -> 
         ledger.close()
         assert time.monotonic() - began < 25.0
     again = opened(shm_root)
-    gauges = again.gauges()
+    gauges = admin.gauges(again)
     assert gauges["reserved"] == 0 and gauges["members"] == 1
     again.close()

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.ledger import Found, store
+from pagoda.ledger import ScannedChunk, admin, rebuild, store, store_root
 from pagoda.ledger.columns import NOT_READY
-from pagoda.ledger.state import read_state, write_state
+from pagoda.ledger.store_files import read_state, write_state
 from pagoda.metrics import Reason
 from pagoda.testing import FakeClock
 from tests.ledger.support import (
@@ -71,7 +71,7 @@ def test_who_leaves_while_another_joins_does_not_mark_what_the_other_will_change
             assert wait(pid) == 0
         return real(directory)
 
-    monkeypatch.setattr(store, "_sweep", lambda root: None)
+    monkeypatch.setattr(store_root, "_sweep", lambda root: None)
     monkeypatch.setattr(store, "read_state", leave_now)
     ledger = opened(tmp_path, kind="file")
     assert store.read_state is real and not clean(tmp_path)
@@ -85,12 +85,12 @@ def test_leases_are_void_after_a_reboot_and_recency_never_goes_back(tmp_path: Pa
     stored = put(ledger, keys(*range(32)), chained=False)
     ledger.lease(*places(stored[:10]), 60.0)
     newest = ledger.stamp()
-    assert ledger.gauges()["leased"] == 10
+    assert admin.gauges(ledger)["leased"] == 10
     ledger.close()
     clock.reboot("next boot", seconds=10)
     again = opened(tmp_path, clock=clock, kind="file")
     assert again.stamp() > newest - (1 << 20) and again.stamp() > int(again.columns.last_use.max())
-    assert again.gauges()["leased"] == 0 and again.gauges()["ready"] == 32
+    assert admin.gauges(again)["leased"] == 0 and admin.gauges(again)["ready"] == 32
     put(again, keys(100))
     assert there(again, keys(0)) == [False], "the oldest is no longer leased"
     again.close()
@@ -104,7 +104,7 @@ def test_a_damaged_recency_ends_in_no_overflow(tmp_path: Path) -> None:
     ledger.close()
     clock.reboot("next boot")
     again = opened(tmp_path, clock=clock, kind="file")
-    assert len(again.match(keys(1)).slots) == 1
+    assert len(again.match_prefix(keys(1)).slots) == 1
     put(again, keys(2, 3))
     again.close()
 
@@ -117,7 +117,7 @@ def test_memory_is_discarded_after_a_reboot(shm_root: Path) -> None:
     ledger.close()
     clock.reboot("next boot")
     again = opened(shm_root, clock=clock)
-    assert again.store_id != number and not again.gauges()["ready"]
+    assert again.store_id != number and not admin.gauges(again)["ready"]
     again.close()
 
 
@@ -133,7 +133,7 @@ def test_a_store_in_memory_with_a_file_that_was_exchanged_is_discarded(shm_root:
     path.rename(path.with_name("old"))  # else the new one could get the same inode
     path.write_bytes(content)
     again = opened(shm_root)
-    assert again.store_id != number and not again.gauges()["ready"]
+    assert again.store_id != number and not admin.gauges(again)["ready"]
     again.close()
 
 
@@ -148,13 +148,13 @@ def test_after_a_power_cut_the_ledger_is_rebuilt_with_newer_generations(tmp_path
     in_child(lose_power)
     clock.reboot("next boot")
     again = opened(tmp_path, clock=clock, kind="file")
-    assert again.unscanned() == range(32) and not len(again.match(keys(1)).slots)
-    again.absorb(0, [Found(keys(1)[0], TENANT, 1 << 60, 0, 16, 5), None])
-    assert len(again.match(keys(1)).slots) == 1
+    assert rebuild.unscanned(again) == range(32) and not len(again.match_prefix(keys(1)).slots)
+    rebuild.absorb(again, 0, [ScannedChunk(keys(1)[0], TENANT, 1 << 60, 0, 16, 5), None])
+    assert len(again.match_prefix(keys(1)).slots) == 1
     absorb_nothing(again)
     [new] = put(again, keys(3))
     assert new.generation > int((tmp_path / "generation").read_text())
-    again.check()
+    admin.check(again)
     again.close()
 
 
@@ -172,7 +172,7 @@ def test_a_crash_in_the_middle_of_a_rebuild(
     assert wait(child(crash)) == -signal.SIGKILL
     again = opened(tmp_path, kind="file")
     absorb_nothing(again)
-    again.check()
+    admin.check(again)
     put(again, keys(1))
     again.close()
 
@@ -185,11 +185,11 @@ def test_a_child_whose_store_was_resized_before_it_could_open_it_again_finds_not
     assert state is not None
 
     def orphan() -> None:
-        assert ledger.match(keys(1)).reason is Reason.IO_ERROR
+        assert ledger.match_prefix(keys(1)).reason is Reason.IO_ERROR
         fresh = opened(shm_root)
-        assert fresh is not ledger and len(fresh.match(keys(1)).slots) == 1
+        assert fresh is not ledger and len(fresh.match_prefix(keys(1)).slots) == 1
         ledger.close()
-        assert len(fresh.match(keys(1)).slots) == 1
+        assert len(fresh.match_prefix(keys(1)).slots) == 1
         fresh.close()
 
     import msgspec

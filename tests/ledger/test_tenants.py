@@ -10,10 +10,10 @@ import pytest
 from blake3 import blake3
 
 from pagoda.errors import LedgerCorrupt
-from pagoda.ledger import Found, Ledger, Reserved
-from pagoda.ledger.clears import _SPARE, Clears
+from pagoda.ledger import Ledger, Reserved, ScannedChunk, admin, rebuild
+from pagoda.ledger.clear_log import _SPARE, ClearLog
 from pagoda.ledger.namespaces import read_labels
-from pagoda.ledger.state import Kind
+from pagoda.ledger.store_files import Kind
 from pagoda.ledger.tables import NAMESPACE
 from pagoda.testing import FakeClock
 from tests.ledger.support import (
@@ -38,19 +38,19 @@ def tenant(number: int) -> bytes:
     return blake3(b"tenant %d" % number).digest()
 
 
-def header(stored: Reserved, namespace: bytes) -> Found:
+def header(stored: Reserved, namespace: bytes) -> ScannedChunk:
     """What the header of a chunk says, as long as its slot is not written again."""
-    return Found(stored.key, namespace, stored.generation, 0, 16, stored.generation)
+    return ScannedChunk(stored.key, namespace, stored.generation, 0, 16, stored.generation)
 
 
-def after_a_power_cut(root: Path, headers: list[Found], boot: str = "next") -> Ledger:
+def after_a_power_cut(root: Path, headers: list[ScannedChunk], boot: str = "next") -> Ledger:
     """The store, when the machine has gone down with it open; the slab has these headers."""
     ledger = opened(root, clock=FakeClock(boot=boot), kind="file")
-    assert len(ledger.unscanned()) == ledger.slots
+    assert len(rebuild.unscanned(ledger)) == ledger.slots
     found = [*headers, *[None] * (ledger.slots - len(headers))]
     for at in range(0, ledger.slots, 16):
-        ledger.absorb(at, found[at : at + 16])
-    ledger.check()
+        rebuild.absorb(ledger, at, found[at : at + 16])
+    admin.check(ledger)
     return ledger
 
 
@@ -70,7 +70,7 @@ def clock() -> FakeClock:
 def ledger(shm_root: Path, clock: FakeClock) -> Iterator[Ledger]:
     opened_here = opened(shm_root, clock=clock, kind="file")
     yield opened_here
-    opened_here.check()
+    admin.check(opened_here)
     opened_here.close()
 
 
@@ -79,12 +79,12 @@ def test_any_number_of_tenants_may_come_and_go(shm_root: Path, kind: Kind) -> No
     ledger = opened(shm_root, kind=kind)
     begun = sizes(ledger)
     for number in range(5000):  # 4,096 was the end
-        ledger.register(tenant(number), {"model": "m", "salt": f"{number}"})
+        ledger.namespaces.register(tenant(number), {"model": "m", "salt": f"{number}"})
         put(ledger, keys(number), tenant(number), chained=False)
-    rows = ledger.namespaces()
+    rows = admin.list_namespaces(ledger)
     assert sum(row.chunks for row in rows.values()) == ledger.slots
-    assert len(rows) <= ledger.slots + ledger._session._open()[0].most_labels
-    ledger.check()
+    assert len(rows) <= ledger.slots + ledger.session._open()[0].most_labels
+    admin.check(ledger)
     assert sizes(ledger) == begun
     ledger.close()
 
@@ -95,10 +95,10 @@ def test_any_number_of_tenants_may_be_cleared(shm_root: Path, kind: Kind) -> Non
     begun = sizes(ledger)
     for number in range(MANY):
         put(ledger, keys(number), tenant(number))
-        assert ledger.clear(tenant(number)) == 1
-    assert not any(row.chunks for row in ledger.namespaces().values())
+        assert admin.clear(ledger, tenant(number)) == 1
+    assert not any(row.chunks for row in admin.list_namespaces(ledger).values())
     put(ledger, keys(*range(20)), tenant(MANY))
-    ledger.check()
+    admin.check(ledger)
     assert sizes(ledger) == begun
     ledger.close()
 
@@ -106,51 +106,51 @@ def test_any_number_of_tenants_may_be_cleared(shm_root: Path, kind: Kind) -> Non
 def test_every_slot_may_be_another_tenants(shm_root: Path) -> None:
     ledger = opened(shm_root, slots=6000)
     for number in range(6000):
-        ledger.register(tenant(number), {"model": "m" * 300, "salt": f"{number}" * 100})
+        ledger.namespaces.register(tenant(number), {"model": "m" * 300, "salt": f"{number}" * 100})
         put(ledger, keys(number), tenant(number), chained=False)
-    assert ledger.gauges()["ready"] == 6000
+    assert admin.gauges(ledger)["ready"] == 6000
     assert all(there(ledger, keys(*range(6000))))
-    ledger.check()
-    assert ledger.clear(tenant(77)) == 1 and ledger.clear() == 5999
+    admin.check(ledger)
+    assert admin.clear(ledger, tenant(77)) == 1 and admin.clear(ledger) == 5999
     ledger.close()
 
 
 def test_a_tenant_that_gets_no_room_leaves_nothing(ledger: Ledger) -> None:
     put(ledger, keys(*range(32)), chained=False)
-    ledger.pin(keys(*range(8)), "ann")
-    match = ledger.match(keys(*range(32)))
+    admin.pin(ledger, keys(*range(8)), "ann")
+    match = ledger.match_prefix(keys(*range(32)))
     ledger.hold(match.slots, match.generations)
-    held = [row.slot for row in ledger.rows()]
+    held = [row.slot for row in admin.list_chunks(ledger)]
     for number in range(32):
-        match = ledger.match(keys(number))
+        match = ledger.match_prefix(keys(number))
         ledger.hold(match.slots, match.generations)
     assert not reserved(ledger.reserve(keys(100), namespace=OTHER)) and len(held) == 32
-    assert OTHER not in ledger.namespaces()
+    assert OTHER not in admin.list_namespaces(ledger)
 
 
 def test_a_row_goes_with_the_last_chunk_or_reservation(ledger: Ledger) -> None:
     [room] = reserved(ledger.reserve(keys(1), namespace=OTHER))
     put(ledger, keys(2), OTHER)
     ledger.abort([room])
-    assert ledger.namespaces()[OTHER].chunks == 1
-    ledger.check()
-    ledger.remove(keys(2))
-    assert OTHER not in ledger.namespaces()
+    assert admin.list_namespaces(ledger)[OTHER].chunks == 1
+    admin.check(ledger)
+    admin.remove(ledger, keys(2))
+    assert OTHER not in admin.list_namespaces(ledger)
 
 
 def test_counts_that_are_off_are_found(shm_root: Path) -> None:
     ledger = opened(shm_root)
     put(ledger, keys(1, 2))
 
-    def miscount(writing: object, _: object) -> None:
-        for key, row in list(writing.tables.rows(writing.txn, writing.tables.namespaces)):  # type: ignore[attr-defined]
+    def miscount(transaction: object, _: object) -> None:
+        for key, row in list(transaction.tables.rows(transaction.txn, transaction.tables.namespaces)):  # type: ignore[attr-defined]
             root, line, chunks, reservations = NAMESPACE.unpack(row)
             wrong = NAMESPACE.pack(root, line, chunks + 1, reservations)
-            writing.txn.put(key, wrong, db=writing.tables.namespaces)  # type: ignore[attr-defined]
+            transaction.txn.put(key, wrong, db=transaction.tables.namespaces)  # type: ignore[attr-defined]
 
-    ledger._session.write(miscount, 1.0)
+    ledger.session.write(miscount, 1.0)
     with pytest.raises(LedgerCorrupt, match="its row says"):
-        ledger.check()
+        admin.check(ledger)
     ledger.close()
 
 
@@ -164,17 +164,17 @@ def test_what_was_cleared_stays_away_when_its_tenant_is_forgotten(shm_root: Path
         ledger = opened(shm_root, clock=FakeClock(), kind="file")
         [kept] = put(ledger, keys(1), OTHER)  # never cleared, and older than all
         [doomed] = put(ledger, keys(2), tenant(0))
-        ledger.clear(tenant(0))
+        admin.clear(ledger, tenant(0))
         for number in range(1, MANY):
-            ledger.clear(tenant(number))
-        lines = Clears(ledger.directory).read()
+            admin.clear(ledger, tenant(number))
+        lines = ClearLog(ledger.directory).read()
         assert lines is not None and tenant(0) not in lines.of and OTHER in lines.of, (
             "the file was begun anew"
         )
         [back] = put(ledger, keys(3), tenant(0))
         [evicted] = put(ledger, keys(4), tenant(5))
-        ledger.remove(keys(4))
-        ledger.clear(tenant(5))
+        admin.remove(ledger, keys(4))
+        admin.clear(ledger, tenant(5))
         (shm_root / "headers").write_text(repr([tuple(one) for one in (kept, doomed, back, evicted)]))
         os.kill(os.getpid(), 9)
 
@@ -188,17 +188,17 @@ def test_what_was_cleared_stays_away_when_its_tenant_is_forgotten(shm_root: Path
     ]
     ledger = after_a_power_cut(shm_root, headers)
     assert there(ledger, keys(1, 2, 3, 4)) == [True, False, True, False]
-    ledger.clear(OTHER)
+    admin.clear(ledger, OTHER)
     ledger.close()
 
 
 def test_a_clear_of_everything_stays_in_force_with_others_after_it(shm_root: Path) -> None:
     ledger = opened(shm_root, clock=FakeClock(), kind="file")
     [one], [two] = put(ledger, keys(1), TENANT), put(ledger, keys(2), OTHER)
-    ledger.clear()
+    admin.clear(ledger)
     [new] = put(ledger, keys(3), OTHER)
-    ledger.clear(TENANT)
-    ledger._clears.replace(ledger._lines())
+    admin.clear(ledger, TENANT)
+    ledger.namespaces._clear_log.replace(ledger.namespaces._watermarks())
     ledger.close()
     (shm_root / "store" / "data.mdb").unlink()
     again = after_a_power_cut(shm_root, [header(one, TENANT), header(two, OTHER), header(new, OTHER)])
@@ -209,10 +209,10 @@ def test_a_clear_of_everything_stays_in_force_with_others_after_it(shm_root: Pat
 def test_a_tenant_that_comes_back_is_listed_with_a_line_of_its_own(shm_root: Path) -> None:
     ledger = opened(shm_root, clock=FakeClock(), kind="file")
     [old] = put(ledger, keys(1), OTHER)
-    ledger.clear(OTHER)
+    admin.clear(ledger, OTHER)
     [new] = put(ledger, keys(2), OTHER)
     put(ledger, keys(3))  # the file begins anew with a floor above that
-    ledger._clears.replace(ledger._lines())
+    ledger.namespaces._clear_log.replace(ledger.namespaces._watermarks())
     ledger.close()
     (shm_root / "store" / "data.mdb").unlink()
     again = after_a_power_cut(shm_root, [header(old, OTHER), header(new, OTHER)])
@@ -223,11 +223,11 @@ def test_a_tenant_that_comes_back_is_listed_with_a_line_of_its_own(shm_root: Pat
 def test_a_clear_that_is_written_late_brings_nothing_back(shm_root: Path) -> None:
     """Between the two steps of a clear of one tenant, another process clears everything."""
     ledger = opened(shm_root, clock=FakeClock(), kind="file")
-    ledger._session.write(lambda w, spaces: spaces.clear(w, OTHER), 1.0)
+    ledger.session.write(lambda w, spaces: spaces.clear(w, OTHER), 1.0)
     [stored] = put(ledger, keys(1), OTHER)
     assert reserved(ledger.reserve(keys(2), namespace=OTHER)), "its row stays"
-    ledger.clear()
-    ledger._keep_cleared(OTHER)
+    admin.clear(ledger)
+    ledger.namespaces.save_clear(OTHER)
     ledger.close()
     (shm_root / "store" / "data.mdb").unlink()
     again = after_a_power_cut(shm_root, [header(stored, OTHER)])
@@ -245,7 +245,7 @@ def test_several_processes_clear_at_once(shm_root: Path) -> None:
             name = 10_000 * which + number
             if number % 100 == 0:
                 headers.append((number, *put(ledger, keys(name), tenant(name))))
-            ledger.clear(tenant(name))
+            admin.clear(ledger, tenant(name))
         text = repr([(number, tuple(stored)) for number, stored in headers])
         (shm_root / f"headers-{which}").write_text(text)
         os.kill(os.getpid(), 9)
@@ -258,11 +258,13 @@ def test_several_processes_clear_at_once(shm_root: Path) -> None:
         for which in (1, 2, 3)
         for number, stored in eval((shm_root / f"headers-{which}").read_text())
     ]
-    first.check()
+    admin.check(first)
     first.close()
     (shm_root / "store" / "data.mdb").unlink()
     again = after_a_power_cut(shm_root, headers[:32])
-    assert {row.namespace_root for row in again.rows()} <= {tenant(10_000 * which) for which in (1, 2, 3)}
+    assert {row.namespace_root for row in admin.list_chunks(again)} <= {
+        tenant(10_000 * which) for which in (1, 2, 3)
+    }
     assert there(again, keys(1)) == [True]
     again.close()
 
@@ -271,11 +273,11 @@ def test_several_processes_clear_at_once(shm_root: Path) -> None:
 def test_damaged_files_of_clears_bring_nothing_back(shm_root: Path, damage: str) -> None:
     ledger = opened(shm_root, clock=FakeClock(), kind="file")
     [one] = put(ledger, keys(1))
-    ledger.clear(TENANT)
-    ledger._clears.replace(ledger._lines())
+    admin.clear(ledger, TENANT)
+    ledger.namespaces._clear_log.replace(ledger.namespaces._watermarks())
     [two] = put(ledger, keys(2))
     for number in range(5):
-        ledger.clear(tenant(number))
+        admin.clear(ledger, tenant(number))
     ledger.close()
     (shm_root / "store" / "data.mdb").unlink()
     for path in (shm_root / "store").glob("clears-*"):
@@ -299,7 +301,7 @@ def test_a_torn_record_is_none(shm_root: Path) -> None:
     """The machine went down in the middle of a clear, which did not return: those before it stand."""
     ledger = opened(shm_root, clock=FakeClock(), kind="file")
     [one], [two] = put(ledger, keys(1)), put(ledger, keys(2), OTHER)
-    ledger.clear(TENANT)
+    admin.clear(ledger, TENANT)
     ledger.close()
     [path] = [path for path in (shm_root / "store").glob("clears-*") if any(path.read_bytes())]
     content = bytearray(path.read_bytes())
@@ -317,13 +319,13 @@ def test_a_torn_record_is_none(shm_root: Path) -> None:
 def test_names_are_bounded_in_length_and_number(shm_root: Path) -> None:
     ledger = opened(shm_root, kind="file")
     put(ledger, keys(1))
-    most = ledger._session._open()[0].most_labels
+    most = ledger.session._open()[0].most_labels
     for number in range(3 * most):
         fields = {"model": "m" * 400, "lora": f"{number:05d}" + "/a/path/to/an/adapter" * 40}
-        ledger.register(tenant(number), fields)
+        ledger.namespaces.register(tenant(number), fields)
         if number % 50 == 0:
-            ledger.write_labels()
-    rows = ledger.namespaces()
+            ledger.namespaces.write_labels()
+    rows = admin.list_namespaces(ledger)
     assert len(rows) <= most and rows[TENANT].fields == {"model": "test"}
     cut = next(row.fields for row in rows.values() if "lora" in row.fields)
     assert cut["model"].startswith("mmm") and cut["lora"].endswith("/adapter") and len(str(cut)) < 1024
@@ -335,35 +337,35 @@ def test_names_are_bounded_in_length_and_number(shm_root: Path) -> None:
 def test_a_name_is_told_without_a_transaction_of_its_own(ledger: Ledger) -> None:
     with gate_taken(ledger):
         for number in range(100):
-            ledger.register(tenant(number), {"model": f"{number}"})  # waits for nobody
+            ledger.namespaces.register(tenant(number), {"model": f"{number}"})  # waits for nobody
     put(ledger, keys(1))  # writes them with what it has to do anyway
     in_child(lambda: _knows(ledger.directory, 100))
 
 
 def _knows(directory: Path, count: int) -> None:
-    known = Ledger.attach(directory, clock=FakeClock()).namespaces()
+    known = admin.list_namespaces(Ledger.attach(directory, clock=FakeClock()))
     assert all(known[tenant(number)].fields == {"model": f"{number}"} for number in range(count))
 
 
 def test_a_flood_of_names_loses_none_that_is_told_again(ledger: Ledger) -> None:
     for _ in range(3):
         for number in range(600):
-            ledger.register(tenant(number), {"model": f"{number}"})
-        ledger.write_labels()
-    rows = ledger.namespaces()
-    most = ledger._session._open()[0].most_labels
+            ledger.namespaces.register(tenant(number), {"model": f"{number}"})
+        ledger.namespaces.write_labels()
+    rows = admin.list_namespaces(ledger)
+    most = ledger.session._open()[0].most_labels
     assert sum(tenant(number) in rows for number in range(600)) >= min(600, most) - 1
 
 
 def test_names_outlive_the_tables_when_they_were_saved(shm_root: Path) -> None:
     def before() -> None:
         ledger = opened(shm_root, clock=FakeClock(), kind="file")
-        ledger.register(OTHER, {"model": "b"})
-        ledger.save_labels()
+        ledger.namespaces.register(OTHER, {"model": "b"})
+        ledger.namespaces.save_labels()
         os.kill(os.getpid(), 9)
 
     assert wait(child(before)) == -9
     assert read_labels(shm_root / "store")[OTHER].fields == {"model": "b"}
     again = after_a_power_cut(shm_root, [])
-    assert again.namespaces()[OTHER].fields == {"model": "b"}
+    assert admin.list_namespaces(again)[OTHER].fields == {"model": "b"}
     again.close()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pagoda.ledger.advice import Advice
 from pagoda.ledger.columns import NO_PARENT, NOT_READY, Columns
+from pagoda.ledger.eviction import Evictor
 from pagoda.policy import Newcomers
 from pagoda.policy.arc import Arc
 
@@ -19,7 +19,7 @@ class Processes:
     def __init__(self, count: int, size: int = SIZE) -> None:
         self.columns = Columns(None, size)
         self.columns.reset()
-        self.advices = [Advice("arc", self.columns) for _ in range(count)]
+        self.advices = [Evictor("arc", self.columns) for _ in range(count)]
         self.values = np.zeros(Arc.shared_values)
         self.rows: dict[int, int] = {}
         self.turn, self.misses, self.generation = 0, 0, 1
@@ -37,7 +37,7 @@ class Processes:
         self.misses += len(chain) - present
         return present
 
-    def store(self, advice: Advice, chain: tuple[int, ...], present: int, stamp: int) -> None:
+    def store(self, advice: Evictor, chain: tuple[int, ...], present: int, stamp: int) -> None:
         columns, marks = self.columns, np.array(chain[present:], np.uint64)
         if not len(marks):
             return

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from pagoda.ledger.columns import Columns
 from pagoda.policy import Newcomers
-from pagoda.policy.hindsight import Hindsight, _Learnt
+from pagoda.policy.hindsight import Hindsight, _SharedValues
 from pagoda.policy.lru import Lru
 from pagoda.policy.reuse import AGES, CLASSES, age_of, class_of
 from pagoda.replay.simulate import Simulation, TierSpec
@@ -118,7 +118,7 @@ def test_it_counts_what_is_asked_for_again_and_not_what_is_one_use() -> None:
     expected = np.zeros((CLASSES, AGES))
     for hits in (1, 2, 6):
         expected[class_of(np.array([hits]))[0], age_of(np.array([10 * SECOND]))[0]] += 1
-    assert (_Learnt.of(values).asked == expected).all()
+    assert (_SharedValues.of(values).asked == expected).all()
 
 
 def test_what_is_being_filled_counts_for_nothing() -> None:
@@ -127,7 +127,7 @@ def test_what_is_being_filled_counts_for_nothing() -> None:
     policy = Hindsight(columns)
     ask(policy, columns, [0, 1], START)
     learn(policy, values, START)
-    assert not _Learnt.of(values).asked.any() and not len(policy.victims(5, START, 0))
+    assert not _SharedValues.of(values).asked.any() and not len(policy.victims(5, START, 0))
 
 
 def test_tallies_of_two_processes_add_up_and_what_one_learns_the_other_knows() -> None:
@@ -141,7 +141,7 @@ def test_tallies_of_two_processes_add_up_and_what_one_learns_the_other_knows() -
                 policy.share(values)
     ours.share(values)
     theirs.share(values)
-    learnt = _Learnt.of(values)
+    learnt = _SharedValues.of(values)
     assert learnt.asked.sum() == learnt.watched.sum() == 80
     assert learnt.asked[1].sum() == 50 and learnt.asked[0].sum() == 30
     learn(ours, values, START + 10 * SECOND)
@@ -158,7 +158,7 @@ def test_one_at_a_time_learns_and_another_takes_over_from_who_died() -> None:
     for seconds in range(1, 20):
         alive.prepare(START + seconds * SECOND, 0)
         alive.share(values)
-        assert (_Learnt.of(values).version[0] > 0) == (seconds > 5), seconds
+        assert (_SharedValues.of(values).version[0] > 0) == (seconds > 5), seconds
 
 
 def test_who_is_killed_while_publishing_spoils_nothing() -> None:
@@ -166,8 +166,8 @@ def test_who_is_killed_while_publishing_spoils_nothing() -> None:
     writer = taught(columns, values)
     reader = Hindsight(columns)
     reader.share(values)
-    whole = _Learnt.of(values).current().copy()
-    learnt = _Learnt.of(values)
+    whole = _SharedValues.of(values).current().copy()
+    learnt = _SharedValues.of(values)
     learnt.worth[(int(learnt.version[0]) + 1) % 2][: CLASSES // 2] = 7.0  # and here it was killed
     for policy in (reader, Hindsight(columns)):
         policy.share(values)
@@ -199,7 +199,7 @@ def test_damaged_values_are_begun_anew(at: int, damage: float) -> None:
         other = Hindsight(columns)
         for each in (policy, other):
             each.share(values)
-        assert _Learnt.of(values).asked.sum() == 0
+        assert _SharedValues.of(values).asked.sum() == 0
         for turn in range(1, 4):
             learn(other, values, START + turn * 10 * SECOND)
             policy.share(values)
@@ -213,24 +213,24 @@ def test_what_was_seen_long_ago_counts_less_and_never_grows_without_bound() -> N
     for _ in range(300):
         policy.admit(ghosts_of(64, 60, 1), 64, 0)
         policy.share(values)
-    learnt = _Learnt.of(values)
+    learnt = _SharedValues.of(values)
     assert learnt.watched.sum() <= 32 * SLOTS and learnt.asked.sum() <= 32 * SLOTS
     for _ in range(600):
         policy.admit(ghosts_of(64, 6000, 1), 64, 0)
         policy.share(values)
-    asked = _Learnt.of(values).asked[1]
+    asked = _SharedValues.of(values).asked[1]
     assert asked[age_of(np.array([60 * SECOND]))[0]] < asked[age_of(np.array([6000 * SECOND]))[0]] / 20
 
 
 def test_a_clock_that_was_set_back_stops_nothing() -> None:
     columns, values = columns_of(), new_values()
     taught(columns, values)
-    _Learnt.of(values).learnt_at[0] += 10**6
-    version = _Learnt.of(values).version[0]
+    _SharedValues.of(values).learned_at[0] += 10**6
+    version = _SharedValues.of(values).version[0]
     policy = Hindsight(columns)
     policy.share(values)
     learn(policy, values, START)
-    assert _Learnt.of(values).version[0] > version
+    assert _SharedValues.of(values).version[0] > version
 
 
 def test_of_many_slots_a_sample_stands_for_all() -> None:
@@ -264,7 +264,7 @@ def test_ghosts_that_gave_way_are_not_forgotten_as_what_was_never_asked_for_agai
             np.array([mark], np.uint64), np.array([mark]), np.zeros(1, np.uint32), START, 0
         )
     Hindsight(columns).share(values)
-    learnt = _Learnt.of(values)
+    learnt = _SharedValues.of(values)
     assert learnt.watched[0, age_of(np.array([START]))[0]] == learnt.watched.sum() == 2
     assert not learnt.asked.any()
 
@@ -293,7 +293,7 @@ def test_nobody_is_refused_before_enough_has_been_seen() -> None:
     policy = taught(columns, values)
     nobody = Newcomers(START - np.arange(9), np.zeros(9, np.uint32), np.zeros(9, np.int64))
     assert policy.admit(nobody, 0, 0) == 0
-    _Learnt.of(values).asked[:] = 0
+    _SharedValues.of(values).asked[:] = 0
     policy.share(values)
     assert policy.admit(nobody, 0, 0) == 9
 

@@ -74,7 +74,7 @@ class Live:
             deadline_seconds=60.0,
         )
         for ledger in self.ledgers:
-            ledger._upkeep._thread = threading.current_thread()  # or one would keep up in real time
+            ledger.policy_thread._thread = threading.current_thread()  # or one would keep up in real time
         self._shared_ms = self._prepared_ms = at_ms - _SHARE_MS
         self._now_ms = at_ms
 
@@ -101,11 +101,11 @@ class Live:
         if self._now_ms - self._shared_ms >= _SHARE_MS:
             self._shared_ms = self._now_ms
             for ledger in self.ledgers:
-                ledger._upkeep._share(60.0)
+                ledger.policy_thread._share(60.0)
         if self._now_ms - self._prepared_ms >= _PREPARE_MS:
             self._prepared_ms = self._now_ms
             for ledger in self.ledgers:
-                ledger._upkeep._prepare()
+                ledger.policy_thread._prepare()
 
     def play(self, requests: Iterable[Request]) -> Rate:
         """Ask for one prompt after the other."""

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pagoda.ledger import Ledger, Reserved
-from pagoda.ledger.upkeep import Upkeep
+from pagoda.ledger import Ledger, Reserved, admin
+from pagoda.ledger.policy_thread import PolicyThread
 from pagoda.replay import Request, Simulation, TierSpec
 from pagoda.replay.simulated_tier import marks_of_ids
 from pagoda.testing.clock import FakeClock
@@ -30,7 +30,7 @@ class Real:
     def __init__(self, root: Path, slots: int, policy: str) -> None:
         self._clock = FakeClock()
         self.ledger = Ledger.open(spec(root, slots), policy, self._clock)
-        self.ledger.register(TENANT, {"model": "test"})
+        self.ledger.namespaces.register(TENANT, {"model": "test"})
         self._begun = self._clock.monotonic_ns()
         self._shared = self._prepared = -(10**9)
 
@@ -40,7 +40,7 @@ class Real:
         self._upkeep(now)
         keys = [mark.tobytes() + bytes(24) for mark in marks_of_ids(asked.hash_ids)]
         stamp = self.ledger.stamp()
-        have = len(self.ledger.match(keys, stamp=stamp, deadline_seconds=PATIENT_SECONDS).slots)
+        have = len(self.ledger.match_prefix(keys, stamp=stamp, deadline_seconds=PATIENT_SECONDS).slots)
         if have < len(keys):
             parent = keys[have - 1] if have else None
             assert len(keys) - have <= self.ledger.window
@@ -53,13 +53,13 @@ class Real:
         return have
 
     def _upkeep(self, now: int) -> None:
-        learnt = self.ledger._upkeep.learnt
+        learnt = self.ledger.policy_thread.learned
         if learnt is not None and now - self._shared >= 10**9:
             self._shared = now
-            self.ledger._advice.share(learnt)
+            self.ledger.evictor.share(learnt)
         if learnt is not None and now - self._prepared >= 10**8:
             self._prepared = now
-            self.ledger._upkeep._prepare()
+            self.ledger.policy_thread._prepare()
 
 
 def compare(slots: int, policy: str, requests: Sequence[Request], every: int = 1) -> Simulation:
@@ -67,7 +67,7 @@ def compare(slots: int, policy: str, requests: Sequence[Request], every: int = 1
     simulation = Simulation([TierSpec("tier", slots, policy)])
     root = Path(tempfile.mkdtemp(prefix="pagoda-test-", dir="/dev/shm"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Upkeep, "wake", lambda *_, **__: None)
+        patch.setattr(PolicyThread, "wake", lambda *_, **__: None)
         try:
             real = Real(root, slots, policy)
             begun_ms = requests[0].timestamp_ms if requests else 0.0
@@ -87,7 +87,9 @@ def agree(simulation: Simulation, ledger: Ledger) -> None:
     tier = simulation._tiers[0]
     rows = tier.residents()
     keys = [mark.tobytes() + bytes(24) for mark in marks_of_ids(tuple(rows))]
-    assert {row.key: row.slot for row in ledger.rows()} == dict(zip(keys, rows.values(), strict=True))
+    assert {row.key: row.slot for row in admin.list_chunks(ledger)} == dict(
+        zip(keys, rows.values(), strict=True)
+    )
     there = np.array(sorted(rows.values()), np.int64)
     for name in COLUMNS:
         simulated, real = getattr(tier._columns, name)[there], getattr(ledger.columns, name)[there]

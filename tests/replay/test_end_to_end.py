@@ -9,7 +9,8 @@ from threading import Barrier
 
 import pytest
 
-from pagoda.policy.hindsight import _Learnt
+from pagoda.ledger import admin
+from pagoda.policy.hindsight import _SharedValues
 from pagoda.replay import Request, TierSpec, simulate
 from pagoda.testing import streams
 from tests.cache.kit import SPAWN
@@ -46,7 +47,7 @@ def test_two_tiers_hit_what_the_simulator_says(
     """Also where many prompts are longer than the host tier, and its policy keeps chunks out."""
     live, few = Live(tmp_path, policy, host=host, disk=1000), requests[:300]
     rate = live.play(few)
-    counters = live.ledgers[0].counters()
+    counters = admin.counters(live.ledgers[0])
     live.close()
     outcome = simulate(few, [TierSpec("host", host, policy), TierSpec("disk", 1000, policy)])
     assert rate.share == pytest.approx(outcome.hit_rate, abs=0.005)
@@ -58,10 +59,10 @@ def _watched(root: Path, requests: list[Request], host: int) -> tuple[float, flo
     """Play requests to a disk of 200 chunks below such a host tier; the hit rate, and how much its policy saw."""
     live = Live(root, "hindsight", host=host, disk=200)
     rate, ledger = live.play(requests), live.ledgers[-1]
-    ledger.upkeep()
-    assert ledger.counters()["drop_not_admitted"] > 1000
+    ledger.policy_thread.run_once()
+    assert admin.counters(ledger)["drop_not_admitted"] > 1000
     live.close()
-    return rate.share, float(_Learnt.of(ledger._upkeep.learnt).watched.sum())  # type: ignore[arg-type]
+    return rate.share, float(_SharedValues.of(ledger.policy_thread.learned).watched.sum())  # type: ignore[arg-type]
 
 
 def test_a_disk_below_learns_what_it_would_learn_alone(tmp_path: Path) -> None:
@@ -124,7 +125,7 @@ def test_two_processes_share_what_they_learn(tmp_path: Path, requests: list[Requ
     assert total.accesses == sum(len(request.hash_ids) for request in requests)
     assert total.share == pytest.approx(simulated(requests, CHUNKS, "hindsight"), abs=0.02)
     live = Live(tmp_path, "hindsight", host=CHUNKS, at_ms=requests[-1].timestamp_ms)
-    report = live.ledgers[0].check()
+    report = admin.check(live.ledgers[0])
     assert report.stale_hints == 0
     assert report.gauges["reserved"] == 0 and report.gauges["ready"] + report.gauges["free"] == CHUNKS
     live.close()

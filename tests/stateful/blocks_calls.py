@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pagoda.blocks import Admitted, Direction, Extended, NoRoom, Place, Waiting
-from pagoda.ledger import Reserved
+from pagoda.ledger import Reserved, admin
 from pagoda.testing import FakeClock
 from pagoda.transfer import BlockKV
 from tests.stateful.blocks_engine import blocks_of, leading, pick
@@ -81,7 +81,7 @@ class Calls(Judge):
         """From the tiers below to the host, which has lost some of it."""
         assert self.ledger is not None
         request = pick(self.idle(), which)
-        self.ledger.remove(self.keys(request.prompt)[which % 4 :])
+        admin.remove(self.ledger, self.keys(request.prompt)[which % 4 :])
         self.rob()
         future = self.manager.prefetch(request.name)
         if future is not None:
@@ -446,7 +446,7 @@ class Calls(Judge):
         if ups and which % 2:
             places = {(copy.slot, copy.generation) for copy in pick(ups, which).plan.copies}
             keys = [key for key, place in self.on_host().items() if place in places]
-        self.ledger.remove(keys[which % max(1, len(keys)) :][:count])
+        admin.remove(self.ledger, keys[which % max(1, len(keys)) :][:count])
         self.rob()
 
     def wait(self, seconds: float) -> None:

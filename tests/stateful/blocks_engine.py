@@ -15,7 +15,7 @@ from pagoda.blocks.tree import Node
 from pagoda.cache import Cache, Hit
 from pagoda.config import Config
 from pagoda.keys import Namespace, chunk_keys
-from pagoda.ledger import Ledger, Reserved
+from pagoda.ledger import Ledger, Reserved, admin
 from tests.stateful.blocks_model import BLOCK, Devices, Prompt, Request, Ticket
 
 ON_DEVICE = (Place.DEVICE, Place.TO_HOST, Place.TO_DEVICE)
@@ -111,13 +111,13 @@ class Engine:
 
     def on_host(self) -> dict[bytes, tuple[int, int]]:
         """What the host tier has."""
-        rows = () if self.ledger is None else self.ledger.rows()
+        rows = () if self.ledger is None else admin.list_chunks(self.ledger)
         return {row.key: (row.slot, row.generation) for row in rows}
 
     def holds(self) -> int:
         """How many chunks of the host tier are kept from eviction for a load."""
         assert self.ledger is not None
-        return self.ledger._session.read(lambda txn, tables: len(list(tables.rows(txn, tables.holds))), 20.0)
+        return self.ledger.session.read(lambda txn, tables: len(list(tables.rows(txn, tables.holds))), 20.0)
 
     def below(self, key: bytes) -> bool:
         """Whether a tier below the host has a key."""

@@ -8,7 +8,7 @@ from blake3 import blake3
 from hypothesis import strategies as st
 
 from pagoda.ledger import Reserved
-from pagoda.ledger.filling import BUSY_NS
+from pagoda.ledger.allocation import BUSY_NS
 
 SLOTS, DEPTH, TRUNK, CHAINS, TOKENS = 32, 7, 2, 8, 16
 NAMESPACES = [blake3(b"tenant %d" % n).digest() for n in range(2)]

@@ -21,6 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from pagoda.clock import Clock
 from pagoda.layout import KVLayout
+from pagoda.ledger import admin
 from pagoda.testing import FakeClock
 from tests.stateful.blocks_calls import MOST_REQUESTS, Calls
 from tests.stateful.blocks_engine import GAUGES
@@ -103,7 +104,7 @@ class BlocksMachine(Calls, RuleBasedStateMachine):
         assert stats["free"] + stats["cached"] == stats["total"], stats
         if self.ledger is not None:
             self.fetched()
-            assert self.ledger.gauges()["reserved"] == sum(map(len, self.busy)), "a reservation was left"
+            assert admin.gauges(self.ledger)["reserved"] == sum(map(len, self.busy)), "a reservation was left"
             assert not self.holds(), "a hold was left"
         manager.reset()
         assert manager.free == manager.total

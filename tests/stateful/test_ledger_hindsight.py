@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis.stateful import rule
 
-from pagoda.policy.hindsight import _Learnt
+from pagoda.policy.hindsight import _SharedValues
 from tests.stateful.test_ledger_model import SETTINGS, LedgerMachine
 
 
@@ -16,16 +16,16 @@ class HindsightMachine(LedgerMachine):
     def open(self) -> None:
         """As one that has seen often that chunks are asked for again when some seconds old."""
         super().open()
-        learnt = _Learnt.of(self.ledger._upkeep.learnt)  # type: ignore[arg-type]
+        learnt = _SharedValues.of(self.ledger.policy_thread.learned)  # type: ignore[arg-type]
         learnt.asked[:, 15:24] = learnt.watched[:, 15:24] = 1000
         self.learn()
 
     @rule()
     def learn(self) -> None:
         """What a thread does now and then; twice, for one round shares and the next takes over."""
-        self.ledger.upkeep()
+        self.ledger.policy_thread.run_once()
         self.clock.advance(6.0)
-        self.ledger.upkeep()
+        self.ledger.policy_thread.run_once()
 
 
 TestHindsight = HindsightMachine.TestCase

@@ -20,7 +20,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pagoda.ledger import Busy, Ledger, Present, Refused, Reserved, StoreSpec
+from pagoda.ledger import Busy, Ledger, Present, Refused, Reserved, StoreSpec, admin
 from pagoda.metrics import Reason
 from pagoda.testing import FakeClock
 from tests.stateful.ledger_model import (
@@ -65,11 +65,11 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger = Ledger.open(self.spec, self.policy, clock=self.clock)
         self.be_alone()
         for number, namespace in enumerate(NAMESPACES):
-            self.ledger.register(namespace, {"model": "m", "salt": str(number)})
+            self.ledger.namespaces.register(namespace, {"model": "m", "salt": str(number)})
 
     def be_alone(self) -> None:
         """Keeps the ledger's thread away: it would evict and learn in real time, so no two runs would be the same."""
-        self.ledger._upkeep._start = lambda: None  # type: ignore[method-assign]
+        self.ledger.policy_thread._start = lambda: None  # type: ignore[method-assign]
 
     def teardown(self) -> None:
         """Closes and removes the store."""
@@ -81,7 +81,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def found(self) -> dict[bytes, tuple[int, int]]:
         """All chunks by the ledger's own listing."""
-        return {row.key: (row.slot, row.generation) for row in self.ledger.rows()}
+        return {row.key: (row.slot, row.generation) for row in admin.list_chunks(self.ledger)}
 
     def shielded(self, key: bytes, leases: bool = True) -> bool:
         """Whether a chunk must (or, for leases, should) not be evicted."""
@@ -145,7 +145,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 assert isinstance(outcome, Present), f"{outcome} for a chunk that is there"
                 assert (outcome.slot, outcome.generation) == before[key] and key not in evicted
             elif key in busy:
-                assert isinstance(outcome, Busy) and outcome.owner == self.ledger.member
+                assert isinstance(outcome, Busy) and outcome.owner == self.ledger.session.member
             else:
                 assert isinstance(outcome, Reserved | Refused), outcome
         reserved = [one for one in outcomes if isinstance(one, Reserved)]
@@ -199,7 +199,7 @@ class LedgerMachine(RuleBasedStateMachine):
         kinds = [isinstance(one, Reserved) for one in rooms]
         assert kinds == sorted(kinds, reverse=True), "a later key was served before a leading one"
         assert evicted <= reserved, "more was evicted than was needed"
-        gauges = self.ledger.gauges()
+        gauges = admin.gauges(self.ledger)
         if not all(kinds):
             reasons = {one.reason for one in rooms if isinstance(one, Refused)}
             assert reasons in (
@@ -271,7 +271,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.ledger.hold(*place) == [False]
         self.ledger.lease(*place, 10.0)
         self.ledger.release(*place)
-        assert not self.ledger.drop(ghost.key, slot, generation, Reason.FAILED_CHECK)
+        assert not self.ledger.remove_exact(ghost.key, slot, generation, Reason.FAILED_CHECK)
 
     # reading
 
@@ -279,7 +279,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def match(self, chain: int, length: int, lease: float, touch: bool) -> None:
         """The leading run is exactly what the model has, and why it ends is said."""
         wanted = KEYS[chain][:length]
-        match = self.ledger.match(wanted, lease_seconds=lease, touch=touch)
+        match = self.ledger.match_prefix(wanted, lease_seconds=lease, touch=touch)
         run = next((n for n, key in enumerate(wanted) if key not in self.model.ready), length)
         places = list(zip(match.slots.tolist(), match.generations.tolist(), strict=True))
         assert places == [self.model.ready[key] for key in wanted[:run]]
@@ -330,8 +330,8 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(wanted=any_keys, owner=owners)
     def pin(self, wanted: list[bytes], owner: str) -> None:
         """Pins what is there, up to a quarter of the slots."""
-        self.ledger.pin(wanted, owner)
-        now = {who: set(pinned) for who, pinned in self.ledger.pins().items() if pinned}
+        admin.pin(self.ledger, wanted, owner)
+        now = {who: set(pinned) for who, pinned in admin.list_pins(self.ledger).items() if pinned}
         mine = self.model.pins.setdefault(owner, set())
         extra = now.get(owner, set()) - mine
         assert extra <= set(wanted) and extra <= set(self.model.ready)
@@ -344,14 +344,14 @@ class LedgerMachine(RuleBasedStateMachine):
         """Takes an owner's pins back."""
         mine = self.model.pins.get(owner, set())
         gone = mine if wanted is None else mine & set(wanted)
-        assert self.ledger.unpin(wanted, owner) == len(gone)
+        assert admin.unpin(self.ledger, wanted, owner) == len(gone)
         self.model.pins[owner] = mine - gone
 
     @rule(wanted=any_keys)
     def remove(self, wanted: list[bytes]) -> None:
         """Removes chunks, pinned and held ones too: who asks for it means it."""
         there = [key for key in wanted if key in self.model.ready]
-        assert self.ledger.remove(wanted) == len(there)
+        assert admin.remove(self.ledger, wanted) == len(there)
         for key in there:
             self.model.leave(key)
         found = self.found()
@@ -363,8 +363,8 @@ class LedgerMachine(RuleBasedStateMachine):
         """A chunk that failed its check goes, if it is still that one."""
         key = data.draw(st.sampled_from(sorted(self.model.ready)))
         slot, generation = self.model.ready[key]
-        assert not self.ledger.drop(key, slot, generation + 1, Reason.FAILED_CHECK)
-        assert self.ledger.drop(key, slot, generation, Reason.FAILED_CHECK)
+        assert not self.ledger.remove_exact(key, slot, generation + 1, Reason.FAILED_CHECK)
+        assert self.ledger.remove_exact(key, slot, generation, Reason.FAILED_CHECK)
         self.model.leave(key)
 
     @rule(which=st.sampled_from([0, 1, None]))
@@ -372,7 +372,7 @@ class LedgerMachine(RuleBasedStateMachine):
         """Removes all chunks of a tenant, and what it has in flight will not come in."""
         namespace = None if which is None else NAMESPACES[which]
         gone = [key for key in self.model.ready if namespace in (None, NAMESPACE[key])]
-        assert self.ledger.clear(namespace) == len(gone)
+        assert admin.clear(self.ledger, namespace) == len(gone)
         for key in gone:
             self.model.leave(key)
         doomed = [one for one in self.model.pending if namespace in (None, NAMESPACE[one.reserved.key])]
@@ -416,17 +416,17 @@ class LedgerMachine(RuleBasedStateMachine):
             if one.key in claimed:
                 claimed[one.key].overtaken = True
         self.model.pending += [Pending(one, {0}, 0, dead=True) for one in reserved]
-        self.ledger.reap()
+        admin.reap(self.ledger)
         self.model.gone |= {(one.slot, one.generation) for one in reserved}
         self.model.pending = [one for one in self.model.pending if not one.dead]
-        assert self.ledger.gauges()["members"] == 1
+        assert admin.gauges(self.ledger)["members"] == 1
 
     def act_as_child(self, wanted: list[bytes], dies: bool, send: int) -> None:
         """Never returns."""
         try:
             self.be_alone()
             before = self.found()
-            match = self.ledger.match(wanted, touch=False)
+            match = self.ledger.match_prefix(wanted, touch=False)
             held = self.ledger.hold(match.slots, match.generations)
             outcomes = self.ledger.reserve(wanted, namespace=NAMESPACE[wanted[0]], tokens=TOKENS)
             assert all(held) and len(outcomes) == len(wanted)
@@ -448,14 +448,14 @@ class LedgerMachine(RuleBasedStateMachine):
         """`check()` passes, and listing, gauges, pins and validity are the model's."""
         if not hasattr(self, "ledger"):
             return
-        self.ledger.check()
-        model, gauges = self.model, self.ledger.gauges()
+        admin.check(self.ledger)
+        model, gauges = self.model, admin.gauges(self.ledger)
         assert self.found() == model.ready
         assert gauges["ready"] == len(model.ready) and gauges["slots"] == SLOTS
         taken = len(model.pending) + len(model.waiting())
         assert gauges["reserved"] == taken, f"{gauges}, {model.pending}, {model.waiting()}"
         assert gauges["free"] == SLOTS - len(model.ready) - taken
-        assert {who: set(pinned) for who, pinned in self.ledger.pins().items() if pinned} == {
+        assert {who: set(pinned) for who, pinned in admin.list_pins(self.ledger).items() if pinned} == {
             w: p for w, p in model.pins.items() if p
         }
         assert gauges["pinned"] == len(model.pinned()) <= SLOTS // 4

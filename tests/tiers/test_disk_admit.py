@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.ledger import admin
 from pagoda.metrics import Reason
 from pagoda.testing import FakeClock
 from pagoda.tiers import DiskTier
@@ -32,7 +33,7 @@ def tier(tmp_path: Path) -> Iterator[DiskTier]:
 
 def remembered(tier: DiskTier) -> int:
     """Of how many chunks of the run the policy knows that they were asked for."""
-    return sum(tier.ledger.why(key).reason is Reason.NOT_ADMITTED for key in RUN)
+    return sum(tier.ledger.explain_miss(key).reason is Reason.NOT_ADMITTED for key in RUN)
 
 
 @pytest.mark.parametrize("first", [1, 5])
@@ -42,12 +43,12 @@ def test_a_run_that_is_kept_out_is_remembered_to_its_end(tier: DiskTier, first: 
     for at, end in ((0, first), (first, 12), (0, 12), (3, 12)):
         assert tier.admit(RUN[at:end], namespace=ROOT, start=at, stamp=stamp) == (0, True)
     assert remembered(tier) == 12
-    assert tier.ledger.counters()["drop_not_admitted"] == 12
+    assert admin.counters(tier.ledger)["drop_not_admitted"] == 12
 
 
 def test_what_was_let_in_once_stays_let_in(tier: DiskTier) -> None:
     removed = single_keys(*range(4))
-    assert tier.ledger.remove(removed) == 4
+    assert admin.remove(tier.ledger, removed) == 4
     stamp = tier.ledger.stamp()
     assert tier.admit(RUN[:4], namespace=ROOT, start=0, stamp=stamp) == (4, False)
     assert tier.admit(RUN, namespace=ROOT, start=0, stamp=stamp) == (4, False)
@@ -59,5 +60,5 @@ def test_what_was_let_in_once_stays_let_in(tier: DiskTier) -> None:
 
 def test_each_run_is_judged_for_itself(tier: DiskTier) -> None:
     assert tier.admit(RUN[:2], namespace=ROOT, start=0, stamp=tier.ledger.stamp()) == (0, True)
-    assert tier.ledger.remove(single_keys(*range(SLOTS))) == SLOTS
+    assert admin.remove(tier.ledger, single_keys(*range(SLOTS))) == SLOTS
     assert tier.admit(RUN, namespace=ROOT, start=0, stamp=tier.ledger.stamp()) == (12, False)

@@ -173,7 +173,7 @@ def test_bytes_of_another_chunk_under_a_right_key(tmp_path: Path) -> None:
     tier = open_disk(tmp_path, direct=False)
     one, two = keys_of(2)
     store(tier, [one, two])
-    slots = tier.ledger.match([one, two]).slots
+    slots = tier.ledger.match_prefix([one, two]).slots
     file = slot_file(tier)
     file[slots[0]] = file[slots[1]]
     assert tier.get(one) is None
@@ -200,7 +200,7 @@ def test_a_well_sealed_header_that_is_not_the_one_asked_for(tmp_path: Path, what
     tier = open_disk(tmp_path, direct=False)
     (key,) = keys_of(1)
     store(tier, [key])
-    slot = int(tier.ledger.match([key]).slots[0])
+    slot = int(tier.ledger.match_prefix([key]).slots[0])
     page = slot_file(tier)[slot]
     header = codec.parse(page[:HEADER_BYTES].tobytes())
     assert header is not None

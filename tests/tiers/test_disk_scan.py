@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from pagoda.ledger import Ledger
+from pagoda.ledger import Ledger, admin, rebuild
 from pagoda.testing import Fault, FaultySlab
 from pagoda.tiers import DiskTier
 from tests.tiers.tools import (
@@ -36,7 +36,7 @@ def lose_the_ledger(root: Path) -> None:
 def reopened(root: Path, slots: int = 32) -> DiskTier:
     tier = open_disk(root, slots)
     assert tier.wait_ready(SECONDS)
-    assert len(tier.ledger.unscanned()) == 0
+    assert len(rebuild.unscanned(tier.ledger)) == 0
     return tier
 
 
@@ -85,7 +85,7 @@ def test_a_damaged_header_costs_its_chunk_only(tmp_path: Path) -> None:
     keys = keys_of(4)
     tier = open_disk(tmp_path, direct=False)
     store(tier, keys)
-    slot = int(tier.ledger.match(keys).slots[1])
+    slot = int(tier.ledger.match_prefix(keys).slots[1])
     path = tier.ledger.slab_path
     tier.close()
     with path.open("r+b") as file:
@@ -101,7 +101,7 @@ def test_a_damaged_payload_is_found_by_the_read(tmp_path: Path) -> None:
     keys = keys_of(2)
     tier = open_disk(tmp_path, direct=False)
     store(tier, keys)
-    slot = int(tier.ledger.match(keys).slots[0])
+    slot = int(tier.ledger.match_prefix(keys).slots[0])
     path = tier.ledger.slab_path
     tier.close()
     with path.open("r+b") as file:
@@ -213,7 +213,7 @@ def kill_while_storing(root: Path, slots: int, per_chain: int) -> int:
 def test_after_a_kill_all_that_is_found_is_right(tmp_path: Path) -> None:
     last = kill_while_storing(tmp_path, 40, 6)
     tier = open_disk(tmp_path, 40)
-    tier.ledger.reap()
+    admin.reap(tier.ledger)
     check(tier)
     found = sum(right(tier, key) for chain in range(1, last + 2) for key in keys_of(6, chain))
     assert found >= 24

@@ -12,6 +12,7 @@ import pytest
 
 from pagoda.errors import ClosedError
 from pagoda.layout import KVLayout
+from pagoda.ledger import admin
 from pagoda.metrics import Reason
 from pagoda.tiers import Done, HostTier
 from tests.tiers.tools import (
@@ -216,6 +217,6 @@ def test_holders_are_those_who_pinned(shm_root: Path) -> None:
     tier = open_host(shm_root)
     keys = keys_of(1)
     store(tier, keys)
-    tier.ledger.pin(keys, "somebody")
+    admin.pin(tier.ledger, keys, "somebody")
     assert tier.holders(keys[0]) == ["somebody"]
     tier.close()

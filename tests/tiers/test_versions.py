@@ -13,10 +13,18 @@ import pytest
 
 from pagoda import metrics
 from pagoda.errors import StoreError
-from pagoda.ledger import Ledger, counters, session, sharing, store
-from pagoda.ledger import state as state_module
-from pagoda.ledger.counters import COUNTERS_BYTES, WIDTH
-from pagoda.ledger.state import COUNTERS_FILE, FORMAT, SLAB_FORMAT, STATE, read_state, write_state
+from pagoda.ledger import (
+    Ledger,
+    admin,
+    member_counters,
+    root_usage,
+    session,
+    space_sharing,
+    store,
+    store_files,
+)
+from pagoda.ledger.member_counters import COUNTERS_BYTES, WIDTH
+from pagoda.ledger.store_files import COUNTERS_FILE, FORMAT, SLAB_FORMAT, STATE, read_state, write_state
 from pagoda.tiers import DiskTier, HostTier
 from pagoda.tiers import host as host_module
 from tests.ledger import support
@@ -66,7 +74,7 @@ def keeps_all(root: Path) -> None:
     assert tier.wait_ready(30)
     assert [right(tier, key) for key in KEYS] == [True] * 6
     assert all(oks(tier.save(chunks_of(keys_of(3, chain=5)), ROOT)))
-    tier.ledger.check()
+    admin.check(tier.ledger)
     tier.close()
 
 
@@ -122,10 +130,10 @@ def test_a_disk_that_another_version_uses_is_named(tmp_path: Path) -> None:
 
 def test_two_versions_have_a_host_store_each(shm_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def newer() -> None:
-        for module in (state_module, store, sharing, host_module):
+        for module in (store_files, store, root_usage, space_sharing, host_module):
             monkeypatch.setattr(module, "FORMAT", FORMAT + 1)
         tier = host(shm_root)
-        assert tier.ledger.gauges()["free"] == 16, "it has a limit of its own"
+        assert admin.gauges(tier.ledger)["free"] == 16, "it has a limit of its own"
         assert not right(tier, KEYS[0]) and all(oks(tier.save(chunks_of(KEYS[:2]), ROOT)))
         tier.close()
 
@@ -165,20 +173,20 @@ def test_a_new_counter_is_no_new_format(shm_root: Path, monkeypatch: pytest.Monk
     more = ("counted first", *metrics.COUNTERS, "counted last")
 
     def newer() -> None:
-        for module in (counters, session):
+        for module in (member_counters, session):
             monkeypatch.setattr(module, "COUNTERS", more)
         ledger = opened(shm_root)
-        ledger.gauges()  # a forked child becomes a member with its first transaction
+        admin.gauges(ledger)  # a forked child becomes a member with its first transaction
         ledger.count("counted last", 7)
         ledger.count("counted first", 5)
         ledger.count("lookups", 3)
-        assert ledger.counters()["counted last"] == 7
+        assert admin.counters(ledger)["counted last"] == 7
 
     def newer_again() -> None:
-        for module in (counters, session):
+        for module in (member_counters, session):
             monkeypatch.setattr(module, "COUNTERS", more)
         ledger = opened(shm_root)
-        told = ledger.counters()
+        told = admin.counters(ledger)
         assert (told["counted first"], told["counted last"]) == (5, 7)
         assert (told["lookups"], told["hits"]) == (13, 1)
         ledger.close()
@@ -186,10 +194,10 @@ def test_a_new_counter_is_no_new_format(shm_root: Path, monkeypatch: pytest.Monk
     older = opened(shm_root)
     older.count("lookups", 10)
     with Other(newer):
-        assert older.counters()["lookups"] == 13
-    older.reap()  # folds the row of the dead, all of it
+        assert admin.counters(older)["lookups"] == 13
+    admin.reap(older)  # folds the row of the dead, all of it
     older.count("hits", 1)
-    assert tuple(older.counters()) == metrics.COUNTERS and older.counters()["lookups"] == 13
+    assert tuple(admin.counters(older)) == metrics.COUNTERS and admin.counters(older)["lookups"] == 13
     in_child(newer_again)
     older.close()
     support.opened(shm_root).close()
@@ -199,12 +207,12 @@ def test_more_counters_than_columns_are_not_counted(shm_root: Path, monkeypatch:
     many = tuple(f"counter {n}" for n in range(WIDTH + 5))
 
     def work() -> None:
-        for module in (counters, session):
+        for module in (member_counters, session):
             monkeypatch.setattr(module, "COUNTERS", many)
         ledger = opened(shm_root)
         for name in (many[0], many[-1]):
             ledger.count(name, 4)
-        told = ledger.counters()
+        told = admin.counters(ledger)
         assert (told[many[0]], told[many[-1]]) == (4, 0)
         with pytest.raises(KeyError):
             ledger.count("no such counter", 1)
@@ -235,7 +243,7 @@ def test_a_chunk_that_another_version_wrote_is_a_miss_and_stays(
 ) -> None:
     tier = disk(tmp_path)
     assert all(oks(tier.save(chunks_of(KEYS), ROOT)))
-    slot = int(tier.ledger.match(KEYS[2:3]).slots[0])
+    slot = int(tier.ledger.match_prefix(KEYS[2:3]).slots[0])
     with open(tier.ledger.slab_path, "r+b") as slab:
         slab.seek(slot * STRIDE)
         page = np.frombuffer(bytearray(slab.read(4096)), np.uint8).copy()
@@ -243,7 +251,7 @@ def test_a_chunk_that_another_version_wrote_is_a_miss_and_stays(
         slab.seek(slot * STRIDE)
         slab.write(page.tobytes())
     assert [right(tier, key) for key in KEYS] == [True, True, False, True, True, True]
-    assert tier.contains(KEYS[2]) and not tier.ledger.counters()["failed_checks"]
+    assert tier.contains(KEYS[2]) and not admin.counters(tier.ledger)["failed_checks"]
     with open(tier.ledger.slab_path, "r+b") as slab:  # one bit more, and it is damage
         slab.seek(slot * STRIDE + 3000)
         slab.write(b"\x01")

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Iterable
 from pathlib import Path
 
+from pagoda.ledger import admin
 from pagoda.metrics import Reason
 from pagoda.testing import Fault
 from pagoda.tiers import Done
@@ -185,7 +186,7 @@ def test_a_fork_while_writes_are_queued(tmp_path: Path) -> None:
     slab.release()
     assert all(oks(saving))
     assert all(right(tier, key) for key in [*keys, *keys_of(3, chain=1)])
-    tier.ledger.reap()
+    admin.reap(tier.ledger)
     check(tier)
     tier.close()
 
@@ -197,7 +198,7 @@ def test_forks_in_the_middle_of_io(tmp_path: Path) -> None:
         assert in_child(lambda chain=chain: store(tier, keys_of(2, 100 + chain)) is None) == 0  # type: ignore[misc]
         assert all(oks(saving))
         assert all(right(tier, key) for key in keys_of(2, 100 + chain))
-    tier.ledger.reap()
+    admin.reap(tier.ledger)
     check(tier)
     tier.close()
 

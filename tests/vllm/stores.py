@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pagoda.ledger import Ledger
-from pagoda.ledger.state import LOCKS, STATE
+from pagoda.ledger import Ledger, admin
+from pagoda.ledger.store_files import LOCKS, STATE
 
 PATIENT_SECONDS = 30.0
 _ROOT = Path(__file__).resolve().parents[2]
@@ -48,13 +48,13 @@ def ready(root: Path) -> int:
     if not stores(root):
         return 0
     with ledger_of(root) as ledger:
-        return ledger.gauges()["ready"]
+        return admin.gauges(ledger)["ready"]
 
 
 def keys(root: Path) -> set[bytes]:
     """Which chunks can be had from a tier."""
     with ledger_of(root) as ledger:
-        return {row.key for row in ledger.rows()}
+        return {row.key for row in admin.list_chunks(ledger)}
 
 
 def wait_ready(root: Path, chunks: int) -> None:
@@ -65,13 +65,13 @@ def wait_ready(root: Path, chunks: int) -> None:
 def check(root: Path) -> dict[str, int]:
     """Have the ledger's numbers judged; return its gauges."""
     with ledger_of(root) as ledger:
-        return dict(ledger.check().gauges)
+        return dict(admin.check(ledger).gauges)
 
 
 def clear(root: Path) -> None:
     """Remove all chunks of a tier, as somebody else would."""
     with ledger_of(root) as ledger:
-        ledger.clear(None)
+        admin.clear(ledger, None)
 
 
 def wipe(root: Path) -> None:
@@ -82,13 +82,15 @@ def wipe(root: Path) -> None:
 def remove(root: Path, position: int) -> None:
     """Remove the chunks that stand at that place of their prompts."""
     with ledger_of(root) as ledger:
-        ledger.remove([row.key for row in ledger.rows() if row.position == position])
+        admin.remove(ledger, [row.key for row in admin.list_chunks(ledger) if row.position == position])
 
 
 def spoil(root: Path, keys: set[bytes], position: int | None = None) -> int:
     """Flip bytes in the middle of chunks in a tier's slab file (at one place of their prompts, or all); how many."""
     with ledger_of(root) as ledger, open(ledger.slab_path, "r+b") as slab:
-        rows = [row for row in ledger.rows() if row.key in keys and position in (None, row.position)]
+        rows = [
+            row for row in admin.list_chunks(ledger) if row.key in keys and position in (None, row.position)
+        ]
         for row in rows:
             at = row.slot * ledger.slot_bytes + ledger.slot_bytes // 2
             slab.seek(at)

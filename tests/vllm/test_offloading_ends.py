@@ -31,6 +31,7 @@ from pagoda.connectors.vllm.offloading_meta import Greeting, greet, greeted
 from pagoda.connectors.vllm.offloading_worker import SlotCopies, Stock
 from pagoda.connectors.vllm.shared import let_go
 from pagoda.keys import Namespace
+from pagoda.ledger import admin
 from tests.ledger.support import Other, gate_taken
 from tests.vllm.halves import (
     BLOCK,
@@ -342,7 +343,7 @@ def test_the_end_comes_twice_and_leaves_nothing_held(halves: Halves, config: Con
     halves.close()
     assert watcher.slots is not None
     assert halves.manager._questions._finder.holds.count == 0
-    assert watcher.slots._ledger.check().gauges["reserved"] == 0
+    assert admin.check(watcher.slots._ledger).gauges["reserved"] == 0
     let_go(watcher)
     assert halves.manager.lookup(keys("p", FULL, 5)[4], context) is not HIT
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from pagoda.ledger import admin
 from tests.vllm import stores
 from tests.vllm.conftest import Same, Tiers
 from tests.vllm.engines import CHUNK, Engine, connector, loadable
@@ -162,7 +163,7 @@ def shared(engine: Engine, same: Same, prompts: list[list[int]]) -> None:
 def reserved(root: Path) -> int:
     """How many slots are being written."""
     with stores.ledger_of(root) as ledger:
-        return ledger.gauges()["reserved"]
+        return admin.gauges(ledger)["reserved"]
 
 
 def slow_saves(room: Room) -> None:

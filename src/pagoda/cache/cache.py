@@ -29,6 +29,7 @@ from pagoda.dropped import close_when_dropped
 from pagoda.errors import ClosedError, ConfigError, StoreError
 from pagoda.keys import Item, Namespace, TokenIds, chunk_keys
 from pagoda.layout import KVLayout
+from pagoda.ledger import admin
 from pagoda.metrics import DROPS, MISSES
 from pagoda.threads import Condition
 from pagoda.tiers.base import Tier
@@ -266,11 +267,11 @@ class Cache:
         request, tiers = self._operations.request(tokens, options), self._tiers.only(options.get("tiers"))
         pinned = {}
         for tier, ledger in tiers.ledgers():
-            run = ledger.match(
+            run = ledger.match_prefix(
                 request.keys, start=request.first, namespace=request.namespace.root, touch=False,
                 deadline_seconds=self.config.deadline_seconds,
             )  # fmt: skip
-            pinned[tier] = ledger.pin(request.keys[: len(run.slots)], owner) * request.chunk_tokens
+            pinned[tier] = admin.pin(ledger, request.keys[: len(run.slots)], owner) * request.chunk_tokens
         return pinned
 
     def unpin(
@@ -283,7 +284,7 @@ class Cache:
         everything = tokens is None and options.get("keys") is None
         keys = None if everything else self._operations.request(tokens, options).keys
         tiers = self._tiers.only(options.get("tiers"))
-        return {tier: ledger.unpin(keys, owner) for tier, ledger in tiers.ledgers()}
+        return {tier: admin.unpin(ledger, keys, owner) for tier, ledger in tiers.ledgers()}
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
         """Report how long the engine took to compute `tokens`: loading has to be faster."""

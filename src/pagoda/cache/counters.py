@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pagoda.clock import Clock
 from pagoda.errors import StoreError
 from pagoda.fork import reset_in_child
-from pagoda.ledger import Ledger
+from pagoda.ledger import Ledger, admin
 from pagoda.metrics import COUNTERS, RateLimitedLog, Reason
 
 __all__ = ["CacheCounters"]
@@ -69,9 +69,9 @@ class CacheCounters:
         """Return all counters of all processes that share the tier; this process's alone if that takes too long."""
         if (ledger := self._ledger) is not None:
             try:
-                return ledger.counters(deadline_seconds)
+                return admin.counters(ledger, deadline_seconds)
             except StoreError:
-                return ledger.own_counters()
+                return ledger.session.own_counters()
         with self._lock:
             return {name: self._own[name] for name in COUNTERS}
 

@@ -13,7 +13,7 @@ from pagoda.cache.tier_stack import TierStack
 from pagoda.clock import Clock
 from pagoda.errors import StoreError
 from pagoda.keys import Namespace
-from pagoda.ledger import Ledger
+from pagoda.ledger import Ledger, admin
 from pagoda.metrics import Reason
 from pagoda.tiers.remote.remote_tier import RemoteTier
 
@@ -132,7 +132,7 @@ class MissExplainer:
             if root != request.namespace.root:
                 key = self._scheme(head, root, self._chunk_tokens, items)[0]
                 seconds = deadline.remaining()
-                if len(ledger.match([key], touch=False, deadline_seconds=seconds).slots):
+                if len(ledger.match_prefix([key], touch=False, deadline_seconds=seconds).slots):
                     fields = ", ".join(Namespace.differing(mine, labels)) or "format"
                     return Explanation(Reason.OTHER_NAMESPACE, f"{tier} has it under another {fields}")
         return None
@@ -150,7 +150,7 @@ class MissExplainer:
         self._namespaces = [
             _KnownNamespace(tier, ledger, root, row.fields)
             for tier, ledger in self._tiers.ledgers()
-            for root, row in ledger.namespaces(deadline_seconds=seconds).items()
+            for root, row in admin.list_namespaces(ledger, deadline_seconds=seconds).items()
         ]
         return self._namespaces
 
@@ -159,7 +159,7 @@ def _remembered(key: bytes, chosen: TierStack) -> Explanation:
     """Return the most specific of the reasons that the local tiers remember for a key."""
     found: dict[Reason, str] = {}
     for tier, ledger in chosen.ledgers():
-        miss = ledger.why(key)
+        miss = ledger.explain_miss(key)
         if miss.reason not in found:
             found[miss.reason] = _when(miss.reason, miss.age_seconds, tier)
     for reason in _MOST_SPECIFIC:

@@ -22,7 +22,7 @@ from pagoda.cache.recording import CallKind
 from pagoda.cache.writeback import Access, ChunkRef, Generations, Slots, follows
 from pagoda.errors import ClosedError
 from pagoda.layout import KVLayout
-from pagoda.ledger import Landed, Match, Outcome, Refused, Reserved
+from pagoda.ledger import CommitResult, Match, Outcome, Refused, Reserved
 from pagoda.metrics import Reason
 from pagoda.tiers import HostTier
 from pagoda.tiers.base import Bytes, runs
@@ -85,7 +85,7 @@ class HostSlots:
         nothing, lease = (np.empty(0, np.int64), np.empty(0, np.uint64)), LEASE_SECONDS if touch else 0.0
         return self._run(
             "find",
-            lambda deadline: self._ledger.match(
+            lambda deadline: self._ledger.match_prefix(
                 keys, start=start, touch=touch, lease_seconds=lease, deadline_seconds=deadline.remaining()
             ),
             lambda reason, _: Match(*nothing, reason),
@@ -139,7 +139,7 @@ class HostSlots:
         A hint, for reporting what is stored: `still_valid` judges what is copied out. Takes no lock.
         """
         gone = np.zeros(len(slots), np.bool_)
-        return self._run("ready", lambda _: self._ledger.ready(slots, generations), lambda *_: gone)
+        return self._run("ready", lambda _: self._ledger.is_ready(slots, generations), lambda *_: gone)
 
     def note_access(self, namespace: bytes, read: Sequence[ChunkRef]) -> None:
         """Note that these chunks were copied out, validly: they are counted, and written back if they are hit often."""
@@ -184,7 +184,7 @@ class HostSlots:
                 window, before = keys[at : at + self._ledger.window], keys[at - 1] if at else parent
                 made.extend(self._ledger.reserve(
                     window, namespace=namespace, start=start + at, parent=before,
-                    tokens=self._layout.chunk_tokens, parts=parts, stamp=one, all_in=all_in,
+                    tokens=self._layout.chunk_tokens, parts=parts, stamp=one, admit_all=all_in,
                     deadline_seconds=deadline.remaining(),
                 ))  # fmt: skip
                 if refused := [item.reason for item in made[at:] if isinstance(item, Refused)]:
@@ -222,9 +222,9 @@ class HostSlots:
 
         def work(deadline: Deadline) -> list[bool]:
             landed = self._ledger.commit_part(reserved, part, deadline.remaining())
-            good.extend(how is not Landed.LOST for how in landed)
+            good.extend(how is not CommitResult.LOST for how in landed)
             # Not all that are good: a reserved slot has its generation already, so half a chunk would count as valid.
-            visible = [one for one, how in zip(reserved, landed, strict=True) if how is Landed.WHOLE]
+            visible = [one for one, how in zip(reserved, landed, strict=True) if how is CommitResult.WHOLE]
             self._resources.counters.count("stored_bytes", len(visible) * self._host.chunk_bytes)
             kept = {(one.slot, one.generation) for one in visible}
             for namespace, refs in written.items():

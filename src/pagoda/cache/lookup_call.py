@@ -118,7 +118,7 @@ def _match_host(
     tiers: TierStack, request: CacheRequest, at: int, deadline: Deadline, stamp: int | None, touch: bool
 ) -> tuple[int, Reason | None]:
     assert tiers.host is not None
-    match = tiers.host.ledger.match(
+    match = tiers.host.ledger.match_prefix(
         request.keys[at:],
         start=request.first + at,
         namespace=request.namespace.root,

@@ -60,7 +60,7 @@ class Resources:
         self.tiers.register(namespace)
         if wait:
             for _, ledger in self.tiers.ledgers():
-                ledger.write_labels()
+                ledger.namespaces.write_labels()
 
     def close(self, timeout: float) -> bool:
         """Flush, then end all within about `timeout` seconds; False if something was left unwritten. Idempotent."""

@@ -164,7 +164,7 @@ class RetrieveCall:
         """Let all leases of a prefetch end together: a head whose lease ends first would be evicted before its tail."""
         host, keys = self._tiers.host, self._request.keys[: self._done]
         if host is not None and keys:
-            host.ledger.match(
+            host.ledger.match_prefix(
                 keys,
                 start=self._request.first,
                 namespace=self._request.namespace.root,
@@ -177,7 +177,7 @@ class RetrieveCall:
 
     def _serve_from_host(self, host: HostTier) -> None:
         """Serve what the host tier has from here on."""
-        match = host.ledger.match(
+        match = host.ledger.match_prefix(
             self._request.keys[self._done :],
             start=self._request.first + self._done,
             namespace=self._request.namespace.root,
@@ -357,13 +357,13 @@ class RetrieveCall:
             parent=request.parent_of(at),
             tokens=request.chunk_tokens,
             stamp=self._stamp,
-            all_in=True,
+            admit_all=True,
             deadline_seconds=self._deadline.remaining(),
         )
         try:
-            host.ledger.give_up(outcomes)
+            host.ledger.abort(outcomes)
         except BaseException:  # of a signal handler, perhaps before the call above had begun
-            host.ledger.give_up(outcomes)
+            host.ledger.abort(outcomes)
             raise
 
 
@@ -568,7 +568,7 @@ class HostDestination:
             parent=request.parent_of(begin),
             tokens=request.chunk_tokens,
             stamp=self._stamp,
-            all_in=self._lease_seconds > 0,
+            admit_all=self._lease_seconds > 0,
             deadline_seconds=self._deadline.remaining(),
         )
         try:
@@ -583,7 +583,7 @@ class HostDestination:
             self._host.begin_copies(leading)  # until they are settled or released: I/O may take longer
             return buffers
         except BaseException:
-            ledger.give_up(outcomes, self._deadline.last())
+            ledger.abort(outcomes, self._deadline.last())
             self._host.end_copies([item for item in outcomes if isinstance(item, Reserved)])
             raise
 

@@ -114,7 +114,7 @@ class StoreCall:
         request, ledger = self._request, host.ledger
         self._collect_refused()
         at = max(0, self._fate.find(_LEFT))
-        have = ledger.match(
+        have = ledger.match_prefix(
             request.keys[at:], start=request.first + at, namespace=request.namespace.root, stamp=self._stamp,
             asked=False, deadline_seconds=self._deadline.remaining(),
         )  # fmt: skip
@@ -151,14 +151,14 @@ class StoreCall:
             parent=request.parent_of(begin),
             tokens=request.chunk_tokens,
             stamp=self._stamp,
-            all_in=self._all_in,
+            admit_all=self._all_in,
             deadline_seconds=self._deadline.remaining(),
         )
         try:
             reserved = [(i, item) for i, item in enumerate(outcomes, begin) if isinstance(item, Reserved)]
             committed = _fill(host, request, self._kv, reserved, self._deadline) if reserved else []
         except BaseException:  # abort every reservation, also if a signal handler raised this
-            host.ledger.give_up(outcomes, self._deadline.last())
+            host.ledger.abort(outcomes, self._deadline.last())
             raise
         new = [item for item, ok in zip(reserved, committed, strict=True) if ok]
         present = [(i, item) for i, item in enumerate(outcomes, begin) if isinstance(item, Present)]

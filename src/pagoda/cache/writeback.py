@@ -485,7 +485,7 @@ class WriteBackQueue:
         wanted = max(1, self._slots // _CLEAN_SHARE) - int(np.count_nonzero(columns.last_use == NOT_READY))
         if wanted <= 0:
             return
-        coldest = self._host.ledger.next_to_go(wanted).tolist()
+        coldest = self._host.ledger.next_victims(wanted).tolist()
         chosen = [self._dirty.pop(slot) for slot in coldest if slot in self._dirty]
         live = [entry for entry in chosen if columns.generation[entry[0].slot] == entry[0].generation]
         self._counters.count(f"drop_{Reason.STALE}", len(chosen) - len(live))

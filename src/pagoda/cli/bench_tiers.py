@@ -135,7 +135,7 @@ def _host_turns(tier: HostTier, layout: KVLayout, seconds: float, tick: Step) ->
                 raise FailedError(f"the host tier would not take a chunk: {outcomes[-1]}")
 
     def read() -> None:
-        match = tier.ledger.match(keys)
+        match = tier.ledger.match_prefix(keys)
         for slot in match.slots.tolist():
             np.copyto(target, tier.slab.view(slot)[:size])
         if len(match.slots) < len(keys) or not tier.ledger.still_valid(match.slots, match.generations).all():

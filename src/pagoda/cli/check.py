@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
     from pagoda.cli.remote_stores import RemoteCheck
-    from pagoda.ledger import Ledger, Row
+    from pagoda.ledger import ChunkRow, Ledger
     from pagoda.slab.file import FileSlab
 
 _ADVANCE_CHUNKS = 16
@@ -98,12 +98,13 @@ def _advance(bars: Progress, task: TaskID, done: int, total: int) -> None:
 def _judged(store: Path, read: bool, drop: bool, advance: Callable[[int, int], None]) -> StoreCheck:
     """Check one store; trouble with it is part of the verdict."""
     from pagoda.errors import LedgerCorrupt, PagodaError
+    from pagoda.ledger import admin
 
     verdict = StoreCheck(store, "", "", {}, 0, 0, 0, [], 0)
     try:
         with attached(store) as ledger:
             verdict = verdict._replace(tier=tier_of(ledger))
-            report = ledger.check()
+            report = admin.check(ledger)
             verdict = verdict._replace(
                 gauges=report.gauges, unreachable=report.unreachable, stale_hints=report.stale_hints
             )
@@ -116,11 +117,12 @@ def _judged(store: Path, read: bool, drop: bool, advance: Callable[[int, int], N
     return verdict
 
 
-def _read_all(ledger: Ledger, advance: Callable[[int, int], None]) -> tuple[int, list[Row]]:
+def _read_all(ledger: Ledger, advance: Callable[[int, int], None]) -> tuple[int, list[ChunkRow]]:
     """Verify each chunk that stays in place while it is read; return their number and the damaged ones."""
+    from pagoda.ledger import admin
     from pagoda.slab.file import FileSlab
 
-    total, read, damaged = ledger.gauges()["ready"], 0, []
+    total, read, damaged = admin.gauges(ledger)["ready"], 0, []
     slab = ledger.open_slab(lambda file: FileSlab(file, ledger.slots, ledger.slot_bytes))
     try:
         for row, sound in _verified(ledger, slab):
@@ -134,15 +136,16 @@ def _read_all(ledger: Ledger, advance: Callable[[int, int], None]) -> tuple[int,
     return read, damaged
 
 
-def _verified(ledger: Ledger, slab: FileSlab) -> Iterator[tuple[Row, bool]]:
+def _verified(ledger: Ledger, slab: FileSlab) -> Iterator[tuple[ChunkRow, bool]]:
     import numpy as np
 
     from pagoda.codec import HEADER_BYTES, Expected, verify
+    from pagoda.ledger import admin
     from pagoda.slab.file import aligned
 
     room = aligned(ledger.slot_bytes)
     page, payload = room[:HEADER_BYTES], room[HEADER_BYTES:]
-    for row in ledger.rows():
+    for row in admin.list_chunks(ledger):
         expected = Expected(
             store_id=ledger.store_id,
             slot=row.slot,
@@ -161,10 +164,10 @@ def _verified(ledger: Ledger, slab: FileSlab) -> Iterator[tuple[Row, bool]]:
             yield row, sound
 
 
-def _drop(ledger: Ledger, damaged: list[Row]) -> int:
+def _drop(ledger: Ledger, damaged: list[ChunkRow]) -> int:
     from pagoda.metrics import Reason
 
-    return sum(ledger.drop(row.key, row.slot, row.generation, Reason.FAILED_CHECK) for row in damaged)
+    return sum(ledger.remove_exact(row.key, row.slot, row.generation, Reason.FAILED_CHECK) for row in damaged)
 
 
 def _print(verdicts: list[StoreCheck]) -> None:

@@ -116,13 +116,14 @@ def _nameless(root: bytes, chunks: int) -> NamespaceRow:
 def _known(stores: list[Path]) -> dict[bytes, NamespaceRow]:
     """Return the namespaces of all stores that can be opened; the others fail later, with a reason each."""
     from pagoda.errors import PagodaError
+    from pagoda.ledger import admin
 
     known: dict[bytes, NamespaceRow] = {}
     for store in stores:
         try:
             with attached(store) as ledger:
                 named = {root: row for root, row in known.items() if row.fields}
-                known.update({**ledger.namespaces(), **named})
+                known.update({**admin.list_namespaces(ledger), **named})
         except PagodaError:
             continue
     return known
@@ -181,6 +182,8 @@ def _clear_shared(
 
 def _forget(ledger: Ledger, roots: list[bytes] | None) -> int:
     """Clear these namespaces, also where nothing is known of them: a rebuild could find chunks that were evicted."""
+    from pagoda.ledger import admin
+
     if roots is None:
-        return ledger.clear()
-    return sum(map(ledger.clear, roots))
+        return admin.clear(ledger)
+    return sum(admin.clear(ledger, root) for root in roots)

@@ -28,7 +28,7 @@ from pagoda.cli.stores import (
 
 if TYPE_CHECKING:
     from pagoda.config import RemoteSpec
-    from pagoda.ledger import NamespaceRow, Row
+    from pagoda.ledger import ChunkRow, NamespaceRow
 
 
 class By(StrEnum):
@@ -44,7 +44,7 @@ class Listed(NamedTuple):
     tier: str
     slot_bytes: int
     namespace: NamespaceRow | None
-    row: Row
+    row: ChunkRow
 
     def as_json(self) -> dict[str, object]:
         """Return all of it in plain types."""
@@ -149,13 +149,15 @@ def _listed(
     stores: list[Path], model: str | None, prefix: str | None, known: dict[bytes, NamespaceRow]
 ) -> Iterator[Listed]:
     """Yield the chunks asked for, store by store; `known` gathers every namespace met."""
+    from pagoda.ledger import admin
+
     for store in stores:
         with attached(store) as ledger:
-            namespaces = ledger.namespaces()
+            namespaces = admin.list_namespaces(ledger)
             known.update(namespaces)
             wanted = chosen(namespaces, model, prefix)
             everything = model is None and prefix is None
-            for row in ledger.rows():
+            for row in admin.list_chunks(ledger):
                 if everything or row.namespace_root in wanted:
                     yield Listed(tier_of(ledger), ledger.slot_bytes, namespaces.get(row.namespace_root), row)
 

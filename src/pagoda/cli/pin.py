@@ -90,6 +90,8 @@ def unpin(
     config: ConfigFile = None,
 ) -> int:
     """End the pins of an owner: on one prompt, or without --tokens on everything."""
+    from pagoda.ledger import admin
+
     with ExitStack() as stack:
         keys: Sequence[bytes] | None = None
         if tokens is None:
@@ -99,7 +101,7 @@ def unpin(
         else:
             prompt = _prompt(stack, directory, config, tokens)
             tiers, keys = prompt.tiers, [key for run in prompt.keys.values() for key in run]
-        ended = {str(ledger.directory): ledger.unpin(keys, owner) for ledger in tiers}
+        ended = {str(ledger.directory): admin.unpin(ledger, keys, owner) for ledger in tiers}
     if as_json:
         show.print_json({"ended": ended})
     else:
@@ -116,9 +118,11 @@ def _prompt(stack: ExitStack, directory: Path | None, config: Path | None, token
 
 
 def _pinned(prompt: Prompt, ledger: Ledger, root: bytes, owner: str) -> PinnedPrefix:
-    run = ledger.match(prompt.keys[root], start=0, namespace=root, touch=False)
+    from pagoda.ledger import admin
+
+    run = ledger.match_prefix(prompt.keys[root], start=0, namespace=root, touch=False)
     try:
-        chunks = ledger.pin(prompt.keys[root][: len(run.slots)], owner)
+        chunks = admin.pin(ledger, prompt.keys[root][: len(run.slots)], owner)
     except ValueError as trouble:
         raise UsageError(f"--owner {owner!r}: {trouble}") from None
     size, model = prompt.chunk_tokens[root], label(prompt.known[root].fields)

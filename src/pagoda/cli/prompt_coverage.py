@@ -68,10 +68,12 @@ def prompt_of(
     prefill: float | None,
 ) -> Prompt:
     """Hash the prompt under every namespace; chunks have `chunk_tokens` tokens, by default as what is stored."""
+    from pagoda.ledger import admin
+
     ids = as_token_ids(tokens)
     known: dict[bytes, NamespaceRow] = {}
     for ledger in tiers:
-        known.update(ledger.namespaces())
+        known.update(admin.list_namespaces(ledger))
     found = {} if chunk_tokens else _stored_sizes(tiers)
     # a namespace of which nothing is stored is cut as its neighbours are
     usual = chunk_tokens or next(iter(found.values()), config.chunk_tokens)
@@ -86,8 +88,10 @@ def answers(prompt: Prompt, root: bytes) -> list[TierAnswer]:
 
     What is below the minimum counts for nothing, which only the answer for all tiers can say.
     """
+    from pagoda.ledger import admin
+
     model = label(prompt.known[root].fields)
-    ledgers = [ledger for ledger in prompt.tiers if root in ledger.namespaces()]
+    ledgers = [ledger for ledger in prompt.tiers if root in admin.list_namespaces(ledger)]
     here: list[_Place] = [*ledgers, *prompt.remotes]
     if len(here) == 1:
         return [TierAnswer(root, model, _name(here[0]), _together(prompt, root, here))]
@@ -101,10 +105,12 @@ def _name(place: _Place) -> str:
 
 def _stored_sizes(tiers: Sequence[Ledger]) -> dict[bytes, int]:
     """Return the tokens in a chunk of each namespace that has any, as its first one says."""
+    from pagoda.ledger import admin
+
     found: dict[bytes, int] = {}
     for ledger in tiers:
-        awaited = {root for root, row in ledger.namespaces().items() if row.chunks} - found.keys()
-        for row in ledger.rows() if awaited else ():
+        awaited = {root for root, row in admin.list_namespaces(ledger).items() if row.chunks} - found.keys()
+        for row in admin.list_chunks(ledger) if awaited else ():
             if row.namespace_root in awaited and row.tokens:
                 found[row.namespace_root] = row.tokens
                 awaited.discard(row.namespace_root)
@@ -156,7 +162,7 @@ def _from_remote(prompt: Prompt, root: bytes, spec: RemoteSpec, start: int) -> P
 
 def _from_ledger(prompt: Prompt, root: bytes, ledger: Ledger, start: int) -> PrefixVerdict:
     size, keys = prompt.chunk_tokens[root], prompt.keys[root]
-    match = ledger.match(keys[start:], start=start, touch=False)
+    match = ledger.match_prefix(keys[start:], start=start, touch=False)
     run = len(match.slots)
     dear = _dear(prompt, ledger, match.slots[:_TIMED_CHUNKS].tolist(), size)
     if dear:
@@ -168,12 +174,12 @@ def _from_ledger(prompt: Prompt, root: bytes, ledger: Ledger, start: int) -> Pre
 
 def _why(prompt: Prompt, root: bytes, ledger: Ledger, index: int, now: Reason | None) -> tuple[Reason, str]:
     """Return why chunk `index` is not there, and in words since when or which field differs."""
-    reason, age_seconds = ledger.why(prompt.keys[root][index])
+    reason, age_seconds = ledger.explain_miss(prompt.keys[root][index])
     if now is not None and now is not reason:  # what is the matter now says more than what is remembered
         reason, age_seconds = now, None
     if reason is Reason.ABSENT:
         for other, keys in prompt.keys.items():
-            if other != root and len(ledger.match(keys[: index + 1], touch=False).slots) > index:
+            if other != root and len(ledger.match_prefix(keys[: index + 1], touch=False).slots) > index:
                 return Reason.OTHER_NAMESPACE, _difference(prompt.known[root], prompt.known[other])
     since = f" {show.age(age_seconds)} ago" if age_seconds is not None else ""
     return reason, f"chunk {index}: {reason.value.replace('_', ' ')}{since}"
@@ -210,7 +216,9 @@ def _load_seconds(ledger: Ledger, slots: Sequence[int]) -> float:
             times.append(time.perf_counter() - began)
         disk.close()
         return min(times)
-    memory = ledger.open_slab(lambda file: MemorySlab(file, ledger.slots, ledger.slot_bytes, ledger.lending))
+    memory = ledger.open_slab(
+        lambda file: MemorySlab(file, ledger.slots, ledger.slot_bytes, ledger.page_guards)
+    )
     for slot in [*slots, *slots]:  # the first time faults the pages in
         began = time.perf_counter()
         np.copyto(room, memory.view(slot))

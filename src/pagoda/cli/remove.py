@@ -69,7 +69,7 @@ def _forget_remote(url: str) -> int:
 
 def _stores(what: str | None, config: Path | None) -> list[DoomedStore]:
     """Return the stores that are meant. Raises UsageError for a path that holds none."""
-    from pagoda.ledger.store import allocated_bytes, stores_in
+    from pagoda.ledger.store_root import allocated_bytes, stores_in
 
     roots = find_roots(config)
     if what in (None, "host", "disk"):
@@ -102,7 +102,7 @@ def _agreed(stores: list[DoomedStore]) -> bool:
 def _remove(stores: list[DoomedStore]) -> tuple[list[DoomedStore], dict[str, str]]:
     """Remove every store, going on past one that stays; return what went, and why the others did not."""
     from pagoda.errors import StoreError
-    from pagoda.ledger.store import remove_store, stores_in
+    from pagoda.ledger.store_root import remove_store, stores_in
     from pagoda.tiers import tier_registry
 
     gone: list[DoomedStore] = []

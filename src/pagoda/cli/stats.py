@@ -102,7 +102,9 @@ def read_stores(stores: list[Path]) -> tuple[list[StoreSnapshot], dict[Path, str
 
 
 def _snapshot(store: Path, ledger: Ledger) -> StoreSnapshot:
-    gauges = ledger.gauges()
+    from pagoda.ledger import admin
+
+    gauges = admin.gauges(ledger)
     return StoreSnapshot(
         directory=store,
         tier=tier_of(ledger),
@@ -110,9 +112,9 @@ def _snapshot(store: Path, ledger: Ledger) -> StoreSnapshot:
         slot_bytes=ledger.slot_bytes,
         # this command is a member too while it looks; people ask about the others
         gauges={**gauges, "members": gauges["members"] - 1},
-        counters=ledger.counters(),
-        namespaces=sorted(ledger.namespaces().values(), key=lambda row: -row.chunks),
-        pins={owner: len(keys) for owner, keys in ledger.pins().items()},
+        counters=admin.counters(ledger),
+        namespaces=sorted(admin.list_namespaces(ledger).values(), key=lambda row: -row.chunks),
+        pins={owner: len(keys) for owner, keys in admin.list_pins(ledger).items()},
     )
 
 

@@ -1,11 +1,41 @@
-"""The ledger of a local tier: which chunk lies in which slot, for any number of processes, crash-safe."""
+"""The ledger of a local tier: which chunk is in which slot, for any number of processes, crash-safe.
+
+Modules, in the order in which data meets them:
+
+    ledger              `Ledger`: the calls of an engine, and opening, sharing and closing a store's ledger
+    admin               the calls of an operator, and of tiers that must know of a failure: list, pin, remove, clear
+    rebuild             what the headers of a slab say is entered into an empty ledger
+    outcomes            the answers, as values
+    session             this process's part in a store: open tables, its member, running transactions
+    locks               byte-range locks between processes, and the gate
+    transaction         one write transaction: what it changes in the tables, and publishes in the columns
+    allocation          steps of a transaction: reserve, commit, abort, adopt
+    chunk_ops           steps of a transaction: hold, pin, remove, vacate
+    members             steps of a transaction: members, and what dead ones left
+    namespaces          steps of a transaction: rows of namespaces, watermarks of clears, labels
+    namespace_registry  labels and clears, where they outlive the tables
+    clear_log           the two files that say what was cleared
+    queries             what read transactions look up; the check of all rows
+    tables              the LMDB tables: everything that must be right
+    columns             the mapped columns and ghosts: hints for policies, and the published generations
+    member_counters     the mapped counters, a row a member
+    eviction            `Evictor`: the one way to the policy
+    policy_thread       the thread on which a policy learns, and which asks for more slots
+    page_guards         which slots of a slab in memory are in use, so that their pages stay
+    space_sharing       how the stores of one root share its space
+    root_usage          what the stores of one root hold, and their limit
+    store               open, create, resize and rebuild a store's directory
+    store_root          which stores a root has; its lock; removing a store
+    store_files         the files of a store and its state file
+    integrity           whether tables can be trusted
+"""
 
 from pagoda.ledger.columns import Columns
 from pagoda.ledger.ledger import Ledger
-from pagoda.ledger.outcome import (
+from pagoda.ledger.outcomes import (
     Busy,
-    Found,
-    Landed,
+    ChunkRow,
+    CommitResult,
     Match,
     Miss,
     NamespaceRow,
@@ -14,15 +44,15 @@ from pagoda.ledger.outcome import (
     Refused,
     Report,
     Reserved,
-    Row,
+    ScannedChunk,
 )
 from pagoda.ledger.store import StoreSpec
 
 __all__ = [
     "Busy",
+    "ChunkRow",
     "Columns",
-    "Found",
-    "Landed",
+    "CommitResult",
     "Ledger",
     "Match",
     "Miss",
@@ -32,6 +62,6 @@ __all__ = [
     "Refused",
     "Report",
     "Reserved",
-    "Row",
+    "ScannedChunk",
     "StoreSpec",
 ]

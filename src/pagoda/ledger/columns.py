@@ -1,31 +1,43 @@
 """The columns of a ledger: one row a slot, mapped, shared by all processes; hints that may be lost or torn.
 
 Only `generation` and `key` are more than hints: they are the published copy of what the tables say, and are compared
-with it. They are assigned under the gate, after the commit of the transaction that decided them, and before the
+with it. They are assigned inside the gate, after the commit of the transaction that decided them, and before the
 first byte of the slot is written.
+
+Beside them is a table of *ghosts*: what is remembered of chunks that were evicted, removed or not admitted: when they
+were last asked for, how often, and why they are not here. It is mapped and shared like the columns: a ghost may be lost
+or torn at any time. A key has eight places; when all are taken, the ghost that was asked for longest ago is replaced.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pagoda.ledger.ghosts import PER_SLOT, WIDTHS, GhostTable
 from pagoda.policy import Ghosts
 
 NOT_READY = np.iinfo(np.int64).max  # `last_use` of a slot that holds nothing to evict
 NO_PARENT = -1
 BARE = 1 << 63  # in the published generation of a slot that has no pages
-FEW = 4  # so few rows are cheaper one by one than by array operations, above all when caches are cold
+FEW = 4  # so few rows are cheaper one by one than by array operations, above all with cold CPU caches
 _ALIGN = 4096
 
+PER_SLOT = 8
+WIDTHS = (8, 8, 8, 2, 1)  # bytes of the columns of a ghost
+_WAYS = 8
+_MOST_FORGOTTEN = 1024  # batches of replaced ghosts that wait to be learned from
+_MOST_HITS = np.iinfo(np.uint16).max
+_NONE = np.empty(0, np.int64)
+
 Rows = NDArray[np.int64]
+Marks = NDArray[np.uint64]
 D = TypeVar("D", bound=np.generic)
 
 
@@ -37,7 +49,7 @@ class Columns:
     """
 
     def __init__(self, path: Path | None, slots: int) -> None:
-        """Map the file; None: memory of this object's own, zeroed."""
+        """Map the file; None: private memory, zeroed."""
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC) if path is not None else -1
         try:
             self._map = mmap.mmap(fd, columns_bytes(slots), mmap.MAP_SHARED)
@@ -65,11 +77,11 @@ class Columns:
 
     @property
     def ghosts(self) -> Ghosts:
-        """What policies read of the ghosts."""
+        """Return what policies read of the ghosts."""
         return self.table.columns
 
     def forgotten(self) -> Iterator[tuple[NDArray[np.uint32], Rows]]:
-        """Take the ghosts that gave way to others since the last call, in this process: hits and age (ns) of each."""
+        """Take the ghosts that others replaced since the last call, in this process: hits and age (ns) of each."""
         return self.table.forgotten()
 
     def _view(self, dtype: type[D], count: int) -> NDArray[D]:
@@ -78,12 +90,12 @@ class Columns:
         return view
 
     def reset(self) -> None:
-        """Write the columns of a store that holds nothing."""
+        """Write the columns of an empty store."""
         self.last_use[:] = NOT_READY
         self.parent_slot[:] = NO_PARENT
 
     def copy_from(self, other: Columns) -> None:
-        """Take over the rows that both have (after a resize), and the ghosts."""
+        """Copy the rows that both have (after a resize), and the ghosts."""
         both = min(self.slots, other.slots)
         for name in (
             "generation",
@@ -100,11 +112,11 @@ class Columns:
         self.table.copy_from(other.table)
 
     def key_of(self, slot: int) -> bytes:
-        """The published key of a slot."""
+        """Return the published key of a slot."""
         return bytes(self.keys[slot].tobytes())
 
     def names(self, slots: Rows, keys: Sequence[bytes]) -> NDArray[np.bool_]:
-        """Which of these slots are published under these keys."""
+        """Tell which of these slots are published under these keys."""
         asked = np.frombuffer(b"".join(keys), np.uint64).reshape(-1, 4)
         return np.asarray((self.keys[slots] == asked).all(axis=1))
 
@@ -114,7 +126,7 @@ class Columns:
 
 
 def columns_bytes(slots: int) -> int:
-    """Size of the file of columns."""
+    """Return the size of the file of columns."""
     per_slot = (8, 32, 8, 8, 8, 8, 4, 4)
     columns = sum(_aligned(width * slots) for width in per_slot)
     return columns + sum(_aligned(width * PER_SLOT * slots) for width in WIDTHS)
@@ -122,3 +134,115 @@ def columns_bytes(slots: int) -> int:
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGN) * _ALIGN
+
+
+# ---- ghosts
+
+
+class Ghost(NamedTuple):
+    """When a chunk was removed or refused (recency stamp) and why (index into the ghost reasons)."""
+
+    went: int
+    reason: int
+
+
+class GhostTable:
+    """The ghosts of one ledger: views of its mapped file. A key is identified by its mark, its first eight bytes."""
+
+    def __init__(
+        self, mark: Marks, last_use: Rows, went: Rows, hits: NDArray[np.uint16], reason: NDArray[np.uint8]
+    ) -> None:
+        self._mark, self._last_use, self._went, self._hits, self._reason = mark, last_use, went, hits, reason
+        self._marks, self._uses = mark.reshape(-1, _WAYS), last_use.reshape(-1, _WAYS)  # a row a place
+        self._places = np.uint64(len(mark) // _WAYS)
+        self._forgotten: deque[tuple[NDArray[np.uint32], Rows]] = deque(maxlen=_MOST_FORGOTTEN)
+
+    @property
+    def columns(self) -> Ghosts:
+        """Return what policies read of the ghosts."""
+        return Ghosts(self._last_use, self._hits)
+
+    def remember(
+        self, marks: Marks, last_use: Rows, hits: NDArray[np.uint32], went: int, reason: int
+    ) -> None:
+        """Leave a ghost for each mark. `last_use` and `went` are recency stamps."""
+        if not len(marks):
+            return
+        rows, found = self._rows(marks)
+        if len(set(rows.tolist())) < len(
+            rows
+        ):  # keys that would share a place: the first of each, then the rest
+            firsts = np.unique(rows, return_index=True)[1]
+            rest = np.delete(np.arange(len(rows)), firsts)
+            for part in (np.sort(firsts), rest):
+                self.remember(marks[part], last_use[part], hits[part], went, reason)
+            return
+        loses = rows[~found & (self._last_use[rows] > 0)]
+        if len(loses):
+            self._forgotten.append((self._hits[loses].astype(np.uint32), went - self._last_use[loses]))
+        self._mark[rows] = marks
+        self._last_use[rows] = np.clip(last_use, 1, max(1, went))
+        self._went[rows] = went
+        self._hits[rows] = np.minimum(hits, _MOST_HITS)
+        self._reason[rows] = reason
+
+    def recall(self, marks: Marks) -> tuple[NDArray[np.uint32], Rows]:
+        """Return hits and last use of each; 0 and 0 for what is not remembered."""
+        hits, last_use = np.zeros(len(marks), np.uint32), np.zeros(len(marks), np.int64)
+        who, rows = self._found(marks)
+        if len(who):
+            hits[who], last_use[who] = self._hits[rows], self._last_use[rows]
+        return hits, last_use
+
+    def forget(self, marks: Marks) -> None:
+        """Remove the ghosts of chunks that are back."""
+        _, rows = self._found(marks)
+        if len(rows):
+            self._last_use[rows] = 0
+
+    def find(self, key: bytes) -> Ghost | None:
+        """Return what is remembered of a key, if anything."""
+        _, rows = self._found(marks_of([key]))
+        return Ghost(int(self._went[rows[0]]), int(self._reason[rows[0]])) if len(rows) else None
+
+    def forgotten(self) -> Iterator[tuple[NDArray[np.uint32], Rows]]:
+        """Take the ghosts that others replaced since the last call, in this process: hits and age (ns) of each."""
+        while self._forgotten:
+            yield self._forgotten.popleft()
+
+    def copy_from(self, other: GhostTable) -> None:
+        """Copy the ghosts of another table; where a place has too many, those that were asked for last."""
+        there = np.flatnonzero(other._last_use > 0)
+        places = (other._mark[there] % self._places).astype(np.int64)
+        order = np.lexsort((-other._last_use[there], places))
+        there, places = there[order], places[order]
+        ways = np.arange(len(there)) - np.searchsorted(places, places)
+        rows, there = (places * _WAYS + ways)[ways < _WAYS], there[ways < _WAYS]
+        for own, old in zip(self._all(), other._all(), strict=True):
+            own[rows] = old[there]
+
+    def _all(self) -> tuple[NDArray[np.generic], ...]:
+        return self._mark, self._last_use, self._went, self._hits, self._reason
+
+    def _found(self, marks: Marks) -> tuple[Rows, Rows]:
+        """Return which of the marks have a ghost, and its row."""
+        places = (marks % self._places).astype(np.int64)
+        same = self._marks[places] == marks[:, None]
+        if not same.any():
+            return _NONE, _NONE
+        same &= self._uses[places] > 0
+        who = np.flatnonzero(same.any(axis=1))
+        return who, places[who] * _WAYS + same[who].argmax(axis=1)
+
+    def _rows(self, marks: Marks) -> tuple[Rows, NDArray[np.bool_]]:
+        """Return the row of each mark's ghost, or the row that it would take, and whether it is there."""
+        places = (marks % self._places).astype(np.int64)
+        uses = self._uses[places]
+        same = (self._marks[places] == marks[:, None]) & (uses > 0)
+        found = same.any(axis=1)
+        return places * _WAYS + np.where(found, same.argmax(axis=1), uses.argmin(axis=1)), found
+
+
+def marks_of(keys: Sequence[bytes]) -> Marks:
+    """Return the marks of some keys."""
+    return np.frombuffer(b"".join(keys), np.uint64)[::4]

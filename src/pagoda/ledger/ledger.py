@@ -13,12 +13,11 @@ import contextlib
 import dataclasses
 import os
 import secrets
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,23 +25,22 @@ from numpy.typing import NDArray
 from pagoda.clock import Clock
 from pagoda.dropped import settle
 from pagoda.errors import NoRoomError, StoreError
-from pagoda.ledger import filling, keeping, reading
-from pagoda.ledger.advice import Advice
-from pagoda.ledger.columns import NOT_READY
-from pagoda.ledger.ghosts import marks_of
-from pagoda.ledger.locks import SCAN, barrier
+from pagoda.ledger import allocation, chunk_ops, queries
+from pagoda.ledger.columns import NOT_READY, Columns, marks_of
+from pagoda.ledger.eviction import GHOST_REASONS, Evictor
+from pagoda.ledger.locks import barrier
 from pagoda.ledger.members import mark_device
+from pagoda.ledger.namespace_registry import NamespaceRegistry
 from pagoda.ledger.namespaces import Namespaces
-from pagoda.ledger.outcome import Found, Landed, Match, Outcome, Present, Refused, Reserved
-from pagoda.ledger.rebuild import absorb
+from pagoda.ledger.outcomes import CommitResult, Match, Miss, Outcome, Present, Refused, Reserved
+from pagoda.ledger.page_guards import PageGuards
+from pagoda.ledger.policy_thread import PolicyThread, map_learned
 from pagoda.ledger.session import Session, UnavailableError
-from pagoda.ledger.sharing import Share
-from pagoda.ledger.sight import BATCH, batches, pairs
-from pagoda.ledger.spaces import Spaces
-from pagoda.ledger.state import LOCKS, read_state
-from pagoda.ledger.store import StoreSpec, discard_idle, open_store, trouble_told
-from pagoda.ledger.upkeep import Upkeep, map_learnt
-from pagoda.ledger.writing import Writing, window
+from pagoda.ledger.space_sharing import SpaceShare
+from pagoda.ledger.store import StoreSpec, open_store, os_errors_mapped
+from pagoda.ledger.store_files import LOCKS, SLAB, Kind, read_state
+from pagoda.ledger.store_root import discard_idle
+from pagoda.ledger.transaction import BATCH, Transaction, batches, window
 from pagoda.metrics import Reason
 from pagoda.threads import Condition
 
@@ -53,6 +51,13 @@ _ATTEMPTS = 12  # each looks at up to five times as many victims as all before
 _MOST_VICTIMS = 2048  # looked at in one transaction: some ms
 _KEY_BYTES = 32
 T = TypeVar("T")
+
+
+class _Slab(Protocol):
+    def close(self) -> None: ...
+
+
+S = TypeVar("S", bound=_Slab)
 _ROOM = (Reason.FULL, Reason.REBUILDING)
 
 _ledgers: list[Ledger] = []  # open, or being closed
@@ -60,7 +65,7 @@ _opening: dict[object, str] = {}  # directories of stores, by who opens them
 _changed = Condition()  # of the two; never held while a store is opened or closed
 
 
-class Ledger(Spaces):
+class Ledger:
     """One store's ledger in this process. Thread-safe and fork-safe; `open` hands out one shared object a store.
 
     Calls with `deadline_seconds` never take longer, never raise for trouble at run time, and count what they refuse:
@@ -69,13 +74,22 @@ class Ledger(Spaces):
     """
 
     def __init__(self, session: Session, policy: str) -> None:
-        super().__init__(session)
+        state = session.store.state
+        self.session = session
+        self.directory: Path = session.store.directory
+        self.kind: Kind = state.kind
+        self.slots, self.slot_bytes = state.slots, state.slot_bytes
+        self.store_id = bytes.fromhex(state.store_id)
+        self.slab_path: Path = self.directory / SLAB
+        self.columns: Columns = session.columns
+        self.page_guards: PageGuards | None = session.page_guards
+        self.namespaces = NamespaceRegistry(session)
         self._uses = 1
         self._closing = self._borrowed = False
-        self._advice = Advice(policy, session.columns)
-        self.share = Share(self, Ledger.attach, Ledger.borrow)
-        learnt = map_learnt(session.store.directory, self._advice)
-        self._upkeep = Upkeep(session, self._advice, learnt, self.share)
+        self.evictor = Evictor(policy, session.columns)
+        self.space = SpaceShare(self, Ledger.attach, Ledger._borrow)
+        learned = map_learned(session.store.directory, self.evictor)
+        self.policy_thread = PolicyThread(session, self.evictor, learned, self.space)
         self._last_stamp = 0
         self._room = self._unbacked = 0
         self.window = window(self.slots)
@@ -93,7 +107,7 @@ class Ledger(Spaces):
         return cls._shared(_as_it_is(directory), "lru", clock or Clock(), deadline_seconds, create=False)
 
     @classmethod
-    def borrow(cls, directory: Path, clock: Clock, deadline_seconds: float) -> Ledger:
+    def _borrow(cls, directory: Path, clock: Clock, deadline_seconds: float) -> Ledger:
         """Open an existing store to take room from it: by who has the lock of its root, and closes it soon.
 
         Who wants to open it meanwhile waits. StoreError.
@@ -120,7 +134,7 @@ class Ledger(Spaces):
                             f"{deadline_seconds:g} s: see what it waits for"
                         )
                 _opening[me] = this
-            with trouble_told(spec.root / spec.name):
+            with os_errors_mapped(spec.root / spec.name):
                 ledger = cls._opened(spec, policy, clock, deadline_seconds, create, borrowed)
             ledger._borrowed = borrowed
             with _changed:
@@ -129,7 +143,7 @@ class Ledger(Spaces):
             _opening.pop(me, None)  # built in: no exception of a signal handler comes before it
             with _changed:
                 _changed.notify_all()
-        with trouble_told(ledger.directory):
+        with os_errors_mapped(ledger.directory):
             ledger._begin(_left(until), create)
         return ledger
 
@@ -137,8 +151,8 @@ class Ledger(Spaces):
         """Do what is left to do once a store is open. StoreError or OSError, and it is closed, if that cannot be."""
         until = time.monotonic() + seconds
         try:
-            self._begin_clears()
-            self._tidy(_left(until))
+            self.namespaces.prepare_clears()
+            self.session.recover(_left(until))
         except BaseException:
             self.close()
             raise
@@ -169,7 +183,7 @@ class Ledger(Spaces):
         """The ledger of that store in this process: by the file, not by the path, or two would be inside one gate."""
         path = spec.root / spec.name / LOCKS
         for ledger in _ledgers:
-            session = ledger._session
+            session = ledger.session
             if session.is_at(path) or (ledger._closing and session.store.locks.is_at(path)):
                 return ledger
         return None
@@ -179,10 +193,10 @@ class Ledger(Spaces):
         until = time.monotonic() + seconds
         try:
             try:
-                self.share.settle(seconds)
+                self.space.settle(seconds)
             except NoRoomError:
                 settle(_left(until))  # a store that was dropped without a close may have the room
-                self.share.settle(_left(until))
+                self.space.settle(_left(until))
         except NoRoomError:
             self.close()
             discard_idle(self.directory, 1.0)
@@ -209,20 +223,19 @@ class Ledger(Spaces):
 
     def stamp(self) -> int:
         """Return a recency stamp for one request: pass the same to every window of a run."""
-        self._last_stamp = max(self._last_stamp + _STAMP_STEP, self._session.stamp(self._now()))
+        self._last_stamp = max(self._last_stamp + _STAMP_STEP, self.session.stamp(self._now()))
         return self._last_stamp
 
     def reserve(
         self, keys: Sequence[bytes], *, namespace: bytes, start: int = 0, parent: bytes | None = None, tokens: int = 0,
-        parts: int = 1, stamp: int | None = None, all_in: bool = False, judged: bool = False,
+        parts: int = 1, stamp: int | None = None, admit_all: bool = False, admitted: bool = False,
         deadline_seconds: float = 1.0,
     ) -> list[Outcome]:  # fmt: skip
         """Promise each key a slot to copy `tokens` tokens' KV into, evicting as needed; leading keys first.
 
-        `keys` stand at chain positions from `start` on, behind `parent`. At most `window` keys get a slot in one call,
-        at most a quarter of the slots are promised to one member. The policy may keep newcomers out, unless `all_in`,
-        or `judged` by `admit` before.
-        Changes recency and leases of what is Present.
+        `keys` are at chain positions from `start` on, after `parent`. At most `window` keys get a slot in one call, and
+        one member has at most a quarter of the slots reserved. The policy may keep newcomers out, unless `admit_all`,
+        or `admitted` by `admit` before. Changes recency and leases of what is Present.
         """
         if parts < 1:
             raise ValueError(f"a chunk has at least one part, not {parts}")
@@ -230,17 +243,17 @@ class Ledger(Spaces):
             raise ValueError(f"a key has {_KEY_BYTES} bytes")
         until = time.monotonic() + deadline_seconds
         stamp = self.stamp() if stamp is None else stamp
-        request = filling.Request(keys[: self.window], start, parent, stamp, all_in, judged)
-        made: list[tuple[Writing, filling.Batch]] = []
+        request = allocation.ReserveRequest(keys[: self.window], start, parent, stamp, admit_all, admitted)
+        made: list[tuple[Transaction, allocation.BatchResult]] = []
         try:
             return self._reserve(request, keys, namespace, tokens, parts, until, made)
         except BaseException:  # of a signal handler: nobody knows of these
-            self.give_up([one for writing, batch in made if writing.committed for one in batch.outcomes])
+            self.abort([one for w, batch in made if w.committed for one in batch.outcomes])
             raise
 
     def _reserve(
-        self, request: filling.Request, keys: Sequence[bytes], namespace: bytes, tokens: int, parts: int, until: float,
-        every: list[tuple[Writing, filling.Batch]],
+        self, request: allocation.ReserveRequest, keys: Sequence[bytes], namespace: bytes, tokens: int,
+        parts: int, until: float, every: list[tuple[Transaction, allocation.BatchResult]],
     ) -> list[Outcome]:  # fmt: skip
         outcomes: list[Outcome] = []
         hindrance: Reason | None = None
@@ -258,38 +271,40 @@ class Ledger(Spaces):
         for outcome in outcomes:
             if isinstance(outcome, Refused):
                 self.count(f"drop_{outcome.reason}")
-        self._upkeep.wake(lacks=self._unbacked > 0 and self._room < self.window)
+        self.policy_thread.wake(lacks=self._unbacked > 0 and self._room < self.window)
         return outcomes
 
-    def _look(self, request: filling.Request, until: float) -> None:
+    def _look(self, request: allocation.ReserveRequest, until: float) -> None:
         """Find out who is there and how much room there is: nobody who is there goes for another of the same call."""
         with contextlib.suppress(UnavailableError):
-            found, self._room = self._session.read(
-                lambda txn, tables: reading.look(txn, tables, request.keys), _left(until)
+            found, self._room = self.session.read(
+                lambda txn, tables: queries.find_entries(txn, tables, request.keys), _left(until)
             )
             request.present[:] = [item is not None for item in found]
             self._keep_present(found, request.start, request.stamp)
 
-    def _admit(self, request: filling.Request, batch: range, hindrance: Reason | None) -> None:
+    def _admit(self, request: allocation.ReserveRequest, batch: range, hindrance: Reason | None) -> None:
         """Ask the policy which newcomers of a batch may come in: none behind one that may not."""
         new, marks, stamps = request.newcomers(batch)
         if not len(new):
             return
         if hindrance is Reason.NOT_ADMITTED:
-            self._advice.refuse(marks, stamps, self._now())
-        elif hindrance is None and request.judged:
-            request.hits[new] = self._advice.hits_of(marks)
+            self.evictor.refuse(marks, stamps, self._now())
+        elif hindrance is None and request.admitted_before:
+            request.hits[new] = self.evictor.hits_of(marks)
         elif hindrance is None:
-            admission = self._advice.admit(marks, stamps, self._room, self._now(), all_in=request.all_in)
+            admission = self.evictor.admit(
+                marks, stamps, self._room, self._now(), admit_all=request.admit_all
+            )
             request.hits[new] = admission.hits
             request.admitted[new[admission.leading :]] = False
 
     def admit(self, keys: Sequence[bytes], *, start: int, stamp: int, deadline_seconds: float = 1.0) -> int:
         """Ask the policy how many of these keys, from the first on, may come in; what is here may. At most 64 at once.
 
-        Changes ghosts, and recency and leases of what is here. Those that may are to be reserved as `judged`.
+        Changes ghosts, and recency and leases of what is here. Those that may are to be reserved as `admitted`.
         """
-        request = filling.Request(keys[:BATCH], start, None, stamp)
+        request = allocation.ReserveRequest(keys[:BATCH], start, None, stamp)
         self._look(request, time.monotonic() + deadline_seconds)
         self._admit(request, range(len(request.keys)), None)
         return len(request.keys) if request.admitted.all() else int(np.argmin(request.admitted))
@@ -297,11 +312,11 @@ class Ledger(Spaces):
     def refuse(self, keys: Sequence[bytes], *, start: int, stamp: int) -> None:
         """Note that keys were asked for that stand behind one that was not admitted. Changes ghosts only."""
         if keys:
-            self._advice.refuse(marks_of(keys), stamp - start - np.arange(len(keys)), self._now())
+            self.evictor.refuse(marks_of(keys), stamp - start - np.arange(len(keys)), self._now())
 
     def _reserve_batch(
-        self, request: filling.Request, batch: range, namespace: bytes, tokens: int, parts: int, until: float,
-        every: list[tuple[Writing, filling.Batch]],
+        self, request: allocation.ReserveRequest, batch: range, namespace: bytes, tokens: int, parts: int, until: float,
+        every: list[tuple[Transaction, allocation.BatchResult]],
     ) -> tuple[list[Outcome], Reason | None]:  # fmt: skip
         """Reserve with as few victims as needed; look for more outside the gate as long as some are found.
 
@@ -318,7 +333,7 @@ class Ledger(Spaces):
                 self._victims(count, request.stamp - _STAMP_STEP + 1) if looked else []
             )  # none of its own
             try:
-                made = self._session.write(partial(self._reserve_in, ask, victims, every), _left(until))
+                made = self.session.write(partial(self._reserve_in, ask, victims, every), _left(until))
             except UnavailableError as error:
                 return done + [Refused(key, error.reason) for key in ask.keys], error.reason
             self._keep_present(made.outcomes, ask.start, request.stamp)  # before the next victims are chosen
@@ -338,20 +353,21 @@ class Ledger(Spaces):
     def _pass_over(self, slots: list[int], stamp: int) -> None:
         """Make those young that somebody keeps, so that they are not offered again and again."""
         stamps = np.full(len(slots), max(self.stamp(), stamp))
-        self._advice.touch(np.array(slots, np.int64), stamps, asked=False)
+        self.evictor.touch(np.array(slots, np.int64), stamps, asked=False)
 
     def _reserve_in(
-        self, ask: filling.Ask, victims: Sequence[filling.Victim], every: list[tuple[Writing, filling.Batch]],
-        writing: Writing, spaces: Namespaces,
-    ) -> filling.Batch:  # fmt: skip
-        batch = filling.reserve(writing, ask, victims, spaces)
-        every.append((writing, batch))
-        self._room, self._unbacked = writing.meta.free(), writing.meta.unbacked()
+        self, ask: allocation.BatchRequest, victims: Sequence[allocation.Victim],
+        every: list[tuple[Transaction, allocation.BatchResult]],
+        transaction: Transaction, namespaces: Namespaces,
+    ) -> allocation.BatchResult:  # fmt: skip
+        batch = allocation.reserve(transaction, ask, victims, namespaces)
+        every.append((transaction, batch))
+        self._room, self._unbacked = transaction.meta.free(), transaction.meta.unbacked()
         return batch
 
-    def _victims(self, count: int, stamp: int) -> list[filling.Victim]:
-        slots = self._advice.victims(count, stamp, self._now())
-        return list(map(filling.Victim, slots.tolist(), self._session.columns.generation[slots].tolist()))
+    def _victims(self, count: int, stamp: int) -> list[allocation.Victim]:
+        slots = self.evictor.victims(count, stamp, self._now())
+        return list(map(allocation.Victim, slots.tolist(), self.columns.generation[slots].tolist()))
 
     def _keep_present(self, outcomes: Sequence[Outcome | None], start: int, stamp: int) -> None:
         kept = [
@@ -372,51 +388,48 @@ class Ledger(Spaces):
         False: not stored (superseded, cleared, taken back), or not yet: what missed its deadline is done by this
         process's next transaction.
         """
-        return [how is not Landed.LOST for how in self.commit_part(reserved, part, deadline_seconds)]
+        return [how is not CommitResult.LOST for how in self.commit_part(reserved, part, deadline_seconds)]
 
     def commit_part(
         self, reserved: Sequence[Reserved], part: int, deadline_seconds: float = 1.0
-    ) -> list[Landed]:
+    ) -> list[CommitResult]:
         """Do what `commit` does, and tell which chunks it was the last part of: only those are visible now.
 
         An exception (of a signal handler) leaves nothing reserved; a ValueError, for a wrong part, changes nothing.
         """
-        done: list[Landed] = []
+        done: list[CommitResult] = []
         try:
             self._commit(reserved, part, time.monotonic() + deadline_seconds, done)
             return done
         except ValueError:
             raise
         except BaseException:
-            self.give_up(reserved[len(done) :])
+            self.abort(reserved[len(done) :])
             raise
 
-    def _commit(self, reserved: Sequence[Reserved], part: int, until: float, done: list[Landed]) -> None:
+    def _commit(
+        self, reserved: Sequence[Reserved], part: int, until: float, done: list[CommitResult]
+    ) -> None:
         for batch in batches(reserved):
             try:
-                done += self._session.write(lambda w, s: filling.commit(w, batch, part, s), _left(until))  # noqa: B023
+                done += self.session.write(lambda w, s: allocation.commit(w, batch, part, s), _left(until))  # noqa: B023
             except UnavailableError as error:
                 self.count(f"drop_{error.reason}", len(batch))
-                self._session.defer(partial(self._commit_late, batch, part))
-                done += [Landed.LOST] * len(batch)
+                self.session.defer(partial(self._commit_late, batch, part))
+                done += [CommitResult.LOST] * len(batch)
 
-    def _commit_late(self, reserved: Sequence[Reserved], part: int, writing: Writing) -> None:
-        filling.commit(writing, reserved, part, Namespaces(writing.tables))
+    def _commit_late(self, reserved: Sequence[Reserved], part: int, transaction: Transaction) -> None:
+        allocation.commit(transaction, reserved, part, Namespaces(transaction.tables))
 
-    def abort(self, reserved: Sequence[Reserved], deadline_seconds: float = 1.0) -> None:
-        """Give up this member's parts, and free the slots that nobody else writes into any more.
+    def abort(self, outcomes: Sequence[Outcome], deadline_seconds: float = 1.0) -> None:
+        """Give up this member's parts of what was reserved, and free the slots that no other member writes into.
 
-        Only when this member writes into them no longer; what it has no part in is left alone.
+        Only when this member writes into them no longer. An outcome that is no reservation of this member, or is
+        committed by now, is left alone: so it is of use after any exception.
         """
         until = time.monotonic() + deadline_seconds
-        for batch in batches(reserved):
-            self._now_or_later(partial(filling.abort, reserved=batch), _left(until))
-
-    def give_up(self, outcomes: Sequence[Outcome], deadline_seconds: float = 1.0) -> None:
-        """Do what `abort` does, for what of these was reserved and is not committed; for use after any exception."""
-        reserved = [one for one in outcomes if isinstance(one, Reserved)]
-        if reserved:
-            self.abort(reserved, deadline_seconds)
+        for batch in batches([one for one in outcomes if isinstance(one, Reserved)]):
+            self._now_or_later(partial(allocation.abort, reserved=batch), _left(until))
 
     def adopt(self, reserved: Sequence[Reserved], part: int, deadline_seconds: float = 1.0) -> list[bool]:
         """Say that this member writes that part of chunks which another may have reserved."""
@@ -425,30 +438,32 @@ class Ledger(Spaces):
         for batch in batches(reserved):
             try:
                 done += self._owed(
-                    lambda w: filling.adopt(w, batch, part),  # noqa: B023
-                    partial(filling.abort, reserved=batch),
+                    lambda w: allocation.adopt(w, batch, part),  # noqa: B023
+                    partial(allocation.abort, reserved=batch),
                     _left(until),
                 )
             except UnavailableError:
                 done += [False] * len(batch)
         return done
 
-    def _now_or_later(self, work: Callable[[Writing], None], deadline_seconds: float) -> None:
+    def _now_or_later(self, work: Callable[[Transaction], None], deadline_seconds: float) -> None:
         """Do what nobody waits for: now, or with the next transaction, also after an exception of a signal handler."""
-        self._session.defer(work)
+        self.session.defer(work)
         with contextlib.suppress(UnavailableError):
-            self._session.write(lambda *_: None, deadline_seconds)
+            self.session.write(lambda *_: None, deadline_seconds)
 
-    def _owed(self, work: Callable[[Writing], T], undo: Callable[[Writing], None], seconds: float) -> T:
+    def _owed(
+        self, work: Callable[[Transaction], T], undo: Callable[[Transaction], None], seconds: float
+    ) -> T:
         """Do what somebody has to end later; if the answer is lost to an exception of a signal handler, `undo` it."""
-        begun: list[Writing] = []
+        begun: list[Transaction] = []
 
-        def noted(writing: Writing, _: Namespaces) -> T:
-            begun.append(writing)
-            return work(writing)
+        def noted(transaction: Transaction, _: Namespaces) -> T:
+            begun.append(transaction)
+            return work(transaction)
 
         try:
-            return self._session.write(noted, seconds)
+            return self.session.write(noted, seconds)
         except BaseException:
             if begun and begun[-1].committed:
                 self._now_or_later(undo, 1.0)
@@ -456,7 +471,7 @@ class Ledger(Spaces):
 
     # ---- reading
 
-    def match(
+    def match_prefix(
         self, keys: Sequence[bytes], *, start: int | None = 0, namespace: bytes | None = None,
         stamp: int | None = None, lease_seconds: float = 0.0, touch: bool = True, asked: bool = True,
         deadline_seconds: float = 1.0,
@@ -470,10 +485,10 @@ class Ledger(Spaces):
 
         The generations are those of the entries: compare them with `still_valid` after the copy.
         """
-        columns, until = self._session.columns, time.monotonic() + deadline_seconds
+        columns, until = self.columns, time.monotonic() + deadline_seconds
         try:
-            run = self._session.read(
-                lambda txn, tables: reading.find(txn, tables, columns, keys, namespace, start),
+            run = self.session.read(
+                lambda txn, tables: queries.match_prefix(txn, tables, columns, keys, namespace, start),
                 deadline_seconds,
             )
         except UnavailableError as error:
@@ -487,7 +502,7 @@ class Ledger(Spaces):
                 keys[at], int(run.slots[at]), int(run.generations[at]), Reason.FAILED_CHECK, _left(until)
             )
         elif reason is None and len(slots) < len(keys):
-            reason = self.why(keys[len(slots)]).reason
+            reason = self.explain_miss(keys[len(slots)]).reason
         if touch and len(slots):
             stamps = (self.stamp() if stamp is None else stamp) - (start or 0) - np.arange(len(slots))
             self._touch(slots, generations, stamps, asked, linked=True)
@@ -504,8 +519,8 @@ class Ledger(Spaces):
         `asked`: they were asked for, and another tier had them.
         """
         try:
-            found, _ = self._session.read(
-                lambda txn, tables: reading.look(txn, tables, keys), deadline_seconds
+            found, _ = self.session.read(
+                lambda txn, tables: queries.find_entries(txn, tables, keys), deadline_seconds
             )
         except UnavailableError:
             return None
@@ -524,28 +539,36 @@ class Ledger(Spaces):
         linked: bool = False,
     ) -> None:  # fmt: skip
         """Raise the recency of what still stands; `linked`: each is the parent of the next."""
-        columns = self._session.columns
+        columns = self.columns
         standing = columns.generation[slots] == generations
         rows = slots[standing]
-        self._advice.touch(rows, stamps[standing], asked)
+        self.evictor.touch(rows, stamps[standing], asked)
         if linked and len(slots) > 1:
             child = standing[1:]
             columns.parent_slot[slots[1:][child]] = slots[:-1][child]
             columns.parent_generation[slots[1:][child]] = generations[:-1][child]
 
+    def explain_miss(self, key: bytes) -> Miss:
+        """Tell why a key that has no entry has none, as far as it is remembered."""
+        ghost = self.columns.table.find(key)
+        if ghost is None:
+            return Miss(Reason.ABSENT, None)
+        age = (self.session.stamp(self._now()) - ghost.went) / 1e9
+        return Miss(GHOST_REASONS[ghost.reason % len(GHOST_REASONS)], max(0.0, age))
+
     def still_valid(self, slots: NDArray[np.int64], generations: NDArray[np.uint64]) -> NDArray[np.bool_]:
         """Say of each slot whether what was copied out of it was the chunk that was matched. Takes no lock."""
         barrier()
-        return np.asarray(self._session.columns.generation[slots] == generations)
+        return np.asarray(self.columns.generation[slots] == generations)
 
-    def ready(self, slots: NDArray[np.int64], generations: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    def is_ready(self, slots: NDArray[np.int64], generations: NDArray[np.uint64]) -> NDArray[np.bool_]:
         """Say of each slot whether its chunk is committed and still there; a hint, for telling. Takes no lock."""
-        columns = self._session.columns
+        columns = self.columns
         return np.asarray(self.still_valid(slots, generations) & (columns.last_use[slots] != NOT_READY))
 
     def lease(self, slots: NDArray[np.int64], generations: NDArray[np.uint64], seconds: float) -> None:
         """Ask the policy to pass these slots by for a while: at most 60 s, at most half of the slots."""
-        columns, now = self._session.columns, self._now()
+        columns, now = self.columns, self._now()
         rows = np.asarray(slots)[columns.generation[slots] == np.asarray(generations)]
         fresh = columns.lease_until[rows] <= now
         if fresh.any():
@@ -561,11 +584,11 @@ class Ledger(Spaces):
 
         What is removed or cleared meanwhile is no longer found nor valid, but no byte of its slot changes before.
         """
-        both = pairs(slots, generations)
+        both = _pairs(slots, generations)
         held: list[tuple[int, int]] = []
 
-        def work(writing: Writing) -> list[bool]:
-            answers = [keeping.hold(writing, *pair) for pair in both]
+        def work(transaction: Transaction) -> list[bool]:
+            answers = [chunk_ops.hold(transaction, *pair) for pair in both]
             held[:] = [pair for pair, ok in zip(both, answers, strict=True) if ok]
             return answers
 
@@ -576,51 +599,15 @@ class Ledger(Spaces):
 
     def release(self, slots: NDArray[np.int64], generations: NDArray[np.uint64]) -> None:
         """End one hold of this member on each of these chunks."""
-        self._now_or_later(partial(_release, pairs(slots, generations)), 1.0)
+        self._now_or_later(partial(_release, _pairs(slots, generations)), 1.0)
 
-    def coldest(self, count: int) -> list[tuple[int, int]]:
-        """Return up to `count` slots that would go first, none leased, and their generations. Changes nothing."""
-        now, columns = self._now(), self._session.columns
-        slots = self._advice.victims(count, self.stamp(), now)
-        slots = slots[columns.lease_until[slots] <= now]
-        return list(zip(slots.tolist(), columns.generation[slots].tolist(), strict=True))
-
-    def in_use_by_others(self) -> bool:
-        """Whether the store is open in other processes, or in this one by more than one user of this ledger."""
-        return self._uses > 1 or len(self.processes()) > 1
-
-    def backed(self) -> list[range]:
-        """Return the slots that have pages, as ranges: only these can hold a chunk. Others may change that."""
-        return self.share.ranges()
-
-    def next_to_go(self, count: int) -> NDArray[np.int64]:
+    def next_victims(self, count: int) -> NDArray[np.int64]:
         """Return the slots that would go first if `count` were wanted now. Changes nothing."""
-        return self._advice.victims(count, self.stamp(), self._now())
+        return self.evictor.victims(count, self.stamp(), self._now())
 
-    # ---- pins, removal
+    # ---- removal of a damaged chunk, counters
 
-    def pin(self, keys: Sequence[bytes], owner: str) -> int:
-        """Keep chunks from eviction in the name of `owner`; return how many. At most a quarter of the slots."""
-        if not owner or "\n" in owner:
-            raise ValueError(f"{owner!r} cannot own pins: give a name of one line")
-
-        pinned = 0
-        for batch in batches(keys):
-            pinned += self._patiently(lambda w, _: keeping.pin(w, batch, owner))  # noqa: B023
-        return pinned
-
-    def unpin(self, keys: Sequence[bytes] | None, owner: str) -> int:
-        """End the pins of `owner` on these chunks (None: on all); return how many."""
-        return self._patiently(lambda w, _: keeping.unpin(w, keys, owner))
-
-    def remove(self, keys: Sequence[bytes]) -> int:
-        """Remove chunks, pinned or not; return how many were there."""
-        return sum(
-            self._patiently(lambda w, _: keeping.remove(w, batch), frees=True)  # noqa: B023
-            for batch in batches(keys)
-        )
-
-    def drop(self, key: bytes, slot: int, generation: int, reason: Reason) -> bool:
+    def remove_exact(self, key: bytes, slot: int, generation: int, reason: Reason) -> bool:
         """Remove a chunk that failed a check, if it still is the one that did; counted."""
         return self._drop(key, slot, generation, reason, 1.0)
 
@@ -628,46 +615,41 @@ class Ledger(Spaces):
         if reason is Reason.FAILED_CHECK:
             self.count("failed_checks")
         try:
-            return self._session.write(
-                lambda w, _: keeping.drop(w, key, slot, generation, reason), seconds, frees=True
+            return self.session.write(
+                lambda w, _: chunk_ops.drop(w, key, slot, generation, reason), seconds, frees=True
             )
         except UnavailableError:
-            self._session.defer(lambda w: _ignore(keeping.drop(w, key, slot, generation, reason)))
+            self.session.defer(lambda w: _ignore(chunk_ops.drop(w, key, slot, generation, reason)))
             return False
 
-    # ---- members, rebuild, upkeep, the end
+    def count(self, counter: str, n: int = 1) -> None:
+        """Add to a counter of pagoda.metrics.COUNTERS; KeyError for an unknown one."""
+        self.session.count({counter: n})
 
-    def upkeep(self) -> None:
-        """Let the policy learn and look ahead. A thread of this ledger does it; doing it oneself does no harm."""
-        self._upkeep.once()
+    def count_all(self, counts: Mapping[str, int]) -> None:
+        """Add to some counters, as `count`; cheaper than one by one."""
+        self.session.count(counts)
 
-    def uses_device(self) -> list[range]:
+    # ---- the slab, the end
+
+    def open_slab(self, opener: Callable[[Path], S]) -> S:
+        """Open this store's slab with `opener(path)`. StoreError if another store is in the directory by now."""
+        with os_errors_mapped(self.directory):
+            slab = opener(self.slab_path)
+            try:
+                self.session.require_store()
+            except BaseException:
+                slab.close()
+                raise
+        return slab
+
+    def register_device(self) -> list[range]:
         """Say that this process registers the slab with a GPU, whose copies may outlive it.
 
         Returns the slots that have pages: from now on, as long as this process lives, nobody takes them.
         """
-        self._patiently(lambda w, _: mark_device(w))
-        return self.backed()
-
-    def unscanned(self) -> range:
-        """Slots whose headers have yet to be read after a rebuild."""
-        meta = self._read_patiently(lambda txn, tables: tables.load_meta(txn))
-        return range(meta.scan, meta.scan + meta.unscanned())
-
-    def begin_scan(self) -> bool:
-        """Be the one process that reads the headers back; False if another is."""
-        return self._session.store.locks.try_lock(SCAN, exclusive=True)
-
-    def end_scan(self) -> None:
-        """Leave the rest of the headers to others."""
-        self._session.store.locks.unlock(SCAN)
-
-    def absorb(self, first_slot: int, found: Sequence[Found | None]) -> None:
-        """Enter what the headers of the next unscanned slots say; None where a slot holds nothing. At most 64."""
-        whole = self.slab_path.stat().st_blocks * 512 >= self.slots * self.slot_bytes
-        self._patiently(lambda w, spaces: absorb(w, spaces, first_slot, found, whole))
-        if not len(self.unscanned()):
-            self.share.after_scan()
+        self.session.write_or_raise(lambda w, _: mark_device(w))
+        return self.space.backed_ranges()
 
     def close(self) -> None:
         """Leave the store: reservations and holds are given up; the last to leave a store on disk marks it clean."""
@@ -677,13 +659,16 @@ class Ledger(Spaces):
                 return
             self._closing = True  # who wants to open the store again waits until it is closed
         try:
-            self.save_labels(every_seconds=0.0)
-            self._upkeep.close()
-            self._session.close()
+            self.namespaces.save_labels(every_seconds=0.0)
+            self.policy_thread.close()
+            self.session.close()
         finally:
             with _changed:
                 _ledgers.remove(self)
                 _changed.notify_all()
+
+    def _now(self) -> int:
+        return self.session.clock.monotonic_ns()
 
 
 def _fresh_locks() -> None:
@@ -692,14 +677,14 @@ def _fresh_locks() -> None:
     _changed = Condition()
     _opening.clear()
     for ledger in list(_ledgers):
-        ledger._labels_lock = threading.Lock()
-        ledger._waiting.clear()  # the parent writes them
-        advice = ledger._advice  # a thread may have been inside it
-        ledger._advice = Advice(advice.policy, ledger.columns)
-        ledger._upkeep = Upkeep(ledger._session, ledger._advice, ledger._upkeep.learnt, ledger.share)
+        ledger.namespaces.forget()
+        ledger.evictor = Evictor(ledger.evictor.policy, ledger.columns)  # a thread may have been inside it
+        ledger.policy_thread = PolicyThread(
+            ledger.session, ledger.evictor, ledger.policy_thread.learned, ledger.space
+        )
         if ledger._closing or ledger._borrowed:  # by a thread that this process does not have
             _ledgers.remove(ledger)
-            ledger._session.close()
+            ledger.session.close()
 
 
 os.register_at_fork(after_in_child=_fresh_locks)
@@ -715,13 +700,18 @@ def _as_it_is(directory: Path) -> StoreSpec:
     )
 
 
+def _pairs(slots: NDArray[np.int64], generations: NDArray[np.uint64]) -> list[tuple[int, int]]:
+    """Return slots with their generations."""
+    return [(int(slot), int(generation)) for slot, generation in zip(slots, generations, strict=True)]
+
+
 def _left(until: float) -> float:
     return max(0.0, until - time.monotonic())
 
 
-def _release(held: Sequence[tuple[int, int]], writing: Writing) -> None:
+def _release(held: Sequence[tuple[int, int]], transaction: Transaction) -> None:
     for pair in held:
-        keeping.release(writing, *pair)
+        chunk_ops.release(transaction, *pair)
 
 
 def _ignore(_: bool) -> None:

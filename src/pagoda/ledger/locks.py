@@ -154,7 +154,7 @@ def _request(kind: int, byte: int, length: int) -> bytes:
 
 
 class Gate:
-    """The one lock around transactions: `gate.reading(work, seconds)` / `gate.writing(work, seconds)`.
+    """The one lock around transactions: `gate.shared(work, seconds)` / `gate.exclusive(work, seconds)`.
 
     Thread-safe. Raises DeadlineMissedError when it cannot be had within the seconds given, and at once to who is inside
     already (a signal handler or a finalizer in the middle of a transaction).
@@ -176,11 +176,11 @@ class Gate:
         """Whether a thread of this process is inside, or waits for other processes."""
         return self._owner is not None
 
-    def reading(self, work: Callable[[], T], deadline_seconds: float) -> T:
+    def shared(self, work: Callable[[], T], deadline_seconds: float) -> T:
         """Do `work` while the gate is shared with the readers of other processes."""
         return self._run(work, False, deadline_seconds)
 
-    def writing(self, work: Callable[[], T], deadline_seconds: float) -> T:
+    def exclusive(self, work: Callable[[], T], deadline_seconds: float) -> T:
         """Do `work` while this thread has the gate alone."""
         return self._run(work, True, deadline_seconds)
 

@@ -1,55 +1,87 @@
-"""Fill an empty ledger from the headers of a slab that outlived it."""
+"""Fill an empty ledger from the headers of a slab that outlived it: a tier reads them and calls this."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pagoda.ledger.ledger import Ledger
+from pagoda.ledger.locks import SCAN
 from pagoda.ledger.namespaces import Namespaces
-from pagoda.ledger.outcome import Found
-from pagoda.ledger.state import FIRST_OFFSET
+from pagoda.ledger.outcomes import ScannedChunk
+from pagoda.ledger.store_files import FIRST_OFFSET
 from pagoda.ledger.tables import ENTRY, PLACE, SLOT, SLOT_KEY
-from pagoda.ledger.writing import Writing
+from pagoda.ledger.transaction import Transaction
 from pagoda.metrics import Reason
 
 
-def absorb(
-    writing: Writing, spaces: Namespaces, first_slot: int, found: Sequence[Found | None], all_backed: bool
+def unscanned(ledger: Ledger) -> range:
+    """Return the slots whose headers have yet to be read after a rebuild. StoreError."""
+    meta = ledger.session.read_or_raise(lambda txn, tables: tables.load_meta(txn))
+    return range(meta.scan, meta.scan + meta.unscanned())
+
+
+def begin_scan(ledger: Ledger) -> bool:
+    """Become the one process that reads the headers back; False if another one does."""
+    return ledger.session.store.locks.try_lock(SCAN, exclusive=True)
+
+
+def end_scan(ledger: Ledger) -> None:
+    """Leave the rest of the headers to other processes."""
+    ledger.session.store.locks.unlock(SCAN)
+
+
+def absorb(ledger: Ledger, first_slot: int, found: Sequence[ScannedChunk | None]) -> None:
+    """Enter what the headers of the next unscanned slots say; None where a slot holds nothing. At most 64."""
+    whole = ledger.slab_path.stat().st_blocks * 512 >= ledger.slots * ledger.slot_bytes
+    ledger.session.write_or_raise(lambda w, namespaces: _absorb(w, namespaces, first_slot, found, whole))
+    if not len(unscanned(ledger)):
+        ledger.space.after_scan()
+
+
+def _absorb(
+    transaction: Transaction,
+    namespaces: Namespaces,
+    first_slot: int,
+    found: Sequence[ScannedChunk | None],
+    all_backed: bool,
 ) -> None:
     """Enter the next slots that wait to be scanned; ValueError if `first_slot` is not the next.
 
-    A chunk that was cleared is left out; of one key the highest sequence stands. Slots that hold nothing are free if
-    the slab is known to have `all_backed`; else they count as without pages until they are allocated.
+    A chunk that was cleared is left out; of one key the highest sequence counts. Slots that hold nothing are free if
+    the slab is known to have all pages (`all_backed`); else they count as bare until they are allocated.
     """
-    if first_slot != writing.meta.scan:
-        raise ValueError(f"slot {writing.meta.scan} is the next to be scanned, not {first_slot}")
+    if first_slot != transaction.meta.scan:
+        raise ValueError(f"slot {transaction.meta.scan} is the next to be scanned, not {first_slot}")
     for slot, chunk in enumerate(found, first_slot):
-        if not writing.meta.unscanned():  # another has taken their pages
+        if not transaction.meta.unscanned():  # another store has taken their pages
             break
-        writing.meta.scan += 1
-        if chunk is None or not _enter(writing, spaces, slot, chunk):
-            (writing.give_back if all_backed else writing.strip)(slot)
-    if not writing.meta.scanning:
-        writing.meta.scan = writing.meta.slots
-        spaces.strike_off(writing)
+        transaction.meta.scan += 1
+        if chunk is None or not _enter(transaction, namespaces, slot, chunk):
+            (transaction.free_slot if all_backed else transaction.mark_bare)(slot)
+    if not transaction.meta.scanning:
+        transaction.meta.scan = transaction.meta.slots
+        namespaces.remove_empty(transaction)
 
 
-def _enter(writing: Writing, spaces: Namespaces, slot: int, chunk: Found) -> bool:
-    if not spaces.stands(writing, chunk.namespace_root, chunk.epoch):
+def _enter(transaction: Transaction, namespaces: Namespaces, slot: int, chunk: ScannedChunk) -> bool:
+    if not namespaces.is_live(transaction, chunk.namespace_root, chunk.epoch):
         return False
-    other = writing.get(writing.tables.entries, chunk.key)
+    other = transaction.get(transaction.tables.entries, chunk.key)
     if other is not None:
         other_slot, sequence = PLACE.unpack_from(other)
         if sequence >= chunk.sequence:
             return False
-        writing.drop(other_slot, Reason.REMOVED)
-    number = spaces.find(writing, chunk.namespace_root) or spaces.made(writing, chunk.namespace_root)
+        transaction.remove_chunk(other_slot, Reason.REMOVED)
+    number = namespaces.find(transaction, chunk.namespace_root) or namespaces.add(
+        transaction, chunk.namespace_root
+    )
     row = SLOT.pack(chunk.sequence, number, chunk.position, chunk.tokens, chunk.key)
-    writing.txn.put(SLOT_KEY.pack(slot), row, db=writing.tables.slots)
+    transaction.txn.put(SLOT_KEY.pack(slot), row, db=transaction.tables.slots)
     entry = ENTRY.pack(slot, chunk.sequence, number, chunk.position)
-    writing.txn.put(chunk.key, entry, db=writing.tables.entries)
-    writing.meta.ready += 1
-    writing.tally(number, chunks=1)
-    writing.fill(slot, chunk.sequence, chunk.key, 0, chunk.position, None)
-    # Older than whatever is used from now on; sequences rise along a chain, its tail is to be the oldest.
-    writing.ready(slot, max(0, min(chunk.sequence, FIRST_OFFSET) - 2 * chunk.position))
+    transaction.txn.put(chunk.key, entry, db=transaction.tables.entries)
+    transaction.meta.ready += 1
+    transaction.add_to_namespace(number, chunks=1)
+    transaction.publish_filling(slot, chunk.sequence, chunk.key, 0, chunk.position, None)
+    # Older than whatever is used from now on. Sequences rise along a chain; its tail must be the oldest.
+    transaction.publish_ready(slot, max(0, min(chunk.sequence, FIRST_OFFSET) - 2 * chunk.position))
     return True

@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,21 +24,23 @@ import numpy as np
 from pagoda.clock import Clock
 from pagoda.errors import ClosedError, LedgerCorrupt, StoreError
 from pagoda.ledger.columns import Columns
-from pagoda.ledger.counters import MEMBER_ROWS, WIDTH, Row, columns_of, map_counters
-from pagoda.ledger.lending import Lending
+from pagoda.ledger.integrity import is_damage
 from pagoda.ledger.locks import MEMBERS, DeadlineMissedError, Gate
+from pagoda.ledger.member_counters import MEMBER_ROWS, WIDTH, CounterRow, columns_of, map_counters
 from pagoda.ledger.members import dead, enrol, mend, owes, reap, retire
-from pagoda.ledger.namespaces import Namespaces, outlived
-from pagoda.ledger.state import COLUMNS, COUNTERS_FILE, LENT, TABLES
-from pagoda.ledger.store import Store, reopen_store
-from pagoda.ledger.tables import MEMBER, MEMBER_KEY, NOBODY, SLOT_KEY, Reservation, Tables
-from pagoda.ledger.trust import is_damage
-from pagoda.ledger.writing import Writing
+from pagoda.ledger.namespaces import Namespaces, read_saved
+from pagoda.ledger.page_guards import PageGuards
+from pagoda.ledger.store import OpenStore, reopen_store
+from pagoda.ledger.store_files import COLUMNS, COUNTERS_FILE, PAGE_GUARDS, TABLES
+from pagoda.ledger.tables import MEMBER, MEMBER_KEY, NO_MEMBER, SLOT_KEY, Reservation, Tables
+from pagoda.ledger.transaction import BATCH, Transaction
 from pagoda.metrics import COUNTERS, Reason
 
 log = logging.getLogger("pagoda")
 
 T = TypeVar("T")
+PATIENT_SECONDS = 5.0  # for one step of what a person waits for: listings, clear, pins
+_PAGE = 1024
 _FORK_SECONDS = 2.0  # a fork waits no longer than this for those who wait at a gate
 _LEAVE_SECONDS = 2.0
 _JOIN_SECONDS = 1.0
@@ -57,7 +59,7 @@ class UnavailableError(Exception):
 class Session:
     """Opened tables, columns, counters and member of one store in this process. Thread-safe; survives a fork."""
 
-    def __init__(self, store: Store, clock: Clock, deadline_seconds: float) -> None:
+    def __init__(self, store: OpenStore, clock: Clock, deadline_seconds: float) -> None:
         self.store, self.clock = store, clock
         self.columns = Columns(store.directory / COLUMNS, store.state.slots)
         self.gate = Gate(store.locks)
@@ -71,14 +73,14 @@ class Session:
         self._row = np.zeros(WIDTH, np.uint64).data  # once a member: its row of the mapped counters
         self._column: dict[str, int] = {}
         self._counting = threading.Lock()
-        self.lending = (
-            Lending(store.directory / LENT, self.columns, self._join)
+        self.page_guards = (
+            PageGuards(store.directory / PAGE_GUARDS, self.columns, self._join)
             if store.state.kind == "memory" and store.state.slot_bytes
             else None
         )
-        self._deferred: deque[Callable[[Writing], None]] = deque()
+        self._deferred: deque[Callable[[Transaction], None]] = deque()
         self._tables: Tables | None = None
-        self._spaces: Namespaces | None = None
+        self._namespaces: Namespaces | None = None
         self._mend_from: int | None = 0 if store.sole else None
         self._begin(deadline_seconds)
         _sessions.add(self)
@@ -86,7 +88,7 @@ class Session:
     # ---- transactions
 
     def write(
-        self, work: Callable[[Writing, Namespaces], T], deadline_seconds: float, frees: bool = False
+        self, work: Callable[[Transaction, Namespaces], T], deadline_seconds: float, frees: bool = False
     ) -> T:
         """Run `work` as one write transaction and publish what it decided. UnavailableError if that cannot be.
 
@@ -95,7 +97,7 @@ class Session:
         try:
             if self._lost:
                 self.require_store()
-            writing, result = self.gate.writing(lambda: self._attempt(work, frees), deadline_seconds)
+            transaction, result = self.gate.exclusive(lambda: self._attempt(work, frees), deadline_seconds)
         except lmdb.MapFullError as error:
             raise UnavailableError(Reason.FULL) from error
         except DeadlineMissedError as error:
@@ -104,47 +106,47 @@ class Session:
             if self._is_trouble(error):
                 raise self._trouble() from error
             raise
-        self.count(writing.counts)
-        if self.lending is not None:
-            self.lending.settle()
+        self.count(transaction.counts)
+        if self.page_guards is not None:
+            self.page_guards.settle()
         return result
 
-    def _transact(self, work: Callable[[Writing, Namespaces], T]) -> tuple[Writing, T]:
+    def _transact(self, work: Callable[[Transaction, Namespaces], T]) -> tuple[Transaction, T]:
         """Do what is waiting, then `work`; commit and publish. Called inside the gate, which is held alone."""
-        tables, spaces = self._open()
-        writing: Writing | None = None
-        begun: list[Callable[[Writing], None]] = []
+        tables, namespaces = self._open()
+        transaction: Transaction | None = None
+        begun: list[Callable[[Transaction], None]] = []
         try:
             with tables.begin(write=True) as txn:
-                writing = Writing(txn, tables, self.member, self._alive, self.clock.monotonic_ns())
+                transaction = Transaction(txn, tables, self.member, self._alive, self.clock.monotonic_ns())
                 while self._deferred:
                     begun.append(self._deferred[0])
                     self._deferred.popleft()
-                    _do_late(begun[-1], writing)
-                result = work(writing, spaces)
-                writing.save()
-            writing.committed = True
-            writing.publish(self.columns, self.stamp(writing.now))
+                    _do_late(begun[-1], transaction)
+                result = work(transaction, namespaces)
+                transaction.save()
+            transaction.committed = True
+            transaction.publish(self.columns, self.stamp(transaction.now))
         except BaseException as error:
             try:
-                self._settle(tables, writing, begun)
+                self._settle(tables, transaction, begun)
             except BaseException:  # another signal: once more, from the start
-                self._settle(tables, writing, begun)
+                self._settle(tables, transaction, begun)
                 raise
             if is_damage(error) or (
                 isinstance(error, lmdb.Error) and not isinstance(error, lmdb.MapFullError)
             ):
                 self._shut()  # LMDB refuses to go on after a failed write: begin afresh
             raise
-        return writing, result
+        return transaction, result
 
     def _settle(
-        self, tables: Tables, writing: Writing | None, begun: list[Callable[[Writing], None]]
+        self, tables: Tables, transaction: Transaction | None, begun: list[Callable[[Transaction], None]]
     ) -> None:
         """After an exception at any point of a transaction: publish it if it was committed, else nothing was done."""
-        if writing is not None and self._committed(tables, writing):
-            writing.committed = True
-            writing.publish(self.columns, self.stamp(writing.now))
+        if transaction is not None and self._committed(tables, transaction):
+            transaction.committed = True
+            transaction.publish(self.columns, self.stamp(transaction.now))
             return
         while begun:  # back to those that wait, one by one and none twice
             if not (self._deferred and self._deferred[0] is begun[-1]):
@@ -152,11 +154,13 @@ class Session:
             begun.pop()
 
     @staticmethod
-    def _committed(tables: Tables, writing: Writing | None) -> bool:
+    def _committed(tables: Tables, transaction: Transaction | None) -> bool:
         """Whether a transaction that ended in an exception was committed. Called inside the gate that it was in."""
-        return writing is not None and (writing.committed or tables.env.info()["last_txnid"] == writing.id)
+        return transaction is not None and (
+            transaction.committed or tables.env.info()["last_txnid"] == transaction.id
+        )
 
-    def _attempt(self, work: Callable[[Writing, Namespaces], T], frees: bool) -> tuple[Writing, T]:
+    def _attempt(self, work: Callable[[Transaction, Namespaces], T], frees: bool) -> tuple[Transaction, T]:
         """Do one transaction; one that frees is done with the spare room of the map if there is no other."""
         try:
             return self._transact(work)
@@ -178,9 +182,11 @@ class Session:
         try:
             if self._lost:
                 self.require_store()
-            self.gate.reading(lambda: self._look(self._tables, work, found), deadline_seconds)
+            self.gate.shared(lambda: self._look(self._tables, work, found), deadline_seconds)
             if not found:  # the first call after a fork: a new member
-                self.gate.writing(lambda: self._look(self._open()[0], work, found), until - time.monotonic())
+                self.gate.exclusive(
+                    lambda: self._look(self._open()[0], work, found), until - time.monotonic()
+                )
             return found[0]
         except DeadlineMissedError as error:
             raise UnavailableError(Reason.LEDGER_BUSY) from error
@@ -188,6 +194,44 @@ class Session:
             if self._is_trouble(error) and not isinstance(error, LedgerCorrupt):
                 raise self._trouble() from error
             raise  # wrong use, or what `check` has found
+
+    def write_or_raise(
+        self,
+        work: Callable[[Transaction, Namespaces], T],
+        deadline_seconds: float = PATIENT_SECONDS,
+        frees: bool = False,
+    ) -> T:
+        """Do what `write` does for a caller that must know of a failure: StoreError after the deadline."""
+        try:
+            return self.write(work, deadline_seconds, frees)
+        except UnavailableError as error:
+            raise StoreError(
+                f"the ledger at {self.store.directory} could not be changed: {error.reason}"
+            ) from error
+
+    def read_or_raise(
+        self, work: Callable[[lmdb.Transaction, Tables], T], deadline_seconds: float = PATIENT_SECONDS
+    ) -> T:
+        """Do what `read` does for a caller that must know of a failure: StoreError after the deadline."""
+        try:
+            return self.read(work, deadline_seconds)
+        except UnavailableError as error:
+            raise StoreError(
+                f"the ledger at {self.store.directory} could not be read: {error.reason}"
+            ) from error
+
+    def read_pages(
+        self,
+        page: Callable[[lmdb.Transaction, Tables, bytes, int], tuple[list[T], bytes | None]],
+        until: float | None = None,
+    ) -> Iterator[T]:
+        """Walk a table, one page in each transaction, while others go on. StoreError."""
+        at: bytes | None = b""
+        while at is not None:
+            start = at
+            seconds = PATIENT_SECONDS if until is None else max(0.0, until - time.monotonic())
+            found, at = self.read_or_raise(lambda txn, tables: page(txn, tables, start, _PAGE), seconds)  # noqa: B023
+            yield from found
 
     def _look(
         self, tables: Tables | None, work: Callable[[lmdb.Transaction, Tables], T], found: list[T]
@@ -221,7 +265,7 @@ class Session:
             return ClosedError(f"the store at {self.store.directory} was closed; open it again")
         return UnavailableError(Reason.IO_ERROR)
 
-    def defer(self, work: Callable[[Writing], None]) -> None:
+    def defer(self, work: Callable[[Transaction], None]) -> None:
         """Have the next transaction do what could not be done now."""
         self._deferred.append(work)
 
@@ -234,16 +278,27 @@ class Session:
     def reap(self, most: int, deadline_seconds: float) -> int:
         """Take back up to `most` slots of dead members and strike off those of whom nothing is left."""
 
-        def work(writing: Writing, spaces: Namespaces) -> int:
-            freed = reap(writing, most)
+        def work(transaction: Transaction, namespaces: Namespaces) -> int:
+            freed = reap(transaction, most)
             if freed < most:
-                for member in dead(writing):
-                    if not owes(writing, member):
-                        retire(writing, member, self._counters)
+                for member in dead(transaction):
+                    if not owes(transaction, member):
+                        retire(transaction, member, self._counters)
                         self._mend_from = 0
             return freed
 
         return self.write(work, deadline_seconds)
+
+    def recover(self, deadline_seconds: float) -> int:
+        """Take back what dead members reserved and publish what they committed; return how many slots were freed."""
+        freed, got, until = 0, BATCH, time.monotonic() + deadline_seconds
+        with contextlib.suppress(UnavailableError):
+            while got == BATCH:
+                got = self.reap(BATCH, max(0.0, until - time.monotonic()))
+                freed += got
+            while self.mend(max(0.0, until - time.monotonic())):
+                pass
+        return freed
 
     def mend(self, deadline_seconds: float) -> bool:
         """Publish some of what members committed who died before they could; False when all has been looked at."""
@@ -252,26 +307,35 @@ class Session:
             self._mend_from = self.write(lambda w, _: self._mended(w, start), deadline_seconds)
         return start is not None
 
-    def _mended(self, writing: Writing, start: int) -> int | None:
-        return mend(writing, self.columns, start, self.stamp(writing.now))
+    def _mended(self, transaction: Transaction, start: int) -> int | None:
+        return mend(transaction, self.columns, start, self.stamp(transaction.now))
 
     def _alive(self, member: int) -> bool:
         return self.store.locks.held_by_other(MEMBERS + member)
 
     def untouched(self, slots: list[int], seconds: float) -> list[int]:
         """Those of these bare slots that nobody reads or writes any more; the others are waited for for a while."""
-        if self.lending is None:  # a file: who reads what has been taken away reads zeros
+        if self.page_guards is None:  # a file: who reads what has been taken away reads zeros
             return slots
 
         def rows(txn: lmdb.Transaction, tables: Tables) -> list[int]:
             members = tables.rows(txn, tables.members)
             return [MEMBER.unpack(row)[0] for key, row in members if self.lives(MEMBER_KEY.unpack(key)[0])]
 
-        return self.lending.untouched(slots, self.read(rows, seconds), seconds)
+        return self.page_guards.untouched(slots, self.read(rows, seconds), seconds)
 
     def _join(self) -> None:
         with contextlib.suppress(UnavailableError, ClosedError):
             self.read(lambda *_: None, _JOIN_SECONDS)
+
+    def processes(self) -> list[int]:
+        """Return the ids of the processes that have the store open, this one included. StoreError."""
+
+        def work(txn: lmdb.Transaction, tables: Tables) -> list[int]:
+            members = tables.rows(txn, tables.members)
+            return [MEMBER.unpack(row)[1] for key, row in members if self.lives(MEMBER_KEY.unpack(key)[0])]
+
+        return self.read_or_raise(work)
 
     def lives(self, member: int) -> bool:
         """Whether a member's process lives."""
@@ -292,7 +356,7 @@ class Session:
                 ):  # else as many versions as have used this store have left no column
                     raise KeyError(counter)
 
-    def counted(self, rows: list[int], totals: Row) -> dict[str, int]:
+    def counted(self, rows: list[int], totals: CounterRow) -> dict[str, int]:
         """Counters of the members in these rows and of the dead."""
         summed = self._counters[rows].sum(axis=0, dtype=np.uint64) + totals
         columns = ((name, self._column.get(name)) for name in COUNTERS)
@@ -307,7 +371,7 @@ class Session:
     def _begin(self, deadline_seconds: float) -> None:
         """Open the tables and become a member. StoreError with the remedy."""
         try:
-            self.gate.writing(self._open, deadline_seconds)
+            self.gate.exclusive(self._open, deadline_seconds)
         except DeadlineMissedError as error:
             raise StoreError(
                 f"another process has been changing {self.store.directory} for {deadline_seconds:g} s: is it stopped?"
@@ -324,12 +388,12 @@ class Session:
         """Open the tables if they are not, and become a member. Called inside the gate, which is held alone."""
         if self.closed:
             raise self._trouble()
-        if self._tables is None or self._spaces is None:
+        if self._tables is None or self._namespaces is None:
             self._tables = self._own_tables()
-            self._spaces = Namespaces(self._tables)
+            self._namespaces = Namespaces(self._tables)
         if not self.member:
-            self._enrol(self._tables, self._spaces)
-        return self._tables, self._spaces
+            self._enrol(self._tables, self._namespaces)
+        return self._tables, self._namespaces
 
     def _own_tables(self) -> Tables:
         """Open the tables by path. Asked before and after: no other store's are read or written."""
@@ -348,7 +412,7 @@ class Session:
 
     def require_store(self) -> None:
         """StoreError if the directory is no longer this store's, from then on until it is closed; logged once."""
-        self._lost = self._lost or not self.store.stands()
+        self._lost = self._lost or not self.store.is_current()
         if not self._lost:
             return
         if not self._told:
@@ -367,21 +431,21 @@ class Session:
         if tables is not None:
             tables.close()
 
-    def _enrol(self, tables: Tables, spaces: Namespaces) -> None:
-        writing: Writing | None = None
+    def _enrol(self, tables: Tables, namespaces: Namespaces) -> None:
+        transaction: Transaction | None = None
         number = row = 0
         try:
             with tables.begin(write=True) as txn:
-                writing = Writing(txn, tables, 0, self._alive, self.clock.monotonic_ns())
-                number = writing.meta.next_member
-                writing.meta.next_member += 1
+                transaction = Transaction(txn, tables, 0, self._alive, self.clock.monotonic_ns())
+                number = transaction.meta.next_member
+                transaction.meta.next_member += 1
                 if not self.store.locks.try_lock(MEMBERS + number, exclusive=True):
                     raise StoreError(f"member {number} of {self.store.directory} is taken: discard the store")
-                row = self._enter(writing, number, spaces)
+                row = self._enter(transaction, number, namespaces)
                 self._column = columns_of(txn, tables)
             self._become(number, row)
         except BaseException:
-            if self._committed(tables, writing):
+            if self._committed(tables, transaction):
                 self._become(number, row)
             else:
                 self.store.locks.unlock(MEMBERS + number)  # or nobody could ever be that member
@@ -394,25 +458,25 @@ class Session:
                 self._counters[row] = self._row
                 self._row = self._counters[row].data
                 self.member = number
-            if self.lending is not None:
-                self.lending.become(row)
+            if self.page_guards is not None:
+                self.page_guards.become(row)
 
-    def _enter(self, writing: Writing, number: int, spaces: Namespaces) -> int:
+    def _enter(self, transaction: Transaction, number: int, namespaces: Namespaces) -> int:
         """Write the row of member `number`; returns its row of counters."""
-        writing.member = number
-        for gone in dead(writing):
-            if not owes(writing, gone):
-                retire(writing, gone, self._counters)
+        transaction.member = number
+        for gone in dead(transaction):
+            if not owes(transaction, gone):
+                retire(transaction, gone, self._counters)
                 self._mend_from = 0
         try:
-            row = enrol(writing)
+            row = enrol(transaction)
         except LookupError:
             raise StoreError(
                 f"{MEMBER_ROWS} processes have {self.store.directory} open; close some"
             ) from None
-        if self.store.sole and writing.meta.scanning:
-            spaces.load(writing, *outlived(self.store.directory))
-        writing.save()
+        if self.store.sole and transaction.meta.scanning:
+            namespaces.load(transaction, *read_saved(self.store.directory))
+        transaction.save()
         return row
 
     def close(self) -> None:
@@ -425,7 +489,7 @@ class Session:
             return
         shared = False  # with a thread inside the gate: the last one who refers to the lock file closes it
         try:
-            self.gate.writing(self._finish, _LEAVE_SECONDS)
+            self.gate.exclusive(self._finish, _LEAVE_SECONDS)
         except DeadlineMissedError:
             shared = True
         except Exception as error:
@@ -435,8 +499,8 @@ class Session:
             self.closed = True
             with self._counting:
                 self._row = np.array(self._row).data  # the row may soon be another member's
-            if self.lending is not None:
-                self.lending.leave()
+            if self.page_guards is not None:
+                self.page_guards.leave()
             if self.member:
                 self.store.locks.unlock(MEMBERS + self.member)
             self.store.release()
@@ -463,20 +527,20 @@ class Session:
 
     def _leave(self, tables: Tables) -> None:
         with tables.begin(write=True) as txn:
-            writing = Writing(txn, tables, self.member, self._alive, self.clock.monotonic_ns())
+            transaction = Transaction(txn, tables, self.member, self._alive, self.clock.monotonic_ns())
             for late in self._deferred:
-                _do_late(late, writing)
+                _do_late(late, transaction)
             for row, value in list(tables.rows(txn, tables.reserved)):
                 reservation = Reservation.unpack(value)
-                if reservation.owner in (NOBODY, self.member) and set(reservation.writers) <= {
+                if reservation.owner in (NO_MEMBER, self.member) and set(reservation.writers) <= {
                     0,
                     self.member,
                 }:
-                    writing.unreserve(SLOT_KEY.unpack(row)[0], reservation)
-                    writing.give_back(SLOT_KEY.unpack(row)[0])
-            retire(writing, self.member, self._counters)
-            writing.save()
-        writing.publish(self.columns, self.stamp(writing.now))
+                    transaction.unreserve(SLOT_KEY.unpack(row)[0], reservation)
+                    transaction.free_slot(SLOT_KEY.unpack(row)[0])
+            retire(transaction, self.member, self._counters)
+            transaction.save()
+        transaction.publish(self.columns, self.stamp(transaction.now))
 
     def before_fork(self, until: float) -> None:
         """Keep threads out and close the tables, so that no transaction and no environment is alive in two processes.
@@ -491,14 +555,14 @@ class Session:
         tables, self._tables = self._tables, None
         if tables is not None:  # a thread of the parent was inside, or waited, for too long
             tables.close_in_child()
-        self._spaces = None
+        self._namespaces = None
         self._deferred.clear()
         self._counting = threading.Lock()
         self._row = np.zeros(WIDTH, np.uint64).data
         self.gate = Gate(self.store.locks)
         self.member = 0
-        if self.lending is not None:
-            self.lending.forget()
+        if self.page_guards is not None:
+            self.page_guards.forget()
         if self.store.state.private:  # the fork copied its memory: the child's slots are not the parent's
             self.closed = True
             self.store.locks.close()
@@ -509,10 +573,10 @@ class Session:
                 self._lost = True
 
 
-def _do_late(work: Callable[[Writing], None], writing: Writing) -> None:
+def _do_late(work: Callable[[Transaction], None], transaction: Transaction) -> None:
     """Do what was deferred; wrong use is too late to be told."""
     try:
-        work(writing)
+        work(transaction)
     except (ValueError, struct.error) as error:
         if is_damage(error):
             raise

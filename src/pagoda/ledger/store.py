@@ -11,12 +11,10 @@ import contextlib
 import dataclasses
 import logging
 import os
-import re
 import secrets
 import shutil
-import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,23 +24,24 @@ import msgspec
 from pagoda.clock import Clock
 from pagoda.errors import NoRoomError, StoreError
 from pagoda.ledger.columns import Columns
+from pagoda.ledger.integrity import checksum, find_damage
 from pagoda.ledger.locks import OPEN, LockFile
-from pagoda.ledger.resize import resize_tables
-from pagoda.ledger.state import (
+from pagoda.ledger.namespaces import recount
+from pagoda.ledger.root_usage import holdings, is_of_another_version, root_limit, write_limit
+from pagoda.ledger.store_files import (
     COLUMNS,
     COUNTERS_FILE,
     FIRST_OFFSET,
     FORMAT,
-    LENT,
     LOCKS,
     NEVER_BOOTED,
+    PAGE_GUARDS,
     SLAB,
     SLAB_FORMAT,
-    STATE,
     TABLES,
     Kind,
-    Mark,
-    State,
+    StoreState,
+    TableMark,
     inodes,
     is_marked,
     mismatch,
@@ -50,16 +49,12 @@ from pagoda.ledger.state import (
     set_mark,
     write_state,
 )  # fmt: skip
-from pagoda.ledger.tables import META_ROW, Meta, Tables, map_bytes
-from pagoda.ledger.trust import checksum, unsound
+from pagoda.ledger.store_root import MAKING, discard, in_use, root_locked, stores
+from pagoda.ledger.tables import META_ROW, PLACE, Meta, Reservation, Tables, map_bytes
 from pagoda.room import allocate, free_bytes, lengthen, require_free, require_local, require_own
 
 log = logging.getLogger(__name__)
 
-_MAKING, _GOING = ".new-", ".gone-"
-_PASSING = re.compile(r"\.(new|gone)-[0-9a-f]{12}")  # exactly the names that are made here
-_PRIVATE = ".private-"
-_LIMIT = "limit"
 _LAST_STAMP = 1 << 62  # no clock gets there: what is above has been damaged
 
 
@@ -90,15 +85,15 @@ class StoreSpec:
 
 
 @dataclass(frozen=True)
-class Store:
+class OpenStore:
     """A store that this process has open: its byte OPEN is shared. `sole`: nobody else had it open at that moment."""
 
     directory: Path
-    state: State
+    state: StoreState
     locks: LockFile
     sole: bool
 
-    def stands(self) -> bool:
+    def is_current(self) -> bool:
         """Whether its directory still holds this very store, as it was when it was opened; asked before anything of it
         is opened by path again, and after."""
         state = read_state(self.directory)
@@ -110,7 +105,7 @@ class Store:
 
     def mark_clean(self, used_bytes: int) -> None:
         """Say that what the last to leave has synced (`used_bytes` of the tables) may be trusted. OSError."""
-        if not self.stands() or is_marked(self.directory, Mark.DAMAGED, self.state.incarnation):
+        if not self.is_current() or is_marked(self.directory, TableMark.DAMAGED, self.state.incarnation):
             return
         known = checksum(self.directory, self.state.slots, used_bytes)
         if known is not None:
@@ -120,8 +115,8 @@ class Store:
     def mark_damaged(self) -> None:
         """Have the next who opens the store alone not trust its tables."""
         with contextlib.suppress(OSError):  # an error at every opening is the worst that comes of it
-            if self.stands():
-                set_mark(self.directory, Mark.DAMAGED, self.state.incarnation)
+            if self.is_current():
+                set_mark(self.directory, TableMark.DAMAGED, self.state.incarnation)
 
     def is_last(self) -> bool:
         """Whether nobody else has it open; if so this process now has it alone."""
@@ -137,7 +132,7 @@ class Store:
 
 def open_store(
     spec: StoreSpec, clock: Clock, deadline_seconds: float, create: bool = True, locked: bool = False
-) -> Store:
+) -> OpenStore:
     """Open the store, making, resizing or discarding it as needed. StoreError or NoRoomError with the remedy.
 
     `locked`: the caller has the lock of the root, and is to take room from a store that is there. If nobody has that
@@ -154,7 +149,7 @@ def open_store(
             if store is None and create:
                 store = _create(directory, spec, clock)
             if store is not None:
-                _write_limit(store, spec.limit_bytes)
+                write_limit(directory, spec.limit_bytes, store.sole)
     except (OSError, lmdb.Error) as error:
         raise StoreError(
             f"the store at {directory} cannot be opened ({error}): mend that or choose another path"
@@ -164,70 +159,16 @@ def open_store(
     return store
 
 
-def reopen_store(store: Store) -> Store:
+def reopen_store(store: OpenStore) -> OpenStore:
     """Open the same store again (after a fork). StoreError if it is gone.
 
     Between the death of a parent and this nobody may have had it open, and another may have resized or rebuilt it:
     what is mapped would then be files of the past.
     """
-    if not store.locks.try_lock(OPEN, exclusive=False) or not store.stands():
+    if not store.locks.try_lock(OPEN, exclusive=False) or not store.is_current():
         store.locks.close()
         raise StoreError(f"the store at {store.directory} is gone; open it anew")
     return dataclasses.replace(store, sole=False)
-
-
-def discard_idle(directory: Path, deadline_seconds: float) -> None:
-    """Remove a whole store if nobody has it open."""
-    with root_locked(directory.parent, deadline_seconds):
-        if directory.is_dir() and not in_use(directory):
-            discard(directory)
-
-
-def discard(directory: Path) -> None:
-    """Remove a whole store, out of sight first. The caller has it alone."""
-    gone = directory.with_name(f"{_GOING}{secrets.token_hex(6)}")
-    os.rename(directory, gone)
-    shutil.rmtree(gone, ignore_errors=True)  # what is left is swept by the next who opens
-
-
-def stores_in(root: Path) -> list[Path]:
-    """Return the stores under a root, damaged ones and those of other versions too, not the private ones of processes.
-
-    Changes nothing. Raises OSError.
-    """
-    return [store for store in stores(root) if _is_store(store) and _PRIVATE not in store.name]
-
-
-def remove_store(directory: Path, deadline_seconds: float = 10.0) -> int:
-    """Remove a store and what it holds; return the bytes that came back.
-
-    Raises StoreError, and removes nothing, if a process has it open or if it holds what is not a store's.
-    """
-    with root_locked(directory.parent, deadline_seconds):
-        if not _is_store(directory):
-            raise StoreError(f"{directory} is no store, or holds other things too: remove it by hand")
-        if in_use(directory):
-            raise StoreError(
-                f"{directory} is open in a process: stop it first, or forget its chunks with `pagoda clear`"
-            )
-        nbytes = allocated_bytes(directory)
-        discard(directory)
-        return nbytes
-
-
-def allocated_bytes(directory: Path) -> int:
-    """Return the bytes that the files of a store take. Changes nothing."""
-    with contextlib.suppress(FileNotFoundError):  # it may go at any time
-        return sum(entry.stat().st_blocks * 512 for entry in directory.iterdir())
-    return 0
-
-
-def _is_store(directory: Path) -> bool:
-    entries = list(directory.iterdir())
-    names = {entry.name for entry in entries}
-    return (
-        LOCKS in names and len(names & {STATE, TABLES, COLUMNS}) >= 2 and not any(map(Path.is_dir, entries))
-    )
 
 
 def _prepare(root: Path, create: bool) -> None:
@@ -243,7 +184,7 @@ def _prepare(root: Path, create: bool) -> None:
 
 
 @contextlib.contextmanager
-def trouble_told(directory: Path) -> Iterator[None]:
+def os_errors_mapped(directory: Path) -> Iterator[None]:
     """Around an opening: its directory may be removed meanwhile, or no more files be open. StoreError for OSError."""
     try:
         yield
@@ -253,80 +194,19 @@ def trouble_told(directory: Path) -> Iterator[None]:
         ) from error
 
 
-@contextlib.contextmanager
-def root_locked(root: Path, deadline_seconds: float) -> Iterator[None]:
-    """Be the one who changes what stores there are and which pages they have. StoreError if it cannot be had.
-
-    What a killed process left is removed first: it holds room that nobody counts.
-    """
-    until = time.monotonic() + deadline_seconds
-    with contextlib.closing(LockFile(root / LOCKS)) as locks:
-        if not locks.lock(OPEN, exclusive=True, until=until):
-            raise StoreError(
-                f"another process has been opening a store under {root} for {deadline_seconds:g} s: is it stopped?"
-            )
-        _sweep(root)
-        yield
-
-
-def stores(root: Path) -> list[Path]:
-    """The stores under a root, damaged ones too; anything else there is not ours to count or touch."""
-    return [
-        entry
-        for entry in _own_directories(root)
-        if (entry / LOCKS).exists() and not entry.name.startswith((_MAKING, _GOING))
-    ]
-
-
-def _own_directories(root: Path) -> list[Path]:
-    """What under a root may be ours: this user's directories, and no symbolic links."""
-    found = []
-    for entry in root.iterdir():
-        with contextlib.suppress(FileNotFoundError):  # a private store may go at any time
-            status = entry.lstat()
-            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
-                found.append(entry)
-    return found
-
-
-def _sweep(root: Path) -> None:
-    """Remove what a killed process left: half-made and half-gone directories, private stores of the dead."""
-    for entry in _own_directories(root):
-        if _PASSING.fullmatch(entry.name):
-            shutil.rmtree(entry, ignore_errors=True)
-        elif (state := read_state(entry)) is not None and state.private:
-            with contextlib.suppress(FileNotFoundError):  # its owner discards it without the lock of the root
-                if not in_use(entry):
-                    discard(entry)
-
-
 def _discard_other_formats(root: Path) -> None:
     """Remove what other versions left in memory, as far as nobody has it open: this one will never read it."""
     for directory in stores(root):
         state = read_state(directory)
         with contextlib.suppress(FileNotFoundError):
-            if state is not None and _is_of_another_version(state) and not in_use(directory):
+            if state is not None and is_of_another_version(state) and not in_use(directory):
                 log.warning("discarding the store at %s: it is of format %d", directory, state.format)
                 discard(directory)
 
 
-def _is_of_another_version(state: State) -> bool:
-    """Whether another version made a store in memory: where it lies, this one never looks for its own."""
-    return state.kind == "memory" and state.format != FORMAT
-
-
-def in_use(directory: Path) -> bool:
-    """Whether this or another process has the store open; False if it is gone."""
-    try:
-        with contextlib.closing(LockFile(directory / LOCKS, create=False)) as locks:
-            return locks.held_by_other(OPEN)
-    except FileNotFoundError:
-        return False
-
-
 def _open_existing(
     directory: Path, spec: StoreSpec, clock: Clock, may_discard: bool, until: float
-) -> Store | None:
+) -> OpenStore | None:
     if not directory.is_dir():
         return None
     require_own(directory)
@@ -346,14 +226,14 @@ def _open_existing(
                     discard(directory)
                 return None
             locks.try_lock(OPEN, exclusive=False)  # a lock of one's own is converted at once
-            store = Store(directory, state, locks, sole=True)
+            store = OpenStore(directory, state, locks, sole=True)
         else:
             store = _join(directory, spec, locks)
         undo.pop_all()
         return store
 
 
-def _join(directory: Path, spec: StoreSpec, locks: LockFile) -> Store:
+def _join(directory: Path, spec: StoreSpec, locks: LockFile) -> OpenStore:
     """Use the store that others have open, as it is."""
     state = read_state(directory)
     if state is None:
@@ -378,10 +258,10 @@ def _join(directory: Path, spec: StoreSpec, locks: LockFile) -> Store:
             state.slots,
             spec.slots,
         )
-    return Store(directory, state, locks, sole=False)
+    return OpenStore(directory, state, locks, sole=False)
 
 
-def _judge(directory: Path, spec: StoreSpec, clock: Clock) -> State | None:
+def _judge(directory: Path, spec: StoreSpec, clock: Clock) -> StoreState | None:
     """Bring a store that nobody else has open up to date; None if it must be discarded."""
     state = read_state(directory)
     if state is None or (state.kind, state.slot_bytes) != (spec.kind, spec.slot_bytes):
@@ -405,28 +285,28 @@ def _judge(directory: Path, spec: StoreSpec, clock: Clock) -> State | None:
     return _renew(directory, state, boot, clock)
 
 
-def _distrusted(directory: Path, state: State, boot: str) -> str | None:
+def _distrusted(directory: Path, state: StoreState, boot: str) -> str | None:
     """Why the tables of a store that nobody else has open are not to be trusted; None if they are."""
     if state.format != FORMAT:
         return f"it is of format {state.format}, this version writes {FORMAT}"
     if state.boot_id != boot and (state.kind == "memory" or not state.clean):
         return "the machine went down while it was open"
-    if is_marked(directory, Mark.DAMAGED, state.incarnation):
+    if is_marked(directory, TableMark.DAMAGED, state.incarnation):
         return "its tables were found damaged"
-    if is_marked(directory, Mark.OPENING, state.incarnation):
+    if is_marked(directory, TableMark.OPENING, state.incarnation):
         return "a process ended while it was opening its tables"
     if wrong := mismatch(directory, state):
         return wrong
     if state.clean and checksum(directory, state.slots, state.used_bytes) != state.checksum:
         return "its tables are not what they were when it was closed"
     # Damaged pages end a process by a signal: the next start must not end like this one.
-    set_mark(directory, Mark.OPENING, state.incarnation)
-    wrong = unsound(directory, state, known=state.clean)
-    set_mark(directory, Mark.OPENING, 0)
+    set_mark(directory, TableMark.OPENING, state.incarnation)
+    wrong = find_damage(directory, state, known=state.clean)
+    set_mark(directory, TableMark.OPENING, 0)
     return wrong
 
 
-def _renew(directory: Path, state: State, boot: str, clock: Clock) -> State:
+def _renew(directory: Path, state: StoreState, boot: str, clock: Clock) -> StoreState:
     """Take a store into use: from now on only this boot, or a clean close, makes its ledger trusted."""
     offset = state.recency_offset
     if state.boot_id != boot:
@@ -442,14 +322,14 @@ def _renew(directory: Path, state: State, boot: str, clock: Clock) -> State:
     return renewed
 
 
-def _create(directory: Path, spec: StoreSpec, clock: Clock) -> Store:
-    state = State(
+def _create(directory: Path, spec: StoreSpec, clock: Clock) -> OpenStore:
+    state = StoreState(
         format=FORMAT, kind=spec.kind, store_id=secrets.token_hex(16), slots=spec.slots, slot_bytes=spec.slot_bytes,
         map_bytes=map_bytes(spec.slots), incarnation=1, recency_offset=0, boot_id=NEVER_BOOTED, clean=False,
         private=spec.private, inodes={},
     )  # fmt: skip
     first = _first_slots(spec, state)
-    making = spec.root / f"{_MAKING}{secrets.token_hex(6)}"
+    making = spec.root / f"{MAKING}{secrets.token_hex(6)}"
     making.mkdir(mode=0o700)
     try:
         with contextlib.ExitStack() as undo:
@@ -469,10 +349,10 @@ def _create(directory: Path, spec: StoreSpec, clock: Clock) -> Store:
         ) from error
     finally:
         shutil.rmtree(making, ignore_errors=True)
-    return Store(directory, state, locks, sole=True)
+    return OpenStore(directory, state, locks, sole=True)
 
 
-def _make_ledger(directory: Path, state: State, scan: int, backed: int) -> None:
+def _make_ledger(directory: Path, state: StoreState, scan: int, backed: int) -> None:
     """Make tables, columns and counters of a ledger that knows of nothing; slots from `scan` on wait to be scanned.
 
     Those from `backed` on have no pages.
@@ -480,7 +360,7 @@ def _make_ledger(directory: Path, state: State, scan: int, backed: int) -> None:
     for name in (TABLES, COLUMNS, COUNTERS_FILE):
         (directory / name).unlink(missing_ok=True)
     sizes = state.sizes()
-    for name in sizes.keys() & {COLUMNS, COUNTERS_FILE, LENT}:
+    for name in sizes.keys() & {COLUMNS, COUNTERS_FILE, PAGE_GUARDS}:
         allocate(directory / name, sizes[name])
     Columns(directory / COLUMNS, state.slots).reset()
     tables = Tables(directory / TABLES, state.map_bytes, create=True)
@@ -494,7 +374,7 @@ def _make_ledger(directory: Path, state: State, scan: int, backed: int) -> None:
     allocate(directory / TABLES, sizes[TABLES])
 
 
-def _rebuild(directory: Path, state: State) -> State:
+def _rebuild(directory: Path, state: StoreState) -> StoreState:
     """Put an empty ledger in place of one that is not trusted; its slots are to be scanned."""
     state = msgspec.structs.replace(
         state,
@@ -512,7 +392,7 @@ def _rebuild(directory: Path, state: State) -> State:
     return state
 
 
-def _lengthen(directory: Path, state: State, spec: StoreSpec) -> State:
+def _lengthen(directory: Path, state: StoreState, spec: StoreSpec) -> StoreState:
     """Give the store as many slots as asked for; the new ones have no pages yet."""
     resized = msgspec.structs.replace(
         state,
@@ -539,15 +419,45 @@ def _lengthen(directory: Path, state: State, spec: StoreSpec) -> State:
     if spec.slot_bytes:
         lengthen(directory / SLAB, resized.slots * spec.slot_bytes)
     allocate(directory / TABLES, resized.map_bytes)
-    resize_tables(directory / TABLES, resized.map_bytes, resized.slots)
+    _resize_tables(directory / TABLES, resized.map_bytes, resized.slots)
     return resized
 
 
-def _ledger_bytes(state: State) -> int:
+def _resize_tables(path: Path, map_bytes: int, slots: int) -> None:
+    """Add slots without pages; reservations go all, since nobody lives who could write them."""
+    tables = Tables(path, map_bytes)
+    try:
+        with tables.env.begin(write=True) as txn:
+            meta = tables.load_meta(txn)
+            for row, value in list(tables.rows(txn, tables.reserved)):
+                _unreserve(txn, tables, row, Reservation.unpack(value))
+            _recount(meta, slots)
+            recount(txn, tables, meta)
+            txn.put(META_ROW, meta.pack(), db=tables.meta)
+    finally:
+        tables.close()
+
+
+def _unreserve(txn: lmdb.Transaction, tables: Tables, row: bytes, reservation: Reservation) -> None:
+    txn.delete(row, db=tables.reserved)
+    txn.put(row, b"", db=tables.free)
+    pending = txn.get(reservation.key, db=tables.pending)
+    if pending is not None and PLACE.unpack_from(pending)[1] == reservation.generation:
+        txn.delete(reservation.key, db=tables.pending)
+
+
+def _recount(meta: Meta, slots: int) -> None:
+    meta.reserved = 0
+    if not meta.unscanned():
+        meta.scan = slots
+    meta.slots = slots
+
+
+def _ledger_bytes(state: StoreState) -> int:
     return sum(size for name, size in state.sizes().items() if name != SLAB)
 
 
-def _first_slots(spec: StoreSpec, state: State) -> int:
+def _first_slots(spec: StoreSpec, state: StoreState) -> int:
     """How many slots a new store has pages for at once. NoRoomError if what nobody else has is not free either."""
     ledger, in_memory = _ledger_bytes(state), spec.kind == "memory"
     if not spec.slot_bytes:
@@ -563,72 +473,3 @@ def _first_slots(spec: StoreSpec, state: State) -> int:
         return min(slots, max(0, free_bytes(spec.root, in_memory) - ledger) // spec.slot_bytes)
     require_free(spec.root, ledger + slots * spec.slot_bytes, in_memory)
     return slots
-
-
-@dataclass(frozen=True)
-class Holding:
-    """What one store of a root holds of the room that all share. `state` None: of a format that is not known.
-
-    `limit`: what those who have it open were told that all may hold.
-    """
-
-    directory: Path
-    state: State | None
-    nbytes: int
-    in_use: bool
-    limit: int | None
-
-
-def holdings(root: Path) -> list[Holding]:
-    """What the stores of a root hold: pages of slabs, and all files of a store whose format is not known.
-
-    What another version has in memory is not counted: two versions side by side have a limit each.
-    """
-    found = []
-    for directory in stores(root):
-        state = read_state(directory)
-        if state is not None and _is_of_another_version(state):
-            continue
-        with contextlib.suppress(FileNotFoundError):  # a private store may go at any time
-            files = directory.iterdir() if state is None else [directory / SLAB] if state.slot_bytes else []
-            nbytes = sum(held_bytes(file) for file in files if file.is_file())
-            found.append(Holding(directory, state, nbytes, in_use(directory), _read_limit(directory)))
-    return found
-
-
-def held_bytes(file: Path) -> int:
-    """The bytes that a file takes; blocks in which a file system keeps where its pages are do not count."""
-    status = file.stat()
-    return min(status.st_blocks * 512, -(-status.st_size // 4096) * 4096)
-
-
-def root_limit(every: Sequence[Holding]) -> int | None:
-    """How much all stores of a root may hold: the most that one of those in use was told; None if none was."""
-    return max((one.limit for one in every if one.in_use and one.limit is not None), default=None)
-
-
-def _write_limit(store: Store, nbytes: int | None) -> None:
-    """Note how much the stores of the root may hold; for others who have this one open it becomes no less.
-
-    None: who opens it only looks at it, or takes from it. What was said at another time does not count then.
-    """
-    file = store.directory / _LIMIT
-    if nbytes is None:
-        if store.sole:
-            file.unlink(missing_ok=True)
-        return
-    known = _read_limit(store.directory) or 0
-    if known == nbytes or (known > nbytes and not store.sole):
-        return
-    with contextlib.suppress(OSError):  # a full file system: what was said before holds
-        fresh = file.with_suffix(".new")
-        fresh.write_text(f"{nbytes}\n")
-        fresh.chmod(0o600)
-        os.replace(fresh, file)
-
-
-def _read_limit(directory: Path) -> int | None:
-    try:
-        return int((directory / _LIMIT).read_text())
-    except (OSError, ValueError):
-        return None

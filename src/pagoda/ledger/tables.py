@@ -1,23 +1,23 @@
-"""The tables of a ledger, in LMDB: all that must be right.
+"""The tables of a ledger, in LMDB: everything that must be right.
 
 | table | row |
 | --- | --- |
 | entries | key -> slot, generation, number of the namespace, position of a chunk that may be read |
 | slots | slot -> generation, number of the namespace, position, tokens, key of the same |
-| free | slot, once used and given back |
+| free | slot that was used and is free again |
 | bare | slot without pages, below `Meta.backed` |
 | pending | key -> slot, generation of the latest reservation of that key |
 | reserved | slot -> `Reservation` |
 | members | number -> counter row, process id, reserved slots, device |
 | holds | slot -> (generation, member) ... |
-| pins | key -> names of those who pinned it |
+| pins | key -> owners of its pins |
 | namespaces | number -> root, the generation at which it was last cleared, chunks, reservations |
 | roots | root -> number of a namespace that has chunks or reservations |
-| labels | root -> fields, for people; bounded, and may be gone |
-| meta | the totals (`Meta`), the names of the columns of counters, the folded counters of the dead |
+| labels | root -> fields, for people; bounded, so a label may have been removed |
+| meta | the totals (`Meta`), the names of the columns of counters, the counters of members that left |
 
-LMDB is opened without its own locks, without sync and without a writable map (see `locks`): whoever begins a
-transaction is inside the gate, on one thread, and ends it before leaving.
+LMDB is opened without its locks, without sync and without a writable map (see `locks`): a thread that begins a
+transaction is inside the gate, and ends the transaction before it releases the gate.
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ NUMBER = Struct(">Q")
 _META = Struct("<12Q")
 _RESERVATION = Struct("<QQqqQII32sH")
 _WRITER = Struct("<Q")
-NOBODY = 0  # no member has this number
-NO_NAMESPACE = 0  # nor has a namespace this one
+NO_MEMBER = 0  # no member has this number
+NO_NAMESPACE = 0  # no namespace has this number
 META_ROW, COUNTERS_ROW, COUNTER_NAMES_ROW = b"meta", b"counters", b"counter names"
 
 _BYTES_PER_SLOT = 640  # all tables, half-full pages and copy-on-write included
 _LEAST_MAP_BYTES = 4 << 20
-_SPARE_BYTES = 1 << 20  # of the map, for what frees: an ordinary transaction gets none of it
-_BYTES_PER_LABEL = 8192  # of the map: what a label may take is an eighth of it
+_SPARE_BYTES = 1 << 20  # of the map, for transactions that free slots: others get none of it
+_BYTES_PER_LABEL = 8192  # of the map: a label takes at most an eighth of it
 
 
 @dataclass(slots=True)
 class Meta:
     """The totals.
 
-    `unused`: slots from there on were never used. `backed`: slots from there on have no pages; `bare`: so many of those
-    before have none. `scan`: slots from there to `backed` wait to be scanned; then `unused` is `backed`, too. Only a
-    slot with pages may be reserved.
+    `unused`: slots from there on were never used. `backed`: slots from there on have no pages; `bare`: how many of the
+    slots before it have none. `scan`: slots from there to `backed` wait to be scanned; then `unused` is `backed`, too.
+    Only a slot with pages may be reserved.
 
-    `cleared`: what was reserved before that generation has been cleared, in all namespaces. `floor`: the same, during
-    a scan, for chunks of namespaces that have no row.
+    `cleared`: what was reserved before that generation was cleared, in all namespaces. `floor`: the same, during a
+    scan, for chunks of namespaces that have no row.
     """
 
     slots: int
@@ -80,7 +80,7 @@ class Meta:
     bare: int = 0
 
     def pack(self) -> bytes:
-        """The row as bytes."""
+        """Return the row as bytes."""
         return _META.pack(
             self.slots, self.next_generation, self.next_member, self.next_namespace,
             self.unused, self.scan, self.ready, self.reserved, self.cleared, self.floor, self.backed, self.bare,
@@ -88,7 +88,7 @@ class Meta:
 
     @classmethod
     def unpack(cls, row: bytes) -> Meta:
-        """The row from bytes."""
+        """Make a row from bytes."""
         return cls(*_META.unpack(row))
 
     @property
@@ -97,28 +97,28 @@ class Meta:
         return self.unscanned() > 0
 
     def with_pages(self) -> int:
-        """Slots that have pages: as many chunks fit now."""
+        """Count the slots that have pages: as many chunks fit now."""
         return self.backed - self.bare
 
     def unscanned(self) -> int:
-        """Slots whose headers have not been read after a rebuild."""
+        """Count the slots whose headers have not been read after a rebuild."""
         return self.backed - self.scan if self.scan < self.backed else 0
 
     def unbacked(self) -> int:
-        """Slots that have no pages."""
+        """Count the slots that have no pages."""
         return self.slots - self.with_pages()
 
     def free(self) -> int:
-        """Slots that have pages, hold nothing and are promised to nobody."""
+        """Count the slots that have pages, no chunk and no reservation."""
         unscanned = self.backed - self.scan if self.scan < self.backed else 0
         return self.backed - self.bare - self.ready - self.reserved - unscanned
 
 
 class Reservation(NamedTuple):
-    """A slot that is being filled. `writers`: per part the member that has yet to write it, 0 once it is in.
+    """A slot that is being filled. `writers`: for each part the member that has yet to write it, 0 once it is stored.
 
-    Of owner NOBODY it will not become a chunk: the slot waits until its `writers` are gone. They may still write, or,
-    where a chunk was removed while it was held, they are its holders.
+    With owner NO_MEMBER it will not become a chunk: the slot waits until its `writers` are done. They may still write,
+    or, if a chunk was removed while it was held, they are its holders.
     """
 
     generation: int
@@ -132,12 +132,12 @@ class Reservation(NamedTuple):
     writers: tuple[int, ...]
 
     def pack(self) -> bytes:
-        """The row as bytes."""
+        """Return the row as bytes."""
         return _RESERVATION.pack(*self[:8], len(self.writers)) + b"".join(map(_WRITER.pack, self.writers))
 
     @classmethod
     def unpack(cls, row: bytes) -> Reservation:
-        """The row from bytes."""
+        """Make a row from bytes."""
         head = _RESERVATION.unpack_from(row)
         writers = tuple(writer for (writer,) in _WRITER.iter_unpack(row[_RESERVATION.size :]))
         generation, owner, stamp, started, namespace, position, tokens, key, _ = head
@@ -145,7 +145,7 @@ class Reservation(NamedTuple):
 
 
 class Tables:
-    """The LMDB environment and its tables. Not thread-safe: the gate is what keeps callers apart."""
+    """The LMDB environment and its tables. Not thread-safe: the gate serializes its callers."""
 
     NAMES = (
         "entries",
@@ -166,7 +166,7 @@ class Tables:
     def __init__(self, path: Path, map_bytes: int, create: bool = False) -> None:
         self.most_labels = map_bytes // _BYTES_PER_LABEL
         self._map_bytes = map_bytes
-        self._written: lmdb.Transaction | None = None  # the last that wrote
+        self._written: lmdb.Transaction | None = None  # the last write transaction
         self.env = lmdb.open(
             str(path), map_size=map_bytes - _SPARE_BYTES, subdir=False, lock=False, writemap=False, sync=False,
             metasync=False, readahead=False, create=create, mode=0o600, max_dbs=len(self.NAMES),
@@ -196,14 +196,14 @@ class Tables:
             yield from cast("Iterator[tuple[bytes, bytes]]", cursor.iternext(keys=True, values=True))
 
     def used_bytes(self) -> int:
-        """How much of the file holds, or held, something."""
+        """Return how much of the file is, or was, in use."""
         return (int(self.env.info()["last_pgno"]) + 1) * int(self.env.stat()["psize"])
 
     def begin(self, write: bool = False) -> lmdb.Transaction:
         """Begin a transaction; inside the gate."""
         try:
             txn = self.env.begin(write=write)
-        except lmdb.MapResizedError:  # another process has taken some of the spare room
+        except lmdb.MapResizedError:  # another process has used some of the spare part
             self.narrow()
             txn = self.env.begin(write=write)
         if write:
@@ -211,11 +211,11 @@ class Tables:
         return txn
 
     def widen(self) -> None:
-        """Let the next transaction of this process have the whole map; inside the gate, between transactions."""
+        """Let the next transaction of this process use the whole map; inside the gate, between transactions."""
         self.env.set_mapsize(self._map_bytes)
 
     def narrow(self) -> None:
-        """Keep what is left of the spare room for what frees; LMDB leaves no less than what is in use."""
+        """Reserve the spare part for transactions that free slots; LMDB keeps at least what is in use."""
         self.env.set_mapsize(self._map_bytes - _SPARE_BYTES)
 
     def close(self) -> None:
@@ -225,8 +225,8 @@ class Tables:
     def close_in_child(self) -> None:
         """Close what a thread of the parent had open while it forked.
 
-        Where it was writing, a close would wait for it, and it does not exist here: the environment is left as it is
-        for as long as the process lives, whoever lets go of it.
+        If that thread was writing, a close would wait for it, and it does not exist here: then the environment stays
+        as it is for as long as the process lives, whatever drops its references.
         """
         try:
             if self._written is not None:
@@ -241,5 +241,5 @@ class Tables:
 
 
 def map_bytes(slots: int) -> int:
-    """Size of the LMDB file for that many slots."""
+    """Return the size of the LMDB file for that many slots."""
     return _LEAST_MAP_BYTES + _BYTES_PER_SLOT * slots // 4096 * 4096

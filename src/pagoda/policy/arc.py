@@ -1,9 +1,9 @@
 """ARC, the adaptive replacement cache (Megiddo and Modha, FAST 2003), over the columns and ghosts of a ledger.
 
-T1 are the chunks without a hit, T2 those with; B1 and B2 are their ghosts. Within each the order is that of recency.
-How much of the room T1 should have is learnt: a newcomer whose ghost is in B1 says more, one out of B2 says less.
+T1 are the chunks without a hit, T2 those with hits; B1 and B2 are their ghosts. Each is in order of recency. How many
+slots T1 should have is learned: a newcomer with a ghost in B1 raises the target, one with a ghost in B2 lowers it.
 
-ARC forgets ghosts sooner than the ledger does: those are made as old as can be, and give way to others first.
+ARC forgets ghosts sooner than the ledger does: it makes them as old as possible, so that others replace them first.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagoda.policy import Hints, Newcomers
+from pagoda.policy.eviction_queue import NOT_READY, EvictionQueue, Rows
 from pagoda.policy.lru import raise_recency
-from pagoda.policy.queue import NOT_READY, Queue, Rows
 
 _FORGOTTEN = 1  # `last_use` of ghosts that are in neither B1 nor B2
 
 
-class _Plan(NamedTuple):
+class _VictimPlan(NamedTuple):
     """For the newcomers admitted last: whether each victim is one of T1, and how many of those leave no ghost."""
 
     from_t1: list[bool]
@@ -29,25 +29,25 @@ class _Plan(NamedTuple):
 
 
 class Arc:
-    """Splits the room between the recent and the frequent as the ghosts tell it to. Not thread-safe."""
+    """Splits the slots between recent and frequent chunks, as the ghosts tell it. Not thread-safe."""
 
     shared_values: ClassVar[int] = 1
 
     def __init__(self, hints: Hints) -> None:
         self._hints = hints
-        self._t1 = Queue(hints, lambda: np.minimum(hints.hits, 1).astype(np.float64))
-        self._t2 = Queue(hints, lambda: (hints.hits == 0).astype(np.float64))
+        self._t1 = EvictionQueue(hints, lambda: np.minimum(hints.hits, 1).astype(np.float64))
+        self._t2 = EvictionQueue(hints, lambda: (hints.hits == 0).astype(np.float64))
         self._target = 0.0  # of the size of T1: p of the paper
         self._shared = 0.0  # what it was when it was last shared
-        self._plan = _Plan([], 0)
-        self._unremembered = 0  # nobody of T1 who went is in B1 that is no younger than this stamp
+        self._plan = _VictimPlan([], 0)
+        self._unremembered = 0  # what T1 lost is in B1 only if it is younger than this stamp
 
     def touch(self, rows: Rows, stamps: Rows, asked: bool = True) -> None:
         """Raise the recency of these slots; those that were asked for have hits now, and so are in T2."""
         raise_recency(self._hints, rows, stamps)
 
     def admit(self, newcomers: Newcomers, room: int, now: int) -> int:
-        """Admit everybody; learn from those that were in B1 or B2, and forget ghosts as the paper does."""
+        """Admit all; learn from newcomers that were in B1 or B2, and forget ghosts as the paper does."""
         hits, last_use = newcomers.hits, newcomers.last_use
         fresh = (last_use <= _FORGOTTEN) | ((hits == 0) & (last_use <= self._unremembered))
         hits[fresh], last_use[fresh] = 0, 0
@@ -67,11 +67,11 @@ class Arc:
         return rows if len(rows) == count else self._t1.first(count, stamp, now)
 
     def prepare(self, stamp: int, now: int) -> None:
-        """Nothing: a pass is short."""
+        """Do nothing: a pass is short."""
 
     def share(self, values: NDArray[np.float64]) -> None:
-        """Bring together how much room all think that T1 should have."""
-        if not 0 <= values[0] <= self._hints.slots:  # damaged: begin anew
+        """Merge the targets for the size of T1 of all processes."""
+        if not 0 <= values[0] <= self._hints.slots:  # damaged: start again
             values[0] = 0
         if values[0] != self._shared:
             learnt = float(values[0]) + self._target - self._shared
@@ -79,7 +79,7 @@ class Arc:
         self._shared = values[0] = self._target
 
     def _look_ahead(self, origins: list[int], room: int) -> None:
-        """Go through the cases II to IV for newcomers out of B1 (1), out of B2 (2), or known to neither (0)."""
+        """Go through the cases II to IV for newcomers of B1 (1), of B2 (2), or of neither (0)."""
         ghosts, size = self._hints.ghosts, self._hints.capacity
         t1, t2 = self._sizes()
         known = np.flatnonzero(ghosts.last_use > _FORGOTTEN)
@@ -105,7 +105,7 @@ class Arc:
             t1, t2 = (t1 + 1, t2) if origin == 0 else (t1, t2 + 1)
         self._forget(in_b1, less_b1)
         self._forget(in_b2, less_b2)
-        self._plan = _Plan(from_t1, max(0, less_b1 - len(in_b1)))
+        self._plan = _VictimPlan(from_t1, max(0, less_b1 - len(in_b1)))
 
     def _forget(self, ghosts: Rows, count: int) -> None:
         """Forget the oldest of these ghosts."""
@@ -121,7 +121,7 @@ class Arc:
         return t1, int(np.count_nonzero(ready)) - t1
 
     def _of_t1(self, count: int) -> int:
-        """How many of the next victims should be of T1: as planned, and beyond that what T1 has too many."""
+        """How many of the next victims should be of T1: as planned, and beyond that what T1 has above its target."""
         planned = self._plan.from_t1[:count]
         ones = sum(planned)
         if len(planned) < count:
@@ -129,10 +129,10 @@ class Arc:
             ones += min(count - len(planned), max(0, math.ceil(surplus)))
         return ones
 
-    def _own(self, queue: Queue, count: int, stamp: int, now: int) -> Rows:
-        """The first of a queue that are its own, and not those of the other list that come behind them."""
+    def _own(self, queue: EvictionQueue, count: int, stamp: int, now: int) -> Rows:
+        """The first of a queue that belong to its list; the slots of the other list come after them."""
         rows, ranks = queue.unleased(count, stamp, now)
-        if count and (ranks > 0).any():  # it had run out of its own, but more may have come since
+        if count and (ranks > 0).any():  # it had none left, but more may have come since
             queue.fill(count, stamp, now)
             rows, ranks = queue.unleased(count, stamp, now)
         return rows[ranks <= 0]

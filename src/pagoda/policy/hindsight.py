@@ -1,11 +1,12 @@
-"""Hindsight: learn from what was thrown away when chunks are asked for again, and keep what is worth its place most.
+"""Hindsight: learn, also from evicted chunks, when chunks are asked for again, and keep what is worth its slot most.
 
-A chunk is worth what `reuse.worth` says of its class and age; the least worthy goes first, and a newcomer that is worth
-less than all who could go for it does not come in, once as many chunks were asked for again as there are slots. Before
-anything has been seen the order is that of least recently used; and again while that would have served more (`rival`).
+`reuse.worth` tells what a chunk of some class and age is worth. The chunk of least worth is evicted first. A newcomer
+that is worth less than every chunk that could be evicted for it is not admitted, once as many chunks were asked for
+again as there are slots. Before anything has been seen the order is that of least recently used; and so it is while
+that order would have served more (`shadow_lru`).
 
-What has not been asked for again is in the columns and their ghosts, which several processes write together; what each
-process saw being asked for again it adds to the shared values.
+What has not been asked for again is in the columns and their ghosts, which several processes write together. Each
+process adds what it saw being asked for again to the shared values.
 """
 
 from __future__ import annotations
@@ -16,80 +17,82 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagoda.policy import Hints, Newcomers
+from pagoda.policy.eviction_queue import NOT_READY, EvictionQueue, Ranks, Rows
 from pagoda.policy.lru import raise_recency
-from pagoda.policy.queue import NOT_READY, Queue, Ranks, Rows
 from pagoda.policy.reuse import AGES, CLASSES, Table, age_of, class_of, tally, worth
-from pagoda.policy.rival import Rival
+from pagoda.policy.shadow_lru import ShadowLru
 
-_AT_ONCE_NS = 1_000_000_000  # what is asked for again so soon is one use: LRU-K's correlated references
+_AT_ONCE_NS = (
+    1_000_000_000  # what is asked for again so soon counts as one use: LRU-K's correlated references
+)
 _LEARN_SECONDS = 5.0
-_STALE_NS_A_SLOT = 100_000  # how old a queue may get: a pass takes a thousandth of it
-_MEMORY = 32  # so many uses a slot are remembered; then all count half
-_CENSUS = 1 << 15  # so many slots and ghosts are looked at to learn
+_STALE_NS_A_SLOT = 100_000  # how old a queue may become: a pass takes a thousandth of that
+_MEMORY = 32  # so many uses a slot are remembered; then all are halved
+_CENSUS = 1 << 15  # so many slots and ghosts are sampled to learn
 _TABLE = CLASSES * AGES
-_MOST = 2.0**53  # no shared value is as large
+_MOST = 2.0**53  # every sound shared value is smaller
 
 
-class _Learnt(NamedTuple):
-    """The shared values. Of the two copies of the worth `version` says which is whole: who writes may be killed."""
+class _SharedValues(NamedTuple):
+    """The shared values. `version` tells which of the two copies of the worth is whole: a writer may be killed."""
 
     version: NDArray[np.float64]
-    learnt_at: NDArray[np.float64]  # when somebody last began to learn: a stamp, in seconds
+    learned_at: NDArray[np.float64]  # when a process last began to learn: a stamp, in seconds
     asked: Table
     watched: Table
     worth: NDArray[np.float64]  # (2, CLASSES, AGES)
-    rival: NDArray[np.float64]
+    shadow: NDArray[np.float64]
 
     @classmethod
-    def of(cls, values: NDArray[np.float64]) -> _Learnt:
+    def of(cls, values: NDArray[np.float64]) -> _SharedValues:
         tables = values[2 : 2 + 4 * _TABLE].reshape(4, CLASSES, AGES)
         return cls(values[0:1], values[1:2], tables[0], tables[1], tables[2:], values[2 + 4 * _TABLE :])
 
     def current(self) -> Table:
-        """The copy that is whole."""
+        """Return the copy that is whole."""
         copy: Table = self.worth[int(self.version[0]) % 2]
         return copy
 
 
 class Hindsight:
-    """Keeps what is worth its place most. Not thread-safe, but for `prepare`, which may run beside the other calls."""
+    """Keeps what is worth its slot most. Not thread-safe, except `prepare`, which may run during the other calls."""
 
-    shared_values: ClassVar[int] = 2 + 4 * _TABLE + Rival.shared_values
+    shared_values: ClassVar[int] = 2 + 4 * _TABLE + ShadowLru.shared_values
 
     def __init__(self, hints: Hints) -> None:
         self._hints = hints
-        self._queue = Queue(hints, self._ranks)
-        self._rival = Rival(hints)
+        self._queue = EvictionQueue(hints, self._ranks)
+        self._shadow = ShadowLru(hints)
         self._asked, self._watched = (
             np.zeros((CLASSES, AGES)),
             np.zeros((CLASSES, AGES)),
         )  # here, not yet shared
-        self._known = self._asked, self._watched  # by all, when last it was shared
+        self._known = self._asked, self._watched  # by all processes, when it was last shared
         self._worth = worth(*self._known)
         self._version = 0.0
         self._stamp = 0  # of the latest call
         self._filled_at = 0
         self._elected, self._to_publish = False, False
-        self._refuses = False  # whether enough has been seen for that
+        self._refuses = False  # whether enough has been seen to refuse newcomers
         self._random = np.random.default_rng(0)
 
     def touch(self, rows: Rows, stamps: Rows, asked: bool = True) -> None:
-        """Raise the recency of these slots, and note how long nobody had asked for them."""
+        """Raise the recency of these slots, and count after which age each was asked for again."""
         if asked and len(rows):
             ready = self._hints.last_use[rows] != NOT_READY
             last_uses = self._hints.last_use[rows[ready]]
             self._note(self._hints.hits[rows[ready]], stamps[ready] - last_uses)
-            self._rival.count(last_uses, len(last_uses))
+            self._shadow.count(last_uses, len(last_uses))
             self._stamp = max(self._stamp, int(stamps[0]))
         raise_recency(self._hints, rows, stamps)
 
     def admit(self, newcomers: Newcomers, room: int, now: int) -> int:
-        """Admit those that are worth no less than who would go for them; the head is worth what its tail is."""
+        """Admit those worth no less than what would be evicted for them; a head is worth at least its tail."""
         total = len(newcomers.stamps)
         known = newcomers.last_use > 0
         self._note(newcomers.hits[known], newcomers.stamps[known] - newcomers.last_use[known])
-        self._rival.count(newcomers.last_use, 0)
-        if total <= room or not self._refuses or self._rival.wins:
+        self._shadow.count(newcomers.last_use, 0)
+        if total <= room or not self._refuses or self._shadow.wins:
             return total
         self._stamp = max(self._stamp, int(newcomers.stamps[0]))
         rows, ranks = self._queue.unleased(total - room, int(newcomers.stamps[-1]), now)
@@ -99,12 +102,12 @@ class Hindsight:
         return room + int(lesser[0]) if len(lesser) else total
 
     def victims(self, count: int, stamp: int, now: int) -> Rows:
-        """Return the slots that are worth least and older than `stamp`; slots leased at `now` after all others."""
+        """Return the slots of least worth that are older than `stamp`; slots leased at `now` after all others."""
         self._stamp = max(self._stamp, stamp)
         return self._queue.first(count, stamp, now)
 
     def prepare(self, stamp: int, now: int) -> None:
-        """Learn, if it is this process's turn, and renew a queue that has grown old."""
+        """Learn, if it is this process's turn, and refill a queue that has become old."""
         self._stamp = max(self._stamp, stamp)
         if self._elected:
             self._elected = False
@@ -115,31 +118,31 @@ class Hindsight:
             self._queue.fill(0, stamp, now)
 
     def share(self, values: NDArray[np.float64]) -> None:
-        """Add up what all have seen, publish or take over what was learnt, and see whose turn it is to learn."""
-        learnt = _Learnt.of(values)
-        if not ((values >= 0) & (values < _MOST)).all():  # damaged: begin anew
+        """Add up what all have seen, publish or take over what was learned, and decide whose turn it is to learn."""
+        learned = _SharedValues.of(values)
+        if not ((values >= 0) & (values < _MOST)).all():  # damaged: start again
             values[:] = 0
         for hits, ages in self._hints.forgotten():
             self._watched += tally(class_of(hits), age_of(ages))
-        for own, shared in ((self._asked, learnt.asked), (self._watched, learnt.watched)):
+        for own, shared in ((self._asked, learned.asked), (self._watched, learned.watched)):
             np.add(shared, own, out=shared)
             own[:] = 0
-        if learnt.watched.sum() > _MEMORY * self._hints.capacity:
-            learnt.asked[:] /= 2
-            learnt.watched[:] /= 2
-        self._rival.share(learnt.rival, _MEMORY * self._hints.capacity)
-        self._refuses = bool(learnt.asked.sum() >= self._hints.capacity)
+        if learned.watched.sum() > _MEMORY * self._hints.capacity:
+            learned.asked[:] /= 2
+            learned.watched[:] /= 2
+        self._shadow.share(learned.shadow, _MEMORY * self._hints.capacity)
+        self._refuses = bool(learned.asked.sum() >= self._hints.capacity)
         if self._to_publish:
             self._to_publish = False
-            learnt.worth[(int(learnt.version[0]) + 1) % 2] = self._worth
-            learnt.version[0] += 1
-        elif learnt.version[0] != self._version:
-            self._worth = learnt.current().copy()
-        self._version = float(learnt.version[0])
+            learned.worth[(int(learned.version[0]) + 1) % 2] = self._worth
+            learned.version[0] += 1
+        elif learned.version[0] != self._version:
+            self._worth = learned.current().copy()
+        self._version = float(learned.version[0])
         seconds = self._stamp / 1e9
-        if not 0 <= seconds - learnt.learnt_at[0] < _LEARN_SECONDS:
-            learnt.learnt_at[0] = seconds
-            self._elected, self._known = True, (learnt.asked.copy(), learnt.watched.copy())
+        if not 0 <= seconds - learned.learned_at[0] < _LEARN_SECONDS:
+            learned.learned_at[0] = seconds
+            self._elected, self._known = True, (learned.asked.copy(), learned.watched.copy())
 
     def _note(self, hits: NDArray[np.uint32], ages_ns: Rows) -> None:
         """Count chunks of so many hits that were asked for again at these ages."""
@@ -150,7 +153,7 @@ class Hindsight:
             self._watched += seen
 
     def _census(self, stamp: int) -> Table:
-        """How long those have been watched that were not asked for again yet, kept or not; of many a sample."""
+        """Count how long chunks have been watched that were not asked for again yet, kept or not; of many a sample."""
         hints, ghosts = self._hints, self._hints.ghosts
         uses, hits = (
             np.concatenate([hints.last_use, ghosts.last_use]),
@@ -165,8 +168,8 @@ class Hindsight:
 
     def _ranks(self) -> Ranks:
         hints = self._hints
-        self._rival.look()
-        if self._rival.wins:
+        self._shadow.look()
+        if self._shadow.wins:
             return np.zeros(hints.slots)
         uses = hints.last_use.copy()
         ranks = self._worth[class_of(hints.hits), age_of(self._stamp - uses)]

@@ -1,13 +1,13 @@
-"""What is known of when chunks are asked for again, and what a place is worth that one of them holds.
+"""What is known of when chunks are asked for again, and what a slot is worth that one of them takes.
 
-Chunks are told apart by how often they were asked for (`classes`), and for each class it is learnt at which ages they
-are asked for again. As in a life table (Kaplan and Meier, 1958), those that were not asked again *yet*
-count for as long as they were watched, whether they are still kept or only remembered as ghosts; so what is learnt
-does not depend on what was evicted.
+Chunks are divided by how often they were asked for (`classes`), and for each class it is learned at which ages they
+are asked for again. As in a life table (Kaplan and Meier, 1958), chunks that were not asked for again *yet* count for
+as long as they were watched, whether they are still kept or only remembered as ghosts; so what is learned does not
+depend on what was evicted.
 
-The worth of a place is the most that it yields per second: over all horizons, the chance that the chunk is asked for
-within it, by the time that it will hold the place until then or to the end of it. That is Gittins' index (1979); LHD
-(Beckmann et al., NSDI 2018) ranks by a like density, over the whole life.
+The worth of a slot is the most that it yields per second: over all horizons, the chance that the chunk is asked for
+within the horizon, divided by the time for which it will take the slot until then or to the end of the horizon. That
+is Gittins' index (1979); LHD (Beckmann et al., NSDI 2018) ranks by a similar density, over the whole life.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ _LOWER_SECONDS = np.concatenate([[0.0], _UPPER_SECONDS[:-1]])
 _WIDTH_SECONDS = _UPPER_SECONDS - _LOWER_SECONDS
 _UPPER_NS = (_UPPER_SECONDS * 1e9).astype(np.int64)
 
-# Before anything is known: the longer ago, the less likely, as for least recently used. It weighs as much as so many
-# chunks that were watched.
+# The guess before anything is known: the longer ago, the less likely, as for least recently used. It weighs as much as
+# so many chunks that were watched.
 _GUESS, _GUESS_WEIGHT = 0.1 * _WIDTH_SECONDS / _UPPER_SECONDS, 20.0
 
 Table = NDArray[np.float64]
 
 
 def class_of(hits: NDArray[np.integer]) -> NDArray[np.int64]:
-    """The class of chunks that were asked for so often again: 0, 1, 2, 3 to 6, 7 to 14, ..."""
+    """Return the class of chunks with so many hits: 0, 1, 2, 3 to 6, 7 to 14, ..."""
     count = hits.astype(np.int64)
     return np.minimum(np.where(count < 3, count, np.frexp(count + 1.0)[1]), CLASSES - 1)
 
 
 def age_of(age_ns: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The bucket of an age."""
+    """Return the bucket of an age."""
     return np.minimum(np.searchsorted(_UPPER_NS, age_ns, side="right"), AGES - 1)
 
 
 def tally(classes: NDArray[np.int64], ages: NDArray[np.int64], weight: float = 1.0) -> Table:
-    """How many there are of each class and age, (CLASSES, AGES)."""
+    """Count how many there are of each class and age, (CLASSES, AGES)."""
     counts = np.bincount(classes * AGES + ages, minlength=CLASSES * AGES).reshape(CLASSES, AGES)
     table: Table = counts.astype(np.float64) * weight
     return table
 
 
 def worth(asked: Table, watched: Table) -> Table:
-    """What a place yields per second that holds a chunk of each class and age, (CLASSES, AGES).
+    """Return what a slot yields per second that holds a chunk of each class and age, (CLASSES, AGES).
 
-    `asked`: how many were asked for again at that age. `watched`: how many were not watched beyond it, those among
-    them, and the others that were forgotten at that age or are no older. Changes nothing.
+    `asked`: how many were asked for again at that age. `watched`: how many were not watched beyond that age: those
+    asked for, and others that were forgotten at that age or are no older yet. Changes nothing.
     """
     beyond = np.cumsum(watched[:, ::-1], axis=1)[:, ::-1] - watched
     risk = beyond + asked + (watched - asked) / 2  # the others were watched through half of the bucket

@@ -12,9 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pagoda.ledger.advice import GHOST_REASONS, Advice
-from pagoda.ledger.columns import NO_PARENT, NOT_READY, Columns
-from pagoda.ledger.ghosts import Marks
+from pagoda.ledger.columns import NO_PARENT, NOT_READY, Columns, Marks
+from pagoda.ledger.eviction import GHOST_REASONS, Evictor
 from pagoda.metrics import Reason
 
 __all__ = ["Chain", "SimulatedTier", "marks_of_ids"]
@@ -73,7 +72,7 @@ class SimulatedTier:
         self.hits = self.written = self.evicted = self.refused = 0
         self._columns = Columns(None, chunks)
         self._columns.reset()
-        self._advice = Advice(policy, self._columns)
+        self._advice = Evictor(policy, self._columns)
         self._learnt = np.zeros(self._advice.shared_values)
         self._rows: dict[int, int] = {}
         self._ids: list[int] = []  # by row

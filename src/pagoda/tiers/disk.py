@@ -15,7 +15,7 @@ from pagoda.codec import HEADER_BYTES
 from pagoda.errors import StoreError
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
-from pagoda.ledger import Ledger, StoreSpec
+from pagoda.ledger import Ledger, StoreSpec, admin
 from pagoda.metrics import Reason
 from pagoda.slab import FileSlab
 from pagoda.threads import NO_THREAD
@@ -125,7 +125,7 @@ class DiskTier(QueuedTier):
         except BaseException:
             ledger.close()
             raise
-        tier_registry.note("disk", path, sum(map(len, ledger.backed())) * stride if made else 0)
+        tier_registry.note("disk", path, sum(map(len, ledger.space.backed_ranges())) * stride if made else 0)
         return cls(
             layout,
             ledger,
@@ -139,7 +139,7 @@ class DiskTier(QueuedTier):
 
     def register(self, namespace: Namespace) -> None:
         """Record the namespace with its labels. Idempotent and cheap."""
-        self.ledger.register(namespace.root, namespace.fields())
+        self.ledger.namespaces.register(namespace.root, namespace.fields())
 
     def wait_ready(self, timeout: float) -> bool:
         """Wait until a rebuild of the ledger has ended; return False after `timeout` seconds.
@@ -193,7 +193,7 @@ class DiskTier(QueuedTier):
 
     def holders(self, key: bytes) -> list[str]:
         """Return what keeps this chunk from eviction: names of pins, "in flight"."""
-        owners = [owner for owner, keys in self.ledger.pins().items() if key in keys]
+        owners = [owner for owner, keys in admin.list_pins(self.ledger).items() if key in keys]
         return [*owners, "in flight"] if self.in_flight(key) else owners
 
     def _locate(
@@ -222,7 +222,7 @@ class DiskTier(QueuedTier):
                 index += 1
                 continue
             stop = next((n for n in range(index + 1, len(keys)) if keys[n] in queued), len(keys))
-            match = self.ledger.match(
+            match = self.ledger.match_prefix(
                 keys[index:stop],
                 start=position,
                 namespace=namespace,
@@ -298,7 +298,7 @@ class DiskTier(QueuedTier):
         if not chunks:
             return 0
         keys = [chunk.key for chunk in chunks]
-        match = self.ledger.match(
+        match = self.ledger.match_prefix(
             keys, start=chunks[0].position, namespace=namespace, stamp=stamp, lease_seconds=1.0, asked=False,
             deadline_seconds=_PRESENT_SECONDS,
         )  # fmt: skip
@@ -364,14 +364,14 @@ class DiskTier(QueuedTier):
         waiting, running = self._cancel_writes(Reason.REMOVED, key=key)
         if running:
             self.wait([key], self.deadline_seconds)
-        return self.ledger.remove([key]) > 0 or bool(waiting or running)
+        return admin.remove(self.ledger, [key]) > 0 or bool(waiting or running)
 
     def clear(self, namespace: bytes | None = None) -> int:
         """Remove all chunks of one namespace (its root), or all; saves in flight store nothing. Return how many."""
         if self._closed:
             return 0
         waiting, running = self._cancel_writes(Reason.CLEARED, namespace=namespace)
-        return self.ledger.clear(namespace) + len(waiting) + len(running)
+        return admin.clear(self.ledger, namespace) + len(waiting) + len(running)
 
     # ---- statistics ----------------------------------------------------------------------------------------------
 
@@ -382,4 +382,4 @@ class DiskTier(QueuedTier):
         """
         if self._closed:
             return {}
-        return {**self.ledger.numbers(self.deadline_seconds), **self._queue_stats()}
+        return {**admin.numbers(self.ledger, self.deadline_seconds), **self._queue_stats()}

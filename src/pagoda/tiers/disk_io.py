@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from pagoda import codec
 from pagoda.codec import HEADER_BYTES
-from pagoda.ledger import Busy, Ledger, Present, Reserved
+from pagoda.ledger import Busy, Ledger, Present, Reserved, admin
 from pagoda.metrics import RateLimitedLog, Reason
 from pagoda.slab import aligned
 from pagoda.threads import Condition, Event
@@ -229,7 +229,7 @@ class DiskWorker:
         if reason is not Reason.EVICTED:
             return reason
         # It left its slot while the read waited, or moved from the queue into a slot: look it up again, once.
-        match = self._store.ledger.match(
+        match = self._store.ledger.match_prefix(
             [read.key], start=read.position, namespace=read.namespace, asked=False
         )
         if not len(match.slots):
@@ -275,7 +275,7 @@ class DiskWorker:
 
     def _drop_entry(self, read: ReadRequest, reason: Reason) -> Reason:
         """Remove an entry that cannot be served from the ledger, unless it has changed since."""
-        self._store.ledger.drop(read.key, read.slot, read.generation, reason)
+        self._store.ledger.remove_exact(read.key, read.slot, read.generation, reason)
         return reason
 
     def _count_load(self, reason: Reason | None) -> None:
@@ -298,7 +298,7 @@ class DiskWorker:
         for write in writes:
             done = results.get(write) or self._dropped(Reason.IO_ERROR)
             self._queue.finish_write(write, done)
-        self._store.ledger.save_labels()
+        self._store.ledger.namespaces.save_labels()
 
     def _save(
         self,
@@ -346,7 +346,7 @@ class DiskWorker:
             parent=first.chunk.parent,
             tokens=first.chunk.tokens,
             stamp=first.stamp,
-            judged=run[-1].chunk.position < self._store.admission(first.namespace, first.stamp).end,
+            admitted=run[-1].chunk.position < self._store.admission(first.namespace, first.stamp).end,
             deadline_seconds=_LEDGER_SECONDS,
         )
         for write, outcome in zip(run, outcomes, strict=True):
@@ -425,7 +425,7 @@ class DiskWorker:
 
     def _committed(self, write: WriteRequest) -> Done:
         if write.cancelled is not None:  # its key was removed while it was being committed
-            self._store.ledger.remove([write.chunk.key])
+            admin.remove(self._store.ledger, [write.chunk.key])
             return self._dropped(write.cancelled)
         self._store.ledger.count("stored_bytes", self._store.chunk_bytes)
         return Done(True, None)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pagoda import codec
-from pagoda.ledger import Found, Ledger
+from pagoda.ledger import Ledger, ScannedChunk, rebuild
 from pagoda.threads import Event
 
 BATCH_SLOTS = 64
@@ -50,14 +50,14 @@ class HeaderScan:
 
     def run(self, stop: Event) -> None:
         """Scan unless another thread or process does; return when all headers are read, or on `stop`."""
-        while not stop.is_set() and len(self._ledger.unscanned()):
+        while not stop.is_set() and len(rebuild.unscanned(self._ledger)):
             if not self._begin():  # another one scans; if it dies, this one takes over
                 stop.wait(_RETRY_SECONDS)
                 continue
             try:
                 self._scan(stop)
             finally:
-                self._ledger.end_scan()
+                rebuild.end_scan(self._ledger)
                 _scanning.discard(self._ledger.directory)
 
     def _begin(self) -> bool:
@@ -65,21 +65,21 @@ class HeaderScan:
         with (
             _scanning_lock
         ):  # the ledger's lock excludes other processes, this one other tiers of this process
-            if directory in _scanning or not self._ledger.begin_scan():
+            if directory in _scanning or not rebuild.begin_scan(self._ledger):
                 return False
             _scanning.add(directory)
             return True
 
     def _scan(self, stop: Event) -> None:
         while not stop.is_set():
-            left = self._ledger.unscanned()
+            left = rebuild.unscanned(self._ledger)
             if not len(left):
                 return
             count = min(BATCH_SLOTS, len(left))
             found = self._read(left[0], count)
-            self._ledger.absorb(left[0], found)
+            rebuild.absorb(self._ledger, left[0], found)
 
-    def _read(self, first: int, count: int) -> list[Found | None]:
+    def _read(self, first: int, count: int) -> list[ScannedChunk | None]:
         try:
             pages = self._read_headers(first, count)
         except OSError as error:
@@ -89,12 +89,12 @@ class HeaderScan:
             return [found for slot in range(first, first + count) for found in self._read(slot, 1)]
         return [self._found(slot, codec.parse(page)) for slot, page in enumerate(pages, first)]
 
-    def _found(self, slot: int, header: codec.Header | None) -> Found | None:
+    def _found(self, slot: int, header: codec.Header | None) -> ScannedChunk | None:
         if header is None or header.slot != slot or header.store_id != self._ledger.store_id:
             return None
         if header.fingerprint != self._fingerprint or header.length != self._chunk_bytes:
             return None
-        return Found(
+        return ScannedChunk(
             key=header.key,
             namespace_root=header.namespace,
             epoch=header.epoch,

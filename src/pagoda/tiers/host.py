@@ -20,8 +20,8 @@ from pagoda.errors import ClosedError
 from pagoda.fork import reset_in_child
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
-from pagoda.ledger import Busy, Ledger, Present, Reserved, StoreSpec
-from pagoda.ledger.state import FORMAT
+from pagoda.ledger import Busy, Ledger, Present, Reserved, StoreSpec, admin
+from pagoda.ledger.store_files import FORMAT
 from pagoda.metrics import Reason
 from pagoda.slab import MemorySlab
 from pagoda.threads import Condition
@@ -96,7 +96,7 @@ class HostTier(BlockingCalls):
         try:
             slab = (
                 ledger.open_slab(
-                    lambda file: MemorySlab(file, ledger.slots, layout.slot_bytes, ledger.lending)
+                    lambda file: MemorySlab(file, ledger.slots, layout.slot_bytes, ledger.page_guards)
                 )
                 if shared
                 else MemorySlab(None, ledger.slots, layout.slot_bytes)
@@ -106,10 +106,10 @@ class HostTier(BlockingCalls):
             raise
         if shared:
             tier_registry.note(
-                "host", path, sum(map(len, ledger.backed())) * layout.slot_bytes if made else 0
+                "host", path, sum(map(len, ledger.space.backed_ranges())) * layout.slot_bytes if made else 0
             )
         if populate:
-            slab.populate(background=True, backed=ledger.backed())
+            slab.populate(background=True, backed=ledger.space.backed_ranges())
         return cls(layout, ledger, slab, deadline_seconds=deadline_seconds)
 
     @property
@@ -154,7 +154,7 @@ class HostTier(BlockingCalls):
 
     def register(self, namespace: Namespace) -> None:
         """Record the namespace with its labels. Idempotent and cheap."""
-        self.ledger.register(namespace.root, namespace.fields())
+        self.ledger.namespaces.register(namespace.root, namespace.fields())
 
     def use_device(self, device_index: int) -> None:
         """Register the slab with the GPUs, in the background. Call it before every GPU copy. Idempotent and cheap.
@@ -162,10 +162,10 @@ class HostTier(BlockingCalls):
         First the ledger is told, so that slots stay reserved for a grace period after this process: a GPU may still be
         writing to them. Slots that the ledger has added since the last call are registered too.
         """
-        now = os.getpid(), self.ledger.share.grown
+        now = os.getpid(), self.ledger.space.grown
         if self._registered != now and not self._closed:
             with contextlib.suppress(RuntimeError):  # no thread could start: the next copy tries again
-                self.slab.pin(device_index, backed=self.ledger.uses_device)
+                self.slab.pin(device_index, backed=self.ledger.register_device)
                 self._registered = now
 
     # ---- finding -------------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ class HostTier(BlockingCalls):
         """Return how many leading keys are stored; copies nothing."""
         if self._closed:
             return 0
-        match = self.ledger.match(
+        match = self.ledger.match_prefix(
             keys, start=start, namespace=namespace, stamp=stamp, touch=touch,
             deadline_seconds=clamp_deadline(self.deadline_seconds, deadline_seconds),
         )  # fmt: skip
@@ -198,7 +198,7 @@ class HostTier(BlockingCalls):
         if self._closed:
             return False
         seconds = clamp_deadline(self.deadline_seconds, deadline_seconds)
-        return len(self.ledger.match([key], touch=False, deadline_seconds=seconds).slots) > 0
+        return len(self.ledger.match_prefix([key], touch=False, deadline_seconds=seconds).slots) > 0
 
     def in_flight(self, key: bytes) -> bool:
         """Return False: a save has ended when `save` returns."""
@@ -214,7 +214,7 @@ class HostTier(BlockingCalls):
 
     def holders(self, key: bytes) -> list[str]:
         """Return what keeps this chunk from eviction: names of pins."""
-        return [owner for owner, keys in self.ledger.pins().items() if key in keys]
+        return [owner for owner, keys in admin.list_pins(self.ledger).items() if key in keys]
 
     # ---- saving and loading --------------------------------------------------------------------------------------
 
@@ -267,7 +267,7 @@ class HostTier(BlockingCalls):
             ends.update(self._fill(run, reserved))
             return [ends[n] for n in range(len(run))]
         except BaseException:
-            self.ledger.give_up(outcomes, self.deadline_seconds)
+            self.ledger.abort(outcomes, self.deadline_seconds)
             raise
 
     def _fill(self, run: Sequence[Chunk], reserved: dict[int, Reserved]) -> dict[int, Future[Done]]:
@@ -318,7 +318,7 @@ class HostTier(BlockingCalls):
         until = time.monotonic() + clamp_deadline(self.deadline_seconds, deadline_seconds)
         index = 0
         while index < len(keys):  # one transaction a run: an absent key ends it
-            match = self.ledger.match(
+            match = self.ledger.match_prefix(
                 keys[index:], start=None if start is None else start + index, namespace=namespace,
                 stamp=stamp, deadline_seconds=max(0.0, until - time.monotonic()),
             )  # fmt: skip
@@ -359,17 +359,17 @@ class HostTier(BlockingCalls):
 
     def remove(self, key: bytes) -> bool:
         """Remove a chunk; return False if it is not here."""
-        return not self._closed and self.ledger.remove([key]) > 0
+        return not self._closed and admin.remove(self.ledger, [key]) > 0
 
     def clear(self, namespace: bytes | None = None) -> int:
         """Remove all chunks of one namespace (its root), or all; saves in flight store nothing. Return how many."""
-        return 0 if self._closed else self.ledger.clear(namespace)
+        return 0 if self._closed else admin.clear(self.ledger, namespace)
 
     # ---- statistics and the end ----------------------------------------------------------------------------------
 
     def stats(self) -> Mapping[str, int]:
         """Return gauges and counters of the store, of all processes that share it. StoreError if it does not answer."""
-        return {} if self._closed else self.ledger.numbers(self.deadline_seconds)
+        return {} if self._closed else admin.numbers(self.ledger, self.deadline_seconds)
 
     def close(self, timeout: float = 5.0) -> None:
         """Close the slab and the ledger. Idempotent. Views of slots stay readable.

@@ -10,14 +10,23 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pagoda.ledger.state import FORMAT, STATE, Mark, State, is_marked, read_state, set_mark, write_state
+from pagoda.ledger.store_files import (
+    FORMAT,
+    STATE,
+    StoreState,
+    TableMark,
+    is_marked,
+    read_state,
+    set_mark,
+    write_state,
+)
 from tests.ledger.support import in_child
 
 PAGE = 4096
 
 
-def state_of(**changed: object) -> State:
-    made = State(
+def state_of(**changed: object) -> StoreState:
+    made = StoreState(
         format=FORMAT, kind="file", store_id="00" * 16, slots=8, slot_bytes=4096, map_bytes=1 << 22,
         incarnation=1, recency_offset=0, boot_id="this", clean=False, private=False, inodes={},
     )  # fmt: skip
@@ -69,7 +78,7 @@ def test_a_full_disk_hinders_no_write(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (3 * PAGE, 3 * PAGE))
         for n in range(5):
             write_state(tmp_path, state_of(incarnation=n))
-            set_mark(tmp_path, Mark.DAMAGED, n)
+            set_mark(tmp_path, TableMark.DAMAGED, n)
         assert os.stat(tmp_path / STATE).st_blocks * 512 >= 3 * PAGE
 
     in_child(write_without_room)
@@ -78,19 +87,19 @@ def test_a_full_disk_hinders_no_write(tmp_path: Path) -> None:
 
 def test_marks_are_of_one_incarnation_each(tmp_path: Path) -> None:
     write_state(tmp_path, state_of())
-    assert not any(is_marked(tmp_path, mark, 1) for mark in Mark)
-    set_mark(tmp_path, Mark.DAMAGED, 5)
-    assert is_marked(tmp_path, Mark.DAMAGED, 5) and not is_marked(tmp_path, Mark.DAMAGED, 6)
-    assert not is_marked(tmp_path, Mark.OPENING, 5)
-    set_mark(tmp_path, Mark.OPENING, 5)
+    assert not any(is_marked(tmp_path, mark, 1) for mark in TableMark)
+    set_mark(tmp_path, TableMark.DAMAGED, 5)
+    assert is_marked(tmp_path, TableMark.DAMAGED, 5) and not is_marked(tmp_path, TableMark.DAMAGED, 6)
+    assert not is_marked(tmp_path, TableMark.OPENING, 5)
+    set_mark(tmp_path, TableMark.OPENING, 5)
     write_state(tmp_path, state_of(incarnation=5))
-    assert is_marked(tmp_path, Mark.DAMAGED, 5) and is_marked(tmp_path, Mark.OPENING, 5)
-    set_mark(tmp_path, Mark.OPENING, 0)
-    assert not is_marked(tmp_path, Mark.OPENING, 5) and is_marked(tmp_path, Mark.DAMAGED, 5)
+    assert is_marked(tmp_path, TableMark.DAMAGED, 5) and is_marked(tmp_path, TableMark.OPENING, 5)
+    set_mark(tmp_path, TableMark.OPENING, 0)
+    assert not is_marked(tmp_path, TableMark.OPENING, 5) and is_marked(tmp_path, TableMark.DAMAGED, 5)
 
 
 def test_fields_of_a_later_version_hinder_nothing(tmp_path: Path) -> None:
-    class Later(State, frozen=True, kw_only=True):
+    class Later(StoreState, frozen=True, kw_only=True):
         new_field: int = 7
 
     fields = msgspec.to_builtins(state_of(format=FORMAT + 5))

@@ -18,10 +18,20 @@ from blake3 import blake3
 
 from pagoda.clock import Clock
 from pagoda.errors import NoRoomError, StoreError
-from pagoda.ledger import Ledger, Present, Reserved, StoreSpec, keeping, namespaces, sharing
-from pagoda.ledger.state import Kind, Mark, set_mark
-from pagoda.ledger.upkeep import Upkeep
-from pagoda.ledger.writing import Writing
+from pagoda.ledger import (
+    Ledger,
+    Present,
+    Reserved,
+    StoreSpec,
+    admin,
+    chunk_ops,
+    namespaces,
+    rebuild,
+    space_sharing,
+)
+from pagoda.ledger.policy_thread import PolicyThread
+from pagoda.ledger.store_files import Kind, TableMark, set_mark
+from pagoda.ledger.transaction import Transaction
 from pagoda.slab import FileSlab, MemorySlab, aligned
 from tests.faults.support import ROOT, AfterReboot, own_mounts, python, succeeded
 from tests.ledger.support import (
@@ -49,11 +59,11 @@ class Room:
     ) -> None:  # fmt: skip
         spec = StoreSpec(root, name, kind, max(1, limit // (pages * PAGE)), pages * PAGE, limit)
         self.ledger = Ledger.open(spec, clock=clock)
-        self.ledger.register(TENANT, {"model": name})
+        self.ledger.namespaces.register(TENANT, {"model": name})
         self.size = pages * PAGE
         slots = self.ledger.slots
         self.memory = (
-            MemorySlab(self.ledger.slab_path, slots, self.size, self.ledger.lending)
+            MemorySlab(self.ledger.slab_path, slots, self.size, self.ledger.page_guards)
             if kind == "memory"
             else None
         )
@@ -93,7 +103,7 @@ class Room:
         """Read single chunks and compare every byte; how many were there."""
         found = 0
         for key in wanted:
-            match = self.ledger.match([key], touch=touch, deadline_seconds=PATIENT_SECONDS)
+            match = self.ledger.match_prefix([key], touch=touch, deadline_seconds=PATIENT_SECONDS)
             if len(match.slots):
                 copy = self.read(int(match.slots[0]))
                 if self.ledger.still_valid(match.slots, match.generations)[0]:
@@ -103,7 +113,7 @@ class Room:
 
     def more(self, pieces: int = 1) -> bool:
         """What the thread of the ledger does when there are too few slots."""
-        done = [self.ledger.share.more() for _ in range(pieces)]
+        done = [self.ledger.space.more() for _ in range(pieces)]
         return all(done)
 
     @property
@@ -113,12 +123,12 @@ class Room:
 
     @property
     def backed(self) -> int:
-        return sum(map(len, self.ledger.backed()))
+        return sum(map(len, self.ledger.space.backed_ranges()))
 
     def check(self) -> None:
         """The tables add up, and every slot that may be reserved has pages."""
-        self.ledger.check()
-        gauges = self.ledger.gauges()
+        admin.check(self.ledger)
+        gauges = admin.gauges(self.ledger)
         assert self.backed == gauges["slots"] - gauges["unbacked"]
         if self.memory is not None:
             assert self.pages * PAGE >= self.backed * self.size
@@ -134,7 +144,7 @@ class Room:
 def no_thread(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is taken but by `more`, unless the test is about that."""
     if "threads" not in request.fixturenames:
-        monkeypatch.setattr(Upkeep, "wake", lambda *_, **__: None)
+        monkeypatch.setattr(PolicyThread, "wake", lambda *_, **__: None)
 
 
 @pytest.fixture
@@ -150,7 +160,7 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 def test_a_store_that_is_alone_has_all_at_once(shm_root: Path, kind: Kind) -> None:
     one = Room(shm_root, kind=kind)
-    assert (one.backed, one.pages, one.ledger.gauges()["free"]) == (64, 64, 64)
+    assert (one.backed, one.pages, admin.gauges(one.ledger)["free"]) == (64, 64, 64)
     assert not one.more()
     one.check()
     one.close()
@@ -201,9 +211,9 @@ def test_a_thread_of_the_ledger_gets_what_is_lacking(shm_root: Path, threads: No
 
 def test_a_thread_that_was_woken_at_its_end_is_started_again(shm_root: Path, threads: None) -> None:
     one = Room(shm_root, limit=LIMIT)
-    one.ledger._upkeep._woken.set()  # and it ended without seeing it
-    one.ledger._upkeep.wake(lacks=True)
-    thread = one.ledger._upkeep._thread
+    one.ledger.policy_thread._woken.set()  # and it ended without seeing it
+    one.ledger.policy_thread.wake(lacks=True)
+    thread = one.ledger.policy_thread._thread
     assert thread is not None and thread.is_alive()
     one.close()
 
@@ -248,12 +258,12 @@ def test_nothing_that_is_kept_is_taken(shm_root: Path) -> None:
     one.put(keys(*range(64)))
     rooms = [r for r in one.ledger.reserve(keys(1000, 1001), namespace=TENANT) if isinstance(r, Reserved)]
     pinned, held, leased = keys(*range(2, 12)), keys(*range(12, 22)), keys(*range(22, 52))
-    assert one.ledger.pin(pinned, "ann") == 10
+    assert admin.pin(one.ledger, pinned, "ann") == 10
     for key in held:
-        match = one.ledger.match([key], touch=False)
+        match = one.ledger.match_prefix([key], touch=False)
         assert one.ledger.hold(match.slots, match.generations) == [True]
     for key in leased:
-        one.ledger.match([key], touch=False, lease_seconds=60.0)
+        one.ledger.match_prefix([key], touch=False, lease_seconds=60.0)
     two = Room(shm_root, "b")
     while two.more():
         pass
@@ -272,10 +282,10 @@ def test_what_is_kept_and_cold_hides_nothing_behind_it(shm_root: Path, how: str)
     one.put(keys(*range(64)))
     kept = keys(*range(16))  # more than a piece, and the coldest
     if how == "pinned":
-        assert one.ledger.pin(kept, "ann") == 16
+        assert admin.pin(one.ledger, kept, "ann") == 16
     else:
         for key in kept:
-            match = one.ledger.match([key], touch=False)
+            match = one.ledger.match_prefix([key], touch=False)
             assert one.ledger.hold(match.slots, match.generations) == [True]
     two = Room(shm_root, "b")
     while two.more():
@@ -291,7 +301,7 @@ def test_a_taking_from_a_store_that_keeps_all_ends(shm_root: Path) -> None:
     one = Room(shm_root)
     one.put(keys(*range(64)))
     for key in keys(*range(64)):
-        match = one.ledger.match([key], touch=False)
+        match = one.ledger.match_prefix([key], touch=False)
         assert one.ledger.hold(match.slots, match.generations) == [True]
     with pytest.raises(NoRoomError, match="open in this process"):
         Room(shm_root, "b")
@@ -309,7 +319,7 @@ def test_an_idle_store_that_cannot_be_used_any_more_gives_its_room(shm_root: Pat
     in_child(fill)
     clock = Clock()
     if how == "damaged":
-        set_mark(shm_root / "a", Mark.DAMAGED, 1)
+        set_mark(shm_root / "a", TableMark.DAMAGED, 1)
     else:
         clock = AfterReboot()
     two = Room(shm_root, "b", clock=clock)
@@ -368,7 +378,7 @@ def test_a_file_system_without_holes_costs_no_chunk(
 
     one = Room(shm_root, kind=kind)
     one.put(keys(*range(64)))
-    monkeypatch.setattr(sharing, "punch", refuses)
+    monkeypatch.setattr(space_sharing, "punch", refuses)
     with pytest.raises(NoRoomError, match="open in this process"):
         Room(shm_root, "b", kind)
     assert one.get(keys(*range(64))) == one.backed == 64
@@ -379,7 +389,7 @@ def test_a_file_system_without_holes_costs_no_chunk(
 def test_pages_that_a_gpu_knows_stay(shm_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = Room(shm_root)
     one.put(keys(*range(64)))
-    assert one.ledger.uses_device() == [range(64)]
+    assert one.ledger.register_device() == [range(64)]
     with pytest.raises(NoRoomError, match=f"a holds {LIMIT:,}, open in this process"):
         Room(shm_root, "b")
     assert one.get(keys(*range(64))) == 64
@@ -403,7 +413,7 @@ def test_an_error_names_who_holds_the_room(shm_root: Path) -> None:
 
     def hold() -> None:
         other = Room(shm_root / "other")
-        other.ledger.uses_device()
+        other.ledger.register_device()
 
     with (
         Other(hold) as process,
@@ -477,17 +487,17 @@ def test_killed_before_a_taking_is_published(
 ) -> None:
     one = Room(shm_root, kind=kind)
     one.put(keys(*range(64)))
-    matches = [one.ledger.match([key], touch=False) for key in keys(*range(64))]
-    real = keeping.vacate
+    matches = [one.ledger.match_prefix([key], touch=False) for key in keys(*range(64))]
+    real = chunk_ops.vacate
 
     def vacates(
-        writing: Writing, count: int, victims: Sequence[tuple[int, int]], in_memory: bool
+        transaction: Transaction, count: int, victims: Sequence[tuple[int, int]], in_memory: bool
     ) -> list[int]:
-        monkeypatch.setattr(Writing, "publish", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-        return real(writing, count, victims, in_memory)
+        monkeypatch.setattr(Transaction, "publish", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        return real(transaction, count, victims, in_memory)
 
     def take() -> None:
-        monkeypatch.setattr(keeping, "vacate", vacates)
+        monkeypatch.setattr(chunk_ops, "vacate", vacates)
         Room(shm_root, "b", kind)
 
     assert wait(child(take)) == -signal.SIGKILL
@@ -511,7 +521,7 @@ def test_killed_at_any_step_of_a_taking(
     one.put(keys(*range(64)))
     one.get(keys(*range(40, 64)))
     name = {"punched": "punch", "allocated": "allocate_range"}.get(step, step)
-    place = keeping if step == "vacate" else sharing
+    place = chunk_ops if step == "vacate" else space_sharing
     real = getattr(place, name)
 
     def dies(*arguments: int) -> object:
@@ -549,17 +559,17 @@ def test_killed_at_any_step_of_a_taking(
 def test_a_view_keeps_its_pages_and_one_of_a_bare_slot_touches_none(shm_root: Path) -> None:
     one = Room(shm_root)
     one.put(keys(0))
-    match = one.ledger.match(keys(0), touch=False)
+    match = one.ledger.match_prefix(keys(0), touch=False)
     slot = int(match.slots[0])
     assert one.memory is not None
     view = one.memory.view(slot)[16:].view(np.uint64)[1:]
-    one.ledger.share.give(LIMIT, idle=False)
+    one.ledger.space.give(LIMIT, idle=False)
     assert one.backed == 0 and one.pages == 1, "what was lent stays for now"
     assert not one.ledger.still_valid(match.slots, match.generations)[0]
     assert np.array_equal(view, one.bytes_of(keys(0)[0])[16:].view(np.uint64)[1:])
     assert not one.memory.view(slot).any(), "of a slot without pages there are zeros"
     del view
-    one.ledger.share.give(1, idle=False)
+    one.ledger.space.give(1, idle=False)
     assert one.pages == 0
     assert not one.memory.view(slot).any() and one.pages == 0
     while one.more():
@@ -572,7 +582,7 @@ def test_a_view_keeps_its_pages_and_one_of_a_bare_slot_touches_none(shm_root: Pa
 def test_the_view_of_another_process_keeps_its_pages_until_it_dies(shm_root: Path) -> None:
     one, two = Room(shm_root), Room(shm_root, "b")
     one.put(keys(*range(48)))
-    coldest = [slot for slot, _ in one.ledger.coldest(2)]
+    coldest = [slot for slot, _ in one.ledger.space.coldest(2)]
     kept: list[object] = []
 
     def look() -> None:
@@ -581,9 +591,9 @@ def test_the_view_of_another_process_keeps_its_pages_until_it_dies(shm_root: Pat
         kept.extend([room, room.memory.views(coldest)])
 
     with Other(look):
-        assert one.ledger.share.give(PAGE * 8, idle=False) == PAGE * 6
+        assert one.ledger.space.give(PAGE * 8, idle=False) == PAGE * 6
         assert (one.backed, one.pages) == (40, 42)
-    assert one.ledger.share.give(PAGE * 2, idle=False) == PAGE * 2
+    assert one.ledger.space.give(PAGE * 2, idle=False) == PAGE * 2
     assert (one.backed, one.pages) == (40, 40)
     for room in (one, two):
         room.check()
@@ -593,7 +603,7 @@ def test_the_view_of_another_process_keeps_its_pages_until_it_dies(shm_root: Pat
 def test_the_views_of_the_dead_are_not_those_of_the_next_member(shm_root: Path) -> None:
     one, two = Room(shm_root), Room(shm_root, "b")
     one.put(keys(*range(48)))
-    coldest = [slot for slot, _ in one.ledger.coldest(2)]
+    coldest = [slot for slot, _ in one.ledger.space.coldest(2)]
     kept: list[object] = []
 
     def look() -> None:
@@ -607,7 +617,7 @@ def test_the_views_of_the_dead_are_not_those_of_the_next_member(shm_root: Path) 
 
     Other(look).end()
     with Other(join):
-        assert one.ledger.share.give(PAGE * 8, idle=False) == PAGE * 8
+        assert one.ledger.space.give(PAGE * 8, idle=False) == PAGE * 8
     for room in (one, two):
         room.check()
         room.close()
@@ -616,7 +626,7 @@ def test_the_views_of_the_dead_are_not_those_of_the_next_member(shm_root: Path) 
 def test_a_forked_child_lends_for_itself_and_gives_nothing_back_for_its_parent(shm_root: Path) -> None:
     one, two = Room(shm_root), Room(shm_root, "b")
     one.put(keys(*range(48)))
-    coldest = [slot for slot, _ in one.ledger.coldest(4)]
+    coldest = [slot for slot, _ in one.ledger.space.coldest(4)]
     assert one.memory is not None
     views = one.memory.views(coldest[:2])
     kept: list[object] = []
@@ -627,10 +637,10 @@ def test_a_forked_child_lends_for_itself_and_gives_nothing_back_for_its_parent(s
         kept.extend(one.memory.views(coldest[2:3]))  # before any other call
 
     with Other(act):
-        assert one.ledger.share.give(4 * PAGE, idle=False) == PAGE
+        assert one.ledger.space.give(4 * PAGE, idle=False) == PAGE
         views.clear()
-        assert one.ledger.share.give(PAGE, idle=False) == 2 * PAGE
-    assert one.ledger.share.give(PAGE, idle=False) == PAGE
+        assert one.ledger.space.give(PAGE, idle=False) == 2 * PAGE
+    assert one.ledger.space.give(PAGE, idle=False) == PAGE
     assert one.backed == one.pages == 44
     for room in (one, two):
         room.check()
@@ -688,9 +698,9 @@ def test_anything_in_any_order_adds_up(shm_root: Path, kind: Kind, seed: int) ->
             case 4 | 5:
                 room.more()
             case 6:
-                room.ledger.share.give(dice.randrange(1, 20) * PAGE, idle=False)
+                room.ledger.space.give(dice.randrange(1, 20) * PAGE, idle=False)
             case 7:
-                (room.ledger.pin if dice.random() < 0.5 else room.ledger.unpin)(wanted, "ann")
+                (admin.pin if dice.random() < 0.5 else admin.unpin)(room.ledger, wanted, "ann")
             case 8:
                 rooms.pop(name).close()
         for other in rooms.values():
@@ -707,15 +717,15 @@ def test_a_file_system_that_is_full_in_the_middle_gives_fewer_slots(
 ) -> None:
     one = Room(shm_root, kind=kind)
     one.put(keys(*range(64)))
-    one.ledger.share.give(LIMIT // 2, idle=False)
-    real, left = sharing.allocate_range, [3]
+    one.ledger.space.give(LIMIT // 2, idle=False)
+    real, left = space_sharing.allocate_range, [3]
 
     def allocate(fd: int, offset: int, nbytes: int) -> bool:
         left[0] -= 1
         return left[0] >= 0 and real(fd, offset, nbytes)
 
-    monkeypatch.setattr(sharing, "_RANGE_BYTES", 2 * PAGE)
-    monkeypatch.setattr(sharing, "allocate_range", allocate)
+    monkeypatch.setattr(space_sharing, "_RANGE_BYTES", 2 * PAGE)
+    monkeypatch.setattr(space_sharing, "allocate_range", allocate)
     before = one.backed
     one.more()
     assert one.backed == one.pages == before + 6
@@ -730,13 +740,13 @@ import os, subprocess, sys, threading
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from tests.ledger.support import keys
-from tests.ledger.test_sharing import Room
+from tests.ledger.test_space_sharing import Room
 
 where = Path(sys.argv[1])
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=48m,mode=0700", "tmpfs", where], check=True)
 one = Room(where / "root", "a", pages=64, limit=32 << 20)
 assert one.put(keys(*range(128))) == 128
-match = one.ledger.match(keys(7), touch=False)
+match = one.ledger.match_prefix(keys(7), touch=False)
 views = one.memory.views(match.slots.tolist())  # of a reader that stands still all the time
 stop, wrong = threading.Event(), []
 
@@ -790,7 +800,7 @@ def test_pages_behind_the_slots_that_were_ever_used_come_back(shm_root: Path, ki
     os.posix_fallocate(fd, backed * PAGE, 8 * PAGE)  # as who is killed before it says so
     os.close(fd)
     assert two.pages == backed + 8
-    two.ledger.share.give(PAGE, idle=False)
+    two.ledger.space.give(PAGE, idle=False)
     assert two.pages == two.backed == backed
     for room in (one, two):
         room.check()
@@ -810,22 +820,24 @@ def test_an_allocation_that_fails_in_the_middle_leaves_nothing(
         slab.truncate(16 * PAGE)
         real(slab.fileno(), 0, PAGE)
         monkeypatch.setattr(os, "posix_fallocate", half)
-        assert not sharing.allocate_range(slab.fileno(), 4 * PAGE, 8 * PAGE)
+        assert not space_sharing.allocate_range(slab.fileno(), 4 * PAGE, 8 * PAGE)
         assert os.fstat(slab.fileno()).st_blocks * 512 == PAGE
 
 
 def test_a_scan_that_ends_by_a_taking_leaves_no_tenant_without_chunks(shm_root: Path) -> None:
     one = Room(shm_root, kind="file")
     one.put(keys(*range(64)))
-    one.ledger.clear(TENANT)
+    admin.clear(one.ledger, TENANT)
     one.put(keys(*range(64)))
     one.close()
-    set_mark(shm_root / "a", Mark.DAMAGED, 1)
+    set_mark(shm_root / "a", TableMark.DAMAGED, 1)
     one = Room(shm_root, kind="file")
-    assert len(one.ledger.unscanned()) == 64 and list(one.ledger._paged(namespaces.tenants))
-    one.ledger.share.give(LIMIT, idle=True)
-    assert not one.ledger.unscanned() and one.pages == 0
-    assert not list(one.ledger._paged(namespaces.tenants))
+    assert len(rebuild.unscanned(one.ledger)) == 64 and list(
+        one.ledger.session.read_pages(namespaces.namespace_rows)
+    )
+    one.ledger.space.give(LIMIT, idle=True)
+    assert not rebuild.unscanned(one.ledger) and one.pages == 0
+    assert not list(one.ledger.session.read_pages(namespaces.namespace_rows))
     one.close()
 
 
@@ -837,7 +849,7 @@ def test_a_directory_that_was_replaced_gives_nothing(shm_root: Path, kind: Kind)
     os.rename(shm_root / "copy", shm_root / "a")
     before = one.pages
     with contextlib.suppress(StoreError):
-        one.ledger.share.give(LIMIT, idle=False)
+        one.ledger.space.give(LIMIT, idle=False)
     assert one.pages == before == 64, "what lies there now is another's"
     one.close()
 
@@ -851,7 +863,7 @@ def test_what_others_use_gives_no_more_than_is_above_its_share(shm_root: Path, k
         assert one.get(keys(0)) == 1
 
     with Other(use):
-        one.ledger.share.give(LIMIT, idle=True)
+        one.ledger.space.give(LIMIT, idle=True)
         assert one.backed == one.pages == 32
     for room in (one, two):
         room.check()
@@ -861,7 +873,7 @@ def test_what_others_use_gives_no_more_than_is_above_its_share(shm_root: Path, k
 def test_the_limit_of_a_store_that_nobody_has_open_counts_no_more(shm_root: Path, kind: Kind) -> None:
     one = Room(shm_root, kind=kind, limit=2 * LIMIT)
     one.put(keys(*range(128)))
-    one.ledger.share.give(112 * PAGE, idle=False)
+    one.ledger.space.give(112 * PAGE, idle=False)
     assert one.pages == 16
     one.close()
     two = Room(shm_root, "b", kind)  # grows into what is free
@@ -876,7 +888,7 @@ def test_what_was_killed_while_it_made_or_removed_a_store_is_not_grown_beside(
 ) -> None:
     one = Room(shm_root, kind=kind)
     one.put(keys(*range(64)))
-    one.ledger.share.give(LIMIT // 2, idle=False)
+    one.ledger.space.give(LIMIT // 2, idle=False)
     shutil.copytree(shm_root / "a", shm_root / passing)
     while one.more():
         pass

@@ -20,18 +20,18 @@ import msgspec
 import xxhash
 
 from pagoda.ledger.columns import columns_bytes
-from pagoda.ledger.counters import COUNTERS_BYTES, MEMBER_ROWS
+from pagoda.ledger.member_counters import COUNTERS_BYTES, MEMBER_ROWS
 
 # Of tables, columns, counters and marks: raise it with any change of them. A store on disk of another format is
 # rebuilt from the headers of its slab once nobody has it open; one in memory has another directory (`HostTier.open`).
 FORMAT = 4
 # Of the slots of a file and their headers: a store of another one is left alone.
 SLAB_FORMAT = 1
-STATE, LOCKS, TABLES, COLUMNS, COUNTERS_FILE, SLAB, NAMESPACES, LENT = (
+STATE, LOCKS, TABLES, COLUMNS, COUNTERS_FILE, SLAB, NAMESPACES, PAGE_GUARDS = (
     "state", "locks", "data.mdb", "columns", "counters", "slab", "namespaces", "lent",
 )  # fmt: skip
-LENT_WORDS = 64  # a member, see `lending`
-LENT_BYTES = MEMBER_ROWS * LENT_WORDS * 8
+GUARD_WORDS = 64  # a member, see `lending`
+GUARD_BYTES = MEMBER_ROWS * GUARD_WORDS * 8
 FIRST_OFFSET = 1 << 60  # recency stamps of a new store begin here, above those a rebuild gives
 NEVER_BOOTED = ""  # boot id of a store whose ledger is being made or resized: trusted by nobody
 
@@ -43,7 +43,7 @@ _MAGIC = b"PAGODAST"
 _WORD = Struct("<Q")
 
 
-class Mark(IntEnum):
+class TableMark(IntEnum):
     """Which tables are not to be trusted whatever the record says; void for those of a later incarnation."""
 
     DAMAGED = 0  # something in them did not make sense
@@ -52,7 +52,7 @@ class Mark(IntEnum):
     )
 
 
-class State(msgspec.Struct, frozen=True, kw_only=True):
+class StoreState(msgspec.Struct, frozen=True, kw_only=True):
     """What a store says of itself. Fields are only ever added, with defaults: every version can read it."""
 
     format: int
@@ -77,7 +77,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
             TABLES: self.map_bytes,
             COLUMNS: columns_bytes(self.slots),
             COUNTERS_FILE: COUNTERS_BYTES,
-            LENT: LENT_BYTES if self.kind == "memory" and self.slot_bytes else 0,
+            PAGE_GUARDS: GUARD_BYTES if self.kind == "memory" and self.slot_bytes else 0,
             SLAB: self.slots * self.slot_bytes,
         }
         return {name: size for name, size in sizes.items() if size}
@@ -93,19 +93,19 @@ class _Record(NamedTuple):
     text: bytes
 
 
-def read_state(directory: Path) -> State | None:
+def read_state(directory: Path) -> StoreState | None:
     """Read the state of a store, of whatever format; None if there is none or it is damaged."""
     try:
         content = _read(directory)
         record = _newest(content)
         # up to format 2 the file was one bare text
-        state = msgspec.json.decode(content if record is None else record.text, type=State)
+        state = msgspec.json.decode(content if record is None else record.text, type=StoreState)
     except (OSError, msgspec.DecodeError):
         return None
     return state if state.slots > 0 else None
 
 
-def write_state(directory: Path, state: State) -> None:
+def write_state(directory: Path, state: StoreState) -> None:
     """Replace the state of a store, synced; for who has it alone. Takes no room once the file is there."""
     text = msgspec.json.encode(state)
     record = _newest(_read(directory))
@@ -115,12 +115,12 @@ def write_state(directory: Path, state: State) -> None:
         _write_at(directory, (1 - record.page) * _PAGE, _sealed(record.number + 1, text))
 
 
-def set_mark(directory: Path, mark: Mark, incarnation: int) -> None:
+def set_mark(directory: Path, mark: TableMark, incarnation: int) -> None:
     """Mark the tables of an incarnation, synced; 0 takes the mark away. Any member may, at any time. OSError."""
     _write_at(directory, 2 * _PAGE + mark * _WORD.size, _WORD.pack(incarnation))
 
 
-def is_marked(directory: Path, mark: Mark, incarnation: int) -> bool:
+def is_marked(directory: Path, mark: TableMark, incarnation: int) -> bool:
     """Whether the tables of this incarnation are marked."""
     word = _read(directory)[2 * _PAGE + mark * _WORD.size :][: _WORD.size]
     return word == _WORD.pack(incarnation)
@@ -192,7 +192,7 @@ def sync_directory(directory: Path) -> None:
         os.close(fd)
 
 
-def mismatch(directory: Path, state: State) -> str | None:
+def mismatch(directory: Path, state: StoreState) -> str | None:
     """Say in what the files of a store differ from what its state promises; None if in nothing."""
     for name, size in state.sizes().items():
         try:
@@ -206,7 +206,7 @@ def mismatch(directory: Path, state: State) -> str | None:
     return None
 
 
-def inodes(directory: Path, state: State) -> dict[str, int]:
+def inodes(directory: Path, state: StoreState) -> dict[str, int]:
     """The inode of each mapped file: for memory, where a copied file would be another one."""
     return (
         {name: os.stat(directory / name).st_ino for name in state.sizes()} if state.kind == "memory" else {}

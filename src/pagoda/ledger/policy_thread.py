@@ -1,4 +1,7 @@
-"""What a policy learns: the file in which it is kept, and the thread that learns off the request path."""
+"""What a policy learns: the file in which it is kept, and the thread that learns off the request path.
+
+`Ledger` starts it on use. The thread also asks for more slots, when a reserve had too few (see `space_sharing`).
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagoda.errors import ClosedError
-from pagoda.ledger.advice import Advice
+from pagoda.ledger.eviction import Evictor
 from pagoda.ledger.session import Session, UnavailableError
-from pagoda.ledger.sharing import Share
+from pagoda.ledger.space_sharing import SpaceShare
 from pagoda.room import allocate
 from pagoda.threads import Event, begin, if_free
 
@@ -24,72 +27,72 @@ log = logging.getLogger("pagoda")
 
 _SHARE_SECONDS = 1.0
 _PAUSE_SECONDS, _PAUSE_SHARE = 0.1, 10  # between two rounds, and so many times as long as the last one took
-_IDLE_SECONDS = 10.0  # then the thread ends
+_IDLE_SECONDS = 10.0  # without use, then the thread ends
 _LAST_SECONDS = 1.0
-_NO_ROOM_SECONDS = 1.0  # until the root is asked again
+_NO_ROOM_SECONDS = 1.0  # until the root is asked for more again
 
 
-def map_learnt(directory: Path, advice: Advice) -> NDArray[np.float64] | None:
-    """Map what the policy has learnt in this store, zeros at first; None if it learns nothing. NoRoomError."""
-    if not advice.shared_values:
+def map_learned(directory: Path, evictor: Evictor) -> NDArray[np.float64] | None:
+    """Map what the policy has learned in this store, zeros at first; None if it learns nothing. NoRoomError."""
+    if not evictor.shared_values:
         return None
-    path = directory / f"learnt-{advice.policy}-{advice.shared_values}"
-    allocate(path, advice.shared_values * 8)
+    path = directory / f"learnt-{evictor.policy}-{evictor.shared_values}"
+    allocate(path, evictor.shared_values * 8)
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        return np.frombuffer(mmap.mmap(fd, advice.shared_values * 8), np.float64)
+        return np.frombuffer(mmap.mmap(fd, evictor.shared_values * 8), np.float64)
     finally:
         os.close(fd)
 
 
-class Upkeep:
-    """Lets the policy of one ledger learn and look ahead, on a daemon thread that runs while there is use for it."""
+class PolicyThread:
+    """Lets the policy of one ledger learn and prepare, on a daemon thread that runs while it is needed."""
 
     def __init__(
-        self, session: Session, advice: Advice, learnt: NDArray[np.float64] | None, share: Share
+        self, session: Session, evictor: Evictor, learned: NDArray[np.float64] | None, space: SpaceShare
     ) -> None:
-        self._session, self._advice, self.learnt, self._share_of_root = session, advice, learnt, share
+        self._session, self._evictor, self.learned, self._space = session, evictor, learned, space
         self._lacks = self._closed = False
         self._woken = Event()
-        self._starting = threading.RLock()  # never waited for: whoever has it starts the thread
+        self._starting = threading.RLock()  # never waited for: the thread that has it starts the other
         self._thread: threading.Thread | None = None
 
     def wake(self, lacks: bool = False) -> None:
-        """Say that something happened; `lacks`: that there are too few slots. Cheap."""
+        """Report a use; `lacks`: that there are too few slots. Cheap."""
         self._lacks |= lacks
-        if (self.learnt is None and not self._lacks) or (self._woken.is_set() and self._runs()):
+        if (self.learned is None and not self._lacks) or (self._woken.is_set() and self._runs()):
             return
         if_free(self._starting, self._start)
 
     def _start(self) -> None:
         self._woken.set()
-        if not self._runs():  # also one that was about to end when it was woken last
+        if not self._runs():  # also not one that was about to end when it was last woken
             thread = threading.Thread(target=self._run, name="pagoda-upkeep", daemon=True)
             self._thread = thread if begin(thread) else None
 
     def _runs(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def once(self) -> None:
-        """Share what was learnt and look ahead, now."""
+    def run_once(self) -> None:
+        """Share what was learned and prepare, now. The thread does it too; both together do no harm."""
         self._share(1.0)
         self._prepare()
 
     def close(self) -> None:
-        """Share for the last time, and end the thread."""
+        """Share a last time, and end the thread."""
         self._share(_LAST_SECONDS)
         self._closed = True
         self._woken.set()
 
     def _share(self, deadline_seconds: float) -> None:
-        learnt = self.learnt
-        if learnt is not None:
+        learned = self.learned
+        if learned is not None:
             with contextlib.suppress(UnavailableError, ClosedError):
-                self._session.write(lambda _, __: self._advice.share(learnt), deadline_seconds)
+                self._session.write(lambda _, __: self._evictor.share(learned), deadline_seconds)
 
     def _prepare(self) -> None:
         now = self._session.clock.monotonic_ns()
-        self._advice.prepare(self._session.stamp(now), now)
+        self._evictor.prepare(self._session.stamp(now), now)
 
     def _run(self) -> None:
         shared = rests = 0.0
@@ -99,8 +102,8 @@ class Upkeep:
                 begun = time.monotonic()
                 if self._lacks and begun > rests:
                     self._lacks = False
-                    rests = 0.0 if self._share_of_root.more() else begun + _NO_ROOM_SECONDS
-                if self.learnt is None:
+                    rests = 0.0 if self._space.more() else begun + _NO_ROOM_SECONDS
+                if self.learned is None:
                     continue
                 if begun - shared > _SHARE_SECONDS:
                     shared = begun

@@ -1,7 +1,7 @@
 """The counters of a store: a mapped row a member, in columns that the tables name.
 
-A version of PagodaKV that counts more than another appends the names of its own: members of both share the file, and
-each reads the columns that it knows. A new counter is therefore no new format.
+A version of PagodaKV that has more counters than another appends their names: members of both versions share the file,
+and each reads the columns that it knows. A new counter is therefore no new format. `session` and `members` call it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pagoda.ledger.tables import COUNTER_NAMES_ROW, COUNTERS_ROW, Tables
 from pagoda.metrics import COUNTERS
 
 MEMBER_ROWS = 512
-WIDTH = 128  # columns there is room for
+WIDTH = 128  # columns of the file
 COUNTERS_BYTES = MEMBER_ROWS * WIDTH * 8
 
-Row = NDArray[np.uint64]
+CounterRow = NDArray[np.uint64]
 
 
-def map_counters(path: Path) -> Row:
-    """The mapped file, (MEMBER_ROWS, WIDTH)."""
+def map_counters(path: Path) -> CounterRow:
+    """Map the file, (MEMBER_ROWS, WIDTH)."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         mapped = mmap.mmap(fd, COUNTERS_BYTES)
@@ -37,9 +37,9 @@ def map_counters(path: Path) -> Row:
 
 
 def columns_of(txn: lmdb.Transaction, tables: Tables) -> dict[str, int]:
-    """The column of each counter of this version; those new to the store get one, in a write transaction.
+    """Return the column of each counter of this version; counters new to the store get one, in a write transaction.
 
-    A counter that finds no column left is not counted.
+    A counter for which no column is left is not counted.
     """
     row = cast("bytes | None", txn.get(COUNTER_NAMES_ROW, db=tables.meta))
     names = msgspec.json.decode(row, type=list[str]) if row is not None else []
@@ -50,8 +50,8 @@ def columns_of(txn: lmdb.Transaction, tables: Tables) -> dict[str, int]:
     return {name: column for column, name in enumerate(named) if name in COUNTERS}
 
 
-def folded(row: bytes | None) -> Row:
-    """The counters of the dead, by column."""
+def folded(row: bytes | None) -> CounterRow:
+    """Return the counters of members that left, by column."""
     totals = np.zeros(WIDTH, np.uint64)
     if row is not None:
         known = np.frombuffer(row, np.uint64)[:WIDTH]
@@ -59,7 +59,7 @@ def folded(row: bytes | None) -> Row:
     return totals
 
 
-def fold(txn: lmdb.Transaction, tables: Tables, row: Row) -> None:
-    """Add the row of a member that has left to those of the dead."""
+def fold(txn: lmdb.Transaction, tables: Tables, row: CounterRow) -> None:
+    """Add the row of a member to the counters of those that left."""
     totals = folded(cast("bytes | None", txn.get(COUNTERS_ROW, db=tables.meta))) + row
     txn.put(COUNTERS_ROW, totals.tobytes(), db=tables.meta)

@@ -1,24 +1,26 @@
-"""One write transaction: what it changes in the tables, and what it publishes in the columns after its commit."""
+"""One write transaction: what it changes in the tables, and what it publishes in the columns after its commit.
+
+`session` runs it; the steps in `allocation`, `chunk_ops`, `members` and `namespaces` change the tables through it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import cast
+from typing import TypeVar, cast
 
 import lmdb
 import numpy as np
 from numpy.typing import NDArray
 
-from pagoda.ledger.advice import GHOST_REASONS
-from pagoda.ledger.columns import BARE, FEW, NO_PARENT, NOT_READY, Columns
-from pagoda.ledger.ghosts import marks_of
+from pagoda.ledger.columns import BARE, FEW, NO_PARENT, NOT_READY, Columns, marks_of
+from pagoda.ledger.eviction import GHOST_REASONS
 from pagoda.ledger.tables import (
     HOLD,
     MEMBER,
     MEMBER_KEY,
     META_ROW,
     NAMESPACE,
-    NOBODY,
+    NO_MEMBER,
     NUMBER,
     PLACE,
     SLOT,
@@ -29,14 +31,23 @@ from pagoda.ledger.tables import (
 )
 from pagoda.metrics import Reason
 
+BATCH = 64  # chunks a transaction
+
+T = TypeVar("T")
+
+
+def batches(items: Sequence[T]) -> list[Sequence[T]]:
+    """Split items, in the order given, into as many as one transaction takes."""
+    return [items[at : at + BATCH] for at in range(0, len(items), BATCH)]
+
 
 def window(slots: int) -> int:
-    """How many slots one reserve gets at most."""
+    """Return how many slots one reserve gets at most."""
     return max(1, slots // 8)
 
 
-class Writing:
-    """The state of one write transaction. Lives inside the gate, on one thread, and is forgotten after `publish`."""
+class Transaction:
+    """The state of one write transaction. Used inside the gate, on one thread, and not after `publish`."""
 
     def __init__(
         self, txn: lmdb.Transaction, tables: Tables, member: int, alive: Callable[[int], bool], now: int
@@ -58,26 +69,26 @@ class Writing:
         self._ghosts: dict[Reason, list[tuple[int, bytes]]] = {}  # slot, key
 
     def get(self, table: lmdb._Database, key: bytes) -> bytes | None:
-        """The row of a key, if there is one."""
+        """Return the row of a key, if there is one."""
         return cast("bytes | None", self.txn.get(key, db=table))
 
     # ---- slots
 
     def most_reserved(self) -> int:
-        """How many slots one member may have reserved: never less than what one reserve asks for."""
+        """Return how many slots one member may have reserved: never fewer than one reserve asks for."""
         return max(self.meta.with_pages() // 4, window(self.meta.slots))
 
     def most_pinned(self) -> int:
-        """How many slots may be pinned."""
+        """Return how many slots may be pinned."""
         return max(1, self.meta.with_pages() // 4)
 
     def next_generation(self) -> int:
-        """A number that no slot has had before."""
+        """Return a number that no slot has had before."""
         self.meta.next_generation += 1
         return self.meta.next_generation - 1
 
     def take_free(self) -> int | None:
-        """Take a slot that holds nothing; None if there is none."""
+        """Take a free slot; None if there is none."""
         if self.meta.free() > self.meta.backed - self.meta.unused:
             cursor = self.txn.cursor(db=self.tables.free)
             if cursor.first():
@@ -89,24 +100,24 @@ class Writing:
             return self.meta.unused - 1
         return None
 
-    def give_back(self, slot: int) -> None:
-        """Put a slot among the free ones. Its generation is published anew: who is reading it must not believe it."""
+    def free_slot(self, slot: int) -> None:
+        """Put a slot among the free ones, with a new generation: what is being read from it must not count as valid."""
         self.txn.put(SLOT_KEY.pack(slot), b"", db=self.tables.free)
         self._generations[slot] = self.next_generation()
         self._ready.pop(slot, None)
 
-    def strip(self, slot: int) -> None:
-        """Put a slot among those that have no pages, which are taken away after the commit and not before.
+    def mark_bare(self, slot: int) -> None:
+        """Put a slot among those without pages; the pages are taken away after the commit and not before.
 
-        The generation published for it says so: who would read it must not touch it (see `Lending`).
+        The generation published for it says so: a reader must not touch it (see `PageGuards`).
         """
         self.txn.put(SLOT_KEY.pack(slot), b"", db=self.tables.bare)
         self.meta.bare += 1
         self._generations[slot] = BARE | self.next_generation()
         self._ready.pop(slot, None)
 
-    def publish_bare(self, slots: Sequence[int]) -> None:
-        """Publish once more that these slots have no pages."""
+    def mark_bare_again(self, slots: Sequence[int]) -> None:
+        """Publish again that these slots have no pages."""
         for slot in slots:
             self._generations[slot] = BARE | self.next_generation()
 
@@ -117,12 +128,12 @@ class Writing:
                 self.txn.put(SLOT_KEY.pack(slot), b"", db=self.tables.free)
                 self.meta.bare -= 1
 
-    def lengthen(self, backed: int) -> None:
+    def extend_backed(self, backed: int) -> None:
         """Count all slots up to `backed` among those that have pages: they have been allocated."""
         self.meta.backed = max(self.meta.backed, backed)
 
-    def take_out(self, slot: int, reason: Reason) -> bytes | None:
-        """Remove the chunk of a slot from the tables (the slot is then the caller's); None if it holds none."""
+    def detach_chunk(self, slot: int, reason: Reason) -> bytes | None:
+        """Remove the chunk of a slot from the tables; return its key, or None. The caller then owns the slot."""
         row = self.txn.pop(SLOT_KEY.pack(slot), db=self.tables.slots)
         if row is None:
             return None
@@ -130,34 +141,34 @@ class Writing:
         key: bytes = SLOT.unpack(row)[-1]
         self.txn.delete(key, db=self.tables.entries)
         self.meta.ready -= 1
-        self.tally(namespace, chunks=-1)
+        self.add_to_namespace(namespace, chunks=-1)
         self._ghosts.setdefault(reason, []).append((slot, key))
         self.count("evicted_chunks" if reason is Reason.EVICTED else "removed_chunks")
         return key
 
-    def drop(self, slot: int, reason: Reason) -> bool:
-        """Remove the chunk of a slot, pinned or held; the slot is free at once, or when nobody holds it any more."""
-        key = self.take_out(slot, reason)
+    def remove_chunk(self, slot: int, reason: Reason) -> bool:
+        """Remove the chunk of a slot, pinned or held; the slot is free at once, or when its last hold ends."""
+        key = self.detach_chunk(slot, reason)
         if key is None:
             return False
         self.txn.delete(key, db=self.tables.pins)
         holders = self.holders(slot)
-        if holders:  # they may be copying out of it, and do not look again: no byte of it may change
-            reservation = Reservation(self.next_generation(), NOBODY, 0, 0, 0, 0, 0, key, holders)
+        if holders:  # they may be copying out of it, and do not check again: no byte of it may change
+            reservation = Reservation(self.next_generation(), NO_MEMBER, 0, 0, 0, 0, 0, key, holders)
             self.txn.put(SLOT_KEY.pack(slot), reservation.pack(), db=self.tables.reserved)
             self.meta.reserved += 1
             self._generations[slot] = reservation.generation
             self._ready.pop(slot, None)
         else:
             self.txn.delete(SLOT_KEY.pack(slot), db=self.tables.holds)
-            self.give_back(slot)
+            self.free_slot(slot)
         return True
 
-    def unheld(self, slot: int) -> None:
-        """Free a slot whose chunk was removed while it was held, if nobody holds it any more."""
+    def free_if_unheld(self, slot: int) -> None:
+        """Free a slot whose chunk was removed while it was held, if it is no longer held."""
         row = self.get(self.tables.reserved, SLOT_KEY.pack(slot))
         reservation = Reservation.unpack(row) if row is not None else None
-        if reservation is None or reservation.owner != NOBODY:
+        if reservation is None or reservation.owner != NO_MEMBER:
             return
         holders = self.holders(slot)
         if holders:
@@ -166,28 +177,28 @@ class Writing:
         else:
             self.txn.delete(SLOT_KEY.pack(slot), db=self.tables.holds)
             self.unreserve(slot, reservation, latest=False)
-            self.give_back(slot)
+            self.free_slot(slot)
 
-    def chunk(self, slot: int, generation: int) -> bytes | None:
-        """The key of the chunk in a slot, if it still is the one of that generation."""
+    def key_of(self, slot: int, generation: int) -> bytes | None:
+        """Return the key of the chunk in a slot, if it still has that generation."""
         row = self.get(self.tables.slots, SLOT_KEY.pack(slot))
         if row is None:
             return None
         held, *_, key = SLOT.unpack(row)
         return key if held == generation else None
 
-    def kept(self, slot: int, key: bytes) -> bool:
-        """Whether somebody pinned the chunk in a slot, or a living member holds it."""
+    def is_protected(self, slot: int, key: bytes) -> bool:
+        """Whether the chunk in a slot is pinned, or held by a living member."""
         return self.get(self.tables.pins, key) is not None or bool(self.holders(slot))
 
     def holders(self, slot: int) -> tuple[int, ...]:
-        """The living members that hold the chunk in a slot."""
+        """Return the living members that hold the chunk in a slot."""
         holds = HOLD.iter_unpack(self.get(self.tables.holds, SLOT_KEY.pack(slot)) or b"")
         return tuple(sorted({member for _, member in holds if self.alive(member)}))
 
     # ---- reservations
 
-    def fill(
+    def publish_filling(
         self, slot: int, generation: int, key: bytes, hits: int, position: int, parent: tuple[int, int] | None
     ) -> None:
         """Publish, after the commit, that a slot is being filled with a key."""
@@ -195,16 +206,16 @@ class Writing:
         self._ready.pop(slot, None)
         self._filling[slot] = (key, hits, position, *(parent or (NO_PARENT, 0)))
 
-    def link(self, slot: int, parent: tuple[int, int]) -> None:
-        """Publish, after the commit, behind which chunk a chunk that is there stands now."""
+    def publish_parent(self, slot: int, parent: tuple[int, int]) -> None:
+        """Publish, after the commit, which parent a stored chunk has now."""
         self._links[slot] = parent
 
-    def ready(self, slot: int, stamp: int) -> None:
+    def publish_ready(self, slot: int, stamp: int) -> None:
         """Publish, after the commit, that a slot may be evicted in the order of its recency."""
         self._ready[slot] = stamp
 
     def reservation(self, slot: int, generation: int) -> Reservation | None:
-        """The reservation of that slot, if it still is that one."""
+        """Return the reservation of that slot, if it still has that generation."""
         row = self.get(self.tables.reserved, SLOT_KEY.pack(slot))
         if row is None:
             return None
@@ -212,13 +223,13 @@ class Writing:
         return reservation if reservation.generation == generation else None
 
     def unreserve(self, slot: int, reservation: Reservation, latest: bool | None = None) -> None:
-        """Take a reservation out of the tables; the slot is then the caller's. `latest`: `is_latest`, if known."""
+        """Remove a reservation from the tables; the caller then owns the slot. `latest`: `is_latest`, if known."""
         self.txn.delete(SLOT_KEY.pack(slot), db=self.tables.reserved)
         if self.is_latest(reservation) if latest is None else latest:
             self.txn.delete(reservation.key, db=self.tables.pending)
         self.meta.reserved -= 1
-        self.tally(reservation.namespace, reservations=-1)
-        self.owe(reservation.owner, -1)
+        self.add_to_namespace(reservation.namespace, reservations=-1)
+        self.add_reserved_by(reservation.owner, -1)
 
     def forget_pending(self, reservation: Reservation) -> None:
         """Let others reserve the key of a reservation, unless they have done so already."""
@@ -226,13 +237,13 @@ class Writing:
             self.txn.delete(reservation.key, db=self.tables.pending)
 
     def is_latest(self, reservation: Reservation) -> bool:
-        """Whether nobody has reserved the same key since."""
+        """Whether no member has reserved the same key since."""
         row = self.get(self.tables.pending, reservation.key)
         return row is not None and bool(PLACE.unpack_from(row)[1] == reservation.generation)
 
     # ---- namespaces
 
-    def tally(self, namespace: int, chunks: int = 0, reservations: int = 0) -> None:
+    def add_to_namespace(self, namespace: int, chunks: int = 0, reservations: int = 0) -> None:
         """Change how many chunks and reservations a namespace (by number; 0: none) has; written once, by `save`."""
         if namespace:
             change = self._tenants.get(namespace)
@@ -242,7 +253,7 @@ class Writing:
             change[1] += reservations
 
     def _save_tenants(self) -> None:
-        """Write the counts. A namespace that has nothing is struck off, but for the time of a scan (see `cleared`)."""
+        """Write the counts. A namespace that has nothing is removed, except during a scan (see `Meta.floor`)."""
         for namespace, change in self._tenants.items():
             row = self.get(self.tables.namespaces, NUMBER.pack(namespace))
             if row is None:
@@ -264,12 +275,12 @@ class Writing:
             self._known_alive[member] = self._alive(member)
         return self._known_alive[member]
 
-    def owed(self, member: int) -> int:
-        """The number of slots that a member has reserved."""
+    def reserved_by(self, member: int) -> int:
+        """Return the number of slots that a member has reserved."""
         row = self.get(self.tables.members, MEMBER_KEY.pack(member))
         return 0 if row is None else max(0, MEMBER.unpack(row)[2] + self._owed.get(member, 0))
 
-    def owe(self, member: int, change: int) -> None:
+    def add_reserved_by(self, member: int, change: int) -> None:
         """Change the number of slots that a member has reserved; written once, by `save`."""
         self._owed[member] = self._owed.get(member, 0) + change
 
@@ -282,19 +293,19 @@ class Writing:
                 self.txn.put(MEMBER_KEY.pack(member), row, db=self.tables.members)
 
     def count(self, counter: str, n: int = 1) -> None:
-        """Add to a counter once the transaction has been committed."""
+        """Add to a counter after the commit."""
         self.counts[counter] = self.counts.get(counter, 0) + n
 
     # ---- the end
 
     def save(self) -> None:
-        """Write the totals; the last thing inside the transaction."""
+        """Write the totals: the last step inside the transaction."""
         self._save_owed()
         self._save_tenants()
         self.txn.put(META_ROW, self.meta.pack(), db=self.tables.meta)
 
     def publish(self, columns: Columns, stamp: int) -> None:
-        """Assign the columns what has been committed: after the commit, before the gate is left."""
+        """Assign to the columns what was committed: after the commit, before the gate is released."""
         columns.capacity = max(1, self.meta.with_pages())
         for reason, gone in self._ghosts.items():
             slots = np.array([slot for slot, _ in gone], np.int64)

@@ -7,7 +7,7 @@ import pytest
 
 from pagoda.ledger.columns import Columns
 from pagoda.policy.hindsight import Hindsight
-from pagoda.policy.rival import Rival
+from pagoda.policy.shadow_lru import ShadowLru
 from pagoda.replay.simulate import Simulation, TierSpec, simulate
 from pagoda.replay.trace import Request
 from pagoda.testing import streams
@@ -30,10 +30,10 @@ def test_lru_has_what_was_used_last_wherever_it_is() -> None:
     columns.last_use[:32] = (
         500  # kept by the policy though long unused; LRU would have 32 of the ghosts instead
     )
-    rival, values = Rival(columns), np.zeros(Rival.shared_values)
-    rival.look()
-    rival.count(np.array([500, 0, 1000, 1040, 900]), served=2)
-    rival.share(values, 10**6)
+    shadow, values = ShadowLru(columns), np.zeros(ShadowLru.shared_values)
+    shadow.look()
+    shadow.count(np.array([500, 0, 1000, 1040, 900]), served=2)
+    shadow.share(values, 10**6)
     asked, _, by_lru = values
     assert (asked, by_lru) == (5, 2)
 
@@ -42,19 +42,19 @@ def test_nothing_is_counted_before_there_is_more_than_fits() -> None:
     columns = Columns(None, SLOTS)
     columns.reset()
     columns.last_use[:9] = 5
-    rival, values = Rival(columns), np.zeros(Rival.shared_values)
-    rival.look()
-    rival.count(np.array([5, 6]), served=0)
-    rival.share(values, 100)
-    assert not values.any() and not rival.wins
+    shadow, values = ShadowLru(columns), np.zeros(ShadowLru.shared_values)
+    shadow.look()
+    shadow.count(np.array([5, 6]), served=0)
+    shadow.share(values, 100)
+    assert not values.any() and not shadow.wins
 
 
 def test_it_wins_where_it_would_have_served_more_and_processes_count_together() -> None:
-    columns, values = columns_of(), np.zeros(Rival.shared_values)
-    one, other = Rival(columns), Rival(columns)
-    for rival in (one, other):
-        rival.look()
-        rival.share(values, 10**6)
+    columns, values = columns_of(), np.zeros(ShadowLru.shared_values)
+    one, other = ShadowLru(columns), ShadowLru(columns)
+    for shadow in (one, other):
+        shadow.look()
+        shadow.share(values, 10**6)
     one.count(np.full(1000, 1060), served=990)
     one.share(values, 10**6)
     other.share(values, 10**6)
@@ -67,22 +67,22 @@ def test_it_wins_where_it_would_have_served_more_and_processes_count_together() 
 
 @pytest.mark.parametrize("ahead", [True, False])
 def test_what_was_won_or_lost_long_ago_is_soon_made_up_for(ahead: bool) -> None:
-    columns, values = columns_of(), np.zeros(Rival.shared_values)
-    rival = Rival(columns)
-    rival.look()
+    columns, values = columns_of(), np.zeros(ShadowLru.shared_values)
+    shadow = ShadowLru(columns)
+    shadow.look()
     for served in (1000 * ahead, 1000 * (not ahead)):
         for _ in range(20):
-            rival.count(np.full(1000, 1060 if served == 0 else 1), served)
-            rival.share(values, 10**4)
-        assert rival.wins == (served == 0)
+            shadow.count(np.full(1000, 1060 if served == 0 else 1), served)
+            shadow.share(values, 10**4)
+        assert shadow.wins == (served == 0)
 
 
 def test_of_many_slots_a_sample_is_looked_at() -> None:
     columns = columns_of(20_000)
-    rival = Rival(columns)
-    rival.look()
+    shadow = ShadowLru(columns)
+    shadow.look()
     exact = 1001 + 20_000 * (1 / 32)
-    assert abs(rival._oldest - exact) < 0.05 * 20_000
+    assert abs(shadow._oldest - exact) < 0.05 * 20_000
 
 
 @pytest.mark.parametrize("name", ["agents", "loop"])
@@ -97,14 +97,14 @@ def test_by_the_bound_it_serves_what_lru_serves(name: str) -> None:
     policy = simulation._tiers[0]._advice._policy
     assert isinstance(policy, Hindsight)
     counted = np.zeros(3)
-    count = policy._rival.count
+    count = policy._shadow.count
 
     def counting(last_uses: np.ndarray[tuple[int], np.dtype[np.int64]], served: int) -> None:
-        before = policy._rival._here.copy()
+        before = policy._shadow._here.copy()
         count(last_uses, served)
-        counted[:] += np.subtract(policy._rival._here, before)
+        counted[:] += np.subtract(policy._shadow._here, before)
 
-    policy._rival.count = counting  # type: ignore[method-assign]
+    policy._shadow.count = counting  # type: ignore[method-assign]
     for request in requests:
         simulation.request(request)
     lru = simulate(requests, [TierSpec("host", 400, "lru")])

@@ -1,8 +1,8 @@
 """What least recently used would have served of the same requests, without a second cache.
 
 LRU keeps what was used last, as many chunks as there are slots (Mattson's stack, 1970). Slots and ghosts together tell
-the last use of more than that, whoever has been evicted; so one number, the last use of the oldest chunk that LRU would
-still have, tells of every chunk that is asked for whether LRU would have had it.
+the last use of more chunks than that, whatever has been evicted. So one number, the last use of the oldest chunk that
+LRU would still have, tells of every chunk that is asked for whether LRU would have had it. `hindsight` calls this.
 """
 
 from __future__ import annotations
@@ -13,35 +13,35 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagoda.policy import Hints
-from pagoda.policy.queue import NOT_READY, Rows
+from pagoda.policy.eviction_queue import NOT_READY, Rows
 
-_BEHIND = 0.003  # of what was asked for: so much less may be served
-_MOST_AHEAD, _MOST_BEHIND = 0.003, 0.0045  # what was won or lost long ago counts no more than that
+_BEHIND = 0.003  # of what was asked for: Hindsight may serve so much less
+_MOST_AHEAD, _MOST_BEHIND = 0.003, 0.0045  # a lead or a lag from long ago counts no more than that
 _LOOKED_AT = 1 << 15
-_NEWER = 1 / 32  # of the slots are filled before the oldest is looked for again, on average half of a queue
+_NEWER = 1 / 32  # of the slots are filled before the oldest is searched again, on average half of a queue
 
 
-class Rival:
-    """Counts what was served against what LRU would have served, together with the other processes. Not thread-safe."""
+class ShadowLru:
+    """Counts what was served and what LRU would have served, together with the other processes. Not thread-safe."""
 
     shared_values: ClassVar[int] = 3
 
     def __init__(self, hints: Hints) -> None:
         self._hints = hints
-        self._oldest = 0  # last use of the oldest that LRU would have; 0: it would have all
+        self._oldest = 0  # last use of the oldest chunk that LRU would have; 0: it would have all
         self._here = [0, 0, 0]  # asked for, served, served by LRU; not yet shared
         self.wins = False
         self._random = np.random.default_rng(1)
 
     def count(self, last_uses: Rows, served: int) -> None:
-        """Count chunks that were asked for, by the stamps of their last use; 0: nothing is known of it."""
+        """Count chunks that were asked for, by the stamps of their last use (0: unknown)."""
         if self._oldest:
-            rival = int(np.count_nonzero(last_uses >= self._oldest))
+            shadow = int(np.count_nonzero(last_uses >= self._oldest))
             here = self._here
-            self._here = [here[0] + len(last_uses), here[1] + served, here[2] + rival]
+            self._here = [here[0] + len(last_uses), here[1] + served, here[2] + shadow]
 
     def look(self) -> None:
-        """Find the oldest that LRU would have; of many slots and ghosts by a sample."""
+        """Find the oldest chunk that LRU would have; of many slots and ghosts by a sample."""
         hints, ghosts = self._hints, self._hints.ghosts
         uses = np.concatenate([hints.last_use, ghosts.last_use])
         kept = hints.capacity * (1 - _NEWER)
@@ -53,12 +53,12 @@ class Rival:
         self._oldest = int(np.partition(uses, at)[at]) if 0 <= at < len(uses) else 0
 
     def share(self, values: NDArray[np.float64], memory: float) -> None:
-        """Add to what all have counted, halve it beyond `memory` chunks, and see who wins. Inside the gate."""
+        """Add to what all have counted, halve it beyond `memory` chunks, and decide which wins. Inside the gate."""
         values += self._here
         self._here = [0, 0, 0]
         if values[0] > memory:
             values /= 2
-        asked, served, rival = values.tolist()
-        lead = min(max(served - rival, -_MOST_BEHIND * asked), _MOST_AHEAD * asked)
-        values[1] = max(0.0, rival + lead)
+        asked, served, shadow = values.tolist()
+        lead = min(max(served - shadow, -_MOST_BEHIND * asked), _MOST_AHEAD * asked)
+        values[1] = max(0.0, shadow + lead)
         self.wins = bool(lead < -_BEHIND * asked)

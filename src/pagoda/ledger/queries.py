@@ -1,4 +1,4 @@
-"""What read transactions look up: the leading run of some keys, rows, totals, and whether the numbers add up."""
+"""What read transactions look up: the leading run of some keys, rows, totals, and whether all rows add up."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagoda.errors import LedgerCorrupt
+from pagoda.ledger.chunk_ops import is_cleared
 from pagoda.ledger.columns import FEW, NOT_READY, Columns
-from pagoda.ledger.keeping import takes
-from pagoda.ledger.outcome import Present, Report
+from pagoda.ledger.namespaces import ClearScope
+from pagoda.ledger.outcomes import Present, Report
 from pagoda.ledger.tables import (
     ENTRY,
     NAMESPACE,
@@ -32,10 +33,10 @@ _FEW_ENTRIES = 32  # so few are checked one by one
 _ENTRY_ROW = np.dtype([("slot", "<u4"), ("generation", "<u8"), ("namespace", "<u8"), ("position", "<u4")])
 
 
-class Run(NamedTuple):
-    """A leading run as the entries have it. `intact` chunks of it are published under the keys asked for.
+class EntryRun(NamedTuple):
+    """A leading run of entries. The first `intact` chunks of it are published under the keys asked for.
 
-    `reason`: why it ends before the last key, where the tables tell.
+    `reason`: why it ends before the last key, if the tables tell.
     """
 
     slots: NDArray[np.int64]
@@ -44,13 +45,13 @@ class Run(NamedTuple):
     reason: Reason | None
 
 
-def find(
+def match_prefix(
     txn: lmdb.Transaction, tables: Tables, columns: Columns, keys: Sequence[bytes], namespace: bytes | None,
     start: int | None,
-) -> Run:  # fmt: skip
+) -> EntryRun:  # fmt: skip
     """Look up keys until one is absent, or is not the chunk of that namespace at that position (from `start` on).
 
-    Without a namespace neither is asked. Compares each slot's published key with the one asked for.
+    Without a namespace neither is checked. Compares each slot's published key with the one asked for.
     """
     rows: list[bytes] = []
     for key in keys:
@@ -70,15 +71,15 @@ def find(
         reason = Reason.FAILED_CHECK
     elif reason is None and count < len(keys) and txn.get(keys[count], db=tables.pending) is not None:
         reason = Reason.BUSY
-    return Run(slots, generations, intact, reason)
+    return EntryRun(slots, generations, intact, reason)
 
 
 def _as_asked(
     txn: lmdb.Transaction, tables: Tables, rows: bytes, namespace: bytes | None, start: int | None
 ) -> tuple[int, Reason | None]:
-    """How many leading entries are of that namespace and at these positions, and what is wrong with the next.
+    """Return how many leading entries are of that namespace and at these positions, and what is wrong with the next.
 
-    The key alone does not say it: whoever passes keys of its own may have those of another tenant.
+    The key alone does not tell: a caller that makes its own keys may pass keys of another namespace.
     """
     entries, count = np.frombuffer(rows, _ENTRY_ROW), 0
     if namespace is None or not len(entries):
@@ -99,13 +100,15 @@ def _as_asked(
 
 
 def _leading(good: NDArray[np.bool_]) -> int:
-    """How many leading ones are True."""
+    """Return how many leading values are True."""
     count = good.tobytes().find(0)
     return len(good) if count < 0 else count
 
 
-def look(txn: lmdb.Transaction, tables: Tables, keys: Sequence[bytes]) -> tuple[list[Present | None], int]:
-    """Which of these keys have an entry, holes notwithstanding, and how many slots are free."""
+def find_entries(
+    txn: lmdb.Transaction, tables: Tables, keys: Sequence[bytes]
+) -> tuple[list[Present | None], int]:
+    """Return which of these keys have an entry, also after holes, and how many slots are free."""
     rows = [cast("bytes | None", txn.get(key, db=tables.entries)) for key in keys]
     found = [
         Present(key, *PLACE.unpack_from(row)) if row is not None else None
@@ -117,7 +120,7 @@ def look(txn: lmdb.Transaction, tables: Tables, keys: Sequence[bytes]) -> tuple[
 def _intact(
     columns: Columns, slots: NDArray[np.int64], generations: NDArray[np.uint64], keys: Sequence[bytes]
 ) -> int:
-    """How many leading slots are published under these keys and generations."""
+    """Return how many leading slots are published under these keys and generations."""
     if len(keys) <= FEW:
         for i, key in enumerate(keys):
             slot = int(slots[i])
@@ -135,22 +138,22 @@ def _intact(
     return _leading(same)
 
 
-def cleared(
-    txn: lmdb.Transaction, tables: Tables, namespace: int | None, line: int, start: int, most: int, rows: int
+def cleared_slots(
+    txn: lmdb.Transaction, tables: Tables, scope: ClearScope, start: int, most: int, rows: int
 ) -> tuple[list[int], int | None]:
-    """Slots whose chunk a clear at generation `line` takes, `most` at once, among the next `rows`; where to go on."""
+    """Return slots whose chunk a clear covers, `most` at once, among the next `rows`, and where to continue."""
     found: list[int] = []
     for seen, (key, row) in enumerate(tables.rows(txn, tables.slots, SLOT_KEY.pack(start))):
         slot: int = SLOT_KEY.unpack(key)[0]
         if len(found) == most or seen == rows:
             return found, slot
-        if takes(row, namespace, line):
+        if is_cleared(row, scope.namespace, scope.watermark):
             found.append(slot)
     return found, None
 
 
 def gauges(txn: lmdb.Transaction, tables: Tables, columns: Columns, now: int) -> dict[str, int]:
-    """The totals, from the tables; leased slots from the hints."""
+    """Return the totals, from the tables; leased slots from the hints."""
     meta = tables.load_meta(txn)
     return {
         "slots": meta.slots,
@@ -166,8 +169,8 @@ def gauges(txn: lmdb.Transaction, tables: Tables, columns: Columns, now: int) ->
 
 
 def check(txn: lmdb.Transaction, tables: Tables, columns: Columns, totals: dict[str, int]) -> Report:
-    """Judge the tables alone; count, but do not judge, hints that are wrong. LedgerCorrupt with the numbers."""
-    ready = judge(txn, tables)
+    """Verify the tables; count hints that are wrong, which is no fault. LedgerCorrupt with the numbers."""
+    ready = verify(txn, tables)
     rows = np.fromiter(ready, np.int64)
     generations = np.fromiter((row[0] for row in ready.values()), np.uint64)
     hints = (columns.generation[rows] != generations) | (columns.last_use[rows] == NOT_READY)
@@ -179,8 +182,8 @@ def check(txn: lmdb.Transaction, tables: Tables, columns: Columns, totals: dict[
     return Report(totals, int(np.count_nonzero(unreachable)), int(np.count_nonzero(hints)))
 
 
-def judge(txn: lmdb.Transaction, tables: Tables) -> dict[int, tuple[int, int, int, int, bytes]]:
-    """Look at every row of all tables; LedgerCorrupt or an error of LMDB or struct. Returns the chunks by slot."""
+def verify(txn: lmdb.Transaction, tables: Tables) -> dict[int, tuple[int, int, int, int, bytes]]:
+    """Read every row of all tables; LedgerCorrupt, or an error of LMDB or struct. Return the chunks by slot."""
     for table in (tables.members, tables.holds, tables.pins, tables.labels, tables.meta):
         for _ in tables.rows(txn, table):
             pass
@@ -190,17 +193,17 @@ def judge(txn: lmdb.Transaction, tables: Tables) -> dict[int, tuple[int, int, in
     reserved = {
         SLOT_KEY.unpack(row)[0]: Reservation.unpack(value) for row, value in tables.rows(txn, tables.reserved)
     }
-    _judge(txn, tables, meta, free, set(bare), ready, reserved)
+    _verify_slots(txn, tables, meta, free, set(bare), ready, reserved)
     return ready
 
 
 def backing(txn: lmdb.Transaction, tables: Tables) -> tuple[Meta, list[int]]:
-    """The totals, and the bare slots in order."""
+    """Return the totals, and the bare slots in order."""
     bare = [int(SLOT_KEY.unpack(row)[0]) for row, _ in tables.rows(txn, tables.bare)]
     return tables.load_meta(txn), bare
 
 
-def _judge(
+def _verify_slots(
     txn: lmdb.Transaction, tables: Tables, meta: Meta, free: set[int], bare: set[int],
     ready: dict[int, tuple[int, int, int, int, bytes]], reserved: dict[int, Reservation],
 ) -> None:  # fmt: skip
@@ -227,10 +230,10 @@ def _judge(
     lost = [key for key, row in tables.rows(txn, tables.pending) if (key, *PLACE.unpack(row)) not in latest]
     if lost:
         raise LedgerCorrupt(f"{len(lost)} pending keys have no reservation: {numbers}")
-    _judge_namespaces(txn, tables, meta, ready, reserved)
+    _verify_namespaces(txn, tables, meta, ready, reserved)
 
 
-def _judge_namespaces(
+def _verify_namespaces(
     txn: lmdb.Transaction, tables: Tables, meta: Meta, ready: dict[int, tuple[int, int, int, int, bytes]],
     reserved: dict[int, Reservation],
 ) -> None:  # fmt: skip

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.ledger import Busy, Ledger, Present, Refused, Reserved
-from pagoda.ledger.filling import Victim
+from pagoda.ledger import Busy, Ledger, Present, Refused, Reserved, admin
+from pagoda.ledger.allocation import Victim
 from pagoda.metrics import Reason
 from pagoda.testing import FakeClock
 from tests.ledger.support import (
@@ -38,7 +38,7 @@ def clock() -> FakeClock:
 def ledger(shm_root: Path, clock: FakeClock) -> Iterator[Ledger]:
     opened_here = opened(shm_root, clock=clock)
     yield opened_here
-    opened_here.check()
+    admin.check(opened_here)
     opened_here.close()
 
 
@@ -49,7 +49,7 @@ def ledger(shm_root: Path, clock: FakeClock) -> Iterator[Ledger]:
 def test_a_key_of_another_length_is_refused_before_anything_is_changed(ledger: Ledger, wrong: bytes) -> None:
     with pytest.raises(ValueError, match="32"):
         ledger.reserve([*keys(1), wrong], namespace=TENANT)
-    assert not ledger.gauges()["reserved"]
+    assert not admin.gauges(ledger)["reserved"]
 
 
 def test_a_chunk_has_a_part(ledger: Ledger) -> None:
@@ -61,7 +61,7 @@ def test_nothing_asked_nothing_answered(ledger: Ledger) -> None:
     assert ledger.reserve([], namespace=TENANT) == []
     assert ledger.commit([]) == [] and ledger.adopt([], 0) == []
     ledger.abort([])
-    assert ledger.match([]).reason is None
+    assert ledger.match_prefix([]).reason is None
 
 
 def test_each_key_gets_its_own_answer(ledger: Ledger) -> None:
@@ -69,13 +69,13 @@ def test_each_key_gets_its_own_answer(ledger: Ledger) -> None:
     ledger.reserve(keys(2), namespace=TENANT)
     present, busy, new = ledger.reserve(keys(1, 2, 3), namespace=TENANT)
     assert present == Present(*stored)
-    assert busy == Busy(keys(2)[0], ledger.member)
+    assert busy == Busy(keys(2)[0], ledger.session.member)
     assert isinstance(new, Reserved)
 
 
 def test_one_key_twice_in_a_call_is_busy_with_itself(ledger: Ledger) -> None:
     one, two = ledger.reserve(keys(1, 1), namespace=TENANT)
-    assert isinstance(one, Reserved) and two == Busy(keys(1)[0], ledger.member)
+    assert isinstance(one, Reserved) and two == Busy(keys(1)[0], ledger.session.member)
     assert ledger.commit([one]) == [True]
 
 
@@ -113,7 +113,7 @@ def test_the_window_and_the_quota(ledger: Ledger) -> None:
     assert third == [Refused(keys(200)[0], Reason.FULL)]
     ledger.abort(reserved(first)[:1])
     assert isinstance(ledger.reserve(keys(200), namespace=TENANT)[0], Reserved)
-    assert ledger.counters()["drop_full"] == 10 - ledger.window + 1
+    assert admin.counters(ledger)["drop_full"] == 10 - ledger.window + 1
 
 
 def test_the_quota_is_a_members_own(ledger: Ledger) -> None:
@@ -150,7 +150,7 @@ def test_a_key_is_busy_for_a_while_and_then_whoever_commits_last_loses(
     assert (
         quick[0].slot != slot_of(slow) and ledger.commit(quick) == [True] and ledger.commit(slow) == [False]
     )
-    assert ledger.gauges()["ready"] == 1 and ledger.gauges()["reserved"] == 0
+    assert admin.gauges(ledger)["ready"] == 1 and admin.gauges(ledger)["reserved"] == 0
 
 
 def test_the_superseded_one_loses_also_if_it_is_quicker(ledger: Ledger, clock: FakeClock) -> None:
@@ -196,13 +196,13 @@ def test_an_abort_waits_for_the_parts_of_the_living(ledger: Ledger) -> None:
 
     with Other(adopt):
         ledger.abort([room])
-        assert ledger.gauges()["reserved"] == 1 and ledger.reap() == 0
+        assert admin.gauges(ledger)["reserved"] == 1 and admin.reap(ledger) == 0
         [again] = reserved(ledger.reserve(keys(1), namespace=TENANT))
         assert again.slot != room.slot, "the key is free at once, the slot is not"
         assert ledger.commit([again]) == [True]
         assert ledger.commit([room], 0) == [False]
-    assert ledger.reap() == 1 and ledger.gauges()["reserved"] == 0
-    assert ledger.match(keys(1)).slots.tolist() == [again.slot]
+    assert admin.reap(ledger) == 1 and admin.gauges(ledger)["reserved"] == 0
+    assert ledger.match_prefix(keys(1)).slots.tolist() == [again.slot]
 
 
 def test_the_last_part_of_what_was_aborted_frees_the_slot_and_is_not_stored(ledger: Ledger) -> None:
@@ -213,7 +213,7 @@ def test_the_last_part_of_what_was_aborted_frees_the_slot_and_is_not_stored(ledg
     def finish() -> None:
         os.read(receive, 1)
         assert ledger.commit([room], 2) == [False]
-        assert not ledger.gauges()["reserved"]
+        assert not admin.gauges(ledger)["reserved"]
 
     def adopt_then_finish() -> None:
         assert ledger.adopt([room], 2) == [True]
@@ -224,10 +224,10 @@ def test_the_last_part_of_what_was_aborted_frees_the_slot_and_is_not_stored(ledg
     pid = child(adopt_then_finish)
     os.read(heard, 1)
     ledger.abort([room])
-    assert ledger.gauges()["reserved"] == 1
+    assert admin.gauges(ledger)["reserved"] == 1
     os.write(send, b"x")
     assert wait(pid) == 0
-    assert ledger.gauges()["reserved"] == 0 and there(ledger, keys(1)) == [False]
+    assert admin.gauges(ledger)["reserved"] == 0 and there(ledger, keys(1)) == [False]
 
 
 def test_a_stranger_aborts_nothing(ledger: Ledger) -> None:
@@ -238,9 +238,9 @@ def test_a_stranger_aborts_nothing(ledger: Ledger) -> None:
 
 def test_no_part_of_what_was_cleared_is_said_to_be_in(ledger: Ledger) -> None:
     rooms = reserved(ledger.reserve(keys(1), namespace=TENANT, parts=2))
-    ledger.clear(TENANT)
+    admin.clear(ledger, TENANT)
     assert ledger.commit(rooms, 0) == [False] and ledger.commit(rooms, 1) == [False]
-    assert not ledger.gauges()["reserved"]
+    assert not admin.gauges(ledger)["reserved"]
 
 
 # victims
@@ -265,7 +265,7 @@ def test_what_one_call_found_is_not_evicted_by_its_own_later_batches(
     assert [type(one) for one in outcomes] == [Present] * 64 + [Reserved] * 64
     assert ledger.still_valid(*places(outcomes[:64])).all()  # type: ignore[arg-type]
     assert ledger.commit(reserved(outcomes)) == [True] * 64
-    assert len(ledger.match(chain).slots) == 128
+    assert len(ledger.match_prefix(chain).slots) == 128
     ledger.close()
 
 
@@ -283,7 +283,7 @@ def test_what_one_call_will_find_is_not_evicted_by_its_own_earlier_batches(
 def test_what_a_call_found_is_not_evicted_by_its_second_attempt(ledger: Ledger, clock: FakeClock) -> None:
     old = put(ledger, keys(1, 2))
     pinned = put(ledger, keys(*range(100, 104)), chained=False)
-    ledger.pin([one.key for one in pinned], "ann")
+    admin.pin(ledger, [one.key for one in pinned], "ann")
     clock.advance(1)
     put(ledger, keys(*range(200, 226)), chained=False)
     clock.advance(1)
@@ -299,12 +299,12 @@ def test_a_chain_whose_head_is_stored_anew_is_no_orphan(ledger: Ledger, clock: F
     chain = keys(*range(4))
     put(ledger, chain)
     put(ledger, keys(*range(100, 128)), chained=False)
-    ledger.remove(chain[:1])
+    admin.remove(ledger, chain[:1])
     clock.advance(1)
     outcomes = ledger.reserve(chain, namespace=TENANT)
     assert [type(one) for one in outcomes] == [Reserved, Present, Present, Present]
     assert ledger.commit(reserved(outcomes)) == [True]
-    assert ledger.check().unreachable == 0
+    assert admin.check(ledger).unreachable == 0
     clock.advance(2)
     put(ledger, keys(*range(200, 228)), chained=False)
     assert all(there(ledger, chain))
@@ -315,7 +315,7 @@ def test_a_chunk_behind_a_chunk_whose_parent_is_gone_goes_first_too(ledger: Ledg
     clock.advance(1)
     chain = keys(*range(4))
     put(ledger, chain)
-    ledger.remove(chain[:1])
+    admin.remove(ledger, chain[:1])
     put(ledger, keys(300, 301, 302, 303), chained=False)
     assert there(ledger, chain) == [False] * 4 and all(there(ledger, keys(*range(100, 128))))
 
@@ -325,7 +325,7 @@ def test_tenants_share_the_room(ledger: Ledger, clock: FakeClock) -> None:
     clock.advance(1)
     put(ledger, keys(*range(100, 116)), OTHER, chained=False)
     assert there(ledger, keys(*range(32))) == [False] * 16 + [True] * 16
-    counts = {root: row.chunks for root, row in ledger.namespaces().items()}
+    counts = {root: row.chunks for root, row in admin.list_namespaces(ledger).items()}
     assert counts == {TENANT: 16, OTHER: 16}
 
 

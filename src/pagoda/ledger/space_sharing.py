@@ -29,13 +29,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from pagoda.errors import ClosedError, NoRoomError, StoreError
-from pagoda.ledger import keeping, reading
+from pagoda.ledger import chunk_ops, queries
 from pagoda.ledger.columns import BARE, NOT_READY, Columns
+from pagoda.ledger.root_usage import Holding, held_bytes, holdings, root_limit
 from pagoda.ledger.session import UnavailableError
-from pagoda.ledger.sight import BATCH
-from pagoda.ledger.state import COLUMNS, FORMAT, read_state
-from pagoda.ledger.store import Holding, held_bytes, holdings, root_limit, root_locked
+from pagoda.ledger.store_files import COLUMNS, FORMAT, read_state
+from pagoda.ledger.store_root import root_locked
 from pagoda.ledger.tables import Meta
+from pagoda.ledger.transaction import BATCH
 from pagoda.room import allocate_range, data_ranges, free_bytes, punch
 
 if TYPE_CHECKING:
@@ -55,21 +56,21 @@ _BARREN_SECONDS = 10.0  # who had nothing to give is not asked again
 _TROUBLE = (StoreError, UnavailableError, ClosedError, OSError)
 
 
-class _Plan(NamedTuple):
+class _Transfer(NamedTuple):
     """What is to be taken: from whom, and how many bytes."""
 
     giver: Holding
     nbytes: int
 
 
-class Share:
+class SpaceShare:
     """The share of one store in its root. Thread-safe: what it changes, it changes under the lock of the root."""
 
     def __init__(
         self, ledger: Ledger, attach: Callable[[Path], Ledger], borrow: Callable[[Path, Clock, float], Ledger]
     ) -> None:
         self._ledger, self._attach, self._borrow = ledger, attach, borrow
-        self._session = ledger._session
+        self._session = ledger.session
         self._slot_bytes = ledger.slot_bytes
         self._directory = ledger.directory
         self._root = ledger.directory.parent
@@ -132,7 +133,7 @@ class Share:
         for holding in sorted(every, key=lambda one: one.directory != self._directory):
             spare = min(excess, holding.nbytes - fair)
             if spare > 0:
-                excess -= self._ask(_Plan(holding, spare))
+                excess -= self._ask(_Transfer(holding, spare))
         return excess
 
     def _tell(self, excess: int) -> None:
@@ -163,7 +164,7 @@ class Share:
             part = listed[at : at + BATCH]
             self._session.write(lambda w, _: w.add_pages(part), _ROOT_SECONDS)  # noqa: B023
         backed = max(slots.stop for slots in [*got, range(meta.backed)])
-        self._session.write(lambda w, _: w.lengthen(backed), _ROOT_SECONDS)
+        self._session.write(lambda w, _: w.extend_backed(backed), _ROOT_SECONDS)
         self.grown += 1
         return sum(map(len, got))
 
@@ -192,7 +193,7 @@ class Share:
             return True  # there may be another
         return self._grow(max(1, plan.nbytes // self._slot_bytes)) > 0
 
-    def _ask(self, plan: _Plan) -> int:
+    def _ask(self, plan: _Transfer) -> int:
         """Have a store give pages; returns how many bytes it gave. Under the lock of the root."""
         holding = plan.giver
         if not _gives(holding):
@@ -202,7 +203,7 @@ class Share:
                 return self._give(plan.nbytes, idle=False)
             giver = self._borrow(holding.directory, self._session.clock, _BORROW_SECONDS)
             try:
-                return giver.share._give(plan.nbytes, idle=not holding.in_use)
+                return giver.space._give(plan.nbytes, idle=not holding.in_use)
             finally:
                 giver.close()
         except _TROUBLE as error:
@@ -211,13 +212,13 @@ class Share:
 
     # ---- who gives
 
-    def _plan(self, most: int) -> _Plan | None:
+    def _plan(self, most: int) -> _Transfer | None:
         """From whom to take a piece, at most `most` bytes; None if it is this store's own coldest that is to go."""
         every = holdings(self._root)
         piece, fair, own = self._piece(every), self._fair(every), self._own_bytes()
         below = own + self._slot_bytes <= fair
         own_age = 0.0 if below else self._age(self._directory)
-        best: tuple[float, _Plan] | None = None
+        best: tuple[float, _Transfer] | None = None
         for other in every:
             spare = other.nbytes - fair
             may = spare > 0 or not (below or other.in_use)
@@ -227,7 +228,7 @@ class Share:
             age = self._age(other.directory)
             if age > own_age and (best is None or age > best[0]):
                 room = min(piece, most, spare if spare > 0 else other.nbytes, fair - own if below else piece)
-                best = age, _Plan(other, max(room, self._slot_bytes))
+                best = age, _Transfer(other, max(room, self._slot_bytes))
         return None if best is None else best[1]
 
     def _fair(self, every: Sequence[Holding]) -> int:
@@ -273,7 +274,7 @@ class Share:
         except _TROUBLE:
             return "another process"
         try:
-            pids = sorted(set(store.processes()) - {os.getpid()})
+            pids = sorted(set(store.session.processes()) - {os.getpid()})
         finally:
             store.close()
         return (
@@ -294,7 +295,7 @@ class Share:
         before = self._own_bytes()
         with self._slab() as fd:  # a file system without holes says so before a chunk goes for nothing
             punch(fd, self._ledger.slots * self._slot_bytes, self._slot_bytes)
-        if self._ledger.in_use_by_others():  # perhaps only since it was looked at
+        if self._in_use_by_others():  # perhaps only since it was looked at
             nbytes = min(nbytes, before - self._fair(holdings(self._root)))
         pending = max(0, before - self._meta().with_pages() * self._slot_bytes)  # was being touched then
         missing = -(-(nbytes - pending) // self._slot_bytes)
@@ -312,22 +313,36 @@ class Share:
             if not idle:
                 return []
             first = self._last_with_pages(meta, count)
-            self._session.write(lambda w, s: keeping.vacate_unscanned(w, s, meta.backed - first), 1.0)
+            self._session.write(lambda w, s: chunk_ops.vacate_unscanned(w, s, meta.backed - first), 1.0)
             return list(range(first, meta.backed))
         slots = list[int]()
         for reach in (count - meta.free(), self._ledger.slots):  # what is kept may hide what may go
-            victims = self._ledger.coldest(reach) if reach > 0 else []
+            victims = self.coldest(reach) if reach > 0 else []
             while len(slots) < count:
                 batch, victims = victims[:BATCH], victims[BATCH:]
                 most = min(BATCH, count - len(slots))
                 got = self._session.write(
-                    lambda w, _: keeping.vacate(w, most, batch, self._in_memory),  # noqa: B023
+                    lambda w, _: chunk_ops.vacate(w, most, batch, self._in_memory),  # noqa: B023
                     1.0,
                 )
                 slots += got
                 if not got and not victims:
                     break
         return slots
+
+    def coldest(self, count: int) -> list[tuple[int, int]]:
+        """Return up to `count` slots that would be evicted first, none leased, and their generations.
+
+        Changes nothing.
+        """
+        ledger, now, columns = self._ledger, self._session.clock.monotonic_ns(), self._session.columns
+        slots = ledger.evictor.victims(count, ledger.stamp(), now)
+        slots = slots[columns.lease_until[slots] <= now]
+        return list(zip(slots.tolist(), columns.generation[slots].tolist(), strict=True))
+
+    def _in_use_by_others(self) -> bool:
+        """Whether the store is open in other processes, or in this one by more than one user of its ledger."""
+        return self._ledger._uses > 1 or len(self._session.processes()) > 1
 
     def _last_with_pages(self, meta: Meta, count: int) -> int:
         """From which slot on, of those that wait to be scanned, `count` have pages; a slot may be a hole."""
@@ -352,7 +367,7 @@ class Share:
             0, len(silent), BATCH
         ):  # who took them out of the tables has died before it could say so
             part = silent[at : at + BATCH]
-            self._session.write(lambda w, _: w.publish_bare(part), _ROOT_SECONDS)  # noqa: B023
+            self._session.write(lambda w, _: w.mark_bare_again(part), _ROOT_SECONDS)  # noqa: B023
         holes = [*_ranges(self._session.untouched(slots, _LENT_SECONDS)), never_used]
         with self._slab() as fd:
             for hole in filter(len, holes):
@@ -360,7 +375,7 @@ class Share:
 
     # ---- what there is
 
-    def ranges(self) -> list[range]:
+    def backed_ranges(self) -> list[range]:
         """The slots that have pages, as ranges; others may change that at any time."""
         meta, bare = self._backing()
         edges = [-1, *bare, meta.backed]
@@ -370,7 +385,7 @@ class Share:
         return self._session.read(lambda txn, tables: tables.load_meta(txn), _ROOT_SECONDS)
 
     def _backing(self) -> tuple[Meta, list[int]]:
-        return self._session.read(reading.backing, _ROOT_SECONDS)
+        return self._session.read(queries.backing, _ROOT_SECONDS)
 
     def _own_bytes(self) -> int:
         return held_bytes(self._ledger.slab_path)

@@ -1,4 +1,4 @@
-"""What the ledger answers: small typed tuples. Run-time trouble is a `Refused` or a reason, never an exception."""
+"""What the ledger answers: small typed tuples. A failure at run time is a `Refused` or a reason, never an exception."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Reserved(NamedTuple):
 
 
 class Present(NamedTuple):
-    """The chunk is there already; nothing to do."""
+    """The chunk is stored already; nothing to do."""
 
     key: bytes
     slot: int
@@ -35,7 +35,7 @@ class Busy(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """There is no room, or the policy or a bound says no."""
+    """There is no free slot, or the policy or a bound refuses the chunk."""
 
     key: bytes
     reason: Reason
@@ -44,12 +44,14 @@ class Refused(NamedTuple):
 Outcome = Reserved | Present | Busy | Refused
 
 
-class Landed(Enum):
-    """What came of committing one part of a chunk. Of all its parts exactly one, the last, is WHOLE."""
+class CommitResult(Enum):
+    """The result of committing one part of a chunk. Of all its parts exactly one, the last, is WHOLE."""
 
-    LOST = 0  # superseded, cleared, taken back, or not done in time
-    PART = 1  # it is in, and others are missing: nobody may read the chunk yet, though its generation stands
-    WHOLE = 2  # it is in and was the last: the chunk is visible now
+    LOST = 0  # superseded, cleared, reaped, or not committed in time
+    PART = (
+        1  # stored, and other parts are missing: the chunk cannot be read yet, though its generation is valid
+    )
+    WHOLE = 2  # stored, and it was the last: the chunk is visible now
 
 
 class Match(NamedTuple):
@@ -64,21 +66,21 @@ class Match(NamedTuple):
 
 
 class Miss(NamedTuple):
-    """Why a key is not there, and for how long (seconds, if known)."""
+    """Why a key is absent, and for how long (seconds, if known)."""
 
     reason: Reason
     age_seconds: float | None
 
 
 class NamespaceRow(NamedTuple):
-    """A namespace that has, or had, chunks here. `fields`: its name for people; empty if that is not known here."""
+    """A namespace that has, or had, chunks here. `fields`: its label for people; empty if it is not known here."""
 
     root: bytes
     fields: dict[str, str]
     chunks: int
 
 
-class Row(NamedTuple):
+class ChunkRow(NamedTuple):
     """A chunk that may be read."""
 
     key: bytes
@@ -93,10 +95,10 @@ class Row(NamedTuple):
     pinned: bool
 
 
-class Found(NamedTuple):
+class ScannedChunk(NamedTuple):
     """A chunk whose header was read from the slab during a rebuild.
 
-    `epoch` is compared with the generation before which its namespace was cleared. It is the `sequence`; an older
+    `epoch` is compared with the generation before which its namespace was cleared. It equals `sequence`; an older
     version wrote how often the namespace had been cleared, which is less than any generation.
     """
 
@@ -109,7 +111,7 @@ class Found(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What `check` counted. `unreachable`: chunks whose parent is gone; `stale_hints`: rows whose hints are wrong."""
+    """What `check` counted. `unreachable`: chunks without their parent; `stale_hints`: rows whose hints are wrong."""
 
     gauges: dict[str, int]
     unreachable: int

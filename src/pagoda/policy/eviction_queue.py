@@ -1,8 +1,8 @@
-"""The next to go, looked up in batches: one pass over the columns finds the lowest-ranking sixteenth.
+"""The next slots to evict, found in batches: one pass over the columns finds the lowest-ranking sixteenth.
 
-Whatever the ranks are, no parent goes before its child: a chunk ranks as high as the highest of those behind it, is as
-young as the youngest and leased as long as the longest, and of equals the older goes first. A chunk whose parent has
-gone is out of reach and goes before all others.
+Whatever the ranks are, no parent is evicted before its child: a chunk ranks as high as the highest of its descendants,
+is as young as the youngest and leased as long as the longest, and of equals the older is first. A chunk whose parent
+was evicted cannot be reached and is evicted before all others. All policies use it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from pagoda.policy import Hints
 
-# A queue that held recent slots would give out a head before the tail that was stored after the queue was filled.
+# A queue that held recent slots would return a head before the tail that was stored after the queue was filled.
 _SHARE, _LEAST = 16, 8
-_LOOK = 256  # entries looked at in one go
-_FEW, _FEW_LOOKS = 8, 32  # so few are looked for one by one: cheaper than array operations
+_LOOK = 256  # entries examined at once
+_FEW, _FEW_LOOKS = 8, 32  # so few are searched one by one: cheaper than array operations
 NOT_READY = np.iinfo(np.int64).max
 
 Rows = NDArray[np.int64]
@@ -26,19 +26,19 @@ Ranks = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
 
-class _Tree(NamedTuple):
+class _PrefixTree(NamedTuple):
     """The columns at one moment, one row a slot."""
 
     last_use: Rows
     generation: NDArray[np.uint64]
     ready: Flags
-    above: Rows  # the slot of the parent, or its own
-    lost: Flags  # out of reach
-    youngest: Rows  # recency of the youngest that is here or behind
-    order: Rows  # in which those of one rank go
+    above: Rows  # the slot of the parent, or the slot itself
+    lost: Flags  # cannot be reached: its parent was evicted
+    youngest: Rows  # recency of the youngest chunk of it and its descendants
+    order: Rows  # in which slots of one rank are evicted
 
     @classmethod
-    def of(cls, hints: Hints) -> _Tree:
+    def of(cls, hints: Hints) -> _PrefixTree:
         last_use, generation = hints.last_use.copy(), hints.generation.copy()
         ready = last_use != NOT_READY
         above = np.arange(hints.slots)
@@ -48,7 +48,9 @@ class _Tree(NamedTuple):
         gone = generation[parent] != hints.parent_generation[child]
         above[child[~gone]] = parent[~gone]
         positions = hints.position.astype(np.int64)
-        youngest = np.where(ready, last_use, 0) + positions  # of one request all are as young as its head
+        youngest = (
+            np.where(ready, last_use, 0) + positions
+        )  # all chunks of one request are as young as its head
         _lift(youngest, above)
         youngest -= positions
         lost = np.zeros(hints.slots, np.bool_)
@@ -57,10 +59,10 @@ class _Tree(NamedTuple):
         return cls(last_use, generation, ready, above, lost, youngest, np.where(lost, -positions, youngest))
 
 
-class _Batch:
-    """Slots in the order in which they may go, as they stood when one pass found them."""
+class _Snapshot:
+    """Slots in the order of eviction, as one pass over the columns found them."""
 
-    def __init__(self, tree: _Tree, rows: Rows, ranks: Ranks) -> None:
+    def __init__(self, tree: _PrefixTree, rows: Rows, ranks: Ranks) -> None:
         self.rows, self.ranks = rows, ranks[rows]
         self.uses, self.generations, self.youngest = (
             tree.last_use[rows],
@@ -70,13 +72,15 @@ class _Batch:
         at = np.full(len(ranks), -1)
         at[rows] = np.arange(len(rows))
         self.heir = np.where(tree.above[rows] == rows, -1, at[tree.above[rows]])  # where its parent is
-        self.barred = np.zeros(len(rows), np.bool_)  # in front of one that was here and stays after all
+        self.barred = np.zeros(
+            len(rows), np.bool_
+        )  # an ancestor of a chunk that was queued and stays after all
         self.next = 0
-        self.lapse = 0  # when the first lease ends of those that kept a slot out
-        self.rest = 0  # what is neither here nor leased is at least as young as this stamp
+        self.lapse = 0  # when the first lease ends of those that kept a slot out of the queue
+        self.rest = 0  # what is neither queued nor leased is at least as young as this stamp
 
     def bar(self, at: int) -> None:
-        """Let nothing go that is in front of an entry."""
+        """Keep the ancestors of an entry from eviction."""
         at = int(self.heir[at])
         while at >= 0 and not self.barred[at]:
             self.barred[at] = True
@@ -84,43 +88,43 @@ class _Batch:
             at = int(self.heir[at])
 
 
-class Queue:
-    """Slots in the order in which they may go; an entry stands until its slot is touched, leased or emptied.
+class EvictionQueue:
+    """Slots in the order of eviction; an entry is valid until its slot is touched, leased or emptied.
 
-    `rank` returns a new array with a finite number for each slot: the lowest goes first, of equals the oldest. Where
-    that does not depend on recency (`by_use` False), what is touched keeps its place. Not thread-safe, but for `fill`,
-    which may run beside the other calls.
+    `rank` returns a new array with a finite number for each slot: the lowest is first, of equals the oldest. If the
+    rank does not depend on recency (`by_use` False), a touched slot keeps its place. Not thread-safe, except `fill`,
+    which may run at the same time as the other calls.
     """
 
     def __init__(self, hints: Hints, rank: Callable[[], Ranks], by_use: bool = True) -> None:
         self._hints, self._rank, self._by_use = hints, rank, by_use
-        self._batch = _Batch(_Tree.of(hints), np.empty(0, np.int64), np.empty(0))
+        self._batch = _Snapshot(_PrefixTree.of(hints), np.empty(0, np.int64), np.empty(0))
 
     def first(self, count: int, stamp: int, now: int) -> Rows:
-        """The first `count` that are older than `stamp`; slots leased at `now` after all others."""
+        """Return the first `count` that are older than `stamp`; slots leased at `now` after all others."""
         few = self._few(count, stamp, now) if count <= _FEW else None
         if few is not None:
             return np.array(few, np.int64)
         found, _ = self.unleased(count, stamp, now)
         if len(found) < count:
             leased = self._leased(found, stamp, now)[: count - len(found)]
-            if len(leased):  # when they have gone, those in front of them may go
+            if len(leased):  # when they are evicted, their ancestors may be
                 self._batch.lapse = 0
             return np.concatenate([found, leased])
         return found
 
     def unleased(self, count: int, stamp: int, now: int) -> tuple[Rows, Ranks]:
-        """The first `count` that are older than `stamp` and not leased at `now`, and their ranks."""
+        """Return the first `count` that are older than `stamp` and not leased at `now`, and their ranks."""
         batch = self._batch
-        found = self._standing(batch, count, stamp, now)
+        found = self._valid(batch, count, stamp, now)
         if len(found) < count and not (stamp <= batch.rest and now < batch.lapse):
             self.fill(count, stamp, now)
             batch = self._batch
-            found = self._standing(batch, count, stamp, now)
+            found = self._valid(batch, count, stamp, now)
         return batch.rows[found], batch.ranks[found]
 
     def _few(self, count: int, stamp: int, now: int) -> list[int] | None:
-        """The same as `_standing`, one by one; None if `count` are not among the next few entries."""
+        """Do what `_valid` does, one by one; None if `count` are not among the next few entries."""
         hints, batch = self._hints, self._batch
         found: list[int] = []
         for at in range(batch.next, min(batch.next + _FEW_LOOKS, len(batch.rows))):
@@ -140,8 +144,8 @@ class Queue:
                 return found
         return None
 
-    def _standing(self, batch: _Batch, count: int, stamp: int, now: int) -> Rows:
-        """Where the first `count` are in the batch that stand as they were queued and may go."""
+    def _valid(self, batch: _Snapshot, count: int, stamp: int, now: int) -> Rows:
+        """Where the first `count` entries are that are unchanged since they were queued and may be evicted."""
         hints = self._hints
         found: list[Rows] = []
         have, at = 0, batch.next
@@ -150,7 +154,7 @@ class Queue:
             rows = batch.rows[look]
             same = hints.generation[rows] == batch.generations[look]
             stands = same & (hints.last_use[rows] == batch.uses[look])
-            if not self._by_use and (same & ~stands).any():  # it may be in front of another by now
+            if not self._by_use and (same & ~stands).any():  # it may come before another by now
                 batch.rest = 0
                 break
             free = stands & (hints.lease_until[rows] <= now)
@@ -165,9 +169,9 @@ class Queue:
         return np.concatenate(found)[:count] if found else np.empty(0, np.int64)
 
     def fill(self, least: int, stamp: int, now: int) -> None:
-        """Queue what goes first of all that is older than `stamp`, `least` slots of it if there are as many."""
+        """Queue what is evicted first of all that is older than `stamp`, `least` slots of it if there are as many."""
         hints = self._hints
-        tree = _Tree.of(hints)
+        tree = _PrefixTree.of(hints)
         leased = tree.ready & (hints.lease_until > now)
         ranks = self._rank()
         ranks[leased] = np.inf
@@ -176,15 +180,15 @@ class Queue:
         ranks[tree.lost] = -np.inf
         rows = np.flatnonzero(free & (tree.youngest < stamp))
         rows = rows[_lowest(ranks[rows], tree.order[rows], max(_LEAST, hints.slots // _SHARE, least))]
-        batch = _Batch(tree, rows, ranks)
+        batch = _Snapshot(tree, rows, ranks)
         free[rows] = False
         batch.rest = min(stamp, int(tree.youngest[free].min(initial=NOT_READY)))
         batch.lapse = int(hints.lease_until[leased].min(initial=NOT_READY))
         self._batch = batch
 
     def _leased(self, but: Rows, stamp: int, now: int) -> Rows:
-        """Leased slots and those in front of them, the soonest-ending lease first: for when nothing else is left."""
-        tree = _Tree.of(self._hints)
+        """Leased slots and their ancestors, the soonest-ending lease first: for when nothing else is left."""
+        tree = _PrefixTree.of(self._hints)
         until = np.where(tree.ready, self._hints.lease_until, 0)
         _lift(until, tree.above)
         rows = np.flatnonzero(tree.ready & (until > now) & (tree.youngest < stamp))
@@ -194,14 +198,14 @@ class Queue:
 
 
 def _lift(values: NDArray[np.float64] | Rows, above: Rows) -> None:
-    """Give each slot the highest value of all slots below it; `above` is the slot's parent, or itself."""
+    """Give each slot the highest value of all its descendants; `above` is the slot's parent, or itself."""
     while (values[above] < values).any():  # twice as far up the chain each time
         np.maximum.at(values, above, values.copy())
         above = above[above]
 
 
 def _spread(flags: Flags, above: Rows) -> None:
-    """Flag each slot that is below a flagged one."""
+    """Flag each descendant of a flagged slot."""
     known = 0
     while known < (found := int(np.count_nonzero(flags))):  # twice as far up the chain each time
         known = found
@@ -210,7 +214,7 @@ def _spread(flags: Flags, above: Rows) -> None:
 
 
 def _lowest(ranks: Ranks, uses: Rows, count: int) -> Rows:
-    """Where the lowest `count` are, in order of rank and, of one rank, of recency."""
+    """Where the lowest `count` are, in order of rank and, within one rank, of recency."""
     if count < len(ranks):
         bound = np.partition(ranks, count - 1)[count - 1]
         below, equal = np.flatnonzero(ranks < bound), np.flatnonzero(ranks == bound)

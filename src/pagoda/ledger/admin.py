@@ -1,0 +1,205 @@
+"""What an operator asks of a ledger, and what may fail: listings, pins, removal, clearing, totals, the check.
+
+`Cache`, the tiers and the CLI call these functions. Each waits for the ledger up to some seconds and raises StoreError
+if it could not be done; the calls of an engine, which never do, are the methods of `Ledger`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import cast
+
+import lmdb
+
+from pagoda.errors import LedgerCorrupt, StoreError
+from pagoda.ledger import chunk_ops, namespaces, queries
+from pagoda.ledger.ledger import Ledger
+from pagoda.ledger.member_counters import folded
+from pagoda.ledger.namespaces import ClearScope, root_of
+from pagoda.ledger.outcomes import ChunkRow, NamespaceRow, Report
+from pagoda.ledger.session import PATIENT_SECONDS
+from pagoda.ledger.tables import COUNTERS_ROW, MEMBER, SLOT, SLOT_KEY, Tables
+from pagoda.ledger.transaction import BATCH, batches
+
+_PAGE = 256
+_ROWS_A_LOOK = 4096
+
+# ---- listings
+
+
+def list_chunks(ledger: Ledger, limit: int | None = None) -> Iterator[ChunkRow]:
+    """Walk all chunks by slot, a page at a time, while others go on. StoreError."""
+    at: int | None = 0
+    given = 0
+    while at is not None:
+        start = at
+        page, at = ledger.session.read_or_raise(lambda txn, tables: _page(ledger, txn, tables, start))  # noqa: B023
+        for row in page:
+            if given == limit:
+                return
+            given += 1
+            yield row
+
+
+def _page(
+    ledger: Ledger, txn: lmdb.Transaction, tables: Tables, start: int
+) -> tuple[list[ChunkRow], int | None]:
+    now = ledger.session.clock.monotonic_ns()
+    found: list[ChunkRow] = []
+    for key, value in tables.rows(txn, tables.slots, SLOT_KEY.pack(start)):
+        slot: int = SLOT_KEY.unpack(key)[0]
+        if len(found) == _PAGE:
+            return found, slot
+        _, namespace, *_, chunk = SLOT.unpack(value)
+        pinned = txn.get(chunk, db=tables.pins) is not None
+        found.append(_row(ledger, slot, value, root_of(txn, tables, namespace), pinned, now))
+    return found, None
+
+
+def _row(ledger: Ledger, slot: int, value: bytes, root: bytes, pinned: bool, now: int) -> ChunkRow:
+    columns = ledger.columns
+    generation, _, position, tokens, key = SLOT.unpack(value)
+    age = (ledger.session.stamp(now) - int(columns.last_use[slot])) / 1e9
+    hits, leased = int(columns.hits[slot]), bool(columns.lease_until[slot] > now)
+    return ChunkRow(key, slot, generation, root, position, tokens, max(0.0, age), hits, leased, pinned)
+
+
+def list_namespaces(ledger: Ledger, deadline_seconds: float = PATIENT_SECONDS) -> dict[bytes, NamespaceRow]:
+    """Return the namespaces that have chunks here, and those that have a label. StoreError if not read in time."""
+    until = time.monotonic() + deadline_seconds
+    ledger.namespaces.write_labels(deadline_seconds)
+    named = dict(ledger.session.read_pages(namespaces.label_rows, until))
+    rows = {
+        row.root: NamespaceRow(row.root, named.pop(row.root, {}), row.chunks)
+        for row in ledger.session.read_pages(namespaces.namespace_rows, until)
+    }
+    return rows | {root: NamespaceRow(root, fields, 0) for root, fields in named.items()}
+
+
+def list_pins(ledger: Ledger) -> dict[str, list[bytes]]:
+    """Return the pinned keys of each owner. StoreError."""
+
+    def work(txn: lmdb.Transaction, tables: Tables) -> dict[str, list[bytes]]:
+        found: dict[str, list[bytes]] = {}
+        for key, value in tables.rows(txn, tables.pins):
+            for owner in value.decode().split("\n"):
+                found.setdefault(owner, []).append(key)
+        return found
+
+    return ledger.session.read_or_raise(work)
+
+
+# ---- pins, removal, clearing
+
+
+def pin(ledger: Ledger, keys: Sequence[bytes], owner: str) -> int:
+    """Keep chunks from eviction in the name of `owner`; return how many. At most a quarter of the slots."""
+    if not owner or "\n" in owner:
+        raise ValueError(f"{owner!r} cannot own pins: give a name of one line")
+
+    pinned = 0
+    for batch in batches(keys):
+        pinned += ledger.session.write_or_raise(lambda w, _: chunk_ops.pin(w, batch, owner))  # noqa: B023
+    return pinned
+
+
+def unpin(ledger: Ledger, keys: Sequence[bytes] | None, owner: str) -> int:
+    """End the pins of `owner` on these chunks (None: on all); return how many."""
+    return ledger.session.write_or_raise(lambda w, _: chunk_ops.unpin(w, keys, owner))
+
+
+def remove(ledger: Ledger, keys: Sequence[bytes]) -> int:
+    """Remove chunks, pinned or not; return how many were there."""
+    return sum(
+        ledger.session.write_or_raise(lambda w, _: chunk_ops.remove(w, batch), frees=True)  # noqa: B023
+        for batch in batches(keys)
+    )
+
+
+def clear(ledger: Ledger, namespace: bytes | None = None) -> int:
+    """Remove all chunks of one namespace (None: of all), also those being stored; return how many were there.
+
+    Takes no room, neither in the tables nor on the disk. What another process stores after this call began may
+    stay. StoreError if it could not be done, or not so that it outlives a power cut.
+    """
+    cleared = ledger.session.write_or_raise(lambda w, names: names.clear(w, namespace), frees=True)
+    try:
+        ledger.namespaces.save_clear(namespace)
+    finally:  # what may come back with a rebuild is removed for now even so
+        dropped = _drop_cleared(ledger, cleared)
+    return dropped
+
+
+def _drop_cleared(ledger: Ledger, scope: ClearScope) -> int:
+    namespace, watermark, chunks = scope
+    dropped, at, most = 0, 0, 2
+    while dropped < chunks:
+        start, most = at, min(2 * most, BATCH)  # a few first: if the map is full, they make room for more
+        found, after = ledger.session.read_or_raise(
+            partial(queries.cleared_slots, scope=scope, start=start, most=most, rows=_ROWS_A_LOOK)
+        )
+        if found:
+            dropped += ledger.session.write_or_raise(
+                lambda w, _: chunk_ops.drop_cleared(w, found, namespace, watermark),  # noqa: B023
+                frees=True,
+            )
+        if after is None:
+            break
+        at = after
+    return dropped
+
+
+# ---- totals
+
+
+def gauges(ledger: Ledger) -> dict[str, int]:
+    """Count slots: all, free, reserved, ready, unscanned, pinned, leased; and members. StoreError."""
+    return ledger.session.read_or_raise(lambda txn, tables: _gauges(ledger, txn, tables))
+
+
+def counters(ledger: Ledger, deadline_seconds: float = PATIENT_SECONDS) -> dict[str, int]:
+    """Return the counters of all members together, including those that left. StoreError."""
+    return ledger.session.read_or_raise(lambda txn, tables: _counters(ledger, txn, tables), deadline_seconds)
+
+
+def numbers(ledger: Ledger, deadline_seconds: float = PATIENT_SECONDS) -> dict[str, int]:
+    """Return gauges and counters, of one moment. StoreError if they cannot be read in time."""
+    return ledger.session.read_or_raise(
+        lambda txn, tables: _gauges(ledger, txn, tables) | _counters(ledger, txn, tables), deadline_seconds
+    )
+
+
+def check(ledger: Ledger) -> Report:
+    """Verify the tables while nobody writes. LedgerCorrupt with the numbers if they do not add up.
+
+    StoreError if they cannot be read, which says nothing about them. Slots that are still to be read back after a
+    rebuild are counted (`unscanned`) and are no fault.
+    """
+    reap(ledger)
+
+    def work(txn: lmdb.Transaction, tables: Tables) -> Report:
+        return queries.check(txn, tables, ledger.columns, _gauges(ledger, txn, tables))
+
+    try:
+        return ledger.session.read_or_raise(work)
+    except StoreError as error:
+        cause = error.__cause__ and error.__cause__.__cause__
+        if isinstance(cause, lmdb.Error):
+            raise LedgerCorrupt(f"the tables of {ledger.directory} cannot be read: {cause}") from error
+        raise
+
+
+def reap(ledger: Ledger) -> int:
+    """Take back what dead members had reserved; return how many slots."""
+    return ledger.session.recover(PATIENT_SECONDS)
+
+
+def _gauges(ledger: Ledger, txn: lmdb.Transaction, tables: Tables) -> dict[str, int]:
+    return queries.gauges(txn, tables, ledger.columns, ledger.session.clock.monotonic_ns())
+
+
+def _counters(ledger: Ledger, txn: lmdb.Transaction, tables: Tables) -> dict[str, int]:
+    rows = [MEMBER.unpack(row)[0] for _, row in tables.rows(txn, tables.members)]
+    return ledger.session.counted(rows, folded(cast("bytes | None", txn.get(COUNTERS_ROW, db=tables.meta))))

@@ -1,0 +1,146 @@
+"""Hold, pin and remove chunks, and take slots out of use, as steps of a write transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import lmdb
+
+from pagoda.ledger.members import has_device
+from pagoda.ledger.namespaces import Namespaces
+from pagoda.ledger.tables import HOLD, PLACE, SLOT, SLOT_KEY
+from pagoda.ledger.transaction import Transaction
+from pagoda.metrics import Reason
+
+_OWNERS = "\n"  # between the names of the owners of one chunk's pins
+
+
+def hold(transaction: Transaction, slot: int, generation: int) -> bool:
+    """Add a hold of this member on a chunk; False if the slot has another chunk by now."""
+    row = transaction.get(transaction.tables.slots, SLOT_KEY.pack(slot))
+    if row is None or SLOT.unpack(row)[0] != generation:
+        return False
+    held = transaction.get(transaction.tables.holds, SLOT_KEY.pack(slot)) or b""
+    transaction.txn.put(
+        SLOT_KEY.pack(slot), held + HOLD.pack(generation, transaction.member), db=transaction.tables.holds
+    )
+    return True
+
+
+def vacate(
+    transaction: Transaction, count: int, victims: Sequence[tuple[int, int]], in_memory: bool
+) -> list[int]:
+    """Make up to `count` slots bare: free ones, then `victims` (slot, generation) that are not pinned or held.
+
+    Returns them. None of a slab in memory that a living member has registered with a GPU, since its pages would stay.
+    """
+    if in_memory and has_device(transaction):
+        return []
+    slots: list[int] = []
+    while len(slots) < count and (free := transaction.take_free()) is not None:
+        slots.append(free)
+    for slot, generation in victims:
+        key = transaction.key_of(slot, generation)
+        if len(slots) < count and key is not None and not transaction.is_protected(slot, key):
+            transaction.detach_chunk(slot, Reason.EVICTED)
+            slots.append(slot)
+    for slot in slots:
+        transaction.mark_bare(slot)
+    return slots
+
+
+def vacate_unscanned(transaction: Transaction, namespaces: Namespaces, count: int) -> int:
+    """Take up to `count` slots away from those that wait to be scanned, the last first; return how many."""
+    meta = transaction.meta
+    taken = min(count, meta.unscanned())
+    if taken:
+        meta.backed -= taken
+        meta.unused = meta.backed
+        if not meta.scanning:
+            meta.scan = meta.slots
+            namespaces.remove_empty(transaction)
+    return taken
+
+
+def release(transaction: Transaction, slot: int, generation: int) -> None:
+    """End one hold of this member on a chunk, if it has one; the last frees the slot if the chunk was removed."""
+    holds = list(HOLD.iter_unpack(transaction.get(transaction.tables.holds, SLOT_KEY.pack(slot)) or b""))
+    if (generation, transaction.member) in holds:
+        holds.remove((generation, transaction.member))
+        left = b"".join(HOLD.pack(*row) for row in holds)
+        _put_or_delete(transaction, transaction.tables.holds, SLOT_KEY.pack(slot), left)
+        transaction.free_if_unheld(slot)
+
+
+def pin(transaction: Transaction, keys: Sequence[bytes], owner: str) -> int:
+    """Pin the chunks that are stored in the name of `owner`, up to a quarter of the slots."""
+    pinned, most = 0, transaction.most_pinned()
+    for key in keys:
+        names = set((transaction.get(transaction.tables.pins, key) or b"").decode().split(_OWNERS)) - {""}
+        if transaction.get(transaction.tables.entries, key) is None:
+            continue
+        if not names and transaction.txn.stat(transaction.tables.pins)["entries"] >= most:
+            transaction.count(f"drop_{Reason.PIN_LIMIT}")
+            continue
+        transaction.txn.put(key, _OWNERS.join(sorted(names | {owner})).encode(), db=transaction.tables.pins)
+        pinned += 1
+    return pinned
+
+
+def unpin(transaction: Transaction, keys: Sequence[bytes] | None, owner: str) -> int:
+    """End the pins of `owner` on these chunks, or on all; return how many."""
+    ended = 0
+    wanted = None if keys is None else set(keys)
+    for key, value in list(transaction.tables.rows(transaction.txn, transaction.tables.pins)):
+        names = value.decode().split(_OWNERS)
+        if owner in names and (wanted is None or key in wanted):
+            left = _OWNERS.join(name for name in names if name != owner)
+            _put_or_delete(transaction, transaction.tables.pins, key, left.encode())
+            ended += 1
+    return ended
+
+
+def remove(transaction: Transaction, keys: Sequence[bytes]) -> int:
+    """Remove the chunks of these keys; return how many were stored."""
+    rows = [transaction.get(transaction.tables.entries, key) for key in keys]
+    return sum(
+        transaction.remove_chunk(PLACE.unpack_from(row)[0], Reason.REMOVED) for row in rows if row is not None
+    )
+
+
+def drop(transaction: Transaction, key: bytes, slot: int, generation: int, reason: Reason) -> bool:
+    """Remove one chunk if its entry still names that slot and generation."""
+    row = transaction.get(transaction.tables.entries, key)
+    if row is None or PLACE.unpack_from(row) != (slot, generation):
+        return False
+    held = transaction.get(transaction.tables.slots, SLOT_KEY.pack(slot))
+    if held is None or SLOT.unpack(held)[0] != generation or SLOT.unpack(held)[-1] != key:
+        return transaction.txn.delete(
+            key, db=transaction.tables.entries
+        )  # a damaged entry: the slot has another chunk
+    return transaction.remove_chunk(slot, reason)
+
+
+def drop_cleared(
+    transaction: Transaction, slots: Sequence[int], namespace: int | None, watermark: int
+) -> int:
+    """Remove the chunks of these slots that were cleared at generation `watermark`, in one namespace or in all."""
+    dropped = 0
+    for slot in slots:
+        row = transaction.get(transaction.tables.slots, SLOT_KEY.pack(slot))
+        if row is not None and is_cleared(row, namespace, watermark):
+            dropped += transaction.remove_chunk(slot, Reason.CLEARED)
+    return dropped
+
+
+def is_cleared(row: bytes, namespace: int | None, watermark: int) -> bool:
+    """Whether a clear at generation `watermark`, of one namespace (its number) or of all, covers the chunk of a row."""
+    generation, own, *_ = SLOT.unpack(row)
+    return generation < watermark and namespace in (None, own)
+
+
+def _put_or_delete(transaction: Transaction, table: lmdb._Database, key: bytes, value: bytes) -> None:
+    if value:
+        transaction.txn.put(key, value, db=table)
+    else:
+        transaction.txn.delete(key, db=table)

@@ -1,0 +1,152 @@
+"""What a store keeps of its namespaces beside the tables: labels for people, and what was cleared.
+
+`Ledger` and `admin` call it. In a store on disk both outlive the tables, in files (see `namespaces`, `clear_log`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+
+from pagoda.errors import StoreError
+from pagoda.ledger import namespaces
+from pagoda.ledger.clear_log import ALL, ClearLog, Watermarks
+from pagoda.ledger.locks import LABELS
+from pagoda.ledger.namespaces import Namespaces
+from pagoda.ledger.session import PATIENT_SECONDS, Session
+from pagoda.ledger.transaction import Transaction
+
+log = logging.getLogger(__name__)
+
+_MOST_TOLD = (
+    4096  # labels that are known to be written; then all are written again, since some may have been removed
+)
+_MOST_WAITING = 256  # labels that wait for a transaction; in a flood, more are registered another time
+_SAVE_SECONDS, _SAVING_SECONDS = 60.0, 1.0
+
+
+class NamespaceRegistry:
+    """The labels and clears of one store's namespaces. Thread-safe."""
+
+    def __init__(self, session: Session) -> None:
+        state = session.store.state
+        self._session = session
+        self._directory, self._in_memory, self._slots = (
+            session.store.directory,
+            state.kind == "memory",
+            state.slots,
+        )
+        self._clear_log = ClearLog(self._directory)
+        self._labelled: set[bytes] = set()
+        self._unsaved, self._saved = False, float("-inf")
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what waits, in a forked child: the parent writes it. No lock of another thread stays locked."""
+        self._lock = threading.Lock()  # of the files of labels and of clears, within this process
+        self._waiting: dict[bytes, dict[str, str]] = {}  # labels
+
+    # ---- clears
+
+    def save_clear(self, namespace: bytes | None) -> None:
+        """Write to the medium what the tables say of a clear. StoreError."""
+        if self._in_memory:  # is never rebuilt
+            return
+        with self._file_lock():
+            try:
+                if namespace is None or not self._clear_log.add(namespace, self._watermark(namespace)):
+                    self._clear_log.allocate(self._slots)
+                    self._clear_log.replace(self._watermarks())
+            except (OSError, StoreError) as error:
+                raise StoreError(
+                    f"{self._directory} is cleared, but a power cut may bring it back: that it was cleared could not "
+                    f"be written ({error}); mend that and clear it again"
+                ) from error
+
+    def prepare_clears(self) -> None:
+        """Make the files of clears, or give them the size of the store; only for a process that has the store alone."""
+        if self._in_memory or not self._session.store.sole:
+            return
+        try:
+            with self._file_lock():
+                self._clear_log.allocate(self._slots)
+                watermarks = self._clear_log.read()
+                if watermarks is None or watermarks.floor == ALL:
+                    self._clear_log.replace(self._watermarks())
+        except (OSError, StoreError) as error:
+            log.warning("cannot prepare %s for being cleared: %s", self._directory, error)
+
+    @contextlib.contextmanager
+    def _file_lock(self) -> Iterator[None]:
+        """Hold the lock of the file of clears: the tables are read inside, so the file never goes back in time."""
+        with self._lock:
+            locks = self._session.store.locks
+            unlock = locks.unlocking(LABELS)
+            try:
+                if not locks.lock(LABELS, exclusive=True, until=time.monotonic() + PATIENT_SECONDS):
+                    raise StoreError(
+                        f"another process has kept the namespaces of {self._directory} for {PATIENT_SECONDS:g} s: "
+                        "is it stopped?"
+                    )
+                self._session.require_store()
+                yield
+            finally:
+                unlock()
+
+    def _watermark(self, root: bytes) -> int:
+        return self._session.read_or_raise(lambda txn, tables: namespaces.watermark_of(txn, tables, root))
+
+    def _watermarks(self) -> Watermarks:
+        """Return what to write to the file: a floor of now, and the watermarks of the namespaces that have chunks.
+
+        During a scan it is not known which have: the floor stays, and all that have a row keep their watermark.
+        """
+        meta = self._session.read_or_raise(lambda txn, tables: tables.load_meta(txn))
+        found = {t.root: t for t in self._session.read_pages(namespaces.namespace_rows)}
+        if meta.scanning and len(found) <= self._slots:
+            floor = max(meta.floor, meta.cleared)
+            if not self._session.read_or_raise(lambda txn, tables: tables.load_meta(txn)).scanning:
+                return self._watermarks()  # some rows may have been removed meanwhile
+        else:
+            floor = meta.next_generation
+            found = {root: t for root, t in found.items() if t.chunks or t.reservations}
+        watermarks = {root: max(t.watermark, meta.cleared) for root, t in found.items()}
+        return Watermarks(floor, {root: mark for root, mark in watermarks.items() if mark != floor})
+
+    # ---- labels
+
+    def register(self, namespace_root: bytes, fields: dict[str, str]) -> None:
+        """Label a namespace for people. Cheap: the next transaction writes it; later calls change nothing."""
+        if namespace_root in self._labelled or len(self._waiting) >= _MOST_WAITING:
+            return
+        if len(self._labelled) >= _MOST_TOLD:
+            self._labelled.clear()
+        self._labelled.add(namespace_root)
+        self._waiting[namespace_root] = fields
+        self._unsaved = True
+        self._session.defer(partial(self._label, namespace_root))
+
+    def _label(self, root: bytes, transaction: Transaction) -> None:
+        fields = self._waiting.pop(root, None)  # tried once: a label must not keep other work from being done
+        if fields is not None:
+            Namespaces(transaction.tables).label(transaction, root, fields)
+
+    def write_labels(self, deadline_seconds: float = PATIENT_SECONDS) -> None:
+        """Write the labels that wait for a transaction. StoreError if it cannot be done in time."""
+        if self._waiting:
+            self._session.write_or_raise(lambda _, __: None, deadline_seconds)
+
+    def save_labels(self, every_seconds: float = _SAVE_SECONDS) -> None:
+        """Save the labels where they outlive the tables, if there are new ones and the last save is old. Does I/O."""
+        if self._in_memory or not self._unsaved or time.monotonic() - self._saved < every_seconds:
+            return
+        self._unsaved, self._saved = False, time.monotonic()
+        with contextlib.suppress(StoreError, OSError), self._lock:  # they are only labels
+            self._session.require_store()
+            self.write_labels(_SAVING_SECONDS)
+            known = dict(self._session.read_pages(namespaces.label_rows, time.monotonic() + _SAVING_SECONDS))
+            namespaces.save_labels(self._directory, known)

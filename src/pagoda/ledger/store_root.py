@@ -1,0 +1,134 @@
+"""The stores under one root: their lock, which there are, how one is removed, and what killed processes left.
+
+`store` and `space_sharing` call it under the lock of the root, the CLI to list and to remove stores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from pagoda.errors import StoreError
+from pagoda.ledger.locks import OPEN, LockFile
+from pagoda.ledger.store_files import COLUMNS, LOCKS, STATE, TABLES, read_state
+
+MAKING, _GOING = ".new-", ".gone-"
+_PASSING = re.compile(r"\.(new|gone)-[0-9a-f]{12}")  # exactly the names that are made here
+_PRIVATE = ".private-"
+
+
+def discard_idle(directory: Path, deadline_seconds: float) -> None:
+    """Remove a whole store if nobody has it open."""
+    with root_locked(directory.parent, deadline_seconds):
+        if directory.is_dir() and not in_use(directory):
+            discard(directory)
+
+
+def discard(directory: Path) -> None:
+    """Remove a whole store, out of sight first. The caller has it alone."""
+    gone = directory.with_name(f"{_GOING}{secrets.token_hex(6)}")
+    os.rename(directory, gone)
+    shutil.rmtree(gone, ignore_errors=True)  # what is left is swept by the next who opens
+
+
+def stores_in(root: Path) -> list[Path]:
+    """Return the stores under a root, damaged ones and those of other versions too, not the private ones of processes.
+
+    Changes nothing. Raises OSError.
+    """
+    return [store for store in stores(root) if _is_store(store) and _PRIVATE not in store.name]
+
+
+def remove_store(directory: Path, deadline_seconds: float = 10.0) -> int:
+    """Remove a store and what it holds; return the bytes that came back.
+
+    Raises StoreError, and removes nothing, if a process has it open or if it holds what is not a store's.
+    """
+    with root_locked(directory.parent, deadline_seconds):
+        if not _is_store(directory):
+            raise StoreError(f"{directory} is no store, or holds other things too: remove it by hand")
+        if in_use(directory):
+            raise StoreError(
+                f"{directory} is open in a process: stop it first, or forget its chunks with `pagoda clear`"
+            )
+        nbytes = allocated_bytes(directory)
+        discard(directory)
+        return nbytes
+
+
+def allocated_bytes(directory: Path) -> int:
+    """Return the bytes that the files of a store take. Changes nothing."""
+    with contextlib.suppress(FileNotFoundError):  # it may go at any time
+        return sum(entry.stat().st_blocks * 512 for entry in directory.iterdir())
+    return 0
+
+
+def _is_store(directory: Path) -> bool:
+    entries = list(directory.iterdir())
+    names = {entry.name for entry in entries}
+    return (
+        LOCKS in names and len(names & {STATE, TABLES, COLUMNS}) >= 2 and not any(map(Path.is_dir, entries))
+    )
+
+
+@contextlib.contextmanager
+def root_locked(root: Path, deadline_seconds: float) -> Iterator[None]:
+    """Be the one who changes what stores there are and which pages they have. StoreError if it cannot be had.
+
+    What a killed process left is removed first: it holds room that nobody counts.
+    """
+    until = time.monotonic() + deadline_seconds
+    with contextlib.closing(LockFile(root / LOCKS)) as locks:
+        if not locks.lock(OPEN, exclusive=True, until=until):
+            raise StoreError(
+                f"another process has been opening a store under {root} for {deadline_seconds:g} s: is it stopped?"
+            )
+        _sweep(root)
+        yield
+
+
+def stores(root: Path) -> list[Path]:
+    """The stores under a root, damaged ones too; anything else there is not ours to count or touch."""
+    return [
+        entry
+        for entry in _own_directories(root)
+        if (entry / LOCKS).exists() and not entry.name.startswith((MAKING, _GOING))
+    ]
+
+
+def _own_directories(root: Path) -> list[Path]:
+    """What under a root may be ours: this user's directories, and no symbolic links."""
+    found = []
+    for entry in root.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # a private store may go at any time
+            status = entry.lstat()
+            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
+                found.append(entry)
+    return found
+
+
+def _sweep(root: Path) -> None:
+    """Remove what a killed process left: half-made and half-gone directories, private stores of the dead."""
+    for entry in _own_directories(root):
+        if _PASSING.fullmatch(entry.name):
+            shutil.rmtree(entry, ignore_errors=True)
+        elif (state := read_state(entry)) is not None and state.private:
+            with contextlib.suppress(FileNotFoundError):  # its owner discards it without the lock of the root
+                if not in_use(entry):
+                    discard(entry)
+
+
+def in_use(directory: Path) -> bool:
+    """Whether this or another process has the store open; False if it is gone."""
+    try:
+        with contextlib.closing(LockFile(directory / LOCKS, create=False)) as locks:
+            return locks.held_by_other(OPEN)
+    except FileNotFoundError:
+        return False
