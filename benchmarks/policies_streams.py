@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import streams
 from numpy.random import Generator
+from streams import Stream
 
 from pagoda.replay.trace import Request, read_trace
-from pagoda.testing import streams
-from pagoda.testing.streams import Stream
 
 TRACES = Path(__file__).resolve().parents[2] / "shared" / "traces"
 SAMPLE = "sample"

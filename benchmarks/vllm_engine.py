@@ -329,7 +329,7 @@ def _watch(room: Room) -> None:
 
     if not has_kv_transfer_group():
         return
-    from pagoda.connectors.vllm.stats import PagodaStats
+    from pagoda.connectors.vllm.connector_stats import PagodaStats
     from pagoda.transfer.pages import PagesKV
 
     scheduler = room.llm.llm_engine.engine_core.engine_core.scheduler

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from pagoda.connectors.layerwise import Loads
-from pagoda.connectors.prefill import Prefills, watch_for
-from pagoda.connectors.supported import is_compiled
 from pagoda.connectors.transformers import CachedModel
+from pagoda.connectors.transformers.layerwise import LayerLoads
+from pagoda.connectors.transformers.prefill_times import PrefillTimes, watch_for
+from pagoda.connectors.transformers.supported_models import is_compiled
 from pagoda.metrics import Reason
 from tests.e2e.slow_device import LONG, SlowDevice, engine_over
 from tests.e2e.tiny import deepseek, generated, llama, prompt
@@ -145,7 +145,7 @@ def test_nothing_leaves_the_first_pass_before_the_load_is_validated(warm) -> Non
     assert cached.last.columns == 96
 
 
-class Robber(Loads):
+class Robber(LayerLoads):
     """Does something between the promise and the load."""
 
     def __init__(self, rob: Callable[[], object]) -> None:
@@ -480,7 +480,7 @@ def test_a_pass_is_measured_when_its_time_is_known() -> None:
         made.append(Late())
         return made[-1]
 
-    prefills = Prefills(lambda tokens, seconds: seen.append((tokens, seconds)))
+    prefills = PrefillTimes(lambda tokens, seconds: seen.append((tokens, seconds)))
     with prefills.measured(model, watch):
         generated(model, IDS, 3)
     prefills.read()
@@ -505,5 +505,5 @@ def test_what_is_measured_how() -> None:
     assert watch_for([one, one]) is not None
     for devices in ([one, two], [cpu, one], [mps]):
         assert watch_for(devices) is None
-    with Prefills(lambda *_: pytest.fail("nothing to be told")).measured(llama(), None):
+    with PrefillTimes(lambda *_: pytest.fail("nothing to be told")).measured(llama(), None):
         pass

@@ -12,8 +12,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch cannot be imported")
 pytest.importorskip("transformers", reason="transformers cannot be imported: pip install transformers")
 
-from pagoda.connectors.layerwise import Loads  # noqa: E402
 from pagoda.connectors.transformers import CachedModel  # noqa: E402
+from pagoda.connectors.transformers.layerwise import LayerLoads  # noqa: E402
 from tests.e2e.tiny import deepseek, generated, llama, prompt, qwen  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
@@ -25,7 +25,7 @@ IDS = prompt(300)
 WHOLE = 288  # tokens of whole chunks, the last token left to compute
 
 
-class Counted(Loads):
+class Counted(LayerLoads):
     """Counts the loads that went layer by layer; `rob` is called before each begins."""
 
     def __init__(self, rob: Callable[[], object] = lambda: None) -> None:

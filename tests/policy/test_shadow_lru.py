@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks import streams
 from pagoda.ledger.columns import Columns
 from pagoda.policy.hindsight import Hindsight
 from pagoda.policy.shadow_lru import ShadowLru
 from pagoda.replay.simulate import Simulation, TierSpec, simulate
 from pagoda.replay.trace import Request
-from pagoda.testing import streams
 
 SLOTS = 64
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from benchmarks import streams
+from benchmarks.streams import Stream
 from pagoda.replay.simulate import TierSpec, simulate
-from pagoda.testing import streams
-from pagoda.testing.streams import Stream
 
 LEAST = 0.97  # of the hits of least recently used
 

@@ -12,7 +12,6 @@ import pytest
 from pagoda.ledger import admin
 from pagoda.policy.hindsight import _SharedValues
 from pagoda.replay import Request, TierSpec, simulate
-from pagoda.testing import streams
 from tests.cache.kit import SPAWN
 from tests.replay.live import CHUNK, Live, Rate, simulated
 from tests.replay.traces import sample

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from pagoda.config import Config
-from pagoda.connectors.vllm import offloading_scheduler, scheduler
+from pagoda.connectors.vllm import scheduler
+from pagoda.connectors.vllm.offloading import offloading_manager
 from tests.vllm import models, stores
 from tests.vllm.engines import CHUNK, Engine, connector, options
 from tests.vllm.halves import PATIENT_SECONDS, Halves, config_of
@@ -173,7 +174,7 @@ def config(host: Path) -> Config:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a step stores is stored, however late a busy machine lets it have its slots."""
-    for module in (offloading_scheduler, scheduler):
+    for module in (offloading_manager, scheduler):
         monkeypatch.setattr(module, "_RESERVE_SECONDS", PATIENT_SECONDS)
 
 

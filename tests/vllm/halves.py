@@ -22,11 +22,11 @@ from vllm.v1.kv_offload.base import (
 
 from pagoda.cache import Cache
 from pagoda.config import Config
-from pagoda.connectors.vllm.offloading_find import Group
-from pagoda.connectors.vllm.offloading_meta import SlotsSpec
-from pagoda.connectors.vllm.offloading_scheduler import OffloadedChunks
-from pagoda.connectors.vllm.offloading_worker import SlotCopies, Stock
-from pagoda.connectors.vllm.shared import opened
+from pagoda.connectors.vllm.offloading.chunk_finder import Group
+from pagoda.connectors.vllm.offloading.messages import SlotsSpec
+from pagoda.connectors.vllm.offloading.offloading_manager import PagodaOffloadingManager
+from pagoda.connectors.vllm.offloading.offloading_worker import EnginePages, PagodaOffloadingWorker
+from pagoda.connectors.vllm.shared_caches import opened
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from tests.vllm import engines
@@ -63,9 +63,9 @@ def memory(seed: int = 0) -> list[torch.Tensor]:
     return [torch.randint(-128, 128, (POOL, PAGE), dtype=torch.int8, generator=draw) for _ in range(PLANES)]
 
 
-def stocks(planes: list[torch.Tensor]) -> list[Stock]:
+def stocks(planes: list[torch.Tensor]) -> list[EnginePages]:
     """The groups over that memory."""
-    return [Stock(number, planes, BLOCK, EACH) for number in (FULL, SLIDING)]
+    return [EnginePages(number, planes, BLOCK, EACH) for number in (FULL, SLIDING)]
 
 
 def cache_of(config: Config, model: str = "a-model", parts: int = 1) -> Cache:
@@ -74,10 +74,10 @@ def cache_of(config: Config, model: str = "a-model", parts: int = 1) -> Cache:
     return opened(config, Namespace(model, world_size=parts), layout)
 
 
-def manager_of(config: Config, parts: int = 1, events: bool = False) -> OffloadedChunks:
+def manager_of(config: Config, parts: int = 1, events: bool = False) -> PagodaOffloadingManager:
     """A scheduler's half."""
     groups = {FULL: Group(CHUNK, None), SLIDING: Group(CHUNK, WINDOW)}
-    return OffloadedChunks(cache_of(config, parts=parts), groups, parts, events)
+    return PagodaOffloadingManager(cache_of(config, parts=parts), groups, parts, events)
 
 
 class Loaded(NamedTuple):
@@ -93,7 +93,7 @@ class Halves:
     def __init__(self, config: Config, *, seed: int = 0, events: bool = False) -> None:
         self.planes = memory(seed)
         self.manager = manager_of(config, events=events)
-        self.worker = SlotCopies(cache_of(config), stocks(self.planes))
+        self.worker = PagodaOffloadingWorker(cache_of(config), stocks(self.planes))
         self.slots = self.worker._slots
         self._jobs = 0
 
@@ -282,7 +282,7 @@ def store_elsewhere(config: Config) -> None:
 def be_a_rank(config: Config, part: int, pipe: Connection) -> None:
     """A worker's half of two: does the jobs that come, and says what its blocks hold."""
     planes = memory(seed=10 + part)
-    worker = SlotCopies(cache_of(config, parts=2), stocks(planes), part, 2)
+    worker = PagodaOffloadingWorker(cache_of(config, parts=2), stocks(planes), part, 2)
     pipe.send("up")
     while (job := pipe.recv()) is not None:
         kind, number, one, other = job

@@ -104,17 +104,17 @@ def stale_hits(room: Room, prompts: list[list[int]], tokens: int) -> list[tuple[
 
 def fail_loads(room: Room, prompts: list[list[int]], tokens: int) -> list[tuple[int, ...]]:
     """Generate for these prompts while no load succeeds, though the chunks stay where they are."""
-    from pagoda.connectors.vllm.offloading_worker import SlotCopies
+    from pagoda.connectors.vllm.offloading.offloading_worker import PagodaOffloadingWorker
 
-    def failing(self: SlotCopies, job: Any) -> int:
+    def failing(self: PagodaOffloadingWorker, job: Any) -> int:
         room.kept["failed"] = room.kept.get("failed", 0) + 1
         raise OSError("no")
 
-    load, SlotCopies._load = SlotCopies._load, failing  # type: ignore[method-assign]
+    load, PagodaOffloadingWorker._load = PagodaOffloadingWorker._load, failing  # type: ignore[method-assign]
     try:
         answers = room.say(prompts, max_tokens=tokens)
     finally:
-        SlotCopies._load = load  # type: ignore[method-assign]
+        PagodaOffloadingWorker._load = load  # type: ignore[method-assign]
     assert 0 < room.kept.pop("failed") <= len(prompts)  # each request tries once
     return [answer.tokens[0] for answer in answers]
 

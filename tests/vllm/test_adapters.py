@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from pagoda.connectors.vllm.adapters import Adapters
-from pagoda.connectors.vllm.checkpoint import file_digest
-from pagoda.connectors.vllm.identity import lora_name
+from pagoda.connectors.vllm.identity.engine_namespace import lora_name
+from pagoda.connectors.vllm.identity.lora_adapters import Adapters
+from pagoda.connectors.vllm.identity.weight_digests import file_digest
 from tests.vllm import models
 from tests.vllm.configs import flip
 
@@ -101,10 +101,10 @@ def test_a_link_that_moves_on_does_not_take_its_number_along(adapter: Path, tmp_
 
 
 def test_files_are_read_once(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pagoda.connectors.vllm import adapters
+    from pagoda.connectors.vllm.identity import lora_adapters
 
     read: list[Path] = []
-    monkeypatch.setattr(adapters, "file_digest", lambda path: read.append(path) or file_digest(path))
+    monkeypatch.setattr(lora_adapters, "file_digest", lambda path: read.append(path) or file_digest(path))
     met = Adapters()
     names = {met.name(request_of(adapter, number)) for number in (1, 1, 2, 2)}
     assert len(names) == 1 and len(read) == 2

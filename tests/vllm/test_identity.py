@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from pagoda.connectors.vllm.facts import plain
-from pagoda.connectors.vllm.identity import namespace_of, weights_digest
+from pagoda.connectors.vllm.identity.engine_namespace import namespace_of, weights_digest
+from pagoda.connectors.vllm.identity.engine_settings import plain
 from pagoda.connectors.vllm.options import read_options
 from tests.vllm import models
 from tests.vllm.configs import allocate, engine_config, flip, make_layers
@@ -44,23 +44,24 @@ def edit_config(model: Path, **changes: Any) -> None:
 
 def test_another_process_says_the_same_of_a_copy(llama: Path, model: Path, tmp_path: Path) -> None:
     """Weights, adapters and memory are named alike by a process that started later, of a copy elsewhere."""
-    from pagoda.connectors.vllm.seen import see_kv_caches
+    from pagoda.connectors.vllm.kv_memory import inspect_kv_caches
 
     adapter = models.make_lora(tmp_path / "adapter", 5)
     copied = Path(shutil.copytree(adapter, tmp_path / "copy"))
     config = engine_config(llama)
     here = [weights_digest(config), name_of(adapter)]
     cache_config, kv_caches = allocate(config, make_layers(config))
-    here += [see_kv_caches(kv_caches, config, cache_config).description, weights_digest(config)]
+    here += [inspect_kv_caches(kv_caches, config, cache_config).description, weights_digest(config)]
     assert here[0] == here[3], "what vLLM does to its config on the way must not rename the weights"
     program = (
         "import json, sys; from pathlib import Path; from tests.vllm.configs import *;"
-        "from pagoda.connectors.vllm.identity import weights_digest; from tests.vllm.test_adapters import name_of;"
-        "from pagoda.connectors.vllm.seen import see_kv_caches;"
+        "from pagoda.connectors.vllm.identity.engine_namespace import weights_digest;"
+        "from tests.vllm.test_adapters import name_of;"
+        "from pagoda.connectors.vllm.kv_memory import inspect_kv_caches;"
         "config = engine_config(Path(sys.argv[1]));"
         "said = [weights_digest(config), name_of(Path(sys.argv[2]))];"
         "cache_config, kv = allocate(config, make_layers(config), 11);"
-        "said.append(see_kv_caches(kv, config, cache_config).description);"
+        "said.append(inspect_kv_caches(kv, config, cache_config).description);"
         "print('said', json.dumps(said))"
     )
     env = os.environ | {"PYTHONHASHSEED": "7"}

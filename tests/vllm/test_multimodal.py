@@ -14,10 +14,10 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from pagoda.connectors.vllm.meta import Handshake, Save
+from pagoda.connectors.vllm.metadata import Handshake, Save
 from pagoda.connectors.vllm.options import read_options
 from pagoda.connectors.vllm.scheduler import PagodaScheduler
-from pagoda.connectors.vllm.shared import let_go, opened
+from pagoda.connectors.vllm.shared_caches import let_go, opened
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from tests.vllm import stores

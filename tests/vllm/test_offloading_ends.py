@@ -25,11 +25,11 @@ from vllm.v1.kv_offload.config import (
 )
 
 from pagoda.config import Config
-from pagoda.connectors.vllm import offloading_asked, offloading_scheduler, offloading_worker
-from pagoda.connectors.vllm.offloading import PagodaOffloadingSpec
-from pagoda.connectors.vllm.offloading_meta import Greeting, greet, greeted
-from pagoda.connectors.vllm.offloading_worker import SlotCopies, Stock
-from pagoda.connectors.vllm.shared import let_go
+from pagoda.connectors.vllm.offloading import lookup_table, offloading_manager, offloading_worker
+from pagoda.connectors.vllm.offloading.messages import WorkerGreeting, greet, greeted
+from pagoda.connectors.vllm.offloading.offloading_worker import EnginePages, PagodaOffloadingWorker
+from pagoda.connectors.vllm.offloading.spec import PagodaOffloadingSpec
+from pagoda.connectors.vllm.shared_caches import let_go
 from pagoda.keys import Namespace
 from pagoda.ledger import admin
 from tests.ledger.support import Other, gate_taken
@@ -99,7 +99,7 @@ def test_a_look_that_hangs_is_a_miss_and_counted(host: Path) -> None:
 def test_a_store_that_finds_no_slot_in_time_is_refused_and_counted(
     halves: Halves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(offloading_scheduler, "_RESERVE_SECONDS", 0.02)
+    monkeypatch.setattr(offloading_manager, "_RESERVE_SECONDS", 0.02)
     context = halves.request("stores", "p", 2)
     with gate_taken(halves.slots._ledger):
         output = halves.manager.prepare_store(keys("p", FULL, 2), context)
@@ -154,7 +154,7 @@ def test_what_a_request_was_told_stands_while_it_asks(
     halves: Halves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long a step takes: answers that ran out one after another would never all be there at once."""
-    monkeypatch.setattr(offloading_asked, "_MISS_SECONDS", -1.0)
+    monkeypatch.setattr(lookup_table, "_MISS_SECONDS", -1.0)
     halves.store_prompt("p", 2)
     context, wanted = halves.request("asks", "p", 4), keys("p", FULL, 4)
     for _ in range(3):
@@ -164,8 +164,8 @@ def test_what_a_request_was_told_stands_while_it_asks(
 def test_a_hit_that_nobody_looks_at_is_let_go_and_found_again(
     halves: Halves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(offloading_asked, "_IDLE_SECONDS", 0.5)
-    monkeypatch.setattr(offloading_asked, "_MISS_SECONDS", 0.0)
+    monkeypatch.setattr(lookup_table, "_IDLE_SECONDS", 0.5)
+    monkeypatch.setattr(lookup_table, "_MISS_SECONDS", 0.0)
     halves.store_prompt("p", 3)
     context = halves.request("queues", "p", 3)
     for _ in range(2):
@@ -229,8 +229,8 @@ def test_what_was_cleared_is_no_hit_any_more_for_those_who_were_told_of_it(halve
 def test_a_hold_of_what_was_cleared_ends_with_the_load_from_it(
     halves: Halves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(offloading_asked, "_LINGER_SECONDS", 0.0)
-    monkeypatch.setattr(offloading_asked, "_MISS_SECONDS", 0.0)
+    monkeypatch.setattr(lookup_table, "_LINGER_SECONDS", 0.0)
+    monkeypatch.setattr(lookup_table, "_MISS_SECONDS", 0.0)
     halves.store_prompt("p", 3)
     one, two = (halves.request(name, "p", 3) for name in ("one", "two"))
     wanted = keys("p", FULL, 3)
@@ -419,13 +419,13 @@ def test_below_a_connector_that_hears_of_no_failure_it_is_refused(host: Path) ->
         PagodaOffloadingSpec(_offloading(host))._connector()
 
 
-def _greeting(**changes: Any) -> Greeting:
+def _greeting(**changes: Any) -> WorkerGreeting:
     given = {
         "namespace": Namespace("m", salt="secret"),
         "chunk_tokens": CHUNK,
         "chunk_bytes": LAYOUT.chunk_bytes,
     }
-    return Greeting(**given | {"description": "d", "parts": 1, "windows": (None, 96)} | changes)
+    return WorkerGreeting(**given | {"description": "d", "parts": 1, "windows": (None, 96)} | changes)
 
 
 def test_greetings_arrive_once_and_must_agree(host: Path) -> None:
@@ -451,7 +451,7 @@ def test_a_scheduler_that_cuts_other_chunks_is_refused(host: Path) -> None:
 
 def test_memory_that_does_not_fit_the_layout_is_refused(config: Config) -> None:
     cache = cache_of(config)
-    wide = [Stock(FULL, [torch.zeros(4, 2 * LAYOUT.chunk_bytes, dtype=torch.int8)], BLOCK, EACH)]
+    wide = [EnginePages(FULL, [torch.zeros(4, 2 * LAYOUT.chunk_bytes, dtype=torch.int8)], BLOCK, EACH)]
     with pytest.raises(ValueError, match="a chunk needs"):
-        SlotCopies(cache, wide)
+        PagodaOffloadingWorker(cache, wide)
     let_go(cache)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pagoda.connectors.vllm.options import Options, chunk_of, read_options
+from pagoda.connectors.vllm.options import ConnectorOptions, chunk_of, read_options
 from pagoda.errors import ConfigError
 
 
@@ -53,7 +53,7 @@ def test_options_of_the_cache_and_of_the_connector() -> None:
 
 def test_without_a_word_the_defaults_stand() -> None:
     options = read_options({}, 16)
-    assert options == Options(options.config)
+    assert options == ConnectorOptions(options.config)
     assert (options.weights, options.salt, options.store_output, options.allow_untested_vllm) == (
         None, "", True, False,
     )  # fmt: skip

@@ -25,13 +25,13 @@ from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
 from pagoda.cache import Cache
 from pagoda.connectors.vllm.connector import PagodaConnector
-from pagoda.connectors.vllm.lookups import Tracked
-from pagoda.connectors.vllm.machine import machine_facts
-from pagoda.connectors.vllm.meta import Later, PagodaMetadata, PagodaWorkerMetadata
-from pagoda.connectors.vllm.options import Options
+from pagoda.connectors.vllm.identity.page_format import machine_facts
+from pagoda.connectors.vllm.kv_memory import KVMemory
+from pagoda.connectors.vllm.lookups import TrackedRequest
+from pagoda.connectors.vllm.metadata import Later, PagodaMetadata, PagodaWorkerMetadata
+from pagoda.connectors.vllm.options import ConnectorOptions
 from pagoda.connectors.vllm.scheduler import PagodaScheduler
-from pagoda.connectors.vllm.seen import Seen
-from pagoda.connectors.vllm.shared import let_go, opened
+from pagoda.connectors.vllm.shared_caches import let_go, opened
 from pagoda.connectors.vllm.worker import PagodaWorker
 from pagoda.errors import StoreError
 from pagoda.keys import Namespace
@@ -55,12 +55,12 @@ class Halves:
         self, root: Path, on_cpu: bool = True, parts: int = 1, record: str = "", **more: Any
     ) -> None:
         init_none_hash(sha256)
-        self.options = Options(config_of(root, None, record=record))
+        self.options = ConnectorOptions(config_of(root, None, record=record))
         self.memory = torch.zeros(BLOCKS, PAGE, dtype=torch.int8)
         self.scheduler = PagodaScheduler(self.options, BLOCK, events=False, **more)
         self.worker = PagodaWorker(self.options, None, None)
         text = "tests of the connector"
-        self.seen = Seen([self.memory], BLOCK, BLOCKS, (PAGE,), text, parts, 0, True, on_cpu)
+        self.seen = KVMemory([self.memory], BLOCK, BLOCKS, (PAGE,), text, parts, 0, True, on_cpu)
         self.worker.saw(self.seen, NAMESPACE)
         self.scheduler.opened([self.worker.handshake])
 
@@ -293,7 +293,7 @@ def test_a_request_is_recorded_as_it_was_asked(shm_root: Path, tmp_path: Path) -
         request = halves.request(tokens(2), "one")
         request.append_output_token_ids([5] * (CHUNK + 2))
         halves.scheduler._lookups.begin(
-            Tracked(request)
+            TrackedRequest(request)
         )  # as where very many came with it: its first, and late
     finally:
         go_on.set()

@@ -18,9 +18,9 @@ PAGE = 2 * BLOCK * 128 * 2  # heads, tokens, K and V, bfloat16
 
 
 def see(config: Any, cache_config: Any, kv_caches: dict[str, Any]) -> Any:
-    from pagoda.connectors.vllm.seen import see_kv_caches
+    from pagoda.connectors.vllm.kv_memory import inspect_kv_caches
 
-    return see_kv_caches(kv_caches, config, cache_config)
+    return inspect_kv_caches(kv_caches, config, cache_config)
 
 
 @pytest.fixture(params=DENSE)
@@ -151,7 +151,7 @@ def test_planes_keep_apart_whatever_the_strides() -> None:
     """`check_apart` against marking every byte, for random pages of one buffer."""
     import torch
 
-    from pagoda.connectors.vllm.planes import Page, check_apart
+    from pagoda.connectors.vllm.kv_pages import Page, check_apart
 
     draw, refused = random.Random(7), 0
     for _ in range(3000):

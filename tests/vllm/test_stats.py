@@ -21,8 +21,8 @@ from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
 
-import pagoda.connectors.vllm.stats as stats_module
-from pagoda.connectors.vllm.stats import COUNTERS, PagodaPromMetrics, PagodaStats
+import pagoda.connectors.vllm.connector_stats as stats_module
+from pagoda.connectors.vllm.connector_stats import COUNTERS, PagodaPromMetrics, PagodaStats
 
 LABELS = ["model_name", "engine"]
 ENGINES: dict[int, list[object]] = {0: ["a-model", "0"], 1: ["a-model", "1"]}

@@ -31,7 +31,7 @@ def configs(engine: tuple[Any, Any]) -> tuple[Any, Any]:
 
 
 def check(configs: tuple[Any, Any], hybrid: bool = False) -> None:
-    from pagoda.connectors.vllm.supported import check_engine
+    from pagoda.connectors.vllm.supported_engines import check_engine
 
     check_engine(*configs, hybrid=hybrid)
 
@@ -227,9 +227,9 @@ def test_every_kind_that_vllm_knows_is_decided() -> None:
     """A kind that a new vLLM adds is refused until it is named; this fails so that somebody looks."""
     from vllm.v1 import kv_cache_interface as kinds
 
-    from pagoda.connectors.vllm import supported
+    from pagoda.connectors.vllm import supported_engines
 
-    ours = {*supported._FULL, *supported._HYBRID, *supported._WHY}
+    ours = {*supported_engines._FULL, *supported_engines._HYBRID, *supported_engines._WHY}
     abstract = {"KVCacheSpec", "AttentionSpec", "UniformTypeKVCacheSpecs"}
     theirs = {
         name
@@ -248,7 +248,7 @@ def test_every_kind_that_vllm_knows_is_decided() -> None:
     ("dev", False, "not tested"), ("dev", True, None),
 ])  # fmt: skip
 def test_versions(version: str, allowed: bool, says: str | None) -> None:
-    from pagoda.connectors.vllm.supported import check_version
+    from pagoda.connectors.vllm.supported_engines import check_version
 
     if says is None:
         check_version(version, allowed)
@@ -260,7 +260,7 @@ def test_versions(version: str, allowed: bool, says: str | None) -> None:
 def test_a_plain_installation_brings_a_version_that_is_accepted() -> None:
     from packaging.requirements import Requirement
 
-    from pagoda.connectors.vllm.supported import TESTED
+    from pagoda.connectors.vllm.supported_engines import TESTED
 
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     (needed,) = map(Requirement, project["optional-dependencies"]["vllm"])
@@ -288,7 +288,7 @@ def test_what_the_scheduler_is_told_of_the_engine(configs: tuple[Any, Any], drop
 
 def test_the_host_tier_is_needed() -> None:
     from pagoda.connectors.vllm.options import read_options
-    from pagoda.connectors.vllm.supported import check_vllm
+    from pagoda.connectors.vllm.supported_engines import check_vllm
 
     check_vllm(read_options({"host_size": "64MiB"}, BLOCK))
     with pytest.raises(ValueError, match=r"host_size = 0: .*set host_size"):

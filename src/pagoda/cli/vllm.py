@@ -196,7 +196,7 @@ def _check_start(chosen: Chosen) -> None:
         StoreError: a tier's directory is another user's, on a network, or has too little room; a library is missing.
         ConfigError: the password of a remote tier cannot be read, or its codec cannot be used.
     """
-    from pagoda.connectors.vllm.supported import check_version
+    from pagoda.connectors.vllm.supported_engines import check_version
     from pagoda.room import require_place
 
     if find_spec("vllm") is None:

@@ -1,4 +1,20 @@
-"""vLLM: its connectors PagodaConnector and PagodaHybridConnector. docs/vllm.md says how to name them to vLLM."""
+"""vLLM: its connectors PagodaConnector and PagodaHybridConnector. docs/vllm.md says how to name them to vLLM.
+
+connector          PagodaConnector: vLLM's interface, each call given to its half
+options            what kv_connector_extra_config may say
+supported_engines  what is refused, and why
+kv_memory          a worker's KV cache, inspected: the pages as bytes, and their format
+kv_pages           the pages of one layer
+identity/          what the KV depends on
+scheduler          the scheduler's half: what is cached, loaded and saved
+lookups            finds out on threads what is cached
+metadata           what the halves tell each other
+worker             a worker's half: loads and saves
+shared_caches      one cache for all engines of a process
+events             KV events for routers
+connector_stats    what is counted
+offloading/        hybrid models
+"""
 
 from __future__ import annotations
 
@@ -8,15 +24,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pagoda.connectors.vllm.connector import PagodaConnector
-    from pagoda.connectors.vllm.hybrid import PagodaHybridConnector
-    from pagoda.connectors.vllm.offloading import PagodaOffloadingSpec
+    from pagoda.connectors.vllm.offloading.hybrid_connector import PagodaHybridConnector
+    from pagoda.connectors.vllm.offloading.spec import PagodaOffloadingSpec
 
 __all__ = ["PagodaConnector", "PagodaHybridConnector", "PagodaOffloadingSpec", "register"]
 
-_ROOMS = {
+_MODULES = {
     "PagodaConnector": "connector",
-    "PagodaHybridConnector": "hybrid",
-    "PagodaOffloadingSpec": "offloading",
+    "PagodaHybridConnector": "offloading.hybrid_connector",
+    "PagodaOffloadingSpec": "offloading.spec",
 }
 
 
@@ -34,6 +50,6 @@ def register() -> None:
 
 def __getattr__(name: str) -> Any:
     """Import the one that is asked for: each uses parts of vLLM that the other can do without."""
-    if name not in _ROOMS:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_ROOMS[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -7,11 +7,11 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
-from pagoda.connectors.vllm.meta import Handshake, PagodaMetadata, PagodaWorkerMetadata
+from pagoda.connectors.vllm.connector_stats import PagodaPromMetrics, PagodaStats
+from pagoda.connectors.vllm.metadata import Handshake, PagodaMetadata, PagodaWorkerMetadata
 from pagoda.connectors.vllm.options import read_options
 from pagoda.connectors.vllm.scheduler import PagodaScheduler
-from pagoda.connectors.vllm.stats import PagodaPromMetrics, PagodaStats
-from pagoda.connectors.vllm.supported import check_engine, check_vllm
+from pagoda.connectors.vllm.supported_engines import check_engine, check_vllm
 from pagoda.connectors.vllm.worker import PagodaWorker
 
 __all__ = ["PagodaConnector"]

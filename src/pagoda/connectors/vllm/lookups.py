@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 from pagoda.cache import Cache, Hit
 from pagoda.cache.lookup_call import LEASE_SECONDS
-from pagoda.connectors.vllm.identity import lora_name, salt_of
+from pagoda.connectors.vllm.identity.engine_namespace import lora_name, salt_of
 from pagoda.keys import derive_keys
 from pagoda.metrics import Reason
 from pagoda.threads import Pool, wait
 
-__all__ = ["Found", "Lookups", "Tracked"]
+__all__ = ["LookupAnswer", "LookupThreads", "TrackedRequest"]
 
 log = logging.getLogger("pagoda.vllm")
 
@@ -26,7 +26,7 @@ _PATIENCE_SECONDS = 0.003  # in one pass over the waiting requests, so that most
 _LONGEST_SECONDS = 5.0  # a look-up that takes longer is a miss
 
 
-class Found(NamedTuple):
+class LookupAnswer(NamedTuple):
     """What a look-up answered."""
 
     root: bytes  # of the request's namespace
@@ -39,15 +39,15 @@ class Found(NamedTuple):
 
 
 @dataclass
-class Tracked:
+class TrackedRequest:
     """One request, from its arrival until it ends."""
 
     request: Any
-    look: Future[Found | None] | None = None  # its answer None: of this request nothing is cached
+    look: Future[LookupAnswer | None] | None = None  # its answer None: of this request nothing is cached
     asked_at: float = 0.0
     polled: bool = False
     recorded: bool = False  # as a request, by its first look-up
-    found: Found | None = None
+    found: LookupAnswer | None = None
     loads: bool = True  # False: a load or a look-up of it came to nothing, it computes for itself
     saves: bool = True
     reason: Reason | None = None  # why there was no look-up
@@ -61,7 +61,7 @@ class Tracked:
     waits_for: str | None = None  # the request whose load brings some of the same chunks
 
 
-class Lookups:
+class LookupThreads:
     """The look-ups of one engine. Used by the scheduler's thread; the tiers are asked by threads of its own."""
 
     def __init__(self, cache: Cache, hash_tokens: int, salt: str, waits: bool = True) -> None:
@@ -75,7 +75,7 @@ class Lookups:
         self._patience = self._pass_seconds  # left in this pass
         self._threads = Pool(_THREADS, "pagoda-look")
 
-    def begin(self, tracked: Tracked) -> bool:
+    def begin(self, tracked: TrackedRequest) -> bool:
         """Begin to look a request up; False where too many are being looked up."""
         if self._threads.under_way >= _MOST:
             return False
@@ -92,7 +92,7 @@ class Lookups:
             return False
         return True
 
-    def answered(self, tracked: Tracked) -> bool:
+    def answered(self, tracked: TrackedRequest) -> bool:
         """Whether it is known what is cached of a request; begins to look (again) where it is not, or no more."""
         if tracked.look is None and not self.begin(tracked):
             return False
@@ -112,7 +112,7 @@ class Lookups:
             return True
         return self._taken(tracked, look.result())
 
-    def settled(self, tracked: Tracked) -> bool:
+    def settled(self, tracked: TrackedRequest) -> bool:
         """Whether a request's namespace is known, so that it can be saved; begins to look where nobody has."""
         if tracked.found is None:
             if tracked.look is None:
@@ -122,7 +122,7 @@ class Lookups:
                 self._note(tracked, look.result())
         return tracked.found is not None
 
-    def extend_keys(self, tracked: Tracked, chunks: int) -> None:
+    def extend_keys(self, tracked: TrackedRequest, chunks: int) -> None:
         """Extend a request's keys to `chunks`, or as far as it has block hashes.
 
         A session whose tokens were replaced (streamed input) begins anew: the old keys would name other tokens.
@@ -152,7 +152,7 @@ class Lookups:
         """End the threads; does not wait for them. Idempotent."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _taken(self, tracked: Tracked, found: Found | None) -> bool:
+    def _taken(self, tracked: TrackedRequest, found: LookupAnswer | None) -> bool:
         """Take an answer, unless it is of long ago or of other tokens: then look again."""
         if found is not None:
             hashes, at = tracked.request.block_hashes, found.hashes
@@ -165,7 +165,7 @@ class Lookups:
         self._note(tracked, found)
         return True
 
-    def _note(self, tracked: Tracked, found: Found | None) -> None:
+    def _note(self, tracked: TrackedRequest, found: LookupAnswer | None) -> None:
         if found is not None:
             if tracked.found is not None and tracked.found.root != found.root:
                 tracked.keys, tracked.saved, tracked.seen = [], 0, 0
@@ -181,7 +181,7 @@ class Lookups:
 
     def _lookup(
         self, request: Any, digests: list[bytes], hashes: int, last: bytes, prompt: int | None
-    ) -> Found | None:
+    ) -> LookupAnswer | None:
         """What a thread does: name the request's namespace, derive its keys, ask the tiers.
 
         A `prompt` of so many tokens is recorded as a request. The request itself grows meanwhile: what it says of
@@ -199,7 +199,7 @@ class Lookups:
         if prompt is not None:
             self._cache.slots.record_request(keys[: prompt // self._chunk_tokens], prompt)
         hit = self._cache.lookup(None, keys=keys, lora=lora, salt=salt, counted=False)
-        return Found(root, lora, salt, hashes, last, hit, time.monotonic())
+        return LookupAnswer(root, lora, salt, hashes, last, hit, time.monotonic())
 
     def _digests(self, request: Any, begin: int, hashes: int) -> list[bytes]:
         """The engine's hash at the end of each chunk from number `begin` on: it names the whole prefix."""

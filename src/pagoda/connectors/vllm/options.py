@@ -11,7 +11,7 @@ from pagoda.config.sources import DEFAULT, load
 from pagoda.config.suggest import did_you_mean
 from pagoda.errors import ConfigError
 
-__all__ = ["Options", "chunk_of", "read_options"]
+__all__ = ["ConnectorOptions", "chunk_of", "read_options"]
 
 # A hit ends with a chunk: what a prompt has behind its last whole chunk is computed again each time. On a CPU that is
 # dear, and a chunk is one block, as in the engine's own cache. On a GPU it is cheap, and the processor time that a
@@ -31,7 +31,7 @@ _OF_VLLM = (
 
 
 @dataclass(frozen=True)
-class Options:
+class ConnectorOptions:
     """What one connector was told. Immutable: threads may share it.
 
     `weights` names the checkpoint in place of its files' digest; None = look at the files. `salt` keeps tenants
@@ -46,7 +46,7 @@ class Options:
     allow_untested_vllm: bool = False
 
 
-def read_options(extra_config: Mapping[str, Any], block_tokens: int) -> Options:
+def read_options(extra_config: Mapping[str, Any], block_tokens: int) -> ConnectorOptions:
     """Return the options of `kv_connector_extra_config`, of the files and of the environment. Changes nothing.
 
     The chunk is a whole number of the engine's blocks: what was configured, or else on a CPU the least that has 32
@@ -74,7 +74,7 @@ def read_options(extra_config: Mapping[str, Any], block_tokens: int) -> Options:
         config = replace(config, chunk_tokens=chunk_of(block_tokens, current_platform.is_cpu()))
     elif config.chunk_tokens % block_tokens:
         raise ConfigError(_uneven(config.chunk_tokens, origin, block_tokens))
-    return Options(
+    return ConnectorOptions(
         config=config,
         weights=_text(extra_config, "weights"),
         salt=_text(extra_config, "salt") or "",

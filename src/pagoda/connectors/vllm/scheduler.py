@@ -15,12 +15,12 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from pagoda.cache import Cache
 from pagoda.cache.writeback import ChunkRef
+from pagoda.connectors.vllm.connector_stats import PagodaStats
 from pagoda.connectors.vllm.events import StoredEvents
-from pagoda.connectors.vllm.lookups import Lookups, Tracked
-from pagoda.connectors.vllm.meta import Handshake, Load, PagodaMetadata, PagodaWorkerMetadata, Save
-from pagoda.connectors.vllm.options import Options
-from pagoda.connectors.vllm.shared import let_go, opened
-from pagoda.connectors.vllm.stats import PagodaStats
+from pagoda.connectors.vllm.lookups import LookupThreads, TrackedRequest
+from pagoda.connectors.vllm.metadata import Handshake, Load, PagodaMetadata, PagodaWorkerMetadata, Save
+from pagoda.connectors.vllm.options import ConnectorOptions
+from pagoda.connectors.vllm.shared_caches import let_go, opened
 from pagoda.ledger import Refused, Reserved
 from pagoda.metrics import RateLimitedLog, Reason
 
@@ -38,7 +38,7 @@ class PagodaScheduler:
 
     def __init__(
         self,
-        options: Options,
+        options: ConnectorOptions,
         hash_tokens: int,
         events: bool,
         *,
@@ -59,7 +59,7 @@ class PagodaScheduler:
         self._wants_events = events
         self._events: StoredEvents | None = None
         self._cache: Cache | None = None
-        self._tracked: dict[str, Tracked] = {}
+        self._tracked: dict[str, TrackedRequest] = {}
         self._loading: dict[str, set[bytes]] = {}
         self._loads: list[Load] = []
         self._steps = 0
@@ -81,7 +81,9 @@ class PagodaScheduler:
         self._parts = first.parts
         self._block_tokens = first.block_tokens
         self._chunk_tokens = first.layout.chunk_tokens
-        self._lookups = Lookups(cache, self._hash_tokens, first.namespace.salt, waits=not self._in_lockstep)
+        self._lookups = LookupThreads(
+            cache, self._hash_tokens, first.namespace.salt, waits=not self._in_lockstep
+        )
         if self._wants_events:
             self._events = StoredEvents(self._slots, self._chunk_tokens, self._block_tokens)
 
@@ -94,7 +96,7 @@ class PagodaScheduler:
         if len(request.block_hashes) != request.num_tokens // self._hash_tokens:
             log.error("block hashes that do not fit the tokens: request %s is not cached", request.request_id)
             return
-        tracked = self._tracked[request.request_id] = Tracked(request)
+        tracked = self._tracked[request.request_id] = TrackedRequest(request)
         self._lookups.begin(tracked)
 
     def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
@@ -173,7 +175,7 @@ class PagodaScheduler:
             Load(request.request_id, keys, first, table, tracked.found.lora, tracked.found.salt)
         )
 
-    def _count(self, tracked: Tracked, tokens: int) -> None:
+    def _count(self, tracked: TrackedRequest, tokens: int) -> None:
         """Count a request once: what it asked for, and what it got from which tier."""
         if tracked.counted:
             return
@@ -239,7 +241,7 @@ class PagodaScheduler:
             meta.computed_tokens = output.total_num_scheduled_tokens
         return meta
 
-    def _save(self, tracked: Tracked, scheduled: int, output: Any, meta: PagodaMetadata) -> None:
+    def _save(self, tracked: TrackedRequest, scheduled: int, output: Any, meta: PagodaMetadata) -> None:
         """Reserve slots for the chunks that are complete after this step, and have them filled."""
         request = tracked.request
         if not tracked.saves:
@@ -277,7 +279,7 @@ class PagodaScheduler:
             tokens = min(tokens, request.num_prompt_tokens)
         return tokens // self._chunk_tokens
 
-    def _reserved(self, tracked: Tracked, first: int, done: int) -> list[ChunkRef]:
+    def _reserved(self, tracked: TrackedRequest, first: int, done: int) -> list[ChunkRef]:
         assert tracked.found is not None
         slots, keys = self._slots, tracked.keys
         if tracked.stamp is None:

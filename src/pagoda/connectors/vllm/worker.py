@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 from pagoda.cache import Cache, Hit
 from pagoda.cache.writeback import ChunkRef
-from pagoda.connectors.vllm.identity import namespace_of
-from pagoda.connectors.vllm.meta import Handshake, Later, Load, PagodaMetadata, PagodaWorkerMetadata, Save
-from pagoda.connectors.vllm.options import Options
-from pagoda.connectors.vllm.seen import Seen, see_kv_caches
-from pagoda.connectors.vllm.shared import let_go, opened
-from pagoda.connectors.vllm.stats import PagodaStats
+from pagoda.connectors.vllm.connector_stats import PagodaStats
+from pagoda.connectors.vllm.identity.engine_namespace import namespace_of
+from pagoda.connectors.vllm.kv_memory import KVMemory, inspect_kv_caches
+from pagoda.connectors.vllm.metadata import Handshake, Later, Load, PagodaMetadata, PagodaWorkerMetadata, Save
+from pagoda.connectors.vllm.options import ConnectorOptions
+from pagoda.connectors.vllm.shared_caches import let_go, opened
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.ledger import Reserved
@@ -54,7 +54,7 @@ class _Loading(NamedTuple):
 class PagodaWorker:
     """Does what the scheduler's half asks for. Used by the worker's thread; copies run on threads of its own."""
 
-    def __init__(self, options: Options, vllm_config: Any, kv_cache_config: Any) -> None:
+    def __init__(self, options: ConnectorOptions, vllm_config: Any, kv_cache_config: Any) -> None:
         self._options = options
         self._configs = vllm_config, kv_cache_config
         self._cache: Cache | None = None
@@ -80,11 +80,11 @@ class PagodaWorker:
     def register(self, kv_caches: dict[str, Any]) -> None:
         """Look at the engine's KV memory and open the cache for it. Raises ValueError for what is not known."""
         vllm_config, kv_cache_config = self._configs
-        seen = see_kv_caches(kv_caches, vllm_config, kv_cache_config)
+        seen = inspect_kv_caches(kv_caches, vllm_config, kv_cache_config)
         kv_dtype = str(vllm_config.cache_config.cache_dtype)
         self.saw(seen, namespace_of(vllm_config, kv_dtype, seen.parts, self._options))
 
-    def saw(self, seen: Seen, namespace: Namespace) -> None:
+    def saw(self, seen: KVMemory, namespace: Namespace) -> None:
         """Open the cache for what was seen. Raises StoreError with the remedy if a tier cannot be opened."""
         blocks = self._options.config.chunk_tokens // seen.block_tokens
         layout = KVLayout.opaque(

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
-    from pagoda.connectors.vllm.options import Options
+    from pagoda.connectors.vllm.options import ConnectorOptions
 
 __all__ = ["TESTED", "check_engine", "check_vllm"]
 
@@ -28,7 +28,7 @@ _HYBRID = (
 )
 
 
-def check_vllm(options: Options) -> None:
+def check_vllm(options: ConnectorOptions) -> None:
     """Raise ValueError, with the remedy, if this vLLM or these options cannot work. Changes nothing."""
     import vllm
 

@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pagoda.connectors.vllm.machine import machine_facts
-from pagoda.connectors.vllm.planes import Page, check_apart, page_of
+from pagoda.connectors.vllm.identity.page_format import machine_facts
+from pagoda.connectors.vllm.kv_pages import Page, check_apart, page_of
 from pagoda.transfer.pages import merged
 
 if TYPE_CHECKING:
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-__all__ = ["Seen", "see_kv_caches"]
+__all__ = ["KVMemory", "inspect_kv_caches"]
 
 
-class Seen(NamedTuple):
+class KVMemory(NamedTuple):
     """The KV cache of one worker.
 
     `planes`: int8 [num_blocks, page_bytes] views of the KV memory, rows contiguous; `page_bytes` of each.
@@ -37,9 +37,9 @@ class Seen(NamedTuple):
     on_cpu: bool
 
 
-def see_kv_caches(
+def inspect_kv_caches(
     kv_caches: Mapping[str, torch.Tensor], vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
-) -> Seen:
+) -> KVMemory:
     """Return the pages of `kv_caches` (by layer name) and all that decides their bytes. Copies and changes nothing.
 
     Raises ValueError for anything that is not known to be one dense page per block and layer, with the remedy.
@@ -74,7 +74,7 @@ def see_kv_caches(
         raise ValueError(
             "the KV cache layout is not resolved: planes can be seen only once the engine has chosen it"
         )
-    return Seen(
+    return KVMemory(
         planes=planes,  # type: ignore[arg-type]  # tensors went in
         block_tokens=block_tokens.pop(),
         num_blocks=int(kv_cache_config.num_blocks),

@@ -20,10 +20,10 @@ import numpy as np
 from pagoda.cache import Cache
 from pagoda.cache.host_slots import HostSlots
 from pagoda.cache.writeback import Generations, Slots
-from pagoda.connectors.vllm.identity import salt_of
+from pagoda.connectors.vllm.identity.engine_namespace import salt_of
 from pagoda.metrics import Reason
 
-__all__ = ["Asked", "Finder", "Found", "Group", "Holds", "State"]
+__all__ = ["AskedChunk", "ChunkFinder", "ChunkState", "FoundChunk", "Group", "HeldSlots"]
 
 _HELD_SHARE = 2  # one half of the slots is the most that is held at a time
 _WINDOW_SHARE = (
@@ -34,7 +34,7 @@ _BATCH = 64  # chunks of one transaction
 _MOST_FINDS = 128  # holes that are looked into, of one question
 
 
-class State(Enum):
+class ChunkState(Enum):
     """What is known of a chunk that was asked for."""
 
     ASKED = auto()  # nothing yet
@@ -53,7 +53,7 @@ class Group(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Asked:
+class AskedChunk:
     """One chunk of one group. Only the scheduler's thread changes it; others read what is constant, and `state`."""
 
     name: bytes  # what vLLM calls it
@@ -63,7 +63,7 @@ class Asked:
     lower: bool  # whether lower tiers may be asked
     since: float
     seen: float
-    state: State = State.ASKED
+    state: ChunkState = ChunkState.ASKED
     until: float = 0.0  # when a miss is forgotten
     slot: int = -1
     generation: int = 0
@@ -72,17 +72,17 @@ class Asked:
     loads: int = 0
 
 
-class Found(NamedTuple):
+class FoundChunk(NamedTuple):
     """The news of one chunk."""
 
-    asked: Asked
-    state: State
+    asked: AskedChunk
+    state: ChunkState
     slot: int = -1
     generation: int = 0
     tier: str = "host"
 
 
-class Holds:
+class HeldSlots:
     """The slots that this process keeps from eviction, never more than a half of all. Thread-safe."""
 
     def __init__(self, slots: HostSlots) -> None:
@@ -96,7 +96,9 @@ class Holds:
         with self._lock:
             return max(0, most - self.count)
 
-    def hold(self, asked: Sequence[Asked], slots: Slots, generations: Generations, most: int) -> list[Found]:
+    def hold(
+        self, asked: Sequence[AskedChunk], slots: Slots, generations: Generations, most: int
+    ) -> list[FoundChunk]:
         """Hold the leading chunks that there is room for; those that could not be held are MISSED."""
         with self._lock:
             room = max(0, min(len(asked), most - self.count))
@@ -109,10 +111,12 @@ class Holds:
             self.count -= held.count(False)
         rows = zip(asked, held, slots[:room].tolist(), generations[:room].tolist(), strict=False)
         found = [
-            Found(one, State.HELD, slot, generation, one.tier) if ok else Found(one, State.MISSED)
+            FoundChunk(one, ChunkState.HELD, slot, generation, one.tier)
+            if ok
+            else FoundChunk(one, ChunkState.MISSED)
             for one, ok, slot, generation in rows
         ]
-        return found + [Found(one, State.MISSED) for one in asked[room:]]
+        return found + [FoundChunk(one, ChunkState.MISSED) for one in asked[room:]]
 
     def valid(self, pairs: Sequence[tuple[int, int]]) -> list[bool]:
         """Say of each of these (slot, generation) whether the chunk is still there to be loaded."""
@@ -126,7 +130,7 @@ class Holds:
                 self.count -= len(pairs)
 
 
-class Finder:
+class ChunkFinder:
     """Answers questions about chunks into `news`. Its methods may run on any thread, many at a time."""
 
     def __init__(self, cache: Cache, groups: Sequence[Group]) -> None:
@@ -134,12 +138,12 @@ class Finder:
         self._cache, self._slots = cache, cache.slots
         self._groups = groups
         self._lower = tuple(tier for tier in cache.tiers if tier != "host")
-        self.holds = Holds(cache.slots)
+        self.holds = HeldSlots(cache.slots)
         windows = sum(
             -(-group.window // group.chunk_tokens) + 1 for group in groups if group.window is not None
         )
         self._run_most = max(1, self.holds.most - max(self.holds.most // _WINDOW_SHARE, windows))
-        self.news: SimpleQueue[list[Found]] = SimpleQueue()
+        self.news: SimpleQueue[list[FoundChunk]] = SimpleQueue()
         self._piece = max(1, min(_PIECE, _PIECE_BYTES // cache.layout.slot_bytes))
         self._salt: str | None = None  # None: the namespace's
         self.moved = 0.0  # when something was last found out: who waits is patient while things move
@@ -152,16 +156,16 @@ class Finder:
         """Go on where nobody has stored anything, and nobody else ever will: the weights have no name any more."""
         self._salt = salt_of(self._cache.namespace.salt, None, secrets.token_hex(16))
 
-    def tell(self, news: list[Found]) -> None:
+    def tell(self, news: list[FoundChunk]) -> None:
         """Hand news to the scheduler's thread."""
         self.moved = time.monotonic()
         self.news.put(news)
 
     # ---- a question: chunks of one request that nothing is known of
 
-    def answer(self, question: Sequence[Asked]) -> list[Asked]:
+    def answer(self, question: Sequence[AskedChunk]) -> list[AskedChunk]:
         """Find out where these chunks are, hold those that are in host slots; returns those that are to be brought."""
-        by_group: dict[int, list[Asked]] = {}
+        by_group: dict[int, list[AskedChunk]] = {}
         for one in sorted(question, key=lambda one: (one.group, one.position)):
             by_group.setdefault(one.group, []).append(one)
         runs = {group: asked for group, asked in by_group.items() if self._groups[group].window is None}
@@ -170,13 +174,15 @@ class Finder:
         for group, asked in windows.items():
             told, more = self._answer_windows(group, asked, end)
             news, coming = news + told, coming + more
-        self.tell(news + [Found(one, State.COMING) for one in coming])
+        self.tell(news + [FoundChunk(one, ChunkState.COMING) for one in coming])
         return coming
 
-    def _answer_runs(self, runs: dict[int, list[Asked]]) -> tuple[list[Found], list[Asked], int]:
+    def _answer_runs(
+        self, runs: dict[int, list[AskedChunk]]
+    ) -> tuple[list[FoundChunk], list[AskedChunk], int]:
         """Full attention: a hit is what all such groups have from the first chunk on; returns also where it ends."""
-        places: dict[Asked, tuple[int, int]] = {}
-        below: set[Asked] = set()
+        places: dict[AskedChunk, tuple[int, int]] = {}
+        below: set[AskedChunk] = set()
         end, reason = min(self._stop(asked[-1]) for asked in runs.values()), None
         for asked in runs.values():
             for run in _consecutive(asked):
@@ -202,21 +208,21 @@ class Finder:
         hits = [one for one in hits if self._stop(one) <= end]
         here, coming = [one for one in hits if one in places], [one for one in hits if one not in places]
         told = self._hold(here, [places[one] for one in here], self._run_most)
-        told += [Found(one, State.MISSED) for one in everyone if one not in hits]
+        told += [FoundChunk(one, ChunkState.MISSED) for one in everyone if one not in hits]
         self._count(next(iter(runs.values())), here, coming, reason)
         return told, coming, end
 
     def _answer_windows(
-        self, group: int, asked: list[Asked], end: int | None
-    ) -> tuple[list[Found], list[Asked]]:
+        self, group: int, asked: list[AskedChunk], end: int | None
+    ) -> tuple[list[FoundChunk], list[AskedChunk]]:
         """Sliding windows and states: hold the window before the end of the run, if it is there as a whole."""
         if end is None:
             return self._presence(asked), []
-        beyond = [Found(one, State.MISSED) for one in asked if self._start(one) >= end]
+        beyond = [FoundChunk(one, ChunkState.MISSED) for one in asked if self._start(one) >= end]
         within = [one for one in asked if self._start(one) < end]
         window, size = self._groups[group].window or 0, self._groups[group].chunk_tokens
         needed = [one for one in within if self._stop(one) > end - window - size]
-        present, coming = list[tuple[list[Asked], list[tuple[int, int]]]](), list[Asked]()
+        present, coming = list[tuple[list[AskedChunk], list[tuple[int, int]]]](), list[AskedChunk]()
         for run in _consecutive(needed):
             match = self._slots.match_prefix([one.key for one in run], run[0].position)
             here = len(match.slots)
@@ -226,13 +232,13 @@ class Finder:
                 (run[:here], list(zip(match.slots.tolist(), match.generations.tolist(), strict=True)))
             )
             coming += run[here:]
-        lower = [Found(one, State.GONE) for one in within[: len(within) - len(needed)]]
+        lower = [FoundChunk(one, ChunkState.GONE) for one in within[: len(within) - len(needed)]]
         held = [found for chunks, places in present for found in self._hold(chunks, places, self.holds.most)]
         return beyond + lower + held, coming
 
-    def _presence(self, asked: Sequence[Asked]) -> list[Found]:
+    def _presence(self, asked: Sequence[AskedChunk]) -> list[FoundChunk]:
         """Which chunks some tier has, holes notwithstanding; from the last one back, as far as there is time."""
-        told: list[Found] = []
+        told: list[FoundChunk] = []
         finds = 0
         for run in reversed(list(_consecutive(asked))):
             for piece in (run[max(0, at - _PIECE) : at] for at in range(len(run), 0, -_PIECE)):
@@ -245,16 +251,16 @@ class Finder:
                         )
                         have = len(match.slots) + self._below(rest[len(match.slots) :])
                     finds += 1
-                    told += [Found(one, State.FOUND) for one in rest[:have]]
-                    told += [Found(one, State.MISSED) for one in rest[have : have + 1]]
+                    told += [FoundChunk(one, ChunkState.FOUND) for one in rest[:have]]
+                    told += [FoundChunk(one, ChunkState.MISSED) for one in rest[have : have + 1]]
                     at += have + 1
         return told
 
     # ---- what is to be brought
 
-    def bring(self, asked: Sequence[Asked]) -> None:
+    def bring(self, asked: Sequence[AskedChunk]) -> None:
         """Hold these chunks, after bringing those up that are not in the host tier; tells of each, piece by piece."""
-        by_group: dict[int, list[Asked]] = {}
+        by_group: dict[int, list[AskedChunk]] = {}
         for one in sorted(asked, key=lambda one: (one.group, one.position)):
             by_group.setdefault(one.group, []).append(one)
         for group, chunks in by_group.items():
@@ -263,16 +269,16 @@ class Finder:
             broken = False
             for run in _consecutive(chunks):
                 for piece in (run[at : at + self._piece] for at in range(0, len(run), self._piece)):
-                    wanted = [one for one in piece if one.state is not State.GONE]
+                    wanted = [one for one in piece if one.state is not ChunkState.GONE]
                     if broken:
-                        told = [Found(one, State.MISSED) for one in wanted]
+                        told = [FoundChunk(one, ChunkState.MISSED) for one in wanted]
                     else:
                         told = self._bring(wanted, chained, most)
-                    broken = chained and any(found.state is State.MISSED for found in told)
+                    broken = chained and any(found.state is ChunkState.MISSED for found in told)
                     self.tell(told)
 
-    def _bring(self, piece: Sequence[Asked], chained: bool, most: int) -> list[Found]:
-        told: list[Found] = []
+    def _bring(self, piece: Sequence[AskedChunk], chained: bool, most: int) -> list[FoundChunk]:
+        told: list[FoundChunk] = []
         for run in _consecutive(piece):
             at, fetched = 0, -1
             while at < len(run):
@@ -289,13 +295,13 @@ class Finder:
                     self._fetch(run[at:])
                     continue
                 if chained:
-                    told += [Found(one, State.MISSED) for one in run[at:]]
+                    told += [FoundChunk(one, ChunkState.MISSED) for one in run[at:]]
                     break
-                told.append(Found(run[at], State.MISSED))
+                told.append(FoundChunk(run[at], ChunkState.MISSED))
                 at += 1
         return told
 
-    def _fetch(self, run: Sequence[Asked]) -> None:
+    def _fetch(self, run: Sequence[AskedChunk]) -> None:
         hit = self._cache.prefetch(None, keys=self._placed(run), salt=self._salt).result()
         chunks = hit.num_tokens // self._cache.layout.chunk_tokens
         tier = max(hit.by_tier, key=lambda name: name in self._lower, default="host")
@@ -304,12 +310,14 @@ class Finder:
 
     # ---- parts of it
 
-    def _hold(self, asked: Sequence[Asked], places: Sequence[tuple[int, int]], most: int) -> list[Found]:
+    def _hold(
+        self, asked: Sequence[AskedChunk], places: Sequence[tuple[int, int]], most: int
+    ) -> list[FoundChunk]:
         if not asked:
             return []
         return self.holds.hold(asked, *_arrays(places), most)
 
-    def _below(self, run: Sequence[Asked]) -> int:
+    def _below(self, run: Sequence[AskedChunk]) -> int:
         """How many leading chunks of a run lower tiers have."""
         if not run or not self._lower or not run[0].lower:
             return 0
@@ -318,19 +326,23 @@ class Finder:
         )
         return hit.num_tokens // self._cache.layout.chunk_tokens
 
-    def _placed(self, run: Sequence[Asked]) -> list[tuple[int, int, bytes]]:
+    def _placed(self, run: Sequence[AskedChunk]) -> list[tuple[int, int, bytes]]:
         """Keys with token positions as the cache counts them, whose chunks all have one length."""
         size = self._cache.layout.chunk_tokens
         return [(one.position * size, (one.position + 1) * size, one.key) for one in run]
 
-    def _start(self, one: Asked) -> int:
+    def _start(self, one: AskedChunk) -> int:
         return one.position * self._groups[one.group].chunk_tokens
 
-    def _stop(self, one: Asked) -> int:
+    def _stop(self, one: AskedChunk) -> int:
         return (one.position + 1) * self._groups[one.group].chunk_tokens
 
     def _count(
-        self, asked: Sequence[Asked], here: Sequence[Asked], coming: Sequence[Asked], reason: Reason | None
+        self,
+        asked: Sequence[AskedChunk],
+        here: Sequence[AskedChunk],
+        coming: Sequence[AskedChunk],
+        reason: Reason | None,
     ) -> None:
         """Count the question as one about tokens: what the first group with full attention has of them."""
         size, group = self._groups[asked[0].group].chunk_tokens, asked[0].group
@@ -349,9 +361,9 @@ def _arrays(pairs: Sequence[tuple[int, int]]) -> tuple[Slots, Generations]:
     return np.array(slots, np.int64), np.array(generations, np.uint64)
 
 
-def _consecutive(asked: Sequence[Asked]) -> Iterator[list[Asked]]:
+def _consecutive(asked: Sequence[AskedChunk]) -> Iterator[list[AskedChunk]]:
     """Cut chunks of one group, in ascending order, at the gaps between them."""
-    run: list[Asked] = []
+    run: list[AskedChunk] = []
     for one in asked:
         if run and one.position != run[-1].position + 1:
             yield run

@@ -25,15 +25,15 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from pagoda.cache import Cache
 from pagoda.cache.writeback import ChunkRef
-from pagoda.connectors.vllm.offloading_asked import Questions
-from pagoda.connectors.vllm.offloading_find import Group, State
-from pagoda.connectors.vllm.offloading_meta import Placed, SlotsSpec
-from pagoda.connectors.vllm.shared import let_go
+from pagoda.connectors.vllm.offloading.chunk_finder import ChunkState, Group
+from pagoda.connectors.vllm.offloading.lookup_table import LookupTable
+from pagoda.connectors.vllm.offloading.messages import Placed, SlotsSpec
+from pagoda.connectors.vllm.shared_caches import let_go
 from pagoda.keys import derive_keys
 from pagoda.ledger import Refused, Reserved
 from pagoda.threads import Pool
 
-__all__ = ["FAILED", "LATE", "REFUSED", "OffloadedChunks"]
+__all__ = ["FAILED", "LATE", "REFUSED", "PagodaOffloadingManager"]
 
 log = logging.getLogger("pagoda.vllm")
 
@@ -44,12 +44,12 @@ _TURN_CHUNKS = 8  # that are reserved of one group before the next
 _EVENTS_SECONDS = 1.0  # between two looks at what has gone
 _LINGER_SECONDS = 30.0  # a reservation that nobody will speak of any more is given up after this
 _ANSWERS = {
-    State.ASKED: LookupResult.RETRY,
-    State.FOUND: LookupResult.HIT_PENDING,
-    State.COMING: LookupResult.HIT_PENDING,
-    State.HELD: LookupResult.HIT,
-    State.MISSED: LookupResult.MISS,
-    State.GONE: LookupResult.MISS,
+    ChunkState.ASKED: LookupResult.RETRY,
+    ChunkState.FOUND: LookupResult.HIT_PENDING,
+    ChunkState.COMING: LookupResult.HIT_PENDING,
+    ChunkState.HELD: LookupResult.HIT,
+    ChunkState.MISSED: LookupResult.MISS,
+    ChunkState.GONE: LookupResult.MISS,
 }
 _SOURCES = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
 
@@ -64,7 +64,7 @@ class _Request:
     tails: dict[int, tuple[int, bytes]] = field(default_factory=dict)  # group -> last chunk reserved, its key
 
 
-class OffloadedChunks(OffloadingManager):
+class PagodaOffloadingManager(OffloadingManager):
     """vLLM's view of what is stored. Used by the scheduler's thread; `shutdown` ends the threads behind it.
 
     A key is a block hash with the number of a KV cache group. The groups' chunks are chains of their own; of adapters
@@ -77,7 +77,7 @@ class OffloadedChunks(OffloadingManager):
         self._cache, self._slots, self._parts = cache, cache.slots, parts
         self._numbers = {number: index for index, number in enumerate(groups)}
         self._groups = tuple(groups.values())
-        self._questions = Questions(cache, self._groups)
+        self._questions = LookupTable(cache, self._groups)
         self._requests: dict[str, _Request] = {}
         self._storing: dict[bytes, Reserved] = {}
         self._lingering: list[tuple[float, list[Reserved]]] = []

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Row", "grown_mask", "mask_of", "rows_of"]
+__all__ = ["BatchRow", "grown_mask", "mask_of", "rows_of"]
 
 
-class Row(NamedTuple):
+class BatchRow(NamedTuple):
     """One prompt of a batch: columns [pad, pad + len(tokens)) of the row; the columns before are padding."""
 
     tokens: npt.NDArray[np.int32]
@@ -40,7 +40,7 @@ def mask_of(model: Any, input_ids: Any, attention_mask: Any | None) -> Any:
     return attention_mask
 
 
-def rows_of(input_ids: Any, attention_mask: Any) -> list[Row]:
+def rows_of(input_ids: Any, attention_mask: Any) -> list[BatchRow]:
     """Return the prompts of a batch. Raises ValueError unless the padding, if any, is on the left of each row."""
     ids = input_ids.cpu().numpy().astype(np.int32)
     seen = attention_mask.cpu().numpy() != 0
@@ -52,7 +52,7 @@ def rows_of(input_ids: Any, attention_mask: Any) -> list[Row]:
                 f"row {number} is masked inside or on the right: pad on the left, and pass an attention_mask "
                 "if a pad token is part of the prompt"
             )
-        rows.append(Row(tokens[pad:], pad))
+        rows.append(BatchRow(tokens[pad:], pad))
     return rows
 
 

@@ -10,7 +10,7 @@ from pagoda.layout import KVLayout, Plane
 if TYPE_CHECKING:
     from pagoda.transfer.gpu.copy_engine import CopyEngine
 
-__all__ = ["Seen", "check_call", "check_model", "forms_of", "is_compiled", "see_model"]
+__all__ = ["ProbedModel", "check_call", "check_model", "forms_of", "is_compiled", "probe_model"]
 
 _WHY = {
     "DynamicSlidingWindowLayer": "a sliding window forgets tokens, so its KV cannot be cut at a chunk",
@@ -27,7 +27,7 @@ _APART = ("negative_prompt_ids", "negative_prompt_attention_mask")  # of a pass 
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 
 
-class Seen(NamedTuple):
+class ProbedModel(NamedTuple):
     """What one look at a model showed."""
 
     layout: KVLayout
@@ -63,7 +63,7 @@ def check_model(model: Any) -> None:
         )
 
 
-def see_model(model: Any, chunk_tokens: int) -> Seen:
+def probe_model(model: Any, chunk_tokens: int) -> ProbedModel:
     """Return the layout of the model's KV, by running it on three tokens; changes nothing.
 
     Raises ValueError if layers differ, if the cache is not K and V of each token, or if the KV of a token
@@ -80,7 +80,7 @@ def see_model(model: Any, chunk_tokens: int) -> Seen:
             if (a.float() - b[..., :2, :].float()).abs().max() > 0.05 * b.float().abs().max():
                 raise ValueError(f"{type(model).__name__}: the KV of a token depends on what comes after it")
     layout = KVLayout.of(len(three), planes.pop(), chunk_tokens)
-    return Seen(layout, [layer[0].device for layer in three])
+    return ProbedModel(layout, [layer[0].device for layer in three])
 
 
 def forms_of(model: Any) -> tuple[tuple[Any, Any], ...]:

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-__all__ = ["Prefills", "Watch", "watch_for"]
+__all__ = ["PrefillTimes", "Stopwatch", "watch_for"]
 
 _MOST_WAITING = 16  # measurements not yet read; beyond that the oldest goes
 
 
-class Watch(Protocol):
+class Stopwatch(Protocol):
     """A time that is being taken, from when it was made on."""
 
     def stop(self) -> None:
@@ -62,7 +62,7 @@ class _EventWatch:
         return float(self._began.elapsed_time(self._ended)) / 1e3
 
 
-def watch_for(devices: Sequence[Any]) -> Callable[[], Watch] | None:
+def watch_for(devices: Sequence[Any]) -> Callable[[], Stopwatch] | None:
     """Return what takes the time of a model with layers on these devices; None for several, and for other kinds."""
     kinds = {device.type for device in devices}
     if kinds == {"cpu"}:
@@ -73,15 +73,15 @@ def watch_for(devices: Sequence[Any]) -> Callable[[], Watch] | None:
     return None
 
 
-class Prefills:
+class PrefillTimes:
     """Measures first forward passes; tells `observe(tokens, seconds)` of each when its time is known. Thread-safe."""
 
     def __init__(self, observe: Callable[[int, float], object]) -> None:
         self._observe = observe
-        self._waiting: deque[tuple[int, Watch]] = deque(maxlen=_MOST_WAITING)
+        self._waiting: deque[tuple[int, Stopwatch]] = deque(maxlen=_MOST_WAITING)
 
     @contextmanager
-    def measured(self, model: Any, watch: Callable[[], Watch] | None) -> Iterator[None]:
+    def measured(self, model: Any, watch: Callable[[], Stopwatch] | None) -> Iterator[None]:
         """Measure the model's first forward pass of this block.
 
         Hooks are on the model only meanwhile; passes of other threads are not counted.
@@ -89,7 +89,7 @@ class Prefills:
         if watch is None:
             yield
             return
-        thread, running, done = threading.get_ident(), list[Watch](), False
+        thread, running, done = threading.get_ident(), list[Stopwatch](), False
 
         def before(_: Any, args: Any, kwargs: Any) -> None:
             if threading.get_ident() == thread and not running:

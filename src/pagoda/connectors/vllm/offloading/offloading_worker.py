@@ -22,15 +22,15 @@ from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 
 from pagoda.cache import Cache
 from pagoda.cache.writeback import ChunkRef
-from pagoda.connectors.vllm.offloading_meta import SlotsSpec
-from pagoda.connectors.vllm.shared import let_go
+from pagoda.connectors.vllm.offloading.messages import SlotsSpec
+from pagoda.connectors.vllm.shared_caches import let_go
 from pagoda.layout import KVLayout
 from pagoda.ledger import Reserved
 from pagoda.threads import Event, Pool, wait
 from pagoda.transfer.gpu.device_pages import DevicePagesKV
 from pagoda.transfer.pages import PagesKV
 
-__all__ = ["SlotCopies", "Stock"]
+__all__ = ["EnginePages", "PagodaOffloadingWorker"]
 
 log = logging.getLogger("pagoda.vllm")
 
@@ -40,7 +40,7 @@ _FENCE_SECONDS = 10.0  # a store that has not copied its blocks by then is given
 _END_SECONDS = 5.0
 
 
-class Stock(NamedTuple):
+class EnginePages(NamedTuple):
     """The KV memory of one group: planes [num_blocks, page_bytes], and what a chunk of it is.
 
     `number`: what vLLM's keys call the group. `state`: of a chunk's blocks only the last one counts.
@@ -86,7 +86,7 @@ class _Job:
     copied: Event = field(default_factory=Event)  # from then on its blocks are not touched
 
 
-class SlotCopies(OffloadingWorker):
+class PagodaOffloadingWorker(OffloadingWorker):
     """Does vLLM's jobs. Used by the worker's thread; copies run on threads of its own.
 
     A store that fails is dropped, and nobody was promised anything. A load can fail only if somebody removes chunks
@@ -94,7 +94,7 @@ class SlotCopies(OffloadingWorker):
     request is named by `take_failed`, for vLLM to compute it.
     """
 
-    def __init__(self, cache: Cache, stocks: Sequence[Stock], part: int = 0, parts: int = 1) -> None:
+    def __init__(self, cache: Cache, stocks: Sequence[EnginePages], part: int = 0, parts: int = 1) -> None:
         """Take over `cache`. Stocks stand in the order of vLLM's groups. ValueError if a chunk of one fits no slot."""
         assert cache.slots is not None
         self._cache, self._slots = cache, cache.slots
@@ -215,7 +215,7 @@ class SlotCopies(OffloadingWorker):
                     self._share(group, [copy for copy, _ in kept], [b for _, row in kept for b in row])
                 )
 
-    def _kv_of(self, stock: Stock, layout: KVLayout) -> PagesKV | DevicePagesKV:
+    def _kv_of(self, stock: EnginePages, layout: KVLayout) -> PagesKV | DevicePagesKV:
         kind = PagesKV if stock.planes[0].device.type == "cpu" else DevicePagesKV
         return kind(
             stock.planes,
@@ -317,7 +317,7 @@ class SlotCopies(OffloadingWorker):
 
 
 def _table(
-    stock: Stock, copies: list[ChunkRef], ids: list[int], first: int, stores: bool
+    stock: EnginePages, copies: list[ChunkRef], ids: list[int], first: int, stores: bool
 ) -> list[int] | None:
     """The id of each block of these chunks, -1 where vLLM names none; None if they do not belong together.
 
@@ -336,7 +336,7 @@ def _table(
 
 
 def _rows(
-    stock: Stock, copies: list[ChunkRef], table: list[int] | None
+    stock: EnginePages, copies: list[ChunkRef], table: list[int] | None
 ) -> Iterable[tuple[ChunkRef, list[int]]]:
     """Each chunk with the ids of its blocks."""
     each = stock.blocks_per_chunk

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pagoda.connectors.rows import Row
-from pagoda.connectors.supported import Seen
+from pagoda.connectors.transformers.batch import BatchRow
+from pagoda.connectors.transformers.supported_models import ProbedModel
 from pagoda.transfer import DenseKV
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def copy_engine_for(devices: Sequence[Any]) -> CopyEngine | None:
         return None
 
 
-def room_for(seen: Seen, batch: int, columns: int) -> Planes:
+def room_for(seen: ProbedModel, batch: int, columns: int) -> Planes:
     """Return uninitialised tensors for the KV of a batch: on the device if it has a copy engine, else on the CPU.
 
     There, what is never written costs no memory.
@@ -59,7 +59,7 @@ def kv_of_row(
     number: int,
     begin: int,
     end: int,
-    seen: Seen,
+    seen: ProbedModel,
     layer_events: LayerEvents | None = None,
 ) -> DenseKV:
     """Return columns [begin, end) of one row as a transfer; `layer_events` records each layer that is loaded.
@@ -76,7 +76,9 @@ def kv_of_row(
     return DenseKV(layers, seen.layout, copy_engine=engine, layer_events=layer_events)
 
 
-def dynamic_cache(model: Any, seen: Seen, planes: Planes, rows: Sequence[Row], columns: int) -> Any:
+def dynamic_cache(
+    model: Any, seen: ProbedModel, planes: Planes, rows: Sequence[BatchRow], columns: int
+) -> Any:
     """Return a DynamicCache whose layers are the first `columns` columns of `planes`, over the same memory.
 
     Padding is zeroed: what `empty` left there might be NaN, and a masked NaN is still one after the product with V.

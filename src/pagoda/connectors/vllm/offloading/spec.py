@@ -21,17 +21,22 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from pagoda.config.sources import DEFAULT, load
-from pagoda.connectors.vllm.facts import plain
-from pagoda.connectors.vllm.hybrid import PagodaHybridConnector
-from pagoda.connectors.vllm.identity import namespace_of
-from pagoda.connectors.vllm.machine import machine_facts
-from pagoda.connectors.vllm.offloading_find import Group
-from pagoda.connectors.vllm.offloading_meta import Greeting, greet, greeted
-from pagoda.connectors.vllm.offloading_scheduler import FAILED, LATE, REFUSED, OffloadedChunks
-from pagoda.connectors.vllm.offloading_worker import SlotCopies, Stock
-from pagoda.connectors.vllm.options import Options, read_options
-from pagoda.connectors.vllm.shared import opened
-from pagoda.connectors.vllm.supported import check_engine, check_vllm
+from pagoda.connectors.vllm.identity.engine_namespace import namespace_of
+from pagoda.connectors.vllm.identity.engine_settings import plain
+from pagoda.connectors.vllm.identity.page_format import machine_facts
+from pagoda.connectors.vllm.offloading.chunk_finder import Group
+from pagoda.connectors.vllm.offloading.hybrid_connector import PagodaHybridConnector
+from pagoda.connectors.vllm.offloading.messages import WorkerGreeting, greet, greeted
+from pagoda.connectors.vllm.offloading.offloading_manager import (
+    FAILED,
+    LATE,
+    REFUSED,
+    PagodaOffloadingManager,
+)
+from pagoda.connectors.vllm.offloading.offloading_worker import EnginePages, PagodaOffloadingWorker
+from pagoda.connectors.vllm.options import ConnectorOptions, read_options
+from pagoda.connectors.vllm.shared_caches import opened
+from pagoda.connectors.vllm.supported_engines import check_engine, check_vllm
 from pagoda.transfer.pages import merged
 
 __all__ = ["PagodaOffloadingSpec"]
@@ -73,8 +78,8 @@ class PagodaOffloadingSpec(OffloadingSpec):
         self._parts = 1 if config.replicated_layout else config.parallel.world_size
         self._part = 0 if config.replicated_layout else config.parallel.rank
         self._root = Path(self.options.config.host_path)
-        self._manager: OffloadedChunks | None = None
-        self._worker: SlotCopies | None = None
+        self._manager: PagodaOffloadingManager | None = None
+        self._worker: PagodaOffloadingWorker | None = None
 
     # ---- the scheduler's half
 
@@ -93,7 +98,9 @@ class PagodaOffloadingSpec(OffloadingSpec):
                 for group, window in zip(self.config.groups, greeting.windows, strict=True)
             }
             cache = opened(self.options.config, greeting.namespace, greeting.layout)
-            self._manager = OffloadedChunks(cache, groups, self._parts, self.config.enable_kv_cache_events)
+            self._manager = PagodaOffloadingManager(
+                cache, groups, self._parts, self.config.enable_kv_cache_events
+            )
         return self._manager
 
     # ---- a worker's half
@@ -107,7 +114,7 @@ class PagodaOffloadingSpec(OffloadingSpec):
         check_engine(vllm_config, kv_cache_config, hybrid=True)
         specs = [_specs(kv_cache_config.kv_cache_groups[group.group_id]) for group in self.config.groups]
         stocks = self._stocks(kv_caches, specs)
-        greeting = Greeting(
+        greeting = WorkerGreeting(
             namespace=namespace_of(
                 vllm_config, str(vllm_config.cache_config.cache_dtype), self._parts, self.options
             ),
@@ -118,7 +125,7 @@ class PagodaOffloadingSpec(OffloadingSpec):
             windows=tuple(_window(group) for group in specs),
         )
         cache = opened(self.options.config, greeting.namespace, greeting.layout)
-        worker = self._worker = SlotCopies(cache, stocks, self._part, self._parts)
+        worker = self._worker = PagodaOffloadingWorker(cache, stocks, self._part, self._parts)
         greet(self._root, self.config.engine_id, self.config.parallel.rank, greeting)
         return worker
 
@@ -133,16 +140,18 @@ class PagodaOffloadingSpec(OffloadingSpec):
             "spec_name and spec_module_path out"
         )
 
-    def _stocks(self, kv_caches: CanonicalKVCaches, specs: list[dict[str, Any]]) -> list[Stock]:
+    def _stocks(self, kv_caches: CanonicalKVCaches, specs: list[dict[str, Any]]) -> list[EnginePages]:
         stocks = []
         for group, refs, layers in zip(self.config.groups, kv_caches.group_data_refs, specs, strict=True):
             pages = [kv_caches.tensors[ref.tensor_idx].tensor[:, : ref.page_size_bytes] for ref in refs]
             planes: list[Any] = merged(pages)
             state = _kinds(layers) == {_STATE}
-            stocks.append(Stock(group.group_id, planes, group.tokens_per_block, self.blocks_per_chunk, state))
+            stocks.append(
+                EnginePages(group.group_id, planes, group.tokens_per_block, self.blocks_per_chunk, state)
+            )
         return stocks
 
-    def _description(self, vllm_config: Any, specs: list[dict[str, Any]], stocks: list[Stock]) -> str:
+    def _description(self, vllm_config: Any, specs: list[dict[str, Any]], stocks: list[EnginePages]) -> str:
         """All that decides the bytes of a chunk."""
         layers = [name for group in specs for name in group]
         contexts = vllm_config.compilation_config.static_forward_context
@@ -164,7 +173,7 @@ class PagodaOffloadingSpec(OffloadingSpec):
         return json.dumps(facts, sort_keys=True)
 
 
-def _options(config: OffloadingConfig) -> tuple[Options, int]:
+def _options(config: OffloadingConfig) -> tuple[ConnectorOptions, int]:
     """What was configured, and the blocks of a chunk: vLLM's own options go first, then `chunk_tokens`."""
     extra, blocks = dict(config.extra_config), config.cache.blocks_per_chunk
     if "store_output" in extra:

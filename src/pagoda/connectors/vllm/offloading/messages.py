@@ -21,7 +21,7 @@ from pagoda.cache.writeback import ChunkRef
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 
-__all__ = ["Greeting", "Placed", "SlotsSpec", "greet", "greeted"]
+__all__ = ["Placed", "SlotsSpec", "WorkerGreeting", "greet", "greeted"]
 
 _OLD_SECONDS = 3600.0  # no engine takes so long to start
 
@@ -49,7 +49,7 @@ class SlotsSpec(LoadStoreSpec):
     lost: bool = False
 
 
-class Greeting(msgspec.Struct, frozen=True):
+class WorkerGreeting(msgspec.Struct, frozen=True):
     """What a rank found its KV memory to be. All ranks of an engine must agree in it.
 
     `windows`: by group, None where a hit is a run of chunks from the first on (full attention), else how many tokens
@@ -69,7 +69,7 @@ class Greeting(msgspec.Struct, frozen=True):
         return KVLayout.opaque(self.chunk_tokens, self.chunk_bytes, self.description)
 
 
-def greet(root: Path, engine_id: str, rank: int, greeting: Greeting) -> None:
+def greet(root: Path, engine_id: str, rank: int, greeting: WorkerGreeting) -> None:
     """Leave a rank's greeting in the host tier's directory, for this user only. Raises OSError."""
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     for old in root.glob("engine-*"):  # of engines that died while they started
@@ -86,13 +86,13 @@ def greet(root: Path, engine_id: str, rank: int, greeting: Greeting) -> None:
     written.replace(path)
 
 
-def greeted(root: Path, engine_id: str, ranks: int) -> Greeting:
+def greeted(root: Path, engine_id: str, ranks: int) -> WorkerGreeting:
     """Take up the greetings of all ranks, and remove them. Raises ValueError if one is missing or they differ."""
     found = []
     for rank in range(ranks):
         path = _path(root, engine_id, rank)
         try:
-            found.append(msgspec.json.decode(path.read_bytes(), type=Greeting))
+            found.append(msgspec.json.decode(path.read_bytes(), type=WorkerGreeting))
             path.unlink()
         except (OSError, msgspec.MsgspecError) as trouble:
             raise ValueError(

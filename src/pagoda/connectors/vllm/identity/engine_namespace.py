@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
-from pagoda.connectors.vllm.adapters import lora_name
-from pagoda.connectors.vllm.checkpoint import files_digest
-from pagoda.connectors.vllm.facts import config_facts, draft_config, plain
-from pagoda.connectors.vllm.files import checkpoint_directory, checkpoint_files
+from pagoda.connectors.vllm.identity.checkpoint_files import checkpoint_directory, checkpoint_files
+from pagoda.connectors.vllm.identity.engine_settings import config_facts, draft_config, plain
+from pagoda.connectors.vllm.identity.lora_adapters import lora_name
+from pagoda.connectors.vllm.identity.weight_digests import files_digest
 from pagoda.keys import Namespace
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from pagoda.connectors.vllm.options import Options
+    from pagoda.connectors.vllm.options import ConnectorOptions
 
 __all__ = ["lora_name", "namespace_of", "salt_of", "weights_digest"]
 
@@ -27,7 +27,9 @@ _SNAPSHOT = re.compile(
 )  # of a hub's cache, as vLLM finds it offline
 
 
-def namespace_of(vllm_config: VllmConfig, kv_dtype: str, world_size: int, options: Options) -> Namespace:
+def namespace_of(
+    vllm_config: VllmConfig, kv_dtype: str, world_size: int, options: ConnectorOptions
+) -> Namespace:
     """Return the namespace of this engine's KV, without the layout and the adapter. Reads the weight files.
 
     `world_size` is the number of parts that a chunk is made of. The revision is said only where `weights` was given

@@ -10,11 +10,17 @@ from itertools import groupby
 from typing import Any
 
 from pagoda.cache import Cache
-from pagoda.connectors.vllm.offloading_find import Asked, Finder, Found, Group, State
+from pagoda.connectors.vllm.offloading.chunk_finder import (
+    AskedChunk,
+    ChunkFinder,
+    ChunkState,
+    FoundChunk,
+    Group,
+)
 from pagoda.keys import derive_keys
 from pagoda.threads import Pool
 
-__all__ = ["Questions"]
+__all__ = ["LookupTable"]
 
 log = logging.getLogger("pagoda.vllm")
 
@@ -27,7 +33,7 @@ _LINGER_SECONDS = (
 _BRING_THREADS = 2
 
 
-class Questions:
+class LookupTable:
     """The chunks that waiting requests have asked for. Of the scheduler's thread; nothing here waits.
 
     A chunk is asked for once for all requests, held as long as one of them may load it, and a miss where the answer
@@ -38,11 +44,11 @@ class Questions:
     def __init__(self, cache: Cache, groups: Sequence[Group]) -> None:
         assert cache.slots is not None
         self._patience = cache.config.deadline_seconds
-        self._finder = Finder(cache, groups)
+        self._finder = ChunkFinder(cache, groups)
         self.root = self._finder.root()
-        self._known: dict[bytes, Asked] = {}
-        self._new: dict[str, list[Asked]] = {}  # by request
-        self._wanted: list[Asked] = []
+        self._known: dict[bytes, AskedChunk] = {}
+        self._new: dict[str, list[AskedChunk]] = {}  # by request
+        self._wanted: list[AskedChunk] = []
         self._of: dict[str, set[bytes]] = {}  # what a request has asked for
         self._answers = Pool(1, "pagoda-find")
         self._brings = Pool(_BRING_THREADS, "pagoda-bring")
@@ -52,31 +58,31 @@ class Questions:
         self._swept_at = 0.0
         self._late = 0
 
-    def get(self, name: bytes) -> Asked | None:
+    def get(self, name: bytes) -> AskedChunk | None:
         """What is known of a chunk."""
         return self._known.get(name)
 
     # ---- asking
 
-    def look(self, name: bytes, group: int, position: int, request: str, lower: bool) -> State:
+    def look(self, name: bytes, group: int, position: int, request: str, lower: bool) -> ChunkState:
         """Return what is known of a chunk, and have it found out if that is nothing."""
         self._drain()
         self._verify()
         now = time.monotonic()
         asked = self._known.get(name)
-        if asked is None or (asked.state is State.MISSED and self._again(asked, request, lower, now)):
+        if asked is None or (asked.state is ChunkState.MISSED and self._again(asked, request, lower, now)):
             key = derive_keys([name], self.root)[0]
             users = set() if asked is None else asked.users
-            asked = Asked(name, key, group, position, lower, since=now, seen=now, users=users)
+            asked = AskedChunk(name, key, group, position, lower, since=now, seen=now, users=users)
             self._known[name] = asked
             self._new.setdefault(request, []).append(asked)
         asked.seen = now
         asked.users.add(request)
         self._of.setdefault(request, set()).add(name)
-        if asked.state is State.FOUND:
-            asked.state, asked.since = State.COMING, now
+        if asked.state is ChunkState.FOUND:
+            asked.state, asked.since = ChunkState.COMING, now
             self._wanted.append(asked)
-        if asked.state in (State.ASKED, State.COMING) and self._overdue(asked, now):
+        if asked.state in (ChunkState.ASKED, ChunkState.COMING) and self._overdue(asked, now):
             self._late += 1
             self._missed(asked, now)
         return asked.state
@@ -86,21 +92,21 @@ class Questions:
         if self._verified:
             return
         self._verified = True
-        held = [asked for asked in self._known.values() if asked.state is State.HELD]
+        held = [asked for asked in self._known.values() if asked.state is ChunkState.HELD]
         if held:
             standing = self._finder.holds.valid([(asked.slot, asked.generation) for asked in held])
             self._drop([asked for asked, stands in zip(held, standing, strict=True) if not stands])
 
-    def _again(self, asked: Asked, request: str, lower: bool, now: float) -> bool:
+    def _again(self, asked: AskedChunk, request: str, lower: bool, now: float) -> bool:
         """Whether a miss is to be looked into once more."""
         return (lower and not asked.lower) or (now > asked.until and request not in asked.users)
 
-    def _overdue(self, asked: Asked, now: float) -> bool:
+    def _overdue(self, asked: AskedChunk, now: float) -> bool:
         waited = now - max(asked.since, self._finder.moved)
         return waited > self._patience or now - asked.since > _LONGEST_SECONDS
 
-    def _missed(self, asked: Asked, now: float) -> None:
-        asked.state, asked.until = State.MISSED, now + _MISS_SECONDS
+    def _missed(self, asked: AskedChunk, now: float) -> None:
+        asked.state, asked.until = ChunkState.MISSED, now + _MISS_SECONDS
 
     def flush(self) -> None:
         """Hand what was asked since the last call to the threads; let go of what nobody looks at."""
@@ -109,7 +115,7 @@ class Questions:
         if self._finder.root() != self.root:  # another process has changed the weights
             self.forget()
         for asked in self._new.values():
-            if question := [one for one in asked if one.state is State.ASKED]:
+            if question := [one for one in asked if one.state is ChunkState.ASKED]:
                 self._submit(self._answers, self._answer, question)
         if self._wanted:
             self._submit(self._brings, self._finder.bring, self._wanted)
@@ -119,22 +125,22 @@ class Questions:
             self._swept_at = now
             self._sweep(now)
 
-    def _answer(self, question: list[Asked]) -> None:
+    def _answer(self, question: list[AskedChunk]) -> None:
         coming = self._finder.answer(question)
         for _, chunks in groupby(sorted(coming, key=lambda one: one.group), key=lambda one: one.group):
             self._submit(self._brings, self._finder.bring, list(chunks))
 
-    def _submit(self, threads: Pool, work: Any, asked: list[Asked]) -> None:
+    def _submit(self, threads: Pool, work: Any, asked: list[AskedChunk]) -> None:
         def ended(future: Future[Any]) -> None:
             trouble = None if future.cancelled() else future.exception()
             if trouble is not None:
                 log.warning("a look-up failed: %s: %s", type(trouble).__name__, trouble)
-                self._finder.tell([Found(one, State.MISSED) for one in asked])
+                self._finder.tell([FoundChunk(one, ChunkState.MISSED) for one in asked])
 
         try:
             threads.submit(work, asked).add_done_callback(ended)
         except RuntimeError:  # closed meanwhile, or no thread can be had
-            self._finder.tell([Found(one, State.MISSED) for one in asked])
+            self._finder.tell([FoundChunk(one, ChunkState.MISSED) for one in asked])
 
     # ---- answers
 
@@ -144,27 +150,27 @@ class Questions:
             late = [pair for found in news.get() for pair in self._heard(found)]
             self._release(late)
 
-    def _heard(self, found: Found) -> Iterable[tuple[int, int]]:
+    def _heard(self, found: FoundChunk) -> Iterable[tuple[int, int]]:
         """Note one chunk's news; yields the hold that nobody wants any more."""
         asked, now = found.asked, time.monotonic()
-        if asked.state not in (State.ASKED, State.COMING):
-            if found.state is State.HELD:
+        if asked.state not in (ChunkState.ASKED, ChunkState.COMING):
+            if found.state is ChunkState.HELD:
                 yield found.slot, found.generation
-        elif found.state is State.HELD:
-            asked.state, asked.slot, asked.generation = State.HELD, found.slot, found.generation
-        elif found.state is State.MISSED:
+        elif found.state is ChunkState.HELD:
+            asked.state, asked.slot, asked.generation = ChunkState.HELD, found.slot, found.generation
+        elif found.state is ChunkState.MISSED:
             self._missed(asked, now)
-        elif found.state is State.GONE:
+        elif found.state is ChunkState.GONE:
             self._forget(asked)
         else:
             asked.state, asked.since = found.state, now
 
     # ---- loads
 
-    def load(self, name: bytes) -> Asked | None:
+    def load(self, name: bytes) -> AskedChunk | None:
         """Begin to load a hit; None if it is none."""
         asked = self._known.get(name)
-        if asked is None or asked.state is not State.HELD:
+        if asked is None or asked.state is not ChunkState.HELD:
             return None
         asked.loads += 1
         return asked
@@ -194,23 +200,23 @@ class Questions:
         """Note that these chunks are there now, whatever was said before."""
         for name in names:
             asked = self._known.get(name)
-            if asked is not None and asked.state is State.MISSED:
+            if asked is not None and asked.state is ChunkState.MISSED:
                 self._forget(asked)
 
     # ---- ends
 
-    def _let_go(self, ended: Iterable[Asked]) -> None:
+    def _let_go(self, ended: Iterable[AskedChunk]) -> None:
         unused = [asked for asked in ended if not asked.users and not asked.loads]
-        held = [(asked.slot, asked.generation) for asked in unused if asked.state is State.HELD]
+        held = [(asked.slot, asked.generation) for asked in unused if asked.state is ChunkState.HELD]
         for asked in unused:
             if (
-                asked.state is not State.MISSED or time.monotonic() > asked.until
+                asked.state is not ChunkState.MISSED or time.monotonic() > asked.until
             ):  # others believe it for a while
                 self._forget(asked)
         self._release(held)
 
-    def _forget(self, asked: Asked) -> None:
-        asked.state = State.GONE
+    def _forget(self, asked: AskedChunk) -> None:
+        asked.state = ChunkState.GONE
         if self._known.get(asked.name) is asked:
             del self._known[asked.name]
 
@@ -218,7 +224,7 @@ class Questions:
         """Forget old misses, hits that nobody looks at, and what was under way when the cache was reset."""
         idle = []
         for asked in list(self._known.values()):
-            if asked.state is State.MISSED and now > asked.until and not asked.users:
+            if asked.state is ChunkState.MISSED and now > asked.until and not asked.users:
                 self._forget(asked)
             elif not asked.loads and now - asked.seen > _IDLE_SECONDS:
                 asked.users.clear()
@@ -241,9 +247,9 @@ class Questions:
         self._of.clear()
         self.root = self._finder.root()
 
-    def _drop(self, dropped: Sequence[Asked]) -> None:
+    def _drop(self, dropped: Sequence[AskedChunk]) -> None:
         """Forget these; slots that are being loaded from are kept for a while."""
-        held = [asked for asked in dropped if asked.state is State.HELD]
+        held = [asked for asked in dropped if asked.state is ChunkState.HELD]
         loading = [(asked.slot, asked.generation) for asked in held if asked.loads]
         for asked in dropped:
             self._forget(asked)
@@ -274,7 +280,7 @@ class Questions:
         self._brings.shutdown(wait=True, cancel_futures=True)
         self._drain()
         self._releases.shutdown(wait=True)
-        held = [asked for asked in self._known.values() if asked.state is State.HELD]
+        held = [asked for asked in self._known.values() if asked.state is ChunkState.HELD]
         self._finder.holds.release([(asked.slot, asked.generation) for asked in held])
         self._finder.holds.release([pair for _, pairs in self._lingering for pair in pairs])
         self._known.clear()

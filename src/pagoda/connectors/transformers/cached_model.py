@@ -20,18 +20,25 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from pagoda.cache import Cache, Hit, Stored
 from pagoda.cache.hit import hit_of
 from pagoda.config import Config
-from pagoda.connectors.handover import copy_engine_for, dynamic_cache, kv_of_row, room_for
-from pagoda.connectors.identity import adapters_digest, stamp_of, weights_digest
-from pagoda.connectors.prefill import Prefills, watch_for
-from pagoda.connectors.rows import Row, grown_mask, mask_of, rows_of
-from pagoda.connectors.supported import Seen, check_call, check_model, forms_of, is_compiled, see_model
+from pagoda.connectors.transformers.batch import BatchRow, grown_mask, mask_of, rows_of
+from pagoda.connectors.transformers.dynamic_cache import copy_engine_for, dynamic_cache, kv_of_row, room_for
+from pagoda.connectors.transformers.model_identity import adapters_digest, stamp_of, weights_digest
+from pagoda.connectors.transformers.prefill_times import PrefillTimes, watch_for
+from pagoda.connectors.transformers.supported_models import (
+    ProbedModel,
+    check_call,
+    check_model,
+    forms_of,
+    is_compiled,
+    probe_model,
+)
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.metrics import Reason
 from pagoda.transfer import DenseKV
 
 if TYPE_CHECKING:
-    from pagoda.connectors.layerwise import LayerLoad, Loads
+    from pagoda.connectors.transformers.layerwise import LayerLoad, LayerLoads
 
 __all__ = ["CachedModel", "Prefix", "layout_of", "namespace_of"]
 
@@ -102,8 +109,8 @@ class CachedModel:
         self._seen = _looked_at(model, config.chunk_tokens)
         self._stamp, self._forms = stamp_of(model), forms_of(model)
         self._lock = threading.Lock()
-        self._prefills = Prefills(self._observe)
-        self._loads: Loads | None = None  # made when first wanted
+        self._prefills = PrefillTimes(self._observe)
+        self._loads: LayerLoads | None = None  # made when first wanted
         self._named: dict[str, Any] = {"revision": revision, "weights": weights, "salt": salt}
         namespace = namespace_of(model, self._seen.layout, **self._named)
         self._open: Callable[[Namespace], Cache] | None = None
@@ -239,30 +246,30 @@ class CachedModel:
         with self._prefills.measured(self.model, watch_for(self._seen.devices)):
             return self.model.generate(input_ids, attention_mask=mask, past_key_values=kv, **kwargs), kv
 
-    def _looked(self, rows: list[Row], ready: _Ready) -> Hit | None:
+    def _looked(self, rows: list[BatchRow], ready: _Ready) -> Hit | None:
         """Look up, and count, a single prompt of a model on a device, where room costs memory; None: retrieve tells."""
         if self._seen.copy_engine is None or len(rows) > 1:
             return None
         cache, space = ready
         return cache.lookup(rows[0].tokens[:-1], **space)
 
-    def _begun(self, rows: list[Row], looked: Hit, ready: _Ready) -> LayerLoad | None:
+    def _begun(self, rows: list[BatchRow], looked: Hit, ready: _Ready) -> LayerLoad | None:
         """Begin to load layer by layer what was found; None if it is not all on the host, or the model cannot wait."""
         cache, space = ready
         on_host = cache.slots is not None and set(looked.by_tier) == {cache.tiers[0]}
         if not on_host or rows[0].pad or is_compiled(self.model):
             return None
-        from pagoda.connectors.layerwise import Loads
+        from pagoda.connectors.transformers.layerwise import LayerLoads
 
         with self._lock:
-            loads = self._loads = self._loads or Loads()
+            loads = self._loads = self._loads or LayerLoads()
         return loads.begin(self.model, self._seen, cache, rows[0].tokens[: looked.num_tokens], space)
 
     def _computed_meanwhile(
         self, load: LayerLoad, input_ids: Any, mask: Any, looked: Hit, kwargs: dict[str, Any]
     ) -> tuple[Any, Any] | None:
         """Generate while the load goes on. None if not all came: then nothing was drawn, and no token told."""
-        from pagoda.connectors.layerwise import LoadShort
+        from pagoda.connectors.transformers.layerwise import LoadShort
 
         kv = load.kv
         try:
@@ -276,7 +283,9 @@ class CachedModel:
         self.last = Prefix(None, tokens, [tokens], [replace(looked, by_tier=hit.by_tier)], load.seconds)
         return out, kv
 
-    def _prefix(self, rows: list[Row], width: int, ready: _Ready, looked: Hit | None, began: float) -> Prefix:
+    def _prefix(
+        self, rows: list[BatchRow], width: int, ready: _Ready, looked: Hit | None, began: float
+    ) -> Prefix:
         """Load what the tiers have of each row, as far as all rows have it."""
         if looked is not None and not looked.num_tokens:
             nothing = dynamic_cache(self.model, self._seen, [], rows, 0)
@@ -297,7 +306,7 @@ class CachedModel:
         kv = dynamic_cache(self.model, self._seen, planes, rows, columns)
         return Prefix(kv, columns, served, hits, time.perf_counter() - began)
 
-    def _wanted(self, rows: list[Row], width: int, ready: _Ready, looked: Hit | None) -> list[Any]:
+    def _wanted(self, rows: list[BatchRow], width: int, ready: _Ready, looked: Hit | None) -> list[Any]:
         """Return the tokens to ask for of each row: up to its last but one, and not what another row lacks."""
         cache, space = ready
         most = width - 1 if looked is None else rows[0].pad + looked.num_tokens
@@ -351,7 +360,7 @@ class CachedModel:
 def layout_of(model: Any, chunk_tokens: int = 256) -> KVLayout:
     """Return the layout of the model's KV, by running it on three tokens. Raises ValueError if it cannot be cut."""
     check_model(model)
-    return see_model(model, chunk_tokens).layout
+    return probe_model(model, chunk_tokens).layout
 
 
 def namespace_of(
@@ -369,9 +378,9 @@ def namespace_of(
     )
 
 
-def _looked_at(model: Any, chunk_tokens: int) -> Seen:
+def _looked_at(model: Any, chunk_tokens: int) -> ProbedModel:
     """Return what a look at the model shows, with the copy engine of its device."""
-    seen = see_model(model, chunk_tokens)
+    seen = probe_model(model, chunk_tokens)
     return seen._replace(copy_engine=copy_engine_for(seen.devices))
 
 
@@ -379,7 +388,7 @@ def _again(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments for a second `generate` of the same prompt, whose streamer was given it already."""
     if kwargs.get("streamer") is None:
         return kwargs
-    from pagoda.connectors.layerwise import Resumed
+    from pagoda.connectors.transformers.layerwise import Resumed
 
     return {**kwargs, "streamer": Resumed(kwargs["streamer"])}
 

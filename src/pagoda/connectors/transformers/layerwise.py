@@ -21,14 +21,14 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from pagoda.cache import Cache, Hit
-from pagoda.connectors.handover import kv_of_row, room_for
-from pagoda.connectors.supported import Seen
+from pagoda.connectors.transformers.dynamic_cache import kv_of_row, room_for
+from pagoda.connectors.transformers.supported_models import ProbedModel
 from pagoda.fork import reset_in_child
 from pagoda.threads import Pool, wait
 from pagoda.transfer.gpu.device import Device
 from pagoda.transfer.gpu.layer_events import LayerEvents
 
-__all__ = ["LayerLoad", "LoadShort", "Loads", "Resumed"]
+__all__ = ["LayerLoad", "LayerLoads", "LoadShort", "Resumed"]
 
 _THREADS = 4  # loads at once: as many as a copy engine does at once
 _SLOWEST_BYTES_PER_SECOND = 50e6  # what comes slower is as good as hung; as in the cache's own deadlines
@@ -157,7 +157,7 @@ class ArrivingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         return self._plain.update(key_states, value_states, *args, **kwargs)
 
 
-class Loads:
+class LayerLoads:
     """The threads that load for one CachedModel: a few, started when needed, also after a fork. Thread-safe."""
 
     def __init__(self) -> None:
@@ -172,7 +172,7 @@ class Loads:
         self._running: set[Future[Hit]] = set()
 
     def begin(
-        self, model: Any, seen: Seen, cache: Cache, tokens: Any, space: dict[str, Any]
+        self, model: Any, seen: ProbedModel, cache: Cache, tokens: Any, space: dict[str, Any]
     ) -> LayerLoad | None:
         """Begin to load `tokens`, whole chunks that were all found in the host tier, without waiting for any of them.
 

@@ -9,8 +9,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import Offlo
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 if TYPE_CHECKING:
-    from pagoda.connectors.vllm.offloading_scheduler import OffloadedChunks
-    from pagoda.connectors.vllm.offloading_worker import SlotCopies
+    from pagoda.connectors.vllm.offloading.offloading_manager import PagodaOffloadingManager
+    from pagoda.connectors.vllm.offloading.offloading_worker import PagodaOffloadingWorker
 
 __all__ = ["PagodaHybridConnector"]
 
@@ -49,7 +49,7 @@ class PagodaHybridConnector(OffloadingConnector):
         Without the latter vLLM's OffloadingConnector would end the engine, or take blocks for filled.
         """
         found = super().get_transfer_results(finished_req_ids)
-        copies: SlotCopies | None = self.worker.worker
+        copies: PagodaOffloadingWorker | None = self.worker.worker
         if copies is not None:
             found.failed_recving |= copies.take_failed(found.finished_recving)
         return found
@@ -82,7 +82,7 @@ class PagodaHybridConnector(OffloadingConnector):
     def update_connector_output(self, connector_output: Any) -> None:
         """Take what the workers tell."""
         super().update_connector_output(connector_output)
-        manager: OffloadedChunks = self.scheduler.manager
+        manager: PagodaOffloadingManager = self.scheduler.manager
         for name in connector_output.failed_recving:
             manager.load_failed(name)
 

@@ -1,0 +1,17 @@
+"""Hugging Face Transformers: `CachedModel`, a model whose prompts are served from the cache.
+
+In the order in which a call meets them:
+    cached_model      CachedModel: generate, prefix, store
+    supported_models  which models and calls can be cached; what a forward pass shows of a model's KV
+    model_identity    the namespace: digests of weights and adapters
+    batch             the rows of a batch as prompts, with their padding
+    dynamic_cache     a DynamicCache over memory that the cache's transfers fill
+    layerwise         KV that arrives layer by layer, while the model computes
+    prefill_times     how fast the model computes prompts: what loading has to beat
+"""
+
+from __future__ import annotations
+
+from pagoda.connectors.transformers.cached_model import CachedModel, Prefix, layout_of, namespace_of
+
+__all__ = ["CachedModel", "Prefix", "layout_of", "namespace_of"]
