@@ -9,6 +9,7 @@ from threading import Barrier
 
 import pytest
 
+from benchmarks import streams
 from pagoda.ledger import admin
 from pagoda.policy.hindsight import _SharedValues
 from pagoda.replay import Request, TierSpec, simulate
