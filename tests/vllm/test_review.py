@@ -325,7 +325,7 @@ def leave_room(halves: Halves, chunks: int) -> None:
     """Leave a worker so much device memory for what waits to be copied into slots."""
     pages = halves.worker._pages
     assert isinstance(pages, DevicePagesKV)
-    halves.worker._staging, _ = pages.reserve(chunks * LAYOUT.chunk_bytes)
+    halves.worker._staging, _ = pages.preallocate(chunks * LAYOUT.chunk_bytes)
 
 
 def test_what_has_no_room_on_the_device_is_saved_in_a_later_step(on_device: Halves) -> None:
@@ -433,7 +433,7 @@ def test_without_device_memory_the_engine_starts_all_the_same(
     def full(self: DevicePagesKV, snapshot_bytes: int) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(DevicePagesKV, "reserve", full)
+    monkeypatch.setattr(DevicePagesKV, "preallocate", full)
     halves = Halves(shm_root, on_cpu=False)
     try:
         assert "no device memory is left for copies" in caplog.text
