@@ -1,4 +1,4 @@
-"""One registry of what a forked child resets: there the parent's threads are gone, and may have held any lock."""
+"""One registry of what a forked child resets: the parent's threads do not exist there, and may have held any lock."""
 
 from __future__ import annotations
 

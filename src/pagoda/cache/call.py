@@ -115,7 +115,7 @@ class Call(Generic[T]):
             raise misuse.error from None
         except ClosedError as error:
             return self.refuse(Reason.CLOSED, str(error))
-        except Exception as error:  # noqa: BLE001  # the boundary: the engine goes on after any error
+        except Exception as error:  # noqa: BLE001  # the boundary: the engine continues after any error
             return self.refuse(Reason.IO_ERROR, f"{type(error).__name__}: {error}", error)
 
     def refuse(self, reason: Reason, detail: str, error: Exception | None = None) -> T:

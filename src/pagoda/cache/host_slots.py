@@ -179,12 +179,12 @@ class HostSlots:
 
         def work(deadline: Deadline) -> list[Outcome]:
             one = self.stamp() if stamp is None else stamp
-            all_in = bool(self._operations.tiers().lower)  # which get only chunks that have a slot here
+            admit_all = bool(self._operations.tiers().lower)  # which get only chunks that have a slot here
             while (at := len(made)) < len(keys):
                 window, before = keys[at : at + self._ledger.window], keys[at - 1] if at else parent
                 made.extend(self._ledger.reserve(
                     window, namespace=namespace, start=start + at, parent=before,
-                    tokens=self._layout.chunk_tokens, parts=parts, stamp=one, admit_all=all_in,
+                    tokens=self._layout.chunk_tokens, parts=parts, stamp=one, admit_all=admit_all,
                     deadline_seconds=deadline.remaining(),
                 ))  # fmt: skip
                 if refused := [item.reason for item in made[at:] if isinstance(item, Refused)]:
@@ -221,10 +221,10 @@ class HostSlots:
         good: list[bool] = []
 
         def work(deadline: Deadline) -> list[bool]:
-            landed = self._ledger.commit_part(reserved, part, deadline.remaining())
-            good.extend(how is not CommitResult.LOST for how in landed)
+            results = self._ledger.commit_part(reserved, part, deadline.remaining())
+            good.extend(how is not CommitResult.LOST for how in results)
             # Not all that are good: a reserved slot has its generation already, so half a chunk would count as valid.
-            visible = [one for one, how in zip(reserved, landed, strict=True) if how is CommitResult.WHOLE]
+            visible = [one for one, how in zip(reserved, results, strict=True) if how is CommitResult.WHOLE]
             self._resources.counters.count("stored_bytes", len(visible) * self._host.chunk_bytes)
             kept = {(one.slot, one.generation) for one in visible}
             for namespace, refs in written.items():

@@ -18,7 +18,7 @@ from pagoda.metrics import Reason
 
 __all__ = [
     "LEASE_SECONDS",
-    "PrefixMatch",
+    "TiersMatch",
     "count_hit",
     "expected_hit",
     "hit_for",
@@ -32,7 +32,7 @@ __all__ = [
 LEASE_SECONDS = 5.0  # how long a hit that is not being loaded yet is kept from eviction
 
 
-class PrefixMatch(NamedTuple):
+class TiersMatch(NamedTuple):
     """The leading run and where it is: `by_tier` in chunks, and the reason for the first key that is missing."""
 
     chunks: int
@@ -88,7 +88,7 @@ def expected_hit(resources: Resources, tiers: TierStack, request: CacheRequest, 
 
 def match_prefix(
     tiers: TierStack, request: CacheRequest, deadline: Deadline, *, stamp: int | None, touch: bool = True
-) -> PrefixMatch:
+) -> TiersMatch:
     """Find the leading run through all tiers; lease what the host tier has of it, unless `touch` is False."""
     at, by_tier, reason = 0, dict.fromkeys(tiers.names, 0), None
     lacking: set[str] = set()  # tiers known not to have keys[at]
@@ -110,8 +110,8 @@ def match_prefix(
             by_tier[tier.name] += count
             at += count
             if at == len(request.keys):
-                return PrefixMatch(at, by_tier, None)
-    return PrefixMatch(at, by_tier, reason)
+                return TiersMatch(at, by_tier, None)
+    return TiersMatch(at, by_tier, reason)
 
 
 def _match_host(

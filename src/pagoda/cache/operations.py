@@ -165,8 +165,8 @@ class Operations:
                     log, Reason.IO_ERROR, f"{tier.name} is cleared: {errors[tier.name]}"
                 )
                 tier.clear()
-        untold = len(errors) == len(self.resources.config.roots())
-        if errors and untold and tiers.local() is not tiers:
+        none_recorded = len(errors) == len(self.resources.config.roots())
+        if errors and none_recorded and tiers.local() is not tiers:
             raise StoreError(
                 "other processes could not be told that the weights have changed, and continue to use the KV of the "
                 "old weights in remote tiers: remove the cause and call weights_changed again, or stop them "

@@ -55,7 +55,7 @@ class StoreCall:
         # What gets no host slot is written below; else the host's policy refuses nothing.
         overflows = tiers.host is None or resources.config.write_policy != "selective"
         self._overflows = overflows and bool(self._lower)
-        self._all_in = not overflows and bool(self._lower)
+        self._admit_all = not overflows and bool(self._lower)
         self._stamp = 0  # of the host tier
         self._stamps: tuple[int | None, ...] = ()  # of each lower tier
         self._fate = bytearray(len(request.keys))
@@ -96,7 +96,7 @@ class StoreCall:
         if self._overflows and reason is Reason.NOT_ADMITTED:
             reason = self._store_through_staging(_a_moment(self._deadline))
             if reason not in _NOTHING_LEFT:
-                self._all_in = True
+                self._admit_all = True
                 reason = self._store_in_host(host)
         if self._overflows and reason not in _NOTHING_LEFT and not self._deadline.passed:
             reason = self._store_through_staging(self._deadline.remaining)
@@ -151,7 +151,7 @@ class StoreCall:
             parent=request.parent_of(begin),
             tokens=request.chunk_tokens,
             stamp=self._stamp,
-            admit_all=self._all_in,
+            admit_all=self._admit_all,
             deadline_seconds=self._deadline.remaining(),
         )
         try:
@@ -189,12 +189,12 @@ class StoreCall:
             )
             for tier, stamp in zip(self._lower, self._stamps, strict=True)
         ]  # fmt: skip
-        have, shut = max(begin, min(ends)), [False for _ in self._lower]
+        have, refusing = max(begin, min(ends)), [False for _ in self._lower]
         self._note_present_below(begin, have)
         for i in range(have, len(request.keys)):
             if self._fate[i] != _LEFT:
                 continue
-            self._admit_ahead(i, ends, shut)
+            self._admit_ahead(i, ends, refusing)
             if all(end <= i for end in ends):
                 return Reason.NOT_ADMITTED
             if self._deadline.passed:
@@ -209,13 +209,13 @@ class StoreCall:
                 return refused
         return None
 
-    def _admit_ahead(self, index: int, ends: list[int], shut: list[bool]) -> None:
+    def _admit_ahead(self, index: int, ends: list[int], refusing: list[bool]) -> None:
         """Ask each tier how far it admits the run, from its head on: before anything is copied for it."""
         request = self._request
         for at, (tier, stamp) in enumerate(zip(self._lower, self._stamps, strict=True)):
-            while ends[at] <= index and not shut[at]:
+            while ends[at] <= index and not refusing[at]:
                 keys, start = request.keys[ends[at] :], request.first + ends[at]
-                count, shut[at] = admitted_prefix(tier, keys, request.namespace.root, start, stamp)
+                count, refusing[at] = admitted_prefix(tier, keys, request.namespace.root, start, stamp)
                 ends[at] += count
 
     def _note_present_below(self, begin: int, end: int) -> None:

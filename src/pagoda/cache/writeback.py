@@ -57,7 +57,7 @@ log = logging.getLogger("pagoda.cache")
 _TICK_SECONDS = 0.1  # between two looks for cold chunks
 _GATHER_SECONDS = 0.2  # accesses are gathered before the tier is told of them
 _MOST_ACCESSED = 1 << 16  # chunks in notes of accesses; beyond that the oldest notes are dropped
-_MOST_PIECE = 16  # chunks handed to a tier at once; the tier has two pieces in hand at most
+_MOST_PIECE = 16  # chunks handed to a tier at once; at most two pieces are being written
 _WRITE_SECONDS = 60.0  # a write that takes longer is not waited for
 _CLEAN_SHARE = 8  # write_back keeps an eighth of the slots free or clean
 _LEASE_SECONDS = 30.0  # how long a slot is leased for a write
@@ -283,7 +283,7 @@ class WriteBackQueue:
         self._due = 0.0  # when the tier is told of the accesses (time.monotonic())
         self._accessed = 0  # chunks in the notes of accesses
         self._waiting = 0  # chunks in the queue
-        self._writing = 0  # chunks in the hands of the tier
+        self._writing = 0  # chunks that the tier is writing
         self._working = False  # on a note
         self._dirty: dict[int, tuple[ChunkRef, _WriteBatch]] = {}  # write_back: by slot
         self._closed = False
@@ -357,10 +357,10 @@ class WriteBackQueue:
         """Add a batch to the queue. What does not fit is dropped, counted."""
         staged = batch.refs[0].staged is not None
         with self._changed:
-            room = len(batch.refs) if staged else max(0, self._slots - self._waiting)
-            room, reason = (0, Reason.CLOSED) if self._closed else (room, Reason.QUEUE_FULL)
-            late = batch.refs[room:]
-            batch = batch._replace(refs=batch.refs[:room])
+            fitting = len(batch.refs) if staged else max(0, self._slots - self._waiting)
+            fitting, reason = (0, Reason.CLOSED) if self._closed else (fitting, Reason.QUEUE_FULL)
+            late = batch.refs[fitting:]
+            batch = batch._replace(refs=batch.refs[:fitting])
             self._due = 0.0  # earlier accesses are told first: being written raises recency
             number = len(batch.refs)
             if number:  # no signal handler runs between here and the end of the append
@@ -389,12 +389,12 @@ class WriteBackQueue:
         until = time.monotonic() + timeout
         with self._changed:
             self._due = 0.0
-            told = self._wait_for(lambda: not (self._accesses or self._working), timeout)
+            accesses_done = self._wait_for(lambda: not (self._accesses or self._working), timeout)
             dirty, self._dirty = self._dirty, {}
         for batch in _regroup(dirty.values()):
             self._put(batch)
         with self._changed:
-            return self._wait_for(self._is_done, max(0.0, until - time.monotonic())) and told
+            return self._wait_for(self._is_done, max(0.0, until - time.monotonic())) and accesses_done
 
     def _wait_for(self, done: Callable[[], bool], timeout: float) -> bool:
         """Wait until `done`; not if there is no thread and none can be started. Called with the lock."""
@@ -511,7 +511,7 @@ class WriteBackQueue:
                 self._wait_for_tier(min(len(left), self._piece))
                 piece, left = left[: self._piece], left[self._piece :]
                 self._send(batch, piece)
-        except Exception as error:  # noqa: BLE001  # a boundary: the thread goes on after any error
+        except Exception as error:  # noqa: BLE001  # a boundary: the thread continues after any error
             self._counters.warn(log, Reason.IO_ERROR, f"chunks were not written: {error}", error)
         finally:
             self._drop([] if batch.asked else left, Reason.IO_ERROR)
@@ -534,17 +534,19 @@ class WriteBackQueue:
         """Return those of these chunks that the tier's policy admits: none after one that it refuses."""
         admitted: list[ChunkRef] = []
         for run in runs(refs, len(refs), follows):
-            at, shut = 0, False
-            while at < len(run) and not shut:
+            at, refusing = 0, False
+            while at < len(run) and not refusing:
                 keys = [ref.key for ref in run[at:]]
-                count, shut = admitted_prefix(self.tier, keys, batch.namespace, run[at].position, batch.stamp)
+                count, refusing = admitted_prefix(
+                    self.tier, keys, batch.namespace, run[at].position, batch.stamp
+                )
                 admitted += run[at : at + count]
                 at += count
             self._target.settle_refused(run[at:])
         return admitted
 
     def _wait_for_tier(self, count: int) -> None:
-        """Wait until the tier has few enough chunks in hand to be given more, but not forever."""
+        """Wait until the tier is writing few enough chunks to be given more, but not forever."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._closed or self._writing + count <= 2 * self._piece, _WRITE_SECONDS
