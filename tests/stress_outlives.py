@@ -34,8 +34,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from pagoda.cache import Cache
 from pagoda.config import Config
-from pagoda.dropped import settle
 from pagoda.errors import StoreError
+from pagoda.finalizers import settle
 from pagoda.keys import Namespace, chunk_keys
 from pagoda.layout import KVLayout
 from pagoda.ledger import Ledger, admin

@@ -14,7 +14,7 @@ import pytest
 
 from pagoda.cache import Cache
 from pagoda.cache.staging import StagingPool
-from pagoda.dropped import settle
+from pagoda.finalizers import settle
 from pagoda.ledger import admin
 from pagoda.tiers.worker_pool import WorkerPool
 from tests.cache.kit import CHUNK, blank, cache_at, kv_of, prompt, served, stored

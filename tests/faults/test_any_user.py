@@ -18,8 +18,8 @@ import pytest
 from pagoda import Cache, Config, KVLayout, Namespace
 from pagoda.cli import main
 from pagoda.config.sources import load
+from pagoda.disk_space import require_place
 from pagoda.errors import StoreError
-from pagoda.room import require_place
 from pagoda.transfer import BlockKV
 from tests.faults.support import apart, own_mounts, python, succeeded
 

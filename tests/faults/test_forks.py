@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from pagoda.dropped import settle
+from pagoda.finalizers import settle
 from pagoda.ledger import Busy, Reserved, admin
 from tests.cache.kit import cache_at
 from tests.faults.support import NAMESPACE, Store, keys, python, succeeded

@@ -14,8 +14,8 @@ from types import FrameType
 
 import pytest
 
-from pagoda.dropped import settle
 from pagoda.errors import StoreError
+from pagoda.finalizers import settle
 from tests.cache.kit import cache_at, kv_of, prompt, served
 
 POINTS = 12

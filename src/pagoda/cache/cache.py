@@ -25,8 +25,8 @@ from pagoda.cache.resources import build_resources
 from pagoda.cache.tier_stack import TierStack, build_tiers, open_tiers
 from pagoda.clock import Clock
 from pagoda.config import Config, ConfigOptions
-from pagoda.dropped import close_when_dropped
 from pagoda.errors import ClosedError, ConfigError, StoreError
+from pagoda.finalizers import close_when_dropped
 from pagoda.keys import Item, Namespace, TokenIds, chunk_keys
 from pagoda.layout import KVLayout
 from pagoda.ledger import admin

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from pagoda.disk_space import reserve_beyond
 from pagoda.fork import reset_in_child
-from pagoda.room import reserve_beyond
 
 __all__ = ["WeightsEpoch"]
 

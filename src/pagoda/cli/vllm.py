@@ -197,7 +197,7 @@ def _check_start(chosen: Chosen) -> None:
         ConfigError: the password of a remote tier cannot be read, or its codec cannot be used.
     """
     from pagoda.connectors.vllm.supported_engines import check_version
-    from pagoda.room import require_place
+    from pagoda.disk_space import require_place
 
     if find_spec("vllm") is None:
         raise FailedError(

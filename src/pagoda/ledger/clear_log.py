@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pagoda.room import allocate
+from pagoda.disk_space import allocate
 
 log = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagoda.clock import Clock
-from pagoda.dropped import settle
 from pagoda.errors import NoRoomError, StoreError
+from pagoda.finalizers import settle
 from pagoda.ledger import allocation, chunk_ops, queries
 from pagoda.ledger.columns import NOT_READY, Columns, marks_of
 from pagoda.ledger.eviction import GHOST_REASONS, Evictor

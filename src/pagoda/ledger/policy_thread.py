@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from pagoda.disk_space import allocate
 from pagoda.errors import ClosedError
 from pagoda.ledger.eviction import Evictor
 from pagoda.ledger.session import Session, UnavailableError
 from pagoda.ledger.space_sharing import SpaceShare
-from pagoda.room import allocate
 from pagoda.threads import Event, begin, if_free
 
 log = logging.getLogger("pagoda")

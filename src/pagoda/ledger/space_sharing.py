@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from pagoda.disk_space import allocate_range, data_ranges, free_bytes, punch
 from pagoda.errors import ClosedError, NoRoomError, StoreError
 from pagoda.ledger import chunk_ops, queries
 from pagoda.ledger.columns import BARE, NOT_READY, Columns
@@ -37,7 +38,6 @@ from pagoda.ledger.store_files import COLUMNS, FORMAT, read_state
 from pagoda.ledger.store_root import root_locked
 from pagoda.ledger.tables import Meta
 from pagoda.ledger.transaction import BATCH
-from pagoda.room import allocate_range, data_ranges, free_bytes, punch
 
 if TYPE_CHECKING:
     from pagoda.clock import Clock

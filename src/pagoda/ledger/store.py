@@ -22,6 +22,7 @@ import lmdb
 import msgspec
 
 from pagoda.clock import Clock
+from pagoda.disk_space import allocate, free_bytes, lengthen, require_free, require_local, require_own
 from pagoda.errors import NoRoomError, StoreError
 from pagoda.ledger.columns import Columns
 from pagoda.ledger.integrity import checksum, find_damage
@@ -51,7 +52,6 @@ from pagoda.ledger.store_files import (
 )  # fmt: skip
 from pagoda.ledger.store_root import MAKING, discard, in_use, root_locked, stores
 from pagoda.ledger.tables import META_ROW, PLACE, Meta, Reservation, Tables, map_bytes
-from pagoda.room import allocate, free_bytes, lengthen, require_free, require_local, require_own
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from pagoda import policy as policies
 from pagoda.clock import Clock
-from pagoda.dropped import WhenDropped
 from pagoda.errors import ClosedError
+from pagoda.finalizers import Finalizer
 from pagoda.fork import reset_in_child
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
@@ -52,7 +52,7 @@ class HostTier(BlockingCalls):
         self._ended = False
         self._pending = _PendingCopies(self._close_store)
         self._pid = os.getpid()
-        self._abandoned: dict[Reserved, WhenDropped] = {}
+        self._abandoned: dict[Reserved, Finalizer] = {}
         self._registered = (
             0,
             0,
@@ -145,7 +145,7 @@ class HostTier(BlockingCalls):
 
         `views` is the base array of all views of these slots.
         """
-        self._abandoned[reserved[0]] = WhenDropped(views, partial(self._abort, reserved))
+        self._abandoned[reserved[0]] = Finalizer(views, partial(self._abort, reserved))
 
     def _abort(self, reserved: Sequence[Reserved]) -> None:
         self._abandoned.pop(reserved[0], None)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from functools import partial
 
-from pagoda.dropped import close_when_dropped
+from pagoda.finalizers import close_when_dropped
 from pagoda.metrics import Reason
 from pagoda.tiers.base import Done, completed_future
 from pagoda.tiers.blocking import BlockingCalls

@@ -1,4 +1,4 @@
-"""pagoda.dropped: what is dropped without a close is closed on another thread, or at exit."""
+"""pagoda.finalizers: what is dropped without a close is closed on another thread, or at exit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 
 import pagoda
-from pagoda.dropped import close_when_dropped, settle
+from pagoda.finalizers import close_when_dropped, settle
 from tests.thread_limits import no_threads
 
 SECONDS = 60.0
@@ -67,7 +67,7 @@ def test_one_that_fails_keeps_no_other_from_being_closed() -> None:
 def test_what_was_dropped_while_no_thread_could_be_had_is_closed_later() -> None:
     code = """
 import threading
-from tests.test_dropped import *
+from tests.test_finalizers import *
 closed = threading.Event()
 with no_threads():
     owner = Owner(); close_when_dropped(owner, closed.set); del owner
@@ -79,7 +79,7 @@ assert not closed.is_set() and settle(60) and closed.is_set()
 def test_at_exit_all_is_closed_the_last_first() -> None:
     code = """
 import atexit
-from tests.test_dropped import *
+from tests.test_finalizers import *
 atexit.register(print, "libraries end")
 owners = [Owner() for _ in range(3)]
 for number, owner in enumerate(owners):
@@ -112,10 +112,12 @@ def test_a_fork_takes_over_what_was_dropped_and_not_yet_closed() -> None:
 def test_no_other_finalizer_does_anything() -> None:
     for path in SOURCE.rglob("*.py"):
         name, text = str(path.relative_to(SOURCE)), path.read_text()
-        assert "def __del__" not in text, f"{name}: take pagoda.dropped"
+        assert "def __del__" not in text, f"{name}: take pagoda.finalizers"
         allowed = RUN_BY_FINALIZERS.get(name)
         found = re.findall(r"weakref\.finalize\(", text)
-        assert len(found) == (allowed is not None) and (allowed or "") in text, f"{name}: take pagoda.dropped"
+        assert len(found) == (allowed is not None) and (allowed or "") in text, (
+            f"{name}: take pagoda.finalizers"
+        )
 
 
 __all__ = ["Owner", "close_when_dropped", "no_threads", "settle", "threading"]

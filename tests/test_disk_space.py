@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pagoda import room
-from pagoda.errors import NoRoomError, StoreError
-from pagoda.room import (
+from pagoda import disk_space
+from pagoda.disk_space import (
     allocate,
     cgroup_free_bytes,
     free_bytes,
@@ -18,6 +17,7 @@ from pagoda.room import (
     require_own,
     require_place,
 )
+from pagoda.errors import NoRoomError, StoreError
 
 MIB = 1 << 20
 
@@ -36,7 +36,7 @@ def test_without_cgroups_nothing_is_limited(tmp_path: Path) -> None:
 def test_the_tightest_group_above_this_process_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "_own_group", lambda: "pod/container")
+    monkeypatch.setattr(disk_space, "_own_group", lambda: "pod/container")
     group(tmp_path / "pod/container", "max", 0)
     assert cgroup_free_bytes(tmp_path) is None
     group(tmp_path / "pod", str(100 * MIB), 60 * MIB, 10 * MIB)
@@ -55,7 +55,7 @@ def test_a_group_that_cannot_be_read_limits_nothing(tmp_path: Path) -> None:
 def test_more_than_the_group_has_left_is_refused_in_memory_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "cgroup_free_bytes", lambda: 1000)
+    monkeypatch.setattr(disk_space, "cgroup_free_bytes", lambda: 1000)
     require_free(tmp_path, 2000, in_memory=False)
     require_free(tmp_path, 1000, in_memory=True)
     with pytest.raises(NoRoomError, match="cgroup"):
@@ -68,9 +68,9 @@ def test_more_than_the_machine_has_left_is_refused_in_memory_only(
     """A /dev/shm may be larger than the memory: what is allocated beyond that ends processes."""
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:  24 kB\nMemAvailable:        10 kB\n")
-    assert room._machine_free_bytes(shm_root, meminfo) == 10240
-    assert room._machine_free_bytes(Path("/proc"), meminfo) is None
-    monkeypatch.setattr(room, "_machine_free_bytes", lambda directory: 10240)
+    assert disk_space._machine_free_bytes(shm_root, meminfo) == 10240
+    assert disk_space._machine_free_bytes(Path("/proc"), meminfo) is None
+    monkeypatch.setattr(disk_space, "_machine_free_bytes", lambda directory: 10240)
     assert free_bytes(shm_root, in_memory=True) == 10240 < free_bytes(shm_root, in_memory=False)
     require_free(shm_root, 10240, in_memory=True)
     require_free(shm_root, 10241, in_memory=False)
@@ -81,8 +81,8 @@ def test_more_than_the_machine_has_left_is_refused_in_memory_only(
 @pytest.mark.parametrize("text", ["", "MemAvailable: many kB\n", "MemFree: 1 kB\n"])
 def test_a_machine_that_does_not_tell_limits_nothing(shm_root: Path, tmp_path: Path, text: str) -> None:
     (tmp_path / "meminfo").write_text(text)
-    assert room._machine_free_bytes(shm_root, tmp_path / "meminfo") is None
-    assert room._machine_free_bytes(shm_root, tmp_path / "none") is None
+    assert disk_space._machine_free_bytes(shm_root, tmp_path / "meminfo") is None
+    assert disk_space._machine_free_bytes(shm_root, tmp_path / "none") is None
 
 
 def test_more_than_the_file_system_has_is_refused_with_the_remedy(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_more_than_the_file_system_has_is_refused_with_the_remedy(tmp_path: Path
 
 def test_a_place_without_stores_needs_all_the_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where stores are, a tier gets by with what they have, whatever was asked for."""
-    monkeypatch.setattr(room, "cgroup_free_bytes", lambda: MIB)
+    monkeypatch.setattr(disk_space, "cgroup_free_bytes", lambda: MIB)
     store = tmp_path / "root" / "layout"
     for _ in range(2):
         require_place(store.parent, MIB, in_memory=True)

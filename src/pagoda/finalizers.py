@@ -20,7 +20,7 @@ from typing import Self
 
 from pagoda.threads import Event, begin
 
-__all__ = ["WhenDropped", "close_when_dropped", "settle"]
+__all__ = ["Finalizer", "close_when_dropped", "settle"]
 
 _LAST_SECONDS = 10.0  # at exit, for a close that is under way
 
@@ -28,12 +28,12 @@ _log = logging.getLogger("pagoda")
 
 # Its `put` is built in, and may interrupt itself. None: the end.
 _dropped: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-_watched: dict[int, WhenDropped] = {}  # by id, in the order of their making
+_watched: dict[int, Finalizer] = {}  # by id, in the order of their making
 _starting = threading.RLock()  # a signal handler may drop something at any line
 _thread: threading.Thread | None = None
 
 
-class WhenDropped(weakref.ref[object]):
+class Finalizer(weakref.ref[object]):
     """Has `close` called, on another thread, once nobody holds `owner`; for as long as somebody holds this.
 
     `close` must not refer to `owner`.
@@ -62,12 +62,12 @@ class WhenDropped(weakref.ref[object]):
         _watched.pop(id(self), None)
 
 
-def close_when_dropped(owner: object, close: Callable[[], object]) -> WhenDropped:
+def close_when_dropped(owner: object, close: Callable[[], object]) -> Finalizer:
     """Have `close` called, on another thread, once nobody holds `owner`, or at exit. `detach()` calls it off.
 
     `close` must not refer to `owner`. Thread-safe.
     """
-    watched = WhenDropped(owner, close)
+    watched = Finalizer(owner, close)
     _watched[id(watched)] = watched
     atexit.unregister(_at_exit)
     atexit.register(
