@@ -23,7 +23,9 @@ def test_the_generated_pages_are_current() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("module", ["pagoda.keys", "pagoda.layout", "pagoda.config"])
+@pytest.mark.parametrize(
+    "module", ["pagoda.keys", "pagoda.layout", "pagoda.config", "pagoda.connectors.transformers.cached_model"]
+)
 def test_the_examples_of_a_public_class_run(module: str) -> None:
     found = doctest.testmod(importlib.import_module(module))
     assert found.attempted and not found.failed

@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
 from pagoda.cache import Cache, Hit, Stored
 from pagoda.cache.hit import hit_of
-from pagoda.config import Config
+from pagoda.config import Config, ConfigOptions
 from pagoda.connectors.transformers.batch import BatchRow, grown_mask, mask_of, rows_of
 from pagoda.connectors.transformers.dynamic_cache import copy_engine_for, dynamic_cache, kv_of_row, room_for
 from pagoda.connectors.transformers.model_identity import adapters_digest, stamp_of, weights_digest
@@ -74,20 +74,28 @@ class Prefix:
 
 
 class CachedModel:
-    """A Transformers model in front of a `Cache`: prompts begin with what was computed for them before, by anybody.
+    """A Transformers model in front of a `Cache`: a prompt begins with what any process has computed of it before.
 
-    Options are those of `Config`; or pass a Config; or a `cache` made with `layout_of` and `namespace_of`. The weights
-    are part of the namespace by their bytes (see `identity`), so models never share KV unless they are the same;
-    `weights` replaces that digest by a name of your own (a checkpoint's hash) and is then yours to keep right.
-    LoRA adapters that are active are part of it too. `salt` separates tenants, for all calls or for one.
-
-    The last token of a prompt is always left to compute: with a full hit `generate` would silently go on from
-    another position. Models and calls whose KV cannot be cut are a ValueError that says why.
+    The weights are part of the namespace by their bytes, and so are the active LoRA adapters: two models share KV only
+    if they are the same. The last token of a prompt is always left to compute: with a full hit `generate` would
+    silently continue from another position. A model or call whose KV cannot be cut is a ValueError that says why.
 
     KV is loaded to where the model is. On a CUDA device it is copied straight between there and the slots; of a single
     prompt that lies in host memory, `generate` computes with the first layers while the others are still on their way.
 
     Thread-safe as far as the model is. `last` is the Prefix of the latest `generate`, without its KV.
+
+    Example:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> small = LlamaConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+        >>> cached = CachedModel(LlamaForCausalLM(small).eval(), host_size="16MiB", host_shared=False)
+        >>> prompt = torch.arange(600)[None]
+        >>> out = cached.generate(prompt, max_new_tokens=4, do_sample=False)  # computes, and stores 512 tokens
+        >>> out = cached.generate(prompt, max_new_tokens=4, do_sample=False)
+        >>> cached.last.hit.num_tokens
+        512
+        >>> cached.close()
     """
 
     def __init__(
@@ -99,8 +107,20 @@ class CachedModel:
         revision: str = "",
         weights: str | None = None,
         salt: str = "",
-        **options: Any,
+        **options: Unpack[ConfigOptions],
     ) -> None:
+        """Probe the model and open its cache. Raises ValueError for a model whose KV cannot be cut, ConfigError.
+
+        Args:
+            model: a causal model of Transformers, on the device on which it stays.
+            config: the options of the cache; without it they come from the environment and the configuration file.
+            cache: a cache made with `layout_of` and `namespace_of`, instead of `config` and `options`.
+            revision: the version of the model, if its name alone does not say it.
+            weights: a name for the weights, such as a checkpoint's hash, instead of a digest of their bytes. It must
+                change whenever they do.
+            salt: keeps tenants apart, for all calls; `generate`, `prefix` and `store` take one for one call.
+            options: options of `Config`; they take precedence over `config`, environment and file.
+        """
         check_model(model)
         self.model = model
         self.last: Prefix | None = None
@@ -120,6 +140,9 @@ class CachedModel:
         else:
             _check_made_for(cache, namespace)
         self.cache = cache
+
+    def __repr__(self) -> str:
+        return f"CachedModel({type(self.model).__name__}, {self.cache!r})"
 
     @property
     def layout(self) -> KVLayout:
@@ -393,10 +416,10 @@ def _again(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**kwargs, "streamer": Resumed(kwargs["streamer"])}
 
 
-def _configured(config: Config | None, options: dict[str, Any]) -> Config:
+def _configured(config: Config | None, options: ConfigOptions) -> Config:
     """Return the given config, or what files, environment and defaults say, with `options` before either."""
     if config is not None:
-        return replace(config, **options)
+        return replace(config, **options)  # type: ignore[arg-type]  # Config converts what it is given
     from pagoda.config.sources import load
 
     return load(None, None, None, **options).config
