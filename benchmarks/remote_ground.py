@@ -120,16 +120,16 @@ class LinkMoves:
 
     def __init__(self, remote: StoreClient) -> None:
         self._remote = remote
-        self._link: StoreConnection = remote.connect(_until())
+        self._connection: StoreConnection = remote.connect(_until())
         self._used = time.monotonic()
         self._page = np.zeros(HEADER_BYTES, np.uint8)
 
     def _ready(self) -> StoreConnection:
         if time.monotonic() - self._used > IDLE_SECONDS / 2:
             self.close()
-            self._link = self._remote.connect(_until())
+            self._connection = self._remote.connect(_until())
         self._used = time.monotonic()
-        return self._link
+        return self._connection
 
     def put(self, _: int, key: bytes, source: Bytes) -> None:
         """One chunk that was not there."""
@@ -144,7 +144,7 @@ class LinkMoves:
 
     def close(self) -> None:
         """Ends the connection."""
-        self._link.close()
+        self._connection.close()
 
 
 class TierMoves:

@@ -151,8 +151,8 @@ def test_tiers_that_no_configuration_names_are_cleared(shm_root: Path, tmp_path:
 
 def test_a_remote_tier_whose_password_is_not_kept_is_named(shm_root: Path) -> None:
     put(host(shm_root), LLAMA, range(64))
-    tier_registry.note("host", shm_root)
-    tier_registry.note("remote", "redis://:***@127.0.0.1:1/0")
+    tier_registry.add("host", shm_root)
+    tier_registry.add("remote", "redis://:***@127.0.0.1:1/0")
     found = answer("clear", "--yes", code=1)
     assert found["cleared"] == 4
     assert list(found["failed"]) == ["redis://:***@127.0.0.1:1/0"]  # type: ignore[call-overload]

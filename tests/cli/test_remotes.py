@@ -57,13 +57,13 @@ def share(url: str, namespace: Namespace, chunks: int) -> list[bytes]:
         options={},
         password_file="",
     )
-    link = remote.connect(time.monotonic() + 30)
+    connection = remote.connect(time.monotonic() + 30)
     keys = chunk_keys(list(range(chunks * CHUNK)), namespace.root, CHUNK)
     page, stored = np.zeros(HEADER_BYTES, np.uint8), np.zeros(4096, np.uint8)
     for key in keys:
-        put_ = link.put(namespace.root, key, page, stored, lambda: True, time.monotonic() + 30)
+        put_ = connection.put(namespace.root, key, page, stored, lambda: True, time.monotonic() + 30)
         assert put_ is PutResult.STORED
-    link.close()
+    connection.close()
     return keys
 
 

@@ -19,8 +19,8 @@ def filled(shm_root: Path, tmp_path: Path) -> None:
     ledger.close()
     with disk(tmp_path / "disk") as tier:
         save(tier, LLAMA, range(48))
-    tier_registry.note("host", shm_root / "host")
-    tier_registry.note("disk", tmp_path / "disk")
+    tier_registry.add("host", shm_root / "host")
+    tier_registry.add("disk", tmp_path / "disk")
 
 
 def test_one_tier_then_all(shm_root: Path, tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_it_asks_and_refuses_in_one_line(
 
 
 def test_a_remote_tier_is_only_forgotten(register_of_tiers: Path) -> None:
-    tier_registry.note("remote", "redis://:***@h/0")
+    tier_registry.add("remote", "redis://:***@h/0")
     assert pagoda("remove", "redis://:secret@h/0").returncode == 0
     assert tier_registry.entries() == []
 

@@ -1,4 +1,4 @@
-"""Object stores: links to real servers."""
+"""Object stores: connections to real servers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pagoda.tiers.remote.urls import supports_direct
 from tests.remote.chunks import walk
 from tests.remote.evil import LyingHttp, growth
 from tests.remote.evil import http as answer
-from tests.remote.object_links import (
+from tests.remote.object_stores import (
     ENOUGH_SECONDS,
     KINDS,
     MIB,
@@ -41,7 +41,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
 
 
 @pytest.fixture
-def link(store: Store) -> Iterator[ObjectStoreConnection]:
+def connection(store: Store) -> Iterator[ObjectStoreConnection]:
     made = store.remote().connect(until())
     yield made
     made.clear(None, walk(ENOUGH_SECONDS))
@@ -52,58 +52,58 @@ def link(store: Store) -> Iterator[ObjectStoreConnection]:
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 70_001, MIB + 1, 32 * MIB + 12_345])
-def test_what_was_put_comes_back(link: ObjectStoreConnection, nbytes: int) -> None:
+def test_what_was_put_comes_back(connection: ObjectStoreConnection, nbytes: int) -> None:
     stored, room = noise(nbytes), Room(nbytes + 11)
-    assert put(link, keys(1)[0], stored) is PutResult.STORED
-    assert get(link, keys(1)[0], room) == nbytes
+    assert put(connection, keys(1)[0], stored) is PutResult.STORED
+    assert get(connection, keys(1)[0], room) == nbytes
     assert np.array_equal(room.memory[:nbytes], stored) and np.array_equal(room.page, PAGE)
     assert room.seen is not None and np.array_equal(room.seen, PAGE)
     assert room.wall_stands
 
 
-def test_memory_that_may_not_be_written_can_be_put(link: ObjectStoreConnection) -> None:
+def test_memory_that_may_not_be_written_can_be_put(connection: ObjectStoreConnection) -> None:
     stored = noise(10_000)
     stored.flags.writeable = False
-    assert put(link, keys(1)[0], stored) is PutResult.STORED
+    assert put(connection, keys(1)[0], stored) is PutResult.STORED
 
 
-def test_put_takes_no_memory_of_its_own(link: ObjectStoreConnection, store: Store) -> None:
+def test_put_takes_no_memory_of_its_own(connection: ObjectStoreConnection, store: Store) -> None:
     stored = noise(64 * MIB)
-    put(link, keys(2)[1], stored[:MIB])
+    put(connection, keys(2)[1], stored[:MIB])
     with growth() as grown:
-        put(link, keys(1)[0], stored)
+        put(connection, keys(1)[0], stored)
     assert grown.peak_bytes < 16 * MIB
 
 
-def test_get_takes_no_memory_of_its_own(link: ObjectStoreConnection) -> None:
+def test_get_takes_no_memory_of_its_own(connection: ObjectStoreConnection) -> None:
     stored, room = noise(64 * MIB), Room(64 * MIB)
-    put(link, keys(1)[0], stored)
-    get(link, keys(1)[0], room)
+    put(connection, keys(1)[0], stored)
+    get(connection, keys(1)[0], room)
     with growth() as grown:
-        assert get(link, keys(1)[0], room) == stored.nbytes
+        assert get(connection, keys(1)[0], room) == stored.nbytes
     assert grown.peak_bytes < 16 * MIB
 
 
-def test_the_second_writer_finds_it_present(link: ObjectStoreConnection) -> None:
-    assert put(link, keys(1)[0], noise(100)) is PutResult.STORED
-    assert put(link, keys(1)[0], noise(200)) is PutResult.PRESENT
-    assert get(link, keys(1)[0], Room(100)) == 100
+def test_the_second_writer_finds_it_present(connection: ObjectStoreConnection) -> None:
+    assert put(connection, keys(1)[0], noise(100)) is PutResult.STORED
+    assert put(connection, keys(1)[0], noise(200)) is PutResult.PRESENT
+    assert get(connection, keys(1)[0], Room(100)) == 100
 
 
 def test_writers_at_the_same_time_leave_one_whole_chunk(store: Store) -> None:
     stored = noise(4 * MIB)
-    links = [store.remote().connect(until()) for _ in range(4)]
+    connections = [store.remote().connect(until()) for _ in range(4)]
     results: list[PutResult] = []
     threads = [
         threading.Thread(target=lambda one=one: results.append(put(one, keys(1, 5)[0], stored)))
-        for one in links
+        for one in connections
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(ENOUGH_SECONDS)
     room = Room(stored.nbytes)
-    assert get(links[0], keys(1, 5)[0], room) == stored.nbytes
+    assert get(connections[0], keys(1, 5)[0], room) == stored.nbytes
     assert np.array_equal(room.memory[: stored.nbytes], stored)
     assert (
         len(results) == 4
@@ -112,55 +112,55 @@ def test_writers_at_the_same_time_leave_one_whole_chunk(store: Store) -> None:
     )
     if store.kind == "s3":
         assert results.count(PutResult.STORED) == 1
-    links[0].clear(None, walk(ENOUGH_SECONDS))
-    for one in links:
+    connections[0].clear(None, walk(ENOUGH_SECONDS))
+    for one in connections:
         one.close()
 
 
-def test_what_is_no_longer_usable_does_not_stay(link: ObjectStoreConnection) -> None:
-    assert put(link, keys(1)[0], noise(5000), usable=False) is PutResult.STALE
-    assert get(link, keys(1)[0], Room(5000)) is None
-    assert link.count_by_namespace(walk(ENOUGH_SECONDS)) == {}
+def test_what_is_no_longer_usable_does_not_stay(connection: ObjectStoreConnection) -> None:
+    assert put(connection, keys(1)[0], noise(5000), usable=False) is PutResult.STALE
+    assert get(connection, keys(1)[0], Room(5000)) is None
+    assert connection.count_by_namespace(walk(ENOUGH_SECONDS)) == {}
 
 
-def test_what_is_absent_is_none_and_asks_for_no_place(link: ObjectStoreConnection) -> None:
+def test_what_is_absent_is_none_and_asks_for_no_place(connection: ObjectStoreConnection) -> None:
     room = Room(10)
-    assert get(link, keys(1)[0], room) is None
+    assert get(connection, keys(1)[0], room) is None
     assert room.seen is None
 
 
-def test_what_is_not_wanted_or_does_not_fit_is_refused(link: ObjectStoreConnection) -> None:
-    put(link, keys(1)[0], noise(5000))
+def test_what_is_not_wanted_or_does_not_fit_is_refused(connection: ObjectStoreConnection) -> None:
+    put(connection, keys(1)[0], noise(5000))
     for room in (Room(5000, wanted=False), Room(4999)):
         with pytest.raises(RefusedError) as refused:
-            get(link, keys(1)[0], room)
+            get(connection, keys(1)[0], room)
         assert refused.value.reason is Reason.FAILED_CHECK and room.wall_stands
-    assert get(link, keys(1)[0], Room(5000)) == 5000  # the link goes on
+    assert get(connection, keys(1)[0], Room(5000)) == 5000  # the connection goes on
 
 
-def test_find_counts_the_leading_keys(link: ObjectStoreConnection) -> None:
+def test_find_counts_the_leading_keys(connection: ObjectStoreConnection) -> None:
     many = keys(40)
     for key in many[:29]:
-        put(link, key, noise(1))
-    assert link.find(NAMESPACE, [], until()) == 0
+        put(connection, key, noise(1))
+    assert connection.find(NAMESPACE, [], until()) == 0
     for count in (1, 16, 17, 28, 29, 30, 40):
-        assert link.find(NAMESPACE, many[:count], until()) == min(count, 29)
-    assert link.find(NAMESPACE, many[29:], until()) == 0
-    assert link.find(bytes(32), many, until()) == 0
-    link.remove(NAMESPACE, [many[3]], until())
-    assert link.find(NAMESPACE, many[:16], until()) == 3  # up to 16, each is asked for
+        assert connection.find(NAMESPACE, many[:count], until()) == min(count, 29)
+    assert connection.find(NAMESPACE, many[29:], until()) == 0
+    assert connection.find(bytes(32), many, until()) == 0
+    connection.remove(NAMESPACE, [many[3]], until())
+    assert connection.find(NAMESPACE, many[:16], until()) == 3  # up to 16, each is asked for
 
 
 @pytest.mark.parametrize("there", [0, 1, 16, 17, 255, 272, 511, 512])
 def test_find_needs_three_rounds_for_512_keys(there: int) -> None:
-    with Counting(set(keys(there))) as (server, link):
-        assert link.find(NAMESPACE, keys(512), until()) == there
+    with Counting(set(keys(there))) as (server, connection):
+        assert connection.find(NAMESPACE, keys(512), until()) == there
         assert server.asked <= 48
         assert there or server.asked == 16  # nothing there: one round
 
 
 class Counting:
-    """A server that has some keys, and a link to it. No request of this test takes a place on a disk."""
+    """A server that has some keys, and a connection to it. No request of this test takes a place on a disk."""
 
     def __init__(self, there: set[bytes]) -> None:
         self._names = {key.hex() for key in there}
@@ -174,25 +174,25 @@ class Counting:
         self._server.lies["HEAD"] = lambda path: [
             answer(200, length=9999) if path.rpartition("/")[2] in self._names else answer(404)
         ]
-        self._link = ObjectStoreClient(f"http://127.0.0.1:{self._server.port}/").connect(until())
-        return self, self._link
+        self._connection = ObjectStoreClient(f"http://127.0.0.1:{self._server.port}/").connect(until())
+        return self, self._connection
 
     def __exit__(self, *_: object) -> None:
-        self._link.close()
+        self._connection.close()
         self._server.close()
 
 
-def test_remove_says_how_many_there_were(link: ObjectStoreConnection) -> None:
+def test_remove_says_how_many_there_were(connection: ObjectStoreConnection) -> None:
     some = keys(20)
     for key in some[::2]:
-        put(link, key, noise(10))
-    assert link.remove(NAMESPACE, some, until()) == 10
-    assert link.remove(NAMESPACE, some, until()) == 0
-    assert link.remove(NAMESPACE, [], until()) == 0
+        put(connection, key, noise(10))
+    assert connection.remove(NAMESPACE, some, until()) == 10
+    assert connection.remove(NAMESPACE, some, until()) == 0
+    assert connection.remove(NAMESPACE, [], until()) == 0
 
 
 def test_clear_takes_ours_of_one_namespace_and_nothing_else(
-    store: Store, link: ObjectStoreConnection
+    store: Store, connection: ObjectStoreConnection
 ) -> None:
     other, key = bytes(32), keys(1)[0]
     strangers = [
@@ -206,14 +206,14 @@ def test_clear_takes_ours_of_one_namespace_and_nothing_else(
     for path in strangers:
         assert store.plain("PUT", path, b"not ours") in (200, 201)
     for one in keys(30):
-        put(link, one, noise(10))
-        link.put(other, one, PAGE, noise(10), lambda: True, until())
-    assert link.count_by_namespace(walk(ENOUGH_SECONDS)) == {NAMESPACE: 30, other: 30}
-    assert link.clear(NAMESPACE, walk(ENOUGH_SECONDS)) == 30
-    assert link.clear(NAMESPACE, walk(ENOUGH_SECONDS)) == 0
-    assert link.count_by_namespace(walk(ENOUGH_SECONDS)) == {other: 30}
-    assert link.clear(None, walk(ENOUGH_SECONDS)) == 30
-    assert link.count_by_namespace(walk(ENOUGH_SECONDS)) == {}
+        put(connection, one, noise(10))
+        connection.put(other, one, PAGE, noise(10), lambda: True, until())
+    assert connection.count_by_namespace(walk(ENOUGH_SECONDS)) == {NAMESPACE: 30, other: 30}
+    assert connection.clear(NAMESPACE, walk(ENOUGH_SECONDS)) == 30
+    assert connection.clear(NAMESPACE, walk(ENOUGH_SECONDS)) == 0
+    assert connection.count_by_namespace(walk(ENOUGH_SECONDS)) == {other: 30}
+    assert connection.clear(None, walk(ENOUGH_SECONDS)) == 30
+    assert connection.count_by_namespace(walk(ENOUGH_SECONDS)) == {}
     for path in strangers:
         assert store.plain("GET", path) == 200
         store.plain("DELETE", path)
@@ -222,47 +222,47 @@ def test_clear_takes_ours_of_one_namespace_and_nothing_else(
 def test_clear_goes_on_over_many_pages(store: Store) -> None:
     if store.kind == "dav":
         pytest.skip("folders are not listed in pages")
-    link = store.remote(prefix="many").connect(until())
+    connection = store.remote(prefix="many").connect(until())
     for key in keys(600):
         store.plain("PUT", f"many/1/{NAMESPACE.hex()}/{key.hex()[:2]}/{key.hex()}", b"x")
-    assert link.count_by_namespace(walk(ENOUGH_SECONDS)) == {NAMESPACE: 600}
-    assert link.clear(NAMESPACE, walk(ENOUGH_SECONDS)) == 600
-    link.close()
+    assert connection.count_by_namespace(walk(ENOUGH_SECONDS)) == {NAMESPACE: 600}
+    assert connection.clear(NAMESPACE, walk(ENOUGH_SECONDS)) == 600
+    connection.close()
 
 
-def test_two_who_clear_at_once_both_end(store: Store, link: ObjectStoreConnection) -> None:
+def test_two_who_clear_at_once_both_end(store: Store, connection: ObjectStoreConnection) -> None:
     for key in keys(60):
-        put(link, key, noise(1))
+        put(connection, key, noise(1))
     other = store.remote().connect(until())
     counts: list[int] = []
     thread = threading.Thread(target=lambda: counts.append(other.clear(None, walk(ENOUGH_SECONDS))))
     thread.start()
-    counts.append(link.clear(None, walk(ENOUGH_SECONDS)))
+    counts.append(connection.clear(None, walk(ENOUGH_SECONDS)))
     thread.join(ENOUGH_SECONDS)
-    assert len(counts) == 2 and link.count_by_namespace(walk(ENOUGH_SECONDS)) == {}
+    assert len(counts) == 2 and connection.count_by_namespace(walk(ENOUGH_SECONDS)) == {}
     other.close()
 
 
-def test_prefixes_do_not_see_each_other(store: Store, link: ObjectStoreConnection) -> None:
+def test_prefixes_do_not_see_each_other(store: Store, connection: ObjectStoreConnection) -> None:
     other = store.remote(prefix="another").connect(until())
-    put(link, keys(1)[0], noise(10))
+    put(connection, keys(1)[0], noise(10))
     assert get(other, keys(1)[0], Room(10)) is None
     assert other.clear(None, walk(ENOUGH_SECONDS)) == 0
-    assert get(link, keys(1)[0], Room(10)) == 10
+    assert get(connection, keys(1)[0], Room(10)) == 10
     other.close()
 
 
-def test_usage_is_not_said(link: ObjectStoreConnection) -> None:
-    assert link.usage(until()) == (None, None)
+def test_usage_is_not_said(connection: ObjectStoreConnection) -> None:
+    assert connection.usage(until()) == (None, None)
 
 
-def test_a_link_can_be_used_within_somebodys_event_loop(link: ObjectStoreConnection) -> None:
+def test_a_link_can_be_used_within_somebodys_event_loop(connection: ObjectStoreConnection) -> None:
     async def caller() -> int | None:
-        put(link, keys(1)[0], noise(10))
-        return get(link, keys(1)[0], Room(10))
+        put(connection, keys(1)[0], noise(10))
+        return get(connection, keys(1)[0], Room(10))
 
     assert asyncio.run(caller()) == 10
-    assert get(link, keys(1)[0], Room(10)) == 10
+    assert get(connection, keys(1)[0], Room(10)) == 10
 
 
 # ---- settings

@@ -20,7 +20,7 @@ import pytest
 from pagoda.tiers.remote.objects import ObjectStoreConnection
 from tests.remote.chunks import walk
 from tests.remote.evil import http as answer
-from tests.remote.object_links import (
+from tests.remote.object_stores import (
     ENOUGH_SECONDS,
     KINDS,
     Room,
@@ -43,7 +43,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
 
 
 @pytest.fixture
-def link(store: Store) -> Iterator[ObjectStoreConnection]:
+def connection(store: Store) -> Iterator[ObjectStoreConnection]:
     made = store.remote().connect(until())
     yield made
     made.clear(None, walk(ENOUGH_SECONDS))
@@ -69,22 +69,22 @@ def in_child(work: Callable[[], str]) -> str:
     return said
 
 
-def test_a_forked_child_is_told_at_once(store: Store, link: ObjectStoreConnection) -> None:
+def test_a_forked_child_is_told_at_once(store: Store, connection: ObjectStoreConnection) -> None:
     remote = store.remote()
 
     def child() -> str:
         begun = time.monotonic()
-        for work in (lambda: remote.connect(until(60)), lambda: get(link, keys(1)[0], Room(1), 60)):
+        for work in (lambda: remote.connect(until(60)), lambda: get(connection, keys(1)[0], Room(1), 60)):
             with pytest.raises(OSError, match="fork"):
                 work()
-        link.close()
+        connection.close()
         took = time.monotonic() - begun
         gc.collect()
         return "told" if took < 20 else "slow"  # and not when the deadline has passed
 
     assert in_child(child) == "told"
-    put(link, keys(1)[0], noise(10))  # the parent's goes on
-    assert get(link, keys(1)[0], Room(10)) == 10
+    put(connection, keys(1)[0], noise(10))  # the parent's goes on
+    assert get(connection, keys(1)[0], Room(10)) == 10
 
 
 def test_a_child_may_be_the_first_to_use_it(store: Store) -> None:
@@ -95,8 +95,8 @@ remote = ObjectStoreClient(sys.argv[1], options=dict(part.split("=", 1) for part
 child = os.fork()
 if child == 0:
     signal.alarm(20)
-    link = remote.connect(time.monotonic() + 15)
-    print(link.find(bytes(32), [bytes(32)], time.monotonic() + 15), flush=True)
+    connection = remote.connect(time.monotonic() + 15)
+    print(connection.find(bytes(32), [bytes(32)], time.monotonic() + 15), flush=True)
     os._exit(0)
 sys.exit(os.waitpid(child, 0)[1])
 """
@@ -115,13 +115,13 @@ def test_a_process_ends_quietly_amid_requests() -> None:
     script = """
 import sys, time, numpy as np
 from pagoda.tiers.remote.objects import ObjectStoreClient
-link = ObjectStoreClient(sys.argv[1]).connect(time.monotonic() + 15)
+connection = ObjectStoreClient(sys.argv[1]).connect(time.monotonic() + 15)
 page, stored = np.zeros(4096, np.uint8), np.zeros(1 << 24, np.uint8)
 try:
-    link.put(bytes(32), bytes(32), page, stored, lambda: True, time.monotonic() + 0.3)
+    connection.put(bytes(32), bytes(32), page, stored, lambda: True, time.monotonic() + 0.3)
 except TimeoutError:
     print("late")
-link.close()
+connection.close()
 """
     with liar({"PUT": lambda _: []}) as (server, _):  # takes all and says nothing
         done = subprocess.run(

@@ -19,7 +19,7 @@ from pagoda.tiers.remote.store_client import PutResult, RefusedError
 from tests.remote.chunks import walk
 from tests.remote.evil import Lie, dripping, endless, growth
 from tests.remote.evil import http as answer
-from tests.remote.object_links import (
+from tests.remote.object_stores import (
     BY_OBSTORE,
     ENOUGH_SECONDS,
     KINDS,
@@ -52,7 +52,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
 
 
 @pytest.fixture
-def link(store: Store) -> Iterator[ObjectStoreConnection]:
+def connection(store: Store) -> Iterator[ObjectStoreConnection]:
     made = store.remote().connect(until())
     yield made
     made.clear(None, walk(ENOUGH_SECONDS))
@@ -113,11 +113,11 @@ LIES: dict[str, Callable[[str], Lie]] = {
 @pytest.mark.parametrize("options", [{}, BY_OBSTORE], ids=["straight", "by obstore"])
 @pytest.mark.parametrize("lie", LIES)
 def test_a_get_ends_in_time_whatever_is_answered(lie: str, options: dict[str, str]) -> None:
-    with liar({}, options) as (server, remote), contextlib.closing(remote.connect(until())) as link:
+    with liar({}, options) as (server, remote), contextlib.closing(remote.connect(until())) as connection:
         server.lies["GET"] = LIES[lie]
         room = Room(MIB)
         with growth() as grown:
-            error = trouble(lambda: get(link, keys(1)[0], room, SHORT_SECONDS))
+            error = trouble(lambda: get(connection, keys(1)[0], room, SHORT_SECONDS))
         assert room.wall_stands and grown.peak_bytes < MALICE_BYTES
         if lie in ("shorter than a header", "much larger than its place"):
             assert isinstance(error, RefusedError) and error.reason is Reason.FAILED_CHECK
@@ -129,10 +129,10 @@ def test_a_get_ends_in_time_whatever_is_answered(lie: str, options: dict[str, st
 @pytest.mark.parametrize("method", ["HEAD", "PUT"])
 @pytest.mark.parametrize("options", [{}, BY_OBSTORE], ids=["straight", "by obstore"])
 def test_a_put_ends_in_time_whatever_is_answered(lie: str, method: str, options: dict[str, str]) -> None:
-    with liar({}, options) as (server, remote), contextlib.closing(remote.connect(until())) as link:
+    with liar({}, options) as (server, remote), contextlib.closing(remote.connect(until())) as connection:
         server.lies[method] = LIES[lie]
         with growth() as grown:
-            trouble(lambda: put(link, keys(1)[0], noise(MIB), seconds=SHORT_SECONDS))
+            trouble(lambda: put(connection, keys(1)[0], noise(MIB), seconds=SHORT_SECONDS))
         assert grown.peak_bytes < MALICE_BYTES
 
 
@@ -149,13 +149,13 @@ ERRORS: dict[str, Callable[[str], Lie]] = {
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
 def test_errors_take_no_memory_however_long_they_are(method: str, error: str) -> None:
-    with liar({}) as (server, remote), contextlib.closing(remote.connect(until())) as link:
+    with liar({}) as (server, remote), contextlib.closing(remote.connect(until())) as connection:
         server.lies[method] = ERRORS[error]
         with growth() as grown, Timed():
             with contextlib.suppress(OSError, RefusedError):
-                get(link, keys(1)[0], Room(MIB), SHORT_SECONDS)
+                get(connection, keys(1)[0], Room(MIB), SHORT_SECONDS)
             with contextlib.suppress(OSError, RefusedError):
-                put(link, keys(1)[0], noise(10), usable=False, seconds=SHORT_SECONDS)
+                put(connection, keys(1)[0], noise(10), usable=False, seconds=SHORT_SECONDS)
         assert grown.peak_bytes < 8 * MIB
 
 
@@ -169,30 +169,30 @@ def test_an_error_in_chunks_is_understood() -> None:
 
 def test_interim_answers_are_passed_over() -> None:
     interim = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n"
-    with liar({}) as (server, remote), contextlib.closing(remote.connect(until())) as link:
+    with liar({}) as (server, remote), contextlib.closing(remote.connect(until())) as connection:
         server.lies["GET"] = lambda _: [interim + answer(200, PAGE.tobytes() + b"abc")]
         for _ in range(2):
             room = Room(10)
-            assert get(link, keys(1)[0], room, 5.0) == 3 and room.memory[:3].tobytes() == b"abc"
+            assert get(connection, keys(1)[0], room, 5.0) == 3 and room.memory[:3].tobytes() == b"abc"
 
 
 def test_a_body_longer_than_announced_is_cut_and_not_taken_for_the_next_answer() -> None:
     body = PAGE.tobytes() + b"abc"
-    with liar({}) as (server, remote), contextlib.closing(remote.connect(until())) as link:
+    with liar({}) as (server, remote), contextlib.closing(remote.connect(until())) as connection:
         server.lies["GET"] = lambda _: [answer(200, body + BODY, len(body))]
         for _ in range(3):
             room = Room(10)
-            assert get(link, keys(1)[0], room, 5.0) == 3
+            assert get(connection, keys(1)[0], room, 5.0) == 3
             assert room.memory[:3].tobytes() == b"abc" and room.wall_stands
 
 
 def test_nothing_is_unpacked_on_the_way() -> None:
     body = gzip.compress(bytes(64 * MIB))
-    with liar({}) as (server, remote), contextlib.closing(remote.connect(until())) as link:
+    with liar({}) as (server, remote), contextlib.closing(remote.connect(until())) as connection:
         server.lies["GET"] = lambda _: [answer(200, body, more={"Content-Encoding": "gzip"})]
         room = Room(MIB)
         with growth() as grown:
-            assert get(link, keys(1)[0], room, 5.0) == len(body) - HEADER_BYTES
+            assert get(connection, keys(1)[0], room, 5.0) == len(body) - HEADER_BYTES
         assert room.page.tobytes() == body[:HEADER_BYTES] and grown.peak_bytes < MALICE_BYTES
 
 
@@ -205,20 +205,23 @@ def test_a_store_that_cannot_create_is_overwritten() -> None:
 
     with liar({}) as (server, _):
         options = s3_options(f"http://127.0.0.1:{server.port}")
-        link = ObjectStoreClient(f"s3://{BUCKET}", options=options).connect(until())
+        connection = ObjectStoreClient(f"s3://{BUCKET}", options=options).connect(until())
         server.lies["PUT"] = first_says_no
-        assert put(link, keys(2)[0], noise(1)) is PutResult.STORED and len(heard) == 2
-        assert put(link, keys(2)[1], noise(1)) is PutResult.STORED and len(heard) == 3
-        link.close()
+        assert put(connection, keys(2)[0], noise(1)) is PutResult.STORED and len(heard) == 2
+        assert put(connection, keys(2)[1], noise(1)) is PutResult.STORED and len(heard) == 3
+        connection.close()
 
 
 @pytest.mark.parametrize(
     ("status", "reason"), [(413, Reason.TOO_LARGE), (507, Reason.FULL), (403, Reason.IO_ERROR)]
 )
 def test_a_put_that_is_refused_says_why(status: int, reason: Reason) -> None:
-    with liar({"PUT": answer(status)}) as (_, remote), contextlib.closing(remote.connect(until())) as link:
+    with (
+        liar({"PUT": answer(status)}) as (_, remote),
+        contextlib.closing(remote.connect(until())) as connection,
+    ):
         with pytest.raises(RefusedError) as refused:
-            put(link, keys(1)[0], noise(10))
+            put(connection, keys(1)[0], noise(10))
         assert refused.value.reason is reason
 
 
@@ -233,8 +236,11 @@ def test_a_walk_ends_however_deep_the_folders_go() -> None:
         )
         return [answer(207, f'<D:multistatus xmlns:D="DAV:">{rows}</D:multistatus>'.encode())]
 
-    with liar({"PROPFIND": deeper}) as (server, remote), contextlib.closing(remote.connect(until())) as link:
-        assert link.count_by_namespace(walk(5.0)) == {}
+    with (
+        liar({"PROPFIND": deeper}) as (server, remote),
+        contextlib.closing(remote.connect(until())) as connection,
+    ):
+        assert connection.count_by_namespace(walk(5.0)) == {}
         assert sum(method == "PROPFIND" for method, _ in server.heard) == 3
 
 
@@ -245,13 +251,16 @@ def test_a_listing_may_come_in_chunks() -> None:
     parts = [listing[at : at + 7] for at in range(0, len(listing), 7)]
     pieces = b"".join(b"%X;x=y\r\n%b\r\n" % (len(part), part) for part in parts)
     lie = b"HTTP/1.1 207 M\r\nTransfer-Encoding: chunked\r\n\r\n" + pieces + b"0\r\nTrailer: x\r\n\r\n"
-    with liar({"PROPFIND": lie}) as (_, remote), contextlib.closing(remote.connect(until())) as link:
-        assert link.count_by_namespace(walk(5.0)) == {NAMESPACE: 1}
+    with liar({"PROPFIND": lie}) as (_, remote), contextlib.closing(remote.connect(until())) as connection:
+        assert connection.count_by_namespace(walk(5.0)) == {NAMESPACE: 1}
 
 
 def test_a_server_that_cannot_list_says_so() -> None:
-    with liar({"PROPFIND": answer(405)}) as (_, remote), contextlib.closing(remote.connect(until())) as link:
-        said = str(trouble(lambda: link.clear(None, walk(5.0))))
+    with (
+        liar({"PROPFIND": answer(405)}) as (_, remote),
+        contextlib.closing(remote.connect(until())) as connection,
+    ):
+        said = str(trouble(lambda: connection.clear(None, walk(5.0))))
         assert "PROPFIND" in said
 
 
@@ -295,21 +304,21 @@ def test_a_port_that_never_answers_is_given_up_in_time() -> None:
         assert isinstance(error, TimeoutError)
 
 
-def test_a_time_that_has_passed_is_a_timeout(link: ObjectStoreConnection) -> None:
-    assert isinstance(trouble(lambda: get(link, keys(1)[0], Room(1), -1.0)), TimeoutError)
+def test_a_time_that_has_passed_is_a_timeout(connection: ObjectStoreConnection) -> None:
+    assert isinstance(trouble(lambda: get(connection, keys(1)[0], Room(1), -1.0)), TimeoutError)
 
 
 @pytest.mark.parametrize("what", ["find", "get", "put", "remove", "clear", "census", "ping"])
 def test_a_stopped_server_is_given_up_in_time(store: Store, what: str) -> None:
-    link = store.remote().connect(until())
+    connection = store.remote().connect(until())
     calls: dict[str, Callable[[], object]] = {
-        "find": lambda: link.find(NAMESPACE, keys(40), until(SHORT_SECONDS)),
-        "get": lambda: get(link, keys(1)[0], Room(10), SHORT_SECONDS),
-        "put": lambda: put(link, keys(1)[0], noise(8 * MIB), seconds=SHORT_SECONDS),
-        "remove": lambda: link.remove(NAMESPACE, keys(3), until(SHORT_SECONDS)),
-        "clear": lambda: link.clear(NAMESPACE, walk(SHORT_SECONDS)),
-        "census": lambda: link.count_by_namespace(walk(SHORT_SECONDS)),
-        "ping": lambda: link.ping(until(SHORT_SECONDS)),
+        "find": lambda: connection.find(NAMESPACE, keys(40), until(SHORT_SECONDS)),
+        "get": lambda: get(connection, keys(1)[0], Room(10), SHORT_SECONDS),
+        "put": lambda: put(connection, keys(1)[0], noise(8 * MIB), seconds=SHORT_SECONDS),
+        "remove": lambda: connection.remove(NAMESPACE, keys(3), until(SHORT_SECONDS)),
+        "clear": lambda: connection.clear(NAMESPACE, walk(SHORT_SECONDS)),
+        "census": lambda: connection.count_by_namespace(walk(SHORT_SECONDS)),
+        "ping": lambda: connection.ping(until(SHORT_SECONDS)),
     }
     store.server.stop()
     try:
@@ -317,7 +326,7 @@ def test_a_stopped_server_is_given_up_in_time(store: Store, what: str) -> None:
     finally:
         store.server.cont()
     with Timed():
-        link.close()
+        connection.close()
     store.remote().connect(until()).close()
 
 
@@ -336,8 +345,8 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_bad_network_on_the_way_down(store: Store, link: ObjectStoreConnection, fault: str) -> None:
-    put(link, keys(1)[0], noise(4 * MIB))
+def test_a_bad_network_on_the_way_down(store: Store, connection: ObjectStoreConnection, fault: str) -> None:
+    put(connection, keys(1)[0], noise(4 * MIB))
     with proxy_to(store.server.port) as proxy, contextlib.closing(through(store, proxy)) as bad:
         proxy.down = FAULTS[fault]
         room = Room(4 * MIB)
@@ -350,21 +359,21 @@ def test_a_bad_network_on_the_way_down(store: Store, link: ObjectStoreConnection
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_bad_network_on_the_way_up_leaves_no_part(
-    store: Store, link: ObjectStoreConnection, fault: str
+    store: Store, connection: ObjectStoreConnection, fault: str
 ) -> None:
     stored = noise(4 * MIB)
     with proxy_to(store.server.port) as proxy, contextlib.closing(through(store, proxy)) as bad:
         proxy.up = FAULTS[fault]
         trouble(lambda: put(bad, keys(1)[0], stored, seconds=SHORT_SECONDS))
-        assert get(link, keys(1)[0], Room(4 * MIB)) in (None, 4 * MIB)
+        assert get(connection, keys(1)[0], Room(4 * MIB)) in (None, 4 * MIB)
 
 
 def test_a_half_open_connection_is_not_used_again_by_the_next_link(store: Store) -> None:
     with proxy_to(store.server.port) as proxy:
-        link = through(store, proxy)
+        connection = through(store, proxy)
         proxy.both(STALLED)
-        trouble(lambda: link.ping(until(SHORT_SECONDS)))
-        link.close()
+        trouble(lambda: connection.ping(until(SHORT_SECONDS)))
+        connection.close()
         proxy.both(WELL)
         with contextlib.closing(through(store, proxy)) as again:
             again.ping(until())
@@ -372,10 +381,10 @@ def test_a_half_open_connection_is_not_used_again_by_the_next_link(store: Store)
 
 def test_what_is_given_up_ends_its_connection(store: Store) -> None:
     with proxy_to(store.server.port) as proxy:
-        link = through(store, proxy)
+        connection = through(store, proxy)
         proxy.both(STALLED)
-        trouble(lambda: link.ping(until(SHORT_SECONDS)))
-        link.close()
+        trouble(lambda: connection.ping(until(SHORT_SECONDS)))
+        connection.close()
         proxy.heal()
         assert eventually(lambda: proxy.open_connections == 0)
 
@@ -383,8 +392,8 @@ def test_what_is_given_up_ends_its_connection(store: Store) -> None:
 def test_a_server_killed_amid_a_get_and_back_again(store: Store) -> None:
     nbytes = 32 * MIB  # more than what the sockets on the way hold
     with proxy_to(store.server.port) as proxy:
-        with contextlib.closing(store.remote().connect(until())) as link:
-            put(link, keys(1)[0], noise(nbytes))
+        with contextlib.closing(store.remote().connect(until())) as connection:
+            put(connection, keys(1)[0], noise(nbytes))
         with contextlib.closing(through(store, proxy)) as slow:
             proxy.down = Fault(bytes_per_second=2e7)
             killer = threading.Timer(0.2, store.server.kill)
@@ -395,37 +404,37 @@ def test_a_server_killed_amid_a_get_and_back_again(store: Store) -> None:
             finally:
                 killer.join()
                 store.server.restart()
-    with contextlib.closing(store.remote().connect(until())) as link:
+    with contextlib.closing(store.remote().connect(until())) as connection:
         # the files are there again, what was only in memory is not
-        assert get(link, keys(1)[0], Room(nbytes)) == (nbytes if store.kind == "dav" else None)
-        link.clear(None, walk(ENOUGH_SECONDS))
+        assert get(connection, keys(1)[0], Room(nbytes)) == (nbytes if store.kind == "dav" else None)
+        connection.clear(None, walk(ENOUGH_SECONDS))
 
 
 def test_a_server_that_was_restarted_is_used_by_the_same_link(store: Store) -> None:
-    with contextlib.closing(store.remote().connect(until())) as link:
+    with contextlib.closing(store.remote().connect(until())) as connection:
         store.server.restart()
-        assert get(link, keys(1)[0], Room(1)) is None
+        assert get(connection, keys(1)[0], Room(1)) is None
 
 
 def test_abort_ends_a_call_from_another_thread() -> None:
-    with liar({}) as (server, remote), contextlib.closing(remote.connect(until())) as link:
+    with liar({}) as (server, remote), contextlib.closing(remote.connect(until())) as connection:
         server.lies["GET"] = LIES["silence"]
-        threading.Timer(0.1, link.abort).start()
+        threading.Timer(0.1, connection.abort).start()
         with Timed(), pytest.raises(OSError, match="aborted"):
-            get(link, keys(1)[0], Room(1))
+            get(connection, keys(1)[0], Room(1))
         with pytest.raises(OSError, match="closed"):
-            link.ping(until())
+            connection.ping(until())
 
 
 def test_close_from_another_thread_ends_a_call() -> None:
     with liar({}) as (server, remote):
-        link = remote.connect(until())
+        connection = remote.connect(until())
         server.lies["GET"] = LIES["silence"]
-        threading.Timer(0.1, link.close).start()
+        threading.Timer(0.1, connection.close).start()
         with Timed(), pytest.raises(OSError):
-            get(link, keys(1)[0], Room(1))
-        link.close()
-        link.abort()
+            get(connection, keys(1)[0], Room(1))
+        connection.close()
+        connection.abort()
 
 
 def test_links_leave_no_files_open(store: Store) -> None:
@@ -433,8 +442,8 @@ def test_links_leave_no_files_open(store: Store) -> None:
     remote.connect(until()).close()
     before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(20):
-        link = remote.connect(until())
-        link.find(NAMESPACE, keys(16), until())
-        link.close()
-    del link
+        connection = remote.connect(until())
+        connection.find(NAMESPACE, keys(16), until())
+        connection.close()
+    del connection
     assert eventually(lambda: len(list(Path("/proc/self/fd").iterdir())) <= before + 2)

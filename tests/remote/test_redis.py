@@ -1,4 +1,4 @@
-"""A link to a real Redis: what it stores, finds, serves and removes, and that nothing else is ever touched."""
+"""A connection to a real Redis: what it stores, finds, serves and removes, and that nothing else is ever touched."""
 
 from __future__ import annotations
 
@@ -68,19 +68,19 @@ PAGE = content(0, HEADER_BYTES)
 
 
 def put(
-    link: RedisConnection,
+    connection: RedisConnection,
     number: int,
     stored: Bytes,
     usable: Callable[[], bool] = always,
     root: bytes = ROOT,
     seconds: float = 10.0,
 ) -> PutResult:
-    return link.put(root, key(number), PAGE, stored, usable, soon(seconds))
+    return connection.put(root, key(number), PAGE, stored, usable, soon(seconds))
 
 
-def get(link: RedisConnection, number: int, size: int, root: bytes = ROOT) -> Bytes | None:
+def get(connection: RedisConnection, number: int, size: int, root: bytes = ROOT) -> Bytes | None:
     page, room = np.zeros(HEADER_BYTES, np.uint8), np.zeros(size, np.uint8)
-    got = link.get(root, key(number), page, lambda: room, soon())
+    got = connection.get(root, key(number), page, lambda: room, soon())
     if got is None:
         return None
     assert got == size and np.array_equal(page, PAGE)
@@ -102,7 +102,7 @@ def client(server: Server) -> Iterator[Client]:
 
 
 @pytest.fixture
-def link(server: Server, client: Client) -> Iterator[RedisConnection]:
+def connection(server: Server, client: Client) -> Iterator[RedisConnection]:
     made = RedisClient(server.url).connect(soon())
     yield made
     made.close()
@@ -116,88 +116,90 @@ def second(server: Server, client: Client) -> Iterator[RedisConnection]:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_what_was_put_is_got(link: RedisConnection, client: Client, size: int) -> None:
+def test_what_was_put_is_got(connection: RedisConnection, client: Client, size: int) -> None:
     stored = content(1, size)
-    assert put(link, 1, stored) is PutResult.STORED
-    assert link.find(ROOT, [key(1), key(2)], soon()) == 1
-    came = get(link, 1, size)
+    assert put(connection, 1, stored) is PutResult.STORED
+    assert connection.find(ROOT, [key(1), key(2)], soon()) == 1
+    came = get(connection, 1, size)
     assert came is not None and np.array_equal(came, stored)
     (name,) = client.keys("*")
     assert name == b"pagoda:1:%b:{%b}" % (ROOT.hex().encode(), key(1).hex().encode())
     pieces = -(-size // PIECE_BYTES)
     assert set(client.hkeys(name)) == {b"h", *(b"%d" % i for i in range(pieces))}
     assert client.ttl(name) == -1
-    assert link.remove(ROOT, [key(1), key(2)], soon()) == 1
-    assert get(link, 1, size) is None and client.dbsize() == 0
+    assert connection.remove(ROOT, [key(1), key(2)], soon()) == 1
+    assert get(connection, 1, size) is None and client.dbsize() == 0
 
 
-def test_find_is_the_leading_run(link: RedisConnection) -> None:
+def test_find_is_the_leading_run(connection: RedisConnection) -> None:
     for number in (0, 1, 2, 4):
-        put(link, number, content(number, 100))
-    assert link.find(ROOT, [key(i) for i in range(6)], soon()) == 3
-    assert link.find(ROOT, [key(9)], soon()) == 0
-    assert link.find(ROOT, [], soon()) == 0
-    assert link.find(OTHER, [key(0)], soon()) == 0
+        put(connection, number, content(number, 100))
+    assert connection.find(ROOT, [key(i) for i in range(6)], soon()) == 3
+    assert connection.find(ROOT, [key(9)], soon()) == 0
+    assert connection.find(ROOT, [], soon()) == 0
+    assert connection.find(OTHER, [key(0)], soon()) == 0
 
 
-def test_find_of_thousands(link: RedisConnection, client: Client) -> None:
+def test_find_of_thousands(connection: RedisConnection, client: Client) -> None:
     with client.pipeline(transaction=False) as pipeline:
         for number in range(9000):
             pipeline.hset(name_of(number), "h", b"")
         pipeline.execute()
-    assert link.find(ROOT, [key(i) for i in range(9000)], soon(30)) == 9000
-    assert link.find(ROOT, [key(i) for i in range(8990, 9100)], soon()) == 10
-    assert link.remove(ROOT, [key(i) for i in range(10000)], soon(30)) == 9000
+    assert connection.find(ROOT, [key(i) for i in range(9000)], soon(30)) == 9000
+    assert connection.find(ROOT, [key(i) for i in range(8990, 9100)], soon()) == 10
+    assert connection.remove(ROOT, [key(i) for i in range(10000)], soon(30)) == 9000
 
 
 def test_a_ttl_begins_when_the_chunk_is_whole(server: Server, client: Client) -> None:
-    link = RedisClient(server.url, ttl_seconds=0.4).connect(soon())
+    connection = RedisClient(server.url, ttl_seconds=0.4).connect(soon())
     for number, size in enumerate((100, 2 * MIB)):
-        assert put(link, number, content(1, size)) is PutResult.STORED
+        assert put(connection, number, content(1, size)) is PutResult.STORED
         assert 0 < client.pttl(client.keys("*")[0]) <= 400
         time.sleep(0.5)
-        assert get(link, number, size) is None and client.dbsize() == 0
-    link.close()
+        assert get(connection, number, size) is None and client.dbsize() == 0
+    connection.close()
 
 
 @pytest.mark.parametrize("size", [100, 3 * MIB])
-def test_what_is_not_usable_leaves_nothing(link: RedisConnection, client: Client, size: int) -> None:
+def test_what_is_not_usable_leaves_nothing(connection: RedisConnection, client: Client, size: int) -> None:
     asked: list[int] = []
 
     def usable() -> bool:
         asked.append(client.exists(name_of(1)))
         return False
 
-    assert put(link, 1, content(1, size), usable) is PutResult.STALE
+    assert put(connection, 1, content(1, size), usable) is PutResult.STALE
     assert asked == [0], "asked once, before the value appears"
     assert client.dbsize() == 0
-    assert put(link, 1, content(1, size)) is PutResult.STORED
+    assert put(connection, 1, content(1, size)) is PutResult.STORED
 
 
 @pytest.mark.parametrize("size", [100, 3 * MIB])
-def test_what_is_there_stays(link: RedisConnection, client: Client, size: int) -> None:
+def test_what_is_there_stays(connection: RedisConnection, client: Client, size: int) -> None:
     first = content(1, size)
-    assert put(link, 1, first) is PutResult.STORED
-    assert put(link, 1, content(2, size)) is PutResult.PRESENT
-    assert np.array_equal(get(link, 1, size), first)
+    assert put(connection, 1, first) is PutResult.STORED
+    assert put(connection, 1, content(2, size)) is PutResult.PRESENT
+    assert np.array_equal(get(connection, 1, size), first)
     assert client.dbsize() == 1
 
 
-def test_of_two_writers_one_writes(link: RedisConnection, second: RedisConnection, client: Client) -> None:
+def test_of_two_writers_one_writes(
+    connection: RedisConnection, second: RedisConnection, client: Client
+) -> None:
     answers: list[PutResult] = []
 
     def usable() -> bool:
         answers.append(put(second, 1, content(2, 3 * MIB)))
         return True
 
-    assert put(link, 1, content(1, 3 * MIB), usable) is PutResult.STORED
+    assert put(connection, 1, content(1, 3 * MIB), usable) is PutResult.STORED
     assert answers == [PutResult.BUSY]
     assert put(second, 1, content(2, 3 * MIB)) is PutResult.PRESENT
     assert client.dbsize() == 1
 
 
 def test_of_two_small_writers_the_first_to_end_wins(
-    link: RedisConnection, second: RedisConnection, client: Client
+    connection: RedisConnection, second: RedisConnection, client: Client
 ) -> None:
     answers: list[PutResult] = []
 
@@ -205,9 +207,9 @@ def test_of_two_small_writers_the_first_to_end_wins(
         answers.append(put(second, 1, content(2, 500)))
         return True
 
-    assert put(link, 1, content(1, 500), usable) is PutResult.PRESENT
+    assert put(connection, 1, content(1, 500), usable) is PutResult.PRESENT
     assert answers == [PutResult.STORED] and client.dbsize() == 1
-    assert np.array_equal(get(link, 1, 500), content(2, 500))
+    assert np.array_equal(get(connection, 1, 500), content(2, 500))
 
 
 def test_many_writers_of_the_same_keys(server: Server, client: Client) -> None:
@@ -215,10 +217,10 @@ def test_many_writers_of_the_same_keys(server: Server, client: Client) -> None:
     ends: list[PutResult] = []
 
     def write(seed: int) -> None:
-        link = RedisClient(server.url).connect(soon())
+        connection = RedisClient(server.url).connect(soon())
         for number in np.random.default_rng(seed).permutation(6):
-            ends.append(put(link, int(number), stored[number], seconds=30))
-        link.close()
+            ends.append(put(connection, int(number), stored[number], seconds=30))
+        connection.close()
 
     threads = [threading.Thread(target=write, args=(i,)) for i in range(4)]
     for thread in threads:
@@ -272,18 +274,18 @@ def test_a_writer_that_is_cut_off_anywhere_leaves_nothing_for_long(
     assert all(client.pttl(name) > 0 for name in names)
 
 
-def test_a_draft_that_went_is_not_published(link: RedisConnection, client: Client) -> None:
+def test_a_draft_that_went_is_not_published(connection: RedisConnection, client: Client) -> None:
     def lose() -> bool:
         client.delete(*client.keys("*:w:*"))
         return True
 
     with pytest.raises(RefusedError) as refused:
-        put(link, 1, content(1, 3 * MIB), lose)
+        put(connection, 1, content(1, 3 * MIB), lose)
     assert refused.value.reason is Reason.FULL
-    assert client.dbsize() == 0 and get(link, 1, 3 * MIB) is None
+    assert client.dbsize() == 0 and get(connection, 1, 3 * MIB) is None
 
 
-def test_a_draft_that_lost_pieces_is_not_published(link: RedisConnection, client: Client) -> None:
+def test_a_draft_that_lost_pieces_is_not_published(connection: RedisConnection, client: Client) -> None:
     """As when Redis evicts or expires a draft, and the next piece begins it anew."""
     stop = threading.Event()
 
@@ -299,15 +301,15 @@ def test_a_draft_that_lost_pieces_is_not_published(link: RedisConnection, client
     thread.start()
     try:
         with pytest.raises(RefusedError) as refused:
-            put(link, 1, content(1, 64 * MIB), seconds=30)
+            put(connection, 1, content(1, 64 * MIB), seconds=30)
     finally:
         stop.set()
         thread.join(10)
     assert refused.value.reason is Reason.FULL
-    assert link.find(ROOT, [key(1)], soon()) == 0 and client.dbsize() == 0
+    assert connection.find(ROOT, [key(1)], soon()) == 0 and client.dbsize() == 0
 
 
-def test_clear_census_and_neighbours(link: RedisConnection, server: Server, client: Client) -> None:
+def test_clear_census_and_neighbours(connection: RedisConnection, server: Server, client: Client) -> None:
     other = RedisClient(server.url, prefix="pago").connect(soon())
     name = name_of(1)
     foreign = [
@@ -318,21 +320,21 @@ def test_clear_census_and_neighbours(link: RedisConnection, server: Server, clie
     for text in foreign:
         client.set(text, "mine")
     for number in range(3):
-        put(link, number, content(number, 100))
-        put(link, number, content(number, 100), root=OTHER)
+        put(connection, number, content(number, 100))
+        put(connection, number, content(number, 100), root=OTHER)
     put(other, 1, content(1, 100))
     client.set(name + ":w", "nonce")
     client.hset(name + ":w:" + "0" * 32, "h", "x")
-    assert link.count_by_namespace(walk(5)) == {ROOT: 3, OTHER: 3}
+    assert connection.count_by_namespace(walk(5)) == {ROOT: 3, OTHER: 3}
     assert other.count_by_namespace(walk(5)) == {ROOT: 1}
-    assert link.clear(ROOT, walk(5)) == 3
+    assert connection.clear(ROOT, walk(5)) == 3
     assert (
-        link.count_by_namespace(walk(5)) == {OTHER: 3}
+        connection.count_by_namespace(walk(5)) == {OTHER: 3}
         and client.exists(name + ":w", name + ":w:" + "0" * 32) == 0
     )
-    assert link.clear(ROOT, walk(5)) == 0
-    assert link.clear(None, walk(5)) == 3
-    assert link.count_by_namespace(walk(5)) == {}
+    assert connection.clear(ROOT, walk(5)) == 0
+    assert connection.clear(None, walk(5)) == 3
+    assert connection.count_by_namespace(walk(5)) == {}
     assert {text.encode() for text in foreign} < set(client.keys("*"))
     assert client.dbsize() == len(foreign) + 1
     other.close()
@@ -342,8 +344,8 @@ def test_a_prefix_is_no_pattern(server: Server, client: Client) -> None:
     wild, plain = (
         RedisClient(server.url, prefix=prefix).connect(soon()) for prefix in ("a*[b]?\\", "aXb?\\")
     )
-    for link in (wild, plain):
-        put(link, 1, content(1, 100))
+    for connection in (wild, plain):
+        put(connection, 1, content(1, 100))
     assert wild.count_by_namespace(walk(5)) == plain.count_by_namespace(walk(5)) == {ROOT: 1}
     assert wild.clear(None, walk(5)) == 1
     assert get(plain, 1, 100) is not None
@@ -351,79 +353,81 @@ def test_a_prefix_is_no_pattern(server: Server, client: Client) -> None:
     plain.close()
 
 
-def test_clear_of_thousands(link: RedisConnection, client: Client) -> None:
+def test_clear_of_thousands(connection: RedisConnection, client: Client) -> None:
     with client.pipeline(transaction=False) as pipeline:
         for number in range(5000):
             pipeline.hset(name_of(number), "h", b"")
             pipeline.set(f"else:{number}", b"")
         pipeline.execute()
-    assert link.clear(ROOT, walk(5)) == 5000
+    assert connection.clear(ROOT, walk(5)) == 5000
     assert client.dbsize() == 5000
 
 
-def test_usage(link: RedisConnection, client: Client) -> None:
-    used, limit = link.usage(soon())
+def test_usage(connection: RedisConnection, client: Client) -> None:
+    used, limit = connection.usage(soon())
     assert used is not None and used > 100_000 and limit is None
     client.config_set("maxmemory", 500 * MIB)
-    assert link.usage(soon()).limit_bytes == 500 * MIB
-    put(link, 1, content(1, 20 * MIB))
-    assert link.usage(soon()).used_bytes >= used + 20 * MIB
+    assert connection.usage(soon()).limit_bytes == 500 * MIB
+    put(connection, 1, content(1, 20 * MIB))
+    assert connection.usage(soon()).used_bytes >= used + 20 * MIB
 
 
 @pytest.mark.parametrize("size", [MIB, 8 * MIB, 32 * MIB])
-def test_a_chunk_takes_little_more_than_its_bytes(link: RedisConnection, size: int) -> None:
-    before = link.usage(soon()).used_bytes
+def test_a_chunk_takes_little_more_than_its_bytes(connection: RedisConnection, size: int) -> None:
+    before = connection.usage(soon()).used_bytes
     for number in range(64 * MIB // size):
-        put(link, number, content(1, size))
-    after = link.usage(soon()).used_bytes
+        put(connection, number, content(1, size))
+    after = connection.usage(soon()).used_bytes
     assert before is not None and after is not None
     assert after - before < 64 * MIB * 1.03 + 3 * MIB, "and the connection's buffer"
 
 
-def test_a_ping_asks_for_our_names(link: RedisConnection) -> None:
-    link.ping(soon())
+def test_a_ping_asks_for_our_names(connection: RedisConnection) -> None:
+    connection.ping(soon())
 
 
 @pytest.mark.parametrize("size", [100, 8 * MIB])
-def test_a_full_server_refuses_and_nothing_is_left(link: RedisConnection, client: Client, size: int) -> None:
-    put(link, 1, content(1, 2 * MIB))
+def test_a_full_server_refuses_and_nothing_is_left(
+    connection: RedisConnection, client: Client, size: int
+) -> None:
+    put(connection, 1, content(1, 2 * MIB))
     client.config_set("maxmemory", client.info("memory")["used_memory"] - 100_000)
     for number in (2, 3):
         with pytest.raises(RefusedError) as refused:
-            put(link, number, content(2, size))
+            put(connection, number, content(2, size))
         assert refused.value.reason is Reason.FULL and "OOM" in str(refused.value)
-    assert get(link, 1, 2 * MIB) is not None, "the link goes on"
+    assert get(connection, 1, 2 * MIB) is not None, "the connection goes on"
     assert client.dbsize() == 1
 
 
-def test_a_server_that_fills_up_under_a_put(link: RedisConnection, client: Client) -> None:
+def test_a_server_that_fills_up_under_a_put(connection: RedisConnection, client: Client) -> None:
     client.config_set("maxmemory", client.info("memory")["used_memory"] + 4 * MIB)
     with pytest.raises(RefusedError) as refused:
-        put(link, 1, content(1, 32 * MIB))
+        put(connection, 1, content(1, 32 * MIB))
     assert refused.value.reason is Reason.FULL
     assert client.dbsize() == 0
-    assert put(link, 2, content(2, MIB)) is PutResult.STORED
+    assert put(connection, 2, content(2, MIB)) is PutResult.STORED
 
 
-def test_eviction_takes_whole_chunks(client: Client, link: RedisConnection) -> None:
+def test_eviction_takes_whole_chunks(client: Client, connection: RedisConnection) -> None:
     client.config_set("maxmemory", client.info("memory")["used_memory"] + 20 * MIB)
     client.config_set("maxmemory-policy", "allkeys-lru")
     try:
         ends = []
         for number in range(20):
             try:  # so small a store evicts drafts, too
-                ends.append(put(link, number, content(number, 3 * MIB + 1)))
+                ends.append(put(connection, number, content(number, 3 * MIB + 1)))
             except RefusedError as refused:
                 assert refused.reason is Reason.FULL
         assert set(ends) == {PutResult.STORED}
-        here = [number for number in range(20) if get(link, number, 3 * MIB + 1) is not None]
+        here = [number for number in range(20) if get(connection, number, 3 * MIB + 1) is not None]
         assert len(ends) > 10 and 1 < len(here) < 8
         assert client.dbsize() == len(here)
     finally:
         client.config_set("maxmemory-policy", "noeviction")
 
 
-def test_what_is_not_a_chunk_is_refused(link: RedisConnection, client: Client) -> None:
+def test_what_is_not_a_chunk_is_refused(connection: RedisConnection, client: Client) -> None:
     name = name_of(1)
     page, room = np.zeros(HEADER_BYTES, np.uint8), np.zeros(3 * PIECE_BYTES, np.uint8)
     piece, head = b"x" * PIECE_BYTES, bytes(HEADER_BYTES)
@@ -436,28 +440,28 @@ def test_what_is_not_a_chunk_is_refused(link: RedisConnection, client: Client) -
         client.delete(name)
         client.set(name, value) if isinstance(value, str) else client.hset(name, mapping=value)
         with pytest.raises(RefusedError) as refused:
-            link.get(ROOT, key(1), page, lambda: room, soon())
+            connection.get(ROOT, key(1), page, lambda: room, soon())
         assert refused.value.reason is Reason.FAILED_CHECK
-        link.ping(soon())
+        connection.ping(soon())
     with pytest.raises(RefusedError) as refused:
-        link.get(ROOT, key(1), page, lambda: None, soon())
+        connection.get(ROOT, key(1), page, lambda: None, soon())
     assert refused.value.reason is Reason.FAILED_CHECK
     client.delete(name)
     client.hset(name, mapping=whole)
-    assert link.get(ROOT, key(1), page, lambda: room, soon()) == 3 * PIECE_BYTES
-    assert link.remove(ROOT, [key(1)], soon()) == 1
+    assert connection.get(ROOT, key(1), page, lambda: room, soon()) == 3 * PIECE_BYTES
+    assert connection.remove(ROOT, [key(1)], soon()) == 1
 
 
-def test_a_chunk_that_goes_while_it_is_read_is_not_there(link: RedisConnection, client: Client) -> None:
-    put(link, 1, content(1, 16 * MIB))
+def test_a_chunk_that_goes_while_it_is_read_is_not_there(connection: RedisConnection, client: Client) -> None:
+    put(connection, 1, content(1, 16 * MIB))
 
     def lose() -> Bytes:
         client.flushall()
         return room
 
     room = np.zeros(16 * MIB, np.uint8)
-    assert link.get(ROOT, key(1), np.zeros(HEADER_BYTES, np.uint8), lose, soon()) is None
-    link.ping(soon())
+    assert connection.get(ROOT, key(1), np.zeros(HEADER_BYTES, np.uint8), lose, soon()) is None
+    connection.ping(soon())
 
 
 def test_wrong_use() -> None:
@@ -481,6 +485,6 @@ def test_wrong_use() -> None:
             RedisClient("redis://host", prefix=prefix)
 
 
-def test_names_have_whole_keys(link: RedisConnection) -> None:
+def test_names_have_whole_keys(connection: RedisConnection) -> None:
     with pytest.raises(ValueError, match="32 bytes"):
-        link.find(ROOT, [b"short"], soon())
+        connection.find(ROOT, [b"short"], soon())

@@ -1,4 +1,4 @@
-"""A link to a Redis that is away, full of hate, or not ours to use: an error in time, and never more."""
+"""A connection to a Redis that is away, full of hate, or not ours to use: an error in time, and never more."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def always() -> bool:
     return True
 
 
-def put(link: RedisConnection, stored: Bytes, until: float, key: bytes = KEY) -> PutResult:
-    return link.put(ROOT, key, PAGE, stored, always, until)
+def put(connection: RedisConnection, stored: Bytes, until: float, key: bytes = KEY) -> PutResult:
+    return connection.put(ROOT, key, PAGE, stored, always, until)
 
 
-def get(link: RedisConnection, room: Bytes, until: float) -> int | None:
-    return link.get(ROOT, KEY, np.zeros(HEADER_BYTES, np.uint8), lambda: room, until)
+def get(connection: RedisConnection, room: Bytes, until: float) -> int | None:
+    return connection.get(ROOT, KEY, np.zeros(HEADER_BYTES, np.uint8), lambda: room, until)
 
 
 @contextlib.contextmanager
@@ -58,15 +58,15 @@ def ends_by(until: float) -> Iterator[None]:
     assert time.monotonic() < until + LATE
 
 
-def works(link: RedisConnection) -> None:
+def works(connection: RedisConnection) -> None:
     key = os.urandom(32)
-    link.ping(soon())
-    assert put(link, STORED[: 2 * MIB], soon(), key) is PutResult.STORED
-    assert link.find(ROOT, [key], soon()) == 1
+    connection.ping(soon())
+    assert put(connection, STORED[: 2 * MIB], soon(), key) is PutResult.STORED
+    assert connection.find(ROOT, [key], soon()) == 1
     room = np.zeros(2 * MIB, np.uint8)
-    assert link.get(ROOT, key, np.zeros(HEADER_BYTES, np.uint8), lambda: room, soon()) == 2 * MIB
+    assert connection.get(ROOT, key, np.zeros(HEADER_BYTES, np.uint8), lambda: room, soon()) == 2 * MIB
     assert np.array_equal(room, STORED[: 2 * MIB])
-    link.close()
+    connection.close()
 
 
 # who may come in
@@ -104,14 +104,17 @@ def test_the_documented_user_may_do_all_we_do_and_no_more() -> None:
         client.execute_command(rule)
         remote = RedisClient(f"redis://pagoda:PASSWORD@127.0.0.1:{server.port}/1", ttl_seconds=60)
         works(remote.connect(soon()))
-        link = RedisClient(f"redis://pagoda:PASSWORD@127.0.0.1:{server.port}").connect(soon())
+        connection = RedisClient(f"redis://pagoda:PASSWORD@127.0.0.1:{server.port}").connect(soon())
         for size in (100, 3 * MIB):
-            assert put(link, STORED[:size], soon()) is PutResult.STORED
-            assert link.put(ROOT, b"\x08" * 32, PAGE, STORED[:size], lambda: False, soon()) is PutResult.STALE
-            assert isinstance(link.usage(soon()), Usage)
-            assert link.count_by_namespace(walk(5)) == {ROOT: 1}
-            assert link.remove(ROOT, [KEY], soon()) == 1
-        assert link.clear(ROOT, walk(5)) == 0
+            assert put(connection, STORED[:size], soon()) is PutResult.STORED
+            assert (
+                connection.put(ROOT, b"\x08" * 32, PAGE, STORED[:size], lambda: False, soon())
+                is PutResult.STALE
+            )
+            assert isinstance(connection.usage(soon()), Usage)
+            assert connection.count_by_namespace(walk(5)) == {ROOT: 1}
+            assert connection.remove(ROOT, [KEY], soon()) == 1
+        assert connection.clear(ROOT, walk(5)) == 0
         other = RedisClient(f"redis://pagoda:PASSWORD@127.0.0.1:{server.port}", prefix="else")
         with pytest.raises(RefusedError, match="NOPERM") as refused:
             other.connect(soon())
@@ -123,11 +126,11 @@ def test_the_documented_user_may_do_all_we_do_and_no_more() -> None:
 def test_a_user_that_may_only_read(size: int) -> None:
     with redis_server() as server, redis.Redis(port=server.port) as client:
         client.execute_command("ACL SETUSER reader on >x ~* -@all +exists +hget +select")
-        link = RedisClient(f"redis://reader:x@127.0.0.1:{server.port}").connect(soon())
+        connection = RedisClient(f"redis://reader:x@127.0.0.1:{server.port}").connect(soon())
         with pytest.raises(RefusedError, match="NOPERM"):
-            put(link, STORED[:size], soon())
-        link.ping(soon())
-        assert link.find(ROOT, [KEY], soon()) == 0
+            put(connection, STORED[:size], soon())
+        connection.ping(soon())
+        assert connection.find(ROOT, [KEY], soon()) == 0
         assert client.dbsize() == 0
 
 
@@ -143,10 +146,10 @@ def test_tls(tmp_path: Path) -> None:
         ):
             with ends_by(soon(2)):
                 RedisClient(wrong).connect(soon(2))
-        link = RedisClient(url).connect(soon())
+        connection = RedisClient(url).connect(soon())
         server.stop()
         with ends_by(until := soon(0.5)):
-            put(link, STORED, until)
+            put(connection, STORED, until)
         with ends_by(until := soon(0.5)):
             RedisClient(url).connect(until)
 
@@ -156,12 +159,12 @@ def await_chunk(url: str) -> None:
     end = soon(30)
     while time.monotonic() < end:
         with contextlib.suppress(OSError):  # LOADING
-            link = RedisClient(url).connect(soon())
+            connection = RedisClient(url).connect(soon())
             try:
-                if link.find(ROOT, [KEY], soon()):
+                if connection.find(ROOT, [KEY], soon()):
                     return
             finally:
-                link.close()
+                connection.close()
         time.sleep(0.05)
     pytest.fail("the replica has no copy")
 
@@ -246,21 +249,21 @@ def during(seconds: float, act: Callable[[], None]) -> Iterator[None]:
 def test_a_server_that_goes_under_way(act: str, verb: str) -> None:
     with redis_server() as server:
         remote = RedisClient(server.url)
-        link = remote.connect(soon())
-        assert put(link, STORED, soon()) is PutResult.STORED
+        connection = remote.connect(soon())
+        assert put(connection, STORED, soon()) is PutResult.STORED
         room = np.zeros_like(STORED)
         steps: dict[str, Callable[[float], object]] = {
-            "put": lambda until: put(link, STORED, until, os.urandom(32)),
-            "get": lambda until: get(link, room, until),
-            "find": lambda until: link.find(ROOT, [KEY] * 1000, until),
+            "put": lambda until: put(connection, STORED, until, os.urandom(32)),
+            "get": lambda until: get(connection, room, until),
+            "find": lambda until: connection.find(ROOT, [KEY] * 1000, until),
         }
         until = soon(1.5)
         with during(0.05, getattr(server, act)), ends_by(until):
             while True:
                 steps[verb](until)
         with pytest.raises(OSError):
-            link.ping(soon())
-        link.close()
+            connection.ping(soon())
+        connection.close()
         if act == "stop":
             with ends_by(late := soon(0.3)):  # the kernel takes the connection, nobody answers
                 remote.connect(late)
@@ -276,11 +279,11 @@ def test_a_put_that_ran_into_a_stopped_server_leaves_whole_chunks_only() -> None
     with redis_server() as server, redis.Redis(port=server.port) as client:
         remote = RedisClient(server.url)
         for pause in (0.0, 0.003, 0.01):
-            link = remote.connect(soon())
+            connection = remote.connect(soon())
             with during(pause, server.stop), contextlib.suppress(OSError):
                 while True:
-                    put(link, STORED, soon(0.2), os.urandom(32))
-            link.close()
+                    put(connection, STORED, soon(0.2), os.urandom(32))
+            connection.close()
             server.cont()
         time.sleep(2.5)
         reader = remote.connect(soon())
@@ -291,24 +294,24 @@ def test_a_put_that_ran_into_a_stopped_server_leaves_whole_chunks_only() -> None
 
 def test_a_link_that_is_aborted() -> None:
     with redis_server() as server:
-        link = RedisClient(server.url).connect(soon())
+        connection = RedisClient(server.url).connect(soon())
         server.stop()
         began = time.monotonic()
-        with during(0.2, link.abort), pytest.raises(OSError):
-            link.ping(soon(20))
+        with during(0.2, connection.abort), pytest.raises(OSError):
+            connection.ping(soon(20))
         assert time.monotonic() - began < 5
-        link.close()
-        link.close()
+        connection.close()
+        connection.close()
 
 
 def test_a_forked_child_makes_links_of_its_own() -> None:
     with redis_server() as server:
         remote = RedisClient(server.url)
-        link = remote.connect(soon())
+        connection = remote.connect(soon())
         child = os.fork()
         if not child:
             try:
-                del link
+                del connection
                 own = remote.connect(soon())
                 os._exit(0 if put(own, STORED[:100], soon()) is PutResult.STORED else 1)
             finally:
@@ -320,7 +323,7 @@ def test_a_forked_child_makes_links_of_its_own() -> None:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
         assert ended[1] == 0
-        assert link.find(ROOT, [KEY], soon()) == 1, "the parent's goes on"
+        assert connection.find(ROOT, [KEY], soon()) == 1, "the parent's goes on"
 
 
 # who lies
@@ -395,15 +398,15 @@ LIES = {
     "three": b"%1\r\n+a\r\n:1\r\n",
 }
 CALLS: dict[str, Callable[[RedisConnection, float], object]] = {
-    "find": lambda link, until: link.find(ROOT, [KEY] * 10, until),
-    "put": lambda link, until: put(link, STORED[: 2 * MIB], until),
-    "small put": lambda link, until: put(link, STORED[:100], until),
-    "get": lambda link, until: get(link, np.zeros(3 * MIB, np.uint8), until),
-    "remove": lambda link, until: link.remove(ROOT, [KEY], until),
-    "clear": lambda link, until: link.clear(ROOT, walk(0.3)),
-    "census": lambda link, until: link.count_by_namespace(walk(0.3)),
-    "usage": lambda link, until: link.usage(until),
-    "ping": lambda link, until: link.ping(until),
+    "find": lambda connection, until: connection.find(ROOT, [KEY] * 10, until),
+    "put": lambda connection, until: put(connection, STORED[: 2 * MIB], until),
+    "small put": lambda connection, until: put(connection, STORED[:100], until),
+    "get": lambda connection, until: get(connection, np.zeros(3 * MIB, np.uint8), until),
+    "remove": lambda connection, until: connection.remove(ROOT, [KEY], until),
+    "clear": lambda connection, until: connection.clear(ROOT, walk(0.3)),
+    "census": lambda connection, until: connection.count_by_namespace(walk(0.3)),
+    "usage": lambda connection, until: connection.usage(until),
+    "ping": lambda connection, until: connection.ping(until),
 }
 
 
@@ -412,19 +415,19 @@ CALLS: dict[str, Callable[[RedisConnection, float], object]] = {
 def test_a_liar_is_left_in_time(lie: str, then: str) -> None:
     for name, call in CALLS.items():
         with Liar(LIES[lie], then) as liar:
-            link = RedisClient(liar.url).connect(soon())
+            connection = RedisClient(liar.url).connect(soon())
             until = soon(0.3)
             tracemalloc.start()
             try:
                 with contextlib.suppress(OSError, RefusedError):
-                    came = call(link, until)
+                    came = call(connection, until)
                     assert name != "get" or came is None, "nobody has sent three pieces"
                 peak = tracemalloc.get_traced_memory()[1]
             finally:
                 tracemalloc.stop()
             assert time.monotonic() < until + LATE, name
             assert peak < 24 * MIB, name
-            link.close()
+            connection.close()
 
 
 @pytest.mark.parametrize(
@@ -447,7 +450,7 @@ def test_no_error_tells_the_password() -> None:
 
 @contextlib.contextmanager
 def scanned(answers: Iterator[bytes]) -> Iterator[RedisConnection]:
-    """A link to a server that answers each SCAN with the next of these, and everything else with a number."""
+    """A connection to a server that answers each SCAN with the next of these, and everything else with a number."""
 
     def serve() -> None:
         with contextlib.suppress(OSError), listener.accept()[0] as peer:
@@ -457,11 +460,11 @@ def scanned(answers: Iterator[bytes]) -> Iterator[RedisConnection]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
-        link = RedisClient(f"redis://127.0.0.1:{listener.getsockname()[1]}").connect(soon())
+        connection = RedisClient(f"redis://127.0.0.1:{listener.getsockname()[1]}").connect(soon())
         try:
-            yield link
+            yield connection
         finally:
-            link.close()
+            connection.close()
             thread.join(5)
 
 
@@ -469,10 +472,10 @@ def scanned(answers: Iterator[bytes]) -> Iterator[RedisConnection]:
 def test_a_walk_over_names_without_end_ends_at_one_deadline(call: str) -> None:
     name = b"pagoda:1:%b:{%b}" % (ROOT.hex().encode(), KEY.hex().encode())
     page = b"*2\r\n$1\r\n7\r\n*1\r\n$%d\r\n%b\r\n" % (len(name), name)
-    with scanned(itertools.repeat(page)) as link:
+    with scanned(itertools.repeat(page)) as connection:
         began, given = time.monotonic(), ListingDeadline(5.0, 0.5)  # each step is quick
         with pytest.raises(ListingTimeout, match=r"not ended after 0\.5 s"):
-            link.clear(ROOT, given) if call == "clear" else link.count_by_namespace(given)
+            connection.clear(ROOT, given) if call == "clear" else connection.count_by_namespace(given)
         assert time.monotonic() - began < 5.0
 
 

@@ -188,16 +188,16 @@ def test_the_connection_for_look_ups_is_kept_open(server: Server, proxy: Proxy) 
 def test_machines_that_compute_the_same_send_it_once(server: Server, proxy: Proxy) -> None:
     """Each chunk crosses the network once, whoever begins first."""
     prefix, (key,) = fresh_prefix(), keys_of(1)
-    links = [through(proxy, prefix).connect(time.monotonic() + PATIENT_SECONDS) for _ in range(4)]
+    store_connections = [through(proxy, prefix).connect(time.monotonic() + PATIENT_SECONDS) for _ in range(4)]
     page, stored = payload_of(key)[:4096], payload_of(key, MEDIUM)[: MEDIUM.chunk_bytes]
-    gate, ends_ = threading.Barrier(len(links)), list[PutResult]()
+    gate, ends_ = threading.Barrier(len(store_connections)), list[PutResult]()
 
     def put(number: int) -> None:
         gate.wait(PATIENT_SECONDS)
         until = time.monotonic() + PATIENT_SECONDS
-        ends_.append(links[number].put(ROOT, key, page, stored, lambda: True, until))
+        ends_.append(store_connections[number].put(ROOT, key, page, stored, lambda: True, until))
 
-    threads = [threading.Thread(target=put, args=(number,)) for number in range(len(links))]
+    threads = [threading.Thread(target=put, args=(number,)) for number in range(len(store_connections))]
     before = proxy.up_bytes
     for thread in threads:
         thread.start()
@@ -209,7 +209,7 @@ def test_machines_that_compute_the_same_send_it_once(server: Server, proxy: Prox
         PutResult.BUSY,
     }
     assert proxy.up_bytes - before < 2 * MEDIUM.chunk_bytes
-    for link in links:
+    for link in store_connections:
         link.close()
 
 

@@ -145,8 +145,8 @@ class Startled(RedisClient):
     def connect(
         self, until: float, on_created: Callable[[StoreConnection], None] = lambda connection: None
     ) -> StoreConnection:
-        link = super().connect(until, on_created)
-        ping = link.ping
+        connection = super().connect(until, on_created)
+        ping = connection.ping
 
         def startling(until: float) -> None:
             if self.startled < 2:
@@ -154,8 +154,8 @@ class Startled(RedisClient):
                 raise RuntimeError("a bug")
             ping(until)
 
-        link.ping = startling  # type: ignore[method-assign]
-        return link
+        connection.ping = startling  # type: ignore[method-assign]
+        return connection
 
 
 def test_a_probe_that_fails_unexpectedly_is_not_the_last(server: Server) -> None:

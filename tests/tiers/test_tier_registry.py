@@ -68,7 +68,7 @@ def test_a_missing_directory_is_left_out_and_forgotten_after_a_month(
     tmp_path: Path, register_of_tiers: Path
 ) -> None:
     (tmp_path / "disk").mkdir()
-    tier_registry.note("disk", tmp_path / "disk")
+    tier_registry.add("disk", tmp_path / "disk")
     (tmp_path / "disk").rmdir()
     assert tier_registry.entries() == []
     (tmp_path / "disk").mkdir()  # mounted again
@@ -80,15 +80,15 @@ def test_a_missing_directory_is_left_out_and_forgotten_after_a_month(
 
 
 def test_a_tier_in_use_is_not_forgotten(tmp_path: Path, register_of_tiers: Path) -> None:
-    tier_registry.note("disk", tmp_path)
+    tier_registry.add("disk", tmp_path)
     long_ago = time.time() - 29 * 86400
     os.utime(files(register_of_tiers)[0], (long_ago, long_ago))
-    tier_registry.note("disk", tmp_path)
+    tier_registry.add("disk", tmp_path)
     assert time.time() - files(register_of_tiers)[0].stat().st_mtime < 60
 
 
 def test_damaged_entries_are_passed_over(tmp_path: Path, register_of_tiers: Path) -> None:
-    tier_registry.note("disk", tmp_path)
+    tier_registry.add("disk", tmp_path)
     for number, text in enumerate(
         (b"", b"{", b"[]", b'{"tier": "disk"}', b'{"tier": 1, "place": 2}', b"\xff")
     ):
@@ -101,7 +101,7 @@ def test_the_register_is_bounded(
 ) -> None:
     monkeypatch.setattr(tier_registry, "_MOST_ENTRIES", 4)
     for number in range(9):
-        tier_registry.note("remote", f"redis://h{number}")
+        tier_registry.add("remote", f"redis://h{number}")
         os.utime(max(files(register_of_tiers), key=lambda file: file.stat().st_mtime_ns), (number, number))
     assert {entry.place for entry in tier_registry.entries()} >= {"redis://h8"}
     assert len(files(register_of_tiers)) == 4
@@ -111,23 +111,23 @@ def test_of_too_many_entries_those_go_first_that_lead_nowhere(
     tmp_path: Path, register_of_tiers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tier_registry, "_MOST_ENTRIES", 4)
-    tier_registry.note("disk", tmp_path)
+    tier_registry.add("disk", tmp_path)
     os.utime(files(register_of_tiers)[0], (1, 1))
     for number in range(9):
-        tier_registry.note("disk", tmp_path / f"gone-{number}")
+        tier_registry.add("disk", tmp_path / f"gone-{number}")
     assert tier_registry.entries() == [Entry("disk", str(tmp_path))]
     assert len(files(register_of_tiers)) == 4
 
 
 def test_a_register_that_others_could_write_is_not_believed(tmp_path: Path, register_of_tiers: Path) -> None:
-    tier_registry.note("disk", tmp_path)
+    tier_registry.add("disk", tmp_path)
     (register_of_tiers / "pagoda" / "tiers").chmod(0o777)
     assert tier_registry.entries() == []
 
 
 def test_forget(tmp_path: Path) -> None:
-    tier_registry.note("disk", tmp_path)
-    assert tier_registry.forget(str(tmp_path)) and not tier_registry.forget(str(tmp_path))
+    tier_registry.add("disk", tmp_path)
+    assert tier_registry.remove(str(tmp_path)) and not tier_registry.remove(str(tmp_path))
     assert tier_registry.entries() == []
 
 
@@ -153,7 +153,7 @@ def test_a_home_that_is_another_users_is_left_alone(tmp_path: Path, monkeypatch:
     found = tier_registry._directories()
     assert found[0] == theirs / ".local" / "state" / "pagoda" / "tiers"
     monkeypatch.setattr(tier_registry, "_directories", lambda: [found[0], memory])
-    tier_registry.note("disk", tmp_path)
+    tier_registry.add("disk", tmp_path)
     assert list(theirs.iterdir()) == []
     assert [json.loads(file.read_text())["place"] for file in memory.iterdir()] == [str(tmp_path)]
 

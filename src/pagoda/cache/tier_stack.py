@@ -163,7 +163,7 @@ def _host_bytes(config: Config, layout: KVLayout) -> int:
 
 def open_remote(spec: RemoteSpec, layout: KVLayout, clock: Clock | None = None) -> RemoteTier:
     """Return the remote tier that a configured URL describes; does not connect yet. Raises ConfigError."""
-    tier_registry.note("remote", spec.redacted)
+    tier_registry.add("remote", spec.redacted)
     return RemoteTier(
         layout,
         spec.engine(),

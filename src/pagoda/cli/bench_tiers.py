@@ -256,7 +256,7 @@ def _place(parent: Path, need_bytes: int) -> Iterator[Path]:
         yield root
     finally:
         shutil.rmtree(root, ignore_errors=True)
-        tier_registry.forget(os.path.realpath(root))
+        tier_registry.remove(os.path.realpath(root))
 
 
 @contextlib.contextmanager

@@ -137,7 +137,7 @@ def _own_directory(parent: Path, tier: str) -> Iterator[Path]:
         yield made / tier
     finally:
         shutil.rmtree(made, ignore_errors=True)
-        tier_registry.forget(os.path.realpath(made / tier))
+        tier_registry.remove(os.path.realpath(made / tier))
 
 
 def _run(task: Task, step: Callable[[str], None]) -> DemoOutcome:

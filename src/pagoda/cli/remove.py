@@ -61,7 +61,7 @@ def _forget_remote(url: str) -> int:
     from pagoda.config.remotes import redacted
     from pagoda.tiers import tier_registry
 
-    if not tier_registry.forget(redacted(url)):
+    if not tier_registry.remove(redacted(url)):
         raise UsageError(f"{redacted(url)}: no such remote tier in the register (pagoda stats lists them)")
     show.note(f"{redacted(url)} is forgotten here; what it holds stays (pagoda clear removes that)")
     return 0
@@ -112,7 +112,7 @@ def _remove(stores: list[DoomedStore]) -> tuple[list[DoomedStore], dict[str, str
         try:
             gone.append(store._replace(bytes=remove_store(directory)))
             if not stores_in(directory.parent):
-                tier_registry.forget(str(directory.parent.resolve()))
+                tier_registry.remove(str(directory.parent.resolve()))
         except (StoreError, OSError) as trouble:
             broken[store.directory] = str(trouble)
     return gone, broken

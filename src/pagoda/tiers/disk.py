@@ -125,7 +125,7 @@ class DiskTier(QueuedTier):
         except BaseException:
             ledger.close()
             raise
-        tier_registry.note("disk", path, sum(map(len, ledger.space.backed_ranges())) * stride if made else 0)
+        tier_registry.add("disk", path, sum(map(len, ledger.space.backed_ranges())) * stride if made else 0)
         return cls(
             layout,
             ledger,

@@ -105,7 +105,7 @@ class HostTier(BlockingCalls):
             ledger.close()
             raise
         if shared:
-            tier_registry.note(
+            tier_registry.add(
                 "host", path, sum(map(len, ledger.space.backed_ranges())) * layout.slot_bytes if made else 0
             )
         if populate:

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Entry", "entries", "forget", "note"]
+__all__ = ["Entry", "add", "entries", "remove"]
 
 log = logging.getLogger("pagoda.tiers.register")
 
@@ -37,7 +37,7 @@ class Entry(NamedTuple):
     place: str
 
 
-def note(tier: str, place: str | os.PathLike[str], made_bytes: int = 0) -> None:
+def add(tier: str, place: str | os.PathLike[str], made_bytes: int = 0) -> None:
     """Add a tier that was opened. A failure is one log line: the tier works without its entry.
 
     `made_bytes`: of a store that was created just now. The log says once how much it takes and how to free it.
@@ -74,7 +74,7 @@ def entries() -> list[Entry]:
     return list(found)
 
 
-def forget(place: str) -> bool:
+def remove(place: str) -> bool:
     """Remove the entries of a directory or a URL, as `entries` returns it; return whether there was one."""
     files = [file for directory in _directories() for file in _files(directory)]
     theirs = [file for file in files if (entry := _read(file)) is not None and entry.place == place]

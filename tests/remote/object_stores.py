@@ -64,17 +64,19 @@ class Room:
 
 
 def put(
-    link: ObjectStoreConnection,
+    connection: ObjectStoreConnection,
     key: bytes,
     stored: Array,
     usable: bool = True,
     seconds: float = ENOUGH_SECONDS,
 ) -> PutResult:
-    return link.put(NAMESPACE, key, PAGE, stored, lambda: usable, until(seconds))
+    return connection.put(NAMESPACE, key, PAGE, stored, lambda: usable, until(seconds))
 
 
-def get(link: ObjectStoreConnection, key: bytes, room: Room, seconds: float = ENOUGH_SECONDS) -> int | None:
-    return link.get(NAMESPACE, key, room.page, room.place, until(seconds))
+def get(
+    connection: ObjectStoreConnection, key: bytes, room: Room, seconds: float = ENOUGH_SECONDS
+) -> int | None:
+    return connection.get(NAMESPACE, key, room.page, room.place, until(seconds))
 
 
 def s3_options(url: str) -> dict[str, str]:

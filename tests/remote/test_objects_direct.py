@@ -17,7 +17,7 @@ from pagoda.tiers.remote.store_client import ListingDeadline, ListingTimeout, Pu
 from tests.remote.chunks import fresh_prefix, keys_of, load, saved, tier_on, walk
 from tests.remote.evil import Lie, LyingHttp
 from tests.remote.evil import http as answer
-from tests.remote.object_links import (
+from tests.remote.object_stores import (
     ENOUGH_SECONDS,
     NAMESPACE,
     Store,
@@ -54,18 +54,18 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[LyingHttp, LyingHttp,
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 def test_no_question_is_redirected(pair: tuple[LyingHttp, LyingHttp, ObjectStoreClient], status: int) -> None:
     store, victim, remote = pair
-    with contextlib.closing(remote.connect(until())) as link:
+    with contextlib.closing(remote.connect(until())) as connection:
         elsewhere = answer(status, more={"Location": f"http://127.0.0.1:{victim.port}/meta-data"})
         for method in ("GET", "HEAD", "PUT", "DELETE", "POST", "PROPFIND"):
             store.lies[method] = lambda _: [elsewhere]
         calls: list[Callable[[], object]] = [
-            lambda: link.find(NAMESPACE, keys(3), until()),
-            lambda: link.find(NAMESPACE, keys(1), until()),
-            lambda: put(link, keys(1)[0], noise(10)),
-            lambda: link.remove(NAMESPACE, keys(3), until()),
-            lambda: link.clear(None, walk(ENOUGH_SECONDS)),
-            lambda: link.count_by_namespace(walk(ENOUGH_SECONDS)),
-            lambda: link.ping(until()),
+            lambda: connection.find(NAMESPACE, keys(3), until()),
+            lambda: connection.find(NAMESPACE, keys(1), until()),
+            lambda: put(connection, keys(1)[0], noise(10)),
+            lambda: connection.remove(NAMESPACE, keys(3), until()),
+            lambda: connection.clear(None, walk(ENOUGH_SECONDS)),
+            lambda: connection.count_by_namespace(walk(ENOUGH_SECONDS)),
+            lambda: connection.ping(until()),
         ]
         for call in calls:
             assert isinstance(trouble(call), RefusedError)
@@ -73,13 +73,16 @@ def test_no_question_is_redirected(pair: tuple[LyingHttp, LyingHttp, ObjectStore
 
 
 def test_a_look_up_asks_for_sixteen_at_once_and_leaves_no_answer_behind() -> None:
-    with nginx_dav() as server, contextlib.closing(Store("dav", server).remote().connect(until())) as link:
+    with (
+        nginx_dav() as server,
+        contextlib.closing(Store("dav", server).remote().connect(until())) as connection,
+    ):
         for key in keys(40):
-            assert put(link, key, noise(10)) is PutResult.STORED
+            assert put(connection, key, noise(10)) is PutResult.STORED
         for count in (1, 2, 16, 17, 40):
-            assert link.find(NAMESPACE, keys(count), until()) == count
-        assert link.find(NAMESPACE, [*keys(5), *keys(11, 7)], until()) == 5
-        assert link.find(NAMESPACE, keys(3, 9), until()) == 0
+            assert connection.find(NAMESPACE, keys(count), until()) == count
+        assert connection.find(NAMESPACE, [*keys(5), *keys(11, 7)], until()) == 5
+        assert connection.find(NAMESPACE, keys(3, 9), until()) == 0
 
 
 def test_an_idle_connection_that_was_forgotten_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,13 +123,13 @@ def page(names: list[str], token: str | None) -> bytes:
 
 @contextlib.contextmanager
 def listing(pages: Callable[[str], Lie]) -> Iterator[tuple[LyingHttp, ObjectStoreConnection]]:
-    """A link to an S3 that answers GET with these and says that it deletes what it is told to."""
+    """A connection to an S3 that answers GET with these and says that it deletes what it is told to."""
     server = LyingHttp()
     remote = ObjectStoreClient("s3://b/x", options=s3_options(f"http://127.0.0.1:{server.port}"))
     try:
-        with contextlib.closing(remote.connect(until())) as link:
+        with contextlib.closing(remote.connect(until())) as connection:
             server.lies = {"GET": pages, "POST": lambda _: [answer(200, b"<DeleteResult/>")]}
-            yield server, link
+            yield server, connection
     finally:
         server.close()
 
@@ -137,10 +140,10 @@ def name_of(key: bytes) -> str:
 
 @pytest.mark.parametrize("call", ["clear", "census"])
 def test_pages_without_end_end_at_one_deadline(call: str) -> None:
-    with listing(lambda _: [page([name_of(keys(1)[0])], "more")]) as (_, link):
+    with listing(lambda _: [page([name_of(keys(1)[0])], "more")]) as (_, connection):
         began, given = time.monotonic(), ListingDeadline(ENOUGH_SECONDS, 0.5)
         with pytest.raises(ListingTimeout):
-            link.clear(None, given) if call == "clear" else link.count_by_namespace(given)
+            connection.clear(None, given) if call == "clear" else connection.count_by_namespace(given)
         assert time.monotonic() - began < ENOUGH_SECONDS / 2
 
 
@@ -148,30 +151,30 @@ def test_only_names_that_are_ours_are_counted_and_deleted() -> None:
     ours = [name_of(key) for key in keys(3)]
     theirs = ["x/other", ours[0] + "0", ours[0].replace("/1/", "/2/"), "x/pagoda/1/&amp;", "<"]
     deleted: list[str] = []
-    with listing(lambda _: [page([*ours, *theirs], None)]) as (server, link):
-        assert link.count_by_namespace(walk(ENOUGH_SECONDS)) == {NAMESPACE: 3}
+    with listing(lambda _: [page([*ours, *theirs], None)]) as (server, connection):
+        assert connection.count_by_namespace(walk(ENOUGH_SECONDS)) == {NAMESPACE: 3}
         server.lies["POST"] = lambda path: deleted.append(path) or [answer(200, b"<DeleteResult/>")]
-        assert link.clear(None, walk(ENOUGH_SECONDS)) == 3
+        assert connection.clear(None, walk(ENOUGH_SECONDS)) == 3
     assert len(deleted) == 1 and "delete=" in deleted[0]
 
 
 def test_what_was_not_deleted_is_said() -> None:
     said = b"<DeleteResult><Error><Key>k</Key><Code>AccessDenied</Code></Error></DeleteResult>"
-    with listing(lambda _: [page([name_of(keys(1)[0])], None)]) as (server, link):
+    with listing(lambda _: [page([name_of(keys(1)[0])], None)]) as (server, connection):
         server.lies["POST"] = lambda _: [answer(200, said)]
-        assert "AccessDenied" in str(trouble(lambda: link.clear(None, walk(ENOUGH_SECONDS))))
+        assert "AccessDenied" in str(trouble(lambda: connection.clear(None, walk(ENOUGH_SECONDS))))
 
 
 def test_without_the_secret_the_bucket_is_listed_by_obstore() -> None:
     """As where the machine's own role signs: there is nothing that we could sign with."""
     with moto_s3() as server:
         remote = ObjectStoreClient(f"s3://{BUCKET}/x", options=s3_options(server.url))
-        with contextlib.closing(remote.connect(until())) as link:
-            link._secret = None
+        with contextlib.closing(remote.connect(until())) as connection:
+            connection._secret = None
             for key in keys(3):
-                assert put(link, key, noise(10)) is PutResult.STORED
-            assert link.count_by_namespace(walk(ENOUGH_SECONDS)) == {NAMESPACE: 3}
-            assert link.clear(NAMESPACE, walk(ENOUGH_SECONDS)) == 3
+                assert put(connection, key, noise(10)) is PutResult.STORED
+            assert connection.count_by_namespace(walk(ENOUGH_SECONDS)) == {NAMESPACE: 3}
+            assert connection.clear(NAMESPACE, walk(ENOUGH_SECONDS)) == 3
 
 
 def test_pages_of_a_true_bucket() -> None:
@@ -179,18 +182,18 @@ def test_pages_of_a_true_bucket() -> None:
     with moto_s3() as server:
         remote = ObjectStoreClient(f"s3://{BUCKET}", options=s3_options(server.url))
         with (
-            contextlib.closing(remote.connect(until())) as link,
+            contextlib.closing(remote.connect(until())) as connection,
             contextlib.closing(remote.connect(until())) as other,
         ):
             for key in keys(40):
-                assert put(link, key, noise(1)) is PutResult.STORED
+                assert put(connection, key, noise(1)) is PutResult.STORED
             original, s3_requests._NAMES = s3_requests._NAMES, 7
             try:
-                assert link.count_by_namespace(walk(ENOUGH_SECONDS)) == {NAMESPACE: 40}
+                assert connection.count_by_namespace(walk(ENOUGH_SECONDS)) == {NAMESPACE: 40}
                 thread = threading.Thread(target=lambda: other.clear(None, walk(ENOUGH_SECONDS)))
                 thread.start()
-                link.clear(None, walk(ENOUGH_SECONDS))
+                connection.clear(None, walk(ENOUGH_SECONDS))
                 thread.join(ENOUGH_SECONDS)
             finally:
                 s3_requests._NAMES = original
-            assert link.count_by_namespace(walk(ENOUGH_SECONDS)) == {}
+            assert connection.count_by_namespace(walk(ENOUGH_SECONDS)) == {}
