@@ -165,8 +165,8 @@ class ObjectStoreConnection:
         while low < high:
             count = min(_AT_ONCE, high - low)
             asked = [low + (high - low) * nth // count for nth in range(count)]
-            there = self._are_present([names[at] for at in asked], until)
-            known = next((nth for nth, yes in enumerate(there) if not yes), count)
+            present = self._are_present([names[at] for at in asked], until)
+            known = next((nth for nth, is_present in enumerate(present) if not is_present), count)
             high = asked[known] if known < count else high
             low = asked[known - 1] + 1 if known else low
         return low
@@ -206,20 +206,20 @@ class ObjectStoreConnection:
     def remove(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
         """Remove values; return how many were present, which is checked first: a deletion does not tell."""
         names = [self._name(namespace, key) for key in keys]
-        there = self._are_present(names, until)
-        found = [name for name, yes in zip(names, there, strict=True) if yes]
+        present = self._are_present(names, until)
+        found = [name for name, is_present in zip(names, present, strict=True) if is_present]
         for name in found:
             self._delete_one(name, until)
         return len(found)
 
     def clear(self, namespace: bytes | None, deadline: ListingDeadline) -> int:
         """Remove all values of one namespace (None: all of ours); return how many. A step is a listing or 250 names."""
-        gone = 0
+        removed = 0
         for names in self._chunk_names(namespace, deadline):
             for some in batches(names, _BATCH):
                 self._delete_all(some, deadline)
-                gone += len(some)
-        return gone
+                removed += len(some)
+        return removed
 
     def count_by_namespace(self, deadline: ListingDeadline) -> Mapping[bytes, int]:
         """Return the number of chunks of each namespace, from a listing of all names."""
@@ -247,9 +247,9 @@ class ObjectStoreConnection:
     def abort(self) -> None:
         """Make a call that waits in this connection fail at once with an OSError."""
         self._runner.abort()
-        for one in (self._http, self._http_pool):
-            if one is not None:
-                one.abort()
+        for part in (self._http, self._http_pool):
+            if part is not None:
+                part.abort()
 
     def close(self) -> None:
         """Close the connections. A call that waits in this one fails, and releases what it uses when it ends."""
@@ -313,9 +313,9 @@ class ObjectStoreConnection:
             with self._http_errors():
                 connection.read_into(page.data, until)
             rest_bytes = response.length - HEADER_BYTES
-            into = self._checked_destination(destination(), rest_bytes)
+            target = self._checked_destination(destination(), rest_bytes)
             with self._http_errors():
-                connection.read_into(into.data[:rest_bytes], until)
+                connection.read_into(target.data[:rest_bytes], until)
                 connection.finish(response, response.length, until)
         except BaseException:
             connection.drop()
@@ -387,10 +387,10 @@ class ObjectStoreConnection:
     def _are_present(self, names: Sequence[str], until: float) -> list[bool]:
         if not self._is_direct:
             return self._runner.run(self._for_each(names, self._is_present_by_obstore), until)
-        there: list[bool] = []
+        present: list[bool] = []
         for some in batches(names, _AT_ONCE):
-            there += map(self._is_present, self._head_statuses(some, until))
-        return there
+            present += map(self._is_present, self._head_statuses(some, until))
+        return present
 
     def _head_statuses(self, names: Sequence[str], until: float) -> list[int]:
         """Return the status of a HEAD request for each name, at most _AT_ONCE; one alone uses the main connection."""
@@ -485,7 +485,7 @@ class ObjectStoreConnection:
         if left < HEADER_BYTES:
             raise self._bad_object("is shorter than a header")
         rest_bytes = left - HEADER_BYTES
-        into, at, rest = page, 0, False
+        target, at, rest = page, 0, False
         stream: AsyncIterator[bytes] = result.stream(_FIRST_BYTES)
         while (piece := await self._next(stream)) is not None:
             data = np.frombuffer(piece, np.uint8)
@@ -495,13 +495,13 @@ class ObjectStoreConnection:
             if not rest and at + data.nbytes >= HEADER_BYTES:
                 head = HEADER_BYTES - at
                 page[at:HEADER_BYTES] = data[:head]
-                into, at, rest, data = (
+                target, at, rest, data = (
                     self._checked_destination(destination(), rest_bytes),
                     0,
                     True,
                     data[head:],
                 )
-            into[at : at + data.nbytes] = data
+            target[at : at + data.nbytes] = data
             at += data.nbytes
         if left:
             raise self._bad_object("is shorter than announced")

@@ -181,11 +181,11 @@ class ObstoreRunner:
             if not _is_in_loop():
                 return self._complete(work, until)
             try:
-                with Pool(1, "pagoda-courier") as thread:
-                    asked = thread.submit(self._complete, work, until)
+                with Pool(1, "pagoda-obstore") as thread:
+                    future = thread.submit(self._complete, work, until)
             except RuntimeError as error:
                 raise OSError(f"{self._address}: {error}") from None
-            return asked.result()
+            return future.result()
         finally:
             work.close()
 

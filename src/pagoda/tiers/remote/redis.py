@@ -115,22 +115,22 @@ class RedisConnection:
             commands.append(command(b"AUTH", *words))
         if self._address.db:
             commands.append(command(b"SELECT", b"%d" % self._address.db))
-        self._ask([*commands, self._probe()], until, _SHORT)
+        self._execute([*commands, self._probe()], until, _SHORT)
 
     def ping(self, until: float) -> None:
         """Return if our names can be read."""
-        self._ask([self._probe()], until)
+        self._execute([self._probe()], until)
 
     def find(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
         """Return how many leading keys are present: one round trip for thousands."""
         for start in range(0, len(keys), _FIND_KEYS):
             batch = keys[start : start + _FIND_KEYS]
-            answers = self._ask(
+            replies = self._execute(
                 [command(b"EXISTS", self._names.chunk(namespace, key)) for key in batch], until
             )
-            here = sum(1 for _ in takewhile(lambda answer: answer == 1, answers))
-            if here < len(batch):
-                return start + here
+            present = sum(1 for _ in takewhile(lambda reply: reply == 1, replies))
+            if present < len(batch):
+                return start + present
         return len(keys)
 
     def touch(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[bool]:
@@ -143,8 +143,8 @@ class RedisConnection:
             commands = [command(b"HLEN", name) for name in names]
         else:
             commands = [command(b"PEXPIRE", name, b"%d" % self._ttl_ms) for name in names]
-        answers = self._ask(commands, until)
-        return [answer != 0 for answer in answers]
+        replies = self._execute(commands, until)
+        return [reply != 0 for reply in replies]
 
     def put(
         self,
@@ -163,25 +163,23 @@ class RedisConnection:
         name, nonce = self._names.chunk(namespace, key), os.urandom(16).hex().encode()
         claim, draft, fields = name + b":w", name + b":w:" + nonce, _fields(page, stored)
         if stored.nbytes <= _TINY_BYTES:
-            with self._dropping([draft], until):
-                return self._put_whole(name, draft, None, fields, is_valid, until)
+            with self._drop_on_refusal([draft], until):
+                return self._put_in_one(name, draft, None, fields, is_valid, until)
         life = b"%d" % max(1, int((until - time.monotonic() + _DRAFT_SECONDS) * 1000))
-        others = self._claimed(name, claim, nonce, life, until)
-        if others is not None:
-            return others
-        with self._dropping([draft, claim], until):
+        settled = self._claim(name, claim, nonce, life, until)
+        if settled is not None:
+            return settled
+        with self._drop_on_refusal([draft, claim], until):
             if stored.nbytes <= _SMALL_BYTES:
-                result = self._put_whole(name, draft, claim, fields, is_valid, until)
+                result = self._put_in_one(name, draft, claim, fields, is_valid, until)
             else:
-                self._write(draft, fields, life, until)
+                self._write_draft(draft, fields, life, until)
                 result = self._publish(draft, name, claim, until) if is_valid() else PutResult.STALE
         if result is PutResult.STALE:
             self._drop([draft, claim], until)
         return result
 
-    def _claimed(
-        self, name: bytes, claim: bytes, nonce: bytes, life: bytes, until: float
-    ) -> PutResult | None:
+    def _claim(self, name: bytes, claim: bytes, nonce: bytes, life: bytes, until: float) -> PutResult | None:
         """Claim a name for this writer; return the result of the put if another writer has stored or claimed it."""
         commands = [command(b"EXISTS", name), command(b"SET", claim, nonce, b"NX", b"PX", life)]
         self._send([b"".join(commands)], 2, until)
@@ -190,20 +188,20 @@ class RedisConnection:
             if claimed == b"OK":
                 self._drop([claim], until)
             return PutResult.PRESENT
-        for answer in (present, claimed):
-            if isinstance(answer, ErrorReply):
-                raise self._refusal(answer)
+        for reply in (present, claimed):
+            if isinstance(reply, ErrorReply):
+                raise self._refusal(reply)
         return PutResult.BUSY if claimed is None else None
 
     @contextmanager
-    def _dropping(self, names: list[bytes], until: float) -> Iterator[None]:
+    def _drop_on_refusal(self, names: list[bytes], until: float) -> Iterator[None]:
         try:
             yield
         except RefusedError:
             self._drop(names, until)
             raise
 
-    def _write(self, draft: bytes, fields: list[_Field], life: bytes, until: float) -> None:
+    def _write_draft(self, draft: bytes, fields: list[_Field], life: bytes, until: float) -> None:
         """Write all fields, one transaction per piece: a single command could leave a draft that never expires."""
         end = command(b"PEXPIRE", draft, life) + command(b"EXEC")
         for start in range(0, len(fields), _WRITE_PIECES):
@@ -213,16 +211,16 @@ class RedisConnection:
                 parts += [command(b"MULTI"), *command_parts(b"HSET", draft, field, piece), end]
             parts.append(command(b"HLEN", draft))
             self._send(parts, 4 * len(batch) + 1, until)
-            if self._answers(4 * len(batch) + 1, until, _SHORT)[-1] != start + len(batch):
+            if self._read_replies(4 * len(batch) + 1, until, _SHORT)[-1] != start + len(batch):
                 raise RefusedError(
                     Reason.FULL, "the chunk was evicted or removed, or expired, before it was complete"
                 )
 
     def _publish(self, draft: bytes, name: bytes, claim: bytes, until: float) -> PutResult:
-        commands = [command(b"MULTI"), *self._renaming(draft, name, claim), command(b"EXEC")]
-        return _renamed(self._ask(commands, until, _SHORT))
+        commands = [command(b"MULTI"), *self._rename_commands(draft, name, claim), command(b"EXEC")]
+        return _rename_result(self._execute(commands, until, _SHORT))
 
-    def _put_whole(
+    def _put_in_one(
         self,
         name: bytes,
         draft: bytes,
@@ -236,12 +234,12 @@ class RedisConnection:
         self._send([command(b"MULTI"), *command_parts(b"HSET", draft, *words)], 2, until)
         rest = [command(b"DISCARD")]
         if good := is_valid():
-            rest = [*self._renaming(draft, name, claim), command(b"EXEC")]
+            rest = [*self._rename_commands(draft, name, claim), command(b"EXEC")]
         self._resp.send([b"".join(rest)], len(rest), until)
-        answers = self._answers(2 + len(rest), until, _SHORT)
-        return _renamed(answers) if good else PutResult.STALE
+        replies = self._read_replies(2 + len(rest), until, _SHORT)
+        return _rename_result(replies) if good else PutResult.STALE
 
-    def _renaming(self, draft: bytes, name: bytes, claim: bytes | None) -> list[bytes]:
+    def _rename_commands(self, draft: bytes, name: bytes, claim: bytes | None) -> list[bytes]:
         """Return the commands that turn a draft into a chunk. Redis decides which writer is first.
 
         A draft without a claim has no expiry time yet.
@@ -258,18 +256,19 @@ class RedisConnection:
         """Fill `page` and the result of `destination`; one round trip: the first pieces are requested with the page."""
         self._resp.check_usable()
         name = self._names.chunk(namespace, key)
-        self._request(name, [b"h", *_numbers(range(_READ_PIECES))], until)
+        self._request(name, [b"h", *_field_names(range(_READ_PIECES))], until)
         found = self._resp.read_into(page.data, until)
-        room = destination() if found == page.nbytes else None
-        pieces = [] if room is None else _pieces(room.data)
+        buffer = destination() if found == page.nbytes else None
+        pieces = [] if buffer is None else _pieces(buffer.data)
         received = self._receive(name, pieces, until)
-        for answer in (found, *received):
-            if isinstance(answer, ErrorReply):
-                raise self._refusal(answer)
+        for reply in (found, *received):
+            if isinstance(reply, ErrorReply):
+                raise self._refusal(reply)
         sizes = [piece.nbytes for piece in pieces]
-        if room is not None and received == sizes + [None] * (len(received) - len(sizes)):
-            return room.nbytes
-        if None in (found, *received[: len(sizes)]) and self._ask([command(b"EXISTS", name)], until) == [0]:
+        if buffer is not None and received == sizes + [None] * (len(received) - len(sizes)):
+            return buffer.nbytes
+        is_missing = None in (found, *received[: len(sizes)])
+        if is_missing and self._execute([command(b"EXISTS", name)], until) == [0]:
             return None  # it was absent, or was removed while it was read
         raise RefusedError(Reason.FAILED_CHECK, "the value is not the requested chunk")
 
@@ -277,15 +276,15 @@ class RedisConnection:
         """Read the pieces that were requested with the page, and the rest; request no more once one is wrong."""
         nowhere = memoryview(bytearray())
         received: list[int | ErrorReply | None] = []
-        asked, right = _READ_PIECES, True
-        while len(received) < asked:
+        requested, right = _READ_PIECES, True
+        while len(received) < requested:
             piece = pieces[len(received)] if len(received) < len(pieces) else nowhere
             received.append(self._resp.read_into(piece, until))
             right = right and received[-1] == piece.nbytes
-            if right and len(received) + _READ_PIECES // 2 == asked < len(pieces):
-                more = range(asked, min(len(pieces), asked + _READ_PIECES // 2))
-                self._request(name, _numbers(more), until)
-                asked = more.stop
+            if right and len(received) + _READ_PIECES // 2 == requested < len(pieces):
+                more = range(requested, min(len(pieces), requested + _READ_PIECES // 2))
+                self._request(name, _field_names(more), until)
+                requested = more.stop
         return received
 
     def _request(self, name: bytes, fields: list[bytes], until: float) -> None:
@@ -300,23 +299,23 @@ class RedisConnection:
         removed = 0
         for names in self._scan(namespace, deadline):
             until = deadline.next_step()
-            removed += self._unlink([name.text for name in names if name.whole], until)
-            self._unlink([name.text for name in names if not name.whole], until)
+            removed += self._unlink([name.text for name in names if name.is_chunk], until)
+            self._unlink([name.text for name in names if not name.is_chunk], until)
         return removed
 
     def count_by_namespace(self, deadline: ListingDeadline) -> Mapping[bytes, int]:
         """Return the number of chunks of each namespace. A name that SCAN returns twice counts twice."""
         chunks: Counter[bytes] = Counter()
         for names in self._scan(None, deadline):
-            chunks.update(name.namespace for name in names if name.whole)
+            chunks.update(name.namespace for name in names if name.is_chunk)
             if len(chunks) > _NAMESPACES:
                 raise ConnectionError(f"more than {_NAMESPACES} namespaces")
         return chunks
 
     def usage(self, until: float) -> Usage:
         """Return the memory of the whole server, and its `maxmemory`."""
-        (said,) = self._ask([command(b"INFO", b"memory")], until, _TEXT)
-        lines = said.split(b"\r\n") if isinstance(said, bytes) else []
+        (info,) = self._execute([command(b"INFO", b"memory")], until, _TEXT)
+        lines = info.split(b"\r\n") if isinstance(info, bytes) else []
         numbers = dict(line.split(b":", 1) for line in lines if re.fullmatch(rb"\w+:\d{1,19}", line))
         used, limit = numbers.get(b"used_memory"), numbers.get(b"maxmemory")
         return Usage(int(used) if used else None, int(limit) or None if limit else None)
@@ -340,11 +339,11 @@ class RedisConnection:
         words = (b"MATCH", self._names.pattern(namespace), b"COUNT", b"%d" % _SCAN_NAMES)
         cursor = b"0"
         while True:
-            (answer,) = self._ask([command(b"SCAN", cursor, *words)], deadline.next_step(), _SCANNED)
-            if not isinstance(answer, list) or len(answer) != 2 or not isinstance(answer[1], list):
+            (reply,) = self._execute([command(b"SCAN", cursor, *words)], deadline.next_step(), _SCANNED)
+            if not isinstance(reply, list) or len(reply) != 2 or not isinstance(reply[1], list):
                 raise ConnectionError("the reply to SCAN has another form than Redis gives it")
-            cursor = answer[0] if isinstance(answer[0], bytes) else b"0"
-            parsed = [self._names.parse(name) for name in answer[1] if isinstance(name, bytes)]
+            cursor = reply[0] if isinstance(reply[0], bytes) else b"0"
+            parsed = [self._names.parse(name) for name in reply[1] if isinstance(name, bytes)]
             yield [name for name in parsed if name and namespace in (None, name.namespace)]
             if cursor == b"0":
                 return
@@ -353,7 +352,7 @@ class RedisConnection:
         removed = 0
         for start in range(0, len(names), _SCAN_NAMES):
             batch = names[start : start + _SCAN_NAMES]
-            (number,) = self._ask([command(b"UNLINK", *batch)], until)
+            (number,) = self._execute([command(b"UNLINK", *batch)], until)
             removed += min(number, len(batch)) if isinstance(number, int) else 0
         return removed
 
@@ -365,17 +364,17 @@ class RedisConnection:
     def _probe(self) -> bytes:
         return command(b"EXISTS", self._names.probe)
 
-    def _ask(self, commands: Sequence[bytes], until: float, shape: ReplyShape = NUMBER) -> list[Reply]:
+    def _execute(self, commands: Sequence[bytes], until: float, shape: ReplyShape = NUMBER) -> list[Reply]:
         """Send commands together and return their replies. RefusedError if one is an error, after all were read."""
         self._send([b"".join(commands)], len(commands), until)
-        return self._answers(len(commands), until, shape)
+        return self._read_replies(len(commands), until, shape)
 
-    def _send(self, parts: Sequence[bytes | memoryview], answers: int, until: float) -> None:
+    def _send(self, parts: Sequence[bytes | memoryview], replies: int, until: float) -> None:
         """Send a request, to which so many replies will come."""
         self._resp.check_usable()
-        self._resp.send(parts, answers, until)
+        self._resp.send(parts, replies, until)
 
-    def _answers(self, number: int, until: float, shape: ReplyShape) -> list[Reply]:
+    def _read_replies(self, number: int, until: float, shape: ReplyShape) -> list[Reply]:
         replies = list[Reply]()
         error: ErrorReply | None = None
         for _ in range(number):
@@ -409,7 +408,7 @@ _ELSEWHERE = ("READONLY", "NOREPLICAS", "MISCONF", "NOAUTH")
 class _Name(NamedTuple):
     text: bytes
     namespace: bytes
-    whole: bool  # True: a chunk; False: a draft or a claim
+    is_chunk: bool  # True: a chunk; False: a draft or a claim
 
 
 class _Names:
@@ -445,9 +444,9 @@ class _Names:
         return found and _Name(name, bytes.fromhex(found[1].decode()), found[2] is None)
 
 
-def _renamed(answers: list[Reply]) -> PutResult:
+def _rename_result(replies: list[Reply]) -> PutResult:
     """Return the result of a transaction that ends with RENAMENX and UNLINK."""
-    done = answers[-1]
+    done = replies[-1]
     renamed = done[-2] if isinstance(done, list) and len(done) > 1 else None
     if isinstance(renamed, ErrorReply):  # the draft no longer exists
         raise RefusedError(Reason.FULL, f"the chunk was removed before it was published: {renamed.text}")
@@ -456,14 +455,14 @@ def _renamed(answers: list[Reply]) -> PutResult:
 
 def _fields(page: Bytes, stored: Bytes) -> list[_Field]:
     pieces = _pieces(stored.data)
-    return [(b"h", page.data), *zip(_numbers(range(len(pieces))), pieces, strict=True)]
+    return [(b"h", page.data), *zip(_field_names(range(len(pieces))), pieces, strict=True)]
 
 
 def _pieces(stored: memoryview) -> list[memoryview]:
     return [stored[start : start + PIECE_BYTES] for start in range(0, stored.nbytes, PIECE_BYTES)]
 
 
-def _numbers(numbers: range) -> list[bytes]:
+def _field_names(numbers: range) -> list[bytes]:
     return [b"%d" % number for number in numbers]
 
 
