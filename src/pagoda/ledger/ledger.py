@@ -1,10 +1,10 @@
-"""The ledger: which chunk lies in which slot of a slab, for any number of processes, with no daemon.
+"""The ledger: which chunk is in which slot of a slab, for any number of processes, without a daemon.
 
-    reserve -> copy bytes into the slots, no lock held -> commit | abort
-    match   -> copy bytes out of the slots, no lock held -> still_valid
+    reserve      -> copy bytes into the slots, no lock held -> commit | abort
+    match_prefix -> copy bytes out of the slots, no lock held -> still_valid
 
 Bytes read are the chunk's if and only if the slot's published generation still is, after the copy, the one that the
-*entry* had; so no read lock and no reference count can leak, whatever dies.
+*entry* had; so no read lock and no reference count can leak, whatever process dies.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from pagoda.threads import Condition
 
 _LONGEST_LEASE_SECONDS = 60.0
 _PRESENT_LEASE_SECONDS = 1.0
-_STAMP_STEP = 1 << 16  # between two stamps of one process: room for the positions of a run
-_ATTEMPTS = 12  # each looks at up to five times as many victims as all before
-_MOST_VICTIMS = 2048  # looked at in one transaction: some ms
+_STAMP_STEP = 1 << 16  # between two stamps of one process: at least as many as a run has positions
+_ATTEMPTS = 12  # each examines up to five times as many victims as all before
+_MOST_VICTIMS = 2048  # examined in one transaction: some ms
 _KEY_BYTES = 32
 T = TypeVar("T")
 
@@ -61,16 +61,16 @@ S = TypeVar("S", bound=_Slab)
 _ROOM = (Reason.FULL, Reason.REBUILDING)
 
 _ledgers: list[Ledger] = []  # open, or being closed
-_opening: dict[object, str] = {}  # directories of stores, by who opens them
+_opening: dict[object, str] = {}  # directories of stores, by the call that opens them
 _changed = Condition()  # of the two; never held while a store is opened or closed
 
 
 class Ledger:
-    """One store's ledger in this process. Thread-safe and fork-safe; `open` hands out one shared object a store.
+    """One store's ledger in this process. Thread-safe and fork-safe; `open` returns one shared object a store.
 
-    Calls with `deadline_seconds` never take longer, never raise for trouble at run time, and count what they refuse:
-    `drop_<reason>` for each Refused, `miss_ledger_busy` for each read and `drop_ledger_busy` for each write that could
-    not be had in time. Misses of `match` are the caller's to count.
+    Calls with `deadline_seconds` never take longer, never raise for a failure at run time, and count what they refuse:
+    `drop_<reason>` for each Refused, `miss_ledger_busy` for each read and `drop_ledger_busy` for each write that was
+    not done in time. The caller counts misses of `match_prefix`.
     """
 
     def __init__(self, session: Session, policy: str) -> None:
@@ -98,7 +98,7 @@ class Ledger:
     def open(
         cls, spec: StoreSpec, policy: str = "lru", clock: Clock | None = None, deadline_seconds: float = 60.0
     ) -> Ledger:
-        """Open or make the store. StoreError or NoRoomError with the remedy; ValueError for an unknown policy."""
+        """Open or create the store. StoreError or NoRoomError with the remedy; ValueError for an unknown policy."""
         return cls._shared(spec, policy, clock or Clock(), deadline_seconds, create=True)
 
     @classmethod
@@ -108,9 +108,9 @@ class Ledger:
 
     @classmethod
     def _borrow(cls, directory: Path, clock: Clock, deadline_seconds: float) -> Ledger:
-        """Open an existing store to take room from it: by who has the lock of its root, and closes it soon.
+        """Open an existing store to take space from it. The caller has the lock of its root, and closes it soon.
 
-        Who wants to open it meanwhile waits. StoreError.
+        A thread that wants to open it meanwhile waits. StoreError.
         """
         return cls._shared(_as_it_is(directory), "lru", clock, deadline_seconds, create=False, borrowed=True)
 
@@ -131,7 +131,7 @@ class Ledger:
                     if not _changed.wait(_left(until)):
                         raise StoreError(
                             f"another thread has been opening or closing {spec.root / spec.name} for "
-                            f"{deadline_seconds:g} s: see what it waits for"
+                            f"{deadline_seconds:g} s: find out what it waits for"
                         )
                 _opening[me] = this
             with os_errors_mapped(spec.root / spec.name):
@@ -148,7 +148,7 @@ class Ledger:
         return ledger
 
     def _begin(self, seconds: float, create: bool) -> None:
-        """Do what is left to do once a store is open. StoreError or OSError, and it is closed, if that cannot be."""
+        """Do what is left to do once a store is open. If it fails, the store is closed: StoreError or OSError."""
         until = time.monotonic() + seconds
         try:
             self.namespaces.prepare_clears()
@@ -167,7 +167,7 @@ class Ledger:
         try:
             store = open_store(spec, clock, deadline_seconds, create, locked)
         except NoRoomError:
-            settle(_left(until))  # a store that was dropped without a close may have the room
+            settle(_left(until))  # a store that was dropped without a close may have the space
             store = open_store(spec, clock, _left(until), create)
         with contextlib.ExitStack() as undo:
             undo.callback(store.release)
@@ -180,7 +180,7 @@ class Ledger:
 
     @staticmethod
     def _here(spec: StoreSpec) -> Ledger | None:
-        """The ledger of that store in this process: by the file, not by the path, or two would be inside one gate."""
+        """Return this process's ledger of that store: by the file, not by the path, or two would be inside one gate."""
         path = spec.root / spec.name / LOCKS
         for ledger in _ledgers:
             session = ledger.session
@@ -189,13 +189,13 @@ class Ledger:
         return None
 
     def _settle(self, seconds: float) -> None:
-        """Take the store's share of its root. StoreError, and the store is closed, if there is no room at all."""
+        """Take the store's share of its root. If it fails, the store is closed: NoRoomError or StoreError."""
         until = time.monotonic() + seconds
         try:
             try:
                 self.space.settle(seconds)
             except NoRoomError:
-                settle(_left(until))  # a store that was dropped without a close may have the room
+                settle(_left(until))  # a store that was dropped without a close may have the space
                 self.space.settle(_left(until))
         except NoRoomError:
             self.close()
@@ -231,7 +231,7 @@ class Ledger:
         parts: int = 1, stamp: int | None = None, admit_all: bool = False, admitted: bool = False,
         deadline_seconds: float = 1.0,
     ) -> list[Outcome]:  # fmt: skip
-        """Promise each key a slot to copy `tokens` tokens' KV into, evicting as needed; leading keys first.
+        """Reserve a slot for each key, to copy `tokens` tokens' KV into, evicting as needed; leading keys first.
 
         `keys` are at chain positions from `start` on, after `parent`. At most `window` keys get a slot in one call, and
         one member has at most a quarter of the slots reserved. The policy may keep newcomers out, unless `admit_all`,
@@ -247,7 +247,7 @@ class Ledger:
         made: list[tuple[Transaction, allocation.BatchResult]] = []
         try:
             return self._reserve(request, keys, namespace, tokens, parts, until, made)
-        except BaseException:  # of a signal handler: nobody knows of these
+        except BaseException:  # of a signal handler: the caller gets none of these
             self.abort([one for w, batch in made if w.committed for one in batch.outcomes])
             raise
 
@@ -275,7 +275,10 @@ class Ledger:
         return outcomes
 
     def _look(self, request: allocation.ReserveRequest, until: float) -> None:
-        """Find out who is there and how much room there is: nobody who is there goes for another of the same call."""
+        """Find which keys are present and how many slots are free.
+
+        A present chunk is never evicted for another key of the same call.
+        """
         with contextlib.suppress(UnavailableError):
             found, self._room = self.session.read(
                 lambda txn, tables: queries.find_entries(txn, tables, request.keys), _left(until)
@@ -284,7 +287,7 @@ class Ledger:
             self._keep_present(found, request.start, request.stamp)
 
     def _admit(self, request: allocation.ReserveRequest, batch: range, hindrance: Reason | None) -> None:
-        """Ask the policy which newcomers of a batch may come in: none behind one that may not."""
+        """Ask the policy which newcomers of a batch are admitted: none after one that is not."""
         new, marks, stamps = request.newcomers(batch)
         if not len(new):
             return
@@ -300,9 +303,9 @@ class Ledger:
             request.admitted[new[admission.leading :]] = False
 
     def admit(self, keys: Sequence[bytes], *, start: int, stamp: int, deadline_seconds: float = 1.0) -> int:
-        """Ask the policy how many of these keys, from the first on, may come in; what is here may. At most 64 at once.
+        """Ask the policy how many of these keys, from the first on, are admitted or present. At most 64 at once.
 
-        Changes ghosts, and recency and leases of what is here. Those that may are to be reserved as `admitted`.
+        Changes ghosts, and recency and leases of what is present. Reserve the others as `admitted`.
         """
         request = allocation.ReserveRequest(keys[:BATCH], start, None, stamp)
         self._look(request, time.monotonic() + deadline_seconds)
@@ -310,7 +313,7 @@ class Ledger:
         return len(request.keys) if request.admitted.all() else int(np.argmin(request.admitted))
 
     def refuse(self, keys: Sequence[bytes], *, start: int, stamp: int) -> None:
-        """Note that keys were asked for that stand behind one that was not admitted. Changes ghosts only."""
+        """Record that keys were asked for that follow one that was not admitted. Changes ghosts only."""
         if keys:
             self.evictor.refuse(marks_of(keys), stamp - start - np.arange(len(keys)), self._now())
 
@@ -318,20 +321,20 @@ class Ledger:
         self, request: allocation.ReserveRequest, batch: range, namespace: bytes, tokens: int, parts: int, until: float,
         every: list[tuple[Transaction, allocation.BatchResult]],
     ) -> tuple[list[Outcome], Reason | None]:  # fmt: skip
-        """Reserve with as few victims as needed; look for more outside the gate as long as some are found.
+        """Reserve with as few victims as needed; search for more outside the gate as long as some are found.
 
-        Returns what hinders all further keys too, if anything does.
+        Also returns the reason that prevents all further keys, if there is one.
         """
         done: list[Outcome] = []
         passed_over = 0
         for _ in range(_ATTEMPTS):
             ask = request.ask(batch.start + len(done), batch.stop, namespace, tokens, parts)
             looked = self._room < len(ask.keys)
-            # So many more than are wanted that those who are kept do not hide those who may go.
+            # More than are wanted, so that pinned or held chunks do not hide others that may be evicted.
             count = min(sum(ask.admitted) + 4 * passed_over, _MOST_VICTIMS)
             victims = (
                 self._victims(count, request.stamp - _STAMP_STEP + 1) if looked else []
-            )  # none of its own
+            )  # none of its own keys
             try:
                 made = self.session.write(partial(self._reserve_in, ask, victims, every), _left(until))
             except UnavailableError as error:
@@ -351,7 +354,7 @@ class Ledger:
         return done + made.outcomes, Reason.FULL
 
     def _pass_over(self, slots: list[int], stamp: int) -> None:
-        """Make those young that somebody keeps, so that they are not offered again and again."""
+        """Raise the recency of pinned or held chunks, so that they are not offered again and again."""
         stamps = np.full(len(slots), max(self.stamp(), stamp))
         self.evictor.touch(np.array(slots, np.int64), stamps, asked=False)
 
@@ -383,9 +386,9 @@ class Ledger:
     def commit(
         self, reserved: Sequence[Reserved], part: int = 0, deadline_seconds: float = 1.0
     ) -> list[bool]:
-        """Say that the bytes of one part are in; a chunk is visible when all parts are.
+        """Record that the bytes of one part are stored; a chunk is visible when all its parts are.
 
-        False: not stored (superseded, cleared, taken back), or not yet: what missed its deadline is done by this
+        False: not stored (superseded, cleared, reaped), or not yet: what missed its deadline is committed by this
         process's next transaction.
         """
         return [how is not CommitResult.LOST for how in self.commit_part(reserved, part, deadline_seconds)]
@@ -393,7 +396,7 @@ class Ledger:
     def commit_part(
         self, reserved: Sequence[Reserved], part: int, deadline_seconds: float = 1.0
     ) -> list[CommitResult]:
-        """Do what `commit` does, and tell which chunks it was the last part of: only those are visible now.
+        """Do what `commit` does, and tell for which chunks it was the last part: only those are visible now.
 
         An exception (of a signal handler) leaves nothing reserved; a ValueError, for a wrong part, changes nothing.
         """
@@ -432,7 +435,7 @@ class Ledger:
             self._now_or_later(partial(allocation.abort, reserved=batch), _left(until))
 
     def adopt(self, reserved: Sequence[Reserved], part: int, deadline_seconds: float = 1.0) -> list[bool]:
-        """Say that this member writes that part of chunks which another may have reserved."""
+        """Make this member the writer of that part of chunks that another member may have reserved."""
         done: list[bool] = []
         until = time.monotonic() + deadline_seconds
         for batch in batches(reserved):
@@ -447,7 +450,7 @@ class Ledger:
         return done
 
     def _now_or_later(self, work: Callable[[Transaction], None], deadline_seconds: float) -> None:
-        """Do what nobody waits for: now, or with the next transaction, also after an exception of a signal handler."""
+        """Run work whose result no caller needs, now or with the next transaction, also if a signal handler raises."""
         self.session.defer(work)
         with contextlib.suppress(UnavailableError):
             self.session.write(lambda *_: None, deadline_seconds)
@@ -455,7 +458,7 @@ class Ledger:
     def _owed(
         self, work: Callable[[Transaction], T], undo: Callable[[Transaction], None], seconds: float
     ) -> T:
-        """Do what somebody has to end later; if the answer is lost to an exception of a signal handler, `undo` it."""
+        """Run work that the caller must end later; if an exception of a signal handler loses the answer, `undo` it."""
         begun: list[Transaction] = []
 
         def noted(transaction: Transaction, _: Namespaces) -> T:
@@ -478,10 +481,10 @@ class Ledger:
     ) -> Match:  # fmt: skip
         """Return the leading run of keys that may be read. Changes recency (unless told not to) and leases.
 
-        `keys` stand at chain positions from `start` on (None: not known). With a `namespace` (its root), a chunk of
-        another one or at another position is a miss, and stays.
+        `keys` are at chain positions from `start` on (None: unknown). With a `namespace` (its root), a chunk of another
+        namespace or at another position is a miss, and stays.
 
-        `asked`: by somebody who wants to read them, which is a hit; not by who is about to store what is behind them.
+        `asked`: the caller wants to read them, which counts as a hit; False if it is about to store what follows them.
 
         The generations are those of the entries: compare them with `still_valid` after the copy.
         """
@@ -514,9 +517,9 @@ class Ledger:
         self, keys: Sequence[bytes], *, start: int = 0, stamp: int | None = None, asked: bool = True,
         deadline_seconds: float = 1.0,
     ) -> list[bool] | None:  # fmt: skip
-        """Raise the recency of those keys that are here, holes notwithstanding. Return which are; None: not in time.
+        """Raise the recency of those keys that are present, also after holes. Return which are; None: not in time.
 
-        `asked`: they were asked for, and another tier had them.
+        `asked`: a request asked for them, and another tier had them.
         """
         try:
             found, _ = self.session.read(
@@ -538,7 +541,7 @@ class Ledger:
         self, slots: NDArray[np.int64], generations: NDArray[np.uint64], stamps: NDArray[np.int64], asked: bool,
         linked: bool = False,
     ) -> None:  # fmt: skip
-        """Raise the recency of what still stands; `linked`: each is the parent of the next."""
+        """Raise the recency of chunks that are still valid; `linked`: each is the parent of the next."""
         columns = self.columns
         standing = columns.generation[slots] == generations
         rows = slots[standing]
@@ -557,17 +560,17 @@ class Ledger:
         return Miss(GHOST_REASONS[ghost.reason % len(GHOST_REASONS)], max(0.0, age))
 
     def still_valid(self, slots: NDArray[np.int64], generations: NDArray[np.uint64]) -> NDArray[np.bool_]:
-        """Say of each slot whether what was copied out of it was the chunk that was matched. Takes no lock."""
+        """Tell for each slot whether what was copied out of it was the chunk that was matched. Takes no lock."""
         barrier()
         return np.asarray(self.columns.generation[slots] == generations)
 
     def is_ready(self, slots: NDArray[np.int64], generations: NDArray[np.uint64]) -> NDArray[np.bool_]:
-        """Say of each slot whether its chunk is committed and still there; a hint, for telling. Takes no lock."""
+        """Tell for each slot whether its chunk is committed and still there; a hint, for reports. Takes no lock."""
         columns = self.columns
         return np.asarray(self.still_valid(slots, generations) & (columns.last_use[slots] != NOT_READY))
 
     def lease(self, slots: NDArray[np.int64], generations: NDArray[np.uint64], seconds: float) -> None:
-        """Ask the policy to pass these slots by for a while: at most 60 s, at most half of the slots."""
+        """Keep the policy from evicting these slots for a while: at most 60 s, at most half of the slots."""
         columns, now = self.columns, self._now()
         rows = np.asarray(slots)[columns.generation[slots] == np.asarray(generations)]
         fresh = columns.lease_until[rows] <= now
@@ -580,9 +583,9 @@ class Ledger:
     def hold(
         self, slots: NDArray[np.int64], generations: NDArray[np.uint64], deadline_seconds: float = 1.0
     ) -> list[bool]:
-        """Keep chunks from eviction until `release` or the death of this process; False where they have gone.
+        """Keep chunks from eviction until `release` or the death of this process; False where they are gone.
 
-        What is removed or cleared meanwhile is no longer found nor valid, but no byte of its slot changes before.
+        A chunk that is removed or cleared meanwhile is neither found nor valid, but no byte of its slot changes before.
         """
         both = _pairs(slots, generations)
         held: list[tuple[int, int]] = []
@@ -602,13 +605,13 @@ class Ledger:
         self._now_or_later(partial(_release, _pairs(slots, generations)), 1.0)
 
     def next_victims(self, count: int) -> NDArray[np.int64]:
-        """Return the slots that would go first if `count` were wanted now. Changes nothing."""
+        """Return the slots that would be evicted first if `count` were needed now. Changes nothing."""
         return self.evictor.victims(count, self.stamp(), self._now())
 
     # ---- removal of a damaged chunk, counters
 
     def remove_exact(self, key: bytes, slot: int, generation: int, reason: Reason) -> bool:
-        """Remove a chunk that failed a check, if it still is the one that did; counted."""
+        """Remove a chunk that failed a check, if the entry still names that slot and generation; counted."""
         return self._drop(key, slot, generation, reason, 1.0)
 
     def _drop(self, key: bytes, slot: int, generation: int, reason: Reason, seconds: float) -> bool:
@@ -644,20 +647,20 @@ class Ledger:
         return slab
 
     def register_device(self) -> list[range]:
-        """Say that this process registers the slab with a GPU, whose copies may outlive it.
+        """Record that this process registers the slab with a GPU, whose copies may outlive it.
 
-        Returns the slots that have pages: from now on, as long as this process lives, nobody takes them.
+        Returns the slots that have pages: from now on, as long as this process lives, no store takes them.
         """
         self.session.write_or_raise(lambda w, _: mark_device(w))
         return self.space.backed_ranges()
 
     def close(self) -> None:
-        """Leave the store: reservations and holds are given up; the last to leave a store on disk marks it clean."""
+        """Leave the store: give up reservations and holds; the last process to leave a store on disk marks it clean."""
         with _changed:
             self._uses -= 1
             if self._uses or self._closing:
                 return
-            self._closing = True  # who wants to open the store again waits until it is closed
+            self._closing = True  # a thread that opens the store again waits until it is closed
         try:
             self.namespaces.save_labels(every_seconds=0.0)
             self.policy_thread.close()
@@ -672,7 +675,7 @@ class Ledger:
 
 
 def _fresh_locks() -> None:
-    """A forked child has one thread: no lock that another thread of its parent held may stay locked."""
+    """Renew locks in a forked child: it has one thread, so a lock that another thread held must not stay locked."""
     global _changed
     _changed = Condition()
     _opening.clear()
@@ -715,4 +718,4 @@ def _release(held: Sequence[tuple[int, int]], transaction: Transaction) -> None:
 
 
 def _ignore(_: bool) -> None:
-    """For a step whose answer nobody waits for any more."""
+    """Ignore the result of a deferred step."""

@@ -1,23 +1,24 @@
-"""Locks between processes: byte ranges of one file beside the ledger, held by its open file description.
+"""Locks between processes: byte ranges of one file next to the ledger, held by its open file description.
 
-`F_OFD_SETLK` locks belong to the description that a `LockFile` has open, one for each store that a process has open:
-what else in the process opens and closes the same file does not touch them, and they conflict with those of every
-other description, of the same process too, and with the POSIX locks of older versions. A kill frees them, containers
-that share the file see them. Threads of one process share a description: a lock of threads stands before the gate.
+`F_OFD_SETLK` locks belong to the description that a `LockFile` has open, one for each store that a process has open.
+Other code of the process that opens and closes the same file does not affect them; they conflict with those of every
+other description, also of the same process, and with the POSIX locks of older versions. A kill frees them, containers
+that share the file see them. Threads of one process share a description: so a thread takes a thread lock before the
+gate.
 
-A fork shares the description too, so a child gives up its copy first thing and gets a description of its own, with no
-locks: else the locks of a dead parent would last, and what the child unlocks would be the parent's. What runs no hooks
-of Python is an `exec` (the descriptor is closed by it) or a child made in C, which unlocks nothing; if it outlives the
-parent, so do the parent's locks.
+A fork shares the description too, so a child first gives up its copy and opens a new description without locks: else
+the locks of a dead parent would last, and what the child unlocks would be the parent's. Two cases run no hooks of
+Python: an `exec` (it closes the descriptor), and a child made in C, which unlocks nothing; if it outlives the parent,
+so do the parent's locks.
 
 | byte | meaning |
 | --- | --- |
-| 0 | the gate: readers share it, a write transaction has it alone |
+| 0 | the gate: readers share it, a write transaction holds it exclusively |
 | 1 | intent: a writer holds it, readers pass through it, so that writers do not starve |
-| 2 | open: shared by all who have the store open, alone to create, resize, rebuild, discard |
-| 3 | scan: who reads the headers of a slab back into the ledger |
-| 4 | labels: who writes the file of namespaces |
-| 1024 + m | member m lives |
+| 2 | open: shared by all processes that have the store open, exclusive to create, resize, rebuild, discard |
+| 3 | scan: the process that reads the headers of a slab back into the ledger |
+| 4 | labels: the process that writes the files of labels and of clears |
+| 1024 + m | member m is alive |
 """
 
 from __future__ import annotations
@@ -51,17 +52,17 @@ _forks = 0  # of this process so far
 
 
 class DeadlineMissedError(Exception):
-    """The gate could not be had in time. Never leaves the ledger: it becomes `Reason.LEDGER_BUSY`."""
+    """The gate could not be taken in time. Never leaves the ledger: it becomes `Reason.LEDGER_BUSY`."""
 
 
 class LockFile:
-    """Byte-range locks of one file, by one open file description. Thread-safe as far as single calls go.
+    """Byte-range locks of one file, by one open file description. Single calls are thread-safe.
 
     `close` gives up all of them, and so does the end of the last reference; from then on none can be taken (OSError).
     """
 
     def __init__(self, path: Path, create: bool = True) -> None:
-        """Open the file; FileNotFoundError if it is absent and not to be made."""
+        """Open the file; FileNotFoundError if it is absent and `create` is False."""
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
         self._fd = -1
         _files.add(self)
@@ -69,14 +70,14 @@ class LockFile:
             forks = _forks
             self._file = FileIO(path, "r+", opener=lambda name, _: os.open(name, flags, 0o600))
             self._fd = self._file.fileno()
-            if forks == _forks:  # else a child may have a copy that it does not know of
+            if forks == _forks:  # else a forked child may have a copy that it does not know of
                 return
             self.close()
 
     def close(self) -> None:
         """Give up all locks and the descriptor; idempotent. No other thread may be using it."""
         if self._fd >= 0:
-            self._set(fcntl.F_UNLCK, 0, _TO_THE_END)  # for a child made in C would keep them
+            self._set(fcntl.F_UNLCK, 0, _TO_THE_END)  # since a child made in C would keep them
             self._fd = -1
             self._file.close()
 
@@ -88,7 +89,7 @@ class LockFile:
             return False
 
     def try_lock(self, byte: int, exclusive: bool) -> bool:
-        """Take or convert the lock of one byte without waiting; False if another description is in the way."""
+        """Take or convert the lock of one byte without waiting; False if another description has it."""
         try:
             self._set(fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK, byte)
         except OSError as error:
@@ -98,7 +99,7 @@ class LockFile:
         return True
 
     def lock(self, byte: int, exclusive: bool, until: float) -> bool:
-        """Take the lock of one byte, trying until `time.monotonic()` passes `until`; False if it was not to be had."""
+        """Take the lock of one byte, trying until `time.monotonic()` passes `until`; False if it was not free."""
         pause = _FIRST_PAUSE_SECONDS
         while not self.try_lock(byte, exclusive):
             if time.monotonic() >= until:
@@ -108,18 +109,18 @@ class LockFile:
         return True
 
     def unlock(self, byte: int) -> None:
-        """Give the lock of one byte back; nothing if all have been given up."""
+        """Release the lock of one byte; does nothing after `close`."""
         if self._fd >= 0:
             self._set(fcntl.F_UNLCK, byte)
 
     def unlocking(self, byte: int) -> Callable[[], object]:
-        """What gives the lock of one byte back, if it is held: built in, so that no signal handler comes before it."""
+        """Return a built-in that releases the lock of one byte, if held: so no signal handler can run before it."""
         if self._fd < 0:
             raise OSError(errno.EBADF, "the lock file is closed")
         return partial(fcntl.fcntl, self._fd, fcntl.F_OFD_SETLK, _request(fcntl.F_UNLCK, byte, 1))
 
     def held_by_other(self, byte: int) -> bool:
-        """Whether another description has a lock on that byte (the own ones are not seen)."""
+        """Whether another description has a lock on that byte (locks of this one are not seen)."""
         if self._fd < 0:
             raise OSError(errno.EBADF, _CLOSED)
         answer = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, _request(fcntl.F_WRLCK, byte, 1))
@@ -133,13 +134,13 @@ class LockFile:
             raise OSError(errno.EBADF, _CLOSED) from error
 
     def _after_fork_in_child(self) -> None:
-        """Put a description of the child's own in the place of the one that is its parent's."""
+        """Replace the description that is shared with the parent by a new one."""
         if self._fd < 0:
             return
         try:
             own = os.open(
                 f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC
-            )  # also if it was removed by now
+            )  # works also if the file was removed by now
         except OSError:
             self._fd = -1
             self._file.close()
@@ -156,19 +157,17 @@ def _request(kind: int, byte: int, length: int) -> bytes:
 class Gate:
     """The one lock around transactions: `gate.shared(work, seconds)` / `gate.exclusive(work, seconds)`.
 
-    Thread-safe. Raises DeadlineMissedError when it cannot be had within the seconds given, and at once to who is inside
-    already (a signal handler or a finalizer in the middle of a transaction).
+    Thread-safe. Raises DeadlineMissedError if it cannot be taken within the seconds given, and at once in a thread that
+    is inside already (a signal handler or a finalizer in the middle of a transaction).
 
-    An exception may come from a signal handler after any call, also after the one that took a lock. So nothing is taken
-    before the `try` whose `finally` gives it back, and what gives back are built-in functions, each in a `finally` of
-    its own: Python runs no handler between the begin of a `finally` and the end of the first built-in called there.
+    A signal handler may raise an exception after any call, also after the call that took a lock. So nothing is taken
+    before the `try` whose `finally` releases it, and built-in functions release it, each in a separate `finally`:
+    Python runs no handler between the begin of a `finally` and the end of the first built-in called there.
     """
 
     def __init__(self, file: LockFile) -> None:
         self._file = file
-        self._inside = (
-            threading.RLock()
-        )  # knows its owner from the moment that it is taken; never taken twice
+        self._inside = threading.RLock()  # knows its owner as soon as it is taken; never taken twice
         self._owner: int | None = None
 
     @property
@@ -177,21 +176,21 @@ class Gate:
         return self._owner is not None
 
     def shared(self, work: Callable[[], T], deadline_seconds: float) -> T:
-        """Do `work` while the gate is shared with the readers of other processes."""
+        """Run `work` while the gate is shared with the readers of other processes."""
         return self._run(work, False, deadline_seconds)
 
     def exclusive(self, work: Callable[[], T], deadline_seconds: float) -> T:
-        """Do `work` while this thread has the gate alone."""
+        """Run `work` while this thread holds the gate exclusively."""
         return self._run(work, True, deadline_seconds)
 
     def hold(self, deadline_seconds: float) -> bool:
-        """Keep the other threads out until `let_go`, called on this thread; False if that could not be in time."""
+        """Keep other threads out until `let_go` is called on this thread; False if it could not be taken in time."""
         return self._owner != threading.get_ident() and self._inside.acquire(
             timeout=max(deadline_seconds, 0.0)
         )
 
     def let_go(self) -> None:
-        """End what `hold` began; nothing if this thread holds nothing."""
+        """End what `hold` began; does nothing if this thread holds nothing."""
         with contextlib.suppress(RuntimeError):
             self._inside.release()
 
@@ -220,8 +219,8 @@ class Gate:
                     self._owner = None
                     self._inside.release()
             else:
-                try:  # noqa: SIM105  # what `contextlib` has is no built-in function
-                    self._inside.release()  # it may have been taken and not noted
+                try:  # noqa: SIM105  # `contextlib.suppress` is no built-in function
+                    self._inside.release()  # it may have been taken without being recorded
                 except RuntimeError:
                     pass
 
@@ -251,5 +250,5 @@ def _after_fork_in_child() -> None:
             file._after_fork_in_child()
 
 
-# Before all other hooks of the ledger, which take locks in the child.
+# This hook runs before all other hooks of the ledger, which take locks in the child.
 os.register_at_fork(after_in_parent=_count_fork, after_in_child=_after_fork_in_child)

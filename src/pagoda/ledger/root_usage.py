@@ -1,4 +1,4 @@
-"""How much room the stores of one root hold, and how much they may hold together.
+"""How much space the stores of one root hold, and how much they may hold together.
 
 `store` and `space_sharing` call it under the lock of the root.
 """
@@ -19,9 +19,9 @@ _LIMIT = "limit"
 
 @dataclass(frozen=True)
 class Holding:
-    """What one store of a root holds of the room that all share. `state` None: of a format that is not known.
+    """What one store of a root holds of the space that all share. `state` None: of an unknown format.
 
-    `limit`: what those who have it open were told that all may hold.
+    `limit`: how much all stores may hold, according to the processes that have this one open.
     """
 
     directory: Path
@@ -32,7 +32,7 @@ class Holding:
 
 
 def holdings(root: Path) -> list[Holding]:
-    """What the stores of a root hold: pages of slabs, and all files of a store whose format is not known.
+    """Return what the stores of a root hold: pages of slabs, and all files of a store of an unknown format.
 
     What another version has in memory is not counted: two versions side by side have a limit each.
     """
@@ -41,7 +41,7 @@ def holdings(root: Path) -> list[Holding]:
         state = read_state(directory)
         if state is not None and is_of_another_version(state):
             continue
-        with contextlib.suppress(FileNotFoundError):  # a private store may go at any time
+        with contextlib.suppress(FileNotFoundError):  # a private store may be removed at any time
             files = directory.iterdir() if state is None else [directory / SLAB] if state.slot_bytes else []
             nbytes = sum(held_bytes(file) for file in files if file.is_file())
             found.append(Holding(directory, state, nbytes, in_use(directory), _read_limit(directory)))
@@ -49,20 +49,20 @@ def holdings(root: Path) -> list[Holding]:
 
 
 def held_bytes(file: Path) -> int:
-    """The bytes that a file takes; blocks in which a file system keeps where its pages are do not count."""
+    """Return the bytes that a file takes, without blocks for the file system's metadata."""
     status = file.stat()
     return min(status.st_blocks * 512, -(-status.st_size // 4096) * 4096)
 
 
 def root_limit(every: Sequence[Holding]) -> int | None:
-    """How much all stores of a root may hold: the most that one of those in use was told; None if none was."""
+    """Return how much all stores of a root may hold: the largest limit of those in use; None if none has one."""
     return max((one.limit for one in every if one.in_use and one.limit is not None), default=None)
 
 
 def write_limit(directory: Path, nbytes: int | None, sole: bool) -> None:
-    """Note how much the stores of the root may hold; for others who have this one open it becomes no less.
+    """Record how much the stores of the root may hold; while other processes have the store open, it never shrinks.
 
-    None: who opens it only looks at it, or takes from it. What was said at another time does not count then.
+    None: the caller only reads the store, or takes from it. A limit from an earlier time does not count then.
     """
     file = directory / _LIMIT
     if nbytes is None:
@@ -72,7 +72,7 @@ def write_limit(directory: Path, nbytes: int | None, sole: bool) -> None:
     known = _read_limit(directory) or 0
     if known == nbytes or (known > nbytes and not sole):
         return
-    with contextlib.suppress(OSError):  # a full file system: what was said before holds
+    with contextlib.suppress(OSError):  # a full file system: the limit of before stays
         fresh = file.with_suffix(".new")
         fresh.write_text(f"{nbytes}\n")
         fresh.chmod(0o600)
@@ -87,5 +87,5 @@ def _read_limit(directory: Path) -> int | None:
 
 
 def is_of_another_version(state: StoreState) -> bool:
-    """Whether another version made a store in memory: where it lies, this one never looks for its own."""
+    """Whether another version made this store in memory: this version never searches its directory."""
     return state.kind == "memory" and state.format != FORMAT

@@ -1,7 +1,7 @@
-"""This process's part in a store: the open tables and columns, its member, and the running of transactions.
+"""This process's part in a store: its open tables and columns, its member, and running transactions.
 
 A transaction begins and ends in one function on one thread inside the gate, with no I/O, log or yield in it. Whatever
-hinders it becomes an `UnavailableError` with a reason; the ledger turns that into a miss.
+prevents it becomes an `UnavailableError` with a reason; the ledger turns that into a miss.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from pagoda.metrics import COUNTERS, Reason
 log = logging.getLogger("pagoda")
 
 T = TypeVar("T")
-PATIENT_SECONDS = 5.0  # for one step of what a person waits for: listings, clear, pins
+PATIENT_SECONDS = 5.0  # for one step of a call that a person waits for: listings, clear, pins
 _PAGE = 1024
-_FORK_SECONDS = 2.0  # a fork waits no longer than this for those who wait at a gate
+_FORK_SECONDS = 2.0  # a fork waits no longer than this for threads that wait at a gate
 _LEAVE_SECONDS = 2.0
 _JOIN_SECONDS = 1.0
 
@@ -49,7 +49,7 @@ _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
 class UnavailableError(Exception):
-    """The ledger could not be asked, and why. Never leaves the ledger."""
+    """The ledger could not run a transaction, and why. Never leaves the ledger."""
 
     def __init__(self, reason: Reason) -> None:
         super().__init__(reason)
@@ -66,11 +66,11 @@ class Session:
         self.member = 0
         self.closed = False
         self._lost = self._told = (
-            False  # its directory is no longer its own: nothing of it is opened by path again
+            False  # its directory is another store's by now: no file of it is opened by path again
         )
-        self._damaged = False  # its tables: it has been said
+        self._damaged = False  # its tables; this was logged
         self._counters = map_counters(store.directory / COUNTERS_FILE)
-        self._row = np.zeros(WIDTH, np.uint64).data  # once a member: its row of the mapped counters
+        self._row = np.zeros(WIDTH, np.uint64).data  # of a member: its row of the mapped counters
         self._column: dict[str, int] = {}
         self._counting = threading.Lock()
         self.page_guards = (
@@ -90,9 +90,9 @@ class Session:
     def write(
         self, work: Callable[[Transaction, Namespaces], T], deadline_seconds: float, frees: bool = False
     ) -> T:
-        """Run `work` as one write transaction and publish what it decided. UnavailableError if that cannot be.
+        """Run `work` as one write transaction and publish what it decided. UnavailableError if it cannot be run.
 
-        Work that `frees` has room that no other gets: a full map must not keep anything from being taken out.
+        Work that `frees` may use a spare part of the map: a full map must never prevent a removal.
         """
         try:
             if self._lost:
@@ -112,7 +112,7 @@ class Session:
         return result
 
     def _transact(self, work: Callable[[Transaction, Namespaces], T]) -> tuple[Transaction, T]:
-        """Do what is waiting, then `work`; commit and publish. Called inside the gate, which is held alone."""
+        """Run deferred work, then `work`; commit and publish. Called inside the gate, held exclusively."""
         tables, namespaces = self._open()
         transaction: Transaction | None = None
         begun: list[Callable[[Transaction], None]] = []
@@ -130,38 +130,38 @@ class Session:
         except BaseException as error:
             try:
                 self._settle(tables, transaction, begun)
-            except BaseException:  # another signal: once more, from the start
+            except BaseException:  # another signal: again, from the start
                 self._settle(tables, transaction, begun)
                 raise
             if is_damage(error) or (
                 isinstance(error, lmdb.Error) and not isinstance(error, lmdb.MapFullError)
             ):
-                self._shut()  # LMDB refuses to go on after a failed write: begin afresh
+                self._shut()  # LMDB refuses to continue after a failed write: open it again
             raise
         return transaction, result
 
     def _settle(
         self, tables: Tables, transaction: Transaction | None, begun: list[Callable[[Transaction], None]]
     ) -> None:
-        """After an exception at any point of a transaction: publish it if it was committed, else nothing was done."""
+        """After an exception at any point of a transaction: publish it if it was committed, else undo everything."""
         if transaction is not None and self._committed(tables, transaction):
             transaction.committed = True
             transaction.publish(self.columns, self.stamp(transaction.now))
             return
-        while begun:  # back to those that wait, one by one and none twice
+        while begun:  # put deferred work back, one by one and none twice
             if not (self._deferred and self._deferred[0] is begun[-1]):
                 self._deferred.appendleft(begun[-1])
             begun.pop()
 
     @staticmethod
     def _committed(tables: Tables, transaction: Transaction | None) -> bool:
-        """Whether a transaction that ended in an exception was committed. Called inside the gate that it was in."""
+        """Whether a transaction that ended in an exception was committed. Called before the gate is released."""
         return transaction is not None and (
             transaction.committed or tables.env.info()["last_txnid"] == transaction.id
         )
 
     def _attempt(self, work: Callable[[Transaction, Namespaces], T], frees: bool) -> tuple[Transaction, T]:
-        """Do one transaction; one that frees is done with the spare room of the map if there is no other."""
+        """Run one transaction; one that frees uses the spare part of the map if the rest is full."""
         try:
             return self._transact(work)
         except lmdb.MapFullError:
@@ -172,18 +172,18 @@ class Session:
         try:
             return self._transact(work)
         finally:
-            if self._tables is tables:  # else they were shut, and are opened anew
+            if self._tables is tables:  # else they were closed, and are opened again
                 tables.narrow()
 
     def read(self, work: Callable[[lmdb.Transaction, Tables], T], deadline_seconds: float) -> T:
-        """Run `work` as one read transaction. UnavailableError if that cannot be."""
+        """Run `work` as one read transaction. UnavailableError if it cannot be run."""
         until = time.monotonic() + deadline_seconds
         found: list[T] = []
         try:
             if self._lost:
                 self.require_store()
             self.gate.shared(lambda: self._look(self._tables, work, found), deadline_seconds)
-            if not found:  # the first call after a fork: a new member
+            if not found:  # the first call after a fork: become a new member
                 self.gate.exclusive(
                     lambda: self._look(self._open()[0], work, found), until - time.monotonic()
                 )
@@ -193,7 +193,7 @@ class Session:
         except Exception as error:
             if self._is_trouble(error) and not isinstance(error, LedgerCorrupt):
                 raise self._trouble() from error
-            raise  # wrong use, or what `check` has found
+            raise  # wrong use, or what `check` found
 
     def write_or_raise(
         self,
@@ -248,9 +248,9 @@ class Session:
             raise
 
     def _is_trouble(self, error: Exception) -> bool:
-        """Whether this error is trouble with the store, not wrong use; damaged tables are marked as such.
+        """Whether this error is a fault of the store, not wrong use; damaged tables are marked as such.
 
-        They are used as long as somebody has the store open (what cannot be read is a miss), and rebuilt then.
+        They are used as long as a process has the store open (what cannot be read is a miss), and rebuilt after that.
         """
         if is_damage(error) and not self._damaged:
             self._damaged = True
@@ -260,23 +260,23 @@ class Session:
         return is_damage(error) or isinstance(error, lmdb.Error | OSError | StoreError)
 
     def _trouble(self) -> ClosedError | UnavailableError:
-        """What to raise when something failed: a ledger that was closed says so."""
+        """Return what to raise after a failure: a ledger that was closed says so."""
         if self.closed:
             return ClosedError(f"the store at {self.store.directory} was closed; open it again")
         return UnavailableError(Reason.IO_ERROR)
 
     def defer(self, work: Callable[[Transaction], None]) -> None:
-        """Have the next transaction do what could not be done now."""
+        """Have the next transaction run `work`, which could not be run now."""
         self._deferred.append(work)
 
     def stamp(self, now: int) -> int:
-        """The recency stamp of a moment (monotonic ns)."""
+        """Return the recency stamp of a moment (monotonic ns)."""
         return now + self.store.state.recency_offset
 
     # ---- members
 
     def reap(self, most: int, deadline_seconds: float) -> int:
-        """Take back up to `most` slots of dead members and strike off those of whom nothing is left."""
+        """Take back up to `most` slots of dead members, and remove the members of which nothing is left."""
 
         def work(transaction: Transaction, namespaces: Namespaces) -> int:
             freed = reap(transaction, most)
@@ -301,7 +301,7 @@ class Session:
         return freed
 
     def mend(self, deadline_seconds: float) -> bool:
-        """Publish some of what members committed who died before they could; False when all has been looked at."""
+        """Publish some of what dead members committed and did not publish; False when all slots were examined."""
         start = self._mend_from
         if start is not None:
             self._mend_from = self.write(lambda w, _: self._mended(w, start), deadline_seconds)
@@ -314,8 +314,8 @@ class Session:
         return self.store.locks.held_by_other(MEMBERS + member)
 
     def untouched(self, slots: list[int], seconds: float) -> list[int]:
-        """Those of these bare slots that nobody reads or writes any more; the others are waited for for a while."""
-        if self.page_guards is None:  # a file: who reads what has been taken away reads zeros
+        """Return those of these bare slots that no process reads or writes; waits up to `seconds` for the others."""
+        if self.page_guards is None:  # a file: a reader of pages that were taken away reads zeros
             return slots
 
         def rows(txn: lmdb.Transaction, tables: Tables) -> list[int]:
@@ -338,7 +338,7 @@ class Session:
         return self.read_or_raise(work)
 
     def lives(self, member: int) -> bool:
-        """Whether a member's process lives."""
+        """Whether a member's process is alive."""
         return member == self.member or self._alive(member)
 
     # ---- counters
@@ -353,17 +353,17 @@ class Session:
                     row[column] += n
                 elif (
                     counter not in COUNTERS
-                ):  # else as many versions as have used this store have left no column
+                ):  # else the versions that used this store before left no column for it
                     raise KeyError(counter)
 
     def counted(self, rows: list[int], totals: CounterRow) -> dict[str, int]:
-        """Counters of the members in these rows and of the dead."""
+        """Return the counters of the members in these rows and of members that left."""
         summed = self._counters[rows].sum(axis=0, dtype=np.uint64) + totals
         columns = ((name, self._column.get(name)) for name in COUNTERS)
         return {name: int(summed[column]) if column is not None else 0 for name, column in columns}
 
     def own_counters(self) -> dict[str, int]:
-        """Counters of this member."""
+        """Return the counters of this member."""
         return self.counted([], np.asarray(self._row))
 
     # ---- opening, closing, forking
@@ -374,18 +374,19 @@ class Session:
             self.gate.exclusive(self._open, deadline_seconds)
         except DeadlineMissedError as error:
             raise StoreError(
-                f"another process has been changing {self.store.directory} for {deadline_seconds:g} s: is it stopped?"
+                f"timed out after {deadline_seconds:g} s: another process is changing {self.store.directory}; "
+                "look for a stopped process"
             ) from error
         except Exception as error:
             if isinstance(error, StoreError) or not self._is_trouble(error):
                 raise
             raise StoreError(
                 f"the ledger at {self.store.directory} cannot be opened ({error}): "
-                "stop those who have it open and open it again"
+                "stop the processes that have it open, and open it again"
             ) from error
 
     def _open(self) -> tuple[Tables, Namespaces]:
-        """Open the tables if they are not, and become a member. Called inside the gate, which is held alone."""
+        """Open the tables if they are not open, and become a member. Called inside the gate, held exclusively."""
         if self.closed:
             raise self._trouble()
         if self._tables is None or self._namespaces is None:
@@ -396,7 +397,7 @@ class Session:
         return self._tables, self._namespaces
 
     def _own_tables(self) -> Tables:
-        """Open the tables by path. Asked before and after: no other store's are read or written."""
+        """Open the tables by path. The store is checked before and after: no other store is read or written."""
         self.require_store()
         tables = Tables(self.store.directory / TABLES, self.store.state.map_bytes)
         try:
@@ -407,11 +408,11 @@ class Session:
         return tables
 
     def is_at(self, locks: Path) -> bool:
-        """Whether this is the session of the store with that lock file, and still of use."""
+        """Whether this is the session of the store with that lock file, and still usable."""
         return not self.closed and not self._lost and self.store.locks.is_at(locks)
 
     def require_store(self) -> None:
-        """StoreError if the directory is no longer this store's, from then on until it is closed; logged once."""
+        """Raise StoreError if the directory is no longer this store's, now or at an earlier call; logged once."""
         self._lost = self._lost or not self.store.is_current()
         if not self._lost:
             return
@@ -419,11 +420,11 @@ class Session:
             self._told = True
             log.warning(
                 "the directory %s was removed or replaced while it was in use: this process neither finds nor stores "
-                "anything there until it opens it anew",
+                "anything there until it opens the store again",
                 self.store.directory,
             )
         raise StoreError(
-            f"the directory {self.store.directory} was removed or replaced while it was in use: open it anew"
+            f"the directory {self.store.directory} was removed or replaced while it was in use: open the store again"
         )
 
     def _shut(self) -> None:
@@ -448,11 +449,11 @@ class Session:
             if self._committed(tables, transaction):
                 self._become(number, row)
             else:
-                self.store.locks.unlock(MEMBERS + number)  # or nobody could ever be that member
+                self.store.locks.unlock(MEMBERS + number)  # or no process could ever become that member
             raise
 
     def _become(self, number: int, row: int) -> None:
-        """Be the member of that number, whose counters are in that row."""
+        """Become the member of that number, with its counters in that row."""
         if self.member != number:
             with self._counting:
                 self._counters[row] = self._row
@@ -462,7 +463,7 @@ class Session:
                 self.page_guards.become(row)
 
     def _enter(self, transaction: Transaction, number: int, namespaces: Namespaces) -> int:
-        """Write the row of member `number`; returns its row of counters."""
+        """Write the row of member `number`; return its row of counters."""
         transaction.member = number
         for gone in dead(transaction):
             if not owes(transaction, gone):
@@ -482,12 +483,12 @@ class Session:
     def close(self) -> None:
         """Give up reservations and holds, leave the store, and mark it clean if nobody else has it open.
 
-        Ends in bounded time: if the gate is not to be had, the dead member is left to others to take back.
+        Ends in bounded time: if the gate cannot be taken, other processes reap this member later.
         """
-        if self.closed:  # a forked child that lost the store has nothing here to give up
+        if self.closed:  # a forked child that lost the store has nothing to give up
             _sessions.discard(self)
             return
-        shared = False  # with a thread inside the gate: the last one who refers to the lock file closes it
+        shared = False  # with a thread inside the gate: the last reference to the lock file closes it
         try:
             self.gate.exclusive(self._finish, _LEAVE_SECONDS)
         except DeadlineMissedError:
@@ -498,7 +499,7 @@ class Session:
         finally:
             self.closed = True
             with self._counting:
-                self._row = np.array(self._row).data  # the row may soon be another member's
+                self._row = np.array(self._row).data  # another member may soon get the row
             if self.page_guards is not None:
                 self.page_guards.leave()
             if self.member:
@@ -509,14 +510,16 @@ class Session:
             _sessions.discard(self)
 
     def _finish(self) -> None:
-        """Leave; the last to leave a store on disk syncs it and says that it may be trusted."""
+        """Leave; the last process to leave a store on disk syncs it and marks it clean."""
         self.closed = True
         tables, state = self._tables, self.store.state
         if tables is None:
             return
         try:
             if self.member:
-                with contextlib.suppress(lmdb.MapFullError):  # the tables stand, with a dead member in them
+                with contextlib.suppress(
+                    lmdb.MapFullError
+                ):  # the tables are whole, with a dead member in them
                     self._leave(tables)
             if state.kind == "file" and not state.private and self.store.is_last():
                 tables.env.sync(True)
@@ -543,17 +546,17 @@ class Session:
         transaction.publish(self.columns, self.stamp(transaction.now))
 
     def before_fork(self, until: float) -> None:
-        """Keep threads out and close the tables, so that no transaction and no environment is alive in two processes.
+        """Keep threads out and close the tables, so that no transaction and no environment is in use in two processes.
 
-        The parent lets go of the gate after the fork; its next call opens the tables again.
+        The parent releases the gate after the fork; its next call opens the tables again.
         """
         if self.gate.hold(until - time.monotonic()):
             self._shut()
 
     def after_fork_in_child(self) -> None:
-        """Become a stranger: no reservations, no member, locks of one's own, until the first call."""
+        """Start without reservations, without a member and with separate locks, until the first call."""
         tables, self._tables = self._tables, None
-        if tables is not None:  # a thread of the parent was inside, or waited, for too long
+        if tables is not None:  # a thread of the parent was inside the gate, or waited, for too long
             tables.close_in_child()
         self._namespaces = None
         self._deferred.clear()
@@ -574,7 +577,7 @@ class Session:
 
 
 def _do_late(work: Callable[[Transaction], None], transaction: Transaction) -> None:
-    """Do what was deferred; wrong use is too late to be told."""
+    """Run deferred work; it is too late to report wrong use."""
     try:
         work(transaction)
     except (ValueError, struct.error) as error:
@@ -583,7 +586,7 @@ def _do_late(work: Callable[[Transaction], None], transaction: Transaction) -> N
 
 
 class _Forking(threading.local):
-    """The sessions that a fork of this thread has shut; two threads may fork at once."""
+    """The sessions that a fork of this thread has closed; two threads may fork at once."""
 
     sessions: tuple[Session, ...] = ()
 
@@ -606,7 +609,7 @@ def _after_in_parent() -> None:
 def _after_in_parent_again() -> None:
     """The first hook may have ended in an exception of a signal handler."""
     _after_in_parent()
-    _forking.sessions = ()  # or what they have open would stay open when they are closed
+    _forking.sessions = ()  # or their files would stay open after they are closed
 
 
 def _after_in_child() -> None:

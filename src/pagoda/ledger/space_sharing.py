@@ -1,19 +1,20 @@
-"""How the stores of one root share its room: each grows into what is free, and the coldest of any of them goes.
+"""How the stores of one root share its space: each grows into free space, and the coldest chunk of any is evicted.
 
 The limit is for the pages of all slabs of the root: the largest that a store in use was opened with. A fair share is
 the limit divided by the stores that are in use or hold something. When nothing is free, a store below its share takes
-from those above theirs; one at or above it only what is colder than its own coldest chunk, from those above theirs or
-that nobody has open. Stores of unknown formats on disk count, and are left alone; those of other versions in memory
-have a limit of their own.
+from those above theirs. A store at or above its share only takes what is colder than its own coldest chunk, from stores
+above their share or without a process that has them open. Stores of unknown formats on disk count, and are left alone;
+those of other versions in memory have a separate limit.
 
-One taking, all of it under the lock of the root, and never inside two gates at once:
+One transfer, all of it under the lock of the root, and never inside two gates at once:
 
     the giver's gate    its free slots and coldest chunks are taken out of its tables and are bare
-    no gate             what has been lent of a slab in memory is waited for (`lending`), then the holes are punched
-    no gate             the taker allocates pages for slots of its own: no room is no error, it gets fewer
+    no gate             views of a slab in memory are waited for (`page_guards`), then the holes are punched
+    no gate             the taker allocates pages for its slots: without free space it gets fewer, without an error
     the taker's gate    these slots are free, and only now may be reserved
 
-Who dies in between leaves bare slots with pages, or pages that no table knows of: the next who needs room punches them.
+A process that dies in between leaves bare slots with pages, or pages that no table lists: the next one that needs space
+punches them. `Ledger` settles a new store, and `policy_thread` asks for more.
 """
 
 from __future__ import annotations
@@ -50,14 +51,14 @@ _LEAST_PIECES = 8  # that a limit has
 _RANGE_BYTES = 1 << 30  # allocated in one call
 _ROOT_SECONDS = 2.0
 _BORROW_SECONDS = 0.5
-_LENT_SECONDS = 0.2  # copies are waited for; what takes longer keeps its pages for now
-_SETTLE_SECONDS = 3.0  # for what opening takes from others
-_BARREN_SECONDS = 10.0  # who had nothing to give is not asked again
+_LENT_SECONDS = 0.2  # the wait for copies; a slot that is used for longer keeps its pages for now
+_SETTLE_SECONDS = 3.0  # for what an opening takes from other stores
+_BARREN_SECONDS = 10.0  # a store that had nothing to give is not asked again
 _TROUBLE = (StoreError, UnavailableError, ClosedError, OSError)
 
 
 class _Transfer(NamedTuple):
-    """What is to be taken: from whom, and how many bytes."""
+    """What is to be taken: from which store, and how many bytes."""
 
     giver: Holding
     nbytes: int
@@ -81,10 +82,10 @@ class SpaceShare:
     # ---- taking
 
     def settle(self, seconds: float) -> None:
-        """Grow into what is free; get by with a smaller limit; begin with something. NoRoomError names the holders."""
+        """Grow into free space, shrink to a smaller limit, take a first share. NoRoomError names the holders."""
         if not self._slot_bytes:
             return
-        with root_locked(self._root, seconds):  # all of it, or what others give is gone before it is taken
+        with root_locked(self._root, seconds):  # all of it, or others get what was given before it is taken
             self._grow(self._ledger.slots)
             until = time.monotonic() + min(seconds, _SETTLE_SECONDS)
             excess = self._shrink()
@@ -104,7 +105,7 @@ class SpaceShare:
             )  # fmt: skip
 
     def more(self) -> bool:
-        """Get one piece more, free or of others; False if there is none to be had now."""
+        """Get one more piece, free or from other stores; False if there is none now."""
         try:
             with root_locked(self._root, _ROOT_SECONDS):
                 grown = self._grow(self._piece(holdings(self._root)) // self._slot_bytes)
@@ -114,7 +115,7 @@ class SpaceShare:
             return False
 
     def after_scan(self) -> None:
-        """Give the slots that a scan found to hold nothing their pages back, within the limit."""
+        """Allocate pages again, within the limit, for the slots that a scan found empty."""
         with contextlib.suppress(*_TROUBLE):
             with root_locked(self._root, _ROOT_SECONDS):
                 self._grow(self._ledger.slots)
@@ -122,7 +123,7 @@ class SpaceShare:
             self._tell(excess)
 
     def _shrink(self) -> int:
-        """Have the stores that are above their share give what the root holds beyond its limit; what is left of that.
+        """Take what the root holds beyond its limit from the stores above their share; return what is left of that.
 
         Under the lock of the root.
         """
@@ -137,16 +138,16 @@ class SpaceShare:
         return excess
 
     def _tell(self, excess: int) -> None:
-        """Say who holds what, if it is too much. Not under the lock of the root: it opens other stores."""
+        """Log which store holds how much, if it is too much. Not under the lock of the root: it opens other stores."""
         if excess > self._slot_bytes:
             log.warning("%d bytes too many are held: %s", excess, self._holders())
 
     def _grow(self, most: int) -> int:
-        """Allocate up to `most` slots within what is free; returns how many. Under the lock of the root."""
+        """Allocate up to `most` slots in free space; return how many. Under the lock of the root."""
         meta, nbytes = self._meta(), self._slot_bytes
         if meta.unscanned() or not meta.unbacked():
             return 0
-        left_over = self._own_bytes() - meta.with_pages() * nbytes  # of a taking that was not ended
+        left_over = self._own_bytes() - meta.with_pages() * nbytes  # of a transfer that was not ended
         if left_over >= nbytes:
             self._punch_all()
         every = holdings(self._root)
@@ -169,7 +170,7 @@ class SpaceShare:
         return sum(map(len, got))
 
     def _allocate(self, wanted: Iterable[range]) -> list[range]:
-        """Allocate slots until the file system has no more room; returns those that have pages now."""
+        """Allocate slots until the file system is full; return those that have pages now."""
         got: list[range] = []
         step = max(1, _RANGE_BYTES // self._slot_bytes)
         with self._slab() as fd:
@@ -180,7 +181,7 @@ class SpaceShare:
         return got
 
     def _take(self) -> bool:
-        """Take one piece from the store that is to give, and grow by it; False if there is none.
+        """Take one piece from the store that must give, and grow by it; False if there is none.
 
         Under the lock of the root.
         """
@@ -194,7 +195,7 @@ class SpaceShare:
         return self._grow(max(1, plan.nbytes // self._slot_bytes)) > 0
 
     def _ask(self, plan: _Transfer) -> int:
-        """Have a store give pages; returns how many bytes it gave. Under the lock of the root."""
+        """Make a store give pages; return how many bytes it gave. Under the lock of the root."""
         holding = plan.giver
         if not _gives(holding):
             return 0
@@ -208,12 +209,12 @@ class SpaceShare:
                 giver.close()
         except _TROUBLE as error:
             log.debug("%s gives nothing: %s", holding.directory, error)
-            return 0 if holding.directory.exists() else holding.nbytes  # nothing in it could be used any more
+            return 0 if holding.directory.exists() else holding.nbytes  # it was unusable, and was removed
 
     # ---- who gives
 
     def _plan(self, most: int) -> _Transfer | None:
-        """From whom to take a piece, at most `most` bytes; None if it is this store's own coldest that is to go."""
+        """Choose from which store to take at most `most` bytes; None if this store must evict its own coldest."""
         every = holdings(self._root)
         piece, fair, own = self._piece(every), self._fair(every), self._own_bytes()
         below = own + self._slot_bytes <= fair
@@ -232,7 +233,7 @@ class SpaceShare:
         return None if best is None else best[1]
 
     def _fair(self, every: Sequence[Holding]) -> int:
-        """The bytes of a fair share."""
+        """Return the bytes of a fair share."""
         takers = [h for h in every if h.nbytes or (h.in_use and h.state is not None and h.state.slot_bytes)]
         return self._limit(every) // max(1, len(takers))
 
@@ -244,20 +245,20 @@ class SpaceShare:
         return max(self._slot_bytes, min(_MOST_PIECE_BYTES, self._limit(every) // _LEAST_PIECES))
 
     def _age(self, directory: Path) -> float:
-        """For how long (ns) the coldest chunk of a store has not been used, as far as its hints tell."""
+        """Return for how long (ns) the coldest chunk of a store was not used, according to its hints."""
         state = read_state(directory)
         if state is None or state.boot_id != self._session.clock.boot_id():
             return math.inf
         try:
             last_use = Columns(directory / COLUMNS, state.slots).last_use
-        except (OSError, ValueError):  # being made anew
+        except (OSError, ValueError):  # being rebuilt
             return 0.0
         coldest = int(last_use.min(initial=NOT_READY))
         now = self._session.clock.monotonic_ns() + state.recency_offset
         return math.inf if coldest == NOT_READY else float(now - coldest)
 
     def _holders(self) -> str:
-        """Who holds what of the root, and what can be done."""
+        """Describe which store holds how much of the root, and what can be done."""
         every = holdings(self._root)
         told = [f"{self._root} may hold {self._limit(every):,} bytes"]
         for one in every:
@@ -268,7 +269,7 @@ class SpaceShare:
         return "; ".join(told) + ". Raise the limit, stop or remove one of them, or choose another path"
 
     def _processes(self, directory: Path) -> str:
-        """Which processes have a store open."""
+        """Describe which processes have a store open."""
         try:
             store = self._attach(directory)
         except _TROUBLE:
@@ -284,20 +285,22 @@ class SpaceShare:
     # ---- giving
 
     def give(self, nbytes: int, idle: bool) -> int:
-        """Free that many bytes: of slots without a chunk first, then of the coldest chunks; returns how many it did.
+        """Free that many bytes: of slots without a chunk first, then of the coldest chunks; return how many it freed.
 
-        `idle`: nobody has the store open, so its headers need not be waited for if it is to be scanned.
+        `idle`: no process has the store open, so a scan of its headers is not waited for.
         """
         with root_locked(self._root, _ROOT_SECONDS):
             return self._give(nbytes, idle)
 
     def _give(self, nbytes: int, idle: bool) -> int:
         before = self._own_bytes()
-        with self._slab() as fd:  # a file system without holes says so before a chunk goes for nothing
+        with (
+            self._slab() as fd
+        ):  # a file system without holes fails here, before a chunk is evicted for nothing
             punch(fd, self._ledger.slots * self._slot_bytes, self._slot_bytes)
-        if self._in_use_by_others():  # perhaps only since it was looked at
+        if self._in_use_by_others():  # perhaps only since it was examined
             nbytes = min(nbytes, before - self._fair(holdings(self._root)))
-        pending = max(0, before - self._meta().with_pages() * self._slot_bytes)  # was being touched then
+        pending = max(0, before - self._meta().with_pages() * self._slot_bytes)  # was in use then
         missing = -(-(nbytes - pending) // self._slot_bytes)
         slots = self._vacate(missing, idle) if missing > 0 else []
         if pending >= self._slot_bytes:
@@ -307,7 +310,7 @@ class SpaceShare:
         return before - self._own_bytes()
 
     def _vacate(self, count: int, idle: bool) -> list[int]:
-        """Take slots out of the tables, the coldest chunks last touched first."""
+        """Take slots out of the tables: free ones, then those of the coldest chunks."""
         meta = self._meta()
         if meta.unscanned():
             if not idle:
@@ -316,7 +319,7 @@ class SpaceShare:
             self._session.write(lambda w, s: chunk_ops.vacate_unscanned(w, s, meta.backed - first), 1.0)
             return list(range(first, meta.backed))
         slots = list[int]()
-        for reach in (count - meta.free(), self._ledger.slots):  # what is kept may hide what may go
+        for reach in (count - meta.free(), self._ledger.slots):  # pinned or held chunks may hide others
             victims = self.coldest(reach) if reach > 0 else []
             while len(slots) < count:
                 batch, victims = victims[:BATCH], victims[BATCH:]
@@ -345,7 +348,7 @@ class SpaceShare:
         return self._ledger._uses > 1 or len(self._session.processes()) > 1
 
     def _last_with_pages(self, meta: Meta, count: int) -> int:
-        """From which slot on, of those that wait to be scanned, `count` have pages; a slot may be a hole."""
+        """Return the slot from which on `count` slots that wait to be scanned have pages; a slot may be a hole."""
         nbytes, size = 0, self._slot_bytes
         with self._slab() as fd:
             for start, stop in reversed(data_ranges(fd, meta.scan * size, meta.backed * size)):
@@ -355,17 +358,17 @@ class SpaceShare:
         return meta.scan
 
     def _punch_all(self) -> None:
-        """Punch all slots that have no pages by the tables. Under the lock of the root, so none is given any."""
+        """Punch all slots without pages in the tables. Under the lock of the root, so none of them gets pages."""
         meta, bare = self._backing()
         self._punch(bare, range(meta.backed, self._ledger.slots))
 
     def _punch(self, slots: list[int], never_used: range = range(0)) -> None:
-        """Give the pages of bare slots back, but of those that somebody touches. Under the lock of the root."""
+        """Free the pages of bare slots, except slots in use. Under the lock of the root."""
         generation = self._session.columns.generation
         silent = [slot for slot in slots if not int(generation[slot]) & BARE]
         for at in range(
             0, len(silent), BATCH
-        ):  # who took them out of the tables has died before it could say so
+        ):  # the process that took them out of the tables died before it published that
             part = silent[at : at + BATCH]
             self._session.write(lambda w, _: w.mark_bare_again(part), _ROOT_SECONDS)  # noqa: B023
         holes = [*_ranges(self._session.untouched(slots, _LENT_SECONDS)), never_used]
@@ -376,7 +379,7 @@ class SpaceShare:
     # ---- what there is
 
     def backed_ranges(self) -> list[range]:
-        """The slots that have pages, as ranges; others may change that at any time."""
+        """Return the slots that have pages, as ranges; other processes may change that at any time."""
         meta, bare = self._backing()
         edges = [-1, *bare, meta.backed]
         return [range(a + 1, b) for a, b in itertools.pairwise(edges) if b - a > 1]
@@ -393,18 +396,18 @@ class SpaceShare:
     @contextlib.contextmanager
     def _slab(self) -> Iterator[int]:
         with open(self._ledger.slab_path, "r+b", buffering=0) as slab:
-            self._session.require_store()  # or it would be another's
+            self._session.require_store()  # or the file would be another store's
             yield slab.fileno()
 
 
 def _gives(holding: Holding) -> bool:
-    """Whether a store can be asked to give: one whose format is not known cannot."""
+    """Whether a store can be asked to give: one of an unknown format cannot."""
     state = holding.state
     return state is not None and state.format == FORMAT and not state.private and holding.nbytes > 0
 
 
 def _ranges(slots: Sequence[int]) -> list[range]:
-    """Sorted slots as ranges."""
+    """Return sorted slots as ranges."""
     runs: list[range] = []
     for slot in slots:
         if runs and runs[-1].stop == slot:

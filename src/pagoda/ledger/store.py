@@ -1,8 +1,9 @@
-"""Open, create, resize, rebuild and discard the directory that a ledger and its slab lie in.
+"""Open, create, resize, rebuild and discard the directory of a ledger and its slab.
 
 `<root>/<name>/` is one store. All of this happens under the lock of the root, so that one process at a time changes
-what stores there are; who *uses* a store shares byte OPEN of the store's own lock file, and only who has that byte
-alone may judge, resize or discard it. A directory is made under another name and renamed into place when complete.
+which stores there are. A process that *uses* a store shares byte OPEN of the store's lock file, and only a process that
+has this byte exclusively may judge, resize or discard the store. A directory is made under another name and renamed
+into place when it is complete. `Ledger` and `session` call it.
 """
 
 from __future__ import annotations
@@ -55,16 +56,16 @@ from pagoda.ledger.tables import META_ROW, PLACE, Meta, Reservation, Tables, map
 
 log = logging.getLogger(__name__)
 
-_LAST_STAMP = 1 << 62  # no clock gets there: what is above has been damaged
+_LAST_STAMP = 1 << 62  # no clock gets there: a larger stamp is damaged
 
 
 @dataclass(frozen=True)
 class StoreSpec:
     """Which store: `slots` slots of `slot_bytes` (stride in the slab file, headers included) in `<root>/<name>/`.
 
-    `limit_bytes` is for the slabs of all stores of the root, and the largest of those in use counts: how they share it
-    is told in `sharing`. A `private` store is nobody else's, and gone when it is closed or its process dies. With
-    `slot_bytes` 0 it has no slab.
+    `limit_bytes` is for the slabs of all stores of the root, and the largest of those in use counts: `space_sharing`
+    tells how they share it. A `private` store belongs to one process, and is removed when it is closed or the process
+    dies. With `slot_bytes` 0 it has no slab.
     """
 
     root: Path
@@ -86,7 +87,7 @@ class StoreSpec:
 
 @dataclass(frozen=True)
 class OpenStore:
-    """A store that this process has open: its byte OPEN is shared. `sole`: nobody else had it open at that moment."""
+    """A store that this process has open: byte OPEN is shared. `sole`: no other process had it open at that moment."""
 
     directory: Path
     state: StoreState
@@ -94,8 +95,10 @@ class OpenStore:
     sole: bool
 
     def is_current(self) -> bool:
-        """Whether its directory still holds this very store, as it was when it was opened; asked before anything of it
-        is opened by path again, and after."""
+        """Whether the directory still has this very store, as it was opened.
+
+        Checked before and after a file of the store is opened by path.
+        """
         state = read_state(self.directory)
         return (
             self.locks.is_at(self.directory / LOCKS)
@@ -104,7 +107,7 @@ class OpenStore:
         )
 
     def mark_clean(self, used_bytes: int) -> None:
-        """Say that what the last to leave has synced (`used_bytes` of the tables) may be trusted. OSError."""
+        """Record that what the last process synced (`used_bytes` of the tables) can be trusted. OSError."""
         if not self.is_current() or is_marked(self.directory, TableMark.DAMAGED, self.state.incarnation):
             return
         known = checksum(self.directory, self.state.slots, used_bytes)
@@ -113,19 +116,19 @@ class OpenStore:
             write_state(self.directory, clean)
 
     def mark_damaged(self) -> None:
-        """Have the next who opens the store alone not trust its tables."""
-        with contextlib.suppress(OSError):  # an error at every opening is the worst that comes of it
+        """Make the next process that opens the store alone distrust its tables."""
+        with contextlib.suppress(OSError):  # at worst every opening fails
             if self.is_current():
                 set_mark(self.directory, TableMark.DAMAGED, self.state.incarnation)
 
     def is_last(self) -> bool:
-        """Whether nobody else has it open; if so this process now has it alone."""
+        """Whether no other process has it open; if so, this process now has it alone."""
         return self.locks.is_at(self.directory / LOCKS) and self.locks.try_lock(OPEN, exclusive=True)
 
     def release(self) -> None:
-        """Let others discard it; a private store goes at once."""
+        """Let other processes discard it; a private store is removed at once."""
         if self.state.private and self.is_last():
-            with contextlib.suppress(OSError):  # somebody else was quicker
+            with contextlib.suppress(OSError):  # another process was quicker
                 discard(self.directory)
         self.locks.unlock(OPEN)
 
@@ -135,8 +138,8 @@ def open_store(
 ) -> OpenStore:
     """Open the store, making, resizing or discarding it as needed. StoreError or NoRoomError with the remedy.
 
-    `locked`: the caller has the lock of the root, and is to take room from a store that is there. If nobody has that
-    open and it cannot be used any more, it goes: nothing else would ever give its room back.
+    `locked`: the caller has the lock of the root, and takes space from an existing store. If no process has that store
+    open and it is unusable, it is removed: nothing else would ever free its space.
     """
     directory = spec.root / spec.name
     try:
@@ -152,7 +155,7 @@ def open_store(
                 write_limit(directory, spec.limit_bytes, store.sole)
     except (OSError, lmdb.Error) as error:
         raise StoreError(
-            f"the store at {directory} cannot be opened ({error}): mend that or choose another path"
+            f"the store at {directory} cannot be opened ({error}): repair that or choose another path"
         ) from error
     if store is None:
         raise StoreError(f"there is no usable store at {directory}")
@@ -162,12 +165,12 @@ def open_store(
 def reopen_store(store: OpenStore) -> OpenStore:
     """Open the same store again (after a fork). StoreError if it is gone.
 
-    Between the death of a parent and this nobody may have had it open, and another may have resized or rebuilt it:
-    what is mapped would then be files of the past.
+    After the death of the parent there may have been a time without a process that had it open, and another one may
+    have resized or rebuilt it: the mapped files would then be those of the past.
     """
     if not store.locks.try_lock(OPEN, exclusive=False) or not store.is_current():
         store.locks.close()
-        raise StoreError(f"the store at {store.directory} is gone; open it anew")
+        raise StoreError(f"the store at {store.directory} is gone: open it again")
     return dataclasses.replace(store, sole=False)
 
 
@@ -185,17 +188,17 @@ def _prepare(root: Path, create: bool) -> None:
 
 @contextlib.contextmanager
 def os_errors_mapped(directory: Path) -> Iterator[None]:
-    """Around an opening: its directory may be removed meanwhile, or no more files be open. StoreError for OSError."""
+    """Raise StoreError for OSError while a store is opened: a removed directory, or too many open files."""
     try:
         yield
     except OSError as error:
         raise StoreError(
-            f"the store at {directory} cannot be opened ({error}): mend that and open it anew"
+            f"the store at {directory} cannot be opened ({error}): repair that and open it again"
         ) from error
 
 
 def _discard_other_formats(root: Path) -> None:
-    """Remove what other versions left in memory, as far as nobody has it open: this one will never read it."""
+    """Remove stores of other versions in memory that no process has open: this version will never read them."""
     for directory in stores(root):
         state = read_state(directory)
         with contextlib.suppress(FileNotFoundError):
@@ -214,10 +217,12 @@ def _open_existing(
         raise StoreError(f"{directory} is a symbolic link, which a store cannot be: remove it")
     with contextlib.ExitStack() as undo:
         locks = undo.enter_context(contextlib.closing(LockFile(directory / LOCKS)))
-        # Shared first: from here on nobody can be the last to leave, and mark as clean what we are about to change.
+        # Shared first: so no process can be the last to leave, and mark as clean what this one will change.
         if not locks.lock(OPEN, exclusive=False, until=until):
-            raise StoreError(f"another process has {directory} to itself and does not end: is it stopped?")
-        if not locks.is_at(directory / LOCKS):  # it was removed while we waited
+            raise StoreError(
+                f"timed out: another process holds {directory} exclusively; look for a stopped process"
+            )
+        if not locks.is_at(directory / LOCKS):  # it was removed during the wait
             return None
         if locks.try_lock(OPEN, exclusive=True):
             state = _judge(directory, spec, clock)
@@ -225,7 +230,9 @@ def _open_existing(
                 if may_discard:
                     discard(directory)
                 return None
-            locks.try_lock(OPEN, exclusive=False)  # a lock of one's own is converted at once
+            locks.try_lock(
+                OPEN, exclusive=False
+            )  # converting a lock that this process holds succeeds at once
             store = OpenStore(directory, state, locks, sole=True)
         else:
             store = _join(directory, spec, locks)
@@ -234,7 +241,7 @@ def _open_existing(
 
 
 def _join(directory: Path, spec: StoreSpec, locks: LockFile) -> OpenStore:
-    """Use the store that others have open, as it is."""
+    """Use the store that other processes have open, as it is."""
     state = read_state(directory)
     if state is None:
         wrong: str | None = "its state is damaged"
@@ -248,7 +255,7 @@ def _join(directory: Path, spec: StoreSpec, locks: LockFile) -> OpenStore:
         wrong = mismatch(directory, state)
     if state is None or wrong:
         raise StoreError(
-            f"the store at {directory} cannot be used ({wrong}) while others have it open: "
+            f"the store at {directory} cannot be used ({wrong}) while other processes have it open: "
             "stop them first or choose another path"
         )
     if state.slots < spec.slots:
@@ -262,7 +269,7 @@ def _join(directory: Path, spec: StoreSpec, locks: LockFile) -> OpenStore:
 
 
 def _judge(directory: Path, spec: StoreSpec, clock: Clock) -> StoreState | None:
-    """Bring a store that nobody else has open up to date; None if it must be discarded."""
+    """Bring a store that no other process has open up to date; None if it must be discarded."""
     state = read_state(directory)
     if state is None or (state.kind, state.slot_bytes) != (spec.kind, spec.slot_bytes):
         log.warning("discarding the store at %s: its state is missing, damaged or another tier's", directory)
@@ -286,7 +293,7 @@ def _judge(directory: Path, spec: StoreSpec, clock: Clock) -> StoreState | None:
 
 
 def _distrusted(directory: Path, state: StoreState, boot: str) -> str | None:
-    """Why the tables of a store that nobody else has open are not to be trusted; None if they are."""
+    """Return why the tables of a store that no other process has open cannot be trusted; None if they can."""
     if state.format != FORMAT:
         return f"it is of format {state.format}, this version writes {FORMAT}"
     if state.boot_id != boot and (state.kind == "memory" or not state.clean):
@@ -299,7 +306,7 @@ def _distrusted(directory: Path, state: StoreState, boot: str) -> str | None:
         return wrong
     if state.clean and checksum(directory, state.slots, state.used_bytes) != state.checksum:
         return "its tables are not what they were when it was closed"
-    # Damaged pages end a process by a signal: the next start must not end like this one.
+    # Damaged pages may end this process by a signal: the next start must not end the same way.
     set_mark(directory, TableMark.OPENING, state.incarnation)
     wrong = find_damage(directory, state, known=state.clean)
     set_mark(directory, TableMark.OPENING, 0)
@@ -307,7 +314,7 @@ def _distrusted(directory: Path, state: StoreState, boot: str) -> str | None:
 
 
 def _renew(directory: Path, state: StoreState, boot: str, clock: Clock) -> StoreState:
-    """Take a store into use: from now on only this boot, or a clean close, makes its ledger trusted."""
+    """Take a store into use: from now on its ledger is only trusted in this boot, or after a clean close."""
     offset = state.recency_offset
     if state.boot_id != boot:
         columns = Columns(directory / COLUMNS, state.slots)
@@ -353,7 +360,7 @@ def _create(directory: Path, spec: StoreSpec, clock: Clock) -> OpenStore:
 
 
 def _make_ledger(directory: Path, state: StoreState, scan: int, backed: int) -> None:
-    """Make tables, columns and counters of a ledger that knows of nothing; slots from `scan` on wait to be scanned.
+    """Make tables, columns and counters of an empty ledger; slots from `scan` on wait to be scanned.
 
     Those from `backed` on have no pages.
     """
@@ -375,7 +382,7 @@ def _make_ledger(directory: Path, state: StoreState, scan: int, backed: int) -> 
 
 
 def _rebuild(directory: Path, state: StoreState) -> StoreState:
-    """Put an empty ledger in place of one that is not trusted; its slots are to be scanned."""
+    """Replace a ledger that is not trusted by an empty one; all its slots wait to be scanned."""
     state = msgspec.structs.replace(
         state,
         format=FORMAT,
@@ -387,7 +394,7 @@ def _rebuild(directory: Path, state: StoreState) -> StoreState:
     write_state(directory, state)
     lengthen(
         directory / SLAB, state.slots * state.slot_bytes
-    )  # shorter if who lengthened the store was killed
+    )  # shorter if a process was killed while it lengthened the store
     _make_ledger(directory, state, scan=0, backed=state.slots)
     return state
 
@@ -398,11 +405,11 @@ def _lengthen(directory: Path, state: StoreState, spec: StoreSpec) -> StoreState
         state,
         slots=spec.slots,
         map_bytes=max(state.map_bytes, map_bytes(spec.slots)),
-        incarnation=state.incarnation + 1,  # who has the old files mapped must not go on
+        incarnation=state.incarnation + 1,  # a process that has the old files mapped must not continue
         boot_id=NEVER_BOOTED,
         clean=False,
     )
-    # For a moment the old columns stand beside the new.
+    # For a moment both the old and the new columns exist.
     need = _ledger_bytes(resized) - _ledger_bytes(state) + state.sizes()[COLUMNS]
     try:
         require_free(spec.root, need, spec.kind == "memory")
@@ -424,7 +431,7 @@ def _lengthen(directory: Path, state: StoreState, spec: StoreSpec) -> StoreState
 
 
 def _resize_tables(path: Path, map_bytes: int, slots: int) -> None:
-    """Add slots without pages; reservations go all, since nobody lives who could write them."""
+    """Add slots without pages; all reservations are removed, since no living member could write them."""
     tables = Tables(path, map_bytes)
     try:
         with tables.env.begin(write=True) as txn:
@@ -458,7 +465,7 @@ def _ledger_bytes(state: StoreState) -> int:
 
 
 def _first_slots(spec: StoreSpec, state: StoreState) -> int:
-    """How many slots a new store has pages for at once. NoRoomError if what nobody else has is not free either."""
+    """Return for how many slots a new store has pages at once. NoRoomError if there is too little free space."""
     ledger, in_memory = _ledger_bytes(state), spec.kind == "memory"
     if not spec.slot_bytes:
         require_free(spec.root, ledger, in_memory)
@@ -468,7 +475,7 @@ def _first_slots(spec: StoreSpec, state: StoreState) -> int:
     if spec.limit_bytes is not None:
         limit = max(spec.limit_bytes, root_limit(every) or 0)
         slots = min(slots, max(0, limit - held) // spec.slot_bytes)
-    if held and slots < spec.slots:  # what others have is to be shared: see `sharing`
+    if held and slots < spec.slots:  # what other stores hold will be shared: see `space_sharing`
         require_free(spec.root, ledger, in_memory)
         return min(slots, max(0, free_bytes(spec.root, in_memory) - ledger) // spec.slot_bytes)
     require_free(spec.root, ledger + slots * spec.slot_bytes, in_memory)

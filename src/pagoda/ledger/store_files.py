@@ -1,10 +1,10 @@
-"""The small file `state` of a store: what the store is, and whether its tables may be trusted.
+"""The files of a store, and its small file `state`: what the store is, and whether its tables can be trusted.
 
-Three pages, made once and then written in place, so that a full disk hinders nothing:
+`state` has three pages, made once and then written in place, so that it can be written on a full disk:
 
 | page | content |
 | --- | --- |
-| 0, 1 | records; the whole one with the higher number stands, a new one goes over the other, so none is lost |
+| 0, 1 | records; the sound one with the higher number is valid, a new one overwrites the other, so none is lost |
 | 2 | marks, a word each: the incarnation of the tables that they are about |
 """
 
@@ -23,37 +23,38 @@ from pagoda.ledger.columns import columns_bytes
 from pagoda.ledger.member_counters import COUNTERS_BYTES, MEMBER_ROWS
 
 # Of tables, columns, counters and marks: raise it with any change of them. A store on disk of another format is
-# rebuilt from the headers of its slab once nobody has it open; one in memory has another directory (`HostTier.open`).
+# rebuilt from the headers of its slab once no process has it open; one in memory has another directory
+# (`HostTier.open`).
 FORMAT = 4
-# Of the slots of a file and their headers: a store of another one is left alone.
+# Of the slots of a file and their headers: a store of another format is left alone.
 SLAB_FORMAT = 1
 STATE, LOCKS, TABLES, COLUMNS, COUNTERS_FILE, SLAB, NAMESPACES, PAGE_GUARDS = (
     "state", "locks", "data.mdb", "columns", "counters", "slab", "namespaces", "lent",
 )  # fmt: skip
-GUARD_WORDS = 64  # a member, see `lending`
+GUARD_WORDS = 64  # a member, see `page_guards`
 GUARD_BYTES = MEMBER_ROWS * GUARD_WORDS * 8
-FIRST_OFFSET = 1 << 60  # recency stamps of a new store begin here, above those a rebuild gives
-NEVER_BOOTED = ""  # boot id of a store whose ledger is being made or resized: trusted by nobody
+FIRST_OFFSET = 1 << 60  # recency stamps of a new store begin here, above those that a rebuild gives
+NEVER_BOOTED = ""  # boot id of a store whose ledger is being made or resized: never trusted
 
 Kind = Literal["memory", "file"]
 
 _PAGE = 4096
-_RECORD = Struct("<8sQQ16s")  # magic, number, length of the text, checksum of both and of the text behind
+_RECORD = Struct("<8sQQ16s")  # magic, number, length of the text, checksum of number and text
 _MAGIC = b"PAGODAST"
 _WORD = Struct("<Q")
 
 
 class TableMark(IntEnum):
-    """Which tables are not to be trusted whatever the record says; void for those of a later incarnation."""
+    """Why tables must not be trusted whatever the record says; a mark does not apply to a later incarnation."""
 
-    DAMAGED = 0  # something in them did not make sense
+    DAMAGED = 0  # a process met an error in them
     OPENING = (
-        1  # they are being opened by who has the store alone: if that ends in a signal, the next one rebuilds
+        1  # a process that has the store alone opens them: if a signal ends it, the next one rebuilds them
     )
 
 
 class StoreState(msgspec.Struct, frozen=True, kw_only=True):
-    """What a store says of itself. Fields are only ever added, with defaults: every version can read it."""
+    """The properties of a store. Fields are only ever added, with defaults: every version can read it."""
 
     format: int
     kind: Kind
@@ -72,7 +73,7 @@ class StoreState(msgspec.Struct, frozen=True, kw_only=True):
     checksum: str = ""  # of these and of the columns
 
     def sizes(self) -> dict[str, int]:
-        """Exact size of each mapped file, in bytes."""
+        """Return the exact size of each mapped file, in bytes."""
         sizes = {
             TABLES: self.map_bytes,
             COLUMNS: columns_bytes(self.slots),
@@ -83,7 +84,7 @@ class StoreState(msgspec.Struct, frozen=True, kw_only=True):
         return {name: size for name, size in sizes.items() if size}
 
     def first_generation(self) -> int:
-        """Generations of one incarnation of the ledger never meet those of another."""
+        """Return the first generation of this incarnation: those of two incarnations never overlap."""
         return (self.incarnation << 40) + 1
 
 
@@ -94,11 +95,11 @@ class _Record(NamedTuple):
 
 
 def read_state(directory: Path) -> StoreState | None:
-    """Read the state of a store, of whatever format; None if there is none or it is damaged."""
+    """Read the state of a store, of any format; None if there is none or it is damaged."""
     try:
         content = _read(directory)
         record = _newest(content)
-        # up to format 2 the file was one bare text
+        # up to format 2 the file was only the text
         state = msgspec.json.decode(content if record is None else record.text, type=StoreState)
     except (OSError, msgspec.DecodeError):
         return None
@@ -106,17 +107,17 @@ def read_state(directory: Path) -> StoreState | None:
 
 
 def write_state(directory: Path, state: StoreState) -> None:
-    """Replace the state of a store, synced; for who has it alone. Takes no room once the file is there."""
+    """Replace the state of a store, synced; only with the store alone. Takes no space once the file exists."""
     text = msgspec.json.encode(state)
     record = _newest(_read(directory))
-    if record is None:  # none yet, or one of an older format
+    if record is None:  # no file yet, or one of an older format
         write_synced(directory / STATE, _sealed(2, text) + _sealed(1, text) + bytes(_PAGE))
     else:
         _write_at(directory, (1 - record.page) * _PAGE, _sealed(record.number + 1, text))
 
 
 def set_mark(directory: Path, mark: TableMark, incarnation: int) -> None:
-    """Mark the tables of an incarnation, synced; 0 takes the mark away. Any member may, at any time. OSError."""
+    """Mark the tables of an incarnation, synced; 0 clears the mark. Any member may, at any time. OSError."""
     _write_at(directory, 2 * _PAGE + mark * _WORD.size, _WORD.pack(incarnation))
 
 
@@ -137,7 +138,7 @@ def _read(directory: Path) -> bytes:
 def _write_at(directory: Path, offset: int, content: bytes) -> None:
     fd = os.open(directory / STATE, os.O_WRONLY | os.O_CLOEXEC)
     try:
-        os.pwrite(fd, content, offset)  # blocks that are there already: all of it, or OSError
+        os.pwrite(fd, content, offset)  # the blocks exist already: all of it, or OSError
         os.fsync(fd)
     finally:
         os.close(fd)
@@ -151,7 +152,7 @@ def _sealed(number: int, text: bytes) -> bytes:
 
 
 def _newest(content: bytes) -> _Record | None:
-    """The whole record with the higher number, if there is one."""
+    """Return the sound record with the higher number, if there is one."""
     records = [record for page in (0, 1) if (record := _record(content, page)) is not None]
     return max(records, default=None)
 
@@ -166,11 +167,11 @@ def _record(content: bytes, page: int) -> _Record | None:
 
 
 def write_synced(path: Path, content: bytes) -> None:
-    """Replace a small file so that either the old or the new content stands, also after a power cut."""
+    """Replace a small file so that it has either the old or the new content, also after a power cut."""
     fresh = path.with_name(f".{path.name}-{os.getpid()}")
     try:
         with open(fresh, "wb", opener=_private) as file:
-            file.write(content)  # all of it, or OSError: a full disk takes a part without a word
+            file.write(content)  # all of it, or OSError: `os.write` to a full disk may write only a part
             file.flush()
             os.fsync(file.fileno())
         os.replace(fresh, path)
@@ -193,13 +194,13 @@ def sync_directory(directory: Path) -> None:
 
 
 def mismatch(directory: Path, state: StoreState) -> str | None:
-    """Say in what the files of a store differ from what its state promises; None if in nothing."""
+    """Tell how the files of a store differ from its state; None if they do not."""
     for name, size in state.sizes().items():
         try:
             status = os.stat(directory / name)
         except OSError:
             return f"{name} is missing"
-        if status.st_size < size or (name != SLAB and status.st_size > size):  # a slab is never cut off
+        if status.st_size < size or (name != SLAB and status.st_size > size):  # a slab is never shortened
             return f"{name} has {status.st_size} bytes instead of {size}"
         if state.inodes and state.inodes.get(name) != status.st_ino:
             return f"{name} is not the file it was"
@@ -207,7 +208,7 @@ def mismatch(directory: Path, state: StoreState) -> str | None:
 
 
 def inodes(directory: Path, state: StoreState) -> dict[str, int]:
-    """The inode of each mapped file: for memory, where a copied file would be another one."""
+    """Return the inode of each mapped file of a store in memory, where a copied file would be another one."""
     return (
         {name: os.stat(directory / name).st_ino for name in state.sizes()} if state.kind == "memory" else {}
     )

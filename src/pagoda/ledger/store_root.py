@@ -25,17 +25,19 @@ _PRIVATE = ".private-"
 
 
 def discard_idle(directory: Path, deadline_seconds: float) -> None:
-    """Remove a whole store if nobody has it open."""
+    """Remove a whole store if no process has it open."""
     with root_locked(directory.parent, deadline_seconds):
         if directory.is_dir() and not in_use(directory):
             discard(directory)
 
 
 def discard(directory: Path) -> None:
-    """Remove a whole store, out of sight first. The caller has it alone."""
+    """Rename a whole store, then remove it. The caller has it alone."""
     gone = directory.with_name(f"{_GOING}{secrets.token_hex(6)}")
     os.rename(directory, gone)
-    shutil.rmtree(gone, ignore_errors=True)  # what is left is swept by the next who opens
+    shutil.rmtree(
+        gone, ignore_errors=True
+    )  # the next process that opens a store of the root removes what is left
 
 
 def stores_in(root: Path) -> list[Path]:
@@ -47,9 +49,9 @@ def stores_in(root: Path) -> list[Path]:
 
 
 def remove_store(directory: Path, deadline_seconds: float = 10.0) -> int:
-    """Remove a store and what it holds; return the bytes that came back.
+    """Remove a store and its chunks; return how many bytes that freed.
 
-    Raises StoreError, and removes nothing, if a process has it open or if it holds what is not a store's.
+    Raises StoreError, and removes nothing, if a process has it open or if it has files that are not a store's.
     """
     with root_locked(directory.parent, deadline_seconds):
         if not _is_store(directory):
@@ -65,7 +67,7 @@ def remove_store(directory: Path, deadline_seconds: float = 10.0) -> int:
 
 def allocated_bytes(directory: Path) -> int:
     """Return the bytes that the files of a store take. Changes nothing."""
-    with contextlib.suppress(FileNotFoundError):  # it may go at any time
+    with contextlib.suppress(FileNotFoundError):  # it may be removed at any time
         return sum(entry.stat().st_blocks * 512 for entry in directory.iterdir())
     return 0
 
@@ -80,22 +82,23 @@ def _is_store(directory: Path) -> bool:
 
 @contextlib.contextmanager
 def root_locked(root: Path, deadline_seconds: float) -> Iterator[None]:
-    """Be the one who changes what stores there are and which pages they have. StoreError if it cannot be had.
+    """Hold the lock for changing which stores there are and which pages they have. StoreError if it is not free.
 
-    What a killed process left is removed first: it holds room that nobody counts.
+    What a killed process left is removed first: it takes space that no store counts.
     """
     until = time.monotonic() + deadline_seconds
     with contextlib.closing(LockFile(root / LOCKS)) as locks:
         if not locks.lock(OPEN, exclusive=True, until=until):
             raise StoreError(
-                f"another process has been opening a store under {root} for {deadline_seconds:g} s: is it stopped?"
+                f"timed out after {deadline_seconds:g} s: another process is opening a store under {root}; "
+                "look for a stopped process"
             )
         _sweep(root)
         yield
 
 
 def stores(root: Path) -> list[Path]:
-    """The stores under a root, damaged ones too; anything else there is not ours to count or touch."""
+    """Return the stores under a root, also damaged ones; other directories there are left alone."""
     return [
         entry
         for entry in _own_directories(root)
@@ -104,10 +107,10 @@ def stores(root: Path) -> list[Path]:
 
 
 def _own_directories(root: Path) -> list[Path]:
-    """What under a root may be ours: this user's directories, and no symbolic links."""
+    """Return the directories under a root that belong to this user, without symbolic links."""
     found = []
     for entry in root.iterdir():
-        with contextlib.suppress(FileNotFoundError):  # a private store may go at any time
+        with contextlib.suppress(FileNotFoundError):  # a private store may be removed at any time
             status = entry.lstat()
             if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
                 found.append(entry)
@@ -115,7 +118,7 @@ def _own_directories(root: Path) -> list[Path]:
 
 
 def _sweep(root: Path) -> None:
-    """Remove what a killed process left: half-made and half-gone directories, private stores of the dead."""
+    """Remove what killed processes left: directories half made or half removed, and private stores."""
     for entry in _own_directories(root):
         if _PASSING.fullmatch(entry.name):
             shutil.rmtree(entry, ignore_errors=True)
@@ -126,7 +129,7 @@ def _sweep(root: Path) -> None:
 
 
 def in_use(directory: Path) -> bool:
-    """Whether this or another process has the store open; False if it is gone."""
+    """Whether this or another process has the store open; False if it does not exist."""
     try:
         with contextlib.closing(LockFile(directory / LOCKS, create=False)) as locks:
             return locks.held_by_other(OPEN)
