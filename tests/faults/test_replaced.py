@@ -177,7 +177,7 @@ def test_a_directory_that_is_removed_while_it_is_being_opened_is_an_error_that_s
         return enter(directory, advice)
 
     monkeypatch.setattr(ledger_module, "map_learned", late)
-    with pytest.raises(StoreError, match="open the store again"):
+    with pytest.raises(StoreError, match="repair that and open it again"):
         Ledger.open(spec(shm_root), policy="hindsight")
     monkeypatch.undo()
     Ledger.open(spec(shm_root), policy="hindsight").close()
