@@ -24,7 +24,14 @@ def test_the_generated_pages_are_current() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["pagoda.keys", "pagoda.layout", "pagoda.config", "pagoda.connectors.transformers.cached_model"]
+    "module",
+    [
+        "pagoda.keys",
+        "pagoda.layout",
+        "pagoda.config",
+        "pagoda.cache.cache",
+        "pagoda.connectors.transformers.cached_model",
+    ],
 )
 def test_the_examples_of_a_public_class_run(module: str) -> None:
     found = doctest.testmod(importlib.import_module(module))

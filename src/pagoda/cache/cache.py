@@ -60,6 +60,17 @@ class Cache:
     future. ValueErrors for wrong use are raised by the call itself. The call of a future begins when one of a few
     threads is free; its deadline starts with the call. A cancelled await first ends its call: when CancelledError is
     raised, nothing writes into the KV any more and nothing stays reserved.
+
+    Example:
+        >>> import numpy as np
+        >>> from pagoda.transfer import DenseKV
+        >>> layout = KVLayout.dense(layers=1, kv_heads=1, head_dim=8, dtype="float32")
+        >>> tokens, kv = list(range(512)), [[np.ones((1, 512, 8), np.float32) for _ in "KV"]]
+        >>> with Cache(namespace=Namespace("a-model"), layout=layout, host_size="1MiB", host_shared=False) as cache:
+        ...     stored = cache.store(tokens, DenseKV(kv, layout))
+        ...     hit = cache.retrieve([*tokens, 7, 8, 9], DenseKV(kv, layout))  # the same beginning, then other tokens
+        >>> stored.num_tokens, hit.num_tokens, hit.by_tier
+        (512, 512, {'host': 512})
     """
 
     def __init__(
