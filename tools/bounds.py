@@ -14,11 +14,11 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 # figure: (bound, aim)
 BOUNDS = {
-    "lines of code": (29_500, 23_000),
+    "lines of code": (29_600, 23_000),
     "lines of the core": (13_050, 9_200),
-    "class names used twice": (5, 5),
-    "mixed modules": (1, 0),
-    "modules with two themes": (7, 12),
+    "class names used twice": (0, 5),
+    "mixed modules": (0, 0),
+    "modules with two themes": (8, 12),
     "store, caller": (31, 24),
     "store, all threads": (42, 32),
     "lookup, caller": (21, 17),

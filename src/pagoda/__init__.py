@@ -1,4 +1,4 @@
-"""PagodaKV: one cache in storeys for the attention keys and values that an LLM engine has computed.
+"""PagodaKV: a KV cache in tiers for the attention keys and values that an LLM engine has computed.
 
 Public names are resolved on first use: `import pagoda` loads no numpy, lmdb or torch.
 """

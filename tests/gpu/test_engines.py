@@ -83,7 +83,7 @@ def test_the_same_text_stored_and_hit(rig: Rig, house: Path, seed: int, rows: in
 
 
 def test_the_paged_engine(rig: Rig) -> None:
-    """Blocks on the device, few of them, and little host memory: all storeys are used, and each answer is compared."""
+    """Blocks on the device, few of them, and little host memory: all tiers are used, and each answer is compared."""
     pytest.importorskip("transformers", reason="transformers cannot be imported: pip install transformers")
     command = [sys.executable, "-m", "examples.paged_engine", "--verify", "--device", rig.device.type]
     done = subprocess.run(command, cwd=ROOT, check=False, timeout=280, capture_output=True, text=True)

@@ -24,7 +24,7 @@ _STYLE = {"help_option_names": ["-h", "--help"]}
 
 app = typer.Typer(
     name="pagoda",
-    help="PagodaKV: one cache in storeys, so that no prompt prefix is computed twice.",
+    help="PagodaKV: a KV cache in tiers, so that no prompt prefix is computed twice.",
     add_completion=False,
     context_settings=_STYLE,
     pretty_exceptions_enable=False,
