@@ -160,7 +160,7 @@ def dense_run_table(layers: Sequence[Sequence[Words]], layout: KVLayout) -> RunT
     """Return the runs of dense KV; the id of a run is a token's number.
 
     `layers[i]` are the planes of a layer as [heads, tokens, dim], or [tokens, heads, dim] as the layout says. Where the
-    tokens of a head lie side by side a run is all of a chunk's, else each token's. Raises ValueError for other strides.
+    tokens of a head are contiguous a run is all of a chunk's, else each token's. Raises ValueError for other strides.
     """
     axis, size = (1, layout.chunk_tokens) if layout.token_order == "heads_first" else (0, layout.chunk_tokens)
     tokens = [
