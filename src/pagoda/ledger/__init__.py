@@ -15,7 +15,7 @@ Modules, in the order in which data meets them:
     namespaces          steps of a transaction: rows of namespaces, watermarks of clears, labels
     namespace_registry  labels and clears, where they outlive the tables
     clear_log           the two files that say what was cleared
-    queries             what read transactions look up; the check of all rows
+    queries             what read transactions look up
     tables              the LMDB tables: everything that must be right
     columns             the mapped columns and ghosts: hints for policies, and the published generations
     member_counters     the mapped counters, a row a member
@@ -27,7 +27,7 @@ Modules, in the order in which data meets them:
     store               open, create, resize and rebuild a store's directory
     store_root          which stores a root has; its lock; removing a store
     store_files         the files of a store and its state file
-    integrity           whether tables can be trusted
+    integrity           whether tables can be trusted: checksums, the check of all rows
 """
 
 from pagoda.ledger.columns import Columns

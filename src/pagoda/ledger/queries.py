@@ -1,8 +1,7 @@
-"""What read transactions look up: the leading run of some keys, rows, totals, and whether all rows add up."""
+"""What read transactions look up: the leading run of some keys, rows and totals."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple, cast
 
@@ -10,21 +9,17 @@ import lmdb
 import numpy as np
 from numpy.typing import NDArray
 
-from pagoda.errors import LedgerCorrupt
 from pagoda.ledger.chunk_ops import is_cleared
-from pagoda.ledger.columns import FEW, NOT_READY, Columns
+from pagoda.ledger.columns import FEW, Columns
 from pagoda.ledger.namespaces import ClearScope
-from pagoda.ledger.outcomes import Present, Report
+from pagoda.ledger.outcomes import Present
 from pagoda.ledger.tables import (
     ENTRY,
-    NAMESPACE,
     NO_NAMESPACE,
     NUMBER,
     PLACE,
-    SLOT,
     SLOT_KEY,
     Meta,
-    Reservation,
     Tables,
 )
 from pagoda.metrics import Reason
@@ -168,87 +163,7 @@ def gauges(txn: lmdb.Transaction, tables: Tables, columns: Columns, now: int) ->
     }
 
 
-def check(txn: lmdb.Transaction, tables: Tables, columns: Columns, totals: dict[str, int]) -> Report:
-    """Verify the tables; count hints that are wrong, which is no fault. LedgerCorrupt with the numbers."""
-    ready = verify(txn, tables)
-    rows = np.fromiter(ready, np.int64)
-    generations = np.fromiter((row[0] for row in ready.values()), np.uint64)
-    hints = (columns.generation[rows] != generations) | (columns.last_use[rows] == NOT_READY)
-    if len(rows):
-        hints |= ~columns.names(rows, [row[-1] for row in ready.values()])
-    parents = columns.parent_slot[rows]
-    child = (parents >= 0) & (parents < columns.slots)
-    unreachable = columns.generation[parents[child]] != columns.parent_generation[rows[child]]
-    return Report(totals, int(np.count_nonzero(unreachable)), int(np.count_nonzero(hints)))
-
-
-def verify(txn: lmdb.Transaction, tables: Tables) -> dict[int, tuple[int, int, int, int, bytes]]:
-    """Read every row of all tables; LedgerCorrupt, or an error of LMDB or struct. Return the chunks by slot."""
-    for table in (tables.members, tables.holds, tables.pins, tables.labels, tables.meta):
-        for _ in tables.rows(txn, table):
-            pass
-    meta, bare = backing(txn, tables)
-    free = {SLOT_KEY.unpack(row)[0] for row, _ in tables.rows(txn, tables.free)}
-    ready = {SLOT_KEY.unpack(row)[0]: SLOT.unpack(value) for row, value in tables.rows(txn, tables.slots)}
-    reserved = {
-        SLOT_KEY.unpack(row)[0]: Reservation.unpack(value) for row, value in tables.rows(txn, tables.reserved)
-    }
-    _verify_slots(txn, tables, meta, free, set(bare), ready, reserved)
-    return ready
-
-
 def backing(txn: lmdb.Transaction, tables: Tables) -> tuple[Meta, list[int]]:
     """Return the totals, and the bare slots in order."""
     bare = [int(SLOT_KEY.unpack(row)[0]) for row, _ in tables.rows(txn, tables.bare)]
     return tables.load_meta(txn), bare
-
-
-def _verify_slots(
-    txn: lmdb.Transaction, tables: Tables, meta: Meta, free: set[int], bare: set[int],
-    ready: dict[int, tuple[int, int, int, int, bytes]], reserved: dict[int, Reservation],
-) -> None:  # fmt: skip
-    unscanned = meta.unscanned()
-    never_used = meta.backed - meta.unused
-    numbers = (
-        f"{len(free)} free + {never_used} never used + {len(reserved)} reserved + {len(ready)} ready "
-        f"+ {unscanned} unscanned + {meta.unbacked()} unbacked, {meta.slots} slots; "
-        f"totals say {meta.reserved} reserved, {meta.ready} ready; {len(bare)} of {meta.bare} bare are listed"
-    )
-    if len(free) + never_used + len(reserved) + len(ready) + unscanned + meta.unbacked() != meta.slots:
-        raise LedgerCorrupt(f"slots do not add up: {numbers}")
-    if (len(reserved), len(ready), len(bare)) != (meta.reserved, meta.ready, meta.bare):
-        raise LedgerCorrupt(f"totals are off: {numbers}")
-    slots = free | bare | ready.keys() | reserved.keys()
-    if len(slots) != len(free) + len(bare) + len(ready) + len(reserved):
-        raise LedgerCorrupt(f"a slot is in two tables: {numbers}")
-    if max(slots, default=-1) >= meta.backed:
-        raise LedgerCorrupt(f"slot {max(slots)} does not exist or has no pages: {numbers}")
-    entries = {key: ENTRY.unpack(value) for key, value in tables.rows(txn, tables.entries)}
-    if {row[-1]: (slot, row[0], row[1], row[2]) for slot, row in ready.items()} != entries:
-        raise LedgerCorrupt(f"entries and slots disagree: {len(entries)} entries, {numbers}")
-    latest = {(r.key, slot, r.generation) for slot, r in reserved.items()}
-    lost = [key for key, row in tables.rows(txn, tables.pending) if (key, *PLACE.unpack(row)) not in latest]
-    if lost:
-        raise LedgerCorrupt(f"{len(lost)} pending keys have no reservation: {numbers}")
-    _verify_namespaces(txn, tables, meta, ready, reserved)
-
-
-def _verify_namespaces(
-    txn: lmdb.Transaction, tables: Tables, meta: Meta, ready: dict[int, tuple[int, int, int, int, bytes]],
-    reserved: dict[int, Reservation],
-) -> None:  # fmt: skip
-    chunks = Counter(row[1] for row in ready.values())
-    reservations = Counter(r.namespace for r in reserved.values() if r.namespace)
-    rows = {NUMBER.unpack(key)[0]: NAMESPACE.unpack(row) for key, row in tables.rows(txn, tables.namespaces)}
-    counted = {
-        number: (chunks[number], reservations[number]) for number in {**rows, **chunks, **reservations}
-    }
-    for number, found in counted.items():
-        told = rows[number][2:] if number in rows else None
-        if found != told:
-            raise LedgerCorrupt(f"namespace {number} has (chunks, reservations) {found}, its row says {told}")
-        if not any(found) and not meta.scanning:
-            raise LedgerCorrupt(f"namespace {number} has nothing, and a row")
-    roots = {root: NUMBER.unpack(row)[0] for root, row in tables.rows(txn, tables.roots)}
-    if roots != {row[0]: number for number, row in rows.items()}:
-        raise LedgerCorrupt(f"{len(roots)} roots and {len(rows)} namespaces disagree")
