@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from urllib.parse import SplitResult
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from pagoda.layout import KVLayout
 from pagoda.metrics import Reason
 from pagoda.slab import aligned
 from pagoda.testing import FakeClock
+from pagoda.tiers.remote.http import HttpConnection
 from pagoda.tiers.remote.objects import ObjectStoreClient
 from pagoda.tiers.remote.redis import RedisClient
 from pagoda.tiers.remote.store_client import StoreClient, StoreConnection
@@ -135,6 +138,28 @@ def test_close_ends_connections_that_are_being_made(engine: str) -> None:
             tier.close(10.0)
             assert time.monotonic() - began < 5.0
             assert not any(done.ok for done in ends([*saves, *loads], 0.1))
+
+
+@pytest.mark.parametrize("engine", ["http", "https"])
+def test_close_ends_connections_that_are_not_yet_begun(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    making, closed = threading.Event(), threading.Event()
+    init = HttpConnection.__init__
+
+    def slowly(connection: HttpConnection, origin: SplitResult) -> None:
+        making.set()
+        assert closed.wait(30)
+        init(connection, origin)
+
+    monkeypatch.setattr(HttpConnection, "__init__", slowly)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        remote = ENGINES[engine](f"127.0.0.1:{silent.getsockname()[1]}")
+        with tier_on(remote, deadline_seconds=60.0) as tier:
+            (load,) = tier.load(keys_of(1), [aligned(65536)], namespace=ROOT)
+            assert making.wait(30)
+            tier.close(0.5)
+            closed.set()
+            (done,) = ends([load], 10.0)
+            assert not done.ok
 
 
 class Startled(RedisClient):

@@ -342,6 +342,7 @@ class ObjectStoreConnection:
         if self._http is None or not self._http.serves(url):
             self._http = HttpConnection(url)
         connection = self._http
+        self._runner.check_open()  # from here on `abort` reaches the connection
         with self._http_errors():
             return connection, connection.request(
                 method, target, until, {**self._headers, **(more or {})}, body
@@ -365,6 +366,7 @@ class ObjectStoreConnection:
             return None
         if self._http is None or not self._http.serves(url):
             self._http = HttpConnection(url)
+        self._runner.check_open()  # from here on `abort` reaches the connection
         with self._http_errors():
             return self._http, self._http.request(method, target, until, headers, body)
 
@@ -404,6 +406,7 @@ class ObjectStoreConnection:
             self._http_pool.close()
             self._http_pool = None
         pool = self._http_pool = self._http_pool or HttpConnectionPool(url, _AT_ONCE)
+        self._runner.check_open()  # from here on `abort` reaches its connections
         with self._http_errors():
             return pool.head_all(targets, until, self._headers)
 

@@ -223,6 +223,10 @@ class ObstoreRunner:
                 f"{self._address}: obstore was in use before this process was forked and cannot be used in the "
                 "child; start the child with spawn, or open the tier after the fork"
             )
+        self.check_open()
+
+    def check_open(self) -> None:
+        """Raise OSError after an abort."""
         if self.ended:
             raise OSError(f"{self._address}: the connection was closed")
 
