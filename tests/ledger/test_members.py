@@ -194,7 +194,7 @@ def test_a_member_that_died_while_it_enrolled_is_nobody(
     ledger = opened(shm_root)
 
     def die() -> None:
-        monkeypatch.setattr(session, "enrol", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        monkeypatch.setattr(session, "add_member", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         admin.gauges(ledger)
 
     assert wait(child(die)) == -signal.SIGKILL

@@ -121,8 +121,8 @@ def remove(ledger: Ledger, keys: Sequence[bytes]) -> int:
 def clear(ledger: Ledger, namespace: bytes | None = None) -> int:
     """Remove all chunks of one namespace (None: of all), also those being stored; return how many were there.
 
-    Takes no room, neither in the tables nor on the disk. What another process stores after this call began may
-    stay. StoreError if it could not be done, or not so that it outlives a power cut.
+    Needs no free space, neither in the tables nor on the disk. What another process stores after this call began
+    may stay. StoreError if it could not be done, or not so that it outlives a power cut.
     """
     cleared = ledger.session.write_or_raise(lambda w, names: names.clear(w, namespace), frees=True)
     try:
@@ -136,7 +136,7 @@ def _drop_cleared(ledger: Ledger, scope: ClearScope) -> int:
     namespace, watermark, chunks = scope
     dropped, at, most = 0, 0, 2
     while dropped < chunks:
-        start, most = at, min(2 * most, BATCH)  # a few first: if the map is full, they make room for more
+        start, most = at, min(2 * most, BATCH)  # a few first: if the map is full, they free space for more
         found, after = ledger.session.read_or_raise(
             partial(queries.cleared_slots, scope=scope, start=start, most=most, rows=_ROWS_A_LOOK)
         )
@@ -172,7 +172,7 @@ def numbers(ledger: Ledger, deadline_seconds: float = PATIENT_SECONDS) -> dict[s
 
 
 def check(ledger: Ledger) -> Report:
-    """Verify the tables while nobody writes. LedgerCorrupt with the numbers if they do not add up.
+    """Verify the tables inside the gate. LedgerCorrupt with the numbers if they do not add up.
 
     StoreError if they cannot be read, which says nothing about them. Slots that are still to be read back after a
     rebuild are counted (`unscanned`) and are no fault.

@@ -189,9 +189,9 @@ class GhostTable:
     def recall(self, marks: Marks) -> tuple[NDArray[np.uint32], Rows]:
         """Return hits and last use of each; 0 and 0 for what is not remembered."""
         hits, last_use = np.zeros(len(marks), np.uint32), np.zeros(len(marks), np.int64)
-        who, rows = self._found(marks)
-        if len(who):
-            hits[who], last_use[who] = self._hits[rows], self._last_use[rows]
+        known, rows = self._found(marks)
+        if len(known):
+            hits[known], last_use[known] = self._hits[rows], self._last_use[rows]
         return hits, last_use
 
     def forget(self, marks: Marks) -> None:
@@ -231,8 +231,8 @@ class GhostTable:
         if not same.any():
             return _NONE, _NONE
         same &= self._uses[places] > 0
-        who = np.flatnonzero(same.any(axis=1))
-        return who, places[who] * _WAYS + same[who].argmax(axis=1)
+        known = np.flatnonzero(same.any(axis=1))
+        return known, places[known] * _WAYS + same[known].argmax(axis=1)
 
     def _rows(self, marks: Marks) -> tuple[Rows, NDArray[np.bool_]]:
         """Return the row of each mark's ghost, or the row that it would take, and whether it is there."""

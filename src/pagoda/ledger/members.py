@@ -13,10 +13,10 @@ from pagoda.ledger.tables import HOLD, MEMBER, MEMBER_KEY, NO_MEMBER, SLOT, SLOT
 from pagoda.ledger.transaction import Transaction
 
 DEVICE_GRACE_NS = 5_000_000_000  # a copy by a GPU may outlive the process that began it
-_LOOK = 2048  # slots that `mend` examines in one transaction
+_LOOK = 2048  # slots that `publish_committed` examines in one transaction
 
 
-def enrol(transaction: Transaction) -> int:
+def add_member(transaction: Transaction) -> int:
     """Write the row of this member; return its row of counters. LookupError if all rows are taken."""
     taken = {
         MEMBER.unpack(row)[0]
@@ -48,7 +48,7 @@ def has_device(transaction: Transaction) -> bool:
 def reap(transaction: Transaction, most: int) -> int:
     """Take back up to `most` slots that only dead members could still fill; return how many.
 
-    A dead member's row is removed when nothing is left of it. Its counters stay in the row until then (see `retire`).
+    A dead member's row is removed when nothing is left of it. Its counters stay in the row until then (see `remove_member`).
     """
     freed = 0
     for slot, reservation in _abandoned(transaction):
@@ -64,7 +64,7 @@ def reap(transaction: Transaction, most: int) -> int:
     return freed
 
 
-def dead(transaction: Transaction) -> list[int]:
+def dead_members(transaction: Transaction) -> list[int]:
     """Return the members whose process has ended."""
     numbers = [
         MEMBER_KEY.unpack(row)[0]
@@ -73,7 +73,7 @@ def dead(transaction: Transaction) -> list[int]:
     return [number for number in numbers if not transaction.alive(number)]
 
 
-def retire(transaction: Transaction, member: int, counters: NDArray[np.uint64]) -> None:
+def remove_member(transaction: Transaction, member: int, counters: NDArray[np.uint64]) -> None:
     """Remove a member and its holds; its counters are added to those of members that left."""
     key = MEMBER_KEY.pack(member)
     row = transaction.txn.pop(key, db=transaction.tables.members)
@@ -88,7 +88,7 @@ def retire(transaction: Transaction, member: int, counters: NDArray[np.uint64]) 
             transaction.txn.delete(slot, db=transaction.tables.holds)
 
 
-def mend(transaction: Transaction, columns: Columns, start: int, stamp: int) -> int | None:
+def publish_committed(transaction: Transaction, columns: Columns, start: int, stamp: int) -> int | None:
     """Publish chunks, in slots from `start` on, whose member died before it could; return where to continue.
 
     Without that their recency would keep them from eviction for ever, and what a rebuild found would be a miss.
@@ -106,7 +106,7 @@ def mend(transaction: Transaction, columns: Columns, start: int, stamp: int) -> 
     return int(silent[_LOOK]) if len(silent) > _LOOK else None
 
 
-def owes(transaction: Transaction, member: int) -> bool:
+def has_reservations(transaction: Transaction, member: int) -> bool:
     """Whether this member still owns, or is to write, a reserved slot."""
     return any(member in (r.owner, *r.writers) for _, r in _reservations(transaction))
 

@@ -1,4 +1,4 @@
-"""What a store keeps of its namespaces beside the tables: labels for people, and what was cleared.
+"""What a store keeps of its namespaces outside the tables: labels for people, and what was cleared.
 
 `Ledger` and `admin` call it. In a store on disk both outlive the tables, in files (see `namespaces`, `clear_log`).
 """
@@ -64,7 +64,7 @@ class NamespaceRegistry:
             except (OSError, StoreError) as error:
                 raise StoreError(
                     f"{self._directory} is cleared, but a power cut may bring it back: that it was cleared could not "
-                    f"be written ({error}); mend that and clear it again"
+                    f"be written ({error}); repair that and clear it again"
                 ) from error
 
     def prepare_clears(self) -> None:
@@ -89,8 +89,8 @@ class NamespaceRegistry:
             try:
                 if not locks.lock(LABELS, exclusive=True, until=time.monotonic() + PATIENT_SECONDS):
                     raise StoreError(
-                        f"another process has kept the namespaces of {self._directory} for {PATIENT_SECONDS:g} s: "
-                        "is it stopped?"
+                        f"timed out after {PATIENT_SECONDS:g} s: another process holds the lock of the namespaces of "
+                        f"{self._directory}; look for a stopped process"
                     )
                 self._session.require_store()
                 yield

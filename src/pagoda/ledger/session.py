@@ -27,7 +27,14 @@ from pagoda.ledger.columns import Columns
 from pagoda.ledger.integrity import is_damage
 from pagoda.ledger.locks import MEMBERS, DeadlineMissedError, Gate
 from pagoda.ledger.member_counters import MEMBER_ROWS, WIDTH, CounterRow, columns_of, map_counters
-from pagoda.ledger.members import dead, enrol, mend, owes, reap, retire
+from pagoda.ledger.members import (
+    add_member,
+    dead_members,
+    has_reservations,
+    publish_committed,
+    reap,
+    remove_member,
+)
 from pagoda.ledger.namespaces import Namespaces, read_saved
 from pagoda.ledger.page_guards import PageGuards
 from pagoda.ledger.store import OpenStore, reopen_store
@@ -81,7 +88,7 @@ class Session:
         self._deferred: deque[Callable[[Transaction], None]] = deque()
         self._tables: Tables | None = None
         self._namespaces: Namespaces | None = None
-        self._mend_from: int | None = 0 if store.sole else None
+        self._publish_from: int | None = 0 if store.sole else None
         self._begin(deadline_seconds)
         _sessions.add(self)
 
@@ -260,7 +267,7 @@ class Session:
         return is_damage(error) or isinstance(error, lmdb.Error | OSError | StoreError)
 
     def _trouble(self) -> ClosedError | UnavailableError:
-        """Return what to raise after a failure: a ledger that was closed says so."""
+        """Return what to raise after a failure: ClosedError if the ledger was closed."""
         if self.closed:
             return ClosedError(f"the store at {self.store.directory} was closed; open it again")
         return UnavailableError(Reason.IO_ERROR)
@@ -281,10 +288,10 @@ class Session:
         def work(transaction: Transaction, namespaces: Namespaces) -> int:
             freed = reap(transaction, most)
             if freed < most:
-                for member in dead(transaction):
-                    if not owes(transaction, member):
-                        retire(transaction, member, self._counters)
-                        self._mend_from = 0
+                for member in dead_members(transaction):
+                    if not has_reservations(transaction, member):
+                        remove_member(transaction, member, self._counters)
+                        self._publish_from = 0
             return freed
 
         return self.write(work, deadline_seconds)
@@ -296,19 +303,19 @@ class Session:
             while got == BATCH:
                 got = self.reap(BATCH, max(0.0, until - time.monotonic()))
                 freed += got
-            while self.mend(max(0.0, until - time.monotonic())):
+            while self.publish_committed(max(0.0, until - time.monotonic())):
                 pass
         return freed
 
-    def mend(self, deadline_seconds: float) -> bool:
+    def publish_committed(self, deadline_seconds: float) -> bool:
         """Publish some of what dead members committed and did not publish; False when all slots were examined."""
-        start = self._mend_from
+        start = self._publish_from
         if start is not None:
-            self._mend_from = self.write(lambda w, _: self._mended(w, start), deadline_seconds)
+            self._publish_from = self.write(lambda w, _: self._published(w, start), deadline_seconds)
         return start is not None
 
-    def _mended(self, transaction: Transaction, start: int) -> int | None:
-        return mend(transaction, self.columns, start, self.stamp(transaction.now))
+    def _published(self, transaction: Transaction, start: int) -> int | None:
+        return publish_committed(transaction, self.columns, start, self.stamp(transaction.now))
 
     def _alive(self, member: int) -> bool:
         return self.store.locks.held_by_other(MEMBERS + member)
@@ -393,7 +400,7 @@ class Session:
             self._tables = self._own_tables()
             self._namespaces = Namespaces(self._tables)
         if not self.member:
-            self._enrol(self._tables, self._namespaces)
+            self._add_member(self._tables, self._namespaces)
         return self._tables, self._namespaces
 
     def _own_tables(self) -> Tables:
@@ -432,7 +439,7 @@ class Session:
         if tables is not None:
             tables.close()
 
-    def _enrol(self, tables: Tables, namespaces: Namespaces) -> None:
+    def _add_member(self, tables: Tables, namespaces: Namespaces) -> None:
         transaction: Transaction | None = None
         number = row = 0
         try:
@@ -465,12 +472,12 @@ class Session:
     def _enter(self, transaction: Transaction, number: int, namespaces: Namespaces) -> int:
         """Write the row of member `number`; return its row of counters."""
         transaction.member = number
-        for gone in dead(transaction):
-            if not owes(transaction, gone):
-                retire(transaction, gone, self._counters)
-                self._mend_from = 0
+        for gone in dead_members(transaction):
+            if not has_reservations(transaction, gone):
+                remove_member(transaction, gone, self._counters)
+                self._publish_from = 0
         try:
-            row = enrol(transaction)
+            row = add_member(transaction)
         except LookupError:
             raise StoreError(
                 f"{MEMBER_ROWS} processes have {self.store.directory} open; close some"
@@ -481,7 +488,7 @@ class Session:
         return row
 
     def close(self) -> None:
-        """Give up reservations and holds, leave the store, and mark it clean if nobody else has it open.
+        """Give up reservations and holds, leave the store, and mark it clean if no other process has it open.
 
         Ends in bounded time: if the gate cannot be taken, other processes reap this member later.
         """
@@ -541,7 +548,7 @@ class Session:
                 }:
                     transaction.unreserve(SLOT_KEY.unpack(row)[0], reservation)
                     transaction.free_slot(SLOT_KEY.unpack(row)[0])
-            retire(transaction, self.member, self._counters)
+            remove_member(transaction, self.member, self._counters)
             transaction.save()
         transaction.publish(self.columns, self.stamp(transaction.now))
 

@@ -95,11 +95,11 @@ class SpaceShare:
         self._tell(excess)
         meta, every = self._meta(), holdings(self._root)
         if not meta.with_pages():
-            raise NoRoomError(f"no room for a chunk of {self._slot_bytes:,} bytes: {self._holders()}")
+            raise NoRoomError(f"no space for a chunk of {self._slot_bytes:,} bytes: {self._holders()}")
         left = self._limit(every) - sum(holding.nbytes for holding in every)
         if left >= self._slot_bytes and meta.unbacked() and not meta.unscanned():
             log.warning(
-                "%s has room for %d of %d chunks: %s has no more",
+                "%s has space for %d of %d chunks: %s has no more",
                 self._directory, meta.with_pages(), meta.slots,
                 "memory" if self._in_memory else "the disk",
             )  # fmt: skip
@@ -111,7 +111,7 @@ class SpaceShare:
                 grown = self._grow(self._piece(holdings(self._root)) // self._slot_bytes)
                 return grown > 0 or self._take()
         except _TROUBLE as error:
-            log.debug("no more room for %s: %s", self._directory, error)
+            log.debug("no more space for %s: %s", self._directory, error)
             return False
 
     def after_scan(self) -> None:
@@ -211,7 +211,7 @@ class SpaceShare:
             log.debug("%s gives nothing: %s", holding.directory, error)
             return 0 if holding.directory.exists() else holding.nbytes  # it was unusable, and was removed
 
-    # ---- who gives
+    # ---- which store gives
 
     def _plan(self, most: int) -> _Transfer | None:
         """Choose from which store to take at most `most` bytes; None if this store must evict its own coldest."""

@@ -33,10 +33,10 @@ def discard_idle(directory: Path, deadline_seconds: float) -> None:
 
 def discard(directory: Path) -> None:
     """Rename a whole store, then remove it. The caller has it alone."""
-    gone = directory.with_name(f"{_GOING}{secrets.token_hex(6)}")
-    os.rename(directory, gone)
+    doomed = directory.with_name(f"{_GOING}{secrets.token_hex(6)}")
+    os.rename(directory, doomed)
     shutil.rmtree(
-        gone, ignore_errors=True
+        doomed, ignore_errors=True
     )  # the next process that opens a store of the root removes what is left
 
 

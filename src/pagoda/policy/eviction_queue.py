@@ -130,14 +130,14 @@ class EvictionQueue:
         for at in range(batch.next, min(batch.next + _FEW_LOOKS, len(batch.rows))):
             row = int(batch.rows[at])
             same = hints.generation[row] == batch.generations[at]
-            stands = same and hints.last_use[row] == batch.uses[at]
-            if same and not stands and not self._by_use:
+            valid = same and hints.last_use[row] == batch.uses[at]
+            if same and not valid and not self._by_use:
                 break
-            if stands and hints.lease_until[row] <= now:
+            if valid and hints.lease_until[row] <= now:
                 if batch.youngest[at] < stamp and not batch.barred[at]:
                     found.append(row)
             else:
-                batch.next += at == batch.next and not stands
+                batch.next += at == batch.next and not valid
                 if same:
                     batch.bar(at)
             if len(found) == count:
@@ -153,15 +153,15 @@ class EvictionQueue:
             look = slice(at, at + _LOOK)
             rows = batch.rows[look]
             same = hints.generation[rows] == batch.generations[look]
-            stands = same & (hints.last_use[rows] == batch.uses[look])
-            if not self._by_use and (same & ~stands).any():  # it may come before another by now
+            valid = same & (hints.last_use[rows] == batch.uses[look])
+            if not self._by_use and (same & ~valid).any():  # it may come before another by now
                 batch.rest = 0
                 break
-            free = stands & (hints.lease_until[rows] <= now)
+            free = valid & (hints.lease_until[rows] <= now)
             stay = at + np.flatnonzero(same & ~free & (batch.heir[look] >= 0))
             for one in stay[~batch.barred[batch.heir[stay]]].tolist():
                 batch.bar(one)
-            if at == batch.next and not stands.any():
+            if at == batch.next and not valid.any():
                 batch.next = min(at + _LOOK, len(batch.rows))
             found.append(at + np.flatnonzero(free & (batch.youngest[look] < stamp) & ~batch.barred[look]))
             have += len(found[-1])
