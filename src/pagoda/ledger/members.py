@@ -48,7 +48,7 @@ def has_device(transaction: Transaction) -> bool:
 def reap(transaction: Transaction, most: int) -> int:
     """Take back up to `most` slots that only dead members could still fill; return how many.
 
-    A dead member's row is removed when nothing is left of it. Its counters stay in the row until then (see `remove_member`).
+    A dead member's row is removed when nothing is left of it; its counters stay there until then (`remove_member`).
     """
     freed = 0
     for slot, reservation in _abandoned(transaction):
