@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 HEAVY = (
     "numpy",
@@ -53,3 +55,16 @@ def test_metrics_are_pure_python() -> None:
 def test_a_configuration_needs_little() -> None:
     after = modules_after("from pagoda.config.sources import load; load()")
     assert not after & set(HEAVY)
+
+
+def test_the_names_of_loggers_are_pinned() -> None:
+    """Users name them in their logging configuration: a module that moves keeps its logger's name."""
+    source = Path(__file__).resolve().parents[1] / "src" / "pagoda"
+    found = {
+        name for path in source.rglob("*.py") for name in re.findall(r"getLogger\((.*?)\)", path.read_text())
+    }
+    assert {name.strip('"') for name in found} == {
+        "pagoda", "pagoda.cache", "pagoda.connectors", "pagoda.ledger.clears", "pagoda.ledger.spaces",
+        "pagoda.ledger.store", "pagoda.slab", "pagoda.tiers.disk", "pagoda.tiers.register", "pagoda.tiers.remote",
+        "pagoda.transfer", "pagoda.vllm",
+    }  # fmt: skip

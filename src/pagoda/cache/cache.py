@@ -376,6 +376,10 @@ class Cache:
         self._finalizer.detach()
         return self._resources.close(timeout)
 
+    def __repr__(self) -> str:
+        named = f"{self.name!r}, " if self.name is not None else ""
+        return f"Cache({named}model={self.namespace.model!r}, tiers={', '.join(self.tiers)})"
+
     def __enter__(self) -> Cache:
         """Return itself; leaving the block closes it."""
         return self

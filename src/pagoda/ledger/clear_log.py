@@ -30,7 +30,7 @@ import numpy as np
 
 from pagoda.disk_space import allocate
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("pagoda.ledger.clears")
 
 ALL = 2**64 - 1  # a watermark that clears everything
 

@@ -20,7 +20,7 @@ from pagoda.ledger.namespaces import Namespaces
 from pagoda.ledger.session import PATIENT_SECONDS, Session
 from pagoda.ledger.transaction import Transaction
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("pagoda.ledger.spaces")
 
 _MOST_TOLD = (
     4096  # labels that are known to be written; then all are written again, since some may have been removed

@@ -54,7 +54,7 @@ from pagoda.ledger.store_files import (
 from pagoda.ledger.store_root import MAKING, discard, in_use, root_locked, stores
 from pagoda.ledger.tables import META_ROW, PLACE, Meta, Reservation, Tables, map_bytes
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("pagoda.ledger.store")
 
 _LAST_STAMP = 1 << 62  # no clock gets there: a larger stamp is damaged
 
