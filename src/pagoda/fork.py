@@ -6,6 +6,8 @@ import os
 import weakref
 from typing import Protocol
 
+import pagoda.finalizers  # noqa: F401  # its hooks and those of `threads` come first: a reset may use both
+
 __all__ = ["Resettable", "reset_in_child"]
 
 
@@ -25,8 +27,14 @@ def reset_in_child(thing: Resettable) -> None:
 
 
 def _reset_all() -> None:
+    errors = []
     for thing in list(_all):
-        thing.reset()
+        try:
+            thing.reset()
+        except BaseException as error:  # noqa: BLE001  # of a signal handler too: the others are still to be reset
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 os.register_at_fork(after_in_child=_reset_all)

@@ -377,6 +377,8 @@ class Cache:
         return self._resources.close(timeout)
 
     def __repr__(self) -> str:
+        if not hasattr(self, "_resources"):
+            return "Cache(not opened)"
         named = f"{self.name!r}, " if self.name is not None else ""
         return f"Cache({named}model={self.namespace.model!r}, tiers={', '.join(self.tiers)})"
 

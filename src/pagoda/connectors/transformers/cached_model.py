@@ -142,6 +142,8 @@ class CachedModel:
         self.cache = cache
 
     def __repr__(self) -> str:
+        if not hasattr(self, "cache"):
+            return "CachedModel(not opened)"
         return f"CachedModel({type(self.model).__name__}, {self.cache!r})"
 
     @property
