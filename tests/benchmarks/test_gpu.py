@@ -110,6 +110,7 @@ def test_the_limits_use_nothing_of_pagoda() -> None:
 # ---- every measuring function, on a CPU
 
 
+@pytest.mark.slow
 def test_every_part_runs_on_a_cpu(tmp_path: Path) -> None:
     done = run("tests/benchmarks/tiny_gpu.py", "--json", "--seed", "7", "--record", str(tmp_path))
     assert done.returncode == 0, done.stderr

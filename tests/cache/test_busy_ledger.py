@@ -67,6 +67,7 @@ def test_calls_that_the_host_keeps_waiting_end_in_time(shm_root: Path, tmp_path:
         assert (kept.num_chunks, kept.reason) == (0, Reason.LEDGER_BUSY)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_stats_show_what_can_be_shown_and_say_what_is_missing(
     shm_root: Path, tmp_path: Path, tier: str
@@ -86,6 +87,7 @@ def test_stats_show_what_can_be_shown_and_say_what_is_missing(
         assert stats["counters"]["lookups"] == 1 == counters_of(cache)["lookups"]  # type: ignore[index]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_clear_ends_soon_and_names_what_it_could_not_clear(shm_root: Path, tmp_path: Path, tier: str) -> None:
     with cache_at(shm_root, tmp_path) as cache:

@@ -10,6 +10,7 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from pagoda.cache import Cache
 from pagoda.ledger import Ledger, admin
@@ -51,11 +52,13 @@ def _whole(shm_root: Path, tmp_path: Path) -> None:
             assert admin.gauges(ledger)["reserved"] == 0
 
 
+@pytest.mark.slow
 def test_processes_that_share_everything_read_right_bytes(shm_root: Path, tmp_path: Path) -> None:
     run_all([SPAWN.Process(target=_busy, args=(shm_root, tmp_path, n, 3.0)) for n in range(3)])
     _whole(shm_root, tmp_path)
 
 
+@pytest.mark.slow
 def test_processes_that_are_killed_leave_right_bytes_and_no_slots(shm_root: Path, tmp_path: Path) -> None:
     others = [SPAWN.Process(target=_busy, args=(shm_root, tmp_path, n, 4.0)) for n in (1, 2)]
     for process in others:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import cast
 
+import pytest
+
 from tests.cli.shelf import LLAMA, answer, host, put, refused
 
 
+@pytest.mark.slow
 def test_figures_of_both_tiers_and_nothing_left_behind(
     shm_root: Path, tmp_path: Path, register_of_tiers: Path
 ) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import cast
 
 import msgspec
+import pytest
 
 from pagoda.cli import main
 from pagoda.ledger import Ledger, admin
@@ -136,6 +137,7 @@ def test_looking_changes_no_recency_and_no_counters(shm_root: Path) -> None:
     assert admin.gauges(ledger)["members"] == 1
 
 
+@pytest.mark.slow
 def test_the_truth_while_another_process_stores(shm_root: Path) -> None:
     with writer(shm_root) as process:
         for _ in range(3):
@@ -195,6 +197,7 @@ def test_looking_at_a_store_that_is_broken_does_not_remove_it(shm_root: Path) ->
     assert sorted(path.name for path in (shm_root / "layout").iterdir()).count("slab") == 1
 
 
+@pytest.mark.slow
 def test_what_could_not_be_opened_is_not_called_damaged(shm_root: Path) -> None:
     put(host(shm_root), LLAMA, range(16))
     with holding(shm_root / LOCKS, OPEN):  # as a file system that may only be read keeps it from being opened

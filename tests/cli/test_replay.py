@@ -56,6 +56,7 @@ def test_the_sample_is_what_is_replayed_if_no_trace_is_named() -> None:
     assert f"{100 * rates[0]:.1f} %" in shown and f"{100 * rates[1]:.1f} %" in shown
 
 
+@pytest.mark.slow
 def test_several_policies_and_sizes_in_processes_are_what_each_is_alone(trace: Path) -> None:
     options = ("--policy", "lru", "--policy", "fifo", "--capacity-chunks", 2, "--capacity-chunks", 3)
     together = runs(answer("replay", trace, *options, "--jobs", 2))
@@ -96,6 +97,7 @@ def test_a_trace_may_come_from_a_pipe_and_bytes_from_a_model(trace: Path) -> Non
     assert "2.00 GiB" in plain
 
 
+@pytest.mark.slow
 def test_the_curve_is_a_plot_a_table_and_a_png(tmp_path: Path) -> None:
     png = tmp_path / "curve.png"
     options = (
@@ -242,6 +244,7 @@ def _members(group: int) -> list[str]:
 README = (Path(__file__).parents[2] / "README.md").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command", re.findall(r"^pagoda ((?:replay|size) [^#\n]*\S) +#", README, re.MULTILINE)
 )

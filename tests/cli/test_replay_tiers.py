@@ -44,6 +44,7 @@ def test_tiers_by_hand(trace: Path) -> None:
     assert warm["p50"] == pytest.approx(1.024) and warm["p99"] == pytest.approx(1.024)
 
 
+@pytest.mark.slow
 def test_what_loads_more_slowly_than_it_is_computed_saves_nothing(trace: Path) -> None:
     options = ("--disk", 100 * CHUNK_BYTES, "--bytes-per-token", 4096, "--prefill", 10**6, "--policy", "lru")
     found = answer("replay", trace, *options)
@@ -73,6 +74,7 @@ def test_without_a_model_nothing_is_said_of_time(trace: Path) -> None:
     assert shown.returncode == 0 and "--prefill" in shown.stderr and "first token" not in shown.stdout
 
 
+@pytest.mark.slow
 def test_several_policies_on_the_sample() -> None:
     sizes = ("--host", "64GiB", "--disk", "512GiB", "--model", "llama-3-8b")
     found = answer("replay", *sizes, "--policy", "lru", "--policy", "fifo")
@@ -99,6 +101,7 @@ def test_wrong_use_is_one_line(trace: Path, tmp_path: Path) -> None:
         assert "pagoda bench --json" in refused("replay", trace, *some)
 
 
+@pytest.mark.slow
 def test_engines_keep_prompts_waiting(trace: Path) -> None:
     options = ("--disk", "1GiB", "--bytes-per-token", 4096, "--prefill", 1000, "--policy", "lru")
     one = cast("dict[str, object]", answer("replay", trace, *options, "--engines", 1)["load"])

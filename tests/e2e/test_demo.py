@@ -48,6 +48,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # three imports of torch, on a machine that tests other things too
 def test_three_processes_one_text(
     shm_root: Path, tmp_path: Path, register_of_tiers: Path, capsys: pytest.CaptureFixture[str]
@@ -77,6 +78,7 @@ def test_three_processes_one_text(
     assert "█" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_real_model_from_a_path(shm_root: Path, tmp_path: Path) -> None:
     """Saved weights and a tokenizer from disk; nothing is downloaded."""

@@ -19,6 +19,7 @@ from tests.examples.kit import (
 )
 
 
+@pytest.mark.slow
 def test_the_command_replays_and_another_process_hits_the_disk(
     shm_root: Path, tmp_path: Path, monkeypatch, capsys
 ) -> None:
@@ -55,6 +56,7 @@ def test_the_command_replays_and_another_process_hits_the_disk(
         assert len({token for row in rows.values() for token in row["output"]}) >= 20
 
 
+@pytest.mark.slow
 def test_the_command_is_interrupted_cleanly(tmp_path: Path) -> None:
     path = tmp_path / "requests.jsonl"
     path.write_text(json.dumps({"id": "a", "prompt": "x", "arrival_seconds": 600}))

@@ -51,6 +51,7 @@ def in_memory() -> set[Path]:
     return set(Path("/dev/shm").glob("two-machines-*"))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_what_one_computed_the_other_serves(
     mark: dict[str, str], tmp_path: Path, register_of_tiers: Path
@@ -75,6 +76,7 @@ def test_what_one_computed_the_other_serves(
     assert len(set(turns[0]["output"])) >= 12
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM", "kill -9"])
 def test_an_interrupted_run_leaves_nothing_behind(how: str, mark: dict[str, str], tmp_path: Path) -> None:

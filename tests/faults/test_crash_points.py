@@ -96,6 +96,7 @@ def sweep(root: Path, image: Path | None, work: Callable[[], object], after: Cal
     raise AssertionError("it never ended")
 
 
+@pytest.mark.slow
 def test_making_a_store_in_memory(shm_root: Path) -> None:
     root = shm_root / "root"
 
@@ -156,6 +157,7 @@ def use(root: Path, slots: int, clock: Clock | None = None) -> Callable[[], obje
     return work
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rebooted", [False, True])
 def test_opening_and_closing_a_store_on_disk(shm_root: Path, rebooted: bool) -> None:
     image, root = image_of_disk(shm_root / "image"), shm_root / "root"
@@ -163,6 +165,7 @@ def test_opening_and_closing_a_store_on_disk(shm_root: Path, rebooted: bool) -> 
     assert sweep(root, image, use(root, 40), look_at_disk(root, 40, clock, 12)) > 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rebooted", [False, True])
 @pytest.mark.parametrize("slots", [24, 64])
 def test_resizing_a_store_on_disk(shm_root: Path, slots: int, rebooted: bool) -> None:
@@ -196,6 +199,7 @@ def test_a_rebuild_that_dies_between_commit_and_publication_loses_nothing(shm_ro
     apart(look_at_disk(root, 40, None, 12))
 
 
+@pytest.mark.slow
 def test_taking_room_from_another_layout(shm_root: Path) -> None:
     root, hot = shm_root / "root", keys(range(52, 64))
 

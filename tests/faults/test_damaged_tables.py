@@ -118,6 +118,7 @@ def serves(root: Path, clock: Clock | None = None) -> None:
     tier.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [TABLES, COLUMNS])
 def test_any_damaged_page_of_a_closed_store_is_found_before_it_is_opened(tmp_path: Path, name: str) -> None:
     image = tmp_path / "image"
@@ -146,6 +147,7 @@ def test_a_damaged_page_of_the_state_costs_nothing(tmp_path: Path, image_of: str
                 apart(lambda root=root: serves(root, boot))  # type: ignore[misc]
 
 
+@pytest.mark.slow
 def test_damage_of_a_store_that_was_not_closed_ends_one_start_at_most(tmp_path: Path) -> None:
     """There is no checksum of it; whatever a look at all rows ends in, the next start begins anew."""
     image = tmp_path / "image"

@@ -63,6 +63,7 @@ def descriptors(*roots: Path) -> list[str]:
     return [path for path in found if path.startswith(tuple(f"{root}/" for root in roots))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exists", [False, True], ids=["made", "opened"])
 def test_an_opening_whose_directory_is_removed_is_a_store_error_or_works(
     shm_root: Path, tmp_path: Path, exists: bool, monkeypatch: pytest.MonkeyPatch

@@ -226,6 +226,7 @@ def taken_and_given_back(
     ledger.close()
 
 
+@pytest.mark.slow
 def test_nothing_stays_taken_between_its_taking_and_the_try(shm_root: Path, tmp_path: Path) -> None:
     for work, free in taken_and_given_back(shm_root, tmp_path):
         with interrupts(5, (-5, -3), again_seconds=1.0) as until_interrupted:
@@ -257,6 +258,7 @@ def test_what_was_deferred_is_done_once_whatever_interrupts_it(shm_root: Path) -
     ledger.close()
 
 
+@pytest.mark.slow
 def test_a_process_that_is_interrupted_while_it_forks_goes_on(shm_root: Path) -> None:
     ledger = opened(shm_root)
     children: list[int] = []

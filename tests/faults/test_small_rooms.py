@@ -183,6 +183,7 @@ print("fine")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("free_room", ["honest", "lying"])
 def test_a_file_system_too_small_for_each_file_in_turn_is_an_error_with_the_remedy(
     tmp_path: Path, free_room: str

@@ -787,6 +787,7 @@ print("fine", one.backed, two.backed)
 """
 
 
+@pytest.mark.slow
 def test_a_full_file_system_is_never_a_signal(tmp_path: Path) -> None:
     assert "fine" in succeeded(python(FULL, tmp_path, ROOT, before=own_mounts(), seconds=200))
 

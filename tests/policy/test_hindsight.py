@@ -242,6 +242,7 @@ def test_of_many_slots_a_sample_stands_for_all() -> None:
     assert census.sum(axis=1) == pytest.approx(exact, rel=0.15, abs=50)
 
 
+@pytest.mark.slow
 def test_it_keeps_what_comes_back_through_a_flood_of_what_does_not() -> None:
     hits = {}
     for name in ("lru", "hindsight"):

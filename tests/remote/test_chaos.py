@@ -8,6 +8,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 from pagoda.cache import Cache
 from tests.cache.kit import CHUNK, LAYOUT, NAMESPACE, config_of, kv_of, prompt, served, stored, wait_until
 from tests.remote.chunks import soon
@@ -58,6 +60,7 @@ def use(cache: Cache, seed: int, until: float) -> None:
             cache.clear()
 
 
+@pytest.mark.slow
 def test_right_bytes_or_a_miss_whatever_happens(shm_root: Path) -> None:
     with redis_server() as server, proxy_to(server.port) as proxy:
         url = f"redis://127.0.0.1:{proxy.port}/0?deadline=300ms"

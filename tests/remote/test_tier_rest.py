@@ -56,6 +56,7 @@ def rests(cache: Cache, remote: RemoteTier) -> None:
     raise AssertionError("it never rested")
 
 
+@pytest.mark.slow
 def test_nothing_is_asked_of_an_engine_that_is_away(shm_root: Path, proxy: Proxy) -> None:
     cache, remote = cache_on(proxy, shm_root)
     with cache:

@@ -90,6 +90,7 @@ def _disk_only(root: Path, begin: int, end: int) -> tuple[Rate, Rate]:
     return halves
 
 
+@pytest.mark.slow
 def test_a_restart_forgets_nothing(tmp_path: Path, process: ProcessPoolExecutor) -> None:
     through = process.submit(_disk_only, tmp_path / "through", 0, 2 * HALF).result(PATIENT_SECONDS)
     before = process.submit(_disk_only, tmp_path / "restarted", 0, HALF).result(PATIENT_SECONDS)

@@ -279,6 +279,7 @@ def run(name: str) -> None:
     assert share < 1 or not {event: n for event, n in usual.items() if machine.seen[event] < n}, machine.seen
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["host", "nothing", pytest.param("disk", marks=pytest.mark.soak)])
 def test_model(name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis.stateful import rule
 
 from pagoda.policy.hindsight import _SharedValues
@@ -28,5 +29,5 @@ class HindsightMachine(LedgerMachine):
         self.ledger.policy_thread.run_once()
 
 
-TestHindsight = HindsightMachine.TestCase
+TestHindsight = pytest.mark.slow(HindsightMachine.TestCase)
 TestHindsight.settings = SETTINGS

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -480,5 +481,5 @@ SETTINGS = settings(
         Phase.generate,
     ],  # to shrink one takes minutes: set Phase.shrink by hand
 )
-TestLedger = LedgerMachine.TestCase
+TestLedger = pytest.mark.slow(LedgerMachine.TestCase)
 TestLedger.settings = SETTINGS

@@ -12,6 +12,7 @@ from tests.stress_outlives import run
 OPERATIONS = 600
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(290)  # it takes ten seconds on two quiet cores
 def test_caches_in_trouble_of_every_kind(shm_root: Path) -> None:
     outcome = run(shm_root, OPERATIONS, seed=1, limit_seconds=200, killed=0.1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.stress import Summary, run
 
 OPERATIONS = 12_000
@@ -19,6 +21,7 @@ def judge(summary: Summary) -> None:
     assert counts["overtaken"] > 0, "a run without any race shows little"
 
 
+@pytest.mark.slow
 def test_twelve_thousand_operations_of_four_processes_on_one_host_slab(
     shm_root: Path, tmp_path: Path
 ) -> None:
@@ -31,6 +34,7 @@ def test_twelve_thousand_operations_of_four_processes_on_one_host_slab(
     assert summary.counts["checked"] > OPERATIONS // 10
 
 
+@pytest.mark.slow
 def test_four_processes_with_a_disk_below(shm_root: Path, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     summary = run(tmp_path / "run", shm_root, OPERATIONS // 2, 2, 200, disk=disk, slack_seconds=SLACK_SECONDS)

@@ -7,10 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 SOME = "(moves and dtypes and staged and float8) or snapshot or (layer and staged) or twice or evicted"
 
 
+@pytest.mark.slow
 def test_some_of_them() -> None:
     """`PAGODA_TEST_GPU_ON_CPU=1 pytest tests/gpu` runs all of them, for minutes."""
     environment = {**os.environ, "PAGODA_TEST_GPU_ON_CPU": "1"}

@@ -458,6 +458,7 @@ def test_any_table(table: Numbers, gather: bool) -> None:
     assert check(case, chunks_of(case, table.ids, absent), gather=gather, rows=(table.begin, table.end))
 
 
+@pytest.mark.slow
 def test_what_a_gpu_would_run(tmp_path: Path) -> None:
     """All variants compile for sm_90, once for all sizes, and a tile's loads are wide and come before its stores.
 
