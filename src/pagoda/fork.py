@@ -15,7 +15,10 @@ class Resettable(Protocol):
     """Something with locks or threads."""
 
     def reset(self) -> None:
-        """Create the locks, with no threads and nothing under way. In a child: called once, by its only thread."""
+        """Create the locks, with no threads and nothing under way. In a child: called once, by its only thread.
+
+        The ledger and the slabs are reset later: a reset uses neither. The order of the resets is arbitrary.
+        """
 
 
 _all: weakref.WeakSet[Resettable] = weakref.WeakSet()
