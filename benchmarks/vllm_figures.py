@@ -22,7 +22,7 @@ from harness import Figure
 from vllm_engine import BLOCK, VOCABULARY, Copied, Engine, First, Turn, connector, options, wait_for_model
 
 from pagoda.ledger import Ledger, admin
-from pagoda.ledger.store_files import STATE
+from pagoda.ledger.store_state import STATE
 
 PROMPT = 3_000
 ANSWERED = 16

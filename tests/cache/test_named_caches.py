@@ -14,7 +14,7 @@ import pytest
 
 from pagoda.cache import Cache
 from pagoda.cache import cache as named
-from pagoda.cache.weights import WeightsEpoch
+from pagoda.cache.weights_epoch import WeightsEpoch
 from pagoda.errors import StoreError
 from pagoda.metrics import Reason
 from tests.cache.kit import LAYOUT, NAMESPACE, config_of, prompt, served, stored

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from pagoda.cache import Cache
+from pagoda.cache.append_lines import append_lines
 from pagoda.cache.recording import CallKind, RecordedCall, Recorder, RequestDetector
-from pagoda.cache.trace_writer import append_lines
 from pagoda.clock import Clock
 from pagoda.replay import Request, TierSpec, read_trace, simulate
-from pagoda.testing.clock import FakeClock
+from pagoda.testing.fake_clock import FakeClock
 from tests.cache.kit import (
     CHUNK,
     LAYOUT,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pagoda.cache import explain_miss
-from pagoda.cache.weights import WeightsEpoch
+from pagoda.cache.weights_epoch import WeightsEpoch
 from pagoda.metrics import Reason
 from tests.cache.kit import NAMESPACE, SPAWN, cache_at, kv_of, prompt, served, stored
 from tests.faults.support import ROOT, own_mounts, python, succeeded

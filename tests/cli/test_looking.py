@@ -15,7 +15,7 @@ import pytest
 from pagoda.cli import main
 from pagoda.ledger import Ledger, admin
 from pagoda.ledger.locks import OPEN
-from pagoda.ledger.store_files import LOCKS, read_state, write_state
+from pagoda.ledger.store_state import LOCKS, read_state, write_state
 from tests.cli.shelf import CHUNK, LLAMA, QWEN, RUN, answer, disk, host, pagoda, put, refused, save, writer
 from tests.ledger.support import holding
 

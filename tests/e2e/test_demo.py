@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pagoda.cli import UsageError, demo
-from pagoda.cli.demo_process import Size
+from pagoda.cli.demo_child import Size
 from pagoda.cli.demo_run import run_demo
 from pagoda.cli.demo_text import ByteTokenizer, documents
 from pagoda.tiers import tier_registry

@@ -17,7 +17,7 @@ from pagoda.ledger import admin, integrity
 from pagoda.ledger.columns import columns_bytes
 from pagoda.ledger.integrity import is_damage
 from pagoda.ledger.ledger import Ledger
-from pagoda.ledger.store_files import (
+from pagoda.ledger.store_state import (
     COLUMNS,
     COUNTERS_FILE,
     STATE,

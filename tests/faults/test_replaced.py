@@ -18,7 +18,7 @@ from pagoda.ledger import ledger as ledger_module
 from pagoda.ledger.eviction import Evictor
 from pagoda.ledger.namespaces import read_labels
 from pagoda.ledger.session import UnavailableError
-from pagoda.ledger.store_files import Kind
+from pagoda.ledger.store_state import Kind
 from pagoda.ledger.tables import Tables
 from pagoda.metrics import Reason
 from pagoda.slab import MemorySlab

@@ -17,7 +17,7 @@ from pagoda.ledger import Ledger, admin
 from pagoda.ledger import ledger as module
 from pagoda.ledger.columns import NOT_READY
 from pagoda.ledger.locks import LABELS, LockFile
-from pagoda.ledger.store_files import LOCKS
+from pagoda.ledger.store_state import LOCKS
 from pagoda.ledger.transaction import Transaction
 from pagoda.slab import FileSlab, MemorySlab, aligned, pinned
 from pagoda.threads import if_free

@@ -17,7 +17,7 @@ from blake3 import blake3
 from pagoda.clock import Clock
 from pagoda.ledger import Ledger, Outcome, Reserved, StoreSpec, admin, rebuild
 from pagoda.ledger.locks import GATE, INTENT, LockFile
-from pagoda.ledger.store_files import LOCKS, Kind
+from pagoda.ledger.store_state import LOCKS, Kind
 from pagoda.policy.hindsight import _SharedValues
 from pagoda.testing import FakeClock
 

@@ -10,7 +10,7 @@ import pytest
 
 from pagoda.ledger import Ledger, Reserved, ScannedChunk, admin, rebuild
 from pagoda.ledger.namespaces import read_labels
-from pagoda.ledger.store_files import NAMESPACES
+from pagoda.ledger.store_state import NAMESPACES
 from tests.ledger.support import OTHER, TENANT, keys, opened, put, reserved, there
 
 LATER = 1 << 60  # a generation behind every line

@@ -14,7 +14,7 @@ import pytest
 from pagoda.errors import StoreError
 from pagoda.ledger import Ledger
 from pagoda.ledger.locks import OPEN
-from pagoda.ledger.store_files import LOCKS
+from pagoda.ledger.store_state import LOCKS
 from tests.ledger.support import gate_taken, holding, keys, opened, put, spec
 
 SECONDS = 60.0

@@ -13,7 +13,7 @@ import pytest
 from pagoda.errors import ClosedError, NoRoomError, StoreError
 from pagoda.ledger import Ledger, admin, rebuild, store
 from pagoda.ledger.locks import OPEN
-from pagoda.ledger.store_files import LOCKS, read_state, write_synced
+from pagoda.ledger.store_state import LOCKS, read_state, write_synced
 from tests.ledger.support import (
     TENANT,
     Other,

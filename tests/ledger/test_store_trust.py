@@ -11,7 +11,7 @@ import pytest
 
 from pagoda.ledger import ScannedChunk, admin, rebuild, store, store_root
 from pagoda.ledger.columns import NOT_READY
-from pagoda.ledger.store_files import read_state, write_state
+from pagoda.ledger.store_state import read_state, write_state
 from pagoda.metrics import Reason
 from pagoda.testing import FakeClock
 from tests.ledger.support import (

@@ -13,7 +13,7 @@ from pagoda.errors import LedgerCorrupt
 from pagoda.ledger import Ledger, Reserved, ScannedChunk, admin, rebuild
 from pagoda.ledger.clear_log import _SPARE, ClearLog
 from pagoda.ledger.namespaces import read_labels
-from pagoda.ledger.store_files import Kind
+from pagoda.ledger.store_state import Kind
 from pagoda.ledger.tables import NAMESPACE
 from pagoda.testing import FakeClock
 from tests.ledger.support import (

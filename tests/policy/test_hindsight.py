@@ -10,7 +10,7 @@ from pagoda.ledger.columns import Columns
 from pagoda.policy import Newcomers
 from pagoda.policy.hindsight import Hindsight, _SharedValues
 from pagoda.policy.lru import Lru
-from pagoda.policy.reuse import AGES, CLASSES, age_of, class_of
+from pagoda.policy.reuse_worth import AGES, CLASSES, age_of, class_of
 from pagoda.replay.simulate import Simulation, TierSpec
 from pagoda.replay.trace import Request
 

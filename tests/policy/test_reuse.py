@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagoda.policy.reuse import AGES, CLASSES, Table, age_of, class_of, tally, worth
+from pagoda.policy.reuse_worth import AGES, CLASSES, Table, age_of, class_of, tally, worth
 
 SECOND = 10**9
 WEIGHT = 20.0

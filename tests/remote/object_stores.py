@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from pagoda.codec import HEADER_BYTES
-from pagoda.tiers.remote.objects import ObjectStoreClient, ObjectStoreConnection
+from pagoda.tiers.remote.object_store import ObjectStoreClient, ObjectStoreConnection
 from pagoda.tiers.remote.store_client import PutResult, RefusedError
 from tests.remote.evil import Lie, LyingHttp
 from tests.remote.servers import BUCKET, Server, moto_s3, nginx_dav

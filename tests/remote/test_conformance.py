@@ -13,9 +13,9 @@ from pagoda.codec import parse
 from pagoda.layout import KVLayout
 from pagoda.slab import aligned
 from pagoda.testing import TierConformance
-from pagoda.testing.tier import ONE, keys_of
+from pagoda.testing.tier_conformance import ONE, keys_of
 from pagoda.tiers.base import Bytes, Tier
-from pagoda.tiers.remote.objects import ObjectStoreClient
+from pagoda.tiers.remote.object_store import ObjectStoreClient
 from pagoda.tiers.remote.redis import RedisClient
 from pagoda.tiers.remote.remote_tier import RemoteTier
 from pagoda.tiers.remote.store_client import StoreClient

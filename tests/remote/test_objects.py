@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pagoda.metrics import Reason
-from pagoda.tiers.remote.objects import ObjectStoreClient, ObjectStoreConnection
+from pagoda.tiers.remote.object_store import ObjectStoreClient, ObjectStoreConnection
 from pagoda.tiers.remote.store_client import PutResult, RefusedError
 from pagoda.tiers.remote.urls import supports_direct
 from tests.remote.chunks import walk

@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl, urlsplit
 import pytest
 
 from pagoda.tiers.remote import http, s3_requests
-from pagoda.tiers.remote.objects import ObjectStoreClient, ObjectStoreConnection
+from pagoda.tiers.remote.object_store import ObjectStoreClient, ObjectStoreConnection
 from pagoda.tiers.remote.store_client import ListingDeadline, ListingTimeout, PutResult, RefusedError
 from tests.remote.chunks import fresh_prefix, keys_of, load, saved, tier_on, walk
 from tests.remote.evil import Lie, LyingHttp

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.tiers.remote.objects import ObjectStoreConnection
+from pagoda.tiers.remote.object_store import ObjectStoreConnection
 from tests.remote.chunks import walk
 from tests.remote.evil import http as answer
 from tests.remote.object_stores import (
@@ -90,7 +90,7 @@ def test_a_forked_child_is_told_at_once(store: Store, connection: ObjectStoreCon
 def test_a_child_may_be_the_first_to_use_it(store: Store) -> None:
     script = """
 import os, signal, sys, time
-from pagoda.tiers.remote.objects import ObjectStoreClient
+from pagoda.tiers.remote.object_store import ObjectStoreClient
 remote = ObjectStoreClient(sys.argv[1], options=dict(part.split("=", 1) for part in sys.argv[2:]))
 child = os.fork()
 if child == 0:
@@ -114,7 +114,7 @@ sys.exit(os.waitpid(child, 0)[1])
 def test_a_process_ends_quietly_amid_requests() -> None:
     script = """
 import sys, time, numpy as np
-from pagoda.tiers.remote.objects import ObjectStoreClient
+from pagoda.tiers.remote.object_store import ObjectStoreClient
 connection = ObjectStoreClient(sys.argv[1]).connect(time.monotonic() + 15)
 page, stored = np.zeros(4096, np.uint8), np.zeros(1 << 24, np.uint8)
 try:
@@ -137,7 +137,7 @@ def test_without_obstore_the_message_says_how_to_get_it() -> None:
     script = """
 import sys
 sys.modules["obstore"] = None
-from pagoda.tiers.remote.objects import ObjectStoreClient
+from pagoda.tiers.remote.object_store import ObjectStoreClient
 try:
     ObjectStoreClient("s3://bucket")
 except ModuleNotFoundError as error:
@@ -153,7 +153,7 @@ def test_a_private_authority_is_trusted_by_its_certificate(tmp_path: Path) -> No
     context.load_cert_chain(tmp_path / "server.crt", tmp_path / "server.key")
     script = """
 import sys, time
-from pagoda.tiers.remote.objects import ObjectStoreClient
+from pagoda.tiers.remote.object_store import ObjectStoreClient
 try:
     ObjectStoreClient(sys.argv[1]).connect(time.monotonic() + 10)
     print("trusted")

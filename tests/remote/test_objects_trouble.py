@@ -14,7 +14,7 @@ import pytest
 
 from pagoda.codec import HEADER_BYTES
 from pagoda.metrics import Reason
-from pagoda.tiers.remote.objects import ObjectStoreClient, ObjectStoreConnection
+from pagoda.tiers.remote.object_store import ObjectStoreClient, ObjectStoreConnection
 from pagoda.tiers.remote.store_client import PutResult, RefusedError
 from tests.remote.chunks import walk
 from tests.remote.evil import Lie, dripping, endless, growth

@@ -16,7 +16,7 @@ from pagoda.codec import HEADER_BYTES
 from pagoda.errors import StoreError
 from pagoda.metrics import Reason
 from pagoda.tiers.remote import remote_tier
-from pagoda.tiers.remote.objects import ObjectStoreClient
+from pagoda.tiers.remote.object_store import ObjectStoreClient
 from tests.cache.kit import SPAWN, run_all
 from tests.remote.chunks import (
     LARGE,
@@ -219,7 +219,7 @@ def test_a_server_that_says_without_being_asked(words: Callable[[], Lie]) -> Non
 ROOT = Path(__file__).parents[2]
 QUIETLY = """
 import gc, logging, sys, time
-from pagoda.tiers.remote.objects import ObjectStoreClient
+from pagoda.tiers.remote.object_store import ObjectStoreClient
 from tests.remote.chunks import keys_of, tier_on
 
 logging.getLogger("pagoda").setLevel(logging.ERROR)

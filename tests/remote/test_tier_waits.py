@@ -17,7 +17,7 @@ from pagoda.metrics import Reason
 from pagoda.slab import aligned
 from pagoda.testing import FakeClock
 from pagoda.tiers.remote.http import HttpConnection
-from pagoda.tiers.remote.objects import ObjectStoreClient
+from pagoda.tiers.remote.object_store import ObjectStoreClient
 from pagoda.tiers.remote.redis import RedisClient
 from pagoda.tiers.remote.store_client import StoreClient, StoreConnection
 from tests.remote.chunks import (

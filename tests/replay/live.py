@@ -15,7 +15,7 @@ from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.ledger import Ledger
 from pagoda.replay import Request, TierSpec, simulate
-from pagoda.testing.clock import FakeClock
+from pagoda.testing.fake_clock import FakeClock
 from pagoda.tiers import DiskTier, HostTier
 from pagoda.transfer import BlockKV
 

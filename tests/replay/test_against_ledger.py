@@ -16,7 +16,7 @@ from pagoda.ledger import Ledger, Reserved, admin
 from pagoda.ledger.policy_thread import PolicyThread
 from pagoda.replay import Request, Simulation, TierSpec
 from pagoda.replay.simulated_tier import marks_of_ids
-from pagoda.testing.clock import FakeClock
+from pagoda.testing.fake_clock import FakeClock
 from tests.ledger.support import PATIENT_SECONDS, TENANT, spec
 from tests.replay.traces import chained, request, sample
 

@@ -21,10 +21,10 @@ from pagoda.ledger import (
     session,
     space_sharing,
     store,
-    store_files,
+    store_state,
 )
 from pagoda.ledger.member_counters import COUNTERS_BYTES, WIDTH
-from pagoda.ledger.store_files import COUNTERS_FILE, FORMAT, SLAB_FORMAT, STATE, read_state, write_state
+from pagoda.ledger.store_state import COUNTERS_FILE, FORMAT, SLAB_FORMAT, STATE, read_state, write_state
 from pagoda.tiers import DiskTier, HostTier
 from pagoda.tiers import host as host_module
 from tests.ledger import support
@@ -130,7 +130,7 @@ def test_a_disk_that_another_version_uses_is_named(tmp_path: Path) -> None:
 
 def test_two_versions_have_a_host_store_each(shm_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def newer() -> None:
-        for module in (store_files, store, root_usage, space_sharing, host_module):
+        for module in (store_state, store, root_usage, space_sharing, host_module):
             monkeypatch.setattr(module, "FORMAT", FORMAT + 1)
         tier = host(shm_root)
         assert admin.gauges(tier.ledger)["free"] == 16, "it has a limit of its own"

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pagoda.ledger import Ledger, admin
-from pagoda.ledger.store_files import LOCKS, STATE
+from pagoda.ledger.store_state import LOCKS, STATE
 
 PATIENT_SECONDS = 30.0
 _ROOT = Path(__file__).resolve().parents[2]

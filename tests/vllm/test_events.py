@@ -20,7 +20,7 @@ from pagoda.cache.writeback import ChunkRef
 from pagoda.connectors.vllm.events import StoredEvents
 from pagoda.keys import derive_keys
 from pagoda.ledger import Busy, Outcome, Present, Reserved
-from pagoda.testing.clock import FakeClock
+from pagoda.testing.fake_clock import FakeClock
 from tests.cache.kit import CHUNK, cache_at
 
 BLOCK = 4

@@ -25,7 +25,7 @@ from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
 from pagoda.cache import Cache
 from pagoda.connectors.vllm.connector import PagodaConnector
-from pagoda.connectors.vllm.identity.page_format import machine_facts
+from pagoda.connectors.vllm.identity.device_facts import machine_facts
 from pagoda.connectors.vllm.kv_memory import KVMemory
 from pagoda.connectors.vllm.lookups import TrackedRequest
 from pagoda.connectors.vllm.metadata import Later, PagodaMetadata, PagodaWorkerMetadata

@@ -20,9 +20,9 @@ In the order in which a call meets them:
     tier_stack      the tiers, and opening them
     counters        counting and rate-limited logging
     load_cost       whether loading is faster than computing
-    weights         the weights epoch of a model on this machine
+    weights_epoch   the weights epoch of a model on this machine
     recording       live traffic as a trace
-    trace_writer    whole lines into a file that processes share
+    append_lines    whole lines into a file that processes share
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from pagoda.cache.resources import Resources
 from pagoda.cache.retrieve_call import RetrieveCall
 from pagoda.cache.store_call import StoreCall
 from pagoda.cache.tier_stack import TierStack
-from pagoda.cache.weights import WeightsEpoch
+from pagoda.cache.weights_epoch import WeightsEpoch
 from pagoda.errors import StoreError
 from pagoda.fork import reset_in_child
 from pagoda.keys import Namespace, TokenIds

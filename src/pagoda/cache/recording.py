@@ -22,7 +22,7 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import NamedTuple
 
-from pagoda.cache.trace_writer import append_lines
+from pagoda.cache.append_lines import append_lines
 from pagoda.clock import Clock
 from pagoda.fork import reset_in_child
 from pagoda.metrics import RateLimitedLog, Reason

@@ -13,7 +13,7 @@ from pagoda.cli import FAILED, INTERRUPTED, UsageError, show
 from pagoda.cli.stores import AsJson
 
 if TYPE_CHECKING:
-    from pagoda.cli.demo_process import Size
+    from pagoda.cli.demo_child import Size
     from pagoda.cli.demo_run import Shown
 
 _STEPS = 16  # of all processes together, for the progress bar
@@ -33,7 +33,7 @@ def demo(
     ] = None,
 ) -> int:
     """Show a prompt served from memory and from disk: same text, much sooner. Leaves nothing behind."""
-    from pagoda.cli.demo_process import Size
+    from pagoda.cli.demo_child import Size
 
     missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
     if missing:

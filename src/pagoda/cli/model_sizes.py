@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pagoda.cli import UsageError
-from pagoda.config.suggest import did_you_mean
+from pagoda.config.did_you_mean import did_you_mean
 
 
 class Model(NamedTuple):

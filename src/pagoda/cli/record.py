@@ -43,7 +43,7 @@ def record(
 
 def _opened(out: Path, append: bool) -> int:
     """Make the file, and return how many lines it has already."""
-    from pagoda.cache.trace_writer import append_lines
+    from pagoda.cache.append_lines import append_lines
 
     if out.is_dir():
         raise UsageError(f"{out} is a directory: name a file")
@@ -84,7 +84,7 @@ def _signals_of(process: subprocess.Popen[bytes]) -> Iterator[None]:
 
 def _tell(out: Path, before: int, command: Sequence[str]) -> None:
     """Say what was recorded, and what to do with it."""
-    from pagoda.cache.trace_writer import append_lines
+    from pagoda.cache.append_lines import append_lines
     from pagoda.replay.trace import read_trace
 
     append_lines(out, [])  # a killed process may have left half a line

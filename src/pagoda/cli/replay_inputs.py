@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeAlias
 import typer
 
 from pagoda.cli import UsageError
-from pagoda.config.suggest import did_you_mean
+from pagoda.config.did_you_mean import did_you_mean
 
 if TYPE_CHECKING:
     from pathlib import Path

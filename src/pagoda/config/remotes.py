@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, unquote, urlsplit
 
+from pagoda.config.did_you_mean import did_you_mean
 from pagoda.config.paths import expanded
-from pagoda.config.suggest import did_you_mean
 from pagoda.errors import ConfigError
 
 if TYPE_CHECKING:

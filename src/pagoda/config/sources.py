@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pagoda.config import Config, defaults, option_names
+from pagoda.config.did_you_mean import did_you_mean
 from pagoda.config.paths import expanded
-from pagoda.config.suggest import did_you_mean
 from pagoda.config.values import checked, converted, properties
 from pagoda.errors import ConfigError
 

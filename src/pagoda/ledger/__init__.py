@@ -26,7 +26,7 @@ Modules, in the order in which data meets them:
     root_usage          what the stores of one root hold, and their limit
     store               open, create, resize and rebuild a store's directory
     store_root          which stores a root has; its lock; removing a store
-    store_files         the files of a store and its state file
+    store_state         the state file of a store, and the names of its files
     integrity           whether tables can be trusted: checksums, the check of all rows
 """
 

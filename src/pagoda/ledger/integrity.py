@@ -20,7 +20,7 @@ from pagoda.errors import LedgerCorrupt
 from pagoda.ledger import queries
 from pagoda.ledger.columns import NOT_READY, Columns, columns_bytes
 from pagoda.ledger.outcomes import Report
-from pagoda.ledger.store_files import COLUMNS, TABLES, StoreState
+from pagoda.ledger.store_state import COLUMNS, TABLES, StoreState
 from pagoda.ledger.tables import (
     ENTRY,
     META_ROW,

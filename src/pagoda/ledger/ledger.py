@@ -38,8 +38,8 @@ from pagoda.ledger.policy_thread import PolicyThread, map_learned
 from pagoda.ledger.session import Session, UnavailableError
 from pagoda.ledger.space_sharing import SpaceShare
 from pagoda.ledger.store import StoreSpec, open_store, os_errors_mapped
-from pagoda.ledger.store_files import LOCKS, SLAB, Kind, read_state
 from pagoda.ledger.store_root import discard_idle
+from pagoda.ledger.store_state import LOCKS, SLAB, Kind, read_state
 from pagoda.ledger.transaction import BATCH, Transaction, batches, window
 from pagoda.metrics import Reason
 from pagoda.threads import Condition

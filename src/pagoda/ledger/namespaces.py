@@ -19,7 +19,7 @@ import lmdb
 import msgspec
 
 from pagoda.ledger.clear_log import ClearLog, Watermarks
-from pagoda.ledger.store_files import NAMESPACES, write_synced
+from pagoda.ledger.store_state import NAMESPACES, write_synced
 from pagoda.ledger.tables import NAMESPACE, NUMBER, SLOT, Meta, Reservation, Tables
 from pagoda.ledger.transaction import Transaction
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from pagoda.ledger.columns import BARE, Columns
 from pagoda.ledger.locks import barrier
-from pagoda.ledger.store_files import GUARD_BYTES, GUARD_WORDS
+from pagoda.ledger.store_state import GUARD_BYTES, GUARD_WORDS
 
 _BUCKETS = 64  # slots that are equal modulo this share a bit of a word
 _SHARED = (

@@ -8,7 +8,7 @@ from pagoda.ledger.ledger import Ledger
 from pagoda.ledger.locks import SCAN
 from pagoda.ledger.namespaces import Namespaces
 from pagoda.ledger.outcomes import ScannedChunk
-from pagoda.ledger.store_files import FIRST_OFFSET
+from pagoda.ledger.store_state import FIRST_OFFSET
 from pagoda.ledger.tables import ENTRY, PLACE, SLOT, SLOT_KEY
 from pagoda.ledger.transaction import Transaction
 from pagoda.metrics import Reason

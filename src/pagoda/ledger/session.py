@@ -38,7 +38,7 @@ from pagoda.ledger.members import (
 from pagoda.ledger.namespaces import Namespaces, read_saved
 from pagoda.ledger.page_guards import PageGuards
 from pagoda.ledger.store import OpenStore, reopen_store
-from pagoda.ledger.store_files import COLUMNS, COUNTERS_FILE, PAGE_GUARDS, TABLES
+from pagoda.ledger.store_state import COLUMNS, COUNTERS_FILE, PAGE_GUARDS, TABLES
 from pagoda.ledger.tables import MEMBER, MEMBER_KEY, NO_MEMBER, SLOT_KEY, Reservation, Tables
 from pagoda.ledger.transaction import BATCH, Transaction
 from pagoda.metrics import COUNTERS, Reason

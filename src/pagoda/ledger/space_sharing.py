@@ -35,8 +35,8 @@ from pagoda.ledger import chunk_ops, queries
 from pagoda.ledger.columns import BARE, NOT_READY, Columns
 from pagoda.ledger.root_usage import Holding, held_bytes, holdings, root_limit
 from pagoda.ledger.session import UnavailableError
-from pagoda.ledger.store_files import COLUMNS, FORMAT, read_state
 from pagoda.ledger.store_root import root_locked
+from pagoda.ledger.store_state import COLUMNS, FORMAT, read_state
 from pagoda.ledger.tables import Meta
 from pagoda.ledger.transaction import BATCH
 

@@ -30,7 +30,8 @@ from pagoda.ledger.integrity import checksum, find_damage
 from pagoda.ledger.locks import OPEN, LockFile
 from pagoda.ledger.namespaces import recount
 from pagoda.ledger.root_usage import holdings, is_of_another_version, root_limit, write_limit
-from pagoda.ledger.store_files import (
+from pagoda.ledger.store_root import MAKING, discard, in_use, root_locked, stores
+from pagoda.ledger.store_state import (
     COLUMNS,
     COUNTERS_FILE,
     FIRST_OFFSET,
@@ -51,7 +52,6 @@ from pagoda.ledger.store_files import (
     set_mark,
     write_state,
 )  # fmt: skip
-from pagoda.ledger.store_root import MAKING, discard, in_use, root_locked, stores
 from pagoda.ledger.tables import META_ROW, PLACE, Meta, Reservation, Tables, map_bytes
 
 log = logging.getLogger("pagoda.ledger.store")

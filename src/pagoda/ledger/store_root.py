@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pagoda.errors import StoreError
 from pagoda.ledger.locks import OPEN, LockFile
-from pagoda.ledger.store_files import COLUMNS, LOCKS, STATE, TABLES, read_state
+from pagoda.ledger.store_state import COLUMNS, LOCKS, STATE, TABLES, read_state
 
 MAKING, _GOING = ".new-", ".gone-"
 _PASSING = re.compile(r"\.(new|gone)-[0-9a-f]{12}")  # exactly the names that are made here

@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from pagoda import policy as policies
 from pagoda.config import Config
+from pagoda.config.did_you_mean import did_you_mean
 from pagoda.config.paths import expanded
 from pagoda.config.remotes import redacted
-from pagoda.config.suggest import did_you_mean
 from pagoda.errors import ConfigError
 from pagoda.migrate.lmcache_fields import BELONGS, NOT_NEEDED, PLUMBING, SWITCHES, WHEN_SET, belongs_to
 from pagoda.migrate.lmcache_urls import IN_URLS, OWN_SERVER_HERE, Untranslated, is_own_server_here, translated

@@ -9,7 +9,7 @@ than its head.
 Modules, in the order in which data meets them:
 
     shadow_lru      counts what least recently used would have served of the same requests
-    reuse           learns when chunks are asked for again, and what a slot is worth that holds one of them
+    reuse_worth     learns when chunks are asked for again, and what a slot is worth that holds one of them
     eviction_queue  keeps slots in the order in which they are evicted, tail before head, for all policies
     lru             least recently used, and first in, first out
     arc             ARC

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pagoda.policy import Hints, Newcomers
 from pagoda.policy.eviction_queue import NOT_READY, EvictionQueue, Ranks, Rows
 from pagoda.policy.lru import raise_recency
-from pagoda.policy.reuse import AGES, CLASSES, Table, age_of, class_of, tally, worth
+from pagoda.policy.reuse_worth import AGES, CLASSES, Table, age_of, class_of, tally, worth
 from pagoda.policy.shadow_lru import ShadowLru
 
 _AT_ONCE_NS = (

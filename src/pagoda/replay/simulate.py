@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from pagoda.ledger.store_files import FIRST_OFFSET
+from pagoda.ledger.store_state import FIRST_OFFSET
 from pagoda.replay.simulated_tier import Chain, SimulatedTier, marks_of_ids
 from pagoda.replay.trace import Request
 

@@ -11,19 +11,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pagoda.testing.clock import FakeClock
-    from pagoda.testing.policy import PolicyConformance
-    from pagoda.testing.slab import Fault, FaultySlab
-    from pagoda.testing.tier import TierConformance
+    from pagoda.testing.fake_clock import FakeClock
+    from pagoda.testing.faulty_slab import Fault, FaultySlab
+    from pagoda.testing.policy_conformance import PolicyConformance
+    from pagoda.testing.tier_conformance import TierConformance
 
 __all__ = ["FakeClock", "Fault", "FaultySlab", "PolicyConformance", "TierConformance"]
 
 _HOMES = {
-    "FakeClock": "clock",
-    "Fault": "slab",
-    "FaultySlab": "slab",
-    "PolicyConformance": "policy",
-    "TierConformance": "tier",
+    "FakeClock": "fake_clock",
+    "Fault": "faulty_slab",
+    "FaultySlab": "faulty_slab",
+    "PolicyConformance": "policy_conformance",
+    "TierConformance": "tier_conformance",
 }
 
 

@@ -21,7 +21,7 @@ from pagoda.fork import reset_in_child
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.ledger import Busy, Ledger, Present, Reserved, StoreSpec, admin
-from pagoda.ledger.store_files import FORMAT
+from pagoda.ledger.store_state import FORMAT
 from pagoda.metrics import Reason
 from pagoda.slab import MemorySlab
 from pagoda.threads import Condition

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pagoda.connectors.vllm.identity.page_format import machine_facts
+from pagoda.connectors.vllm.identity.device_facts import machine_facts
 from pagoda.connectors.vllm.kv_pages import Page, check_apart, page_of
 from pagoda.transfer.pages import merged
 

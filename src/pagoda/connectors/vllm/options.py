@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pagoda.config import Config, option_names
+from pagoda.config.did_you_mean import did_you_mean
 from pagoda.config.sources import DEFAULT, load
-from pagoda.config.suggest import did_you_mean
 from pagoda.errors import ConfigError
 
 __all__ = ["ConnectorOptions", "chunk_of", "read_options"]

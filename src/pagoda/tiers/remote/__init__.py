@@ -10,9 +10,9 @@ In the order in which a save meets them:
 - `remote_worker`: the threads that move chunks, answer queries and probe a store that failed
 - `store_client`: the protocol of a store's client and of its connections
 - `redis`, `resp`: Redis, and its wire protocol
-- `objects`: object stores (S3, GCS, Azure, WebDAV)
-- `obstore_client`: obstore, which signs, lists and deletes, and moves what HTTP connections of ours cannot
+- `object_store`: object stores (S3, GCS, Azure, WebDAV)
+- `obstore_runner`: obstore, which signs, lists and deletes, and moves what HTTP connections of ours cannot
 - `http`: direct HTTP connections, which copy nothing
 - `s3_requests`: requests to an S3 bucket that obstore cannot make
-- `sockets`: keepalive and abort of connections
+- `socket_options`: keepalive and abort of connections
 """

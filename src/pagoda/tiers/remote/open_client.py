@@ -46,7 +46,7 @@ def open_client(
             from pagoda.tiers.remote.redis import RedisClient
 
             return RedisClient(url, prefix=prefix, ttl_seconds=ttl_seconds, name=name)
-        from pagoda.tiers.remote.objects import ObjectStoreClient
+        from pagoda.tiers.remote.object_store import ObjectStoreClient
 
         return ObjectStoreClient(url, prefix=prefix, name=name, options=options)
     except ModuleNotFoundError as missing:

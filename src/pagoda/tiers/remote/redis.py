@@ -28,7 +28,7 @@ from pagoda.tiers.remote.resp import (
     command,
     command_parts,
 )
-from pagoda.tiers.remote.sockets import abort
+from pagoda.tiers.remote.socket_options import abort
 from pagoda.tiers.remote.store_client import (
     NAME_FORMAT,
     ListingDeadline,

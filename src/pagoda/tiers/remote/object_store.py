@@ -23,9 +23,9 @@ import numpy as np
 from pagoda.codec import HEADER_BYTES
 from pagoda.metrics import Reason
 from pagoda.tiers.base import Bytes
-from pagoda.tiers.remote import obstore_client, s3_requests, urls
+from pagoda.tiers.remote import obstore_runner, s3_requests, urls
 from pagoda.tiers.remote.http import HttpConnection, HttpConnectionPool, Response, listed_paths
-from pagoda.tiers.remote.obstore_client import (
+from pagoda.tiers.remote.obstore_runner import (
     NO_BUCKET,
     ObstoreRunner,
     UnsupportedError,
@@ -100,7 +100,7 @@ class ObjectStoreClient:
         self.address = f"{parts.scheme}://{urls.host_of(parts)}{f'/{path}' if path else ''}"
         if endpoint is not None and parts.scheme not in ("http", "https"):
             self.address += f" at {endpoint.scheme}://{urls.host_of(endpoint)}"
-        obstore_client.open_store(parts, self._options)
+        obstore_runner.open_store(parts, self._options)
 
     def connect(
         self, until: float, on_created: Callable[[StoreConnection], None] = lambda connection: None
@@ -109,7 +109,7 @@ class ObjectStoreClient:
 
         See StoreClient.connect.
         """
-        store = obstore_client.open_store(self._parts, self._options)
+        store = obstore_runner.open_store(self._parts, self._options)
         is_direct = urls.supports_direct(self._parts, self._options)
         secret = s3_requests.find_secret(self._options) if is_direct and self._parts.scheme == "s3" else None
         connection = ObjectStoreConnection(store, self._base, self.address, self._parts, is_direct, secret)

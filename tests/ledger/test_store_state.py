@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pagoda.ledger.store_files import (
+from pagoda.ledger.store_state import (
     FORMAT,
     STATE,
     StoreState,

@@ -15,7 +15,7 @@ from urllib.parse import SplitResult
 
 from pagoda.metrics import Reason
 from pagoda.threads import Pool
-from pagoda.tiers.remote.sockets import IDLE_SECONDS
+from pagoda.tiers.remote.socket_options import IDLE_SECONDS
 from pagoda.tiers.remote.store_client import RefusedError
 from pagoda.tiers.remote.urls import authorization_header, endpoint_of, host_of, is_loopback, without_vendor
 

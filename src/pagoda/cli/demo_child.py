@@ -1,6 +1,6 @@
 """One process of the demo: build the model, ask the questions, say how it went as JSON lines on stdout.
 
-Run as `python -m pagoda.cli.demo_process` with a task (JSON) on stdin. Each process builds the same model anew, so
+Run as `python -m pagoda.cli.demo_child` with a task (JSON) on stdin. Each process builds the same model anew, so
 whatever it reuses came out of the cache's own memory and files.
 """
 
