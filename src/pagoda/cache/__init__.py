@@ -14,7 +14,7 @@ In the order in which a call meets them:
     staging         staging buffers, for chunks without a host slot
     writeback       the queues and threads that write to the lower tiers
     explain_miss    the reason of a miss
-    hit             the answers
+    hit             the answers: Hit, Stored, Cleared, CacheStats
     host_slots      the slots of the host tier, for engines that copy themselves
     resources       what all calls share, and how it ends
     tier_stack      the tiers, and opening them

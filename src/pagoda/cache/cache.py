@@ -17,7 +17,7 @@ from functools import partial
 from typing import Unpack
 
 from pagoda.cache.call import enable_profiler_ranges
-from pagoda.cache.hit import Cleared, Hit, Stored
+from pagoda.cache.hit import CacheStats, Cleared, Hit, Stored
 from pagoda.cache.host_slots import HostSlots
 from pagoda.cache.operations import Operations
 from pagoda.cache.request import CallOptions, KeyScheme
@@ -329,7 +329,7 @@ class Cache:
                 failed[tier.name] = f"{type(error).__name__}: {error}"
         return Cleared(chunks, failed)
 
-    def stats(self) -> dict[str, object]:
+    def stats(self) -> CacheStats:
         """Return gauges and counters of every tier, hit rate, misses and drops by reason, and measured rates.
 
         A tier that does not answer within `config.deadline_seconds` is empty, and named under "failed"; with the first
@@ -346,7 +346,7 @@ class Cache:
                 tiers[tier.name], failed[tier.name] = {}, f"{type(error).__name__}: {error}"
         counters = resources.counters.read(0.0 if failed else self.config.deadline_seconds)
         recorder, host = resources.recorder, self._tiers.host
-        return {
+        stats: CacheStats = {
             "name": self.name,
             "tiers": tiers,
             "failed": failed,
@@ -358,8 +358,10 @@ class Cache:
             "staging_buffers": resources.load_staging.in_use + resources.store_staging.in_use,
             "pinned_bytes": host.slab.pinned_bytes if host is not None else 0,
             "rates": resources.load_cost.rates(),
-            **({"recording": recorder.stats()} if recorder is not None else {}),
         }
+        if recorder is not None:
+            stats["recording"] = recorder.stats()
+        return stats
 
     def flush(self, timeout: float = 30.0) -> bool:
         """Wait until the lower tiers have what was queued for them; False if `timeout` seconds were not enough."""

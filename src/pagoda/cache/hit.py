@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
 from pagoda.metrics import Reason
 
-__all__ = ["Cleared", "Hit", "Stored", "hit_of"]
+__all__ = ["CacheStats", "Cleared", "Hit", "Stored", "hit_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +60,23 @@ class Cleared(NamedTuple):
     def ok(self) -> bool:
         """Whether every tier is clear."""
         return not self.failed
+
+
+class CacheStats(TypedDict):
+    """What `Cache.stats` returns."""
+
+    name: str | None
+    tiers: dict[str, dict[str, int]]  # gauges and counters of each tier, from the top down
+    failed: dict[str, str]  # the tiers that did not answer, and why
+    counters: dict[str, int]
+    hit_rate: float  # the share of the requested tokens
+    misses: dict[str, int]  # by reason
+    drops: dict[str, int]  # by reason
+    waiting_chunks: int  # for the lower tiers
+    staging_buffers: int  # in use
+    pinned_bytes: int  # of host memory, registered with a GPU
+    rates: dict[str, float]  # "<tier>_bytes_per_second", "prefill_tokens_per_second"
+    recording: NotRequired[dict[str, object]]  # where live traffic is recorded
 
 
 def hit_of(
