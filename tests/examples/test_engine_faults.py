@@ -84,10 +84,13 @@ def test_host_chunks_go_while_they_are_used(house: House) -> None:
 @pytest.mark.parametrize(("up", "down"), [(6, 30), (4, 9)])
 def test_copies_that_fail(up: int, down: int, house: House) -> None:
     engine = engine_of(house.cache())
-    seen = fault_copies(engine, every(up, down))
-    found = converse(engine)
+    fails, faulty = every(up, down), [True]
+    seen = fault_copies(engine, lambda name: faulty[0] and fails(name))
+    converse(engine)
     assert seen["down"] > 2 and seen["up"] > 2 and seen["shortened"] > 0, seen
-    assert found["host"] + found["disk"] > 0
+    faulty[0] = False  # with every fourth copy failing, whether a chain comes up whole is a matter of chance
+    found = converse(engine)
+    assert found["host"] + found["disk"] > 100
     closed(engine)
 
 
