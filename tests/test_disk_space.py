@@ -86,7 +86,7 @@ def test_a_machine_that_does_not_tell_limits_nothing(shm_root: Path, tmp_path: P
 
 
 def test_more_than_the_file_system_has_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(NoRoomError, match="free some room"):
+    with pytest.raises(NoRoomError, match="free some space"):
         require_free(tmp_path, 1 << 60, in_memory=False)
     with pytest.raises(NoRoomError, match="shm-size"):
         require_free(Path("/dev/shm"), 1 << 60, in_memory=True)

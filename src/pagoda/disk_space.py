@@ -1,4 +1,7 @@
-"""Is there room, and may this place hold a store? Asked before anything is made, so that nothing ends in a signal."""
+"""Checks before a store is created: enough free space, and a place that may hold a store. Prevents a later SIGBUS.
+
+Called by the ledger, the slabs, the tiers and the configuration; calls the operating system only.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +42,12 @@ def require_local(directory: Path) -> None:
     kind = _filesystem(directory.resolve())
     if kind.startswith(_REMOTE):
         raise StoreError(
-            f"{directory} lies on {kind}, a network or FUSE file system: choose a path on a local disk or in /dev/shm"
+            f"{directory} is on {kind}, a network or FUSE file system: choose a path on a local disk or in /dev/shm"
         )
 
 
 def require_own(path: Path) -> None:
-    """Refuse what belongs to another user, and a symbolic link that another user (but root) has made. StoreError."""
+    """Refuse a path that belongs to another user, and a symbolic link that another user (but root) made. StoreError."""
     for what, allowed in ((os.lstat(path), {0, os.geteuid()}), (os.stat(path), {os.geteuid()})):
         if what.st_uid not in allowed:
             raise StoreError(
@@ -55,8 +58,8 @@ def require_own(path: Path) -> None:
 def require_place(root: Path, size_bytes: int, in_memory: bool) -> None:
     """Refuse a directory where a tier of `size_bytes` could not be opened. StoreError or NoRoomError.
 
-    Where stores are, a tier begins with what they have; where none is, all of it has to be free. For those who do not
-    know the layout yet; changes nothing.
+    If the directory holds stores, a tier starts with their space; otherwise all of `size_bytes` must be free. For
+    callers that do not know the layout yet. Changes nothing.
     """
     there = next(path for path in (root, *root.absolute().parents) if os.path.exists(path))
     if there == root:
@@ -69,14 +72,14 @@ def require_place(root: Path, size_bytes: int, in_memory: bool) -> None:
 
 
 def require_free(directory: Path, need_bytes: int, in_memory: bool) -> None:
-    """Refuse to begin what would not fit the file system or, in memory, the cgroup and the machine.
+    """Refuse a size that the file system or, in memory, the cgroup or the machine has no space for.
 
     Raises NoRoomError with the remedy.
     """
     status = os.statvfs(directory)
     free = status.f_bavail * status.f_frsize
     if need_bytes > free:
-        remedy = "mount it with a larger size= (docker: --shm-size)" if in_memory else "free some room"
+        remedy = "mount it with a larger size= (docker: --shm-size)" if in_memory else "free some space"
         raise NoRoomError(
             f"{directory} has {free:,} bytes free, {need_bytes:,} are needed: {remedy} or ask for a smaller size"
         )
@@ -94,7 +97,7 @@ def require_free(directory: Path, need_bytes: int, in_memory: bool) -> None:
 
 
 def free_bytes(directory: Path, in_memory: bool) -> int:
-    """How much the file system and, in memory, the cgroup and the machine have left."""
+    """Return the bytes that the file system and, in memory, the cgroup and the machine have left."""
     status = os.statvfs(directory)
     left = [status.f_bavail * status.f_frsize]
     if in_memory:
@@ -103,7 +106,7 @@ def free_bytes(directory: Path, in_memory: bool) -> int:
 
 
 def lengthen(path: Path, nbytes: int) -> None:
-    """Make the file at least `nbytes` long, with no pages in what is added. Never shorter: it may be mapped."""
+    """Make the file at least `nbytes` long; the added part is a hole. Never shorten it: it may be mapped."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         if os.fstat(fd).st_size < nbytes:
@@ -113,7 +116,7 @@ def lengthen(path: Path, nbytes: int) -> None:
 
 
 def allocate_range(fd: int, offset: int, nbytes: int) -> bool:
-    """Reserve the blocks of a part of a file; False, and none of them, if the file system has not got them."""
+    """Reserve the blocks of a part of a file; return False, and reserve nothing, if the file system is full."""
     try:
         os.posix_fallocate(fd, offset, nbytes)
     except OSError:
@@ -124,7 +127,7 @@ def allocate_range(fd: int, offset: int, nbytes: int) -> bool:
 
 
 def punch(fd: int, offset: int, nbytes: int) -> None:
-    """Give the blocks of a part of a file back; it reads as zeros, the file stays as long. OSError."""
+    """Free the blocks of a part of a file: it reads as zeros, the length stays. OSError."""
     while _libc.fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, offset, nbytes) != 0:
         number = ctypes.get_errno()
         if number != errno.EINTR:
@@ -132,7 +135,7 @@ def punch(fd: int, offset: int, nbytes: int) -> None:
 
 
 def reserve_beyond(fd: int, nbytes: int) -> None:
-    """Reserve the first bytes of a file without making it longer: what is appended needs no room then. OSError."""
+    """Reserve the first bytes of a file without making it longer, so that appends need no more space. OSError."""
     while _libc.fallocate(fd, _KEEP_SIZE, 0, nbytes) != 0:
         number = ctypes.get_errno()
         if number != errno.EINTR:
@@ -140,7 +143,7 @@ def reserve_beyond(fd: int, nbytes: int) -> None:
 
 
 def data_ranges(fd: int, start: int, stop: int) -> list[tuple[int, int]]:
-    """Where, between two offsets, a file is no hole. What is allocated but was never written may count as one."""
+    """Return the ranges with data between two offsets. Blocks that were never written may count as a hole."""
     found: list[tuple[int, int]] = []
     while start < stop:
         try:
@@ -156,20 +159,20 @@ def data_ranges(fd: int, start: int, stop: int) -> list[tuple[int, int]]:
 
 
 def allocate(path: Path, nbytes: int) -> None:
-    """Make the file `nbytes` long, all of its blocks reserved: NoRoomError with the remedy, never a later SIGBUS."""
+    """Make the file `nbytes` long with all blocks reserved: NoRoomError with the remedy, never a later SIGBUS."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(fd, 0, nbytes)
     except OSError as error:
         raise NoRoomError(
-            f"no room for the {nbytes:,} bytes of {path} ({error.strerror}): free some room or ask for a smaller size"
+            f"no space for the {nbytes:,} bytes of {path} ({error.strerror}): free some space or ask for a smaller size"
         ) from error
     finally:
         os.close(fd)
 
 
 def cgroup_free_bytes(root: Path = _CGROUP) -> int | None:
-    """Bytes of memory this process's cgroup may still take (droppable page cache counts as free); None if unlimited."""
+    """Return the bytes that this cgroup may still take; None if unlimited. Clean page cache counts as free."""
     own = Path(_own_group())
     left = [_group_free_bytes(root / group) for group in (own, *own.parents)]
     return min((free for free in left if free is not None), default=None)
@@ -188,9 +191,9 @@ def _group_free_bytes(group: Path) -> int | None:
 
 
 def _machine_free_bytes(directory: Path, meminfo: Path = _MEMINFO) -> int | None:
-    """Bytes of memory that a tmpfs may take before the kernel ends processes to get some; None elsewhere (huge pages).
+    """Return the bytes that a tmpfs may take before the kernel kills processes; None for others (huge pages).
 
-    A tmpfs may be larger than the memory that it lies in.
+    A tmpfs may be declared larger than the memory of the machine.
     """
     if _filesystem(directory.resolve()) != "tmpfs":
         return None
@@ -210,7 +213,7 @@ def _own_group() -> str:
 
 
 def _filesystem(path: Path) -> str:
-    """Type of the file system that `path` lies on: that of the longest mount point above it, the latest of equals."""
+    """Return the type of the file system of `path`: of the longest mount point above it, the latest of equals."""
     best, kind = -1, ""
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         fields = line.split()

@@ -1,9 +1,9 @@
-"""Close what was dropped without a close, on a thread of its own.
+"""Close objects that were garbage-collected without a close, on a separate thread.
 
-A garbage collection runs finalizers on whatever thread allocates next, at any line, also inside of a lock. So a
-finalizer may take no lock, do no I/O and wait for nothing. Nor may it be a function of Python: an exception that a
-signal handler raises in one is lost, and with it what was to be done. All that ours do is to put themselves into a
-queue.
+A garbage collection runs finalizers on the thread that allocates next, at any line, also inside a lock. So a finalizer
+must not take a lock, do I/O or wait. It must not be a Python function either: if a signal handler raises an exception
+inside it, the exception and the work are lost. Our finalizers only put themselves into a queue. Used by the cache, the
+tiers and the ledger; calls `threads`.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from pagoda.threads import Event, begin
 
 __all__ = ["Finalizer", "close_when_dropped", "settle"]
 
-_LAST_SECONDS = 10.0  # at exit, for a close that is under way
+_LAST_SECONDS = 10.0  # at exit, for a close that has begun
 
 _log = logging.getLogger("pagoda")
 
-# Its `put` is built in, and may interrupt itself. None: the end.
+# Its `put` is built in and reentrant. None: the end.
 _dropped: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-_watched: dict[int, Finalizer] = {}  # by id, in the order of their making
-_starting = threading.RLock()  # a signal handler may drop something at any line
+_watched: dict[int, Finalizer] = {}  # by id, in the order of creation
+_starting = threading.RLock()  # a signal handler may drop an object at any line
 _thread: threading.Thread | None = None
 
 
 class Finalizer(weakref.ref[object]):
-    """Has `close` called, on another thread, once nobody holds `owner`; for as long as somebody holds this.
+    """Call `close` on another thread after `owner` was collected, if this object still exists then.
 
     `close` must not refer to `owner`.
     """
@@ -51,37 +51,35 @@ class Finalizer(weakref.ref[object]):
             _start()
 
     def __call__(self) -> None:
-        """Call `close`; by the thread."""
+        """Call `close`; the thread does this."""
         close = self._close
         self.detach()
         close()
 
     def detach(self) -> None:
-        """Call it off."""
+        """Cancel it."""
         self._close = _nothing
         _watched.pop(id(self), None)
 
 
 def close_when_dropped(owner: object, close: Callable[[], object]) -> Finalizer:
-    """Have `close` called, on another thread, once nobody holds `owner`, or at exit. `detach()` calls it off.
+    """Call `close` on another thread after `owner` was collected, or at exit. `detach()` cancels it.
 
     `close` must not refer to `owner`. Thread-safe.
     """
     watched = Finalizer(owner, close)
     _watched[id(watched)] = watched
     atexit.unregister(_at_exit)
-    atexit.register(
-        _at_exit
-    )  # before all that was registered until now, for those may be the libraries of a tier
+    atexit.register(_at_exit)  # runs before older hooks, which may belong to the libraries of a tier
     return watched
 
 
 def settle(timeout: float) -> bool:
-    """Wait until what nobody holds any more is closed; False if `timeout` seconds were not enough.
+    """Wait until all collected objects are closed; return False if `timeout` seconds were not enough.
 
-    For those who lack what it may still keep from them. Not from within a finalizer, nor with a lock held.
+    For a caller that needs what such an object may still hold. Do not call it in a finalizer or with a lock held.
     """
-    gc.collect()  # what is held by a cycle only
+    gc.collect()  # objects that only a cycle holds
     _start()
     settled = Event()
     _dropped.put(settled.set)
@@ -89,7 +87,7 @@ def settle(timeout: float) -> bool:
 
 
 def _nothing() -> None:
-    """What is left to do of what was closed or called off."""
+    """Replace the close of an object that was closed or detached."""
 
 
 def _start() -> None:
@@ -97,9 +95,7 @@ def _start() -> None:
     with _starting:
         if _thread is None or not _thread.is_alive():
             thread = threading.Thread(target=_close_all, name="pagoda-dropped", daemon=True)
-            _thread = (
-                thread if begin(thread) else None
-            )  # what is dropped waits for the next who opens something
+            _thread = thread if begin(thread) else None  # without a thread, the next open starts it
 
 
 def _close_all() -> None:
@@ -111,12 +107,12 @@ def _close_all() -> None:
 def _close(close: Callable[[], object]) -> None:
     try:
         close()
-    except Exception:  # noqa: BLE001  # a border: the next is to be closed all the same
-        _log.exception("what was dropped without a close could not be closed")
+    except Exception:  # noqa: BLE001  # the next object must be closed too
+        _log.exception("an object that was dropped without a close could not be closed")
 
 
 def _at_exit() -> None:
-    """Close what is still open, the last that was opened first, and all that was dropped."""
+    """Close all collected objects, then the open ones, the last opened first."""
     _dropped.put(None)
     if _thread is not None:
         _thread.join(_LAST_SECONDS)
@@ -128,7 +124,7 @@ def _at_exit() -> None:
 
 
 def _renew_in_child() -> None:
-    """What a parent has dropped, a child has dropped too; a lock of the queue may be held by the parent's thread."""
+    """Copy the queue in a forked child: the parent's thread may hold the lock of the old one."""
     global _dropped, _starting, _thread
     left, _dropped = _dropped, queue.SimpleQueue()
     while not left.empty():

@@ -1,4 +1,4 @@
-"""The bytes of a chunk: how many, and, where the engine's format is known, where each plane lies. Pure.
+"""The bytes of a chunk: their number and, if the engine's format is known, the place of each plane. Pure.
 
 A chunk is one contiguous run, layer by layer, plane by plane; each plane is contiguous in `token_order`:
 
@@ -17,7 +17,7 @@ from blake3 import blake3
 
 __all__ = ["ITEMSIZE", "SLOT_ALIGN", "KVLayout", "Plane", "TokenOrder", "itemsize"]
 
-SLOT_ALIGN = 4096  # a page, and what O_DIRECT asks for
+SLOT_ALIGN = 4096  # a page; O_DIRECT needs it
 TokenOrder: TypeAlias = Literal["heads_first", "tokens_first"]
 
 # bytes an element; numpy has no name for half of these
@@ -58,10 +58,10 @@ class Plane(NamedTuple):
 
 @dataclass(frozen=True)
 class KVLayout:
-    """How the KV of one chunk lies in memory. Immutable; make one with `dense`, `mla`, `of` or `opaque`.
+    """The memory layout of the KV of one chunk. Immutable; create it with `dense`, `mla`, `of` or `opaque`.
 
-    `fingerprint` (16 hex characters) names the layout: two layouts with the same one have the same bytes.
-    `planes` are those of one layer, empty if the bytes are opaque. Raises ValueError if the numbers disagree.
+    `fingerprint` (16 hex characters) names the layout: equal fingerprints mean equal bytes.
+    `planes` describes one layer; it is empty if the bytes are opaque. Raises ValueError if the numbers disagree.
 
     Example:
         >>> layout = KVLayout.dense(layers=32, kv_heads=8, head_dim=128, dtype="bfloat16")
@@ -147,7 +147,7 @@ class KVLayout:
 
     @classmethod
     def opaque(cls, chunk_tokens: int, chunk_bytes: int, description: str) -> KVLayout:
-        """Return a layout whose inside is the engine's business. A new format needs a new `description`."""
+        """Return a layout whose bytes only the engine understands. A new format needs a new `description`."""
         _positive(chunk_tokens=chunk_tokens, chunk_bytes=chunk_bytes)
         if not description:
             raise ValueError(
@@ -159,12 +159,12 @@ class KVLayout:
 
     @property
     def slot_bytes(self) -> int:
-        """The room of one chunk: `chunk_bytes` rounded up to 4096."""
+        """Return the bytes of one slot: `chunk_bytes` rounded up to 4096."""
         return -(-self.chunk_bytes // SLOT_ALIGN) * SLOT_ALIGN
 
     @property
     def layer_bytes(self) -> int:
-        """The bytes of one layer of a chunk; 0 if the bytes are opaque."""
+        """Return the bytes of one layer of a chunk; 0 if the bytes are opaque."""
         return sum(_plane_bytes(plane, self.chunk_tokens) for plane in self.planes)
 
     def slots_in(self, size_bytes: int) -> int:
@@ -176,7 +176,7 @@ class KVLayout:
         return self.slots_in(size_bytes) * self.chunk_tokens
 
     def plane_offset(self, layer: int, plane: int) -> int:
-        """Return the byte of the chunk at which a plane begins. Raises ValueError if there is none."""
+        """Return the byte of the chunk at which a plane begins. ValueError if it does not exist."""
         self._plane(plane)
         if not 0 <= layer < self.layers:
             raise ValueError(f"layer {layer} is not one of the {self.layers} of this layout")

@@ -1,11 +1,12 @@
-"""Threads that may not be had, and what they wait for, safe from exceptions of signal handlers.
+"""Threads, pools and conditions that survive a refused thread start and the exceptions of signal handlers.
 
-A process may have only so many threads: a start that fails is trouble at run time.
+The system limits the number of threads of a process: a thread that cannot be started is trouble at run time.
 
-`with threading.Condition()` calls a Python function that takes the lock: an exception that a signal handler raises
-in it, or on its way out, leaves the lock taken, and every other thread stands still. So it is in `threading.Event` and
-in `concurrent.futures.Future` and `wait`, which are made of conditions. Those here are entered and left by built-in
-functions, between which and the block Python runs no handler. `threading.Lock` and `threading.RLock` are built in.
+`with threading.Condition()` calls a Python function that takes the lock. If a signal handler raises an exception in
+that function, the lock stays taken and every other thread that needs it blocks. `threading.Event`,
+`concurrent.futures.Future` and `concurrent.futures.wait` have the same fault, because they use conditions. The classes
+here are entered and left by built-in functions: Python runs no handler between such a function and the block.
+`threading.Lock` and `threading.RLock` are built in and need no replacement. Used by all packages; calls `metrics`.
 """
 
 from __future__ import annotations
@@ -36,19 +37,19 @@ T = TypeVar("T")
 
 _log = logging.getLogger("pagoda")
 _lines = RateLimitedLog()
-_REFUSED = "can't start new thread"  # what Python says of it, and of nothing else
+_REFUSED = "can't start new thread"  # Python's message for this error only
 
 
 def begin(thread: Thread) -> bool:
-    """Start `thread`; False, with a log line now and then, if the system gives no more threads. Thread-safe.
+    """Start `thread`; return False, with a rate-limited log line, if the system starts no more threads. Thread-safe.
 
-    The caller goes on without it and tries again, with a new Thread, the next time that it needs one.
+    The caller continues without the thread and tries again, with a new Thread, when it needs one again.
     """
-    thread._started = Event()  # type: ignore[attr-defined]  # Python's own is made of a condition, see above
+    thread._started = Event()  # type: ignore[attr-defined]  # Python's event uses a condition, see above
     try:
         thread.start()
     except RuntimeError as trouble:
-        if _REFUSED in str(trouble):  # and not the end of the interpreter
+        if _REFUSED in str(trouble):  # not raised at the end of the interpreter
             _lines.warn(_log, Reason.IO_ERROR, f"{thread.name}: {NO_THREAD}")
         return False
     return True
@@ -58,7 +59,7 @@ _RLock: type = type(threading.RLock())
 
 
 class Condition(_RLock):  # type: ignore[misc]
-    """What `threading.Condition` is, with a reentrant lock of its own. Thread-safe."""
+    """A `threading.Condition` with its own reentrant lock. Thread-safe."""
 
     def __init__(self) -> None:
         self._waiters: deque[threading.Lock] = deque()
@@ -70,25 +71,25 @@ class Condition(_RLock):  # type: ignore[misc]
         waiter.acquire()
         try:
             self._waiters.append(waiter)
-            held.extend(map(_RLock._release_save, (self,)))  # type: ignore[attr-defined]  # given up and noted at once
+            held.extend(map(_RLock._release_save, (self,)))  # type: ignore[attr-defined]  # released and recorded in one step
             woken = waiter.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
         except BaseException:  # of a signal handler
-            if not self._is_owned():  # it may also have come before it was given up
+            if not self._is_owned():  # the handler may also have run before the release
                 self._acquire_restore(held[0])
             if waiter not in self._waiters:
-                self.notify()  # another may have use for it
+                self.notify()  # this wake-up was lost: pass it to another waiter
             raise
         else:
             self._acquire_restore(held[0])
         finally:
-            try:  # noqa: SIM105  # what `contextlib` has is no built-in function
+            try:  # noqa: SIM105  # `contextlib.suppress` is not a built-in function
                 self._waiters.remove(waiter)
             except ValueError:
                 pass
         return woken
 
     def wait_for(self, true: Callable[[], T], timeout: float | None = None) -> T:
-        """Wait until it is `true`, or for `timeout` seconds; returns the last answer. Called with the lock."""
+        """Wait until `true()` is true, or for `timeout` seconds; return its last result. Called with the lock."""
         until = None if timeout is None else time.monotonic() + timeout
         while not (answer := true()):
             left = None if until is None else until - time.monotonic()
@@ -98,47 +99,47 @@ class Condition(_RLock):  # type: ignore[misc]
         return answer
 
     def notify(self, n: int = 1) -> None:
-        """Wake some of those who wait. Called with the lock."""
+        """Wake `n` waiting threads. Called with the lock."""
         while n > 0 and self._waiters:
             try:
                 self._waiters[0].release()
                 n -= 1
-            except RuntimeError:  # it was woken by a call that was interrupted before the next line
+            except RuntimeError:  # an interrupted call woke it and did not reach the next line
                 pass
             self._waiters.popleft()
 
     def notify_all(self) -> None:
-        """Wake all who wait. Called with the lock."""
+        """Wake all waiting threads. Called with the lock."""
         self.notify(len(self._waiters))
 
 
 class Event:
-    """What `threading.Event` is. Thread-safe."""
+    """Replace `threading.Event`. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = Condition()
         self._set = False
 
     def is_set(self) -> bool:
-        """Whether it is set."""
+        """Return whether the event is set."""
         return self._set
 
     def set(self) -> None:
-        """Set it, and wake all who wait."""
+        """Set the event and wake all waiting threads."""
         with self._changed:
             self._set = True
             self._changed.notify_all()
 
     def clear(self) -> None:
-        """Reset it."""
+        """Clear the event."""
         self._set = False
 
     def _at_fork_reinit(self) -> None:
-        """What Python asks of the event of a thread in a forked child."""
+        """Reset the lock in a forked child: Python calls this for the event of each thread."""
         self._changed = Condition()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is set; False after `timeout` seconds."""
+        """Wait until the event is set; return False after `timeout` seconds."""
         if self._set:
             return True
         with self._changed:
@@ -146,7 +147,7 @@ class Event:
 
 
 class Answer(Future[T]):
-    """What `concurrent.futures.Future` is. Thread-safe."""
+    """Replace `concurrent.futures.Future`. Thread-safe."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,9 +155,9 @@ class Answer(Future[T]):
 
 
 def wait(futures: Iterable[Future[T]], timeout: float | None = None) -> None:
-    """Wait until all of them have ended, or for `timeout` seconds. Thread-safe.
+    """Wait until all futures have ended, or for `timeout` seconds. Thread-safe.
 
-    That of `concurrent.futures` takes all of their conditions by a Python function: see above.
+    `concurrent.futures.wait` takes the conditions of all futures in a Python function: see above.
     """
     until = None if timeout is None else time.monotonic() + timeout
     for future in futures:
@@ -165,80 +166,80 @@ def wait(futures: Iterable[Future[T]], timeout: float | None = None) -> None:
 
 
 def if_free(lock: threading.RLock, work: Callable[[], object], timeout: float = 0.0) -> None:  # type: ignore[valid-type, unused-ignore]
-    """Call `work` with the lock, unless another thread has it for so many seconds."""
+    """Call `work` with the lock held; do nothing if another thread keeps the lock for `timeout` seconds."""
     try:
         if lock.acquire(timeout=timeout):
             work()
     finally:
-        try:  # noqa: SIM105  # what `contextlib` has is no built-in function
+        try:  # noqa: SIM105  # `contextlib.suppress` is not a built-in function
             lock.release()
-        except RuntimeError:  # another has it
+        except RuntimeError:  # another thread holds it
             pass
 
 
 class _Work(Generic[T]):
-    """One call on its way to a thread, which `future.cancel()` takes back for good unless it has begun."""
+    """One queued call. `future.cancel()` removes it for good unless it has begun."""
 
     def __init__(self, call: Callable[[], T], future: Future[T]) -> None:
         self._parts = [(call, future)]
 
     def cancel(self) -> None:
-        """Take it back, out of the queue."""
+        """Cancel the call after it was taken out of the queue."""
         _, future = self._parts.pop()
         if future.cancel():
-            future.set_running_or_notify_cancel()  # or `wait` would wait for it
+            future.set_running_or_notify_cancel()  # otherwise `wait` waits for it
 
     def __call__(self) -> None:
-        call, future = self._parts.pop()  # nothing refers to them from here on but this frame
+        call, future = self._parts.pop()  # from here on only this frame refers to them
         if not future.set_running_or_notify_cancel():
             return
         try:
             result = call()
-        except BaseException as trouble:  # noqa: BLE001  # a border: it is the caller's, by the future
+        except BaseException as trouble:  # noqa: BLE001  # the future carries it to the caller
             future.set_exception(trouble)
-            del call, future  # an exception refers to its frames
+            del call, future  # the exception refers to this frame
         else:
             future.set_result(result)
 
 
 class Pool(Executor):
-    """A few daemon threads for calls whose results are futures. Thread-safe.
+    """Run calls on a few daemon threads; results are futures. Thread-safe.
 
-    Python's own executor is made of conditions, and its `submit` may be ended by an exception of a signal handler when
-    the new thread is not in its books yet: nothing ends that one, and the interpreter waits for it at exit. It also
-    keeps the work of a `submit` that raised for want of a thread and runs it later, when whoever asked has long given
-    up the memory that it writes into. Here a refused call never runs, and at exit what was submitted has ten seconds.
+    Python's executor uses conditions. A signal handler's exception can end its `submit` before the new thread is
+    recorded: then nothing ends that thread, and the interpreter waits for it at exit. If no thread can be started,
+    its `submit` raises, but keeps the call and runs it later, when the caller may have freed the memory that the call
+    writes into. Here a refused call never runs, and at exit the submitted calls have ten seconds to end.
     """
 
     def __init__(self, most: int, name: str) -> None:
-        """Start no thread yet. Each `submit` starts one more if none is idle and there are fewer than `most`."""
+        """Start no thread yet. Each `submit` starts one if no thread is idle and fewer than `most` exist."""
         self._most, self._name = most, name
         self._renew()
         _pools.add(self)
-        atexit.unregister(_at_exit)  # to run before all that was registered until now: the libraries of calls
+        atexit.unregister(_at_exit)  # runs before older hooks: those of the libraries that calls use
         atexit.register(_at_exit)
 
     def _renew(self) -> None:
-        """Begin anew, also in a forked child: with no thread and nothing to do."""
+        """Start with no thread and an empty queue; also called in a forked child."""
         self._lock = threading.RLock()
         self._calls: _Calls = queue.SimpleQueue()
-        self._idle: deque[None] = deque()  # an entry for each thread that waits; one too few costs a thread
+        self._idle: deque[None] = deque()  # an entry a waiting thread; a missing one costs one more thread
         self._threads: list[Thread] = []
         self._open: set[Future[object]] = set()
         self._closed = False
-        self._gone = weakref.ref(self, self._calls.put)  # kept by its threads, which do not refer to it
+        self._gone = weakref.ref(self, self._calls.put)  # its threads hold this weak reference, not the pool
 
     @property
     def under_way(self) -> int:
-        """How many calls have not ended, queued ones too."""
+        """Return the number of calls that have not ended, queued ones included."""
         return len(self._open)
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Run `fn` on one of the threads. Raises RuntimeError with the remedy if there is none, or after the end."""
+        """Run `fn` on one of the threads. RuntimeError with the remedy if no thread starts, or after shutdown."""
         return self._put(partial(fn, *args, **kwargs), False)
 
     def later(self, fn: Callable[P, object], /, *args: P.args, **kwargs: P.kwargs) -> None:
-        """Run what nobody waits for; with no thread to be had, once a later call has got one. Never raises."""
+        """Run `fn` without a result. If no thread can be started, it runs when a later call gets one. Never raises."""
         with suppress(RuntimeError):
             self._put(partial(fn, *args, **kwargs), True)
 
@@ -253,17 +254,17 @@ class Pool(Executor):
                     raise RuntimeError(NO_THREAD)
                 self._open.add(cast("Future[object]", future))
                 self._calls.put(cast("_Work[object]", _Work(call, future)))
-        except BaseException:  # of a signal handler, too: nobody has the future
+        except BaseException:  # also of a signal handler: the caller does not get the future
             if not future.cancel():
-                wait([future])  # it has begun, and works with what is the caller's
+                wait([future])  # it has begun, and uses memory of the caller
             raise
         return future
 
     def _has_thread(self) -> bool:
-        """Whether there is a thread that will take one more call; starts one if none is idle. Holds the lock."""
+        """Return whether a thread will take one more call; start one if none is idle. Called with the lock."""
         if self._idle:
             self._idle.pop()
-            return True  # also one that was started by a call that was broken off, and that no book has
+            return True  # also a thread that an interrupted call started without recording it
         if len(self._threads) < self._most:
             arguments = self._gone, self._lock, self._calls, self._idle
             name = f"{self._name}_{len(self._threads)}"
@@ -273,10 +274,10 @@ class Pool(Executor):
         return bool(self._threads)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the threads when all is done; with `cancel_futures` what has not begun is cancelled."""
+        """End the threads after the last call; with `cancel_futures`, cancel the calls that have not begun."""
         with self._lock:
             self._closed = True
-        if cancel_futures:  # without the lock: whoever is told takes locks of its own
+        if cancel_futures:  # without the lock: the callbacks of the futures take other locks
             with suppress(queue.Empty):
                 while True:
                     if isinstance(work := self._calls.get_nowait(), _Work):
@@ -293,10 +294,10 @@ _Calls: TypeAlias = "queue.SimpleQueue[_Work[object] | weakref.ref[Pool] | None]
 def _take_calls(
     _gone: object, lock: AbstractContextManager[object], calls: _Calls, idle: deque[None]
 ) -> None:
-    """Do what comes, until the end: said by None, or by `_gone` when nobody has the pool any more. Passes it on."""
+    """Run calls until the end (None, or `_gone` after the pool was collected), and pass the end on to other threads."""
     while isinstance(call := _next_call(lock, calls, idle), _Work):
         call()
-        del call  # while this thread waits it must not keep what the call used alive
+        del call  # a waiting thread must not keep alive what the call used
     calls.put(None)
 
 
@@ -313,7 +314,7 @@ _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
 
 
 def _at_exit() -> None:
-    """Wait a while for what was submitted: a thread ought not to be in a library that ends, nor to keep the process."""
+    """Wait, for a bounded time, for submitted calls: no thread should be inside a library that is being unloaded."""
     wait([future for pool in list(_pools) if pool._threads for future in list(pool._open)], _EXIT_SECONDS)
 
 
