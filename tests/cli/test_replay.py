@@ -98,7 +98,7 @@ def test_a_trace_may_come_from_a_pipe_and_bytes_from_a_model(trace: Path) -> Non
 
 
 @pytest.mark.slow
-def test_the_curve_is_a_plot_a_table_and_a_png(tmp_path: Path) -> None:
+def test_the_curve_is_a_table_and_a_png(tmp_path: Path) -> None:
     png = tmp_path / "curve.png"
     options = (
         "--capacity-chunks",
@@ -113,7 +113,7 @@ def test_the_curve_is_a_plot_a_table_and_a_png(tmp_path: Path) -> None:
     )
     done = pagoda("replay", *options, "--model", "llama-3-8b")
     assert done.returncode == 0, done.stderr
-    for word in ("● fifo", "○ lru", "▲ optimum", "300", "1,500  chunks", "GiB", str(png)):
+    for word in ("fifo", "lru", "optimum", "300", "1,500", "GiB", str(png)):
         assert word in done.stdout
     assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
@@ -137,7 +137,7 @@ def test_without_matplotlib_the_remedy_is_said(trace: Path, tmp_path: Path) -> N
     asked = pagoda("replay", trace, "--curve", "--png", tmp_path / "x.png", **hidden)
     assert "pip install 'pagodakv[plot]'" in one_line(asked.returncode, asked.stdout, asked.stderr)
     usual = pagoda("replay", trace, "--curve", **hidden)
-    assert usual.returncode == 0 and "▲ optimum" in usual.stdout
+    assert usual.returncode == 0 and "optimum" in usual.stdout
     assert "pip install 'pagodakv[plot]'" in usual.stderr
 
 

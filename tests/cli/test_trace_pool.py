@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Callable, Sequence
 
@@ -49,5 +50,5 @@ def test_a_process_that_dies_is_said_and_the_others_end() -> None:
     with TracePool(REQUESTS, 2, quiet=True) as pool:
         with pytest.raises(FailedError, match="--jobs 1"):
             pool.run([TraceJob(ids_from, (1,)), TraceJob(dead, ())], "")
-        processes = [worker.process for worker in pool._workers]
+        processes = multiprocessing.active_children()
     assert not any(process.is_alive() for process in processes)

@@ -1,23 +1,18 @@
-"""Hit rate against size: which sizes are worth a look, a plot for terminals and pipes, and one as a PNG."""
+"""Hit rate against size: which sizes are worth a look, and the curve as a PNG."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from pagoda.cli import FailedError, UsageError, show
+from pagoda.cli import FailedError, UsageError
 from pagoda.cli.replay_inputs import OPTIMUM
 
 if TYPE_CHECKING:
     from pagoda.cli.replay_inputs import Cell
 
-_WIDTH, _HEIGHT = 62, 16  # characters of the plot itself
-_MARKS = "●○■◆×+"
-_COLOURS = ("green", "yellow", "cyan", "magenta", "blue", "red")
-_BOUND = "▲", "bright_black"
 _REMEDY = "matplotlib is not installed: pip install 'pagodakv[plot]'"
 
 
@@ -88,71 +83,6 @@ def save_png(
         figure.savefig(path, format="png")
     except OSError as trouble:
         raise FailedError(f"{path}: cannot be written: {trouble.strerror or trouble}") from None
-
-
-def print_plot(lines: Sequence[CurveLine], bound: float, chunk_bytes: int | None) -> None:
-    """Print the lines as characters: sizes to the right on a logarithmic axis, hit rates upwards."""
-    from rich.text import Text
-
-    sizes = sorted({cell.chunks for line in lines for cell in line.cells})
-    column = _scale(math.log(sizes[0]), math.log(sizes[-1]), _WIDTH - 1)
-    top = max([bound, *(cell.hit_rate for line in lines for cell in line.cells)])
-    row = _scale(0.0, top, _HEIGHT - 1)
-    field = [[(" ", "")] * _WIDTH for _ in range(_HEIGHT)]
-    looks = [
-        _BOUND if line.name == OPTIMUM else (_MARKS[at % len(_MARKS)], _COLOURS[at % len(_COLOURS)])
-        for at, line in enumerate(lines)
-    ]
-    drawn = list(zip(lines, looks, strict=True))[::-1]  # what is asked about lies on top
-    paths = [
-        [(column(math.log(cell.chunks)), row(cell.hit_rate)) for cell in line.cells] for line, _ in drawn
-    ]
-    for path, (_, (_, colour)) in zip(paths, drawn, strict=True):
-        for at in range(path[0][0], path[-1][0]):
-            field[_height(path, at)][at] = "·", colour
-    for path, (_, look) in zip(paths, drawn, strict=True):
-        for at, height in path:
-            field[height][at] = look
-    out = show.console()
-    for height in reversed(range(_HEIGHT)):
-        label = f"{100 * top * height / (_HEIGHT - 1):5.1f} %" if height % 3 == 0 else ""
-        drawing = Text.assemble(f"{label:>7} │", *field[height])
-        drawing.rstrip()
-        out.print(drawing)
-    out.print(Text(" " * 8 + "└" + "─" * _WIDTH))
-    ticks = [(column(math.log(size)), size) for size in sizes]
-    out.print(Text(" " * 9 + _ticks(ticks, lambda size: f"{size:,}") + "  chunks"))
-    if chunk_bytes:
-        from pagoda.config.sizes import format_size
-
-        out.print(Text(" " * 9 + _ticks(ticks, lambda size: format_size(size * chunk_bytes))))
-    names = [part for line, look in zip(lines, looks, strict=True) for part in ("   ", look, f" {line.name}")]
-    out.print(Text.assemble(" " * 6, *names))
-
-
-def _scale(least: float, most: float, steps: int) -> Callable[[float], int]:
-    """Return what puts a value between `least` and `most` on one of the steps 0 to `steps`."""
-    width = most - least
-    return lambda value: round((value - least) / width * steps) if width else 0
-
-
-def _height(path: Sequence[tuple[int, int]], at: int) -> int:
-    """Return how high a path is at a column between two of its points."""
-    for (left, low), (right, high) in pairwise(path):
-        if left <= at < right:
-            return round(low + (high - low) * (at - left) / (right - left))
-    return path[-1][1]
-
-
-def _ticks(ticks: Sequence[tuple[int, int]], text: Callable[[int], str]) -> str:
-    """Return the sizes under their columns; the last one always, others where there is room."""
-    last = text(ticks[-1][1])
-    words, end = "", _WIDTH - len(last)
-    for at, size in ticks[:-1]:
-        word = text(size)
-        if (not words or at >= len(words) + 2) and at + len(word) + 2 <= end:
-            words = words.ljust(at) + word
-    return words.ljust(end) + last
 
 
 def _two_digits(value: float) -> int:

@@ -54,7 +54,7 @@ def replay(
     bytes_per_token: TokenBytes = None,
     kv_dtype: KVType = "bfloat16",
     curve: Annotated[
-        bool, typer.Option("--curve", help="Hit rate against size, plotted here and as PNG.")
+        bool, typer.Option("--curve", help="Hit rate against size: a table here, a plot as PNG.")
     ] = False,
     points: Annotated[int, typer.Option(min=2, max=100, metavar="N", help="Sizes of the curve.")] = 8,
     png: Annotated[
@@ -231,19 +231,16 @@ def _curve(
     jobs: int | None,
     as_json: bool,
 ) -> int:
-    from pagoda.cli.hit_rate_curve import lines_of, print_plot, sizes_of
+    from pagoda.cli.hit_rate_curve import lines_of, sizes_of
 
     chosen = sorted(set(sizes)) if sizes else sizes_of(trace.distinct, points)
     names = list(dict.fromkeys([*policies, "lru"]))
     cells = _cells(trace, names, chosen, jobs, as_json)
-    lines = lines_of(cells)
-    drawn = _png(png, lines, trace, chunk_bytes)
+    drawn = _png(png, lines_of(cells), trace, chunk_bytes)
     if as_json:
         show.print_json({**_as_json(trace, cells, chunk_bytes), "png": drawn})
         return 0
     _print_cells(trace, cells, chunk_bytes)
-    print()
-    print_plot(lines, trace.infinite, chunk_bytes)
     if drawn:
         print(f"\n{drawn}")
     return 0

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from pagoda.cli import show
-from pagoda.cli.replay_tiers import summary
 
 if TYPE_CHECKING:
     from pagoda.cli.replay_tiers import ReplayPlan, ReplayResult
@@ -56,8 +55,8 @@ def _alone(plan: ReplayPlan, found: Sequence[ReplayResult]) -> None:
     show.print_table("each prompt by itself", columns, rows)
 
 
-def _waits(seconds: Sequence[float]) -> Row:
-    return [show.wait(value) for value in summary(seconds).values()] if seconds else []
+def _waits(seconds: Mapping[str, float]) -> Row:
+    return [show.wait(value) for value in seconds.values()]
 
 
 def _load(plan: ReplayPlan, found: Sequence[ReplayResult]) -> None:

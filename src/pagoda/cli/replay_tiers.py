@@ -18,13 +18,16 @@ _BUSY = 0.7  # the share of time that engines compute if nobody says how many th
 
 
 class ReplayedTiers(NamedTuple):
-    """What a policy made of the trace with these tiers; seconds are those to the first token, one a request."""
+    """What a policy made of the trace with these tiers; seconds are those to the first token, as `_summary` has them.
+
+    They are empty if the speed of prefill is not known.
+    """
 
     policy: str
     outcome: SimulatedOutcome
     saved_tokens: int
-    cold_seconds: list[float]
-    seconds: list[float]
+    cold_seconds: dict[str, float]
+    seconds: dict[str, float]
 
 
 def tiered(
@@ -54,7 +57,7 @@ def tiered(
             cold.append(request.input_length / speeds.prefill)
             seconds.append((request.input_length - tokens) / speeds.prefill + loading)
         tick(len(request.hash_ids))
-    return ReplayedTiers(specs[0].policy, simulation.outcome(), saved, cold, seconds)
+    return ReplayedTiers(specs[0].policy, simulation.outcome(), saved, _summary(cold), _summary(seconds))
 
 
 def loaded(
@@ -166,7 +169,7 @@ def _as_json(plan: ReplayPlan, result: ReplayResult) -> dict[str, object]:
         "prefill_tokens_saved": run.saved_tokens,
     }
     if run.seconds:
-        found |= {"ttft_seconds": summary(run.seconds), "ttft_seconds_cold": summary(run.cold_seconds)}
+        found |= {"ttft_seconds": run.seconds, "ttft_seconds_cold": run.cold_seconds}
     if result.load is not None:
         found["load"] = _load_as_json(plan, result.load)
     return found
@@ -187,9 +190,11 @@ def _load_as_json(plan: ReplayPlan, load: TimedOutcome) -> dict[str, object]:
     }
 
 
-def summary(seconds: Sequence[float]) -> dict[str, float]:
+def _summary(seconds: Sequence[float]) -> dict[str, float]:
     """Return the mean and some percentiles."""
     import numpy as np
 
+    if not seconds:
+        return {}
     found = dict(zip(("p50", "p90", "p99"), np.percentile(seconds, (50, 90, 99)).tolist(), strict=True))
     return {"mean": float(np.mean(seconds)), **found}

@@ -26,7 +26,6 @@ from pagoda.cli.replay_inputs import (
     trace_of,
 )
 from pagoda.cli.stores import AsJson, ConfigFile
-from pagoda.cli.trace_pool import TraceJob, TracePool, cores
 
 _CLOSE = 1.01  # a size is the answer if one a hundredth smaller does not do
 _ROUNDING = 1e-9
@@ -52,7 +51,7 @@ def size(
     if not found.infinite:
         raise FailedError(f"{found.name}: no prompt begins as one before it: there is nothing to serve")
     target = found.infinite * percent / 100
-    cells = _sizes(found, names, target - _ROUNDING, jobs or cores(), as_json)
+    cells = _sizes(found, names, target - _ROUNDING, jobs, as_json)
     if as_json:
         show.print_json(_as_json(found, cells, percent, target, chunk_bytes))
     else:
@@ -60,8 +59,11 @@ def size(
     return 0
 
 
-def _sizes(trace: Trace, policies: Sequence[str], target: float, jobs: int, quiet: bool) -> list[Cell]:
+def _sizes(trace: Trace, policies: Sequence[str], target: float, jobs: int | None, quiet: bool) -> list[Cell]:
     """Return the smallest cell that does, of each policy and then of the optimum, below which no policy can lie."""
+    from pagoda.cli.trace_pool import TraceJob, TracePool, cores
+
+    jobs = jobs or cores()
     with TracePool(trace.requests, jobs, quiet) as pool:
 
         def bound(sizes: Sequence[int]) -> list[Cell]:

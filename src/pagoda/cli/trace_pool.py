@@ -6,42 +6,43 @@ each of them would print a traceback; this one ends them. A single piece of work
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import pickle
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar, cast
+from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from multiprocessing.resource_tracker import ensure_running
+from pathlib import Path
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from pagoda.cli import FailedError, show
 
 if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-    from multiprocessing.context import SpawnProcess
+    from multiprocessing.sharedctypes import Synchronized
 
     from pagoda.replay.trace import Request
 
 R = TypeVar("R")
-Tick = Callable[[int], None]  # is told how many more chunks of the trace are done
 _TICK_SECONDS = 0.1
 
 
 class TraceJob(NamedTuple, Generic[R]):
     """`function(requests, *arguments, tick)`: one of a module's own functions, since it may go to another process.
 
-    What it costs beside other work is `weight`, for the progress bar only.
+    `tick` is told how many more chunks of the trace are done. The result has a few hundred bytes: all processes answer
+    through one pipe, and one that is killed while it writes a long answer would leave the reader waiting for the rest.
+    What the work costs beside other work is `weight`, for the progress bar only.
     """
 
     function: Callable[..., R]
     arguments: tuple[object, ...]
     weight: float = 1.0
-
-
-class _Done(NamedTuple):
-    """What a piece of work came to: its result, or what it raised."""
-
-    result: object
-    trouble: Exception | None
 
 
 def cores() -> int:
@@ -52,113 +53,66 @@ def cores() -> int:
 class TracePool:
     """Processes that have the trace and do work on it, as long as the context lasts. For one thread."""
 
+    _chunks_done: Synchronized[
+        float
+    ]  # by all processes, times their work's weight; as long as there is an executor
+
     def __init__(self, requests: Sequence[Request], jobs: int, quiet: bool) -> None:
         self._requests, self._jobs, self._quiet = requests, jobs, quiet
-        self._total = _chunks(requests)
-        self._workers: list[_Worker] = []
+        self._executor: ProcessPoolExecutor | None = None
+        self._ends = ExitStack()
 
     def __enter__(self) -> TracePool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for worker in self._workers:
-            worker.process.kill()
-        for worker in self._workers:
-            worker.process.join()
-            worker.pipe.close()
+        self._ends.close()
 
     def run(self, work: Sequence[TraceJob[R]], title: str) -> list[R]:
         """Do all of it and return the results in the order of `work`. Raises what any of it raises."""
-        count = min(self._jobs, len(work))
-        if count > 1:
-            self._hire(count)
-        total = sum(piece.weight for piece in work)
         with show.progress(self._quiet) as bars:
-            task = bars.add_task(title, total=total)
-            done = [0.0] * len(work)
+            task = bars.add_task(title, total=sum(job.weight for job in work) * _chunks(self._requests))
+            if min(self._jobs, len(work)) <= 1:
+                return [_done(job, self._requests, partial(bars.advance, task)) for job in work]
+            try:
+                return self._spread(work, lambda chunks: bars.update(task, completed=chunks))
+            except BrokenProcessPool:
+                died = "a process that simulates has died; is memory short? try --jobs 1"
+                raise FailedError(died) from None
+            except MemoryError:
+                short = "memory is short for so many simulations at once; try --jobs 1"
+                raise FailedError(short) from None
 
-            def tick(number: int, share: float) -> None:
-                done[number] = share * work[number].weight
-                bars.update(task, completed=sum(done))
+    def _spread(self, work: Sequence[TraceJob[R]], show_done: Callable[[float], None]) -> list[R]:
+        with _uninterrupted():
+            executor = self._executor = self._executor or self._started()
+            self._chunks_done.value = 0.0
+            futures = [executor.submit(_in_worker, job) for job in work]
+        waiting = set(futures)
+        while waiting:
+            done, waiting = wait(waiting, _TICK_SECONDS)
+            for future in done:
+                future.result()
+            show_done(self._chunks_done.value)
+        return [future.result() for future in futures]
 
-            if count <= 1:
-                return [self._here(number, piece, tick) for number, piece in enumerate(work)]
-            return self._spread(work, tick)
-
-    def _hire(self, count: int) -> None:
-        new = range(len(self._workers), count)
-        for _ in new:
-            with _uninterrupted():
-                self._workers.append(_spawned())
-        for number in new:
-            self._workers[number].pipe.send(self._requests)
-
-    def _here(self, number: int, piece: TraceJob[R], tick: Callable[[int, float], None]) -> R:
-        done = 0
-
-        def count(chunks: int) -> None:
-            nonlocal done
-            done += chunks
-            tick(number, done / self._total)
-
-        result = piece.function(self._requests, *piece.arguments, count)
-        tick(number, 1.0)
-        return result
-
-    def _spread(self, work: Sequence[TraceJob[R]], tick: Callable[[int, float], None]) -> list[R]:
-        from multiprocessing.connection import wait
-
-        found: dict[int, R] = {}
-        waiting = list(range(len(work)))
-        busy: dict[object, tuple[_Worker, int]] = {}
-        idle = list(self._workers)
-        while len(found) < len(work):
-            while waiting and idle:
-                number, worker = waiting.pop(0), idle.pop()
-                worker.pipe.send(work[number])
-                busy[worker.pipe] = worker, number
-            for pipe in wait([worker.pipe for worker, _ in busy.values()]):
-                worker, number = busy[pipe]
-                answer = worker.answer()
-                if isinstance(answer, float):
-                    tick(number, answer)
-                    continue
-                if answer.trouble is not None:
-                    raise answer.trouble
-                found[number] = cast("R", answer.result)
-                del busy[pipe]
-                idle.append(worker)
-                tick(number, 1.0)
-        return [found[number] for number in range(len(work))]
+    def _started(self) -> ProcessPoolExecutor:
+        # each process reads it for itself; a file without a name
+        trace = self._ends.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+        pickle.dump(self._requests, trace)
+        trace.flush()
+        path = f"/proc/{os.getpid()}/fd/{trace.fileno()}"
+        context = multiprocessing.get_context("spawn")
+        self._chunks_done = context.Value("d")
+        executor = ProcessPoolExecutor(self._jobs, context, _start_worker, (path, self._chunks_done))
+        self._ends.callback(executor.shutdown)
+        self._ends.callback(_kill_workers)  # before: work that has begun is not waited for
+        return executor
 
 
-class _Worker(NamedTuple):
-    """Another process and the pipe to it."""
-
-    process: SpawnProcess
-    pipe: Connection
-
-    def answer(self) -> float | _Done:
-        """Return what it says next: the share done, or what its work came to."""
-        try:
-            return cast("float | _Done", self.pipe.recv())
-        except (EOFError, OSError):
-            self.process.join()
-            code = self.process.exitcode
-            raise FailedError(
-                f"a process that simulates has died ({code}); is memory short? try --jobs 1"
-            ) from None
-
-
-def _spawned() -> _Worker:
-    from multiprocessing import get_context
-
-    context = get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_work, args=(theirs,), daemon=True)
-    process.start()
-    theirs.close()
-    return _Worker(process, ours)
+def _kill_workers() -> None:
+    for process in multiprocessing.active_children():
+        process.kill()
 
 
 @contextmanager
@@ -174,8 +128,6 @@ def _uninterrupted() -> Iterator[None]:
         nonlocal pressed
         pressed = True
 
-    from multiprocessing.resource_tracker import ensure_running
-
     handler = signal.signal(signal.SIGINT, note)
     ensure_running()  # begins with the first process otherwise, and takes the mask off
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -188,34 +140,43 @@ def _uninterrupted() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def _work(pipe: Connection) -> None:
-    """Do what the pipe asks for until its other end is closed."""
-    try:
-        requests: Sequence[Request] = pipe.recv()
-        total = _chunks(requests)
-        while True:
-            piece: TraceJob[object] = pipe.recv()
-            pipe.send(_outcome(piece, requests, total, pipe))
-    except (EOFError, OSError):
-        return
+class _Worker(NamedTuple):
+    """What one of the processes has: the trace, and the chunks that all of them have done."""
+
+    requests: Sequence[Request]
+    chunks_done: Synchronized[float]
 
 
-def _outcome(piece: TraceJob[object], requests: Sequence[Request], total: int, pipe: Connection) -> _Done:
-    said, done = time.monotonic(), 0
+_worker: _Worker  # in a process of the pool
+
+
+def _start_worker(trace: str, chunks_done: Synchronized[float]) -> None:
+    global _worker
+    _worker = _Worker(pickle.loads(Path(trace).read_bytes()), chunks_done)
+
+
+def _in_worker(job: TraceJob[R]) -> R:
+    def add(chunks: float) -> None:
+        with _worker.chunks_done.get_lock():
+            _worker.chunks_done.value += chunks
+
+    return _done(job, _worker.requests, add)
+
+
+def _done(job: TraceJob[R], requests: Sequence[Request], add: Callable[[float], None]) -> R:
+    """Do one piece of work; now and then, and at the end, add what is done, times its weight."""
+    said, left, fresh = time.monotonic(), _chunks(requests), 0
 
     def tick(chunks: int) -> None:
-        nonlocal said, done
-        done += chunks
+        nonlocal said, left, fresh
+        fresh += chunks
         if time.monotonic() - said > _TICK_SECONDS:
-            said = time.monotonic()
-            pipe.send(done / total)
+            add(fresh * job.weight)
+            said, left, fresh = time.monotonic(), left - fresh, 0
 
-    try:
-        return _Done(piece.function(requests, *piece.arguments, tick), None)
-    except MemoryError:
-        return _Done(None, FailedError("memory is short for so many simulations at once; try --jobs 1"))
-    except ValueError as trouble:
-        return _Done(None, trouble)
+    result = job.function(requests, *job.arguments, tick)
+    add(left * job.weight)
+    return result
 
 
 def _chunks(requests: Sequence[Request]) -> int:
