@@ -17,7 +17,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagoda import keys as keys_module
-from pagoda.keys import Item, KeyChain, Namespace, as_token_ids, chunk_keys, derive_keys
+from pagoda.keys import (
+    Item,
+    KeyChain,
+    Namespace,
+    _from_items,
+    _from_mixed_items,
+    as_token_ids,
+    chunk_keys,
+    derive_keys,
+)
 
 CHUNK = 4
 ROOT = Namespace("model").root
@@ -95,6 +104,8 @@ def test_int32_memory_is_wrapped_not_copied() -> None:
         (np.array([2**63], np.uint64), "over 2147483647"),
         ([1, 2.0], "pass plain ints"),
         ([1, True], "pass plain ints"),
+        ([True, 0.5], "pass plain ints"),  # as marshal writes them, as long as two ints
+        ([0, False, None, 2**40], "pass plain ints"),
         (["1"], "pass plain ints"),
         ([None], "pass plain ints"),
         ([[1, 2]], "pass plain ints"),
@@ -117,6 +128,19 @@ def test_bad_ids_say_what_to_do(tokens: object, says: str) -> None:
         as_token_ids(tokens)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=says):
         chunk_keys(tokens, ROOT, 1)  # type: ignore[arg-type]
+
+
+@given(st.lists(st.integers(0, 2**31 - 1) | st.integers(-(2**70), 2**70) | st.booleans() | st.floats()))
+def test_the_fast_path_of_lists_differs_from_the_slow_one_in_nothing(tokens: list[int]) -> None:
+    for made in (tokens, tuple(tokens)):
+        assert _answer(_from_items, made) == _answer(_from_mixed_items, made)
+
+
+def _answer(convert: object, tokens: object) -> object:
+    try:
+        return convert(tokens).tolist()  # type: ignore[operator]
+    except ValueError as error:
+        return str(error)
 
 
 # ---- chains

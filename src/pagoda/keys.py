@@ -9,6 +9,7 @@ cryptographic because token ids are chosen by whoever sends the prompt.
 
 from __future__ import annotations
 
+import marshal
 import struct
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -51,9 +52,12 @@ def as_token_ids(tokens: TokenIds) -> Int32s:
     """Return token ids as a contiguous 1-D little-endian int32 array; changes nothing.
 
     An int32 array (numpy, torch on the CPU, array.array, any typed buffer) is wrapped without a copy, other
-    integer types are converted at once; only a list or tuple is walked. Raises ValueError for anything else.
+    integer types are converted at once; only a list or tuple is walked, once. Raises ValueError for anything else.
     """
-    found = _from_items(tokens) if isinstance(tokens, list | tuple | range) else _from_buffer(tokens)
+    if isinstance(tokens, list | tuple | range):
+        found = _from_items(list(tokens) if isinstance(tokens, range) else tokens)
+    else:
+        found = _from_buffer(tokens)
     if found.ndim != 1:
         raise ValueError(f"token ids must be 1-D, got shape {found.shape}: pass one sequence, e.g. ids[0]")
     if found.dtype.kind not in "iu":
@@ -71,8 +75,31 @@ def as_token_ids(tokens: TokenIds) -> Int32s:
     return np.ascontiguousarray(found, dtype="<i4")
 
 
-def _from_items(tokens: Sequence[int]) -> npt.NDArray[np.generic]:
-    """Turn a list into an array. The types are looked at first, because numpy would take True for 1."""
+# One int of 32 bits as `marshal` writes it: a type code, then the number.
+_MARSHALLED_INT = np.dtype([("code", "u1"), ("number", "<i4")])
+_MARSHALLED_HEADER_BYTES = 5  # the type code of the list, and its length
+
+
+def _from_items(tokens: list[int] | tuple[int, ...]) -> npt.NDArray[np.generic]:
+    """Turn a list into an array.
+
+    `marshal` writes all items and their types in one call, in a third of the time that numpy takes for both. Whatever
+    it writes as anything else than an int of 32 bits takes the slow path, which knows numpy's integers and the errors.
+    """
+    try:
+        written = marshal.dumps(tokens, 2)  # the last version without references
+    except ValueError:  # numpy's integers, or what is no token id
+        return _from_mixed_items(tokens)
+    if len(written) != _MARSHALLED_HEADER_BYTES + len(tokens) * _MARSHALLED_INT.itemsize:
+        return _from_mixed_items(tokens)
+    items = np.frombuffer(written, _MARSHALLED_INT, offset=_MARSHALLED_HEADER_BYTES)
+    if (items["code"] != ord("i")).any():  # True is "T", and numpy would take it for 1
+        return _from_mixed_items(tokens)
+    return items["number"]
+
+
+def _from_mixed_items(tokens: Sequence[int]) -> npt.NDArray[np.generic]:
+    """Turn any list into an array. The types are looked at first, because numpy would take True for 1."""
     kinds = set(map(type, tokens))
     wrong = [kind for kind in kinds if kind is not int and not issubclass(kind, np.integer)]
     if wrong:
