@@ -14,17 +14,17 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 # figure: (bound, aim). Which modules background threads enter depends a little on timing: those bounds have three to spare.
 BOUNDS = {
-    "lines of code": (29_650, 23_000),
-    "lines of the core": (13_050, 9_200),
+    "lines of code": (29_625, 23_000),
+    "lines of the core": (13_035, 9_200),
     "class names used twice": (0, 5),
     "mixed modules": (0, 0),
     "modules with two themes": (8, 12),
-    "store, caller": (31, 24),
-    "store, all threads": (45, 32),
-    "lookup, caller": (21, 17),
-    "retrieve from host, caller": (29, 22),
-    "retrieve from disk, caller": (40, 30),
-    "retrieve from disk, all threads": (47, 34),
+    "store, caller": (28, 24),
+    "store, all threads": (42, 32),
+    "lookup, caller": (18, 17),
+    "retrieve from host, caller": (25, 22),
+    "retrieve from disk, caller": (36, 30),
+    "retrieve from disk, all threads": (43, 34),
 }
 
 

@@ -4,8 +4,7 @@ In the order in which a call meets them:
 
     cache           Cache, what an engine calls; the caches of a process by name
     operations      checks each call and makes it a Call
-    request         which chunks of a prompt are requested, under which keys
-    deadline        how long a call may wait
+    request         which chunks of a prompt are requested, under which keys, and the answer
     call            the boundary: an error inside a call is a miss
     executor        threads for calls that do not block their caller
     store_call      one store

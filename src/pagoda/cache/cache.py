@@ -250,7 +250,7 @@ class Cache:
     ) -> list[tuple[int, int, bytes]]:
         """Return (start, end, key) of each whole chunk from token `start` on. Pure."""
         options: CallOptions = {"start_tokens": start, "items": items, "lora": lora, "salt": salt}
-        request = self._operations.request(tokens, options)
+        _, request, _ = self._operations.checked(tokens, options)
         return [
             (at, at + request.chunk_tokens, key)
             for at, key in zip(request.starts(0, len(request.keys)), request.keys, strict=True)
@@ -275,7 +275,7 @@ class Cache:
         `clear`; in the host tier a reboot ends them. Raises StoreError if a tier's ledger cannot be changed, ValueError
         for wrong use.
         """
-        request, tiers = self._operations.request(tokens, options), self._tiers.only(options.get("tiers"))
+        tiers, request, _ = self._operations.checked(tokens, options)
         pinned = {}
         for tier, ledger in tiers.ledgers():
             run = ledger.match_prefix(
@@ -292,9 +292,9 @@ class Cache:
 
         Raises StoreError if a tier's ledger cannot be changed, ValueError for wrong use.
         """
-        everything = tokens is None and options.get("keys") is None
-        keys = None if everything else self._operations.request(tokens, options).keys
-        tiers = self._tiers.only(options.get("tiers"))
+        everything, names = tokens is None and options.get("keys") is None, options.get("tiers")
+        keys = None if everything else self._operations.checked(tokens, options)[1].keys
+        tiers = self._tiers if names is None else self._tiers.only(names)
         return {tier: admin.unpin(ledger, keys, owner) for tier, ledger in tiers.ledgers()}
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from pagoda.cache.counters import CacheCounters
-from pagoda.cache.deadline import Deadline
+from pagoda.clock import Deadline
 from pagoda.errors import ClosedError, ConfigError
 from pagoda.layout import KVLayout
 from pagoda.metrics import Reason

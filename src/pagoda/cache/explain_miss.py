@@ -6,11 +6,10 @@ import contextlib
 from concurrent.futures import CancelledError
 from typing import NamedTuple
 
-from pagoda.cache.deadline import Deadline
 from pagoda.cache.executor import CallExecutor
 from pagoda.cache.request import CacheRequest, KeyScheme
 from pagoda.cache.tier_stack import TierStack
-from pagoda.clock import Clock
+from pagoda.clock import Clock, Deadline
 from pagoda.errors import StoreError
 from pagoda.keys import Namespace
 from pagoda.ledger import Ledger, admin

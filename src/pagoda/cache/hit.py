@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, NotRequired, TypedDict
 
@@ -11,7 +10,7 @@ import numpy.typing as npt
 
 from pagoda.metrics import Reason
 
-__all__ = ["CacheStats", "Cleared", "Hit", "Stored", "hit_of"]
+__all__ = ["CacheStats", "Cleared", "Hit", "Stored"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,17 +76,3 @@ class CacheStats(TypedDict):
     pinned_bytes: int  # of host memory, registered with a GPU
     rates: dict[str, float]  # "<tier>_bytes_per_second", "prefill_tokens_per_second"
     recording: NotRequired[dict[str, object]]  # where live traffic is recorded
-
-
-def hit_of(
-    start_tokens: int,
-    length_tokens: int,
-    by_tier: Mapping[str, int],
-    reason: Reason | None,
-    detail: str = "",
-) -> Hit:
-    """Return the hit whose served tokens are those of `by_tier` (tokens by tier). Pure."""
-    served = sum(by_tier.values())
-    mask = np.zeros(length_tokens, np.bool_)
-    mask[start_tokens : start_tokens + served] = True
-    return Hit(served, {t: n for t, n in by_tier.items() if n}, mask, reason, detail, start_tokens)

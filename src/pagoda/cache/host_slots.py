@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.cache.call import Call
-from pagoda.cache.deadline import Deadline
 from pagoda.cache.lookup_call import LEASE_SECONDS
 from pagoda.cache.operations import Operations
 from pagoda.cache.recording import CallKind
 from pagoda.cache.writeback import Access, ChunkRef, Generations, Slots, follows
+from pagoda.clock import Deadline
 from pagoda.errors import ClosedError
 from pagoda.layout import KVLayout
 from pagoda.ledger import CommitResult, Match, Outcome, Refused, Reserved
@@ -256,7 +256,7 @@ class HostSlots:
     ) -> T:  # fmt: skip
         """Do `work` as a `Call`: every error is a miss, counted and logged."""
         seconds = self._host.deadline_seconds if deadline_seconds is None else deadline_seconds
-        deadline = Deadline(self._resources.clock, seconds, strict=True)
+        deadline = Deadline(seconds, strict=True, clock=self._resources.clock)
 
         def checked() -> T:
             if self._resources.closed:

@@ -87,6 +87,11 @@ class LoadCost:
                 return True
             return not speed.is_too_slow(self._break_even(), self._clock.monotonic_ns())
 
+    @staticmethod
+    def refusal(tier: str) -> str:
+        """Say why nothing is loaded from a tier that is not worth it."""
+        return f"computing is faster than reading from {tier}"
+
     def _break_even(self) -> float:
         """Return the bytes/s at which loading is as fast as computing; 0 if that is not known."""
         return self._chunk_bytes * self._tokens_per_second / self._chunk_tokens

@@ -11,10 +11,8 @@ from collections.abc import Callable
 from functools import partial
 
 from pagoda.cache.call import Call, CheckedTransfer
-from pagoda.cache.deadline import Deadline
-from pagoda.cache.explain_miss import Explanation
 from pagoda.cache.hit import Hit, Stored
-from pagoda.cache.lookup_call import hit_for, run_explain, run_lookup
+from pagoda.cache.lookup_call import run_explain, run_lookup
 from pagoda.cache.recording import CallKind
 from pagoda.cache.request import CacheRequest, CallOptions, KeyScheme, build_request
 from pagoda.cache.resources import Resources
@@ -22,6 +20,7 @@ from pagoda.cache.retrieve_call import RetrieveCall
 from pagoda.cache.store_call import StoreCall
 from pagoda.cache.tier_stack import TierStack
 from pagoda.cache.weights_epoch import WeightsEpoch
+from pagoda.clock import Deadline
 from pagoda.errors import StoreError
 from pagoda.fork import reset_in_child
 from pagoda.keys import Namespace, TokenIds
@@ -57,8 +56,7 @@ class Operations:
 
     def lookup(self, tokens: TokenIds | None, counted: bool, options: CallOptions) -> Call[Hit]:
         """See Cache.lookup."""
-        tiers, request, deadline = self._checked(tokens, options)
-        self._record(CallKind.LOOKUP, request, counted)
+        tiers, request, deadline = self.checked(tokens, options, CallKind.LOOKUP, counted)
         work = partial(run_lookup, self.resources, tiers, request, deadline, counted)
         return self._hit_call("lookup", work, request, deadline)
 
@@ -66,41 +64,75 @@ class Operations:
         self, tokens: TokenIds | None, kv: Transfer, counted: bool, options: CallOptions
     ) -> Call[Hit]:
         """See Cache.retrieve."""
-        tiers, request, deadline = self._checked(tokens, options)
         transfer = CheckedTransfer(kv, self.resources.layout)
-        self._record(CallKind.RETRIEVE, request, counted)
+        tiers, request, deadline = self.checked(tokens, options, CallKind.RETRIEVE, counted)
         work = RetrieveCall(self.resources, tiers, request, transfer, deadline, counted).run
         return self._hit_call("retrieve", work, request, deadline)
 
     def prefetch(self, tokens: TokenIds | None, options: CallOptions) -> Call[Hit]:
         """See Cache.prefetch."""
-        tiers, request, deadline = self._checked(tokens, options)
+        tiers, request, deadline = self.checked(tokens, options)
         work = RetrieveCall(self.resources, tiers, request, None, deadline, False).run
         return self._hit_call("prefetch", work, request, deadline)
 
     def store(self, tokens: TokenIds | None, kv: Transfer, options: CallOptions) -> Call[Stored]:
         """See Cache.store."""
-        tiers, request, deadline = self._checked(tokens, options, loads=False)
         transfer = CheckedTransfer(kv, self.resources.layout)
-        self._record(CallKind.STORE, request)
+        tiers, request, deadline = self.checked(tokens, options, CallKind.STORE)
         store = StoreCall(self.resources, tiers, request, transfer, deadline)
         return Call("store", store.run, store.miss, deadline, self.resources.counters)
 
     def explain(self, tokens: TokenIds | None, options: CallOptions) -> Call[Hit]:
         """See Cache.explain."""
-        tiers, request, deadline = self._checked(tokens, options)
+        tiers, request, deadline = self.checked(tokens, options)
         work = partial(run_explain, self.resources, tiers, request, deadline)
         return self._hit_call("explain", work, request, deadline)
 
     def _hit_call(
         self, name: str, work: Callable[[], Hit], request: CacheRequest, deadline: Deadline
     ) -> Call[Hit]:
-        def miss(reason: Reason, detail: str) -> Hit:
-            return hit_for(request, {}, Explanation(reason, detail))
-
-        return Call(name, work, miss, deadline, self.resources.counters)
+        return Call(name, work, partial(request.hit, {}), deadline, self.resources.counters)
 
     # ---- checks
+
+    def checked(
+        self,
+        tokens: TokenIds | None,
+        options: CallOptions,
+        kind: CallKind | None = None,
+        counted: bool = True,
+    ) -> tuple[TierStack, CacheRequest, Deadline]:
+        """Return the tiers, the request and the deadline that these options describe; record a call of a `kind`.
+
+        Raises ValueError for wrong use.
+        """
+        if not options.keys() <= _OPTIONS:  # a misspelt salt would share a tenant's chunks
+            raise ValueError(
+                f"{', '.join(options.keys() - _OPTIONS)}: no such option; there are {', '.join(sorted(_OPTIONS))}"
+            )
+        epoch = self._weights.epoch()  # one for both: tiers of other machines know no other weights
+        tiers, names = self._tiers_of(epoch), options.get("tiers")
+        if names is not None:
+            tiers = tiers.only(names)
+        resources = self.resources
+        request = build_request(
+            tokens,
+            options.get("keys"),
+            namespace=self._namespace_of(epoch, options.get("lora"), options.get("salt")),
+            chunk_tokens=resources.layout.chunk_tokens,
+            scheme=self._scheme,
+            start_tokens=options.get("start_tokens", 0),
+            mask=options.get("mask"),
+            items=options.get("items", ()),
+        )
+        if kind is not None and resources.recorder is not None:
+            keys, first = [*request.head, *request.keys], request.first - len(request.head)
+            num_tokens = request.length_tokens - first * request.chunk_tokens
+            resources.recorder.note(kind, keys, first, num_tokens, counted=counted)
+        given = options.get("deadline_seconds")
+        patience = resources.config.deadline_seconds if given is None else given
+        nbytes = None if kind is CallKind.STORE else len(request.keys) * resources.layout.chunk_bytes
+        return tiers, request, Deadline(patience, nbytes, given is not None, resources.clock)
 
     def tiers(self) -> TierStack:
         """Return the tiers that may be used now: after weights changed in place, no other machine has their KV."""
@@ -109,6 +141,13 @@ class Operations:
     def namespace(self, lora: str | None = None, salt: str | None = None) -> Namespace:
         """Return the namespace of an adapter and a tenant now: a stat notices weights that another process changed."""
         return self._namespace_of(self._weights.epoch(), lora, salt)
+
+    def register(self, lora: str | None, salt: str | None) -> bytes:
+        """Register the namespace of an adapter and a tenant with the tiers; return its root."""
+        namespace = self.namespace(lora, salt)
+        if namespace.root not in self.resources.registered:
+            self.resources.register(namespace)
+        return namespace.root
 
     def _tiers_of(self, epoch: int) -> TierStack:
         return self.resources.tiers.local() if epoch else self.resources.tiers
@@ -129,32 +168,6 @@ class Operations:
             self._namespaces[lora, salt, epoch] = made
         return made
 
-    def register(self, lora: str | None, salt: str | None) -> bytes:
-        """Register the namespace of an adapter and a tenant with the tiers; return its root."""
-        namespace = self.namespace(lora, salt)
-        self.resources.register(namespace)
-        return namespace.root
-
-    def request(self, tokens: TokenIds | None, options: CallOptions) -> CacheRequest:
-        """Return the request that these options describe. Raises ValueError for wrong use."""
-        return self._request_of(self._weights.epoch(), tokens, options)
-
-    def _request_of(self, epoch: int, tokens: TokenIds | None, options: CallOptions) -> CacheRequest:
-        if not options.keys() <= _OPTIONS:  # a misspelt salt would share a tenant's chunks
-            raise ValueError(
-                f"{', '.join(options.keys() - _OPTIONS)}: no such option; there are {', '.join(sorted(_OPTIONS))}"
-            )
-        return build_request(
-            tokens,
-            options.get("keys"),
-            namespace=self._namespace_of(epoch, options.get("lora"), options.get("salt")),
-            chunk_tokens=self.resources.layout.chunk_tokens,
-            scheme=self._scheme,
-            start_tokens=options.get("start_tokens", 0),
-            mask=options.get("mask"),
-            items=options.get("items", ()),
-        )
-
     def weights_changed(self) -> int:
         """Raise the weights epoch and return it. See Cache.weights_changed."""
         epoch, errors = self._weights.raise_epoch()
@@ -173,21 +186,3 @@ class Operations:
                 f"({next(iter(errors.values()))})"
             )
         return epoch
-
-    def _record(self, kind: CallKind, request: CacheRequest, counted: bool = True) -> None:
-        if self.resources.recorder is not None:
-            keys, first = [*request.head, *request.keys], request.first - len(request.head)
-            num_tokens = request.length_tokens - first * request.chunk_tokens
-            self.resources.recorder.note(kind, keys, first, num_tokens, counted=counted)
-
-    def _checked(
-        self, tokens: TokenIds | None, options: CallOptions, loads: bool = True
-    ) -> tuple[TierStack, CacheRequest, Deadline]:
-        epoch = self._weights.epoch()  # one for both: tiers of other machines know no other weights
-        tiers = self._tiers_of(epoch).only(options.get("tiers"))
-        request = self._request_of(epoch, tokens, options)
-        given = options.get("deadline_seconds")
-        resources = self.resources
-        patience = resources.config.deadline_seconds if given is None else given
-        nbytes = len(request.keys) * resources.layout.chunk_bytes if loads else None
-        return tiers, request, Deadline(resources.clock, patience, nbytes, strict=given is not None)

@@ -1,14 +1,16 @@
-"""One request about one prompt: which chunks, under which keys. Pure; every wrong use is a ValueError here."""
+"""One request about one prompt: which chunks, under which keys, and its answer. Pure; checks what the caller gave."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
+from pagoda.cache.hit import Hit
 from pagoda.keys import Item, Namespace, TokenIds, as_token_ids
+from pagoda.metrics import Reason
 
 __all__ = ["CacheRequest", "CallOptions", "KeyScheme", "Keys", "Mask", "build_request"]
 
@@ -57,6 +59,21 @@ class CacheRequest(NamedTuple):
     def parent_of(self, index: int) -> bytes | None:
         """Return the key of the chunk before keys[index], None at the root."""
         return self.keys[index - 1] if index else self.parent
+
+    def hit(self, by_tier: Mapping[str, int], reason: Reason | None = None, detail: str = "") -> Hit:
+        """Return the answer: leading chunks by tier, and why not more."""
+        tokens = {tier: chunks * self.chunk_tokens for tier, chunks in by_tier.items() if chunks}
+        start, served = self.start_tokens, sum(tokens.values())
+        mask = np.zeros(self.length_tokens, np.bool_)
+        mask[start : start + served] = True
+        return Hit(served, tokens, mask, reason, detail, start)
+
+    def hit_without_chunks(self) -> Hit:
+        """Return the answer if there is no whole chunk in the request."""
+        if self.length_tokens >= self.chunk_tokens:
+            return self.hit({})
+        detail = f"{self.length_tokens} tokens, a chunk has {self.chunk_tokens}"
+        return self.hit({}, Reason.SHORT_PROMPT, detail)
 
 
 def build_request(

@@ -27,7 +27,7 @@ __all__ = ["Resources", "build_resources"]
 
 log = logging.getLogger("pagoda.cache")
 
-_MOST_LABELLED = 4096
+_MOST_REGISTERED = 4096
 
 
 @dataclass
@@ -48,15 +48,13 @@ class Resources:
     store_staging: StagingPool  # apart from the one for loads, so that neither starves the other
     recorder: Recorder | None = None
     closed: bool = False
-    _labelled: set[bytes] = field(default_factory=set)
+    registered: set[bytes] = field(default_factory=set)  # roots of namespaces
 
     def register(self, namespace: Namespace, wait: bool = False) -> None:
         """Register a namespace and its labels, in the next transaction; with `wait`, in a separate one, now."""
-        if namespace.root in self._labelled:
-            return
-        if len(self._labelled) >= _MOST_LABELLED:
-            self._labelled.clear()
-        self._labelled.add(namespace.root)
+        if len(self.registered) >= _MOST_REGISTERED:
+            self.registered.clear()
+        self.registered.add(namespace.root)
         self.tiers.register(namespace)
         if wait:
             for _, ledger in self.tiers.ledgers():

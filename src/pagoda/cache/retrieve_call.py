@@ -22,22 +22,15 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.cache.call import CheckedTransfer
-from pagoda.cache.deadline import Deadline
-from pagoda.cache.explain_miss import UNANSWERED, Explanation
+from pagoda.cache.explain_miss import UNANSWERED
 from pagoda.cache.hit import Hit
-from pagoda.cache.lookup_call import (
-    LEASE_SECONDS,
-    count_hit,
-    expected_hit,
-    hit_for,
-    not_worth_loading,
-    too_short,
-)
+from pagoda.cache.lookup_call import LEASE_SECONDS, expected_hit
 from pagoda.cache.request import CacheRequest
 from pagoda.cache.resources import Resources
 from pagoda.cache.staging import StagingPool
-from pagoda.cache.tier_stack import TierStack, recency_stamp
-from pagoda.cache.writeback import Access, ChunkRef, refs_in_slots, refs_without_bytes
+from pagoda.cache.tier_stack import TierStack
+from pagoda.cache.writeback import Access, ChunkRef, recency_stamp, refs_in_slots, refs_without_bytes
+from pagoda.clock import Deadline
 from pagoda.ledger import Busy, Outcome, Present, Refused, Reserved
 from pagoda.metrics import Reason
 from pagoda.tiers import HostTier
@@ -95,51 +88,52 @@ class RetrieveCall:
 
     def run(self) -> Hit:
         """Serve as many leading chunks as the deadline allows."""
-        tiers, request, resources = self._tiers, self._request, self._resources
-        refusal = self._refusal()
-        if refusal is not None:
-            return count_hit(resources, request, refusal, self._counted)
-        host = tiers.host
+        hit = self._refusal()
+        if hit is None:
+            hit = self._serve_all()
+        if self._counted:
+            reason = None if self._miss_counted else hit.reason
+            tokens = self._request.length_tokens - self._request.start_tokens
+            self._resources.counters.count_request(tokens, hit.by_tier, reason)
+        return hit
+
+    def _refusal(self) -> Hit | None:
+        """Return the answer of a retrieve that need not begin, None if it is to begin."""
+        request, resources, host = self._request, self._resources, self._tiers.host
+        if not request.keys:
+            return request.hit_without_chunks()
+        if resources.closed:
+            return request.hit({}, Reason.CLOSED, "the cache is closed")
+        if self._kv is None and host is None:
+            return request.hit({}, Reason.TIER_SKIPPED, "there is no host tier to prefetch into")
+        load_cost = resources.load_cost
+        if host is not None and self._kv is not None and not load_cost.is_worth_loading(host.name):
+            return request.hit({}, Reason.NOT_WORTH_IT, load_cost.refusal(host.name))
+        minimum = resources.config.min_hit_tokens
+        if minimum > len(request.keys) * request.chunk_tokens:
+            return request.hit({}, Reason.BELOW_MINIMUM, f"at least {minimum} tokens")
+        if minimum:
+            expected = expected_hit(resources, self._tiers, request, self._deadline)
+            if expected.reason is Reason.BELOW_MINIMUM:
+                return expected
+        return None
+
+    def _serve_all(self) -> Hit:
+        tiers, request, resources, host = self._tiers, self._request, self._resources, self._tiers.host
         if host is not None and self._kv is not None and self._kv.device_index is not None:
             host.use_device(self._kv.device_index)  # before the first copy
         with nullcontext() if host is None else host.copying():
             if host is not None:
                 self._stamp, self._prefetch_slots = host.ledger.stamp(), host.ledger.slots // 2
             self._serve()
-        tokens = {tier: chunks * request.chunk_tokens for tier, chunks in self._by_tier.items()}
-        explanation: Explanation | None = None
-        if self._reason is Reason.ABSENT:
-            explanation = resources.explainer.explain(request, self._done, self._hint, tiers, self._deadline)
-        elif self._reason is not None:
-            explanation = Explanation(self._reason, self._detail)
         if host is not None and self._kv is not None:
             chunks = self._by_tier[host.name]
             nbytes = chunks * resources.layout.chunk_bytes
             resources.counters.add({"loaded_chunks": chunks, "loaded_bytes": nbytes})
-        hit = hit_for(request, tokens, explanation)
-        return count_hit(resources, request, hit, self._counted, self._miss_counted)
-
-    def _refusal(self) -> Hit | None:
-        """Return the answer of a retrieve that need not begin, None if it is to begin."""
-        request, resources, host = self._request, self._resources, self._tiers.host
-        if not request.keys:
-            return hit_for(request, {}, too_short(request))
-        if resources.closed:
-            return hit_for(request, {}, Explanation(Reason.CLOSED, "the cache is closed"))
-        if self._kv is None and host is None:
-            return hit_for(
-                request, {}, Explanation(Reason.TIER_SKIPPED, "there is no host tier to prefetch into")
-            )
-        if host is not None and self._kv is not None and not resources.load_cost.is_worth_loading(host.name):
-            return hit_for(request, {}, not_worth_loading(host.name))
-        minimum = resources.config.min_hit_tokens
-        if minimum > len(request.keys) * request.chunk_tokens:
-            return hit_for(request, {}, Explanation(Reason.BELOW_MINIMUM, f"at least {minimum} tokens"))
-        if minimum:
-            expected = expected_hit(resources, self._tiers, request, self._deadline)
-            if expected.reason is Reason.BELOW_MINIMUM:
-                return expected
-        return None
+        if self._reason is not Reason.ABSENT:
+            return request.hit(self._by_tier, self._reason, self._detail)
+        explain = resources.explainer.explain
+        return request.hit(self._by_tier, *explain(request, self._done, self._hint, tiers, self._deadline))
 
     def _serve(self) -> None:
         while self._done < self._end and self._reason is None:
@@ -234,7 +228,7 @@ class RetrieveCall:
             if found and self._resources.load_cost.is_worth_loading(tier.name):
                 return tier, found
             if found:
-                self._stop(*not_worth_loading(tier.name))
+                self._stop(Reason.NOT_WORTH_IT, self._resources.load_cost.refusal(tier.name))
                 return None, 0
         return None, 0
 

@@ -11,13 +11,20 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 from pagoda.cache.call import CheckedTransfer
-from pagoda.cache.deadline import Deadline
 from pagoda.cache.hit import Stored
 from pagoda.cache.request import CacheRequest
 from pagoda.cache.resources import Resources
 from pagoda.cache.staging import StagedChunk
-from pagoda.cache.tier_stack import TierStack, admitted_prefix
-from pagoda.cache.writeback import Access, ChunkRef, refs_in_slots, refs_without_bytes
+from pagoda.cache.tier_stack import TierStack
+from pagoda.cache.writeback import (
+    Access,
+    ChunkRef,
+    admitted_prefix,
+    recency_stamp,
+    refs_in_slots,
+    refs_without_bytes,
+)
+from pagoda.clock import Deadline
 from pagoda.ledger import Busy, Present, Refused, Reserved
 from pagoda.metrics import Reason
 from pagoda.tiers import HostTier
@@ -49,7 +56,7 @@ class StoreCall:
         deadline: Deadline,
     ) -> None:
         self._resources = resources
-        self._tiers, self._host, self._lower = tiers, tiers.host, tiers.lower
+        self._host, self._lower = tiers.host, tiers.lower
         self._request, self._kv, self._deadline = request, kv, deadline
         self._writeback, self._staging = resources.writeback, resources.store_staging
         # What gets no host slot is written below; else the host's policy refuses nothing.
@@ -69,11 +76,12 @@ class StoreCall:
         if not self._request.keys:
             return Stored(0, 0, 0, 0)
         host = self._host
-        self._resources.register(self._request.namespace)
+        if self._request.namespace.root not in self._resources.registered:
+            self._resources.register(self._request.namespace)
         if host is not None and self._kv.device_index is not None:
             host.use_device(self._kv.device_index)  # before the first copy
         self._stamp = host.ledger.stamp() if host is not None else 0
-        self._stamps = self._tiers.stamps()
+        self._stamps = tuple(map(recency_stamp, self._lower))
         with nullcontext() if host is None else host.copying():
             reason = self._store_below() if host is None else self._store(host)
             stored = self._stored(reason)

@@ -6,7 +6,6 @@ import contextlib
 import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from pagoda.clock import Clock
 from pagoda.config import Config
@@ -22,30 +21,24 @@ log = logging.getLogger("pagoda.cache")
 
 _FEW_CHUNKS = 64  # the log warns of an "auto" size with fewer chunks
 
-__all__ = ["TierStack", "admitted_prefix", "build_tiers", "open_remote", "open_tiers", "recency_stamp"]
+__all__ = ["TierStack", "build_tiers", "open_remote", "open_tiers"]
 
 
-class TierStack(NamedTuple):
-    """The host tier, if there is one, and the tiers below it."""
+class TierStack:
+    """The host tier, if there is one, and the tiers below it. Immutable."""
 
-    host: HostTier | None
-    lower: tuple[Tier, ...]
-    left_out: tuple[str, ...] = ()  # names of tiers of this cache that may not be used now
+    def __init__(
+        self, host: HostTier | None, lower: tuple[Tier, ...], left_out: tuple[str, ...] = ()
+    ) -> None:
+        """`left_out`: names of tiers of this cache that may not be used now."""
+        self.host = host
+        self.lower = lower
+        self.left_out = left_out
+        self.all: tuple[Tier, ...] = (host, *lower) if host is not None else lower  # from the top down
+        self.names = tuple(tier.name for tier in self.all)
 
-    @property
-    def all(self) -> tuple[Tier, ...]:
-        """Every tier, from the top down."""
-        return (self.host, *self.lower) if self.host is not None else self.lower
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Their names, from the top down."""
-        return tuple(tier.name for tier in self.all)
-
-    def only(self, names: Iterable[str] | None) -> TierStack:
-        """Return the chosen tiers (None: all). Raises ValueError for a name that is not a tier of this cache."""
-        if names is None:
-            return self
+    def only(self, names: Iterable[str]) -> TierStack:
+        """Return the chosen tiers. Raises ValueError for a name that is not a tier of this cache."""
         wanted = [names] if isinstance(names, str) else list(names)
         unknown = [name for name in wanted if name not in (*self.names, *self.left_out)]
         if unknown:
@@ -63,28 +56,10 @@ class TierStack(NamedTuple):
         """Return the ledgers of the local tiers, by tier name."""
         return [(tier.name, tier.ledger) for tier in self.all if isinstance(tier, HostTier | DiskTier)]
 
-    def stamps(self) -> tuple[int | None, ...]:
-        """Return a recency stamp of each lower tier, for one run; None for a tier that uses none."""
-        return tuple(map(recency_stamp, self.lower))
-
     def register(self, namespace: Namespace) -> None:
         """Register a namespace and its labels with every tier; idempotent."""
         for tier in self.all:
             tier.register(namespace)
-
-
-def recency_stamp(tier: Tier) -> int | None:
-    """Return a recency stamp for one run, so that its tail is evicted before its head; None if the tier uses none."""
-    return tier.ledger.stamp() if isinstance(tier, DiskTier) else None
-
-
-def admitted_prefix(
-    tier: Tier, keys: Sequence[bytes], namespace: bytes, start: int, stamp: int | None
-) -> tuple[int, bool]:  # fmt: skip
-    """Return how many of a run's next keys a tier would admit, and whether it refuses the rest. See DiskTier.admit."""
-    if not isinstance(tier, DiskTier) or stamp is None:
-        return len(keys), False
-    return tier.admit(keys, namespace=namespace, start=start, stamp=stamp)
 
 
 def build_tiers(tiers: Sequence[Tier], layout: KVLayout) -> TierStack:

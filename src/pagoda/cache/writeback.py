@@ -28,7 +28,6 @@ import numpy.typing as npt
 from pagoda.cache.counters import CacheCounters
 from pagoda.cache.request import CacheRequest
 from pagoda.cache.staging import StagedChunk
-from pagoda.cache.tier_stack import admitted_prefix, recency_stamp
 from pagoda.clock import Clock
 from pagoda.config import WritePolicy
 from pagoda.fork import reset_in_child
@@ -36,7 +35,7 @@ from pagoda.ledger import Reserved
 from pagoda.ledger.columns import NOT_READY
 from pagoda.metrics import Reason
 from pagoda.threads import Condition, Event, begin
-from pagoda.tiers import HostTier
+from pagoda.tiers import DiskTier, HostTier
 from pagoda.tiers.base import Chunk, Done, Tier, runs
 
 __all__ = [
@@ -47,7 +46,9 @@ __all__ = [
     "WriteBack",
     "WriteBackQueue",
     "WriteBackTarget",
+    "admitted_prefix",
     "follows",
+    "recency_stamp",
     "refs_in_slots",
     "refs_without_bytes",
 ]
@@ -125,6 +126,23 @@ class _LeaseSpan(NamedTuple):
 
     before: int
     after: int
+
+
+# -- what only the disk tier is asked -----------------------------------------------------------------------------
+
+
+def recency_stamp(tier: Tier) -> int | None:
+    """Return a recency stamp for one run, so that its tail is evicted before its head; None if the tier uses none."""
+    return tier.ledger.stamp() if isinstance(tier, DiskTier) else None
+
+
+def admitted_prefix(
+    tier: Tier, keys: Sequence[bytes], namespace: bytes, start: int, stamp: int | None
+) -> tuple[int, bool]:  # fmt: skip
+    """Return how many of a run's next keys a tier would admit, and whether it refuses the rest. See DiskTier.admit."""
+    if not isinstance(tier, DiskTier) or stamp is None:
+        return len(keys), False
+    return tier.admit(keys, namespace=namespace, start=start, stamp=stamp)
 
 
 # -- one lower tier -----------------------------------------------------------------------------------------------

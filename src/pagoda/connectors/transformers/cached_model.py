@@ -18,7 +18,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
 from pagoda.cache import Cache, Hit, Stored
-from pagoda.cache.hit import hit_of
 from pagoda.config import Config, ConfigOptions
 from pagoda.connectors.transformers.batch import BatchRow, grown_mask, mask_of, rows_of
 from pagoda.connectors.transformers.dynamic_cache import copy_engine_for, dynamic_cache, kv_of_row, room_for
@@ -263,7 +262,7 @@ class CachedModel:
                 return made
             kwargs = _again(kwargs)
             if load.hung:  # asking again would only take as long again
-                looked = hit_of(0, len(looked.mask), {}, Reason.DEADLINE, "the load did not end in time")
+                looked = Hit(0, {}, looked.mask & False, Reason.DEADLINE, "the load did not end in time")
         found = self._prefix(rows, width, ready, looked, began)
         kv, found.past_key_values, self.last = found.past_key_values, None, found
         if repeats > 1:

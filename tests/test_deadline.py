@@ -6,14 +6,13 @@ import threading
 import time
 from concurrent.futures import Future
 
-from pagoda.cache.deadline import Deadline
-from pagoda.clock import Clock
+from pagoda.clock import Deadline
 from pagoda.testing import FakeClock
 
 
 def test_patience_begins_anew_when_something_arrives_but_not_for_ever() -> None:
     clock = FakeClock()
-    deadline = Deadline(clock, 1.0, nbytes=100_000_000)  # two seconds on the slowest useful device
+    deadline = Deadline(1.0, nbytes=100_000_000, clock=clock)  # two seconds on the slowest useful device
     for _ in range(3):
         clock.advance(0.9)
         assert not deadline.passed
@@ -24,14 +23,14 @@ def test_patience_begins_anew_when_something_arrives_but_not_for_ever() -> None:
 
 def test_silence_ends_it_before_the_whole_is_over() -> None:
     clock = FakeClock()
-    deadline = Deadline(clock, 1.0, nbytes=1_000_000_000)
+    deadline = Deadline(1.0, nbytes=1_000_000_000, clock=clock)
     clock.advance(1.0)
     assert deadline.passed
 
 
 def test_a_strict_one_ends_whatever_arrives() -> None:
     clock = FakeClock()
-    deadline = Deadline(clock, 1.0, nbytes=1_000_000_000, strict=True)
+    deadline = Deadline(1.0, nbytes=1_000_000_000, strict=True, clock=clock)
     clock.advance(0.9)
     deadline.progress()
     clock.advance(0.2)
@@ -39,7 +38,7 @@ def test_a_strict_one_ends_whatever_arrives() -> None:
 
 
 def test_a_cancelled_one_ends_a_wait_that_has_begun() -> None:
-    deadline = Deadline(Clock(), 100.0)
+    deadline = Deadline(100.0)
     threading.Timer(0.05, deadline.cancel).start()
     began = time.monotonic()
     assert deadline.wait(Future[int]()) is None
@@ -47,7 +46,7 @@ def test_a_cancelled_one_ends_a_wait_that_has_begun() -> None:
 
 
 def test_what_has_come_is_returned_even_when_it_is_late() -> None:
-    deadline = Deadline(Clock(), 0.0)
+    deadline = Deadline(0.0)
     future: Future[int] = Future()
     assert deadline.wait(future) is None
     future.set_result(7)
