@@ -183,7 +183,7 @@ def test_a_start_that_ended_while_the_tables_were_opened_has_the_next_rebuild_th
 
 def spoil_row(tier_ledger: Ledger) -> None:
     """Give the tables a row that cannot be."""
-    tier_ledger.session.write(lambda w, _: w.txn.put(SLOT_KEY.pack(0), b"short", db=w.tables.slots), 10.0)
+    tier_ledger.session.write(lambda w: w.txn.put(SLOT_KEY.pack(0), b"short", db=w.tables.slots), 10.0)
 
 
 def test_an_error_in_the_tables_is_a_miss_and_the_store_is_rebuilt_at_the_next_opening(
@@ -232,7 +232,7 @@ def test_what_check_finds_has_the_store_rebuilt(tmp_path: Path) -> None:
     def find_it() -> None:
         tier = disk(tmp_path, SLOTS)
         assert save_to(tier, PROMPT) == 24
-        tier.ledger.session.write(lambda w, _: w.txn.delete(PROMPT[3], db=w.tables.entries), 10.0)
+        tier.ledger.session.write(lambda w: w.txn.delete(PROMPT[3], db=w.tables.entries), 10.0)
         with pytest.raises(LedgerCorrupt):
             admin.check(tier.ledger)
         tier.close()
@@ -244,7 +244,7 @@ def test_what_check_finds_has_the_store_rebuilt(tmp_path: Path) -> None:
 def test_wrong_use_is_no_damage(tmp_path: Path) -> None:
     tier = disk(tmp_path, SLOTS)
     with pytest.raises(struct.error):
-        tier.ledger.session.write(lambda w, _: w.free_slot(-1), 10.0)
+        tier.ledger.session.write(lambda w: w.free_slot(-1), 10.0)
     state = read_state(tier.ledger.directory)
     assert state is not None and not is_marked(tier.ledger.directory, TableMark.DAMAGED, state.incarnation)
     for harmless in (lmdb.MapFullError, lmdb.DiskError, lmdb.BadValsizeError, lmdb.Error, OSError):

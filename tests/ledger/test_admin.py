@@ -162,7 +162,7 @@ def test_a_damaged_entry_is_a_miss_and_goes(ledger: Ledger) -> None:
     [one, two] = put(ledger, keys(1, 2))
     for slot, generation in ((10**6, one.generation), (two.slot, two.generation)):
         ledger.session.write(
-            lambda w, _: w.txn.put(one.key, ENTRY.pack(slot, generation, 1, 0), db=w.tables.entries),  # noqa: B023
+            lambda w: w.txn.put(one.key, ENTRY.pack(slot, generation, 1, 0), db=w.tables.entries),  # noqa: B023
             1.0,
         )
         match = ledger.match_prefix([one.key])
@@ -205,7 +205,7 @@ def test_what_does_not_add_up_is_found(ledger: Ledger, harm: Callable[[Transacti
     put(ledger, keys(1, 2, 3))
     reserved(ledger.reserve(keys(9), namespace=TENANT))
     admin.check(ledger)
-    ledger.session.write(lambda w, _: harm(w), 1.0)
+    ledger.session.write(lambda w: harm(w), 1.0)
     with pytest.raises(LedgerCorrupt, match=r"\d"):
         admin.check(ledger)
 

@@ -66,7 +66,7 @@ def test_trouble_in_a_transaction_is_a_reason_and_changes_nothing(ledger: Ledger
         (OSError(), Reason.IO_ERROR),
     ):
 
-        def work(transaction: Transaction, _: object, error: Exception = error) -> None:
+        def work(transaction: Transaction, error: Exception = error) -> None:
             transaction.meta.ready = 12345
             raise error
 
@@ -79,14 +79,14 @@ def test_trouble_in_a_transaction_is_a_reason_and_changes_nothing(ledger: Ledger
 
 def test_after_an_error_of_lmdb_the_environment_is_another(ledger: Ledger) -> None:
     """LMDB does not go on with one whose commit has failed: every later call would fail as well."""
-    before = ledger.session._open()[0].env
+    before = ledger.session._open().env
 
     def fail(*_: object) -> None:
         raise lmdb.Error
 
     with pytest.raises(UnavailableError):
         ledger.session.write(fail, 1.0)
-    assert ledger.session._open()[0].env is not before
+    assert ledger.session._open().env is not before
     with pytest.raises(lmdb.Error):
         before.begin()  # it was closed
 
@@ -107,7 +107,7 @@ def test_the_last_to_leave_syncs_before_it_says_so(tmp_path: Path, monkeypatch: 
                 done.append(name)
             return getattr(self._env, name)
 
-    tables = ledger.session._open()[0]
+    tables = ledger.session._open()
     tables.env = Watched(tables.env)  # type: ignore[assignment]
     flush, mark = Columns.flush, OpenStore.mark_clean
     monkeypatch.setattr(Columns, "flush", lambda self: (done.append("flush"), flush(self))[1])
@@ -120,7 +120,7 @@ def fill_map(ledger: Ledger) -> None:
     """Fills the map to the last page that an ordinary transaction can have."""
     size, number = 1 << 20, 0
 
-    def write(transaction: Transaction, _: object) -> None:
+    def write(transaction: Transaction) -> None:
         transaction.txn.put(b"%d" % number, b"x" * size, db=transaction.tables.pins)
 
     while size:

@@ -25,7 +25,7 @@ from pagoda.ledger import (
     StoreSpec,
     admin,
     chunk_ops,
-    namespaces,
+    queries,
     rebuild,
     space_sharing,
 )
@@ -834,11 +834,11 @@ def test_a_scan_that_ends_by_a_taking_leaves_no_tenant_without_chunks(shm_root: 
     set_mark(shm_root / "a", TableMark.DAMAGED, 1)
     one = Room(shm_root, kind="file")
     assert len(rebuild.unscanned(one.ledger)) == 64 and list(
-        one.ledger.session.read_pages(namespaces.namespace_rows)
+        one.ledger.session.read_pages(queries.namespace_rows)
     )
     one.ledger.space.give(LIMIT, idle=True)
     assert not rebuild.unscanned(one.ledger) and one.pages == 0
-    assert not list(one.ledger.session.read_pages(namespaces.namespace_rows))
+    assert not list(one.ledger.session.read_pages(queries.namespace_rows))
     one.close()
 
 

@@ -10,7 +10,7 @@ import pytest
 from blake3 import blake3
 
 from pagoda.errors import LedgerCorrupt
-from pagoda.ledger import Ledger, Reserved, ScannedChunk, admin, rebuild
+from pagoda.ledger import Ledger, Reserved, ScannedChunk, admin, namespaces, rebuild
 from pagoda.ledger.clear_log import _SPARE, ClearLog
 from pagoda.ledger.namespaces import read_labels
 from pagoda.ledger.store_state import Kind
@@ -83,7 +83,7 @@ def test_any_number_of_tenants_may_come_and_go(shm_root: Path, kind: Kind) -> No
         put(ledger, keys(number), tenant(number), chained=False)
     rows = admin.list_namespaces(ledger)
     assert sum(row.chunks for row in rows.values()) == ledger.slots
-    assert len(rows) <= ledger.slots + ledger.session._open()[0].most_labels
+    assert len(rows) <= ledger.slots + ledger.session._open().most_labels
     admin.check(ledger)
     assert sizes(ledger) == begun
     ledger.close()
@@ -142,7 +142,7 @@ def test_counts_that_are_off_are_found(shm_root: Path) -> None:
     ledger = opened(shm_root)
     put(ledger, keys(1, 2))
 
-    def miscount(transaction: object, _: object) -> None:
+    def miscount(transaction: object) -> None:
         for key, row in list(transaction.tables.rows(transaction.txn, transaction.tables.namespaces)):  # type: ignore[attr-defined]
             root, line, chunks, reservations = NAMESPACE.unpack(row)
             wrong = NAMESPACE.pack(root, line, chunks + 1, reservations)
@@ -223,7 +223,7 @@ def test_a_tenant_that_comes_back_is_listed_with_a_line_of_its_own(shm_root: Pat
 def test_a_clear_that_is_written_late_brings_nothing_back(shm_root: Path) -> None:
     """Between the two steps of a clear of one tenant, another process clears everything."""
     ledger = opened(shm_root, clock=FakeClock(), kind="file")
-    ledger.session.write(lambda w, spaces: spaces.clear(w, OTHER), 1.0)
+    ledger.session.write(lambda w: namespaces.clear(w, OTHER), 1.0)
     [stored] = put(ledger, keys(1), OTHER)
     assert reserved(ledger.reserve(keys(2), namespace=OTHER)), "its row stays"
     admin.clear(ledger)
@@ -319,7 +319,7 @@ def test_a_torn_record_is_none(shm_root: Path) -> None:
 def test_names_are_bounded_in_length_and_number(shm_root: Path) -> None:
     ledger = opened(shm_root, kind="file")
     put(ledger, keys(1))
-    most = ledger.session._open()[0].most_labels
+    most = ledger.session._open().most_labels
     for number in range(3 * most):
         fields = {"model": "m" * 400, "lora": f"{number:05d}" + "/a/path/to/an/adapter" * 40}
         ledger.namespaces.register(tenant(number), fields)
@@ -353,7 +353,7 @@ def test_a_flood_of_names_loses_none_that_is_told_again(ledger: Ledger) -> None:
             ledger.namespaces.register(tenant(number), {"model": f"{number}"})
         ledger.namespaces.write_labels()
     rows = admin.list_namespaces(ledger)
-    most = ledger.session._open()[0].most_labels
+    most = ledger.session._open().most_labels
     assert sum(tenant(number) in rows for number in range(600)) >= min(600, most) - 1
 
 

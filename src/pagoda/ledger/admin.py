@@ -17,7 +17,7 @@ from pagoda.errors import LedgerCorrupt, StoreError
 from pagoda.ledger import chunk_ops, integrity, namespaces, queries
 from pagoda.ledger.ledger import Ledger
 from pagoda.ledger.member_counters import folded
-from pagoda.ledger.namespaces import ClearScope, root_of
+from pagoda.ledger.namespaces import ClearScope
 from pagoda.ledger.outcomes import ChunkRow, NamespaceRow, Report
 from pagoda.ledger.session import PATIENT_SECONDS
 from pagoda.ledger.tables import COUNTERS_ROW, MEMBER, SLOT, SLOT_KEY, Tables
@@ -54,7 +54,7 @@ def _page(
             return found, slot
         _, namespace, *_, chunk = SLOT.unpack(value)
         pinned = txn.get(chunk, db=tables.pins) is not None
-        found.append(_row(ledger, slot, value, root_of(txn, tables, namespace), pinned, now))
+        found.append(_row(ledger, slot, value, queries.root_of(txn, tables, namespace), pinned, now))
     return found, None
 
 
@@ -70,10 +70,10 @@ def list_namespaces(ledger: Ledger, deadline_seconds: float = PATIENT_SECONDS) -
     """Return the namespaces that have chunks here, and those that have a label. StoreError if not read in time."""
     until = time.monotonic() + deadline_seconds
     ledger.namespaces.write_labels(deadline_seconds)
-    named = dict(ledger.session.read_pages(namespaces.label_rows, until))
+    named = dict(ledger.session.read_pages(queries.label_rows, until))
     rows = {
         row.root: NamespaceRow(row.root, named.pop(row.root, {}), row.chunks)
-        for row in ledger.session.read_pages(namespaces.namespace_rows, until)
+        for row in ledger.session.read_pages(queries.namespace_rows, until)
     }
     return rows | {root: NamespaceRow(root, fields, 0) for root, fields in named.items()}
 
@@ -101,19 +101,19 @@ def pin(ledger: Ledger, keys: Sequence[bytes], owner: str) -> int:
 
     pinned = 0
     for batch in batches(keys):
-        pinned += ledger.session.write_or_raise(lambda w, _: chunk_ops.pin(w, batch, owner))  # noqa: B023
+        pinned += ledger.session.write_or_raise(lambda w: chunk_ops.pin(w, batch, owner))  # noqa: B023
     return pinned
 
 
 def unpin(ledger: Ledger, keys: Sequence[bytes] | None, owner: str) -> int:
     """End the pins of `owner` on these chunks (None: on all); return how many."""
-    return ledger.session.write_or_raise(lambda w, _: chunk_ops.unpin(w, keys, owner))
+    return ledger.session.write_or_raise(lambda w: chunk_ops.unpin(w, keys, owner))
 
 
 def remove(ledger: Ledger, keys: Sequence[bytes]) -> int:
     """Remove chunks, pinned or not; return how many were there."""
     return sum(
-        ledger.session.write_or_raise(lambda w, _: chunk_ops.remove(w, batch), frees=True)  # noqa: B023
+        ledger.session.write_or_raise(lambda w: chunk_ops.remove(w, batch), frees=True)  # noqa: B023
         for batch in batches(keys)
     )
 
@@ -124,7 +124,7 @@ def clear(ledger: Ledger, namespace: bytes | None = None) -> int:
     Needs no free space, neither in the tables nor on the disk. What another process stores after this call began
     may stay. StoreError if it could not be done, or not so that it outlives a power cut.
     """
-    cleared = ledger.session.write_or_raise(lambda w, names: names.clear(w, namespace), frees=True)
+    cleared = ledger.session.write_or_raise(lambda w: namespaces.clear(w, namespace), frees=True)
     try:
         ledger.namespaces.save_clear(namespace)
     finally:  # what may come back with a rebuild is removed for now even so
@@ -142,7 +142,7 @@ def _drop_cleared(ledger: Ledger, scope: ClearScope) -> int:
         )
         if found:
             dropped += ledger.session.write_or_raise(
-                lambda w, _: chunk_ops.drop_cleared(w, found, namespace, watermark),  # noqa: B023
+                lambda w: chunk_ops.drop_cleared(w, found, namespace, watermark),  # noqa: B023
                 frees=True,
             )
         if after is None:

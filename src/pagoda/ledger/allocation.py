@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from pagoda.ledger.columns import Marks, marks_of
 from pagoda.ledger.members import reap
-from pagoda.ledger.namespaces import Namespaces
 from pagoda.ledger.outcomes import Busy, CommitResult, Outcome, Present, Refused, Reserved
 from pagoda.ledger.tables import ENTRY, PLACE, SLOT, SLOT_KEY, Reservation
 from pagoda.ledger.transaction import Transaction
@@ -85,12 +84,10 @@ class BatchResult(NamedTuple):
     short: bool
 
 
-def reserve(
-    transaction: Transaction, ask: BatchRequest, victims: Sequence[Victim], namespaces: Namespaces
-) -> BatchResult:
+def reserve(transaction: Transaction, ask: BatchRequest, victims: Sequence[Victim]) -> BatchResult:
     """Reserve a slot for each key, leading keys first; a chunk that is Present in the same batch is never a victim."""
     quota = transaction.most_reserved()
-    number = namespaces.find(transaction, ask.namespace)
+    number = transaction.namespace(ask.namespace)
     owed = transaction.reserved_by(transaction.member)
     present = _present(transaction, ask.keys, number)
     kept = {found.slot for found in present.values() if isinstance(found, Present)}
@@ -106,9 +103,8 @@ def reserve(
             outcome = Refused(key, Reason.FULL)
         slot = rooms.next() if outcome is None else None
         if slot is not None:
-            number = number or namespaces.add(
-                transaction, ask.namespace
-            )  # a namespace of which nothing is reserved takes no space
+            # not before: a namespace of which nothing is reserved takes no space
+            number = number or transaction.add_namespace(ask.namespace)
             reservation = Reservation(
                 transaction.next_generation(), transaction.member, ask.stamp - ask.start - i, transaction.now, number,
                 ask.start + i, ask.tokens, key, (transaction.member,) * ask.parts,
@@ -129,12 +125,10 @@ def reserve(
     return BatchResult(outcomes, rooms.passed_over, rooms.short)
 
 
-def commit(
-    transaction: Transaction, reserved: Sequence[Reserved], part: int, namespaces: Namespaces
-) -> list[CommitResult]:
+def commit(transaction: Transaction, reserved: Sequence[Reserved], part: int) -> list[CommitResult]:
     """Record that one part of each chunk is stored; a chunk is visible when all parts are."""
-    standing = _Watermarks(transaction, namespaces)
-    return [_commit_one(transaction, item, part, standing) for item in reserved]
+    watermarks: dict[int, int] = {}  # each is read once, since a commit clears nothing
+    return [_commit_one(transaction, item, part, watermarks) for item in reserved]
 
 
 def abort(transaction: Transaction, reserved: Sequence[Reserved]) -> None:
@@ -230,25 +224,17 @@ def _linked(transaction: Transaction, parent: bytes | None) -> tuple[int, int] |
     return PLACE.unpack_from(row) if row is not None else None
 
 
-class _Watermarks(dict[int, int]):
-    """The watermark of each namespace (by number); each is read once, since a commit clears nothing."""
-
-    def __init__(self, transaction: Transaction, namespaces: Namespaces) -> None:
-        super().__init__()
-        self._transaction, self._namespaces = transaction, namespaces
-
-    def __missing__(self, number: int) -> int:
-        self[number] = self._namespaces.watermark(self._transaction, number)
-        return self[number]
-
-
-def _commit_one(transaction: Transaction, item: Reserved, part: int, standing: _Watermarks) -> CommitResult:
+def _commit_one(
+    transaction: Transaction, item: Reserved, part: int, watermarks: dict[int, int]
+) -> CommitResult:
     reservation = transaction.reservation(item.slot, item.generation)
     if reservation is None or reservation.key != item.key or not _is_writer(transaction, reservation, part):
         return CommitResult.LOST
     writers = (*reservation.writers[:part], 0, *reservation.writers[part + 1 :])
     latest = transaction.is_latest(reservation)
-    wanted = latest and reservation.generation >= standing[reservation.namespace]
+    if reservation.namespace not in watermarks:
+        watermarks[reservation.namespace] = transaction.watermark(reservation.namespace)
+    wanted = latest and reservation.generation >= watermarks[reservation.namespace]
     if any(writers):
         row = reservation._replace(writers=writers).pack()
         transaction.txn.put(SLOT_KEY.pack(item.slot), row, db=transaction.tables.reserved)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import lmdb
 
 from pagoda.ledger.members import has_device
-from pagoda.ledger.namespaces import Namespaces
 from pagoda.ledger.tables import HOLD, PLACE, SLOT, SLOT_KEY
 from pagoda.ledger.transaction import Transaction
 from pagoda.metrics import Reason
@@ -49,7 +48,7 @@ def vacate(
     return slots
 
 
-def vacate_unscanned(transaction: Transaction, namespaces: Namespaces, count: int) -> int:
+def vacate_unscanned(transaction: Transaction, count: int) -> int:
     """Take up to `count` slots away from those that wait to be scanned, the last first; return how many."""
     meta = transaction.meta
     taken = min(count, meta.unscanned())
@@ -58,7 +57,7 @@ def vacate_unscanned(transaction: Transaction, namespaces: Namespaces, count: in
         meta.unused = meta.backed
         if not meta.scanning:
             meta.scan = meta.slots
-            namespaces.remove_empty(transaction)
+            transaction.remove_empty_namespaces()
     return taken
 
 

@@ -31,7 +31,6 @@ from pagoda.ledger.eviction import GHOST_REASONS, Evictor
 from pagoda.ledger.locks import barrier
 from pagoda.ledger.members import mark_device
 from pagoda.ledger.namespace_registry import NamespaceRegistry
-from pagoda.ledger.namespaces import Namespaces
 from pagoda.ledger.outcomes import CommitResult, Match, Miss, Outcome, Present, Refused, Reserved
 from pagoda.ledger.page_guards import PageGuards
 from pagoda.ledger.policy_thread import PolicyThread, map_learned
@@ -361,9 +360,9 @@ class Ledger:
     def _reserve_in(
         self, ask: allocation.BatchRequest, victims: Sequence[allocation.Victim],
         every: list[tuple[Transaction, allocation.BatchResult]],
-        transaction: Transaction, namespaces: Namespaces,
+        transaction: Transaction,
     ) -> allocation.BatchResult:  # fmt: skip
-        batch = allocation.reserve(transaction, ask, victims, namespaces)
+        batch = allocation.reserve(transaction, ask, victims)
         every.append((transaction, batch))
         self._room, self._unbacked = transaction.meta.free(), transaction.meta.unbacked()
         return batch
@@ -415,14 +414,11 @@ class Ledger:
     ) -> None:
         for batch in batches(reserved):
             try:
-                done += self.session.write(lambda w, s: allocation.commit(w, batch, part, s), _left(until))  # noqa: B023
+                done += self.session.write(lambda w: allocation.commit(w, batch, part), _left(until))  # noqa: B023
             except UnavailableError as error:
                 self.count(f"drop_{error.reason}", len(batch))
-                self.session.defer(partial(self._commit_late, batch, part))
+                self.session.defer(partial(allocation.commit, reserved=batch, part=part))
                 done += [CommitResult.LOST] * len(batch)
-
-    def _commit_late(self, reserved: Sequence[Reserved], part: int, transaction: Transaction) -> None:
-        allocation.commit(transaction, reserved, part, Namespaces(transaction.tables))
 
     def abort(self, outcomes: Sequence[Outcome], deadline_seconds: float = 1.0) -> None:
         """Give up this member's parts of what was reserved, and free the slots that no other member writes into.
@@ -453,7 +449,7 @@ class Ledger:
         """Run work whose result no caller needs, now or with the next transaction, also if a signal handler raises."""
         self.session.defer(work)
         with contextlib.suppress(UnavailableError):
-            self.session.write(lambda *_: None, deadline_seconds)
+            self.session.write(lambda _: None, deadline_seconds)
 
     def _owed(
         self, work: Callable[[Transaction], T], undo: Callable[[Transaction], None], seconds: float
@@ -461,7 +457,7 @@ class Ledger:
         """Run work that the caller must end later; if an exception of a signal handler loses the answer, `undo` it."""
         begun: list[Transaction] = []
 
-        def noted(transaction: Transaction, _: Namespaces) -> T:
+        def noted(transaction: Transaction) -> T:
             begun.append(transaction)
             return work(transaction)
 
@@ -617,12 +613,11 @@ class Ledger:
     def _drop(self, key: bytes, slot: int, generation: int, reason: Reason, seconds: float) -> bool:
         if reason is Reason.FAILED_CHECK:
             self.count("failed_checks")
+        drop = partial(chunk_ops.drop, key=key, slot=slot, generation=generation, reason=reason)
         try:
-            return self.session.write(
-                lambda w, _: chunk_ops.drop(w, key, slot, generation, reason), seconds, frees=True
-            )
+            return self.session.write(drop, seconds, frees=True)
         except UnavailableError:
-            self.session.defer(lambda w: _ignore(chunk_ops.drop(w, key, slot, generation, reason)))
+            self.session.defer(drop)
             return False
 
     def count(self, counter: str, n: int = 1) -> None:
@@ -651,7 +646,7 @@ class Ledger:
 
         Returns the slots that have pages: from now on, as long as this process lives, no store takes them.
         """
-        self.session.write_or_raise(lambda w, _: mark_device(w))
+        self.session.write_or_raise(mark_device)
         return self.space.backed_ranges()
 
     def close(self) -> None:
@@ -715,7 +710,3 @@ def _left(until: float) -> float:
 def _release(held: Sequence[tuple[int, int]], transaction: Transaction) -> None:
     for pair in held:
         chunk_ops.release(transaction, *pair)
-
-
-def _ignore(_: bool) -> None:
-    """Ignore the result of a deferred step."""

@@ -13,10 +13,9 @@ from collections.abc import Iterator
 from functools import partial
 
 from pagoda.errors import StoreError
-from pagoda.ledger import namespaces
+from pagoda.ledger import namespaces, queries
 from pagoda.ledger.clear_log import ALL, ClearLog, Watermarks
 from pagoda.ledger.locks import LABELS
-from pagoda.ledger.namespaces import Namespaces
 from pagoda.ledger.session import PATIENT_SECONDS, Session
 from pagoda.ledger.transaction import Transaction
 
@@ -98,7 +97,7 @@ class NamespaceRegistry:
                 unlock()
 
     def _watermark(self, root: bytes) -> int:
-        return self._session.read_or_raise(lambda txn, tables: namespaces.watermark_of(txn, tables, root))
+        return self._session.read_or_raise(lambda txn, tables: queries.watermark_of(txn, tables, root))
 
     def _watermarks(self) -> Watermarks:
         """Return what to write to the file: a floor of now, and the watermarks of the namespaces that have chunks.
@@ -106,7 +105,7 @@ class NamespaceRegistry:
         During a scan it is not known which have: the floor stays, and all that have a row keep their watermark.
         """
         meta = self._session.read_or_raise(lambda txn, tables: tables.load_meta(txn))
-        found = {t.root: t for t in self._session.read_pages(namespaces.namespace_rows)}
+        found = {t.root: t for t in self._session.read_pages(queries.namespace_rows)}
         if meta.scanning and len(found) <= self._slots:
             floor = max(meta.floor, meta.cleared)
             if not self._session.read_or_raise(lambda txn, tables: tables.load_meta(txn)).scanning:
@@ -133,12 +132,12 @@ class NamespaceRegistry:
     def _label(self, root: bytes, transaction: Transaction) -> None:
         fields = self._waiting.pop(root, None)  # tried once: a label must not keep other work from being done
         if fields is not None:
-            Namespaces(transaction.tables).label(transaction, root, fields)
+            namespaces.label(transaction, root, fields)
 
     def write_labels(self, deadline_seconds: float = PATIENT_SECONDS) -> None:
         """Write the labels that wait for a transaction. StoreError if it cannot be done in time."""
         if self._waiting:
-            self._session.write_or_raise(lambda _, __: None, deadline_seconds)
+            self._session.write_or_raise(lambda _: None, deadline_seconds)
 
     def save_labels(self, every_seconds: float = _SAVE_SECONDS) -> None:
         """Save the labels where they outlive the tables, if there are new ones and the last save is old. Does I/O."""
@@ -148,5 +147,5 @@ class NamespaceRegistry:
         with contextlib.suppress(StoreError, OSError), self._lock:  # they are only labels
             self._session.require_store()
             self.write_labels(_SAVING_SECONDS)
-            known = dict(self._session.read_pages(namespaces.label_rows, time.monotonic() + _SAVING_SECONDS))
+            known = dict(self._session.read_pages(queries.label_rows, time.monotonic() + _SAVING_SECONDS))
             namespaces.save_labels(self._directory, known)

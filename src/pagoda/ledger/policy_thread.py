@@ -88,7 +88,7 @@ class PolicyThread:
         learned = self.learned
         if learned is not None:
             with contextlib.suppress(UnavailableError, ClosedError):
-                self._session.write(lambda _, __: self._evictor.share(learned), deadline_seconds)
+                self._session.write(lambda _: self._evictor.share(learned), deadline_seconds)
 
     def _prepare(self) -> None:
         now = self._session.clock.monotonic_ns()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import NamedTuple, cast
 
 import lmdb
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,6 +17,7 @@ from pagoda.ledger.namespaces import ClearScope
 from pagoda.ledger.outcomes import Present
 from pagoda.ledger.tables import (
     ENTRY,
+    NAMESPACE,
     NO_NAMESPACE,
     NUMBER,
     PLACE,
@@ -167,3 +170,47 @@ def backing(txn: lmdb.Transaction, tables: Tables) -> tuple[Meta, list[int]]:
     """Return the totals, and the bare slots in order."""
     bare = [int(SLOT_KEY.unpack(row)[0]) for row, _ in tables.rows(txn, tables.bare)]
     return tables.load_meta(txn), bare
+
+
+# ---- namespaces
+
+
+class NamespaceCounts(NamedTuple):
+    """A namespace in the tables; `watermark`: the generation before which it was cleared."""
+
+    root: bytes
+    watermark: int
+    chunks: int
+    reservations: int
+
+
+def root_of(txn: lmdb.Transaction, tables: Tables, number: int) -> bytes:
+    """Return the root of the namespace of that number; empty if there is none."""
+    row = cast("bytes | None", txn.get(NUMBER.pack(number), db=tables.namespaces))
+    return cast("bytes", NAMESPACE.unpack(row)[0]) if row is not None else b""
+
+
+def namespace_rows(
+    txn: lmdb.Transaction, tables: Tables, start: bytes, most: int
+) -> tuple[list[NamespaceCounts], bytes | None]:
+    """Return the next namespaces that have a row, `most` at once, and where to continue."""
+    rows = list(islice(tables.rows(txn, tables.namespaces, start), most + 1))
+    found = [NamespaceCounts(*NAMESPACE.unpack(row)) for _, row in rows[:most]]
+    return found, rows[most][0] if len(rows) > most else None
+
+
+def label_rows(
+    txn: lmdb.Transaction, tables: Tables, start: bytes, most: int
+) -> tuple[list[tuple[bytes, dict[str, str]]], bytes | None]:
+    """Return the next labels, `most` at once, and where to continue."""
+    rows = list(islice(tables.rows(txn, tables.labels, start), most + 1))
+    found = [(root, msgspec.json.decode(row, type=dict[str, str])) for root, row in rows[:most]]
+    return found, rows[most][0] if len(rows) > most else None
+
+
+def watermark_of(txn: lmdb.Transaction, tables: Tables, root: bytes) -> int:
+    """Return the generation before which what a namespace stored or reserved is cleared."""
+    meta = tables.load_meta(txn)
+    number = cast("bytes | None", txn.get(root, db=tables.roots))
+    row = cast("bytes | None", txn.get(number, db=tables.namespaces)) if number is not None else None
+    return max(NAMESPACE.unpack(row)[1], meta.cleared) if row is not None else meta.next_generation

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pagoda.ledger.ledger import Ledger
 from pagoda.ledger.locks import SCAN
-from pagoda.ledger.namespaces import Namespaces
+from pagoda.ledger.namespaces import is_live
 from pagoda.ledger.outcomes import ScannedChunk
 from pagoda.ledger.store_state import FIRST_OFFSET
 from pagoda.ledger.tables import ENTRY, PLACE, SLOT, SLOT_KEY
@@ -33,14 +33,13 @@ def end_scan(ledger: Ledger) -> None:
 def absorb(ledger: Ledger, first_slot: int, found: Sequence[ScannedChunk | None]) -> None:
     """Enter what the headers of the next unscanned slots say; None where a slot holds nothing. At most 64."""
     whole = ledger.slab_path.stat().st_blocks * 512 >= ledger.slots * ledger.slot_bytes
-    ledger.session.write_or_raise(lambda w, namespaces: _absorb(w, namespaces, first_slot, found, whole))
+    ledger.session.write_or_raise(lambda w: _absorb(w, first_slot, found, whole))
     if not len(unscanned(ledger)):
         ledger.space.after_scan()
 
 
 def _absorb(
     transaction: Transaction,
-    namespaces: Namespaces,
     first_slot: int,
     found: Sequence[ScannedChunk | None],
     all_backed: bool,
@@ -56,15 +55,15 @@ def _absorb(
         if not transaction.meta.unscanned():  # another store has taken their pages
             break
         transaction.meta.scan += 1
-        if chunk is None or not _enter(transaction, namespaces, slot, chunk):
+        if chunk is None or not _enter(transaction, slot, chunk):
             (transaction.free_slot if all_backed else transaction.mark_bare)(slot)
     if not transaction.meta.scanning:
         transaction.meta.scan = transaction.meta.slots
-        namespaces.remove_empty(transaction)
+        transaction.remove_empty_namespaces()
 
 
-def _enter(transaction: Transaction, namespaces: Namespaces, slot: int, chunk: ScannedChunk) -> bool:
-    if not namespaces.is_live(transaction, chunk.namespace_root, chunk.epoch):
+def _enter(transaction: Transaction, slot: int, chunk: ScannedChunk) -> bool:
+    if not is_live(transaction, chunk.namespace_root, chunk.epoch):
         return False
     other = transaction.get(transaction.tables.entries, chunk.key)
     if other is not None:
@@ -72,9 +71,7 @@ def _enter(transaction: Transaction, namespaces: Namespaces, slot: int, chunk: S
         if sequence >= chunk.sequence:
             return False
         transaction.remove_chunk(other_slot, Reason.REMOVED)
-    number = namespaces.find(transaction, chunk.namespace_root) or namespaces.add(
-        transaction, chunk.namespace_root
-    )
+    number = transaction.namespace(chunk.namespace_root) or transaction.add_namespace(chunk.namespace_root)
     row = SLOT.pack(chunk.sequence, number, chunk.position, chunk.tokens, chunk.key)
     transaction.txn.put(SLOT_KEY.pack(slot), row, db=transaction.tables.slots)
     entry = ENTRY.pack(slot, chunk.sequence, number, chunk.position)

@@ -35,7 +35,7 @@ from pagoda.ledger.members import (
     reap,
     remove_member,
 )
-from pagoda.ledger.namespaces import Namespaces, read_saved
+from pagoda.ledger.namespaces import load_saved
 from pagoda.ledger.page_guards import PageGuards
 from pagoda.ledger.store import OpenStore, reopen_store
 from pagoda.ledger.store_state import COLUMNS, COUNTERS_FILE, PAGE_GUARDS, TABLES
@@ -85,18 +85,15 @@ class Session:
             if store.state.kind == "memory" and store.state.slot_bytes
             else None
         )
-        self._deferred: deque[Callable[[Transaction], None]] = deque()
+        self._deferred: deque[Callable[[Transaction], object]] = deque()
         self._tables: Tables | None = None
-        self._namespaces: Namespaces | None = None
         self._publish_from: int | None = 0 if store.sole else None
         self._begin(deadline_seconds)
         _sessions.add(self)
 
     # ---- transactions
 
-    def write(
-        self, work: Callable[[Transaction, Namespaces], T], deadline_seconds: float, frees: bool = False
-    ) -> T:
+    def write(self, work: Callable[[Transaction], T], deadline_seconds: float, frees: bool = False) -> T:
         """Run `work` as one write transaction and publish what it decided. UnavailableError if it cannot be run.
 
         Work that `frees` may use a spare part of the map: a full map must never prevent a removal.
@@ -118,11 +115,11 @@ class Session:
             self.page_guards.settle()
         return result
 
-    def _transact(self, work: Callable[[Transaction, Namespaces], T]) -> tuple[Transaction, T]:
+    def _transact(self, work: Callable[[Transaction], T]) -> tuple[Transaction, T]:
         """Run deferred work, then `work`; commit and publish. Called inside the gate, held exclusively."""
-        tables, namespaces = self._open()
+        tables = self._open()
         transaction: Transaction | None = None
-        begun: list[Callable[[Transaction], None]] = []
+        begun: list[Callable[[Transaction], object]] = []
         try:
             with tables.begin(write=True) as txn:
                 transaction = Transaction(txn, tables, self.member, self._alive, self.clock.monotonic_ns())
@@ -130,7 +127,7 @@ class Session:
                     begun.append(self._deferred[0])
                     self._deferred.popleft()
                     _do_late(begun[-1], transaction)
-                result = work(transaction, namespaces)
+                result = work(transaction)
                 transaction.save()
             transaction.committed = True
             transaction.publish(self.columns, self.stamp(transaction.now))
@@ -148,7 +145,7 @@ class Session:
         return transaction, result
 
     def _settle(
-        self, tables: Tables, transaction: Transaction | None, begun: list[Callable[[Transaction], None]]
+        self, tables: Tables, transaction: Transaction | None, begun: list[Callable[[Transaction], object]]
     ) -> None:
         """After an exception at any point of a transaction: publish it if it was committed, else undo everything."""
         if transaction is not None and self._committed(tables, transaction):
@@ -167,14 +164,14 @@ class Session:
             transaction.committed or tables.env.info()["last_txnid"] == transaction.id
         )
 
-    def _attempt(self, work: Callable[[Transaction, Namespaces], T], frees: bool) -> tuple[Transaction, T]:
+    def _attempt(self, work: Callable[[Transaction], T], frees: bool) -> tuple[Transaction, T]:
         """Run one transaction; one that frees uses the spare part of the map if the rest is full."""
         try:
             return self._transact(work)
         except lmdb.MapFullError:
             if not frees:
                 raise
-        tables, _ = self._open()
+        tables = self._open()
         tables.widen()
         try:
             return self._transact(work)
@@ -191,9 +188,7 @@ class Session:
                 self.require_store()
             self.gate.shared(lambda: self._look(self._tables, work, found), deadline_seconds)
             if not found:  # the first call after a fork: become a new member
-                self.gate.exclusive(
-                    lambda: self._look(self._open()[0], work, found), until - time.monotonic()
-                )
+                self.gate.exclusive(lambda: self._look(self._open(), work, found), until - time.monotonic())
             return found[0]
         except DeadlineMissedError as error:
             raise UnavailableError(Reason.LEDGER_BUSY) from error
@@ -204,7 +199,7 @@ class Session:
 
     def write_or_raise(
         self,
-        work: Callable[[Transaction, Namespaces], T],
+        work: Callable[[Transaction], T],
         deadline_seconds: float = PATIENT_SECONDS,
         frees: bool = False,
     ) -> T:
@@ -272,7 +267,7 @@ class Session:
             return ClosedError(f"the store at {self.store.directory} was closed; open it again")
         return UnavailableError(Reason.IO_ERROR)
 
-    def defer(self, work: Callable[[Transaction], None]) -> None:
+    def defer(self, work: Callable[[Transaction], object]) -> None:
         """Have the next transaction run `work`, which could not be run now."""
         self._deferred.append(work)
 
@@ -285,7 +280,7 @@ class Session:
     def reap(self, most: int, deadline_seconds: float) -> int:
         """Take back up to `most` slots of dead members, and remove the members of which nothing is left."""
 
-        def work(transaction: Transaction, namespaces: Namespaces) -> int:
+        def work(transaction: Transaction) -> int:
             freed = reap(transaction, most)
             if freed < most:
                 for member in dead_members(transaction):
@@ -311,7 +306,7 @@ class Session:
         """Publish some of what dead members committed and did not publish; False when all slots were examined."""
         start = self._publish_from
         if start is not None:
-            self._publish_from = self.write(lambda w, _: self._published(w, start), deadline_seconds)
+            self._publish_from = self.write(lambda w: self._published(w, start), deadline_seconds)
         return start is not None
 
     def _published(self, transaction: Transaction, start: int) -> int | None:
@@ -392,16 +387,16 @@ class Session:
                 "stop the processes that have it open, and open it again"
             ) from error
 
-    def _open(self) -> tuple[Tables, Namespaces]:
+    def _open(self) -> Tables:
         """Open the tables if they are not open, and become a member. Called inside the gate, held exclusively."""
         if self.closed:
             raise self._trouble()
-        if self._tables is None or self._namespaces is None:
-            self._tables = self._own_tables()
-            self._namespaces = Namespaces(self._tables)
+        tables = self._tables
+        if tables is None:
+            tables = self._tables = self._own_tables()
         if not self.member:
-            self._add_member(self._tables, self._namespaces)
-        return self._tables, self._namespaces
+            self._add_member(tables)
+        return tables
 
     def _own_tables(self) -> Tables:
         """Open the tables by path. The store is checked before and after: no other store is read or written."""
@@ -439,7 +434,7 @@ class Session:
         if tables is not None:
             tables.close()
 
-    def _add_member(self, tables: Tables, namespaces: Namespaces) -> None:
+    def _add_member(self, tables: Tables) -> None:
         transaction: Transaction | None = None
         number = row = 0
         try:
@@ -449,7 +444,7 @@ class Session:
                 transaction.meta.next_member += 1
                 if not self.store.locks.try_lock(MEMBERS + number, exclusive=True):
                     raise StoreError(f"member {number} of {self.store.directory} is taken: discard the store")
-                row = self._enter(transaction, number, namespaces)
+                row = self._enter(transaction, number)
                 self._column = columns_of(txn, tables)
             self._become(number, row)
         except BaseException:
@@ -469,7 +464,7 @@ class Session:
             if self.page_guards is not None:
                 self.page_guards.become(row)
 
-    def _enter(self, transaction: Transaction, number: int, namespaces: Namespaces) -> int:
+    def _enter(self, transaction: Transaction, number: int) -> int:
         """Write the row of member `number`; return its row of counters."""
         transaction.member = number
         for gone in dead_members(transaction):
@@ -483,7 +478,7 @@ class Session:
                 f"{MEMBER_ROWS} processes have {self.store.directory} open; close some"
             ) from None
         if self.store.sole and transaction.meta.scanning:
-            namespaces.load(transaction, *read_saved(self.store.directory))
+            load_saved(transaction, self.store.directory)
         transaction.save()
         return row
 
@@ -565,7 +560,6 @@ class Session:
         tables, self._tables = self._tables, None
         if tables is not None:  # a thread of the parent was inside the gate, or waited, for too long
             tables.close_in_child()
-        self._namespaces = None
         self._deferred.clear()
         self._counting = threading.Lock()
         self._row = np.zeros(WIDTH, np.uint64).data
@@ -583,7 +577,7 @@ class Session:
                 self._lost = True
 
 
-def _do_late(work: Callable[[Transaction], None], transaction: Transaction) -> None:
+def _do_late(work: Callable[[Transaction], object], transaction: Transaction) -> None:
     """Run deferred work; it is too late to report wrong use."""
     try:
         work(transaction)

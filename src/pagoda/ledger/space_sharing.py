@@ -163,9 +163,9 @@ class SpaceShare:
         listed = [slot for slots in got if slots.start < meta.backed for slot in slots]
         for at in range(0, len(listed), BATCH):
             part = listed[at : at + BATCH]
-            self._session.write(lambda w, _: w.add_pages(part), _ROOT_SECONDS)  # noqa: B023
+            self._session.write(lambda w: w.add_pages(part), _ROOT_SECONDS)  # noqa: B023
         backed = max(slots.stop for slots in [*got, range(meta.backed)])
-        self._session.write(lambda w, _: w.extend_backed(backed), _ROOT_SECONDS)
+        self._session.write(lambda w: w.extend_backed(backed), _ROOT_SECONDS)
         self.grown += 1
         return sum(map(len, got))
 
@@ -316,7 +316,7 @@ class SpaceShare:
             if not idle:
                 return []
             first = self._last_with_pages(meta, count)
-            self._session.write(lambda w, s: chunk_ops.vacate_unscanned(w, s, meta.backed - first), 1.0)
+            self._session.write(lambda w: chunk_ops.vacate_unscanned(w, meta.backed - first), 1.0)
             return list(range(first, meta.backed))
         slots = list[int]()
         for reach in (count - meta.free(), self._ledger.slots):  # pinned or held chunks may hide others
@@ -325,7 +325,7 @@ class SpaceShare:
                 batch, victims = victims[:BATCH], victims[BATCH:]
                 most = min(BATCH, count - len(slots))
                 got = self._session.write(
-                    lambda w, _: chunk_ops.vacate(w, most, batch, self._in_memory),  # noqa: B023
+                    lambda w: chunk_ops.vacate(w, most, batch, self._in_memory),  # noqa: B023
                     1.0,
                 )
                 slots += got
@@ -370,7 +370,7 @@ class SpaceShare:
             0, len(silent), BATCH
         ):  # the process that took them out of the tables died before it published that
             part = silent[at : at + BATCH]
-            self._session.write(lambda w, _: w.mark_bare_again(part), _ROOT_SECONDS)  # noqa: B023
+            self._session.write(lambda w: w.mark_bare_again(part), _ROOT_SECONDS)  # noqa: B023
         holes = [*_ranges(self._session.untouched(slots, _LENT_SECONDS)), never_used]
         with self._slab() as fd:
             for hole in filter(len, holes):

@@ -243,6 +243,38 @@ class Transaction:
 
     # ---- namespaces
 
+    def namespace(self, root: bytes) -> int:
+        """Return the number of a namespace that has chunks or reservations; 0 if it has none."""
+        row = self.get(self.tables.roots, root)
+        return int(NUMBER.unpack(row)[0]) if row is not None else 0
+
+    def add_namespace(self, root: bytes, watermark: int | None = None) -> int:
+        """Add the row of a namespace that has none; `save` removes it again if it gets no chunk or reservation.
+
+        Whatever the slab still has of it was evicted or cleared: its watermark is now, so that what was cleared cannot
+        come back. During a scan that is not known, but then all that were cleared since `floor` have rows.
+        """
+        meta = self.meta
+        number = meta.next_namespace
+        meta.next_namespace += 1
+        if watermark is None:
+            watermark = meta.floor if meta.scanning else meta.next_generation
+        row = NAMESPACE.pack(root, watermark, 0, 0)
+        self.txn.put(NUMBER.pack(number), row, db=self.tables.namespaces)
+        self.txn.put(root, NUMBER.pack(number), db=self.tables.roots)
+        self.add_to_namespace(number)
+        return number
+
+    def watermark(self, namespace: int) -> int:
+        """Return the generation before which a namespace was cleared; without a row, everything was cleared."""
+        row = self.get(self.tables.namespaces, NUMBER.pack(namespace))
+        return max(NAMESPACE.unpack(row)[1], self.meta.cleared) if row is not None else 2**64
+
+    def remove_empty_namespaces(self) -> None:
+        """Have `save` remove all namespaces that have nothing: a scan has ended."""
+        for row, _ in self.tables.rows(self.txn, self.tables.namespaces):
+            self.add_to_namespace(NUMBER.unpack(row)[0])
+
     def add_to_namespace(self, namespace: int, chunks: int = 0, reservations: int = 0) -> None:
         """Change how many chunks and reservations a namespace (by number; 0: none) has; written once, by `save`."""
         if namespace:
