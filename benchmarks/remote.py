@@ -105,7 +105,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="some of the parts, as in --only redis_8mib,stopped")
     parser.add_argument("--shm-dir", type=Path, default=Path("/dev/shm"), help="where the servers' files lie")
     options = parser.parse_args()
-    sys.path.insert(0, str(Path(__file__).parents[1]))  # tests.remote.servers starts the servers
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # testbed.servers starts the servers
     os.environ["TMPDIR"] = tempfile.tempdir = str(options.shm_dir)
     counted, beside = parts(options.quick)
     wanted = set(filter(None, options.only.split(",")))

@@ -28,9 +28,9 @@ from typing import IO
 from harness import Figure, Runs, ratios, report, say
 from remote_links_engine import CODECS, QUESTION_TOKENS, REDIS_PORT, Model, Stored
 
-sys.path.append(str(Path(__file__).parents[1]))  # for tests.remote.netns
+sys.path.append(str(Path(__file__).parents[1]))  # for testbed
 
-from tests.remote.netns import Cable, NotPermittedError, Place, network
+from testbed.netns import Cable, NotPermittedError, Place, network
 
 LINKS: dict[str, float | None] = {
     "100 Mbit/s": 0.1e9,

@@ -16,7 +16,7 @@ from obstore.store import HTTPStore, ObjectStore, S3Store
 from remote_ground import Made, Side, Turns, both_ways, link_side, socket_side, tier_side
 
 from pagoda.tiers.remote.object_store import ObjectStoreClient
-from tests.remote.servers import BUCKET, DAV_MODULE, Server, lacking, moto_s3, nginx_dav
+from testbed.servers import BUCKET, DAV_MODULE, Server, lacking, moto_s3, nginx_dav
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from remote_ground import (
 )
 
 from pagoda.tiers.remote.redis import RedisClient
-from tests.remote.servers import Server, lacking, redis_server
+from testbed.servers import Server, lacking, redis_server
 
 HIREDIS = importlib.util.find_spec("hiredis") is not None
 PLAIN = "redis_py_hiredis" if HIREDIS else "redis_py"

@@ -22,7 +22,7 @@ from pagoda.tiers import HostTier, Tier
 from pagoda.tiers.remote.redis import RedisClient
 from pagoda.tiers.remote.remote_tier import RemoteTier
 from pagoda.transfer import BlockKV
-from tests.remote.servers import lacking, redis_server
+from testbed.servers import lacking, redis_server
 
 CHUNKS = 16  # of a prompt in host memory; as many follow that are nowhere
 PROMPTS = 8

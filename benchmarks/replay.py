@@ -107,7 +107,7 @@ def _live(
     requests: Sequence[Request], host: int, disk: int, policy: str
 ) -> tuple[float, dict[str, float], dict[str, int]]:
     """The real cache: its hit rate, that of each tier, and what was dropped."""
-    from tests.replay.live import CHUNK, Live
+    from testbed.live_cache import CHUNK, Live
 
     with tempfile.TemporaryDirectory(prefix="pagoda-bench-", dir="/dev/shm") as root:
         live = Live(Path(root), policy, host=host, disk=disk)
@@ -142,7 +142,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=1, help="of each, with other keys; the mean counts")
     parser.add_argument("--quick", action="store_true", help="300 requests")
     options = parser.parse_args()
-    sys.path.append(str(Path(__file__).parents[1]))  # tests.replay.live drives the cache
+    sys.path.append(str(Path(__file__).parents[1]))  # testbed.live_cache drives the cache
     count = options.requests or (300 if options.quick else None)
     names = options.trace or sorted(path.stem for path in options.traces.glob("mooncake_*.jsonl")) or [SAMPLE]
     found: list[Row] = []

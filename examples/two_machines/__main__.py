@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from tests.remote.netns import NotPermittedError
+from testbed.netns import NotPermittedError
 
 from .house import MachineError, house
 from .story import Story, Turn

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from tests.remote.netns import Cable, Place, network
+from testbed.netns import Cable, Place, network
 
 ROOT = Path(__file__).parents[2]
 CHUNK_TOKENS = 64

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.remote import servers
+from testbed import servers
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TURN = """
@@ -93,3 +94,11 @@ def test_a_benchmark_without_its_servers_says_what_to_install() -> None:
 def test_nginx_without_its_module_is_not_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "DAV_MODULE", tmp_path / servers.DAV_MODULE.name)
     assert "libnginx-mod-http-dav-ext" in servers.lacking("nginx", servers.DAV_MODULE.name)
+
+
+def test_a_benchmark_needs_neither_the_tests_nor_pytest() -> None:
+    for script in [*BENCHMARKS.rglob("*.py"), *(BENCHMARKS.parent / "testbed").glob("*.py")]:
+        taken = re.findall(
+            r"^\s*(?:from|import) ((?:tests|pytest|_pytest)\b.*)", script.read_text(), re.MULTILINE
+        )
+        assert not taken, f"{script}: {taken}"

@@ -18,8 +18,8 @@ from pagoda.keys import Namespace, chunk_keys
 from pagoda.ledger import admin
 from pagoda.tiers.remote.open_client import open_client
 from pagoda.tiers.remote.store_client import PutResult
+from testbed.servers import Server, free_port, nginx_dav, redis_server
 from tests.cli.shelf import CHUNK, LLAMA, QWEN, answer, host, pagoda, put, refused
-from tests.remote.servers import Server, free_port, nginx_dav, redis_server
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ import pytest
 from pagoda.codec import HEADER_BYTES
 from pagoda.tiers.remote.object_store import ObjectStoreClient, ObjectStoreConnection
 from pagoda.tiers.remote.store_client import PutResult, RefusedError
+from testbed.servers import BUCKET, Server, moto_s3, nginx_dav
 from tests.remote.evil import Lie, LyingHttp
-from tests.remote.servers import BUCKET, Server, moto_s3, nginx_dav
 
 Array = npt.NDArray[np.uint8]
 ENOUGH_SECONDS = 60.0  # for what is expected to work, on a busy machine

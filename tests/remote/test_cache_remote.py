@@ -13,6 +13,7 @@ import redis as client
 from pagoda.cache import Cache
 from pagoda.keys import Namespace
 from pagoda.metrics import Reason
+from testbed.servers import BUCKET, Server, moto_s3, redis_server
 from tests.cache.kit import (
     CHUNK,
     LAYOUT,
@@ -30,7 +31,6 @@ from tests.cache.kit import (
     wait_until,
 )
 from tests.remote.chunks import fresh_prefix, soon
-from tests.remote.servers import BUCKET, Server, moto_s3, redis_server
 
 PATIENT = "deadline=30s&look=30s"
 TENANT = {"salt": "a tenant"}

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from pagoda.cache import Cache
+from testbed.servers import Server, redis_server
 from tests.cache.kit import CHUNK, LAYOUT, NAMESPACE, config_of, kv_of, prompt, served, stored, wait_until
 from tests.remote.chunks import soon
 from tests.remote.proxy import STALLED, WELL, Fault, Proxy, proxy_to
-from tests.remote.servers import Server, redis_server
 
 SECONDS = 4.0
 FAULTS = [

@@ -19,8 +19,8 @@ from pagoda.tiers.remote.object_store import ObjectStoreClient
 from pagoda.tiers.remote.redis import RedisClient
 from pagoda.tiers.remote.remote_tier import RemoteTier
 from pagoda.tiers.remote.store_client import StoreClient
+from testbed.servers import BUCKET, Server, moto_s3, nginx_dav, redis_server
 from tests.remote.chunks import PATIENT_SECONDS, fresh_prefix
-from tests.remote.servers import BUCKET, Server, moto_s3, nginx_dav, redis_server
 
 LAYOUT = KVLayout.opaque(4, 5000, "conformance")
 

@@ -12,6 +12,7 @@ import redis as client
 
 from pagoda.cache import Cache
 from pagoda.testing import FakeClock
+from testbed.servers import BUCKET, moto_s3, redis_server
 from tests.cache.kit import (
     CHUNK,
     LAYOUT,
@@ -26,7 +27,6 @@ from tests.cache.kit import (
     stored,
     wait_until,
 )
-from tests.remote.servers import BUCKET, moto_s3, redis_server
 
 HOT = prompt(20, 1)
 PATIENT = "deadline=30s&look=30s"

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.remote import netns
-from tests.remote.netns import Network, need_network, network
+from testbed import netns
+from testbed.netns import Network, need_network, network
 
 SENDS = """
 import socket, sys
@@ -37,7 +37,7 @@ print(got, time.monotonic() - began)
 """
 PARENT = """
 import sys, time
-from tests.remote.netns import network
+from testbed.netns import network
 with network() as net:
     place = net.place("one")
     child = place.start("sleep", "600")
@@ -158,7 +158,7 @@ def test_what_is_not_permitted_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become nobody")
 def test_without_root_the_kernels_words_are_passed_on() -> None:
     need_network()
-    code = "from tests.remote.netns import why_not; print(why_not())"
+    code = "from testbed.netns import why_not; print(why_not())"
     command = ["setpriv", "--reuid", "65534", "--clear-groups", "--inh-caps=-all", "--bounding-set=-all"]
     done = subprocess.run(
         [*command, sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60

@@ -14,6 +14,7 @@ import pytest
 from pagoda.tiers.remote import http, s3_requests
 from pagoda.tiers.remote.object_store import ObjectStoreClient, ObjectStoreConnection
 from pagoda.tiers.remote.store_client import ListingDeadline, ListingTimeout, PutResult, RefusedError
+from testbed.servers import BUCKET, moto_s3, nginx_dav
 from tests.remote.chunks import fresh_prefix, keys_of, load, saved, tier_on, walk
 from tests.remote.evil import Lie, LyingHttp
 from tests.remote.evil import http as answer
@@ -29,7 +30,6 @@ from tests.remote.object_stores import (
     until,
 )
 from tests.remote.proxy import proxy_to
-from tests.remote.servers import BUCKET, moto_s3, nginx_dav
 
 obstore = pytest.importorskip("obstore")
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from pagoda.tiers.remote.object_store import ObjectStoreConnection
+from testbed.servers import BUCKET, authority
 from tests.remote.chunks import walk
 from tests.remote.evil import http as answer
 from tests.remote.object_stores import (
@@ -33,7 +34,6 @@ from tests.remote.object_stores import (
     s3_options,
     until,
 )
-from tests.remote.servers import BUCKET, authority
 
 
 @pytest.fixture(scope="module", params=KINDS)

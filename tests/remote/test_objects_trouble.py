@@ -16,6 +16,7 @@ from pagoda.codec import HEADER_BYTES
 from pagoda.metrics import Reason
 from pagoda.tiers.remote.object_store import ObjectStoreClient, ObjectStoreConnection
 from pagoda.tiers.remote.store_client import PutResult, RefusedError
+from testbed.servers import BUCKET, free_port, moto_s3
 from tests.remote.chunks import walk
 from tests.remote.evil import Lie, dripping, endless, growth
 from tests.remote.evil import http as answer
@@ -42,7 +43,6 @@ from tests.remote.object_stores import (
     until,
 )
 from tests.remote.proxy import STALLED, WELL, Fault, Proxy, black_hole, proxy_to
-from tests.remote.servers import BUCKET, free_port, moto_s3
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -16,8 +16,8 @@ from pagoda.metrics import Reason
 from pagoda.tiers.base import Bytes
 from pagoda.tiers.remote.redis import PIECE_BYTES, RedisClient, RedisConnection
 from pagoda.tiers.remote.store_client import PutResult, RefusedError
+from testbed.servers import Server, need, redis_server
 from tests.remote.chunks import walk
-from tests.remote.servers import Server, need, redis_server
 
 need("redis-server")
 redis = pytest.importorskip("redis")

@@ -21,8 +21,8 @@ from pagoda.metrics import Reason
 from pagoda.tiers.base import Bytes
 from pagoda.tiers.remote.redis import PIECE_BYTES, RedisClient, RedisConnection
 from pagoda.tiers.remote.store_client import ListingDeadline, ListingTimeout, PutResult, RefusedError, Usage
+from testbed.servers import authority, free_port, need, redis_server
 from tests.remote.chunks import walk
-from tests.remote.servers import authority, free_port, need, redis_server
 
 need("redis-server")
 redis = pytest.importorskip("redis")

@@ -23,7 +23,7 @@ from pagoda.tiers.remote.resp import (
     command,
     command_parts,
 )
-from tests.remote.servers import authority
+from testbed.servers import authority
 
 MIB = 1 << 20
 ANY = ReplyShape(b":+$*", 512, items=1 << 14, depth=2)

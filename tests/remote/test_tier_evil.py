@@ -11,6 +11,7 @@ import pytest
 
 from pagoda.errors import StoreError
 from pagoda.tiers.remote.redis import PIECE_BYTES, RedisClient
+from testbed.servers import Server, redis_server
 from tests.remote.chunks import (
     LARGE,
     LATE_SECONDS,
@@ -25,7 +26,6 @@ from tests.remote.chunks import (
     tier_on,
 )
 from tests.remote.evil import BLOCK, SILENCE, Babble, Lie, LyingRedis, bulk, dripping, endless, growth
-from tests.remote.servers import Server, redis_server
 
 ROOM_BYTES = 64 << 20  # what a tier may take for anything: its buffers, threads and what libraries keep
 PIECE = bulk(BLOCK[:PIECE_BYTES])

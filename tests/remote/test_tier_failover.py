@@ -15,6 +15,7 @@ from pagoda.tiers.remote import remote_tier, resp
 from pagoda.tiers.remote.redis import RedisClient
 from pagoda.tiers.remote.remote_worker import WorkerConnection
 from pagoda.tiers.remote.store_client import PutResult
+from testbed.servers import Server, need, redis_server
 from tests.remote.chunks import (
     PATIENT_SECONDS,
     ROOT,
@@ -33,7 +34,6 @@ from tests.remote.chunks import (
 )
 from tests.remote.evil import LyingRedis, endless, growth
 from tests.remote.proxy import Fault, Proxy, proxy_to
-from tests.remote.servers import Server, need, redis_server
 
 redis = pytest.importorskip("redis")
 need("redis-server")

@@ -13,6 +13,7 @@ from pagoda.metrics import Reason
 from pagoda.slab import aligned
 from pagoda.tiers import Done
 from pagoda.tiers.remote.redis import RedisClient
+from testbed.servers import Server, redis_server
 from tests.remote.chunks import (
     DEADLINE_SECONDS,
     LARGE,
@@ -36,7 +37,6 @@ from tests.remote.chunks import (
     wait_until,
 )
 from tests.remote.proxy import Fault, Proxy, proxy_to
-from tests.remote.servers import Server, redis_server
 
 SLOW = Fault(bytes_per_second=4_000_000)  # a large chunk takes most of a second
 BIG_ENOUGH = "64mb"

@@ -16,6 +16,7 @@ from pagoda.codec import Header, parse, seal
 from pagoda.codec import header as header_module
 from pagoda.metrics import Reason
 from pagoda.tiers.remote.redis import PIECE_BYTES, RedisClient
+from testbed.servers import Server, redis_server
 from tests.remote.chunks import (
     LARGE,
     OTHER,
@@ -29,7 +30,6 @@ from tests.remote.chunks import (
     tier_on,
 )
 from tests.remote.evil import BLOCK, growth
-from tests.remote.servers import Server, redis_server
 
 ROOM_BYTES = 64 << 20  # what a tier may take for anything: its buffers, threads and what libraries keep
 MIB = 1 << 20

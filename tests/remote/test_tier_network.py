@@ -11,6 +11,7 @@ import redis as client
 from pagoda.clock import Clock
 from pagoda.metrics import Reason
 from pagoda.tiers.remote.redis import RedisClient
+from testbed.servers import Server, free_port, redis_server
 from tests.remote.chunks import (
     LARGE,
     LATE_SECONDS,
@@ -29,7 +30,6 @@ from tests.remote.chunks import (
     wait_until,
 )
 from tests.remote.proxy import STALLED, Fault, Proxy, black_hole, proxy_to
-from tests.remote.servers import Server, free_port, redis_server
 
 STEADY = {
     "slow": Fault(bytes_per_second=400_000),

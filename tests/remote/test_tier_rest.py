@@ -16,10 +16,10 @@ from pagoda.metrics import Reason
 from pagoda.tiers import HostTier
 from pagoda.tiers.remote.redis import RedisClient
 from pagoda.tiers.remote.remote_tier import RemoteTier
+from testbed.servers import Server, redis_server
 from tests.cache.kit import LAYOUT, NAMESPACE, PATIENT_SECONDS, blank, config_of, prompt, served, stored
 from tests.remote.chunks import fresh_prefix, wait_until
 from tests.remote.proxy import STALLED, Proxy, proxy_to
-from tests.remote.servers import Server, redis_server
 
 PROBE_SECONDS = 1.0  # between two looks at whether an engine is back
 

@@ -20,6 +20,7 @@ from pagoda.tiers.remote.http import HttpConnection
 from pagoda.tiers.remote.object_store import ObjectStoreClient
 from pagoda.tiers.remote.redis import RedisClient
 from pagoda.tiers.remote.store_client import StoreClient, StoreConnection
+from testbed.servers import Server, redis_server
 from tests.remote.chunks import (
     PATIENT_SECONDS,
     ROOT,
@@ -33,7 +34,6 @@ from tests.remote.chunks import (
     wait_until,
 )
 from tests.remote.proxy import STALLED, Proxy, proxy_to
-from tests.remote.servers import Server, redis_server
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from benchmarks import streams
 from pagoda.ledger import admin
 from pagoda.policy.hindsight import _SharedValues
 from pagoda.replay import Request, TierSpec, simulate
+from testbed.live_cache import CHUNK, Live, Rate, simulated
 from tests.cache.kit import SPAWN
-from tests.replay.live import CHUNK, Live, Rate, simulated
 from tests.replay.traces import sample
 
 CHUNKS = 3000

@@ -1,4 +1,4 @@
-"""A real cache with tiny chunks that is driven by a trace, in the time of the trace (also by benchmarks/replay.py)."""
+"""A real cache with tiny chunks that is driven by a trace, in the time of the trace."""
 
 from __future__ import annotations
 

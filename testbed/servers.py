@@ -1,4 +1,4 @@
-"""Real servers for the tests: each in a directory of its own, on a loopback port that was free, dead at the end."""
+"""Real servers, each in a directory of its own, on a loopback port that was free, dead at the end."""
 
 from __future__ import annotations
 
@@ -14,12 +14,21 @@ import subprocess
 import sys
 import tempfile
 import time
+import unittest
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import pytest
-
-__all__ = ["Server", "authority", "free_port", "lacking", "moto_s3", "need", "nginx_dav", "redis_server"]
+__all__ = [
+    "Server",
+    "authority",
+    "free_port",
+    "lacking",
+    "moto_s3",
+    "need",
+    "nginx_dav",
+    "redis_server",
+    "skip",
+]
 
 START_SECONDS = 60.0  # the longest is moto: it imports for seconds on a busy machine
 BUCKET = "pagoda"
@@ -33,14 +42,20 @@ PACKAGES = {
 
 
 def need(program: str) -> str:
-    """The path of a program, or of Python where `program` is a module; else skip, or fail where CI is set."""
+    """Return the path of a program, or of Python where `program` is a module.
+
+    Raises:
+        unittest.SkipTest: it is missing. pytest skips the test that this ends. Where CI is set it is a RuntimeError.
+    """
     path = _path_of(program)
-    if path is not None:
-        return path
-    message = lacking(program)
-    if os.environ.get("CI"):
-        pytest.fail(message)
-    pytest.skip(message, allow_module_level=True)
+    if path is None:
+        raise skip(lacking(program))
+    return path
+
+
+def skip(message: str) -> Exception:
+    """Return what a test raises that cannot run here: an error where CI is set, which has all that is needed."""
+    return RuntimeError(message) if os.environ.get("CI") else unittest.SkipTest(message)
 
 
 def lacking(*programs: str) -> str:

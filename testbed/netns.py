@@ -22,6 +22,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any  # noqa: TID251  # what Popen takes
 
+from testbed.servers import skip
+
 _COMMAND_SECONDS = 10.0
 _PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
 _PROGRAMS |= {"setpriv": "util-linux", "cat": "coreutils"}
@@ -44,11 +46,9 @@ def why_not() -> str | None:
 
 def need_network() -> None:
     """Skip the test that calls this where there is no permission; fail it if the environment has CI set."""
-    import pytest
-
     reason = why_not()
     if reason is not None:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
+        raise skip(reason)
 
 
 class Place:
