@@ -80,6 +80,15 @@ def test_wrong_use_is_one_line(
     assert said in error and error.count("\n") == 1
 
 
+def test_a_signal_reaches_a_command_that_has_just_begun(tmp_path: Path) -> None:
+    pagoda = [sys.executable, "-c", "from pagoda.cli import main; raise SystemExit(main())"]
+    for attempt in range(4):
+        trace = tmp_path / f"{attempt}.jsonl"
+        line = "kill -TERM $PPID; exec sleep 100"  # as early as a signal can come
+        process = subprocess.run([*pagoda, "record", str(trace), "--", "sh", "-c", line], timeout=60)
+        assert process.returncode == 128 + signal.SIGTERM  # the command's own end: it is not left behind
+
+
 def test_a_signal_ends_the_command_and_what_it_did_is_told(trace: Path, tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     line = f"touch {ready}; exec sleep 100"

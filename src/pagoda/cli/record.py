@@ -6,7 +6,7 @@ import os
 import shlex
 import signal
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -57,23 +57,29 @@ def _opened(out: Path, append: bool) -> int:
 
 
 def _ran(command: Sequence[str], environ: dict[str, str]) -> int:
-    try:
-        process = subprocess.Popen(command, env=environ)
-    except OSError as trouble:
-        raise FailedError(f"{command[0]} cannot be run: {trouble.strerror}") from None
-    with _signals_of(process):
+    """Run the command to its end; it decides how to end at a signal. The terminal sends it Ctrl-C itself."""
+    process: subprocess.Popen[bytes] | None = None
+    early: list[int] = []  # signals that came before the process was known here: none may leave it behind
+
+    def forward(number: int, _: object) -> None:
+        if process is None:
+            early.append(number)
+        else:
+            process.send_signal(number)
+
+    with _handling({signal.SIGINT: lambda *_: None, **dict.fromkeys(_FORWARDED, forward)}):
+        try:
+            process = subprocess.Popen(command, env=environ)
+        except OSError as trouble:
+            raise FailedError(f"{command[0]} cannot be run: {trouble.strerror}") from None
+        for number in early:
+            process.send_signal(number)
         code = process.wait()
     return code if code >= 0 else 128 - code
 
 
 @contextmanager
-def _signals_of(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Leave it to the process to end at a signal; the terminal tells it of Ctrl-C itself."""
-
-    def forward(number: int, _: object) -> None:
-        process.send_signal(number)
-
-    handlers = {signal.SIGINT: lambda *_: None, **dict.fromkeys(_FORWARDED, forward)}
+def _handling(handlers: dict[signal.Signals, Callable[[int, object], None]]) -> Iterator[None]:
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
