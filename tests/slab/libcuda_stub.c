@@ -73,6 +73,7 @@ uint64_t stub_registered(void) { pthread_mutex_lock(&lock); uint64_t sum = regis
 int stub_count(void) { return count; }
 int stub_retained(void) { return retained; }
 int stub_registrations(void) { return registrations; }
+int stub_under_way(void) { return under_way != 0; }
 long stub_copies(void) { return copies; }
 uint64_t stub_piece(int index, int field) { return ((uint64_t *)&pieces[index])[field]; }
 long stub_cold(void) { return cold; }

@@ -232,11 +232,12 @@ def test_a_copy_that_does_not_end_keeps_memory_registered_and_mapped(stub: Stub)
 
 def test_nothing_is_under_way_when_the_process_and_the_driver_end(stub: Stub) -> None:
     code = f"""
-import time
+import atexit, ctypes, os, time
+library = ctypes.CDLL({str(stub.path)!r})
+atexit.register(lambda: library.stub_under_way() and os._exit(70))  # registered before ours: it runs after them
 from pagoda.slab import MemorySlab
 from pagoda.slab.cuda_driver import Driver
-from tests.slab.libcuda import called
-library, driver = called({str(stub.path)!r}), Driver.load({str(stub.path)!r})
+driver = Driver.load({str(stub.path)!r})
 library.stub_delay(100_000)
 slabs = [MemorySlab(None, 100, 1 << 12) for _ in range(6)]  # that wait for one another in there
 for slab in slabs:
