@@ -31,7 +31,7 @@ def allowed() -> None:
 @pytest.fixture
 def mark(tmp_path: Path) -> dict[str, str]:
     """An environment whose processes and temporary files can be found again."""
-    return {**os.environ, MARK: tmp_path.name, "TMPDIR": str(tmp_path)}
+    return {**os.environ, MARK: str(tmp_path), "TMPDIR": str(tmp_path)}
 
 
 def processes(mark: dict[str, str]) -> list[int]:

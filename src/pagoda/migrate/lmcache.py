@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
-from enum import StrEnum
-from itertools import chain
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from pagoda import policy as policies
 from pagoda.config import Config
 from pagoda.config.did_you_mean import did_you_mean
 from pagoda.config.paths import expanded
 from pagoda.config.remotes import redacted
 from pagoda.errors import ConfigError
-from pagoda.migrate.lmcache_fields import BELONGS, NOT_NEEDED, PLUMBING, SWITCHES, WHEN_SET, belongs_to
+from pagoda.migrate.lmcache_fields import (
+    FIELDS,
+    HISTOGRAM,
+    PLUMBING,
+    FieldVerdict,
+    as_flag,
+    as_number,
+    as_toml,
+)
 from pagoda.migrate.lmcache_urls import IN_URLS, OWN_SERVER_HERE, Untranslated, is_own_server_here, translated
 
 __all__ = [
@@ -36,19 +41,6 @@ __all__ = [
 
 VARIABLES = "LMCACHE_"
 _DEFAULT_CPU_GIB = 5.0
-_HISTOGRAM = "histogram_bucket_"
-_POLICIES = {"lru": "lru", "fifo": "fifo", "arc": "arc"}
-
-
-class FieldVerdict(StrEnum):
-    """What became of a field."""
-
-    MAPPED = "mapped"
-    SAME = "same"  # what it says is how things are here
-    ELSEWHERE = "set elsewhere"
-    NOT_NEEDED = "not needed"
-    NOT_SUPPORTED = "not supported"
-    UNKNOWN = "unknown"
 
 
 _ORDER = (
@@ -93,7 +85,7 @@ class Translation(NamedTuple):
             lines += [
                 "",
                 *(f"# {one.field}: {_comment(one.text)}" for one in origins),
-                f"{name} = {_toml(value)}",
+                f"{name} = {as_toml(value)}",
             ]
         for verdict in _ORDER:
             ones = [one for one in self.findings if one.verdict is verdict]
@@ -174,14 +166,16 @@ class _FieldReader:
     def run(self) -> None:
         for field in ("backend", "local_device"):
             self._legacy(field)
-        for field, take in _RULES.items():
-            if field in self.fields:
-                take(self, field, self.fields.pop(field))
+        for field, rule in FIELDS.items():
+            if self.fields.pop(field, None) is not None:
+                found = rule(field, self._given)
+                self.options |= {found.option: found.value} if found.option else {}
+                self.say(field, found.verdict, found.text)
         self._host()
         self._disk()
         self._remote()
-        for field, value in self.fields.items():
-            self._rest(field, value)
+        for field in self.fields:
+            self.say(field, *_left_over(field))
 
     def say(self, field: str, verdict: FieldVerdict, text: str) -> None:
         self.findings.append(Finding(field, verdict, text))
@@ -189,10 +183,10 @@ class _FieldReader:
     def map(self, field: str, option: str, value: object, why: str = "") -> None:
         self.options[option] = value
         shown = redacted(value) if option == "remote" and isinstance(value, str) else value
-        self.say(field, FieldVerdict.MAPPED, f"{option} = {_toml(shown)}{f' ({why})' if why else ''}")
+        self.say(field, FieldVerdict.MAPPED, f"{option} = {as_toml(shown)}{f' ({why})' if why else ''}")
 
     def flag(self, field: str, default: bool) -> bool:
-        return _flag(field, self.fields.pop(field)) if field in self.fields else default
+        return as_flag(field, self.fields.pop(field)) if field in self.fields else default
 
     def _legacy(self, field: str) -> None:
         """Replace the older field for one place by those for each place."""
@@ -223,7 +217,7 @@ class _FieldReader:
         legacy = "max_local_cache_size" if "max_local_cache_size" in self.fields else ""
         field = legacy or "max_local_cpu_size"
         given = field in self.fields
-        gib = _number(field, self.fields.pop(field)) if given else _DEFAULT_CPU_GIB
+        gib = as_number(field, self.fields.pop(field)) if given else _DEFAULT_CPU_GIB
         asked = "local_cpu" in self.fields
         if not self.flag("local_cpu", True):
             self.map("local_cpu", "host_size", 0, "vLLM's processes meet in host memory: give them some")
@@ -238,7 +232,7 @@ class _FieldReader:
     def _disk(self) -> None:
         size = self.fields.pop("max_local_disk_size", None)
         place = self.fields.pop("local_disk", None)
-        gib = _number("max_local_disk_size", size) if size is not None else 0.0
+        gib = as_number("max_local_disk_size", size) if size is not None else 0.0
         path = place if isinstance(place, str) else ""
         if place is True or (place and not path):
             self.say("local_disk", FieldVerdict.NOT_SUPPORTED, "where is it? write local_disk: file:///PATH")
@@ -303,35 +297,15 @@ class _FieldReader:
         self.say("remote_serde", FieldVerdict.NOT_SUPPORTED, text)
         return "zstd"
 
-    def _rest(self, field: str, value: object) -> None:
-        """Judge a field that no arithmetic is needed for."""
-        switch = belongs_to(field)
-        if field in SWITCHES:
-            on = _flag(field, value)
-            self.say(
-                field,
-                FieldVerdict.NOT_SUPPORTED if on else FieldVerdict.SAME,
-                SWITCHES[field] if on else "off here too",
-            )
-        elif switch:
-            on = _flag(switch, self._given.get(switch, False))
-            text = f"belongs to {switch}, which is {'not supported' if on else 'off'}"
-            self.say(field, FieldVerdict.NOT_NEEDED, text)
-        elif field in WHEN_SET:
-            empty = value is False or value in ("", [], {})
-            verdict = FieldVerdict.SAME if empty else FieldVerdict.NOT_SUPPORTED
-            self.say(field, verdict, "nothing is set" if empty else WHEN_SET[field])
-        elif field in IN_URLS:
-            self.say(field, FieldVerdict.NOT_NEEDED, "there is no remote tier that it is for")
-        elif field in NOT_NEEDED or field.startswith(_HISTOGRAM):
-            self.say(field, FieldVerdict.NOT_NEEDED, NOT_NEEDED.get(field, "metrics have no histograms"))
-        else:
-            hint = did_you_mean(field, known_fields())
-            self.say(
-                field,
-                FieldVerdict.UNKNOWN,
-                f"no field of LMCache's that is known here{hint or '; remove it'}",
-            )
+
+def _left_over(field: str) -> tuple[FieldVerdict, str]:
+    """Judge a field that neither the table nor a tier has taken."""
+    if field in IN_URLS:
+        return FieldVerdict.NOT_NEEDED, "there is no remote tier that it is for"
+    if field.startswith(HISTOGRAM):
+        return FieldVerdict.NOT_NEEDED, "metrics have no histograms"
+    hint = did_you_mean(field, known_fields()) or "; remove it"
+    return FieldVerdict.UNKNOWN, f"no field of LMCache's that is known here{hint}"
 
 
 def _extra(extra: object) -> dict[str, object]:
@@ -346,68 +320,6 @@ def _extra(extra: object) -> dict[str, object]:
     return {str(name): value for name, value in (extra or {}).items()}
 
 
-def _chunk_size(work: _FieldReader, field: str, value: object) -> None:
-    work.map(field, "chunk_tokens", _whole(field, value))
-
-
-def _blocking_timeout(work: _FieldReader, field: str, value: object) -> None:
-    work.map(field, "deadline_seconds", _number(field, value))
-
-
-def _least_hit(work: _FieldReader, field: str, value: object) -> None:
-    work.map(field, "min_hit_tokens", _whole(field, value))
-
-
-def _policy(work: _FieldReader, field: str, value: object) -> None:
-    policy = _POLICIES.get(str(value).lower())
-    if policy:
-        work.map(field, "policy", policy)
-    else:
-        work.say(
-            field,
-            FieldVerdict.NOT_SUPPORTED,
-            f"{value} is none of {', '.join(policies.NAMES)}; write LRU or remove it",
-        )
-
-
-def _direct(work: _FieldReader, field: str, value: object) -> None:
-    work.map(field, "disk_direct", _flag(field, value))
-
-
-def _threads(work: _FieldReader, field: str, value: object) -> None:
-    work.map(field, "io_threads", _whole(field, value))
-
-
-def _save_output(work: _FieldReader, field: str, value: object) -> None:
-    if _flag(field, value):
-        work.say(
-            field, FieldVerdict.SAME, "what a model writes is stored unless --no-store-output says otherwise"
-        )
-    else:
-        text = "the option store_output of the connector: pagoda vllm --no-store-output serve ..."
-        work.say(field, FieldVerdict.ELSEWHERE, text)
-
-
-def _unfull(work: _FieldReader, field: str, value: object) -> None:
-    if _flag(field, value):
-        text = "only whole chunks are stored; with a smaller chunk_tokens less of a prompt is left over"
-        work.say(field, FieldVerdict.NOT_NEEDED, text)
-    else:
-        work.say(field, FieldVerdict.SAME, "only whole chunks are stored")
-
-
-_RULES: dict[str, Callable[[_FieldReader, str, object], None]] = {
-    "chunk_size": _chunk_size,
-    "blocking_timeout_secs": _blocking_timeout,
-    "min_retrieve_tokens": _least_hit,
-    "cache_policy": _policy,
-    "use_odirect": _direct,
-    "disk_io_threads": _threads,
-    "save_decode_cache": _save_output,
-    "save_unfull_chunk": _unfull,
-}
-
-
 _PLACES = (
     *("local_cpu", "max_local_cpu_size", "local_disk", "max_local_disk_size", "remote_url", "remote_serde"),
     *("backend", "local_device", "max_local_cache_size", "extra_config"),
@@ -416,47 +328,15 @@ _PLACES = (
 
 def known_fields() -> list[str]:
     """Return every field that has an answer here, but for histogram_bucket_... and what belongs to one engine."""
-    return sorted({*_PLACES, *_RULES, *SWITCHES, *WHEN_SET, *NOT_NEEDED, *IN_URLS, *chain(*BELONGS.values())})
+    return sorted({*_PLACES, *FIELDS, *IN_URLS})
 
 
 def _known(field: str) -> bool:
-    return field.startswith(_HISTOGRAM) or field in known_fields()
-
-
-def _flag(field: str, value: object) -> bool:
-    text = str(value).strip().lower()
-    if text in ("true", "1", "yes", "on"):
-        return True
-    if text in ("false", "0", "no", "off", ""):
-        return False
-    raise ConfigError(f"{field}: {value!r} is neither true nor false")
-
-
-def _number(field: str, value: object) -> float:
-    try:
-        return float(str(value)) if not isinstance(value, bool) else _no_number(field, value)
-    except ValueError:
-        return _no_number(field, value)
-
-
-def _whole(field: str, value: object) -> int:
-    number = _number(field, value)
-    return int(number) if number.is_integer() else int(_no_number(field, value))
-
-
-def _no_number(field: str, value: object) -> float:
-    raise ConfigError(f"{field}: {value!r} is not the number that is needed")
+    return field.startswith(HISTOGRAM) or field in known_fields()
 
 
 def _gib(gib: float) -> str | int:
     return f"{gib:g}GiB" if gib else 0
-
-
-def _toml(value: object) -> str:
-    """Return a value as TOML writes it."""
-    if isinstance(value, bool | int | float):
-        return json.dumps(value)
-    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _comment(text: str) -> str:

@@ -1,8 +1,57 @@
-"""LMCache's fields that need no arithmetic: which mean nothing here, and which name what is not there. Data only."""
+"""What becomes of each field of LMCache's: one table, `FIELDS`. Only those that name a place are judged by `lmcache`.
+
+Pure: a rule is given the name of its field and all fields, and returns what the field comes to here.
+"""
 
 from __future__ import annotations
 
-__all__ = ["BELONGS", "NOT_NEEDED", "PLUMBING", "SWITCHES", "WHEN_SET", "belongs_to"]
+import json
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from functools import partial
+from typing import NamedTuple, TypeAlias
+
+from pagoda import policy as policies
+from pagoda.errors import ConfigError
+
+__all__ = [
+    "BELONGS",
+    "FIELDS",
+    "HISTOGRAM",
+    "NOT_NEEDED",
+    "PLUMBING",
+    "SWITCHES",
+    "WHEN_SET",
+    "FieldVerdict",
+    "Judgement",
+    "as_flag",
+    "as_number",
+    "as_toml",
+]
+
+
+class FieldVerdict(StrEnum):
+    """What became of a field."""
+
+    MAPPED = "mapped"
+    SAME = "same"  # what it says is how things are here
+    ELSEWHERE = "set elsewhere"
+    NOT_NEEDED = "not needed"
+    NOT_SUPPORTED = "not supported"
+    UNKNOWN = "unknown"
+
+
+class Judgement(NamedTuple):
+    """What a field comes to, in words without secrets; with the option of ours that it sets, if any."""
+
+    verdict: FieldVerdict
+    text: str
+    option: str = ""
+    value: object = None
+
+
+FieldRule: TypeAlias = Callable[[str, Mapping[str, object]], Judgement]
+_MAPPED, _SAME, _ELSEWHERE, _NOT_NEEDED, _NOT_SUPPORTED, _UNKNOWN = FieldVerdict
 
 _REMOTE = 'share a store instead: remote = "redis://HOST:6379/0"'
 
@@ -18,83 +67,37 @@ SWITCHES = {
 }
 """Features that may be switched on, and what to write if one is: off, they are off here too."""
 
-BELONGS = {
+_PARTS = {
     "enable_blending": (
-        "blend_recompute_ratio",
-        "blend_recompute_ratios",
-        "blend_min_tokens",
-        "blend_thresholds",
-        "blend_check_layers",
-        "blend_special_str",
-        "blend_separator",
-        "blend_add_special_in_precomp",
+        "blend_recompute_ratio blend_recompute_ratios blend_min_tokens blend_thresholds blend_check_layers "
+        "blend_special_str blend_separator blend_add_special_in_precomp"
     ),
     "enable_p2p": (
-        "lookup_url",
-        "distributed_url",
-        "p2p_host",
-        "p2p_init_ports",
-        "p2p_lookup_ports",
-        "peer_init_ports",
-        "peer_lookup_ports",
-        "p2p_socket_recv_timeout_ms",
-        "p2p_socket_send_timeout_ms",
+        "lookup_url distributed_url p2p_host p2p_init_ports p2p_lookup_ports peer_init_ports peer_lookup_ports "
+        "p2p_socket_recv_timeout_ms p2p_socket_send_timeout_ms"
     ),
     "enable_pd": (
-        "transfer_channel",
-        "nixl_backends",
-        "pd_allocation_timeout_sec",
-        "pd_backend_mode",
-        "pd_bidirectional",
-        "pd_buffer_device",
-        "pd_buffer_size",
-        "pd_condition_poll_interval_sec",
-        "pd_max_prefill_len",
-        "pd_peer_alloc_port",
-        "pd_peer_host",
-        "pd_peer_init_port",
-        "pd_peer_query_port",
-        "pd_proxy_host",
-        "pd_proxy_port",
-        "pd_role",
-        "pd_shutdown_timeout_sec",
-        "pd_skip_proxy_notification",
+        "transfer_channel nixl_backends pd_allocation_timeout_sec pd_backend_mode pd_bidirectional "
+        "pd_buffer_device pd_buffer_size pd_condition_poll_interval_sec pd_max_prefill_len pd_peer_alloc_port "
+        "pd_peer_host pd_peer_init_port pd_peer_query_port pd_proxy_host pd_proxy_port pd_role "
+        "pd_shutdown_timeout_sec pd_skip_proxy_notification"
     ),
     "enable_nixl": (
-        "nixl_role",
-        "nixl_receiver_host",
-        "nixl_receiver_port",
-        "nixl_peer_host",
-        "nixl_peer_init_port",
-        "nixl_peer_alloc_port",
-        "nixl_proxy_host",
-        "nixl_proxy_port",
-        "nixl_buffer_size",
-        "nixl_buffer_device",
-        "nixl_enable_gc",
+        "nixl_role nixl_receiver_host nixl_receiver_port nixl_peer_host nixl_peer_init_port nixl_peer_alloc_port "
+        "nixl_proxy_host nixl_proxy_port nixl_buffer_size nixl_buffer_device nixl_enable_gc"
     ),
     "enable_controller": (
-        "controller_url",
-        "controller_pull_url",
-        "controller_reply_url",
-        "lmcache_worker_port",
-        "lmcache_worker_ports",
+        "controller_url controller_pull_url controller_reply_url lmcache_worker_port lmcache_worker_ports"
     ),
     "internal_api_server_enabled": (
-        "internal_api_server_host",
-        "internal_api_server_port_start",
-        "internal_api_server_include_index_list",
-        "internal_api_server_socket_path_prefix",
+        "internal_api_server_host internal_api_server_port_start internal_api_server_include_index_list "
+        "internal_api_server_socket_path_prefix"
     ),
     "enable_nixl_storage": (
-        "nixl_backend",
-        "nixl_backend_params",
-        "nixl_path",
-        "nixl_pool_size",
-        "nixl_endpoint_list",
-        "nixl_use_hugepages",
+        "nixl_backend nixl_backend_params nixl_path nixl_pool_size nixl_endpoint_list nixl_use_hugepages"
     ),
 }
+BELONGS = {switch: parts.split() for switch, parts in _PARTS.items()}
 """Fields that mean something only while their feature is on."""
 
 WHEN_SET = {
@@ -112,7 +115,7 @@ WHEN_SET = {
 }
 """Fields without which something else would be stored or served, and what to write instead."""
 
-NOT_NEEDED = {
+_NOT_NEEDED_NAMES = {
     "error_handling": "trouble at run time is always a miss, never an error",
     "use_layerwise": "how copies overlap with computing is not configured",
     "pre_caching_hash_algorithm": "keys are always blake3, the same in all processes and machines",
@@ -120,41 +123,137 @@ NOT_NEEDED = {
     "local_cpu_use_hugepages": "huge pages are asked for wherever the system has them",
     "local_disk_path_sharding": "all processes of a machine share one disk tier",
     "enable_async_loading": "chunks are always loaded in the background",
-    "enable_lazy_memory_allocator": "host memory is filled in by the background anyway",
-    "lazy_memory_initial_ratio": "host memory is filled in by the background anyway",
-    "lazy_memory_expand_trigger_ratio": "host memory is filled in by the background anyway",
-    "lazy_memory_step_ratio": "host memory is filled in by the background anyway",
-    "lazy_memory_safe_size": "host memory is filled in by the background anyway",
-    "numa_mode": "host memory is shared by all processes of the machine; bind it with numactl if need be",
-    "gpu_to_numa_mapping": "host memory is shared by all processes of the machine; bind it with numactl if need be",
+    (
+        "enable_lazy_memory_allocator lazy_memory_initial_ratio lazy_memory_expand_trigger_ratio "
+        "lazy_memory_step_ratio lazy_memory_safe_size"
+    ): "host memory is filled in by the background anyway",
+    "numa_mode gpu_to_numa_mapping": (
+        "host memory is shared by all processes of the machine; bind it with numactl if need be"
+    ),
     "py_enable_gc": "Python's garbage collector is left alone",
     "lookup_timeout_ms": "no call waits longer than deadline_seconds",
-    "pin_timeout_sec": "what keeps chunks from eviction ends by itself",
-    "pin_check_interval_sec": "what keeps chunks from eviction ends by itself",
+    "pin_timeout_sec pin_check_interval_sec": "what keeps chunks from eviction ends by itself",
     "enable_kv_events": "vLLM's own --kv-events-config switches events on",
     "lmcache_instance_id": "nothing is named by engine; pagoda stats shows whose chunks there are",
-    "cufile_buffer_size": "belongs to gds_path",
-    "gds_backend": "belongs to gds_path",
-    "gds_buffer_size": "belongs to gds_path",
-    "gds_io_threads": "belongs to gds_path",
-    "gds_path_sharding": "belongs to gds_path",
-    "use_gds": "belongs to gds_path",
-    "save_only_first_rank": "what all ranks have alike is stored once anyway",
-    "remote_enable_mla_worker_id_as0": "what all ranks have alike is stored once anyway",
+    "cufile_buffer_size gds_backend gds_buffer_size gds_io_threads gds_path_sharding use_gds": (
+        "belongs to gds_path"
+    ),
+    "save_only_first_rank remote_enable_mla_worker_id_as0": "what all ranks have alike is stored once anyway",
     "save_chunk_meta": "every chunk has its header",
-    "s3_max_io_concurrency": "connections=N in the URL of the remote tier says how many there are",
-    "s3_max_inflight_reqs": "connections=N in the URL of the remote tier says how many there are",
-    "s3_num_io_threads": "connections=N in the URL of the remote tier says how many there are",
+    "s3_max_io_concurrency s3_max_inflight_reqs s3_num_io_threads": (
+        "connections=N in the URL of the remote tier says how many there are"
+    ),
     "s3_prefer_http2": "the store's client decides",
     "pipelined_backend": "stores and loads are always pipelined",
     "hit_miss_ratio": "nothing is measured against a ratio",
 }
+NOT_NEEDED = {field: text for fields, text in _NOT_NEEDED_NAMES.items() for field in fields.split()}
 """Fields whose absence changes nothing of what is stored and served, and why."""
 
 PLUMBING = ("config_file", "use_experimental", "track_usage", "log_level")
 """LMCACHE_ variables that are no fields of its configuration."""
 
 
-def belongs_to(field: str) -> str:
-    """Return the feature that a field means something with, or an empty string."""
-    return next((switch for switch, fields in BELONGS.items() if field in fields), "")
+def as_flag(field: str, value: object) -> bool:
+    """Return a switch's value. Raises ConfigError, as those below do."""
+    text = str(value).strip().lower()
+    if text in ("true", "1", "yes", "on"):
+        return True
+    if text in ("false", "0", "no", "off", ""):
+        return False
+    raise ConfigError(f"{field}: {value!r} is neither true nor false")
+
+
+def as_number(field: str, value: object) -> float:
+    """Return a number."""
+    try:
+        if not isinstance(value, bool):
+            return float(str(value))
+    except ValueError:
+        pass
+    raise _no_number(field, value)
+
+
+def _as_whole(field: str, value: object) -> int:
+    number = as_number(field, value)
+    if not number.is_integer():
+        raise _no_number(field, value)
+    return int(number)
+
+
+def _no_number(field: str, value: object) -> ConfigError:
+    return ConfigError(f"{field}: {value!r} is not the number that is needed")
+
+
+def as_toml(value: object) -> str:
+    """Return a value as TOML writes it."""
+    if isinstance(value, bool | int | float):
+        return json.dumps(value)
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _mapped(option: str, convert: Callable[[str, object], object]) -> FieldRule:
+    def judge(field: str, fields: Mapping[str, object]) -> Judgement:
+        value = convert(field, fields[field])
+        return Judgement(_MAPPED, f"{option} = {as_toml(value)}", option, value)
+
+    return judge
+
+
+def _by_flag(on: Judgement, off: Judgement) -> FieldRule:
+    return lambda field, fields: on if as_flag(field, fields[field]) else off
+
+
+def _always(text: str) -> FieldRule:
+    return lambda *_: Judgement(_NOT_NEEDED, text)
+
+
+def _when_set(text: str, field: str, fields: Mapping[str, object]) -> Judgement:
+    empty = fields[field] is False or fields[field] in ("", [], {})
+    return Judgement(_SAME, "nothing is set") if empty else Judgement(_NOT_SUPPORTED, text)
+
+
+def _part_of(switch: str, _: str, fields: Mapping[str, object]) -> Judgement:
+    on = as_flag(switch, fields.get(switch, False))
+    return Judgement(_NOT_NEEDED, f"belongs to {switch}, which is {'not supported' if on else 'off'}")
+
+
+def _policy(field: str, fields: Mapping[str, object]) -> Judgement:
+    if (name := str(fields[field]).lower()) in ("lru", "fifo", "arc"):
+        return Judgement(_MAPPED, f"policy = {as_toml(name)}", "policy", name)
+    known = ", ".join(policies.NAMES)
+    return Judgement(_NOT_SUPPORTED, f"{fields[field]} is none of {known}; write LRU or remove it")
+
+
+FIELDS: dict[str, FieldRule] = {
+    "chunk_size": _mapped("chunk_tokens", _as_whole),
+    "blocking_timeout_secs": _mapped("deadline_seconds", as_number),
+    "min_retrieve_tokens": _mapped("min_hit_tokens", _as_whole),
+    "cache_policy": _policy,
+    "use_odirect": _mapped("disk_direct", as_flag),
+    "disk_io_threads": _mapped("io_threads", _as_whole),
+    "save_decode_cache": _by_flag(
+        Judgement(_SAME, "what a model writes is stored unless --no-store-output says otherwise"),
+        Judgement(
+            _ELSEWHERE, "the option store_output of the connector: pagoda vllm --no-store-output serve ..."
+        ),
+    ),
+    "save_unfull_chunk": _by_flag(
+        Judgement(
+            _NOT_NEEDED,
+            "only whole chunks are stored; with a smaller chunk_tokens less of a prompt is left over",
+        ),
+        Judgement(_SAME, "only whole chunks are stored"),
+    ),
+    **{
+        switch: _by_flag(Judgement(_NOT_SUPPORTED, text), Judgement(_SAME, "off here too"))
+        for switch, text in SWITCHES.items()
+    },
+    **{part: partial(_part_of, switch) for switch, parts in BELONGS.items() for part in parts},
+    **{field: partial(_when_set, text) for field, text in WHEN_SET.items()},
+    **{field: _always(text) for field, text in NOT_NEEDED.items()},
+}
+"""Every field that no other field is needed for, by its name. Those that set an option of ours come first."""
+
+HISTOGRAM = "histogram_bucket_"
+"""What the names of some more fields begin with; metrics here have no histograms."""
