@@ -18,7 +18,7 @@ from pagoda.cache.call import Call
 from pagoda.cache.lookup_call import LEASE_SECONDS
 from pagoda.cache.operations import Operations
 from pagoda.cache.recording import CallKind
-from pagoda.cache.writeback import Access, ChunkRef, Generations, Slots, follows
+from pagoda.cache.writeback import Access, ChunkRef, Generations, Slots, columns_of, follows
 from pagoda.clock import Deadline
 from pagoda.errors import ClosedError
 from pagoda.layout import KVLayout
@@ -148,9 +148,7 @@ class HostSlots:
             self._resources.counters.count("loaded_chunks", len(read))
             self._resources.counters.count("loaded_bytes", len(read) * self._host.chunk_bytes)
             for run in runs(read, self.count, follows):
-                slots = np.fromiter((ref.slot for ref in run), np.int64, len(run))
-                generations = np.fromiter((ref.generation for ref in run), np.uint64, len(run))
-                access = Access(namespace, lambda run=run: run, len(run), (slots, generations))  # type: ignore[misc]
+                access = Access(namespace, lambda run=run: run, len(run), columns_of(run))  # type: ignore[misc]
                 self._resources.writeback.note_access(access)
 
         self._run("used", work, lambda *_: None)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,8 +14,8 @@ from pagoda.cache.recording import Recorder
 from pagoda.cache.request import KeyScheme
 from pagoda.cache.staging import StagingPool
 from pagoda.cache.tier_stack import TierStack
-from pagoda.cache.writeback import WriteBack, WriteBackQueue, WriteBackTarget
-from pagoda.clock import Clock
+from pagoda.cache.writeback import WriteBack, WriteBackQueue
+from pagoda.clock import Clock, Deadline
 from pagoda.config import Config
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
@@ -65,7 +63,7 @@ class Resources:
         if self.closed:
             return True
         self.closed = True
-        until = time.monotonic() + timeout
+        deadline = Deadline(timeout)
         if self.recorder is not None:
             self.recorder.close(min(1.0, timeout))
         self.executor.close()
@@ -73,7 +71,7 @@ class Resources:
         self.counters.close()
         for tier in reversed(self.tiers.all):
             try:
-                tier.close(max(0.1, until - time.monotonic()))
+                tier.close(max(0.1, deadline.remaining()))
             except Exception as error:  # noqa: BLE001  # a boundary: the other tiers must be closed all the same
                 flushed = False
                 self.counters.warn(log, Reason.IO_ERROR, f"closing {tier.name}: {error}", error)
@@ -97,20 +95,13 @@ def build_resources(
         executor=executor,
         explainer=MissExplainer(tiers, scheme, layout.chunk_tokens, clock, executor),
         load_cost=LoadCost(layout.chunk_bytes, layout.chunk_tokens, clock, config.worth_it),
-        writeback=WriteBack(_writeback_queues(tiers, config, layout, counters, clock)),
+        writeback=WriteBack(
+            [
+                WriteBackQueue(tier, tiers.host, config, layout.chunk_tokens, counters, clock)
+                for tier in tiers.lower
+            ]
+        ),
         load_staging=StagingPool(layout.slot_bytes),
         store_staging=StagingPool(layout.slot_bytes),
         recorder=Recorder(Path(config.record), layout.chunk_tokens, clock) if config.record else None,
     )
-
-
-def _writeback_queues(
-    tiers: TierStack, config: Config, layout: KVLayout, counters: CacheCounters, clock: Clock
-) -> Sequence[WriteBackQueue]:
-    return [
-        WriteBackQueue(
-            tiers.host, WriteBackTarget(tiers.host, tier, layout.chunk_tokens, clock), config.write_policy,
-            config.selective_hits, config.queue_chunks, counters,
-        )
-        for tier in tiers.lower
-    ]  # fmt: skip

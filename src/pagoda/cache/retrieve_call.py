@@ -29,7 +29,7 @@ from pagoda.cache.request import CacheRequest
 from pagoda.cache.resources import Resources
 from pagoda.cache.staging import StagingPool
 from pagoda.cache.tier_stack import TierStack
-from pagoda.cache.writeback import Access, ChunkRef, recency_stamp, refs_in_slots, refs_without_bytes
+from pagoda.cache.writeback import Access, ChunkRef, chunk_ref, columns_of, recency_stamp, refs_in_slots
 from pagoda.clock import Deadline
 from pagoda.ledger import Busy, Outcome, Present, Refused, Reserved
 from pagoda.metrics import Reason
@@ -191,7 +191,7 @@ class RetrieveCall:
             self._resources.writeback.note_access(
                 Access(
                     request.namespace.root,
-                    lambda: list(refs_in_slots(request, first, *where)),
+                    lambda: refs_in_slots(request, first, *where),
                     len(match.slots),
                     where,
                 )
@@ -276,14 +276,10 @@ class RetrieveCall:
     def _access(self, tier: Tier, begin: int, committed: Sequence[Reserved]) -> Access:
         """Return the note of what `tier` has served from `begin` on, for the other tiers; some is in host slots now."""
         request, end = self._request, self._done
-        slots = {item.key: item for item in committed}
+        where = {item.key: (item.slot, item.generation) for item in committed}
 
         def refs() -> list[ChunkRef]:
-            names = refs_without_bytes(request, begin, end)
-            return [
-                ref._replace(slot=item.slot, generation=item.generation) if (item := slots.get(ref.key)) else ref
-                for ref in names
-            ]  # fmt: skip
+            return [chunk_ref(request, i, *where.get(request.keys[i], ())) for i in range(begin, end)]
 
         return Access(request.namespace.root, refs, end - begin, source=tier)
 
@@ -598,13 +594,13 @@ class HostDestination:
         self._host.ledger.count("stored_bytes", sum(committed) * self._host.chunk_bytes)
         good = _count_leading(committed)
         if self._lease_seconds and good:
-            self._host.ledger.lease(*_columns(reserved[:good]), self._lease_seconds)
+            self._host.ledger.lease(*columns_of(reserved[:good]), self._lease_seconds)
         return good
 
     def count_valid(self, buffers: Sequence[LoadBuffer]) -> int:
         """Compare generations, after the copy."""
         reserved = _reserved(buffers)
-        return _count_leading(self._host.ledger.still_valid(*_columns(reserved)).tolist())
+        return _count_leading(self._host.ledger.still_valid(*columns_of(reserved)).tolist())
 
     def settle(self, buffer: LoadBuffer, ok: bool) -> None:
         """Commit a chunk that arrived late but whole; free the slot of one that did not."""
@@ -667,11 +663,6 @@ class StagingDestination:
 
     def abandon(self, buffers: Sequence[LoadBuffer]) -> None:
         """Do nothing: the pool replaces a buffer that nothing refers to any more."""
-
-
-def _columns(reserved: Sequence[Reserved]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
-    slots = np.fromiter((item.slot for item in reserved), np.int64, len(reserved))
-    return slots, np.fromiter((item.generation for item in reserved), np.uint64, len(reserved))
 
 
 def _reserved(buffers: Sequence[LoadBuffer]) -> list[Reserved]:

@@ -20,16 +20,15 @@ from pagoda.cache.writeback import (
     Access,
     ChunkRef,
     admitted_prefix,
+    chunk_ref,
     recency_stamp,
     refs_in_slots,
-    refs_without_bytes,
 )
 from pagoda.clock import Deadline
 from pagoda.ledger import Busy, Present, Refused, Reserved
 from pagoda.metrics import Reason
 from pagoda.tiers import HostTier
 from pagoda.tiers.base import Bytes
-from pagoda.transfer import Transfer
 
 __all__ = ["StoreCall"]
 
@@ -127,7 +126,7 @@ class StoreCall:
             asked=False, deadline_seconds=self._deadline.remaining(),
         )  # fmt: skip
         unknown = self._lower and not self._writeback.is_settled(have.slots, have.generations)
-        refs = list(refs_in_slots(request, at, have.slots, have.generations)) if unknown else []
+        refs = refs_in_slots(request, at, have.slots, have.generations) if unknown else []
         if have.reason in (Reason.LEDGER_BUSY, Reason.IO_ERROR):
             return have.reason
         self._fate[at : at + len(have.slots)] = bytes([_PRESENT]) * len(have.slots)
@@ -164,21 +163,28 @@ class StoreCall:
         )
         try:
             reserved = [(i, item) for i, item in enumerate(outcomes, begin) if isinstance(item, Reserved)]
-            committed = _fill(host, request, self._kv, reserved, self._deadline) if reserved else []
+            committed: list[bool] = []
+            if reserved:
+                items = [item for _, item in reserved]
+                starts = [(request.first + i) * request.chunk_tokens for i, _ in reserved]
+                self._kv.to_slots(starts, host.slab.views([item.slot for item in items]))
+                committed = host.ledger.commit(items, deadline_seconds=self._deadline.last())
         except BaseException:  # abort every reservation, also if a signal handler raised this
             host.ledger.abort(outcomes, self._deadline.last())
             raise
-        new = [item for item, ok in zip(reserved, committed, strict=True) if ok]
-        present = [(i, item) for i, item in enumerate(outcomes, begin) if isinstance(item, Present)]
-        for i, _ in new:
-            self._fate[i] = _NEW
+        in_slots: list[tuple[int, Present | Reserved]] = []
         for i, item in enumerate(outcomes, begin):
             if isinstance(item, Present | Busy):  # busy: another call is storing it
                 self._fate[i] = _PRESENT
-        self._on_host += len(new)
+            if isinstance(item, Present):
+                in_slots.append((i, item))
+        for (i, item), ok in zip(reserved, committed, strict=True):
+            if ok:
+                self._fate[i] = _NEW
+                self._on_host += 1
+                in_slots.append((i, item))
         if self._lower:
-            refs += [_chunk_ref(request, i, item) for i, item in present]
-            refs += [_chunk_ref(request, i, item) for i, item in new]
+            refs += [chunk_ref(request, i, item.slot, item.generation) for i, item in in_slots]
         reasons = [item.reason for item in outcomes if isinstance(item, Refused)]
         reasons += [Reason.SUPERSEDED for ok in committed if not ok]
         return reasons[0] if reasons else None
@@ -234,7 +240,7 @@ class StoreCall:
             self._writeback.note_access(
                 Access(
                     request.namespace.root,
-                    lambda: list(refs_without_bytes(request, begin, end)),
+                    lambda: [chunk_ref(request, i) for i in range(begin, end)],
                     end - begin,
                     asked=False,
                 )
@@ -252,7 +258,7 @@ class StoreCall:
         staged = StagedChunk(self._staging, buffer, len(to))
         self._fate[index] = _NEW
         self._sent.append((index, staged))
-        ref = ChunkRef(request.keys[index], request.first + index, request.parent_of(index), -1, 0, staged)
+        ref = chunk_ref(request, index, staged=staged)
         tiers, stamps = [self._lower[at] for at in to], [self._stamps[at] for at in to]
         self._writeback.enqueue(request.namespace.root, [ref], tiers, stamps)
 
@@ -271,23 +277,3 @@ def _a_moment(deadline: Deadline) -> Callable[[], float]:
     """Return a short patience: the seconds left of a moment, or of the deadline if that ends earlier."""
     until = time.monotonic() + _MOMENT_SECONDS
     return lambda: max(0.0, min(deadline.remaining(), until - time.monotonic()))
-
-
-def _fill(
-    host: HostTier,
-    request: CacheRequest,
-    kv: Transfer,
-    reserved: Sequence[tuple[int, Reserved]],
-    deadline: Deadline,
-) -> list[bool]:
-    """Copy chunks into their reserved slots and commit them."""
-    items = [item for _, item in reserved]
-    starts = [(request.first + i) * request.chunk_tokens for i, _ in reserved]
-    kv.to_slots(starts, host.slab.views([item.slot for item in items]))
-    return host.ledger.commit(items, deadline_seconds=deadline.last())
-
-
-def _chunk_ref(request: CacheRequest, index: int, item: Reserved | Present) -> ChunkRef:
-    return ChunkRef(
-        request.keys[index], request.first + index, request.parent_of(index), item.slot, item.generation
-    )

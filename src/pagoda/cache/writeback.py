@@ -17,9 +17,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
@@ -28,13 +29,13 @@ import numpy.typing as npt
 from pagoda.cache.counters import CacheCounters
 from pagoda.cache.request import CacheRequest
 from pagoda.cache.staging import StagedChunk
-from pagoda.clock import Clock
-from pagoda.config import WritePolicy
+from pagoda.clock import Clock, Deadline
+from pagoda.config import Config
 from pagoda.fork import reset_in_child
 from pagoda.ledger import Reserved
 from pagoda.ledger.columns import NOT_READY
 from pagoda.metrics import Reason
-from pagoda.threads import Condition, Event, begin
+from pagoda.threads import Condition, begin
 from pagoda.tiers import DiskTier, HostTier
 from pagoda.tiers.base import Chunk, Done, Tier, runs
 
@@ -45,12 +46,12 @@ __all__ = [
     "Slots",
     "WriteBack",
     "WriteBackQueue",
-    "WriteBackTarget",
     "admitted_prefix",
+    "chunk_ref",
+    "columns_of",
     "follows",
     "recency_stamp",
     "refs_in_slots",
-    "refs_without_bytes",
 ]
 
 log = logging.getLogger("pagoda.cache")
@@ -82,18 +83,26 @@ class ChunkRef(NamedTuple):
     staged: StagedChunk | None = None
 
 
+def chunk_ref(
+    request: CacheRequest, index: int, slot: int = -1, generation: int = 0, staged: StagedChunk | None = None
+) -> ChunkRef:
+    """Return the chunk request.keys[index], with where its bytes are; without that it is a name: nothing to copy."""
+    key, parent = request.keys[index], request.parent_of(index)
+    return ChunkRef(key, request.first + index, parent, slot, generation, staged)
+
+
 def refs_in_slots(
     request: CacheRequest, first: int, slots: Slots, generations: Generations
-) -> Iterator[ChunkRef]:
-    """Yield the chunks of `request` from keys[first] on, which are in these slots."""
-    for i, row in enumerate(zip(slots.tolist(), generations.tolist(), strict=True), first):
-        yield ChunkRef(request.keys[i], request.first + i, request.parent_of(i), *row)
+) -> list[ChunkRef]:
+    """Return the chunks of `request` from keys[first] on, which are in these slots."""
+    rows = zip(slots.tolist(), generations.tolist(), strict=True)
+    return [chunk_ref(request, i, *row) for i, row in enumerate(rows, first)]
 
 
-def refs_without_bytes(request: CacheRequest, first: int, end: int) -> Iterator[ChunkRef]:
-    """Yield chunks [first, end) of `request` by name only: there is nothing to copy."""
-    for i in range(first, end):
-        yield ChunkRef(request.keys[i], request.first + i, request.parent_of(i), -1, 0)
+def columns_of(refs: Sequence[ChunkRef | Reserved]) -> tuple[Slots, Generations]:
+    """Return the slots and the generations of some chunks."""
+    slots = np.fromiter((ref.slot for ref in refs), np.int64, len(refs))
+    return slots, np.fromiter((ref.generation for ref in refs), np.uint64, len(refs))
 
 
 def follows(ref: ChunkRef, before: ChunkRef) -> bool:
@@ -121,13 +130,6 @@ class Access(NamedTuple):
     asked: bool = True
 
 
-class _LeaseSpan(NamedTuple):
-    """The ends of a slot's lease: before it was leased for a write, and after."""
-
-    before: int
-    after: int
-
-
 # -- what only the disk tier is asked -----------------------------------------------------------------------------
 
 
@@ -148,148 +150,38 @@ def admitted_prefix(
 # -- one lower tier -----------------------------------------------------------------------------------------------
 
 
-class WriteBackTarget:
-    """A lower tier of one cache, and what it is known to have of the host's slots. `missing` is for one thread.
-
-    This knowledge expires: a chunk may be evicted, removed or expire below at any time. So the tier is asked again,
-    and touched by the same question, when a chunk is used after `Tier.believed_seconds`.
-    """
-
-    def __init__(self, host: HostTier | None, tier: Tier, chunk_tokens: int, clock: Clock) -> None:
-        self.tier = tier
-        self.stopped = Event()  # the cache is closed: its slots may hold other chunks
-        self._host = host
-        self._tokens = chunk_tokens
-        self._clock = clock
-        self._believed_ns = int(tier.believed_seconds * 1e9)
-        slots = host.ledger.slots if host is not None else 0
-        # the generation of the chunk in each host slot about which the tier has lately given an answer, and until when
-        # the answer is believed: mostly that it has the chunk, else that its policy refuses the chunk
-        self._settled: Generations = np.zeros(slots, np.uint64)
-        self._until: npt.NDArray[np.int64] = np.zeros(slots, np.int64)
-
-    def is_settled(self, slots: Slots, generations: Generations) -> bool:
-        """Whether the tier need not be asked about the chunks in these slots."""
-        now = self._clock.monotonic_ns()
-        return bool(((self._settled[slots] == generations) & (self._until[slots] > now)).all())
-
-    def unsettled(self, refs: Sequence[ChunkRef]) -> list[ChunkRef]:
-        """Return those of these chunks about which the tier has to be asked."""
-        slots = [ref.slot for ref in refs]
-        settled, until = self._settled[slots].tolist(), self._until[slots].tolist()
-        now = self._clock.monotonic_ns()
-        return [
-            ref
-            for ref, generation, end in zip(refs, settled, until, strict=True)
-            if generation != ref.generation or end <= now
-        ]
-
-    def settle(self, refs: Sequence[ChunkRef | Reserved], least_seconds: float = 0.0) -> None:
-        """Note that nothing has to be done for a while for the chunks in these slots."""
-        until = self._clock.monotonic_ns() + max(self._believed_ns, int(least_seconds * 1e9))
-        for ref in refs:
-            if ref.slot >= 0:
-                self._settled[ref.slot] = ref.generation
-                self._until[ref.slot] = until
-
-    def settle_refused(self, refs: Sequence[ChunkRef]) -> None:
-        """Note that the tier's policy refuses these chunks for now."""
-        self.settle(refs, _REFUSED_SECONDS)
-
-    def missing(self, batch: _WriteBatch) -> list[ChunkRef]:
-        """Touch what the tier has of a batch; return what it lacks. Waits for the tier."""
-        if batch.refs[0].staged is not None:  # the tier was asked before they were put into their buffers
-            return batch.refs
-        lacking: list[ChunkRef] = []
-        for run in runs(batch.refs, len(batch.refs), follows):
-            keys = [ref.key for ref in run]
-            present = self.tier.touch(
-                keys, namespace=batch.namespace, start=run[0].position, stamp=batch.stamp, asked=batch.asked
-            )
-            if present is None:  # stored chunks are offered all the same: the tier says why it refuses them
-                lacking += [] if batch.asked else run
-                continue
-            self.settle([ref for ref, there in zip(run, present, strict=True) if there])
-            lacking += [ref for ref, there in zip(run, present, strict=True) if not there]
-        return lacking
-
-    def still_in_slots(self, refs: Sequence[ChunkRef]) -> list[ChunkRef]:
-        """Return those of these chunks that are still in their slots."""
-        if self._host is None:
-            return []
-        slots = np.fromiter((ref.slot for ref in refs), np.int64, len(refs))
-        generations = np.fromiter((ref.generation for ref in refs), np.uint64, len(refs))
-        valid = self._host.ledger.still_valid(slots, generations).tolist()
-        return [ref for ref, is_valid in zip(refs, valid, strict=True) if is_valid]
-
-    def chunk(self, ref: ChunkRef) -> Chunk:
-        """Return a chunk in the form in which a tier takes it."""
-        if ref.staged is not None:
-            payload, valid = ref.staged.buffer, _always_valid
-        else:
-            assert self._host is not None
-            payload, valid = self._host.slab.view(ref.slot), self._validity(ref)
-        return Chunk(ref.key, ref.position, self._tokens, payload, ref.parent, valid)
-
-    def _validity(self, ref: ChunkRef) -> Callable[[], bool]:
-        assert self._host is not None
-        ledger = self._host.ledger
-        slot, generation = np.array([ref.slot]), np.array([ref.generation], np.uint64)
-        return lambda: bool(ledger.still_valid(slot, generation)[0])
-
-    def lease(self, refs: Sequence[ChunkRef]) -> list[_LeaseSpan | None]:
-        """Keep the slots of these chunks from eviction while they are written."""
-        if self._host is None or refs[0].staged is not None:
-            return [None] * len(refs)
-        ledger = self._host.ledger
-        slots = np.fromiter((ref.slot for ref in refs), np.int64, len(refs))
-        generations = np.fromiter((ref.generation for ref in refs), np.uint64, len(refs))
-        before = ledger.columns.lease_until[slots].tolist()
-        ledger.lease(slots, generations, _LEASE_SECONDS)
-        after = ledger.columns.lease_until[slots].tolist()
-        return [_LeaseSpan(*ends) for ends in zip(before, after, strict=True)]
-
-    def finish_write(self, ref: ChunkRef, leased: _LeaseSpan | None, done: Done) -> None:
-        """Note what a finished write tells about the tier, and release the slot or the buffer."""
-        if not self.stopped.is_set():
-            self._settle_result(ref, done)
-            if leased is not None and self._host is not None:
-                ends = self._host.ledger.columns.lease_until
-                # Only if nothing else has leased the slot since: clean slots are the first to be evicted.
-                if ends[ref.slot] == leased.after:
-                    ends[ref.slot] = leased.before
-        if ref.staged is not None:
-            ref.staged.finish(done)
-
-    def _settle_result(self, ref: ChunkRef, done: Done) -> None:
-        if done.ok:
-            self.settle([ref])
-        elif done.reason is Reason.NOT_ADMITTED:
-            self.settle_refused([ref])
-
-
 class WriteBackQueue:
     """The queue and the thread of one lower tier. Thread-safe; the thread starts with the first note (in a child, too).
 
     Notes to write are bounded by the slots of the host tier (more could not all be valid) and the staging buffers.
+
+    What the tier is known to have of the host's slots expires: a chunk may be evicted, removed or expire below at any
+    time. So the tier is asked again, and touched by the same question, when a chunk is used after
+    `Tier.believed_seconds`.
     """
 
     def __init__(
         self,
+        tier: Tier,
         host: HostTier | None,
-        target: WriteBackTarget,
-        policy: WritePolicy,
-        hits: int,
-        queue_chunks: int,
+        config: Config,
+        chunk_tokens: int,
         counters: CacheCounters,
+        clock: Clock,
     ) -> None:
+        self.tier = tier
         self._host = host
-        self._target = target
-        self._policy = policy
-        self._hits = hits
+        self._policy = config.write_policy
+        self._hits = config.selective_hits
+        self._chunk_tokens = chunk_tokens
         self._counters = counters
+        self._clock = clock
         self._slots = host.ledger.slots if host is not None else 0
-        self._piece = max(1, min(_MOST_PIECE, queue_chunks // 2))
+        self._piece = max(1, min(_MOST_PIECE, config.queue_chunks // 2))
+        # the generation of the chunk in each host slot about which the tier has lately given an answer, and until when
+        # the answer is believed: mostly that it has the chunk, else that its policy refuses the chunk
+        self._settled: Generations = np.zeros(self._slots, np.uint64)
+        self._until: npt.NDArray[np.int64] = np.zeros(self._slots, np.int64)
         self.reset()
         reset_in_child(self)
 
@@ -308,11 +200,6 @@ class WriteBackQueue:
         self._thread: threading.Thread | None = None
 
     @property
-    def tier(self) -> Tier:
-        """The tier that it writes to."""
-        return self._target.tier
-
-    @property
     def waiting(self) -> int:
         """Chunks that wait for their turn."""
         with self._changed:
@@ -324,7 +211,7 @@ class WriteBackQueue:
         """Note that these chunks of one run are to be written; `namespace` is its root."""
         if refs and refs[0].staged is not None:
             self._put(_WriteBatch(namespace, list(refs), stamp))
-        elif self._policy != "selective" and (fresh := self._target.unsettled(refs)):
+        elif self._policy != "selective" and (fresh := self._unsettled(refs)):
             batch = _WriteBatch(namespace, fresh, stamp)
             if self._policy == "write_through":
                 self._put(batch)
@@ -333,14 +220,14 @@ class WriteBackQueue:
 
     def is_settled(self, slots: Slots, generations: Generations) -> bool:
         """Whether no note is needed about the chunks in these host slots."""
-        return self._policy == "selective" or self._target.is_settled(slots, generations)
+        return self._policy == "selective" or bool(self._is_known(slots, generations).all())
 
     def note_access(self, access: Access) -> None:
         """Note that chunks were served; the thread soon tells the tier."""
         stamp = recency_stamp(self.tier)
         if access.source is self.tier and stamp is not None:
             return  # it keeps recency itself, and noted this access when it was asked
-        if access.where is not None and self._target.is_settled(*access.where):
+        if access.where is not None and self._is_known(*access.where).all():
             return
         with self._changed:
             if self._closed:
@@ -356,7 +243,7 @@ class WriteBackQueue:
 
     def note_loaded(self, slots: Sequence[Reserved]) -> None:
         """Note that these host slots were filled from the tier."""
-        self._target.settle(slots)
+        self._settle(slots)
 
     def _mark_dirty(self, batch: _WriteBatch) -> None:
         """Note that chunks are to be written before they are evicted."""
@@ -404,7 +291,7 @@ class WriteBackQueue:
 
     def flush(self, timeout: float) -> bool:
         """Wait until every note has been written or dropped; False if `timeout` seconds were not enough."""
-        until = time.monotonic() + timeout
+        deadline = Deadline(timeout)
         with self._changed:
             self._due = 0.0
             accesses_done = self._wait_for(lambda: not (self._accesses or self._working), timeout)
@@ -412,7 +299,7 @@ class WriteBackQueue:
         for batch in _regroup(dirty.values()):
             self._put(batch)
         with self._changed:
-            return self._wait_for(self._is_done, max(0.0, until - time.monotonic())) and accesses_done
+            return self._wait_for(self._is_done, deadline.remaining()) and accesses_done
 
     def _wait_for(self, done: Callable[[], bool], timeout: float) -> bool:
         """Wait until `done`; not if there is no thread and none can be started. Called with the lock."""
@@ -429,7 +316,6 @@ class WriteBackQueue:
         flushed = self.flush(timeout)
         with self._changed:
             self._closed = True
-            self._target.stopped.set()
             left = [ref for batch in self._queue for ref in batch.refs]
             self._queue.clear()
             self._accesses.clear()
@@ -455,13 +341,9 @@ class WriteBackQueue:
             try:
                 self._write(note if isinstance(note, _WriteBatch) else self._batch_of(*note))
             finally:
-                self._finish_note()
-
-    def _finish_note(self) -> None:
-        """Note that the work on the current note is done."""
-        with self._changed:
-            self._working = False
-            self._changed.notify_all()
+                with self._changed:
+                    self._working = False
+                    self._changed.notify_all()
 
     def _wait_for_note(self) -> _WriteBatch | tuple[Access, int | None] | None:
         """Wait for the next note and take it; None when the thread is to end."""
@@ -515,7 +397,7 @@ class WriteBackQueue:
 
     def _batch_of(self, access: Access, stamp: int | None) -> _WriteBatch:
         """Return what there is to do for an access; nothing if an earlier one of the same chunks has done it."""
-        known = access.where is not None and self._target.is_settled(*access.where)
+        known = access.where is not None and bool(self._is_known(*access.where).all())
         return _WriteBatch(access.namespace, [] if known else access.refs(), stamp, access.asked)
 
     def _write(self, batch: _WriteBatch) -> None:
@@ -526,7 +408,6 @@ class WriteBackQueue:
             if left and left[0].staged is None:
                 left = self._admitted(batch, left)
             while left:
-                self._wait_for_tier(min(len(left), self._piece))
                 piece, left = left[: self._piece], left[self._piece :]
                 self._send(batch, piece)
         except Exception as error:  # noqa: BLE001  # a boundary: the thread continues after any error
@@ -536,13 +417,14 @@ class WriteBackQueue:
 
     def _to_write(self, batch: _WriteBatch) -> list[ChunkRef]:
         """Return the chunks of a batch that the tier lacks, that can be copied and are to be written now."""
-        lacking = [ref for ref in self._target.missing(batch) if ref.slot >= 0 or ref.staged is not None]
+        lacking = [ref for ref in self._missing(batch) if ref.slot >= 0 or ref.staged is not None]
         if not batch.asked or not lacking:
             return lacking
-        lacking = self._target.still_in_slots(self._target.unsettled(lacking))
-        if self._policy == "selective" and self._host is not None:
-            hits = self._host.ledger.columns.hits
-            return [ref for ref in lacking if hits[ref.slot] >= self._hits]
+        assert self._host is not None  # they are in its slots
+        ledger, lacking = self._host.ledger, self._unsettled(lacking)
+        lacking = list(compress(lacking, ledger.still_valid(*columns_of(lacking)).tolist()))
+        if self._policy == "selective":
+            return [ref for ref in lacking if ledger.columns.hits[ref.slot] >= self._hits]
         if self._policy == "write_back":
             self._mark_dirty(batch._replace(refs=lacking, asked=False))
             return []
@@ -560,23 +442,19 @@ class WriteBackQueue:
                 )
                 admitted += run[at : at + count]
                 at += count
-            self._target.settle_refused(run[at:])
+            self._settle(run[at:], _REFUSED_SECONDS)
         return admitted
 
-    def _wait_for_tier(self, count: int) -> None:
-        """Wait until the tier is writing few enough chunks to be given more, but not forever."""
+    def _send(self, batch: _WriteBatch, piece: Sequence[ChunkRef]) -> None:
+        """Hand chunks to the tier, once it is writing few enough to be given more; do not wait forever."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._closed or self._writing + count <= 2 * self._piece, _WRITE_SECONDS
+                lambda: self._closed or self._writing + len(piece) <= 2 * self._piece, _WRITE_SECONDS
             )
-
-    def _send(self, batch: _WriteBatch, piece: Sequence[ChunkRef]) -> None:
-        """Hand chunks to the tier."""
-        with self._changed:
             self._writing += len(piece)
         try:
-            leased = self._target.lease(piece)
-            chunks = [self._target.chunk(ref) for ref in piece]
+            leased = self._lease(piece)
+            chunks = [self._chunk(ref) for ref in piece]
             futures = self.tier.save(chunks, batch.namespace, stamp=batch.stamp)
         except Exception:
             self._counters.count(f"drop_{Reason.IO_ERROR}", len(piece))
@@ -588,10 +466,50 @@ class WriteBackQueue:
         for ref, lease, future in zip(piece, leased, futures, strict=True):
             future.add_done_callback(partial(self._on_write_done, ref, lease))
 
-    def _on_write_done(self, ref: ChunkRef, leased: _LeaseSpan | None, future: Future[Done]) -> None:
-        """Finish a write; on a thread of the tier."""
+    def _lease(self, refs: Sequence[ChunkRef]) -> Sequence[tuple[int, int] | None]:
+        """Keep the slots of these chunks from eviction while they are written; return their leases, before and now."""
+        if self._host is None or refs[0].staged is not None:
+            return [None] * len(refs)
+        ledger, (slots, generations) = self._host.ledger, columns_of(refs)
+        before = ledger.columns.lease_until[slots].tolist()
+        ledger.lease(slots, generations, _LEASE_SECONDS)
+        return list(zip(before, ledger.columns.lease_until[slots].tolist(), strict=True))
+
+    def _chunk(self, ref: ChunkRef) -> Chunk:
+        """Return a chunk in the form in which a tier takes it."""
+        if ref.staged is not None:
+            return Chunk(
+                ref.key, ref.position, self._chunk_tokens, ref.staged.buffer, ref.parent, _always_valid
+            )
+        assert self._host is not None
+        ledger, where = self._host.ledger, columns_of([ref])
+        payload = self._host.slab.view(ref.slot)
+        return Chunk(
+            ref.key,
+            ref.position,
+            self._chunk_tokens,
+            payload,
+            ref.parent,
+            lambda: bool(ledger.still_valid(*where)[0]),
+        )
+
+    def _on_write_done(self, ref: ChunkRef, lease: tuple[int, int] | None, future: Future[Done]) -> None:
+        """Note what a finished write tells about the tier; release the slot or the buffer. On a thread of the tier."""
         try:
-            self._target.finish_write(ref, leased, future.result())
+            done = future.result()
+            if not self._closed:  # then the slots may hold other chunks
+                if done.ok:
+                    self._settle([ref])
+                elif done.reason is Reason.NOT_ADMITTED:
+                    self._settle([ref], _REFUSED_SECONDS)
+                if lease is not None and self._host is not None:
+                    before, after = lease
+                    ends = self._host.ledger.columns.lease_until
+                    # Only if nothing else has leased the slot since: clean slots are the first to be evicted.
+                    if ends[ref.slot] == after:
+                        ends[ref.slot] = before
+            if ref.staged is not None:
+                ref.staged.finish(done)
         finally:
             self._subtract_writing(1)
 
@@ -599,6 +517,45 @@ class WriteBackQueue:
         with self._changed:
             self._writing -= count
             self._changed.notify_all()
+
+    # -- what the tier has ----------------------------------------------------------------------------------------
+
+    def _missing(self, batch: _WriteBatch) -> list[ChunkRef]:
+        """Touch what the tier has of a batch; return what it lacks. Waits for the tier."""
+        if batch.refs[0].staged is not None:  # the tier was asked before they were put into their buffers
+            return batch.refs
+        lacking: list[ChunkRef] = []
+        for run in runs(batch.refs, len(batch.refs), follows):
+            keys = [ref.key for ref in run]
+            present = self.tier.touch(
+                keys, namespace=batch.namespace, start=run[0].position, stamp=batch.stamp, asked=batch.asked
+            )
+            if present is None:  # stored chunks are offered all the same: the tier says why it refuses them
+                lacking += [] if batch.asked else run
+                continue
+            self._settle(list(compress(run, present)))
+            lacking += [ref for ref, there in zip(run, present, strict=True) if not there]
+        return lacking
+
+    def _is_known(self, slots: Slots, generations: Generations) -> npt.NDArray[np.bool_]:
+        """Return for each of these slots whether the tier need not be asked about its chunk."""
+        now = self._clock.monotonic_ns()
+        known: npt.NDArray[np.bool_] = (self._settled[slots] == generations) & (self._until[slots] > now)
+        return known
+
+    def _unsettled(self, refs: Sequence[ChunkRef]) -> list[ChunkRef]:
+        """Return those of these chunks about which the tier has to be asked."""
+        return list(compress(refs, (~self._is_known(*columns_of(refs))).tolist()))
+
+    def _settle(self, refs: Sequence[ChunkRef | Reserved], least_seconds: float = 0.0) -> None:
+        """Note that nothing has to be done for a while for the chunks in these slots."""
+        until = self._clock.monotonic_ns() + max(
+            int(self.tier.believed_seconds * 1e9), int(least_seconds * 1e9)
+        )
+        for ref in refs:
+            if ref.slot >= 0:
+                self._settled[ref.slot] = ref.generation
+                self._until[ref.slot] = until
 
 
 # -- all lower tiers ----------------------------------------------------------------------------------------------
@@ -655,8 +612,8 @@ class WriteBack:
         return self._all(WriteBackQueue.close, timeout)
 
     def _all(self, wait: Callable[[WriteBackQueue, float], bool], timeout: float) -> bool:
-        until = time.monotonic() + timeout
-        done = [wait(queue, max(0.0, until - time.monotonic())) for queue in self._queues]
+        deadline = Deadline(timeout)
+        done = [wait(queue, deadline.remaining()) for queue in self._queues]
         return all(done)
 
 
