@@ -208,7 +208,7 @@ def nobody_gets_in(cache: Cache) -> Iterator[None]:
     shut, opens = Event(), Event()
 
     def stay() -> None:
-        ledger_of(cache).session.gate.exclusive(lambda: (shut.set(), opens.wait(60)), 60)
+        ledger_of(cache).session.gate.run(lambda: (shut.set(), opens.wait(60)), 60, exclusive=True)
 
     inside = Thread(target=stay)
     inside.start()

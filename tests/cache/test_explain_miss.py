@@ -147,7 +147,7 @@ def test_deadline(shm_root: Path, tmp_path: Path) -> None:
 
 def _stand_in_the_gate(directory: Path, inside: Event) -> None:
     ledger = Ledger.attach(directory)
-    ledger.session.gate.exclusive(lambda: (inside.set(), time.sleep(100)), 60)
+    ledger.session.gate.run(lambda: (inside.set(), time.sleep(100)), 60, exclusive=True)
 
 
 def test_ledger_busy(shm_root: Path) -> None:

@@ -216,7 +216,7 @@ def test_damage_that_a_look_does_not_find_is_remembered(tmp_path: Path) -> None:
             raise lmdb.CorruptedError("a page")
 
         with pytest.raises(StoreError):
-            tier.ledger.session.read_or_raise(fail)
+            tier.ledger.session.read(fail)
         assert len(load_from(tier, PROMPT)) == 24, "it goes on as long as it is open"
         tier.close()
 

@@ -242,7 +242,7 @@ def test_the_gate_keeps_the_threads_of_a_process_apart(path: Path) -> None:
 
     def work() -> None:
         for _ in range(50):
-            gate.exclusive(step, 60)
+            gate.run(step, 60, exclusive=True)
 
     def step() -> None:
         nonlocal inside, most
@@ -261,10 +261,10 @@ def test_the_gate_keeps_the_threads_of_a_process_apart(path: Path) -> None:
 
 def test_the_gate_opens_again_after_an_error(path: Path) -> None:
     gate = Gate(LockFile(path))
-    for entering in (gate.shared, gate.exclusive):
+    for entering in (gate.run, partial(gate.run, exclusive=True)):
         with pytest.raises(KeyError):
             entering(lambda: {}[0], 1)
-    gate.exclusive(nothing, 0)
+    gate.run(nothing, 0, exclusive=True)
     assert not gate.taken
     in_child(lambda: _must(LockFile(path).try_lock(GATE, True) and LockFile(path).try_lock(INTENT, True)))
 
@@ -279,7 +279,7 @@ def test_a_gate_taken_by_a_thread_of_the_same_process_is_not_waited_for_past_the
     def other() -> None:
         began = time.monotonic()
         with pytest.raises(DeadlineMissedError):
-            gate.shared(nothing, seconds)
+            gate.run(nothing, seconds)
         assert time.monotonic() - began < 20.0
         missed.set()
 
@@ -288,7 +288,7 @@ def test_a_gate_taken_by_a_thread_of_the_same_process_is_not_waited_for_past_the
         thread.start()
         thread.join(60)
 
-    gate.exclusive(wait_for_other, 1)
+    gate.run(wait_for_other, 1, exclusive=True)
     assert missed.is_set()
 
 
@@ -297,14 +297,14 @@ def test_who_is_inside_does_not_wait_for_itself(path: Path) -> None:
     gate = Gate(LockFile(path))
 
     def again() -> None:
-        for entering in (gate.shared, gate.exclusive):
+        for entering in (gate.run, partial(gate.run, exclusive=True)):
             with pytest.raises(DeadlineMissedError):
                 entering(nothing, 100)
         assert not gate.hold(100)
 
-    gate.exclusive(again, 1)
-    gate.shared(again, 1)
-    gate.exclusive(nothing, 0)
+    gate.run(again, 1, exclusive=True)
+    gate.run(again, 1)
+    gate.run(nothing, 0, exclusive=True)
 
 
 def test_what_keeps_threads_out_is_let_go_by_its_own_thread_only(path: Path) -> None:
@@ -317,11 +317,11 @@ def test_what_keeps_threads_out_is_let_go_by_its_own_thread_only(path: Path) -> 
 
     def other() -> None:
         with pytest.raises(DeadlineMissedError):
-            gate.shared(nothing, 0.01)
+            gate.run(nothing, 0.01)
         missed.set()
 
     for _ in range(2):
-        thread = threading.Thread(target=other if not missed.is_set() else partial(gate.shared, nothing, 0))
+        thread = threading.Thread(target=other if not missed.is_set() else partial(gate.run, nothing, 0))
         thread.start()
         thread.join(60)
         assert missed.is_set()
@@ -356,8 +356,8 @@ def test_no_exceptions_of_signal_handlers_leave_the_gate_taken(path: Path, times
             else:
                 signal.setitimer(signal.ITIMER_REAL, 10 ** chance.uniform(-5, -3))
             while to_come:
-                gate.exclusive(nothing, 10)
-                gate.shared(nothing, 10)
+                gate.run(nothing, 10, exclusive=True)
+                gate.run(nothing, 10)
                 done += 1
         except Interrupted:
             pass
@@ -371,7 +371,7 @@ def test_no_exceptions_of_signal_handlers_leave_the_gate_taken(path: Path, times
     finally:
         signal.signal(signal.SIGALRM, before)
     assert done > 1000
-    thread = threading.Thread(target=gate.exclusive, args=(nothing, 10))
+    thread = threading.Thread(target=partial(gate.run, nothing, 10, exclusive=True))
     thread.start()
     thread.join(5)
     assert not thread.is_alive(), "and the lock of threads was given back, as often as it was taken"
@@ -381,20 +381,20 @@ def test_no_exceptions_of_signal_handlers_leave_the_gate_taken(path: Path, times
 def test_a_process_that_stands_in_the_gate_is_not_waited_for_past_the_deadline(path: Path, byte: int) -> None:
     gate = Gate(LockFile(path))
     with holding(path, byte):
-        for entering in (gate.shared, gate.exclusive):
+        for entering in (gate.run, partial(gate.run, exclusive=True)):
             began = time.monotonic()
             with pytest.raises(DeadlineMissedError):
                 entering(nothing, 0.05)
             assert time.monotonic() - began < 20.0
-    gate.exclusive(nothing, 1)
+    gate.run(nothing, 1, exclusive=True)
 
 
 def test_readers_of_two_processes_pass_together_and_a_writer_waits_for_them(path: Path) -> None:
     gate = Gate(LockFile(path))
     with holding(path, GATE, exclusive=False):
-        gate.shared(nothing, 0.5)
+        gate.run(nothing, 0.5)
         with pytest.raises(DeadlineMissedError):
-            gate.exclusive(nothing, 0.05)
+            gate.run(nothing, 0.05, exclusive=True)
 
 
 def test_readers_give_way_to_a_writer_that_waits(path: Path) -> None:
@@ -404,19 +404,19 @@ def test_readers_give_way_to_a_writer_that_waits(path: Path) -> None:
         while not LockFile(path).held_by_other(INTENT) and time.monotonic() < until:
             time.sleep(0.001)
         with pytest.raises(DeadlineMissedError):
-            gate.shared(nothing, 0.05)
+            gate.run(nothing, 0.05)
         reader.end()
         until = time.monotonic() + 30
         while LockFile(path).held_by_other(INTENT) and time.monotonic() < until:
             time.sleep(0.001)
         assert LockFile(path).held_by_other(GATE), "the writer is in"
         writer.end()
-    gate.shared(nothing, 1)
+    gate.run(nothing, 1)
 
 
 def _wait_to_write(path: Path) -> None:
     def write() -> None:
-        Gate(LockFile(path)).exclusive(lambda: time.sleep(300), 100)
+        Gate(LockFile(path)).run(lambda: time.sleep(300), 100, exclusive=True)
 
     threading.Thread(target=write, daemon=True).start()
 

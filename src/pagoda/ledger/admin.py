@@ -35,7 +35,7 @@ def list_chunks(ledger: Ledger, limit: int | None = None) -> Iterator[ChunkRow]:
     given = 0
     while at is not None:
         start = at
-        page, at = ledger.session.read_or_raise(lambda txn, tables: _page(ledger, txn, tables, start))  # noqa: B023
+        page, at = ledger.session.read(lambda txn, tables: _page(ledger, txn, tables, start))  # noqa: B023
         for row in page:
             if given == limit:
                 return
@@ -88,7 +88,7 @@ def list_pins(ledger: Ledger) -> dict[str, list[bytes]]:
                 found.setdefault(owner, []).append(key)
         return found
 
-    return ledger.session.read_or_raise(work)
+    return ledger.session.read(work)
 
 
 # ---- pins, removal, clearing
@@ -101,19 +101,19 @@ def pin(ledger: Ledger, keys: Sequence[bytes], owner: str) -> int:
 
     pinned = 0
     for batch in batches(keys):
-        pinned += ledger.session.write_or_raise(lambda w: chunk_ops.pin(w, batch, owner))  # noqa: B023
+        pinned += ledger.session.write(lambda w: chunk_ops.pin(w, batch, owner))  # noqa: B023
     return pinned
 
 
 def unpin(ledger: Ledger, keys: Sequence[bytes] | None, owner: str) -> int:
     """End the pins of `owner` on these chunks (None: on all); return how many."""
-    return ledger.session.write_or_raise(lambda w: chunk_ops.unpin(w, keys, owner))
+    return ledger.session.write(lambda w: chunk_ops.unpin(w, keys, owner))
 
 
 def remove(ledger: Ledger, keys: Sequence[bytes]) -> int:
     """Remove chunks, pinned or not; return how many were there."""
     return sum(
-        ledger.session.write_or_raise(lambda w: chunk_ops.remove(w, batch), frees=True)  # noqa: B023
+        ledger.session.write(lambda w: chunk_ops.remove(w, batch), frees=True)  # noqa: B023
         for batch in batches(keys)
     )
 
@@ -124,7 +124,7 @@ def clear(ledger: Ledger, namespace: bytes | None = None) -> int:
     Needs no free space, neither in the tables nor on the disk. What another process stores after this call began
     may stay. StoreError if it could not be done, or not so that it outlives a power cut.
     """
-    cleared = ledger.session.write_or_raise(lambda w: namespaces.clear(w, namespace), frees=True)
+    cleared = ledger.session.write(lambda w: namespaces.clear(w, namespace), frees=True)
     try:
         ledger.namespaces.save_clear(namespace)
     finally:  # what may come back with a rebuild is removed for now even so
@@ -137,11 +137,11 @@ def _drop_cleared(ledger: Ledger, scope: ClearScope) -> int:
     dropped, at, most = 0, 0, 2
     while dropped < chunks:
         start, most = at, min(2 * most, BATCH)  # a few first: if the map is full, they free space for more
-        found, after = ledger.session.read_or_raise(
+        found, after = ledger.session.read(
             partial(queries.cleared_slots, scope=scope, start=start, most=most, rows=_ROWS_A_LOOK)
         )
         if found:
-            dropped += ledger.session.write_or_raise(
+            dropped += ledger.session.write(
                 lambda w: chunk_ops.drop_cleared(w, found, namespace, watermark),  # noqa: B023
                 frees=True,
             )
@@ -156,17 +156,17 @@ def _drop_cleared(ledger: Ledger, scope: ClearScope) -> int:
 
 def gauges(ledger: Ledger) -> dict[str, int]:
     """Count slots: all, free, reserved, ready, unscanned, pinned, leased; and members. StoreError."""
-    return ledger.session.read_or_raise(lambda txn, tables: _gauges(ledger, txn, tables))
+    return ledger.session.read(lambda txn, tables: _gauges(ledger, txn, tables))
 
 
 def counters(ledger: Ledger, deadline_seconds: float = PATIENT_SECONDS) -> dict[str, int]:
     """Return the counters of all members together, including those that left. StoreError."""
-    return ledger.session.read_or_raise(lambda txn, tables: _counters(ledger, txn, tables), deadline_seconds)
+    return ledger.session.read(lambda txn, tables: _counters(ledger, txn, tables), deadline_seconds)
 
 
 def numbers(ledger: Ledger, deadline_seconds: float = PATIENT_SECONDS) -> dict[str, int]:
     """Return gauges and counters, of one moment. StoreError if they cannot be read in time."""
-    return ledger.session.read_or_raise(
+    return ledger.session.read(
         lambda txn, tables: _gauges(ledger, txn, tables) | _counters(ledger, txn, tables), deadline_seconds
     )
 
@@ -183,11 +183,12 @@ def check(ledger: Ledger) -> Report:
         return integrity.check(txn, tables, ledger.columns, _gauges(ledger, txn, tables))
 
     try:
-        return ledger.session.read_or_raise(work)
+        return ledger.session.read(work)
     except StoreError as error:
-        cause = error.__cause__ and error.__cause__.__cause__
-        if isinstance(cause, lmdb.Error):
-            raise LedgerCorrupt(f"the tables of {ledger.directory} cannot be read: {cause}") from error
+        if isinstance(error.__cause__, lmdb.Error):
+            raise LedgerCorrupt(
+                f"the tables of {ledger.directory} cannot be read: {error.__cause__}"
+            ) from error
         raise
 
 

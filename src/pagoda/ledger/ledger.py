@@ -200,11 +200,6 @@ class Ledger:
             self.close()
             discard_idle(self.directory, 1.0)
             raise
-        except UnavailableError as error:
-            self.close()
-            raise StoreError(
-                f"the ledger at {self.directory} could not be changed: {error.reason}"
-            ) from error
         except BaseException:
             self.close()
             raise
@@ -646,7 +641,7 @@ class Ledger:
 
         Returns the slots that have pages: from now on, as long as this process lives, no store takes them.
         """
-        self.session.write_or_raise(mark_device)
+        self.session.write(mark_device)
         return self.space.backed_ranges()
 
     def close(self) -> None:

@@ -155,14 +155,15 @@ def _request(kind: int, byte: int, length: int) -> bytes:
 
 
 class Gate:
-    """The one lock around transactions: `gate.shared(work, seconds)` / `gate.exclusive(work, seconds)`.
+    """The one lock around transactions: `gate.run(work, seconds)`; a writer calls it with `exclusive=True`.
 
     Thread-safe. Raises DeadlineMissedError if it cannot be taken within the seconds given, and at once in a thread that
     is inside already (a signal handler or a finalizer in the middle of a transaction).
 
     A signal handler may raise an exception after any call, also after the call that took a lock. So nothing is taken
     before the `try` whose `finally` releases it, and built-in functions release it, each in a separate `finally`:
-    Python runs no handler between the begin of a `finally` and the end of the first built-in called there.
+    Python runs no handler between the begin of a `finally` and the end of the first built-in called there. A `with`
+    statement cannot promise that: a handler may run before the first statement of an `__exit__` written in Python.
     """
 
     def __init__(self, file: LockFile) -> None:
@@ -175,26 +176,8 @@ class Gate:
         """Whether a thread of this process is inside, or waits for other processes."""
         return self._owner is not None
 
-    def shared(self, work: Callable[[], T], deadline_seconds: float) -> T:
-        """Run `work` while the gate is shared with the readers of other processes."""
-        return self._run(work, False, deadline_seconds)
-
-    def exclusive(self, work: Callable[[], T], deadline_seconds: float) -> T:
-        """Run `work` while this thread holds the gate exclusively."""
-        return self._run(work, True, deadline_seconds)
-
-    def hold(self, deadline_seconds: float) -> bool:
-        """Keep other threads out until `let_go` is called on this thread; False if it could not be taken in time."""
-        return self._owner != threading.get_ident() and self._inside.acquire(
-            timeout=max(deadline_seconds, 0.0)
-        )
-
-    def let_go(self) -> None:
-        """End what `hold` began; does nothing if this thread holds nothing."""
-        with contextlib.suppress(RuntimeError):
-            self._inside.release()
-
-    def _run(self, work: Callable[[], T], exclusive: bool, deadline_seconds: float) -> T:
+    def run(self, work: Callable[[], T], deadline_seconds: float, exclusive: bool = False) -> T:
+        """Run `work` while the gate is shared with the readers of other processes, or held exclusively."""
         me, until, fd, entered = (
             threading.get_ident(),
             time.monotonic() + deadline_seconds,
@@ -208,7 +191,10 @@ class Gate:
             if not entered:
                 raise DeadlineMissedError
             self._owner = me
-            self._pass(exclusive, until)
+            file = self._file
+            if not file.lock(INTENT, exclusive, until) or not file.lock(GATE, exclusive, until):
+                raise DeadlineMissedError
+            file.unlock(INTENT)
             return work()
         finally:
             if entered:
@@ -224,11 +210,16 @@ class Gate:
                 except RuntimeError:
                     pass
 
-    def _pass(self, exclusive: bool, until: float) -> None:
-        file = self._file
-        if not file.lock(INTENT, exclusive, until) or not file.lock(GATE, exclusive, until):
-            raise DeadlineMissedError
-        file.unlock(INTENT)
+    def hold(self, deadline_seconds: float) -> bool:
+        """Keep other threads out until `let_go` is called on this thread; False if it could not be taken in time."""
+        return self._owner != threading.get_ident() and self._inside.acquire(
+            timeout=max(deadline_seconds, 0.0)
+        )
+
+    def let_go(self) -> None:
+        """End what `hold` began; does nothing if this thread holds nothing."""
+        with contextlib.suppress(RuntimeError):
+            self._inside.release()
 
 
 def barrier() -> None:

@@ -64,13 +64,18 @@ def reap(transaction: Transaction, most: int) -> int:
     return freed
 
 
-def dead_members(transaction: Transaction) -> list[int]:
-    """Return the members whose process has ended."""
-    numbers = [
-        MEMBER_KEY.unpack(row)[0]
-        for row, _ in transaction.tables.rows(transaction.txn, transaction.tables.members)
-    ]
-    return [number for number in numbers if not transaction.alive(number)]
+def remove_dead(transaction: Transaction, counters: NDArray[np.uint64]) -> bool:
+    """Remove the dead members of which nothing is left; return whether there was one."""
+    tables = transaction.tables
+    numbers = [MEMBER_KEY.unpack(row)[0] for row, _ in tables.rows(transaction.txn, tables.members)]
+    dead = [number for number in numbers if not transaction.alive(number)]
+    writers = (
+        {member for _, r in _reservations(transaction) for member in (r.owner, *r.writers)} if dead else set()
+    )
+    gone = [number for number in dead if number not in writers]
+    for number in gone:
+        remove_member(transaction, number, counters)
+    return bool(gone)
 
 
 def remove_member(transaction: Transaction, member: int, counters: NDArray[np.uint64]) -> None:
@@ -104,11 +109,6 @@ def publish_committed(transaction: Transaction, columns: Columns, start: int, st
             transaction.publish_filling(slot, generation, key, 0, position, None)
         transaction.publish_ready(slot, stamp)
     return int(silent[_LOOK]) if len(silent) > _LOOK else None
-
-
-def has_reservations(transaction: Transaction, member: int) -> bool:
-    """Whether this member still owns, or is to write, a reserved slot."""
-    return any(member in (r.owner, *r.writers) for _, r in _reservations(transaction))
 
 
 def _reservations(transaction: Transaction) -> list[tuple[int, Reservation]]:

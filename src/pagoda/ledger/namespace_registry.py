@@ -97,18 +97,18 @@ class NamespaceRegistry:
                 unlock()
 
     def _watermark(self, root: bytes) -> int:
-        return self._session.read_or_raise(lambda txn, tables: queries.watermark_of(txn, tables, root))
+        return self._session.read(lambda txn, tables: queries.watermark_of(txn, tables, root))
 
     def _watermarks(self) -> Watermarks:
         """Return what to write to the file: a floor of now, and the watermarks of the namespaces that have chunks.
 
         During a scan it is not known which have: the floor stays, and all that have a row keep their watermark.
         """
-        meta = self._session.read_or_raise(lambda txn, tables: tables.load_meta(txn))
+        meta = self._session.read(lambda txn, tables: tables.load_meta(txn))
         found = {t.root: t for t in self._session.read_pages(queries.namespace_rows)}
         if meta.scanning and len(found) <= self._slots:
             floor = max(meta.floor, meta.cleared)
-            if not self._session.read_or_raise(lambda txn, tables: tables.load_meta(txn)).scanning:
+            if not self._session.read(lambda txn, tables: tables.load_meta(txn)).scanning:
                 return self._watermarks()  # some rows may have been removed meanwhile
         else:
             floor = meta.next_generation
@@ -137,7 +137,7 @@ class NamespaceRegistry:
     def write_labels(self, deadline_seconds: float = PATIENT_SECONDS) -> None:
         """Write the labels that wait for a transaction. StoreError if it cannot be done in time."""
         if self._waiting:
-            self._session.write_or_raise(lambda _: None, deadline_seconds)
+            self._session.write(lambda _: None, deadline_seconds)
 
     def save_labels(self, every_seconds: float = _SAVE_SECONDS) -> None:
         """Save the labels where they outlive the tables, if there are new ones and the last save is old. Does I/O."""

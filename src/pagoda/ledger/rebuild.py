@@ -16,7 +16,7 @@ from pagoda.metrics import Reason
 
 def unscanned(ledger: Ledger) -> range:
     """Return the slots whose headers have yet to be read after a rebuild. StoreError."""
-    meta = ledger.session.read_or_raise(lambda txn, tables: tables.load_meta(txn))
+    meta = ledger.session.read(lambda txn, tables: tables.load_meta(txn))
     return range(meta.scan, meta.scan + meta.unscanned())
 
 
@@ -33,7 +33,7 @@ def end_scan(ledger: Ledger) -> None:
 def absorb(ledger: Ledger, first_slot: int, found: Sequence[ScannedChunk | None]) -> None:
     """Enter what the headers of the next unscanned slots say; None where a slot holds nothing. At most 64."""
     whole = ledger.slab_path.stat().st_blocks * 512 >= ledger.slots * ledger.slot_bytes
-    ledger.session.write_or_raise(lambda w: _absorb(w, first_slot, found, whole))
+    ledger.session.write(lambda w: _absorb(w, first_slot, found, whole))
     if not len(unscanned(ledger)):
         ledger.space.after_scan()
 

@@ -15,6 +15,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,10 +30,9 @@ from pagoda.ledger.locks import MEMBERS, DeadlineMissedError, Gate
 from pagoda.ledger.member_counters import MEMBER_ROWS, WIDTH, CounterRow, columns_of, map_counters
 from pagoda.ledger.members import (
     add_member,
-    dead_members,
-    has_reservations,
     publish_committed,
     reap,
+    remove_dead,
     remove_member,
 )
 from pagoda.ledger.namespaces import load_saved
@@ -55,11 +55,14 @@ _JOIN_SECONDS = 1.0
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
-class UnavailableError(Exception):
-    """The ledger could not run a transaction, and why. Never leaves the ledger."""
+class UnavailableError(StoreError):
+    """The ledger could not run a transaction, and why.
 
-    def __init__(self, reason: Reason) -> None:
-        super().__init__(reason)
+    An engine's call turns it into a miss or a drop; an operator's lets it pass, as the StoreError that it is.
+    """
+
+    def __init__(self, message: str, reason: Reason) -> None:
+        super().__init__(f"{message}: {reason}")
         self.reason = reason
 
 
@@ -93,22 +96,23 @@ class Session:
 
     # ---- transactions
 
-    def write(self, work: Callable[[Transaction], T], deadline_seconds: float, frees: bool = False) -> T:
+    def write(
+        self,
+        work: Callable[[Transaction], T],
+        deadline_seconds: float = PATIENT_SECONDS,
+        frees: bool = False,
+    ) -> T:
         """Run `work` as one write transaction and publish what it decided. UnavailableError if it cannot be run.
 
         Work that `frees` may use a spare part of the map: a full map must never prevent a removal.
         """
+        step = self._free if frees else self._transact
         try:
             if self._lost:
                 self.require_store()
-            transaction, result = self.gate.exclusive(lambda: self._attempt(work, frees), deadline_seconds)
-        except lmdb.MapFullError as error:
-            raise UnavailableError(Reason.FULL) from error
-        except DeadlineMissedError as error:
-            raise UnavailableError(Reason.LEDGER_BUSY) from error
+            transaction, result = self.gate.run(partial(step, work), deadline_seconds, exclusive=True)
         except Exception as error:
-            if self._is_trouble(error):
-                raise self._trouble() from error
+            self._raise_unavailable("changed", error)
             raise
         self.count(transaction.counts)
         if self.page_guards is not None:
@@ -164,13 +168,10 @@ class Session:
             transaction.committed or tables.env.info()["last_txnid"] == transaction.id
         )
 
-    def _attempt(self, work: Callable[[Transaction], T], frees: bool) -> tuple[Transaction, T]:
-        """Run one transaction; one that frees uses the spare part of the map if the rest is full."""
-        try:
+    def _free(self, work: Callable[[Transaction], T]) -> tuple[Transaction, T]:
+        """Run one transaction that frees slots: if the map is full, in the spare part of it."""
+        with contextlib.suppress(lmdb.MapFullError):
             return self._transact(work)
-        except lmdb.MapFullError:
-            if not frees:
-                raise
         tables = self._open()
         tables.widen()
         try:
@@ -179,48 +180,24 @@ class Session:
             if self._tables is tables:  # else they were closed, and are opened again
                 tables.narrow()
 
-    def read(self, work: Callable[[lmdb.Transaction, Tables], T], deadline_seconds: float) -> T:
+    def read(
+        self, work: Callable[[lmdb.Transaction, Tables], T], deadline_seconds: float = PATIENT_SECONDS
+    ) -> T:
         """Run `work` as one read transaction. UnavailableError if it cannot be run."""
         until = time.monotonic() + deadline_seconds
         found: list[T] = []
         try:
             if self._lost:
                 self.require_store()
-            self.gate.shared(lambda: self._look(self._tables, work, found), deadline_seconds)
+            self.gate.run(partial(self._look, work, found), deadline_seconds)
             if not found:  # the first call after a fork: become a new member
-                self.gate.exclusive(lambda: self._look(self._open(), work, found), until - time.monotonic())
-            return found[0]
-        except DeadlineMissedError as error:
-            raise UnavailableError(Reason.LEDGER_BUSY) from error
+                self.gate.run(
+                    partial(self._look, work, found, opens=True), until - time.monotonic(), exclusive=True
+                )
         except Exception as error:
-            if self._is_trouble(error) and not isinstance(error, LedgerCorrupt):
-                raise self._trouble() from error
-            raise  # wrong use, or what `check` found
-
-    def write_or_raise(
-        self,
-        work: Callable[[Transaction], T],
-        deadline_seconds: float = PATIENT_SECONDS,
-        frees: bool = False,
-    ) -> T:
-        """Do what `write` does for a caller that must know of a failure: StoreError after the deadline."""
-        try:
-            return self.write(work, deadline_seconds, frees)
-        except UnavailableError as error:
-            raise StoreError(
-                f"the ledger at {self.store.directory} could not be changed: {error.reason}"
-            ) from error
-
-    def read_or_raise(
-        self, work: Callable[[lmdb.Transaction, Tables], T], deadline_seconds: float = PATIENT_SECONDS
-    ) -> T:
-        """Do what `read` does for a caller that must know of a failure: StoreError after the deadline."""
-        try:
-            return self.read(work, deadline_seconds)
-        except UnavailableError as error:
-            raise StoreError(
-                f"the ledger at {self.store.directory} could not be read: {error.reason}"
-            ) from error
+            self._raise_unavailable("read", error)
+            raise
+        return found[0]
 
     def read_pages(
         self,
@@ -232,13 +209,14 @@ class Session:
         while at is not None:
             start = at
             seconds = PATIENT_SECONDS if until is None else max(0.0, until - time.monotonic())
-            found, at = self.read_or_raise(lambda txn, tables: page(txn, tables, start, _PAGE), seconds)  # noqa: B023
+            found, at = self.read(lambda txn, tables: page(txn, tables, start, _PAGE), seconds)  # noqa: B023
             yield from found
 
     def _look(
-        self, tables: Tables | None, work: Callable[[lmdb.Transaction, Tables], T], found: list[T]
+        self, work: Callable[[lmdb.Transaction, Tables], T], found: list[T], opens: bool = False
     ) -> None:
-        """Run `work` as one read transaction, if the tables are open. Called inside the gate."""
+        """Run `work` as one read transaction, if the tables are open or this `opens` them. Called inside the gate."""
+        tables = self._open() if opens else self._tables
         if tables is None:
             return
         try:
@@ -261,11 +239,22 @@ class Session:
                       self.store.directory, error)  # fmt: skip
         return is_damage(error) or isinstance(error, lmdb.Error | OSError | StoreError)
 
-    def _trouble(self) -> ClosedError | UnavailableError:
-        """Return what to raise after a failure: ClosedError if the ledger was closed."""
-        if self.closed:
-            return ClosedError(f"the store at {self.store.directory} was closed; open it again")
-        return UnavailableError(Reason.IO_ERROR)
+    def _raise_unavailable(self, done: str, error: Exception) -> None:
+        """Raise what an error of a transaction means; returns if it was wrong use, or is what `check` found."""
+        if isinstance(error, lmdb.MapFullError):
+            reason = Reason.FULL
+        elif isinstance(error, DeadlineMissedError):
+            reason = Reason.LEDGER_BUSY
+        elif not self._is_trouble(error) or isinstance(error, LedgerCorrupt):
+            return
+        elif self.closed:
+            raise self._was_closed() from error
+        else:
+            reason = Reason.IO_ERROR
+        raise UnavailableError(f"the ledger at {self.store.directory} could not be {done}", reason) from error
+
+    def _was_closed(self) -> ClosedError:
+        return ClosedError(f"the store at {self.store.directory} was closed; open it again")
 
     def defer(self, work: Callable[[Transaction], object]) -> None:
         """Have the next transaction run `work`, which could not be run now."""
@@ -277,40 +266,32 @@ class Session:
 
     # ---- members
 
-    def reap(self, most: int, deadline_seconds: float) -> int:
-        """Take back up to `most` slots of dead members, and remove the members of which nothing is left."""
-
-        def work(transaction: Transaction) -> int:
-            freed = reap(transaction, most)
-            if freed < most:
-                for member in dead_members(transaction):
-                    if not has_reservations(transaction, member):
-                        remove_member(transaction, member, self._counters)
-                        self._publish_from = 0
-            return freed
-
-        return self.write(work, deadline_seconds)
-
     def recover(self, deadline_seconds: float) -> int:
         """Take back what dead members reserved and publish what they committed; return how many slots were freed."""
         freed, got, until = 0, BATCH, time.monotonic() + deadline_seconds
         with contextlib.suppress(UnavailableError):
             while got == BATCH:
-                got = self.reap(BATCH, max(0.0, until - time.monotonic()))
+                got = self.write(self._reap, max(0.0, until - time.monotonic()))
                 freed += got
-            while self.publish_committed(max(0.0, until - time.monotonic())):
-                pass
+            while self._publish_from is not None:
+                self._publish_from = self.write(self._publish, max(0.0, until - time.monotonic()))
         return freed
 
-    def publish_committed(self, deadline_seconds: float) -> bool:
-        """Publish some of what dead members committed and did not publish; False when all slots were examined."""
-        start = self._publish_from
-        if start is not None:
-            self._publish_from = self.write(lambda w: self._published(w, start), deadline_seconds)
-        return start is not None
+    def _reap(self, transaction: Transaction) -> int:
+        """Take back up to BATCH slots of dead members, and remove the members of which nothing is left."""
+        freed = reap(transaction, BATCH)
+        if freed < BATCH:
+            self._remove_dead(transaction)
+        return freed
 
-    def _published(self, transaction: Transaction, start: int) -> int | None:
-        return publish_committed(transaction, self.columns, start, self.stamp(transaction.now))
+    def _remove_dead(self, transaction: Transaction) -> None:
+        if remove_dead(transaction, self._counters):
+            self._publish_from = 0
+
+    def _publish(self, transaction: Transaction) -> int | None:
+        """Publish some of what dead members committed and did not publish; return where to continue."""
+        stamp = self.stamp(transaction.now)
+        return publish_committed(transaction, self.columns, self._publish_from or 0, stamp)
 
     def _alive(self, member: int) -> bool:
         return self.store.locks.held_by_other(MEMBERS + member)
@@ -320,11 +301,8 @@ class Session:
         if self.page_guards is None:  # a file: a reader of pages that were taken away reads zeros
             return slots
 
-        def rows(txn: lmdb.Transaction, tables: Tables) -> list[int]:
-            members = tables.rows(txn, tables.members)
-            return [MEMBER.unpack(row)[0] for key, row in members if self.lives(MEMBER_KEY.unpack(key)[0])]
-
-        return self.page_guards.untouched(slots, self.read(rows, seconds), seconds)
+        rows = [row for row, _ in self.read(self._living, seconds)]
+        return self.page_guards.untouched(slots, rows, seconds)
 
     def _join(self) -> None:
         with contextlib.suppress(UnavailableError, ClosedError):
@@ -332,16 +310,14 @@ class Session:
 
     def processes(self) -> list[int]:
         """Return the ids of the processes that have the store open, this one included. StoreError."""
+        return [pid for _, pid in self.read(self._living)]
 
-        def work(txn: lmdb.Transaction, tables: Tables) -> list[int]:
-            members = tables.rows(txn, tables.members)
-            return [MEMBER.unpack(row)[1] for key, row in members if self.lives(MEMBER_KEY.unpack(key)[0])]
-
-        return self.read_or_raise(work)
-
-    def lives(self, member: int) -> bool:
-        """Whether a member's process is alive."""
-        return member == self.member or self._alive(member)
+    def _living(self, txn: lmdb.Transaction, tables: Tables) -> list[tuple[int, int]]:
+        """Return counter row and process id of each living member."""
+        members = ((MEMBER_KEY.unpack(key)[0], row) for key, row in tables.rows(txn, tables.members))
+        return [
+            MEMBER.unpack(row)[:2] for member, row in members if member == self.member or self._alive(member)
+        ]
 
     # ---- counters
 
@@ -373,7 +349,7 @@ class Session:
     def _begin(self, deadline_seconds: float) -> None:
         """Open the tables and become a member. StoreError with the remedy."""
         try:
-            self.gate.exclusive(self._open, deadline_seconds)
+            self.gate.run(self._open, deadline_seconds, exclusive=True)
         except DeadlineMissedError as error:
             raise StoreError(
                 f"timed out after {deadline_seconds:g} s: another process is changing {self.store.directory}; "
@@ -390,7 +366,7 @@ class Session:
     def _open(self) -> Tables:
         """Open the tables if they are not open, and become a member. Called inside the gate, held exclusively."""
         if self.closed:
-            raise self._trouble()
+            raise self._was_closed()
         tables = self._tables
         if tables is None:
             tables = self._tables = self._own_tables()
@@ -467,10 +443,7 @@ class Session:
     def _enter(self, transaction: Transaction, number: int) -> int:
         """Write the row of member `number`; return its row of counters."""
         transaction.member = number
-        for gone in dead_members(transaction):
-            if not has_reservations(transaction, gone):
-                remove_member(transaction, gone, self._counters)
-                self._publish_from = 0
+        self._remove_dead(transaction)
         try:
             row = add_member(transaction)
         except LookupError:
@@ -492,7 +465,7 @@ class Session:
             return
         shared = False  # with a thread inside the gate: the last reference to the lock file closes it
         try:
-            self.gate.exclusive(self._finish, _LEAVE_SECONDS)
+            self.gate.run(self._finish, _LEAVE_SECONDS, exclusive=True)
         except DeadlineMissedError:
             shared = True
         except Exception as error:

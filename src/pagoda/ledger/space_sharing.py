@@ -34,7 +34,6 @@ from pagoda.errors import ClosedError, NoRoomError, StoreError
 from pagoda.ledger import chunk_ops, queries
 from pagoda.ledger.columns import BARE, NOT_READY, Columns
 from pagoda.ledger.root_usage import Holding, held_bytes, holdings, root_limit
-from pagoda.ledger.session import UnavailableError
 from pagoda.ledger.store_root import root_locked
 from pagoda.ledger.store_state import COLUMNS, FORMAT, read_state
 from pagoda.ledger.tables import Meta
@@ -54,7 +53,7 @@ _BORROW_SECONDS = 0.5
 _LENT_SECONDS = 0.2  # the wait for copies; a slot that is used for longer keeps its pages for now
 _SETTLE_SECONDS = 3.0  # for what an opening takes from other stores
 _BARREN_SECONDS = 10.0  # a store that had nothing to give is not asked again
-_TROUBLE = (StoreError, UnavailableError, ClosedError, OSError)
+_TROUBLE = (StoreError, ClosedError, OSError)
 
 
 class _Transfer(NamedTuple):
