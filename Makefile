@@ -17,7 +17,7 @@ GPU_PYTHON = $(eval GPU_PYTHON := $$(shell for python in python3 $(BIN)/python; 
 	done; echo $(BIN)/python))$(GPU_PYTHON)
 endif
 GPU_PATH := PYTHONPATH=src:.$(if $(PYTHONPATH),:$(PYTHONPATH))
-RECORD ?= docs/benchmarks
+RECORD ?= docs/design/benchmarks
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-vllm demo test test-all test-vllm test-gpu check docs house bench bench-remote bench-replay bench-full bench-vllm bench-gpu mutants mutants-vllm soak \
@@ -100,7 +100,7 @@ bench-full: $(READY)
 bench-vllm: $(VLLM_READY)
 	$(VLLM_BIN)/python benchmarks/vllm.py $(ARGS)
 
-# Tables on the screen; the JSON and the tables of all that is recorded under docs/benchmarks. make bench-gpu ARGS=--quick
+# Tables on the screen; the JSON and the tables of all that is recorded under docs/design/benchmarks. make bench-gpu ARGS=--quick
 bench-gpu:
 	@if [ $(GPU_PYTHON) = $(BIN)/python ]; then $(MAKE) -s --no-print-directory setup; fi
 	$(GPU_PATH) $(GPU_PYTHON) benchmarks/gpu/transfer.py --record $(RECORD) $(ARGS)

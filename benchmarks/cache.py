@@ -1,7 +1,7 @@
 """The speed of `pagoda.Cache` against this machine's limits: `python benchmarks/cache.py [--json] [--quick]`.
 
 Every ratio is raced in turns against its limit from limits.py; the JSON quotes every round under "runs".
-What each figure means and what it was last: docs/benchmarks.md.
+What each figure means and what it was last: docs/design/benchmarks.md.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Prints how much smaller it makes the KV of a small model, beside the order-0 entropy bound, and how fast, in turns
 with memcpy, with zstd on the bytes as they lie, and with a strided byte shuffle by numpy before zstd. The model is
-made here, random and then trained for a minute of one core, and named in the output. What came out last: docs/codec.md.
+made here, random and then trained for a minute of one core, and named in the output.
+What came out last: docs/how-to/codec.md.
 """
 
 from __future__ import annotations
@@ -181,7 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print one JSON object")
-    form.add_argument("--markdown", action="store_true", help="print tables for docs/codec.md")
+    form.add_argument("--markdown", action="store_true", help="print tables for docs/how-to/codec.md")
     parser.add_argument("--quick", action="store_true", help="less training, less KV, fewer rounds")
     options = parser.parse_args()
     nbytes, seconds, rounds = (16 * MIB, 10, 3) if options.quick else (32 * MIB, 60, 9)

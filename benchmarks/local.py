@@ -1,7 +1,7 @@
 """The speed of the local tiers against this machine's limits: `python benchmarks/local.py [--json]`.
 
 Every ratio is raced in turns against its limit from limits.py; the JSON quotes every round under "runs".
-What each figure means and what it was last: docs/benchmarks.md.
+What each figure means and what it was last: docs/design/benchmarks.md.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Prints hits and writes of each policy on the trace that `hindsight` was designed on and, in a table of their own, on
 streams that it was not; and what a policy costs. All but the costs is exact and the same in every run.
-What the tables were last: docs/benchmarks.md.
+What the tables were last: docs/design/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print one JSON object")
-    form.add_argument("--markdown", action="store_true", help="print tables for docs/benchmarks.md")
+    form.add_argument("--markdown", action="store_true", help="print tables for docs/design/benchmarks.md")
     parser.add_argument("--traces", type=Path, default=TRACES, help="directory of mooncake_*.jsonl")
     parser.add_argument("--processes", type=int, default=0, help="at most (default: one a core)")
     parser.add_argument("--quick", action="store_true", help="small sizes only, fewer rounds")

@@ -3,7 +3,7 @@
 Our link (one connection) and the whole tier against a bare loop of the server's own commands, a bare socket to a
 second process, and the usual client used plainly, in turns. Servers keep their files in memory and share the cores
 with us: the processor time of both ends stands beside every figure.
-What each figure means and what it was last: docs/benchmarks.md.
+What each figure means and what it was last: docs/design/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def parts(quick: bool) -> tuple[dict[str, Part], dict[str, Part]]:
 
 
 def markdown(figures: Sequence[Figure]) -> str:
-    """Tables for docs/benchmarks.md: of what has a speed, and of the rest."""
+    """Tables for docs/design/benchmarks.md: of what has a speed, and of the rest."""
     fast = [each for each in figures if "how" in each.runs]
     rest = [each for each in figures if "how" not in each.runs]
     tables = [_table(_HEADS, [_speeds(each) for each in fast])] if fast else []
@@ -100,7 +100,7 @@ def main() -> int:
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print one JSON object")
-    form.add_argument("--markdown", action="store_true", help="print tables for docs/benchmarks.md")
+    form.add_argument("--markdown", action="store_true", help="print tables for docs/design/benchmarks.md")
     parser.add_argument("--quick", action="store_true", help="8 MiB only, fewer rounds, less memory")
     parser.add_argument("--only", default="", help="some of the parts, as in --only redis_8mib,stopped")
     parser.add_argument("--shm-dir", type=Path, default=Path("/dev/shm"), help="where the servers' files lie")

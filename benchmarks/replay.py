@@ -128,7 +128,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print one JSON object")
-    form.add_argument("--markdown", action="store_true", help="print a table for docs/benchmarks.md")
+    form.add_argument("--markdown", action="store_true", help="print a table for docs/design/benchmarks.md")
     parser.add_argument("--traces", type=Path, default=TRACES, help="directory of mooncake_*.jsonl")
     parser.add_argument(
         "--trace", nargs="+", help="names of traces there (default: all; else the shipped sample)"

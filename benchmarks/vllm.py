@@ -1,7 +1,7 @@
 """The speed of the vLLM connector: `.venv-vllm/bin/python benchmarks/vllm.py [--json] [--quick]`.
 
 Real engines on the CPU with a small random Llama, each in a process of its own, taking turns. The JSON quotes every run
-under "runs". What each figure means and what it was last: docs/benchmarks.md.
+under "runs". What each figure means and what it was last: docs/design/benchmarks.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Writes the pages of docs/ that are generated: `python tools/reference.py [--check]` (`make docs`).
 
-docs/config.md from the fields of `Config`, docs/cli.md from the commands, docs/metrics.md from the table of counters,
-docs/mutants.md from the tables of mutants. `--check` writes nothing; exit code 1 if a page is out of date.
+config.md, cli.md and metrics.md of docs/reference from the fields of `Config`, the commands and the table of counters,
+docs/design/mutants.md from the tables of mutants. `--check` writes nothing; exit code 1 if a page is out of date.
 """
 
 from __future__ import annotations
@@ -152,7 +152,12 @@ def mutants_page() -> str:
     return "\n".join(parts)
 
 
-PAGES = {"config.md": config_page, "cli.md": cli_page, "metrics.md": metrics_page, "mutants.md": mutants_page}
+PAGES = {
+    "reference/config.md": config_page,
+    "reference/cli.md": cli_page,
+    "reference/metrics.md": metrics_page,
+    "design/mutants.md": mutants_page,
+}
 
 
 def _default(option: object) -> object:

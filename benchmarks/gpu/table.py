@@ -1,6 +1,6 @@
-"""Tables from what `transfer.py` recorded: `benchmarks/gpu/table.py docs/benchmarks/gpu-*.json [--write FILE]`.
+"""Tables from what `transfer.py` recorded: `benchmarks/gpu/table.py docs/design/benchmarks/gpu-*.json [--write FILE]`.
 
-docs/benchmarks/gpu.md is what this prints of all that is recorded there, and nothing else: never edited by hand.
+docs/design/benchmarks/gpu.md is what this prints of all that is recorded there, and nothing else: never edited by hand.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Our three ways and the one they choose, torch and a copy a block, next to one large pinned copy; a compute stream with a
 transfer beside it; a load layer by layer; the cost of registering memory. What is copied is compared, not asserted to
-be fast. Without a GPU: one line that says so, exit code 0. How it is measured: docs/benchmarks/README.md.
+be fast. Without a GPU: one line that says so, exit code 0. How it is measured: docs/design/benchmarks/README.md.
 """
 
 from __future__ import annotations

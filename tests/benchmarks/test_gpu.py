@@ -298,6 +298,6 @@ def test_the_page_of_nothing_says_so(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_the_page_in_the_docs_is_what_its_json_makes() -> None:
-    directory = ROOT / "docs" / "benchmarks"
+    directory = ROOT / "docs" / "design" / "benchmarks"
     recorded = table.read(directory.glob("gpu-*.json"))
     assert (directory / "gpu.md").read_text(encoding="utf-8") == table.page(recorded)

@@ -18,7 +18,7 @@ from pagoda.errors import ConfigError
 from pagoda.migrate.lmcache import FieldVerdict, Translation, from_environment, known_fields, read, translate
 from pagoda.migrate.lmcache_fields import BELONGS, NOT_NEEDED, SWITCHES, WHEN_SET
 
-PAGE = Path(__file__).parents[2] / "docs" / "lmcache.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "lmcache.md"
 
 
 def verdict(made: Translation, field: str) -> FieldVerdict:

@@ -97,8 +97,8 @@ def test_a_unix_socket_and_a_database() -> None:
 
 
 def test_the_documented_user_may_do_all_we_do_and_no_more() -> None:
-    """The rule of docs/redis.md."""
-    page = (Path(__file__).parents[2] / "docs" / "redis.md").read_text()
+    """The rule of docs/how-to/redis.md."""
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "redis.md").read_text()
     (rule,) = [line.strip() for line in page.splitlines() if line.strip().startswith("ACL SETUSER pagoda")]
     with redis_server() as server, redis.Redis(port=server.port) as client:
         client.execute_command(rule)

@@ -1,4 +1,4 @@
-"""vLLM: its connectors PagodaConnector and PagodaHybridConnector. docs/vllm.md says how to name them to vLLM.
+"""vLLM: its connectors PagodaConnector and PagodaHybridConnector. docs/how-to/vllm.md says how to name them to vLLM.
 
 connector          PagodaConnector: vLLM's interface, each call given to its half
 options            what kv_connector_extra_config may say

@@ -72,7 +72,7 @@ def open_store(parts: SplitResult, options: Mapping[str, str]) -> ObjectStore:
         named = [name for name in options if unknown and name.lower() in str(error).lower()]
         if named:
             raise ValueError(
-                f"{named[0]}: no such option of {parts.scheme}:// (see docs/objects.md)"
+                f"{named[0]}: no such option of {parts.scheme}:// (see docs/how-to/objects.md)"
             ) from None
         given = f"; options given: {', '.join(options)}" if options else ""
         raise ValueError(f"{parts.scheme}://: {_safe_complaint(str(error))}{given}") from None
