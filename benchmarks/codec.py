@@ -24,7 +24,7 @@ from pagoda.codec import encode
 
 @dataclass(frozen=True)
 class Entropy:
-    """Bits of order 0 in the 16-bit words of a sample, and what they allow."""
+    """Order-0 entropy, in bits, of the 16-bit words of a sample, and the ratios that it bounds."""
 
     exponent: float
     sign_mantissa: float
@@ -155,7 +155,7 @@ def printed(results: Sequence[Result], markdown: bool) -> Iterator[str]:
     heads = ("KV", "codec", "ratio", *(f"{verb}, {way}" for verb in ("encode", "decode") for way in ways))
     yield "\nGB/s of raw bytes, medians; processor: per second of one thread's processor time.\n"
     yield table(heads, [row.texts for result in results for row in result.rows], markdown)
-    yield "\nBits of order 0 by word, and the ratios that they bound.\n"
+    yield "\nOrder-0 entropy of a word in bits, and the ratios that it bounds.\n"
     heads = (
         "KV",
         "exponent",
