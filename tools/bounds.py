@@ -14,17 +14,17 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 # figure: (bound, aim). Which modules background threads enter depends a little on timing: those bounds have three to spare.
 BOUNDS = {
-    "lines of code": (29_625, 23_000),
-    "lines of the core": (13_035, 9_200),
+    "lines of code": (29_381, 23_000),
+    "lines of the core": (12_909, 9_200),
     "class names used twice": (0, 5),
     "mixed modules": (0, 0),
     "modules with two themes": (8, 12),
-    "store, caller": (28, 24),
-    "store, all threads": (42, 32),
+    "store, caller": (27, 24),
+    "store, all threads": (40, 32),
     "lookup, caller": (18, 17),
     "retrieve from host, caller": (25, 22),
-    "retrieve from disk, caller": (36, 30),
-    "retrieve from disk, all threads": (43, 34),
+    "retrieve from disk, caller": (34, 30),
+    "retrieve from disk, all threads": (40, 34),
 }
 
 

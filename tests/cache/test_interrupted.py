@@ -16,7 +16,7 @@ from pagoda.cache import Cache
 from pagoda.cache.staging import StagingPool
 from pagoda.finalizers import settle
 from pagoda.ledger import admin
-from pagoda.tiers.worker_pool import WorkerPool
+from pagoda.tiers.io_queue import WorkerPool
 from tests.cache.kit import CHUNK, blank, cache_at, kv_of, prompt, served, stored
 from tests.interrupts import Interrupted, interrupts
 from tests.ledger.support import others_get_in

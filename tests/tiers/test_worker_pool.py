@@ -1,4 +1,4 @@
-"""pagoda.tiers.worker_pool: how a disk tier ends, is forgotten, and is forked."""
+"""pagoda.tiers.io_queue, WorkerPool: how a disk tier ends, is forgotten, and is forked."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ In the order in which a save meets them:
 - `disk`: the disk tier, a ledger and a slab in a file
 - `remote`: remote tiers; it lists its own modules
 - `queued_tier`: what the disk tier and the remote tiers share
-- `io_queue`: the bounded queue of reads and writes
-- `worker_pool`: the I/O threads that serve the queue
+- `io_queue`: the bounded queue of reads and writes, and the I/O threads that serve it
 - `disk_io`: reads and writes of the disk tier, one worker per thread
 - `disk_scan`: rebuilds a lost ledger from the headers in the slab
 - `breaker`: the circuit breaker that lets a failing device or store rest

@@ -11,7 +11,7 @@ import numpy as np
 
 from pagoda.metrics import Reason
 from pagoda.slab import aligned
-from pagoda.tiers.base import Bytes, Chunk, Done, check_sizes, flat_bytes
+from pagoda.tiers.base import Bytes, Chunk, Done, check_sizes, completed_future, flat_bytes
 
 
 class BlockingCalls(ABC):
@@ -44,8 +44,17 @@ class BlockingCalls(ABC):
         """Return why a save would be dropped now; None: it would not."""
 
     @abstractmethod
+    def _count(self, name: str) -> None:
+        """Add to a counter of the tier; does nothing if the tier is closed and cannot count."""
+
     def _dropped(self, reason: Reason) -> Future[Done]:
-        """Count a drop and return its future."""
+        self._count(f"drop_{reason}")
+        return completed_future(False, reason)
+
+    def _missed(self, reason: Reason) -> Future[Done]:
+        if reason is not Reason.LEDGER_BUSY:  # which the ledger counts
+            self._count(f"miss_{reason}")
+        return completed_future(False, reason)
 
     def put(
         self,

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import NamedTuple
 
 from pagoda import policy as policies
-from pagoda.clock import Clock
+from pagoda.clock import Clock, Deadline
 from pagoda.codec import HEADER_BYTES
 from pagoda.errors import StoreError
 from pagoda.keys import Namespace
@@ -22,19 +20,12 @@ from pagoda.threads import NO_THREAD
 from pagoda.tiers import tier_registry
 from pagoda.tiers.base import Bytes, Chunk, Done, check_sizes, clamp_deadline, completed_future
 from pagoda.tiers.breaker import CircuitBreaker
-from pagoda.tiers.disk_io import DiskStore, RunAdmission, Slab
+from pagoda.tiers.disk_io import DiskStore, Slab
 from pagoda.tiers.io_queue import ReadRequest, WriteRequest
 from pagoda.tiers.queued_tier import QueuedTier
 
-_ADMIT_CHUNKS = 64  # how many the policy is asked about at once
-_ADMIT_SECONDS = 0.05  # for the ledger's answer about admission: keys without an answer count as absent
 _LOAD_LEASE_SECONDS = 10.0  # chunks that a load has found stay until they are read
 _PRESENT_SECONDS = 0.02  # for an answer that only saves work: a save does not wait
-
-
-class _Slot(NamedTuple):
-    slot: int
-    generation: int
 
 
 class DiskTier(QueuedTier):
@@ -163,8 +154,7 @@ class DiskTier(QueuedTier):
         if self._closed or self._breaker.resting:
             return 0
         found = 0
-        seconds = clamp_deadline(self.deadline_seconds, deadline_seconds)
-        for location in self._locate(keys, start, namespace, seconds, stamp=stamp, touch=touch):
+        for location in self._locate(keys, start, namespace, deadline_seconds, stamp=stamp, touch=touch):
             if isinstance(location, Reason):
                 break
             found += 1
@@ -188,8 +178,7 @@ class DiskTier(QueuedTier):
         """Return whether the key is stored or queued; does not update recency."""
         if self._closed or self._breaker.resting:
             return False
-        seconds = clamp_deadline(self.deadline_seconds, deadline_seconds)
-        return not isinstance(next(self._locate([key], None, None, seconds, touch=False)), Reason)
+        return not isinstance(next(self._locate([key], None, None, deadline_seconds, touch=False)), Reason)
 
     def holders(self, key: bytes) -> list[str]:
         """Return what keeps this chunk from eviction: names of pins, "in flight"."""
@@ -201,17 +190,18 @@ class DiskTier(QueuedTier):
         keys: Sequence[bytes],
         start: int | None,
         namespace: bytes | None,
-        seconds: float,
+        deadline_seconds: float | None,
         *,
         stamp: int | None = None,
         touch: bool = True,
         lease_seconds: float = 0.0,
-    ) -> Iterator[WriteRequest | _Slot | Reason]:
-        """Yield lazily where each key is, or why it is absent: one transaction a run, all within `seconds`.
+    ) -> Iterator[WriteRequest | tuple[int, int] | Reason]:
+        """Yield lazily where each key is (slot, generation), or why it is absent: one transaction a run.
 
         Looks into the queue first: what leaves it meanwhile is in the ledger, or was dropped and is a miss later.
         """
-        queued, until = self._pool.queue.pending_writes(keys), time.monotonic() + seconds
+        queued = self._pool.queue.pending_writes(keys)
+        deadline = Deadline(clamp_deadline(self.deadline_seconds, deadline_seconds))
         stamp = self.ledger.stamp() if stamp is None else stamp
         index = 0
         while index < len(keys):
@@ -229,9 +219,9 @@ class DiskTier(QueuedTier):
                 stamp=stamp,
                 lease_seconds=lease_seconds,
                 touch=touch,
-                deadline_seconds=max(0.0, until - time.monotonic()),
+                deadline_seconds=deadline.remaining(),
             )
-            yield from map(_Slot, match.slots.tolist(), match.generations.tolist())
+            yield from zip(match.slots.tolist(), match.generations.tolist(), strict=True)
             index += len(match.slots)
             if index < stop:
                 yield match.reason or Reason.ABSENT
@@ -248,30 +238,7 @@ class DiskTier(QueuedTier):
         """
         if self._refusal() is not None:
             return len(keys), False  # `save` returns the reason
-        with self._store.admission_lock:  # held for a moment: see _ADMIT_SECONDS
-            return self._admit(keys, namespace, start, stamp)
-
-    def _admit(
-        self, keys: Sequence[bytes], namespace: bytes, start: int, stamp: int
-    ) -> tuple[int, bool]:  # fmt: skip
-        known = self._store.admission(namespace, stamp)
-        if start >= known.end and not known.refused:
-            some = keys[:_ADMIT_CHUNKS]
-            count = self.ledger.admit(some, start=start, stamp=stamp, deadline_seconds=_ADMIT_SECONDS)
-            known = RunAdmission(start + count, count < len(some), start + len(some))
-            self._count_refused(len(some) - count)
-        if known.refused and start + len(keys) > known.told:
-            rest = keys[max(0, known.told - start) :]  # other threads may have asked about a part of the run
-            self.ledger.refuse(rest, start=start + len(keys) - len(rest), stamp=stamp)
-            known = known._replace(told=start + len(keys))
-            self._count_refused(len(rest))
-        self._store.set_admission(namespace, stamp, known)
-        count = max(0, min(known.end - start, len(keys)))
-        return count, known.refused and count < len(keys)
-
-    def _count_refused(self, chunks: int) -> None:
-        if chunks:
-            self.ledger.count(f"drop_{Reason.NOT_ADMITTED}", chunks)
+        return self._store.admit(keys, namespace, start, stamp)
 
     # ---- saving --------------------------------------------------------------------------------------------------
 
@@ -322,16 +289,17 @@ class DiskTier(QueuedTier):
         if refusal is not None:
             return [self._missed(refusal) for _ in keys]
         # `find` has touched the run with one stamp; a stamp a window would make its tail younger than its head
-        seconds = clamp_deadline(self.deadline_seconds, deadline_seconds)
         locations = self._locate(
-            keys, start, namespace, seconds, touch=False, lease_seconds=_LOAD_LEASE_SECONDS
+            keys, start, namespace, deadline_seconds, touch=False, lease_seconds=_LOAD_LEASE_SECONDS
         )
         return [
             self._enqueue_read(location, ReadRequest(key, start + n, namespace, buffer))
             for n, (key, buffer, location) in enumerate(zip(keys, buffers, locations, strict=True))
         ]
 
-    def _enqueue_read(self, location: WriteRequest | _Slot | Reason, read: ReadRequest) -> Future[Done]:
+    def _enqueue_read(
+        self, location: WriteRequest | tuple[int, int] | Reason, read: ReadRequest
+    ) -> Future[Done]:
         if isinstance(location, Reason):
             return self._missed(location)
         if isinstance(location, WriteRequest):
@@ -341,18 +309,11 @@ class DiskTier(QueuedTier):
         refusal = self._pool.queue.add_read(read)
         return read.future if refusal is None else self._missed(refusal)
 
-    def _missed(self, reason: Reason) -> Future[Done]:
-        if reason is not Reason.LEDGER_BUSY:  # which the ledger counts
-            self._count(f"miss_{reason}")
-        return completed_future(False, reason)
-
     def _load_one(self, key: bytes, buffer: Bytes, namespace: bytes | None) -> Future[Done]:
         refusal = self._refusal()
         if refusal is not None:
             return self._missed(refusal)
-        locations = self._locate(
-            [key], None, namespace, self.deadline_seconds, lease_seconds=_LOAD_LEASE_SECONDS
-        )
+        locations = self._locate([key], None, namespace, None, lease_seconds=_LOAD_LEASE_SECONDS)
         return self._enqueue_read(next(locations), ReadRequest(key, None, namespace, buffer))
 
     # ---- removing ------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from pagoda import codec
 from pagoda.codec import HEADER_BYTES
@@ -25,6 +24,8 @@ from pagoda.tiers.io_queue import IoQueue, ReadRequest, WriteRequest
 BATCH_CHUNKS = 16
 BATCH_BYTES = 64 << 20  # a batch holds its payloads and its slots until the last of it is written
 _ADMISSIONS = 256  # runs whose admission is remembered
+_ADMIT_CHUNKS = 64  # how many the policy is asked about at once
+_ADMIT_SECONDS = 0.05  # for the ledger's answer about admission: keys without an answer count as absent
 _LEDGER_SECONDS = 10.0  # only the queue waits here, and a chunk already read from the host is worth a wait
 
 _logger = logging.getLogger("pagoda.tiers.disk")
@@ -53,28 +54,15 @@ class Slab(Protocol):
         """Close once the last running call ends."""
 
 
-class IoBuffers:
-    """The buffers of one I/O thread: a header page and, made when first needed, space for one payload."""
-
-    def __init__(self, payload_bytes: int) -> None:
-        self.header: npt.NDArray[np.uint8] = aligned(HEADER_BYTES)
-        self._payload_bytes = payload_bytes
-        self._payload: Bytes | None = None
-
-    @property
-    def payload(self) -> Bytes:
-        """A page-aligned payload for buffers that the slab cannot use directly."""
-        if self._payload is None:
-            self._payload = aligned(self._payload_bytes)
-        return self._payload
-
-
-class RunAdmission(NamedTuple):
+class _RunAdmission(NamedTuple):
     """How much of a run the policy admits: up to a chain position, and whether it refuses everything after that."""
 
     end: int
     refused: bool
     told: int  # up to which position the policy knows that the run was requested
+
+
+_NOTHING_ADMITTED = _RunAdmission(0, False, 0)
 
 
 class DiskStore:
@@ -119,9 +107,9 @@ class DiskStore:
         self._queue = queue
         self._batches = Condition()
         self._reserved_batch = 0  # the number of the last batch that has its slots
-        self.admission_lock = threading.Lock()  # only one thread at a time asks the policy about a run
+        self._admission_lock = threading.Lock()  # only one thread at a time asks the policy about a run
         self._admissions: dict[
-            tuple[bytes, int | None], RunAdmission
+            tuple[bytes, int | None], _RunAdmission
         ] = {}  # by namespace and stamp, which are the same within a run
 
     def make_worker(self) -> DiskWorker:
@@ -167,16 +155,35 @@ class DiskStore:
             return False
         return not self.slab.direct or buffer.ctypes.data % HEADER_BYTES == 0
 
-    def admission(self, namespace: bytes, stamp: int | None) -> RunAdmission:
-        """Return how much of a run the policy has admitted until now."""
-        return self._admissions.get((namespace, stamp), RunAdmission(0, False, 0))
-
-    def set_admission(self, namespace: bytes, stamp: int | None, admission: RunAdmission) -> None:
-        """Remember how much of a run the policy admits, so that it is not asked again."""
-        with self._batches:
-            self._admissions[namespace, stamp] = admission
+    def admit(
+        self, keys: Sequence[bytes], namespace: bytes, start: int, stamp: int
+    ) -> tuple[int, bool]:  # fmt: skip
+        """See DiskTier.admit."""
+        with self._admission_lock:  # held for a moment: see _ADMIT_SECONDS
+            known, refused = self._admissions.get((namespace, stamp), _NOTHING_ADMITTED), 0
+            if start >= known.end and not known.refused:
+                some = keys[:_ADMIT_CHUNKS]
+                count = self.ledger.admit(some, start=start, stamp=stamp, deadline_seconds=_ADMIT_SECONDS)
+                known = _RunAdmission(start + count, count < len(some), start + len(some))
+                refused = len(some) - count
+            if known.refused and start + len(keys) > known.told:
+                rest = keys[
+                    max(0, known.told - start) :
+                ]  # other threads may have asked about a part of the run
+                self.ledger.refuse(rest, start=start + len(keys) - len(rest), stamp=stamp)
+                known = known._replace(told=start + len(keys))
+                refused += len(rest)
+            self._admissions[namespace, stamp] = known
             while len(self._admissions) > _ADMISSIONS:
                 del self._admissions[next(iter(self._admissions))]
+        if refused:
+            self.ledger.count(f"drop_{Reason.NOT_ADMITTED}", refused)
+        count = max(0, min(known.end - start, len(keys)))
+        return count, known.refused and count < len(keys)
+
+    def admitted_end(self, namespace: bytes, stamp: int | None) -> int:
+        """Return up to which position of a run the policy has admitted it until now."""
+        return self._admissions.get((namespace, stamp), _NOTHING_ADMITTED).end
 
     @contextmanager
     def in_turn(self, batch: int) -> Iterator[None]:
@@ -206,7 +213,8 @@ class DiskWorker:
     def __init__(self, store: DiskStore, queue: IoQueue) -> None:
         self._store = store
         self._queue = queue
-        self._buffers = IoBuffers(store.slot_bytes)
+        self._header_page: Bytes = aligned(HEADER_BYTES)
+        self._spare: Bytes | None = None  # made when first needed
 
     def close(self) -> None:
         """Do nothing: a worker holds only memory."""
@@ -242,8 +250,8 @@ class DiskWorker:
         if store.breaker.resting:
             return Reason.TIER_SKIPPED
         direct = store.can_use(read.buffer)
-        payload = read.buffer[: store.slot_bytes] if direct else self._buffers.payload
-        header = self._buffers.header
+        payload = read.buffer[: store.slot_bytes] if direct else self._spare_payload()
+        header = self._header_page
         try:
             store.slab.read(read.slot, [header, payload])
         except OSError as error:
@@ -346,7 +354,7 @@ class DiskWorker:
             parent=first.chunk.parent,
             tokens=first.chunk.tokens,
             stamp=first.stamp,
-            admitted=run[-1].chunk.position < self._store.admission(first.namespace, first.stamp).end,
+            admitted=run[-1].chunk.position < self._store.admitted_end(first.namespace, first.stamp),
             deadline_seconds=_LEDGER_SECONDS,
         )
         for write, outcome in zip(run, outcomes, strict=True):
@@ -360,7 +368,7 @@ class DiskWorker:
                 results[write] = Done(False, outcome.reason)  # counted by the ledger
 
     def _write(self, write: WriteRequest, reserved: Reserved) -> Reason | None:
-        store, header = self._store, self._buffers.header
+        store, header = self._store, self._header_page
         if store.breaker.resting:
             return Reason.TIER_SKIPPED
         payload = self._payload(write)
@@ -381,8 +389,15 @@ class DiskWorker:
         payload, nbytes = write.chunk.payload, self._store.chunk_bytes
         if self._store.can_use(payload):
             return payload[: self._store.slot_bytes]
-        np.copyto(self._buffers.payload[:nbytes], payload[:nbytes])
-        return self._buffers.payload
+        spare = self._spare_payload()
+        np.copyto(spare[:nbytes], payload[:nbytes])
+        return spare
+
+    def _spare_payload(self) -> Bytes:
+        """Return a page-aligned payload for buffers that the slab cannot use directly."""
+        if self._spare is None:
+            self._spare = aligned(self._store.slot_bytes)
+        return self._spare
 
     def _header(self, write: WriteRequest, reserved: Reserved) -> codec.Header:
         return codec.Header(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -14,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from pagoda import policy as policies
-from pagoda.clock import Clock
+from pagoda.clock import Clock, Deadline
 from pagoda.errors import ClosedError
 from pagoda.finalizers import Finalizer
 from pagoda.fork import reset_in_child
@@ -252,51 +251,36 @@ class HostTier(BlockingCalls):
             stamp=stamp,
             deadline_seconds=self.deadline_seconds,
         )
+        ends: dict[int, Future[Done]] = {}
+        copied: dict[int, Reserved] = {}
+        stale: list[Reserved] = []
         try:
-            ends: dict[int, Future[Done]] = {}
-            reserved: dict[int, Reserved] = {}
-            for n, outcome in enumerate(outcomes):
+            for n, (chunk, outcome) in enumerate(zip(run, outcomes, strict=True)):
                 if isinstance(outcome, Reserved):
-                    reserved[n] = outcome
+                    slot = self.slab.view(outcome.slot)
+                    np.copyto(slot[: self.chunk_bytes], chunk.payload[: self.chunk_bytes])
+                    if chunk.still_valid():
+                        copied[n] = outcome
+                    else:
+                        stale.append(outcome)
+                        ends[n] = self._dropped(Reason.STALE)
                 elif isinstance(outcome, Present):
                     ends[n] = completed_future(True)
                 elif isinstance(outcome, Busy):
                     ends[n] = self._dropped(Reason.BUSY)
                 else:
                     ends[n] = completed_future(False, outcome.reason)  # counted by the ledger
-            ends.update(self._fill(run, reserved))
+            if copied:
+                kept = self.ledger.commit(list(copied.values()), deadline_seconds=self.deadline_seconds)
+                for n, ok in zip(copied, kept, strict=True):
+                    ends[n] = completed_future(True) if ok else self._dropped(Reason.SUPERSEDED)
+                self.ledger.count("stored_bytes", sum(kept) * self.chunk_bytes)
+            if stale:
+                self.ledger.abort(stale)
             return [ends[n] for n in range(len(run))]
         except BaseException:
             self.ledger.abort(outcomes, self.deadline_seconds)
             raise
-
-    def _fill(self, run: Sequence[Chunk], reserved: dict[int, Reserved]) -> dict[int, Future[Done]]:
-        """Copy, then commit what is still valid; abort the rest."""
-        ends: dict[int, Future[Done]] = {}
-        left = dict(reserved)
-        try:
-            for n, place in reserved.items():
-                if not self._copy_in(run[n], place.slot):
-                    ends[n] = self._dropped(Reason.STALE)
-            good = [n for n in reserved if n not in ends]
-            kept = (
-                self.ledger.commit([reserved[n] for n in good], deadline_seconds=self.deadline_seconds)
-                if good
-                else []
-            )
-            for n, ok in zip(good, kept, strict=True):
-                del left[n]
-                ends[n] = completed_future(True) if ok else self._dropped(Reason.SUPERSEDED)
-            self.ledger.count("stored_bytes", sum(kept) * self.chunk_bytes)
-        finally:
-            if left:
-                self.ledger.abort(list(left.values()))
-        return ends
-
-    def _copy_in(self, chunk: Chunk, slot: int) -> bool:
-        nbytes = self.chunk_bytes
-        np.copyto(self.slab.view(slot)[:nbytes], chunk.payload[:nbytes])
-        return chunk.still_valid()
 
     def load(
         self, keys: Sequence[bytes], buffers: Sequence[Bytes], *, start: int = 0, namespace: bytes,
@@ -315,12 +299,12 @@ class HostTier(BlockingCalls):
         deadline_seconds: float | None = None,
     ) -> Iterator[Future[Done]]:  # fmt: skip
         stamp = self.ledger.stamp()
-        until = time.monotonic() + clamp_deadline(self.deadline_seconds, deadline_seconds)
+        deadline = Deadline(clamp_deadline(self.deadline_seconds, deadline_seconds))
         index = 0
         while index < len(keys):  # one transaction a run: an absent key ends it
             match = self.ledger.match_prefix(
                 keys[index:], start=None if start is None else start + index, namespace=namespace,
-                stamp=stamp, deadline_seconds=max(0.0, until - time.monotonic()),
+                stamp=stamp, deadline_seconds=deadline.remaining(),
             )  # fmt: skip
             found = range(index, index + len(match.slots))
             for n, slot in zip(found, match.slots.tolist(), strict=True):
@@ -345,15 +329,9 @@ class HostTier(BlockingCalls):
     def _drop_reason(self) -> Reason | None:
         return Reason.CLOSED if self._closed else None
 
-    def _missed(self, reason: Reason) -> Future[Done]:
-        if reason is not Reason.LEDGER_BUSY:  # which the ledger counts
-            self.ledger.count(f"miss_{reason}")
-        return completed_future(False, reason)
-
-    def _dropped(self, reason: Reason) -> Future[Done]:
+    def _count(self, name: str) -> None:
         if not self._closed:  # a closed ledger counts no more
-            self.ledger.count(f"drop_{reason}")
-        return completed_future(False, reason)
+            self.ledger.count(name)
 
     # ---- removing ------------------------------------------------------------------------------------------------
 
@@ -378,9 +356,9 @@ class HostTier(BlockingCalls):
         """
         if not self._ended:
             self._ended = True
-            until = time.monotonic() + timeout
+            deadline = Deadline(timeout)
             if self._pending.close(timeout):
-                self._close_store(max(0.1, until - time.monotonic()))
+                self._close_store(max(0.1, deadline.remaining()))
 
     def _close_store(self, timeout: float = 5.0) -> None:
         self.slab.close(timeout)

@@ -9,10 +9,9 @@ from functools import partial
 
 from pagoda.finalizers import close_when_dropped
 from pagoda.metrics import Reason
-from pagoda.tiers.base import Done, completed_future
+from pagoda.tiers.base import Done
 from pagoda.tiers.blocking import BlockingCalls
-from pagoda.tiers.io_queue import WriteRequest
-from pagoda.tiers.worker_pool import WorkerBackend, WorkerPool
+from pagoda.tiers.io_queue import WorkerBackend, WorkerPool, WriteRequest
 
 
 class QueuedTier(BlockingCalls):
@@ -26,10 +25,6 @@ class QueuedTier(BlockingCalls):
         self._closed = False
         self._pool = WorkerPool(backend, threads, queue_chunks)
         self._finalizer = close_when_dropped(self, partial(self._pool.close, 1.0))
-
-    @abstractmethod
-    def _count(self, name: str) -> None:
-        """Add to a counter of the tier; does nothing if the tier is closed and cannot count."""
 
     @property
     @abstractmethod
@@ -61,10 +56,6 @@ class QueuedTier(BlockingCalls):
             return self._dropped(Reason.TOO_LARGE)
         queued = self._pool.queue.add_write(write)
         return self._dropped(queued) if isinstance(queued, Reason) else queued.future
-
-    def _dropped(self, reason: Reason) -> Future[Done]:
-        self._count(f"drop_{reason}")
-        return completed_future(False, reason)
 
     def _drop_reason(self) -> Reason | None:
         if self._closed:
