@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.config.sizes import auto_bytes, format_size, memory_limit_bytes, parse_size
+from pagoda.config.sizes import auto_bytes, format_size, parse_size
+from pagoda.disk_space import memory_limit_bytes
 
 
 @pytest.mark.parametrize(
@@ -63,25 +64,6 @@ def test_auto_is_the_same_whatever_is_free_today(tmp_path: Path) -> None:
     assert size_bytes <= memory_limit_bytes() * 0.25
     assert size_bytes <= room.f_blocks * room.f_frsize
     assert auto_bytes(None) >= size_bytes
-
-
-def test_cgroup_limit_of_any_parent_counts(tmp_path: Path) -> None:
-    proc = tmp_path / "cgroup"
-    proc.write_text("0::/pods/one/engine\n")
-    (tmp_path / "pods" / "one" / "engine").mkdir(parents=True)
-    (tmp_path / "pods" / "one" / "engine" / "memory.max").write_text("max\n")
-    (tmp_path / "pods" / "one" / "memory.max").write_text("123456789\n")
-    assert memory_limit_bytes(proc, tmp_path) == 123456789
-
-
-def test_cgroup_version_1_and_no_cgroup(tmp_path: Path) -> None:
-    ram = memory_limit_bytes(tmp_path / "none", tmp_path)
-    assert ram == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    proc = tmp_path / "cgroup"
-    proc.write_text("7:cpu,cpuacct:/x\n5:memory:/box\n")
-    (tmp_path / "memory" / "box").mkdir(parents=True)
-    (tmp_path / "memory" / "box" / "memory.limit_in_bytes").write_text("2000000\n")
-    assert memory_limit_bytes(proc, tmp_path) == 2_000_000
 
 
 def test_sizes_are_shown_in_the_largest_fitting_unit() -> None:

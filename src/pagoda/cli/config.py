@@ -153,7 +153,8 @@ def _troubles(config: Config) -> list[str]:
     """Return what would keep this configuration from working on this machine; looks, changes nothing."""
     import os
 
-    from pagoda.config.sizes import memory_limit_bytes, nearest_existing
+    from pagoda.config.sizes import nearest_existing
+    from pagoda.disk_space import memory_limit_bytes
 
     found = []
     for tier, root in config.roots().items():

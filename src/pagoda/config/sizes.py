@@ -5,10 +5,11 @@ Every size is for the whole machine and shared by all its processes, never one r
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from pathlib import Path
+
+from pagoda.disk_space import memory_limit_bytes
 
 UNITS: dict[str, int] = {
     "B": 1,
@@ -99,36 +100,3 @@ def nearest_existing(path: Path) -> Path:
         if candidate.exists():
             return candidate
     return Path("/")
-
-
-def memory_limit_bytes(proc: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the bytes this process may use: the tightest limit of its cgroup and its parents, else RAM."""
-    ram = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min([ram, *_cgroup_limits(proc, mount)])
-
-
-def _cgroup_limits(proc: Path, mount: Path) -> list[int]:
-    """Return every limit above this process, of both cgroup versions; unreadable ones count as none."""
-    try:
-        lines = proc.read_text().splitlines()
-    except OSError:
-        lines = ["0::/"]
-    found = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            base, name = mount, "memory.max"
-        elif "memory" in controllers.split(","):
-            base, name = mount / "memory", "memory.limit_in_bytes"
-        else:
-            continue
-        inside = Path(path.lstrip("/"))
-        found += [_limit(base / level / name) for level in (inside, *inside.parents)]
-    return [int(limit) for limit in found if math.isfinite(limit)]
-
-
-def _limit(file: Path) -> float:
-    try:
-        return float(file.read_text().strip().replace("max", "inf"))
-    except (OSError, ValueError):
-        return math.inf
