@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from pagoda.ledger import Busy, Ledger, Present, Refused, Reserved, admin
-from pagoda.ledger.allocation import Victim
 from pagoda.metrics import Reason
 from pagoda.testing import FakeClock
 from tests.ledger.support import (
@@ -342,9 +341,9 @@ def test_a_victim_that_another_has_evicted_and_filled_since_is_left_alone(
 ) -> None:
     old = put(ledger, keys(*range(100, 100 + ledger.slots)), chained=False)
     clock.advance(1)
-    name_victims, named = ledger._victims, list[Victim]()
+    name_victims, named = ledger._victims, list[tuple[int, int]]()
 
-    def overtaken(count: int, stamp: int) -> list[Victim]:
+    def overtaken(count: int, stamp: int) -> list[tuple[int, int]]:
         named.extend(name_victims(count, stamp))
         monkeypatch.undo()
         in_child(lambda: put(ledger, keys(777)) and None)
@@ -353,6 +352,6 @@ def test_a_victim_that_another_has_evicted_and_filled_since_is_left_alone(
     monkeypatch.setattr(ledger, "_victims", overtaken)
     [room] = reserved(ledger.reserve(keys(888), namespace=TENANT))
     assert there(ledger, keys(777)) == [True], "what was just stored was evicted in place of what was old"
-    assert room.slot not in [victim.slot for victim in named]
+    assert room.slot not in [slot for slot, _ in named]
     assert sum(there(ledger, [one.key for one in old])) == ledger.slots - 2
     ledger.abort([room])

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from pagoda.ledger.columns import Marks, marks_of
 from pagoda.ledger.members import reap
 from pagoda.ledger.outcomes import Busy, CommitResult, Outcome, Present, Refused, Reserved
-from pagoda.ledger.tables import ENTRY, PLACE, SLOT, SLOT_KEY, Reservation
+from pagoda.ledger.tables import ENTRY, PLACE, SLOT, SLOT_KEY, Meta, Reservation
 from pagoda.ledger.transaction import Transaction
 from pagoda.metrics import Reason
 
@@ -19,110 +18,98 @@ BUSY_NS = 10_000_000_000  # an older reservation no longer keeps others from res
 _REAP_AT_ONCE = 64
 
 
-class BatchRequest(NamedTuple):
-    """One batch of a reserve: `keys` are at chain positions [start, start + len(keys)) of one prompt."""
-
-    keys: Sequence[bytes]
-    admitted: Sequence[bool]
-    hits: Sequence[int]
-    namespace: bytes
-    start: int
-    parent: bytes | None
-    tokens: int
-    parts: int
-    stamp: int
-
-
+@dataclass(eq=False)
 class ReserveRequest:
-    """The keys of one reserve, at positions from `start` on, and what is learned about them on the way.
+    """The keys of one reserve, at chain positions from `start` on, and what is learned about them on the way.
 
     `admit_all`: the policy may keep none of them out. `admitted_before`: it has admitted all of them before, and is not
     asked again.
     """
 
-    def __init__(
-        self,
-        keys: Sequence[bytes],
-        start: int,
-        parent: bytes | None,
-        stamp: int,
-        admit_all: bool = False,
-        admitted_before: bool = False,
-    ) -> None:
-        self.keys, self.start, self.parent, self.stamp = keys, start, parent, stamp
-        self.admit_all, self.admitted_before = admit_all, admitted_before
-        self.present = np.zeros(len(keys), np.bool_)
-        self.admitted = np.ones(len(keys), np.bool_)
-        self.hits = np.zeros(len(keys), np.int64)  # with which each chunk begins
+    keys: Sequence[bytes]
+    start: int
+    parent: bytes | None
+    stamp: int
+    namespace: bytes = b""
+    tokens: int = 0
+    parts: int = 1
+    admit_all: bool = False
+    admitted_before: bool = False
 
-    def ask(self, begin: int, end: int, namespace: bytes, tokens: int, parts: int) -> BatchRequest:
-        """Return the batch of keys [begin, end)."""
-        parent = self.keys[begin - 1] if begin else self.parent
-        return BatchRequest(
-            self.keys[begin:end], self.admitted[begin:end].tolist(), self.hits[begin:end].tolist(), namespace,
-            self.start + begin, parent, tokens, parts, self.stamp,
-        )  # fmt: skip
-
-    def newcomers(self, batch: range) -> tuple[NDArray[np.int64], Marks, NDArray[np.int64]]:
-        """Return which keys of a batch are absent, their marks, and the recency stamps that they would have."""
-        new = batch.start + np.flatnonzero(~self.present[batch.start : batch.stop])
-        return new, marks_of([self.keys[i] for i in new.tolist()]), self.stamp - self.start - new
-
-
-class Victim(NamedTuple):
-    """A chunk that may be evicted: its slot, and the generation of the slot when the policy named it."""
-
-    slot: int
-    generation: int
+    def __post_init__(self) -> None:
+        self.present = np.zeros(len(self.keys), np.bool_)
+        self.admitted = np.ones(len(self.keys), np.bool_)
+        self.hits = np.zeros(len(self.keys), np.int64)  # with which each chunk begins
+        self.outcomes: list[Outcome] = []  # of the leading keys
+        self.made: list[tuple[Transaction, list[Outcome]]] = []  # in each transaction, committed or not
 
 
 class BatchResult(NamedTuple):
-    """The result of a batch: `passed_over` are victims that were pinned or held, `short` is True if slots ran out."""
+    """The result of a batch: `passed_over` are victims that were pinned or held.
+
+    `served`: how many leading keys have their outcome; for those after them slots ran out. `totals`: after the batch.
+    """
 
     outcomes: list[Outcome]
     passed_over: list[int]
-    short: bool
+    served: int
+    totals: Meta
 
 
-def reserve(transaction: Transaction, ask: BatchRequest, victims: Sequence[Victim]) -> BatchResult:
-    """Reserve a slot for each key, leading keys first; a chunk that is Present in the same batch is never a victim."""
+def reserve(
+    transaction: Transaction, request: ReserveRequest, batch: range, victims: Sequence[tuple[int, int]]
+) -> BatchResult:
+    """Reserve a slot for each key of a batch, leading keys first.
+
+    `victims`: slots whose chunk may be evicted, each with its generation when the policy named it. A chunk that is
+    Present in the same batch is never evicted.
+    """
+    keys, first = request.keys[batch.start : batch.stop], request.start + batch.start
+    admitted, hits = (
+        column[batch.start : batch.stop].tolist() for column in (request.admitted, request.hits)
+    )
     quota = transaction.most_reserved()
-    number = transaction.namespace(ask.namespace)
+    number = transaction.namespace(request.namespace)
     owed = transaction.reserved_by(transaction.member)
-    present = _present(transaction, ask.keys, number)
+    present = _present(transaction, keys, number)
     kept = {found.slot for found in present.values() if isinstance(found, Present)}
-    rooms = _SlotSource(transaction, victims, kept)
+    passed_over: list[int] = []
+    slots = _slots(transaction, victims, kept, passed_over)
     outcomes: list[Outcome] = []
-    link = _linked(transaction, ask.parent)
-    made = 0
-    for i, key in enumerate(ask.keys):
+    link = _linked(transaction, request.keys[batch.start - 1] if batch.start else request.parent)
+    made, served = 0, len(keys)
+    for i, key in enumerate(keys):
         outcome: Outcome | None = present.get(key) or _busy(transaction, key)
-        if outcome is None and not ask.admitted[i]:
+        if outcome is None and not admitted[i]:
             outcome = Refused(key, Reason.NOT_ADMITTED)
         if outcome is None and owed + made >= quota:
             outcome = Refused(key, Reason.FULL)
-        slot = rooms.next() if outcome is None else None
-        if slot is not None:
+        if outcome is None and (slot := next(slots, None)) is not None:
             # not before: a namespace of which nothing is reserved takes no space
-            number = number or transaction.add_namespace(ask.namespace)
+            number = number or transaction.add_namespace(request.namespace)
             reservation = Reservation(
-                transaction.next_generation(), transaction.member, ask.stamp - ask.start - i, transaction.now, number,
-                ask.start + i, ask.tokens, key, (transaction.member,) * ask.parts,
+                transaction.next_generation(), transaction.member, request.stamp - first - i, transaction.now, number,
+                first + i, request.tokens, key, (transaction.member,) * request.parts,
             )  # fmt: skip
-            _put(transaction, slot, reservation)
-            transaction.publish_filling(
-                slot, reservation.generation, key, ask.hits[i], reservation.position, link
-            )
+            place = PLACE.pack(slot, reservation.generation)
+            transaction.txn.put(SLOT_KEY.pack(slot), reservation.pack(), db=transaction.tables.reserved)
+            transaction.txn.put(key, place, db=transaction.tables.pending)
+            transaction.meta.reserved += 1
+            transaction.publish_filling(slot, reservation.generation, key, hits[i], first + i, link)
             made += 1
             outcome = Reserved(key, slot, reservation.generation)
+        if outcome is None:
+            served = min(served, i)
+            outcome = Refused(key, Reason.REBUILDING if transaction.meta.unscanned() else Reason.FULL)
         if isinstance(outcome, Present) and link is not None:
             transaction.publish_parent(outcome.slot, link)
-        outcomes.append(outcome or Refused(key, rooms.reason()))
+        outcomes.append(outcome)
         link = (outcome.slot, outcome.generation) if isinstance(outcome, Reserved | Present) else None
     transaction.add_reserved_by(transaction.member, made)
-    if number is not None:
+    if number:
         transaction.add_to_namespace(number, reservations=made)
-    return BatchResult(outcomes, rooms.passed_over, rooms.short)
+    request.made.append((transaction, outcomes))
+    return BatchResult(outcomes, passed_over, served, transaction.meta)
 
 
 def commit(transaction: Transaction, reserved: Sequence[Reserved], part: int) -> list[CommitResult]:
@@ -144,52 +131,27 @@ def adopt(transaction: Transaction, reserved: Sequence[Reserved], part: int) -> 
     return [_adopt_one(transaction, item, part) for item in reserved]
 
 
-class _SlotSource:
-    """The slots that a batch may take: free ones, then those of dead members, then victims."""
+def _slots(
+    transaction: Transaction, victims: Sequence[tuple[int, int]], kept: set[int], passed_over: list[int]
+) -> Iterator[int]:
+    """Take the slots that a batch may have: free ones, then those of dead members, then those of victims.
 
-    def __init__(self, transaction: Transaction, victims: Sequence[Victim], wanted: set[int]) -> None:
-        self._transaction, self._victims, self._wanted = transaction, iter(victims), wanted
-        self._reaped = False
-        self.passed_over: list[int] = []
-        self.short = False
-
-    def next(self) -> int | None:
-        if self.short:  # leading keys first: no slot for a key after the first that got none
-            return None
-        slot = self._transaction.take_free()
-        if slot is None and not self._reaped:
-            self._reaped = True
-            if reap(self._transaction, _REAP_AT_ONCE):
-                slot = self._transaction.take_free()
-        if slot is None:
-            slot = self._victim()
-        self.short = slot is None
-        return slot
-
-    def reason(self) -> Reason:
-        return Reason.REBUILDING if self._transaction.meta.unscanned() else Reason.FULL
-
-    def _victim(self) -> int | None:
-        for slot, generation in self._victims:
-            key = self._transaction.key_of(slot, generation)
-            if (
-                key is None
-            ):  # evicted since the policy named it: the chunk that is in the slot now is no victim
-                continue
-            if slot in self._wanted or self._transaction.is_protected(slot, key):
-                self.passed_over.append(slot)
-            else:
-                self._transaction.detach_chunk(slot, Reason.EVICTED)
-                return slot
-        return None
-
-
-def _put(transaction: Transaction, slot: int, reservation: Reservation) -> None:
-    transaction.txn.put(SLOT_KEY.pack(slot), reservation.pack(), db=transaction.tables.reserved)
-    transaction.txn.put(
-        reservation.key, PLACE.pack(slot, reservation.generation), db=transaction.tables.pending
-    )
-    transaction.meta.reserved += 1
+    Ends for good at the first that is missing: no slot for a key after the first that got none.
+    """
+    while (slot := transaction.take_free()) is not None:
+        yield slot
+    reap(transaction, _REAP_AT_ONCE)
+    while (slot := transaction.take_free()) is not None:
+        yield slot
+    for slot, generation in victims:
+        key = transaction.key_of(slot, generation)
+        if key is None:  # evicted since the policy named it: the chunk that is in the slot now is no victim
+            continue
+        if slot in kept or transaction.is_protected(slot, key):
+            passed_over.append(slot)
+        else:
+            transaction.detach_chunk(slot, Reason.EVICTED)
+            yield slot
 
 
 def _present(
@@ -228,7 +190,11 @@ def _commit_one(
     transaction: Transaction, item: Reserved, part: int, watermarks: dict[int, int]
 ) -> CommitResult:
     reservation = transaction.reservation(item.slot, item.generation)
-    if reservation is None or reservation.key != item.key or not _is_writer(transaction, reservation, part):
+    if reservation is None or reservation.key != item.key:
+        return CommitResult.LOST
+    if not 0 <= part < len(reservation.writers):
+        raise ValueError(f"part {part} of a chunk of {len(reservation.writers)} parts")
+    if reservation.writers[part] != transaction.member:
         return CommitResult.LOST
     writers = (*reservation.writers[:part], 0, *reservation.writers[part + 1 :])
     latest = transaction.is_latest(reservation)
@@ -257,12 +223,6 @@ def _commit_one(
     transaction.publish_ready(item.slot, reservation.stamp)
     transaction.count("stored_chunks")
     return CommitResult.WHOLE
-
-
-def _is_writer(transaction: Transaction, reservation: Reservation, part: int) -> bool:
-    if not 0 <= part < len(reservation.writers):
-        raise ValueError(f"part {part} of a chunk of {len(reservation.writers)} parts")
-    return reservation.writers[part] == transaction.member
 
 
 def _abort_one(transaction: Transaction, item: Reserved, reservation: Reservation) -> None:

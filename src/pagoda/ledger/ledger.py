@@ -57,7 +57,6 @@ class _Slab(Protocol):
 
 
 S = TypeVar("S", bound=_Slab)
-_ROOM = (Reason.FULL, Reason.REBUILDING)
 
 _ledgers: list[Ledger] = []  # open, or being closed
 _opening: dict[object, str] = {}  # directories of stores, by the call that opens them
@@ -89,6 +88,7 @@ class Ledger:
         self.space = SpaceShare(self, Ledger.attach, Ledger._borrow)
         learned = map_learned(session.store.directory, self.evictor)
         self.policy_thread = PolicyThread(session, self.evictor, learned, self.space)
+        self._now = session.clock.monotonic_ns
         self._last_stamp = 0
         self._room = self._unbacked = 0
         self.window = window(self.slots)
@@ -237,36 +237,32 @@ class Ledger:
             raise ValueError(f"a key has {_KEY_BYTES} bytes")
         until = time.monotonic() + deadline_seconds
         stamp = self.stamp() if stamp is None else stamp
-        request = allocation.ReserveRequest(keys[: self.window], start, parent, stamp, admit_all, admitted)
-        made: list[tuple[Transaction, allocation.BatchResult]] = []
+        request = allocation.ReserveRequest(
+            keys[: self.window], start, parent, stamp, namespace, tokens, parts, admit_all, admitted
+        )
         try:
-            return self._reserve(request, keys, namespace, tokens, parts, until, made)
+            self._reserve(request, until)
+            outcomes = request.outcomes + [Refused(key, Reason.FULL) for key in keys[self.window :]]
+            for outcome in outcomes:
+                if isinstance(outcome, Refused):
+                    self.count(f"drop_{outcome.reason}")
+            self.policy_thread.wake(lacks=self._unbacked > 0 and self._room < self.window)
+            return outcomes
         except BaseException:  # of a signal handler: the caller gets none of these
-            self.abort([one for w, batch in made if w.committed for one in batch.outcomes])
+            self.abort([one for w, outcomes in request.made if w.committed for one in outcomes])
             raise
 
-    def _reserve(
-        self, request: allocation.ReserveRequest, keys: Sequence[bytes], namespace: bytes, tokens: int,
-        parts: int, until: float, every: list[tuple[Transaction, allocation.BatchResult]],
-    ) -> list[Outcome]:  # fmt: skip
-        outcomes: list[Outcome] = []
+    def _reserve(self, request: allocation.ReserveRequest, until: float) -> None:
         hindrance: Reason | None = None
         if self._room < len(request.keys):
             self._look(request, until)
         for at in range(0, len(request.keys), BATCH):
             batch = range(at, min(at + BATCH, len(request.keys)))
             self._admit(request, batch, hindrance)
-            if hindrance is not None:
-                outcomes += [Refused(request.keys[i], hindrance) for i in batch]
-                continue
-            made, hindrance = self._reserve_batch(request, batch, namespace, tokens, parts, until, every)
-            outcomes += made
-        outcomes += [Refused(key, Reason.FULL) for key in keys[len(outcomes) :]]
-        for outcome in outcomes:
-            if isinstance(outcome, Refused):
-                self.count(f"drop_{outcome.reason}")
-        self.policy_thread.wake(lacks=self._unbacked > 0 and self._room < self.window)
-        return outcomes
+            if hindrance is None:
+                hindrance = self._reserve_batch(request, batch, until)
+            else:
+                request.outcomes += [Refused(request.keys[i], hindrance) for i in batch]
 
     def _look(self, request: allocation.ReserveRequest, until: float) -> None:
         """Find which keys are present and how many slots are free.
@@ -275,16 +271,18 @@ class Ledger:
         """
         with contextlib.suppress(UnavailableError):
             found, self._room = self.session.read(
-                lambda txn, tables: queries.find_entries(txn, tables, request.keys), _left(until)
+                partial(queries.find_entries, keys=request.keys), _left(until)
             )
             request.present[:] = [item is not None for item in found]
             self._keep_present(found, request.start, request.stamp)
 
     def _admit(self, request: allocation.ReserveRequest, batch: range, hindrance: Reason | None) -> None:
         """Ask the policy which newcomers of a batch are admitted: none after one that is not."""
-        new, marks, stamps = request.newcomers(batch)
+        new = batch.start + np.flatnonzero(~request.present[batch.start : batch.stop])
         if not len(new):
             return
+        marks = marks_of([request.keys[i] for i in new.tolist()])
+        stamps = request.stamp - request.start - new
         if hindrance is Reason.NOT_ADMITTED:
             self.evictor.refuse(marks, stamps, self._now())
         elif hindrance is None and request.admitted_before:
@@ -311,60 +309,49 @@ class Ledger:
         if keys:
             self.evictor.refuse(marks_of(keys), stamp - start - np.arange(len(keys)), self._now())
 
-    def _reserve_batch(
-        self, request: allocation.ReserveRequest, batch: range, namespace: bytes, tokens: int, parts: int, until: float,
-        every: list[tuple[Transaction, allocation.BatchResult]],
-    ) -> tuple[list[Outcome], Reason | None]:  # fmt: skip
+    def _reserve_batch(self, request: allocation.ReserveRequest, batch: range, until: float) -> Reason | None:
         """Reserve with as few victims as needed; search for more outside the gate as long as some are found.
 
-        Also returns the reason that prevents all further keys, if there is one.
+        Adds to the outcomes; returns the reason that prevents all further keys, if there is one.
         """
-        done: list[Outcome] = []
         passed_over = 0
+        left: list[Outcome] = []
         for _ in range(_ATTEMPTS):
-            ask = request.ask(batch.start + len(done), batch.stop, namespace, tokens, parts)
-            looked = self._room < len(ask.keys)
+            admitted = request.admitted[batch.start : batch.stop]
+            looked = self._room < len(batch)
             # More than are wanted, so that pinned or held chunks do not hide others that may be evicted.
-            count = min(sum(ask.admitted) + 4 * passed_over, _MOST_VICTIMS)
-            victims = (
-                self._victims(count, request.stamp - _STAMP_STEP + 1) if looked else []
-            )  # none of its own keys
+            count = min(int(np.count_nonzero(admitted)) + 4 * passed_over, _MOST_VICTIMS)
+            # none of its own keys
+            victims = self._victims(count, request.stamp - _STAMP_STEP + 1) if looked else []
+            reserve = partial(allocation.reserve, request=request, batch=batch, victims=victims)
             try:
-                made = self.session.write(partial(self._reserve_in, ask, victims, every), _left(until))
+                made = self.session.write(reserve, _left(until))
             except UnavailableError as error:
-                return done + [Refused(key, error.reason) for key in ask.keys], error.reason
-            self._keep_present(made.outcomes, ask.start, request.stamp)  # before the next victims are chosen
+                request.outcomes += [Refused(request.keys[i], error.reason) for i in batch]
+                return error.reason
+            self._room, self._unbacked = made.totals.free(), made.totals.unbacked()
+            # before the next victims are chosen
+            self._keep_present(made.outcomes, request.start + batch.start, request.stamp)
             if made.passed_over:
                 self._pass_over(made.passed_over, request.stamp)
             passed_over += len(made.passed_over)
-            if not made.short:
-                return done + made.outcomes, None if all(ask.admitted) else Reason.NOT_ADMITTED
-            if looked and not len(victims):
+            request.outcomes += made.outcomes[: made.served]
+            if made.served == len(batch):
+                return None if admitted.all() else Reason.NOT_ADMITTED
+            batch, left = range(batch.start + made.served, batch.stop), made.outcomes[made.served :]
+            if looked and not victims:
                 break
-            served = next(
-                i for i, o in enumerate(made.outcomes) if isinstance(o, Refused) and o.reason in _ROOM
-            )
-            done, made = done + made.outcomes[:served], made._replace(outcomes=made.outcomes[served:])
-        return done + made.outcomes, Reason.FULL
+        request.outcomes += left
+        return Reason.FULL
 
     def _pass_over(self, slots: list[int], stamp: int) -> None:
         """Raise the recency of pinned or held chunks, so that they are not offered again and again."""
         stamps = np.full(len(slots), max(self.stamp(), stamp))
         self.evictor.touch(np.array(slots, np.int64), stamps, asked=False)
 
-    def _reserve_in(
-        self, ask: allocation.BatchRequest, victims: Sequence[allocation.Victim],
-        every: list[tuple[Transaction, allocation.BatchResult]],
-        transaction: Transaction,
-    ) -> allocation.BatchResult:  # fmt: skip
-        batch = allocation.reserve(transaction, ask, victims)
-        every.append((transaction, batch))
-        self._room, self._unbacked = transaction.meta.free(), transaction.meta.unbacked()
-        return batch
-
-    def _victims(self, count: int, stamp: int) -> list[allocation.Victim]:
+    def _victims(self, count: int, stamp: int) -> list[tuple[int, int]]:
         slots = self.evictor.victims(count, stamp, self._now())
-        return list(map(allocation.Victim, slots.tolist(), self.columns.generation[slots].tolist()))
+        return list(zip(slots.tolist(), self.columns.generation[slots].tolist(), strict=True))
 
     def _keep_present(self, outcomes: Sequence[Outcome | None], start: int, stamp: int) -> None:
         kept = [
@@ -395,25 +382,22 @@ class Ledger:
         An exception (of a signal handler) leaves nothing reserved; a ValueError, for a wrong part, changes nothing.
         """
         done: list[CommitResult] = []
+        until = time.monotonic() + deadline_seconds
         try:
-            self._commit(reserved, part, time.monotonic() + deadline_seconds, done)
+            for batch in batches(reserved):
+                commit = partial(allocation.commit, reserved=batch, part=part)
+                try:
+                    done += self.session.write(commit, _left(until))
+                except UnavailableError as error:
+                    self.count(f"drop_{error.reason}", len(batch))
+                    self.session.defer(commit)
+                    done += [CommitResult.LOST] * len(batch)
             return done
         except ValueError:
             raise
         except BaseException:
             self.abort(reserved[len(done) :])
             raise
-
-    def _commit(
-        self, reserved: Sequence[Reserved], part: int, until: float, done: list[CommitResult]
-    ) -> None:
-        for batch in batches(reserved):
-            try:
-                done += self.session.write(lambda w: allocation.commit(w, batch, part), _left(until))  # noqa: B023
-            except UnavailableError as error:
-                self.count(f"drop_{error.reason}", len(batch))
-                self.session.defer(partial(allocation.commit, reserved=batch, part=part))
-                done += [CommitResult.LOST] * len(batch)
 
     def abort(self, outcomes: Sequence[Outcome], deadline_seconds: float = 1.0) -> None:
         """Give up this member's parts of what was reserved, and free the slots that no other member writes into.
@@ -432,7 +416,7 @@ class Ledger:
         for batch in batches(reserved):
             try:
                 done += self._owed(
-                    lambda w: allocation.adopt(w, batch, part),  # noqa: B023
+                    partial(allocation.adopt, reserved=batch, part=part),
                     partial(allocation.abort, reserved=batch),
                     _left(until),
                 )
@@ -482,7 +466,7 @@ class Ledger:
         columns, until = self.columns, time.monotonic() + deadline_seconds
         try:
             run = self.session.read(
-                lambda txn, tables: queries.match_prefix(txn, tables, columns, keys, namespace, start),
+                partial(queries.match_prefix, columns=columns, keys=keys, namespace=namespace, start=start),
                 deadline_seconds,
             )
         except UnavailableError as error:
@@ -513,9 +497,7 @@ class Ledger:
         `asked`: a request asked for them, and another tier had them.
         """
         try:
-            found, _ = self.session.read(
-                lambda txn, tables: queries.find_entries(txn, tables, keys), deadline_seconds
-            )
+            found, _ = self.session.read(partial(queries.find_entries, keys=keys), deadline_seconds)
         except UnavailableError:
             return None
         here = [(i, item) for i, item in enumerate(found) if item is not None]
@@ -659,9 +641,6 @@ class Ledger:
             with _changed:
                 _ledgers.remove(self)
                 _changed.notify_all()
-
-    def _now(self) -> int:
-        return self.session.clock.monotonic_ns()
 
 
 def _fresh_locks() -> None:
