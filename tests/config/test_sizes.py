@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pagoda.config.sizes import auto_bytes, format_size, parse_size
-from pagoda.disk_space import memory_limit_bytes
+from pagoda.memory_limits import memory_limit_bytes
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def _troubles(config: Config) -> list[str]:
     import os
 
     from pagoda.config.sizes import nearest_existing
-    from pagoda.disk_space import memory_limit_bytes
+    from pagoda.memory_limits import memory_limit_bytes
 
     found = []
     for tier, root in config.roots().items():

@@ -9,7 +9,7 @@ import os
 import re
 from pathlib import Path
 
-from pagoda.disk_space import memory_limit_bytes
+from pagoda.memory_limits import memory_limit_bytes
 
 UNITS: dict[str, int] = {
     "B": 1,

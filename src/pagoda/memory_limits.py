@@ -1,0 +1,78 @@
+"""How much memory the cgroups of this process allow it. Called by `disk_space` and the configuration."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["cgroup_free_bytes", "memory_limit_bytes"]
+
+_CGROUP = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
+_UNLIMITED = 1 << 62  # what version 1 says instead of "max" is a little below 2**63
+
+
+class _GroupFiles(NamedTuple):
+    """The files of a cgroup: its limit, and what it uses; and the line of memory.stat that says what can be dropped."""
+
+    limit: str
+    used: str
+    droppable: str
+
+
+_VERSION_2 = _GroupFiles("memory.max", "memory.current", "inactive_file")
+_VERSION_1 = _GroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def memory_limit_bytes(root: Path = _CGROUP, process: Path = _OWN_CGROUPS) -> int:
+    """Return the bytes that this process may use: the tightest limit of its cgroup and its parents, else the RAM."""
+    limits = [_limit_bytes(group, files) for group, files in _groups(root, process)]
+    ram = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([ram, *(limit for limit in limits if limit is not None)])
+
+
+def cgroup_free_bytes(root: Path = _CGROUP, process: Path = _OWN_CGROUPS) -> int | None:
+    """Return the bytes that this cgroup may still take; None if unlimited. Clean page cache counts as free."""
+    left = [_group_free_bytes(group, files) for group, files in _groups(root, process)]
+    return min((free for free in left if free is not None), default=None)
+
+
+def _group_free_bytes(group: Path, files: _GroupFiles) -> int | None:
+    limit = _limit_bytes(group, files)
+    if limit is None:
+        return None
+    try:
+        used = int((group / files.used).read_text())
+        lines = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return max(0, limit - used + int(lines.get(files.droppable, 0)))
+    except (OSError, ValueError):
+        return None
+
+
+def _limit_bytes(group: Path, files: _GroupFiles) -> int | None:
+    """Return the limit of one group; None if there is none, or it cannot be read."""
+    try:
+        limit = int((group / files.limit).read_text())
+    except (OSError, ValueError):  # "max"
+        return None
+    return limit if limit < _UNLIMITED else None
+
+
+def _groups(root: Path, process: Path) -> Iterator[tuple[Path, _GroupFiles]]:
+    """Yield this process's cgroups and their parents, of both versions; the root's if the process does not say."""
+    try:
+        lines = process.read_text().splitlines()
+    except OSError:
+        lines = ["0::/"]
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            base, files = root, _VERSION_2
+        elif "memory" in controllers.split(","):
+            base, files = root / "memory", _VERSION_1
+        else:
+            continue
+        inside = Path(path.lstrip("/"))
+        yield from ((base / level, files) for level in (inside, *inside.parents))
