@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -17,9 +16,10 @@ from pagoda.cli.stores import (
     Directory,
     Model,
     Prefix,
-    attached,
+    agreed,
     chosen,
     find_stores,
+    in_each,
     refuse_unknown,
     tier_of,
 )
@@ -70,12 +70,13 @@ def clear(
     roots = chosen(known, model, namespace)
     if namespace is not None and len(roots) > 1:
         raise UsageError(f"--namespace {namespace}: begins {len(roots)} namespaces; write more of it")
-    if not yes and not _agreed(_question(_described(roots, model, namespace), stores, shared)):
+    if not yes and not agreed(_question(_described(roots, model, namespace), stores, shared), "clear"):
         return FAILED
     wanted = None if everything else list(roots)
-    gone, failed = _clear(stores, wanted)
+    local, failed = in_each(stores, lambda ledger: (tier_of(ledger), _forget(ledger, wanted)))
+    gone = [ClearedStore(*counted, str(store)) for store, counted in local.items()]
     more, deaf = _clear_shared(shared, wanted)
-    broken |= {**failed, **deaf}
+    broken |= {**{str(store): trouble for store, trouble in failed.items()}, **deaf}
     _print([*gone, *more], broken, as_json)
     nameless = sum(not row.fields for row in known.values())
     if nameless and model is not None:
@@ -115,17 +116,12 @@ def _nameless(root: bytes, chunks: int) -> NamespaceRow:
 
 def _known(stores: list[Path]) -> dict[bytes, NamespaceRow]:
     """Return the namespaces of all stores that can be opened; the others fail later, with a reason each."""
-    from pagoda.errors import PagodaError
     from pagoda.ledger import admin
 
     known: dict[bytes, NamespaceRow] = {}
-    for store in stores:
-        try:
-            with attached(store) as ledger:
-                named = {root: row for root, row in known.items() if row.fields}
-                known.update({**admin.list_namespaces(ledger), **named})
-        except PagodaError:
-            continue
+    for rows in in_each(stores, admin.list_namespaces)[0].values():
+        named = {root: row for root, row in known.items() if row.fields}
+        known.update({**rows, **named})
     return known
 
 
@@ -140,27 +136,6 @@ def _question(what: str, stores: list[Path], shared: list[RemoteNamespaces]) -> 
     where = f"{len(stores)} store(s)"
     others = ", ".join(remote.spec.redacted for remote in shared)
     return f"Clear {what} in {where}{f' and, for all machines, in {others}' if others else ''}?"
-
-
-def _agreed(question: str) -> bool:
-    if not sys.stdin.isatty():
-        raise UsageError("clear asks before it deletes: say --yes where nobody can answer")
-    return typer.confirm(question, err=True)
-
-
-def _clear(stores: list[Path], roots: list[bytes] | None) -> tuple[list[ClearedStore], dict[str, str]]:
-    """Clear every store, going on past one that fails; return what went and what is wrong with the others."""
-    from pagoda.errors import PagodaError
-
-    cleared: list[ClearedStore] = []
-    broken: dict[str, str] = {}
-    for store in stores:
-        try:
-            with attached(store) as ledger:
-                cleared.append(ClearedStore(tier_of(ledger), _forget(ledger, roots), str(store)))
-        except PagodaError as trouble:
-            broken[str(store)] = str(trouble)
-    return cleared, broken
 
 
 def _clear_shared(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
 
 from pagoda.cli import FAILED, FailedError, UsageError, show
-from pagoda.cli.stores import AsJson, ConfigFile, find_roots
+from pagoda.cli.stores import AsJson, ConfigFile, agreed, find_roots
 
 
 class DoomedStore(NamedTuple):
@@ -92,11 +91,9 @@ def _stores(what: str | None, config: Path | None) -> list[DoomedStore]:
 
 
 def _agreed(stores: list[DoomedStore]) -> bool:
-    if not sys.stdin.isatty():
-        raise UsageError("remove asks before it deletes: say --yes where nobody can answer")
     total = show.size(sum(store.bytes for store in stores))
     where = ", ".join(store.directory for store in stores)
-    return typer.confirm(f"Remove {total} with all that is stored there: {where}?", err=True)
+    return agreed(f"Remove {total} with all that is stored there: {where}?", "remove")
 
 
 def _remove(stores: list[DoomedStore]) -> tuple[list[DoomedStore], dict[str, str]]:

@@ -9,7 +9,7 @@ import typer
 
 from pagoda.cli import FAILED, show
 from pagoda.cli.remote_stores import Unanswered, remotes_of, usage
-from pagoda.cli.stores import AsJson, ConfigFile, Directory, attached, find_stores, label, tier_of
+from pagoda.cli.stores import AsJson, ConfigFile, Directory, find_stores, in_each, label, tier_of
 
 if TYPE_CHECKING:
     from pagoda.config import RemoteSpec
@@ -51,7 +51,8 @@ def stats(
 
     if as_json and prometheus:
         raise UsageError("--json and --prometheus: choose one")
-    found, broken = read_stores(find_stores(directory, config))
+    snapshots, broken = in_each(find_stores(directory, config), _snapshot)
+    found = list(snapshots.values())
     shared = [_room_of(spec) for spec in remotes_of(directory, config)]
     if as_json:
         failures = [{"directory": str(store), "error": trouble} for store, trouble in broken.items()]
@@ -87,26 +88,12 @@ def _room_of(spec: RemoteSpec) -> RemoteUsage:
     return RemoteUsage(spec.name, spec.redacted, found.used_bytes, found.limit_bytes, "")
 
 
-def read_stores(stores: list[Path]) -> tuple[list[StoreSnapshot], dict[Path, str]]:
-    """Return a snapshot of each store that can be read, and what is wrong with the others."""
-    from pagoda.errors import PagodaError
-
-    found, broken = [], {}
-    for store in stores:
-        try:
-            with attached(store) as ledger:
-                found.append(_snapshot(store, ledger))
-        except PagodaError as trouble:
-            broken[store] = str(trouble)
-    return found, broken
-
-
-def _snapshot(store: Path, ledger: Ledger) -> StoreSnapshot:
+def _snapshot(ledger: Ledger) -> StoreSnapshot:
     from pagoda.ledger import admin
 
     gauges = admin.gauges(ledger)
     return StoreSnapshot(
-        directory=store,
+        directory=ledger.directory,
         tier=tier_of(ledger),
         kind=ledger.kind,
         slot_bytes=ledger.slot_bytes,

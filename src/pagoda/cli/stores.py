@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar
 
 import typer
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from pagoda.config import Config
     from pagoda.ledger import Ledger, NamespaceRow
 
+T = TypeVar("T")
 STATE = "state"  # the file that makes a directory a store
 TIERS = {"memory": "host", "file": "disk"}
 
@@ -109,6 +111,28 @@ def attached(store: Path) -> Iterator[Ledger]:
         yield ledger
     finally:
         ledger.close()
+
+
+def in_each(stores: Sequence[Path], work: Callable[[Ledger], T]) -> tuple[dict[Path, T], dict[Path, str]]:
+    """Do `work` with every store that can be opened; return what came of it, and what is wrong with the others."""
+    from pagoda.errors import PagodaError
+
+    done: dict[Path, T] = {}
+    broken: dict[Path, str] = {}
+    for store in stores:
+        try:
+            with attached(store) as ledger:
+                done[store] = work(ledger)
+        except PagodaError as trouble:
+            broken[store] = str(trouble)
+    return done, broken
+
+
+def agreed(question: str, command: str) -> bool:
+    """Ask a person. Raises UsageError where nobody can answer."""
+    if not sys.stdin.isatty():
+        raise UsageError(f"{command} asks before it deletes: say --yes where nobody can answer")
+    return typer.confirm(question, err=True)
 
 
 def tier_of(ledger: Ledger) -> str:
