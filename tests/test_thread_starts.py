@@ -159,7 +159,7 @@ def test_no_other_thread_is_started_than_by_begin_and_pool() -> None:
     """Else one that cannot be started would be an exception out of an engine's call, or work that runs too late."""
     allowed = {
         "threads.py",
-        "cli/demo_child.py",
+        "cli/demo/demo_child.py",
         "testing/tier_conformance.py",
         "testing/policy_conformance.py",
     }

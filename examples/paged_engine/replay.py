@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from pagoda import Cache, Config, KVLayout, Namespace
-from pagoda.cli.demo_text import ByteTokenizer
+from pagoda.cli.demo.demo_text import ByteTokenizer
 from pagoda.connectors.transformers import layout_of, namespace_of
 from pagoda.tiers import tier_registry
 

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.cli import UsageError, demo
-from pagoda.cli.demo_child import Size
-from pagoda.cli.demo_run import run_demo
-from pagoda.cli.demo_text import ByteTokenizer, documents
+from pagoda.cli import UsageError
+from pagoda.cli.demo import demo_command
+from pagoda.cli.demo.demo_child import Size
+from pagoda.cli.demo.demo_run import run_demo
+from pagoda.cli.demo.demo_text import ByteTokenizer, documents
 from pagoda.tiers import tier_registry
 from tests.e2e.tiny import llama
 
@@ -70,7 +71,7 @@ def test_three_processes_one_text(
     assert {process for process, _ in steps} == {"cold", "host", "disk"}
     assert not list(shm_root.iterdir())
     assert not list(tmp_path.iterdir())
-    demo._print(shown, None)
+    demo_command._print(shown, None)
     printed = capsys.readouterr().out
     assert "identical" in printed
     assert "DIFFERS" not in printed

@@ -57,7 +57,7 @@ def root(
 def demo(ctx: typer.Context) -> int:
     """Show a prompt served from memory and from disk: same text, much sooner."""
     try:
-        module = import_module("pagoda.cli.demo")
+        module = import_module("pagoda.cli.demo.demo_command")
     except ModuleNotFoundError as missing:
         if missing.name not in ("torch", "transformers", "tokenizers"):
             raise

@@ -20,8 +20,8 @@ _SPEC = {"spec_name": "PagodaOffloadingSpec", "spec_module_path": "pagoda.connec
 class PagodaHybridConnector(OffloadingConnector):
     """Keeps the KV of hybrid models (sliding windows, Mamba layers) in PagodaKV's tiers.
 
-    vLLM makes one for its scheduler and one for each worker, from `--kv-transfer-config`; see docs/how-to. All but
-    the storage is vLLM's own. Added to it is what it takes for impossible: a load that fails, and a request that is
+    vLLM makes one for its scheduler and one for each worker, from `--kv-transfer-config`; see
+    docs/how-to/vllm.md. All but the storage is vLLM's own. Added to it is what it takes for impossible: a load that fails, and a request that is
     preempted and asks again before the workers have heard of it.
     """
 

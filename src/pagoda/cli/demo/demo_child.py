@@ -1,6 +1,6 @@
 """One process of the demo: build the model, ask the questions, say how it went as JSON lines on stdout.
 
-Run as `python -m pagoda.cli.demo_child` with a task (JSON) on stdin. Each process builds the same model anew, so
+Run as `python -m pagoda.cli.demo.demo_child` with a task (JSON) on stdin. Each process builds the same model anew, so
 whatever it reuses came out of the cache's own memory and files.
 """
 
@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
-from pagoda.cli.demo_text import QUESTIONS, ByteTokenizer, documents
+from pagoda.cli.demo.demo_text import QUESTIONS, ByteTokenizer, documents
 
 if TYPE_CHECKING:
     import torch

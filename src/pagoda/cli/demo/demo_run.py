@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from pagoda.cli import FailedError, UsageError
-from pagoda.cli.demo_child import DemoAnswer, DemoOutcome, Size, Task
+from pagoda.cli.demo.demo_child import DemoAnswer, DemoOutcome, Size, Task
 from pagoda.tiers import tier_registry
 
 __all__ = ["Shown", "run_demo"]
@@ -144,7 +144,7 @@ def _run(task: Task, step: Callable[[str], None]) -> DemoOutcome:
     """Run one process to its end; it never outlives this call."""
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-m", "pagoda.cli.demo_child"],
+            [sys.executable, "-m", "pagoda.cli.demo.demo_child"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,

@@ -13,8 +13,8 @@ from pagoda.cli import FAILED, INTERRUPTED, UsageError, show
 from pagoda.cli.stores import AsJson
 
 if TYPE_CHECKING:
-    from pagoda.cli.demo_child import Size
-    from pagoda.cli.demo_run import Shown
+    from pagoda.cli.demo.demo_child import Size
+    from pagoda.cli.demo.demo_run import Shown
 
 _STEPS = 16  # of all processes together, for the progress bar
 _FROM = {"cold": "computed", "host": "host", "disk": "disk"}
@@ -33,7 +33,7 @@ def demo(
     ] = None,
 ) -> int:
     """Show a prompt served from memory and from disk: same text, much sooner. Leaves nothing behind."""
-    from pagoda.cli.demo_child import Size
+    from pagoda.cli.demo.demo_child import Size
 
     missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
     if missing:
@@ -54,7 +54,7 @@ def demo(
 
 def _ran(size: Size, model: str | None, host_in: Path, disk_in: Path, as_json: bool) -> Shown:
     """Run the processes under a progress bar."""
-    from pagoda.cli.demo_run import run_demo
+    from pagoda.cli.demo.demo_run import run_demo
 
     with show.progress(as_json) as bars:
         task = bars.add_task("starting", total=_STEPS)

@@ -1,0 +1,7 @@
+"""`pagoda demo`: one prompt answered by three processes, computed, from host memory and from disk.
+
+- `demo_command`: the command, and what it prints
+- `demo_run`: the three processes, one after the other, and what they prove together
+- `demo_child`: what one of them does
+- `demo_text`: the text that is asked about
+"""
