@@ -20,9 +20,9 @@ __all__ = ["PagodaConnector"]
 class PagodaConnector(KVConnectorBase_V1):
     """Keeps the KV of an engine in PagodaKV's tiers, for models with one kind of attention.
 
-    vLLM makes one for its scheduler and one for each worker, from `--kv-transfer-config`; see
-    docs/how-to/vllm.md. Engines of one machine share what they store. Whatever fails at run time is computed again; what is not known to work is
-    refused when the engine starts, with a ValueError that says what to do.
+    vLLM makes one for its scheduler and one for each worker, from `--kv-transfer-config`; see docs/how-to/vllm.md.
+    Engines of one machine share what they store. Whatever fails at run time is computed again; what is not known to
+    work is refused when the engine starts, with a ValueError that says what to do.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:

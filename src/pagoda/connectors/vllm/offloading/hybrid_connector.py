@@ -20,9 +20,9 @@ _SPEC = {"spec_name": "PagodaOffloadingSpec", "spec_module_path": "pagoda.connec
 class PagodaHybridConnector(OffloadingConnector):
     """Keeps the KV of hybrid models (sliding windows, Mamba layers) in PagodaKV's tiers.
 
-    vLLM makes one for its scheduler and one for each worker, from `--kv-transfer-config`; see
-    docs/how-to/vllm.md. All but the storage is vLLM's own. Added to it is what it takes for impossible: a load that fails, and a request that is
-    preempted and asks again before the workers have heard of it.
+    vLLM makes one for its scheduler and one for each worker, from `--kv-transfer-config`; see docs/how-to/vllm.md.
+    All but the storage is vLLM's own. Added to it is what it takes for impossible: a load that fails, and a request
+    that is preempted and asks again before the workers have heard of it.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:

@@ -54,8 +54,8 @@ _STATE = "MambaSpec"
 class PagodaOffloadingSpec(OffloadingSpec):
     """Keeps the KV of hybrid models (sliding windows, several groups) in PagodaKV's tiers.
 
-    The spec of PagodaHybridConnector; see docs/how-to/vllm.md. vLLM makes one for its scheduler and one for each worker.
-    What is not known to work is refused at the start, with a ValueError that says what to do.
+    The spec of PagodaHybridConnector; see docs/how-to/vllm.md. vLLM makes one for its scheduler and one for each
+    worker. What is not known to work is refused at the start, with a ValueError that says what to do.
     """
 
     @classmethod
