@@ -14,8 +14,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 # figure: (bound, aim). Which modules background threads enter depends a little on timing: those bounds have three to spare.
 BOUNDS = {
-    "lines of code": (29_381, 23_000),
-    "lines of the core": (12_909, 9_200),
+    "lines of code": (29_333, 23_000),
+    "lines of the core": (12_860, 9_200),
     "class names used twice": (0, 5),
     "mixed modules": (0, 0),
     "modules with two themes": (8, 12),

@@ -160,6 +160,20 @@ def test_tiers_together(shm_root: Path, tmp_path: Path) -> None:
     assert (found[-1]["num_tokens"], found[-1]["reason"]) == (0, "below_minimum")
 
 
+def test_the_reason_of_all_tiers_together_is_that_of_the_first_chunk_that_none_of_them_has(
+    shm_root: Path, tmp_path: Path
+) -> None:
+    ledger = host(shm_root)
+    keys = put(ledger, LLAMA, PROMPT[:48])
+    admin.remove(ledger, keys[2:])
+    with disk(tmp_path) as tier:
+        save(tier, LLAMA, PROMPT[:48])
+    where = {"PAGODA_HOST_PATH": str(shm_root), "PAGODA_DISK_PATH": str(tmp_path), "PAGODA_DISK_SIZE": "1GiB"}
+    together = explained(**where)[-1]
+    assert (together["tier"], together["num_tokens"], together["reason"]) == ("all", 48, "absent")
+    assert "chunk 3" in str(together["detail"])  # chunk 2, which the host has lost, came from the disk
+
+
 def test_the_best_namespace_comes_first_and_one_may_be_chosen(shm_root: Path) -> None:
     ledger = host(shm_root)
     put(ledger, LLAMA, range(16))

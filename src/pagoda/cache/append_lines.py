@@ -10,6 +10,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from pagoda.clock import Deadline
+
 __all__ = ["append_lines"]
 
 _LOCK_SECONDS, _PAUSE_SECONDS = 1.0, 0.005  # a process that is stopped with the lock is not waited for longer
@@ -55,12 +57,12 @@ def _append(fd: int, line: bytes, locked: bool) -> None:
 
 def _lock(fd: int) -> bool:
     """Lock the file for this descriptor; False if that takes too long, or the file system has no locks."""
-    until = time.monotonic() + _LOCK_SECONDS
+    deadline = Deadline(_LOCK_SECONDS)
     while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if time.monotonic() > until:
+            if deadline.passed:
                 return False
             time.sleep(_PAUSE_SECONDS)
         except OSError:

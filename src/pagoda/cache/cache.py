@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import os
-import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -23,7 +22,7 @@ from pagoda.cache.operations import Operations
 from pagoda.cache.request import CallOptions, KeyScheme
 from pagoda.cache.resources import build_resources
 from pagoda.cache.tier_stack import TierStack, build_tiers, open_tiers
-from pagoda.clock import Clock
+from pagoda.clock import Clock, Deadline
 from pagoda.config import Config, ConfigOptions
 from pagoda.errors import ClosedError, ConfigError, StoreError
 from pagoda.finalizers import close_when_dropped
@@ -140,9 +139,9 @@ class Cache:
         """
         config = _configured(config, layout, overrides)
         wanted = {"config": config, "namespace": _completed(namespace, layout, config), "layout": layout}
-        until = time.monotonic() + _OPEN_SECONDS
+        deadline = Deadline(_OPEN_SECONDS)
         while True:
-            cache = _wait_for_opening(name, until)
+            cache = _wait_for_opening(name, deadline)
             if cache is None:
                 try:
                     cache = cls(config, namespace=namespace, layout=layout, name=name)
@@ -365,11 +364,11 @@ class Cache:
 
     def flush(self, timeout: float = 30.0) -> bool:
         """Wait until the lower tiers have what was queued for them; False if `timeout` seconds were not enough."""
-        until = time.monotonic() + timeout
+        deadline = Deadline(timeout)
         flushed = self._resources.writeback.flush(timeout)
         for tier in self._tiers.lower:
             wait = getattr(tier, "flush", None)
-            flushed = (wait is None or bool(wait(max(0.0, until - time.monotonic())))) and flushed
+            flushed = (wait is None or bool(wait(deadline.remaining()))) and flushed
         return flushed
 
     def close(self, timeout: float = _CLOSE_SECONDS) -> bool:
@@ -460,11 +459,11 @@ def forget(cache: Cache) -> None:
             _kept.pop(cache.name, None)
 
 
-def _wait_for_opening(name: str, until: float) -> Cache | None:
+def _wait_for_opening(name: str, deadline: Deadline) -> Cache | None:
     """Return the cache of that name, once no thread is opening it; None if there is none."""
     with _changed:
         while name in _opening.values():
-            if not _changed.wait(max(0.0, until - time.monotonic())):
+            if not _changed.wait(deadline.remaining()):
                 raise StoreError(
                     f"another thread has been opening the cache {name!r} for {_OPEN_SECONDS:g} s: see what it waits for"
                 )

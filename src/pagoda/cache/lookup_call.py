@@ -97,7 +97,12 @@ def match_prefix(
                 continue
             start = request.first + at
             if tier is tiers.host:
-                count, reason = _match_host(tiers, request, at, deadline, stamp, touch)
+                assert tiers.host is not None
+                match = tiers.host.ledger.match_prefix(
+                    request.keys[at:], start=start, namespace=request.namespace.root, stamp=stamp, touch=touch,
+                    lease_seconds=LEASE_SECONDS if touch else 0.0, deadline_seconds=deadline.remaining(),
+                )  # fmt: skip
+                count, reason = len(match.slots), match.reason
             else:
                 count = tier.find(
                     request.keys[at:], start=start, namespace=request.namespace.root, touch=touch,
@@ -111,19 +116,3 @@ def match_prefix(
             if at == len(request.keys):
                 return TiersMatch(at, by_tier, None)
     return TiersMatch(at, by_tier, reason)
-
-
-def _match_host(
-    tiers: TierStack, request: CacheRequest, at: int, deadline: Deadline, stamp: int | None, touch: bool
-) -> tuple[int, Reason | None]:
-    assert tiers.host is not None
-    match = tiers.host.ledger.match_prefix(
-        request.keys[at:],
-        start=request.first + at,
-        namespace=request.namespace.root,
-        stamp=stamp,
-        lease_seconds=LEASE_SECONDS if touch else 0.0,
-        touch=touch,
-        deadline_seconds=deadline.remaining(),
-    )
-    return len(match.slots), match.reason

@@ -270,18 +270,24 @@ class RetrieveCall:
         self._resources.load_cost.record_load(tier.name, nbytes, seconds)
         self._resources.writeback.note_loaded(tier, pipeline.committed)
         if self._done > before:
-            self._resources.writeback.note_access(self._access(tier, before, pipeline.committed))
-        return self._stopped_by_writer(destination)
+            self._note_served(tier, before, pipeline.committed)
+        stopped = destination.stopped if isinstance(destination, HostDestination) else None
+        if isinstance(stopped, Refused):
+            self._full = True
+            if self._kv is None and self._reason is None:
+                self._stop(stopped.reason, "the host tier has no slot for more")
+        return isinstance(stopped, Busy)
 
-    def _access(self, tier: Tier, begin: int, committed: Sequence[Reserved]) -> Access:
-        """Return the note of what `tier` has served from `begin` on, for the other tiers; some is in host slots now."""
+    def _note_served(self, tier: Tier, begin: int, committed: Sequence[Reserved]) -> None:
+        """Note what `tier` has served from `begin` on, for the other tiers; some of it is in host slots now."""
         request, end = self._request, self._done
         where = {item.key: (item.slot, item.generation) for item in committed}
 
         def refs() -> list[ChunkRef]:
             return [chunk_ref(request, i, *where.get(request.keys[i], ())) for i in range(begin, end)]
 
-        return Access(request.namespace.root, refs, end - begin, source=tier)
+        access = Access(request.namespace.root, refs, end - begin, source=tier)
+        self._resources.writeback.note_access(access)
 
     def _destination(self) -> LoadDestination:
         host = self._tiers.host
@@ -289,15 +295,6 @@ class RetrieveCall:
             return StagingDestination(self._resources.load_staging, self._deadline)
         lease = LEASE_SECONDS if self._kv is None else 0.0
         return HostDestination(host, self._request, self._deadline, self._stamp, lease)
-
-    def _stopped_by_writer(self, destination: LoadDestination) -> bool:
-        """Note why no more slots were reserved; return whether another call is storing the next chunk."""
-        stopped = destination.stopped if isinstance(destination, HostDestination) else None
-        if isinstance(stopped, Refused):
-            self._full = True
-            if self._kv is None and self._reason is None:
-                self._stop(stopped.reason, "the host tier has no slot for more")
-        return isinstance(stopped, Busy)
 
     # -- ends and waits -------------------------------------------------------------------------------------------
 
@@ -338,22 +335,16 @@ class RetrieveCall:
 
     def _probe_writer(self) -> None:
         """Find out whether the process that is storing the next chunk is alive: a reserve reclaims from the dead."""
-        host, request, at = self._tiers.host, self._request, self._done
+        host, at = self._tiers.host, self._done
         assert host is not None
-        outcomes = host.ledger.reserve(
-            request.keys[at : at + 1],
-            namespace=request.namespace.root,
-            start=request.first + at,
-            parent=request.parent_of(at),
-            tokens=request.chunk_tokens,
-            stamp=self._stamp,
-            admit_all=True,
-            deadline_seconds=self._deadline.remaining(),
-        )
+        probe = HostDestination(host, self._request, self._deadline, self._stamp, LEASE_SECONDS)
+        buffers = probe.reserve(at, at + 1, False)
         try:
-            host.ledger.abort(outcomes)
+            for buffer in buffers:
+                probe.settle(buffer, False)
         except BaseException:  # of a signal handler, perhaps before the call above had begun
-            host.ledger.abort(outcomes)
+            for buffer in buffers:
+                probe.settle(buffer, False)
             raise
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-import time
 import weakref
 
+from pagoda.clock import Deadline
 from pagoda.fork import reset_in_child
 from pagoda.metrics import Reason
 from pagoda.slab.memory import aligned
@@ -46,7 +46,7 @@ class StagingPool:
 
     def acquire(self, timeout: float = 0.0) -> Bytes | None:
         """Return a buffer of undefined content, None if none is released within `timeout` seconds."""
-        until = time.monotonic() + timeout
+        deadline = Deadline(timeout)
         while True:
             with contextlib.suppress(queue.Empty):
                 return self._free.get_nowait()
@@ -55,11 +55,10 @@ class StagingPool:
                     buffer = aligned(self.nbytes)
                     self._allocated.append(weakref.ref(buffer))
                     return buffer
-            left = until - time.monotonic()
-            if left <= 0:
+            if deadline.passed:
                 return None
             with contextlib.suppress(queue.Empty):
-                return self._free.get(timeout=min(left, _LOOK_SECONDS))
+                return self._free.get(timeout=min(deadline.remaining(), _LOOK_SECONDS))
 
     def release(self, buffer: Bytes) -> None:
         """Put a buffer back into the pool."""

@@ -6,8 +6,7 @@ chunks for the lower tiers in `WriteBack`.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 from pagoda.cache.call import CheckedTransfer
@@ -94,19 +93,20 @@ class StoreCall:
 
     def _store_below(self) -> Reason | None:
         """Store without a host tier; what was stored can be read when this returns."""
-        reason = self._store_through_staging(self._deadline.remaining)
+        reason = self._store_through_staging(self._deadline)
         self._writeback.wait_handed_over(self._deadline.remaining())
         return reason
 
     def _store(self, host: HostTier) -> Reason | None:
         reason = self._store_in_host(host)
         if self._overflows and reason is Reason.NOT_ADMITTED:
-            reason = self._store_through_staging(_a_moment(self._deadline))
+            moment = Deadline(min(_MOMENT_SECONDS, self._deadline.remaining()))
+            reason = self._store_through_staging(moment)
             if reason not in _NOTHING_LEFT:
                 self._admit_all = True
                 reason = self._store_in_host(host)
         if self._overflows and reason not in _NOTHING_LEFT and not self._deadline.passed:
-            reason = self._store_through_staging(self._deadline.remaining)
+            reason = self._store_through_staging(self._deadline)
         return reason
 
     def _stored(self, reason: Reason | None) -> Stored:
@@ -191,15 +191,15 @@ class StoreCall:
 
     # -- through staging buffers ----------------------------------------------------------------------------------
 
-    def _store_through_staging(self, patience: Callable[[], float]) -> Reason | None:
-        """Hand what is left to the tiers below; wait for buffers as `patience` says. Returns why it ended early."""
+    def _store_through_staging(self, patience: Deadline) -> Reason | None:
+        """Hand what is left to the tiers below; wait for buffers while `patience` lasts. Returns why it ended early."""
         request, begin = self._request, self._fate.find(_LEFT)
         if begin < 0 or not self._lower:
             return None if begin < 0 else Reason.TIER_SKIPPED
         ends = [  # up to where each tier takes the run: the chunks it has, and then those that its policy admits
             tier.find(
                 request.keys, start=request.first, stamp=stamp, namespace=request.namespace.root, touch=False,
-                deadline_seconds=patience(),
+                deadline_seconds=patience.remaining(),
             )
             for tier, stamp in zip(self._lower, self._stamps, strict=True)
         ]  # fmt: skip
@@ -213,7 +213,7 @@ class StoreCall:
                 return Reason.NOT_ADMITTED
             if self._deadline.passed:
                 return Reason.DEADLINE
-            buffer = self._staging.acquire(patience())
+            buffer = self._staging.acquire(patience.remaining())
             if buffer is None:
                 return Reason.QUEUE_FULL
             self._stage(i, buffer, [at for at, end in enumerate(ends) if end > i])
@@ -271,9 +271,3 @@ class StoreCall:
             self._fate[index] = _LEFT
         self._sent = [(index, staged) for index, staged in self._sent if staged.refused is None]
         return lost[0][1] if lost else None
-
-
-def _a_moment(deadline: Deadline) -> Callable[[], float]:
-    """Return a short patience: the seconds left of a moment, or of the deadline if that ends earlier."""
-    until = time.monotonic() + _MOMENT_SECONDS
-    return lambda: max(0.0, min(deadline.remaining(), until - time.monotonic()))

@@ -133,8 +133,10 @@ def _together(prompt: Prompt, root: bytes, tiers: Sequence[_Place]) -> PrefixVer
     if 0 < total < prompt.min_hit_tokens:
         detail = f"{total} tokens are there, min_hit_tokens = {prompt.min_hit_tokens}"
         return PrefixVerdict(0, Reason.BELOW_MINIMUM, detail)
-    if last.reason is Reason.ABSENT:  # any tier that remembers more than this one says more
-        last = next((verdict for verdict in reversed(verdicts) if verdict.reason is not Reason.ABSENT), last)
+    if last.reason is Reason.ABSENT:  # any tier that remembers more of this chunk says more
+        ledgers = [place for place in tiers if not isinstance(place, RemoteSpec)]
+        found = [PrefixVerdict(0, *_why(prompt, root, ledger, run, None)) for ledger in ledgers]
+        last = next((verdict for verdict in found if verdict.reason is not Reason.ABSENT), last)
     return last._replace(num_tokens=total)
 
 
