@@ -1,3 +1,3 @@
-"""What lets one engine use the cache. The only place that imports an engine; import the module you need."""
+"""Connectors: each lets one engine use the cache. No other package imports an engine; import the module you need."""
 
 from __future__ import annotations

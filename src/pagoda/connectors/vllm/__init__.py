@@ -1,19 +1,19 @@
 """vLLM: its connectors PagodaConnector and PagodaHybridConnector. docs/how-to/vllm.md says how to name them to vLLM.
 
 connector          PagodaConnector: vLLM's interface, each call given to its half
-options            what kv_connector_extra_config may say
+options            the options in kv_connector_extra_config
 supported_engines  what is refused, and why
 kv_memory          a worker's KV cache, inspected: the pages as bytes, and their format
 kv_pages           the pages of one layer
 identity/          what the KV depends on
 scheduler          the scheduler's half: what is cached, loaded and saved
-lookups            finds out on threads what is cached
-metadata           what the halves tell each other
+lookups            look-ups of requests in the tiers, on threads
+metadata           the messages between the halves
 worker             a worker's half: loads and saves
 shared_caches      one cache for all engines of a process
 events             KV events for routers
 connector_stats    what is counted
-offloading/        hybrid models
+offloading/        the connector for hybrid models
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ def register() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     for name in ("PagodaConnector", "PagodaHybridConnector"):
-        with suppress(ValueError):  # it is known already
+        with suppress(ValueError):  # registered already
             KVConnectorFactory.register_connector(name, __name__, name)
 
 
 def __getattr__(name: str) -> Any:
-    """Import the one that is asked for: each uses parts of vLLM that the other can do without."""
+    """Import only the class asked for: each uses parts of vLLM that the others do not need."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,4 +1,4 @@
-"""PagodaConnector: vLLM's KV connector interface (V1), each call handed to the half that it belongs to."""
+"""PagodaConnector: vLLM's KV connector interface (V1); passes each call to the half that it belongs to."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class PagodaConnector(KVConnectorBase_V1):
     """Keeps the KV of an engine in PagodaKV's tiers, for models with one kind of attention.
 
     vLLM makes one for its scheduler and one for each worker, from `--kv-transfer-config`; see docs/how-to/vllm.md.
-    Engines of one machine share what they store. Whatever fails at run time is computed again; what is not known to
-    work is refused when the engine starts, with a ValueError that says what to do.
+    Engines of one machine share what they store. KV whose load fails at run time is computed again. An engine that is
+    not known to work is refused at its start, with a ValueError that says what to do.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -49,7 +49,7 @@ class PagodaConnector(KVConnectorBase_V1):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: a chunk that is not saved is computed again."""
+        """Return False: a chunk that is not saved is computed again."""
         return False
 
     def shutdown(self) -> None:
@@ -61,11 +61,11 @@ class PagodaConnector(KVConnectorBase_V1):
     # ---- a worker's half
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Open the cache for the engine's KV memory. Raises ValueError for a layout that is not known."""
+        """Open the cache for the engine's KV memory. Raises ValueError for an unknown layout."""
         self._working.register(kv_caches)
 
     def get_handshake_metadata(self) -> Handshake | None:
-        """Tell the scheduler's half what the KV memory is."""
+        """Return the description of the KV memory for the scheduler's half."""
         return self._working.handshake
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
@@ -74,29 +74,29 @@ class PagodaConnector(KVConnectorBase_V1):
         self._working.begin(self._step)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Begin the step's loads; they go on behind this step and the next ones."""
+        """Begin the step's loads; they continue while this step and the next ones run."""
         self._working.load(self._step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: no request is scheduled before its load has ended."""
+        """Do nothing: no request is scheduled before its load has ended."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: whole chunks are saved after the step."""
+        """Do nothing: whole chunks are saved after the step."""
 
     def wait_for_save(self) -> None:
         """Copy the pages of the chunks that this step completed."""
         self._working.save(self._step)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """The requests whose loads have ended. Nothing is ever sent: saves keep no block."""
+        """Return the requests whose loads have ended. The first value is always None, because saves keep no block."""
         return None, self._working.finished_loads(self._step.idle)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """The blocks that loads left unfilled; vLLM computes them."""
+        """Return the blocks that loads left unfilled; vLLM computes them."""
         return self._working.take_bad_blocks()
 
     def build_connector_worker_meta(self) -> PagodaWorkerMetadata | None:
-        """Tell the scheduler's half whose loads failed."""
+        """Return which loads and saves failed, for the scheduler's half."""
         return self._working.take_meta()
 
     # ---- the scheduler's half
@@ -106,27 +106,27 @@ class PagodaConnector(KVConnectorBase_V1):
         self._scheduling.opened(metadata.values())
 
     def on_new_request(self, request: Any) -> None:
-        """Begin to look it up."""
+        """Begin the request's look-up."""
         self._scheduling.new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens can be loaded; (None, False) while that is being found out."""
+        """Return how many tokens can be loaded; (None, False) while the look-up runs."""
         return self._scheduling.matched(request, num_computed_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
-        """By tier, the tokens that are being loaded."""
+        """Return the tokens that are being loaded, by tier."""
         return self._scheduling.sources(request, num_external_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Have the next step load what the request was admitted with."""
+        """Add the load of an admitted request to the next step."""
         self._scheduling.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> PagodaMetadata:
-        """This step's work for the workers."""
+        """Return this step's work for the workers."""
         return self._scheduling.step(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Take what the workers tell."""
+        """Take the workers' messages."""
         self._scheduling.told(connector_output)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -135,27 +135,27 @@ class PagodaConnector(KVConnectorBase_V1):
         return False, None
 
     def reset_cache(self) -> bool:
-        """Let nothing that was stored before hit again in this engine: the weights may have changed.
+        """Make all earlier chunks misses for this engine: the weights may have changed.
 
-        vLLM calls it after it has emptied its own cache. If that raises, this was never called.
+        vLLM calls this after it has emptied its own cache. If vLLM's reset raises, it does not call this.
         """
         self._scheduling.reset()
         return True
 
     def take_events(self) -> Iterable[Any]:
-        """KV events of medium "CPU"."""
+        """Return the KV events of medium "CPU"."""
         return self._scheduling.take_events()
 
     # ---- both
 
     def get_kv_connector_stats(self) -> PagodaStats | None:
-        """What this half counted since the last call."""
+        """Return what this half counted since the last call."""
         half = self._scheduler if self._scheduler is not None else self._working
         return half.take_stats()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PagodaStats:
-        """Stats from what another process sent."""
+        """Return stats made from what another process sent."""
         return PagodaStats() if data is None else PagodaStats(data=data)
 
     @classmethod
@@ -166,7 +166,7 @@ class PagodaConnector(KVConnectorBase_V1):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> PagodaPromMetrics:
-        """The Prometheus counters of `PagodaStats`."""
+        """Return the Prometheus counters of `PagodaStats`."""
         return PagodaPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @property

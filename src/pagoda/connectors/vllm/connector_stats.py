@@ -1,7 +1,8 @@
-"""What the connector counts, on its way through vLLM: to the log line and to Prometheus.
+"""The connector's counters, and their path through vLLM to the log line and to Prometheus.
 
 Each half counts what it does, vLLM adds both up once a step, and the process that serves the metrics gets a plain dict.
-An exception anywhere on that way would end the engine, so nothing here raises one: what is no count is not counted.
+An exception anywhere on this path would end the engine, so no function here raises one: values that are not positive
+numbers are ignored.
 """
 
 from __future__ import annotations
@@ -16,24 +17,24 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 
 __all__ = ["COUNTERS", "PREFIX", "PagodaPromMetrics", "PagodaStats"]
 
-PREFIX = "vllm:pagoda_"  # a second engine in one process unregisters what the first left by "vllm:"
+PREFIX = "vllm:pagoda_"  # by "vllm:", a second engine in one process finds and unregisters those of the first
 
 COUNTERS: Mapping[str, str] = MappingProxyType(
     {
-        "lookups": "Requests that PagodaKV was asked about.",
-        "asked_tokens": "Tokens that were asked for: those of the requests that the engine's own cache lacked.",
+        "lookups": "Requests that vLLM looked up in PagodaKV.",
+        "asked_tokens": "Tokens that were looked up: those of the requests that were not in the engine's own cache.",
         "hit_tokens_host": "Tokens found in host memory and not computed.",
         "hit_tokens_disk": "Tokens found on disk and not computed.",
         "hit_tokens_remote": "Tokens found in remote tiers and not computed.",
-        "loaded_tokens": "Tokens brought into the engine's KV memory.",
-        "loaded_bytes": "Bytes brought into the engine's KV memory, by all ranks.",
+        "loaded_tokens": "Tokens loaded into the engine's KV memory.",
+        "loaded_bytes": "Bytes loaded into the engine's KV memory, by all ranks.",
         "load_seconds": "Time that loads took, of all ranks.",
-        "failed_loads": "Loads that came to nothing, whole or in part; the engine computes instead.",
+        "failed_loads": "Loads that failed, completely or in part; the engine computes instead.",
         "failed_load_tokens": "Tokens that failed loads left to the engine to compute.",
         "saved_chunks": "Chunks copied into host memory.",
         "saved_bytes": "Bytes copied into host memory, by all ranks.",
-        "refused_chunks": "Chunks that got no room in host memory and were not saved.",
-        "unsaved_chunks": "Chunks that still waited to be saved, for device memory or time, when their request ended.",
+        "refused_chunks": "Chunks that got no slot in host memory and were not saved.",
+        "unsaved_chunks": "Chunks not saved because their request ended while they waited for device memory or time.",
     }
 )
 
@@ -41,7 +42,7 @@ _TIERS = ("host", "disk", "remote")
 
 
 class PagodaStats(KVConnectorStats):
-    """Counts since the last `take`, by name. Thread-safe; pickled, it is its numbers."""
+    """Counts since the last `take`, by name. Thread-safe; a pickle has only the numbers."""
 
     data: dict[str, Any]
 
@@ -56,17 +57,17 @@ class PagodaStats(KVConnectorStats):
             return type(self), (dict(self.data),)
 
     def count(self, name: str, number: float) -> None:
-        """Add to a counter; its names are those of `COUNTERS`. What is not above zero is left out."""
+        """Add to a counter; its names are those of `COUNTERS`. Numbers that are not above zero are ignored."""
         self._add(name, number)
 
     def take(self) -> PagodaStats | None:
-        """Return what was counted and begin anew; None if that was nothing. The answer is the caller's alone."""
+        """Return the counts and start again at zero; None if there are none. The result belongs to the caller alone."""
         with self._lock:
             taken, self.data = self.data, {}
         return PagodaStats(taken) if taken else None
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Start again at zero."""
         with self._lock:
             self.data = {}
 
@@ -81,7 +82,7 @@ class PagodaStats(KVConnectorStats):
         return not self.data
 
     def reduce(self) -> dict[str, int | float]:
-        """Return what a person wants to read in the log line: sums and speeds, without what did not happen."""
+        """Return the numbers for the log line: sums and speeds, without those that are zero."""
         sums = dict(self.data)
         line: dict[str, int | float] = {}
         if asked := sums.get("asked_tokens", 0):
@@ -106,7 +107,7 @@ class PagodaStats(KVConnectorStats):
 
 
 class PagodaPromMetrics(KVConnectorPromMetrics):
-    """One Prometheus counter a name, `vllm:pagoda_<name>_total`, with the labels that vLLM gives each engine."""
+    """One Prometheus counter for each name, `vllm:pagoda_<name>_total`, with the labels that vLLM gives each engine."""
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
-"""What host memory holds, told to those who route requests: vLLM's KV events of the medium "CPU".
+"""vLLM's KV events of the medium "CPU": they tell routers of requests which chunks host memory holds.
 
-The rule: a chunk is told as stored when everybody can read it, that is in the first `take` after the workers have
-committed all of its parts, and as removed within about a second of its end (or of the next step, if no step is made
-before). The scheduler does not commit and is not told of commits; it looks at the published columns, without a lock.
-What this engine neither stored nor came across when it wanted to store is not told.
+The rule: a chunk is reported as stored when every process can read it, that is in the first `take` after the workers
+have committed all of its parts. It is reported as removed within about a second of its end (or of the next step, if
+there is no step before). The scheduler does not commit and gets no message about commits; it reads the published
+columns, without a lock. Reported are only chunks that this engine stored, or found when it wanted to store them.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _GROUP = 0  # the only group of KV memory this connector works with
 
 
 class StoredEvents:
-    """The chunks of this engine that were told, or are to be told, as stored; at most one a host slot.
+    """The chunks of this engine that were reported, or will be reported, as stored; at most one for each host slot.
 
-    For the scheduler's thread only. Nothing here waits.
+    For the scheduler's thread only. No method waits.
     """
 
     def __init__(
@@ -47,13 +47,13 @@ class StoredEvents:
         self._swept = self._clock.monotonic_ns()
         self._generation = np.zeros(slots.count, np.uint64)
         self._told = np.zeros(slots.count, np.bool_)
-        self._hashes: dict[int, bytes] = {}  # of each told slot: the hashes of its blocks, end to end
-        self._holder: dict[bytes, int] = {}  # the last of these hashes -> the slot, for two may hold the same
+        self._hashes: dict[int, bytes] = {}  # of each reported slot: the hashes of its blocks, concatenated
+        self._holder: dict[bytes, int] = {}  # the last of these hashes -> a slot; two may hold the same
         self._pending: dict[int, BlockStored] = {}  # by slot: reserved, and not known to be committed
         self._removed: list[bytes] = []
 
     def note(self, request: Any, first: int, outcomes: Sequence[Outcome]) -> None:
-        """Remember what a reserve for chunks `first`, `first` + 1, ... of a request answered; tells nothing yet."""
+        """Remember the outcomes of a reserve for chunks `first`, `first` + 1, ... of a request; reports nothing yet."""
         for chunk, outcome in enumerate(outcomes, first):
             if isinstance(outcome, Reserved | Present):
                 self._note(request, chunk, outcome.slot, outcome.generation)
@@ -65,12 +65,12 @@ class StoredEvents:
             self._swept = now
             self._sweep()
         removed, self._removed = self._removed, []
-        # in this order: what was removed may have been stored anew, and what is stored now was not seen to go
+        # in this order: a removed chunk may have been stored again, and a chunk stored now was not seen as removed
         stored = self._newly_stored() if self._pending else []
         return stored if not removed else [self._removal(removed), *stored]
 
     def clear(self) -> None:
-        """Have all that was told told as removed by the next `take`: it is not served any more."""
+        """Report everything as removed in the next `take`, because it is no longer served."""
         self._pending.clear()
         for slot in list(self._hashes):
             self._gone(slot)
@@ -81,13 +81,13 @@ class StoredEvents:
         known = slot in self._hashes or slot in self._pending
         if len(hashes) < self._blocks or (known and self._generation[slot] == generation):
             return
-        if slot in self._hashes:  # what was told of that slot has gone since
+        if slot in self._hashes:  # the chunk that was reported for that slot is gone
             self._gone(slot)
         self._generation[slot] = generation
         self._pending[slot] = self._stored(request, begin, end)
 
     def _stored(self, request: Any, begin: int, end: int) -> BlockStored:
-        """The event for blocks [begin, end) of a request, with the bare hashes in it."""
+        """Return the event for blocks [begin, end) of a request, with the bare hashes in it."""
         tokens, lora = self._block_tokens, request.lora_request
         extra, item = [], 0
         for block in range(begin, end):
@@ -116,7 +116,7 @@ class StoredEvents:
             self._hashes[slot], self._told[slot] = b"".join(hashes), True
             before = self._holder.get(hashes[-1])
             self._holder[hashes[-1]] = slot
-            if before is not None:  # stored anew before it was seen to have gone, and told already
+            if before is not None:  # stored again before its removal was seen, and already reported
                 del self._hashes[before]
                 self._told[before] = False
                 continue

@@ -1,4 +1,4 @@
-"""What one look at a worker's KV cache shows: the pages as bytes, and a text of all that decides those bytes."""
+"""A worker's KV cache, inspected once: the pages as bytes, and a text of everything that decides those bytes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ class KVMemory(NamedTuple):
     """The KV cache of one worker.
 
     `planes`: int8 [num_blocks, page_bytes] views of the KV memory, rows contiguous; `page_bytes` of each.
-    A chunk has `parts` parts and this worker's is `part`; of several ranks that hold the same KV one `writes`.
-    `description` is the same in every worker of every machine of this kind: no address, no rank, no number of blocks.
+    A chunk has `parts` parts and this worker's is `part`; if several ranks hold the same KV, one of them `writes`.
+    `description` is the same in every worker of every machine of this kind: it has no address, rank or number of
+    blocks.
     """
 
     planes: list[torch.Tensor]
@@ -42,7 +43,7 @@ def inspect_kv_caches(
 ) -> KVMemory:
     """Return the pages of `kv_caches` (by layer name) and all that decides their bytes. Copies and changes nothing.
 
-    Raises ValueError for anything that is not known to be one dense page per block and layer, with the remedy.
+    Raises ValueError, which says what to do, unless there is one dense page for each block and layer.
     """
     if len(kv_cache_config.kv_cache_groups) != 1:
         raise ValueError(f"{len(kv_cache_config.kv_cache_groups)} KV cache groups: one is needed")
@@ -88,7 +89,7 @@ def inspect_kv_caches(
 
 
 def _specs(group: Any) -> dict[str, Any]:
-    """The spec of each layer of a group, in the group's order; layers that use another's KV may have none."""
+    """Return the spec of each layer of a group, in the group's order; layers that use another's KV may have none."""
     inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)
     if inner is None:
         return dict.fromkeys(group.layer_names, group.kv_cache_spec)
@@ -96,7 +97,7 @@ def _specs(group: Any) -> dict[str, Any]:
 
 
 def _pages(kv_caches: Mapping[str, Any], specs: dict[str, Any], num_blocks: int) -> list[Page]:
-    """One page a layer, in the group's order; layers that share the whole of another's memory join it."""
+    """Return one page for each layer, in the group's order; layers that share all memory of another join its page."""
     missing = [name for name in specs if name not in kv_caches]
     if missing or not specs:
         raise ValueError(f"no KV cache was registered for the layers {missing}: nothing can be stored")
@@ -122,7 +123,7 @@ def _pages(kv_caches: Mapping[str, Any], specs: dict[str, Any], num_blocks: int)
 
 
 def _parts(vllm_config: VllmConfig, replicas: int) -> tuple[int, int, bool]:
-    """Parts of a chunk, this worker's, and whether it is the one of its replicas that writes."""
+    """Return the number of parts of a chunk, this worker's part, and whether this worker writes it for its replicas."""
     from vllm.distributed import parallel_state
 
     ranks = vllm_config.parallel_config.tensor_parallel_size

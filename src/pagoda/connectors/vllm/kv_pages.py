@@ -33,7 +33,7 @@ class Page(NamedTuple):
 def page_of(name: str, tensor: Any, spec: Any, num_blocks: int) -> Page:
     """Return the pages of one layer. Changes nothing.
 
-    Raises ValueError unless the bytes of each block are one dense run of the size that the spec says.
+    Raises ValueError unless the bytes of each block are one dense run of the size that the spec states.
     """
     import torch
 
@@ -95,7 +95,7 @@ def check_apart(pages: Sequence[Page]) -> None:
 
 
 def _overlap(one: Page, other: Page) -> bool:
-    """Whether any page of `one` shares a byte with any of `other`; of strides that differ, whether their ranges do."""
+    """Whether any page of `one` shares a byte with any of `other`; if strides differ, whether their ranges overlap."""
     low, high = sorted((one, other), key=lambda page: page.start)
     if low.start + (len(low.plane) - 1) * low.stride + low.page_bytes <= high.start:
         return False
@@ -106,7 +106,7 @@ def _overlap(one: Page, other: Page) -> bool:
 
 
 def _dense_bytes(name: str, tensor: torch.Tensor) -> int:
-    """Bytes of one block of the kernel. Raises ValueError if there are gaps between its elements."""
+    """Return the bytes of one block of the kernel. Raises ValueError if there are gaps between its elements."""
     run = 1
     for stride, size in sorted(zip(tensor.stride()[1:], tensor.shape[1:], strict=True)):
         if size > 1 and stride != run:
@@ -119,13 +119,13 @@ def _dense_bytes(name: str, tensor: torch.Tensor) -> int:
 
 
 def _order(tensor: torch.Tensor) -> str:
-    """The dimensions of a block by falling stride, as letters: HNC or NHC. Those of size 1 count for nothing."""
+    """Return the dimensions of a block by falling stride, as letters: HNC or NHC. Those of size 1 are ignored."""
     named = zip("HNC", tensor.stride()[1:], tensor.shape[1:], strict=True)
     return "".join(letter for letter, _, size in sorted(named, key=lambda each: -each[1]) if size > 1)
 
 
 def _text(spec: Any) -> str:
-    """What of a spec says how a page is read: heads, sizes, dtypes, quantisation."""
+    """Return what decides how a page is read: heads, sizes, dtypes, quantisation."""
     names = (
         "num_kv_heads",
         "num_heads",

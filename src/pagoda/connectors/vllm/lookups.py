@@ -1,4 +1,4 @@
-"""Finding out what is cached of each request, on threads, so that vLLM's scheduler never waits for a tier."""
+"""Look-ups of requests in the tiers, on threads, so that vLLM's scheduler never waits for a tier."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ __all__ = ["LookupAnswer", "LookupThreads", "TrackedRequest"]
 log = logging.getLogger("pagoda.vllm")
 
 _THREADS = 2
-_MOST = 64  # begun and not ended; the others are begun when vLLM asks for them
-_PATIENCE_SECONDS = 0.003  # in one pass over the waiting requests, so that most are answered in it
+_MOST = 64  # look-ups that run; the others begin when vLLM asks for them
+_PATIENCE_SECONDS = 0.003  # waited in one pass over the waiting requests, so that it answers most of them
 _LONGEST_SECONDS = 5.0  # a look-up that takes longer is a miss
 
 
 class LookupAnswer(NamedTuple):
-    """What a look-up answered."""
+    """The answer of a look-up."""
 
     root: bytes  # of the request's namespace
     lora: str | None
     salt: str | None
     hashes: int  # block hashes that the request had then ...
-    last: bytes  # ... and the last of them: it names all of the tokens
+    last: bytes  # ... and the last of them: it names all these tokens
     hit: Hit
     at: float
 
@@ -43,29 +43,29 @@ class TrackedRequest:
     """One request, from its arrival until it ends."""
 
     request: Any
-    look: Future[LookupAnswer | None] | None = None  # its answer None: of this request nothing is cached
+    look: Future[LookupAnswer | None] | None = None  # answer None: nothing of this request can be cached
     asked_at: float = 0.0
     polled: bool = False
-    recorded: bool = False  # as a request, by its first look-up
+    recorded: bool = False  # in the trace, by its first look-up
     found: LookupAnswer | None = None
-    loads: bool = True  # False: a load or a look-up of it came to nothing, it computes for itself
+    loads: bool = True  # False: a load or a look-up of it failed, so vLLM computes it
     saves: bool = True
     reason: Reason | None = None  # why there was no look-up
     counted: bool = False
-    keys: list[bytes] = field(default_factory=list)  # under found.root
-    named: bytes = b""  # the block hash that the last of the keys was made of
+    keys: list[bytes] = field(default_factory=list)  # in the namespace found.root
+    named: bytes = b""  # the block hash from which the last of the keys was made
     saved: int = 0  # leading chunks that need no saving
     seen: int = 0  # chunks that were computed when saving was last tried
     stamp: int | None = None
-    local_tokens: int = 0  # in the engine's own cache, when the tiers were last asked about
-    waits_for: str | None = None  # the request whose load brings some of the same chunks
+    local_tokens: int = 0  # in the engine's own cache, when the tiers were last asked
+    waits_for: str | None = None  # the request whose load includes some of the same chunks
 
 
 class LookupThreads:
-    """The look-ups of one engine. Used by the scheduler's thread; the tiers are asked by threads of its own."""
+    """The look-ups of one engine. Used by the scheduler's thread; separate threads ask the tiers."""
 
     def __init__(self, cache: Cache, hash_tokens: int, salt: str, waits: bool = True) -> None:
-        """Start no thread yet. `waits`: a pass over the waiting requests may wait a moment for answers."""
+        """Prepare; threads start later. `waits`: a pass over the waiting requests may wait a moment for answers."""
         self._cache = cache
         self._hash_tokens = hash_tokens  # tokens of one of vLLM's block hashes
         self._chunk_tokens = cache.layout.chunk_tokens
@@ -76,7 +76,7 @@ class LookupThreads:
         self._threads = Pool(_THREADS, "pagoda-look")
 
     def begin(self, tracked: TrackedRequest) -> bool:
-        """Begin to look a request up; False where too many are being looked up."""
+        """Begin to look a request up; False if too many look-ups run already."""
         if self._threads.under_way >= _MOST:
             return False
         request, hashes = tracked.request, len(tracked.request.block_hashes)
@@ -86,14 +86,14 @@ class LookupThreads:
         try:
             tracked.look = self._threads.submit(self._lookup, request, digests, hashes, last, prompt)
             tracked.recorded = True
-        except RuntimeError as trouble:  # no thread could be started, or this is the end
+        except RuntimeError as trouble:  # no thread could be started, or the engine shuts down
             log.warning("a look-up could not begin: %s", trouble)
             tracked.loads, tracked.reason = False, Reason.IO_ERROR
             return False
         return True
 
     def answered(self, tracked: TrackedRequest) -> bool:
-        """Whether it is known what is cached of a request; begins to look (again) where it is not, or no more."""
+        """Whether a valid answer for this request is known; begins a (new) look-up if it is not."""
         if tracked.look is None and not self.begin(tracked):
             return False
         look = tracked.look
@@ -113,7 +113,7 @@ class LookupThreads:
         return self._taken(tracked, look.result())
 
     def settled(self, tracked: TrackedRequest) -> bool:
-        """Whether a request's namespace is known, so that it can be saved; begins to look where nobody has."""
+        """Whether a request's namespace is known, so that it can be saved; begins a look-up if there was none."""
         if tracked.found is None:
             if tracked.look is None:
                 self.begin(tracked)
@@ -125,7 +125,7 @@ class LookupThreads:
     def extend_keys(self, tracked: TrackedRequest, chunks: int) -> None:
         """Extend a request's keys to `chunks`, or as far as it has block hashes.
 
-        A session whose tokens were replaced (streamed input) begins anew: the old keys would name other tokens.
+        A session whose tokens were replaced (streamed input) starts again: old keys would name other tokens.
         """
         assert tracked.found is not None
         step, hashes, have = (
@@ -141,7 +141,7 @@ class LookupThreads:
             tracked.named = digests[-1] if digests else tracked.named
 
     def renew(self) -> None:
-        """Go on where nobody has stored anything, and nobody else ever will: the weights have no name any more."""
+        """Change to a new namespace that no other engine ever uses, because the weights no longer have a name."""
         self._since = secrets.token_hex(16)
 
     def next_pass(self) -> None:
@@ -149,11 +149,11 @@ class LookupThreads:
         self._patience = self._pass_seconds
 
     def close(self) -> None:
-        """End the threads; does not wait for them. Idempotent."""
+        """End the threads without waiting for them. Idempotent."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _taken(self, tracked: TrackedRequest, found: LookupAnswer | None) -> bool:
-        """Take an answer, unless it is of long ago or of other tokens: then look again."""
+        """Accept an answer; if it is too old or belongs to other tokens, look again."""
         if found is not None:
             hashes, at = tracked.request.block_hashes, found.hashes
             other = at > 0 and hashes[at - 1 : at] != [found.last]
@@ -173,7 +173,7 @@ class LookupThreads:
         tracked.found = found
 
     def _give_a_moment(self, look: Future[Any]) -> None:
-        """Wait for a look-up as long as all waits of this pass together are short."""
+        """Wait for a look-up, as long as this pass has patience left."""
         if self._patience > 0 and not look.done():
             began = time.monotonic()
             wait([look], self._patience)
@@ -182,10 +182,10 @@ class LookupThreads:
     def _lookup(
         self, request: Any, digests: list[bytes], hashes: int, last: bytes, prompt: int | None
     ) -> LookupAnswer | None:
-        """What a thread does: name the request's namespace, derive its keys, ask the tiers.
+        """Name the request's namespace, derive its keys, ask the tiers; runs on a thread.
 
-        A `prompt` of so many tokens is recorded as a request. The request itself grows meanwhile: what it says of
-        its length here is not what it was when it was asked about.
+        A `prompt` of so many tokens is recorded as a request. The arguments are from the time of the question: the
+        request itself may be longer by now.
         """
         lora = None
         if request.lora_request is not None:
@@ -202,11 +202,11 @@ class LookupThreads:
         return LookupAnswer(root, lora, salt, hashes, last, hit, time.monotonic())
 
     def _digests(self, request: Any, begin: int, hashes: int) -> list[bytes]:
-        """The engine's hash at the end of each chunk from number `begin` on: it names the whole prefix."""
+        """Return the engine's hash at the end of each chunk from number `begin` on: it names the whole prefix."""
         step = self._chunk_tokens // self._hash_tokens
         return [bytes(digest) for digest in request.block_hashes[begin * step + step - 1 : hashes : step]]
 
 
 def _last(request: Any) -> bytes:
-    """The hash of all whole blocks of a request together."""
+    """Return the hash of the last whole block of a request: it names all its whole blocks."""
     return bytes(request.block_hashes[-1]) if request.block_hashes else b""

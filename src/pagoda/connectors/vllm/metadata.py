@@ -1,4 +1,4 @@
-"""What the two halves tell each other, through vLLM: plain data that can be pickled."""
+"""The messages between the two halves, through vLLM: plain data that can be pickled."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = ["Handshake", "Later", "Load", "PagodaMetadata", "PagodaWorkerMetadata
 
 
 class Load(NamedTuple):
-    """Chunks to bring into blocks of one request, which waits for it."""
+    """Chunks to load into blocks of one request, which waits for them."""
 
     request: str
     keys: list[bytes]  # of all chunks from the first of the prompt to the last wanted
     first: int  # the chunk that the load begins with
-    blocks: list[int]  # id of each block of the sequence; -1 for those that are not to be filled
+    blocks: list[int]  # id of each block of the sequence; -1 for those that must not be filled
     lora: str | None
     salt: str | None
 
@@ -45,7 +45,7 @@ class PagodaMetadata(KVConnectorMetadata):
     """One step's work for the workers."""
 
     scheduler_pid: int
-    number: int  # of the steps of an engine each has the next
+    number: int  # of the step; each step of an engine has the next number
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     idle: bool = False  # nothing is computed in this step
@@ -53,7 +53,7 @@ class PagodaMetadata(KVConnectorMetadata):
 
 
 class Later(NamedTuple):
-    """What of a request had no room on the device when it was to be saved."""
+    """The chunks of a request that were not saved yet, because the device had no memory for their copies."""
 
     first: int  # the position of the first chunk
     chunks: int
@@ -61,14 +61,14 @@ class Later(NamedTuple):
 
 @dataclass
 class PagodaWorkerMetadata(KVConnectorWorkerMetadata):
-    """What came to nothing, told once."""
+    """Failed loads and saves, each reported once."""
 
-    failed: set[str]  # requests whose load failed: nothing more is offered to them
-    unsaved: set[Reserved]  # slots that a rank could not make its own: the scheduler gives them up
-    later: dict[str, Later]  # requests that had more to save than there was room for: to be tried again
+    failed: set[str]  # requests whose load failed: they get no more hits
+    unsaved: set[Reserved]  # slots that a rank could not adopt: the scheduler aborts them
+    later: dict[str, Later]  # requests with more to save than there was memory for: to be tried again
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> PagodaWorkerMetadata:
-        """Join what two ranks tell; changes neither."""
+        """Join the messages of two ranks; changes neither."""
         assert isinstance(other, PagodaWorkerMetadata)
         later = dict(self.later)
         for name, rest in other.later.items():
@@ -79,7 +79,7 @@ class PagodaWorkerMetadata(KVConnectorWorkerMetadata):
 
 @dataclass
 class Handshake(KVConnectorHandshakeMetadata):
-    """What a rank found its KV memory to be. All ranks of an engine must agree in it."""
+    """A rank's description of its KV memory. It must be the same for all ranks of an engine."""
 
     namespace: Namespace
     layout: KVLayout

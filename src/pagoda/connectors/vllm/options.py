@@ -1,4 +1,4 @@
-"""What `kv_connector_extra_config` may say: every option of `Config` and a few that only a connector has."""
+"""The options in `kv_connector_extra_config`: every option of `Config` and a few that only a connector has."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pagoda.errors import ConfigError
 
 __all__ = ["ConnectorOptions", "chunk_of", "read_options"]
 
-# A hit ends with a chunk: what a prompt has behind its last whole chunk is computed again each time. On a CPU that is
-# dear, and a chunk is one block, as in the engine's own cache. On a GPU it is cheap, and the processor time that a
-# chunk takes here, 0.1 to 0.4 ms with all tiers, is what the engine has least of.
+# A hit ends with a chunk: the tokens after the last whole chunk of a prompt are computed again each time. On a CPU this
+# is expensive, so a chunk is one block, as in the engine's own cache. On a GPU it is cheap; there the processor time of
+# a chunk, 0.1 to 0.4 ms with all tiers, is the scarce resource.
 _CPU_TOKENS, _GPU_TOKENS = 32, 256
 _OWN = ("weights", "salt", "store_output", "allow_untested_vllm")
 # keys that vLLM's own OffloadingConnector reads from the same mapping
@@ -32,11 +32,11 @@ _OF_VLLM = (
 
 @dataclass(frozen=True)
 class ConnectorOptions:
-    """What one connector was told. Immutable: threads may share it.
+    """The options of one connector. Immutable: threads may share it.
 
-    `weights` names the checkpoint in place of its files' digest; None = look at the files. `salt` keeps tenants
-    apart (a secret). `store_output`: chunks that generated tokens complete are stored too. `allow_untested_vllm`:
-    run with a vLLM that this release was not tested with.
+    `weights` names the checkpoint instead of the digest of its files; None = read the files. `salt` keeps tenants
+    apart (a secret). `store_output`: also store chunks that generated tokens complete. `allow_untested_vllm`:
+    run with a vLLM that was not tested with this release.
     """
 
     config: Config
@@ -49,12 +49,12 @@ class ConnectorOptions:
 def read_options(extra_config: Mapping[str, Any], block_tokens: int) -> ConnectorOptions:
     """Return the options of `kv_connector_extra_config`, of the files and of the environment. Changes nothing.
 
-    The chunk is a whole number of the engine's blocks: what was configured, or else on a CPU the least that has 32
-    tokens, elsewhere the most that has no more than 256, and at least one block.
+    The chunk is a whole number of the engine's blocks: the configured number, or by default on a CPU the smallest
+    with at least 32 tokens, elsewhere the largest with at most 256, and at least one block.
 
     Raises:
-        ConfigError: (a ValueError) an unknown key (with the nearest known one), a value that cannot stand, or a
-            `chunk_tokens` that blocks of `block_tokens` tokens cannot make up.
+        ConfigError: (a ValueError) an unknown key (with the nearest known one), an invalid value, or a
+            `chunk_tokens` that is not a multiple of `block_tokens`.
     """
     if block_tokens < 1:
         raise ValueError(f"block_tokens must be at least 1, got {block_tokens}")
@@ -84,7 +84,7 @@ def read_options(extra_config: Mapping[str, Any], block_tokens: int) -> Connecto
 
 
 def chunk_of(block_tokens: int, on_cpu: bool) -> int:
-    """Return how many tokens a chunk has if nobody says it: whole blocks. Pure."""
+    """Return the default number of tokens of a chunk: whole blocks. Pure."""
     blocks = -(-_CPU_TOKENS // block_tokens) if on_cpu else max(_GPU_TOKENS // block_tokens, 1)
     return blocks * block_tokens
 

@@ -1,6 +1,6 @@
-"""The scheduler's half: what of a prompt is cached, where it is to be loaded, what is to be saved.
+"""The scheduler's half: which chunks of a prompt are cached, where to load them, which chunks to save.
 
-It never waits: look-ups run on threads, and a slot that cannot be reserved at once is a chunk that is not saved.
+It never waits: look-ups run on threads, and if a slot cannot be reserved at once, its chunk is not saved.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["PagodaScheduler"]
 log = logging.getLogger("pagoda.vllm")
 
 _RESERVE_SECONDS = 0.02  # for all reserves of one step together
-_LEAST_SECONDS = 0.001  # with less of them left, the others wait for the next step
+_LEAST_SECONDS = 0.001  # with less time left, the other requests wait for the next step
 _SOURCES = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
 
 
@@ -48,8 +48,9 @@ class PagodaScheduler:
     ) -> None:
         """Prepare; `opened` makes it work.
 
-        `shares_blocks`: what one request loaded, others find in the engine's own cache. `drops_last_block`: the last
-        block of a hit is computed all the same. `in_lockstep`: other engines wait for each step of this one.
+        `shares_blocks`: other requests find the blocks that one request loaded in the engine's own cache.
+        `drops_last_block`: the last block of a hit is computed nevertheless. `in_lockstep`: other engines wait for
+        each step of this one.
         """
         self._options = options
         self._shares_blocks = shares_blocks
@@ -68,7 +69,7 @@ class PagodaScheduler:
         self._lines = RateLimitedLog()
 
     def opened(self, handshakes: Iterable[Handshake]) -> None:
-        """Open the cache that the workers have described. Raises ValueError if they do not agree."""
+        """Open the cache that the workers have described. Raises ValueError if their descriptions differ."""
         first, *others = handshakes
         if any(other != first for other in others):
             raise ValueError(
@@ -90,11 +91,11 @@ class PagodaScheduler:
     # ---- what is cached
 
     def new_request(self, request: Any) -> None:
-        """Begin to look up a request that has just arrived, unless very many are being looked up."""
+        """Begin to look up a request that has just arrived, unless too many look-ups run already."""
         if self._cache is None:
             return
         if len(request.block_hashes) != request.num_tokens // self._hash_tokens:
-            log.error("block hashes that do not fit the tokens: request %s is not cached", request.request_id)
+            log.error("request %s is not cached: it has too many or too few block hashes", request.request_id)
             return
         tracked = self._tracked[request.request_id] = TrackedRequest(request)
         self._lookups.begin(tracked)
@@ -102,7 +103,7 @@ class PagodaScheduler:
     def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond `local_tokens` can be loaded; (None, False): ask again.
 
-        Changes nothing but what is remembered of the look-up.
+        Changes only what is remembered of the look-up.
         """
         tracked = self._tracked.get(request.request_id)
         if tracked is None or self._cache is None:
@@ -110,12 +111,12 @@ class PagodaScheduler:
         tracked.local_tokens = local_tokens
         if not tracked.loads or request.skip_reading_prefix_cache:
             return 0, False
-        # at least one token is left to compute, for the model has to say something
+        # at least one token must be computed, because the model needs it for its answer
         most = (request.num_tokens - 1) // self._block_tokens * self._block_tokens
         dropped = self._block_tokens if self._drops_last_block else 0  # as in vLLM's own prefix cache
         whole = request.num_tokens // self._chunk_tokens * self._chunk_tokens
         least = max(1, self._options.config.min_hit_tokens)
-        if min(most, whole) - dropped - local_tokens < least:  # whatever the tiers have
+        if min(most, whole) - dropped - local_tokens < least:  # too short, even if the tiers have everything
             tracked.reason = None if whole else Reason.SHORT_PROMPT
             return 0, False
         if tracked.waits_for in self._loading:
@@ -134,7 +135,7 @@ class PagodaScheduler:
         return stop - local_tokens, True
 
     def _loader(self, wanted: list[bytes]) -> str | None:
-        """Who is loading any of these chunks: soon they are in the engine's own cache."""
+        """Return the request that is loading any of these chunks: soon they are in the engine's own cache."""
         return next((name for name, keys in self._loading.items() if not keys.isdisjoint(wanted)), None)
 
     def sources(self, request: Any, tokens: int) -> dict[CacheHitSource, int]:
@@ -154,7 +155,7 @@ class PagodaScheduler:
     # ---- loads
 
     def allocated(self, request: Any, blocks: Any, tokens: int) -> None:
-        """Note that a request was admitted: `tokens` of it are to be loaded into `blocks`."""
+        """Note that a request was admitted, and that `tokens` of it must be loaded into `blocks`."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return
@@ -176,7 +177,7 @@ class PagodaScheduler:
         )
 
     def _count(self, tracked: TrackedRequest, tokens: int) -> None:
-        """Count a request once: what it asked for, and what it got from which tier."""
+        """Count a request once: the tokens it asked for, and the tokens it got from each tier."""
         if tracked.counted:
             return
         tracked.counted = True
@@ -192,7 +193,7 @@ class PagodaScheduler:
             self._stats.count(f"hit_tokens_{tier}", number)
 
     def told(self, output: Any) -> None:
-        """Note what the workers tell: which loads ended, which of them failed, which slots will not be filled."""
+        """Note the workers' messages: which loads ended, which of them failed, which slots will not be filled."""
         meta = output.kv_connector_worker_meta
         if isinstance(meta, PagodaWorkerMetadata):
             for request in meta.failed:
@@ -200,7 +201,7 @@ class PagodaScheduler:
                     tracked.loads, tracked.saved, tracked.seen = False, 0, 0
             for tracked in self._tracked.values() if meta.failed else ():
                 if tracked.waits_for in meta.failed:
-                    tracked.look = None  # what was found for it may be what did not come: look again
+                    tracked.look = None  # its hit may have included the chunks that failed: look again
             for request, rest in meta.later.items():
                 if (tracked := self._tracked.get(request)) is None:
                     self._count_unsaved(rest.chunks)
@@ -219,11 +220,11 @@ class PagodaScheduler:
     def step(self, output: Any) -> PagodaMetadata:
         """Return this step's loads and saves; reserves the slots of the latter."""
         self._steps += 1
-        idle = not output.num_scheduled_tokens and not self._in_lockstep  # then a worker may wait a moment
+        idle = not output.num_scheduled_tokens and not self._in_lockstep  # if so, a worker may wait a moment
         meta = PagodaMetadata(os.getpid(), self._steps, self._loads, idle=idle)
         self._loads = []
         if self._cache is None:
-            self._lines.warn(log, Reason.CLOSED, "no worker has described its KV memory: nothing is cached")
+            self._lines.warn(log, Reason.CLOSED, "nothing is cached: no worker has described its KV memory")
             return meta
         self._lookups.next_pass()
         self._patience = _RESERVE_SECONDS
@@ -233,20 +234,20 @@ class PagodaScheduler:
                 continue
             try:
                 self._save(tracked, scheduled, output, meta)
-            except Exception as trouble:  # noqa: BLE001  # a border: the engine goes on without
+            except Exception as trouble:  # noqa: BLE001  # a boundary: the engine continues without
                 tracked.saves = False
                 why = f"{type(trouble).__name__}: {trouble}"
-                self._lines.warn(log, Reason.IO_ERROR, f"a request is not saved any more: {why}")
+                self._lines.warn(log, Reason.IO_ERROR, f"a request is no longer saved: {why}")
         if len(output.num_scheduled_tokens) == 1:
             meta.computed_tokens = output.total_num_scheduled_tokens
         return meta
 
     def _save(self, tracked: TrackedRequest, scheduled: int, output: Any, meta: PagodaMetadata) -> None:
-        """Reserve slots for the chunks that are complete after this step, and have them filled."""
+        """Reserve slots for the chunks that are complete after this step, and add their copies to the step's work."""
         request = tracked.request
         if not tracked.saves:
             return
-        # the tokens known by now; what is behind them may be a draft that is yet rejected
+        # the tokens known by now; later ones may be a draft that is still rejected
         tokens = min(request.num_computed_tokens + scheduled, request.num_tokens)
         done = self._chunks_of(request, tokens)
         if done <= max(tracked.saved, tracked.seen) or self._patience < _LEAST_SECONDS:
@@ -274,7 +275,7 @@ class PagodaScheduler:
             )
 
     def _chunks_of(self, request: Any, tokens: int) -> int:
-        """How many chunks of a request are to be saved once so many tokens are computed."""
+        """Return how many chunks of a request are to be saved once so many tokens are computed."""
         if not self._options.store_output:
             tokens = min(tokens, request.num_prompt_tokens)
         return tokens // self._chunk_tokens
@@ -310,40 +311,40 @@ class PagodaScheduler:
     # ---- ends
 
     def finished(self, request: Any) -> None:
-        """Forget a request; what is being loaded for it goes on until the workers have ended it."""
+        """Forget a request; its running loads continue until the workers have ended them."""
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is not None and tracked.saves and tracked.found is not None:
-            # the last token was not computed; a step that vLLM has begun ahead may count it already
+            # the last token was not computed; vLLM may count it already in a step that it began ahead
             done = self._chunks_of(request, min(request.num_computed_tokens, request.num_tokens - 1))
             self._count_unsaved(done - max(tracked.saved, tracked.seen))
 
     def _count_unsaved(self, chunks: int) -> None:
-        """Count chunks that were still to be saved when their request ended: nobody will."""
+        """Count chunks that will not be saved, because their request ended first."""
         if chunks > 0:
             self._stats.count("unsaved_chunks", chunks)
             self._slots.count_dropped(Reason.QUEUE_FULL, chunks)
-            why = f"{chunks} chunks were still to be saved when their request ended, and are not"
+            why = f"{chunks} chunks were not saved: their request ended first"
             self._lines.warn(log, Reason.QUEUE_FULL, why)
 
     def reset(self) -> None:
-        """Let nothing that was stored before hit again in this engine: its weights may be others than its files'."""
+        """Make all earlier chunks misses for this engine: its weights may differ from those in its files."""
         if self._cache is not None:
             self._lookups.renew()
         for tracked in self._tracked.values():
-            tracked.loads = tracked.saves = False  # who can say which weights computed what of it
+            tracked.loads = tracked.saves = False  # it is unknown which weights computed which part of it
         if self._events is not None:
             self._events.clear()
 
     def take_stats(self) -> PagodaStats | None:
-        """What was counted since the last call."""
+        """Return what was counted since the last call."""
         return self._stats.take()
 
     def take_events(self) -> Iterable[Any]:
-        """KV events since the last call, if the engine wants them."""
+        """Return the KV events since the last call, if the engine wants them."""
         return self._events.take() if self._events is not None else ()
 
     def shutdown(self) -> None:
-        """End the threads and let go of the cache; ends in bounded time. Idempotent."""
+        """End the threads and release the cache; ends in bounded time. Idempotent."""
         cache, self._cache = self._cache, None
         if cache is not None:
             self._lookups.close()

@@ -1,4 +1,4 @@
-"""One cache a process for all halves of the connector that have the same model, however many engines it runs."""
+"""One cache in each process for all halves of the connector with the same model, for any number of engines."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ _uses: dict[str, int] = {}
 
 
 def opened(config: Config, namespace: Namespace, layout: KVLayout) -> Cache:
-    """Return this process's cache of that model, layout and configuration; `let_go` of it once for each call.
+    """Return this process's cache of that model, layout and configuration; call `let_go` once for each call.
 
-    Raises StoreError with the remedy if a tier cannot be opened, or there is no host tier. Thread-safe.
+    Raises StoreError, which says what to do, if a tier cannot be opened, or there is no host tier. Thread-safe.
     """
     name = f"vllm-{namespace.with_(layout=layout.fingerprint).root.hex()}-{hash(config):x}"
     with _lock:
-        _uses[name] = _uses.get(name, 0) + 1  # first: or the last to let go would close what is opened here
+        _uses[name] = _uses.get(name, 0) + 1  # first, so that no `let_go` closes what is opened here
     try:
         cache = Cache.open(name, config, namespace=namespace, layout=layout)
     except BaseException:
         with _lock:
             _uses[name] -= 1
         raise
-    if cache.slots is None:  # an engine that asks for none is refused before
+    if cache.slots is None:  # a configuration without a host tier was refused before
         let_go(cache)
         raise StoreError(
             f"{config.host_path} has no room for one chunk of {layout.slot_bytes:,} bytes, and the engine's processes "
-            "meet in host memory: mount it with a larger size= (docker: --shm-size), or choose another host_path"
+            "share host memory: mount it with a larger size= (docker: --shm-size), or choose another host_path"
         )
     return cache
 
 
 def let_go(cache: Cache, timeout: float = 5.0) -> None:
-    """Close the cache when nobody in this process uses it any more; ends within about `timeout` seconds."""
+    """Close the cache if this was its last use in this process; ends within about `timeout` seconds."""
     name = cache.name
     assert name is not None
     with _lock:
@@ -50,5 +50,5 @@ def let_go(cache: Cache, timeout: float = 5.0) -> None:
             _uses[name] = left
             return
         _uses.pop(name, None)
-        forget(cache)  # who opens it from now on gets another
+        forget(cache)  # a later `opened` gets a new one
     cache.close(timeout)

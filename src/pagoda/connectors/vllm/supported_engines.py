@@ -1,4 +1,4 @@
-"""What the connector refuses: one table, each refusal a sentence with the remedy. What it does not know, it refuses."""
+"""What the connector refuses: one table; each refusal is a sentence that says what to do. Unknown kinds are refused."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 __all__ = ["TESTED", "check_engine", "check_vllm"]
 
-TESTED = (0, 32)  # the minor release of vLLM that this connector is tested with; pyproject.toml has it, too
+TESTED = (0, 32)  # the minor release of vLLM that this connector is tested with; pyproject.toml has it too
 _ROUTE_B = 'write "kv_connector": "PagodaHybridConnector" (pagoda vllm --hybrid) instead'
 _HASHES = ("sha256", "sha256_cbor")
-# spec classes by name, exactly: a subclass is another kind until somebody has looked at it
+# spec classes by exact name: a subclass is an unknown kind until it has been checked
 _FULL = ("FullAttentionSpec", "MLAAttentionSpec")
 _HYBRID = (
     *_FULL,
@@ -29,7 +29,7 @@ _HYBRID = (
 
 
 def check_vllm(options: ConnectorOptions) -> None:
-    """Raise ValueError, with the remedy, if this vLLM or these options cannot work. Changes nothing."""
+    """Raise ValueError, which says what to do, if this vLLM or these options cannot work. Changes nothing."""
     import vllm
 
     check_version(vllm.__version__, options.allow_untested_vllm)
@@ -46,7 +46,7 @@ def check_vllm(options: ConnectorOptions) -> None:
 
 
 def check_version(version: str, allow_untested: bool) -> None:
-    """Raise ValueError if `version` of vLLM is older than what is tested, or newer and not allowed by name."""
+    """Raise ValueError if `version` of vLLM is older than the tested one, or newer without `allow_untested_vllm`."""
     tested = ".".join(str(part) for part in TESTED)
     found = re.match(r"(\d+)\.(\d+)", version)
     release = (int(found[1]), int(found[2])) if found else None
@@ -64,9 +64,9 @@ def check_version(version: str, allow_untested: bool) -> None:
 
 
 def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, hybrid: bool) -> None:
-    """Raise ValueError, with the remedy, if KV of this engine cannot be cut into chunks. Changes nothing.
+    """Raise ValueError, which says what to do, if KV of this engine cannot be cut into chunks. Changes nothing.
 
-    `hybrid`: the engine is served by the OffloadingSpec, where vLLM does the work of several KV cache groups.
+    `hybrid`: the engine uses the OffloadingSpec, where vLLM manages several KV cache groups.
     """
     for name, refused in (*_ALWAYS, *(_OFFLOADING if hybrid else _CONNECTOR)):
         sentence = refused(vllm_config)
@@ -80,12 +80,12 @@ def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, hyb
     for group in groups:
         _check_group(group, hybrid)
     if kv_cache_config.hisparse_host_num_blocks is not None:
-        raise ValueError("HiSparse keeps KV in a host pool of its own: leave hisparse_config out")
+        raise ValueError("HiSparse keeps KV in a separate host pool: leave hisparse_config out")
 
 
 def _check_group(group: Any, hybrid: bool) -> None:
     if group.host_resident or group.role.name != "DEFAULT" or not group.enable_kv_transfer:
-        raise ValueError("HiSparse groups keep KV in a host pool of their own: leave hisparse_config out")
+        raise ValueError("HiSparse groups keep KV in a separate host pool: leave hisparse_config out")
     for spec in _layer_specs(group.kv_cache_spec):
         kind = type(spec).__name__
         if kind not in (_HYBRID if hybrid else _FULL):
@@ -120,7 +120,7 @@ _WHY = {
 
 
 def _layer_specs(spec: KVCacheSpec) -> Iterator[KVCacheSpec]:
-    inner = getattr(spec, "kv_cache_specs", None)  # UniformTypeKVCacheSpecs: one spec a layer
+    inner = getattr(spec, "kv_cache_specs", None)  # UniformTypeKVCacheSpecs: one spec for each layer
     if inner is None:
         yield spec
     else:
@@ -128,7 +128,7 @@ def _layer_specs(spec: KVCacheSpec) -> Iterator[KVCacheSpec]:
             yield from _layer_specs(each)
 
 
-Refusal = Callable[[Any], str | None]  # of a VllmConfig: the sentence, None = nothing to refuse
+Refusal = Callable[[Any], str | None]  # of a VllmConfig: the sentence of the refusal, or None
 
 
 def _above_one(setting: str, reason: str) -> tuple[str, Refusal]:
@@ -197,7 +197,7 @@ def _elastic(vllm_config: Any) -> str | None:
 
 
 def _one_machine(vllm_config: Any) -> str | None:
-    """Ranks write the parts of a chunk into one host tier, and the scheduler reserves the room for them there."""
+    """Check that all ranks are on one machine: they write the parts of a chunk into slots of one host tier."""
     parallel = vllm_config.parallel_config
     if parallel.nnodes_within_dp > 1:
         return "the ranks of one engine must share a machine's memory; set --nnodes to 1"

@@ -1,6 +1,6 @@
-"""A worker's half: brings chunks into the engine's blocks, on threads, and the pages of new chunks into slots.
+"""A worker's half: loads chunks into the engine's blocks, on threads, and copies the pages of new chunks into slots.
 
-What is saved is copied within the step that computed it, so that no block need be kept for it afterwards.
+New chunks are copied within the step that computed them, so that no block must be kept for them afterwards.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _LOAD_THREADS = 4
 _SAVE_THREADS = 1  # chunks of one prompt become visible in its order
 _IDLE_SECONDS, _PAUSE_SECONDS = 0.005, 0.0005
 _END_SECONDS = 5.0
-_MOST_SNAPSHOT_BYTES = 512 << 20  # of device memory that wait to be copied into slots; one chunk always may
-_FREE_SHARE = 4  # a quarter of what vLLM's own plan has left on the device is the most that is taken for it
+_MOST_SNAPSHOT_BYTES = 512 << 20  # of device memory for snapshots that wait; one chunk is always allowed
+_FREE_SHARE = 4  # at most a quarter of the device memory that vLLM's own plan has left free
 
 
 class _Loading(NamedTuple):
@@ -52,7 +52,7 @@ class _Loading(NamedTuple):
 
 
 class PagodaWorker:
-    """Does what the scheduler's half asks for. Used by the worker's thread; copies run on threads of its own."""
+    """Does what the scheduler's half requests. Used by the worker's thread; copies run on separate threads."""
 
     def __init__(self, options: ConnectorOptions, vllm_config: Any, kv_cache_config: Any) -> None:
         self._options = options
@@ -64,7 +64,7 @@ class PagodaWorker:
         self._unsaved: set[Reserved] = set()
         self._later: dict[str, Later] = {}
         self._staging: SnapshotBuffer | None = (
-            None  # what waits to be copied into slots; None: pages are copied at once
+            None  # snapshots that wait to be copied into slots; None: pages are copied at once
         )
         self._saving: set[Future[None]] = set()
         self._load_threads = Pool(_LOAD_THREADS, "pagoda-load")
@@ -72,20 +72,20 @@ class PagodaWorker:
         self._began = 0.0
         self._handled: BaseException | None = None
         self._step: int | None = None  # the last that began
-        self._ended = True  # it was saved, too
-        self._sound = True  # no step was ever broken off
+        self._ended = True  # whether `save` was called for it
+        self._sound = True  # False once a step was interrupted
         self._stats = PagodaStats()
         self._lines = RateLimitedLog()
 
     def register(self, kv_caches: dict[str, Any]) -> None:
-        """Look at the engine's KV memory and open the cache for it. Raises ValueError for what is not known."""
+        """Inspect the engine's KV memory and open the cache for it. Raises ValueError for an unknown format."""
         vllm_config, kv_cache_config = self._configs
         seen = inspect_kv_caches(kv_caches, vllm_config, kv_cache_config)
         kv_dtype = str(vllm_config.cache_config.cache_dtype)
         self.saw(seen, namespace_of(vllm_config, kv_dtype, seen.parts, self._options))
 
     def saw(self, seen: KVMemory, namespace: Namespace) -> None:
-        """Open the cache for what was seen. Raises StoreError with the remedy if a tier cannot be opened."""
+        """Open the cache for this memory. Raises StoreError, which says what to do, if a tier cannot be opened."""
         blocks = self._options.config.chunk_tokens // seen.block_tokens
         layout = KVLayout.opaque(
             self._options.config.chunk_tokens,
@@ -93,7 +93,7 @@ class PagodaWorker:
             seen.description,
         )
         kind = PagesKV if seen.on_cpu else DevicePagesKV
-        # the planes are looked at here, and not for each request
+        # the planes are checked here once, and not for each request
         self._pages: PagesKV | DevicePagesKV = kind(
             seen.planes,
             layout,
@@ -113,10 +113,10 @@ class PagodaWorker:
     # ---- a step
 
     def begin(self, meta: PagodaMetadata) -> None:
-        """Note when the step began, and in whose `except` the engine is called, if in anybody's.
+        """Note when the step began, and the exception that the engine's caller is handling, if any.
 
-        vLLM's scheduler takes each step for computed. One that never came here, or that never came to its end (an
-        interrupt in a notebook), leaves pages in the engine that were not.
+        vLLM's scheduler assumes that each step was computed. A step that never arrived here, or never ended (an
+        interrupt in a notebook), leaves pages in the engine that were not computed.
         """
         if not self._ended or self._step not in (None, meta.number - 1):
             self._broken_off()
@@ -130,13 +130,13 @@ class PagodaWorker:
             began = time.perf_counter()
             try:
                 future = self._load_threads.submit(self._retriever(load))
-            except Exception as trouble:  # noqa: BLE001  # a border: a load that does not begin has failed
+            except Exception as trouble:  # noqa: BLE001  # a boundary: a load that does not begin has failed
                 future = Answer[Hit]()
                 future.set_exception(trouble)
             self._loading[load.request] = _Loading(load, future, began)
 
     def _retriever(self, load: Load) -> Callable[[], Hit]:
-        """What a thread does for a load; on a GPU it waits for all that was launched before now."""
+        """Return a load for a thread to run; on a GPU it waits for all work that was launched before now."""
         cache, kv = self._opened(), self._kv(load.blocks)
         start = load.first * self._layout.chunk_tokens
         return lambda: cache.retrieve(
@@ -150,16 +150,16 @@ class PagodaWorker:
         )
 
     def save(self, meta: PagodaMetadata) -> None:
-        """Copy the pages of the step's new chunks; they become visible behind the step.
+        """Copy the pages of the step's new chunks; they become visible after the step.
 
-        vLLM calls this on the way out of a step that raised, too (a signal, no memory): then nobody knows which layers
-        were computed, and what is stored outlives the engine.
+        vLLM also calls this when a step raised (a signal, no memory). Then it is unknown which layers were computed,
+        and stored chunks outlive the engine, so nothing is stored from then on.
         """
         (handled, self._handled), trouble = (self._handled, None), sys.exc_info()[1]
         self._ended = True
         if trouble is not None and trouble is not handled:
             self._broken_off()
-        # in one process both halves have one cache, which weighs loading against computing
+        # in one process both halves have one cache, which compares loading with computing
         here = meta.scheduler_pid == os.getpid()
         if here and self._seen.on_cpu and meta.computed_tokens >= self._layout.chunk_tokens:
             self._opened().observe_prefill(meta.computed_tokens, time.perf_counter() - self._began)
@@ -168,8 +168,8 @@ class PagodaWorker:
                 continue  # another rank has the same bytes and writes them
             copies = list(save.copies)
             if not self._sound:
-                self._unsaved.update(_reserved(copies))  # not this rank's yet, but the scheduler's
-                self._not_saved(copies, "a step of the engine was broken off", Reason.FAILED_CHECK)
+                self._unsaved.update(_reserved(copies))  # the scheduler still owns them, not this rank
+                self._not_saved(copies, "a step of the engine was interrupted", Reason.FAILED_CHECK)
                 continue
             if not here:
                 copies = self._adopted(copies)
@@ -180,11 +180,11 @@ class PagodaWorker:
 
     def _broken_off(self) -> None:
         if self._sound:
-            log.error("a step of the engine was broken off: until it is started anew, it stores nothing")
+            log.error("a step of the engine was interrupted: the engine stores nothing until it is restarted")
         self._sound = False
 
     def _adopted(self, copies: Sequence[ChunkRef]) -> list[ChunkRef]:
-        """Those whose slots still wait for this rank's part."""
+        """Return the chunks whose slots still wait for this rank's part."""
         slots = self._opened().slots
         assert slots is not None
         standing = slots.adopt(_reserved(copies), self._seen.part)
@@ -194,7 +194,7 @@ class PagodaWorker:
         return [copy for copy, stands in zip(copies, standing, strict=True) if stands]
 
     def _with_room(self, save: Save, copies: list[ChunkRef]) -> list[ChunkRef]:
-        """The leading ones for which there is device memory; the others come again in a later step."""
+        """Return the leading chunks for which there is device memory; the others are tried again in a later step."""
         fit = 1 if self._staging is None else self._staging.free
         if rest := copies[fit:]:
             self._give_up(rest)
@@ -215,7 +215,7 @@ class PagodaWorker:
                 snapshot = kv.snapshot(starts, self._staging)
             finish = _nothing if snapshot is None else partial(_landed, snapshot, views)
             future = self._save_threads.submit(self._commit, save.root, copies, finish)
-        except Exception as trouble:  # noqa: BLE001  # a border: what is not saved is computed again
+        except Exception as trouble:  # noqa: BLE001  # a boundary: what is not saved is computed again
             if snapshot is not None:
                 snapshot.release()
             self._not_saved(copies, f"{type(trouble).__name__}: {trouble}", Reason.IO_ERROR)
@@ -241,18 +241,18 @@ class PagodaWorker:
         assert slots is not None
         try:
             finish()
-        except Exception as trouble:  # noqa: BLE001  # a border: the thread lives on
+        except Exception as trouble:  # noqa: BLE001  # a boundary: the thread continues
             self._not_saved(copies, f"{type(trouble).__name__}: {trouble}", Reason.IO_ERROR)
             return
         slots.commit({root: copies}, self._seen.part)
 
-    # ---- what is told after a step
+    # ---- what is reported after a step
 
     def finished_loads(self, idle: bool) -> set[str]:
-        """The requests whose loads have ended, told once; blocks that were not filled are in `take_bad_blocks` then.
+        """Return the requests whose loads have ended, each once; `take_bad_blocks` has the blocks that were not filled.
 
-        In an `idle` step it waits a moment: an engine that spins would keep the threads that load, and those that
-        look up, from the GIL.
+        In an `idle` step this waits a moment: an engine that polls without pause would keep the GIL from the
+        threads that load and look up.
         """
         if idle and self._loading:
             wait([next(iter(self._loading.values())).future], _IDLE_SECONDS)
@@ -281,17 +281,19 @@ class PagodaWorker:
         if bad:
             self._bad_blocks.update(bad)
             self._failed.add(load.request)
-            self._lines.warn(log, reason, f"{len(bad)} of {len(wanted)} blocks of a load did not come: {why}")
+            self._lines.warn(
+                log, reason, f"{len(bad)} of {len(wanted)} blocks of a load were not loaded: {why}"
+            )
             self._stats.count("failed_loads", 1)
             self._stats.count("failed_load_tokens", len(bad) * self._seen.block_tokens)
 
     def take_bad_blocks(self) -> set[int]:
-        """The blocks that loads left unfilled since the last call."""
+        """Return the blocks that loads left unfilled since the last call."""
         taken, self._bad_blocks = self._bad_blocks, set()
         return taken
 
     def take_meta(self) -> PagodaWorkerMetadata | None:
-        """What came to nothing since the last call."""
+        """Return the failed loads and saves since the last call; None if there are none."""
         if not self._failed and not self._unsaved and not self._later:
             return None
         taken = PagodaWorkerMetadata(self._failed, self._unsaved, self._later)
@@ -299,11 +301,11 @@ class PagodaWorker:
         return taken
 
     def take_stats(self) -> PagodaStats | None:
-        """What was counted since the last call."""
+        """Return what was counted since the last call."""
         return self._stats.take()
 
     def shutdown(self) -> None:
-        """End the copies that run, then let go of the cache; ends in bounded time. Idempotent."""
+        """End the running copies, then release the cache; ends in bounded time. Idempotent."""
         self._load_threads.shutdown(wait=False, cancel_futures=True)
         running: list[Future[Any]] = [loading.future for loading in self._loading.values()]
         running += list(self._saving)
@@ -324,7 +326,7 @@ class PagodaWorker:
 
     def _opened(self) -> Cache:
         if self._cache is None:
-            raise RuntimeError("the connector has no KV memory yet, or was shut down")
+            raise RuntimeError("the connector was shut down, or no KV memory was registered yet")
         return self._cache
 
 
@@ -333,7 +335,7 @@ def _reserved(copies: Sequence[ChunkRef]) -> list[Reserved]:
 
 
 def _reserved_on(pages: DevicePagesKV) -> SnapshotBuffer | None:
-    """Take the device memory that copies need, and say how much; None where there is none left."""
+    """Allocate the device memory that copies need, and log how much; None if none is left."""
     try:
         staging, taken = pages.preallocate(_snapshot_bytes(pages.device_index))
     except RuntimeError as trouble:  # torch.OutOfMemoryError is one
@@ -344,7 +346,7 @@ def _reserved_on(pages: DevicePagesKV) -> SnapshotBuffer | None:
         )
         return None
     log.info(
-        "%.0f MiB of device memory are taken for copies, beside what vLLM has planned for; if that is too much, start "
+        "%.0f MiB of device memory are allocated for copies, in addition to vLLM's plan; if this is too much, start "
         "vLLM with a lower --gpu-memory-utilization",
         taken / (1 << 20),
     )
@@ -352,7 +354,7 @@ def _reserved_on(pages: DevicePagesKV) -> SnapshotBuffer | None:
 
 
 def _snapshot_bytes(device_index: int | None) -> int:
-    """The most device memory that is taken for what waits to be copied into slots."""
+    """Return the largest amount of device memory for snapshots that wait to be copied into slots."""
     if device_index is None:
         return _MOST_SNAPSHOT_BYTES
     import torch
@@ -362,7 +364,7 @@ def _snapshot_bytes(device_index: int | None) -> int:
 
 
 def _landed(snapshot: DeviceSnapshot, views: list[Bytes]) -> None:
-    """Copy a snapshot into its slots, and let others have its room."""
+    """Copy a snapshot into its slots, and free its memory for others."""
     try:
         snapshot.to_slots(views)
     finally:
@@ -370,4 +372,4 @@ def _landed(snapshot: DeviceSnapshot, views: list[Bytes]) -> None:
 
 
 def _nothing() -> None:
-    """For pages that are in their slots already."""
+    """Do nothing: the pages are in their slots already."""
