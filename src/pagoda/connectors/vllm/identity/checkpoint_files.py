@@ -1,4 +1,4 @@
-"""Which files of a checkpoint vLLM loads, and where they lie on this machine. Changes nothing, downloads nothing."""
+"""The files of a checkpoint that vLLM loads, and where they are on this machine. Changes and downloads nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _REMEDY = "give the checkpoint's hash as `weights` in kv_connector_extra_config"
 def checkpoint_directory(model_config: Any, load_config: Any) -> Path:
     """Return the directory that vLLM loads the weights from.
 
-    Raises ValueError for weights that come from elsewhere than local files, with the remedy.
+    Raises ValueError, which says what to do, for weights that are not local files.
     """
     model, load_format = model_config.model, str(load_config.load_format)
     if load_format not in _FORMATS or model_config.model_weights:
@@ -34,7 +34,7 @@ def checkpoint_directory(model_config: Any, load_config: Any) -> Path:
 
 
 def snapshot(name: str, revision: str | None = None, cache_dir: str | None = None) -> Path | None:
-    """Return the local directory of a path or of a hub's id; None if it is not on this machine."""
+    """Return the local directory of a path or of a hub id; None if it is not on this machine."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path.resolve()
@@ -52,10 +52,10 @@ def snapshot(name: str, revision: str | None = None, cache_dir: str | None = Non
 def checkpoint_files(directory: Path, model_config: Any, load_config: Any) -> list[str]:
     """Return the names of all files that decide the weights, sorted, relative to `directory`.
 
-    Those that vLLM picks for the load format, by its order of preference, so that a complete snapshot and one with only
-    what vLLM downloads are named alike. Of multimodal models also the weights in subdirectories (encoders), and with
-    trust_remote_code the model's own code.
-    Raises ValueError if there are none, with the remedy.
+    These are the files that vLLM picks for the load format, by its order of preference, so that a complete snapshot
+    and one with only vLLM's downloads get the same name. For multimodal models the weights in subdirectories
+    (encoders) are included, and with trust_remote_code the model's own code.
+    Raises ValueError, which says what to do, if there are none.
     """
     load_format = str(load_config.load_format)
     here = sorted(path.name for path in directory.iterdir() if path.is_file())
@@ -82,7 +82,7 @@ def _safetensors(directory: Path, here: list[str], load_format: str) -> list[str
 
 
 def _indexed(directory: Path, names: list[str], index: str) -> list[str]:
-    """Those of `names` that the index lists, and the index itself, which says what is read from where."""
+    """Return those of `names` that the index lists, and the index itself, which maps tensors to files."""
     path = directory / index
     if not path.is_file():
         return names
@@ -94,7 +94,7 @@ def _indexed(directory: Path, names: list[str], index: str) -> list[str]:
 
 
 def _below(directory: Path, suffixes: tuple[str, ...]) -> list[str]:
-    """Files in subdirectories, but for hidden ones and `original/`, which vLLM does not load."""
+    """Return files in subdirectories, except hidden ones and `original/`, which vLLM does not load."""
     found = []
     for path in directory.rglob("*"):
         parts = path.relative_to(directory).parts

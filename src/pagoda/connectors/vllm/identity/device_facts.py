@@ -1,4 +1,4 @@
-"""What of vLLM and of the machine decides how the bytes inside a page are laid out."""
+"""The facts of vLLM and of the machine that decide how the bytes inside a page are arranged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def machine_facts(
 ) -> dict[str, object]:
     """Return vLLM's minor release, the kind of device, and the attention backend of each layer. Changes nothing.
 
-    Raises ValueError for a device or a layer that is not known here.
+    Raises ValueError for an unknown device or layer.
     """
     import vllm
 
@@ -28,7 +28,7 @@ def machine_facts(
 
 
 def _device(device: torch.device) -> list[object]:
-    """The kind of device as far as a page's bytes may depend on it: no number, no name of a card."""
+    """Return the kind of device, as far as a page's bytes may depend on it: without number or card name."""
     import torch
     from vllm import envs
 
@@ -54,7 +54,7 @@ def _backend(vllm_config: VllmConfig, layer_name: str) -> list[object]:
 
 
 def _view(view: Any) -> list[object] | None:
-    """How the kernel sees a layer's KV: its blocks may be smaller than the engine's. Not how many there are."""
+    """Return how the kernel sees a layer's KV, without the number of blocks; its blocks may be smaller than vLLM's."""
     import torch
 
     if not isinstance(view, torch.Tensor):

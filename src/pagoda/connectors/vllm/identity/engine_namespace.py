@@ -1,4 +1,4 @@
-"""What vLLM's KV depends on besides the tokens and the layout: weights, config, adapters, and what changes them."""
+"""The namespace: all that vLLM's KV depends on except tokens and layout, such as weights, config and adapters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["lora_name", "namespace_of", "salt_of", "weights_digest"]
 
 _SNAPSHOT = re.compile(
     r"models--(?P<name>[^/]+)/snapshots/[^/]+/?$"
-)  # of a hub's cache, as vLLM finds it offline
+)  # a path in the hub's cache, as vLLM finds it offline
 
 
 def namespace_of(
@@ -32,9 +32,9 @@ def namespace_of(
 ) -> Namespace:
     """Return the namespace of this engine's KV, without the layout and the adapter. Reads the weight files.
 
-    `world_size` is the number of parts that a chunk is made of. The revision is said only where `weights` was given
-    by hand: a digest of the files says more, and the same revision has many names.
-    Raises ValueError if the weights cannot be named, with the remedy.
+    `world_size` is the number of parts of a chunk. The revision is included only if `weights` is given
+    explicitly: a digest of the files is more exact, and the same revision has many names.
+    Raises ValueError, which says what to do, if the weights cannot be named.
     """
     revision = str(vllm_config.model_config.revision or "") if options.weights else ""
     return Namespace(
@@ -48,21 +48,21 @@ def namespace_of(
 
 
 def salt_of(engine: str, request: str | None, since: str) -> str | None:
-    """Return what keeps chunks apart: an engine's tenant, a request's, the last reset; None if only the first does."""
+    """Return the salt of an engine's tenant, a request's tenant and the last reset; None if only the first is set."""
     if not request and not since:
         return None
     return json.dumps([engine, request or "", since])
 
 
 def weights_digest(vllm_config: VllmConfig, weights: str | None = None) -> str:
-    """Return 32 hex characters that name all that the values of KV depend on; changes nothing.
+    """Return 32 hex characters that name everything that the values of KV depend on; changes nothing.
 
-    The same on every machine, in every process and after a restart. It names the weight files (see
-    `checkpoint.file_digest` for what is read of large ones), the resolved config of the model, and those
-    settings of the engine that change what is computed; of a draft model that keeps KV beside the model's, the same.
-    `weights` names the checkpoints in place of their files.
+    They are the same on every machine, in every process and after a restart. They depend on the weight files (see
+    `weight_digests.file_digest` for the parts of large files that are read), the resolved config of the model, and
+    the settings of the engine that change what is computed; the same for a draft model whose KV is kept beside the
+    model's. `weights` names the checkpoints instead of their files.
 
-    Raises ValueError if weights are not read from files of this machine, with the remedy.
+    Raises ValueError, which says what to do, if weights are not files of this machine.
     """
     found = blake3(derive_key_context="PagodaKV weights of a vLLM engine")
     parts: list[object] = [config_facts(vllm_config)]
@@ -73,7 +73,7 @@ def weights_digest(vllm_config: VllmConfig, weights: str | None = None) -> str:
 
 
 def _checkpoints(vllm_config: VllmConfig) -> list[tuple[str, Any, Any]]:
-    """Role, ModelConfig and LoadConfig of every checkpoint that KV is computed from."""
+    """Return role, ModelConfig and LoadConfig of every checkpoint that KV is computed from."""
     model, load_config = vllm_config.model_config, vllm_config.load_config
     listed = [("model", model, load_config)]
     draft = draft_config(vllm_config)
@@ -103,7 +103,7 @@ def _named(model_config: Any, load_config: Any, weights: str | None) -> object:
 
 
 def _name(model: str) -> str:
-    """The last part of a model's id or path; of a snapshot in a hub's cache the model's name, as online."""
+    """Return the last part of a model's id or path; for a snapshot in a hub's cache, the model's name as online."""
     snapshot = _SNAPSHOT.search(model)
     if snapshot:
         return snapshot["name"].split("--")[-1]

@@ -1,4 +1,4 @@
-"""The settings of a vLLM engine that change what KV it computes, as plain values that encode alike everywhere."""
+"""The settings of a vLLM engine that change what KV it computes, as plain values with the same text everywhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["config_facts", "draft_config", "plain"]
 
-# fields of a model's config that no number of a forward pass depends on; what is not listed here tells models apart
+# fields of a model's config that do not affect a forward pass; all other fields distinguish models
 _VOLATILE = frozenset(
     {
         "_attn_implementation",
@@ -28,9 +28,9 @@ _VOLATILE = frozenset(
         "use_cache",
     }
 )
-# rotary embeddings that give a position the same angles however long a context the engine allows
+# rotary embeddings whose angles for a position do not depend on the engine's longest context
 _LENGTH_BLIND_ROPES = frozenset({None, "default", "linear", "llama3", "yarn", "mrope", "proportional"})
-# what is about room, speed or checks in the multimodal config; the rest may change what is computed
+# fields of the multimodal config for memory, speed or checks; all others may change what is computed
 _MULTIMODAL_ROOM = frozenset(
     {
         "interleave_mm_strings",
@@ -54,7 +54,7 @@ _CACHE = (
     "mamba_ssm_cache_dtype",
     "swa_bounded_replay",
 )
-_ENVIRONMENT = (  # variables by which vLLM quantises weights or activations, or routes tokens, otherwise
+_ENVIRONMENT = (  # variables that change how vLLM quantises weights or activations, or routes tokens
     "VLLM_HUMMING_INPUT_QUANT_CONFIG",
     "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
     "VLLM_MARLIN_INPUT_DTYPE",
@@ -62,11 +62,11 @@ _ENVIRONMENT = (  # variables by which vLLM quantises weights or activations, or
     "VLLM_MXFP4_EMULATION_DEQUANT_AT_LOAD",
     "VLLM_MXFP8_EMULATION_DEQUANT_AT_LOAD",
 )
-_NO_DRAFT = ("ngram", "ngram_gpu", "suffix")  # for these vLLM puts the model itself in the draft's place
+_NO_DRAFT = ("ngram", "ngram_gpu", "suffix")  # for these vLLM uses the model itself as the draft
 
 
 def config_facts(vllm_config: VllmConfig) -> dict[str, object]:
-    """Return all settings that change the values of KV, the weights aside. Changes nothing.
+    """Return all settings that change the values of KV, without the weights. Changes nothing.
 
     Raises ValueError for a setting that has no stable text.
     """
@@ -88,7 +88,7 @@ def config_facts(vllm_config: VllmConfig) -> dict[str, object]:
 def _model_facts(model_config: Any) -> dict[str, object]:
     multimodal = model_config.multimodal_config
     return {
-        "config": _stable(model_config.hf_config.to_dict()),  # hf_overrides are in it
+        "config": _stable(model_config.hf_config.to_dict()),  # includes hf_overrides
         "architecture": model_config.architecture,
         "class": model_config.model_class_overrides,
         "implementation": model_config.model_impl,
@@ -134,7 +134,7 @@ def _stable(value: Any) -> Any:
 
 
 def _lora_facts(vllm_config: VllmConfig) -> object:
-    """What of the LoRA settings changes how adapters act; None where they act as they were trained."""
+    """Return the LoRA settings that change how adapters act; None if they act as they were trained."""
     lora = vllm_config.lora_config
     if lora is None:
         return None
@@ -144,7 +144,7 @@ def _lora_facts(vllm_config: VllmConfig) -> object:
 
 
 def _draft_facts(vllm_config: VllmConfig) -> object:
-    """The draft model's settings, where speculation uses a model: its layers may keep KV in the same blocks."""
+    """Return the draft model's settings if speculation uses one: its layers may keep KV in the same blocks."""
     draft = draft_config(vllm_config)
     if draft is None:
         return None
@@ -153,7 +153,7 @@ def _draft_facts(vllm_config: VllmConfig) -> object:
 
 
 def draft_config(vllm_config: VllmConfig) -> Any:
-    """Return the ModelConfig of the model that speculates; None if none does. Changes nothing."""
+    """Return the ModelConfig of the draft model; None if there is none. Changes nothing."""
     speculative = vllm_config.speculative_config
     if speculative is None or str(speculative.method) in _NO_DRAFT:
         return None
@@ -161,9 +161,9 @@ def draft_config(vllm_config: VllmConfig) -> Any:
 
 
 def plain(value: Any, where: str = "a setting") -> Any:
-    """Return `value` as JSON knows it, the same in every process; changes nothing.
+    """Return `value` as types of JSON, the same in every process; changes nothing.
 
-    Raises ValueError, which says `where`, for an object whose text would hold an address, or is not known to be stable.
+    Raises ValueError, which names `where`, for an object whose text may have an address or is not known to be stable.
     """
     if value is None or type(value) in (bool, int, str):
         return value

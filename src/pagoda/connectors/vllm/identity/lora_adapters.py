@@ -1,4 +1,4 @@
-"""Names LoRA adapters by what lies in their files, so that a name or a path that is used again never lies."""
+"""Name LoRA adapters by the content of their files, because a name or a path may be used again for another adapter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WEIGHTS = (
     "adapter_model.bin",
     "adapter_model.pt",
 )  # the first is what vLLM reads
-_MOST = 65_536  # adapters remembered; one more is not named, so that none is ever forgotten and named anew
+_MOST = 65_536  # adapters remembered; further ones are not named, so that no adapter is forgotten and then named again
 
 _Stamp = tuple[tuple[str, int, int, int, int], ...]
 
@@ -28,9 +28,9 @@ _Stamp = tuple[tuple[str, int, int, int, int], ...]
 class Adapters:
     """The adapters this process has met. Thread-safe; files are read at the first sight of an adapter only.
 
-    vLLM keeps an adapter in memory under its number, whatever its name and path, and reads its files again whenever
-    it likes. So files that changed, or another path, after the first sight of a number leave open which weights are
-    at work: that number is not named as long as it does not stand for what it stood for first.
+    vLLM keeps an adapter in memory under its number, independent of its name and path, and may read its files again
+    at any time. So if the files or the path change after a number was first met, it is unknown which weights are in
+    use. Then that number is not named until it has its first files and path again.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Adapters:
         if len(files) < 2:
             return None
         stamp = _stamp(directory, files)
-        with self._lock:  # the second of two who ask at once waits for the first one's reading
+        with self._lock:  # if two threads ask at once, the second waits until the first has read the files
             if who not in self._met:
                 if len(self._met) >= _MOST:
                     return None
@@ -69,7 +69,7 @@ class Adapters:
         if stamp not in self._digests:
             digest = json.dumps([[name, file_digest(directory / name)] for name in files])
             if _stamp(directory, files) != stamp:
-                raise OSError(f"{directory} was written to while it was read")
+                raise OSError(f"{directory} was changed while it was read")
             self._digests[stamp] = digest
         return self._digests[stamp]
 
@@ -86,7 +86,7 @@ def lora_name(lora_request: Any) -> str | None:
     """Return what names the content of a request's LoRA adapter: "" = no adapter, None = it cannot be named.
 
     With None nothing may be stored or loaded for the request: the files cannot be read, or were changed since this
-    process first met the adapter. Reads the files once an adapter, then looks at their sizes and times only.
+    process first met the adapter. Reads the files once for each adapter, afterwards only their sizes and times.
     Thread-safe.
     """
     return _ADAPTERS.name(lora_request)

@@ -1,4 +1,4 @@
-"""Names what lies in weight files: by their bytes, of large files by samples that look at every tensor."""
+"""Digests of weight files: of all bytes, or for large files of samples from every tensor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["WHOLE_BYTES", "file_digest", "files_digest"]
 
 WHOLE_BYTES = 64 << 20  # a file up to this size is read whole
 _EDGE_BYTES = 1 << 20
-_PIECES = 256  # evenly spaced pieces of a large file, beside those that each tensor gets
+_PIECES = 256  # evenly spaced pieces of a large file, in addition to those of each tensor
 _MOST_PIECE_BYTES = 64 << 10
 _LEAST_PIECE_BYTES = 4 << 10
 _FILE_BYTES = 16 << 20  # about what is read of one large file ...
@@ -41,10 +41,10 @@ def files_digest(directory: Path, names: Sequence[str]) -> str:
 def file_digest(path: Path, budget_bytes: int = _FILE_BYTES) -> str:
     """Return 64 hex characters that name one file, by its size and content; changes nothing.
 
-    A file up to 64 MiB is read whole. Of a larger one: the first and the last MiB, and pieces at even distances;
-    in a safetensors file also the whole header and pieces of *every* tensor (small ones whole), so that no
-    tensor can be trained, scaled or replaced unseen. What can go unseen is an edit of a few numbers inside
-    a tensor of a large file: no training does that; who does it gives `weights` a name of its own.
+    A file up to 64 MiB is read completely. Of a larger one: the first and the last MiB, and pieces at even distances;
+    in a safetensors file also the whole header and pieces of *every* tensor (all bytes of small ones). So every
+    tensor that was trained, scaled or replaced is noticed. An edit of a few numbers inside a tensor of a large file
+    may not be noticed: no training does that; after such an edit, set `weights` to a new name.
     """
     found = blake3(derive_key_context="PagodaKV one weight file")
     with open(path, "rb", buffering=0) as file:
@@ -58,7 +58,7 @@ def file_digest(path: Path, budget_bytes: int = _FILE_BYTES) -> str:
 
 
 def _ranges(path: Path, file: int, size: int, budget_bytes: int) -> list[tuple[int, int]]:
-    """Half-open ranges of bytes to be read, in order and apart."""
+    """Return the half-open ranges of bytes to be read, in order and without overlap."""
     if size <= WHOLE_BYTES:
         return [(0, size)]
     body, spans = 0, [(0, size)]
@@ -76,7 +76,7 @@ def _ranges(path: Path, file: int, size: int, budget_bytes: int) -> list[tuple[i
 
 
 def _tensors(path: Path, file: int, size: int) -> tuple[int, list[tuple[int, int]]]:
-    """Where the data of a safetensors file begins, and the range of each tensor that is not empty."""
+    """Return where the data of a safetensors file begins, and the range of each tensor that is not empty."""
     length = int.from_bytes(os.pread(file, 8, 0), "little")
     body = 8 + length
     if length > _MOST_HEADER_BYTES or body > size:

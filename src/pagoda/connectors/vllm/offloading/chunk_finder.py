@@ -1,7 +1,7 @@
-"""Where the chunks are that vLLM's scheduler asks for, found out on threads: in host slots, held, or brought there.
+"""Find the chunks that vLLM's scheduler asks for, on threads; load them into host slots and hold them there.
 
-A load that was promised cannot be taken back, so a chunk is a hit only while this process holds its slot. Of groups
-with full attention a hit is a run from the first chunk on; of sliding windows only the end of that run is needed.
+A load that was promised cannot be cancelled, so a chunk is a hit only while this process holds its slot. For groups
+with full attention a hit is a run from the first chunk on; for sliding windows only the end of that run is needed.
 """
 
 from __future__ import annotations
@@ -25,24 +25,22 @@ from pagoda.metrics import Reason
 
 __all__ = ["AskedChunk", "ChunkFinder", "ChunkState", "FoundChunk", "Group", "HeldSlots"]
 
-_HELD_SHARE = 2  # one half of the slots is the most that is held at a time
-_WINDOW_SHARE = (
-    4  # a quarter of those, or one window of each group, is left to windows: without them no run hits
-)
-_PIECE, _PIECE_BYTES = 16, 64 << 20  # brought up at once: nothing is told of any before all are there
+_HELD_SHARE = 2  # at most half of the slots are held at a time
+_WINDOW_SHARE = 4  # a quarter of those, or one window of each group, is for windows: without them no run hits
+_PIECE, _PIECE_BYTES = 16, 64 << 20  # loaded together: all of a piece are reported when the last has arrived
 _BATCH = 64  # chunks of one transaction
-_MOST_FINDS = 128  # holes that are looked into, of one question
+_MOST_FINDS = 128  # how many gaps in a run one question looks into
 
 
 class ChunkState(Enum):
     """What is known of a chunk that was asked for."""
 
-    ASKED = auto()  # nothing yet
-    FOUND = auto()  # some tier has it; it is brought when it is asked for again
+    ASKED = auto()  # no answer yet
+    FOUND = auto()  # some tier has it; it is loaded when it is asked for again
     COMING = auto()
     HELD = auto()  # in a host slot that this process holds
     MISSED = auto()
-    GONE = auto()  # nobody waits for the answer
+    GONE = auto()  # no request waits for the answer
 
 
 class Group(NamedTuple):
@@ -54,9 +52,9 @@ class Group(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class AskedChunk:
-    """One chunk of one group. Only the scheduler's thread changes it; others read what is constant, and `state`."""
+    """One chunk of one group. Only the scheduler's thread changes it; others read constant fields, and `state`."""
 
-    name: bytes  # what vLLM calls it
+    name: bytes  # vLLM's key
     key: bytes
     group: int
     position: int
@@ -67,7 +65,7 @@ class AskedChunk:
     until: float = 0.0  # when a miss is forgotten
     slot: int = -1
     generation: int = 0
-    tier: str = "host"  # that had it
+    tier: str = "host"  # where it was found
     users: set[str] = field(default_factory=set)
     loads: int = 0
 
@@ -83,7 +81,7 @@ class FoundChunk(NamedTuple):
 
 
 class HeldSlots:
-    """The slots that this process keeps from eviction, never more than a half of all. Thread-safe."""
+    """The slots that this process protects from eviction, at most half of all. Thread-safe."""
 
     def __init__(self, slots: HostSlots) -> None:
         self._slots = slots
@@ -92,14 +90,14 @@ class HeldSlots:
         self.count = 0
 
     def room(self, most: int) -> int:
-        """How many more chunks may be held if no more than `most` may be."""
+        """Return how many more chunks may be held if at most `most` may be."""
         with self._lock:
             return max(0, most - self.count)
 
     def hold(
         self, asked: Sequence[AskedChunk], slots: Slots, generations: Generations, most: int
     ) -> list[FoundChunk]:
-        """Hold the leading chunks that there is room for; those that could not be held are MISSED."""
+        """Hold as many leading chunks as are allowed; those that could not be held are MISSED."""
         with self._lock:
             room = max(0, min(len(asked), most - self.count))
             self.count += room
@@ -119,7 +117,7 @@ class HeldSlots:
         return found + [FoundChunk(one, ChunkState.MISSED) for one in asked[room:]]
 
     def valid(self, pairs: Sequence[tuple[int, int]]) -> list[bool]:
-        """Say of each of these (slot, generation) whether the chunk is still there to be loaded."""
+        """Return for each (slot, generation) whether the chunk can still be loaded."""
         return self._slots.still_valid(*_arrays(pairs)).tolist() if pairs else []
 
     def release(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -131,7 +129,7 @@ class HeldSlots:
 
 
 class ChunkFinder:
-    """Answers questions about chunks into `news`. Its methods may run on any thread, many at a time."""
+    """Answers questions about chunks by adding to `news`. Thread-safe."""
 
     def __init__(self, cache: Cache, groups: Sequence[Group]) -> None:
         assert cache.slots is not None
@@ -146,25 +144,25 @@ class ChunkFinder:
         self.news: SimpleQueue[list[FoundChunk]] = SimpleQueue()
         self._piece = max(1, min(_PIECE, _PIECE_BYTES // cache.layout.slot_bytes))
         self._salt: str | None = None  # None: the namespace's
-        self.moved = 0.0  # when something was last found out: who waits is patient while things move
+        self.moved = 0.0  # when something was last found: requests wait longer while there is progress
 
     def root(self) -> bytes:
-        """The root of the namespace that chunks lie in."""
+        """Return the root of the namespace that the chunks belong to."""
         return self._slots.namespace(salt=self._salt)
 
     def renew(self) -> None:
-        """Go on where nobody has stored anything, and nobody else ever will: the weights have no name any more."""
+        """Change to a new namespace that no other engine ever uses, because the weights no longer have a name."""
         self._salt = salt_of(self._cache.namespace.salt, None, secrets.token_hex(16))
 
     def tell(self, news: list[FoundChunk]) -> None:
-        """Hand news to the scheduler's thread."""
+        """Pass news to the scheduler's thread."""
         self.moved = time.monotonic()
         self.news.put(news)
 
-    # ---- a question: chunks of one request that nothing is known of
+    # ---- a question: chunks of one request about which nothing is known
 
     def answer(self, question: Sequence[AskedChunk]) -> list[AskedChunk]:
-        """Find out where these chunks are, hold those that are in host slots; returns those that are to be brought."""
+        """Find these chunks and hold those that are in host slots; returns those to be loaded from lower tiers."""
         by_group: dict[int, list[AskedChunk]] = {}
         for one in sorted(question, key=lambda one: (one.group, one.position)):
             by_group.setdefault(one.group, []).append(one)
@@ -180,7 +178,7 @@ class ChunkFinder:
     def _answer_runs(
         self, runs: dict[int, list[AskedChunk]]
     ) -> tuple[list[FoundChunk], list[AskedChunk], int]:
-        """Full attention: a hit is what all such groups have from the first chunk on; returns also where it ends."""
+        """Full attention: a hit is the run that all such groups have from the first chunk on; returns also its end."""
         places: dict[AskedChunk, tuple[int, int]] = {}
         below: set[AskedChunk] = set()
         end, reason = min(self._stop(asked[-1]) for asked in runs.values()), None
@@ -215,7 +213,7 @@ class ChunkFinder:
     def _answer_windows(
         self, group: int, asked: list[AskedChunk], end: int | None
     ) -> tuple[list[FoundChunk], list[AskedChunk]]:
-        """Sliding windows and states: hold the window before the end of the run, if it is there as a whole."""
+        """Sliding windows and states: hold the window before the end of the run, if all of it is found."""
         if end is None:
             return self._presence(asked), []
         beyond = [FoundChunk(one, ChunkState.MISSED) for one in asked if self._start(one) >= end]
@@ -237,7 +235,7 @@ class ChunkFinder:
         return beyond + lower + held, coming
 
     def _presence(self, asked: Sequence[AskedChunk]) -> list[FoundChunk]:
-        """Which chunks some tier has, holes notwithstanding; from the last one back, as far as there is time."""
+        """Return which chunks some tier has, also after gaps; from the last one back, as far as there is time."""
         told: list[FoundChunk] = []
         finds = 0
         for run in reversed(list(_consecutive(asked))):
@@ -256,10 +254,10 @@ class ChunkFinder:
                     at += have + 1
         return told
 
-    # ---- what is to be brought
+    # ---- chunks to be loaded from lower tiers
 
     def bring(self, asked: Sequence[AskedChunk]) -> None:
-        """Hold these chunks, after bringing those up that are not in the host tier; tells of each, piece by piece."""
+        """Load chunks that are not in the host tier into it, and hold all of them; reports them piece by piece."""
         by_group: dict[int, list[AskedChunk]] = {}
         for one in sorted(asked, key=lambda one: (one.group, one.position)):
             by_group.setdefault(one.group, []).append(one)
@@ -318,7 +316,7 @@ class ChunkFinder:
         return self.holds.hold(asked, *_arrays(places), most)
 
     def _below(self, run: Sequence[AskedChunk]) -> int:
-        """How many leading chunks of a run lower tiers have."""
+        """Return how many leading chunks of a run lower tiers have."""
         if not run or not self._lower or not run[0].lower:
             return 0
         hit = self._cache.lookup(
@@ -327,7 +325,7 @@ class ChunkFinder:
         return hit.num_tokens // self._cache.layout.chunk_tokens
 
     def _placed(self, run: Sequence[AskedChunk]) -> list[tuple[int, int, bytes]]:
-        """Keys with token positions as the cache counts them, whose chunks all have one length."""
+        """Return keys with token positions as the cache counts them: its chunks all have one length."""
         size = self._cache.layout.chunk_tokens
         return [(one.position * size, (one.position + 1) * size, one.key) for one in run]
 
@@ -344,7 +342,7 @@ class ChunkFinder:
         coming: Sequence[AskedChunk],
         reason: Reason | None,
     ) -> None:
-        """Count the question as one about tokens: what the first group with full attention has of them."""
+        """Count the question in tokens: how many of them the first group with full attention has."""
         size, group = self._groups[asked[0].group].chunk_tokens, asked[0].group
         host, below = (sum(one.group == group for one in ones) * size for ones in (here, coming))
         by_tier = {"host": host} | ({self._lower[0]: below} if self._lower else {})
@@ -362,7 +360,7 @@ def _arrays(pairs: Sequence[tuple[int, int]]) -> tuple[Slots, Generations]:
 
 
 def _consecutive(asked: Sequence[AskedChunk]) -> Iterator[list[AskedChunk]]:
-    """Cut chunks of one group, in ascending order, at the gaps between them."""
+    """Split chunks of one group, in ascending order, at the gaps between them."""
     run: list[AskedChunk] = []
     for one in asked:
         if run and one.position != run[-1].position + 1:

@@ -1,4 +1,4 @@
-"""PagodaHybridConnector: vLLM's own OffloadingConnector over PagodaKV's tiers, for models of several kinds of KV."""
+"""PagodaHybridConnector: vLLM's own OffloadingConnector over PagodaKV's tiers, for models with several kinds of KV."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ class PagodaHybridConnector(OffloadingConnector):
     """Keeps the KV of hybrid models (sliding windows, Mamba layers) in PagodaKV's tiers.
 
     vLLM makes one for its scheduler and one for each worker, from `--kv-transfer-config`; see docs/how-to/vllm.md.
-    All but the storage is vLLM's own. Added to it is what it takes for impossible: a load that fails, and a request
-    that is preempted and asks again before the workers have heard of it.
+    Everything except the storage is vLLM's own code. This class adds two cases that vLLM considers impossible: a load
+    that fails, and a request that is preempted and asks again before the workers know of it.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(_with_spec(vllm_config), role, kv_cache_config)
-        self._preemptions: dict[str, int] = {}  # by request, those that the workers have heard of
+        self._preemptions: dict[str, int] = {}  # by request, those that the workers know of
         self._unheard: set[str] = set()  # preempted since the last step
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's counters of offloading, and the spec's own."""
+        """Return vLLM's counters of offloading, and those of the spec."""
         return super().build_prom_metrics(_with_spec(vllm_config), *args, **kwargs)
 
     # ---- a worker's half
 
     @property
     def worker(self) -> OffloadingConnectorWorker:
-        """vLLM's half that does the jobs."""
+        """Return vLLM's half that does the jobs."""
         assert self.connector_worker is not None
         return self.connector_worker
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """The requests whose loads have ended, and which of them failed: vLLM computes those, or fails them.
+        """Return the requests whose loads have ended, and which of them failed: vLLM computes those, or fails them.
 
-        Without the latter vLLM's OffloadingConnector would end the engine, or take blocks for filled.
+        Without the failed ones vLLM's OffloadingConnector would end the engine, or consider unfilled blocks as filled.
         """
         found = super().get_transfer_results(finished_req_ids)
         copies: PagodaOffloadingWorker | None = self.worker.worker
@@ -57,11 +57,11 @@ class PagodaHybridConnector(OffloadingConnector):
     # ---- the scheduler's half
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens can be loaded; None once after each preemption.
+        """Return how many tokens can be loaded; None once after each preemption.
 
-        `reset_prefix_cache(reset_running_requests=True)` preempts between two steps. A load that began in the step
-        that tells the workers of it would end the engine: vLLM waits for all jobs of a preempted request, and takes
-        them for stores.
+        `reset_prefix_cache(reset_running_requests=True)` preempts between two steps. A load must not begin in the step
+        that reports the preemption to the workers, because it would end the engine: vLLM waits for all jobs of a
+        preempted request, and assumes that they are stores.
         """
         name = request.request_id
         if request.num_preemptions > self._preemptions.get(name, 0):
@@ -73,14 +73,14 @@ class PagodaHybridConnector(OffloadingConnector):
         return tokens, beside
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        """This step's work for the workers."""
+        """Return this step's work for the workers."""
         self._unheard.clear()
         for name in scheduler_output.finished_req_ids or ():
             self._preemptions.pop(name, None)
         return super().build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Take what the workers tell."""
+        """Take the workers' messages."""
         super().update_connector_output(connector_output)
         manager: PagodaOffloadingManager = self.scheduler.manager
         for name in connector_output.failed_recving:
@@ -88,6 +88,6 @@ class PagodaHybridConnector(OffloadingConnector):
 
 
 def _with_spec(vllm_config: Any) -> Any:
-    """Name our spec to vLLM's OffloadingConnector, where it looks for one. Changes the connector's own options only."""
+    """Set PagodaKV's spec where vLLM's OffloadingConnector looks for one. Changes only the connector's own options."""
     vllm_config.kv_transfer_config.kv_connector_extra_config.update(_SPEC)
     return vllm_config

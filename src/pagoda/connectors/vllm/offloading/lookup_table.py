@@ -1,4 +1,4 @@
-"""What vLLM's scheduler has asked for and what is known of it: a table of its own thread, fed by threads."""
+"""The chunks that vLLM's scheduler has asked for, and what is known of them: a table that other threads feed."""
 
 from __future__ import annotations
 
@@ -24,21 +24,19 @@ __all__ = ["LookupTable"]
 
 log = logging.getLogger("pagoda.vllm")
 
-_MISS_SECONDS = 1.0  # how long a miss is believed by those who have not been told
-_LONGEST_SECONDS = 30.0  # that an answer may take, however much else is being found out meanwhile
-_IDLE_SECONDS = 10.0  # an answer that nobody looks at for so long is forgotten
-_LINGER_SECONDS = (
-    30.0  # holds of loads that were under way when their chunks were cleared, or the cache reset
-)
+_MISS_SECONDS = 1.0  # how long a miss is valid for requests that have not seen it
+_LONGEST_SECONDS = 30.0  # that an answer may take, even while other look-ups make progress
+_IDLE_SECONDS = 10.0  # an answer that no request reads for so long is forgotten
+_LINGER_SECONDS = 30.0  # how long holds are kept for loads that ran when their chunks were cleared or reset
 _BRING_THREADS = 2
 
 
 class LookupTable:
-    """The chunks that waiting requests have asked for. Of the scheduler's thread; nothing here waits.
+    """The chunks that waiting requests have asked for. For the scheduler's thread; no method waits.
 
-    A chunk is asked for once for all requests, held as long as one of them may load it, and a miss where the answer
-    takes too long: where nothing has been found out for `deadline_seconds`, or in all for half a minute. What a
-    request was told stands for as long as it goes on asking, so that at some time all its answers are there at once.
+    A chunk is asked for once for all requests, and held as long as one of them may load it. It is a miss if the answer
+    takes too long: if nothing was found for `deadline_seconds`, or after half a minute in all. An answer to a request
+    stays valid as long as the request continues to ask, so that at some time all its answers are known at once.
     """
 
     def __init__(self, cache: Cache, groups: Sequence[Group]) -> None:
@@ -59,13 +57,13 @@ class LookupTable:
         self._late = 0
 
     def get(self, name: bytes) -> AskedChunk | None:
-        """What is known of a chunk."""
+        """Return what is known of a chunk."""
         return self._known.get(name)
 
     # ---- asking
 
     def look(self, name: bytes, group: int, position: int, request: str, lower: bool) -> ChunkState:
-        """Return what is known of a chunk, and have it found out if that is nothing."""
+        """Return what is known of a chunk; if nothing is known, add it to the next question."""
         self._drain()
         self._verify()
         now = time.monotonic()
@@ -88,7 +86,7 @@ class LookupTable:
         return asked.state
 
     def _verify(self) -> None:
-        """Once a step, forget the hits whose chunks were removed or cleared: a hold keeps the bytes, not the chunk."""
+        """Forget, once a step, hits whose chunks were removed or cleared: a hold keeps the bytes, not the chunk."""
         if self._verified:
             return
         self._verified = True
@@ -98,7 +96,7 @@ class LookupTable:
             self._drop([asked for asked, stands in zip(held, standing, strict=True) if not stands])
 
     def _again(self, asked: AskedChunk, request: str, lower: bool, now: float) -> bool:
-        """Whether a miss is to be looked into once more."""
+        """Whether to look again for a chunk that was missed."""
         return (lower and not asked.lower) or (now > asked.until and request not in asked.users)
 
     def _overdue(self, asked: AskedChunk, now: float) -> bool:
@@ -109,7 +107,7 @@ class LookupTable:
         asked.state, asked.until = ChunkState.MISSED, now + _MISS_SECONDS
 
     def flush(self) -> None:
-        """Hand what was asked since the last call to the threads; let go of what nobody looks at."""
+        """Pass the questions since the last call to the threads; release chunks that no request reads."""
         self._drain()
         now = time.monotonic()
         if self._finder.root() != self.root:  # another process has changed the weights
@@ -139,7 +137,7 @@ class LookupTable:
 
         try:
             threads.submit(work, asked).add_done_callback(ended)
-        except RuntimeError:  # closed meanwhile, or no thread can be had
+        except RuntimeError:  # closed meanwhile, or no thread could be started
             self._finder.tell([FoundChunk(one, ChunkState.MISSED) for one in asked])
 
     # ---- answers
@@ -151,7 +149,7 @@ class LookupTable:
             self._release(late)
 
     def _heard(self, found: FoundChunk) -> Iterable[tuple[int, int]]:
-        """Note one chunk's news; yields the hold that nobody wants any more."""
+        """Note one chunk's news; yields the hold if no request wants it any more."""
         asked, now = found.asked, time.monotonic()
         if asked.state not in (ChunkState.ASKED, ChunkState.COMING):
             if found.state is ChunkState.HELD:
@@ -168,7 +166,7 @@ class LookupTable:
     # ---- loads
 
     def load(self, name: bytes) -> AskedChunk | None:
-        """Begin to load a hit; None if it is none."""
+        """Begin to load a hit; None if the chunk is not a hit."""
         asked = self._known.get(name)
         if asked is None or asked.state is not ChunkState.HELD:
             return None
@@ -187,7 +185,7 @@ class LookupTable:
         self._let_go(ended)
 
     def finished(self, request: str) -> None:
-        """Note that a request has ended: nobody else's chunks are let go."""
+        """Note that a request has ended: chunks that no other request asked for are released."""
         ended = []
         for name in self._of.pop(request, ()):
             asked = self._known.get(name)
@@ -197,7 +195,7 @@ class LookupTable:
         self._let_go(ended)
 
     def stored(self, names: Iterable[bytes]) -> None:
-        """Note that these chunks are there now, whatever was said before."""
+        """Note that these chunks are stored now; earlier answers are no longer valid."""
         for name in names:
             asked = self._known.get(name)
             if asked is not None and asked.state is ChunkState.MISSED:
@@ -209,9 +207,8 @@ class LookupTable:
         unused = [asked for asked in ended if not asked.users and not asked.loads]
         held = [(asked.slot, asked.generation) for asked in unused if asked.state is ChunkState.HELD]
         for asked in unused:
-            if (
-                asked.state is not ChunkState.MISSED or time.monotonic() > asked.until
-            ):  # others believe it for a while
+            # a miss stays valid for other requests for a while
+            if asked.state is not ChunkState.MISSED or time.monotonic() > asked.until:
                 self._forget(asked)
         self._release(held)
 
@@ -221,7 +218,7 @@ class LookupTable:
             del self._known[asked.name]
 
     def _sweep(self, now: float) -> None:
-        """Forget old misses, hits that nobody looks at, and what was under way when the cache was reset."""
+        """Forget old misses, hits that no request reads, and loads that ran when the cache was reset."""
         idle = []
         for asked in list(self._known.values()):
             if asked.state is ChunkState.MISSED and now > asked.until and not asked.users:
@@ -235,12 +232,12 @@ class LookupTable:
         self._release([pair for _, pairs in over for pair in pairs])
 
     def reset(self) -> None:
-        """Forget everything, and find nothing that was stored before."""
+        """Forget everything; chunks that were stored before are misses from now on."""
         self._finder.renew()
         self.forget()
 
     def forget(self) -> None:
-        """Forget everything; vLLM may never tell of the end of the loads that are under way."""
+        """Forget everything; vLLM may never report the end of the running loads."""
         self._drain()
         self._drop(list(self._known.values()))
         self._new, self._wanted = {}, []
@@ -262,7 +259,7 @@ class LookupTable:
             return
         try:
             released = self._releases.submit(self._finder.holds.release, pairs)
-        except RuntimeError:  # closed meanwhile, or no thread can be had: nobody is left who waits
+        except RuntimeError:  # closed meanwhile, or no thread could be started: no request waits any more
             self._finder.holds.release(pairs)
             return
         released.add_done_callback(
@@ -270,7 +267,7 @@ class LookupTable:
         )
 
     def take_late(self) -> int:
-        """How many answers came too late since the last call."""
+        """Return how many answers came too late since the last call."""
         late, self._late = self._late, 0
         return late
 

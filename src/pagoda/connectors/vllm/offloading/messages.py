@@ -1,7 +1,7 @@
-"""What the halves of the OffloadingSpec tell each other: by vLLM's metadata each step, once by a file at the start.
+"""The messages between the halves of the OffloadingSpec: vLLM's metadata in each step, and a file at the start.
 
 vLLM's OffloadingConnector has no handshake. The workers register their KV memory before the scheduler's half exists,
-all on one machine, so each leaves a small file beside the host tier and the scheduler takes them up.
+all on one machine. So each leaves a small file beside the host tier, and the scheduler reads them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pagoda.layout import KVLayout
 
 __all__ = ["Placed", "SlotsSpec", "WorkerGreeting", "greet", "greeted"]
 
-_OLD_SECONDS = 3600.0  # no engine takes so long to start
+_OLD_SECONDS = 3600.0  # longer than any start of an engine
 
 
 class Placed(NamedTuple):
@@ -37,8 +37,8 @@ class Placed(NamedTuple):
 class SlotsSpec(LoadStoreSpec):
     """The slots that one job of a request copies into, or out of, in the order in which vLLM names its blocks.
 
-    `fingerprint`: the layout of the store whose slots these are. `pid`: who reserved them. `lost`: a chunk that was
-    promised is not among them, so the load cannot be done.
+    `fingerprint`: the layout of the store that has the slots. `pid`: the process that reserved them. `lost`: a chunk
+    that was promised is missing, so the load cannot be done.
     """
 
     fingerprint: str
@@ -50,10 +50,10 @@ class SlotsSpec(LoadStoreSpec):
 
 
 class WorkerGreeting(msgspec.Struct, frozen=True):
-    """What a rank found its KV memory to be. All ranks of an engine must agree in it.
+    """A rank's description of its KV memory. It must be the same for all ranks of an engine.
 
-    `windows`: by group, None where a hit is a run of chunks from the first on (full attention), else how many tokens
-    before the end of a hit are needed: the sliding window, or 1 for a recurrent state.
+    `windows`: by group, None if a hit is a run of chunks from the first on (full attention), else the number of tokens
+    before the end of a hit that are needed: the sliding window, or 1 for a recurrent state.
     """
 
     namespace: Namespace
@@ -65,14 +65,14 @@ class WorkerGreeting(msgspec.Struct, frozen=True):
 
     @property
     def layout(self) -> KVLayout:
-        """The layout of the engine's chunks."""
+        """Return the layout of the engine's chunks."""
         return KVLayout.opaque(self.chunk_tokens, self.chunk_bytes, self.description)
 
 
 def greet(root: Path, engine_id: str, rank: int, greeting: WorkerGreeting) -> None:
     """Leave a rank's greeting in the host tier's directory, for this user only. Raises OSError."""
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for old in root.glob("engine-*"):  # of engines that died while they started
+    for old in root.glob("engine-*"):  # left by engines that died during their start
         with contextlib.suppress(OSError):
             if time.time() - old.stat().st_mtime > _OLD_SECONDS:
                 old.unlink()
@@ -87,7 +87,7 @@ def greet(root: Path, engine_id: str, rank: int, greeting: WorkerGreeting) -> No
 
 
 def greeted(root: Path, engine_id: str, ranks: int) -> WorkerGreeting:
-    """Take up the greetings of all ranks, and remove them. Raises ValueError if one is missing or they differ."""
+    """Read the greetings of all ranks, and remove them. Raises ValueError if one is missing or they differ."""
     found = []
     for rank in range(ranks):
         path = _path(root, engine_id, rank)

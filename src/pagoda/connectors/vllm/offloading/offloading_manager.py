@@ -1,4 +1,4 @@
-"""The scheduler's half of the OffloadingSpec: which chunks are hits, and which slots new ones go to. It never waits."""
+"""The scheduler's half of the OffloadingSpec: which chunks are hits, and which slots new ones get. It never waits."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ log = logging.getLogger("pagoda.vllm")
 
 REFUSED, LATE = "vllm:pagoda_refused_chunks", "vllm:pagoda_late_lookups"
 FAILED = "vllm:pagoda_failed_loads"
-_RESERVE_SECONDS = 0.02  # of one step: a slot that is not to be had by then is a chunk that is not stored
+_RESERVE_SECONDS = 0.02  # of one step: a chunk that has no slot by then is not stored
 _TURN_CHUNKS = 8  # that are reserved of one group before the next
-_EVENTS_SECONDS = 1.0  # between two looks at what has gone
-_LINGER_SECONDS = 30.0  # a reservation that nobody will speak of any more is given up after this
+_EVENTS_SECONDS = 1.0  # between two checks for removed chunks
+_LINGER_SECONDS = 30.0  # a reservation whose end vLLM will not report is aborted after this time
 _ANSWERS = {
     ChunkState.ASKED: LookupResult.RETRY,
     ChunkState.FOUND: LookupResult.HIT_PENDING,
@@ -59,20 +59,20 @@ class _Request:
     """One request, from its arrival to its end."""
 
     stamp: int | None = None
-    loads: bool = True  # False: a load of it came to nothing, it computes for itself
-    stores: bool = True  # False: who can say which weights computed what of it
+    loads: bool = True  # False: a load of it failed, so vLLM computes it
+    stores: bool = True  # False: it is unknown which weights computed which part of it
     tails: dict[int, tuple[int, bytes]] = field(default_factory=dict)  # group -> last chunk reserved, its key
 
 
 class PagodaOffloadingManager(OffloadingManager):
-    """vLLM's view of what is stored. Used by the scheduler's thread; `shutdown` ends the threads behind it.
+    """vLLM's view of what is stored. Used by the scheduler's thread; `shutdown` ends its threads.
 
-    A key is a block hash with the number of a KV cache group. The groups' chunks are chains of their own; of adapters
-    vLLM's hashes know name and path, not the content.
+    A key is a block hash with the number of a KV cache group. The chunks of each group are a separate chain; vLLM's
+    hashes include the name and path of an adapter, not its content.
     """
 
     def __init__(self, cache: Cache, groups: dict[int, Group], parts: int, events: bool = False) -> None:
-        """Take over `cache`. `groups`: by the number that vLLM's keys name them with, in its order."""
+        """Take over `cache`. `groups`: by the number that they have in vLLM's keys, in vLLM's order."""
         assert cache.slots is not None
         self._cache, self._slots, self._parts = cache, cache.slots, parts
         self._numbers = {number: index for index, number in enumerate(groups)}
@@ -85,7 +85,7 @@ class PagodaOffloadingManager(OffloadingManager):
         self._stored: SimpleQueue[list[tuple[bytes, Reserved]]] = SimpleQueue()
         self._events = events
         self._new: list[tuple[bytes, Reserved]] = []
-        self._told: dict[bytes, Reserved] = {}  # what was told to be stored
+        self._told: dict[bytes, Reserved] = {}  # reported as stored
         self._looked_at = 0.0
         self._refused = 0
         self._failed = 0
@@ -94,7 +94,7 @@ class PagodaOffloadingManager(OffloadingManager):
     # ---- what is stored
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
-        """Say whether a chunk can be loaded; RETRY while that is being found out. Never waits."""
+        """Return whether a chunk can be loaded; RETRY while the look-up runs. Never waits."""
         request = self._requests.get(req_context.req_id)
         allowed = req_context.load_tier_filter
         if (
@@ -109,16 +109,16 @@ class PagodaOffloadingManager(OffloadingManager):
         return _ANSWERS[state]
 
     def get_load_source(self, key: bytes, req_context: Any) -> CacheHitSource:
-        """The tier in which a hit was found."""
+        """Return the tier in which a hit was found."""
         asked = self._questions.get(bytes(key))
         return _SOURCES.get(asked.tier if asked else "", CacheHitSource.EXTERNAL_UNSPECIFIED)
 
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> SlotsSpec:
-        """Name the slots of hits; they are held until `complete_load`."""
+        """Return the slots of hits; they are held until `complete_load`."""
         spec = self._spec(req_context.req_id, b"")
         for key in keys:
             asked = self._questions.load(bytes(key))
-            if asked is None:  # vLLM may not load what was no hit: then the worker says that the load failed
+            if asked is None:  # vLLM must load only hits; otherwise the worker reports that the load failed
                 spec.lost = True
                 continue
             before = spec.chunks[-1] if spec.chunks else None
@@ -134,11 +134,11 @@ class PagodaOffloadingManager(OffloadingManager):
         return spec
 
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
-        """Let go of what was loaded."""
+        """Release the slots of a load that has ended."""
         self._questions.loaded([bytes(key) for key in keys], req_context.req_id)
 
     def load_failed(self, req_id: str) -> None:
-        """Offer this request nothing more: what it was promised did not come, and it would be promised again."""
+        """Give this request no more hits: its load failed, and the same chunks would be promised again."""
         request = self._requests.get(req_id)
         if request is not None and request.loads:
             request.loads = False
@@ -147,7 +147,7 @@ class PagodaOffloadingManager(OffloadingManager):
     # ---- what is to be stored
 
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput:
-        """Reserve slots for chunks that are not there yet, as far as that can be had at once."""
+        """Reserve slots for chunks that are not stored yet, as far as slots are available at once."""
         root = self._questions.root
         spec = self._spec(req_context.req_id, root)
         taken: list[bytes] = []
@@ -163,21 +163,21 @@ class PagodaOffloadingManager(OffloadingManager):
                     self._storing[name] = Reserved(copy.key, copy.slot, copy.generation)
                     taken.append(name)
             left -= len(outcomes)
-            if len(outcomes) < len(run):  # no more room: of all groups it is the tails that are left out
+            if len(outcomes) < len(run):  # no more slots: leave out the tails of all groups
                 self._refused += left
                 break
         return PrepareStoreOutput(keys_to_store=taken, store_spec=spec, evicted_keys=[])
 
     def _runs(self, names: Sequence[bytes], context: Any) -> Iterable[tuple[int, int, list[bytes]]]:
-        """Cut what is offered into (group, position of the first chunk, chunks that follow each other).
+        """Split the offered chunks into (group, position of the first chunk, consecutive chunks).
 
-        The groups take turns on their way through the prompt: chunks of one group alone are no hit.
+        The groups take turns along the prompt, because chunks of only one group are not a hit.
         """
         size = _TURN_CHUNKS * max(group.chunk_tokens for group in self._groups)
         places = [
             (position * self._groups[group].chunk_tokens // size, group, position, name)
             for name in names
-            if name not in self._storing  # nor on its way for another request
+            if name not in self._storing  # and not being stored for another request
             for group, position in [self._place(name, context)]
         ]
         run: list[bytes] = []
@@ -195,7 +195,7 @@ class PagodaOffloadingManager(OffloadingManager):
     def _reserved(
         self, request: _Request, root: bytes, group: int, first: int, keys: list[bytes], until: float
     ) -> list[ChunkRef | None]:
-        """Reserve a slot for each chunk of a run; None where it is there already. Ends before the first refused."""
+        """Reserve a slot for each chunk of a run; None if it is stored already. Ends before the first refused."""
         if request.stamp is None:
             request.stamp = self._slots.stamp()
         chained = self._groups[group].window is None
@@ -222,13 +222,13 @@ class PagodaOffloadingManager(OffloadingManager):
         ]
 
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
-        """Give up what the workers did not commit; what they did can be loaded."""
+        """Abort what the workers did not commit; committed chunks can be loaded."""
         ended = [(bytes(key), self._storing.pop(bytes(key))) for key in keys if bytes(key) in self._storing]
         if ended and not self._closed:
             self._thread.later(self._settle, ended)
 
     def _settle(self, ended: list[tuple[bytes, Reserved]]) -> None:
-        """What a thread does with stores that have ended."""
+        """Settle stores that have ended; runs on a thread."""
         slots = np.array([item.slot for _, item in ended], np.int64)
         generations = np.array([item.generation for _, item in ended], np.uint64)
         ready = self._slots.ready(slots, generations).tolist()
@@ -243,12 +243,12 @@ class PagodaOffloadingManager(OffloadingManager):
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
-        """Let go of what only this request waited for."""
+        """Release chunks that only this request waited for."""
         self._requests.pop(req_context.req_id, None)
         self._questions.finished(req_context.req_id)
 
     def on_schedule_end(self, context: Any) -> None:
-        """Have found out what this step asked."""
+        """Start the look-ups of what this step asked for."""
         self._take_stored()
         self._questions.flush()
         now = time.monotonic()
@@ -258,22 +258,22 @@ class PagodaOffloadingManager(OffloadingManager):
             self._thread.later(self._slots.abort, given_up)
 
     def has_pending_work(self) -> bool:
-        """False: requests that wait for an answer keep the engine stepping by themselves."""
+        """Return False: requests that wait for an answer already keep the engine stepping."""
         return False
 
     def reset_cache(self) -> None:
-        """Let nothing that was stored before hit again in this engine: its weights may be others than its files'."""
+        """Make all earlier chunks misses for this engine: its weights may differ from those in its files."""
         for request in self._requests.values():
             request.stores = False
         self._questions.reset()
-        if self._storing:  # vLLM does not say any more how these end
+        if self._storing:  # vLLM no longer reports how these end
             self._lingering.append((time.monotonic() + _LINGER_SECONDS, list(self._storing.values())))
             self._storing.clear()
 
-    # ---- telling others
+    # ---- events and counters
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """What was stored since the last call, and at most once a second what has gone."""
+        """Return what was stored since the last call and, at most once a second, what was removed."""
         self._take_stored()
         told, self._new = self._new, []
         if told:
@@ -294,7 +294,7 @@ class PagodaOffloadingManager(OffloadingManager):
                 yield OffloadingEvent(gone, Medium.CPU, removed=True, locality=Locality.LOCAL)
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """What was counted since the last call."""
+        """Return what was counted since the last call."""
         counts = {LATE: self._questions.take_late(), REFUSED: self._refused, FAILED: self._failed}
         self._refused = self._failed = 0
         if not any(counts.values()):
@@ -305,7 +305,7 @@ class PagodaOffloadingManager(OffloadingManager):
         return stats
 
     def shutdown(self) -> None:
-        """End the threads, release what is held and let go of the cache; ends in bounded time. Idempotent."""
+        """End the threads, release all holds and the cache; ends in bounded time. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -324,7 +324,7 @@ class PagodaOffloadingManager(OffloadingManager):
                 self._new += ended
 
     def _place(self, key: bytes, context: Any) -> tuple[int, int]:
-        """The group's index and the chain position of one of vLLM's keys."""
+        """Return the group's index and the chain position of one of vLLM's keys."""
         group = self._numbers[int.from_bytes(key[-4:], "big")]
         end = context.get_offload_key_position(key) or 0
         return group, max(0, -(-end // self._groups[group].chunk_tokens) - 1)

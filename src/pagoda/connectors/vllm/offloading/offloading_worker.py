@@ -1,7 +1,7 @@
 """A worker's half of the OffloadingSpec: copies between the engine's blocks and host slots, on threads.
 
-vLLM fences the blocks: it waits for a job before it gives one of its blocks to somebody else, and lets no request run
-before its load has ended.
+vLLM protects the blocks: it waits for a job before it gives one of its blocks to another request, and it runs no
+request before its load has ended.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["EnginePages", "PagodaOffloadingWorker"]
 log = logging.getLogger("pagoda.vllm")
 
 _LOAD_THREADS = 2
-_TRIES = 3  # to find a chunk again that somebody has removed while it was being loaded
+_TRIES = 3  # to find a chunk again that was removed while it was being loaded
 _FENCE_SECONDS = 10.0  # a store that has not copied its blocks by then is given up
 _END_SECONDS = 5.0
 
@@ -43,7 +43,7 @@ _END_SECONDS = 5.0
 class EnginePages(NamedTuple):
     """The KV memory of one group: planes [num_blocks, page_bytes], and what a chunk of it is.
 
-    `number`: what vLLM's keys call the group. `state`: of a chunk's blocks only the last one counts.
+    `number`: the group's number in vLLM's keys. `state`: only the last of a chunk's blocks counts.
     """
 
     number: int
@@ -53,19 +53,19 @@ class EnginePages(NamedTuple):
     state: bool = False
 
     def layout(self, parts: int) -> KVLayout:
-        """The group's own bytes of a chunk: the leading ones of a slot, or all."""
+        """Return the layout of the group's bytes in a chunk: the leading bytes of a slot, or all."""
         nbytes = parts * self.blocks_per_chunk * sum(plane.shape[1] for plane in self.planes)
         return KVLayout.opaque(self.blocks_per_chunk * self.block_tokens, nbytes, "one group")
 
 
 class _Share(NamedTuple):
-    """What one job copies of one group. The chunks lie one behind the other in `kv`, which is built for the job."""
+    """The copies of one job for one group. The chunks are consecutive in `kv`, which is built for the job."""
 
     copies: list[ChunkRef]
     kv: PagesKV | DevicePagesKV
 
     def starts(self, copies: Sequence[ChunkRef]) -> list[int]:
-        """Where some of the chunks begin in `kv`."""
+        """Return where some of the chunks begin in `kv`."""
         numbers = {copy: number for number, copy in enumerate(self.copies)}
         return [numbers[copy] * self.kv.layout.chunk_tokens for copy in copies]
 
@@ -79,23 +79,23 @@ class _Job:
     stores: bool
     shares: list[_Share] = field(default_factory=list)
     lost: list[ChunkRef] = field(default_factory=list)
-    wrong: str = ""  # why nothing of it can be done
+    wrong: str = ""  # why the job cannot be done
     submitted: float = field(default_factory=time.perf_counter)
     begun: bool = False
     spoilt: bool = False  # its blocks were given away before they were copied
-    copied: Event = field(default_factory=Event)  # from then on its blocks are not touched
+    copied: Event = field(default_factory=Event)  # afterwards its blocks are no longer used
 
 
 class PagodaOffloadingWorker(OffloadingWorker):
-    """Does vLLM's jobs. Used by the worker's thread; copies run on threads of its own.
+    """Does vLLM's jobs. Used by the worker's thread; copies run on separate threads.
 
-    A store that fails is dropped, and nobody was promised anything. A load can fail only if somebody removes chunks
-    (`pagoda clear`) while they are being loaded: then they are looked for again in all tiers, and if they are gone the
-    request is named by `take_failed`, for vLLM to compute it.
+    A store that fails is dropped; no chunk of it was promised. A load can fail only if chunks are removed
+    (`pagoda clear`) while they are being loaded: then they are looked for again in all tiers, and if they are gone,
+    `take_failed` returns the request, so that vLLM computes it.
     """
 
     def __init__(self, cache: Cache, stocks: Sequence[EnginePages], part: int = 0, parts: int = 1) -> None:
-        """Take over `cache`. Stocks stand in the order of vLLM's groups. ValueError if a chunk of one fits no slot."""
+        """Take over `cache`. `stocks`: in the order of vLLM's groups. Raises ValueError if a chunk is too large."""
         assert cache.slots is not None
         self._cache, self._slots = cache, cache.slots
         self._stocks, self._part, self._parts = tuple(stocks), part, parts
@@ -103,7 +103,7 @@ class PagodaOffloadingWorker(OffloadingWorker):
         needed = max(layout.chunk_bytes for layout in layouts)
         if needed > cache.layout.chunk_bytes:
             raise ValueError(f"a chunk needs {needed} bytes, the layout has {cache.layout.chunk_bytes}")
-        # the planes are looked at here, and not for each job
+        # the planes are checked here once, and not for each job
         self._kvs = [self._kv_of(stock, layout) for stock, layout in zip(stocks, layouts, strict=True)]
         for kv in self._kvs:
             if kv.device_index is not None:
@@ -120,7 +120,7 @@ class PagodaOffloadingWorker(OffloadingWorker):
     # ---- vLLM's calls
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: SlotsSpec, **_: Any) -> bool:
-        """Begin to copy blocks into slots. Always True: what cannot be stored is dropped."""
+        """Begin to copy blocks into slots. Always True: chunks that cannot be stored are dropped."""
         self._submit(self._stores, _Job(job_id, dst_spec, stores=True), src_spec)
         return True
 
@@ -130,24 +130,24 @@ class PagodaOffloadingWorker(OffloadingWorker):
         return True
 
     def get_finished(self) -> list[TransferResult]:
-        """The jobs that have ended since the last call."""
+        """Return the jobs that have ended since the last call."""
         ended = []
         while not self._finished.empty():
             ended.append(self._finished.get())
         return ended
 
     def take_failed(self, among: set[str]) -> set[str]:
-        """Which of these requests, whose jobs have ended, could not be loaded; told once."""
+        """Return which of these requests, whose jobs have ended, could not be loaded; each once."""
         with self._lock:
             taken = self._failed & among
             self._failed -= taken
         return taken
 
     def wait(self, job_ids: Iterable[int]) -> None:
-        """Wait until the blocks of these jobs are not touched any more.
+        """Wait until the blocks of these jobs are no longer used.
 
-        A store that takes long is given up: what it has copied is thrown away. A load is waited for once it has
-        begun, for it is a copy in memory; one that has not is called off.
+        A store that takes long is given up, and its copies are discarded. A load that has begun is waited for, because
+        it is a copy in memory; one that has not begun is cancelled.
         """
         until = time.monotonic() + _FENCE_SECONDS
         with self._lock:
@@ -162,7 +162,7 @@ class PagodaOffloadingWorker(OffloadingWorker):
                 job.copied.wait()
 
     def shutdown(self) -> None:
-        """End the copies, then let go of the cache; ends in bounded time. Idempotent."""
+        """End the copies, then release the cache; ends in bounded time. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -174,7 +174,7 @@ class PagodaOffloadingWorker(OffloadingWorker):
     # ---- jobs
 
     def _submit(self, threads: Pool, job: _Job, blocks: Any) -> None:
-        """Prepare a job on vLLM's thread, behind all that it has launched so far, and have it done on another."""
+        """Prepare a job on vLLM's thread, after all work launched so far, and run it on another thread."""
         try:
             self._plan(job, blocks)
         except Exception as trouble:  # noqa: BLE001  # a border: vLLM must not die of it
@@ -183,7 +183,7 @@ class PagodaOffloadingWorker(OffloadingWorker):
             self._jobs[job.number] = job
         try:
             future = threads.submit(self._do, job)
-        except RuntimeError as trouble:  # closed meanwhile, or no thread can be had
+        except RuntimeError as trouble:  # closed meanwhile, or no thread could be started
             job.wrong = str(trouble)
             self._end(job, 0)
             return
@@ -195,7 +195,7 @@ class PagodaOffloadingWorker(OffloadingWorker):
         if job.spec.fingerprint != self._cache.layout.fingerprint:
             raise ValueError("the slots are those of another layout: another engine has the same engine_id")
         if job.spec.lost:
-            raise ValueError("vLLM loads a chunk that was no hit")
+            raise ValueError("vLLM loads a chunk that was not a hit")
         ids, at = [int(block) for block in blocks.block_ids], 0
         for group, stock in enumerate(self._stocks):
             copies = [copy for of, copy in job.spec.chunks if of == group]
@@ -230,7 +230,7 @@ class PagodaOffloadingWorker(OffloadingWorker):
         return _Share(copies, self._kvs[group].with_table(table))
 
     def _do(self, job: _Job) -> None:
-        """What a thread does; whatever happens, the job ends."""
+        """Do a job, on a thread; the job ends in every case."""
         with self._lock:
             job.begun = True
             if job.spoilt:
@@ -274,7 +274,7 @@ class PagodaOffloadingWorker(OffloadingWorker):
         with self._lock:
             job.copied.set()
             if job.spoilt:
-                raise RuntimeError("its blocks were given away while they were being copied")
+                raise RuntimeError("its blocks were reassigned while they were being copied")
         for copies in done:
             self._slots.commit({job.spec.root: copies}, self._part)
         if job.lost:
@@ -284,7 +284,7 @@ class PagodaOffloadingWorker(OffloadingWorker):
     # ---- loads
 
     def _load(self, job: _Job) -> int:
-        """Copy slots into blocks; returns how many chunks. Raises RuntimeError if one has gone."""
+        """Copy slots into blocks; returns how many chunks. Raises RuntimeError if one was removed."""
         for share in job.shares:
             share.kv.from_slots(
                 share.starts(share.copies), self._slots.views([copy.slot for copy in share.copies])
@@ -299,7 +299,7 @@ class PagodaOffloadingWorker(OffloadingWorker):
         return len(every)
 
     def _again(self, share: _Share, copy: ChunkRef) -> bool:
-        """Load a chunk from wherever it is by now; False if it has gone."""
+        """Load a chunk from the tier that has it now; False if none has it."""
         size = self._cache.layout.chunk_tokens
         for _ in range(_TRIES):
             match = self._slots.match_prefix([copy.key], copy.position)
@@ -319,13 +319,13 @@ class PagodaOffloadingWorker(OffloadingWorker):
 def _table(
     stock: EnginePages, copies: list[ChunkRef], ids: list[int], first: int, stores: bool
 ) -> list[int] | None:
-    """The id of each block of these chunks, -1 where vLLM names none; None if they do not belong together.
+    """Return the id of each block of these chunks, -1 where vLLM names none; None if they do not belong together.
 
-    vLLM names a group's blocks from number `first` of the sequence on, and leaves out those it has not: what it names
-    are the blocks of the chunks only if none is missing between the first and the last.
+    vLLM names a group's blocks from number `first` of the sequence on, and leaves out those that it does not have. So
+    these are the blocks of the chunks only if none is missing between the first and the last.
     """
     each = stock.blocks_per_chunk
-    ids = [block or -1 for block in ids]  # block 0 is nobody's
+    ids = [block or -1 for block in ids]  # block 0 is vLLM's null block
     if stores and stock.state and len(ids) == len(copies):
         return [block for block in ids for _ in range(each)]
     skip = first % each
@@ -338,7 +338,7 @@ def _table(
 def _rows(
     stock: EnginePages, copies: list[ChunkRef], table: list[int] | None
 ) -> Iterable[tuple[ChunkRef, list[int]]]:
-    """Each chunk with the ids of its blocks."""
+    """Return each chunk with the ids of its blocks."""
     each = stock.blocks_per_chunk
     if table is not None:
         for number, copy in enumerate(copies):

@@ -1,4 +1,4 @@
-"""PagodaOffloadingSpec: the storage behind PagodaHybridConnector, for models of several KV cache groups."""
+"""PagodaOffloadingSpec: the storage of PagodaHybridConnector, for models with several KV cache groups."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ __all__ = ["PagodaOffloadingSpec"]
 
 log = logging.getLogger("pagoda.vllm")
 
-_WINDOWS = {  # by spec class: the attribute that says how many tokens before the end of a hit are needed
+_WINDOWS = {  # by spec class: the attribute with the number of tokens before the end of a hit that are needed
     "ChunkedLocalAttentionSpec": "attention_chunk_size",
     "SlidingWindowMLASpec": "sliding_window",
     "SlidingWindowSpec": "sliding_window",
@@ -55,12 +55,12 @@ class PagodaOffloadingSpec(OffloadingSpec):
     """Keeps the KV of hybrid models (sliding windows, several groups) in PagodaKV's tiers.
 
     The spec of PagodaHybridConnector; see docs/how-to/vllm.md. vLLM makes one for its scheduler and one for each
-    worker. What is not known to work is refused at the start, with a ValueError that says what to do.
+    worker. An engine that is not known to work is refused at its start, with a ValueError that says what to do.
     """
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
-        """The counters beside vLLM's own."""
+        """Return the counters in addition to vLLM's own."""
         return {
             REFUSED: OffloadingCounterMetadata("Number of chunks that found no slot in the host tier."),
             LATE: OffloadingCounterMetadata("Number of chunk lookups that were a miss for taking too long."),
@@ -73,7 +73,7 @@ class PagodaOffloadingSpec(OffloadingSpec):
             raise ValueError("canonical_layout: chunks are kept as the engine lays them out; leave it out")
         self.options, self.blocks_per_chunk = _options(config)
         check_vllm(self.options)
-        # vLLM says that all ranks hold the same bytes: then only the first stores, and all load what it stored
+        # vLLM says that all ranks hold the same bytes: then only the first stores, and all load its chunks
         self.replicated_layout = config.replicated_layout
         self._parts = 1 if config.replicated_layout else config.parallel.world_size
         self._part = 0 if config.replicated_layout else config.parallel.rank
@@ -84,7 +84,7 @@ class PagodaOffloadingSpec(OffloadingSpec):
     # ---- the scheduler's half
 
     def get_manager(self) -> OffloadingManager:
-        """The scheduler's half; made when all workers have registered their KV memory. ValueError if they have not."""
+        """Return the scheduler's half. Raises ValueError unless all workers have registered their KV memory."""
         if self._manager is None:
             greeting = greeted(self._root, self.config.engine_id, self.config.parallel.world_size)
             if greeting.parts != self._parts or greeting.chunk_tokens != self.options.config.chunk_tokens:
@@ -106,7 +106,7 @@ class PagodaOffloadingSpec(OffloadingSpec):
     # ---- a worker's half
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """A worker's half, over this KV memory. Raises ValueError for what is not known, StoreError for a tier."""
+        """Return a worker's half for this KV memory. Raises ValueError for an unknown format, StoreError for a tier."""
         if self._worker is not None:
             self._worker.shutdown()
         connector = self._connector()
@@ -130,7 +130,7 @@ class PagodaOffloadingSpec(OffloadingSpec):
         return worker
 
     def _connector(self) -> PagodaHybridConnector:
-        """The connector of this process whose spec this is: it knows the model's configuration, a spec does not."""
+        """Return the connector of this process with this spec: it has the model's configuration, the spec does not."""
         agent: Any = get_kv_transfer_group() if has_kv_transfer_group() else None
         for connector in (agent, *getattr(agent, "_connectors", ())):
             if isinstance(connector, PagodaHybridConnector) and connector.worker.spec is self:
@@ -152,7 +152,7 @@ class PagodaOffloadingSpec(OffloadingSpec):
         return stocks
 
     def _description(self, vllm_config: Any, specs: list[dict[str, Any]], stocks: list[EnginePages]) -> str:
-        """All that decides the bytes of a chunk."""
+        """Return everything that decides the bytes of a chunk."""
         layers = [name for group in specs for name in group]
         contexts = vllm_config.compilation_config.static_forward_context
         facts = {
@@ -174,7 +174,7 @@ class PagodaOffloadingSpec(OffloadingSpec):
 
 
 def _options(config: OffloadingConfig) -> tuple[ConnectorOptions, int]:
-    """What was configured, and the blocks of a chunk: vLLM's own options go first, then `chunk_tokens`."""
+    """Return the options, and the blocks of a chunk: vLLM's own options take precedence over `chunk_tokens`."""
     extra, blocks = dict(config.extra_config), config.cache.blocks_per_chunk
     if "store_output" in extra:
         raise ValueError(
@@ -185,7 +185,7 @@ def _options(config: OffloadingConfig) -> tuple[ConnectorOptions, int]:
     theirs = [name for name in ("block_size", "blocks_per_chunk") if extra.get(name) is not None]
     if theirs or len(sizes) > 1:
         tokens = sizes[-1] * blocks
-        configured = load()  # in a file or a variable it would be passed over
+        configured = load()  # in a file or a variable it would be ignored
         if configured.origins["chunk_tokens"] != DEFAULT:
             extra.setdefault("chunk_tokens", configured.config.chunk_tokens)
         if extra.setdefault("chunk_tokens", tokens) != tokens:
@@ -200,7 +200,7 @@ def _options(config: OffloadingConfig) -> tuple[ConnectorOptions, int]:
 
 
 def _specs(group: Any) -> dict[str, Any]:
-    """The spec of each layer of a group, in its order."""
+    """Return the spec of each layer of a group, in its order."""
     inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)
     return {name: inner[name] if inner else group.kv_cache_spec for name in group.layer_names}
 
@@ -210,7 +210,7 @@ def _kinds(layers: dict[str, Any]) -> set[str]:
 
 
 def _window(layers: dict[str, Any]) -> int | None:
-    """How many tokens before the end of a hit a group needs; None: all from the first on."""
+    """Return how many tokens before the end of a hit a group needs; None: all from the first on."""
     kinds = _kinds(layers)
     if kinds == {_STATE}:
         return 1
@@ -220,6 +220,6 @@ def _window(layers: dict[str, Any]) -> int | None:
 
 
 def _tensors(kv_cache: Any) -> Iterator[list[object]]:
-    """What a layer's tensors are like, apart from how many blocks they have."""
+    """Return a description of a layer's tensors, without the number of blocks."""
     for tensor in (kv_cache,) if isinstance(kv_cache, torch.Tensor) else tuple(kv_cache):
         yield [str(tensor.dtype), list(tensor.shape[1:]), list(tensor.stride())]
