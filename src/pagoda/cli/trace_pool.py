@@ -13,7 +13,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from pagoda.cli import FailedError, show
+from pagoda.threads import wait
 
 if TYPE_CHECKING:
     from multiprocessing.sharedctypes import Synchronized
@@ -88,11 +89,11 @@ class TracePool:
             executor = self._executor = self._executor or self._started()
             self._chunks_done.value = 0.0
             futures = [executor.submit(_in_worker, job) for job in work]
-        waiting = set(futures)
-        while waiting:
-            done, waiting = wait(waiting, _TICK_SECONDS)
-            for future in done:
-                future.result()
+        while not all(future.done() for future in futures):
+            wait(futures, _TICK_SECONDS)
+            for future in futures:
+                if future.done():
+                    future.result()  # an error of one ends them all
             show_done(self._chunks_done.value)
         return [future.result() for future in futures]
 
