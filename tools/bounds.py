@@ -14,8 +14,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 # figure: (bound, aim). Which modules background threads enter depends a little on timing: those bounds have three to spare.
 BOUNDS = {
-    "lines of code": (29_277, 23_000),
-    "lines of the core": (12_817, 9_200),
+    "lines of code": (29_241, 23_000),
+    "lines of the core": (12_782, 9_200),
     "class names used twice": (0, 5),
     "mixed modules": (0, 0),
     "modules with two themes": (8, 12),
@@ -23,8 +23,8 @@ BOUNDS = {
     "store, all threads": (39, 32),
     "lookup, caller": (18, 17),
     "retrieve from host, caller": (25, 22),
-    "retrieve from disk, caller": (34, 30),
-    "retrieve from disk, all threads": (40, 34),
+    "retrieve from disk, caller": (33, 30),
+    "retrieve from disk, all threads": (39, 34),
 }
 
 

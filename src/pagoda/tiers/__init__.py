@@ -7,8 +7,7 @@ In the order in which a save meets them:
 - `host`: the host tier, a ledger and a slab in memory
 - `disk`: the disk tier, a ledger and a slab in a file
 - `remote`: remote tiers; it lists its own modules
-- `queued_tier`: what the disk tier and the remote tiers share
-- `io_queue`: the bounded queue of reads and writes, and the I/O threads that serve it
+- `io_queue`: the bounded queue of reads and writes and its I/O threads, which the disk tier and the remote tiers share
 - `disk_io`: reads and writes of the disk tier, one worker per thread
 - `disk_scan`: rebuilds a lost ledger from the headers in the slab
 - `breaker`: the circuit breaker that lets a failing device or store rest

@@ -21,8 +21,7 @@ from pagoda.tiers import tier_registry
 from pagoda.tiers.base import Bytes, Chunk, Done, check_sizes, clamp_deadline, completed_future
 from pagoda.tiers.breaker import CircuitBreaker
 from pagoda.tiers.disk_io import DiskStore, Slab
-from pagoda.tiers.io_queue import ReadRequest, WriteRequest
-from pagoda.tiers.queued_tier import QueuedTier
+from pagoda.tiers.io_queue import QueuedTier, ReadRequest, WriteRequest
 
 _LOAD_LEASE_SECONDS = 10.0  # chunks that a load has found stay until they are read
 _PRESENT_SECONDS = 0.02  # for an answer that only saves work: a save does not wait
@@ -60,16 +59,7 @@ class DiskTier(QueuedTier):
         self.ledger = ledger
         self.deadline_seconds = deadline_seconds
         self._breaker = CircuitBreaker(clock or Clock())
-        self._store = DiskStore(
-            ledger,
-            slab,
-            chunk_bytes=layout.chunk_bytes,
-            slot_bytes=layout.slot_bytes,
-            fingerprint=layout.fingerprint,
-            breaker=self._breaker,
-            io_threads=io_threads,
-            durable=durable,
-        )
+        self._store = DiskStore(ledger, slab, layout, self._breaker, io_threads, durable)
         super().__init__(self._store, io_threads, queue_chunks)
         try:
             if not self._pool.start():

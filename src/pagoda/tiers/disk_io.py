@@ -12,6 +12,7 @@ import numpy as np
 
 from pagoda import codec
 from pagoda.codec import HEADER_BYTES
+from pagoda.layout import KVLayout
 from pagoda.ledger import Busy, Ledger, Present, Reserved, admin
 from pagoda.metrics import RateLimitedLog, Reason
 from pagoda.slab import aligned
@@ -75,30 +76,21 @@ class DiskStore:
     reader_threads = 0
 
     def __init__(
-        self,
-        ledger: Ledger,
-        slab: Slab,
-        *,
-        chunk_bytes: int,
-        slot_bytes: int,
-        fingerprint: str,
-        breaker: CircuitBreaker,
-        io_threads: int,
-        durable: bool = False,
-    ) -> None:
-        """Take over `ledger` and `slab`, which belong together. `slot_bytes`: chunk_bytes in whole pages."""
+        self, ledger: Ledger, slab: Slab, layout: KVLayout, breaker: CircuitBreaker, io_threads: int, durable: bool
+    ) -> None:  # fmt: skip
+        """Take over `ledger` and `slab`, which belong together. `durable`: sync before a commit."""
         self.ledger = ledger
         self.slab = slab
-        self.chunk_bytes = chunk_bytes
-        self.slot_bytes = slot_bytes
-        self.fingerprint = fingerprint
+        self.layout = layout
+        self.chunk_bytes = layout.chunk_bytes
+        self.slot_bytes = layout.slot_bytes
         self.breaker = breaker
         self.durable = durable
         self.log = RateLimitedLog()
         # All threads together stay at half of what one member may have reserved. The rest is for writes that hang and
         # for other tiers of this process.
         share = ledger.window // io_threads
-        self.batch_chunks = max(1, min(BATCH_CHUNKS, share, BATCH_BYTES // slot_bytes))
+        self.batch_chunks = max(1, min(BATCH_CHUNKS, share, BATCH_BYTES // self.slot_bytes))
 
     def attach(self, queue: IoQueue) -> None:
         """Serve this queue from now on, with new locks: a thread of a parent process may have held the old ones."""
@@ -118,13 +110,7 @@ class DiskStore:
 
     def background(self, stop: Event) -> None:
         """Read the headers that the ledger has not seen."""
-        HeaderScan(
-            self.ledger,
-            self.slab.read_headers,
-            fingerprint=self.fingerprint,
-            chunk_bytes=self.chunk_bytes,
-            on_error=self.record_error,
-        ).run(stop)
+        HeaderScan(self.ledger, self.slab.read_headers, self.layout, self.record_error).run(stop)
 
     def interrupt(self) -> None:
         """Do nothing: I/O of a disk cannot be interrupted."""
@@ -277,7 +263,7 @@ class DiskWorker:
             position=read.position,
             length=self._store.chunk_bytes,
             codec="raw",
-            fingerprint=self._store.fingerprint,
+            fingerprint=self._store.layout.fingerprint,
             sequence=read.generation,
         )
 
@@ -410,7 +396,7 @@ class DiskWorker:
             length=self._store.chunk_bytes,
             tokens=write.chunk.tokens,
             codec="raw",
-            fingerprint=self._store.fingerprint,
+            fingerprint=self._store.layout.fingerprint,
             sequence=reserved.generation,
         )
 
@@ -421,22 +407,19 @@ class DiskWorker:
             if write.cancelled is not None and write not in results:
                 results[write] = self._dropped(write.cancelled)
         written = [write for write in reserved if write not in results]
-        if not written or not self._synced(written, results):
+        if not written:
             return
-        kept = ledger.commit([reserved[write] for write in written], deadline_seconds=_LEDGER_SECONDS)
-        for write, ok in zip(written, kept, strict=True):
-            del reserved[write]
-            results[write] = self._committed(write) if ok else self._dropped(Reason.SUPERSEDED)
-
-    def _synced(self, written: Sequence[WriteRequest], results: dict[WriteRequest, Done]) -> bool:
         if self._store.durable:
             try:
                 self._store.slab.sync()
             except OSError as error:
                 reason = self._store.record_error(error, "syncing")
                 results.update((write, self._dropped(reason)) for write in written)
-                return False
-        return True
+                return
+        kept = ledger.commit([reserved[write] for write in written], deadline_seconds=_LEDGER_SECONDS)
+        for write, ok in zip(written, kept, strict=True):
+            del reserved[write]
+            results[write] = self._committed(write) if ok else self._dropped(Reason.SUPERSEDED)
 
     def _committed(self, write: WriteRequest) -> Done:
         if write.cancelled is not None:  # its key was removed while it was being committed

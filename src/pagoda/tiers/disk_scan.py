@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pagoda import codec
+from pagoda.layout import KVLayout
 from pagoda.ledger import Ledger, ScannedChunk, rebuild
 from pagoda.threads import Event
 
@@ -28,9 +29,7 @@ class HeaderScan:
         self,
         ledger: Ledger,
         read_headers: Callable[[int, int], Sequence[memoryview]],
-        *,
-        fingerprint: str,
-        chunk_bytes: int,
+        layout: KVLayout,
         on_error: Callable[[OSError, str], object],
     ) -> None:
         """Prepare a scan of one store.
@@ -38,14 +37,12 @@ class HeaderScan:
         Args:
             ledger: takes in what is found.
             read_headers: returns the header pages of [first, first + count); OSError if it cannot.
-            fingerprint: of the layout; headers of other layouts are ignored.
-            chunk_bytes: of the layout; headers of other lengths are ignored.
+            layout: of the chunks; headers of others are ignored.
             on_error: is told of a header that cannot be read, and what was tried.
         """
         self._ledger = ledger
         self._read_headers = read_headers
-        self._fingerprint = fingerprint
-        self._chunk_bytes = chunk_bytes
+        self._layout = layout
         self._on_error = on_error
 
     def run(self, stop: Event) -> None:
@@ -92,7 +89,7 @@ class HeaderScan:
     def _found(self, slot: int, header: codec.Header | None) -> ScannedChunk | None:
         if header is None or header.slot != slot or header.store_id != self._ledger.store_id:
             return None
-        if header.fingerprint != self._fingerprint or header.length != self._chunk_bytes:
+        if (header.fingerprint, header.length) != (self._layout.fingerprint, self._layout.chunk_bytes):
             return None
         return ScannedChunk(
             key=header.key,

@@ -14,8 +14,7 @@ from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.metrics import Reason
 from pagoda.tiers.base import Bytes, Chunk, Done, check_sizes, clamp_deadline, completed_future
-from pagoda.tiers.io_queue import ReadRequest, WriteRequest
-from pagoda.tiers.queued_tier import QueuedTier
+from pagoda.tiers.io_queue import QueuedTier, ReadRequest, WriteRequest
 from pagoda.tiers.remote.remote_worker import RemoteStore
 from pagoda.tiers.remote.store_client import (
     ListingDeadline,
