@@ -251,9 +251,8 @@ def test_a_walk_of_the_tier_has_one_deadline(server: Server, monkeypatch: pytest
     liar.lies[b"SCAN"] = lambda _: [b"*2\r\n$1\r\n7\r\n*0\r\n"]
     monkeypatch.setattr(remote_tier, "_LISTING_SECONDS", 0.5)
     try:
-        with tier_on(RedisClient(f"redis://127.0.0.1:{liar.port}")) as tier:
-            for call in (tier.clear, tier.count_by_namespace):
-                with soon(PATIENT_SECONDS), pytest.raises(StoreError, match="had not ended"):
-                    call()
+        client = RedisClient(f"redis://127.0.0.1:{liar.port}")
+        with tier_on(client) as tier, soon(PATIENT_SECONDS), pytest.raises(StoreError, match="had not ended"):
+            tier.clear()
     finally:
         liar.close()

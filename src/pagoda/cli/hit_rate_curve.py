@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from pagoda.cli import FailedError, UsageError
 from pagoda.cli.replay_inputs import OPTIMUM
@@ -16,28 +16,12 @@ if TYPE_CHECKING:
 _REMEDY = "matplotlib is not installed: pip install 'pagodakv[plot]'"
 
 
-class CurveLine(NamedTuple):
-    """One line of the plot: the cells of one policy, smallest size first."""
-
-    name: str
-    cells: list[Cell]
-
-
 def sizes_of(distinct: int, count: int) -> list[int]:
     """Return `count` sizes (fewer if there are no more), evenly spread on a logarithmic axis up to what holds all."""
     least = max(1.0, distinct / 128)
     steps = max(1, count - 1)
     found = [_two_digits(least * (distinct / least) ** (number / steps)) for number in range(steps)]
     return sorted({*(size for size in found if size < distinct), distinct})
-
-
-def lines_of(cells: Sequence[Cell]) -> list[CurveLine]:
-    """Return the cells by policy, the optimum last."""
-    names = dict.fromkeys(cell.policy for cell in cells if cell.policy != OPTIMUM)
-    return [
-        CurveLine(name, sorted((cell for cell in cells if cell.policy == name), key=lambda cell: cell.chunks))
-        for name in (*names, OPTIMUM)
-    ]
 
 
 def check_png(path: Path) -> None:
@@ -50,10 +34,8 @@ def check_png(path: Path) -> None:
         raise UsageError(f"--png {path}: {'is a directory' if path.is_dir() else 'no such directory'}")
 
 
-def save_png(
-    path: Path, lines: Sequence[CurveLine], bound: float, title: str, chunk_bytes: int | None
-) -> None:
-    """Draw the lines into a file. Raises FailedError if it cannot be written."""
+def save_png(path: Path, cells: Sequence[Cell], bound: float, title: str, chunk_bytes: int | None) -> None:
+    """Draw a line for each policy into a file, from cells in ascending size. FailedError if it cannot be written."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -61,10 +43,10 @@ def save_png(
     FigureCanvasAgg(figure)  # no display is needed
     axes = figure.subplots()
     scale = chunk_bytes / 2**30 if chunk_bytes else 1
-    for line in lines:
-        bounds = line.name == OPTIMUM
-        x, y = [cell.chunks * scale for cell in line.cells], [100 * cell.hit_rate for cell in line.cells]
-        axes.plot(x, y, "o--" if bounds else "o-", c="gray" if bounds else None, ms=4, label=line.name)
+    for name in dict.fromkeys(cell.policy for cell in cells):
+        mine, bounds = [cell for cell in cells if cell.policy == name], name == OPTIMUM
+        x, y = [cell.chunks * scale for cell in mine], [100 * cell.hit_rate for cell in mine]
+        axes.plot(x, y, "o--" if bounds else "o-", c="gray" if bounds else None, ms=4, label=name)
     axes.axhline(100 * bound, color="lightgray", zorder=0, label="infinite")
     axes.set(
         xscale="log",
@@ -73,7 +55,7 @@ def save_png(
         ylim=(0, None),
         title=title,
     )
-    sizes = sorted({cell.chunks * scale for line in lines for cell in line.cells})
+    sizes = sorted({cell.chunks * scale for cell in cells})
     sizes = sizes[:: -len(sizes) // 10][::-1]  # at most ten have room, the largest always
     axes.set_xticks(sizes, [f"{size:,.3g}" if chunk_bytes else f"{size:,}" for size in sizes], fontsize=8)
     axes.minorticks_off()

@@ -31,7 +31,6 @@ from pagoda.cli.replay_inputs import (
 from pagoda.cli.stores import AsJson, ConfigFile
 
 if TYPE_CHECKING:
-    from pagoda.cli.hit_rate_curve import CurveLine
     from pagoda.cli.load_speeds import Speeds
 
 Speed: TypeAlias = Annotated[
@@ -91,13 +90,22 @@ def replay(
         sizes = {name: bytes_of(f"--{name}", size) for name, size in tiers.items()}
         speeds = speeds_of(host_speed, disk_speed, prefill, measured, model)
         return _tiers(found, names, sizes, chunk_bytes, speeds, engines, jobs, as_json)
+    chunks = list(dict.fromkeys(capacity_chunks or ()))
     if curve:
-        return _curve(found, names, capacity_chunks, points, png, chunk_bytes, jobs, as_json)
-    cells = _cells(found, names, list(dict.fromkeys(capacity_chunks or ())), jobs, as_json)
+        from pagoda.cli.hit_rate_curve import sizes_of
+
+        names, chunks = (
+            list(dict.fromkeys([*names, "lru"])),
+            sorted(chunks) or sizes_of(found.distinct, points),
+        )
+    cells = _cells(found, names, chunks, jobs, as_json)
+    drawn = {"png": _png(png, cells, found, chunk_bytes)} if curve else {}
     if as_json:
-        show.print_json(_as_json(found, cells, chunk_bytes))
-    else:
-        _print_cells(found, cells, chunk_bytes)
+        show.print_json({**_as_json(found, cells, chunk_bytes), **drawn})
+        return 0
+    _print_cells(found, cells, chunk_bytes)
+    if drawn.get("png"):
+        print(f"\n{drawn['png']}")
     return 0
 
 
@@ -221,32 +229,7 @@ def _tiers(
     return 0
 
 
-def _curve(
-    trace: Trace,
-    policies: Sequence[str],
-    sizes: Sequence[int] | None,
-    points: int,
-    png: Path | None,
-    chunk_bytes: int | None,
-    jobs: int | None,
-    as_json: bool,
-) -> int:
-    from pagoda.cli.hit_rate_curve import lines_of, sizes_of
-
-    chosen = sorted(set(sizes)) if sizes else sizes_of(trace.distinct, points)
-    names = list(dict.fromkeys([*policies, "lru"]))
-    cells = _cells(trace, names, chosen, jobs, as_json)
-    drawn = _png(png, lines_of(cells), trace, chunk_bytes)
-    if as_json:
-        show.print_json({**_as_json(trace, cells, chunk_bytes), "png": drawn})
-        return 0
-    _print_cells(trace, cells, chunk_bytes)
-    if drawn:
-        print(f"\n{drawn}")
-    return 0
-
-
-def _png(png: Path | None, lines: Sequence[CurveLine], trace: Trace, chunk_bytes: int | None) -> str | None:
+def _png(png: Path | None, cells: Sequence[Cell], trace: Trace, chunk_bytes: int | None) -> str | None:
     """Draw the PNG that was asked for, or the usual one if that can be; return its name."""
     from pagoda.cli.hit_rate_curve import check_png, save_png
 
@@ -256,5 +239,5 @@ def _png(png: Path | None, lines: Sequence[CurveLine], trace: Trace, chunk_bytes
         show.note(str(trouble))
         return None
     title = f"{trace.name}: {len(trace.requests):,} requests, {trace.chunk_tokens} tokens a chunk"
-    save_png(png or _PNG, lines, trace.infinite, title, chunk_bytes)
+    save_png(png or _PNG, cells, trace.infinite, title, chunk_bytes)
     return str(png or _PNG)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
 from pagoda import codec as codecs
@@ -21,7 +20,6 @@ from pagoda.tiers.remote.store_client import (
     RefusedError,
     StoreClient,
     StoreConnection,
-    Usage,
 )
 
 _MOST_KEYS = 1024  # in one query
@@ -244,35 +242,18 @@ class RemoteTier(QueuedTier):
         waiting, running = self._cancel_writes(Reason.CLEARED, namespace=namespace)
         self.wait([write.chunk.key for write in running], self.deadline_seconds)
         try:
-            with self._connected() as connection:
-                deadline = ListingDeadline(_STEP_SECONDS, _LISTING_SECONDS)
-                return connection.clear(namespace, deadline) + len(waiting)
-        finally:
-            self._store.presence.clear()
-
-    # ---- statistics ----------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _connected(self) -> Iterator[StoreConnection]:
-        """Open a connection for one call. StoreError for all its failures."""
-        try:
             connection = self._store.connect(self._store.deadline())
             try:
-                yield connection
+                deadline = ListingDeadline(_STEP_SECONDS, _LISTING_SECONDS)
+                return connection.clear(namespace, deadline) + len(waiting)
             finally:
                 self._store.disconnect(connection)
         except (OSError, RefusedError) as error:
             raise StoreError(f"{self.address}: {type(error).__name__}: {error}") from error
+        finally:
+            self._store.presence.clear()
 
-    def usage(self) -> Usage:
-        """Ask the store how full it is. StoreError if it does not answer."""
-        with self._connected() as connection:
-            return connection.usage(self._store.deadline())
-
-    def count_by_namespace(self) -> Mapping[bytes, int]:
-        """Return the number of chunks of each namespace (its root). Lists all names. StoreError."""
-        with self._connected() as connection:
-            return connection.count_by_namespace(ListingDeadline(_STEP_SECONDS, _LISTING_SECONDS))
+    # ---- statistics ----------------------------------------------------------------------------------------------
 
     def stats(self) -> Mapping[str, int]:
         """Return this process's counters, `queued_writes`, `queued_reads`, `resting`, and how full the store is."""
