@@ -174,6 +174,21 @@ def test_the_reason_of_all_tiers_together_is_that_of_the_first_chunk_that_none_o
     assert "chunk 3" in str(together["detail"])  # chunk 2, which the host has lost, came from the disk
 
 
+def test_tiers_that_take_turns_serve_together_what_a_retrieve_would(shm_root: Path, tmp_path: Path) -> None:
+    ledger = host(shm_root)
+    keys = put(ledger, LLAMA, PROMPT[:48])
+    admin.remove(ledger, keys[1:2])
+    with disk(tmp_path) as tier:
+        save(tier, LLAMA, PROMPT[:32])
+    where = {"PAGODA_HOST_PATH": str(shm_root), "PAGODA_DISK_PATH": str(tmp_path), "PAGODA_DISK_SIZE": "1GiB"}
+    found = explained(**where)
+    assert [(one["tier"], one["num_tokens"], one["reason"]) for one in found] == [
+        ("host", 16, "removed"),
+        ("disk", 32, "absent"),
+        ("all", 48, "absent"),  # chunk 0 and 2 from the host, chunk 1 from the disk
+    ]
+
+
 def test_the_best_namespace_comes_first_and_one_may_be_chosen(shm_root: Path) -> None:
     ledger = host(shm_root)
     put(ledger, LLAMA, range(16))

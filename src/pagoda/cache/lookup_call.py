@@ -6,6 +6,8 @@ found by the `MissExplainer`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 from pagoda.cache.explain_miss import UNANSWERED
@@ -15,12 +17,15 @@ from pagoda.cache.resources import Resources
 from pagoda.cache.tier_stack import TierStack
 from pagoda.clock import Deadline
 from pagoda.metrics import Reason
+from pagoda.tiers import HostTier
+from pagoda.tiers.base import Tier
 
 __all__ = [
     "LEASE_SECONDS",
     "TiersMatch",
     "expected_hit",
     "match_prefix",
+    "match_tiers",
     "run_explain",
     "run_lookup",
 ]
@@ -89,30 +94,46 @@ def match_prefix(
     tiers: TierStack, request: CacheRequest, deadline: Deadline, *, stamp: int | None, touch: bool = True
 ) -> TiersMatch:
     """Find the leading run through all tiers; lease what the host tier has of it, unless `touch` is False."""
-    at, by_tier, reason = 0, dict.fromkeys(tiers.names, 0), None
-    lacking: set[str] = set()  # tiers known not to have keys[at]
-    while at < len(request.keys) and len(lacking) < len(tiers.all):
-        for tier in tiers.all:
-            if tier.name in lacking:
+    root = request.namespace.root
+
+    def find_in_host(host: HostTier, at: int) -> tuple[int, Reason | None]:
+        match = host.ledger.match_prefix(
+            request.keys[at:], start=request.first + at, namespace=root, stamp=stamp, touch=touch,
+            lease_seconds=LEASE_SECONDS if touch else 0.0, deadline_seconds=deadline.remaining(),
+        )  # fmt: skip
+        return len(match.slots), match.reason
+
+    def find_below(tier: Tier, at: int) -> tuple[int, Reason | None]:
+        count = tier.find(
+            request.keys[at:], start=request.first + at, namespace=root, touch=touch,
+            deadline_seconds=deadline.remaining(),
+        )  # fmt: skip
+        # It may not have been asked, or may not have answered.
+        return count, Reason.DEADLINE if not count and deadline.passed else None
+
+    finders = {tier.name: partial(find_below, tier) for tier in tiers.lower}
+    if tiers.host is not None:
+        finders = {tiers.host.name: partial(find_in_host, tiers.host), **finders}
+    return match_tiers(finders, len(request.keys))
+
+
+def match_tiers(finders: Mapping[str, Callable[[int], tuple[int, Reason | None]]], chunks: int) -> TiersMatch:
+    """Find the leading run of so many chunks through all tiers: from the top down, again while one continues it. Pure.
+
+    A finder says how many chunks its tier has from one on, and why not more, if it knows more than the tiers above.
+    """
+    at, by_tier = 0, dict.fromkeys(finders, 0)
+    reason: Reason | None = None
+    lacking: set[str] = set()  # tiers known not to have the next chunk
+    while at < chunks and len(lacking) < len(finders):
+        for tier, find in finders.items():
+            if tier in lacking or at == chunks:
                 continue
-            start = request.first + at
-            if tier is tiers.host:
-                assert tiers.host is not None
-                match = tiers.host.ledger.match_prefix(
-                    request.keys[at:], start=start, namespace=request.namespace.root, stamp=stamp, touch=touch,
-                    lease_seconds=LEASE_SECONDS if touch else 0.0, deadline_seconds=deadline.remaining(),
-                )  # fmt: skip
-                count, reason = len(match.slots), match.reason
-            else:
-                count = tier.find(
-                    request.keys[at:], start=start, namespace=request.namespace.root, touch=touch,
-                    deadline_seconds=deadline.remaining(),
-                )  # fmt: skip
-                if not count and deadline.passed:  # it may not have been asked, or may not have answered
-                    reason = reason if reason in UNANSWERED else Reason.DEADLINE
-            lacking = {*(() if count else lacking), tier.name}
-            by_tier[tier.name] += count
-            at += count
-            if at == len(request.keys):
-                return TiersMatch(at, by_tier, None)
+            count, why = find(at)
+            if count:
+                at, reason, lacking = at + count, None, set()
+                by_tier[tier] += count
+            if why is not None and reason not in UNANSWERED:
+                reason = why
+            lacking.add(tier)
     return TiersMatch(at, by_tier, reason)

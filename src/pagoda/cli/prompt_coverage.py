@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -94,9 +95,9 @@ def answers(prompt: Prompt, root: bytes) -> list[TierAnswer]:
     ledgers = [ledger for ledger in prompt.tiers if root in admin.list_namespaces(ledger)]
     here: list[_Place] = [*ledgers, *prompt.remotes]
     if len(here) == 1:
-        return [TierAnswer(root, model, _name(here[0]), _together(prompt, root, here))]
-    alone = [TierAnswer(root, model, _name(place), _from(prompt, root, place, 0)) for place in here]
-    return [*alone, TierAnswer(root, model, "all", _together(prompt, root, here))]
+        return [TierAnswer(root, model, _name(here[0]), _verdict(prompt, root, here, prompt.min_hit_tokens))]
+    alone = [TierAnswer(root, model, _name(place), _verdict(prompt, root, [place])) for place in here]
+    return [*alone, TierAnswer(root, model, "all", _verdict(prompt, root, here, prompt.min_hit_tokens))]
 
 
 def _name(place: _Place) -> str:
@@ -119,59 +120,54 @@ def _stored_sizes(tiers: Sequence[Ledger]) -> dict[bytes, int]:
     return found
 
 
-def _together(prompt: Prompt, root: bytes, tiers: Sequence[_Place]) -> PrefixVerdict:
-    """Return what the tiers serve from the top down, each going on where the one above ended."""
-    size = prompt.chunk_tokens[root]
-    verdicts: list[PrefixVerdict] = []
-    run = 0
-    for place in tiers:
-        verdicts.append(_from(prompt, root, place, run))
-        run += verdicts[-1].num_tokens // size
-        if verdicts[-1].reason is None:
-            break
-    total, last = run * size, verdicts[-1]
-    if 0 < total < prompt.min_hit_tokens:
-        detail = f"{total} tokens are there, min_hit_tokens = {prompt.min_hit_tokens}"
-        return PrefixVerdict(0, Reason.BELOW_MINIMUM, detail)
-    if last.reason is Reason.ABSENT:  # any tier that remembers more of this chunk says more
-        ledgers = [place for place in tiers if not isinstance(place, RemoteSpec)]
-        found = [PrefixVerdict(0, *_why(prompt, root, ledger, run, None)) for ledger in ledgers]
-        last = next((verdict for verdict in found if verdict.reason is not Reason.ABSENT), last)
-    return last._replace(num_tokens=total)
+def _verdict(prompt: Prompt, root: bytes, places: Sequence[_Place], minimum: int = 0) -> PrefixVerdict:
+    """Return what these tiers serve together, from the top down, and why not more."""
+    from pagoda.cache.lookup_call import match_tiers
 
-
-def _from(prompt: Prompt, root: bytes, place: _Place, start: int) -> PrefixVerdict:
-    """Return what this tier has from chunk `start` on."""
     size, keys = prompt.chunk_tokens[root], prompt.keys[root]
     if not keys:
         detail = f"{prompt.num_tokens} tokens do not fill a chunk of {size}"
         return PrefixVerdict(0, Reason.SHORT_PROMPT, detail)
-    if isinstance(place, RemoteSpec):
-        return _from_remote(prompt, root, place, start)
-    return _from_ledger(prompt, root, place, start)
+    said: dict[str, tuple[Reason, str]] = {}  # by each tier, of the first chunk that it lacks
+
+    def find(place: _Place, at: int) -> tuple[int, Reason | None]:
+        if isinstance(place, RemoteSpec):
+            run, reason, detail = _from_remote(prompt, root, place, at)
+        else:
+            run, reason, detail = _from_ledger(prompt, root, place, at)
+        said[_name(place)] = reason, detail
+        return run, None
+
+    total = size * match_tiers({_name(place): partial(find, place) for place in places}, len(keys)).chunks
+    if 0 < total < minimum:
+        return PrefixVerdict(0, Reason.BELOW_MINIMUM, f"{total} tokens are there, min_hit_tokens = {minimum}")
+    if total == size * len(keys):
+        return PrefixVerdict(total, None, "all whole chunks are there")
+    # A tier that did not answer might have the chunk; else any tier that remembers more of it says more.
+    whys = sorted(said.values(), key=lambda why: (why[0] is Reason.ABSENT, why[0] is not Reason.IO_ERROR))
+    return PrefixVerdict(total, *whys[0])
 
 
-def _from_remote(prompt: Prompt, root: bytes, spec: RemoteSpec, start: int) -> PrefixVerdict:
-    size, keys = prompt.chunk_tokens[root], prompt.keys[root]
+def _from_remote(prompt: Prompt, root: bytes, spec: RemoteSpec, start: int) -> tuple[int, Reason, str]:
+    """Return how many chunks a remote tier has from `start` on, and why not more."""
     try:
-        run = leading(spec, root, keys[start:])
+        run = leading(spec, root, prompt.keys[root][start:])
     except Unanswered as trouble:
-        return PrefixVerdict(0, Reason.IO_ERROR, trouble.text)
-    if start + run == len(keys):
-        return PrefixVerdict(run * size, None, "all whole chunks are there")
-    return PrefixVerdict(run * size, Reason.ABSENT, f"chunk {start + run}: absent")
+        return 0, Reason.IO_ERROR, trouble.text
+    return run, Reason.ABSENT, f"chunk {start + run}: absent"
 
 
-def _from_ledger(prompt: Prompt, root: bytes, ledger: Ledger, start: int) -> PrefixVerdict:
-    size, keys = prompt.chunk_tokens[root], prompt.keys[root]
+def _from_ledger(prompt: Prompt, root: bytes, ledger: Ledger, start: int) -> tuple[int, Reason, str]:
+    """Return how many chunks a local tier has from `start` on, and why not more."""
+    keys = prompt.keys[root]
     match = ledger.match_prefix(keys[start:], start=start, touch=False)
     run = len(match.slots)
-    dear = _dear(prompt, ledger, match.slots[:_TIMED_CHUNKS].tolist(), size)
+    dear = _dear(prompt, ledger, match.slots[:_TIMED_CHUNKS].tolist(), prompt.chunk_tokens[root])
     if dear:
-        return PrefixVerdict(0, Reason.NOT_WORTH_IT, dear)
+        return 0, Reason.NOT_WORTH_IT, dear
     if start + run == len(keys):
-        return PrefixVerdict(run * size, None, "all whole chunks are there")
-    return PrefixVerdict(run * size, *_why(prompt, root, ledger, start + run, match.reason))
+        return run, Reason.ABSENT, ""
+    return run, *_why(prompt, root, ledger, start + run, match.reason)
 
 
 def _why(prompt: Prompt, root: bytes, ledger: Ledger, index: int, now: Reason | None) -> tuple[Reason, str]:
