@@ -1,4 +1,4 @@
-"""The rows of a batch as prompts: which tokens, behind how much padding."""
+"""The rows of a batch as prompts: their tokens and their padding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class BatchRow(NamedTuple):
 def mask_of(model: Any, input_ids: Any, attention_mask: Any | None) -> Any:
     """Return the attention mask [batch, tokens] that `generate` would use; changes nothing.
 
-    Without one, `generate` takes every pad token for padding: so does this. Raises ValueError for another shape.
+    Without a mask, `generate` treats every pad token as padding; so does this. Raises ValueError for another shape.
     """
     import torch
 

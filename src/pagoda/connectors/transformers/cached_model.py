@@ -46,21 +46,21 @@ _Ready: TypeAlias = tuple[Cache, dict[str, Any]]  # the cache of the present wei
 
 @dataclass
 class Prefix:
-    """The KV that was found for a batch, as a cache to hand to `generate`, and how it was found.
+    """The KV that was found for a batch, as a cache to pass to `generate`, and the hits.
 
     Greedy search, sampling and beam search begin from it; assisted decoding does not, and would write another text. As
-    a context manager it lets go of the KV at the end. Not thread-safe.
+    a context manager it releases the KV at the end. Not thread-safe.
     """
 
     past_key_values: Any  # a transformers.DynamicCache of `columns` columns, empty if nothing was found
-    columns: int  # of input_ids that need not be computed, padding included; always less than there are
+    columns: int  # of input_ids that need not be computed, including padding; always less than all
     num_tokens: list[int]  # tokens of each row in those columns
-    hits: list[Hit]  # one a row; a row may have more than the columns that all have
+    hits: list[Hit]  # one for each row; a row may have more than the columns that all rows have
     seconds: float
 
     @property
     def hit(self) -> Hit:
-        """The hit of the row that had least."""
+        """The hit of the row with the fewest tokens."""
         return min(self.hits, key=lambda hit: hit.num_tokens)
 
     def __enter__(self) -> Prefix:
@@ -73,14 +73,14 @@ class Prefix:
 
 
 class CachedModel:
-    """A Transformers model in front of a `Cache`: a prompt begins with what any process has computed of it before.
+    """A Transformers model with a `Cache`: a prompt starts from the KV that any process has computed for it before.
 
-    The weights are part of the namespace by their bytes, and so are the active LoRA adapters: two models share KV only
-    if they are the same. The last token of a prompt is always left to compute: with a full hit `generate` would
+    The bytes of the weights and of the active LoRA adapters are part of the namespace: two models share KV only
+    if they are the same. The last token of a prompt is always computed, because with a full hit `generate` would
     silently continue from another position. A model or call whose KV cannot be cut is a ValueError that says why.
 
-    KV is loaded to where the model is. On a CUDA device it is copied straight between there and the slots; of a single
-    prompt that lies in host memory, `generate` computes with the first layers while the others are still on their way.
+    KV is loaded to the model's device. On a CUDA device it is copied directly between the device and the slots; for a
+    single prompt in host memory, `generate` computes with the first layers while the others are still being copied.
 
     Thread-safe as far as the model is. `last` is the Prefix of the latest `generate`, without its KV.
 
@@ -114,7 +114,7 @@ class CachedModel:
             model: a causal model of Transformers, on the device on which it stays.
             config: the options of the cache; without it they come from the environment and the configuration file.
             cache: a cache made with `layout_of` and `namespace_of`, instead of `config` and `options`.
-            revision: the version of the model, if its name alone does not say it.
+            revision: the version of the model, if its name alone does not identify it.
             weights: a name for the weights, such as a checkpoint's hash, instead of a digest of their bytes. It must
                 change whenever they do.
             salt: keeps tenants apart, for all calls; `generate`, `prefix` and `store` take one for one call.
@@ -129,7 +129,7 @@ class CachedModel:
         self._stamp, self._forms = stamp_of(model), forms_of(model)
         self._lock = threading.Lock()
         self._prefills = PrefillTimes(self._observe)
-        self._loads: LayerLoads | None = None  # made when first wanted
+        self._loads: LayerLoads | None = None  # made at the first use
         self._named: dict[str, Any] = {"revision": revision, "weights": weights, "salt": salt}
         namespace = namespace_of(model, self._seen.layout, **self._named)
         self._open: Callable[[Namespace], Cache] | None = None
@@ -162,8 +162,8 @@ class CachedModel:
     ) -> Any:
         """Return what `model.generate` returns for these arguments, sooner; stores the KV of the prompt.
 
-        `store_output` stores that of the generated tokens too; `store=False` only reads. Raises ValueError for
-        what cannot be cached.
+        `store_output` also stores the KV of the generated tokens; `store=False` only reads. Raises ValueError for
+        calls that cannot be cached.
         """
         decoding = check_call(self.model, kwargs)
         beams = decoding.num_beams or 1
@@ -177,7 +177,7 @@ class CachedModel:
         before = self._ready(salt)
         out, kv = self._generated(input_ids, mask, repeats, before, kwargs)
         if self._ready(salt) != before:
-            self.last_stored = []  # weights or adapters were changed meanwhile: whose KV is this?
+            self.last_stored = []  # weights or adapters changed meanwhile: it is unknown which computed this KV
         elif store_output:
             ids = getattr(out, "sequences", out)
             mask = grown_mask(mask.repeat_interleave(repeats, 0), ids)
@@ -187,9 +187,9 @@ class CachedModel:
         return out
 
     def prefix(self, input_ids: Any, attention_mask: Any | None = None, *, salt: str | None = None) -> Prefix:
-        """Return a DynamicCache with the KV of the leading tokens that the tiers have; changes the model in nothing.
+        """Return a DynamicCache with the KV of the leading tokens that the tiers have; does not change the model.
 
-        Rows of a batch use what all of them have. It never covers the whole prompt.
+        Rows of a batch use the columns that all rows have. It never covers the whole prompt.
         """
         began = time.perf_counter()
         ready = self._ready(salt)
@@ -205,11 +205,11 @@ class CachedModel:
         salt: str | None = None,
         every: int = 1,
     ) -> list[Stored]:
-        """Store the KV of the whole chunks of each row of `input_ids`; returns one answer a row.
+        """Store the KV of the whole chunks of each row of `input_ids`; returns one answer for each row.
 
-        `past_key_values` is the DynamicCache after `generate` or `forward` with the weights and adapters as they are
-        now; the rows of `input_ids` are its rows 0, every, 2 * every, ... Columns beyond those of the prompt are stored
-        too: generated tokens, if passed.
+        `past_key_values` is the DynamicCache after `generate` or `forward` with the present weights and
+        adapters; the rows of `input_ids` are its rows 0, every, 2 * every, ... If `input_ids` includes generated
+        tokens, they are stored too.
         """
         cache, space = self._ready(salt)
         layers = past_key_values.layers
@@ -234,7 +234,7 @@ class CachedModel:
         with self._lock:
             loads = self._loads
         if loads is not None:
-            loads.close(timeout)  # before the slots go that they copy out of
+            loads.close(timeout)  # before the slots from which they copy are unmapped
         if self._open is not None:
             self.cache.close(max(0.0, until - time.monotonic()))
 
@@ -246,12 +246,12 @@ class CachedModel:
     ) -> None:
         self.close()
 
-    # ---- the way up
+    # ---- loading
 
     def _generated(
         self, input_ids: Any, mask: Any, repeats: int, ready: _Ready, kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
-        """Return what `model.generate` returns, begun from what the tiers have, and the DynamicCache that it filled."""
+        """Return the result of `model.generate`, started from the tiers' KV, and the DynamicCache that it filled."""
         began = time.perf_counter()
         rows, width = rows_of(input_ids, mask), input_ids.shape[1]
         looked = self._looked(rows, ready)
@@ -261,7 +261,7 @@ class CachedModel:
             if made is not None:
                 return made
             kwargs = _again(kwargs)
-            if load.hung:  # asking again would only take as long again
+            if load.hung:  # asking again would take as long again
                 looked = Hit(0, {}, looked.mask & False, Reason.DEADLINE, "the load did not end in time")
         found = self._prefix(rows, width, ready, looked, began)
         kv, found.past_key_values, self.last = found.past_key_values, None, found
@@ -271,14 +271,14 @@ class CachedModel:
             return self.model.generate(input_ids, attention_mask=mask, past_key_values=kv, **kwargs), kv
 
     def _looked(self, rows: list[BatchRow], ready: _Ready) -> Hit | None:
-        """Look up, and count, a single prompt of a model on a device, where room costs memory; None: retrieve tells."""
+        """Look up, and count, a single prompt of a model on a device; None: `retrieve` will find out."""
         if self._seen.copy_engine is None or len(rows) > 1:
             return None
         cache, space = ready
         return cache.lookup(rows[0].tokens[:-1], **space)
 
     def _begun(self, rows: list[BatchRow], looked: Hit, ready: _Ready) -> LayerLoad | None:
-        """Begin to load layer by layer what was found; None if it is not all on the host, or the model cannot wait."""
+        """Begin to load the hit layer by layer; None if it is not completely on the host, or the model cannot wait."""
         cache, space = ready
         on_host = cache.slots is not None and set(looked.by_tier) == {cache.tiers[0]}
         if not on_host or rows[0].pad or is_compiled(self.model):
@@ -292,7 +292,7 @@ class CachedModel:
     def _computed_meanwhile(
         self, load: LayerLoad, input_ids: Any, mask: Any, looked: Hit, kwargs: dict[str, Any]
     ) -> tuple[Any, Any] | None:
-        """Generate while the load goes on. None if not all came: then nothing was drawn, and no token told."""
+        """Generate while the load runs. None if it was not complete: then nothing was sampled or streamed."""
         from pagoda.connectors.transformers.layerwise import LoadShort
 
         kv = load.kv
@@ -310,12 +310,12 @@ class CachedModel:
     def _prefix(
         self, rows: list[BatchRow], width: int, ready: _Ready, looked: Hit | None, began: float
     ) -> Prefix:
-        """Load what the tiers have of each row, as far as all rows have it."""
+        """Load the columns that the tiers have for all rows."""
         if looked is not None and not looked.num_tokens:
             nothing = dynamic_cache(self.model, self._seen, [], rows, 0)
             return Prefix(nothing, 0, [0], [looked], time.perf_counter() - began)
         wanted = self._wanted(rows, width, ready, looked)
-        if self._seen.copy_engine is not None:  # on a device room costs memory, written to or not
+        if self._seen.copy_engine is not None:  # on a device, unused columns take memory too
             whole = [len(tokens) - len(tokens) % self.layout.chunk_tokens for tokens in wanted]
             width = max(row.pad + tokens for row, tokens in zip(rows, whole, strict=True))
         planes = room_for(self._seen, len(rows), width)
@@ -331,7 +331,7 @@ class CachedModel:
         return Prefix(kv, columns, served, hits, time.perf_counter() - began)
 
     def _wanted(self, rows: list[BatchRow], width: int, ready: _Ready, looked: Hit | None) -> list[Any]:
-        """Return the tokens to ask for of each row: up to its last but one, and not what another row lacks."""
+        """Return the tokens to ask for in each row: without the last one, and only the columns that all rows have."""
         cache, space = ready
         most = width - 1 if looked is None else rows[0].pad + looked.num_tokens
         if len(rows) > 1:
@@ -345,17 +345,17 @@ class CachedModel:
         return wanted
 
     def _retrieved(self, tokens: Any, kv: DenseKV, ready: _Ready, looked: Hit | None) -> Hit:
-        """Fill `kv` with what the tiers have of `tokens`; what was looked up is counted, and says why not more."""
+        """Fill `kv` with the tiers' KV of `tokens`; an earlier look-up was counted, and has the reason for a miss."""
         cache, space = ready
         if looked is None:
             return cache.retrieve(tokens, kv, **space)
         hit = cache.retrieve(tokens, kv, counted=False, **space)
         return replace(looked, by_tier=hit.by_tier) if hit.num_tokens == looked.num_tokens else hit
 
-    # ---- what the model is now
+    # ---- the present state of the model
 
     def _ready(self, salt: str | None) -> _Ready:
-        """Return the cache of the weights as they are now, and the options that name adapters and tenant."""
+        """Return the cache of the present weights, and the options that name adapters and tenant."""
         with self._lock:
             stamp = stamp_of(self.model)
             if stamp != self._stamp:
@@ -364,18 +364,18 @@ class CachedModel:
             return self.cache, {"lora": adapters_digest(self.model) or None, "salt": salt}
 
     def _observe(self, tokens: int, seconds: float) -> None:
-        if tokens >= self.layout.chunk_tokens:  # fewer say nothing about the speed of computing chunks
+        if tokens >= self.layout.chunk_tokens:  # fewer tokens do not show the speed of computing chunks
             self.cache.observe_prefill(tokens, seconds)
 
     def _weights_changed(self) -> None:
-        """A weight was written to, or moved: go on in the namespace, and on the device, of what the weights are now."""
+        """Change to the namespace and the device of the present weights, after a weight was written to or moved."""
         forms = forms_of(self.model)
         if self._named["weights"] is not None or self._open is None:
             how = "the weights were changed" if forms == self._forms else "the model was moved or converted"
             raise ValueError(f"{how}: make a new CachedModel, so that old KV is not used with them")
         old = self.cache
         if forms != self._forms:
-            old.close()  # a store of another layout may need its room
+            old.close()  # a store of another layout may need its space
             self._seen, self._forms = _looked_at(self.model, self.layout.chunk_tokens), forms
         self.cache = self._open(namespace_of(self.model, self._seen.layout, **self._named))
         old.close()
@@ -403,13 +403,13 @@ def namespace_of(
 
 
 def _looked_at(model: Any, chunk_tokens: int) -> ProbedModel:
-    """Return what a look at the model shows, with the copy engine of its device."""
+    """Probe the model; returns the result with the copy engine of its device."""
     seen = probe_model(model, chunk_tokens)
     return seen._replace(copy_engine=copy_engine_for(seen.devices))
 
 
 def _again(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments for a second `generate` of the same prompt, whose streamer was given it already."""
+    """Return the arguments for a second `generate` of the same prompt, which the streamer has received already."""
     if kwargs.get("streamer") is None:
         return kwargs
     from pagoda.connectors.transformers.layerwise import Resumed
@@ -418,7 +418,7 @@ def _again(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _configured(config: Config | None, options: ConfigOptions) -> Config:
-    """Return the given config, or what files, environment and defaults say, with `options` before either."""
+    """Return the given config, or that of files, environment and defaults; `options` take precedence over both."""
     if config is not None:
         return replace(config, **options)  # type: ignore[arg-type]  # Config converts what it is given
     from pagoda.config.sources import load

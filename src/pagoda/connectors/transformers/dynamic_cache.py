@@ -1,4 +1,4 @@
-"""KV between a DynamicCache and the cache's transfers: one allocation a layer and plane, and no copy in between."""
+"""KV between a DynamicCache and the cache's transfers: one allocation per layer and plane, without extra copies."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["Planes", "copy_engine_for", "dynamic_cache", "kv_of_row", "room_for"
 
 log = logging.getLogger("pagoda.connectors")
 
-Planes = list[list[Any]]  # a tensor [batch, heads, columns, dim] a layer and plane
+Planes = list[list[Any]]  # a tensor [batch, heads, columns, dim] for each layer and plane
 
 
 def copy_engine_for(devices: Sequence[Any]) -> CopyEngine | None:
-    """Return the copy engine of the CUDA device that all layers lie on; None if they do not: KV then goes by the CPU.
+    """Return the copy engine of the CUDA device that has all layers; None if there is none: then the CPU copies KV.
 
-    Made at the first call for a device, for the process.
+    It is made at the first call for a device, once for the process.
     """
     if len(set(devices)) != 1 or devices[0].type != "cuda":
         return None
@@ -33,14 +33,14 @@ def copy_engine_for(devices: Sequence[Any]) -> CopyEngine | None:
     try:
         return copy_engine_of(devices[0])
     except ValueError as trouble:  # e.g. ROCm, which torch calls CUDA
-        log.warning("KV on %s goes by the CPU's memory, slowly: %s", devices[0], trouble)
+        log.warning("KV on %s is copied slowly, through the CPU's memory: %s", devices[0], trouble)
         return None
 
 
 def room_for(seen: ProbedModel, batch: int, columns: int) -> Planes:
     """Return uninitialised tensors for the KV of a batch: on the device if it has a copy engine, else on the CPU.
 
-    There, what is never written costs no memory.
+    On the CPU, pages that are never written take no memory.
     """
     import torch
 
@@ -64,7 +64,7 @@ def kv_of_row(
 ) -> DenseKV:
     """Return columns [begin, end) of one row as a transfer; `layer_events` records each layer that is loaded.
 
-    Tensors on the CPU, or on the device of the copy engine, are seen in place; others are copied to the CPU here.
+    Tensors on the CPU, or on the device of the copy engine, are used in place; others are copied to the CPU here.
     """
     layers = [[plane[number, :, begin:end].detach() for plane in layer] for layer in planes]
     engine = seen.copy_engine
@@ -81,7 +81,7 @@ def dynamic_cache(
 ) -> Any:
     """Return a DynamicCache whose layers are the first `columns` columns of `planes`, over the same memory.
 
-    Padding is zeroed: what `empty` left there might be NaN, and a masked NaN is still one after the product with V.
+    Padding is zeroed: uninitialised memory may contain NaN, and a masked NaN remains NaN in the product with V.
     """
     from transformers import DynamicCache
 

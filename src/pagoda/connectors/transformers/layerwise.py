@@ -1,13 +1,13 @@
-"""The KV of a prompt that arrives layer by layer, while the model already computes with the layers that are there.
+"""The KV of a prompt that arrives layer by layer, while the model already computes with the layers that have arrived.
 
     loading      | layer 0 | layer 1 | layer 2 | ... | validated
     computing              | layer 0 | layer 1 | ...       | last layer | first token
 
-A layer's attention waits for that layer's KV. The last layer waits for the end of the load as well: only then is it
-known that the bytes are those that were asked for, and nothing leaves the first forward pass before. If they are not,
-`LoadShort` ends that pass before anything was drawn or told; whoever called `generate` calls it again.
+A layer's attention waits for that layer's KV. The last layer also waits for the end of the load: only then is it
+known that the bytes are the requested ones, and nothing leaves the first forward pass before. If they are not,
+`LoadShort` ends that pass before anything was sampled or streamed, and the caller of `generate` calls it again.
 
-Imports transformers: to be imported when it is wanted.
+Imports transformers, so import this module only when it is needed.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from pagoda.transfer.gpu.layer_events import LayerEvents
 
 __all__ = ["LayerLoad", "LayerLoads", "LoadShort", "Resumed"]
 
-_THREADS = 4  # loads at once: as many as a copy engine does at once
-_SLOWEST_BYTES_PER_SECOND = 50e6  # what comes slower is as good as hung; as in the cache's own deadlines
+_THREADS = 4  # concurrent loads: as many as a copy engine runs
+_SLOWEST_BYTES_PER_SECOND = 50e6  # a slower load counts as hung; as in the cache's own deadlines
 
 
 class LoadShort(Exception):
-    """Less came than was promised: what was computed from it is worth nothing."""
+    """The load was not complete: what was computed from it must not be used."""
 
 
 class LayerLoad:
-    """One prompt's KV on its way into `kv`, a DynamicCache to hand to `generate`. For the thread that computes.
+    """One prompt's KV while it is loaded into `kv`, a DynamicCache to pass to `generate`. For the computing thread.
 
-    Whatever `generate` returned may be used if `settle` returns a hit.
+    The result of `generate` may be used if `settle` returns a hit.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class LayerLoad:
         seconds: float,
     ) -> None:
         self.kv = kv
-        self.hung = False  # the load is still under way past its deadline
+        self.hung = False  # the load still runs after its deadline
         self.seconds = 0.0  # that it took
         self._layer_events = layer_events
         self._device = device
@@ -66,20 +66,20 @@ class LayerLoad:
         self._hit: Hit | None = None
 
     def wait_for(self, layer: int) -> None:
-        """Block until a layer may be used by this thread's current stream. Raises LoadShort if it does not come."""
+        """Block until a layer may be used by this thread's current stream. Raises LoadShort if it does not arrive."""
         if not self._layer_events.wait_layer(layer, self._device, self._remaining()):
             self.hung, self.seconds = not self._layer_events.ended, time.monotonic() - self._began
             raise LoadShort
 
     def used(self, layer: int) -> None:
-        """Note that a layer is about to be used; waits for it, and with the last of them for the end of the load."""
+        """Note that a layer is about to be used; waits for it, and at the last layer for the end of the load."""
         self.wait_for(layer)
         self._absent.discard(layer)
         if not self._absent:
             self.settle()
 
     def settle(self) -> Hit:
-        """Wait until all that came has been validated; returns the hit. Raises LoadShort if it is not all."""
+        """Wait until the load has been validated; returns the hit. Raises LoadShort if it is not complete."""
         if self._hit is None:
             hit = self._outcome()
             self.seconds = time.monotonic() - self._began
@@ -89,10 +89,10 @@ class LayerLoad:
         return self._hit
 
     def give_up(self) -> None:
-        """Let go of the KV, which is of no use without a hit; what still writes into it holds it itself. Idempotent."""
+        """Release the KV, which is useless without a hit; threads that still write to it keep it alive. Idempotent."""
         self._future.cancel()  # if it has not begun
         if self._hit is None and self.kv is not None:
-            self.kv.layers.clear()  # they know that list: or the memory would wait for the garbage collector
+            self.kv.layers.clear()  # breaks a reference cycle, so that the memory is freed at once
         self.kv = None
 
     def _outcome(self) -> Hit | None:
@@ -111,12 +111,12 @@ class LayerLoad:
 
 
 class ArrivingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """A layer of a DynamicCache whose K and V are on their way: whoever touches them waits. Then `layers` gets `plain`.
+    """A layer of a DynamicCache whose K and V are being loaded: its use waits. Then `plain` replaces it in `layers`.
 
-    Its length is known from the beginning, so masks and positions wait for nothing.
+    Its length is known from the beginning, so masks and positions do not wait.
     """
 
-    _layer_type = None  # transformers makes this kind for nobody
+    _layer_type = None  # transformers itself never makes this kind
 
     def __init__(self, load: LayerLoad, layers: list[Any], index: int, plain: Any) -> None:
         self._kept: dict[str, Any] = {}
@@ -145,14 +145,14 @@ class ArrivingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self._kept["values"] = value
 
     def get_seq_length(self) -> int:
-        """Return the tokens that were promised; does not wait."""
+        """Return the number of tokens that are being loaded; does not wait."""
         return self._tokens
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return K and V with the new ones behind them, once the old ones are there; after that a plain layer does."""
+        """Wait for K and V and return them with the new ones appended; afterwards a plain layer does this."""
         self._load.used(self._index)
         self._plain.keys, self._plain.values = self._kept["keys"], self._kept["values"]
-        self._kept.clear()  # a layer's old memory is free as soon as the model has its new one
+        self._kept.clear()  # a layer's old memory is freed as soon as the model has its new one
         self._layers[self._index] = self._plain
         return self._plain.update(key_states, value_states, *args, **kwargs)
 
@@ -166,7 +166,7 @@ class LayerLoads:
         reset_in_child(self)
 
     def reset(self) -> None:
-        """Create the lock, with no threads and nothing under way."""
+        """Create the lock, without threads or running loads."""
         self._lock = threading.Lock()
         self._pool: Pool | None = None
         self._running: set[Future[Hit]] = set()
@@ -176,7 +176,7 @@ class LayerLoads:
     ) -> LayerLoad | None:
         """Begin to load `tokens`, whole chunks that were all found in the host tier, without waiting for any of them.
 
-        Returns None if as many loads as there are threads are under way, or after close: then load the plain way.
+        Returns None if all threads are busy, or after close: then load without this class.
         """
         assert seen.copy_engine is not None
         with self._lock:
@@ -201,7 +201,7 @@ class LayerLoads:
         return load
 
     def close(self, timeout: float) -> None:
-        """Take nothing more; wait for what is under way, at most `timeout` seconds. Idempotent."""
+        """Accept no more loads; wait for running ones, at most `timeout` seconds. Idempotent."""
         with self._lock:
             self._closed = True
             running, pool, self._pool = list(self._running), self._pool, None
@@ -217,7 +217,7 @@ class LayerLoads:
                 self._pool = Pool(_THREADS, "pagoda-load")
             try:
                 future = self._pool.submit(cache.retrieve, tokens, transfer, counted=False, **space)
-            except RuntimeError:  # no thread can be had
+            except RuntimeError:  # no thread could be started
                 return None
             self._running.add(future)
         return future
@@ -229,19 +229,19 @@ class LayerLoads:
 
 
 class Resumed:
-    """A streamer for a `generate` that is called again: it was given the prompt already. For one thread."""
+    """A streamer for a second call of `generate`: it has received the prompt already. For one thread."""
 
     def __init__(self, streamer: Any) -> None:
         self._streamer = streamer
         self._prompt_is_next = True
 
     def put(self, value: Any) -> None:
-        """Pass on all but the prompt."""
+        """Pass on everything except the prompt."""
         if self._prompt_is_next:
             self._prompt_is_next = False
         else:
             self._streamer.put(value)
 
     def end(self) -> None:
-        """Pass it on."""
+        """Pass on the end."""
         self._streamer.end()

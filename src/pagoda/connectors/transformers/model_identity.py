@@ -1,9 +1,9 @@
-"""What a Transformers model's KV depends on besides the tokens: its weights, its config, its active adapters.
+"""Everything except the tokens that a Transformers model's KV depends on: weights, config, active adapters.
 
 Weights are named by their bytes: xxh3_128 of every parameter and buffer, blake3 over names, shapes, dtypes and those
-digests. All weights are read once (5 to 10 GB/s a core); after that a look at addresses and version counters shows
-whether one was written to. xxh3 tells accidents apart, not forgeries: who can put crafted weights under a model can do
-worse than share a cache.
+digests. All weights are read once (5 to 10 GB/s a core); afterwards addresses and version counters show
+whether one was written to. xxh3 detects accidents, not forgeries: an attacker who can replace the weights of a model
+can do worse than share a cache.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Stamp", "adapters_digest", "stamp_of", "weights_digest"]
 
 Stamp = tuple[tuple[int, int], ...]
 
-# fields of a config that no number of a forward pass depends on; what is not listed here tells models apart
+# fields of a config that do not affect a forward pass; all other fields distinguish models
 _VOLATILE = frozenset(
     {
         "_name_or_path",
@@ -32,7 +32,7 @@ _VOLATILE = frozenset(
         "use_cache",
     }
 )
-_PIECE_BYTES = 256 << 20  # what is brought from a device to the CPU at a time
+_PIECE_BYTES = 256 << 20  # how much is copied from a device to the CPU at a time
 
 
 def weights_digest(model: Any) -> str:
@@ -57,17 +57,17 @@ def weights_digest(model: Any) -> str:
 
 
 def stamp_of(model: Any) -> Stamp:
-    """Return what changes when a weight is replaced or written to in place: address and version of each tensor."""
+    """Return address and version of each tensor: they change when a weight is replaced or written to in place."""
     return tuple(
         (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for _, tensor in _tensors(model)
     )
 
 
 def adapters_digest(model: Any) -> str:
-    """Return a name for the adapters (LoRA and the like) that are at work in `model`, "" if none is.
+    """Return a name for the adapters (LoRA and the like) that are active in `model`, "" if there are none.
 
-    Their weights are parameters of the model and so part of `weights_digest`; this says which of them act, and how
-    strongly. Raises ValueError for adapters that put virtual tokens before the prompt.
+    Their weights are parameters of the model and so part of `weights_digest`; this name says which of them are active,
+    and how strongly. Raises ValueError for adapters that put virtual tokens before the prompt.
     """
     if any(getattr(config, "is_prompt_learning", False) for config in _peft_configs(model)):
         raise ValueError(
@@ -102,7 +102,7 @@ def _peft_configs(model: Any) -> list[Any]:
 
 
 def _tensors(model: Any) -> list[tuple[str, Any]]:
-    """Parameters and buffers, those that are not saved (rotary frequencies) included."""
+    """Return parameters and buffers, including those that are not saved (rotary frequencies)."""
     return sorted([*model.named_parameters(), *model.named_buffers()], key=lambda named: named[0])
 
 

@@ -1,4 +1,4 @@
-"""How fast a model computes prompts: what loading has to beat. Measured in passing; nobody waits for a device."""
+"""How fast a model computes prompts: loading must be faster. Measured during normal calls, without a wait."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any, Protocol
 
 __all__ = ["PrefillTimes", "Stopwatch", "watch_for"]
 
-_MOST_WAITING = 16  # measurements not yet read; beyond that the oldest goes
+_MOST_WAITING = 16  # measurements not yet read; if there are more, the oldest is dropped
 
 
 class Stopwatch(Protocol):
-    """A time that is being taken, from when it was made on."""
+    """A time measurement that begins when the object is made."""
 
     def stop(self) -> None:
-        """Take the time until here."""
+        """End the measurement."""
         ...
 
     def seconds(self) -> float | None:
-        """Return the time taken; None if the device has not come so far. Does not wait."""
+        """Return the measured time; None if the device has not reached the end yet. Does not wait."""
         ...
 
 
@@ -63,7 +63,7 @@ class _EventWatch:
 
 
 def watch_for(devices: Sequence[Any]) -> Callable[[], Stopwatch] | None:
-    """Return what takes the time of a model with layers on these devices; None for several, and for other kinds."""
+    """Return the stopwatch class for a model with layers on these devices; None for several, and for other kinds."""
     kinds = {device.type for device in devices}
     if kinds == {"cpu"}:
         return _HostWatch
@@ -74,7 +74,7 @@ def watch_for(devices: Sequence[Any]) -> Callable[[], Stopwatch] | None:
 
 
 class PrefillTimes:
-    """Measures first forward passes; tells `observe(tokens, seconds)` of each when its time is known. Thread-safe."""
+    """Measures first forward passes; calls `observe(tokens, seconds)` for each when its time is known. Thread-safe."""
 
     def __init__(self, observe: Callable[[int, float], object]) -> None:
         self._observe = observe
@@ -84,7 +84,7 @@ class PrefillTimes:
     def measured(self, model: Any, watch: Callable[[], Stopwatch] | None) -> Iterator[None]:
         """Measure the model's first forward pass of this block.
 
-        Hooks are on the model only meanwhile; passes of other threads are not counted.
+        The model has hooks only during the block; passes of other threads are not counted.
         """
         if watch is None:
             yield
@@ -116,7 +116,7 @@ class PrefillTimes:
             self.read()
 
     def read(self) -> None:
-        """Tell of what is known by now; the rest waits for the next call. Does not wait for a device."""
+        """Report the times that are known by now; the others stay for the next call. Does not wait for a device."""
         for _ in range(len(self._waiting)):
             try:
                 tokens, watch = self._waiting.popleft()

@@ -1,4 +1,4 @@
-"""Which models and calls can be cached at all: a refusal is a sentence, and never a wrong text."""
+"""Which models and calls can be cached: all others are refused with a sentence, so that no text is ever wrong."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _WHY = {
     "LinearAttentionAndSlidingWindowAttentionLayer": "a recurrent state cannot be cut at a chunk",
     "DummyLayer": "layers that share the KV of others are not supported yet",
 }
-_LENGTH_ROPES = ("dynamic", "longrope")  # rotary frequencies that depend on how long the prompt is
+_LENGTH_ROPES = ("dynamic", "longrope")  # rotary frequencies that depend on the length of the prompt
 
 
-_APART = ("negative_prompt_ids", "negative_prompt_attention_mask")  # of a pass with a cache of its own
+_APART = ("negative_prompt_ids", "negative_prompt_attention_mask")  # for a separate pass with its own cache
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 
 
 class ProbedModel(NamedTuple):
-    """What one look at a model showed."""
+    """The result of probing a model."""
 
     layout: KVLayout
     devices: list[Any]  # where each layer keeps its KV
@@ -84,17 +84,17 @@ def probe_model(model: Any, chunk_tokens: int) -> ProbedModel:
 
 
 def forms_of(model: Any) -> tuple[tuple[Any, Any], ...]:
-    """Return where each weight lies, and its dtype: what the place and the layout of the KV follow from."""
+    """Return the device and dtype of each weight: they decide the device and the layout of the KV."""
     return tuple((weight.device, weight.dtype) for weight in model.parameters())
 
 
 def is_compiled(model: Any) -> bool:
-    """Whether part of the model's forward pass was compiled: what is done between its layers may not be done again."""
+    """Whether part of the model's forward pass was compiled: then code between its layers may not run at each pass."""
     return any(_is_compiled(module) for module in model.modules())
 
 
 def _is_compiled(module: Any) -> bool:
-    own = vars(module)  # a module looks long for an attribute that it does not have
+    own = vars(module)  # `getattr` of a missing attribute is slow on a module
     forward = own.get("forward", type(module).forward)
     return (
         own.get("_compiled_call_impl") is not None
@@ -106,8 +106,8 @@ def _is_compiled(module: Any) -> bool:
 def check_call(model: Any, kwargs: dict[str, Any]) -> Any:
     """Return the generation config that `generate` will use; changes nothing.
 
-    Raises ValueError for an argument that the KV would depend on, that brings another cache, or that chooses a way
-    of decoding which does not begin where a filled cache ends.
+    Raises ValueError for an argument on which the KV would depend, that passes another cache, or that chooses a
+    decoding mode that does not start at the end of a filled cache.
     """
     import torch
 
@@ -135,9 +135,8 @@ def check_call(model: Any, kwargs: dict[str, Any]) -> Any:
     if config.use_cache is False:
         raise ValueError("use_cache=False leaves no KV to be stored or handed over")
     mode = config.get_generation_mode(kwargs.get("assistant_model")).value
-    if (
-        mode not in _MODES
-    ):  # assisted decoding feeds the whole prompt again over the filled cache: another text
+    # assisted decoding computes the whole prompt again over the filled cache: another text
+    if mode not in _MODES:
         raise ValueError(
             f"{mode.replace('_', ' ')} does not begin from a filled cache: one of {', '.join(_MODES)}"
         )
