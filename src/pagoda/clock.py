@@ -1,4 +1,4 @@
-"""Time, as one small object, so that tests can bring their own; and until when a call may wait."""
+"""Time, as a small object that tests can replace; and the deadline of a call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Clock", "Deadline"]
 
 T = TypeVar("T")
 
-# A device that moves less than this counts as hung: it bounds how long bytes in progress may take.
+# A slower device counts as hung. So this bounds how long the transfer of some bytes may take.
 _SLOWEST_BYTES_PER_SECOND = 50e6
 _NEVER_NS = 2**63 - 1
 _LAST_SECONDS = 0.05
@@ -31,7 +31,7 @@ def _boot_id() -> str:
 class Clock:
     """The machine's own clock. Stateless, so safe to share between threads and across fork.
 
-    Monotonic times are only comparable within one boot: store `boot_id()` beside any that is written down.
+    Monotonic times are comparable only within one boot: store `boot_id()` with every monotonic time.
     """
 
     def monotonic_ns(self) -> int:
@@ -57,9 +57,9 @@ _MACHINE = Clock()
 class Deadline:
     """A bound on the waits of one call. Thread-safe: `cancel` may come from any thread.
 
-    A call may wait `patience_seconds` without progress, and in total no longer than that plus what `nbytes` take on the
-    slowest useful device (None: as long as there is progress); with `strict`, not longer than `patience_seconds`. Where
-    nothing notes progress, `Deadline(seconds)` is simply so many seconds from now.
+    A call may wait `patience_seconds` without progress, and in total that plus the time that `nbytes` take on the
+    slowest useful device (None: as long as there is progress); with `strict`, only `patience_seconds` in total. If
+    progress is never noted, `Deadline(seconds)` is simply that many seconds from now.
     """
 
     def __init__(
@@ -83,11 +83,11 @@ class Deadline:
             self._end_ns = self._next_ns + int(nbytes / _SLOWEST_BYTES_PER_SECOND * 1e9)
 
     def remaining(self) -> float:
-        """Return the seconds that a wait beginning now may take; 0 when there are none left."""
+        """Return the seconds that a wait beginning now may take; 0 after the deadline."""
         return max(0, min(self._end_ns, self._next_ns) - self._clock.monotonic_ns()) / 1e9
 
     def last(self) -> float:
-        """Return the seconds for a last step, never 0: without that step the bytes already moved are wasted."""
+        """Return the seconds for a last step, never 0: without that step the bytes already moved would be wasted."""
         return max(self.remaining(), _LAST_SECONDS)
 
     @property
@@ -96,16 +96,16 @@ class Deadline:
         return self.remaining() == 0
 
     def progress(self) -> None:
-        """Note progress: `patience_seconds` begin again."""
+        """Note progress: `patience_seconds` start again."""
         self._next_ns = self._clock.monotonic_ns() + self._patience_ns
 
     def cancel(self) -> None:
-        """Let the call end as soon as it can."""
+        """End the call as soon as possible."""
         self.cancelled = True
         self._end_ns = 0
 
     def wait(self, future: Future[T]) -> T | None:
-        """Return the result of `future`, None if it does not come in time. Raises what the future raises."""
+        """Return the result of `future`, None if it is not ready in time. Raises what the future raises."""
         while not future.done():
             if self.passed:
                 return None

@@ -1,13 +1,13 @@
 """The exceptions of PagodaKV. They are for wrong use and for stores that cannot be opened.
 
     PagodaError
-     ├── StoreError            a store cannot be opened or used; the message carries the remedy
-     │    ├── NoRoomError      too little memory or disk for what was asked
-     │    └── LedgerCorrupt    `Ledger.check` found numbers that do not add up
-     ├── ClosedError           a call on something that was closed
-     └── ConfigError           a bad setting (a ValueError too)
+     ├── StoreError            a store cannot be opened or used; the message says what to do
+     │    ├── NoRoomError      too little memory or disk space for the requested store
+     │    └── LedgerCorrupt    `Ledger.check` found numbers that contradict each other
+     ├── ClosedError           a call on an object that was closed
+     └── ConfigError           a bad setting (also a ValueError)
 
-Other wrong use (a bad mask, a bad token id, a wrong layout) is a plain ValueError. Trouble at run time (full,
+Other wrong use (a bad mask, a bad token id, a wrong layout) is a plain ValueError. A failure at run time (full,
 busy, corrupt, late) is never an exception: it is a miss or a drop with a `pagoda.metrics.Reason`.
 """
 
@@ -17,7 +17,7 @@ __all__ = ["ClosedError", "ConfigError", "LedgerCorrupt", "NoRoomError", "Pagoda
 
 
 class PagodaError(Exception):
-    """Everything that PagodaKV itself raises."""
+    """The base class of all exceptions that PagodaKV itself raises."""
 
 
 class StoreError(PagodaError):
@@ -25,11 +25,11 @@ class StoreError(PagodaError):
 
 
 class NoRoomError(StoreError):
-    """There is too little memory or disk (or too low a limit) for the store that was asked for."""
+    """There is too little memory or disk space (or the limit is too low) for the requested store."""
 
 
 class LedgerCorrupt(StoreError):
-    """The tables of a ledger contradict each other. The message carries the numbers."""
+    """The tables of a ledger contradict each other. The message has the numbers."""
 
 
 class ClosedError(PagodaError):

@@ -1,6 +1,6 @@
-"""The vocabulary of what is counted: reasons, counters, a rate-limited log, and the Prometheus text form.
+"""The names of all reasons and counters, a rate-limited log, and the Prometheus text format.
 
-Pure Python; where the counters live (one row a member, in a mapped file) is the ledger's business.
+Pure Python; the ledger stores the counters (one row for each member, in a mapped file).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _ALL = tuple(Reason)
 MISSES: tuple[Reason, ...] = _ALL[: _ALL.index(Reason.FULL)]
 DROPS: tuple[Reason, ...] = _ALL[_ALL.index(Reason.FULL) :]
 
-# Stores keep them by name: a new one is no new format, and a name is never used again for another thing.
+# Stores keep them by name: a new one does not change the format, and a name is never reused with another meaning.
 # Every reason has both a miss_ and a drop_ column, because a BUSY may end either a load or a store.
 COUNTERS: tuple[str, ...] = (
     "lookups",
@@ -74,7 +74,7 @@ COUNTERS: tuple[str, ...] = (
 
 
 class RateLimitedLog:
-    """At most one log line a reason in `every_seconds`, with the number suppressed since. Thread-safe."""
+    """At most one log line for each reason in `every_seconds`, with the number of suppressed ones. Thread-safe."""
 
     def __init__(self, clock: Clock | None = None, every_seconds: float = 10.0) -> None:
         self._clock = clock or Clock()
@@ -85,11 +85,11 @@ class RateLimitedLog:
         self.reset()
 
     def reset(self) -> None:
-        """Replace the lock in a forked child: a thread of the parent may have held it."""
+        """Replace the lock in a forked child, because a thread of the parent may have held it."""
         self._lock = threading.Lock()
 
     def warn(self, logger: logging.Logger, reason: Reason, message: str) -> None:
-        """Log `message` as a warning, or only count it if this reason had its line a moment ago."""
+        """Log `message` as a warning, or only count it if this reason had a line less than `every_seconds` ago."""
         now = self._clock.monotonic_ns()
         with self._lock:
             last = self._seen.get(reason)

@@ -1,4 +1,4 @@
-"""What a chunk looks like outside memory: its header and checksum, and how its bytes are encoded."""
+"""The form of a chunk outside memory: its header and checksum, and the encoding of its bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Payloads as they are stored: `raw`, or smaller by one of the other codecs. Thread-safe; nothing is lost."""
+"""Payloads as they are stored: `raw`, or compressed without loss by another codec. Thread-safe."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def require(codec: str) -> None:
 
 
 def encode(codec: str, payload: Bytes, word_bytes: int, out: Bytes) -> tuple[str, Bytes]:
-    """The codec that was used, and the stored bytes: a view of `out`, or `payload` itself if that is "raw".
+    """Return the codec that was used, and the stored bytes: a view of `out`, or `payload` itself if that is "raw".
 
-    No codec makes a payload larger: `out` needs no more room than the payload has.
+    No codec makes a payload larger: `out` needs no more space than the payload has.
 
-    "raw" is used where `codec` says so and where another would not make the payload smaller or `out` is too small for
-    it. `payload` and `out` are contiguous and lie apart; `word_bytes` is the size of a KV element (1, 2 or 4), which
-    counts for the size only. Takes bounded memory a thread. Raises ValueError for an unknown codec or word size,
-    ConfigError if zstandard is not installed.
+    "raw" is used if `codec` says so, if another codec would not make the payload smaller, or if `out` is too small for
+    it. `payload` and `out` are contiguous and do not overlap; `word_bytes` is the size of a KV element (1, 2 or 4); it
+    affects only the size of the result. The memory of each thread is bounded. Raises ValueError for an unknown codec
+    or word size, ConfigError if zstandard is not installed.
     """
     if codec not in CODECS:
         raise ValueError(f"codec is one of {', '.join(CODECS)}, got {codec!r}")
@@ -45,11 +45,11 @@ def encode(codec: str, payload: Bytes, word_bytes: int, out: Bytes) -> tuple[str
 
 
 def decode(codec: str, stored: Bytes, word_bytes: int, payload: Bytes) -> bool:
-    """Fill `payload` from what `encode` returned. False, and any bytes in it, if `stored` is not exactly that.
+    """Fill `payload` from what `encode` returned. False, with undefined bytes in it, if `stored` is not exactly that.
 
-    `stored` may be anything: it costs time in proportion to the payload, bounded memory a thread and no exception. An
-    unknown codec, or zstd where zstandard is not installed, is False too (`require` says which). Whether the bytes are
-    the right ones, the header's checksum tells.
+    `stored` may be any bytes: decoding takes time in proportion to the payload and bounded memory for each thread, and
+    raises no exception. Also returns False for an unknown codec, or for zstd if zstandard is not installed (`require`
+    says which). Only the header's checksum shows whether the bytes are the right ones.
     """
     if codec == "raw":
         if stored.nbytes != payload.nbytes:

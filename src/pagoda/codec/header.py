@@ -1,4 +1,4 @@
-"""The header and the checksum of a chunk that lies outside memory. Pure functions; thread-safe."""
+"""The header and the checksum of a chunk outside memory. Pure functions; thread-safe."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ CODECS = ("raw", "zstd")  # how the payload of a header may be stored
 _FIELDS = struct.Struct("<8sII16sQ32sQ32sQQQ16s32sQ")
 _CHECKSUM = slice(_FIELDS.size, _FIELDS.size + 16)  # xxh3_128 over the packed fields and payload[:length]
 _OWN = slice(_CHECKSUM.stop, _CHECKSUM.stop + 8)  # xxh3_64 over all other bytes of the page
-_STORED = struct.Struct("<Q")  # stored_bytes, behind the checksums
+_STORED = struct.Struct("<Q")  # stored_bytes, after the checksums
 
 Page = npt.NDArray[np.uint8] | memoryview | bytes
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a stored chunk says of itself.
+    """The header of a stored chunk.
 
     `length` is in payload bytes, `position` in chunks from the start of the chain; `sequence` is the
-    generation the ledger gave the slot; `fingerprint` is the layout's. Bytes: store 16, others 32.
-    `stored_bytes` is how long the payload is as its codec stores it; 0 where that is its own length.
+    generation of the slot in the ledger; `fingerprint` is the layout's. Bytes: store 16, others 32.
+    `stored_bytes` is the length of the payload in its codec; 0 if that equals `length`.
     """
 
     store_id: bytes
@@ -51,7 +51,7 @@ class Header:
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """What a reader asks of a stored chunk; None: not asked."""
+    """What a reader expects of a stored chunk; None: any value."""
 
     store_id: bytes | None = None
     slot: int | None = None
@@ -73,7 +73,7 @@ _NAMES = tuple(field.name for field in fields(Header))
 def seal(
     header: Header, payload: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8] | None = None
 ) -> npt.NDArray[np.uint8]:
-    """The header page (4096,) of `payload[:header.length]`, page-aligned; written into `out` if given.
+    """Return the header page (4096,) of `payload[:header.length]`, page-aligned; written into `out` if given.
 
     Reads the payload once, with the GIL released. Raises ValueError for fields that do not fit the format.
     """
@@ -92,7 +92,7 @@ def seal(
 
 
 def parse(page: Page) -> Header | None:
-    """The header in `page`, or None if it is not ours or a byte of it is damaged; needs no payload."""
+    """Return the header in `page`, or None if it is not PagodaKV's or a byte of it is damaged; needs no payload."""
     view = _view(page)
     if view.nbytes != HEADER_BYTES or view[:8] != MAGIC or view[_OWN] != _own_checksum(view):
         return None
@@ -112,9 +112,9 @@ def parse(page: Page) -> Header | None:
 
 
 def is_foreign(page: Page) -> bool:
-    """Whether `page` is a whole header that this version cannot read: of another format, or with a codec it lacks.
+    """Whether `page` is a complete header that this version cannot read: of another format, or with an unknown codec.
 
-    In every format the magic number and the checksum of the page are where they are in this one.
+    The magic number and the checksum of the page have the same place in every format.
     """
     view = _view(page)
     if view.nbytes != HEADER_BYTES or view[:8] != MAGIC or view[_OWN] != _own_checksum(view):
@@ -124,7 +124,7 @@ def is_foreign(page: Page) -> bool:
 
 
 def agrees(found: Header, expected: Header | Expected) -> bool:
-    """Whether a header says all that `expected` asks, and its codec is known. Of the payload it says nothing."""
+    """Whether a header has all values of `expected`, and a known codec. Does not check the payload."""
     wanted = ((name, getattr(expected, name)) for name in _NAMES)
     return found.codec in CODECS and all(
         want is None or want == getattr(found, name) for name, want in wanted
@@ -132,9 +132,9 @@ def agrees(found: Header, expected: Header | Expected) -> bool:
 
 
 def verify(page: Page, payload: npt.NDArray[np.uint8], expected: Header | Expected) -> Reason | None:
-    """None if page and payload are whole and the header says all that `expected` asks; else FAILED_CHECK.
+    """Return None if page and payload are undamaged and the header has all values of `expected`; else FAILED_CHECK.
 
-    Fields are compared before the payload is read: a wrong chunk costs no checksum. An unknown codec fails.
+    Fields are compared before the payload is read, so a wrong chunk costs no checksum. An unknown codec fails.
     """
     found = parse(page)
     if found is None or found.length > payload.nbytes or not agrees(found, expected):

@@ -1,14 +1,14 @@
-"""KV made smaller without loss: the bytes of its words in planes, each through zstd if that pays.
+"""Lossless compression of KV: the bytes of its words are split into planes, and zstd compresses those that shrink.
 
-A word of bf16 is sign, 8 bits of exponent, 7 bits of mantissa. The mantissa is noise, the rest is not; only apart
-from each other does zstd see it. Whole words are split, a block at a time: the high bytes (sign and exponent but for
+A word of bf16 is sign, 8 bits of exponent, 7 bits of mantissa. The mantissa is noise, the rest is not; zstd can use
+this only if they are separated. Whole words are split, a block at a time: the high bytes (sign and exponent without
 its last bit), then the next lower ones.
 
-Stored, all numbers little-endian, lengths in bytes:
+The stored form; all numbers are little-endian, lengths in bytes:
 
     head      version u8 = 1 | word_bytes u8 | log2 of block_bytes u8 | payload's length u64
     block ... for each plane, high to low: kind u8 (0 raw, 1 a zstd frame) | length u32; then these planes
-    tail      what is left of the payload after its last whole word
+    tail      the rest of the payload after its last whole word
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VERSION = 1
 BLOCK_LOG = 18  # a block, its planes and the scratch stay in the cache of a core
 WORDS: dict[int, np.dtype[np.unsignedinteger]] = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
 
-_LOGS = range(16, 21)  # that can be read: least time a byte and most scratch
+_LOGS = range(16, 21)  # that can be read: bounds the time for a byte and the scratch memory
 _MOST_BYTES = 1 << _LOGS[-1]
 _SAMPLE_WORDS = 4096
 _HEAD = struct.Struct("<BBBQ")
@@ -36,21 +36,21 @@ _RAW, _ZSTD = 0, 1
 
 
 class _NoRoom(Exception):
-    """The encoding would be larger than it may be."""
+    """The encoding would be larger than allowed."""
 
 
 class _Malformed(Exception):
-    """The bytes are no encoding of this payload."""
+    """The bytes are not an encoding of this payload."""
 
 
 class _Scratch:
-    """What one thread encodes and decodes with: two blocks of memory and the contexts of zstd."""
+    """The scratch of one thread: two blocks of memory and the contexts of zstd."""
 
     def __init__(self) -> None:
         import zstandard
 
-        # As level 1, but for a table of 1,024 matches, not 8,192 and more, and none under 7 bytes: in exponents short
-        # matches are no smaller than their Huffman codes, and slow both ways.
+        # As level 1, but with a table of 1,024 matches instead of 8,192 and more, and no match under 7 bytes: in
+        # exponents short matches are not smaller than their Huffman codes, and slow down encoding and decoding.
         parameters = zstandard.ZstdCompressionParameters(
             window_log=BLOCK_LOG,
             hash_log=10,
@@ -78,7 +78,7 @@ def _scratch() -> _Scratch:
 
 
 def encode(payload: Bytes, word_bytes: int, out: Bytes) -> int:
-    """Fill `out` from its start; how many bytes, or 0 if that would be as many as `payload` has, or do not fit."""
+    """Fill `out` from its start; returns the number of bytes, or 0 if they do not fit or are not fewer than before."""
     room = out[: min(out.nbytes, max(0, payload.nbytes - 1))]
     tail = payload[payload.nbytes - payload.nbytes % word_bytes :]
     head = _HEAD.pack(VERSION, word_bytes, BLOCK_LOG, payload.nbytes)
@@ -92,7 +92,7 @@ def encode(payload: Bytes, word_bytes: int, out: Bytes) -> int:
 
 
 def decode(stored: Bytes, word_bytes: int, payload: Bytes) -> bool:
-    """Fill `payload`; False if `stored` is not a whole encoding of as many bytes in such words."""
+    """Fill `payload`; False if `stored` is not a complete encoding of that many bytes with this word size."""
     if stored.nbytes < _HEAD.size:
         return False
     version, word, log, nbytes = _HEAD.unpack_from(stored.data)
@@ -147,7 +147,7 @@ def _put_block(words: Words, room: Bytes, at: int, scratch: _Scratch) -> int:
 
 
 def _frame(words: Words, place: int, scratch: _Scratch) -> bytes | None:
-    """The plane by zstd; None if that is no smaller or, but for the high bytes, a sample promises that it is not."""
+    """Return the compressed plane; None if it is not smaller, or if a sample of a plane below the high bytes is not."""
     if place < words.itemsize - 1:
         start = max(0, words.size - _SAMPLE_WORDS) // 2
         sample = words[start : start + _SAMPLE_WORDS]
@@ -159,7 +159,7 @@ def _frame(words: Words, place: int, scratch: _Scratch) -> bytes | None:
 
 
 def _split(words: Words, place: int, plane: Bytes, scratch: _Scratch) -> Bytes:
-    """Byte `place` of each word, 0 the lowest, into `plane`. Shift and narrow: far faster than a strided copy."""
+    """Copy byte `place` of each word, 0 the lowest, into `plane`. Shift and narrow: far faster than a strided copy."""
     if place:
         wide = scratch.first[: words.nbytes].view(words.dtype)
         words = np.right_shift(words, 8 * place, out=wide)
@@ -185,7 +185,7 @@ def _get_block(stored: Bytes, at: int, words: Words, scratch: _Scratch) -> int:
 
 
 def _plane(kind: int, piece: Bytes, size: int, scratch: _Scratch) -> Bytes:
-    """The plane that a stored piece is; what a frame says of its size is checked before any of it is decoded."""
+    """Return the plane of a stored piece; the size that a frame states is checked before any of it is decoded."""
     if kind == _ZSTD and scratch.content_bytes(piece.data) == size:
         piece = np.frombuffer(scratch.decompress(piece.data, allow_extra_data=False), np.uint8)
     elif kind != _RAW:
@@ -196,7 +196,7 @@ def _plane(kind: int, piece: Bytes, size: int, scratch: _Scratch) -> Bytes:
 
 
 def _join(plane: Bytes, place: int, words: Words, joined: Words, widened: Words) -> None:
-    """Take in the next lower plane; with the last of them `words` are whole."""
+    """Add the next lower plane; with the last plane `words` are complete."""
     into = joined if place else words
     if place == words.itemsize - 1:
         np.copyto(into, plane)

@@ -1,7 +1,7 @@
-"""Which chunk is evicted first when a slab is full, and which newcomers are worth a slot.
+"""Policies decide which chunk is evicted first when a slab is full, and which newcomers are worth a slot.
 
-A policy orders slots by the ledger's columns and knows nothing else: no keys, no locks, no bytes. Its answers are
-advice: the ledger checks each victim again inside its transaction (pins, holds, what the same call wants).
+A policy orders slots by the ledger's columns only: it uses no keys, locks or bytes. Its answers are
+advice: the ledger checks each victim again inside its transaction (pins, holds, chunks of the same call).
 
 The chunks of one request carry stamps that fall by one with each position in the chain, so a tail is always older
 than its head.
@@ -9,11 +9,11 @@ than its head.
 Modules, in the order in which data meets them:
 
     shadow_lru      counts what least recently used would have served of the same requests
-    reuse_worth     learns when chunks are asked for again, and what a slot is worth that holds one of them
-    eviction_queue  keeps slots in the order in which they are evicted, tail before head, for all policies
+    reuse_worth     learns when chunks are asked for again, and the worth of a slot that holds one of them
+    eviction_queue  keeps slots in the order of eviction, tail before head, for all policies
     lru             least recently used, and first in, first out
     arc             ARC
-    hindsight       the default: evicts what is worth its slot least
+    hindsight       the default: evicts the chunk that is worth least
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ DEFAULT = "hindsight"
 
 
 class Ghosts(NamedTuple):
-    """What is remembered of chunks that were evicted or not admitted, one row a ghost; `last_use` 0: an empty row."""
+    """Records of chunks that were evicted or not admitted, one row for each ghost; `last_use` 0: an empty row."""
 
     last_use: NDArray[np.int64]
     hits: NDArray[np.uint16]
 
 
 class Hints(Protocol):
-    """The columns a policy may read; `last_use` is the one it may write. Each of length `slots`, ghosts of more.
+    """The columns that a policy may read; it may write only `last_use`. Each has length `slots`, those of ghosts more.
 
-    `capacity`: how many chunks fit now, since slots may have no pages.
+    `capacity`: how many chunks fit now; it may be less than `slots`, because slots may have no pages.
     """
 
     slots: int
@@ -58,13 +58,13 @@ class Hints(Protocol):
         """Return the ghosts."""
 
     def forgotten(self) -> Iterable[tuple[NDArray[np.uint32], NDArray[np.int64]]]:
-        """Take the ghosts that others replaced since the last call, in this process: hits and age (ns) of each."""
+        """Take the ghosts that this process replaced by others since the last call: hits and age (ns) of each."""
 
 
 class Newcomers(NamedTuple):
     """Chunks of one request that are absent, in chain order.
 
-    A policy that ignores a ghost sets its hits and last use to 0: that chunk then begins as a new one does.
+    A policy that ignores a ghost sets its hits and last use to 0: that chunk then starts like a new one.
     """
 
     stamps: NDArray[np.int64]  # the recency that each will carry
@@ -79,28 +79,29 @@ class Policy(Protocol):
     """How many float64 it shares with the other processes of the ledger, and keeps across a restart."""
 
     def touch(self, rows: NDArray[np.int64], stamps: NDArray[np.int64], asked: bool = True) -> None:
-        """Raise the recency of these slots; `asked`: because a request asked for them, and not only for a neighbour.
+        """Raise the recency of these slots; `asked`: a request asked for them, and not only for a neighbour.
 
         Called before `hits` is raised.
         """
 
     def admit(self, newcomers: Newcomers, room: int, now: int) -> int:
-        """Return how many leading newcomers are admitted, `room` of them without a victim. Called once a newcomer."""
+        """Return how many leading newcomers are admitted, `room` of them without a victim. Each comes once."""
 
     def victims(self, count: int, stamp: int, now: int) -> NDArray[np.int64]:
         """Return up to `count` slots to evict for newcomers of recency `stamp`, the first to evict first.
 
-        Only slots that hold a chunk, none twice, no parent before its child. Slots leased at `now` (monotonic ns) come
-        last, the soonest-ending lease first. The same slots are returned again until they are evicted or touched.
+        Each slot holds a chunk and is returned once, and no parent comes before its child. Slots leased at `now`
+        (monotonic ns) come last, the lease that ends first before the others. The next call returns the same slots
+        until they are evicted or touched.
         """
 
     def prepare(self, stamp: int, now: int) -> None:
-        """Do ahead, off the request path, what the next calls would have to do. The recency of now is `stamp`."""
+        """Prepare work of the next calls, off the request path. `stamp` is the present recency."""
 
     def share(self, values: NDArray[np.float64]) -> None:
         """Merge what this process and the others have learned, in `values` (shared_values,).
 
-        Called inside the gate, so by one process at a time; a process may be killed during the call.
+        Called inside the gate, so only one process at a time calls it; a process may be killed during the call.
         """
 
 

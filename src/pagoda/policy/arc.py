@@ -18,18 +18,18 @@ from pagoda.policy import Hints, Newcomers
 from pagoda.policy.eviction_queue import NOT_READY, EvictionQueue, Rows
 from pagoda.policy.lru import raise_recency
 
-_FORGOTTEN = 1  # `last_use` of ghosts that are in neither B1 nor B2
+_FORGOTTEN = 1  # `last_use` of ghosts that are neither in B1 nor in B2
 
 
 class _VictimPlan(NamedTuple):
-    """For the newcomers admitted last: whether each victim is one of T1, and how many of those leave no ghost."""
+    """For the newcomers admitted last: whether each victim is from T1, and how many of those leave no ghost."""
 
     from_t1: list[bool]
     unremembered: int
 
 
 class Arc:
-    """Splits the slots between recent and frequent chunks, as the ghosts tell it. Not thread-safe."""
+    """Splits the slots between recent and frequent chunks, guided by the ghosts. Not thread-safe."""
 
     shared_values: ClassVar[int] = 1
 
@@ -38,12 +38,12 @@ class Arc:
         self._t1 = EvictionQueue(hints, lambda: np.minimum(hints.hits, 1).astype(np.float64))
         self._t2 = EvictionQueue(hints, lambda: (hints.hits == 0).astype(np.float64))
         self._target = 0.0  # of the size of T1: p of the paper
-        self._shared = 0.0  # what it was when it was last shared
+        self._shared = 0.0  # its value when it was last shared
         self._plan = _VictimPlan([], 0)
-        self._unremembered = 0  # what T1 lost is in B1 only if it is younger than this stamp
+        self._unremembered = 0  # chunks that T1 lost are in B1 only if they are younger than this stamp
 
     def touch(self, rows: Rows, stamps: Rows, asked: bool = True) -> None:
-        """Raise the recency of these slots; those that were asked for have hits now, and so are in T2."""
+        """Raise the recency of these slots; those that were asked for have hits now and are therefore in T2."""
         raise_recency(self._hints, rows, stamps)
 
     def admit(self, newcomers: Newcomers, room: int, now: int) -> int:
@@ -56,7 +56,7 @@ class Arc:
         return len(hits)
 
     def victims(self, count: int, stamp: int, now: int) -> Rows:
-        """Return so many slots of T1 and of T2 as they should lose; slots leased at `now` after all others."""
+        """Return as many slots of T1 and of T2 as each should lose; slots leased at `now` after all others."""
         ones = self._of_t1(count)
         of_t1 = self._own(self._t1, ones, stamp, now)
         of_t2 = self._own(self._t2, count - ones, stamp, now)
@@ -79,7 +79,7 @@ class Arc:
         self._shared = values[0] = self._target
 
     def _look_ahead(self, origins: list[int], room: int) -> None:
-        """Go through the cases II to IV for newcomers of B1 (1), of B2 (2), or of neither (0)."""
+        """Apply the cases II to IV to newcomers of B1 (1), of B2 (2), or of neither (0)."""
         ghosts, size = self._hints.ghosts, self._hints.capacity
         t1, t2 = self._sizes()
         known = np.flatnonzero(ghosts.last_use > _FORGOTTEN)
@@ -121,7 +121,7 @@ class Arc:
         return t1, int(np.count_nonzero(ready)) - t1
 
     def _of_t1(self, count: int) -> int:
-        """How many of the next victims should be of T1: as planned, and beyond that what T1 has above its target."""
+        """Return how many of the next victims should be from T1: the plan's, then as many as T1 is above its target."""
         planned = self._plan.from_t1[:count]
         ones = sum(planned)
         if len(planned) < count:
@@ -130,9 +130,9 @@ class Arc:
         return ones
 
     def _own(self, queue: EvictionQueue, count: int, stamp: int, now: int) -> Rows:
-        """The first of a queue that belong to its list; the slots of the other list come after them."""
+        """Return the first slots of a queue that belong to its list; the slots of the other list come after them."""
         rows, ranks = queue.unleased(count, stamp, now)
-        if count and (ranks > 0).any():  # it had none left, but more may have come since
+        if count and (ranks > 0).any():  # it had none left, but may have got more since
             queue.fill(count, stamp, now)
             rows, ranks = queue.unleased(count, stamp, now)
         return rows[ranks <= 0]

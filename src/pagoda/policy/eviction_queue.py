@@ -1,8 +1,8 @@
 """The next slots to evict, found in batches: one pass over the columns finds the lowest-ranking sixteenth.
 
-Whatever the ranks are, no parent is evicted before its child: a chunk ranks as high as the highest of its descendants,
-is as young as the youngest and leased as long as the longest, and of equals the older is first. A chunk whose parent
-was evicted cannot be reached and is evicted before all others. All policies use it.
+With all ranks, a child is evicted before its parent: a chunk has the highest rank of all its descendants, the
+recency of the youngest and the longest lease; among equals the older is first. A chunk whose parent was evicted
+cannot be reached and is evicted before all others. All policies use this module.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pagoda.policy import Hints
 # A queue that held recent slots would return a head before the tail that was stored after the queue was filled.
 _SHARE, _LEAST = 16, 8
 _LOOK = 256  # entries examined at once
-_FEW, _FEW_LOOKS = 8, 32  # so few are searched one by one: cheaper than array operations
+_FEW, _FEW_LOOKS = 8, 32  # up to this number they are searched one by one: cheaper than array operations
 NOT_READY = np.iinfo(np.int64).max
 
 Rows = NDArray[np.int64]
@@ -27,15 +27,15 @@ Flags = NDArray[np.bool_]
 
 
 class _PrefixTree(NamedTuple):
-    """The columns at one moment, one row a slot."""
+    """The columns at one moment, one row for each slot."""
 
     last_use: Rows
     generation: NDArray[np.uint64]
     ready: Flags
     above: Rows  # the slot of the parent, or the slot itself
-    lost: Flags  # cannot be reached: its parent was evicted
+    lost: Flags  # not reachable: its parent was evicted
     youngest: Rows  # recency of the youngest chunk of it and its descendants
-    order: Rows  # in which slots of one rank are evicted
+    order: Rows  # the order of eviction for slots of one rank
 
     @classmethod
     def of(cls, hints: Hints) -> _PrefixTree:
@@ -60,7 +60,7 @@ class _PrefixTree(NamedTuple):
 
 
 class _Snapshot:
-    """Slots in the order of eviction, as one pass over the columns found them."""
+    """Slots in the order of eviction that one pass over the columns found."""
 
     def __init__(self, tree: _PrefixTree, rows: Rows, ranks: Ranks) -> None:
         self.rows, self.ranks = rows, ranks[rows]
@@ -72,9 +72,7 @@ class _Snapshot:
         at = np.full(len(ranks), -1)
         at[rows] = np.arange(len(rows))
         self.heir = np.where(tree.above[rows] == rows, -1, at[tree.above[rows]])  # where its parent is
-        self.barred = np.zeros(
-            len(rows), np.bool_
-        )  # an ancestor of a chunk that was queued and stays after all
+        self.barred = np.zeros(len(rows), np.bool_)  # an ancestor of a chunk that was queued but stays
         self.next = 0
         self.lapse = 0  # when the first lease ends of those that kept a slot out of the queue
         self.rest = 0  # what is neither queued nor leased is at least as young as this stamp
@@ -91,9 +89,9 @@ class _Snapshot:
 class EvictionQueue:
     """Slots in the order of eviction; an entry is valid until its slot is touched, leased or emptied.
 
-    `rank` returns a new array with a finite number for each slot: the lowest is first, of equals the oldest. If the
-    rank does not depend on recency (`by_use` False), a touched slot keeps its place. Not thread-safe, except `fill`,
-    which may run at the same time as the other calls.
+    `rank` returns a new array with a finite number for each slot: the lowest is first, among equals the oldest. If the
+    rank does not depend on recency (`by_use` False), a touched slot keeps its place. Not thread-safe, but `fill`
+    may run at the same time as the other calls.
     """
 
     def __init__(self, hints: Hints, rank: Callable[[], Ranks], by_use: bool = True) -> None:
@@ -124,7 +122,7 @@ class EvictionQueue:
         return batch.rows[found], batch.ranks[found]
 
     def _few(self, count: int, stamp: int, now: int) -> list[int] | None:
-        """Do what `_valid` does, one by one; None if `count` are not among the next few entries."""
+        """As `_valid`, but one entry at a time; None if `count` are not among the next few entries."""
         hints, batch = self._hints, self._batch
         found: list[int] = []
         for at in range(batch.next, min(batch.next + _FEW_LOOKS, len(batch.rows))):
@@ -145,7 +143,7 @@ class EvictionQueue:
         return None
 
     def _valid(self, batch: _Snapshot, count: int, stamp: int, now: int) -> Rows:
-        """Where the first `count` entries are that are unchanged since they were queued and may be evicted."""
+        """Return where the first `count` entries are that did not change since they were queued and may be evicted."""
         hints = self._hints
         found: list[Rows] = []
         have, at = 0, batch.next
@@ -169,7 +167,7 @@ class EvictionQueue:
         return np.concatenate(found)[:count] if found else np.empty(0, np.int64)
 
     def fill(self, least: int, stamp: int, now: int) -> None:
-        """Queue what is evicted first of all that is older than `stamp`, `least` slots of it if there are as many."""
+        """Queue the slots older than `stamp` that are evicted first, at least `least` if there are as many."""
         hints = self._hints
         tree = _PrefixTree.of(hints)
         leased = tree.ready & (hints.lease_until > now)
@@ -187,7 +185,7 @@ class EvictionQueue:
         self._batch = batch
 
     def _leased(self, but: Rows, stamp: int, now: int) -> Rows:
-        """Leased slots and their ancestors, the soonest-ending lease first: for when nothing else is left."""
+        """Return leased slots and their ancestors in the order in which the leases end; used if no others are left."""
         tree = _PrefixTree.of(self._hints)
         until = np.where(tree.ready, self._hints.lease_until, 0)
         _lift(until, tree.above)
@@ -214,7 +212,7 @@ def _spread(flags: Flags, above: Rows) -> None:
 
 
 def _lowest(ranks: Ranks, uses: Rows, count: int) -> Rows:
-    """Where the lowest `count` are, in order of rank and, within one rank, of recency."""
+    """Return where the lowest `count` are, in order of rank and, within one rank, of recency."""
     if count < len(ranks):
         bound = np.partition(ranks, count - 1)[count - 1]
         below, equal = np.flatnonzero(ranks < bound), np.flatnonzero(ranks == bound)

@@ -1,12 +1,12 @@
-"""Hindsight: learn, also from evicted chunks, when chunks are asked for again, and keep what is worth its slot most.
+"""Hindsight: learn when chunks are asked for again, also from evicted ones, and keep the chunks that are worth most.
 
-`reuse.worth` tells what a chunk of some class and age is worth. The chunk of least worth is evicted first. A newcomer
-that is worth less than every chunk that could be evicted for it is not admitted, once as many chunks were asked for
-again as there are slots. Before anything has been seen the order is that of least recently used; and so it is while
+`reuse_worth.worth` is the worth of a chunk of some class and age. The chunk of least worth is evicted first. A newcomer
+that is worth less than every chunk that could be evicted for it is not admitted; this begins when as many chunks were
+asked for again as there are slots. Before anything is learned the order is least recently used; the same applies while
 that order would have served more (`shadow_lru`).
 
-What has not been asked for again is in the columns and their ghosts, which several processes write together. Each
-process adds what it saw being asked for again to the shared values.
+Chunks that were not asked for again are in the columns and their ghosts, which several processes write together. Each
+process adds the chunks that were asked for again to the shared values.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from pagoda.policy.reuse_worth import AGES, CLASSES, Table, age_of, class_of, ta
 from pagoda.policy.shadow_lru import ShadowLru
 
 _AT_ONCE_NS = (
-    1_000_000_000  # what is asked for again so soon counts as one use: LRU-K's correlated references
+    1_000_000_000  # repeated requests within this time count as one use: LRU-K's correlated references
 )
 _LEARN_SECONDS = 5.0
-_STALE_NS_A_SLOT = 100_000  # how old a queue may become: a pass takes a thousandth of that
-_MEMORY = 32  # so many uses a slot are remembered; then all are halved
-_CENSUS = 1 << 15  # so many slots and ghosts are sampled to learn
+_STALE_NS_A_SLOT = 100_000  # how old a queue may become; a pass takes a thousandth of that time
+_MEMORY = 32  # how many uses are remembered for each slot; beyond that all counts are halved
+_CENSUS = 1 << 15  # how many slots and ghosts are sampled to learn
 _TABLE = CLASSES * AGES
-_MOST = 2.0**53  # every sound shared value is smaller
+_MOST = 2.0**53  # every valid shared value is smaller
 
 
 class _SharedValues(NamedTuple):
-    """The shared values. `version` tells which of the two copies of the worth is whole: a writer may be killed."""
+    """The shared values. `version` says which of the two copies of the worth is complete: a writer may be killed."""
 
     version: NDArray[np.float64]
     learned_at: NDArray[np.float64]  # when a process last began to learn: a stamp, in seconds
@@ -49,13 +49,13 @@ class _SharedValues(NamedTuple):
         return cls(values[0:1], values[1:2], tables[0], tables[1], tables[2:], values[2 + 4 * _TABLE :])
 
     def current(self) -> Table:
-        """Return the copy that is whole."""
+        """Return the complete copy."""
         copy: Table = self.worth[int(self.version[0]) % 2]
         return copy
 
 
 class Hindsight:
-    """Keeps what is worth its slot most. Not thread-safe, except `prepare`, which may run during the other calls."""
+    """Keeps the chunks that are worth most. Not thread-safe, but `prepare` may run during the other calls."""
 
     shared_values: ClassVar[int] = 2 + 4 * _TABLE + ShadowLru.shared_values
 
@@ -87,7 +87,7 @@ class Hindsight:
         raise_recency(self._hints, rows, stamps)
 
     def admit(self, newcomers: Newcomers, room: int, now: int) -> int:
-        """Admit those worth no less than what would be evicted for them; a head is worth at least its tail."""
+        """Admit those worth at least as much as their victims; a head is worth at least as much as its tail."""
         total = len(newcomers.stamps)
         known = newcomers.last_use > 0
         self._note(newcomers.hits[known], newcomers.stamps[known] - newcomers.last_use[known])
@@ -118,7 +118,7 @@ class Hindsight:
             self._queue.fill(0, stamp, now)
 
     def share(self, values: NDArray[np.float64]) -> None:
-        """Add up what all have seen, publish or take over what was learned, and decide whose turn it is to learn."""
+        """Add up the counts of all processes, publish or take over what was learned, and elect the next to learn."""
         learned = _SharedValues.of(values)
         if not ((values >= 0) & (values < _MOST)).all():  # damaged: start again
             values[:] = 0
@@ -153,7 +153,7 @@ class Hindsight:
             self._watched += seen
 
     def _census(self, stamp: int) -> Table:
-        """Count how long chunks have been watched that were not asked for again yet, kept or not; of many a sample."""
+        """Count the ages of chunks that were not asked for again yet, kept or not; takes a sample if there are many."""
         hints, ghosts = self._hints, self._hints.ghosts
         uses, hits = (
             np.concatenate([hints.last_use, ghosts.last_use]),

@@ -1,6 +1,6 @@
-"""Least recently used, tail first; and first in, first out, the plainest order, to compare others with.
+"""Least recently used, tail first; and first in, first out, the simplest order, as a reference for the others.
 
-All chunks of one request carry one recency stamp less their position in the chain, so a tail is always older than its
+The recency of a chunk is the stamp of its request less its position in the chain, so a tail is always older than its
 head.
 """
 
@@ -29,7 +29,7 @@ class Lru:
         raise_recency(self._hints, rows, stamps)
 
     def admit(self, newcomers: Newcomers, room: int, now: int) -> int:
-        """Admit all; a newcomer is only refused for being older than everything that is kept."""
+        """Admit all; the ledger refuses a newcomer only if it is older than every kept chunk."""
         return len(newcomers.stamps)
 
     def victims(self, count: int, stamp: int, now: int) -> Rows:
@@ -47,7 +47,7 @@ class Lru:
 
 
 class Fifo(Lru):
-    """Evicts what came first, however often it is asked for."""
+    """Evicts the chunk that was stored first, even if it is asked for often."""
 
     def __init__(self, hints: Hints) -> None:
         self._hints = hints
@@ -58,7 +58,7 @@ class Fifo(Lru):
 
 
 def raise_recency(hints: Hints, rows: Rows, stamps: Rows) -> None:
-    """Record that these slots were used at these stamps; what was used later keeps its stamp."""
+    """Record that these slots were used at these stamps; a slot that was used later keeps its stamp."""
     # A slot that is being filled is younger than all stamps, and must stay so: only older rows are written.
     older = hints.last_use[rows] < stamps
     hints.last_use[rows[older]] = stamps[older]

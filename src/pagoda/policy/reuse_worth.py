@@ -1,13 +1,13 @@
-"""What is known of when chunks are asked for again, and what a slot is worth that one of them takes.
+"""When chunks are asked for again, as far as it is known, and what their slots are therefore worth.
 
-Chunks are divided by how often they were asked for (`classes`), and for each class it is learned at which ages they
+Chunks are divided by how often they were asked for (`classes`). For each class the policy learns at which ages they
 are asked for again. As in a life table (Kaplan and Meier, 1958), chunks that were not asked for again *yet* count for
-as long as they were watched, whether they are still kept or only remembered as ghosts; so what is learned does not
-depend on what was evicted.
+the time they were watched, whether they are still kept or only remembered as ghosts. So the result does not depend on
+which chunks were evicted.
 
-The worth of a slot is the most that it yields per second: over all horizons, the chance that the chunk is asked for
-within the horizon, divided by the time for which it will take the slot until then or to the end of the horizon. That
-is Gittins' index (1979); LHD (Beckmann et al., NSDI 2018) ranks by a similar density, over the whole life.
+The worth of a slot is the most that it yields per second: over all horizons, the probability that the chunk is asked
+for within the horizon, divided by the expected time in the slot until then or to the end of the horizon. This is
+Gittins' index (1979); LHD (Beckmann et al., NSDI 2018) ranks by a similar density, over the whole life.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _LOWER_SECONDS = np.concatenate([[0.0], _UPPER_SECONDS[:-1]])
 _WIDTH_SECONDS = _UPPER_SECONDS - _LOWER_SECONDS
 _UPPER_NS = (_UPPER_SECONDS * 1e9).astype(np.int64)
 
-# The guess before anything is known: the longer ago, the less likely, as for least recently used. It weighs as much as
-# so many chunks that were watched.
+# The guess before anything is known: the longer ago, the less likely, as for least recently used. Its weight is given
+# as a number of watched chunks.
 _GUESS, _GUESS_WEIGHT = 0.1 * _WIDTH_SECONDS / _UPPER_SECONDS, 20.0
 
 Table = NDArray[np.float64]
 
 
 def class_of(hits: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Return the class of chunks with so many hits: 0, 1, 2, 3 to 6, 7 to 14, ..."""
+    """Return the class of chunks with this number of hits: 0, 1, 2, 3 to 6, 7 to 14, ..."""
     count = hits.astype(np.int64)
     return np.minimum(np.where(count < 3, count, np.frexp(count + 1.0)[1]), CLASSES - 1)
 
@@ -48,19 +48,19 @@ def tally(classes: NDArray[np.int64], ages: NDArray[np.int64], weight: float = 1
 
 
 def worth(asked: Table, watched: Table) -> Table:
-    """Return what a slot yields per second that holds a chunk of each class and age, (CLASSES, AGES).
+    """Return the yield per second of a slot with a chunk of each class and age, (CLASSES, AGES).
 
     `asked`: how many were asked for again at that age. `watched`: how many were not watched beyond that age: those
-    asked for, and others that were forgotten at that age or are no older yet. Changes nothing.
+    asked for, and others that were forgotten at that age or have not become older yet. Changes nothing.
     """
     beyond = np.cumsum(watched[:, ::-1], axis=1)[:, ::-1] - watched
-    risk = beyond + asked + (watched - asked) / 2  # the others were watched through half of the bucket
+    risk = beyond + asked + (watched - asked) / 2  # the others were watched for half of the bucket
     guess = (asked.sum(axis=0) + _GUESS_WEIGHT * _GUESS) / (risk.sum(axis=0) + _GUESS_WEIGHT)
     hazard = np.minimum((asked + _GUESS_WEIGHT * guess) / (risk + _GUESS_WEIGHT), 1.0)
     alive = np.concatenate([np.ones((CLASSES, 1)), np.cumprod(1.0 - hazard, axis=1)], axis=1)
     held = np.cumsum((alive[:, :-1] + alive[:, 1:]) / 2 * _WIDTH_SECONDS, axis=1)
     held = np.concatenate([np.zeros((CLASSES, 1)), held], axis=1)
-    # From the beginning of a bucket to the end of the same or a later one.
+    # From the start of a bucket to the end of the same or a later one.
     gain = alive[:, :-1, None] - alive[:, None, 1:]
     cost = held[:, None, 1:] - held[:, :-1, None]
     later = np.triu(np.ones((AGES, AGES), np.bool_))

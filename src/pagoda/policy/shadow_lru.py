@@ -1,8 +1,9 @@
-"""What least recently used would have served of the same requests, without a second cache.
+"""Count what least recently used would have served of the same requests, without a second cache.
 
-LRU keeps what was used last, as many chunks as there are slots (Mattson's stack, 1970). Slots and ghosts together tell
-the last use of more chunks than that, whatever has been evicted. So one number, the last use of the oldest chunk that
-LRU would still have, tells of every chunk that is asked for whether LRU would have had it. `hindsight` calls this.
+LRU keeps the chunks that were used last, as many as there are slots (Mattson's stack, 1970). Slots and ghosts together
+have the last use of more chunks than that, independent of the evictions. So one number is enough, the last use of the
+oldest chunk that LRU would still have: it shows for every requested chunk whether LRU would have had it. `hindsight`
+calls this.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from numpy.typing import NDArray
 from pagoda.policy import Hints
 from pagoda.policy.eviction_queue import NOT_READY, Rows
 
-_BEHIND = 0.003  # of what was asked for: Hindsight may serve so much less
-_MOST_AHEAD, _MOST_BEHIND = 0.003, 0.0045  # a lead or a lag from long ago counts no more than that
+_BEHIND = 0.003  # of the requested chunks: Hindsight may serve that much less
+_MOST_AHEAD, _MOST_BEHIND = 0.003, 0.0045  # an old lead or lag counts at most that much
 _LOOKED_AT = 1 << 15
-_NEWER = 1 / 32  # of the slots are filled before the oldest is searched again, on average half of a queue
+_NEWER = 1 / 32  # share of the slots filled before the oldest is searched again: on average half a queue
 
 
 class ShadowLru:
@@ -41,7 +42,7 @@ class ShadowLru:
             self._here = [here[0] + len(last_uses), here[1] + served, here[2] + shadow]
 
     def look(self) -> None:
-        """Find the oldest chunk that LRU would have; of many slots and ghosts by a sample."""
+        """Find the oldest chunk that LRU would have; by a sample if there are many slots and ghosts."""
         hints, ghosts = self._hints, self._hints.ghosts
         uses = np.concatenate([hints.last_use, ghosts.last_use])
         kept = hints.capacity * (1 - _NEWER)
@@ -53,7 +54,7 @@ class ShadowLru:
         self._oldest = int(np.partition(uses, at)[at]) if 0 <= at < len(uses) else 0
 
     def share(self, values: NDArray[np.float64], memory: float) -> None:
-        """Add to what all have counted, halve it beyond `memory` chunks, and decide which wins. Inside the gate."""
+        """Add to the shared counts, halve them beyond `memory` chunks, and decide which wins. Call inside the gate."""
         values += self._here
         self._here = [0, 0, 0]
         if values[0] > memory:

@@ -1,8 +1,8 @@
-"""For people who test code that uses, or extends, PagodaKV. Needs no test framework to be imported.
+"""Tools to test code that uses or extends PagodaKV. Importing this needs no test framework.
 
-`FakeClock` is time that stands still until told to go on; `FaultySlab` a file slab that fails on demand;
-`TierConformance` and `PolicyConformance` are suites to subclass: what they check is what a tier, a policy is.
-The names resolve late: a fake clock costs no tiers.
+`FakeClock` is a clock that stops until it is advanced; `FaultySlab` is a file slab that fails on demand;
+`TierConformance` and `PolicyConformance` are suites to subclass: they define what a tier and a policy must do.
+The names resolve lazily: `FakeClock` does not import the tiers.
 """
 
 from __future__ import annotations

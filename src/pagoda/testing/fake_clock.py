@@ -1,4 +1,4 @@
-"""Time that goes on only when it is told to."""
+"""A clock that tests advance."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pagoda.clock import Clock
 
 
 class FakeClock(Clock):
-    """A clock that stands still until `advance`; `sleep` advances it at once. Thread-safe."""
+    """A clock that stops until `advance`; `sleep` advances it at once. Thread-safe."""
 
     def __init__(
         self, seconds: float = 1_000.0, wall: float = 1_700_000_000.0, boot: str = "fake-boot"
@@ -20,14 +20,14 @@ class FakeClock(Clock):
         self._boot = boot
 
     def advance(self, seconds: float) -> None:
-        """Move the clock on by `seconds`. Raises ValueError if that is backwards."""
+        """Advance the clock by `seconds`. Raises ValueError for a negative number."""
         if seconds < 0:
             raise ValueError(f"time does not go back, got {seconds} seconds")
         with self._lock:
             self._now_ns += round(seconds * 1e9)
 
     def reboot(self, boot: str, seconds: float = 0.0) -> None:
-        """Restart the machine: another boot id, and monotonic time begins anew at `seconds`."""
+        """Simulate a reboot of the machine: another boot id, and monotonic time starts again at `seconds`."""
         wall = self.time()
         with self._lock:
             self._boot = boot
@@ -40,7 +40,7 @@ class FakeClock(Clock):
             return self._now_ns
 
     def time(self) -> float:
-        """Return the fake wall time in seconds; it goes on with the monotonic one."""
+        """Return the fake wall time in seconds; it advances with the monotonic one."""
         with self._lock:
             return self._wall_offset + self._now_ns / 1e9
 

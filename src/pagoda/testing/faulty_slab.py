@@ -1,4 +1,4 @@
-"""A file slab that fails when it is told to, in the ways that disks fail."""
+"""A file slab that fails on demand, in the ways in which disks fail."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from pathlib import Path
 from pagoda.slab.file import Buffer, FileSlab, as_view
 from pagoda.slab.memory import PAGE_BYTES, aligned
 
-_HANG_SECONDS = 60.0  # a hang nobody releases ends, so that no test run stands for ever
+_HANG_SECONDS = 60.0  # a hang ends after this time without a release, so that no test run hangs for ever
 CALLS = ("read", "write", "read_headers", "sync")
 
 
 class Fault(StrEnum):
-    """What goes wrong with one call."""
+    """The fault of one call."""
 
     SHORT = (
         auto()
-    )  # one system call moves only half of what was asked; nothing is lost if the rest is moved after it
+    )  # one system call moves only half of the bytes; nothing is lost if the rest is moved afterwards
     TORN = auto()  # the first half is moved, then EIO
     EIO = auto()  # nothing is moved
     ENOSPC = auto()  # nothing is moved
-    BIT_FLIP = auto()  # one bit is not what it was, and nobody says so
-    LOST = auto()  # nothing is moved, and nobody says so
-    DELAY = auto()  # it takes `delay_seconds` longer
-    HANG = auto()  # it begins only after `release()`
+    BIT_FLIP = auto()  # one bit changes, without an error
+    LOST = auto()  # nothing is moved, without an error
+    DELAY = auto()  # the call takes `delay_seconds` longer
+    HANG = auto()  # the call begins only after `release()`
 
 
 @dataclass
@@ -45,8 +45,8 @@ class _Planned:
 class FaultySlab(FileSlab):
     """A FileSlab whose next calls can be made to fail: `slab.fail_next("write", Fault.TORN)`.
 
-    `calls` counts the calls by name, `struck` the faults that were injected. Thread-safe: all methods; of
-    several concurrent calls a fault strikes the first to ask.
+    `calls` counts the calls by name, `struck` the faults that were injected. All methods are thread-safe; of several
+    concurrent calls, a fault affects the first.
     """
 
     def __init__(self, path: Path, slots: int, slot_bytes: int, direct: bool | None = None) -> None:
@@ -62,16 +62,16 @@ class FaultySlab(FileSlab):
 
     @classmethod
     def like(cls, slab: FileSlab) -> FaultySlab:
-        """A faulty slab over the same file; the other stays open."""
+        """Return a faulty slab over the same file; the other stays open."""
         return cls(slab.path, slab.slots, slab.slot_bytes, slab.direct)
 
     def fail_next(
         self, call: str, fault: Fault, times: int = 1, *, skip: int = 0, at: int | None = None
     ) -> None:
-        """Make the next `times` calls of that name fail, after `skip` more that do not; plans queue up.
+        """Make the next `times` calls of that name fail, after `skip` calls that do not; plans are queued.
 
-        `at` is the byte of all the call moves that BIT_FLIP strikes (None: the middle one). Raises ValueError
-        for an unknown name.
+        `at` is the byte that BIT_FLIP changes, counted over all bytes of the call (None: the middle one). Raises
+        ValueError for an unknown name.
         """
         if call not in CALLS:
             raise ValueError(f"unknown call {call!r}; choose one of {', '.join(CALLS)}")
@@ -79,25 +79,25 @@ class FaultySlab(FileSlab):
             self._plans[call].append(_Planned(Fault(fault), skip, times, at))
 
     def heal(self) -> None:
-        """Forget all faults that have not struck yet, and let go of all calls that hang."""
+        """Forget all faults that were not injected yet, and release all calls that hang."""
         with self._plan_lock:
             for plans in self._plans.values():
                 plans.clear()
         self.release()
 
     def release(self) -> None:
-        """Let all calls that hang, now or later, go on."""
+        """Let all calls continue that hang now or later."""
         self._released.set()
 
     def read(self, slot: int, buffers: Sequence[Buffer]) -> None:
-        """As FileSlab.read, unless a fault strikes."""
+        """As FileSlab.read, with the planned faults."""
         plan = self._next("read")
         self._run(plan, buffers, lambda part: FileSlab.read(self, slot, part))
         if plan is not None and plan.fault is Fault.BIT_FLIP:
             _flip(self._views(slot, buffers), plan.at)
 
     def write(self, slot: int, buffers: Sequence[Buffer]) -> None:
-        """As FileSlab.write, unless a fault strikes."""
+        """As FileSlab.write, with the planned faults."""
         plan = self._next("write")
         if plan is not None and plan.fault is Fault.BIT_FLIP:
             buffers = [_copy(view) for view in self._views(slot, buffers)]
@@ -105,7 +105,7 @@ class FaultySlab(FileSlab):
         self._run(plan, buffers, lambda part: FileSlab.write(self, slot, part))
 
     def read_headers(self, first: int, count: int) -> list[memoryview]:
-        """As FileSlab.read_headers, unless a fault strikes; the pages of a LOST read are zeros."""
+        """As FileSlab.read_headers, with the planned faults; the pages of a LOST read are zeros."""
         plan = self._next("read_headers")
         headers = [memoryview(bytearray(PAGE_BYTES)) for _ in range(count)]
 
@@ -118,7 +118,7 @@ class FaultySlab(FileSlab):
         return headers
 
     def sync(self) -> None:
-        """As FileSlab.sync, unless a fault strikes."""
+        """As FileSlab.sync, with the planned faults."""
         self._run(self._next("sync"), [], lambda part: FileSlab.sync(self))
 
     def _next(self, call: str) -> _Planned | None:
@@ -166,7 +166,7 @@ class FaultySlab(FileSlab):
         return super()._writev(self._cut(views), offset)
 
     def _cut(self, views: Sequence[memoryview]) -> Sequence[memoryview]:
-        """The first half of `views` if this thread's call is to be short; whole pages, for O_DIRECT."""
+        """Return the first half of `views` if this thread's call must be short; whole pages, for O_DIRECT."""
         if not getattr(self._shorten, "next", False):
             return views
         self._shorten.next = False
@@ -174,7 +174,7 @@ class FaultySlab(FileSlab):
 
 
 def _first_half(buffers: Sequence[Buffer]) -> list[memoryview]:
-    """The first half of all the bytes, in whole pages; nothing of a single page."""
+    """Return the first half of all the bytes, in whole pages; nothing of a single page."""
     views = [as_view(buffer) for buffer in buffers]
     left = sum(view.nbytes for view in views) // 2 // PAGE_BYTES * PAGE_BYTES
     half: list[memoryview] = []
@@ -192,7 +192,7 @@ def _copy(view: memoryview) -> memoryview:
 
 
 def _flip(buffers: Sequence[Buffer], at: int | None) -> None:
-    """Flip the lowest bit of byte `at` of all the bytes (None: of the middle one)."""
+    """Flip the lowest bit of byte `at`, counted over all the bytes (None: of the middle one)."""
     total = sum(buffer.nbytes for buffer in buffers)
     left = total // 2 if at is None else at
     for buffer in buffers:

@@ -1,4 +1,4 @@
-"""What a policy is: a suite that every policy passes."""
+"""The conformance suite of policies: every policy must pass it."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class PolicyConformance:
     slots = 400
 
     def make_policy(self, hints: Hints) -> Policy:
-        """A new policy over these columns."""
+        """Return a new policy over these columns."""
         raise NotImplementedError
 
     def columns(self, tmp_path: Path) -> Columns:
-        """New columns of a store that holds nothing."""
+        """Return new columns of an empty store."""
         path = tmp_path / "columns"
         path.write_bytes(bytes(columns_bytes(self.slots)))
         columns = Columns(path, self.slots)
@@ -39,7 +39,7 @@ class PolicyConformance:
         return columns
 
     def fill(self, columns: Columns, seed: int, share: float = 0.8, leased: float = 0.1) -> Rows:
-        """Make a random share of the rows ready, some of them leased; returns the ready ones."""
+        """Make a random share of the rows ready, some of them leased; returns the ready rows."""
         rng = np.random.default_rng(seed)
         rows = np.flatnonzero(rng.random(self.slots) < share).astype(np.int64)
         self.make_ready(columns, rows, rng.integers(1, 10**6, len(rows)))
@@ -49,7 +49,7 @@ class PolicyConformance:
         return rows
 
     def make_ready(self, columns: Columns, rows: Rows, last_use: Rows) -> None:
-        """Let these rows hold heads of chains, as a commit does."""
+        """Put heads of chains into these rows, as a commit does."""
         columns.generation[rows] += np.uint64(1)
         columns.last_use[rows] = last_use
         columns.lease_until[rows] = 0
@@ -167,14 +167,14 @@ class PolicyConformance:
         assert len(again) == 15
 
     def newcomers(self, seed: int, count: int, stamp: int) -> Newcomers:
-        """The next chunks of one chain; of half of them there are ghosts."""
+        """Return the next chunks of one chain; half of them have ghosts."""
         rng = np.random.default_rng(seed)
         known = rng.random(count) < 0.5
         hits, last_use = rng.integers(0, 9, count) * known, rng.integers(1, 10**6, count) * known
         return Newcomers(stamp - np.arange(count), hits.astype(np.uint32), last_use)
 
     def random_tree(self, columns: Columns, seed: int) -> Rows:
-        """Chains that branch, some parents older than their children, some leased, some out of reach; those ready."""
+        """Make branching chains, some with older parents, some leased, some unreachable; returns ready rows."""
         rng = np.random.default_rng(seed)
         rows = np.flatnonzero(rng.random(self.slots) < 0.8).astype(np.int64)
         self.make_ready(columns, rows, rng.integers(1, 10**6, len(rows)))
@@ -188,12 +188,12 @@ class PolicyConformance:
         return rows[~gone]
 
     def put_behind(self, columns: Columns, row: int, parent: int) -> None:
-        """Let a row hold what stands behind another in a prompt."""
+        """Put into a row the chunk that follows another row's chunk in a prompt."""
         columns.parent_slot[row], columns.parent_generation[row] = parent, columns.generation[parent]
         columns.position[row] = columns.position[parent] + 1
 
     def check_leaf_first(self, columns: Columns, victims: Rows) -> None:
-        """No victim has a child that is still there, unless it goes before it."""
+        """Check that no victim has a child in the store, unless the child is evicted before it."""
         turn = {row: i for i, row in enumerate(victims.tolist())}
         assert len(turn) == len(victims)
         ready = np.flatnonzero((columns.last_use != NOT_READY) & (columns.parent_slot >= 0))
@@ -367,7 +367,7 @@ class PolicyConformance:
         policy = self.make_policy(columns)
         policy.victims(5, _NEWEST, _NOW)
         for column in (columns.last_use, columns.generation, columns.parent_slot, columns.parent_generation):
-            column[:] = 0  # what a page that never reached the disk reads as
+            column[:] = 0  # what is read from a page that never reached the disk
         victims = policy.victims(self.slots * 2, _NEWEST, _NOW)
         assert len(np.unique(victims)) == len(victims)
         assert ((victims >= 0) & (victims < self.slots)).all()

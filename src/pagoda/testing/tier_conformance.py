@@ -1,4 +1,4 @@
-"""What a tier is: a suite that every tier passes."""
+"""The conformance suite of tiers: every tier must pass it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _always() -> bool:
 
 
 def keys_of(namespace: Namespace, count: int, start: int = 0) -> list[bytes]:
-    """The keys of chunks [start, start + count) of one chain in a namespace."""
+    """Return the keys of chunks [start, start + count) of one chain in a namespace."""
     return derive_keys(
         [number.to_bytes(32, "little") for number in range(start, start + count)], namespace.root
     )
@@ -35,8 +35,8 @@ def keys_of(namespace: Namespace, count: int, start: int = 0) -> list[bytes]:
 class TierConformance:
     """Subclass it in a test module, as `class TestMine(TierConformance)`, and write `make_tier`.
 
-    A tier has to hold `room_chunks` chunks at least, and as many in its queue; chunks of a few KiB keep it
-    quick. More than `overfull_chunks` it cannot hold. `seconds` bounds every wait. Each test closes its tier.
+    A tier must hold at least `room_chunks` chunks, and as many in its queue; chunks of a few KiB keep the suite
+    fast. It cannot hold more than `overfull_chunks`. `seconds` bounds every wait. Each test closes its tier.
     """
 
     room_chunks = 16
@@ -44,12 +44,12 @@ class TierConformance:
     seconds = 40.0
 
     def make_tier(self, tmp_path: Path) -> Tier:
-        """A new empty tier; `tmp_path` is a directory of this test's own."""
+        """Return a new empty tier; `tmp_path` is a directory for this test alone."""
         raise NotImplementedError
 
     @contextlib.contextmanager
     def opened(self, tmp_path: Path) -> Iterator[Tier]:
-        """A tier that knows both namespaces, closed at the end."""
+        """Open a tier that knows both namespaces; it is closed at the end."""
         tier = self.make_tier(tmp_path)
         try:
             tier.register(ONE)
@@ -59,7 +59,7 @@ class TierConformance:
             tier.close()
 
     def payload(self, tier: Tier, key: bytes) -> Bytes:
-        """The bytes of the chunk `key`: (chunk_bytes,) uint8, page-aligned."""
+        """Return the bytes of the chunk `key`: (chunk_bytes,) uint8, page-aligned."""
         buffer = aligned(tier.chunk_bytes)
         rng = np.random.default_rng(int.from_bytes(key[:8], "little"))
         buffer[:] = np.frombuffer(rng.bytes(tier.chunk_bytes), dtype=np.uint8)
@@ -68,25 +68,25 @@ class TierConformance:
     def chunk(
         self, tier: Tier, keys: Sequence[bytes], position: int, still_valid: Callable[[], bool] = _always
     ) -> Chunk:
-        """The chunk at `position` of the chain `keys`."""
+        """Return the chunk at `position` of the chain `keys`."""
         key = keys[position]
         parent = keys[position - 1] if position else None
         return Chunk(key, position, 4, self.payload(tier, key), parent, still_valid)
 
     def chunks(self, tier: Tier, keys: Sequence[bytes]) -> list[Chunk]:
-        """All chunks of the chain `keys`."""
+        """Return all chunks of the chain `keys`."""
         return [self.chunk(tier, keys, position) for position in range(len(keys))]
 
     def saved(self, tier: Tier, keys: Sequence[bytes], namespace: Namespace = ONE) -> None:
-        """Save the chain `keys` and wait for it; all of it must be stored."""
+        """Save the chain `keys` and wait; all of it must be stored."""
         assert all(done.ok for done in self.ends(tier.save(self.chunks(tier, keys), namespace.root)))
 
     def ends(self, futures: Sequence[Future[Done]]) -> list[Done]:
-        """How these futures end."""
+        """Return the results of these futures."""
         return [future.result(self.seconds) for future in futures]
 
     def loaded(self, tier: Tier, keys: Sequence[bytes], start: int = 0) -> list[Bytes | None]:
-        """What `load` brings for the chain positions from `start` on; None where it was not ok."""
+        """Return what `load` delivers for the chain positions from `start` on; None if it was not ok."""
         buffers = [aligned(-(-tier.chunk_bytes // 4096) * 4096) for _ in keys]
         futures = tier.load(keys, buffers, start=start, namespace=ONE.root)
         assert len(futures) == len(keys)
@@ -218,7 +218,7 @@ class TierConformance:
                     wrong()
                 except ValueError:
                     continue
-                raise AssertionError("a ValueError should have told of the wrong use")
+                raise AssertionError("the wrong use should have raised a ValueError")
 
     # -- runs
 
@@ -255,7 +255,7 @@ class TierConformance:
             keys = keys_of(ONE, self.room_chunks)
             futures = tier.save(self.chunks(tier, keys), ONE.root, stamp=None)
             assert len(futures) == len(keys)
-            assert tier.find(keys) == len(keys)  # on its way counts
+            assert tier.find(keys) == len(keys)  # a chunk that is being saved counts
             assert self.ends(futures) == [Done(True, None)] * len(keys)
             for key, found in zip(keys, self.loaded(tier, keys), strict=True):
                 assert found is not None
@@ -287,7 +287,7 @@ class TierConformance:
                 payload = self.payload(tier, key)
                 assert tier.put(key, payload, namespace=ONE.root)
                 assert not tier.in_flight(key), "put returned before the chunk was stored"
-                payload[:] = 0  # which is the caller's again
+                payload[:] = 0  # which belongs to the caller again
                 assert self.holds(tier, key)
 
     def test_what_was_asked_for_wrongly_is_a_miss_and_stays(self, tmp_path: Path) -> None:
@@ -325,13 +325,13 @@ class TierConformance:
             payload = self.payload(tier, key)
             asked: list[bool] = []
 
-            def still_valid() -> bool:  # true once, and from then on the bytes are another chunk's
+            def still_valid() -> bool:  # true once; afterwards the bytes are those of another chunk
                 asked.append(not asked)
                 payload[:] = 0
                 return asked[-1]
 
             (done,) = self.ends(tier.save([Chunk(key, 0, 4, payload, None, still_valid)], ONE.root))
-            assert self.holds(tier, key) is done.ok  # who had copied before it asked has the right bytes
+            assert self.holds(tier, key) is done.ok  # a tier that copied before it asked has the right bytes
 
     def test_wait(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
@@ -422,7 +422,7 @@ class TierConformance:
                 raise wrong[0]
 
     def act(self, tier: Tier, keys: Sequence[bytes], position: int, what: int) -> None:
-        """One of four deeds on one chunk."""
+        """Do one of four operations on one chunk."""
         key = keys[position]
         if what == 0:
             tier.put(key, self.payload(tier, key), namespace=ONE.root, position=position)
@@ -445,7 +445,7 @@ class TierConformance:
             self.is_closed(tier, keys)
 
     def is_closed(self, tier: Tier, keys: Sequence[bytes]) -> None:
-        """Check that a closed tier finds nothing and ends all with CLOSED, without an exception."""
+        """Check that a closed tier finds nothing and ends every call with CLOSED, without an exception."""
         assert tier.find(keys) == 0
         assert tier.touch(keys, namespace=ONE.root) is None
         assert not tier.contains(keys[0])
@@ -458,5 +458,5 @@ class TierConformance:
 
 
 def _endless(keys: Sequence[bytes]) -> Iterator[bytes]:
-    """The keys backwards, for ever: only who takes them lazily comes to an end."""
+    """Yield the keys backwards, for ever: only a lazy consumer ends."""
     return itertools.cycle([*reversed(keys)])
