@@ -25,11 +25,11 @@ from pagoda.ledger import (
     StoreSpec,
     admin,
     chunk_ops,
-    queries,
     rebuild,
     space_sharing,
 )
 from pagoda.ledger.policy_thread import PolicyThread
+from pagoda.ledger.store_root import root_locked
 from pagoda.ledger.store_state import Kind, TableMark, set_mark
 from pagoda.ledger.transaction import Transaction
 from pagoda.slab import FileSlab, MemorySlab, aligned
@@ -110,6 +110,11 @@ class Room:
                     assert np.array_equal(copy, self.bytes_of(key)), "wrong bytes"
                     found += 1
         return found
+
+    def give(self, nbytes: int, idle: bool) -> int:
+        """What another store of the root makes it do that needs space."""
+        with root_locked(self.ledger.directory.parent, PATIENT_SECONDS):
+            return self.ledger.space.give(nbytes, idle)
 
     def more(self, pieces: int = 1) -> bool:
         """What the thread of the ledger does when there are too few slots."""
@@ -563,13 +568,13 @@ def test_a_view_keeps_its_pages_and_one_of_a_bare_slot_touches_none(shm_root: Pa
     slot = int(match.slots[0])
     assert one.memory is not None
     view = one.memory.view(slot)[16:].view(np.uint64)[1:]
-    one.ledger.space.give(LIMIT, idle=False)
+    one.give(LIMIT, idle=False)
     assert one.backed == 0 and one.pages == 1, "what was lent stays for now"
     assert not one.ledger.still_valid(match.slots, match.generations)[0]
     assert np.array_equal(view, one.bytes_of(keys(0)[0])[16:].view(np.uint64)[1:])
     assert not one.memory.view(slot).any(), "of a slot without pages there are zeros"
     del view
-    one.ledger.space.give(1, idle=False)
+    one.give(1, idle=False)
     assert one.pages == 0
     assert not one.memory.view(slot).any() and one.pages == 0
     while one.more():
@@ -591,9 +596,9 @@ def test_the_view_of_another_process_keeps_its_pages_until_it_dies(shm_root: Pat
         kept.extend([room, room.memory.views(coldest)])
 
     with Other(look):
-        assert one.ledger.space.give(PAGE * 8, idle=False) == PAGE * 6
+        assert one.give(PAGE * 8, idle=False) == PAGE * 6
         assert (one.backed, one.pages) == (40, 42)
-    assert one.ledger.space.give(PAGE * 2, idle=False) == PAGE * 2
+    assert one.give(PAGE * 2, idle=False) == PAGE * 2
     assert (one.backed, one.pages) == (40, 40)
     for room in (one, two):
         room.check()
@@ -617,7 +622,7 @@ def test_the_views_of_the_dead_are_not_those_of_the_next_member(shm_root: Path) 
 
     Other(look).end()
     with Other(join):
-        assert one.ledger.space.give(PAGE * 8, idle=False) == PAGE * 8
+        assert one.give(PAGE * 8, idle=False) == PAGE * 8
     for room in (one, two):
         room.check()
         room.close()
@@ -637,10 +642,10 @@ def test_a_forked_child_lends_for_itself_and_gives_nothing_back_for_its_parent(s
         kept.extend(one.memory.views(coldest[2:3]))  # before any other call
 
     with Other(act):
-        assert one.ledger.space.give(4 * PAGE, idle=False) == PAGE
+        assert one.give(4 * PAGE, idle=False) == PAGE
         views.clear()
-        assert one.ledger.space.give(PAGE, idle=False) == 2 * PAGE
-    assert one.ledger.space.give(PAGE, idle=False) == PAGE
+        assert one.give(PAGE, idle=False) == 2 * PAGE
+    assert one.give(PAGE, idle=False) == PAGE
     assert one.backed == one.pages == 44
     for room in (one, two):
         room.check()
@@ -698,7 +703,7 @@ def test_anything_in_any_order_adds_up(shm_root: Path, kind: Kind, seed: int) ->
             case 4 | 5:
                 room.more()
             case 6:
-                room.ledger.space.give(dice.randrange(1, 20) * PAGE, idle=False)
+                room.give(dice.randrange(1, 20) * PAGE, idle=False)
             case 7:
                 (admin.pin if dice.random() < 0.5 else admin.unpin)(room.ledger, wanted, "ann")
             case 8:
@@ -717,7 +722,7 @@ def test_a_file_system_that_is_full_in_the_middle_gives_fewer_slots(
 ) -> None:
     one = Room(shm_root, kind=kind)
     one.put(keys(*range(64)))
-    one.ledger.space.give(LIMIT // 2, idle=False)
+    one.give(LIMIT // 2, idle=False)
     real, left = space_sharing.allocate_range, [3]
 
     def allocate(fd: int, offset: int, nbytes: int) -> bool:
@@ -801,7 +806,7 @@ def test_pages_behind_the_slots_that_were_ever_used_come_back(shm_root: Path, ki
     os.posix_fallocate(fd, backed * PAGE, 8 * PAGE)  # as who is killed before it says so
     os.close(fd)
     assert two.pages == backed + 8
-    two.ledger.space.give(PAGE, idle=False)
+    two.give(PAGE, idle=False)
     assert two.pages == two.backed == backed
     for room in (one, two):
         room.check()
@@ -833,12 +838,10 @@ def test_a_scan_that_ends_by_a_taking_leaves_no_tenant_without_chunks(shm_root: 
     one.close()
     set_mark(shm_root / "a", TableMark.DAMAGED, 1)
     one = Room(shm_root, kind="file")
-    assert len(rebuild.unscanned(one.ledger)) == 64 and list(
-        one.ledger.session.read_pages(queries.namespace_rows)
-    )
-    one.ledger.space.give(LIMIT, idle=True)
+    assert len(rebuild.unscanned(one.ledger)) == 64 and list(one.ledger.namespaces.counts())
+    one.give(LIMIT, idle=True)
     assert not rebuild.unscanned(one.ledger) and one.pages == 0
-    assert not list(one.ledger.session.read_pages(queries.namespace_rows))
+    assert not list(one.ledger.namespaces.counts())
     one.close()
 
 
@@ -850,7 +853,7 @@ def test_a_directory_that_was_replaced_gives_nothing(shm_root: Path, kind: Kind)
     os.rename(shm_root / "copy", shm_root / "a")
     before = one.pages
     with contextlib.suppress(StoreError):
-        one.ledger.space.give(LIMIT, idle=False)
+        one.give(LIMIT, idle=False)
     assert one.pages == before == 64, "what lies there now is another's"
     one.close()
 
@@ -864,7 +867,7 @@ def test_what_others_use_gives_no_more_than_is_above_its_share(shm_root: Path, k
         assert one.get(keys(0)) == 1
 
     with Other(use):
-        one.ledger.space.give(LIMIT, idle=True)
+        one.give(LIMIT, idle=True)
         assert one.backed == one.pages == 32
     for room in (one, two):
         room.check()
@@ -874,7 +877,7 @@ def test_what_others_use_gives_no_more_than_is_above_its_share(shm_root: Path, k
 def test_the_limit_of_a_store_that_nobody_has_open_counts_no_more(shm_root: Path, kind: Kind) -> None:
     one = Room(shm_root, kind=kind, limit=2 * LIMIT)
     one.put(keys(*range(128)))
-    one.ledger.space.give(112 * PAGE, idle=False)
+    one.give(112 * PAGE, idle=False)
     assert one.pages == 16
     one.close()
     two = Room(shm_root, "b", kind)  # grows into what is free
@@ -889,7 +892,7 @@ def test_what_was_killed_while_it_made_or_removed_a_store_is_not_grown_beside(
 ) -> None:
     one = Room(shm_root, kind=kind)
     one.put(keys(*range(64)))
-    one.ledger.space.give(LIMIT // 2, idle=False)
+    one.give(LIMIT // 2, idle=False)
     shutil.copytree(shm_root / "a", shm_root / passing)
     while one.more():
         pass

@@ -70,10 +70,10 @@ def list_namespaces(ledger: Ledger, deadline_seconds: float = PATIENT_SECONDS) -
     """Return the namespaces that have chunks here, and those that have a label. StoreError if not read in time."""
     until = time.monotonic() + deadline_seconds
     ledger.namespaces.write_labels(deadline_seconds)
-    named = dict(ledger.session.read_pages(queries.label_rows, until))
+    named = ledger.namespaces.labels(until)
     rows = {
         row.root: NamespaceRow(row.root, named.pop(row.root, {}), row.chunks)
-        for row in ledger.session.read_pages(queries.namespace_rows, until)
+        for row in ledger.namespaces.counts(until)
     }
     return rows | {root: NamespaceRow(root, fields, 0) for root, fields in named.items()}
 

@@ -114,9 +114,8 @@ def drop(transaction: Transaction, key: bytes, slot: int, generation: int, reaso
         return False
     held = transaction.get(transaction.tables.slots, SLOT_KEY.pack(slot))
     if held is None or SLOT.unpack(held)[0] != generation or SLOT.unpack(held)[-1] != key:
-        return transaction.txn.delete(
-            key, db=transaction.tables.entries
-        )  # a damaged entry: the slot has another chunk
+        # a damaged entry: the slot has another chunk
+        return transaction.txn.delete(key, db=transaction.tables.entries)
     return transaction.remove_chunk(slot, reason)
 
 

@@ -74,11 +74,7 @@ class Columns:
             self._view(np.uint16, ghosts),
             self._view(np.uint8, ghosts),
         )
-
-    @property
-    def ghosts(self) -> Ghosts:
-        """Return what policies read of the ghosts."""
-        return self.table.columns
+        self.ghosts = self.table.columns  # what policies read of them
 
     def forgotten(self) -> Iterator[tuple[NDArray[np.uint32], Rows]]:
         """Take the ghosts that others replaced since the last call, in this process: hits and age (ns) of each."""
@@ -169,9 +165,8 @@ class GhostTable:
         if not len(marks):
             return
         rows, found = self._rows(marks)
-        if len(set(rows.tolist())) < len(
-            rows
-        ):  # keys that would share a place: the first of each, then the rest
+        # keys that would share a place: the first of each, then the rest
+        if len(set(rows.tolist())) < len(rows):
             firsts = np.unique(rows, return_index=True)[1]
             rest = np.delete(np.arange(len(rows)), firsts)
             for part in (np.sort(firsts), rest):

@@ -46,32 +46,37 @@ class Evictor:
                 self._columns.hits[rows] += np.uint32(1)
 
     def admit(
-        self, marks: Marks, stamps: Rows, room: int, now: int, *, admit_all: bool = False
+        self,
+        marks: Marks,
+        stamps: Rows,
+        room: int,
+        now: int,
+        *,
+        admit_all: bool = False,
+        refuse_all: bool = False,
     ) -> AdmittedNewcomers:
-        """Say how many newcomers, in chain order, are admitted (`admit_all`: all); leaves ghosts of the others."""
+        """Say how many newcomers, in chain order, are admitted; leaves ghosts of the others.
+
+        `admit_all`, `refuse_all`: whatever the policy says, which learns of them even so.
+        """
         ghosts = self._columns.table
         known_hits, last_use = ghosts.recall(marks)
         with self._lock:
             count = self._policy.admit(Newcomers(stamps, known_hits, last_use), room, now)
-            count = len(marks) if admit_all else count
+        count = len(marks) if admit_all else 0 if refuse_all else count
         hits = known_hits + (last_use > 0).astype(np.uint32)
         if count < len(marks):
             ghosts.remember(marks[count:], stamps[count:], hits[count:], int(stamps[0]), _REFUSED)
         return AdmittedNewcomers(count, hits)
 
+    def refuse(self, marks: Marks, stamps: Rows, now: int) -> None:
+        """Record that newcomers were asked for that follow one that was not admitted."""
+        self.admit(marks, stamps, len(marks), now, refuse_all=True)
+
     def hits_of(self, marks: Marks) -> NDArray[np.int64]:
         """Return the hits with which newcomers begin that were admitted before. Changes nothing."""
         known_hits, last_use = self._columns.table.recall(marks)
         return (known_hits + (last_use > 0)).astype(np.int64)
-
-    def refuse(self, marks: Marks, stamps: Rows, now: int) -> None:
-        """Record that newcomers were asked for that follow one that was not admitted."""
-        ghosts = self._columns.table
-        known_hits, last_use = ghosts.recall(marks)
-        with self._lock:
-            self._policy.admit(Newcomers(stamps, known_hits, last_use), len(marks), now)
-        hits = known_hits + (last_use > 0).astype(np.uint32)
-        ghosts.remember(marks, stamps, hits, int(stamps[0]), _REFUSED)
 
     def victims(self, count: int, stamp: int, now: int) -> Rows:
         """Return up to `count` slots to evict for newcomers of recency `stamp`, the first to evict first."""

@@ -36,9 +36,8 @@ from pagoda.ledger.tables import (
 
 _SECONDS = 1.0  # if it takes longer, reading the headers back in the background is the faster start
 _PIECE_BYTES = 64 << 20  # read between two checks of the clock: the tables of most stores are one piece
-_MOST_ROWS = (
-    1 << 17
-)  # slots of a store whose tables are read through when it is opened: some tenths of a second
+# slots of a store whose tables are read through when it is opened: some tenths of a second
+_MOST_ROWS = 1 << 17
 
 _DAMAGE = (
     lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.BadRslotError, lmdb.PanicError, lmdb.ProblemError,

@@ -85,7 +85,7 @@ class Ledger:
         self._uses = 1
         self._closing = self._borrowed = False
         self.evictor = Evictor(policy, session.columns)
-        self.space = SpaceShare(self, Ledger.attach, Ledger._borrow)
+        self.space = SpaceShare(self)
         learned = map_learned(session.store.directory, self.evictor)
         self.policy_thread = PolicyThread(session, self.evictor, learned, self.space)
         self._now = session.clock.monotonic_ns
@@ -101,17 +101,26 @@ class Ledger:
         return cls._shared(spec, policy, clock or Clock(), deadline_seconds, create=True)
 
     @classmethod
-    def attach(cls, directory: Path, clock: Clock | None = None, deadline_seconds: float = 10.0) -> Ledger:
-        """Open an existing store as it is. StoreError if there is none."""
-        return cls._shared(_as_it_is(directory), "lru", clock or Clock(), deadline_seconds, create=False)
+    def attach(
+        cls,
+        directory: Path,
+        clock: Clock | None = None,
+        deadline_seconds: float = 10.0,
+        borrowed: bool = False,
+    ) -> Ledger:
+        """Open an existing store as it is. StoreError if there is none.
 
-    @classmethod
-    def _borrow(cls, directory: Path, clock: Clock, deadline_seconds: float) -> Ledger:
-        """Open an existing store to take space from it. The caller has the lock of its root, and closes it soon.
-
-        A thread that wants to open it meanwhile waits. StoreError.
+        `borrowed`: to take space from it. The caller has the lock of its root, and closes it soon; a thread that wants
+        to open it meanwhile waits.
         """
-        return cls._shared(_as_it_is(directory), "lru", clock, deadline_seconds, create=False, borrowed=True)
+        directory = directory.resolve()
+        state = read_state(directory)
+        if state is None:
+            raise StoreError(f"there is no usable store at {directory}")
+        spec = StoreSpec(
+            directory.parent, directory.name, state.kind, state.slots, state.slot_bytes, private=state.private
+        )
+        return cls._shared(spec, "lru", clock or Clock(), deadline_seconds, create=False, borrowed=borrowed)
 
     @classmethod
     def _shared(
@@ -147,27 +156,28 @@ class Ledger:
         return ledger
 
     def _begin(self, seconds: float, create: bool) -> None:
-        """Do what is left to do once a store is open. If it fails, the store is closed: StoreError or OSError."""
+        """Do what is left to do once a store is open, and take its share of its root, if it was to be created.
+
+        If it fails, the store is closed: NoRoomError, StoreError or OSError.
+        """
         until = time.monotonic() + seconds
         try:
             self.namespaces.prepare_clears()
             self.session.recover(_left(until))
-        except BaseException:
+            if create:
+                _with_space(self.space.settle, until)
+        except BaseException as error:
             self.close()
+            if isinstance(error, NoRoomError):
+                discard_idle(self.directory, 1.0)
             raise
-        if create:
-            self._settle(_left(until))
 
     @classmethod
     def _opened(
         cls, spec: StoreSpec, policy: str, clock: Clock, deadline_seconds: float, create: bool, locked: bool
     ) -> Ledger:
         until = time.monotonic() + deadline_seconds
-        try:
-            store = open_store(spec, clock, deadline_seconds, create, locked)
-        except NoRoomError:
-            settle(_left(until))  # a store that was dropped without a close may have the space
-            store = open_store(spec, clock, _left(until), create)
+        store = _with_space(lambda seconds: open_store(spec, clock, seconds, create, locked), until)
         with contextlib.ExitStack() as undo:
             undo.callback(store.release)
             session = Session(store, clock, _left(until))
@@ -186,23 +196,6 @@ class Ledger:
             if session.is_at(path) or (ledger._closing and session.store.locks.is_at(path)):
                 return ledger
         return None
-
-    def _settle(self, seconds: float) -> None:
-        """Take the store's share of its root. If it fails, the store is closed: NoRoomError or StoreError."""
-        until = time.monotonic() + seconds
-        try:
-            try:
-                self.space.settle(seconds)
-            except NoRoomError:
-                settle(_left(until))  # a store that was dropped without a close may have the space
-                self.space.settle(_left(until))
-        except NoRoomError:
-            self.close()
-            discard_idle(self.directory, 1.0)
-            raise
-        except BaseException:
-            self.close()
-            raise
 
     def _shared_with(self, spec: StoreSpec) -> Ledger:
         if (self.kind, self.slot_bytes) != (spec.kind, spec.slot_bytes):
@@ -662,14 +655,13 @@ def _fresh_locks() -> None:
 os.register_at_fork(after_in_child=_fresh_locks)
 
 
-def _as_it_is(directory: Path) -> StoreSpec:
-    directory = directory.resolve()
-    state = read_state(directory)
-    if state is None:
-        raise StoreError(f"there is no usable store at {directory}")
-    return StoreSpec(
-        directory.parent, directory.name, state.kind, state.slots, state.slot_bytes, private=state.private
-    )
+def _with_space(step: Callable[[float], T], until: float) -> T:
+    """Call `step` with the seconds left; if there is too little space, again after what may free some."""
+    try:
+        return step(_left(until))
+    except NoRoomError:
+        settle(_left(until))  # a store that was dropped without a close may have the space
+        return step(_left(until))
 
 
 def _pairs(slots: NDArray[np.int64], generations: NDArray[np.uint64]) -> list[tuple[int, int]]:

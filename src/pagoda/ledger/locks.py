@@ -138,9 +138,8 @@ class LockFile:
         if self._fd < 0:
             return
         try:
-            own = os.open(
-                f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC
-            )  # works also if the file was removed by now
+            # works also if the file was removed by now
+            own = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError:
             self._fd = -1
             self._file.close()

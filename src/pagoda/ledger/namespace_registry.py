@@ -12,18 +12,21 @@ import time
 from collections.abc import Iterator
 from functools import partial
 
+import msgspec
+
 from pagoda.errors import StoreError
 from pagoda.ledger import namespaces, queries
 from pagoda.ledger.clear_log import ALL, ClearLog, Watermarks
 from pagoda.ledger.locks import LABELS
+from pagoda.ledger.namespaces import NamespaceCounts
 from pagoda.ledger.session import PATIENT_SECONDS, Session
+from pagoda.ledger.tables import NAMESPACE
 from pagoda.ledger.transaction import Transaction
 
 log = logging.getLogger("pagoda.ledger.spaces")
 
-_MOST_TOLD = (
-    4096  # labels that are known to be written; then all are written again, since some may have been removed
-)
+# labels that are known to be written; then all are written again, since some may have been removed
+_MOST_TOLD = 4096
 _MOST_WAITING = 256  # labels that wait for a transaction; in a flood, more are registered another time
 _SAVE_SECONDS, _SAVING_SECONDS = 60.0, 1.0
 
@@ -105,7 +108,7 @@ class NamespaceRegistry:
         During a scan it is not known which have: the floor stays, and all that have a row keep their watermark.
         """
         meta = self._session.read(lambda txn, tables: tables.load_meta(txn))
-        found = {t.root: t for t in self._session.read_pages(queries.namespace_rows)}
+        found = {t.root: t for t in self.counts()}
         if meta.scanning and len(found) <= self._slots:
             floor = max(meta.floor, meta.cleared)
             if not self._session.read(lambda txn, tables: tables.load_meta(txn)).scanning:
@@ -115,6 +118,23 @@ class NamespaceRegistry:
             found = {root: t for root, t in found.items() if t.chunks or t.reservations}
         watermarks = {root: max(t.watermark, meta.cleared) for root, t in found.items()}
         return Watermarks(floor, {root: mark for root, mark in watermarks.items() if mark != floor})
+
+    # ---- listings
+
+    def counts(self, until: float | None = None) -> list[NamespaceCounts]:
+        """Return the namespaces that have a row in the tables. StoreError."""
+        rows = self._session.read_rows(
+            lambda tables: tables.namespaces, lambda _, row: NamespaceCounts(*NAMESPACE.unpack(row)), until
+        )
+        return list(rows)
+
+    def labels(self, until: float) -> dict[bytes, dict[str, str]]:
+        """Return all labels, by root. StoreError."""
+        decode = msgspec.json.Decoder(dict[str, str]).decode
+        rows = self._session.read_rows(
+            lambda tables: tables.labels, lambda root, row: (root, decode(row)), until
+        )
+        return dict(rows)
 
     # ---- labels
 
@@ -147,5 +167,4 @@ class NamespaceRegistry:
         with contextlib.suppress(StoreError, OSError), self._lock:  # they are only labels
             self._session.require_store()
             self.write_labels(_SAVING_SECONDS)
-            known = dict(self._session.read_pages(queries.label_rows, time.monotonic() + _SAVING_SECONDS))
-            namespaces.save_labels(self._directory, known)
+            namespaces.save_labels(self._directory, self.labels(time.monotonic() + _SAVING_SECONDS))

@@ -9,18 +9,16 @@ watermarks that they are compared with after a rebuild are kept in files (see `c
 from __future__ import annotations
 
 import secrets
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, cast
 
-import lmdb
 import msgspec
 
 from pagoda.ledger.clear_log import ClearLog, Watermarks
 from pagoda.ledger.store_state import NAMESPACES, write_synced
-from pagoda.ledger.tables import NAMESPACE, NUMBER, SLOT, Meta, Reservation, Tables
+from pagoda.ledger.tables import NAMESPACE, NUMBER
 from pagoda.ledger.transaction import Transaction
 
 _LABEL_BYTES = 1024  # longer values are cut
@@ -41,6 +39,15 @@ class ClearScope(NamedTuple):
     namespace: int | None
     watermark: int
     chunks: int
+
+
+class NamespaceCounts(NamedTuple):
+    """A namespace in the tables; `watermark`: the generation before which it was cleared."""
+
+    root: bytes
+    watermark: int
+    chunks: int
+    reservations: int
 
 
 def is_live(transaction: Transaction, root: bytes, reserved: int) -> bool:
@@ -77,20 +84,6 @@ def load_saved(transaction: Transaction, directory: Path) -> None:
             transaction.add_namespace(root, watermark)
     for root, fields in list(labels.items())[: transaction.tables.most_labels // 2]:
         label(transaction, root, fields)
-
-
-def recount(txn: lmdb.Transaction, tables: Tables, meta: Meta) -> None:
-    """Count again what each namespace has; one that has nothing is removed, except during a scan."""
-    chunks = Counter(SLOT.unpack(row)[1] for _, row in tables.rows(txn, tables.slots))
-    reservations = Counter(Reservation.unpack(row).namespace for _, row in tables.rows(txn, tables.reserved))
-    for number, row in list(tables.rows(txn, tables.namespaces)):
-        root, watermark, *_ = NAMESPACE.unpack(row)
-        counted = chunks[NUMBER.unpack(number)[0]], reservations[NUMBER.unpack(number)[0]]
-        if any(counted) or meta.scanning:
-            txn.put(number, NAMESPACE.pack(root, watermark, *counted), db=tables.namespaces)
-        else:
-            txn.delete(number, db=tables.namespaces)
-            txn.delete(root, db=tables.roots)
 
 
 # ---- labels

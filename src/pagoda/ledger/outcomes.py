@@ -48,9 +48,8 @@ class CommitResult(Enum):
     """The result of committing one part of a chunk. Of all its parts exactly one, the last, is WHOLE."""
 
     LOST = 0  # superseded, cleared, reaped, or not committed in time
-    PART = (
-        1  # stored, and other parts are missing: the chunk cannot be read yet, though its generation is valid
-    )
+    # stored, and other parts are missing: the chunk cannot be read yet, though its generation is valid
+    PART = 1
     WHOLE = 2  # stored, and it was the last: the chunk is visible now
 
 

@@ -25,9 +25,8 @@ from pagoda.ledger.locks import barrier
 from pagoda.ledger.store_state import GUARD_BYTES, GUARD_WORDS
 
 _BUCKETS = 64  # slots that are equal modulo this share a bit of a word
-_SHARED = (
-    GUARD_WORDS - 1
-)  # the word of all calls that find no other free: cleared when the last of them has ended
+# the word of all calls that find no other free: cleared when the last of them has ended
+_SHARED = GUARD_WORDS - 1
 _POLL_SECONDS = 0.002
 
 Bytes = NDArray[np.uint8]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeVar, cast
 
 import lmdb
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -27,6 +26,7 @@ from pagoda.ledger.tables import (
 )
 from pagoda.metrics import Reason
 
+T = TypeVar("T")
 _FEW_ENTRIES = 32  # so few are checked one by one
 _ENTRY_ROW = np.dtype([("slot", "<u4"), ("generation", "<u8"), ("namespace", "<u8"), ("position", "<u4")])
 
@@ -172,40 +172,22 @@ def backing(txn: lmdb.Transaction, tables: Tables) -> tuple[Meta, list[int]]:
     return tables.load_meta(txn), bare
 
 
+def page(
+    txn: lmdb.Transaction, tables: Tables, table: Callable[[Tables], lmdb._Database],
+    made: Callable[[bytes, bytes], T], start: bytes, most: int,
+) -> tuple[list[T], bytes | None]:  # fmt: skip
+    """Return what is made of the next rows of a table, `most` at once, and where to continue."""
+    rows = list(islice(tables.rows(txn, table(tables), start), most + 1))
+    return [made(*row) for row in rows[:most]], rows[most][0] if len(rows) > most else None
+
+
 # ---- namespaces
-
-
-class NamespaceCounts(NamedTuple):
-    """A namespace in the tables; `watermark`: the generation before which it was cleared."""
-
-    root: bytes
-    watermark: int
-    chunks: int
-    reservations: int
 
 
 def root_of(txn: lmdb.Transaction, tables: Tables, number: int) -> bytes:
     """Return the root of the namespace of that number; empty if there is none."""
     row = cast("bytes | None", txn.get(NUMBER.pack(number), db=tables.namespaces))
     return cast("bytes", NAMESPACE.unpack(row)[0]) if row is not None else b""
-
-
-def namespace_rows(
-    txn: lmdb.Transaction, tables: Tables, start: bytes, most: int
-) -> tuple[list[NamespaceCounts], bytes | None]:
-    """Return the next namespaces that have a row, `most` at once, and where to continue."""
-    rows = list(islice(tables.rows(txn, tables.namespaces, start), most + 1))
-    found = [NamespaceCounts(*NAMESPACE.unpack(row)) for _, row in rows[:most]]
-    return found, rows[most][0] if len(rows) > most else None
-
-
-def label_rows(
-    txn: lmdb.Transaction, tables: Tables, start: bytes, most: int
-) -> tuple[list[tuple[bytes, dict[str, str]]], bytes | None]:
-    """Return the next labels, `most` at once, and where to continue."""
-    rows = list(islice(tables.rows(txn, tables.labels, start), most + 1))
-    found = [(root, msgspec.json.decode(row, type=dict[str, str])) for root, row in rows[:most]]
-    return found, rows[most][0] if len(rows) > most else None
 
 
 def watermark_of(txn: lmdb.Transaction, tables: Tables, root: bytes) -> int:

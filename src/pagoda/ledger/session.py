@@ -24,6 +24,7 @@ import numpy as np
 
 from pagoda.clock import Clock
 from pagoda.errors import ClosedError, LedgerCorrupt, StoreError
+from pagoda.ledger import queries
 from pagoda.ledger.columns import Columns
 from pagoda.ledger.integrity import is_damage
 from pagoda.ledger.locks import MEMBERS, DeadlineMissedError, Gate
@@ -75,9 +76,8 @@ class Session:
         self.gate = Gate(store.locks)
         self.member = 0
         self.closed = False
-        self._lost = self._told = (
-            False  # its directory is another store's by now: no file of it is opened by path again
-        )
+        # its directory is another store's by now: no file of it is opened by path again
+        self._lost = self._told = False
         self._damaged = False  # its tables; this was logged
         self._counters = map_counters(store.directory / COUNTERS_FILE)
         self._row = np.zeros(WIDTH, np.uint64).data  # of a member: its row of the mapped counters
@@ -199,17 +199,18 @@ class Session:
             raise
         return found[0]
 
-    def read_pages(
+    def read_rows(
         self,
-        page: Callable[[lmdb.Transaction, Tables, bytes, int], tuple[list[T], bytes | None]],
+        table: Callable[[Tables], lmdb._Database],
+        made: Callable[[bytes, bytes], T],
         until: float | None = None,
     ) -> Iterator[T]:
-        """Walk a table, one page in each transaction, while others go on. StoreError."""
-        at: bytes | None = b""
-        while at is not None:
-            start = at
+        """Walk a table, some rows in each transaction, while others go on: what is made of each. StoreError."""
+        start: bytes | None = b""
+        while start is not None:
             seconds = PATIENT_SECONDS if until is None else max(0.0, until - time.monotonic())
-            found, at = self.read(lambda txn, tables: page(txn, tables, start, _PAGE), seconds)  # noqa: B023
+            page = partial(queries.page, table=table, made=made, start=start, most=_PAGE)
+            found, start = self.read(page, seconds)
             yield from found
 
     def _look(
@@ -329,9 +330,8 @@ class Session:
                 column = self._column.get(counter)
                 if column is not None:
                     row[column] += n
-                elif (
-                    counter not in COUNTERS
-                ):  # else the versions that used this store before left no column for it
+                # else the versions that used this store before left no column for it
+                elif counter not in COUNTERS:
                     raise KeyError(counter)
 
     def counted(self, rows: list[int], totals: CounterRow) -> dict[str, int]:
@@ -492,9 +492,8 @@ class Session:
             return
         try:
             if self.member:
-                with contextlib.suppress(
-                    lmdb.MapFullError
-                ):  # the tables are whole, with a dead member in them
+                # the tables are whole, with a dead member in them
+                with contextlib.suppress(lmdb.MapFullError):
                     self._leave(tables)
             if state.kind == "file" and not state.private and self.store.is_last():
                 tables.env.sync(True)

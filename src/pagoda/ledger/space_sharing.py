@@ -25,7 +25,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -40,7 +40,6 @@ from pagoda.ledger.tables import Meta
 from pagoda.ledger.transaction import BATCH
 
 if TYPE_CHECKING:
-    from pagoda.clock import Clock
     from pagoda.ledger.ledger import Ledger
 
 log = logging.getLogger("pagoda")
@@ -66,10 +65,8 @@ class _Transfer(NamedTuple):
 class SpaceShare:
     """The share of one store in its root. Thread-safe: what it changes, it changes under the lock of the root."""
 
-    def __init__(
-        self, ledger: Ledger, attach: Callable[[Path], Ledger], borrow: Callable[[Path, Clock, float], Ledger]
-    ) -> None:
-        self._ledger, self._attach, self._borrow = ledger, attach, borrow
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
         self._session = ledger.session
         self._slot_bytes = ledger.slot_bytes
         self._directory = ledger.directory
@@ -200,10 +197,12 @@ class SpaceShare:
             return 0
         try:
             if holding.directory == self._directory:
-                return self._give(plan.nbytes, idle=False)
-            giver = self._borrow(holding.directory, self._session.clock, _BORROW_SECONDS)
+                return self.give(plan.nbytes, idle=False)
+            giver = self._ledger.attach(
+                holding.directory, self._session.clock, _BORROW_SECONDS, borrowed=True
+            )
             try:
-                return giver.space._give(plan.nbytes, idle=not holding.in_use)
+                return giver.space.give(plan.nbytes, idle=not holding.in_use)
             finally:
                 giver.close()
         except _TROUBLE as error:
@@ -270,7 +269,7 @@ class SpaceShare:
     def _processes(self, directory: Path) -> str:
         """Describe which processes have a store open."""
         try:
-            store = self._attach(directory)
+            store = self._ledger.attach(directory)
         except _TROUBLE:
             return "another process"
         try:
@@ -286,16 +285,11 @@ class SpaceShare:
     def give(self, nbytes: int, idle: bool) -> int:
         """Free that many bytes: of slots without a chunk first, then of the coldest chunks; return how many it freed.
 
-        `idle`: no process has the store open, so a scan of its headers is not waited for.
+        `idle`: no process has the store open, so a scan of its headers is not waited for. Under the lock of the root.
         """
-        with root_locked(self._root, _ROOT_SECONDS):
-            return self._give(nbytes, idle)
-
-    def _give(self, nbytes: int, idle: bool) -> int:
         before = self._own_bytes()
-        with (
-            self._slab() as fd
-        ):  # a file system without holes fails here, before a chunk is evicted for nothing
+        # a file system without holes fails here, before a chunk is evicted for nothing
+        with self._slab() as fd:
             punch(fd, self._ledger.slots * self._slot_bytes, self._slot_bytes)
         if self._in_use_by_others():  # perhaps only since it was examined
             nbytes = min(nbytes, before - self._fair(holdings(self._root)))
@@ -338,7 +332,7 @@ class SpaceShare:
         Changes nothing.
         """
         ledger, now, columns = self._ledger, self._session.clock.monotonic_ns(), self._session.columns
-        slots = ledger.evictor.victims(count, ledger.stamp(), now)
+        slots = ledger.next_victims(count)
         slots = slots[columns.lease_until[slots] <= now]
         return list(zip(slots.tolist(), columns.generation[slots].tolist(), strict=True))
 
@@ -365,9 +359,8 @@ class SpaceShare:
         """Free the pages of bare slots, except slots in use. Under the lock of the root."""
         generation = self._session.columns.generation
         silent = [slot for slot in slots if not int(generation[slot]) & BARE]
-        for at in range(
-            0, len(silent), BATCH
-        ):  # the process that took them out of the tables died before it published that
+        # the process that took them out of the tables died before it published that
+        for at in range(0, len(silent), BATCH):
             part = silent[at : at + BATCH]
             self._session.write(lambda w: w.mark_bare_again(part), _ROOT_SECONDS)  # noqa: B023
         holes = [*_ranges(self._session.untouched(slots, _LENT_SECONDS)), never_used]

@@ -28,7 +28,6 @@ from pagoda.errors import NoRoomError, StoreError
 from pagoda.ledger.columns import Columns
 from pagoda.ledger.integrity import checksum, find_damage
 from pagoda.ledger.locks import OPEN, LockFile
-from pagoda.ledger.namespaces import recount
 from pagoda.ledger.root_usage import holdings, is_of_another_version, root_limit, write_limit
 from pagoda.ledger.store_root import MAKING, discard, in_use, root_locked, stores
 from pagoda.ledger.store_state import (
@@ -52,7 +51,8 @@ from pagoda.ledger.store_state import (
     set_mark,
     write_state,
 )  # fmt: skip
-from pagoda.ledger.tables import META_ROW, PLACE, Meta, Reservation, Tables, map_bytes
+from pagoda.ledger.tables import META_ROW, NO_MEMBER, SLOT_KEY, Meta, Reservation, Tables, map_bytes
+from pagoda.ledger.transaction import Transaction
 
 log = logging.getLogger("pagoda.ledger.store")
 
@@ -230,9 +230,8 @@ def _open_existing(
                 if may_discard:
                     discard(directory)
                 return None
-            locks.try_lock(
-                OPEN, exclusive=False
-            )  # converting a lock that this process holds succeeds at once
+            # converting a lock that this process holds succeeds at once
+            locks.try_lock(OPEN, exclusive=False)
             store = OpenStore(directory, state, locks, sole=True)
         else:
             store = _join(directory, spec, locks)
@@ -392,9 +391,8 @@ def _rebuild(directory: Path, state: StoreState) -> StoreState:
         clean=False,
     )
     write_state(directory, state)
-    lengthen(
-        directory / SLAB, state.slots * state.slot_bytes
-    )  # shorter if a process was killed while it lengthened the store
+    # shorter if a process was killed while it lengthened the store
+    lengthen(directory / SLAB, state.slots * state.slot_bytes)
     _make_ledger(directory, state, scan=0, backed=state.slots)
     return state
 
@@ -433,31 +431,16 @@ def _lengthen(directory: Path, state: StoreState, spec: StoreSpec) -> StoreState
 def _resize_tables(path: Path, map_bytes: int, slots: int) -> None:
     """Add slots without pages; all reservations are removed, since no living member could write them."""
     tables = Tables(path, map_bytes)
-    try:
-        with tables.env.begin(write=True) as txn:
-            meta = tables.load_meta(txn)
-            for row, value in list(tables.rows(txn, tables.reserved)):
-                _unreserve(txn, tables, row, Reservation.unpack(value))
-            _recount(meta, slots)
-            recount(txn, tables, meta)
-            txn.put(META_ROW, meta.pack(), db=tables.meta)
-    finally:
-        tables.close()
-
-
-def _unreserve(txn: lmdb.Transaction, tables: Tables, row: bytes, reservation: Reservation) -> None:
-    txn.delete(row, db=tables.reserved)
-    txn.put(row, b"", db=tables.free)
-    pending = txn.get(reservation.key, db=tables.pending)
-    if pending is not None and PLACE.unpack_from(pending)[1] == reservation.generation:
-        txn.delete(reservation.key, db=tables.pending)
-
-
-def _recount(meta: Meta, slots: int) -> None:
-    meta.reserved = 0
-    if not meta.unscanned():
-        meta.scan = slots
-    meta.slots = slots
+    with contextlib.closing(tables), tables.env.begin(write=True) as txn:
+        transaction = Transaction(txn, tables, NO_MEMBER, lambda _: False, 0)
+        for row, value in list(tables.rows(txn, tables.reserved)):
+            slot = SLOT_KEY.unpack(row)[0]
+            transaction.unreserve(slot, Reservation.unpack(value))
+            transaction.free_slot(slot)
+        if not transaction.meta.unscanned():
+            transaction.meta.scan = slots
+        transaction.meta.slots = slots
+        transaction.save()
 
 
 def _ledger_bytes(state: StoreState) -> int:

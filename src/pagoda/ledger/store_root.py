@@ -35,9 +35,8 @@ def discard(directory: Path) -> None:
     """Rename a whole store, then remove it. The caller has it alone."""
     doomed = directory.with_name(f"{_GOING}{secrets.token_hex(6)}")
     os.rename(directory, doomed)
-    shutil.rmtree(
-        doomed, ignore_errors=True
-    )  # the next process that opens a store of the root removes what is left
+    # the next process that opens a store of the root removes what is left
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
 def stores_in(root: Path) -> list[Path]:

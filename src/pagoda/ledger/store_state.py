@@ -48,9 +48,8 @@ class TableMark(IntEnum):
     """Why tables must not be trusted whatever the record says; a mark does not apply to a later incarnation."""
 
     DAMAGED = 0  # a process met an error in them
-    OPENING = (
-        1  # a process that has the store alone opens them: if a signal ends it, the next one rebuilds them
-    )
+    # a process that has the store alone opens them: if a signal ends it, the next one rebuilds them
+    OPENING = 1
 
 
 class StoreState(msgspec.Struct, frozen=True, kw_only=True):

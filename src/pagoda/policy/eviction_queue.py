@@ -48,9 +48,8 @@ class _PrefixTree(NamedTuple):
         gone = generation[parent] != hints.parent_generation[child]
         above[child[~gone]] = parent[~gone]
         positions = hints.position.astype(np.int64)
-        youngest = (
-            np.where(ready, last_use, 0) + positions
-        )  # all chunks of one request are as young as its head
+        # all chunks of one request are as young as its head
+        youngest = np.where(ready, last_use, 0) + positions
         _lift(youngest, above)
         youngest -= positions
         lost = np.zeros(hints.slots, np.bool_)

@@ -22,9 +22,8 @@ from pagoda.policy.lru import raise_recency
 from pagoda.policy.reuse_worth import AGES, CLASSES, Table, age_of, class_of, tally, worth
 from pagoda.policy.shadow_lru import ShadowLru
 
-_AT_ONCE_NS = (
-    1_000_000_000  # repeated requests within this time count as one use: LRU-K's correlated references
-)
+# repeated requests within this time count as one use: LRU-K's correlated references
+_AT_ONCE_NS = 1_000_000_000
 _LEARN_SECONDS = 5.0
 _STALE_NS_A_SLOT = 100_000  # how old a queue may become; a pass takes a thousandth of that time
 _MEMORY = 32  # how many uses are remembered for each slot; beyond that all counts are halved
