@@ -15,6 +15,10 @@ from pagoda.ledger.transaction import Transaction
 from pagoda.metrics import Reason
 
 BUSY_NS = 10_000_000_000  # an older reservation no longer keeps others from reserving its key
+PRESENT_LEASE_SECONDS = 1.0  # of what a call found present
+STAMP_STEP = 1 << 16  # between two stamps of one process: at least as many as a run has positions
+ATTEMPTS = 12  # each examines up to five times as many victims as all before
+MOST_VICTIMS = 2048  # examined in one transaction: some ms
 _REAP_AT_ONCE = 64
 
 

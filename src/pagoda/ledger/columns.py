@@ -116,6 +116,14 @@ class Columns:
         asked = np.frombuffer(b"".join(keys), np.uint64).reshape(-1, 4)
         return np.asarray((self.keys[slots] == asked).all(axis=1))
 
+    def lease(self, rows: Rows, now: int, nanoseconds: int) -> None:
+        """Keep these slots from eviction for a while from `now` on; at most half of the slots are leased at once."""
+        fresh = self.lease_until[rows] <= now
+        if fresh.any():
+            room = max(0, self.slots // 2 - int(np.count_nonzero(self.lease_until > now)))
+            rows = np.concatenate([rows[~fresh], rows[fresh][:room]])
+        self.lease_until[rows] = np.maximum(self.lease_until[rows], now + nanoseconds)
+
     def flush(self) -> None:
         """Write the columns to the disk."""
         self._map.flush()

@@ -44,10 +44,6 @@ from pagoda.metrics import Reason
 from pagoda.threads import Condition
 
 _LONGEST_LEASE_SECONDS = 60.0
-_PRESENT_LEASE_SECONDS = 1.0
-_STAMP_STEP = 1 << 16  # between two stamps of one process: at least as many as a run has positions
-_ATTEMPTS = 12  # each examines up to five times as many victims as all before
-_MOST_VICTIMS = 2048  # examined in one transaction: some ms
 _KEY_BYTES = 32
 T = TypeVar("T")
 
@@ -210,7 +206,7 @@ class Ledger:
 
     def stamp(self) -> int:
         """Return a recency stamp for one request: pass the same to every window of a run."""
-        self._last_stamp = max(self._last_stamp + _STAMP_STEP, self.session.stamp(self._now()))
+        self._last_stamp = max(self._last_stamp + allocation.STAMP_STEP, self.session.stamp(self._now()))
         return self._last_stamp
 
     def reserve(
@@ -309,13 +305,13 @@ class Ledger:
         """
         passed_over = 0
         left: list[Outcome] = []
-        for _ in range(_ATTEMPTS):
+        for _ in range(allocation.ATTEMPTS):
             admitted = request.admitted[batch.start : batch.stop]
             looked = self._room < len(batch)
             # More than are wanted, so that pinned or held chunks do not hide others that may be evicted.
-            count = min(int(np.count_nonzero(admitted)) + 4 * passed_over, _MOST_VICTIMS)
+            count = min(int(np.count_nonzero(admitted)) + 4 * passed_over, allocation.MOST_VICTIMS)
             # none of its own keys
-            victims = self._victims(count, request.stamp - _STAMP_STEP + 1) if looked else []
+            victims = self._victims(count, request.stamp - allocation.STAMP_STEP + 1) if looked else []
             reserve = partial(allocation.reserve, request=request, batch=batch, victims=victims)
             try:
                 made = self.session.write(reserve, _left(until))
@@ -355,7 +351,7 @@ class Ledger:
         if kept:
             slots, generations, stamps = (np.array(column) for column in zip(*kept, strict=True))
             self._touch(slots.astype(np.int64), generations.astype(np.uint64), stamps, asked=False)
-            self.lease(slots, generations, _PRESENT_LEASE_SECONDS)
+            self.lease(slots, generations, allocation.PRESENT_LEASE_SECONDS)
 
     def commit(
         self, reserved: Sequence[Reserved], part: int = 0, deadline_seconds: float = 1.0
@@ -537,14 +533,8 @@ class Ledger:
 
     def lease(self, slots: NDArray[np.int64], generations: NDArray[np.uint64], seconds: float) -> None:
         """Keep the policy from evicting these slots for a while: at most 60 s, at most half of the slots."""
-        columns, now = self.columns, self._now()
-        rows = np.asarray(slots)[columns.generation[slots] == np.asarray(generations)]
-        fresh = columns.lease_until[rows] <= now
-        if fresh.any():
-            room = max(0, self.slots // 2 - int(np.count_nonzero(columns.lease_until > now)))
-            rows = np.concatenate([rows[~fresh], rows[fresh][:room]])
-        until = now + int(min(seconds, _LONGEST_LEASE_SECONDS) * 1e9)
-        columns.lease_until[rows] = np.maximum(columns.lease_until[rows], until)
+        rows = np.asarray(slots)[self.columns.generation[slots] == np.asarray(generations)]
+        self.columns.lease(rows, self._now(), int(min(seconds, _LONGEST_LEASE_SECONDS) * 1e9))
 
     def hold(
         self, slots: NDArray[np.int64], generations: NDArray[np.uint64], deadline_seconds: float = 1.0

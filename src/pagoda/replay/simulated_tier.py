@@ -12,17 +12,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pagoda.ledger.allocation import ATTEMPTS, MOST_VICTIMS, PRESENT_LEASE_SECONDS, STAMP_STEP
 from pagoda.ledger.columns import NO_PARENT, NOT_READY, Columns, Marks
 from pagoda.ledger.eviction import GHOST_REASONS, Evictor
+from pagoda.ledger.transaction import BATCH
 from pagoda.metrics import Reason
 
 __all__ = ["Chain", "SimulatedTier", "marks_of_ids"]
 
-_BATCH = 64
-_ATTEMPTS = 12
-_MOST_VICTIMS = 2048
-_STAMP_STEP = 1 << 16
-_LEASE_NS = 1_000_000_000
+_LEASE_NS = int(PRESENT_LEASE_SECONDS * 1e9)
 _SHARE_NS, _PREPARE_NS = 1_000_000_000, 100_000_000
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _EVICTED = GHOST_REASONS.index(Reason.EVICTED)
@@ -95,7 +93,7 @@ class SimulatedTier:
 
     def stamp(self, now: int) -> int:
         """The recency stamp of a request."""
-        self._last_stamp = max(self._last_stamp + _STAMP_STEP, now)
+        self._last_stamp = max(self._last_stamp + STAMP_STEP, now)
         return self._last_stamp
 
     def match(self, chain: Chain, start: int, stamp: int, asked: bool = True) -> int:
@@ -131,9 +129,9 @@ class SimulatedTier:
         if len(new) < end - start:
             self._keep(chain, [i for i in range(start, end) if chain.ids[i] in known], stamp)
         hindrance: Reason | None = None
-        for at in range(start, end, _BATCH):
-            stop = min(at + _BATCH, end)
-            batch = new if end - start <= _BATCH else [i for i in new if at <= i < stop]
+        for at in range(start, end, BATCH):
+            stop = min(at + BATCH, end)
+            batch = new if end - start <= BATCH else [i for i in new if at <= i < stop]
             allowed = self._admit(wanted, batch, stop, hindrance) if batch else stop
             if hindrance is None:
                 hindrance = self._reserve(wanted, at, stop, allowed)
@@ -145,13 +143,9 @@ class SimulatedTier:
 
     def _keep(self, chain: Chain, positions: list[int], stamp: int) -> None:
         """Raise and lease what is here behind a chunk that is not, before anybody goes for its neighbours."""
-        columns, now = self._columns, chain.now
         rows = np.array([self._rows[chain.ids[i]] for i in positions])
         self._advice.touch(rows, stamp - np.array(positions), asked=False)
-        fresh = columns.lease_until[rows] <= now
-        room = max(0, columns.slots // 2 - int(np.count_nonzero(columns.lease_until > now)))
-        rows = np.concatenate([rows[~fresh], rows[fresh][:room]])
-        columns.lease_until[rows] = np.maximum(columns.lease_until[rows], now + _LEASE_NS)
+        self._columns.lease(rows, chain.now, _LEASE_NS)
 
     def _admit(self, wanted: _Wanted, new: list[int], end: int, hindrance: Reason | None) -> int:
         """Ask the policy who of the newcomers of a batch may come in: nobody from the position returned on."""
@@ -168,13 +162,13 @@ class SimulatedTier:
     def _reserve(self, wanted: _Wanted, start: int, end: int, allowed: int) -> Reason | None:
         """Give each chunk of a batch a place while some are found; returns what hinders all behind it."""
         passed_over = 0
-        for _ in range(_ATTEMPTS):
+        for _ in range(ATTEMPTS):
             looked = self._free() < end - start
-            count = min(allowed - start + 4 * passed_over, _MOST_VICTIMS)
+            count = min(allowed - start + 4 * passed_over, MOST_VICTIMS)
             victims: list[int] = []
             if looked:
                 victims = self._advice.victims(
-                    count, wanted.stamp - _STAMP_STEP + 1, wanted.chain.now
+                    count, wanted.stamp - STAMP_STEP + 1, wanted.chain.now
                 ).tolist()
             filled = self._fill(wanted.chain.ids, start, end, allowed, victims)
             self._publish(wanted, filled)
