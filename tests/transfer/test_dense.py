@@ -173,7 +173,7 @@ def test_no_autograd_graph_is_kept() -> None:
     slots = poisoned_slots(layout, 1)
     kv.to_slots([0], slots)
     assert slots[0][: layout.chunk_bytes].tobytes() == bits(k) + bits(v)
-    assert not any(isinstance(held, torch.Tensor) for planes in kv.__dict__["_by_plane"] for held in planes)
+    assert not any(isinstance(held, torch.Tensor) for held in kv.__dict__["_rows"])
 
 
 def test_run_bytes() -> None:

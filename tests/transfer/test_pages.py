@@ -50,6 +50,7 @@ def check(case: Case, threads: int = 1) -> None:
 @pytest.mark.parametrize("table", [[7, 3, 15, 0, 9, 2], [4, 5, 6, 7, 8, 9], [4, 5, 9, 8, 2, 3]])
 def test_both_ways(pages: list[int], table: list[int], apart: int) -> None:
     check(case_of(pages, table, apart=apart))
+    check(case_of(pages, [4, 6, 5, 7], apart=apart, blocks_a_chunk=4))  # ends as a run would
 
 
 def test_another_table_of_the_same_planes() -> None:

@@ -20,6 +20,7 @@ from pagoda.config import Config
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.metrics import Reason
+from pagoda.transfer.cpu_copy import end_helpers
 
 __all__ = ["Resources", "build_resources"]
 
@@ -67,6 +68,7 @@ class Resources:
         if self.recorder is not None:
             self.recorder.close(min(1.0, timeout))
         self.executor.close()
+        end_helpers()
         flushed = self.writeback.close(timeout * 0.6)
         self.counters.close()
         for tier in reversed(self.tiers.all):

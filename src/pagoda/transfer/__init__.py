@@ -7,9 +7,9 @@ dense       a view of one array per plane and layer
 paged       a view of paged pools, located by a block table or a slot mapping
 blocks      a view of blocks of one chunk each
 pages       a view of planes of pages whose content only the engine knows
-run_table   any of these as rows of contiguous runs
-cpu_copy    copies within CPU memory
-gpu         the same for KV on a GPU
+cpu_copy    copies any of these within CPU memory, with the help of idle cores
+run_table   any of these as rows of contiguous runs, for GPUs
+gpu         the same copies for KV on a GPU
 """
 
 from __future__ import annotations

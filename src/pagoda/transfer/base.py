@@ -6,7 +6,7 @@ Called by `cache` (the protocol) and by every view.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
@@ -25,7 +25,7 @@ __all__ = [
     "Words",
     "as_words",
     "check_starts",
-    "checked_chunks",
+    "checked_slots",
     "device_of",
     "word_dtype",
 ]
@@ -56,24 +56,25 @@ class Transfer(Protocol):
         ...
 
 
-def checked_chunks(
+def checked_slots(
     layout: KVLayout, tokens: int, starts: Sequence[int], slots: Sequence[Bytes], *, into_slots: bool
-) -> Iterator[tuple[int, Bytes]]:
-    """Return (start, slot cut to chunk_bytes) of each chunk, all checked. Changes nothing.
+) -> list[Bytes]:
+    """Return the slots of chunks, cut to chunk_bytes; starts and slots are checked. Changes nothing.
 
     Raises ValueError if a chunk is not within `tokens` tokens, or a slot is too short or not bytes.
     """
     if len(starts) != len(slots):
         raise ValueError(f"starts and slots must be of one length, got {len(starts)} and {len(slots)}")
     check_starts(layout, tokens, starts)
+    nbytes = layout.chunk_bytes
     for slot in slots:
         if slot.dtype != np.uint8 or slot.ndim != 1 or not slot.flags.c_contiguous:
             raise ValueError(f"slots must be contiguous 1-D uint8, got {slot.ndim}-D {slot.dtype}")
-        if slot.size < layout.chunk_bytes:
-            raise ValueError(f"slots: one has {slot.size} bytes, a chunk needs {layout.chunk_bytes}")
+        if slot.size < nbytes:
+            raise ValueError(f"slots: one has {slot.size} bytes, a chunk needs {nbytes}")
         if into_slots and not slot.flags.writeable:
             raise ValueError("slots: one is read-only")
-    return ((int(start), slot[: layout.chunk_bytes]) for start, slot in zip(starts, slots, strict=True))
+    return [slot[:nbytes] for slot in slots]
 
 
 def check_starts(layout: KVLayout, tokens: int, starts: Sequence[int]) -> None:

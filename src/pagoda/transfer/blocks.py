@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.layout import KVLayout
-from pagoda.transfer.base import Array, Bytes, Words, as_words, checked_chunks
-from pagoda.transfer.cpu_copy import CopyPair, copy_pairs
+from pagoda.transfer.base import Array, Bytes, Words, as_words, checked_slots
+from pagoda.transfer.cpu_copy import copy_pairs
 
 __all__ = ["BlockKV"]
 
@@ -29,7 +29,12 @@ class BlockKV:
     """
 
     def __init__(
-        self, blocks: Array, layout: KVLayout, *, table: Sequence[int] | None = None, threads: int = 1
+        self,
+        blocks: Array,
+        layout: KVLayout,
+        *,
+        table: Sequence[int] | None = None,
+        threads: int | None = None,
     ) -> None:
         array = as_words(blocks, "blocks", None)
         if array.ndim < 2 or not len(array) or not array[0].flags.c_contiguous:
@@ -53,11 +58,11 @@ class BlockKV:
 
     def to_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
         """Copy the chunks that begin at `starts` into `slots`; changes only the slots."""
-        copy_pairs([CopyPair(slot, own) for own, slot in self._pairs(starts, slots, True)], self._threads)
+        copy_pairs([(slot, own) for own, slot in self._pairs(starts, slots, True)], self._threads)
 
     def from_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
         """Copy `slots` into the blocks of `starts`; changes only those blocks."""
-        copy_pairs([CopyPair(own, slot) for own, slot in self._pairs(starts, slots, False)], self._threads)
+        copy_pairs(self._pairs(starts, slots, False), self._threads)
 
     def _pairs(
         self, starts: Sequence[int], slots: Sequence[Bytes], into_slots: bool
@@ -66,8 +71,11 @@ class BlockKV:
         odd = [start for start in starts if start % size]
         if odd:
             raise ValueError(f"starts must be multiples of chunk_tokens ({size}), got {odd[0]}")
-        checked = checked_chunks(self.layout, self.num_tokens, starts, slots, into_slots=into_slots)
-        return [(self._blocks[self._table[start // size]], slot) for start, slot in checked]
+        checked = checked_slots(self.layout, self.num_tokens, starts, slots, into_slots=into_slots)
+        return [
+            (self._blocks[self._table[start // size]], slot)
+            for start, slot in zip(starts, checked, strict=True)
+        ]
 
 
 def _as_bytes(array: Words) -> Bytes:

@@ -5,14 +5,14 @@ Calls `cpu_copy` for CPU memory, `gpu.copy_engine` for GPUs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pagoda.layout import KVLayout
-from pagoda.transfer.base import Array, Bytes, Ids, Words, as_words, checked_chunks, device_of, word_dtype
-from pagoda.transfer.cpu_copy import CopyPair, copy_pairs
+from pagoda.transfer.base import Array, Bytes, Ids, Words, as_words, checked_slots, device_of
+from pagoda.transfer.cpu_copy import CpuCopy, KvRows
 from pagoda.transfer.gpu.copy_engine import GpuCopy, copy_engine_of
 from pagoda.transfer.run_table import dense_run_table
 
@@ -23,29 +23,18 @@ if TYPE_CHECKING:
 __all__ = ["DenseKV"]
 
 
-class _SlotPlane(NamedTuple):
-    """The place of one plane of all layers in a slot: an array [layers, *shape], one stride between layers."""
-
-    shape: tuple[int, int, int, int]
-    dtype: np.dtype[np.unsignedinteger]
-    offset: int
-    strides: tuple[int, int, int, int]
-
-    def of(self, slot: Bytes) -> Words:
-        """Return the plane's view of a slot; copies nothing."""
-        return np.ndarray(self.shape, self.dtype, slot, self.offset, self.strides)
-
-
 class DenseKV:
     """The KV of one sequence: `layers[i] = (K, V)` tensors or arrays [heads, tokens, dim], or tokens first.
 
     The order of the axes is `layout.token_order`; each layer has as many planes as the layout (one for MLA, where
     [tokens, dim] is enough; four if scales come with quantised K and V). None in place of a plane that the layout does
     not have is skipped. All planes hold the same number of tokens. Nothing is copied here and no autograd graph is
-    kept, only the memory itself. A copy is one call per plane and layer, whose inner run is `run_bytes`.
+    kept, only the memory itself. A copy is one call per plane and layer, for adjacent chunks together; its inner run is
+    `run_bytes`.
 
     Tensors on a CUDA device are copied while the engine computes, see `GpuCopy`, by `copy_engine` or the device's
-    default one; `layer_events` records each loaded layer. `threads` are for CPU memory.
+    default one; `layer_events` records each loaded layer. `threads` are for CPU memory; None: as many as there are
+    idle cores.
 
     Thread-safe as `Transfer` says. Raises ValueError that names what does not match the layout.
     """
@@ -55,7 +44,7 @@ class DenseKV:
         layers: Sequence[Sequence[Array | None]],
         layout: KVLayout,
         *,
-        threads: int = 1,
+        threads: int | None = None,
         copy_engine: CopyEngine | None = None,
         layer_events: LayerEvents | None = None,
     ) -> None:
@@ -66,7 +55,6 @@ class DenseKV:
         self.layout = layout
         # a thread waits layer by layer: all chunks are best loaded by one call
         self.at_once = layer_events is not None
-        self._threads = threads
         self._token_axis = 1 if layout.token_order == "heads_first" else 0
         self._device = device_of(*layers)
         copy_engine = copy_engine or copy_engine_of(self._device)
@@ -75,60 +63,44 @@ class DenseKV:
         if len(counts) != 1:
             raise ValueError(f"layers must all hold the same number of tokens, got {sorted(counts)}")
         self.num_tokens: int = counts.pop()
-        self._by_plane = list(zip(*by_layer, strict=True))
-        self._slot_planes = [_slot_plane(layout, plane) for plane in range(len(layout.planes))]
-        self._gpu_copy: GpuCopy | None = None
+        rows, offset = list[KvRows](), 0
+        for planes in by_layer:
+            for plane in planes:
+                rows.append(KvRows(plane if self._token_axis else plane[None], offset))
+                heads, dim = plane.shape[1 - self._token_axis], plane.shape[2]
+                offset += heads * dim * layout.chunk_tokens * plane.itemsize
+        self._rows = rows
+        self._run_ids = np.zeros(1, np.int64)  # of the runs of a chunk, relative to its first token
+        self._copier: CpuCopy | GpuCopy = CpuCopy(rows, 1, units=layout.chunk_tokens, threads=threads)
         if copy_engine is not None:
-            self._gpu_copy = GpuCopy(copy_engine, dense_run_table(by_layer, layout), layers, layer_events)
+            table = dense_run_table(rows, layout)
+            self._run_ids = np.arange(table.count)
+            self._copier = GpuCopy(copy_engine, table, layers, layer_events)
 
     @property
     def device_index(self) -> int | None:
         """The CUDA device of the KV; None for CPU memory."""
-        return None if self._gpu_copy is None else self._gpu_copy.device_index
+        return self._copier.device_index
 
     @property
     def run_bytes(self) -> int:
         """The shortest contiguous run of a copy, in bytes, which decides its speed. For benchmarks."""
-        return min(_run_bytes(self._cut(array, 0)) for layers in self._by_plane for array in layers)
+        return min(_run_bytes(row.array[:, : self.layout.chunk_tokens]) for row in self._rows)
 
     def to_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
         """Copy the chunks that begin at `starts` into `slots`; changes only the slots."""
-        if self._gpu_copy is not None:
-            return self._gpu_copy.to_slots(*self._of_chunks(starts, slots, into_slots=True))
-        pairs = (CopyPair(slot, own) for own, slot in self._pairs(starts, slots, into_slots=True))
-        return copy_pairs(pairs, self._threads)
+        self._copier.to_slots(*self._of_chunks(starts, slots, into_slots=True))
 
     def from_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
         """Copy `slots` into the chunks that begin at `starts`; changes only those tokens."""
-        if self._gpu_copy is not None:
-            return self._gpu_copy.from_slots(*self._of_chunks(starts, slots, into_slots=False))
-        pairs = (CopyPair(own, slot) for own, slot in self._pairs(starts, slots, into_slots=False))
-        return copy_pairs(pairs, self._threads)
+        self._copier.from_slots(*self._of_chunks(starts, slots, into_slots=False))
 
     def _of_chunks(
         self, starts: Sequence[int], slots: Sequence[Bytes], *, into_slots: bool
     ) -> tuple[Ids, list[Bytes]]:
         """Return the run numbers [chunks, count] and the slots, all checked."""
-        assert self._gpu_copy is not None
-        checked = list(checked_chunks(self.layout, self.num_tokens, starts, slots, into_slots=into_slots))
-        firsts = np.array([start for start, _ in checked], dtype=np.int64)
-        return firsts[:, None] + np.arange(self._gpu_copy.table.count), [slot for _, slot in checked]
-
-    def _pairs(
-        self, starts: Sequence[int], slots: Sequence[Bytes], *, into_slots: bool
-    ) -> Iterator[tuple[Words, Words]]:
-        """Return (view of the KV, view of the slot) of every copy, chunk by chunk, plane by plane."""
-        checked = checked_chunks(self.layout, self.num_tokens, starts, slots, into_slots=into_slots)
-        return (
-            (self._cut(own, start), in_slot)
-            for start, slot in checked
-            for plane, arrays in zip(self._slot_planes, self._by_plane, strict=True)
-            for own, in_slot in zip(arrays, plane.of(slot), strict=True)
-        )
-
-    def _cut(self, array: Words, start: int) -> Words:
-        stop = start + self.layout.chunk_tokens
-        return array[:, start:stop] if self._token_axis else array[start:stop]
+        checked = checked_slots(self.layout, self.num_tokens, starts, slots, into_slots=into_slots)
+        return np.array(starts, dtype=np.int64)[:, None] + self._run_ids, checked
 
     def _planes(self, number: int, layer: Sequence[Array | None]) -> list[Words]:
         given = [plane for plane in layer if plane is not None]
@@ -155,14 +127,6 @@ class DenseKV:
                 f"{argument} must be {order} with {heads} heads and dim {dim}, got shape {array.shape}"
             )
         return array
-
-
-def _slot_plane(layout: KVLayout, plane: int) -> _SlotPlane:
-    a, b, c = layout.plane_shape(plane)
-    dtype = word_dtype(layout.planes[plane].dtype)
-    width = dtype.itemsize
-    strides = (layout.layer_bytes, b * c * width, c * width, width)
-    return _SlotPlane((layout.layers, a, b, c), dtype, layout.plane_offset(0, plane), strides)
 
 
 def _run_bytes(array: Words) -> int:

@@ -1,44 +1,32 @@
 """The KV of one sequence in an engine's paged pools, located by a block table or a slot mapping.
 
-Calls `run_table`; copies in CPU memory here and in `cpu_copy`, on GPUs by `gpu.copy_engine`.
+Calls `run_table`, and copies by `cpu_copy` or by `gpu.copy_engine`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
 from pagoda.layout import KVLayout
-from pagoda.transfer.base import Array, Bytes, Ids, Words, checked_chunks, device_of
-from pagoda.transfer.cpu_copy import in_threads
+from pagoda.transfer.base import Array, Bytes, Ids, Words, as_words, checked_slots, device_of
+from pagoda.transfer.cpu_copy import CpuCopy, KvRows
 from pagoda.transfer.gpu.copy_engine import GpuCopy, copy_engine_of
-from pagoda.transfer.run_table import (
-    PoolFormat,
-    Pools,
-    block_table_runs,
-    pool_rows,
-    pool_run_table,
-    rows_by_token,
-    slot_mapping_runs,
-)
+from pagoda.transfer.run_table import run_table
 
 if TYPE_CHECKING:
+    import torch
+
     from pagoda.transfer.gpu.copy_engine import CopyEngine
     from pagoda.transfer.gpu.layer_events import LayerEvents
 
 __all__ = ["PagedKV"]
 
 
-class _RowCopy(NamedTuple):
-    """One chunk's part of one pool: the row numbers [planes, runs] and the slot's words [planes, runs, words]."""
-
-    rows: Words
-    numbers: Ids
-    slot: Words
+PoolFormat: TypeAlias = Literal["planes_first", "blocks_first", "blocks_outermost", "plane_pools"]
+Pools: TypeAlias = "Array | Sequence[Array | Sequence[Array]]"
 
 
 class PagedKV:
@@ -62,7 +50,7 @@ class PagedKV:
     gathered by one np.take per pool. Pools that are not contiguous work too, run by run.
 
     Pools on a CUDA device are copied while the engine computes, see `GpuCopy`, by `copy_engine` or the device's default
-    one; `layer_events` records each loaded layer. `threads` are for CPU memory.
+    one; `layer_events` records each loaded layer. `threads` are for CPU memory; None: as many as there are idle cores.
 
     Thread-safe as `Transfer` says. Raises ValueError that names what does not match.
     """
@@ -76,7 +64,7 @@ class PagedKV:
         block_size: int,
         block_table: Array | Sequence[int] | None = None,
         slot_mapping: Array | Sequence[int] | None = None,
-        threads: int = 1,
+        threads: int | None = None,
         copy_engine: CopyEngine | None = None,
         layer_events: LayerEvents | None = None,
     ) -> None:
@@ -87,63 +75,47 @@ class PagedKV:
         self.layout = layout
         # a thread waits layer by layer: all chunks are best loaded by one call
         self.at_once = layer_events is not None
-        self._threads = threads
         device = device_of(pools)
         copy_engine = copy_engine or copy_engine_of(device)
-        self._pools, blocks = pool_rows(pools, layout, pool_format, block_size, device)
+        rows, blocks = _pool_rows(pools, layout, pool_format, block_size, device)
         if block_table is not None and slot_mapping is None:
-            self._runs = block_table_runs(block_table, blocks, block_size)
+            self._runs = _block_table_runs(block_table, blocks, block_size)
         elif slot_mapping is not None and block_table is None:
-            self._runs = slot_mapping_runs(slot_mapping, blocks, block_size)
+            self._runs = _slot_mapping_runs(slot_mapping, blocks, block_size)
         else:
             raise ValueError("give either block_table or slot_mapping")
         self.num_tokens = self._runs.num_tokens
         if self._runs.tokens != block_size:
             if not layout.planes:
                 raise ValueError("slot_mapping must be made of whole blocks where the layout is opaque")
-            self._pools = [rows_by_token(pool, block_size) for pool in self._pools]
+            rows = [_rows_by_token(pool, block_size) for pool in rows]
         self._count = layout.chunk_tokens // self._runs.tokens
-        self._gpu_copy: GpuCopy | None = None
+        self._run_bytes: int = min(row.array.itemsize * row.array.shape[-1] for row in rows)
+        self._copier: CpuCopy | GpuCopy = CpuCopy(rows, self._count, threads=threads)
         if copy_engine is not None:
-            self._gpu_copy = GpuCopy(
-                copy_engine, pool_run_table(self._pools, layout, self._count), pools, layer_events
-            )
+            table = run_table(rows, layout, self._count)
+            self._copier = GpuCopy(copy_engine, table, pools, layer_events)
 
     @property
     def device_index(self) -> int | None:
         """The CUDA device of the pools; None for CPU memory."""
-        return None if self._gpu_copy is None else self._gpu_copy.device_index
+        return self._copier.device_index
 
     @property
     def run_bytes(self) -> int:
         """The shortest contiguous run of a copy, in bytes, which decides its speed. For benchmarks."""
-        return min(pool.rows[:1].nbytes for pool in self._pools)
+        return self._run_bytes
 
     def to_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
         """Copy the chunks that begin at `starts` into `slots`; changes only the slots."""
         skipped = self._runs.skip * self._runs.tokens
         if any(start < skipped for start in starts):
             raise ValueError(f"starts: the first {skipped} tokens are -1 and have no KV to store")
-        if self._gpu_copy is not None:
-            self._gpu_copy.to_slots(*self._of_chunks(starts, slots, into_slots=True))
-        else:
-            self._copy(_gather, self._pieces(starts, slots, into_slots=True))
+        self._copier.to_slots(*self._of_chunks(starts, slots, into_slots=True))
 
     def from_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
         """Copy `slots` into the chunks that begin at `starts`; changes only those tokens, and none that is -1."""
-        if self._gpu_copy is not None:
-            self._gpu_copy.from_slots(*self._of_chunks(starts, slots, into_slots=False))
-        else:
-            self._copy(_scatter, self._pieces(starts, slots, into_slots=False))
-
-    def _copy(self, copy: Callable[[Sequence[_RowCopy]], None], work: list[_RowCopy]) -> None:
-        threads = min(self._threads, len(work))
-        cuts = [len(work) * part // max(threads, 1) for part in range(threads + 1)]
-        in_threads([partial(copy, work[a:b]) for a, b in pairwise(cuts)], threads)
-
-    def _pieces(self, starts: Sequence[int], slots: Sequence[Bytes], *, into_slots: bool) -> list[_RowCopy]:
-        chunks = zip(starts, *self._of_chunks(starts, slots, into_slots=into_slots), strict=True)
-        return [piece for start, ids, slot in chunks for piece in self._of_chunk(start, ids, slot)]
+        self._copier.from_slots(*self._of_chunks(starts, slots, into_slots=False))
 
     def _of_chunks(
         self, starts: Sequence[int], slots: Sequence[Bytes], *, into_slots: bool
@@ -152,29 +124,168 @@ class PagedKV:
         odd = [start for start in starts if start % self._runs.tokens]
         if odd:
             raise ValueError(f"starts must be multiples of block_size ({self._runs.tokens}), got {odd[0]}")
-        checked = list(checked_chunks(self.layout, self.num_tokens, starts, slots, into_slots=into_slots))
-        firsts = np.array([start // self._runs.tokens for start, _ in checked], dtype=np.int64)
-        return self._runs.ids[firsts[:, None] + np.arange(self._count)], [slot for _, slot in checked]
-
-    def _of_chunk(self, start: int, ids: Ids, slot: Bytes) -> Iterator[_RowCopy]:
-        skip = max(self._runs.skip - start // self._runs.tokens, 0)
-        for pool in self._pools if skip < len(ids) else ():
-            shape = (len(pool.firsts), len(ids), pool.rows.shape[1])
-            in_slot: Words = np.ndarray(shape, pool.rows.dtype, slot, pool.offset)
-            yield _RowCopy(pool.rows, pool.numbers(ids[skip:]), in_slot[:, skip:])
+        checked = checked_slots(self.layout, self.num_tokens, starts, slots, into_slots=into_slots)
+        firsts = np.array(starts, dtype=np.int64) // self._runs.tokens
+        return self._runs.ids[firsts[:, None] + np.arange(self._count)], checked
 
 
-def _gather(work: Sequence[_RowCopy]) -> None:
-    """Copy rows into slots. A store skips nothing, so the slot's side is contiguous."""
-    for rows, numbers, slot in work:
-        if rows.flags.c_contiguous:  # otherwise np.take would first copy the whole pool
-            np.take(rows, numbers, axis=0, out=slot, mode="clip")  # "raise" would copy through a buffer
-        else:
-            for target, number in zip(slot.reshape(-1, slot.shape[-1]), numbers.flat, strict=True):
-                np.copyto(target, rows[number])
+# -- pools, block tables and slot mappings ----------------------------------------------------------------------------
 
 
-def _scatter(work: Sequence[_RowCopy]) -> None:
-    """Copy slots into rows; no row occurs twice."""
-    for rows, numbers, slot in work:
-        rows[numbers] = slot
+class _SequenceRuns(NamedTuple):
+    """The runs of a sequence: run i has tokens [i * tokens, (i + 1) * tokens); the first `skip` ids are -1."""
+
+    ids: Ids
+    tokens: int
+    skip: int
+    num_tokens: int
+
+
+def _pool_rows(
+    pools: Pools, layout: KVLayout, form: PoolFormat, block_size: int, on: torch.device | None = None
+) -> tuple[list[KvRows], int]:
+    """Return the rows of all pools and their number of blocks. Raises ValueError naming what is wrong.
+
+    `on`: the GPU of the pools, None for CPU memory.
+    """
+    if form not in get_args(PoolFormat):
+        raise ValueError(f"pool_format must be one of {', '.join(get_args(PoolFormat))}, got {form!r}")
+    if form == "blocks_outermost":
+        found = _outermost(pools, layout, block_size, on)
+    else:
+        _check_layout(layout)
+        if len(pools) != layout.layers:
+            raise ValueError(f"pools: {len(pools)} layers were given, the layout has {layout.layers}")
+        see = _plane_pools if form == "plane_pools" else _paired
+        found = [
+            rows
+            for layer, pool in enumerate(pools)
+            for rows in see(pool, layer, layout, form, block_size, on)
+        ]
+    blocks = {pool.array.shape[1] for pool in found}
+    if len(blocks) != 1:
+        raise ValueError(f"pools must all have the same number of blocks, got {sorted(blocks)}")
+    return found, blocks.pop()
+
+
+def _rows_by_token(pool: KvRows, block_size: int) -> KvRows:
+    """Return the same pool with one token per run. Raises ValueError if it is not contiguous."""
+    array = pool.array
+    if not (array.flags.c_contiguous or array.swapaxes(0, 1).flags.c_contiguous):
+        raise ValueError("slot_mapping is not made of whole blocks: that needs contiguous pools")
+    return KvRows(array.reshape(*array.shape[:2], block_size, -1), pool.offset, block_size)
+
+
+def _block_table_runs(block_table: Array | Sequence[int], blocks: int, block_size: int) -> _SequenceRuns:
+    """Return the runs of a block table. Raises ValueError naming it."""
+    ids, skip = _checked_ids(block_table, "block_table", blocks)
+    return _SequenceRuns(ids, block_size, skip, len(ids) * block_size)
+
+
+def _slot_mapping_runs(slot_mapping: Array | Sequence[int], blocks: int, block_size: int) -> _SequenceRuns:
+    """Return the runs of a slot mapping: blocks if it is made of whole ones, else tokens. Raises ValueError."""
+    slots, skip = _checked_ids(slot_mapping, "slot_mapping", blocks * block_size)
+    whole = len(slots) // block_size * block_size
+    by_block = slots[:whole].reshape(-1, block_size)
+    used = by_block[skip // block_size :]
+    if skip % block_size == 0 and np.all(used[:, 0] % block_size == 0) and np.all(np.diff(used) == 1):
+        ids = np.where(by_block[:, 0] < 0, -1, by_block[:, 0] // block_size)
+        return _SequenceRuns(ids, block_size, skip // block_size, len(slots))
+    return _SequenceRuns(slots, 1, skip, len(slots))
+
+
+def _checked_ids(given: Array | Sequence[int], argument: str, limit: int) -> tuple[Ids, int]:
+    """Return the ids and the number of leading -1."""
+    try:
+        array = np.asarray(given)
+    except (TypeError, RuntimeError) as error:  # a tensor on a GPU
+        raise ValueError(f"{argument} must be readable by the CPU: {error}") from None
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
+        raise ValueError(f"{argument} must be 1-D integers, got {array.ndim}-D {array.dtype}")
+    ids: Ids = array.astype(np.int64)
+    there = np.flatnonzero(ids != -1)
+    skip = int(there[0]) if there.size else len(ids)
+    rest = ids[skip:]
+    bad = rest[(rest < 0) | (rest >= limit)]
+    if bad.size:
+        raise ValueError(
+            f"{argument}: {bad[0]} is not in [0, {limit}), and -1 is allowed only at the beginning"
+        )
+    if len(np.unique(rest)) != len(rest):
+        raise ValueError(f"{argument} names the same place twice")
+    return ids, skip
+
+
+def _check_layout(layout: KVLayout) -> None:
+    if not layout.planes:
+        raise ValueError("layout is opaque: only pool_format 'blocks_outermost' can be stored without planes")
+    if layout.token_order != "tokens_first" and any(plane.heads != 1 for plane in layout.planes):
+        raise ValueError(
+            "layout must have token_order 'tokens_first': a paged pool keeps tokens before heads"
+        )
+
+
+def _paired(
+    pool: object, layer: int, layout: KVLayout, form: PoolFormat, size: int, on: torch.device | None
+) -> list[KvRows]:
+    """Return the rows of K and V of a layer in one pool, planes first or blocks first."""
+    heads, dim, dtype = layout.planes[0]
+    if len(layout.planes) != 2 or layout.planes[1] != layout.planes[0]:
+        raise ValueError(f"pool_format {form!r} holds two equal planes, the layout has {layout.planes}")
+    array = as_words(pool, f"pools[{layer}]", dtype, on)
+    axis = 0 if form == "planes_first" else 1
+    blocks = array.shape[1 - axis] if array.ndim == 5 else 0
+    lead = (2, blocks) if axis == 0 else (blocks, 2)
+    _check_shape(array, f"pools[{layer}]", (*lead, size, heads, dim))
+    return [_rows(array.swapaxes(0, axis), f"pools[{layer}]", layout.plane_offset(layer, 0))]
+
+
+def _plane_pools(
+    pool: object, layer: int, layout: KVLayout, form: PoolFormat, size: int, on: torch.device | None
+) -> list[KvRows]:
+    """Return the rows of a layer whose planes each have a separate pool."""
+    planes = list(pool) if isinstance(pool, list | tuple) else [pool]
+    if len(planes) != len(layout.planes):
+        raise ValueError(f"pools[{layer}] has {len(planes)} planes, the layout has {len(layout.planes)}")
+    found = []
+    for number, (given, (heads, dim, dtype)) in enumerate(zip(planes, layout.planes, strict=True)):
+        name = f"pools[{layer}][{number}]"
+        array = as_words(given, name, dtype, on)
+        if array.ndim == 3 and heads == 1:
+            array = array[:, :, None]
+        _check_shape(array, name, (len(array), size, heads, dim))
+        found.append(_rows(array[None], name, layout.plane_offset(layer, number)))
+    return found
+
+
+def _outermost(pools: object, layout: KVLayout, size: int, on: torch.device | None) -> list[KvRows]:
+    """Return the rows of one pool for all layers, block by block."""
+    array = as_words(pools, "pools", layout.planes[0].dtype if layout.planes else None, on)
+    if not layout.planes:
+        return [_rows(array[None], "pools", 0, layout.chunk_bytes * size // layout.chunk_tokens)]
+    _check_layout(layout)
+    count, (heads, dim, _) = len(layout.planes), layout.planes[0]
+    if any(plane != layout.planes[0] for plane in layout.planes):
+        raise ValueError(f"pool_format 'blocks_outermost' holds equal planes, the layout has {layout.planes}")
+    _check_shape(array, "pools", (len(array), layout.layers, count, size, heads, dim))
+    if not array[:1].flags.c_contiguous:
+        raise ValueError(f"pools: blocks must be contiguous, got strides {array.strides}")
+    planes = array.reshape(len(array), layout.layers * count, size, heads, dim)
+    return [_rows(planes.swapaxes(0, 1), "pools", 0)]
+
+
+def _rows(array: Words, argument: str, offset: int, run_bytes: int | None = None) -> KvRows:
+    """Return [planes, blocks, ...] as rows: each block of a plane is contiguous, at any distance."""
+    if array.ndim < 3 or not array[:1, :1].flags.c_contiguous:
+        raise ValueError(
+            f"{argument}: blocks must be contiguous, got shape {array.shape[1:]} strides {array.strides[1:]}"
+        )
+    nbytes = array[:1, :1].nbytes
+    if run_bytes is not None and nbytes != run_bytes:
+        raise ValueError(f"{argument}: a block has {nbytes} bytes, the layout says {run_bytes}")
+    return KvRows(array.reshape(*array.shape[:2], -1), offset)
+
+
+def _check_shape(array: Words, argument: str, shape: tuple[int, ...]) -> None:
+    if array.shape != shape:
+        raise ValueError(f"{argument} must have the shape {list(shape)}, got {list(array.shape)}")

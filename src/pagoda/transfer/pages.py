@@ -1,26 +1,22 @@
 """The KV of one sequence in planes of pages whose content only the engine knows, located by a block table.
 
-Copies in CPU memory here and in `cpu_copy`; `gpu.device_pages` does the same on GPUs with this `PageTable`.
+Copies by `cpu_copy`; `gpu.device_pages` does the same on GPUs with this `PageTable`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from copy import copy
-from functools import partial
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from pagoda.layout import KVLayout
-from pagoda.transfer.base import Array, Bytes, Ids, Words, as_words, check_starts, checked_chunks
-from pagoda.transfer.cpu_copy import in_threads
+from pagoda.transfer.base import Array, Bytes, Ids, Words, as_words, check_starts, checked_slots
+from pagoda.transfer.cpu_copy import CpuCopy, KvRows
 
 __all__ = [
     "WORD_BYTES",
-    "BlockSpan",
-    "ChunkPart",
     "PagePlane",
     "PageTable",
     "PagesKV",
@@ -40,40 +36,6 @@ class PagePlane(NamedTuple):
     page_bytes: int
     blocks: int
     storage: int  # distinguishes tensors of different memory; 0 for arrays
-
-
-class BlockSpan(NamedTuple):
-    """Blocks [begin, begin + len(ids)) of a chunk, without a skipped one. `first`: ids are first, first + 1, ...
-
-    Their positions in the block table are [at, at + len(ids)).
-    """
-
-    begin: int
-    at: int
-    ids: Ids
-    first: int | None
-
-
-class ChunkPart(NamedTuple):
-    """One part of one chunk: the places of its blocks, and its bytes [plane][block][page] of the slot."""
-
-    spans: list[BlockSpan]
-    slot_part: Bytes
-
-
-class _PageCopy(NamedTuple):
-    """One span of one plane: all rows of the plane, and the slot's words [*ids.shape, words of a page]."""
-
-    rows: Words
-    span: BlockSpan
-    slot_part: Words
-
-
-class _ChunkRow(NamedTuple):
-    """Whole chunks whose slots are at equal distances, so that numpy can copy a plane of all of them in one call."""
-
-    parts: Sequence[ChunkPart]
-    step_bytes: int  # from one slot to the next, positive or negative
 
 
 def page_plane(plane: Array, argument: str) -> PagePlane:
@@ -178,21 +140,12 @@ class PageTable:
         other._set(block_table)
         return other
 
-    def chunk_parts(
+    def chunks(
         self, starts: Sequence[int], slots: Sequence[Bytes], *, into_slots: bool
-    ) -> list[ChunkPart]:
-        """Return the part of each chunk to copy, all checked. Raises ValueError for starts or slots that do not fit."""
-        checked = checked_chunks(self.layout, self.num_tokens, starts, slots, into_slots=into_slots)
-        begin = self._part * self.part_bytes
-        slot_parts = [slot[begin : begin + self.part_bytes] for _, slot in checked]
-        spans = self.spans(starts, into_slots=into_slots)
-        return [ChunkPart(*part) for part in zip(spans, slot_parts, strict=True)]
-
-    def spans(self, starts: Sequence[int], *, into_slots: bool) -> list[list[BlockSpan]]:
-        """Return the places of each chunk's blocks, all checked. Raises ValueError for starts that do not fit."""
-        found = self.blocks_of(starts, into_slots=into_slots)
-        firsts = [start // self.block_tokens for start in starts]
-        return [list(_spans(ids, first)) for ids, first in zip(found, firsts, strict=True)]
+    ) -> tuple[Ids, list[Bytes]]:
+        """Return the block ids [chunks, blocks] and the slots, all checked. Raises ValueError for what does not fit."""
+        checked = checked_slots(self.layout, self.num_tokens, starts, slots, into_slots=into_slots)
+        return self.blocks_of(starts, into_slots=into_slots), checked
 
     def blocks_of(self, starts: Sequence[int], *, into_slots: bool) -> Ids:
         """Return the ids of each chunk's blocks, [chunks, blocks]. Raises ValueError for starts that do not fit."""
@@ -233,14 +186,17 @@ class PagesKV:
         block_table: Sequence[int],
         part: int = 0,
         parts: int = 1,
-        threads: int = 1,
+        threads: int | None = None,
     ) -> None:
         arrays = [as_words(plane, f"planes[{number}]", None) for number, plane in enumerate(planes)]
         seen = [page_plane(array, f"planes[{number}]") for number, array in enumerate(arrays)]
         self._page_table = PageTable(seen, layout, block_tokens, block_table, part, parts)
-        self._rows = [_widest_words(array, plane) for array, plane in zip(arrays, seen, strict=True)]
-        self._page_bytes = [plane.page_bytes for plane in seen]
-        self._threads = threads
+        rows, offset = list[KvRows](), part * self._page_table.part_bytes
+        for array, plane in zip(arrays, seen, strict=True):
+            rows.append(KvRows(_widest_words(array, plane, offset)[None], offset))
+            offset += self._page_table.blocks * plane.page_bytes
+        self._copier = CpuCopy(rows, self._page_table.blocks, threads=threads)
+        self._run_bytes = min(plane.page_bytes for plane in seen)
         self.layout = layout
         self.num_tokens = self._page_table.num_tokens
 
@@ -257,111 +213,20 @@ class PagesKV:
     @property
     def run_bytes(self) -> int:
         """The shortest contiguous run of a copy, in bytes, which decides its speed. For benchmarks."""
-        return min(self._page_bytes)
+        return self._run_bytes
 
     def to_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
         """Copy the chunks that begin at `starts` into this part of `slots`; changes nothing else."""
-        self._copy(_gather, self._page_table.chunk_parts(starts, slots, into_slots=True))
+        self._copier.to_slots(*self._page_table.chunks(starts, slots, into_slots=True))
 
     def from_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
         """Copy this part of `slots` into the blocks of `starts`; changes only those blocks, and none that is -1."""
-        self._copy(_scatter, self._page_table.chunk_parts(starts, slots, into_slots=False))
-
-    def _copy(self, copy: Callable[[Sequence[_PageCopy]], None], parts: Sequence[ChunkPart]) -> None:
-        rows = _rows(parts, self._page_table.blocks)
-        work = [piece for row in rows for piece in self._pieces(row)]
-        threads = max(1, min(self._threads, len(work)))
-        cuts = [len(work) * number // threads for number in range(threads + 1)]
-        in_threads([partial(copy, work[a:b]) for a, b in pairwise(cuts)], threads)
-
-    def _pieces(self, row: _ChunkRow) -> Iterator[_PageCopy]:
-        part, count = row.parts[0], len(row.parts)
-        spans = part.spans if count == 1 else [_joined_span(row.parts)]
-        offset = 0
-        for rows, page_bytes in zip(self._rows, self._page_bytes, strict=True):
-            shape = (self._page_table.blocks, rows.shape[1])
-            slot_part: Words = np.ndarray(shape, rows.dtype, part.slot_part, offset)
-            if not slot_part.flags.aligned:  # numpy would copy it through a buffer
-                rows = rows.view(np.uint8)
-                slot_part = part.slot_part[offset : offset + shape[0] * page_bytes].reshape(
-                    shape[0], page_bytes
-                )
-            if count > 1:
-                strides = (row.step_bytes, *slot_part.strides)
-                slot_part = np.lib.stride_tricks.as_strided(slot_part, (count, *slot_part.shape), strides)
-                yield _PageCopy(rows, spans[0], slot_part)
-            else:
-                for span in spans:
-                    yield _PageCopy(rows, span, slot_part[span.begin : span.begin + len(span.ids)])
-            offset += shape[0] * page_bytes
+        self._copier.from_slots(*self._page_table.chunks(starts, slots, into_slots=False))
 
 
-def _rows(parts: Sequence[ChunkPart], blocks: int) -> Iterator[_ChunkRow]:
-    """Group adjacent chunks that are whole and whose slots are at equal distances."""
-    begin, step = 0, 0
-    places = [part.slot_part.ctypes.data for part in parts]
-    whole = [len(part.spans) == 1 and len(part.spans[0].ids) == blocks for part in parts]
-    for at in range(1, len(parts) + 1):
-        if at < len(parts) and whole[at - 1] and whole[at]:
-            found = places[at] - places[at - 1]
-            # slots that overlap, or are not a whole number of words apart, are copied one by one
-            if abs(found) >= parts[at].slot_part.nbytes and not found % WORD_BYTES[0] and step in (0, found):
-                step = found
-                continue
-        yield _ChunkRow(parts[begin:at], step)
-        begin, step = at, 0
-
-
-def _joined_span(parts: Sequence[ChunkPart]) -> BlockSpan:
-    """Return the spans of whole chunks as one, with ids [chunks, blocks]."""
-    ids = np.stack([part.spans[0].ids for part in parts])
-    flat = ids.reshape(-1)
-    run = int(flat[0]) if bool((flat[1:] - flat[:-1] == 1).all()) else None
-    return BlockSpan(0, parts[0].spans[0].at, ids, run)
-
-
-def _gather(work: Sequence[_PageCopy]) -> None:
-    for rows, span, slot_part in work:
-        if span.first is not None:
-            np.copyto(slot_part, rows[span.first : span.first + span.ids.size].reshape(slot_part.shape))
-        elif span.ids.ndim > 1:
-            _gather(
-                [
-                    _PageCopy(rows, span._replace(ids=ids), one)
-                    for ids, one in zip(span.ids, slot_part, strict=True)
-                ]
-            )
-        elif rows.flags.c_contiguous:  # otherwise np.take would first copy all of the array
-            np.take(rows, span.ids, axis=0, out=slot_part, mode="clip")  # "raise" would copy through a buffer
-        else:
-            for page, number in zip(slot_part, span.ids.tolist(), strict=True):
-                np.copyto(page, rows[number])
-
-
-def _scatter(work: Sequence[_PageCopy]) -> None:
-    for rows, span, slot_part in work:
-        if span.first is not None:
-            np.copyto(rows[span.first : span.first + span.ids.size].reshape(slot_part.shape), slot_part)
-        else:
-            rows[span.ids] = slot_part  # no block occurs twice
-
-
-def _spans(ids: Ids, first: int) -> Iterator[BlockSpan]:
-    """Cut the blocks of a chunk, which are in the table from `first` on, at those that are -1."""
-    if ids[0] >= 0 and (len(ids) == 1 or bool((ids[1:] - ids[:-1] == 1).all())):  # the common case
-        yield BlockSpan(0, first, ids, int(ids[0]))
-        return
-    there = np.flatnonzero(ids >= 0)
-    for group in np.split(there, np.flatnonzero(np.diff(there) > 1) + 1):
-        if len(group):
-            begin, found = int(group[0]), ids[group]
-            run = int(found[0]) if bool((np.diff(found) == 1).all()) else None
-            yield BlockSpan(begin, first + begin, found, run)
-
-
-def _widest_words(array: Words, plane: PagePlane) -> Words:
+def _widest_words(array: Words, plane: PagePlane, offset: int) -> Words:
     """Return the plane's rows as the widest words that fit; wide words are copied twice as fast as bytes."""
-    numbers = (plane.address, plane.stride, plane.page_bytes)
+    numbers = (plane.address, plane.stride, plane.page_bytes, offset)
     width = next(width for width in WORD_BYTES if not any(number % width for number in numbers))
     return array.view(f"u{width}")
 

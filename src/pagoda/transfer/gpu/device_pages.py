@@ -14,7 +14,7 @@ import numpy as np
 
 from pagoda.layout import KVLayout
 from pagoda.threads import Pool
-from pagoda.transfer.base import Bytes, checked_chunks
+from pagoda.transfer.base import Bytes, checked_slots
 from pagoda.transfer.gpu.copy_engine import CopyEngine, GpuCopy, copy_engine_of
 from pagoda.transfer.gpu.device import CpuDevice, DeviceEvent
 from pagoda.transfer.gpu.layer_events import LayerEvents
@@ -89,15 +89,11 @@ class DevicePagesKV:
 
     def to_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
         """Copy the chunks that begin at `starts` into this part of `slots`; changes nothing else."""
-        checked = checked_chunks(self.layout, self.num_tokens, starts, slots, into_slots=True)
-        ids = self._page_table.blocks_of(starts, into_slots=True)
-        self._gpu_copy.to_slots(ids, [slot for _, slot in checked])
+        self._gpu_copy.to_slots(*self._page_table.chunks(starts, slots, into_slots=True))
 
     def from_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
         """Copy this part of `slots` into the blocks of `starts`; changes only those blocks, and none that is -1."""
-        checked = checked_chunks(self.layout, self.num_tokens, starts, slots, into_slots=False)
-        ids = self._page_table.blocks_of(starts, into_slots=False)
-        self._gpu_copy.from_slots(ids, [slot for _, slot in checked])
+        self._gpu_copy.from_slots(*self._page_table.chunks(starts, slots, into_slots=False))
 
     def preallocate(self, snapshot_bytes: int) -> tuple[SnapshotBuffer, int]:
         """Allocate now the device memory of copies and snapshots; returns the snapshots' buffer, and the bytes of both.
@@ -206,12 +202,10 @@ class DeviceSnapshot:
         rows, row_bytes = self._memory.shape
         tokens = len(self._rows) * self._layout.chunk_tokens
         starts = range(0, tokens, self._layout.chunk_tokens)
-        checked = checked_chunks(self._layout, tokens, starts, slots, into_slots=True)
+        checked = checked_slots(self._layout, tokens, starts, slots, into_slots=True)
         plane = PagePlane(self._memory.data_ptr(), row_bytes, row_bytes, rows, 0)
         ids = np.array(self._rows, dtype=np.int64)[:, None]
-        self._gpu_copy.copy_engine.store(
-            page_run_table([plane], 1, self._begin), ids, [slot for _, slot in checked], self._copied
-        )
+        self._gpu_copy.copy_engine.store(page_run_table([plane], 1, self._begin), ids, checked, self._copied)
 
     def release(self) -> None:
         """Free its rows for other snapshots; idempotent. Nothing may be copied out of it any more."""

@@ -1,0 +1,207 @@
+"""The CPU's copier: how many calls a chunk takes, which threads help and when, and what becomes of them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pagoda import Cache, Config, Namespace
+from pagoda.layout import KVLayout
+from pagoda.transfer import BlockKV, DenseKV, PagedKV, PagesKV, Transfer, cpu_copy
+from pagoda.transfer.cpu_copy import end_helpers, in_threads
+
+CHUNK = 8
+
+
+@pytest.fixture(autouse=True)
+def helpers_end() -> Iterator[None]:
+    end_helpers()
+    yield
+    end_helpers()
+
+
+# ---- calls of numpy
+
+
+def dense(order: str) -> Transfer:
+    layout = KVLayout.dense(3, 2, 4, "float32", CHUNK, token_order=order)  # type: ignore[arg-type]
+    shape = (2, 64, 4) if order == "heads_first" else (64, 2, 4)
+    return DenseKV([(np.ones(shape, "f4"), np.ones(shape, "f4")) for _ in range(3)], layout, threads=1)
+
+
+def paged(form: str, table: Sequence[int]) -> Transfer:
+    layout = KVLayout.dense(3, 2, 4, "float32", CHUNK, token_order="tokens_first")
+    shapes = {"planes_first": (2, 16, 4, 2, 4), "blocks_first": (16, 2, 4, 2, 4)}
+    pools = [np.ones(shapes[form], "f4") for _ in range(3)]
+    return PagedKV(pools, layout, pool_format=form, block_size=4, block_table=table, threads=1)  # type: ignore[arg-type]
+
+
+def pages(table: Sequence[int]) -> Transfer:
+    layout = KVLayout.opaque(CHUNK, 3 * 2 * 16, "pages")
+    planes = [np.ones((16, 16), np.uint8) for _ in range(3)]
+    return PagesKV(planes, layout, block_tokens=4, block_table=table, threads=1)
+
+
+def blocks() -> Transfer:
+    return BlockKV(np.ones((4, 64), np.uint8), KVLayout.opaque(CHUNK, 64, "blocks"), threads=1)
+
+
+SCATTERED = [9, 4, 1, 7, 3, 12, 0, 2]
+
+
+@pytest.mark.parametrize(
+    ("kv", "one", "four_stored", "four_loaded"),
+    [
+        (dense("heads_first"), 6, 6, 6),  # one for each plane of each layer, for adjacent chunks together
+        (dense("tokens_first"), 6, 6, 6),
+        (paged("planes_first", range(8)), 3, 3, 3),
+        (paged("planes_first", SCATTERED), 3, 12, 3),  # np.take needs a contiguous target
+        (paged("blocks_first", SCATTERED), 3, 12, 3),
+        (pages(range(8)), 3, 3, 3),
+        (pages(SCATTERED), 3, 12, 3),
+    ],
+)
+def test_a_chunk_takes_few_calls(
+    kv: Transfer, one: int, four_stored: int, four_loaded: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[object] = []
+    real = cpu_copy._now
+    monkeypatch.setattr(cpu_copy, "_now", lambda *call: (calls.append(call), real(*call)))
+    slots = list(np.zeros((4, 4096), np.uint8))
+
+    def count(way: str, chunks: int) -> int:
+        calls.clear()
+        getattr(kv, way)([CHUNK * i for i in range(chunks)], slots[:chunks])
+        return len(calls)
+
+    assert (count("to_slots", 1), count("from_slots", 1)) == (one, one)
+    assert (count("to_slots", 4), count("from_slots", 4)) == (four_stored, four_loaded)
+
+
+# ---- threads
+
+
+def large() -> tuple[BlockKV, list[np.ndarray]]:
+    content = np.random.default_rng(0).integers(0, 256, (2, 8 << 20), dtype=np.uint8)
+    return BlockKV(content, KVLayout.opaque(CHUNK, 8 << 20, "large")), list(np.zeros_like(content))
+
+
+def copying_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("pagoda-copy")]
+
+
+def check_large() -> None:
+    kv, slots = large()
+    kv.to_slots([0, CHUNK], slots)
+    assert (np.stack(slots) == kv._blocks).all()
+
+
+def test_idle_cores_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(3)))
+    monkeypatch.setattr(cpu_copy, "_running_threads", lambda: 1)
+    check_large()
+    assert 1 <= len(copying_threads()) <= 2
+
+
+@pytest.mark.parametrize(("cores", "running"), [(1, 1), (4, 4), (4, 40)])
+def test_busy_cores_are_left_alone(cores: int, running: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(cpu_copy, "_running_threads", lambda: running)
+    check_large()
+    assert not copying_threads()
+
+
+def test_a_small_copy_asks_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_copy, "_running_threads", lambda: pytest.fail("the load was read"))
+    assert cpu_copy._idle_threads(cpu_copy._LEAST_BYTES - 1) == 1
+
+
+def test_calls_that_copy_at_once_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(3)))
+    monkeypatch.setattr(cpu_copy, "_running_threads", lambda: 1)
+    release = threading.Event()
+    busy = [cpu_copy._helper_pool().submit(release.wait) for _ in range(2)]
+    try:
+        assert cpu_copy._idle_threads(1 << 30) == 1
+    finally:
+        release.set()
+    assert all(future.result() for future in busy)
+    assert cpu_copy._idle_threads(1 << 30) > 1
+
+
+def test_the_load_that_cannot_be_read_is_a_high_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cpu_copy._running_threads() >= 1
+
+    def fails(*_: object) -> int:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "open", fails)
+    assert cpu_copy._running_threads() > cpu_copy._MOST_HELPERS
+
+
+def test_whoever_is_free_takes_the_next_job() -> None:
+    done: list[int] = []
+    begun, release = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        begun.set()
+        assert release.wait(30)
+
+    def last() -> None:
+        assert begun.wait(30)
+        release.set()
+
+    in_threads([slow, *(lambda n=n: done.append(n) for n in range(20)), last], 2)  # type: ignore[misc]
+    assert sorted(done) == list(range(20))
+
+
+@pytest.mark.parametrize("error", [ValueError, IndexError, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["here", "helper"])
+def test_an_error_is_raised_and_nothing_goes_on_after_it(error: type[BaseException], where: str) -> None:
+    caller, ended, met = threading.get_ident(), list[int](), threading.Barrier(2)
+
+    def job() -> None:
+        met.wait(30)  # one on each thread
+        if (threading.get_ident() == caller) == (where == "here"):
+            raise error
+        time.sleep(0.05)
+        ended.append(1)
+
+    with pytest.raises(error):
+        in_threads([job, job, *(lambda: time.sleep(0.01) for _ in range(500))], 2)
+    assert ended == [1]
+
+
+def test_a_forked_child_copies_with_threads_of_its_own() -> None:
+    in_threads([lambda: None] * 4, 2)
+    child = os.fork()
+    if child == 0:
+        try:
+            met = threading.Barrier(2)
+            in_threads([lambda: met.wait(20)] * 2, 2)  # type: ignore[list-item]
+            os._exit(0)
+        except BaseException:  # noqa: BLE001
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_the_helpers_end_with_the_cache(shm_root: Path) -> None:
+    layout = KVLayout.opaque(CHUNK, 64, "ends")
+    config = Config(chunk_tokens=CHUNK, host_size=1 << 20, host_path=str(shm_root))
+    cache = Cache(config, namespace=Namespace(model="m"), layout=layout)
+    met = threading.Barrier(2)
+    in_threads([lambda: met.wait(20)] * 2, 2)  # type: ignore[list-item]
+    assert copying_threads()
+    cache.close()
+    until = time.monotonic() + 20
+    while copying_threads():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    met = threading.Barrier(2)
+    in_threads([lambda: met.wait(20)] * 2, 2)  # type: ignore[list-item]
