@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
@@ -282,11 +282,11 @@ class DiskWorker:
 
     # ---- saving --------------------------------------------------------------------------------------------------
 
-    def save(self, writes: Sequence[WriteRequest], before_each: Callable[[], None]) -> None:
-        """Write a batch and end its futures, whatever happens; `before_each` runs before each write."""
+    def save(self, writes: Sequence[WriteRequest]) -> None:
+        """Write a batch and end its futures, whatever happens."""
         results: dict[WriteRequest, Done] = {}
         try:
-            self._save(writes, results, before_each)
+            self._save(writes, results)
         except Exception as error:  # noqa: BLE001  # a background thread: the error becomes the futures' value
             self._store.record_error(error, "a batch of saves")
         for write in writes:
@@ -298,7 +298,6 @@ class DiskWorker:
         self,
         writes: Sequence[WriteRequest],
         results: dict[WriteRequest, Done],
-        before_each: Callable[[], None],
     ) -> None:
         ledger = self._store.ledger
         reserved: dict[WriteRequest, Reserved] = {}
@@ -308,7 +307,7 @@ class DiskWorker:
                 for run in runs(live, ledger.window, _follows):
                     self._reserve(run, reserved, results)
             for write, slot in reserved.items():
-                before_each()
+                self._queue.read_all(self.load)
                 reason = self._write(write, slot)
                 if reason is not None:
                     results[write] = self._dropped(reason)

@@ -188,10 +188,14 @@ class IoQueue:
                 write.batch = self._batch
             return batch
 
-    def take_read(self) -> ReadRequest | None:
-        """Return the next read, if there is one."""
-        with self._changed:
-            return self._reads.popleft() if self._reads else None
+    def read_all(self, load: Callable[[ReadRequest], None]) -> None:
+        """Call `load` for each read that is queued. A worker does so before each write: reads go first."""
+        while True:
+            with self._changed:
+                read = self._reads.popleft() if self._reads else None
+            if read is None:
+                return
+            load(read)
 
     def finish_write(self, write: WriteRequest, done: Done) -> None:
         """End a write. Its key is no longer in flight when its future is done."""
@@ -251,11 +255,8 @@ class IoWorker(Protocol):
     def load(self, read: ReadRequest) -> None:
         """Do one read and end its future, whatever happens."""
 
-    def save(self, writes: Sequence[WriteRequest], before_each: Callable[[], None]) -> None:
-        """Do a batch of writes and end their futures, whatever happens.
-
-        `before_each` runs before each write: it does the reads that are queued, because reads go first.
-        """
+    def save(self, writes: Sequence[WriteRequest]) -> None:
+        """Do a batch of writes, each after `IoQueue.read_all`, and end their futures, whatever happens."""
 
     def close(self) -> None:
         """Release what the worker holds: the thread ends."""
@@ -361,16 +362,12 @@ class WorkerPool:
         try:
             while (job := self.queue.take(most_writes, self._io_threads)) is not None:
                 if isinstance(job, list):
-                    worker.save(job, lambda: self._read_all(worker))
+                    worker.save(job)
                 else:
                     worker.load(job)
                 del job  # a waiting thread must not keep a payload alive
         finally:
             worker.close()
-
-    def _read_all(self, worker: IoWorker) -> None:
-        while (read := self.queue.take_read()) is not None:
-            worker.load(read)
 
     def _background(self) -> None:
         try:

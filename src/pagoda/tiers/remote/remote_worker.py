@@ -453,11 +453,11 @@ class RemoteWorker:
 
     # ---- saving --------------------------------------------------------------------------------------------------
 
-    def save(self, writes: Sequence[WriteRequest], before_each: Callable[[], None]) -> None:
-        """Do a batch of writes and end their futures, whatever happens; `before_each` runs before each write."""
+    def save(self, writes: Sequence[WriteRequest]) -> None:
+        """Do a batch of writes and end their futures, whatever happens."""
         for write in writes:
             try:
-                before_each()
+                self._queue.read_all(self.load)
                 reason = self._save(write)
             except Exception as error:  # noqa: BLE001  # a background thread: the error becomes the future's value
                 reason = self._store.record_error(error, "a save")
