@@ -120,14 +120,14 @@ class LinkMoves:
 
     def __init__(self, remote: StoreClient) -> None:
         self._remote = remote
-        self._connection: StoreConnection = remote.connect(_until())
+        self._connection: StoreConnection = remote.connection().open(_until())
         self._used = time.monotonic()
         self._page = np.zeros(HEADER_BYTES, np.uint8)
 
     def _ready(self) -> StoreConnection:
         if time.monotonic() - self._used > IDLE_SECONDS / 2:
             self.close()
-            self._connection = self._remote.connect(_until())
+            self._connection = self._remote.connection().open(_until())
         self._used = time.monotonic()
         return self._connection
 

@@ -57,7 +57,7 @@ def share(url: str, namespace: Namespace, chunks: int) -> list[bytes]:
         options={},
         password_file="",
     )
-    connection = remote.connect(time.monotonic() + 30)
+    connection = remote.connection().open(time.monotonic() + 30)
     keys = chunk_keys(list(range(chunks * CHUNK)), namespace.root, CHUNK)
     page, stored = np.zeros(HEADER_BYTES, np.uint8), np.zeros(4096, np.uint8)
     for key in keys:

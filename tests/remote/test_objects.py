@@ -42,7 +42,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
 
 @pytest.fixture
 def connection(store: Store) -> Iterator[ObjectStoreConnection]:
-    made = store.remote().connect(until())
+    made = store.remote().connection().open(until())
     yield made
     made.clear(None, walk(ENOUGH_SECONDS))
     made.close()
@@ -92,7 +92,7 @@ def test_the_second_writer_finds_it_present(connection: ObjectStoreConnection) -
 
 def test_writers_at_the_same_time_leave_one_whole_chunk(store: Store) -> None:
     stored = noise(4 * MIB)
-    connections = [store.remote().connect(until()) for _ in range(4)]
+    connections = [store.remote().connection().open(until()) for _ in range(4)]
     results: list[PutResult] = []
     threads = [
         threading.Thread(target=lambda one=one: results.append(put(one, keys(1, 5)[0], stored)))
@@ -174,7 +174,9 @@ class Counting:
         self._server.lies["HEAD"] = lambda path: [
             answer(200, length=9999) if path.rpartition("/")[2] in self._names else answer(404)
         ]
-        self._connection = ObjectStoreClient(f"http://127.0.0.1:{self._server.port}/").connect(until())
+        self._connection = (
+            ObjectStoreClient(f"http://127.0.0.1:{self._server.port}/").connection().open(until())
+        )
         return self, self._connection
 
     def __exit__(self, *_: object) -> None:
@@ -222,7 +224,7 @@ def test_clear_takes_ours_of_one_namespace_and_nothing_else(
 def test_clear_goes_on_over_many_pages(store: Store) -> None:
     if store.kind == "dav":
         pytest.skip("folders are not listed in pages")
-    connection = store.remote(prefix="many").connect(until())
+    connection = store.remote(prefix="many").connection().open(until())
     for key in keys(600):
         store.plain("PUT", f"many/1/{NAMESPACE.hex()}/{key.hex()[:2]}/{key.hex()}", b"x")
     assert connection.count_by_namespace(walk(ENOUGH_SECONDS)) == {NAMESPACE: 600}
@@ -233,7 +235,7 @@ def test_clear_goes_on_over_many_pages(store: Store) -> None:
 def test_two_who_clear_at_once_both_end(store: Store, connection: ObjectStoreConnection) -> None:
     for key in keys(60):
         put(connection, key, noise(1))
-    other = store.remote().connect(until())
+    other = store.remote().connection().open(until())
     counts: list[int] = []
     thread = threading.Thread(target=lambda: counts.append(other.clear(None, walk(ENOUGH_SECONDS))))
     thread.start()
@@ -244,7 +246,7 @@ def test_two_who_clear_at_once_both_end(store: Store, connection: ObjectStoreCon
 
 
 def test_prefixes_do_not_see_each_other(store: Store, connection: ObjectStoreConnection) -> None:
-    other = store.remote(prefix="another").connect(until())
+    other = store.remote(prefix="another").connection().open(until())
     put(connection, keys(1)[0], noise(10))
     assert get(other, keys(1)[0], Room(10)) is None
     assert other.clear(None, walk(ENOUGH_SECONDS)) == 0

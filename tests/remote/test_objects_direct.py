@@ -54,7 +54,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[LyingHttp, LyingHttp,
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 def test_no_question_is_redirected(pair: tuple[LyingHttp, LyingHttp, ObjectStoreClient], status: int) -> None:
     store, victim, remote = pair
-    with contextlib.closing(remote.connect(until())) as connection:
+    with contextlib.closing(remote.connection().open(until())) as connection:
         elsewhere = answer(status, more={"Location": f"http://127.0.0.1:{victim.port}/meta-data"})
         for method in ("GET", "HEAD", "PUT", "DELETE", "POST", "PROPFIND"):
             store.lies[method] = lambda _: [elsewhere]
@@ -75,7 +75,7 @@ def test_no_question_is_redirected(pair: tuple[LyingHttp, LyingHttp, ObjectStore
 def test_a_look_up_asks_for_sixteen_at_once_and_leaves_no_answer_behind() -> None:
     with (
         nginx_dav() as server,
-        contextlib.closing(Store("dav", server).remote().connect(until())) as connection,
+        contextlib.closing(Store("dav", server).remote().connection().open(until())) as connection,
     ):
         for key in keys(40):
             assert put(connection, key, noise(10)) is PutResult.STORED
@@ -127,7 +127,7 @@ def listing(pages: Callable[[str], Lie]) -> Iterator[tuple[LyingHttp, ObjectStor
     server = LyingHttp()
     remote = ObjectStoreClient("s3://b/x", options=s3_options(f"http://127.0.0.1:{server.port}"))
     try:
-        with contextlib.closing(remote.connect(until())) as connection:
+        with contextlib.closing(remote.connection().open(until())) as connection:
             server.lies = {"GET": pages, "POST": lambda _: [answer(200, b"<DeleteResult/>")]}
             yield server, connection
     finally:
@@ -169,7 +169,7 @@ def test_without_the_secret_the_bucket_is_listed_by_obstore() -> None:
     """As where the machine's own role signs: there is nothing that we could sign with."""
     with moto_s3() as server:
         remote = ObjectStoreClient(f"s3://{BUCKET}/x", options=s3_options(server.url))
-        with contextlib.closing(remote.connect(until())) as connection:
+        with contextlib.closing(remote.connection().open(until())) as connection:
             connection._secret = None
             for key in keys(3):
                 assert put(connection, key, noise(10)) is PutResult.STORED
@@ -182,8 +182,8 @@ def test_pages_of_a_true_bucket() -> None:
     with moto_s3() as server:
         remote = ObjectStoreClient(f"s3://{BUCKET}", options=s3_options(server.url))
         with (
-            contextlib.closing(remote.connect(until())) as connection,
-            contextlib.closing(remote.connect(until())) as other,
+            contextlib.closing(remote.connection().open(until())) as connection,
+            contextlib.closing(remote.connection().open(until())) as other,
         ):
             for key in keys(40):
                 assert put(connection, key, noise(1)) is PutResult.STORED

@@ -44,7 +44,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
 
 @pytest.fixture
 def connection(store: Store) -> Iterator[ObjectStoreConnection]:
-    made = store.remote().connect(until())
+    made = store.remote().connection().open(until())
     yield made
     made.clear(None, walk(ENOUGH_SECONDS))
     made.close()
@@ -74,7 +74,10 @@ def test_a_forked_child_is_told_at_once(store: Store, connection: ObjectStoreCon
 
     def child() -> str:
         begun = time.monotonic()
-        for work in (lambda: remote.connect(until(60)), lambda: get(connection, keys(1)[0], Room(1), 60)):
+        for work in (
+            lambda: remote.connection().open(until(60)),
+            lambda: get(connection, keys(1)[0], Room(1), 60),
+        ):
             with pytest.raises(OSError, match="fork"):
                 work()
         connection.close()
@@ -95,7 +98,7 @@ remote = ObjectStoreClient(sys.argv[1], options=dict(part.split("=", 1) for part
 child = os.fork()
 if child == 0:
     signal.alarm(20)
-    connection = remote.connect(time.monotonic() + 15)
+    connection = remote.connection().open(time.monotonic() + 15)
     print(connection.find(bytes(32), [bytes(32)], time.monotonic() + 15), flush=True)
     os._exit(0)
 sys.exit(os.waitpid(child, 0)[1])
@@ -115,7 +118,7 @@ def test_a_process_ends_quietly_amid_requests() -> None:
     script = """
 import sys, time, numpy as np
 from pagoda.tiers.remote.object_store import ObjectStoreClient
-connection = ObjectStoreClient(sys.argv[1]).connect(time.monotonic() + 15)
+connection = ObjectStoreClient(sys.argv[1]).connection().open(time.monotonic() + 15)
 page, stored = np.zeros(4096, np.uint8), np.zeros(1 << 24, np.uint8)
 try:
     connection.put(bytes(32), bytes(32), page, stored, lambda: True, time.monotonic() + 0.3)
@@ -155,7 +158,7 @@ def test_a_private_authority_is_trusted_by_its_certificate(tmp_path: Path) -> No
 import sys, time
 from pagoda.tiers.remote.object_store import ObjectStoreClient
 try:
-    ObjectStoreClient(sys.argv[1]).connect(time.monotonic() + 10)
+    ObjectStoreClient(sys.argv[1]).connection().open(time.monotonic() + 10)
     print("trusted")
 except OSError as error:
     print(error)

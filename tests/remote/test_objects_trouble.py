@@ -53,7 +53,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
 
 @pytest.fixture
 def connection(store: Store) -> Iterator[ObjectStoreConnection]:
-    made = store.remote().connect(until())
+    made = store.remote().connection().open(until())
     yield made
     made.clear(None, walk(ENOUGH_SECONDS))
     made.close()
@@ -66,7 +66,7 @@ def test_a_missing_bucket_is_refused() -> None:
     with moto_s3() as server:
         remote = ObjectStoreClient("s3://no-such-bucket", options=s3_options(server.url))
         with pytest.raises(RefusedError, match="no such bucket") as refused:
-            remote.connect(until())
+            remote.connection().open(until())
         assert refused.value.reason is Reason.IO_ERROR
 
 
@@ -76,7 +76,7 @@ def test_wrong_credentials_are_refused_in_one_line_without_secrets(status: int) 
     with liar({method: answer(status, body) for method in ("GET", "PUT", "HEAD")}) as (server, _):
         remote = ObjectStoreClient(f"s3://{BUCKET}", options=s3_options(f"http://127.0.0.1:{server.port}"))
         with pytest.raises(RefusedError) as refused:
-            remote.connect(until())
+            remote.connection().open(until())
         said = str(refused.value)
         assert refused.value.reason is Reason.IO_ERROR and f"{status} InvalidAccessKeyId" in said
         assert "HUSHHUSH" not in said and "\n" not in said and len(said) < 300
@@ -113,7 +113,10 @@ LIES: dict[str, Callable[[str], Lie]] = {
 @pytest.mark.parametrize("options", [{}, BY_OBSTORE], ids=["straight", "by obstore"])
 @pytest.mark.parametrize("lie", LIES)
 def test_a_get_ends_in_time_whatever_is_answered(lie: str, options: dict[str, str]) -> None:
-    with liar({}, options) as (server, remote), contextlib.closing(remote.connect(until())) as connection:
+    with (
+        liar({}, options) as (server, remote),
+        contextlib.closing(remote.connection().open(until())) as connection,
+    ):
         server.lies["GET"] = LIES[lie]
         room = Room(MIB)
         with growth() as grown:
@@ -129,7 +132,10 @@ def test_a_get_ends_in_time_whatever_is_answered(lie: str, options: dict[str, st
 @pytest.mark.parametrize("method", ["HEAD", "PUT"])
 @pytest.mark.parametrize("options", [{}, BY_OBSTORE], ids=["straight", "by obstore"])
 def test_a_put_ends_in_time_whatever_is_answered(lie: str, method: str, options: dict[str, str]) -> None:
-    with liar({}, options) as (server, remote), contextlib.closing(remote.connect(until())) as connection:
+    with (
+        liar({}, options) as (server, remote),
+        contextlib.closing(remote.connection().open(until())) as connection,
+    ):
         server.lies[method] = LIES[lie]
         with growth() as grown:
             trouble(lambda: put(connection, keys(1)[0], noise(MIB), seconds=SHORT_SECONDS))
@@ -149,7 +155,7 @@ ERRORS: dict[str, Callable[[str], Lie]] = {
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
 def test_errors_take_no_memory_however_long_they_are(method: str, error: str) -> None:
-    with liar({}) as (server, remote), contextlib.closing(remote.connect(until())) as connection:
+    with liar({}) as (server, remote), contextlib.closing(remote.connection().open(until())) as connection:
         server.lies[method] = ERRORS[error]
         with growth() as grown, Timed():
             with contextlib.suppress(OSError, RefusedError):
@@ -164,12 +170,12 @@ def test_an_error_in_chunks_is_understood() -> None:
     head = b"HTTP/1.1 404 Not Found\r\nTransfer-Encoding: chunked\r\n\r\n"
     lie = head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
     with liar({"GET": lie}) as (_, remote), Timed(), pytest.raises(RefusedError, match="no such bucket"):
-        remote.connect(until())
+        remote.connection().open(until())
 
 
 def test_interim_answers_are_passed_over() -> None:
     interim = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n"
-    with liar({}) as (server, remote), contextlib.closing(remote.connect(until())) as connection:
+    with liar({}) as (server, remote), contextlib.closing(remote.connection().open(until())) as connection:
         server.lies["GET"] = lambda _: [interim + answer(200, PAGE.tobytes() + b"abc")]
         for _ in range(2):
             room = Room(10)
@@ -178,7 +184,7 @@ def test_interim_answers_are_passed_over() -> None:
 
 def test_a_body_longer_than_announced_is_cut_and_not_taken_for_the_next_answer() -> None:
     body = PAGE.tobytes() + b"abc"
-    with liar({}) as (server, remote), contextlib.closing(remote.connect(until())) as connection:
+    with liar({}) as (server, remote), contextlib.closing(remote.connection().open(until())) as connection:
         server.lies["GET"] = lambda _: [answer(200, body + BODY, len(body))]
         for _ in range(3):
             room = Room(10)
@@ -188,7 +194,7 @@ def test_a_body_longer_than_announced_is_cut_and_not_taken_for_the_next_answer()
 
 def test_nothing_is_unpacked_on_the_way() -> None:
     body = gzip.compress(bytes(64 * MIB))
-    with liar({}) as (server, remote), contextlib.closing(remote.connect(until())) as connection:
+    with liar({}) as (server, remote), contextlib.closing(remote.connection().open(until())) as connection:
         server.lies["GET"] = lambda _: [answer(200, body, more={"Content-Encoding": "gzip"})]
         room = Room(MIB)
         with growth() as grown:
@@ -205,7 +211,7 @@ def test_a_store_that_cannot_create_is_overwritten() -> None:
 
     with liar({}) as (server, _):
         options = s3_options(f"http://127.0.0.1:{server.port}")
-        connection = ObjectStoreClient(f"s3://{BUCKET}", options=options).connect(until())
+        connection = ObjectStoreClient(f"s3://{BUCKET}", options=options).connection().open(until())
         server.lies["PUT"] = first_says_no
         assert put(connection, keys(2)[0], noise(1)) is PutResult.STORED and len(heard) == 2
         assert put(connection, keys(2)[1], noise(1)) is PutResult.STORED and len(heard) == 3
@@ -218,7 +224,7 @@ def test_a_store_that_cannot_create_is_overwritten() -> None:
 def test_a_put_that_is_refused_says_why(status: int, reason: Reason) -> None:
     with (
         liar({"PUT": answer(status)}) as (_, remote),
-        contextlib.closing(remote.connect(until())) as connection,
+        contextlib.closing(remote.connection().open(until())) as connection,
     ):
         with pytest.raises(RefusedError) as refused:
             put(connection, keys(1)[0], noise(10))
@@ -238,7 +244,7 @@ def test_a_walk_ends_however_deep_the_folders_go() -> None:
 
     with (
         liar({"PROPFIND": deeper}) as (server, remote),
-        contextlib.closing(remote.connect(until())) as connection,
+        contextlib.closing(remote.connection().open(until())) as connection,
     ):
         assert connection.count_by_namespace(walk(5.0)) == {}
         assert sum(method == "PROPFIND" for method, _ in server.heard) == 3
@@ -251,14 +257,17 @@ def test_a_listing_may_come_in_chunks() -> None:
     parts = [listing[at : at + 7] for at in range(0, len(listing), 7)]
     pieces = b"".join(b"%X;x=y\r\n%b\r\n" % (len(part), part) for part in parts)
     lie = b"HTTP/1.1 207 M\r\nTransfer-Encoding: chunked\r\n\r\n" + pieces + b"0\r\nTrailer: x\r\n\r\n"
-    with liar({"PROPFIND": lie}) as (_, remote), contextlib.closing(remote.connect(until())) as connection:
+    with (
+        liar({"PROPFIND": lie}) as (_, remote),
+        contextlib.closing(remote.connection().open(until())) as connection,
+    ):
         assert connection.count_by_namespace(walk(5.0)) == {NAMESPACE: 1}
 
 
 def test_a_server_that_cannot_list_says_so() -> None:
     with (
         liar({"PROPFIND": answer(405)}) as (_, remote),
-        contextlib.closing(remote.connect(until())) as connection,
+        contextlib.closing(remote.connection().open(until())) as connection,
     ):
         said = str(trouble(lambda: connection.clear(None, walk(5.0))))
         assert "PROPFIND" in said
@@ -279,7 +288,7 @@ def test_user_and_password_of_a_url_are_sent_and_never_shown() -> None:
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         with pytest.raises(RefusedError, match="401") as refused:
-            remote.connect(until())
+            remote.connection().open(until())
         thread.join(5)
     sent = b"Basic " + base64.b64encode(b"me:HUSH/HUSH")
     assert b"authorization: " + sent in asked[0].replace(b"Authorization", b"authorization")
@@ -290,17 +299,23 @@ def test_user_and_password_of_a_url_are_sent_and_never_shown() -> None:
 
 
 def test_nobody_there_is_an_oserror() -> None:
-    trouble(lambda: ObjectStoreClient(f"http://127.0.0.1:{free_port()}/").connect(until(SHORT_SECONDS)))
+    trouble(
+        lambda: ObjectStoreClient(f"http://127.0.0.1:{free_port()}/").connection().open(until(SHORT_SECONDS))
+    )
 
 
 def test_an_unknown_host_is_an_oserror() -> None:
-    error = trouble(lambda: ObjectStoreClient("https://no-such-host.invalid/").connect(until(SHORT_SECONDS)))
+    error = trouble(
+        lambda: ObjectStoreClient("https://no-such-host.invalid/").connection().open(until(SHORT_SECONDS))
+    )
     assert isinstance(error, OSError)
 
 
 def test_a_port_that_never_answers_is_given_up_in_time() -> None:
     with black_hole() as port:
-        error = trouble(lambda: ObjectStoreClient(f"http://127.0.0.1:{port}/").connect(until(SHORT_SECONDS)))
+        error = trouble(
+            lambda: ObjectStoreClient(f"http://127.0.0.1:{port}/").connection().open(until(SHORT_SECONDS))
+        )
         assert isinstance(error, TimeoutError)
 
 
@@ -310,7 +325,7 @@ def test_a_time_that_has_passed_is_a_timeout(connection: ObjectStoreConnection) 
 
 @pytest.mark.parametrize("what", ["find", "get", "put", "remove", "clear", "census", "ping"])
 def test_a_stopped_server_is_given_up_in_time(store: Store, what: str) -> None:
-    connection = store.remote().connect(until())
+    connection = store.remote().connection().open(until())
     calls: dict[str, Callable[[], object]] = {
         "find": lambda: connection.find(NAMESPACE, keys(40), until(SHORT_SECONDS)),
         "get": lambda: get(connection, keys(1)[0], Room(10), SHORT_SECONDS),
@@ -327,11 +342,11 @@ def test_a_stopped_server_is_given_up_in_time(store: Store, what: str) -> None:
         store.server.cont()
     with Timed():
         connection.close()
-    store.remote().connect(until()).close()
+    store.remote().connection().open(until()).close()
 
 
 def through(store: Store, proxy: Proxy) -> ObjectStoreConnection:
-    return store.remote(port=proxy.port).connect(until())
+    return store.remote(port=proxy.port).connection().open(until())
 
 
 FAULTS = {
@@ -392,7 +407,7 @@ def test_what_is_given_up_ends_its_connection(store: Store) -> None:
 def test_a_server_killed_amid_a_get_and_back_again(store: Store) -> None:
     nbytes = 32 * MIB  # more than what the sockets on the way hold
     with proxy_to(store.server.port) as proxy:
-        with contextlib.closing(store.remote().connect(until())) as connection:
+        with contextlib.closing(store.remote().connection().open(until())) as connection:
             put(connection, keys(1)[0], noise(nbytes))
         with contextlib.closing(through(store, proxy)) as slow:
             proxy.down = Fault(bytes_per_second=2e7)
@@ -404,20 +419,20 @@ def test_a_server_killed_amid_a_get_and_back_again(store: Store) -> None:
             finally:
                 killer.join()
                 store.server.restart()
-    with contextlib.closing(store.remote().connect(until())) as connection:
+    with contextlib.closing(store.remote().connection().open(until())) as connection:
         # the files are there again, what was only in memory is not
         assert get(connection, keys(1)[0], Room(nbytes)) == (nbytes if store.kind == "dav" else None)
         connection.clear(None, walk(ENOUGH_SECONDS))
 
 
 def test_a_server_that_was_restarted_is_used_by_the_same_link(store: Store) -> None:
-    with contextlib.closing(store.remote().connect(until())) as connection:
+    with contextlib.closing(store.remote().connection().open(until())) as connection:
         store.server.restart()
         assert get(connection, keys(1)[0], Room(1)) is None
 
 
 def test_abort_ends_a_call_from_another_thread() -> None:
-    with liar({}) as (server, remote), contextlib.closing(remote.connect(until())) as connection:
+    with liar({}) as (server, remote), contextlib.closing(remote.connection().open(until())) as connection:
         server.lies["GET"] = LIES["silence"]
         threading.Timer(0.1, connection.abort).start()
         with Timed(), pytest.raises(OSError, match="aborted"):
@@ -428,7 +443,7 @@ def test_abort_ends_a_call_from_another_thread() -> None:
 
 def test_close_from_another_thread_ends_a_call() -> None:
     with liar({}) as (server, remote):
-        connection = remote.connect(until())
+        connection = remote.connection().open(until())
         server.lies["GET"] = LIES["silence"]
         threading.Timer(0.1, connection.close).start()
         with Timed(), pytest.raises(OSError):
@@ -439,10 +454,10 @@ def test_close_from_another_thread_ends_a_call() -> None:
 
 def test_links_leave_no_files_open(store: Store) -> None:
     remote = store.remote()
-    remote.connect(until()).close()
+    remote.connection().open(until()).close()
     before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(20):
-        connection = remote.connect(until())
+        connection = remote.connection().open(until())
         connection.find(NAMESPACE, keys(16), until())
         connection.close()
     del connection

@@ -103,14 +103,14 @@ def client(server: Server) -> Iterator[Client]:
 
 @pytest.fixture
 def connection(server: Server, client: Client) -> Iterator[RedisConnection]:
-    made = RedisClient(server.url).connect(soon())
+    made = RedisClient(server.url).connection().open(soon())
     yield made
     made.close()
 
 
 @pytest.fixture
 def second(server: Server, client: Client) -> Iterator[RedisConnection]:
-    made = RedisClient(server.url).connect(soon())
+    made = RedisClient(server.url).connection().open(soon())
     yield made
     made.close()
 
@@ -151,7 +151,7 @@ def test_find_of_thousands(connection: RedisConnection, client: Client) -> None:
 
 
 def test_a_ttl_begins_when_the_chunk_is_whole(server: Server, client: Client) -> None:
-    connection = RedisClient(server.url, ttl_seconds=0.4).connect(soon())
+    connection = RedisClient(server.url, ttl_seconds=0.4).connection().open(soon())
     for number, size in enumerate((100, 2 * MIB)):
         assert put(connection, number, content(1, size)) is PutResult.STORED
         assert 0 < client.pttl(client.keys("*")[0]) <= 400
@@ -217,7 +217,7 @@ def test_many_writers_of_the_same_keys(server: Server, client: Client) -> None:
     ends: list[PutResult] = []
 
     def write(seed: int) -> None:
-        connection = RedisClient(server.url).connect(soon())
+        connection = RedisClient(server.url).connection().open(soon())
         for number in np.random.default_rng(seed).permutation(6):
             ends.append(put(connection, int(number), stored[number], seconds=30))
         connection.close()
@@ -228,7 +228,7 @@ def test_many_writers_of_the_same_keys(server: Server, client: Client) -> None:
     for thread in threads:
         thread.join(60)
     assert len(ends) == 24 and ends.count(PutResult.STORED) == 6
-    reader = RedisClient(server.url).connect(soon())
+    reader = RedisClient(server.url).connection().open(soon())
     for number, bytes_ in enumerate(stored):
         assert np.array_equal(get(reader, number, bytes_.nbytes), bytes_)
     reader.close()
@@ -238,7 +238,7 @@ def test_many_writers_of_the_same_keys(server: Server, client: Client) -> None:
 def test_a_dead_writer_leaves_nothing_for_long(
     server: Server, second: RedisConnection, client: Client
 ) -> None:
-    doomed = RedisClient(server.url).connect(soon())
+    doomed = RedisClient(server.url).connection().open(soon())
 
     def die() -> bool:
         doomed.abort()
@@ -263,7 +263,7 @@ def test_a_writer_that_is_cut_off_anywhere_leaves_nothing_for_long(
     server: Server, client: Client, size: int
 ) -> None:
     for after in (0.0, 0.001, 0.002, 0.004):
-        doomed = RedisClient(server.url).connect(soon())
+        doomed = RedisClient(server.url).connection().open(soon())
         timer = threading.Timer(after, doomed.abort)
         timer.start()
         with contextlib.suppress(OSError):
@@ -310,7 +310,7 @@ def test_a_draft_that_lost_pieces_is_not_published(connection: RedisConnection, 
 
 
 def test_clear_census_and_neighbours(connection: RedisConnection, server: Server, client: Client) -> None:
-    other = RedisClient(server.url, prefix="pago").connect(soon())
+    other = RedisClient(server.url, prefix="pago").connection().open(soon())
     name = name_of(1)
     foreign = [
         "pagoda", "pagoda:", "pagoda:1:", "pagoda:2" + name[8:], "xpagoda" + name[6:], name[:-1], name + "x",
@@ -342,7 +342,7 @@ def test_clear_census_and_neighbours(connection: RedisConnection, server: Server
 
 def test_a_prefix_is_no_pattern(server: Server, client: Client) -> None:
     wild, plain = (
-        RedisClient(server.url, prefix=prefix).connect(soon()) for prefix in ("a*[b]?\\", "aXb?\\")
+        RedisClient(server.url, prefix=prefix).connection().open(soon()) for prefix in ("a*[b]?\\", "aXb?\\")
     )
     for connection in (wild, plain):
         put(connection, 1, content(1, 100))

@@ -75,11 +75,11 @@ def works(connection: RedisConnection) -> None:
 def test_a_password() -> None:
     with redis_server(password="geheim/@:%") as server:
         right = f"redis://:geheim%2F%40%3A%25@127.0.0.1:{server.port}/3"
-        works(RedisClient(right).connect(soon()))
+        works(RedisClient(right).connection().open(soon()))
         assert RedisClient(right).address == f"redis://127.0.0.1:{server.port}/3"
         for wrong in (right.replace("geheim", "falsch"), server.url):
             with pytest.raises(RefusedError, match=r"WRONGPASS|NOAUTH") as refused:
-                RedisClient(wrong).connect(soon())
+                RedisClient(wrong).connection().open(soon())
             assert refused.value.reason is Reason.IO_ERROR
             assert "geheim" not in str(refused.value) and "falsch" not in str(refused.value)
 
@@ -88,12 +88,12 @@ def test_a_unix_socket_and_a_database() -> None:
     with redis_server(password="geheim") as server:
         url = f"unix://:geheim@{server.socket}?db=2"
         remote = RedisClient(url)
-        works(remote.connect(soon()))
+        works(remote.connection().open(soon()))
         assert remote.address == f"unix://{server.socket}?db=2"
         with redis.Redis(port=server.port, password="geheim", db=2) as client:
             assert client.dbsize() == 1
     with pytest.raises(OSError):
-        remote.connect(soon())
+        remote.connection().open(soon())
 
 
 def test_the_documented_user_may_do_all_we_do_and_no_more() -> None:
@@ -103,8 +103,8 @@ def test_the_documented_user_may_do_all_we_do_and_no_more() -> None:
     with redis_server() as server, redis.Redis(port=server.port) as client:
         client.execute_command(rule)
         remote = RedisClient(f"redis://pagoda:PASSWORD@127.0.0.1:{server.port}/1", ttl_seconds=60)
-        works(remote.connect(soon()))
-        connection = RedisClient(f"redis://pagoda:PASSWORD@127.0.0.1:{server.port}").connect(soon())
+        works(remote.connection().open(soon()))
+        connection = RedisClient(f"redis://pagoda:PASSWORD@127.0.0.1:{server.port}").connection().open(soon())
         for size in (100, 3 * MIB):
             assert put(connection, STORED[:size], soon()) is PutResult.STORED
             assert (
@@ -117,7 +117,7 @@ def test_the_documented_user_may_do_all_we_do_and_no_more() -> None:
         assert connection.clear(ROOT, walk(5)) == 0
         other = RedisClient(f"redis://pagoda:PASSWORD@127.0.0.1:{server.port}", prefix="else")
         with pytest.raises(RefusedError, match="NOPERM") as refused:
-            other.connect(soon())
+            other.connection().open(soon())
         assert refused.value.reason is Reason.IO_ERROR
         assert client.dbsize() == 0
 
@@ -126,7 +126,7 @@ def test_the_documented_user_may_do_all_we_do_and_no_more() -> None:
 def test_a_user_that_may_only_read(size: int) -> None:
     with redis_server() as server, redis.Redis(port=server.port) as client:
         client.execute_command("ACL SETUSER reader on >x ~* -@all +exists +hget +select")
-        connection = RedisClient(f"redis://reader:x@127.0.0.1:{server.port}").connect(soon())
+        connection = RedisClient(f"redis://reader:x@127.0.0.1:{server.port}").connection().open(soon())
         with pytest.raises(RefusedError, match="NOPERM"):
             put(connection, STORED[:size], soon())
         connection.ping(soon())
@@ -137,7 +137,7 @@ def test_a_user_that_may_only_read(size: int) -> None:
 def test_tls(tmp_path: Path) -> None:
     with redis_server(tls=True) as server:
         url = f"{server.url}?ssl_ca_certs={server.ca}"
-        works(RedisClient(url).connect(soon()))
+        works(RedisClient(url).connection().open(soon()))
         stranger = authority(tmp_path)
         for wrong in (
             f"{server.url}?ssl_ca_certs={stranger}",
@@ -145,13 +145,13 @@ def test_tls(tmp_path: Path) -> None:
             server.url.replace("rediss", "redis"),
         ):
             with ends_by(soon(2)):
-                RedisClient(wrong).connect(soon(2))
-        connection = RedisClient(url).connect(soon())
+                RedisClient(wrong).connection().open(soon(2))
+        connection = RedisClient(url).connection().open(soon())
         server.stop()
         with ends_by(until := soon(0.5)):
             put(connection, STORED, until)
         with ends_by(until := soon(0.5)):
-            RedisClient(url).connect(until)
+            RedisClient(url).connection().open(until)
 
 
 def await_chunk(url: str) -> None:
@@ -159,7 +159,7 @@ def await_chunk(url: str) -> None:
     end = soon(30)
     while time.monotonic() < end:
         with contextlib.suppress(OSError):  # LOADING
-            connection = RedisClient(url).connect(soon())
+            connection = RedisClient(url).connection().open(soon())
             try:
                 if connection.find(ROOT, [KEY], soon()):
                     return
@@ -174,10 +174,10 @@ def test_a_replica_that_only_reads() -> None:
         redis_server("--repl-diskless-sync-delay", "0") as first,
         redis_server("--replicaof", "127.0.0.1", str(first.port)) as second,
     ):
-        writer = RedisClient(first.url).connect(soon())
+        writer = RedisClient(first.url).connection().open(soon())
         assert put(writer, STORED[: 2 * MIB], soon()) is PutResult.STORED
         await_chunk(second.url)
-        reader = RedisClient(second.url).connect(soon())
+        reader = RedisClient(second.url).connection().open(soon())
         room = np.zeros(2 * MIB, np.uint8)
         assert get(reader, room, soon()) == 2 * MIB and np.array_equal(room, STORED[: 2 * MIB])
         for size in (100, 3 * MIB):
@@ -192,7 +192,7 @@ def test_a_replica_that_only_reads() -> None:
 def test_a_replica_without_its_master_does_not_answer() -> None:
     options = ("--replicaof", "127.0.0.1", str(free_port()), "--replica-serve-stale-data", "no")
     with redis_server(*options) as server, pytest.raises(OSError, match="MASTERDOWN"):
-        RedisClient(server.url).connect(soon())
+        RedisClient(server.url).connection().open(soon())
 
 
 # who is away
@@ -201,7 +201,7 @@ def test_a_replica_without_its_master_does_not_answer() -> None:
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "x" * 70, "..", "127.0.0.1:1"])
 def test_nobody_there(host: str) -> None:
     with ends_by(soon(3)):
-        RedisClient(f"redis://{host}").connect(soon(3))
+        RedisClient(f"redis://{host}").connection().open(soon(3))
 
 
 def test_a_connection_that_nobody_takes() -> None:
@@ -213,7 +213,7 @@ def test_a_connection_that_nobody_takes() -> None:
             each.setblocking(False)
             each.connect_ex(("127.0.0.1", port))
         with ends_by(until := soon(0.5)):
-            RedisClient(f"redis://127.0.0.1:{port}").connect(until)
+            RedisClient(f"redis://127.0.0.1:{port}").connection().open(until)
         for each in fill:
             each.close()
 
@@ -230,7 +230,7 @@ def test_a_name_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         for _ in range(12):  # no more threads than a few are left waiting
             with ends_by(until := soon(0.1)):
-                remote.connect(until)
+                remote.connection().open(until)
         assert sum(thread.name == "pagoda-redis-connect" for thread in threading.enumerate()) <= 8
     finally:
         release.set()
@@ -249,7 +249,7 @@ def during(seconds: float, act: Callable[[], None]) -> Iterator[None]:
 def test_a_server_that_goes_under_way(act: str, verb: str) -> None:
     with redis_server() as server:
         remote = RedisClient(server.url)
-        connection = remote.connect(soon())
+        connection = remote.connection().open(soon())
         assert put(connection, STORED, soon()) is PutResult.STORED
         room = np.zeros_like(STORED)
         steps: dict[str, Callable[[float], object]] = {
@@ -266,27 +266,27 @@ def test_a_server_that_goes_under_way(act: str, verb: str) -> None:
         connection.close()
         if act == "stop":
             with ends_by(late := soon(0.3)):  # the kernel takes the connection, nobody answers
-                remote.connect(late)
+                remote.connection().open(late)
             server.cont()
         if act == "kill":
             with ends_by(soon(1)):
-                remote.connect(soon(1))
+                remote.connection().open(soon(1))
             server.restart()
-        works(remote.connect(soon()))
+        works(remote.connection().open(soon()))
 
 
 def test_a_put_that_ran_into_a_stopped_server_leaves_whole_chunks_only() -> None:
     with redis_server() as server, redis.Redis(port=server.port) as client:
         remote = RedisClient(server.url)
         for pause in (0.0, 0.003, 0.01):
-            connection = remote.connect(soon())
+            connection = remote.connection().open(soon())
             with during(pause, server.stop), contextlib.suppress(OSError):
                 while True:
                     put(connection, STORED, soon(0.2), os.urandom(32))
             connection.close()
             server.cont()
         time.sleep(2.5)
-        reader = remote.connect(soon())
+        reader = remote.connection().open(soon())
         assert client.dbsize() == sum(reader.count_by_namespace(walk(5)).values())
         for name in client.keys("*"):
             assert client.hlen(name) == 1 + -(-STORED.nbytes // PIECE_BYTES)
@@ -294,7 +294,7 @@ def test_a_put_that_ran_into_a_stopped_server_leaves_whole_chunks_only() -> None
 
 def test_a_link_that_is_aborted() -> None:
     with redis_server() as server:
-        connection = RedisClient(server.url).connect(soon())
+        connection = RedisClient(server.url).connection().open(soon())
         server.stop()
         began = time.monotonic()
         with during(0.2, connection.abort), pytest.raises(OSError):
@@ -307,12 +307,12 @@ def test_a_link_that_is_aborted() -> None:
 def test_a_forked_child_makes_links_of_its_own() -> None:
     with redis_server() as server:
         remote = RedisClient(server.url)
-        connection = remote.connect(soon())
+        connection = remote.connection().open(soon())
         child = os.fork()
         if not child:
             try:
                 del connection
-                own = remote.connect(soon())
+                own = remote.connection().open(soon())
                 os._exit(0 if put(own, STORED[:100], soon()) is PutResult.STORED else 1)
             finally:
                 os._exit(2)
@@ -415,7 +415,7 @@ CALLS: dict[str, Callable[[RedisConnection, float], object]] = {
 def test_a_liar_is_left_in_time(lie: str, then: str) -> None:
     for name, call in CALLS.items():
         with Liar(LIES[lie], then) as liar:
-            connection = RedisClient(liar.url).connect(soon())
+            connection = RedisClient(liar.url).connection().open(soon())
             until = soon(0.3)
             tracemalloc.start()
             try:
@@ -437,14 +437,14 @@ def test_a_liar_at_the_door(greeting: bytes) -> None:
     with Liar(b"", "drip", greeting) as liar:
         until = soon(0.4)
         with contextlib.suppress(OSError, RefusedError):
-            RedisClient(liar.url.replace("//", "//:geheim@")).connect(until)
+            RedisClient(liar.url.replace("//", "//:geheim@")).connection().open(until)
         assert time.monotonic() < until + LATE
 
 
 def test_no_error_tells_the_password() -> None:
     with Liar(b"", "drip", b"-ERR you said geheim\r\n" * 2) as liar:
         with pytest.raises(RefusedError) as refused:
-            RedisClient(liar.url.replace("//", "//:geheim@")).connect(soon(2))
+            RedisClient(liar.url.replace("//", "//:geheim@")).connection().open(soon(2))
         assert str(refused.value) == "ERR you said ***"
 
 
@@ -460,7 +460,7 @@ def scanned(answers: Iterator[bytes]) -> Iterator[RedisConnection]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
-        connection = RedisClient(f"redis://127.0.0.1:{listener.getsockname()[1]}").connect(soon())
+        connection = RedisClient(f"redis://127.0.0.1:{listener.getsockname()[1]}").connection().open(soon())
         try:
             yield connection
         finally:
@@ -482,4 +482,4 @@ def test_a_walk_over_names_without_end_ends_at_one_deadline(call: str) -> None:
 def test_a_loading_server_does_not_count_as_answering() -> None:
     greeting = b"-LOADING Redis is loading the dataset in memory\r\n"
     with Liar(b"", "drip", greeting) as liar, pytest.raises(OSError, match="LOADING"):
-        RedisClient(liar.url).connect(soon(2))
+        RedisClient(liar.url).connection().open(soon(2))

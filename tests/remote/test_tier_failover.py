@@ -188,7 +188,9 @@ def test_the_connection_for_look_ups_is_kept_open(server: Server, proxy: Proxy) 
 def test_machines_that_compute_the_same_send_it_once(server: Server, proxy: Proxy) -> None:
     """Each chunk crosses the network once, whoever begins first."""
     prefix, (key,) = fresh_prefix(), keys_of(1)
-    store_connections = [through(proxy, prefix).connect(time.monotonic() + PATIENT_SECONDS) for _ in range(4)]
+    store_connections = [
+        through(proxy, prefix).connection().open(time.monotonic() + PATIENT_SECONDS) for _ in range(4)
+    ]
     page, stored = payload_of(key)[:4096], payload_of(key, MEDIUM)[: MEDIUM.chunk_bytes]
     gate, ends_ = threading.Barrier(len(store_connections)), list[PutResult]()
 

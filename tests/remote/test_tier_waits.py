@@ -18,8 +18,8 @@ from pagoda.slab import aligned
 from pagoda.testing import FakeClock
 from pagoda.tiers.remote.http import HttpConnection
 from pagoda.tiers.remote.object_store import ObjectStoreClient
-from pagoda.tiers.remote.redis import RedisClient
-from pagoda.tiers.remote.store_client import StoreClient, StoreConnection
+from pagoda.tiers.remote.redis import RedisClient, RedisConnection
+from pagoda.tiers.remote.store_client import StoreClient
 from testbed.servers import Server, redis_server
 from tests.remote.chunks import (
     PATIENT_SECONDS,
@@ -167,10 +167,8 @@ class Startled(RedisClient):
 
     startled = 0
 
-    def connect(
-        self, until: float, on_created: Callable[[StoreConnection], None] = lambda connection: None
-    ) -> StoreConnection:
-        connection = super().connect(until, on_created)
+    def connection(self) -> RedisConnection:
+        connection = super().connection()
         ping = connection.ping
 
         def startling(until: float) -> None:

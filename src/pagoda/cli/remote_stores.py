@@ -119,7 +119,7 @@ def ask(spec: RemoteSpec, question: Callable[[StoreConnection], _T]) -> _T:
     from pagoda.tiers.remote.store_client import ListingTimeout, RefusedError
 
     try:
-        link = spec.engine().connect(time.monotonic() + patience(spec))
+        link = spec.engine().connection().open(time.monotonic() + patience(spec))
         try:
             return question(link)
         finally:

@@ -15,7 +15,7 @@ import re
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 from urllib.parse import SplitResult, quote, urlsplit
 
 import numpy as np
@@ -38,7 +38,6 @@ from pagoda.tiers.remote.store_client import (
     ListingDeadline,
     PutResult,
     RefusedError,
-    StoreConnection,
     Usage,
 )
 
@@ -102,24 +101,12 @@ class ObjectStoreClient:
             self.address += f" at {endpoint.scheme}://{urls.host_of(endpoint)}"
         obstore_runner.open_store(parts, self._options)
 
-    def connect(
-        self, until: float, on_created: Callable[[StoreConnection], None] = lambda connection: None
-    ) -> ObjectStoreConnection:
-        """Return a new connection pool, after one request that proves that the store can be read.
-
-        See StoreClient.connect.
-        """
+    def connection(self) -> ObjectStoreConnection:
+        """Return a new connection pool that is still to be opened."""
         store = obstore_runner.open_store(self._parts, self._options)
         is_direct = urls.supports_direct(self._parts, self._options)
         secret = s3_requests.find_secret(self._options) if is_direct and self._parts.scheme == "s3" else None
-        connection = ObjectStoreConnection(store, self._base, self.address, self._parts, is_direct, secret)
-        try:
-            on_created(connection)
-            connection.ping(until)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
+        return ObjectStoreConnection(store, self._base, self.address, self._parts, is_direct, secret)
 
 
 class ObjectStoreConnection:
@@ -152,6 +139,15 @@ class ObjectStoreConnection:
         self._runner = ObstoreRunner(address)
         self._in_http_call = False
         self._runner.ended = False
+
+    def open(self, until: float) -> Self:
+        """Send one request that proves that the store can be read."""
+        try:
+            self.ping(until)
+        except BaseException:
+            self.close()
+            raise
+        return self
 
     def find(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
         """Return how many leading keys are present: exact for up to 16 keys, which take one round of requests.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from itertools import takewhile
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from pagoda.errors import ConfigError, StoreError
 from pagoda.metrics import Reason
@@ -34,7 +34,6 @@ from pagoda.tiers.remote.store_client import (
     ListingDeadline,
     PutResult,
     RefusedError,
-    StoreConnection,
     Usage,
 )
 from pagoda.tiers.remote.urls import REDIS_OPTIONS, REDIS_SHAPE, check_redis_url
@@ -79,21 +78,9 @@ class RedisClient:
         # Redis keeps recency in seconds, and a chunk in use must not expire between two touches
         self.believed_seconds = min(_BELIEVED_SECONDS, (ttl_seconds or math.inf) / 4)
 
-    def connect(
-        self, until: float, on_created: Callable[[StoreConnection], None] = lambda connection: None
-    ) -> RedisConnection:
-        """Return a new authenticated connection that has answered. See StoreClient.connect.
-
-        OSError; RefusedError: the user may not read.
-        """
-        connection = RedisConnection(self._address, self._names, self._ttl_ms)
-        try:
-            on_created(connection)
-            connection.open(until)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
+    def connection(self) -> RedisConnection:
+        """Return a new connection that is still to be opened."""
+        return RedisConnection(self._address, self._names, self._ttl_ms)
 
 
 class RedisConnection:
@@ -105,8 +92,19 @@ class RedisConnection:
         self._names = names
         self._ttl_ms = ttl_ms
 
-    def open(self, until: float) -> None:
-        """Connect, authenticate, select the database and check that it answers: one round trip."""
+    def open(self, until: float) -> Self:
+        """Connect, authenticate, select the database and check that it answers: one round trip.
+
+        OSError; RefusedError: the user may not read.
+        """
+        try:
+            self._open(until)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def _open(self, until: float) -> None:
         self._resp = RespConnection(self._address.connect(self._connected, until))
         username, password = self._address.username, self._address.password
         commands = []

@@ -224,21 +224,17 @@ class RemoteStore:
 
     def connect(self, until: float) -> StoreConnection:
         """Return a new connection that `interrupt` reaches, also while it is being made. OSError, RefusedError."""
-        created: list[StoreConnection] = []
+        connection = self.client.connection()
         try:
-            return self.client.connect(until, lambda connection: self._track(connection, created))
+            with self._lock:
+                self._connections.add(connection)
+                stopped = self._stopped
+            if stopped:
+                connection.abort()
+            return connection.open(until)
         except BaseException:
-            for connection in created:
-                self.disconnect(connection)
+            self.disconnect(connection)
             raise
-
-    def _track(self, connection: StoreConnection, created: list[StoreConnection]) -> None:
-        created.append(connection)
-        with self._lock:
-            self._connections.add(connection)
-            stopped = self._stopped
-        if stopped:
-            connection.abort()
 
     def disconnect(self, connection: StoreConnection) -> None:
         """Close a connection."""

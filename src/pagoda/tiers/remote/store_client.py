@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 from pagoda.metrics import Reason
 from pagoda.tiers.base import Bytes
@@ -81,6 +81,12 @@ class StoreConnection(Protocol):
     NAME_FORMAT, the namespace (its root) and the key, and no other names are ever touched.
     """
 
+    def open(self, until: float) -> Self:
+        """Connect, authenticate and prove that the store answers; return this connection. OSError, RefusedError.
+
+        Called once, before all others but `abort` and `close`. If it fails, the connection is closed.
+        """
+
     def find(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
         """Return how many leading keys are present, in as few round trips as possible; moves no chunk."""
 
@@ -142,10 +148,5 @@ class StoreClient(Protocol):
     """How often an idle connection for look-ups is used, so that it stays ready; None: that would cost requests."""
     believed_seconds: float  # how long a key in use is assumed to be present still: see Tier
 
-    def connect(
-        self, until: float, on_created: Callable[[StoreConnection], None] = lambda connection: None
-    ) -> StoreConnection:
-        """Return a new connection that is ready (authenticated, encrypted as configured). OSError, RefusedError.
-
-        `on_created` is called with it before anything is waited for: from then on its `abort` ends this call too.
-        """
+    def connection(self) -> StoreConnection:
+        """Return a new connection that is still to be opened. Never waits. OSError."""
