@@ -56,6 +56,13 @@ def test_evicted_says_when(shm_root: Path) -> None:
         assert _told(cache, 16, Reason.EVICTED, r"evicted \d+ s ago \(host\)").num_tokens == 0
 
 
+def test_what_the_policy_kept_out_is_absent_and_the_detail_says_why(shm_root: Path) -> None:
+    with cache_at(shm_root, None) as cache:
+        ledger, keys = cache._tiers.host.ledger, [key for _, _, key in cache.keys(prompt(4))]  # type: ignore[union-attr]
+        ledger.refuse(keys, start=0, stamp=ledger.stamp())
+        _told(cache, 4, Reason.ABSENT, r"not admitted \d+ s ago \(host\)")
+
+
 def test_cleared(shm_root: Path, tmp_path: Path) -> None:
     with cache_at(shm_root, tmp_path) as cache:
         stored(cache, prompt(4))

@@ -164,7 +164,8 @@ def _remembered(key: bytes, chosen: TierStack) -> Explanation:
     for reason in _MOST_SPECIFIC:
         if reason in found:
             return Explanation(reason, found[reason])
-    return Explanation(Reason.ABSENT, "never stored here, or forgotten since")
+    # A drop, not a miss: it is counted where it happened.
+    return Explanation(Reason.ABSENT, found.get(Reason.NOT_ADMITTED, "never stored here, or forgotten since"))
 
 
 def _when(reason: Reason, age_seconds: float | None, tier: str) -> str:
