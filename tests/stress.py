@@ -1,4 +1,4 @@
-"""The parent of a stress run: starts processes, kills and stops them at random, and judges what they left behind."""
+"""The parent of a stress run: starts processes, kills and stops them at random, and checks what they left."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ class Stress:
         return [pid for pid in map(int, self.tally.array[:, FIELDS.index("pid")]) if alive(pid)]
 
     def kill_all(self) -> None:
-        """Leaves nothing behind that this run started."""
+        """Remove everything that this run started."""
         for process in self.processes.values():
             if process.poll() is None:
                 process.kill()

@@ -1,4 +1,4 @@
-"""The disk side of a stress worker: what was stored in host slots goes down, and comes back verified, or not at all."""
+"""The disk side of a stress worker: chunks stored in host slots are written, and read back verified, or not at all."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class DiskSide:
             self.tier.register(chain.namespace)
 
     def save(self, chain: Chain, start: int, stored: Sequence[Reserved]) -> None:
-        """Queues chunks straight from their host slots; what is not stored in the end is nobody's concern."""
+        """Queue chunks directly from their host slots; chunks that are not stored in the end do not matter."""
         positions = {key: index for index, key in enumerate(chain.keys)}
         chunks = [self._chunk(chain, positions[one.key], one) for one in stored]
         self.saving.extend(self.worker.timed("save", lambda: self.tier.save(chunks, chain.namespace.root)))

@@ -1,4 +1,4 @@
-"""The process outlives its files, its locks, its exceptions and its threads: caches in trouble of every kind.
+"""The process outlives its files, its locks, its exceptions and its threads: caches with faults of every kind.
 
 Run as a program it is one process of the run: it opens caches of two layouts over one host and one disk directory, in
 sizes that change each time, for many tenants, and drops some of them in reference cycles. Meanwhile a signal handler
@@ -192,7 +192,7 @@ class Worker:
             cycle.append(cycle)
 
     def remove(self) -> None:
-        """Remove a tier's directory, or one store in it, beneath those who have it open; the next opening builds it."""
+        """Remove a tier's directory, or one store in it, while processes have it open; the next opening creates it."""
         directory = self.random.choice((self.places.host, self.places.disk))
         stores = sorted(directory.glob("*/state"))
         if stores and self.random.random() < 0.5:
@@ -210,7 +210,7 @@ class Worker:
                     continue
 
     def fork(self, cache: Cache, layout: KVLayout) -> None:
-        """A child goes on with the same cache, beside its parent."""
+        """A child continues with the same cache, beside its parent."""
         read, write = os.pipe()
         pid = os.fork()
         if pid:
@@ -276,7 +276,7 @@ class Worker:
 
 
 def _is_interrupt(trouble: BaseException | None) -> bool:
-    """Whether it came by the signal handler: Python's own conditions may make an error of their own of it."""
+    """Whether it was raised by the signal handler: Python's own conditions may turn it into another error."""
     while trouble is not None and not isinstance(trouble, Interrupted):
         trouble = trouble.__cause__ or trouble.__context__
     return trouble is not None
@@ -407,7 +407,7 @@ class Run:
         return time.monotonic() < self.until
 
     def fill(self) -> None:
-        """Fill the disk, or give its room back."""
+        """Fill the disk, or free it again."""
         filler = self.places.small / "filler"
         if filler.exists():
             if self.random.random() < 0.4:
@@ -436,7 +436,7 @@ class Run:
                 self.outcome.violations.append(f"{what}: {one.counts[what]}:{one.trace()}")
 
     def end(self) -> None:
-        """Nobody is to be left; who is has its threads shown."""
+        """No process may be left; the threads of a remaining one are shown."""
         for one in list(self.running):
             one.process.send_signal(signal.SIGABRT)
             one.process.wait()
@@ -455,7 +455,7 @@ class Run:
             time.sleep(0.05)
 
     def judge(self) -> None:
-        """Who comes next finds each store sound, and nothing of those who are gone."""
+        """The next process finds each store valid, and nothing of the dead processes."""
         until = time.monotonic() + LEASED_SECONDS
         while (trouble := self.next_one()) and time.monotonic() < until:
             time.sleep(1.0)

@@ -395,7 +395,7 @@ class Worker:
         os._exit(0)
 
     def branch(self) -> None:
-        """Forks a child that goes on with the same objects for a while and may outlive its parent."""
+        """Fork a child that continues with the same objects for a while and may outlive its parent."""
         if (row := self.free_row()) is None or self.fork(row):
             return
         for _ in range(self.random.randint(5, 60)):

@@ -24,7 +24,7 @@ RUN_BY_FINALIZERS = {  # which take no lock and wait for nothing
 
 
 class Owner:
-    """Somebody with something to close."""
+    """An object with something to close."""
 
 
 def test_a_collection_closes_nothing_on_the_thread_that_it_interrupts() -> None:

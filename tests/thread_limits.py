@@ -1,4 +1,4 @@
-"""A process that gets no more threads: the system itself refuses them, for no stack is that large."""
+"""A process that gets no more threads: the system itself refuses them, because no stack is that large."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ class Engine:
                 self.kv[block][mine] = row[mine]
 
     def end(self, plan: Plan | None, blocks: int | None = None) -> Settled:
-        """Do a plan, if it is one, and tell its end on all ranks: the first `blocks` are good."""
+        """Execute a plan, if it is one, and report its end on all ranks: the first `blocks` copies succeeded."""
         settled = Settled()
         if plan is not None:
             self.copy(plan)
@@ -137,7 +137,7 @@ class Engine:
         self.manager.check()
 
     def admit(self, name: str, reserve_tokens: int = 0) -> Admitted:
-        """Admit a request, doing the copies DOWN that make room, but not those UP."""
+        """Admit a request and do the copies DOWN that free blocks, but not those UP."""
         for _ in range(100):
             answer = self.manager.admit(name, reserve_tokens=reserve_tokens)
             self.manager.check()
@@ -174,7 +174,7 @@ class Engine:
         return admitted
 
     def append(self, name: str, tokens: Sequence[int]) -> None:
-        """Generate tokens, with room for them."""
+        """Generate tokens, with blocks for them."""
         self.requests[name].tokens += tokens
         self.manager.append(name, tokens)
         assert isinstance(self.manager.extend(name, len(self.requests[name].tokens)), tuple)

@@ -28,7 +28,7 @@ def test_admit_takes_blocks_for_the_prompt_and_the_reserve(bare: Engine) -> None
 
 
 def test_not_enough_room_evicts(bare: Engine) -> None:
-    """Not enough room -> evict."""
+    """Not enough free blocks -> evict."""
     bare.leave("a", prompt(32))
     bare.add("b", prompt(12, 1))
     answer = bare.manager.admit("b")
@@ -37,7 +37,7 @@ def test_not_enough_room_evicts(bare: Engine) -> None:
 
 
 def test_an_eviction_that_needs_copies_is_waited_for(hosted: Engine) -> None:
-    """Decided: eviction that needs copies answers Waiting; the room is there when the ticket has ended."""
+    """Decided: eviction that needs copies answers Waiting; the blocks are free when the ticket has ended."""
     hosted.leave("a", prompt(32))
     hosted.add("b", prompt(12, 1))
     waiting = hosted.manager.admit("b")
@@ -93,7 +93,7 @@ def test_extend_gives_room_for_more_tokens(bare: Engine) -> None:
 
 
 def test_extend_makes_room_as_admit_does(hosted: Engine) -> None:
-    """Extend: not enough room -> evict, by copies that are waited for; the request goes on with what it has."""
+    """Extend: not enough free blocks -> evict, with copies that take time; the request continues with what it has."""
     hosted.leave("old", prompt(28))
     hosted.start("a", prompt(4, 1))
     table = hosted.manager.table("a")
@@ -157,7 +157,7 @@ def test_a_twin_that_is_coming_is_not_waited_for(hosted: Engine) -> None:
 
 
 def test_a_twin_that_leaves_without_its_parent_is_none(hosted: Engine) -> None:
-    """A twin out of reach, on its way to the host: ours enters the tree in its place, and its move goes on."""
+    """A twin is moved to the host and cannot be used: our block takes its place in the tree, its move continues."""
     assert hosted.cache is not None
     hosted.leave("a", prompt(8))
     stored(hosted.cache, prompt(4))
@@ -174,7 +174,7 @@ def test_a_twin_that_leaves_without_its_parent_is_none(hosted: Engine) -> None:
 
 
 def test_a_host_twin_adopts_our_device_block(hosted: Engine) -> None:
-    """A host twin adopts our device block: it is found on the device, and needs no copy to go to the host."""
+    """A host twin adopts our device block: it is found on the device, and its eviction to the host needs no copy."""
     assert hosted.cache is not None
     hosted.add("a", prompt(9))
     hosted.admit("a")

@@ -43,7 +43,7 @@ def test_fixed_pools_with_gauges_for_total_free_and_usable(hosted: Engine) -> No
 
 
 def test_a_prefix_tree_by_chained_hash(bare: Engine) -> None:
-    """Blocks form a prefix tree by chained hash: a block is shared only behind the same prefix."""
+    """Blocks form a prefix tree by chained hash: a block is shared only after the same prefix."""
     head, tail = prompt(8), prompt(4, 1)
     bare.start("a", head + tail)
     same = bare.start("b", head + prompt(4, 2))

@@ -1,4 +1,4 @@
-"""The checklist of device blocks, line by line (reset, metrics, room, discard, pauses): each quotes its line."""
+"""The checklist of device blocks, line by line (reset, metrics, space, discard, pauses): each test quotes its line."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_with_prefix_caching_off_it_is_a_plain_pool(shm_root: Path) -> None:
 
 
 def test_discard_takes_the_own_blocks_of_an_aborted_request_at_once(hosted: Engine) -> None:
-    """Discard: own blocks go at once, without demotion, upward as far as nobody else uses them."""
+    """Discard: own blocks are freed at once, without demotion, up to the first one that another request uses."""
     hosted.leave("before", prompt(4))
     hosted.start("a", prompt(16))  # shares the first block, made the others
     hosted.start("b", prompt(8) + prompt(5, 1))  # uses the second
@@ -215,7 +215,7 @@ def test_discard_takes_the_own_blocks_of_an_aborted_request_at_once(hosted: Engi
 
 
 def test_discard_of_a_request_that_waits_for_copies(hosted: Engine) -> None:
-    """...what others have computed and only comes back for it is cached, as for anybody."""
+    """...blocks that others have computed and that are only released by it stay cached, as usual."""
     hosted.leave("a", prompt(8))
     hosted.demoted(2)
     hosted.add("b", prompt(9))

@@ -48,7 +48,7 @@ def test_leaves_go_first_by_recency_and_parents_when_no_child_is_left(bare: Engi
 
 
 def test_demote_if_the_host_has_room_or_can_make_it_else_drop(shm_root: Path) -> None:
-    """Demote to host when host has room (or can make it), else drop; partial demotion is fine."""
+    """Demote to the host if it has space (or can make it), else drop; partial demotion is allowed."""
     clock = FakeClock()
     with cache_at(shm_root, slots=16, clock=clock) as cache:
         engine = Engine(16, cache, write_back=False)
@@ -88,7 +88,7 @@ def test_the_host_evicts_to_storage(shm_root: Path, tmp_path: Path) -> None:
 
 
 def pushed_out(engine: Engine, tokens: list[int]) -> bool:
-    """Fill the host with other prompts; whether one has gone from there."""
+    """Fill the host with other prompts; returns whether one was evicted from there."""
     for seed in range(100, 104):
         name = f"fill {seed} {engine.stat('requests')}"
         engine.leave(name, prompt(16, seed + int(engine.stat("requests"))))

@@ -120,7 +120,7 @@ def test_an_end_that_never_was_is_no_end(hosted: Engine, released: bool) -> None
 
 @pytest.mark.parametrize("half", [False, True])
 def test_match_promises_nothing_below_the_minimum(shm_root: Path, half: bool) -> None:
-    """It told of host tokens that an admission does not load, too few as they are."""
+    """Before the fix it reported host tokens that an admission does not load, because they are too few."""
     items = [Item(1, 14, blake3(b"cat").digest())] if half else []
     with cache_at(shm_root, min_hit_tokens=12) as cache:
         engine = Engine(8, cache, write_back=False)

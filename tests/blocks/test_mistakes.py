@@ -392,7 +392,7 @@ def test_mistake_21_a_hit_that_covers_the_whole_prompt(hosted: Engine, place: st
 
 
 def test_a_waiting_answer_is_not_a_promise(hosted: Engine) -> None:
-    """Two that wait for the same room: who comes first has it, the other waits again and hangs nothing."""
+    """Two requests wait for the same blocks: the first gets them, the other waits again and blocks nothing."""
     hosted.leave("a", prompt(32))
     hosted.add("b", prompt(20, 1))
     hosted.add("c", prompt(20, 2))

@@ -1,4 +1,4 @@
-"""Several ranks copy one plan: lengths agree by minimum, nothing settles early, nobody is waited for in vain."""
+"""Several ranks copy one plan: the minimum of their lengths counts, nothing settles early, and no wait is in vain."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def going_down(engine: Engine, tokens: list[int]) -> Plan:
 
 
 def coming_up(engine: Engine, name: str, tokens: list[int]) -> Plan:
-    """The plan of a request whose prompt comes back, its copies done on all ranks."""
+    """Return the plan of a request whose prompt was stored before, with its copies done on all ranks."""
     engine.add(name, [*tokens, 1])
     plan = engine.admit(name).plan
     assert plan is not None

@@ -48,7 +48,7 @@ def test_an_image_that_begins_on_the_device_and_goes_on_on_the_host(hosted: Engi
 
 @pytest.mark.parametrize("good", [0, 1])
 def test_an_image_whose_end_fails_to_come_up(hosted: Engine, good: int) -> None:
-    """Nobody computes into the middle of an item: the request is admitted again, and computes it as a whole."""
+    """No computation starts in the middle of an item: the request is admitted again, and computes the whole item."""
     tokens = with_half_an_image_on_the_host(hosted)
     hosted.add("a", tokens, items=IMAGE)
     settled = hosted.end(hosted.admit("a").plan, good)
@@ -83,7 +83,7 @@ def test_an_image_whose_end_goes_while_it_is_looked_for(
 
 
 def test_who_needs_room_that_a_write_back_still_reads_waits_for_it(shm_root: Path) -> None:
-    """It was refused, though nobody else was there: as if its prompt could never fit."""
+    """Before the fix it was refused although no other request was there, as if its prompt could never fit."""
     with cache_at(shm_root) as cache:
         engine = Engine(8, cache)
         engine.start("a", prompt(29))
@@ -115,7 +115,7 @@ def test_who_needs_blocks_that_are_coming_for_nobody_waits_for_them(hosted: Engi
 
 
 def test_a_write_back_keeps_no_block_that_it_does_not_copy(shm_root: Path) -> None:
-    """The host may take a part only: the blocks behind it were kept until the ticket ended, for nothing."""
+    """If the host takes only a part, the later blocks are not kept until the ticket ends."""
     with cache_at(shm_root, slots=16) as cache:
         engine = Engine(8, cache)
         engine.start("a", prompt(32))
@@ -179,7 +179,7 @@ def test_a_block_that_was_called_back_and_leaves_again_leaves_with_its_first_cop
 
 
 def test_what_left_and_did_not_arrive_is_counted(hosted: Engine) -> None:
-    """Whoever wonders why nothing hits sees that the copies fail."""
+    """The counters show that copies fail, so that a user sees why nothing hits."""
     hosted.leave("a", prompt(16))
     assert hosted.end(hosted.manager.demote(4), blocks=1).freed == 4
     assert (hosted.stat("demoted_blocks"), hosted.stat("dropped_blocks")) == (1, 3)
@@ -263,7 +263,7 @@ def test_a_prefetch_is_shared_by_those_only_who_need_no_more(shm_root: Path, tmp
 
 
 def test_a_generated_token_takes_a_few_bytes(bare: Engine) -> None:
-    """It took an array of its own: 130 bytes."""
+    """Before the fix each node had a separate array: 130 bytes."""
     bare.add("a", prompt(4))
     tracemalloc.start()
     try:

@@ -1,4 +1,4 @@
-"""The prefix tree: what is found, who may go first, what a lock keeps, and all of it against a naive model."""
+"""The prefix tree: what is found, what is evicted first, what a lock protects; all compared with a naive model."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ class Model:
         )
 
     def leaves(self) -> list[tuple[int, ...]]:
-        """Who may go now."""
+        """Return the nodes that may be evicted now."""
         return [
             path
             for path, place in self.place.items()
@@ -262,7 +262,7 @@ class Model:
         ]
 
     def evictable(self) -> int:
-        """How many could go, one after the other."""
+        """Return how many could be evicted, one after the other."""
         return sum(place is Place.DEVICE and not self.locked(path) for path, place in self.place.items())
 
     def was_used(self, path: tuple[int, ...], now: int) -> None:
@@ -347,7 +347,7 @@ class Twins:
             self.model.was_used(path, self.now)
 
     def evict(self, count: int) -> None:
-        """Whoever goes is, at his turn, one of the leaves and none is older."""
+        """Each evicted node is, at its turn, a leaf, and no leaf is older."""
         chosen = self.tree.evict(count)
         for node in chosen:
             path, leaves = self.paths[node.key], self.model.leaves()
@@ -358,7 +358,7 @@ class Twins:
         self.leaving += chosen
 
     def gone(self, which: int) -> None:
-        """Some that leave have left; what was below them is out of reach, so it goes with them."""
+        """Some evicted nodes have left the tree; nodes below them are unreachable and leave with them."""
         if self.leaving:
             path = self.paths[self.leaving[which % len(self.leaving)].key]
             going = [node for node in self.leaving if self.paths[node.key][: len(path)] == path]
@@ -380,7 +380,7 @@ class Twins:
             self.coming.append((path, nodes))
 
     def landed(self, good: int) -> None:
-        """The first move ends; what it did not bring is forsaken if nobody else waits for it."""
+        """The first move ends; what it did not bring is dropped unless another request waits for it."""
         if not self.coming:
             return
         _, nodes = self.coming.pop(0)

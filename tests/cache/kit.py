@@ -59,7 +59,7 @@ def kv_of(tokens: npt.NDArray[np.int32], layout: KVLayout = LAYOUT) -> KV:
 
 
 def blank(tokens: npt.NDArray[np.int32], layout: KVLayout = LAYOUT) -> KV:
-    """Room for the KV of a prompt."""
+    """Return memory for the KV of a prompt."""
     blocks = np.zeros((max(1, len(tokens) // CHUNK), layout.chunk_bytes), np.uint8)
     return KV(blocks, BlockKV(blocks, layout))
 

@@ -1,4 +1,4 @@
-"""Another process stands still inside of a tier's ledger: no call takes longer than it promises, and says why."""
+"""Another process is stopped inside a tier's ledger: every call ends within its deadline, with a reason."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ SLOTS = 16
 
 
 class Slow:
-    """KV whose copies down stand still until they may go on."""
+    """KV whose copies to the host block until they are released."""
 
     layout = LAYOUT
 

@@ -1,4 +1,4 @@
-"""Every reason of a miss, provoked for real, and told alike by retrieve, lookup and explain."""
+"""Every reason of a miss, provoked for real, and reported alike by retrieve, lookup and explain."""
 
 from __future__ import annotations
 

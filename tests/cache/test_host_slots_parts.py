@@ -1,4 +1,4 @@
-"""Chunks of several parts: each rank of an engine writes its own, and what one of them lacks is nobody's."""
+"""Chunks of several parts: each rank of an engine writes its own, and a chunk with a missing part is not found."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def commit_part(cache: Cache, copies: list[ChunkRef], part: int) -> list[bool]:
 
 
 def _other_rank(shm_root: Path, tmp_path: Path, pipe: Connection) -> None:
-    """Part 1 of the rooms that come through the pipe; each step is told and waited for."""
+    """Write part 1 into the slots that arrive through the pipe; each step is reported and waited for."""
     with cache_at(shm_root, tmp_path) as cache:
         pipe.send("open")
         rooms: list[Reserved] = pipe.recv()

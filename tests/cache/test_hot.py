@@ -41,7 +41,7 @@ def small_disk(shm_root: Path, tmp_path: Path, clock: FakeClock, **options: obje
 
 
 def use_beside_others(cache: Cache, clock: FakeClock, again: bool) -> None:
-    """Serve the hot prompt from the host while others go through the disk, four times as many as it holds."""
+    """Serve the hot prompt from the host while others pass through the disk, four times as many as it holds."""
     for seed in range(30):
         clock.advance(1)
         stored(cache, prompt(8, 100 + seed))
@@ -108,7 +108,7 @@ def asked_again(cache: Cache) -> float:
 def test_a_use_is_told_before_what_is_stored_after_it(
     shm_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Being stored again raises recency below: a use that is told after that looks like one of a chunk just used."""
+    """Storing raises recency in the lower tier: a use that is reported afterwards looks like one of a new chunk."""
     monkeypatch.setattr("pagoda.cache.writeback._GATHER_SECONDS", 1e6)
     clock = FakeClock()
     with small_disk(shm_root, tmp_path, clock, policy="hindsight") as cache:
@@ -138,7 +138,7 @@ def test_a_use_is_told_before_what_passes_through_a_buffer_after_it(
 
 
 class Slow(DiskTier):
-    """A disk tier that answers touches when it is told to."""
+    """A disk tier that answers touches on demand."""
 
     may_answer: threading.Event
     touches: int

@@ -1,4 +1,4 @@
-"""Calls of a cache that an exception of a signal handler ends at any moment: it goes on, and so does everybody else."""
+"""Calls of a cache that an exception of a signal handler ends at any moment: it and all other users continue."""
 
 from __future__ import annotations
 

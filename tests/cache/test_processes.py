@@ -1,4 +1,4 @@
-"""Several processes with one cache: right bytes, no leaks, whoever dies."""
+"""Several processes with one cache: right bytes and no leaks when any of them dies."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_counters_are_seen_by_other_processes_and_outlive_them(shm_root: Path) -
 
 
 def test_bytes_scribbled_by_another_owner_are_never_served(shm_root: Path) -> None:
-    """A slot that was given to somebody else during the copy is noticed, whatever its bytes are by then."""
+    """A slot that was reassigned during the copy is noticed, whatever its bytes are by then."""
     with cache_at(shm_root, None) as cache:
         stored(cache, prompt(8, 5))
         ledger = cache._tiers.host.ledger  # type: ignore[union-attr]

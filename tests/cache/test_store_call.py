@@ -82,7 +82,7 @@ def test_what_finds_no_room_on_the_host_goes_below(shm_root: Path, tmp_path: Pat
 
 
 def test_what_goes_below_lies_behind_its_head_there(shm_root: Path, tmp_path: Path) -> None:
-    """In one queue: a tail that came first would stand alone on the disk, and go last."""
+    """In one queue: a tail that arrived first would be useless alone on the disk, and would be evicted last."""
     tokens = prompt(100)
     with cache_at(shm_root, tmp_path) as cache:
         cache.store(tokens, kv_of(tokens).transfer)
@@ -130,7 +130,7 @@ def test_what_the_policy_of_the_host_keeps_out_goes_below(shm_root: Path, tmp_pa
 def test_the_host_takes_what_its_policy_keeps_out_if_the_disk_does_not(
     shm_root: Path, tmp_path: Path, fault: Fault
 ) -> None:
-    """No store waits for a disk where there is room above it."""
+    """No store waits for a disk if a tier above it has space."""
     clock, tokens = FakeClock(), prompt(40)
     disk_ledger = Ledger.open(StoreSpec(tmp_path, LAYOUT.fingerprint, "file", 256, LAYOUT.slot_bytes + 4096))
     slab = FaultySlab(disk_ledger.slab_path, 256, LAYOUT.slot_bytes + 4096)

@@ -1,4 +1,4 @@
-"""`pagoda clear`: what was named goes from every tier, and nothing else does."""
+"""`pagoda clear`: removes from every tier what was named, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model whose KV comes layer by layer while it computes: the same text as without, whatever happens to the load.
+"""A model whose KV arrives layer by layer while it computes: the same text as without, in every failure of the load.
 
 The copy engine is the real one, its device is CPU memory with late streams. Memory that nobody wrote to is NaN.
 """
@@ -461,7 +461,7 @@ def test_a_model_that_was_converted_is_looked_at_again(house: House) -> None:
 
 
 class Late:
-    """A watch whose device has not come so far."""
+    """A stopwatch whose device has not reached the end yet."""
 
     def __init__(self) -> None:
         self.stopped = self.there = False

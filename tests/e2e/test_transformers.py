@@ -116,7 +116,7 @@ def test_partial_hits(name: str, shared: int, house: House) -> None:
 
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 96])
 def test_the_last_token_is_always_left_to_compute(length: int, house: House) -> None:
-    """A full hit would make generate go on from another position, silently."""
+    """With a full hit `generate` would silently continue from another position."""
     model, ids = llama(), prompt(length)
     cached = house.open(model)
     want = generated(model, ids)

@@ -123,7 +123,7 @@ def succeeded(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def own_mounts() -> list[str]:
-    """The words before a command that give it mounts of its own; skips the test where that is not permitted."""
+    """Return the words before a command that give it separate mounts; skips the test if this is not permitted."""
     words = ["unshare", "--mount", "--propagation", "private"]
     if (
         shutil.which("unshare") is None
@@ -134,7 +134,7 @@ def own_mounts() -> list[str]:
 
 
 def apart(work: Callable[[], object]) -> str:
-    """What `work` returned in a forked child, as text: a process of its own, and much quicker than `python`."""
+    """Return what `work` returned in a forked child, as text: a separate process, and much faster than `python`."""
     receive, send = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -75,7 +75,7 @@ def become_stranger(home: str | None) -> None:
 
 @cache
 def imported_late() -> None:
-    """Have all modules imported: the stranger may be unable to read where Python lies."""
+    """Import all modules first: the other user may be unable to read Python's directory."""
     with tempfile.TemporaryDirectory(prefix="pagoda-test-") as root, pytest.MonkeyPatch.context() as patch:
         patch.setenv("PAGODA_HOST_PATH", f"{root}/host")
         used(Path(root))

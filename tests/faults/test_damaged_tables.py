@@ -149,7 +149,7 @@ def test_a_damaged_page_of_the_state_costs_nothing(tmp_path: Path, image_of: str
 
 @pytest.mark.slow
 def test_damage_of_a_store_that_was_not_closed_ends_one_start_at_most(tmp_path: Path) -> None:
-    """There is no checksum of it; whatever a look at all rows ends in, the next start begins anew."""
+    """It has no checksum; if the check of all rows ends in a signal, the next start creates the store again."""
     image = tmp_path / "image"
     pages = used_pages(left_open_image(image), TABLES)
     for n, page in enumerate(pages):

@@ -1,4 +1,4 @@
-"""A directory that somebody removes while a cache is being opened over it, before any of its system calls."""
+"""A directory that is removed while a cache is being opened over it, before any of its system calls."""
 
 from __future__ import annotations
 

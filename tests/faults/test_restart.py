@@ -1,4 +1,4 @@
-"""What is found again, and by whom: after a process, the host tier, all processes or the ledger are gone."""
+"""What is found again after a process, the host tier, all processes or the ledger are gone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exceptions that a signal handler raises (Ctrl-C, an alarm) at any moment: no lock, slot or hold is left behind."""
+"""Exceptions that a signal handler raises (Ctrl-C, an alarm) at any moment: no lock, slot or hold is leaked."""
 
 from __future__ import annotations
 

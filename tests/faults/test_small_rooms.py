@@ -1,4 +1,4 @@
-"""Too little room for any of the files, or a file system that fills up: an error with the remedy, never a signal."""
+"""Too little space for any file, or a file system that fills up: an error that says what to do, never a signal."""
 
 from __future__ import annotations
 

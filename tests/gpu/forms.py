@@ -126,7 +126,7 @@ def _pages(size: Size, flat: torch.Tensor) -> Views:
 
 
 def _pages_in_blocks(size: Size, flat: torch.Tensor) -> Views:
-    """The layers of a block lie side by side."""
+    """The layers of a block are adjacent."""
     each = flat.view(size.blocks, size.layers, -1)
     return [[each[:, layer]] for layer in range(size.layers)]
 

@@ -61,7 +61,7 @@ class Memory:
         return self.form.chunk(self.size, views, self.ids(start))
 
     def holds(self, start: int, slot: Bytes) -> None:
-        """Fail unless the slot has the chunk at `start`, and poison behind it."""
+        """Fail unless the slot has the chunk at `start`, and poison after it."""
         nbytes = self.layout.chunk_bytes
         got = torch.tensor(slot[:nbytes]).to(self.flat.device)
         assert torch.equal(got, self.chunk(start).view(torch.uint8)), f"the chunk at {start} is another"

@@ -41,7 +41,7 @@ class Rig:
         """These tensors are the device's memory."""
 
     def reaches(self, *arrays: Bytes) -> None:
-        """These are registered by somebody else."""
+        """These are registered by other code."""
 
     def unreachable(self, *arrays: Bytes) -> None:
         """These are not registered."""

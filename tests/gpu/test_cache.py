@@ -132,7 +132,7 @@ def test_one_process_stores_and_another_loads(rig: Rig, shm_root: Path) -> None:
 
 
 def test_a_process_that_is_killed_as_it_stores(rig: Rig, shm_root: Path, seed: int) -> None:
-    """The other goes on, sees right bytes only, and nothing of the dead one's stays reserved."""
+    """The other process continues and sees right bytes only, and no slot of the dead one stays reserved."""
     shelf = Shelf(rig, shm_root, slots=96)
     random = np.random.default_rng(seed)
     try:

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Sparing(Driver):
-    """The machine's driver, which registers so many pieces and then says what one that has no more memory says."""
+    """The machine's driver, which registers that many pieces and then answers as if out of memory."""
 
     def __init__(self, inner: Driver | None, pieces: int) -> None:
         self._inner, self._left = inner, pieces
@@ -64,7 +64,7 @@ def held(rig: Rig, array: np.ndarray, pieces: int, piece_bytes: int) -> PinnedMe
 @pytest.mark.parametrize("way", [*ALL_WAYS, "no kernels"])
 @pytest.mark.parametrize("name", ["pages", "planes_first"])
 def test_registration_is_refused(rig: Rig, seed: int, name: str, way: str | None, pieces: int) -> None:
-    """Of three pieces none, one or two are registered; slots lie in either, and across the border."""
+    """Of three pieces none, one or two are registered; slots are in both kinds, and across the border."""
     memory = Memory.of(rig, BY_NAME[name], TINY if rig.small else SHORT, "bfloat16", seed)
     layout, count = memory.layout, memory.size.chunks
     piece_bytes = -(-count * layout.slot_bytes // 3 // 4096) * 4096 + 4096

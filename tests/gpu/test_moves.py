@@ -18,7 +18,7 @@ NAMES = list(BY_NAME)
 def both(
     rig: Rig, name: str, size: Size, dtype: str, way: str | None, kind: str, seed: int, odd: int = 0
 ) -> None:
-    """A store of one memory and a load into another; with a ring so small that it goes round many times, too."""
+    """A store from one memory and a load into another; also with a ring so small that it wraps many times."""
     form = BY_NAME[name]
     engine = rig.engine(way)
     check_store(Memory.of(rig, form, size, dtype, seed), engine, kind, seed, odd)

@@ -32,7 +32,7 @@ def short(rig: Rig) -> Size:
 @pytest.mark.parametrize("way", ALL_WAYS)
 @pytest.mark.parametrize("name", ["pages", "planes_first", "heads_first"])
 def test_the_producer_is_still_writing(rig: Rig, seed: int, name: str, way: str | None, kind: str) -> None:
-    """A long queue stands before what is stored when the store is asked for, on another thread."""
+    """A long queue of work precedes the data when the store is called, on another thread."""
     memory = Memory.of(rig, BY_NAME[name], large(rig), "bfloat16", seed)
     engine, starts = rig.engine(way), memory.starts(seed)
     engine.prepare(memory_table(memory, engine))
@@ -73,7 +73,7 @@ def test_the_engine_still_reads_what_is_overwritten(rig: Rig, seed: int, way: st
 
 @pytest.mark.parametrize("way", ALL_WAYS)
 def test_beside_a_compute_stream(rig: Rig, seed: int, way: str | None) -> None:
-    """A loop of matrix products goes on all the while, and each one's result is right."""
+    """A loop of matrix products runs all the time, and each result is right."""
     memory = Memory.of(rig, BY_NAME["pages_in_blocks"], large(rig), "bfloat16", seed)
     other = Memory.of(rig, BY_NAME["planes_first"], large(rig), "bfloat16", seed + 1)
     engine, stop = rig.engine(way), threading.Event()
@@ -107,7 +107,7 @@ def test_beside_a_compute_stream(rig: Rig, seed: int, way: str | None) -> None:
 
 
 def test_sources_that_are_let_go_of(rig: Rig, seed: int) -> None:
-    """Tensors whose owner has dropped them, while the allocator hands memory to others who write on it at once."""
+    """Tensors whose owner has dropped them, while the allocator gives the memory to code that writes it at once."""
     random = np.random.default_rng(seed)
     engine, rounds = rig.engine(), 4 if rig.small else 60
     size = TINY if rig.small else SHORT
@@ -137,7 +137,7 @@ def test_sources_that_are_let_go_of(rig: Rig, seed: int) -> None:
 
 
 def test_snapshots_that_nobody_wants(rig: Rig, seed: int) -> None:
-    """A snapshot, its transfer and its tensors go before the device has come to it: nothing else is written to."""
+    """A snapshot, its transfer and its tensors are dropped before the device reached it: nothing else is written."""
     size = short(rig)
     bystander = torch.full((1 << (12 if rig.small else 26),), 77, dtype=torch.uint8, device=rig.device)
     engine = rig.engine()
@@ -180,7 +180,7 @@ def test_a_snapshot_is_what_was_there(rig: Rig, seed: int, way: str | None, kind
 
 
 def test_many_threads_with_one_engine(rig: Rig, seed: int) -> None:
-    """Each has blocks and slots of its own in the same pools; more of them than may run at once."""
+    """Each has separate blocks and slots in the same pools; there are more of them than may run at once."""
     size = short(rig)._replace(chunks=8, spare=3)
     memory = Memory.of(rig, BY_NAME["pages_in_blocks"], size, "bfloat16", seed)
     engine, each = rig.engine(), size.chunk // size.block

@@ -1,4 +1,4 @@
-"""Slabs registered with the real driver: what stands in for it elsewhere (tests/slab/libcuda_stub.c) is only strict."""
+"""Slabs registered with the real driver; its stub elsewhere (tests/slab/libcuda_stub.c) is only strict."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_every_slot_goes_there_and_back(slab: MemorySlab, driver: Driver) -> Non
 
 
 def test_a_copy_over_the_border_of_two_pieces(slab: MemorySlab, driver: Driver) -> None:
-    """Slots never lie so. That it works is what `device_address` promises for pieces that go on in both memories."""
+    """Slots are never placed like this. `device_address` promises it for pieces contiguous in both memories."""
     device = torch.zeros(SLOT, dtype=torch.uint8, device="cuda")
     begin = 2 * SLOT - SLOT // 2
     place = device_address(slab.array.ctypes.data + begin, SLOT)

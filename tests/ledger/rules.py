@@ -53,7 +53,7 @@ def put(
 
 
 def reserved(outcomes: Sequence[object]) -> list[Reserved]:
-    """Those that got a room."""
+    """Return the outcomes that got a slot."""
     return [one for one in outcomes if isinstance(one, Reserved)]
 
 

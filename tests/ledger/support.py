@@ -57,7 +57,7 @@ def teach(ledger: Ledger, clock: FakeClock) -> None:
 
 
 def reserved(outcomes: Sequence[Outcome]) -> list[Reserved]:
-    """Those that got a room."""
+    """Return the outcomes that got a slot."""
     return [one for one in outcomes if isinstance(one, Reserved)]
 
 

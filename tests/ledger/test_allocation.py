@@ -187,7 +187,7 @@ def test_a_reservation_under_another_key_is_not_committed(ledger: Ledger) -> Non
 
 
 def test_an_abort_waits_for_the_parts_of_the_living(ledger: Ledger) -> None:
-    """Their bytes are on the way: the slot is nobody else's until they have landed."""
+    """Their bytes are still being copied: no other chunk gets the slot before the copies have ended."""
     [room] = reserved(ledger.reserve(keys(1), namespace=TENANT, parts=2))
 
     def adopt() -> None:

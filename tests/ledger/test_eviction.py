@@ -1,4 +1,4 @@
-"""Room and eviction, one rule a test: who goes first, who never goes, and how much one may have."""
+"""Space and eviction, one rule in each test: what is evicted first, what never, and how much a member may have."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.ledger.rules import (
 
 @pytest.fixture
 def clock() -> FakeClock:
-    """Time that stands still."""
+    """A clock that does not advance."""
     return FakeClock()
 
 

@@ -1,4 +1,4 @@
-"""Held chunks: while a living member holds a slot it is nobody else's, even when the chunk in it has gone."""
+"""Held chunks: while a living member holds a slot, no other chunk gets it, even if its own chunk was removed."""
 
 from __future__ import annotations
 

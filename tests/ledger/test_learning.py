@@ -1,4 +1,4 @@
-"""The policy that learns, in a real ledger: who is refused and why, what a restart and other processes know of it."""
+"""The policy that learns, in a real ledger: what is refused and why; a restart and other processes share it."""
 
 from __future__ import annotations
 

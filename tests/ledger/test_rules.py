@@ -36,7 +36,7 @@ from tests.ledger.rules import (
 
 @pytest.fixture
 def clock() -> FakeClock:
-    """Time that stands still."""
+    """A clock that does not advance."""
     return FakeClock()
 
 

@@ -47,7 +47,7 @@ def ledger(shm_root: Path) -> Iterator[Ledger]:
 
 
 def busy_store(ledger: Ledger) -> None:
-    """Everything one does with a store goes."""
+    """Every use of a store works."""
     put(ledger, keys(*range(1000, 1100)), chained=False)
     assert len(ledger.match_prefix(keys(1099)).slots) == 1
     admin.remove(ledger, keys(1099))
@@ -78,7 +78,7 @@ def test_trouble_in_a_transaction_is_a_reason_and_changes_nothing(ledger: Ledger
 
 
 def test_after_an_error_of_lmdb_the_environment_is_another(ledger: Ledger) -> None:
-    """LMDB does not go on with one whose commit has failed: every later call would fail as well."""
+    """LMDB does not continue with a transaction whose commit has failed: every later call would fail as well."""
     before = ledger.session._open().env
 
     def fail(*_: object) -> None:
@@ -147,7 +147,7 @@ def test_a_full_map_is_a_refusal_and_the_rest_goes_on(shm_root: Path) -> None:
 
 @pytest.mark.parametrize("everything", [False, True])
 def test_a_full_map_keeps_nothing_from_being_taken_out(shm_root: Path, everything: bool) -> None:
-    """More than once, and with others who have opened the map as it was."""
+    """More than once, and with other processes that have opened the smaller map."""
     ledger = opened(shm_root, slots=1024)
     go_on, said = multiprocessing.Event(), multiprocessing.Event()
 

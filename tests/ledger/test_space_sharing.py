@@ -1,4 +1,4 @@
-"""Stores of several layouts in one root: who gets how much, who gives, and that nothing is lost by it."""
+"""Stores of several layouts in one root: which gets how much, which gives, and that no chunk is lost wrongly."""
 
 from __future__ import annotations
 

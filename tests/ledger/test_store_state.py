@@ -70,7 +70,7 @@ def test_a_file_that_is_no_state_is_none(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_hinders_no_write(tmp_path: Path) -> None:
-    """RLIMIT_FSIZE stands for it: nothing may be made or lengthened."""
+    """RLIMIT_FSIZE simulates it: no file may be created or lengthened."""
     write_state(tmp_path, state_of())
 
     def write_without_room() -> None:

@@ -178,7 +178,7 @@ def test_a_crash_in_the_middle_of_a_rebuild(
 
 
 def test_a_child_whose_store_was_resized_before_it_could_open_it_again_finds_nothing(shm_root: Path) -> None:
-    """Its parent died between the fork and this; what it has mapped are files that nobody uses any more."""
+    """Its parent died between the fork and this; the files that it has mapped are no longer used by any process."""
     ledger = opened(shm_root)
     put(ledger, keys(1))
     state = read_state(ledger.directory)

@@ -1,4 +1,4 @@
-"""Tenants by the thousand: each costs room only while it has chunks, and what was cleared never comes back."""
+"""Tenants by the thousand: each takes space only while it has chunks, and cleared chunks never come back."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def header(stored: Reserved, namespace: bytes) -> ScannedChunk:
 
 
 def after_a_power_cut(root: Path, headers: list[ScannedChunk], boot: str = "next") -> Ledger:
-    """The store, when the machine has gone down with it open; the slab has these headers."""
+    """Return the store as after a power failure while it was open; the slab has these headers."""
     ledger = opened(root, clock=FakeClock(boot=boot), kind="file")
     assert len(rebuild.unscanned(ledger)) == ledger.slots
     found = [*headers, *[None] * (ledger.slots - len(headers))]
@@ -55,7 +55,7 @@ def after_a_power_cut(root: Path, headers: list[ScannedChunk], boot: str = "next
 
 
 def sizes(ledger: Ledger) -> dict[str, int]:
-    """The files of a store, but for the one of labels, which has a bound of its own."""
+    """Return the files of a store, except the one of labels, which has its own bound."""
     return {
         path.name: path.stat().st_size for path in ledger.directory.iterdir() if path.name != "namespaces"
     }
@@ -298,7 +298,7 @@ def test_damaged_files_of_clears_bring_nothing_back(shm_root: Path, damage: str)
 
 
 def test_a_torn_record_is_none(shm_root: Path) -> None:
-    """The machine went down in the middle of a clear, which did not return: those before it stand."""
+    """The power failed in the middle of a clear, which did not return: earlier clears remain valid."""
     ledger = opened(shm_root, clock=FakeClock(), kind="file")
     [one], [two] = put(ledger, keys(1)), put(ledger, keys(2), OTHER)
     admin.clear(ledger, TENANT)

@@ -34,7 +34,7 @@ def empty(columns: Columns, row: int) -> None:
 
 
 def behind(columns: Columns) -> dict[int, list[int]]:
-    """Each slot that holds something, and all that is behind it, itself among them."""
+    """Return each slot with a chunk, and all its descendants, itself included."""
     ready = [row for row in range(columns.slots) if columns.last_use[row] != NOT_READY]
     below: dict[int, list[int]] = {row: [] for row in ready}
     for row in ready:
@@ -57,7 +57,7 @@ def out_of_reach(columns: Columns, row: int) -> bool:
 
 
 def plain(columns: Columns, ranks: list[float], stamp: int, now: int) -> list[int]:
-    """What goes, in order: out of reach, by rank, by the end of the lease; each as what is behind it is."""
+    """Return the order of eviction: unreachable first, by rank, by the end of the lease; descendants count."""
     keys: dict[int, tuple[float, ...]] = {}
     for row, rows in behind(columns).items():
         position = int(columns.position[row])

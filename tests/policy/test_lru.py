@@ -52,7 +52,7 @@ def empty(columns: Columns, row: int) -> None:
 
 
 def naive(columns: Columns, count: int, stamp: int, now: int) -> list[int]:
-    """What should go: by recency; then leased ones by the end of their lease."""
+    """Return what should be evicted: by recency; then leased ones by the end of their lease."""
     ready = [row for row in range(columns.slots) if columns.last_use[row] < stamp]
     free = sorted((int(columns.last_use[row]), row) for row in ready if columns.lease_until[row] <= now)
     leased = sorted((int(columns.lease_until[row]), row) for row in ready if columns.lease_until[row] > now)

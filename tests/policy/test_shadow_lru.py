@@ -87,7 +87,7 @@ def test_of_many_slots_a_sample_is_looked_at() -> None:
 
 @pytest.mark.parametrize("name", ["agents", "loop"])
 def test_by_the_bound_it_serves_what_lru_serves(name: str) -> None:
-    """The count of what LRU would serve agrees with LRU in a cache of its own."""
+    """The count of what LRU would serve agrees with a separate cache that runs LRU."""
     requests = (
         streams.agents(3, requests=1500)
         if name == "agents"

@@ -109,7 +109,7 @@ def save(tier: RemoteTier, keys: Sequence[bytes], layout: KVLayout = SMALL) -> l
 
 
 def saved(remote: StoreClient, keys: Sequence[bytes], layout: KVLayout = SMALL, codec: str = "raw") -> None:
-    """Leave a chain in the store, by a tier that is gone when this returns."""
+    """Store a chain through a tier that is closed when this returns."""
     with tier_on(remote, layout, codec=codec, deadline_seconds=PATIENT_SECONDS) as tier:
         assert all(end.ok for end in ends(tier.save(chunks_of(keys, layout), ROOT)))
 

@@ -1,4 +1,4 @@
-"""Servers that lie: one that speaks Redis' protocol, one that speaks HTTP, and one that speaks whatever it is told."""
+"""Malicious servers: one speaks Redis' protocol, one speaks HTTP, and one sends whatever a test tells it to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Lie = Iterable[bytes]  # what goes out, piece by piece; then the connection is a
 
 
 class Evil:
-    """Listens on `port`; each connection has a thread of its own. Thread-safe."""
+    """Listens on `port`; each connection has a separate thread. Thread-safe."""
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
@@ -65,7 +65,7 @@ class Evil:
 
 
 class Babble(Evil):
-    """Says the same to everybody who connects, whatever they say, and then nothing more."""
+    """Sends the same to every client, whatever it receives, and then nothing more."""
 
     def __init__(self, words: Callable[[], Lie]) -> None:
         self._words = words
@@ -83,7 +83,7 @@ class Babble(Evil):
 
 
 class LyingRedis(Evil):
-    """Passes every command on to a true Redis, one at a time, but for those that it has a lie for.
+    """Forwards each command to a true Redis, one at a time, except those for which it has a false answer.
 
     `lies`: the command's name -> from its arguments to the answer (None: the truth). `heard` are all commands so far,
     without arguments of more than 256 bytes.
@@ -152,7 +152,7 @@ def bulk(data: bytes) -> bytes:
 
 
 def endless(head: bytes = b"", block: bytes = BLOCK, blocks: int = 512) -> Iterator[bytes]:
-    """`head`, then block after block: not for ever, or whoever keeps them would bring the whole machine down."""
+    """`head`, then block after block, up to a bound: a client that keeps them would take all memory of the machine."""
     yield head
     for _ in range(blocks):
         yield block
@@ -169,7 +169,7 @@ def dripping(data: bytes, pause_seconds: float = 0.05) -> Iterator[bytes]:
 
 
 class LyingHttp(Evil):
-    """A store of objects that understands PUT, GET (with a range), HEAD and DELETE, and has lies for some of them.
+    """An object store that understands PUT, GET (with a range), HEAD and DELETE, with false answers for some of them.
 
     `lies`: the method -> from the path to the raw answer (None: the truth). `heard` are methods and paths so far.
     """

@@ -45,7 +45,7 @@ BY_OBSTORE = {"allow_invalid_certificates": "false"}
 
 
 class Room:
-    """Where a get goes: a page, and a place of `nbytes` with a wall behind it."""
+    """The destination of a get: a page, and a place of `nbytes` with a guard after it."""
 
     def __init__(self, nbytes: int, wanted: bool = True) -> None:
         self.page: Array = np.zeros(HEADER_BYTES, np.uint8)
@@ -137,7 +137,7 @@ class Timed:
 def liar(
     lies: dict[str, bytes | Callable[[str], Lie | None]], options: Mapping[str, str] = {}
 ) -> Iterator[tuple[LyingHttp, ObjectStoreClient]]:
-    """A store of objects that lies, and the remote that believes it to be WebDAV."""
+    """A malicious object store, and the remote that treats it as WebDAV."""
     server = LyingHttp()
     for method, lie in lies.items():
         server.lies[method] = lie if callable(lie) else (lambda _, told=lie: [told])

@@ -1,4 +1,4 @@
-"""A TCP proxy on loopback that can be told, while it runs, to be a bad network."""
+"""A TCP proxy on loopback that behaves like a bad network on demand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SLICE_SECONDS = 0.02  # how soon a new fault is noticed
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong with one direction. Byte counts begin anew, on each connection, when a fault is set."""
+    """The faults of one direction. Byte counts start again at zero, on each connection, when a fault is set."""
 
     delay_seconds: float = 0.0  # before each piece
     bytes_per_second: float = 0.0  # 0: as fast as it goes
@@ -54,7 +54,7 @@ class Proxy:
         threading.Thread(target=self._serve, args=(self._listener,), daemon=True).start()
 
     def refuse(self) -> None:
-        """Take no more connections: they are refused by the kernel. Those that are open go on."""
+        """Accept no more connections: the kernel refuses them. Open ones continue."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -64,7 +64,7 @@ class Proxy:
         self.up = self.down = fault
 
     def heal(self) -> None:
-        """Be a good network again. What was stalled goes on."""
+        """Be a good network again. Stalled bytes move on."""
         self.both(WELL)
 
     def cut(self, reset: bool = True) -> None:
@@ -88,7 +88,7 @@ class Proxy:
 
     @property
     def traffic(self) -> tuple[int, int]:
-        """Connections and bytes from the client so far: equal twice means that nobody called in between."""
+        """Connections and bytes from the client so far: equal twice means that no client called in between."""
         with self._lock:
             return self.connections, self.up_bytes
 

@@ -398,7 +398,7 @@ def test_a_hierarchy_of_four(shm_root: Path, tmp_path: Path, s3: Server, url: st
 
 
 def test_a_store_that_does_not_say_in_time_is_no_store_that_lacks_it(shm_root: Path) -> None:
-    """The answer names what is wrong; "never stored" would be a lie."""
+    """The answer names what is wrong; "never stored" would be false."""
     with redis_server() as server, cache_over(f"{server.url}/0?look=1s&deadline=5s", shm_root) as cache:
         assert served(cache, prompt(2))[0].reason is Reason.ABSENT
         server.stop()

@@ -1,4 +1,4 @@
-"""Everything goes wrong at once, at random: right bytes or a miss, in time, and all is well again afterwards."""
+"""All faults at once, at random: right bytes or a miss, in time, and everything works again afterwards."""
 
 from __future__ import annotations
 

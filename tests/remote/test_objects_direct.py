@@ -1,4 +1,4 @@
-"""What S3 and WebDAV are asked goes by our own client: no redirection is followed, no listing is without end."""
+"""Requests to S3 and WebDAV use our own client: it follows no redirection, and no listing is without end."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def page(names: list[str], token: str | None) -> bytes:
 
 @contextlib.contextmanager
 def listing(pages: Callable[[str], Lie]) -> Iterator[tuple[LyingHttp, ObjectStoreConnection]]:
-    """A connection to an S3 that answers GET with these and says that it deletes what it is told to."""
+    """A connection to an S3 that answers GET with these, and claims to delete what it is told to."""
     server = LyingHttp()
     remote = ObjectStoreClient("s3://b/x", options=s3_options(f"http://127.0.0.1:{server.port}"))
     try:

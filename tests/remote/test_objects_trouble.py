@@ -1,4 +1,4 @@
-"""Object stores: lies, bad networks, servers that stop."""
+"""Object stores: false answers, bad networks, servers that stop."""
 
 from __future__ import annotations
 

@@ -286,7 +286,7 @@ def test_a_draft_that_went_is_not_published(connection: RedisConnection, client:
 
 
 def test_a_draft_that_lost_pieces_is_not_published(connection: RedisConnection, client: Client) -> None:
-    """As when Redis evicts or expires a draft, and the next piece begins it anew."""
+    """As when Redis evicts or expires a draft, and the next piece starts it again."""
     stop = threading.Event()
 
     def lose() -> None:

@@ -288,7 +288,7 @@ def test_a_string_too_long_for_an_answer(peer: Peer) -> None:
 
 
 def test_a_string_of_any_length_that_redis_can_have_is_skipped(peer: Peer) -> None:
-    """Somebody else's value under our name: no reason to give up the connection."""
+    """A value of another program under our name: no reason to close the connection."""
     connection, theirs = peer
     asked(connection)
     thread = beside(lambda: theirs.sendall(b"$3000000\r\n" + bytes(3_000_000) + b"\r\n"))

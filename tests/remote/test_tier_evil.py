@@ -1,4 +1,4 @@
-"""A store in the hands of somebody who means harm: never wrong bytes, never late, never much memory."""
+"""A store under an attacker's control: never wrong bytes, never late, never much memory."""
 
 from __future__ import annotations
 

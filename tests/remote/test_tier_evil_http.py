@@ -1,4 +1,4 @@
-"""An object store in the hands of somebody who means harm: never wrong bytes, never late, never much memory."""
+"""An object store under an attacker's control: never wrong bytes, never late, never much memory."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def _walk(port: int, peak: Connection) -> None:
 
 @pytest.mark.parametrize("lie", [*(ANSWERS[name] for name in WALKS), bomb], ids=[*WALKS, "a bomb"])
 def test_a_server_that_answers_a_listing_with(liar: LyingHttp, lie: Callable[[], Lie]) -> None:
-    """In a process of its own, which is still there afterwards."""
+    """In a separate process, which still runs afterwards."""
     liar.lies["PROPFIND"] = lambda _: lie()
     mine, theirs = SPAWN.Pipe()
     process = SPAWN.Process(target=_walk, args=(liar.port, theirs), daemon=True)
@@ -235,7 +235,7 @@ time.sleep(0.7)
     "lie", [lambda: SILENCE, lambda: [http(500)], lambda: [b""]], ids=["late", "bad", "cut"]
 )
 def test_trouble_is_not_printed(liar: LyingHttp, lie: Callable[[], Lie]) -> None:
-    """What a library has to say of requests that nobody waits for any more is no line in an engine's output."""
+    """A library's messages about requests that are no longer waited for do not reach an engine's output."""
     asked = iter(range(1000))
 
     def answer(_: str) -> Lie:

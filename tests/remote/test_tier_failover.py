@@ -147,7 +147,7 @@ def test_an_idle_connection_that_was_forgotten_costs_nothing(
 
 
 def test_connections_that_were_forgotten_in_use_cost_one_deadline_and_no_rest(proxy: Proxy) -> None:
-    """With a clock that stands still: what rests would rest for ever."""
+    """With a clock that does not advance, a skipped tier would be skipped for ever."""
     with tier_on(through(proxy, fresh_prefix()), clock=FakeClock()) as tier:
         store = tier._store
         connections = [WorkerConnection(store) for _ in range(3)]
@@ -186,7 +186,7 @@ def test_the_connection_for_look_ups_is_kept_open(server: Server, proxy: Proxy) 
 
 
 def test_machines_that_compute_the_same_send_it_once(server: Server, proxy: Proxy) -> None:
-    """Each chunk crosses the network once, whoever begins first."""
+    """Each chunk crosses the network once, whichever machine begins first."""
     prefix, (key,) = fresh_prefix(), keys_of(1)
     store_connections = [
         through(proxy, prefix).connection().open(time.monotonic() + PATIENT_SECONDS) for _ in range(4)
@@ -216,7 +216,7 @@ def test_machines_that_compute_the_same_send_it_once(server: Server, proxy: Prox
 
 
 def test_a_writer_far_away_sends_nothing_that_is_there(server: Server, proxy: Proxy) -> None:
-    """The look-up has long been given up when the answer comes; the writer has patience of its own."""
+    """The look-up was given up long before the answer arrives; the writer has a separate, longer patience."""
     prefix, keys = fresh_prefix(), keys_of(6)
     saved(RedisClient(server.url, prefix=prefix), keys, MEDIUM)
     proxy.both(Fault(delay_seconds=0.1))

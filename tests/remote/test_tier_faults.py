@@ -1,4 +1,4 @@
-"""A remote tier whose server dies, stands still, forgets, is full, refuses: misses and drops, then well by itself."""
+"""A remote tier whose server dies, stops, forgets, is full, refuses: misses and drops, then it recovers by itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values that somebody else wrote into the store, with well-sealed headers: a miss, and gone if nobody can use them."""
+"""Values that another program wrote into the store, with valid headers: a miss, and removed if they are useless."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Forger:
         self.write(h=page.tobytes())
 
     def is_a_miss(self, reason: Reason = Reason.FAILED_CHECK) -> None:
-        """Check that it is not served, that the other one is, and that it is gone and can be stored anew."""
+        """Check that it is not served, that the other one is, and that it is removed and can be stored again."""
         with tier_on(self.remote, LARGE) as tier, growth() as memory:
             assert load(tier, [self.key], LARGE) == [reason]
             assert tier.stats()[f"miss_{reason}"] == 1

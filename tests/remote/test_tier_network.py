@@ -114,7 +114,7 @@ def test_a_save_over_a_bad_network(server: Server, proxy: Proxy, prefix: str, fa
 
 @pytest.mark.parametrize("at", [20_000, 1_000_000, 2_500_000])
 def test_bytes_spoilt_on_their_way_to_the_store(server: Server, proxy: Proxy, prefix: str, at: int) -> None:
-    """They are stored, found out by whoever reads them, and gone then: the next save stores them well."""
+    """They are stored, found damaged at a read, and then removed: the next save stores them correctly."""
     warm, keys = keys_of(1, chain=1), keys_of(1)
     with tier_on(through(proxy, prefix), LARGE, connections=1) as tier:
         stores(tier, warm, LARGE)
@@ -149,7 +149,7 @@ def test_what_failed_once_is_not_taken_to_be_absent(server: Server, proxy: Proxy
 
 
 def test_two_prompts_with_one_beginning_are_told_apart(server: Server, proxy: Proxy, prefix: str) -> None:
-    """Asked at once, of equal length: an answer is shared only by those who ask for the same."""
+    """Asked at once, of equal length: only callers that ask for the same keys share an answer."""
     (head, *one), (_, *two) = keys_of(3), keys_of(3, chain=1)
     saved(RedisClient(server.url, prefix=prefix), [head, *one])
     proxy.down = Fault(delay_seconds=0.3)

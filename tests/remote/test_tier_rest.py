@@ -1,4 +1,4 @@
-"""A remote tier that rests: nobody who asks the cache waits for it, and it is soon awake again."""
+"""A remote tier that is skipped: no call of the cache waits for it, and it is soon used again."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_stores_do_not_wait_for_an_engine_that_is_away(shm_root: Path, proxy: Pr
 
 
 def test_a_slow_engine_costs_a_retrieve_a_moment_only(shm_root: Path, proxy: Proxy) -> None:
-    """Before anybody knows that it is away: a look waits for its answer only `look_seconds`."""
+    """Before the failure is known, a look-up waits for the answer only `look_seconds`."""
     cache, _remote = cache_on(proxy, shm_root)
     with cache:
         stored(cache, prompt(4))

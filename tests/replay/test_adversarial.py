@@ -1,4 +1,4 @@
-"""Streams that are made to mislead a policy that learns: it never falls far behind least recently used."""
+"""Streams that are made to mislead a policy that learns: it is never much worse than least recently used."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def agree(simulation: Simulation, ledger: Ledger) -> None:
 
 
 def stream(seed: int, count: int, longest: int, talks: int) -> list[Request]:
-    """Talks that go on, the ones more often than the others, and prompts that nobody asks for again."""
+    """Conversations that continue, some more often than others, and prompts that never return."""
     random = np.random.default_rng(seed)
     requests, ms = [], 0
     for number in range(count):

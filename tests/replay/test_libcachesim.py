@@ -1,4 +1,4 @@
-"""Each chunk a request of its own: a hit or a miss wherever libCacheSim has one under the same policy."""
+"""Each chunk is a separate request: hits and misses equal those of libCacheSim under the same policy."""
 
 from __future__ import annotations
 

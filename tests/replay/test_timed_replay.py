@@ -1,4 +1,4 @@
-"""The pass with time: who waits how long, what is not there yet, what is dropped."""
+"""The pass with time: which request waits how long, what is not stored yet, what is dropped."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_below_another_tier_as_many_wait_as_that_one_holds() -> None:
 
 
 def test_what_a_prompt_has_no_room_for_above_is_waited_for() -> None:
-    """Four chunks wait in slots, two pass through buffers; those that wait take up the room of the next prompt."""
+    """Four chunks wait in slots, two pass through buffers; the waiting ones take slots from the next prompt."""
     tiers = [tier(chunks=4), tier(chunks=100, speed=1.0, name="disk")]
     first = asked(0, 1, 2, 3, 4, 5, 6)
     done = replay_timed([first], tiers, ENGINES)

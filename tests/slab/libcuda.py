@@ -1,4 +1,4 @@
-"""A stand-in for NVIDIA's driver library, which a machine without a GPU lacks: libcuda_stub.c, built when needed."""
+"""A stub of NVIDIA's driver library for machines without a GPU: libcuda_stub.c, built when needed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def built() -> Path:
 
 
 class Stub:
-    """One copy of the library, with a state of its own, and the driver over it."""
+    """One copy of the library, with separate state, and the driver over it."""
 
     def __init__(self, directory: Path) -> None:
         """Without `driver` yet: that is `begin`."""

@@ -1,4 +1,4 @@
-"""The driver's calls as NVIDIA declares them, on a stand-in of its library."""
+"""The driver's calls as NVIDIA declares them, on a stub of its library."""
 
 from __future__ import annotations
 

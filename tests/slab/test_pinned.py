@@ -1,4 +1,4 @@
-"""Registering memory bit by bit, and letting go of it, on a stand-in of NVIDIA's driver."""
+"""Registering memory piece by piece, and unregistering it, on a stub of NVIDIA's driver."""
 
 from __future__ import annotations
 

@@ -93,11 +93,11 @@ class Calls(Judge):
     # ---- room
 
     def admit(self, which: int, reserve: int, evict: bool, chunk: int | None = None) -> None:
-        """Once: it has its blocks, or waits for room, or is refused and nothing has changed."""
+        """Admit once: the request has its blocks, or waits for free blocks, or is refused and nothing has changed."""
         self.admitting(pick(self.idle(), which), reserve, evict, chunk)
 
     def admit_in_the_end(self, which: int, reserve: int) -> None:
-        """Whoever waits for room comes to an end, whatever becomes of the moves."""
+        """Every request that waits for blocks gets an answer, however the moves end."""
         request = pick(self.idle(), which)
         for _ in range(4):
             answer = self.admitting(request, reserve, True)
@@ -178,7 +178,7 @@ class Calls(Judge):
         return answer
 
     def extend(self, which: int, more: int, evict: bool) -> None:
-        """Room for more tokens, at the end of the table."""
+        """Reserve blocks for more tokens, at the end of the table."""
         request = pick(self.running(), which)
         total = len(request.prompt) + more
         before = self.snapshot()
@@ -220,7 +220,7 @@ class Calls(Judge):
         self.compute_to(request, request.computed + count)
 
     def compute_to(self, request: Request, stop: int) -> None:
-        """Computes tokens up to `stop`, as far as there are tokens and room."""
+        """Compute tokens up to `stop`, as far as there are tokens and blocks."""
         stop = min(stop, len(request.prompt), len(request.table) * BLOCK)
         symbols = request.prompt.symbols()
         for at in range(request.computed, stop):
@@ -242,7 +242,7 @@ class Calls(Judge):
         del self.requests[request.name]
 
     def preempt(self, which: int) -> None:
-        """It gives up its blocks, and finds what it computed if nobody took the room."""
+        """It gives up its blocks, and finds what it computed unless they were taken."""
         request = pick(self.loose(), which)
         computed, waited, stale = request.computed, bool(request.waits), request.stale
         self.manager.preempt(request.name)
@@ -284,7 +284,7 @@ class Calls(Judge):
         self.judge_victims(before, count + self.manager.total)
 
     def settle(self, which: int, rank: int, end: str, count: int) -> None:
-        """A rank tells the end of its copies."""
+        """A rank reports the end of its copies."""
         ticket = pick(self.tickets.values(), which)
         left = [r for r in range(self.ranks) if r not in ticket.reports]
         if left:
@@ -299,7 +299,7 @@ class Calls(Judge):
                     self.report(ticket, rank, "all", 0)
 
     def report(self, ticket: Ticket, rank: int, end: str, count: int) -> None:
-        """Copies what is copied well, writes rubbish where it is not, tells, and judges what it came to."""
+        """Do the good copies, write garbage for the failed ones, report, and check the outcome."""
         copies, number = ticket.plan.copies, ticket.plan.ticket
         good = {"all": len(copies), "count": len(copies), "some": min(count, len(copies))}.get(end, 0)
         for at, copy in enumerate(copies):
@@ -354,7 +354,7 @@ class Calls(Judge):
             self.pins.append((prompt.head(tokens), set(keys[: tokens // BLOCK])))
 
     def unpin(self, which: int) -> None:
-        """They may go again."""
+        """Unpin them."""
         prompt, keys = self.pins.pop(which % len(self.pins))
         tokens = self.manager.unpin(prompt.tokens, items=prompt.items, salt=prompt.salt)
         assert tokens == len(keys) * BLOCK
@@ -383,7 +383,7 @@ class Calls(Judge):
         assert self.manager.free >= self.manager.total - len(flying)
 
     def weights_changed(self) -> None:
-        """Nothing that was cached hits again; who waited for a move waits for room again."""
+        """Nothing that was cached hits again; requests that waited for a move wait for blocks again."""
         waited = {request.name for request in self.running() if request.waits}
         for request in self.able():
             if not request.stale:

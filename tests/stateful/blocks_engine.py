@@ -155,7 +155,7 @@ class Engine:
         return [key for *_, key in heap]
 
     def picture(self) -> str:
-        """For whoever reads a failure."""
+        """Text for the reader of a failure."""
         lines = [
             f"{n.block}: {n.place} at {n.position}, {n.locks} locks, {n.children} children, used {self.used.get(n.key)}"
             for n in self.manager._tree.nodes.values()
@@ -203,7 +203,7 @@ class Engine:
         return [request for request in self.requests.values() if not request.running]
 
     def locked(self) -> set[str]:
-        """Requests whose blocks a write-back of the caller's still reads."""
+        """Requests whose blocks are still read by a write-back of the caller."""
         return {ticket.lock for ticket in self.tickets.values() if ticket.lock is not None}
 
     def loose(self) -> list[Request]:
@@ -230,7 +230,7 @@ class Engine:
         return set(range(self.ranks)) <= set(ticket.reports) | self.dead
 
     def ended_by(self) -> list[Ticket]:
-        """Which tickets end now: those that all ranks have told of, and that build upon no move under way."""
+        """Which tickets end now: those that all ranks have reported, and that depend on no running move."""
         ended: dict[int, Ticket] = {}
         while True:
             live = set(self.tickets) - set(ended)
@@ -268,7 +268,7 @@ class Engine:
             ticket.robbed = True
 
     def forget_deps(self) -> None:
-        """What moves were for is gone: each ends by itself, and those that waited for others have ended."""
+        """The moves have lost their purpose: each ends by itself, and those that waited for others have ended."""
         for number in [n for n, ticket in self.tickets.items() if self.told(ticket)]:
             self.gone.append(number)
             del self.tickets[number]

@@ -41,7 +41,7 @@ class Judge(Engine):
         assert answer.tickets and answer.tickets <= set(self.tickets), f"{answer} of {list(self.tickets)}"
 
     def roomy(self, keys: Sequence[bytes], evict: bool) -> int:
-        """Blocks that can be had, now or when all copies have ended: nobody uses them."""
+        """Blocks that no request uses: they are free now or when all copies have ended."""
         if not evict:
             return self.manager.free
         used = {block for request in self.running() for block in request.table}
@@ -55,7 +55,7 @@ class Judge(Engine):
         return self.manager.total - len(used)
 
     def judge_victims(self, before: dict[str, object], needed: int) -> None:
-        """Leaves that nobody uses, the oldest first, no more than needed."""
+        """Leaves that no request uses, the oldest first, no more than needed."""
         nodes: dict[bytes, tuple[object, ...]] = before["nodes"]  # type: ignore[assignment]
         after = self.manager._tree.nodes
         gone = {
@@ -84,7 +84,7 @@ class Judge(Engine):
             )
 
     def judge_admission(self, request: Request, answer: Admitted, needed: int, keys: Sequence[bytes]) -> None:
-        """The table is whole, the hits are blocks whose KV is there or on its way."""
+        """The table is complete, and the hits are blocks whose KV is there or being loaded."""
         assert len(answer.table) == needed == len(set(answer.table))
         hit = answer.computed_tokens // BLOCK
         assert answer.computed_tokens % BLOCK == 0 and answer.computed_tokens < len(request.prompt)
@@ -121,7 +121,7 @@ class Judge(Engine):
         return leading(key in held for key in keys)
 
     def left(self, request: Request, computed: int) -> None:
-        """What a request has computed and let go of is in the tree still."""
+        """What a request has computed and released is still in the tree."""
         if self.prefix and not request.waits and not request.stale:
             keys = self.keys(request.prompt)[: computed // BLOCK]
             keys = keys[: self.before_coming(keys)]
@@ -131,7 +131,7 @@ class Judge(Engine):
             self.used.update(dict.fromkeys(keys, self.now + 1))
 
     def before_coming(self, keys: list[bytes]) -> int:
-        """How many keys stand before the first whose block is coming: behind that one nothing is entered."""
+        """How many keys precede the first whose block is being loaded: after that one nothing is entered."""
         return leading(self.manager.where(key) is not Place.TO_DEVICE for key in keys)
 
     def nobodys(self, request: Request) -> int:
@@ -147,7 +147,7 @@ class Judge(Engine):
     # ---- moves
 
     def took(self, plan: Plan, leader: Request | None = None, lock: str | None = None) -> None:
-        """A plan was handed out: its blocks and slots are nobody else's."""
+        """A plan was returned: no other request has its blocks and slots."""
         assert plan.ticket not in self.tickets and plan.ticket not in self.gone, "a ticket was used twice"
         assert plan.copies and self.cache is not None
         blocks, slots = [copy.block for copy in plan.copies], [copy.slot for copy in plan.copies]
@@ -179,7 +179,7 @@ class Judge(Engine):
         self.tickets[plan.ticket] = ticket
 
     def judge_settled(self, ticket: Ticket, settled: Settled, before: dict[str, object] | None) -> None:
-        """Who waited for it goes on, or goes back; nothing happens while a rank has yet to report."""
+        """Requests that waited for it continue or wait again; nothing happens while a rank has yet to report."""
         assert settled.known, "a ticket that is under way was not known"
         ended = self.ended_by()
         assert settled.ended == (ticket.plan.ticket in {one.plan.ticket for one in ended}), settled
@@ -283,7 +283,7 @@ class Judge(Engine):
         self.agree_places(host, fetching)
 
     def agree_bytes(self, host: dict[bytes, tuple[int, int]]) -> None:
-        """What is on the host is what somebody computed."""
+        """The host has only correct KV that was computed."""
         if self.cache is None:
             return
         assert self.cache.slots is not None

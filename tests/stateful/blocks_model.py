@@ -1,4 +1,4 @@
-"""What the model test of the block manager knows by itself: prompts, the KV of their tokens, an engine's memory.
+"""The reference of the block manager's model test: prompts, the KV of their tokens, an engine's memory.
 
 The KV of a token is one number: a hash of the KV of the token before it, of the token (and of its place in an image),
 and of the weights. So whatever was computed behind wrong KV is wrong too, and the right KV of every key is known.
@@ -88,12 +88,12 @@ class Prompt:
 
 
 def next_tag(before: int, symbol: tuple[int, ...], epoch: int) -> int:
-    """The KV of a token behind `before`. Deterministic: Python hashes ints and their tuples by their values."""
+    """The KV of a token after `before`. Deterministic: Python hashes ints and their tuples by their values."""
     return hash((before, symbol, epoch)) & (2**63 - 1)
 
 
 def first_tag(salt: str | None) -> int:
-    """What stands before the first token."""
+    """The state before the first token."""
     return SALTS.index(salt)
 
 
@@ -114,7 +114,7 @@ class Devices:
         self._rubbish = 2**63
 
     def scribble(self, blocks: Sequence[int]) -> None:
-        """Write what is nobody's KV, on all ranks."""
+        """Write values that are no token's KV, on all ranks."""
         for block in blocks:
             self.kv[:, block] = self.rubbish()
 
@@ -166,7 +166,7 @@ class Request:
 
     @property
     def computed(self) -> int:
-        """Leading tokens whose KV is there, or will be when it waits for nothing."""
+        """Leading tokens whose KV is there, or will be when its load has ended."""
         return len(self.kv)
 
     def admitted(self, answer: Admitted, epoch: int) -> None:

@@ -55,7 +55,7 @@ class Model:
     gone: set[tuple[int, int]] = field(default_factory=set)
 
     def pinned(self) -> set[bytes]:
-        """Keys that somebody pinned."""
+        """Pinned keys."""
         return set().union(*self.pins.values()) if self.pins else set()
 
     def claimed(self) -> dict[bytes, Pending]:
@@ -63,11 +63,11 @@ class Model:
         return {one.reserved.key: one for one in self.pending if not one.dead and not one.overtaken}
 
     def busy(self, now: int) -> set[bytes]:
-        """Those that nobody else may reserve yet."""
+        """Keys that no other member may reserve yet."""
         return {key for key, one in self.claimed().items() if now - one.started <= BUSY_NS}
 
     def waiting(self) -> set[tuple[int, int]]:
-        """Slots of chunks that have gone while they were held: nobody's until the hold ends."""
+        """Slots of chunks that were removed while they were held: free when the hold ends."""
         return self.held & self.gone
 
     def leave(self, key: bytes) -> None:

@@ -236,7 +236,7 @@ class WithoutHost(BlocksMachine):
 
 
 class WithDisk(BlocksMachine):
-    """A disk tier behind the host."""
+    """A disk tier below the host."""
 
     kind = "disk"
 
@@ -283,7 +283,7 @@ def run(name: str) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["host", "nothing", pytest.param("disk", marks=pytest.mark.soak)])
 def test_model(name: str) -> None:
-    """Some 20,000 steps in all, and what is to be tested did happen in them: half a minute of one core.
+    """Some 20,000 steps in all, and everything to be tested did happen in them: half a minute of one core.
 
     In a process of its own: Hypothesis draws constants that it finds in the modules which happen to be imported, so
     that only there the quick examples are the same in every run. The disk's threads are never quite the same: soak.

@@ -113,7 +113,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(last=chains)
     def fill(self, last: int) -> None:
-        """Stores whole chains until there is no room but what the policy makes."""
+        """Store whole chains until there are no free slots except those that the policy frees."""
         for chain in range(last, last + 5):
             self.store(chain % CHAINS, DEPTH, 1, "commit")
             self.clock.advance(
@@ -188,14 +188,14 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @staticmethod
     def continues(key: bytes, of: bytes, there: dict[bytes, tuple[int, int]]) -> bool:
-        """Whether `key` lies behind `of` in a chain and can be reached from it."""
+        """Whether `key` comes after `of` in a chain and can be reached from it."""
         parent = PARENT[key]
         while parent is not None and parent != of and parent in there:
             parent = PARENT[parent]
         return parent == of
 
     def judge_refusals(self, outcomes: Sequence[object], mine: int, reserved: int, evicted: int) -> None:
-        """Leading keys are served first; a refusal means no room or a limit; nothing is evicted for nothing."""
+        """Leading keys are served first; a refusal means no free slot or a limit; nothing is evicted without need."""
         rooms = [one for one in outcomes if isinstance(one, Reserved | Refused)]
         kinds = [isinstance(one, Reserved) for one in rooms]
         assert kinds == sorted(kinds, reverse=True), "a later key was served before a leading one"
@@ -263,7 +263,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.gone - self.model.held)
     @rule(data=st.data())
     def late(self, data: st.DataObject) -> None:
-        """A commit, abort, lease, hold or drop of what is long gone changes nothing."""
+        """A commit, abort, lease, hold or drop of something that no longer exists changes nothing."""
         slot, generation = data.draw(st.sampled_from(sorted(self.model.gone - self.model.held)))
         ghost = Reserved(data.draw(st.sampled_from(ALL)), slot, generation)
         assert self.ledger.commit([ghost]) == [False]
@@ -316,7 +316,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.held)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        """Lets a chunk go; if it was removed meanwhile, its slot is free now."""
+        """Release a chunk; if it was removed meanwhile, its slot is free now."""
         slot, generation = data.draw(st.sampled_from(sorted(self.model.held)))
         self.ledger.release(np.array([slot]), np.array([generation], np.uint64))
         self.model.held.discard((slot, generation))
@@ -350,7 +350,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(wanted=any_keys)
     def remove(self, wanted: list[bytes]) -> None:
-        """Removes chunks, pinned and held ones too: who asks for it means it."""
+        """Remove chunks, also pinned and held ones: the request is explicit."""
         there = [key for key in wanted if key in self.model.ready]
         assert admin.remove(self.ledger, wanted) == len(there)
         for key in there:
@@ -361,7 +361,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.ready)
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
-        """A chunk that failed its check goes, if it is still that one."""
+        """A chunk that failed its check is removed, if the slot still has that chunk."""
         key = data.draw(st.sampled_from(sorted(self.model.ready)))
         slot, generation = self.model.ready[key]
         assert not self.ledger.remove_exact(key, slot, generation + 1, Reason.FAILED_CHECK)

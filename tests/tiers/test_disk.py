@@ -355,7 +355,7 @@ def test_a_cleared_namespace_stays_clear_of_what_was_being_written(tmp_path: Pat
 
 
 def test_chunks_of_another_process_are_busy_while_it_writes_them(tmp_path: Path) -> None:
-    """The same ledger with a second tier: its reservation is somebody else's."""
+    """The same ledger with a second tier: the reservation belongs to another one."""
     tier, slab = open_faulty(tmp_path)
     other, _ = open_faulty(tmp_path)
     keys = keys_of(1)

@@ -38,7 +38,7 @@ def remembered(tier: DiskTier) -> int:
 
 @pytest.mark.parametrize("first", [1, 5])
 def test_a_run_that_is_kept_out_is_remembered_to_its_end(tier: DiskTier, first: int) -> None:
-    """Its head lies in host slots and is asked about by one thread, its tail passes through buffers of another."""
+    """Its head is in host slots and one thread asks about it; its tail passes through buffers of another thread."""
     stamp = tier.ledger.stamp()
     for at, end in ((0, first), (first, 12), (0, 12), (3, 12)):
         assert tier.admit(RUN[at:end], namespace=ROOT, start=at, stamp=stamp) == (0, True)

@@ -172,7 +172,7 @@ def test_a_forked_child_does_not_use_private_memory(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_cannot_reserve_in_private_memory(tmp_path: Path) -> None:
-    """Its bytes would go to its own copy of the slab, and the parent would take its own for them."""
+    """Its bytes would be written to its own copy of the slab, and the parent would see its own old bytes instead."""
     tier = open_host(tmp_path, shared=False)
     child = os.fork()
     if child == 0:

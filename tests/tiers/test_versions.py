@@ -1,4 +1,4 @@
-"""Stores that other versions wrote, are using, or will write: what lies on a disk is kept, and nothing is mixed up."""
+"""Stores that other versions wrote, are using, or will write: chunks on a disk are kept, and never mixed up."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def test_more_counters_than_columns_are_not_counted(shm_root: Path, monkeypatch:
 
 
 def foreign(page: np.ndarray, format_: int | None = None, codec: bytes | None = None) -> None:
-    """Make a header that of another version: sealed anew, as every version seals its page."""
+    """Make a header that of another version: sealed again, as every version seals its page."""
     from pagoda.codec import header
 
     if format_ is not None:

@@ -204,7 +204,7 @@ def test_forks_in_the_middle_of_io(tmp_path: Path) -> None:
 
 
 def test_a_fork_while_a_thread_holds_the_locks_of_the_store(tmp_path: Path) -> None:
-    """The I/O threads take them for each chunk, and are not there in the child to let go of them."""
+    """The I/O threads take them for each chunk, and do not exist in the child to release them."""
     tier = open_disk(tmp_path)
     keys = keys_of(3)
     store(tier, keys)

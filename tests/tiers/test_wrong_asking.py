@@ -1,4 +1,4 @@
-"""Whoever asks wrongly is not served what is another's, and takes nothing from whom it belongs to."""
+"""A caller with wrong keys gets no chunk of another, and removes none."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def disk_spec(path: Path, slots: int) -> StoreSpec:
 
 
 def open_disk(path: Path, slots: int = 32, **options: object) -> DiskTier:
-    """A disk tier with a policy that refuses nobody, whatever a test has asked for before."""
+    """A disk tier with a policy that refuses no chunk, whatever was asked for before."""
     patient = {"deadline_seconds": 30.0, "policy": "lru", **options}
     tier = DiskTier.open(LAYOUT, path, slots * STRIDE, **patient)  # type: ignore[arg-type]
     tier.register(NAMESPACE)

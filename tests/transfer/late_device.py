@@ -74,7 +74,7 @@ class LateStream:
             self.launch(lambda: None, lambda: event.done)
 
     def record_event(self) -> LateEvent:
-        """Return an event behind all that was launched."""
+        """Return an event after all launched work."""
         event = LateEvent(self._world)
 
         def pass_it() -> None:
@@ -84,7 +84,7 @@ class LateStream:
         return event
 
     def launch(self, do: Callable[[], object], ready: Callable[[], bool] = lambda: True) -> None:
-        """Put one piece of work behind the others."""
+        """Queue one piece of work after the others."""
         with self._world.lock:
             if self._world.dead is not None:
                 raise self._world.dead
@@ -157,7 +157,7 @@ class World:
             return {stream.name: len(stream.work) for stream in self.streams if stream.work}
 
     def _step(self) -> bool:
-        """Do the next piece of one stream; False if no stream can go on."""
+        """Do the next piece of one stream; False if no stream can continue."""
         can = [number for number, stream in enumerate(self.streams) if stream.work and stream.work[0].ready()]
         if not can:
             return False
@@ -230,14 +230,14 @@ def _runs(
 
 
 class _Sent:
-    """A table on the device: there once `home` has come to it, and memory that `home` gives away when this goes."""
+    """A table on the device: valid once `home` has reached it; `home` frees its memory when this is dropped."""
 
     def __init__(self, inner: object, there: list[bool], home: LateStream) -> None:
         self.inner, self.there, self.home = inner, there, home
 
 
 class LateKernels:
-    """Kernels whose launches are done later, on the then current stream. Their arguments have to live as long."""
+    """Kernels whose launches are done later, on the then current stream. Their arguments must live as long."""
 
     def __init__(self, world: World, inner: Mover, homes: dict[int, LateStream]) -> None:
         self._world, self._inner, self._homes = world, inner, homes
@@ -331,7 +331,7 @@ class LateDevice:
     # ---- what a device can do
 
     def current_event(self) -> LateEvent:
-        """An event behind all that the calling thread's stream has been given."""
+        """Return an event after all work of the calling thread's stream."""
         return self.world.current().record_event()
 
     def new_streams(self, number: int) -> list[LateStream]:

@@ -99,12 +99,12 @@ def bytes_of(array: Bytes) -> bytes:
 
 
 def poisoned(layout: KVLayout, offset: int = 0) -> Bytes:
-    """A slot that begins `offset` bytes behind an aligned address."""
+    """A slot that begins `offset` bytes after an aligned address."""
     return np.full(offset + layout.slot_bytes, POISON, np.uint8)[offset:]
 
 
 def place(case: Case, plane: int, block: int) -> slice:
-    """Where in a slot the page of that plane and of that block of the chunk lies."""
+    """Where in a slot the page of that plane and of that block of the chunk is."""
     count = case.layout.chunk_tokens // BLOCK_TOKENS
     before = case.part * count * sum(case.pages) + count * sum(case.pages[:plane])
     return slice(before + block * case.pages[plane], before + (block + 1) * case.pages[plane])

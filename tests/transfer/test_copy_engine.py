@@ -148,7 +148,7 @@ def test_ways() -> None:
 
 @pytest.mark.parametrize("best", WAYS)
 def test_the_fastest_way_is_taken(best: str) -> None:
-    """The scratch of a trial is of the asked length and lies apart; who takes long loses."""
+    """The scratch of a trial has the requested length and is separate; a slow way loses."""
     asked = table_of([1 << 20, 1 << 20])
 
     def attempt(way: str, table: RunTable, ids: np.ndarray, slots: list[np.ndarray]) -> None:

@@ -40,7 +40,7 @@ Ids = npt.NDArray[np.int64]
 
 
 class Scene(NamedTuple):
-    """A table over `memory`, some chunks of it, and where their slots lie in `room` (which is larger)."""
+    """A table over `memory`, some chunks of it, and where their slots are in `room` (which is larger)."""
 
     table: RunTable
     memory: Bytes
@@ -54,7 +54,7 @@ class Scene(NamedTuple):
         return [self.room[begin : begin + self.slot_bytes] for begin in self.begins]
 
     def moves(self, begin: int = 0, end: int | None = None) -> list[tuple[int, int, int]]:
-        """(place in memory, place in room, bytes) of each run in rows [begin, end), said plainly."""
+        """(place in memory, place in room, bytes) of each run in rows [begin, end), computed plainly."""
         table, base, found = self.table, self.memory.ctypes.data, []
         for chunk, slot in enumerate(self.begins):
             for row in range(begin, len(table.address) if end is None else end):
@@ -67,14 +67,14 @@ class Scene(NamedTuple):
         return found
 
     def stored(self, memory: Bytes) -> Bytes:
-        """The room after `memory` was stored into poisoned slots."""
+        """Return `room` after `memory` was stored into poisoned slots."""
         room = np.full_like(self.room, POISON)
         for own, slot, size in self.moves():
             room[slot : slot + size] = memory[own : own + size]
         return room
 
     def loaded(self, memory: Bytes) -> Bytes:
-        """`memory` after the room was loaded into it."""
+        """Return `memory` after `room` was loaded into it."""
         after = memory.copy()
         for own, slot, size in self.moves():
             after[own : own + size] = self.room[slot : slot + size]
@@ -266,7 +266,7 @@ def test_a_layer_is_there_when_it_was_waited_for(way: str | None, slots: str, st
 @pytest.mark.parametrize("direction", BOTH)
 @pytest.mark.parametrize("slots", SLOTS)
 def test_nothing_goes_on_after_an_error(way: str | None, direction: str, slots: str) -> None:
-    """A copy or a kernel cannot be launched, in the middle: then nobody writes any more, and the next call works."""
+    """A copy or a kernel cannot be launched, in the middle: then all writes end, and the next call works."""
     raised = 0
     for seed in range(8):
         it = scene(seed, skipped=0)
@@ -296,7 +296,7 @@ def test_nothing_goes_on_after_an_error(way: str | None, direction: str, slots: 
 @pytest.mark.parametrize("direction", BOTH)
 @pytest.mark.parametrize("slots", SLOTS)
 def test_what_failed_on_the_device_is_raised(way: str | None, direction: str, slots: str) -> None:
-    """As CUDA tells it: some time later, by whatever is asked for next."""
+    """As CUDA reports it: some time later, by whichever call comes next."""
     for seed in range(8):
         it = scene(seed, skipped=0)
         device = device_of(it, slots, seed)
@@ -352,7 +352,7 @@ def test_with_the_real_kernels(way: str, direction: str, slots: str) -> None:
 @pytest.mark.parametrize("prepared", [False, True])
 @pytest.mark.parametrize("kernels", ["plain", None])
 def test_what_was_taken_is_what_was_there(kernels: str | None, prepared: bool) -> None:
-    """The engine writes to the blocks, and lets go of everything, before anything of it has happened."""
+    """The engine writes to the blocks, and drops everything, before any of it has happened."""
     for seed in range(12):
         it = scene(seed, skipped=0, twice=True)
         device = device_of(it, seed=seed, kernels=kernels)

@@ -1,4 +1,4 @@
-"""CudaDevice's own code on a machine without a GPU: torch.cuda and NVIDIA's library are stand-ins, all else is real.
+"""CudaDevice's own code on a machine without a GPU: torch.cuda and NVIDIA's library are stubs, all else is real.
 
 Memory is a CPU's, kernels are interpreted, slots are registered with the stand-in. What is left for a GPU to show
 (`tests/gpu`) is what CUDA itself does.

@@ -57,7 +57,7 @@ def check_round_trip(layout: KVLayout, layers, starts: list[int], threads: int =
 
 
 def in_one_piece(layers, layout: KVLayout) -> bool:
-    """Whether what a token has does not lie apart: only so can a device copy it."""
+    """Whether the bytes of a token are contiguous: only then can a device copy it."""
     first = layout.token_order == "heads_first"
     return all((p[0, 0] if first else p[0]).is_contiguous() for layer in layers for p in layer)
 

@@ -34,7 +34,7 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 def device_kv(case: Case, wholes: list[torch.Tensor], engine: CopyEngine | None = None) -> DevicePagesKV:
-    """The transfer over planes that lie at the front of the rows of `wholes`."""
+    """The transfer over planes at the front of the rows of `wholes`."""
     return DevicePagesKV(
         [whole[:, :page] for whole, page in zip(wholes, case.pages, strict=True)],
         case.layout,
@@ -130,7 +130,7 @@ def test_a_snapshot_is_what_was_there_when_it_was_taken(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_was_launched_before_it_is_waited_for(device: str) -> None:
-    """On a device: a long queue of work stands before the copies in both directions."""
+    """On a device: a long queue of work precedes the copies in both directions."""
     layout, table, work = layout_of([4096], 2), [5, 2], torch.ones((1024, 1024), device=device)
     plane = torch.zeros((BLOCKS, 4096), dtype=torch.uint8, device=device)
     for _ in range(200 if device == "cuda" else 1):
@@ -221,7 +221,7 @@ def test_torch_is_imported_when_it_is_needed() -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_snapshot_is_awaited_before_it_is_copied_out(seed: int) -> None:
-    """On a device that does nothing before it has to, and behind what the engine had launched when it was made."""
+    """On a device that does all work as late as possible, after the engine's work when the transfer was made."""
     case = case_of([64, 32], [7, 3, 15, 0])
     source = case.planes(1)
     wholes = [torch.zeros_like(torch.from_numpy(plane.whole)) for plane in source]

@@ -52,7 +52,7 @@ class Case(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """Slots in one memory, with room between them. A slot of None is a chunk that is passed over."""
+    """Slots in one memory, with gaps between them. A slot of None is a chunk that is skipped."""
 
     memory: torch.Tensor
     slots: list[torch.Tensor | None]
@@ -80,7 +80,7 @@ def noise(nbytes: int, seed: int = 0) -> torch.Tensor:
 
 
 class Room:
-    """Where the pools of a case lie: each inside memory of its own, which is larger."""
+    """Where the pools of a case are: each inside a separate memory, which is larger."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -134,7 +134,7 @@ def inside_larger(room: Room) -> Case:
 
 
 def tokens(room: Room) -> Case:
-    """A run is one token, and blocks lie apart: ids are slots of tokens."""
+    """A run is one token, and blocks are not adjacent: ids are slots of tokens."""
     pools = [room.pool(BLOCKS, 2, SIZE, HEADS * DIM) for _ in range(2)]
     return Case([[pool[:, plane] for plane in range(2)] for pool in pools], room.memory, group=SIZE)
 
@@ -181,7 +181,7 @@ LAYOUTS |= {name: PACKED[name] for name in SOME_PACKED}
 
 
 def table_of(case: Case, count: int, begin: int = 0) -> RunTable:
-    """The table that says to the kernels where a case lies."""
+    """The table that describes a case to the kernels."""
     rows = case.rows
     nbytes = np.array([case.run(row, 0).numel() * row.itemsize for row in rows], dtype=np.int64)
     ends = begin + np.cumsum(nbytes * count)
@@ -405,7 +405,7 @@ def test_warming_touches_nothing_and_bad_arguments_are_named() -> None:
 
 
 def test_what_was_sent_does_not_keep_the_table() -> None:
-    """Who remembers what was sent by the table (weakly) would never forget it."""
+    """Code that remembers what was sent by the table (weakly) would never forget it."""
     table = table_of(planes_first_aligned(Room(torch.bfloat16)), 2)
     alive = weakref.ref(table)
     sent = interpreted().upload(table)

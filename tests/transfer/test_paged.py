@@ -145,7 +145,7 @@ def test_threads(form: str) -> None:
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_block_whose_slots_are_permuted_is_copied_by_token(form: str) -> None:
-    """It begins and ends as a whole block does: the order within is all that tells."""
+    """It begins and ends as a whole block does: only the order within shows the difference."""
     blocks = [[block * SIZE + offset for offset in range(SIZE)] for block in (2, 5, 1, 4)]
     for block in (0, -1):
         permuted = [list(slots) for slots in blocks]

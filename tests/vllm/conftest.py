@@ -102,7 +102,7 @@ def plain(_both: tuple[Engine, Engine]) -> Plain:
 
 @pytest.fixture(scope="session")
 def pagoda(_both: tuple[Engine, Engine]) -> Engine:
-    """The engine with the connector, host and disk; tests that share it ask about prompts of their own."""
+    """The engine with the connector, host and disk; tests that share it use separate prompts."""
     return _both[1]
 
 

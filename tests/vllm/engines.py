@@ -1,4 +1,4 @@
-"""Engines under test, each in a process of its own, and the tiers that they share."""
+"""Engines under test, each in a separate process, and the tiers that they share."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def connector(host: Path, disk: Path | None = None, **extra: Any) -> dict[str, A
 
 
 class Engine:
-    """An engine in a process of its own, forked from one that has imported vLLM. Of one thread."""
+    """An engine in a separate process, forked from one that has imported vLLM. For one thread."""
 
     def __init__(
         self, name: str, log: Path, prepare: Callable[[], None] | None = None, **options: Any
@@ -122,7 +122,7 @@ class Engine:
         return self.process.is_alive()
 
     def kill(self) -> None:
-        """Kill -9, and wait until it is gone."""
+        """Kill -9, and wait until it has ended."""
         self.process.kill()
         self.process.join(END_SECONDS)
         self._pipe.close()

@@ -163,7 +163,7 @@ class Halves:
     # ---- lookups and loads
 
     def answers(self, context: ReqContext, wanted: Iterable[bytes]) -> list[LookupResult]:
-        """Ask as vLLM's scheduler does, step by step, until every answer stands."""
+        """Ask as vLLM's scheduler does, step by step, until every answer is final."""
         wanted, found = list(wanted), list[LookupResult]()
 
         def asked() -> bool:

@@ -120,7 +120,7 @@ def fail_loads(room: Room, prompts: list[list[int]], tokens: int) -> list[tuple[
 
 
 def reset_under_load(room: Room, one: list[int], count: int, tokens: int) -> list[tuple[int, ...]]:
-    """Generate for a prompt many times, and preempt all that run, again and again, as before an update of the weights.
+    """Generate for a prompt many times, and preempt all running requests each time, as before an update of the weights.
 
     It is done while others wait for blocks and keep the chunks: who is preempted is promised them at once. vLLM
     refuses it while a request is loading.

@@ -1,4 +1,4 @@
-"""What runs inside the process of an engine under test: the engine, and what is done to it.
+"""What runs inside the process of an engine under test: the engine, and calls that manipulate it.
 
 Functions that take a `Room` may be called from the tests through `Engine.call`.
 """
@@ -127,7 +127,7 @@ class Room:
 
 
 def _counted() -> Counter[str]:
-    """What the connector's halves in this process tell vLLM that they counted, from now on."""
+    """Return what the connector's halves in this process report to vLLM as counted, from now on."""
     from pagoda.connectors.vllm import PagodaConnector
 
     counts, take = Counter[str](), PagodaConnector.get_kv_connector_stats
@@ -158,7 +158,7 @@ def counts(room: Room) -> dict[str, float]:
 
 
 def live(pipe: Connection, log: str, options: dict[str, Any], prepare: Callable[[], None] | None) -> None:
-    """Be an engine's process: start it, answer calls until told to end (None) or until nobody asks any more."""
+    """Be an engine's process: start it, answer calls until one ends it (None) or until the caller is gone."""
     _log_to(log)
     os.environ.update(ENVIRONMENT)
     _fork_workers()

@@ -34,7 +34,7 @@ def stores(root: Path) -> list[Path]:
 
 @contextmanager
 def ledger_of(root: Path) -> Iterator[Ledger]:
-    """The ledger of the only store under a tier's root, shared with whoever has it open."""
+    """The ledger of the only store under a tier's root, shared with all that have it open."""
     (store,) = stores(root)
     ledger = Ledger.attach(store)
     try:
@@ -69,18 +69,18 @@ def check(root: Path) -> dict[str, int]:
 
 
 def clear(root: Path) -> None:
-    """Remove all chunks of a tier, as somebody else would."""
+    """Remove all chunks of a tier, as another process would."""
     with ledger_of(root) as ledger:
         admin.clear(ledger, None)
 
 
 def wipe(root: Path) -> None:
-    """Remove a tier as a reboot does: nobody may have it open."""
+    """Remove a tier as a reboot does: no process may have it open."""
     shutil.rmtree(root)
 
 
 def remove(root: Path, position: int) -> None:
-    """Remove the chunks that stand at that place of their prompts."""
+    """Remove the chunks at that position of their prompts."""
     with ledger_of(root) as ledger:
         admin.remove(ledger, [row.key for row in admin.list_chunks(ledger) if row.position == position])
 
@@ -101,14 +101,14 @@ def spoil(root: Path, keys: set[bytes], position: int | None = None) -> int:
 
 
 def elsewhere(call: str) -> None:
-    """Do something of this module in a process of its own, such as "clear(Path('...'))"."""
+    """Do something of this module in a separate process, such as "clear(Path('...'))"."""
     code = f"from pathlib import Path; from tests.vllm.stores import *; {call}"
     subprocess.run([sys.executable, "-c", code], cwd=_ROOT, check=True, timeout=60)
 
 
 @contextmanager
 def busy(root: Path) -> Iterator[None]:
-    """Have another process stand in the gate of a tier's ledger, as one that was stopped there would."""
+    """Have another process hold the gate of a tier's ledger, as if it was stopped there."""
     (store,) = stores(root)
     code = (
         "import fcntl, sys; file = open(sys.argv[1], 'r+b')\n"

@@ -64,7 +64,7 @@ def test_an_adapter_that_cannot_be_read_has_no_name(adapter: Path, tmp_path: Pat
 
 
 def test_an_adapter_whose_files_change_is_not_named_again(adapter: Path, tmp_path: Path) -> None:
-    """vLLM may hold the old weights or the new ones: nobody can tell, so nothing is stored."""
+    """vLLM may hold the old weights or the new ones: it is unknown which, so nothing is stored."""
     met = Adapters()
     name = met.name(request_of(adapter))
     kept = shutil.copytree(adapter, tmp_path / "kept")

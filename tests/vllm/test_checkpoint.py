@@ -31,7 +31,7 @@ TENSORS = {
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tuple[int, int]]]:
-    """A safetensors file too large to be read whole, and where each tensor lies in it."""
+    """A safetensors file too large to be read completely, and where each tensor is in it."""
     header, at = {}, 0
     for name, size in TENSORS.items():
         header[name] = {"dtype": "U8", "shape": [size], "data_offsets": [at, at + size]}

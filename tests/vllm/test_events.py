@@ -1,4 +1,4 @@
-"""What is told of host memory: after the commit and not before, removed when it has gone, over a real cache."""
+"""Events about host memory: stored only after the commit, removed after the removal, over a real cache."""
 
 from __future__ import annotations
 

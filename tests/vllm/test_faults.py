@@ -1,4 +1,4 @@
-"""Whatever happens to what is stored, the engine says what it says without, goes on, and stores anew."""
+"""Whatever happens to stored chunks, the engine gives the same text as without, continues, and stores again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OnDisk = Callable[..., set[bytes]]
 
 @pytest.fixture(scope="session")
 def cramped(lora_options: dict[str, Any], logs: Path, session_shm: Path, tiers: Tiers) -> Iterator[Engine]:
-    """An engine with room for 16 chunks in a host tier of its own, and little patience; its disk is `pagoda`'s.
+    """An engine with a private host tier of 16 chunks, and little patience; its disk is `pagoda`'s.
 
     It has no prefix cache on the device: all that hits comes through the connector.
     """
@@ -122,7 +122,7 @@ def mend(room: Room) -> None:
 def test_gone_between_look_up_and_load(
     pagoda: Engine, tiers: Tiers, same: Same, only_on_disk: OnDisk, what: str
 ) -> None:
-    """What was looked up is evicted by somebody else, all of it or from the middle, before the load begins."""
+    """What was looked up is evicted by another process, all of it or from the middle, before the load begins."""
     one = prompt(2200 if what == "clear" else 2201, 8 * CHUNK + 9)
     only_on_disk(one)
     hits_again(pagoda, same, one)  # so that it is in host memory, too
@@ -152,7 +152,7 @@ def interrupt_load(room: Room, calls: list[str]) -> None:
 
 
 def test_aborted_while_it_is_loaded(pagoda: Engine, plain: Plain, same: Same, only_on_disk: OnDisk) -> None:
-    """A request is given up while its blocks are being filled: they are free later, and not before.
+    """A request is aborted while its blocks are being filled: they are freed afterwards, and not before.
 
     Another with the same prompt, which waits for that load, goes on.
     """
@@ -242,7 +242,7 @@ def fail_saves(room: Room) -> None:
 def test_busy_ledger(
     cramped: Engine, tiers: Tiers, session_shm: Path, same: Same, only_on_disk: OnDisk, tier: str
 ) -> None:
-    """Somebody was stopped in the gate of a ledger."""
+    """A process was stopped in the gate of a ledger."""
     one = prompt(2500 if tier == "host" else 2501, 4 * CHUNK + 9)
     only_on_disk(one)
     root = session_shm / "cramped" if tier == "host" else tiers.disk
@@ -254,7 +254,7 @@ def test_busy_ledger(
 
 
 def test_little_room(cramped: Engine, tiers: Tiers, same: Same, only_on_disk: OnDisk) -> None:
-    """The host tier has room for less than one prompt, which comes from the disk all the same."""
+    """The host tier is smaller than one prompt, which is served from the disk nevertheless."""
     prompts = [prompt(2600 + i, 30 * CHUNK + BLOCK + 9) for i in range(3)]
     only_on_disk(*prompts)
     for one in prompts:

@@ -117,7 +117,7 @@ def test_chunks_that_are_removed_before_they_are_loaded_are_computed(rooms: Room
 
 
 def test_chunks_that_are_cleared_once_they_are_promised_are_computed(rooms: Rooms) -> None:
-    """Others hold the same chunks, and are told again and again that they hit: nothing of that may be loaded."""
+    """Other requests hold the same chunks, and hit them again and again: none of these may be loaded."""
     rooms.engine.call(hybrid.anew, rooms.ours, within=120.0)
     rooms.one_by_one()
     rooms.engine.reset()
@@ -136,7 +136,7 @@ def test_loads_that_always_fail_are_tried_once_a_request(rooms: Rooms) -> None:
 
 
 def test_requests_that_a_reset_preempts_go_on(rooms: Rooms) -> None:
-    """With little room on the device, and no cache in it, so that all that hits comes through the connector."""
+    """With little memory on the device, and no cache in it, so that every hit comes through the connector."""
     few = rooms.ours | {"num_gpu_blocks_override": 100, "max_model_len": 1088, "enable_prefix_caching": False}
     rooms.engine.call(hybrid.anew, few, within=120.0)
     (told,) = rooms.engine.say(PROMPTS[0], max_tokens=TOKENS)

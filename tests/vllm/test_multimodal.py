@@ -70,7 +70,7 @@ class Schedule:
         return answers[0]
 
     def store(self, request: Request) -> list[bytes]:
-        """Compute and store a request that has arrived; the keys of what is stored anew."""
+        """Compute and store a request that has arrived; returns the keys of newly stored chunks."""
         blocks = SimpleNamespace(get_block_ids=lambda *_: (list(range(TOKENS // BLOCK + 1)),))
         self.half.allocated(request, blocks, 0)
         step: Any = SimpleNamespace(
@@ -100,7 +100,7 @@ def schedule(shm_root: Path) -> Iterator[Schedule]:
 
 
 def test_another_image_is_another_prompt(schedule: Schedule) -> None:
-    """Chunks before the image are shared; those with it and behind it belong to it."""
+    """Chunks before the image are shared; those with it and after it belong to it."""
     tokens, keys = prompt(6000, TOKENS), {}
     before = IMAGE_AT // CHUNK * CHUNK
     for image, expected in [("a", 0), ("b", before), (None, before)]:

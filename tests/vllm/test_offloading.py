@@ -1,4 +1,4 @@
-"""The storage behind vLLM's OffloadingConnector: both halves over real tiers, without an engine."""
+"""The storage of vLLM's OffloadingConnector: both halves over real tiers, without an engine."""
 
 from __future__ import annotations
 

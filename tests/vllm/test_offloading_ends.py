@@ -1,4 +1,4 @@
-"""What the storage behind vLLM's OffloadingConnector does when something does not come, goes away, or cannot be."""
+"""The storage of vLLM's OffloadingConnector when loads fail, chunks are removed, or stores are impossible."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_store_that_finds_no_slot_in_time_is_refused_and_counted(
 
 @contextmanager
 def _two_stores_of_which_one_waits(halves: Halves) -> Iterator[tuple[ReqContext, list[bytes], Other]]:
-    """Two jobs are submitted; the second is not begun before another process lets go of the ledger."""
+    """Two jobs are submitted; the second does not begin before another process releases the ledger."""
     context, wanted = halves.request("stores", "p", 8), keys("p", FULL, 8)
     outputs = [halves.manager.prepare_store(wanted[at : at + 4], context) for at in (0, 4)]
     with gate_taken(halves.slots._ledger) as other:

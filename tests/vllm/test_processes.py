@@ -37,7 +37,7 @@ def start(lora_options: dict[str, Any], logs: Path, tiers: Tiers) -> Iterator[St
 
 @pytest.fixture
 def sound(tiers: Tiers) -> Callable[[], None]:
-    """Asserts that nothing is left of those who died, and that the numbers add up."""
+    """Assert that nothing is left of the dead processes, and that the numbers add up."""
 
     def judge() -> None:
         for root in tiers:
@@ -125,7 +125,7 @@ def test_killed_at_any_moment(
 
 
 def other_weights(room: Room) -> None:
-    """Change the weights in memory, and tell vLLM as one has to."""
+    """Change the weights in memory, and tell vLLM as the documentation requires."""
 
     def change(model: Any) -> None:
         for name, weights in model.named_parameters():
@@ -181,7 +181,7 @@ def slow_saves(room: Room) -> None:
 
 
 def slow_loads(room: Room, mark: str) -> None:
-    """Have every copy into the engine's blocks take longer, and tell when there has been one."""
+    """Make every copy into the engine's blocks slower, and report when there was one."""
     from pagoda.transfer.pages import PagesKV
 
     from_slots = PagesKV.from_slots

@@ -99,7 +99,7 @@ class Halves:
         )
 
     def saved(self, meta: PagodaMetadata) -> None:
-        """What a worker does in a step that goes well, until its chunks are visible or given up."""
+        """Do what a worker does in a step without faults, until its chunks are visible or given up."""
         self.worker.begin(meta)
         self.worker.save(meta)
         wait_until(lambda: not self.worker._saving)
@@ -124,7 +124,7 @@ def halves(shm_root: Path) -> Iterator[Halves]:
 
 @pytest.fixture
 def on_device(shm_root: Path) -> Iterator[Halves]:
-    """Saves and loads go the way of a device's memory; the memory is a CPU's."""
+    """Saves and loads take the path of a device's memory; the memory is a CPU's."""
     made = Halves(shm_root, on_cpu=False)
     yield made
     made.close()
@@ -329,7 +329,7 @@ def leave_room(halves: Halves, chunks: int) -> None:
 
 
 def test_what_has_no_room_on_the_device_is_saved_in_a_later_step(on_device: Halves) -> None:
-    """Of a long prompt, no more is copied within the device at once than is left to the connector there."""
+    """Of a long prompt, no more is copied within the device at once than the connector may use there."""
     halves = on_device
     leave_room(halves, 2)
     table = list(range(20))
@@ -348,7 +348,7 @@ def test_what_has_no_room_on_the_device_is_saved_in_a_later_step(on_device: Halv
 
 @pytest.mark.parametrize("told_first", [True, False])
 def test_what_had_no_room_when_its_request_ended_is_counted(on_device: Halves, told_first: bool) -> None:
-    """A short answer ends before the rest of its prompt is saved: vLLM tells of the end before the workers' answer."""
+    """A short answer ends before the rest of its prompt is saved: vLLM reports the end before the workers' answer."""
     halves = on_device
     leave_room(halves, 2)
     request = halves.request(tokens(5), "short")
@@ -458,7 +458,7 @@ def test_two_ranks_tell_the_earliest_chunk_that_waits() -> None:
 
 
 def test_what_a_step_does_not_compute_is_not_saved(halves: Halves) -> None:
-    """A prompt is computed in pieces; and what is scheduled behind its tokens is a draft that may be rejected."""
+    """A prompt is computed in pieces; tokens scheduled after its own are a draft that may be rejected."""
     request = halves.request(tokens(3.5), "long")
     assert halves.asked(request) == 0
     table = list(range(16))
@@ -507,7 +507,7 @@ def test_after_a_reset_nothing_that_was_stored_before_hits(halves: Halves) -> No
 
 
 def test_a_slot_that_was_given_up_meanwhile_is_not_written(halves: Halves) -> None:
-    """The worker of another process comes late: the slot may be somebody else's by now."""
+    """The worker of another process is late: by then another chunk may have the slot."""
     request = halves.request(tokens(1), "first")
     assert halves.asked(request) == 0
     meta = halves.step([1, 2, 3, 4], first=CHUNK)
@@ -567,7 +567,7 @@ def test_what_the_engine_has_already_is_not_written_over(halves: Halves) -> None
 
 
 def test_what_decides_the_bytes_of_a_page_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """K is packed for the vector unit, and each attention backend has a format of its own."""
+    """K is packed for the vector unit, and each attention backend has a separate format."""
 
     def facts(backend: type = CPUAttentionBackend, isa: str = "vec") -> str:
         layer = SimpleNamespace(get_attn_backend=lambda: backend, isa=isa)

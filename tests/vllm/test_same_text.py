@@ -17,7 +17,7 @@ from tests.vllm.models import prompt
 
 
 def test_lengths(pagoda: Engine, same: Same, stored: Callable[..., None]) -> None:
-    """Prompts that end with a chunk, with a block, a token before and behind either; and shorter ones."""
+    """Prompts that end with a chunk, with a block, a token before and after either; and shorter ones."""
     lengths = [10 * CHUNK, 10 * CHUNK + BLOCK, 10 * CHUNK + 1, 10 * CHUNK - 1, CHUNK, CHUNK - 1, CHUNK + 1, 5]
     prompts = [prompt(100 + length, length) for length in lengths]
     stored(*prompts)
@@ -41,7 +41,7 @@ def test_all_at_once(pagoda: Engine, same: Same, stored: Callable[..., None]) ->
 
 
 def test_longer_than_a_step(pagoda: Engine, same: Same, stored: Callable[..., None]) -> None:
-    """A prompt that vLLM computes in several steps, and one that goes on where the hit ends."""
+    """A prompt that vLLM computes in several steps, and one that continues where the hit ends."""
     long = prompt(300, 1900)
     stored(long)
     (answer,) = same(pagoda, long)
@@ -184,7 +184,7 @@ def test_these_tests_can_fail(pagoda: Engine, plain: Plain, stored: Callable[...
 
 
 def load_zeros(room: Room, zeros: bool) -> None:
-    """Have every load write zeros instead of what was stored, or no more."""
+    """Make every load write zeros instead of the stored bytes, or stop doing so."""
     import numpy as np
 
     from pagoda.transfer.pages import PagesKV

@@ -224,7 +224,7 @@ def test_groups(configs: tuple[Any, Any]) -> None:
 
 
 def test_every_kind_that_vllm_knows_is_decided() -> None:
-    """A kind that a new vLLM adds is refused until it is named; this fails so that somebody looks."""
+    """A kind that a new vLLM adds is refused until it is listed; this fails so that a developer checks it."""
     from vllm.v1 import kv_cache_interface as kinds
 
     from pagoda.connectors.vllm import supported_engines
