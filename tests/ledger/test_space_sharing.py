@@ -529,7 +529,7 @@ def test_killed_at_any_step_of_a_taking(
     place = chunk_ops if step == "vacate" else space_sharing
     real = getattr(place, name)
 
-    def dies(*arguments: int) -> object:
+    def dies(*arguments: int, **_: object) -> object:
         if (
             name == "punch" and arguments[1] >= os.fstat(arguments[0]).st_size
         ):  # asks whether there can be holes

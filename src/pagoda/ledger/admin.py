@@ -101,7 +101,7 @@ def pin(ledger: Ledger, keys: Sequence[bytes], owner: str) -> int:
 
     pinned = 0
     for batch in batches(keys):
-        pinned += ledger.session.write(lambda w: chunk_ops.pin(w, batch, owner))  # noqa: B023
+        pinned += ledger.session.write(partial(chunk_ops.pin, keys=batch, owner=owner))
     return pinned
 
 
@@ -113,8 +113,7 @@ def unpin(ledger: Ledger, keys: Sequence[bytes] | None, owner: str) -> int:
 def remove(ledger: Ledger, keys: Sequence[bytes]) -> int:
     """Remove chunks, pinned or not; return how many were there."""
     return sum(
-        ledger.session.write(lambda w: chunk_ops.remove(w, batch), frees=True)  # noqa: B023
-        for batch in batches(keys)
+        ledger.session.write(partial(chunk_ops.remove, keys=batch), frees=True) for batch in batches(keys)
     )
 
 
@@ -141,10 +140,8 @@ def _drop_cleared(ledger: Ledger, scope: ClearScope) -> int:
             partial(queries.cleared_slots, scope=scope, start=start, most=most, rows=_ROWS_A_LOOK)
         )
         if found:
-            dropped += ledger.session.write(
-                lambda w: chunk_ops.drop_cleared(w, found, namespace, watermark),  # noqa: B023
-                frees=True,
-            )
+            drop = partial(chunk_ops.drop_cleared, slots=found, namespace=namespace, watermark=watermark)
+            dropped += ledger.session.write(drop, frees=True)
         if after is None:
             break
         at = after

@@ -11,7 +11,7 @@ import numpy as np
 from pagoda.ledger.members import reap
 from pagoda.ledger.outcomes import Busy, CommitResult, Outcome, Present, Refused, Reserved
 from pagoda.ledger.tables import ENTRY, PLACE, SLOT, SLOT_KEY, Meta, Reservation
-from pagoda.ledger.transaction import Transaction
+from pagoda.ledger.transaction import Transaction, window
 from pagoda.metrics import Reason
 
 BUSY_NS = 10_000_000_000  # an older reservation no longer keeps others from reserving its key
@@ -72,7 +72,8 @@ def reserve(
     admitted, hits = (
         column[batch.start : batch.stop].tolist() for column in (request.admitted, request.hits)
     )
-    quota = transaction.most_reserved()
+    meta = transaction.meta
+    quota = max(meta.with_pages() // 4, window(meta.slots))  # never fewer than one reserve asks for
     number = transaction.namespace(request.namespace)
     owed = transaction.reserved_by(transaction.member)
     present = _present(transaction, keys, number)
@@ -98,13 +99,13 @@ def reserve(
             place = PLACE.pack(slot, reservation.generation)
             transaction.txn.put(SLOT_KEY.pack(slot), reservation.pack(), db=transaction.tables.reserved)
             transaction.txn.put(key, place, db=transaction.tables.pending)
-            transaction.meta.reserved += 1
+            meta.reserved += 1
             transaction.publish_filling(slot, reservation.generation, key, hits[i], first + i, link)
             made += 1
             outcome = Reserved(key, slot, reservation.generation)
         if outcome is None:
             served = min(served, i)
-            outcome = Refused(key, Reason.REBUILDING if transaction.meta.unscanned() else Reason.FULL)
+            outcome = Refused(key, Reason.REBUILDING if meta.unscanned() else Reason.FULL)
         if isinstance(outcome, Present) and link is not None:
             transaction.publish_parent(outcome.slot, link)
         outcomes.append(outcome)
@@ -113,7 +114,7 @@ def reserve(
     if number:
         transaction.add_to_namespace(number, reservations=made)
     request.made.append((transaction, outcomes))
-    return BatchResult(outcomes, passed_over, served, transaction.meta)
+    return BatchResult(outcomes, passed_over, served, meta)
 
 
 def commit(transaction: Transaction, reserved: Sequence[Reserved], part: int) -> list[CommitResult]:

@@ -73,7 +73,7 @@ def release(transaction: Transaction, slot: int, generation: int) -> None:
 
 def pin(transaction: Transaction, keys: Sequence[bytes], owner: str) -> int:
     """Pin the chunks that are stored in the name of `owner`, up to a quarter of the slots."""
-    pinned, most = 0, transaction.most_pinned()
+    pinned, most = 0, max(1, transaction.meta.with_pages() // 4)
     for key in keys:
         names = set((transaction.get(transaction.tables.pins, key) or b"").decode().split(_OWNERS)) - {""}
         if transaction.get(transaction.tables.entries, key) is None:

@@ -93,19 +93,14 @@ class Columns:
     def copy_from(self, other: Columns) -> None:
         """Copy the rows that both have (after a resize), and the ghosts."""
         both = min(self.slots, other.slots)
-        for name in (
-            "generation",
-            "keys",
-            "last_use",
-            "lease_until",
-            "parent_slot",
-            "parent_generation",
-            "hits",
-            "position",
-        ):
-            getattr(self, name)[:both] = getattr(other, name)[:both]
+        for own, old in zip(self._all(), other._all(), strict=True):
+            own[:both] = old[:both]
         self.parent_slot[self.parent_slot >= self.slots] = NO_PARENT
         self.table.copy_from(other.table)
+
+    def _all(self) -> tuple[NDArray[np.generic], ...]:
+        return (self.generation, self.keys, self.last_use, self.lease_until, self.parent_slot,
+                self.parent_generation, self.hits, self.position)  # fmt: skip
 
     def key_of(self, slot: int) -> bytes:
         """Return the published key of a slot."""

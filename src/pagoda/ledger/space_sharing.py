@@ -26,6 +26,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -37,7 +38,7 @@ from pagoda.ledger.root_usage import Holding, held_bytes, holdings, root_limit
 from pagoda.ledger.store_root import root_locked
 from pagoda.ledger.store_state import COLUMNS, FORMAT, read_state
 from pagoda.ledger.tables import Meta
-from pagoda.ledger.transaction import BATCH
+from pagoda.ledger.transaction import BATCH, Transaction, batches
 
 if TYPE_CHECKING:
     from pagoda.ledger.ledger import Ledger
@@ -157,11 +158,10 @@ class SpaceShare:
         tail = range(meta.backed, meta.backed + count - len(bare))
         got = self._allocate([*_ranges(bare), tail])
         listed = [slot for slots in got if slots.start < meta.backed for slot in slots]
-        for at in range(0, len(listed), BATCH):
-            part = listed[at : at + BATCH]
-            self._session.write(lambda w: w.add_pages(part), _ROOT_SECONDS)  # noqa: B023
+        for part in batches(listed):
+            self._session.write(partial(Transaction.add_pages, slots=part), _ROOT_SECONDS)
         backed = max(slots.stop for slots in [*got, range(meta.backed)])
-        self._session.write(lambda w: w.extend_backed(backed), _ROOT_SECONDS)
+        self._session.write(partial(Transaction.extend_backed, backed=backed), _ROOT_SECONDS)
         self.grown += 1
         return sum(map(len, got))
 
@@ -317,10 +317,8 @@ class SpaceShare:
             while len(slots) < count:
                 batch, victims = victims[:BATCH], victims[BATCH:]
                 most = min(BATCH, count - len(slots))
-                got = self._session.write(
-                    lambda w: chunk_ops.vacate(w, most, batch, self._in_memory),  # noqa: B023
-                    1.0,
-                )
+                vacate = partial(chunk_ops.vacate, count=most, victims=batch, in_memory=self._in_memory)
+                got = self._session.write(vacate, 1.0)
                 slots += got
                 if not got and not victims:
                     break
@@ -360,9 +358,8 @@ class SpaceShare:
         generation = self._session.columns.generation
         silent = [slot for slot in slots if not int(generation[slot]) & BARE]
         # the process that took them out of the tables died before it published that
-        for at in range(0, len(silent), BATCH):
-            part = silent[at : at + BATCH]
-            self._session.write(lambda w: w.mark_bare_again(part), _ROOT_SECONDS)  # noqa: B023
+        for part in batches(silent):
+            self._session.write(partial(Transaction.mark_bare_again, slots=part), _ROOT_SECONDS)
         holes = [*_ranges(self._session.untouched(slots, _LENT_SECONDS)), never_used]
         with self._slab() as fd:
             for hole in filter(len, holes):

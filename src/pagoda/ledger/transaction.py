@@ -74,14 +74,6 @@ class Transaction:
 
     # ---- slots
 
-    def most_reserved(self) -> int:
-        """Return how many slots one member may have reserved: never fewer than one reserve asks for."""
-        return max(self.meta.with_pages() // 4, window(self.meta.slots))
-
-    def most_pinned(self) -> int:
-        """Return how many slots may be pinned."""
-        return max(1, self.meta.with_pages() // 4)
-
     def next_generation(self) -> int:
         """Return a number that no slot has had before."""
         self.meta.next_generation += 1

@@ -135,20 +135,20 @@ class SimulatedTier:
             allowed = self._admit(wanted, batch, stop, hindrance) if batch else stop
             if hindrance is None:
                 hindrance = self._reserve(wanted, at, stop, allowed)
-        if wanted.rows:  # a slot that is being filled is nobody's victim: all are ready at the end only
+        if wanted.rows:  # a slot that is being filled is no victim: all are ready at the end only
             self._columns.last_use[wanted.rows] = stamp - np.array(wanted.positions)
         self.written += len(wanted.rows)
         missing = [i for i in new if chain.ids[i] not in known] if hindrance is not None else []
         self.refused += len(missing)
 
     def _keep(self, chain: Chain, positions: list[int], stamp: int) -> None:
-        """Raise and lease what is here behind a chunk that is not, before anybody goes for its neighbours."""
+        """Raise and lease what is here after a missing chunk, before its neighbours may be evicted for others."""
         rows = np.array([self._rows[chain.ids[i]] for i in positions])
         self._advice.touch(rows, stamp - np.array(positions), asked=False)
         self._columns.lease(rows, chain.now, _LEASE_NS)
 
     def _admit(self, wanted: _Wanted, new: list[int], end: int, hindrance: Reason | None) -> int:
-        """Ask the policy who of the newcomers of a batch may come in: nobody from the position returned on."""
+        """Ask the policy which newcomers of a batch are admitted; return the position from which on none is."""
         marks, stamps, now = wanted.chain.marks[new], wanted.stamp - np.array(new), wanted.chain.now
         if hindrance is Reason.NOT_ADMITTED:
             self._advice.refuse(marks, stamps, now)
@@ -160,7 +160,7 @@ class SimulatedTier:
         return end
 
     def _reserve(self, wanted: _Wanted, start: int, end: int, allowed: int) -> Reason | None:
-        """Give each chunk of a batch a place while some are found; returns what hinders all behind it."""
+        """Give each chunk of a batch a row while there are some; return what prevents all after it."""
         passed_over = 0
         for _ in range(ATTEMPTS):
             looked = self._free() < end - start
@@ -185,7 +185,7 @@ class SimulatedTier:
         return Reason.FULL
 
     def _fill(self, ids: Sequence[int], start: int, end: int, allowed: int, victims: list[int]) -> _Filled:
-        """One transaction: who of the chunks [start, end) comes in, nobody from `allowed` on, and where."""
+        """One transaction: store the chunks [start, end), none from `allowed` on."""
         known, generations = self._rows, self._columns.generation
         parent = known.get(ids[start - 1]) if start else None
         filled = _Filled(None if parent is None else (parent, int(generations[parent])))
