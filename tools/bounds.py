@@ -14,7 +14,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 # figure: (bound, aim). Which modules background threads enter depends a little on timing: those bounds have three to spare.
 BOUNDS = {
-    "lines of code": (29_203, 23_000),
+    "lines of code": (29_066, 23_000),
     "lines of the core": (12_782, 9_200),
     "class names used twice": (0, 5),
     "mixed modules": (0, 0),
