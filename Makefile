@@ -52,7 +52,7 @@ $(VLLM_READY): pyproject.toml constraints-vllm.txt
 demo: $(READY)
 	$(BIN)/pagoda demo
 
-# without what takes more than four seconds
+# without the slowest 5 % of the tests, which take half of the time
 test: $(READY)
 	$(BIN)/python -m pytest -q -n auto -m 'not soak and not slow' --ignore=tests/vllm
 

@@ -240,6 +240,7 @@ def test_frames_that_announce_something_else_are_refused() -> None:
         assert not decode("zstd", one_plane(frame, nbytes, 2**32 - 1), 1, back), number
 
 
+@pytest.mark.slow
 def test_announced_sizes_cost_nothing() -> None:
     """Bombs, windows and lengths beyond all bounds: the process does not grow."""
     code = """

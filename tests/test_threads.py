@@ -31,6 +31,7 @@ def free(condition: Condition) -> bool:
     return taken[0]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300, method="thread")  # the other method has the timer that this test uses
 def test_no_exception_of_a_signal_handler_leaves_a_condition_taken() -> None:
     condition, event, answers = Condition(), Event(), [Answer[int]()]

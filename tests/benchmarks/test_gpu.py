@@ -41,6 +41,7 @@ def run(*arguments: str, path: str = "") -> subprocess.CompletedProcess[str]:
 # ---- where there is no GPU
 
 
+@pytest.mark.slow
 @no_gpu
 def test_it_says_in_one_line_why_it_skips() -> None:
     done = run("benchmarks/gpu/transfer.py")
@@ -50,6 +51,7 @@ def test_it_says_in_one_line_why_it_skips() -> None:
     )
 
 
+@pytest.mark.slow
 @no_gpu
 def test_the_json_says_why_it_skips() -> None:
     done = run("benchmarks/gpu/transfer.py", "--json", "--quick")
@@ -84,6 +86,7 @@ def test_what_is_missing_beside_a_gpu_is_named_with_the_remedy(tmp_path: Path) -
     assert not done.stdout
 
 
+@pytest.mark.slow
 def test_it_needs_no_more_than_is_named() -> None:
     others = {"lmdb", "pydantic", "rich", "typer", "xxhash", *ready.BENCHMARK}
     names = f"{sorted(others)} if name in sys.modules"
@@ -100,6 +103,7 @@ def test_what_the_tests_need_is_named() -> None:
     assert run("benchmarks/gpu/ready.py", "pytest").returncode == 0
 
 
+@pytest.mark.slow
 def test_the_limits_use_nothing_of_pagoda() -> None:
     code = (
         "import sys, benchmarks.limits_cuda; sys.exit(any(name.startswith('pagoda') for name in sys.modules))"
@@ -132,6 +136,7 @@ def test_every_part_runs_on_a_cpu(tmp_path: Path) -> None:
         assert f"### {title}" in (tmp_path / "gpu.md").read_text()
 
 
+@pytest.mark.slow
 def test_only_takes_parts_that_there_are() -> None:
     done = run("tests/benchmarks/tiny_gpu.py", "--only", "beside,wings")
     assert done.returncode == 2

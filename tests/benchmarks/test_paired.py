@@ -77,6 +77,7 @@ def test_what_is_no_source_tree_is_named(tmp_path: Path) -> None:
     assert done.returncode == 2 and "root of a source tree" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_benchmark_without_its_servers_says_what_to_install() -> None:
     command = [sys.executable, str(BENCHMARKS / "remote.py"), "--quick", "--only=redis_8mib,webdav_8mib"]
     done = subprocess.run(

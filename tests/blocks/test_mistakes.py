@@ -53,6 +53,7 @@ def test_mistake_8_hashing_the_whole_prompt_at_each_step(hosted: Engine, hashed:
     assert len(hashed) == 10
 
 
+@pytest.mark.slow
 def test_mistake_8_a_heap_that_is_searched_or_rebuilt_on_each_match(
     bare: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,6 +83,7 @@ def test_mistake_8_a_heap_that_is_searched_or_rebuilt_on_each_match(
     assert sum(work) <= 4 * steps  # amortized: a few entries a step, whatever is in the tree
 
 
+@pytest.mark.slow
 def test_mistake_8_prompts_kept_alive_by_nodes() -> None:
     block_tokens, prompts = 1024, 32
     manager = BlockManager(prompts * 16, block_tokens)
@@ -242,6 +244,7 @@ def test_mistake_12_a_freed_block_that_counts_as_one_on_the_host(hosted: Engine)
     hosted.manager.check()
 
 
+@pytest.mark.slow
 def test_mistake_13_waiting_for_ever_on_another_process(shm_root: Path) -> None:
     with cache_at(shm_root, deadline_seconds=0.5) as cache:
         engine = Engine(8, cache)

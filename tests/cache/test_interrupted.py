@@ -53,6 +53,7 @@ def outstanding(cache: Cache) -> dict[str, object]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tiers", ["host", "host and disk", "disk"])
 def test_a_cache_leaves_nothing_behind(shm_root: Path, tmp_path: Path, tiers: str) -> None:
     host, disk = (shm_root if "host" in tiers else None), (tmp_path if "disk" in tiers else None)

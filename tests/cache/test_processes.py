@@ -138,6 +138,7 @@ def _count_hits(shm_root: Path) -> None:
         served(cache, prompt(5))
 
 
+@pytest.mark.slow
 def test_counters_are_seen_by_other_processes_and_outlive_them(shm_root: Path) -> None:
     with cache_at(shm_root, None) as cache:
         stored(cache, prompt(5))

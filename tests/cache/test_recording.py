@@ -213,6 +213,7 @@ def _works(tmp_path: Path, trace: Path, seed: int, count: int) -> None:
             cache.retrieve(prompt(8, seed * 1000 + number), blank(prompt(8)).transfer)
 
 
+@pytest.mark.slow
 def test_several_processes_record_into_one_file(tmp_path: Path, trace: Path) -> None:
     run_all([SPAWN.Process(target=_works, args=(tmp_path, trace, seed, 50)) for seed in (1, 2)])
     lines = list(read_trace(trace))
@@ -228,6 +229,7 @@ def _works_until_killed(tmp_path: Path, trace: Path) -> None:
         time.sleep(0.001)
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_whole_lines(tmp_path: Path, trace: Path) -> None:
     for _ in range(3):
         process = SPAWN.Process(target=_works_until_killed, args=(tmp_path, trace))
@@ -274,6 +276,7 @@ def dropped(cache: Cache) -> int:
     return int(state["dropped"])
 
 
+@pytest.mark.slow
 def test_calls_that_are_too_many_are_dropped(trace: Path, caplog: pytest.LogCaptureFixture) -> None:
     recorder = Recorder(trace, CHUNK, FakeClock())
     keys = [bytes([n]) * 32 for n in range(200)]

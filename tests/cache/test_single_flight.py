@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
+import pytest
+
 from pagoda.ledger import admin
 from pagoda.testing import Fault
 from tests.cache.kit import LAYOUT, SPAWN, blank, cache_at, kv_of, prompt, run_all, served, stored
@@ -65,6 +67,7 @@ def _process(shm_root: Path, tmp_path: Path, together: Barrier) -> None:
         together.wait(60)
 
 
+@pytest.mark.slow
 def test_many_processes_load_prompts_once(shm_root: Path, tmp_path: Path) -> None:
     for seed in range(3):
         on_disk(shm_root, tmp_path, 12, seed)

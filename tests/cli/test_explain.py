@@ -118,6 +118,7 @@ def test_below_the_minimum_and_short_prompts(shm_root: Path) -> None:
     assert "chunk of 16" in detail
 
 
+@pytest.mark.slow
 def test_not_worth_loading_where_computing_is_faster(shm_root: Path, tmp_path: Path) -> None:
     put(host(shm_root), LLAMA, PROMPT)
     with disk(tmp_path) as tier:

@@ -61,6 +61,7 @@ def test_stats_of_two_tiers_from_the_configuration(shm_root: Path, tmp_path: Pat
     assert "queue_full" not in shown  # only reasons that happened are shown
 
 
+@pytest.mark.slow
 def test_one_store_may_be_named_too(shm_root: Path) -> None:
     put(host(shm_root, name="a"), LLAMA, range(16))
     put(host(shm_root, name="b"), LLAMA, range(32))
@@ -90,6 +91,7 @@ def test_prometheus_has_one_type_line_a_family_and_its_samples_together(shm_root
     assert len([line for line in seen if line.startswith("pagoda_ready{")]) == 2
 
 
+@pytest.mark.slow
 def test_ls_lists_latest_first_within_the_limit(shm_root: Path) -> None:
     ledger = host(shm_root)
     old = put(ledger, LLAMA, range(64))
@@ -154,6 +156,7 @@ def test_the_truth_while_another_process_stores(shm_root: Path) -> None:
     assert answer("check", shm_root)["ok"] is True  # the writer was killed
 
 
+@pytest.mark.slow
 def test_check_reads_the_disk_and_names_what_is_damaged(tmp_path: Path) -> None:
     with disk(tmp_path) as tier:
         keys = save(tier, LLAMA, range(64))

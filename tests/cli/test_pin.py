@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from pagoda.ledger import admin
 from tests.cli.shelf import CHUNK, LLAMA, QWEN, answer, disk, host, pagoda, put, refused, save
 
 PROMPT = list(range(100, 164))  # four chunks
 
 
+@pytest.mark.slow
 def test_what_is_pinned_stays_until_it_is_unpinned(shm_root: Path, tmp_path: Path) -> None:
     ledger = host(shm_root)
     keys = put(ledger, LLAMA, PROMPT)

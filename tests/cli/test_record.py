@@ -80,6 +80,7 @@ def test_wrong_use_is_one_line(
     assert said in error and error.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_signal_reaches_a_command_that_has_just_begun(tmp_path: Path) -> None:
     pagoda = [sys.executable, "-c", "from pagoda.cli import main; raise SystemExit(main())"]
     for attempt in range(4):

@@ -35,6 +35,7 @@ def runs(found: dict[str, object]) -> list[Run]:
     return cast("list[Run]", found["runs"])
 
 
+@pytest.mark.slow
 def test_one_tier_has_the_keys_that_programs_ask_for(trace: Path) -> None:
     found = answer("replay", trace, "--capacity-chunks", 4, "--policy", "lru")
     assert found["policy"] == "lru" and found["capacity_chunks"] == 4
@@ -46,6 +47,7 @@ def test_one_tier_has_the_keys_that_programs_ask_for(trace: Path) -> None:
     assert configured["policy"] == "fifo"
 
 
+@pytest.mark.slow
 def test_the_sample_is_what_is_replayed_if_no_trace_is_named() -> None:
     assert "Apache" in (files("pagoda.replay") / "sample.NOTICE.txt").read_text()
     found = answer("replay", "--capacity-chunks", 2000, "--policy", "lru")
@@ -75,6 +77,7 @@ def test_what_the_trace_cannot_fill_costs_nothing(trace: Path) -> None:
     assert found["capacity_chunks"] == 10**15
 
 
+@pytest.mark.slow
 def test_a_trace_may_come_from_a_pipe_and_bytes_from_a_model(trace: Path) -> None:
     found = answer(
         "replay",
@@ -118,6 +121,7 @@ def test_the_curve_is_a_table_and_a_png(tmp_path: Path) -> None:
     assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+@pytest.mark.slow
 def test_the_curve_chooses_its_sizes_and_never_passes_the_optimum(trace: Path, tmp_path: Path) -> None:
     found = answer("replay", trace, "--curve", "--png", tmp_path / "x.png", "--points", 4)
     sizes = sorted({run["capacity_chunks"] for run in runs(found)})
@@ -127,6 +131,7 @@ def test_the_curve_chooses_its_sizes_and_never_passes_the_optimum(trace: Path, t
     assert found["png"] == str(tmp_path / "x.png")
 
 
+@pytest.mark.slow
 def test_without_matplotlib_the_remedy_is_said(trace: Path, tmp_path: Path) -> None:
     (tmp_path / "hidden").mkdir()
     (tmp_path / "hidden" / "sitecustomize.py").write_text(
@@ -141,6 +146,7 @@ def test_without_matplotlib_the_remedy_is_said(trace: Path, tmp_path: Path) -> N
     assert "pip install 'pagodakv[plot]'" in usual.stderr
 
 
+@pytest.mark.slow
 def test_size_is_the_smallest_that_was_seen_to_do(tmp_path: Path) -> None:
     part = tmp_path / "part.jsonl"
     with gzip.open(str(files("pagoda.replay") / "sample.jsonl.gz")) as sample:
@@ -154,6 +160,7 @@ def test_size_is_the_smallest_that_was_seen_to_do(tmp_path: Path) -> None:
     assert cast("float", smaller["hit_rate"]) < target
 
 
+@pytest.mark.slow
 def test_size_of_a_small_trace_by_hand(trace: Path) -> None:
     found = answer("size", trace, "--percent", 100, "--policy", "lru", "--policy", "fifo", "--jobs", 3)
     sizes = {str(entry["policy"]): entry["chunks"] for entry in cast("list[Run]", found["sizes"])}

@@ -54,6 +54,7 @@ def test_what_loads_more_slowly_than_it_is_computed_saves_nothing(trace: Path) -
     assert answer("replay", trace, *options, "--disk-speed", 0.001)["prefill_tokens_saved"] == 0
 
 
+@pytest.mark.slow
 def test_speeds_are_given_or_measured_or_assumed(trace: Path, tmp_path: Path) -> None:
     measured = tmp_path / "bench.json"
     measured.write_text(json.dumps({"chunk_bytes": 1, "host_read": {"gb_per_second": 7.5}}))
@@ -67,6 +68,7 @@ def test_speeds_are_given_or_measured_or_assumed(trace: Path, tmp_path: Path) ->
     assert usual["disk_gbps"] == 6 and cast("dict[str, str]", usual["sources"])["disk"] == "assumed"
 
 
+@pytest.mark.slow
 def test_without_a_model_nothing_is_said_of_time(trace: Path) -> None:
     options = ("--host", "1GiB", "--bytes-per-token", 4096)
     assert "ttft_seconds" not in answer("replay", trace, *options)

@@ -116,12 +116,14 @@ def test_hybrid_goes_through_the_offloading_of_vllm() -> None:
     assert config == {**ROUTE_B, "kv_connector_extra_config": {"host_size": "1GiB"}}
 
 
+@pytest.mark.slow
 def test_what_hybrid_models_store_is_said_in_the_words_of_vllm() -> None:
     for option, prompt_only in (("--store-output", False), ("--no-store-output", True)):
         _, config = printed("--hybrid", option, "serve", "m")
         assert config == {**ROUTE_B, "kv_connector_extra_config": {"offload_prompt_only": prompt_only}}
 
 
+@pytest.mark.slow
 def test_where_vllm_does_not_load_the_plugin_the_module_is_named() -> None:
     assert printed("serve", "m", VLLM_PLUGINS="others,pagoda")[1] == ROUTE_A
     assert printed("serve", "m", VLLM_PLUGINS="others")[1] == ROUTE_A | MODULE
@@ -135,6 +137,7 @@ def test_what_the_environment_says_is_left_to_the_connector(tmp_path: Path) -> N
     assert config == ROUTE_A
 
 
+@pytest.mark.slow
 def test_every_option_of_the_configuration_is_there() -> None:
     done = pagoda("vllm", "--help", COLUMNS="200")
     assert done.returncode == 0 and "serve" in done.stdout
@@ -306,6 +309,7 @@ def test_a_vllm_of_another_version_is_refused_before_it_is_run(
     assert allowed.returncode == (1 if says.startswith("older") else SCRIPT), allowed.stderr
 
 
+@pytest.mark.slow
 def test_tiers_that_cannot_be_opened_are_refused_before_vllm_is_run(tmp_path: Path) -> None:
     good = ["--host-path", tmp_path / "host", "--host-size", "1MiB"]
     assert started(tmp_path / "good", *good).returncode == SCRIPT

@@ -99,6 +99,7 @@ def test_a_real_model_from_a_path(shm_root: Path, tmp_path: Path) -> None:
     assert shown.served("disk")
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_had_or_cached(shm_root: Path, tmp_path: Path) -> None:
     import transformers
 

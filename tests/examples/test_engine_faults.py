@@ -23,6 +23,7 @@ from tests.examples.kit import (
 )
 
 
+@pytest.mark.slow
 def test_faulty_disk(house: House) -> None:
     cache, dice = house.cache(deadline_seconds=0.5), random.Random(0)
     slab = house.slab
@@ -38,6 +39,7 @@ def test_faulty_disk(house: House) -> None:
     closed(engine)
 
 
+@pytest.mark.slow
 def test_a_disk_that_hangs_is_waited_for_within_bounds(house: House) -> None:
     cache = house.cache(slots=512)
     tokens, answer = talks_of("llama")[1][-1]
@@ -56,6 +58,7 @@ def test_a_disk_that_hangs_is_waited_for_within_bounds(house: House) -> None:
     closed(engine)
 
 
+@pytest.mark.slow
 def test_host_chunks_go_while_they_are_used(house: House) -> None:
     cache, dice = house.cache(), random.Random(1)
     host = cache._tiers.host
@@ -81,6 +84,7 @@ def test_host_chunks_go_while_they_are_used(house: House) -> None:
     closed(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("up", "down"), [(6, 30), (4, 9)])
 def test_copies_that_fail(up: int, down: int, house: House) -> None:
     engine = engine_of(house.cache())
@@ -126,6 +130,7 @@ def test_everything_at_once(house: House) -> None:
     closed(engine)
 
 
+@pytest.mark.slow
 def test_the_cache_is_closed_under_way(house: House) -> None:
     cache = house.cache()
     engine, steps = engine_of(cache), Counter[str]()

@@ -78,6 +78,7 @@ def test_a_block_is_one_run_of_bytes_in_the_order_of_the_layout() -> None:
     assert torch.equal(plane.view(layout.plane_shape(1)), pool.kv[2, 1, 1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "qwen"])
 @pytest.mark.parametrize("chunk", [None, 24])
 def test_blocks_go_to_host_and_disk_and_come_back(name: str, chunk: int | None, house: House) -> None:
@@ -88,6 +89,7 @@ def test_blocks_go_to_host_and_disk_and_come_back(name: str, chunk: int | None, 
     closed(engine)
 
 
+@pytest.mark.slow
 def test_without_a_cache_and_without_anything() -> None:
     engine = engine_of(None)
     found = converse(engine)
@@ -118,6 +120,7 @@ def test_tenants_share_nothing(house: House) -> None:
     closed(engine)
 
 
+@pytest.mark.slow
 def test_tenants_with_a_small_pool(house: House) -> None:
     engine = engine_of(house.cache(slots=96), step_tokens=40)
     found = converse(engine, salt="a") + converse(engine, salt="b")
@@ -156,6 +159,7 @@ def test_chunks_of_the_transformers_connector_are_hit(house: House) -> None:
     assert cached.last.columns == (len(tokens) + NEW - 2) // BLOCK * BLOCK  # what the engine generated too
 
 
+@pytest.mark.slow
 def test_after_a_restart_and_a_wiped_host_the_disk_has_it(house: House) -> None:
     engine = engine_of(house.cache())
     converse(engine)
@@ -170,6 +174,7 @@ def test_after_a_restart_and_a_wiped_host_the_disk_has_it(house: House) -> None:
     closed(engine)
 
 
+@pytest.mark.slow
 def test_requests_are_aborted_wherever_they_are(house: House) -> None:
     engine, dice = engine_of(house.cache(), step_tokens=30), random.Random(0)
     converse(engine)

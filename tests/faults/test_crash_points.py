@@ -174,6 +174,7 @@ def test_resizing_a_store_on_disk(shm_root: Path, slots: int, rebooted: bool) ->
     assert sweep(root, image, use(root, slots), look_at_disk(root, slots, clock, 12)) > 5
 
 
+@pytest.mark.slow
 def test_rebuilding_a_store_on_disk(shm_root: Path) -> None:
     image, root = image_of_disk(shm_root / "image"), shm_root / "root"
     next(image.glob("*/data.mdb")).unlink()

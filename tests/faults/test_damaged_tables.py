@@ -134,6 +134,7 @@ def test_any_damaged_page_of_a_closed_store_is_found_before_it_is_opened(tmp_pat
             shutil.rmtree(root)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("image_of", ["a closed store", "a store left open"])
 def test_a_damaged_page_of_the_state_costs_nothing(tmp_path: Path, image_of: str) -> None:
     image, boot = tmp_path / "image", AfterReboot() if image_of == "a closed store" else None
@@ -252,6 +253,7 @@ def test_wrong_use_is_no_damage(tmp_path: Path) -> None:
     tier.close()
 
 
+@pytest.mark.slow
 def test_a_damaged_store_in_memory_is_made_anew(shm_root: Path) -> None:
     def use() -> None:
         store = Store(shm_root)

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from pagoda.finalizers import settle
 from pagoda.ledger import Busy, Reserved, admin
 from tests.cache.kit import cache_at
@@ -54,6 +56,7 @@ def in_child(work: Callable[[], None]) -> int:
     return os.waitpid(pid, 0)[1]
 
 
+@pytest.mark.slow
 def test_a_child_outlives_its_killed_parent(shm_root: Path, tmp_path: Path) -> None:
     done = python(OUTLIVES, shm_root, tmp_path / "said")
     assert done.returncode == -signal.SIGKILL
@@ -112,6 +115,7 @@ def test_what_a_killed_child_reserved_and_held_comes_back(shm_root: Path) -> Non
     store.close()
 
 
+@pytest.mark.slow
 def test_a_fork_among_busy_threads_leaves_both_sides_working(shm_root: Path) -> None:
     code = """
 import os, sys, threading
@@ -158,6 +162,7 @@ sys.exit(bad)
     succeeded(python(code, shm_root))
 
 
+@pytest.mark.slow
 def test_what_was_open_at_a_fork_can_be_closed(shm_root: Path) -> None:
     def mapped() -> list[str]:
         return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(shm_root) in line]

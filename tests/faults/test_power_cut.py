@@ -109,6 +109,7 @@ def cut(images: tuple[Path, Path], to: Path, seed: int) -> Path:
     return to
 
 
+@pytest.mark.slow
 def test_mixtures_of_old_and_new_pages_are_rebuilt_and_never_serve_wrong_bytes(
     images: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -72,6 +72,7 @@ def test_the_disk_tier_is_warm_after_the_host_tier_was_wiped(shm_root: Path, tmp
     store.close()
 
 
+@pytest.mark.slow
 def test_the_disk_tier_is_warm_after_all_processes_were_killed(tmp_path: Path) -> None:
     root = tmp_path / "disk"
     writers = [
@@ -122,6 +123,7 @@ def test_the_disk_tier_is_warm_after_its_ledger_was_deleted(tmp_path: Path, name
     tier.close()
 
 
+@pytest.mark.slow
 def test_many_processes_find_a_rebuilt_ledger_and_scan_it_once(tmp_path: Path) -> None:
     root = tmp_path / "disk"
     tier = disk(root)

@@ -38,6 +38,7 @@ def all_can_be_used(ledger: Ledger) -> None:
     assert ledger.session.read(lambda txn, tables: list(tables.rows(txn, tables.holds)), 30) == []
 
 
+@pytest.mark.slow
 def test_what_is_reserved_held_and_given_up_survives_any_interruption(shm_root: Path) -> None:
     ledger, chance = opened(shm_root), random.Random(3)
 
@@ -130,6 +131,7 @@ def test_a_hold_whose_answer_was_lost_is_ended(shm_root: Path, monkeypatch: pyte
     ledger.close()
 
 
+@pytest.mark.slow
 def test_the_end_of_a_view_is_counted_and_loses_no_exception(
     shm_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,6 +78,7 @@ def swap(path: Path) -> None:
     os.replace(path.with_suffix(".copy"), path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("harm", [delete, halve, empty, swap])
 def test_a_store_with_a_spoiled_file_is_discarded_as_a_whole(
     shm_root: Path, harm: Callable[[Path], None]
@@ -171,6 +172,7 @@ def test_deleting_the_directory_under_an_open_store_harms_nobody(shm_root: Path)
     store.close()
 
 
+@pytest.mark.slow
 def test_the_winner_of_a_race_to_create_is_used_by_all(shm_root: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from support import Store\n"

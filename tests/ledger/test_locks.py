@@ -333,6 +333,7 @@ class Interrupted(Exception):
     """Raised by the signal handler."""
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300, method="thread")  # the other method has the timer that this test uses
 @pytest.mark.parametrize("times", [1, 2, 3])
 def test_no_exceptions_of_signal_handlers_leave_the_gate_taken(path: Path, times: int) -> None:

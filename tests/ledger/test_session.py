@@ -218,6 +218,7 @@ def test_late_commits_of_many_threads_are_all_done(ledger: Ledger) -> None:
     assert all(there(ledger, keys(1, 2, 3, 4))) and not admin.gauges(ledger)["reserved"]
 
 
+@pytest.mark.slow
 def test_every_call_ends_by_its_deadline_however_many_transactions_it_takes(shm_root: Path) -> None:
     ledger = opened(shm_root, slots=2048)
     rooms = reserved(ledger.reserve(keys(*range(256)), namespace=TENANT))
@@ -530,6 +531,7 @@ def test_a_closed_ledger_says_so(shm_root: Path, call: str) -> None:
             calls[call]()
 
 
+@pytest.mark.slow
 def test_closing_ends_in_time_while_another_sits_in_the_gate(shm_root: Path) -> None:
     ledger = opened(shm_root)
     ledger.reserve(keys(1), namespace=TENANT)

@@ -404,6 +404,7 @@ def test_pages_that_a_gpu_knows_stay(shm_root: Path, monkeypatch: pytest.MonkeyP
     two.close()
 
 
+@pytest.mark.slow
 def test_an_error_names_who_holds_the_room(shm_root: Path) -> None:
     (shm_root / "strange").mkdir()
     (shm_root / "strange" / "locks").touch()
@@ -652,6 +653,7 @@ def test_a_forked_child_lends_for_itself_and_gives_nothing_back_for_its_parent(s
         room.close()
 
 
+@pytest.mark.slow
 def test_several_layouts_at_once_over_many_takings(shm_root: Path, kind: Kind, threads: None) -> None:
     def work(name: str, pages: int, seed: int) -> Callable[[], None]:
         def act() -> None:

@@ -74,6 +74,7 @@ def ledger(shm_root: Path, clock: FakeClock) -> Iterator[Ledger]:
     opened_here.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["memory", "file"])
 def test_any_number_of_tenants_may_come_and_go(shm_root: Path, kind: Kind) -> None:
     ledger = opened(shm_root, kind=kind)
@@ -103,6 +104,7 @@ def test_any_number_of_tenants_may_be_cleared(shm_root: Path, kind: Kind) -> Non
     ledger.close()
 
 
+@pytest.mark.slow
 def test_every_slot_may_be_another_tenants(shm_root: Path) -> None:
     ledger = opened(shm_root, slots=6000)
     for number in range(6000):

@@ -74,6 +74,7 @@ def stream() -> list[int]:
     return [int(one) for part in parts * 2 for one in part]
 
 
+@pytest.mark.slow
 def test_two_processes_miss_about_as_often_as_one() -> None:
     one, two = Processes(1), Processes(2)
     for mark in stream():

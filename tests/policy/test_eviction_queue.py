@@ -124,6 +124,7 @@ def test_the_order_is_that_of_a_plain_one(
         assert victims[: len(unleased)] == unleased[:count]
 
 
+@pytest.mark.slow
 @given(
     trees,
     st.lists(

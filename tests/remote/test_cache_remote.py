@@ -250,6 +250,7 @@ def _retrieves(url: str, root: Path, seed: int) -> None:
         assert served(cache, prompt(8, seed))[0].by_tier == {"host": 128}
 
 
+@pytest.mark.slow
 def test_what_one_machine_stored_another_serves(shm_root: Path, url: str) -> None:
     for root in ("one", "two"):
         (shm_root / root / "disk").mkdir(parents=True)
@@ -266,6 +267,7 @@ def _both(url: str, root: Path, begin: int) -> None:
         assert cache.flush(100)
 
 
+@pytest.mark.slow
 def test_processes_that_store_and_retrieve_the_same_at_once(shm_root: Path, url: str) -> None:
     run_all([SPAWN.Process(target=_both, args=(url, shm_root / str(n), 3 * n)) for n in range(3)])
     with cache_over(url, None) as cache:

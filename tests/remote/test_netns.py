@@ -62,6 +62,7 @@ def gone(pid: int) -> bool:
     return state == "Z"
 
 
+@pytest.mark.slow
 def test_joined_shaped_cut_and_mended(net: Network) -> None:
     near, far = net.place("near"), net.place("far")
     cable = net.cable(near, far)

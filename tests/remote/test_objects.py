@@ -221,6 +221,7 @@ def test_clear_takes_ours_of_one_namespace_and_nothing_else(
         store.plain("DELETE", path)
 
 
+@pytest.mark.slow
 def test_clear_goes_on_over_many_pages(store: Store) -> None:
     if store.kind == "dav":
         pytest.skip("folders are not listed in pages")

@@ -69,6 +69,7 @@ def in_child(work: Callable[[], str]) -> str:
     return said
 
 
+@pytest.mark.slow
 def test_a_forked_child_is_told_at_once(store: Store, connection: ObjectStoreConnection) -> None:
     remote = store.remote()
 
@@ -150,6 +151,7 @@ except ModuleNotFoundError as error:
     assert "pip install 'pagodakv[objects]'" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_private_authority_is_trusted_by_its_certificate(tmp_path: Path) -> None:
     certificate = authority(tmp_path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -404,6 +404,7 @@ def test_what_is_given_up_ends_its_connection(store: Store) -> None:
         assert eventually(lambda: proxy.open_connections == 0)
 
 
+@pytest.mark.slow
 def test_a_server_killed_amid_a_get_and_back_again(store: Store) -> None:
     nbytes = 32 * MIB  # more than what the sockets on the way hold
     with proxy_to(store.server.port) as proxy:

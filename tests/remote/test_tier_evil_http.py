@@ -193,6 +193,7 @@ def _walk(port: int, peak: Connection) -> None:
         peak.send(memory.peak_bytes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lie", [*(ANSWERS[name] for name in WALKS), bomb], ids=[*WALKS, "a bomb"])
 def test_a_server_that_answers_a_listing_with(liar: LyingHttp, lie: Callable[[], Lie]) -> None:
     """In a separate process, which still runs afterwards."""
@@ -231,6 +232,7 @@ time.sleep(0.7)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lie", [lambda: SILENCE, lambda: [http(500)], lambda: [b""]], ids=["late", "bad", "cut"]
 )

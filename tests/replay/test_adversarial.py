@@ -39,6 +39,7 @@ STREAMS: dict[str, tuple[Callable[[], Stream], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STREAMS)
 def test_never_far_behind_lru(name: str) -> None:
     make, sizes = STREAMS[name]
@@ -47,6 +48,7 @@ def test_never_far_behind_lru(name: str) -> None:
         _check(stream, chunks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["no times", "whole seconds", "a batch", "hours between"])
 @pytest.mark.parametrize("kind", ["agents", "zipf"])
 def test_never_far_behind_lru_whatever_the_times(kind: str, name: str) -> None:

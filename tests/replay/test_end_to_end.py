@@ -29,6 +29,7 @@ def requests() -> list[Request]:
     return sample()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "most"), [("lru", 700), ("hindsight", 2000)])
 def test_the_cache_hits_what_the_simulator_says(
     tmp_path: Path, requests: list[Request], policy: str, most: int
@@ -39,6 +40,7 @@ def test_the_cache_hits_what_the_simulator_says(
     assert rate.share == pytest.approx(simulated(requests[:most], CHUNKS, policy), abs=0.005)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["lru", "hindsight"])
 @pytest.mark.parametrize("host", [40, 200])
 def test_two_tiers_hit_what_the_simulator_says(
@@ -65,6 +67,7 @@ def _watched(root: Path, requests: list[Request], host: int) -> tuple[float, flo
     return rate.share, float(_SharedValues.of(ledger.policy_thread.learned).watched.sum())  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_disk_below_learns_what_it_would_learn_alone(tmp_path: Path) -> None:
     """Also of prompts that are longer than the host tier, and kept out."""
     prompts = streams.scan_zipf(1, 300, 60, 0.9, 40, chunks=24)
@@ -121,6 +124,7 @@ def _one_of_two(root: Path, number: int, barrier: Barrier) -> Rate:
     return rate
 
 
+@pytest.mark.slow
 def test_two_processes_share_what_they_learn(tmp_path: Path, requests: list[Request]) -> None:
     requests = requests[:SHARED]
     with SPAWN.Manager() as manager, ProcessPoolExecutor(2, mp_context=SPAWN) as pool:

@@ -130,6 +130,7 @@ def test_what_found_no_room_above_goes_below() -> None:
     assert (host.chunks_written, host.refused, disk.chunks_written) == (4, 12, 10)
 
 
+@pytest.mark.slow
 def test_every_tier_may_refuse() -> None:
     tiers = [TierSpec("host", 300, "hindsight"), TierSpec("disk", 1000, "hindsight")]
     host, disk = simulate(sample(), tiers).tiers

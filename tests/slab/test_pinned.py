@@ -264,6 +264,7 @@ def test_two_arrays_one_after_the_other(stub: Stub) -> None:
     assert stub.library.stub_retained() == 1
 
 
+@pytest.mark.slow
 def test_threads_that_ask_while_pieces_come_get_right_answers(stub: Stub) -> None:
     array = aligned(32 * PAGE)
     base, wrong, over = array.ctypes.data, list[str](), threading.Event()
