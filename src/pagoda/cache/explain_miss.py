@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from concurrent.futures import CancelledError
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from pagoda.cache.executor import CallExecutor
 from pagoda.cache.request import CacheRequest, KeyScheme
@@ -48,13 +48,8 @@ class Explanation(NamedTuple):
     detail: str = ""
 
 
-class _KnownNamespace(NamedTuple):
-    """A namespace that has, or had, chunks in a tier."""
-
-    tier: str
-    ledger: Ledger
-    root: bytes
-    fields: dict[str, str]
+# of a namespace that has, or had, chunks in a tier: the tier, its ledger, the root, the labels
+_KnownNamespace: TypeAlias = tuple[str, Ledger, bytes, dict[str, str]]
 
 
 class MissExplainer:
@@ -147,7 +142,7 @@ class MissExplainer:
 
     def _list(self, seconds: float) -> list[_KnownNamespace]:
         self._namespaces = [
-            _KnownNamespace(tier, ledger, root, row.fields)
+            (tier, ledger, root, row.fields)
             for tier, ledger in self._tiers.ledgers()
             for root, row in admin.list_namespaces(ledger, deadline_seconds=seconds).items()
         ]

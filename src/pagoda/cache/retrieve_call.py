@@ -31,7 +31,7 @@ from pagoda.cache.staging import StagingPool
 from pagoda.cache.tier_stack import TierStack
 from pagoda.cache.writeback import Access, ChunkRef, chunk_ref, columns_of, recency_stamp, refs_in_slots
 from pagoda.clock import Deadline
-from pagoda.ledger import Busy, Outcome, Present, Refused, Reserved
+from pagoda.ledger import Busy, Present, Refused, Reserved
 from pagoda.metrics import Reason
 from pagoda.tiers import HostTier
 from pagoda.tiers.base import Bytes, Done, Tier
@@ -553,7 +553,13 @@ class HostDestination:
             deadline_seconds=self._deadline.remaining(),
         )
         try:
-            leading, spare = self._split(outcomes)
+            leading: list[Reserved] = []
+            spare: list[Reserved] = []
+            for outcome in outcomes:
+                if isinstance(outcome, Reserved):
+                    (leading if self.stopped is None else spare).append(outcome)
+                elif self.stopped is None:
+                    self.stopped = outcome
             if spare:  # a call must not wait for another while it holds what others wait for
                 ledger.abort(spare, self._deadline.last())
             views = self._host.slab.views([item.slot for item in leading])
@@ -567,16 +573,6 @@ class HostDestination:
             ledger.abort(outcomes, self._deadline.last())
             self._host.end_copies([item for item in outcomes if isinstance(item, Reserved)])
             raise
-
-    def _split(self, outcomes: Sequence[Outcome]) -> tuple[list[Reserved], list[Reserved]]:
-        leading: list[Reserved] = []
-        spare: list[Reserved] = []
-        for outcome in outcomes:
-            if isinstance(outcome, Reserved):
-                (leading if self.stopped is None else spare).append(outcome)
-            elif self.stopped is None:
-                self.stopped = outcome
-        return leading, spare
 
     def commit(self, buffers: Sequence[LoadBuffer]) -> int:
         """Commit the slots; a lease keeps other calls from evicting a chunk that is about to be copied."""
