@@ -14,13 +14,13 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 # figure: (bound, aim). Which modules background threads enter depends a little on timing: those bounds have three to spare.
 BOUNDS = {
-    "lines of code": (29_066, 23_000),
-    "lines of the core": (12_782, 9_200),
+    "lines of code": (29_044, 23_000),
+    "lines of the core": (12_669, 9_200),
     "class names used twice": (0, 5),
     "mixed modules": (0, 0),
     "modules with two themes": (8, 12),
     "store, caller": (27, 24),
-    "store, all threads": (39, 32),
+    "store, all threads": (38, 32),
     "lookup, caller": (18, 17),
     "retrieve from host, caller": (25, 22),
     "retrieve from disk, caller": (33, 30),
