@@ -31,9 +31,9 @@ def remove(
     as_json: AsJson = False,
     config: ConfigFile = None,
 ) -> int:
-    """Remove tiers with all that they hold, so that their memory and disk come back.
+    """Remove tiers and all their chunks, to free their memory and disk space.
 
-    A tier that a process has open stays. Of a remote tier only its entry in the register goes, not what it holds.
+    A tier that a process has open stays. Of a remote tier only its entry in the register is removed, not its chunks.
     """
     if what is not None and "://" in what:
         return _forget_remote(what)

@@ -57,7 +57,7 @@ def replay(
     ] = False,
     points: Annotated[int, typer.Option(min=2, max=100, metavar="N", help="Sizes of the curve.")] = 8,
     png: Annotated[
-        Path | None, typer.Option(metavar="FILE", help=f"Where the curve goes as PNG; default {_PNG}.")
+        Path | None, typer.Option(metavar="FILE", help=f"File for the curve as PNG; default {_PNG}.")
     ] = None,
     host_speed: Speed = None,
     disk_speed: Speed = None,

@@ -40,7 +40,7 @@ class Config:
     )
     host_path: str = field(
         default_factory=lambda: f"/dev/shm/pagoda-{os.getuid()}",
-        metadata={"help": "Directory of the host tier; lies in memory (/dev/shm or hugetlbfs)."},
+        metadata={"help": "Directory of the host tier; must be in memory (/dev/shm or hugetlbfs)."},
     )
     host_shared: bool = field(
         default=True,
@@ -93,7 +93,7 @@ class Config:
         default=64, metadata={"help": "Chunks that may wait for the lower tiers; more are dropped."}
     )
     policy: str = field(
-        default=policies.DEFAULT, metadata={"help": "Which chunk goes first when a tier is full."}
+        default=policies.DEFAULT, metadata={"help": "Which chunk is evicted first when a tier is full."}
     )
     record: str = field(
         default="",
