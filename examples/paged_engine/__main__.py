@@ -1,4 +1,4 @@
-"""Replay prompts at their arrival times, and show what of each was reused, and from where."""
+"""Replay prompts at their arrival times, and show how much of each was reused, and from where."""
 
 from __future__ import annotations
 

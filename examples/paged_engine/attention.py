@@ -1,12 +1,12 @@
-"""Paged attention for a Transformers model: its KV lies in blocks of one pool, found through block tables.
+"""Paged attention for a Transformers model: its KV is in blocks of one pool, found through block tables.
 
 The pool is one tensor, block first, so that the KV of `block_tokens` tokens in all layers is one contiguous run of
-bytes; moving a block to host memory and back is one copy. A sequence does not own a stretch of memory but a *table*:
+bytes; moving a block to host memory and back is one copy. A sequence does not own contiguous memory but a *table*:
 
     tokens   0 1 2 3 | 4 5 6 7 | 8 9          table [7, 2, 5]: block 7, then 2, then 5, whose second half is empty
 
-The model is not forked. Transformers lets anybody register an attention function, which every layer calls with the new
-tokens' Q, K and V; what it needs besides (where to write, what to read) travels through the model as keyword argument
+The model is not forked. Transformers accepts a registered attention function, which every layer calls with the new
+tokens' Q, K and V; its other inputs (where to write, what to read) pass through the model as keyword argument
 `paged`. The model's own cache stays off.
 """
 
@@ -31,7 +31,7 @@ NAME = "pagoda_paged"
 class KVPool:
     """All the KV on the device: [blocks, layers, 2 (K, V), kv_heads, block_tokens, head_dim], zeroed.
 
-    Not thread-safe, but blocks are independent: a block nobody computes with may be copied by another thread.
+    Not thread-safe, but blocks are independent: another thread may copy a block that is not used in a computation.
     """
 
     def __init__(self, layout: KVLayout, blocks: int, device: torch.device | str = "cpu") -> None:
@@ -39,7 +39,7 @@ class KVPool:
             raise ValueError(f"this example keeps K and V of one shape, the model has {layout.planes}")
         heads, dim, dtype = layout.planes[0]
         shape = (blocks, layout.layers, 2, heads, layout.chunk_tokens, dim)
-        # zeros: tails of blocks are read and masked, and 0 * NaN would be NaN
+        # zeros, because tails of blocks are read and masked, and 0 * NaN would be NaN
         self.kv = torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
         self.block_tokens = layout.chunk_tokens
         self._bytes = self.kv.view(blocks, -1).view(torch.uint8)
@@ -73,7 +73,7 @@ class Batch(NamedTuple):
     pool: KVPool
 
 
-# Sequences with equally many new tokens: their attention is one call. (All that decode are one group.)
+# Sequences with the same number of new tokens: their attention is one call. (All decoding ones are one group.)
 #   first token in the batch, new tokens each,
 #   tables [sequences, longest], shorter ones padded with block 0,
 #   mask [sequences, 1, new tokens, longest * block_tokens], True where a token may look
@@ -108,7 +108,7 @@ def paged_attention(
     query: torch.Tensor,  # [1, heads, tokens, dim]
     key: torch.Tensor,  # [1, kv_heads, tokens, dim]
     value: torch.Tensor,
-    mask: None,  # Transformers makes none for an attention that it does not know
+    mask: None,  # Transformers makes no mask for an attention function that it does not know
     *,
     paged: Batch,
     scaling: float,
@@ -132,10 +132,10 @@ def paged_attention(
 
 
 def paged_model(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a model that pages, over the same weights; `model` itself goes on as before.
+    """Return a paged model over the same weights; `model` itself does not change.
 
-    All is copied but the tensors. The config above all: the attention is chosen there, and every model that shares the
-    config would switch with ours.
+    Everything is copied except the tensors. Above all the config: it selects the attention, and every model that
+    shares the config would switch too.
     """
     AttentionInterface.register(NAME, paged_attention)
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
@@ -146,6 +146,6 @@ def paged_model(model: PreTrainedModel) -> PreTrainedModel:
 
 @torch.inference_mode()
 def next_tokens(model: PreTrainedModel, batch: Batch) -> list[int]:
-    """Run the model over a batch; its KV is in the pool then. Returns the likeliest next token of each sequence."""
+    """Run the model over a batch and put its KV into the pool. Returns the likeliest next token of each sequence."""
     own = {"use_cache": False, "logits_to_keep": batch.last, "paged": batch}
     return model(input_ids=batch.ids, position_ids=batch.positions, **own).logits[0].argmax(-1).tolist()

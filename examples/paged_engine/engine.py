@@ -1,13 +1,13 @@
 """Continuous batching over blocks: what an engine does around `pagoda.blocks.BlockManager`.
 
-A request's way:
+The life of a request:
 
     add ──> waiting ──admit──> loading ──copies came──> running ──last token──> finished
       (prefetch: disk -> host)  ^  (host -> device)        │  (write-back: device -> host -> disk)
                                 └────────preempted─────────┘
 
-The manager does all the bookkeeping and touches no KV: where something must be copied it returns a `Plan`, we do the
-copies (another thread, while the model computes) and tell it by the plan's ticket how they ended.
+The manager does all the bookkeeping and touches no KV. If something must be copied it returns a `Plan`; the engine does
+the copies (on another thread, while the model computes) and reports by the plan's ticket how they ended.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from .attention import KVPool, Part, batch_of, next_tokens, paged_model
 
 @dataclass(eq=False)
 class Sequence:
-    """One request, its answer so far and how it went. `tokens` is the prompt and all that was generated."""
+    """One request, its answer so far and its numbers. `tokens` is the prompt and all generated tokens."""
 
     id: str
     tokens: list[int]
     max_new_tokens: int = 32
-    salt: str | None = None  # of its tenant: other salts never share KV with it
+    salt: str | None = None  # of its tenant: requests with other salts never share KV with it
     arrival_seconds: float = 0.0  # for whoever adds it: when
     after: str | None = None  # and after which other request
 
@@ -41,8 +41,8 @@ class Sequence:
     prefetch: Future[Hit] | None = None
     table: list[int] = field(default_factory=list)  # its blocks, while it is admitted
     computed: int = 0  # leading tokens whose KV is in those blocks
-    loading: bool = False  # copies it needs are under way
-    blocked: frozenset[int] = frozenset()  # tickets that make room for it: ask again when they end
+    loading: bool = False  # copies it needs are running
+    blocked: frozenset[int] = frozenset()  # tickets that free blocks for it: ask again when they end
 
     hits: dict[str, int] = field(default_factory=dict)  # leading tokens not computed, by tier
     preemptions: int = 0
@@ -99,7 +99,7 @@ class Engine:
         return bool(self.waiting or self.running)
 
     def add(self, seq: Sequence) -> None:
-        """Take a request, and bring up from storage what is there of it. Raises ValueError if it cannot fit."""
+        """Take a request, and prefetch its stored chunks. Raises ValueError if it cannot fit."""
         old, new, room = len(seq.tokens), seq.max_new_tokens, self.manager.total * self.pool.block_tokens
         if old < 1 or new < 1 or old + new > room:
             raise ValueError(f"request {seq.id!r}: {old} + {new} tokens; at least 1 + 1, at most {room}")
@@ -109,12 +109,12 @@ class Engine:
         self.waiting.append(seq)
 
     def abort(self, seq: Sequence) -> None:
-        """Forget a request, wherever it is; its blocks are free or cached."""
+        """Forget a request in any state; its blocks are free or cached."""
         self.manager.release(seq.id)
         (self.running if seq in self.running else self.waiting).remove(seq)
 
     def step(self) -> list[Sequence]:
-        """Do what can be done now; returns the requests that finished by it. Never waits longer than a moment."""
+        """Do what can be done now; returns the requests that it finished. Never waits longer than a moment."""
         self._settle()
         self._admit()
         work = self._schedule()
@@ -129,21 +129,21 @@ class Engine:
         return [seq for (seq, new), token in zip(work, tokens, strict=True) if self._advance(seq, new, token)]
 
     def close(self) -> None:
-        """End: abandon the requests, wait for copies under way. The cache stays open: it is the caller's."""
+        """Abandon the requests and wait for running copies. The cache stays open, because the caller owns it."""
         for seq in [*self.running, *self.waiting]:
             self.abort(seq)
         self._copier.shutdown()
         self._settle()
 
     def _admit(self) -> None:
-        """Give blocks to those who wait, first come first served, until there is no room."""
+        """Give blocks to waiting requests, first come first served, until there are too few."""
         now = time.monotonic()
         for seq in list(self.waiting):
             if len(self.running) == self._most_running or seq.blocked & self._moving.keys():
                 return
             patient = now < seq.arrived + self._patience_seconds
             if seq.prefetch is not None and not seq.prefetch.done() and patient:
-                continue  # its KV is on the way from the disk; others may go first
+                continue  # its KV is being read from the disk; others may be admitted first
             reserve = min(self.pool.block_tokens, seq.prompt_tokens + seq.max_new_tokens - len(seq.tokens))
             answer = self.manager.admit(seq.id, reserve_tokens=reserve)
             if isinstance(answer, Waiting):
@@ -151,7 +151,7 @@ class Engine:
                 seq.blocked = answer.tickets
                 return
             if not isinstance(answer, Admitted):
-                return  # until somebody finishes
+                return  # until a request finishes
             self._move(answer.plan)
             seq.table, seq.computed, seq.loading = answer.table, answer.computed_tokens, bool(answer.waits)
             seq.hits = answer.by_tier if not seq.output else seq.hits
@@ -159,7 +159,7 @@ class Engine:
             insort(self.running, seq, key=attrgetter("arrived"))
 
     def _schedule(self) -> list[tuple[Sequence, int]]:
-        """Choose who computes how many tokens in this step: those that decode, then prompts, oldest first."""
+        """Choose how many tokens each request computes in this step: those that decode, then prompts, oldest first."""
         work, budget = [], self._step_tokens
         for seq in sorted(self.running, key=lambda seq: seq.left > 1):
             new = min(seq.left, budget)
@@ -169,7 +169,7 @@ class Engine:
         return sorted(work, key=lambda entry: entry[1])
 
     def _has_room(self, seq: Sequence) -> bool:
-        """Get a block for the next token if one is needed, from the youngest if it must be."""
+        """Get a block for the next token if one is needed, if necessary from the youngest request."""
         while len(seq.tokens) > len(seq.table) * self.pool.block_tokens:
             if seq.blocked & self._moving.keys():
                 return False
@@ -184,7 +184,7 @@ class Engine:
                 youngest = self.running[-1]
                 self.manager.preempt(
                     youngest.id
-                )  # what it computed is cached: it will find its own work again
+                )  # what it computed is cached, so it will find its own work again
                 youngest.preemptions += 1
                 self._back_to_waiting(youngest)
                 if youngest is seq:
@@ -197,7 +197,7 @@ class Engine:
         insort(self.waiting, seq, key=attrgetter("arrived"))
 
     def _advance(self, seq: Sequence, new: int, token: int) -> bool:
-        """Note what a step computed of a request; returns whether it has finished by it."""
+        """Note what a step computed of a request; returns whether the request is finished."""
         self.prompt_tokens_computed += max(0, min(new, seq.prompt_tokens - seq.computed))
         seq.computed += new
         self.manager.computed(seq.id, seq.computed)
@@ -219,18 +219,18 @@ class Engine:
             self._moving[plan.ticket] = self._copier.submit(self._copy, plan)
 
     def _copy(self, plan: Plan) -> None:
-        """Copy whole blocks, on the copier's thread. What it raises ends up in the future."""
+        """Copy whole blocks, on the copier's thread. The future has its exception."""
         for block, slot, _ in plan.copies:
             move = self.pool.to_slot if plan.direction is Direction.DOWN else self.pool.from_slot
             move(block, self._slots.view(slot))
 
     def _settle(self) -> None:
-        """Tell the manager which copies ended, and do what it says came of them."""
+        """Report to the manager which copies ended, and act on its answer."""
         for ticket in [ticket for ticket, copies in self._moving.items() if copies.done()]:
             failed = self._moving.pop(ticket).exception() is not None
             settled = self.manager.failed(ticket) if failed else self.manager.completed(ticket)
             for seq in list(self.running):
-                if seq.id in settled.shortened:  # less came than was promised: compute from there
+                if seq.id in settled.shortened:  # the load was not complete: compute from there
                     seq.computed = settled.shortened[seq.id]
                     if not seq.output:
                         found = min(seq.hits.get("device", 0), seq.computed)

@@ -1,4 +1,4 @@
-"""A workload, a model and tiers: what the command does with them."""
+"""The workload, the model and the tiers of the command."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FIELDS = {
 
 
 def made_up(vocabulary: int) -> list[Sequence]:
-    """8 conversations of 3 turns about two documents."""
+    """Return 8 conversations of 3 turns about two documents."""
     dice, made = random.Random(0), []
     documents = [[dice.randrange(vocabulary) for _ in range(192)] for _ in range(2)]
     for turn in range(3):
@@ -76,7 +76,7 @@ def model_of(name: str | None, device: str) -> tuple[PreTrainedModel, ByteTokeni
     if name is not None:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
         return model.to(device).eval(), AutoTokenizer.from_pretrained(name)
-    torch.set_num_threads(1)  # so small that a second thread only waits
+    torch.set_num_threads(1)  # the model is so small that a second thread would only wait
     torch.manual_seed(0)
     size = {"hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 512, "vocab_size": 256}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 8192}
@@ -86,7 +86,7 @@ def model_of(name: str | None, device: str) -> tuple[PreTrainedModel, ByteTokeni
 
 
 def tiers(args: argparse.Namespace, space: Namespace, layout: KVLayout, opened: ExitStack) -> Cache | None:
-    """The host tier and the disk, in directories of our own unless they are named."""
+    """Return the host tier and the disk, in temporary directories unless they are given."""
     if args.no_prefix_cache or args.host == "0":
         return None
     own = [opened.enter_context(TemporaryDirectory("", "paged-", at)) for at in ("/dev/shm", None)]
@@ -114,7 +114,7 @@ def replay(engine: Engine, requests: list[Sequence]) -> list[Sequence]:
 
 
 def row_of(seq: Sequence, model: PreTrainedModel | None) -> dict:
-    """How a request went, and if a model is given, whether it says the same without any of this."""
+    """Return the numbers of a request and, if a model is given, whether plain `generate` gives the same text."""
     row = {"id": seq.id, "prompt_tokens": seq.prompt_tokens, "first_token_seconds": seq.first_token_seconds}
     row |= {tier: seq.hits.get(tier, 0) for tier in TIERS}
     row |= {"preemptions": seq.preemptions, "identical": None, "output": seq.output}
@@ -128,7 +128,7 @@ def row_of(seq: Sequence, model: PreTrainedModel | None) -> dict:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Open everything, replay, and say how it went."""
+    """Open everything, replay, and return the result."""
     model, tokenizer = model_of(args.model, args.device)
     vocabulary = model.config.get_text_config().vocab_size
     requests = made_up(vocabulary) if args.requests is None else read(args.requests, tokenizer, vocabulary)

@@ -1,4 +1,4 @@
-"""Two machines and one Redis: what one computed the other serves, also after its link was cut and mended."""
+"""Two machines and one Redis: each serves what the other computed, also after a link was cut and restored."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def main() -> int:
 
 
 def judged(story: Story, args: argparse.Namespace) -> int:
-    """Print what is left to print; returns the exit code."""
+    """Print the remaining lines; returns the exit code."""
     wrong = [
         f"{turn.machine} {turn.what}: {each}" for turn in story.turns for each in turn.wrong
     ] + story.wrong
@@ -82,7 +82,7 @@ def interruptible() -> Iterator[None]:
 
 
 def interrupt(*_: object) -> None:
-    """What happens on the first signal; the next ones find everything being ended already."""
+    """Handle the first signal; later ones are ignored, because everything is being ended already."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""The machines, the store and the cables between them: started, asked, cut off, ended. Nothing is left behind."""
+"""The machines, the store and the cables between them: start, requests, cuts, end. Everything is removed."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class MachineError(RuntimeError):
 
 
 class Machine:
-    """A process of `machine.py` in a place of its own. Not thread-safe."""
+    """A process of `machine.py` in a separate namespace. Not thread-safe."""
 
     def __init__(self, name: str, place: Place, cable: Cable, options: dict[str, object], log: Path) -> None:
         self.name, self.cable, self._log = name, cable, log
         command = [sys.executable, "-m", "examples.two_machines.machine", json.dumps(options)]
-        # the user's own register of tiers has no use for a store that only these machines can reach
+        # a store that only these machines can reach must not be entered in the user's register of tiers
         env = {**os.environ, "XDG_STATE_HOME": str(log.parent)}
         with log.open("wb") as errors:
             self._process = place.start(
@@ -71,7 +71,7 @@ class Machine:
 
 
 class House(NamedTuple):
-    """Two machines, each joined to the store by a cable of its own."""
+    """Two machines, each joined to the store by a separate cable."""
 
     a: Machine
     b: Machine
@@ -79,7 +79,7 @@ class House(NamedTuple):
 
 @contextmanager
 def house() -> Iterator[House]:
-    """Start everything; all of it is gone afterwards. Raises NotPermittedError, MachineError."""
+    """Start everything; all of it is removed afterwards. Raises NotPermittedError, MachineError."""
     program = shutil.which("redis-server")
     if program is None:
         raise MachineError("redis-server is not installed (Debian, Ubuntu: apt install redis-server)")
@@ -89,7 +89,7 @@ def house() -> Iterator[House]:
         store = net.place("store")
         places = {name: net.place(name) for name in ("A", "B")}
         cables = {name: net.cable(place, store) for name, place in places.items()}
-        # no password and no TLS: nobody else can reach these addresses. Elsewhere both are needed.
+        # no password and no TLS: no other machine can reach these addresses. Elsewhere both are needed.
         server = store.start(
             program, "--bind", *(cable.far for cable in cables.values()), "--port", str(_PORT),
             "--protected-mode", "no", "--save", "", "--appendonly", "no", "--maxmemory", "256mb",
@@ -108,7 +108,7 @@ def house() -> Iterator[House]:
 
 
 def options(name: str, cable: Cable, shm: Path, disk: Path) -> dict[str, object]:
-    """The options of one machine's cache: memory and disk of its own, and the store behind them."""
+    """Return the options of one machine's cache: separate memory and disk, and the common store below them."""
     return {
         "chunk_tokens": CHUNK_TOKENS,
         "host_size": "32MiB",

@@ -1,6 +1,6 @@
-"""One machine: an engine with host and disk tiers of its own in front of the store that all machines share.
+"""One machine: an engine with separate host and disk tiers above the store that all machines share.
 
-Asked over stdin and answering on stdout, one JSON object a line. Ends with its stdin.
+It reads requests from stdin and writes answers to stdout, one JSON object a line. It ends at the end of stdin.
 
     {"ask": [token ids], "new": 32}     what a client asks; `same`: whether an uncached run gives the same tokens
     {"look": [token ids]}               how many of these tokens are cached, and where; nothing is copied
@@ -43,7 +43,7 @@ class Engine:
         self._uncached([32] * 64, 2)  # threads and buffers of torch are made on first use
 
     def ask(self, tokens: list[int], new: int) -> dict[str, object]:
-        """Return how one prompt went. The uncached run comes after it, and is not in its seconds."""
+        """Return the numbers of one prompt. The uncached run comes after it, and is not included in its seconds."""
         began = time.perf_counter()
         ids = torch.tensor([tokens])
         out = self._cached.generate(ids, max_new_tokens=new, do_sample=False)
@@ -59,7 +59,7 @@ class Engine:
         }
 
     def look(self, tokens: list[int]) -> dict[str, object]:
-        """Return what a look-up says now."""
+        """Return the result of a look-up."""
         return plain(self._cached.cache.lookup(tokens[:-1], counted=False))
 
     def flush(self, seconds: float) -> dict[str, object]:
@@ -75,12 +75,12 @@ class Engine:
 
 
 def plain(hit: Hit) -> dict[str, object]:
-    """A hit in plain types."""
+    """Return a hit in plain types."""
     return {"by_tier": hit.by_tier, "reason": str(hit.reason or ""), "detail": hit.detail}
 
 
 def answers(engine: Engine, lines: Iterable[str]) -> Iterable[dict[str, object]]:
-    """One answer a line, as they come."""
+    """Yield one answer for each line, in order."""
     for line in lines:
         request = json.loads(line)
         if "ask" in request:

@@ -1,4 +1,4 @@
-"""What happens in the example, turn by turn, and what each turn has to show."""
+"""The turns of the example, and the expected result of each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Expected = (
 
 @dataclass
 class Turn:
-    """One prompt, asked of one machine. `wrong` says what was not as it should be; empty: nothing."""
+    """One prompt that is sent to one machine. `wrong` says what differs from the expectation; empty: nothing."""
 
     what: str
     machine: str
@@ -39,7 +39,7 @@ class Turn:
 
 
 class Story:
-    """The turns, in order. `told` is called with each turn and each event as it is over."""
+    """The turns, in order. `told` is called with each turn and each event when it has ended."""
 
     def __init__(self, house: House, told: Callable[[Turn | str], object]) -> None:
         self._house, self._told = house, told
@@ -48,7 +48,7 @@ class Story:
         self.wrong: list[str] = []  # of no single turn
 
     def tell(self) -> None:
-        """Play all of it. Ends in bounded time; raises MachineError if a machine does not answer."""
+        """Run all turns. Ends in bounded time; raises MachineError if a machine does not answer."""
         self._shared()
         self._cut()
         self._mended()
@@ -108,7 +108,7 @@ class Story:
 
 
 def wrong_with(turn: Turn, expected: Expected) -> list[str]:
-    """What is not as expected of a turn, in words."""
+    """Return what is not as expected in a turn, in words."""
     wrong = [] if turn.same else ["another text than that of an uncached run"]
     if isinstance(expected, str):
         if turn.by_tier != {expected: DOCUMENT_TOKENS}:
