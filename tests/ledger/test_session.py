@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 import time
@@ -75,6 +76,16 @@ def test_trouble_in_a_transaction_is_a_reason_and_changes_nothing(ledger: Ledger
         assert caught.value.reason is reason
         put(ledger, keys(1))
     admin.check(ledger)
+
+
+def test_the_error_of_a_transaction_can_be_sent_to_another_process(ledger: Ledger) -> None:
+    def fill(_: object) -> None:
+        raise lmdb.MapFullError
+
+    with pytest.raises(UnavailableError) as caught:
+        ledger.session.write(fill)
+    sent = pickle.loads(pickle.dumps(caught.value))
+    assert str(sent) == str(caught.value) and sent.reason is Reason.FULL
 
 
 def test_after_an_error_of_lmdb_the_environment_is_another(ledger: Ledger) -> None:

@@ -12,7 +12,7 @@ Modules, in the order in which data meets them:
     allocation          steps of a transaction: reserve, commit, abort, adopt
     chunk_ops           steps of a transaction: hold, pin, remove, vacate
     members             steps of a transaction: members, and what dead ones left
-    namespaces          steps of a transaction: rows of namespaces, watermarks of clears, labels
+    namespaces          steps of a transaction: clears, labels, and what outlives the tables
     namespace_registry  labels and clears, where they outlive the tables
     clear_log           the two files that say what was cleared
     queries             what read transactions look up

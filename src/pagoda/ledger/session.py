@@ -1,6 +1,7 @@
 """This process's part in a store: its open tables and columns, its member, and running transactions.
 
-A transaction begins and ends in one function on one thread inside the gate, with no I/O, log or yield in it. Whatever
+A transaction begins and ends in one function on one thread inside the gate, with no I/O, log or yield in it. It is a
+function passed to `write` or `read`: a `with` statement would lose the gate to signal handlers (see `Gate`). Whatever
 prevents it becomes an `UnavailableError` with a reason; the ledger turns that into a miss.
 """
 
@@ -62,9 +63,9 @@ class UnavailableError(StoreError):
     An engine's call turns it into a miss or a drop; an operator's lets it pass, as the StoreError that it is.
     """
 
-    def __init__(self, message: str, reason: Reason) -> None:
-        super().__init__(f"{message}: {reason}")
-        self.reason = reason
+    reason = (
+        Reason.IO_ERROR
+    )  # of the class: an error must be what it was after it was sent to another process
 
 
 class Session:
@@ -252,7 +253,9 @@ class Session:
             raise self._was_closed() from error
         else:
             reason = Reason.IO_ERROR
-        raise UnavailableError(f"the ledger at {self.store.directory} could not be {done}", reason) from error
+        unavailable = UnavailableError(f"the ledger at {self.store.directory} could not be {done}: {reason}")
+        unavailable.reason = reason
+        raise unavailable from error
 
     def _was_closed(self) -> ClosedError:
         return ClosedError(f"the store at {self.store.directory} was closed; open it again")
@@ -301,7 +304,6 @@ class Session:
         """Return those of these bare slots that no process reads or writes; waits up to `seconds` for the others."""
         if self.page_guards is None:  # a file: a reader of pages that were taken away reads zeros
             return slots
-
         rows = [row for row, _ in self.read(self._living, seconds)]
         return self.page_guards.untouched(slots, rows, seconds)
 
