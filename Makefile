@@ -9,6 +9,11 @@ VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_READY := $(VLLM_VENV)/.ready
 VLLM_PIP := $(VLLM_BIN)/python -m pip -qq --disable-pip-version-check
 
+PEERS_VENV := .venv-peers
+PEERS_BIN := $(PEERS_VENV)/bin
+PEERS_READY := $(PEERS_VENV)/.ready
+PEERS_PIP := $(PEERS_BIN)/python -m pip -qq --disable-pip-version-check
+
 # .venv has torch's CPU build, so what needs a GPU runs in the first Python whose torch sees one (looked for once, when a
 # target needs it), else in .venv, where it says why it skips. Nothing is installed there; what is missing is named.
 ifeq ($(origin GPU_PYTHON),undefined)
@@ -20,12 +25,12 @@ GPU_PATH := PYTHONPATH=src:.$(if $(PYTHONPATH),:$(PYTHONPATH))
 RECORD ?= docs/design/benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo test test-all test-vllm test-gpu check docs house bench bench-remote bench-replay bench-full bench-vllm bench-gpu mutants mutants-vllm soak \
+.PHONY: help setup setup-vllm demo test test-all test-vllm test-gpu check docs house bench bench-remote bench-replay bench-peers bench-full bench-vllm bench-gpu mutants mutants-vllm soak \
 	format wheel clean
 
 help:
 	@echo "make setup | demo | test | test-all | check | docs | house | format | wheel | clean"
-	@echo "make bench | bench-remote | bench-replay | bench-full | mutants | soak"
+	@echo "make bench | bench-remote | bench-replay | bench-peers | bench-full | mutants | soak"
 	@echo "make setup-vllm | test-vllm | bench-vllm | mutants-vllm"
 	@echo "make test-gpu | bench-gpu"
 
@@ -97,6 +102,19 @@ bench-full: $(READY)
 	for each in local cache blocks policies remote codec remote_links; do \
 		echo "## $$each"; $(BIN)/python benchmarks/$$each.py $(ARGS) || [ $$? -eq 2 ] || exit 1; done
 
+# beside LMCache, which has an environment of its own (make bench-peers ARGS=--json). 2: it cannot be had, and one line says so
+bench-peers:
+	@$(MAKE) -s --no-print-directory $(PEERS_READY) || true
+	@if [ -x $(PEERS_BIN)/python ]; then $(PEERS_BIN)/python benchmarks/peers.py $(ARGS); else $(PYTHON) -S benchmarks/peers.py; fi
+
+# its wheel asks for packages that have no CPU builds or are not needed here, so it comes without dependencies
+$(PEERS_READY): pyproject.toml benchmarks/peers-requirements.txt
+	test -x $(PEERS_BIN)/python || $(PYTHON) -m venv $(PEERS_VENV)
+	$(PEERS_PIP) install -r benchmarks/peers-requirements.txt
+	$(PEERS_PIP) install --no-deps lmcache==0.5.6
+	$(PEERS_PIP) install -e .
+	touch $@
+
 bench-vllm: $(VLLM_READY)
 	$(VLLM_BIN)/python benchmarks/vllm.py $(ARGS)
 
@@ -132,4 +150,4 @@ wheel: $(READY)
 	$(BIN)/python -m build --no-isolation --wheel --outdir dist
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(PEERS_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
