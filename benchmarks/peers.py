@@ -26,7 +26,7 @@ from typing import Any
 VERSION = "0.5.6"
 if __name__ == "__main__" and (missing := [name for name in ("lmcache", "torch") if find_spec(name) is None]):
     print(
-        f"peers: no module {missing[0]}: LMCache {VERSION} is not installed in this Python; `make bench-peers` installs "
+        f"peers: no module {missing[0]}: LMCache {VERSION} is not installed here; `make bench-peers` installs "
         f"it, by pip and into .venv-peers, from benchmarks/peers-requirements.txt and `--no-deps lmcache=={VERSION}`"
     )
     sys.exit(2)
@@ -73,6 +73,7 @@ def race(line: Line, ours: Call, theirs: Call, rounds: int, before: Call | None 
         for seconds, call in sides if turn % 2 else sides[::-1]:
             if before is not None:
                 before(turn)
+            time.sleep(0.05)  # threads of torch that spin after the other side's turn have ended
             began = time.perf_counter()
             call(turn)
             if turn:
@@ -171,10 +172,9 @@ def both(
         options: dict[str, Any] = {"host_size": (host_prompts or prompts) * chunks * layout.slot_bytes}
         if disk is not None:
             (disk / "theirs").mkdir()
-            options |= {"disk_size": nbytes, "disk_path": str(disk / "ours"), "policy": "lru"}
-        config = Config(host_path=memory, worth_it=False, deadline_seconds=60.0, **options)
+            options |= {"disk_size": nbytes, "disk_path": str(disk / "ours")}
+        config = Config(host_path=memory, policy="lru", worth_it=False, deadline_seconds=60.0, **options)
         cache = Cache(config, namespace=Namespace(model="peers"), layout=layout)
-        cache._tiers.host.slab.populate(background=False)  # type: ignore[union-attr]
         peer = Peer(chunk_bytes, nbytes, None if disk is None else disk / "theirs", nbytes)
         try:
             yield cache, peer, layout
@@ -217,9 +217,9 @@ def memory_lines(name: str, chunk_bytes: int, chunks: int, rounds: int, shm: Pat
         def their_store(number: int) -> None:
             peer.store(asked[number], theirs_from, 0)
 
-        for number in range(prompts):  # memory that nobody has touched yet is slower
-            peer.store(prompt(10_000 + number, chunks), theirs_from, 0)
-        peer.forget_memory()
+        for number in range(10_000, 10_000 + prompts):  # both are full from here on: each store evicts
+            cache.store(prompt(number, chunks), kv(source, 0))
+            peer.store(prompt(number, chunks), theirs_from, 0)
         lines = [race(Line(f"store, {name}", "GB", gigabytes), store, their_store, rounds)]
         lines.append(race(Line(f"retrieve, {name}", "GB", gigabytes), retrieve, their_retrieve, rounds))
         require(np.array_equal(into[:chunks], source[:chunks]), True, "pagoda's bytes are right")

@@ -27,7 +27,6 @@ __all__ = [
     "check_starts",
     "checked_slots",
     "device_of",
-    "word_dtype",
 ]
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -84,11 +83,6 @@ def check_starts(layout: KVLayout, tokens: int, starts: Sequence[int]) -> None:
             raise ValueError(
                 f"starts: the chunk [{start}, {start + layout.chunk_tokens}) is not in the {tokens} tokens"
             )
-
-
-def word_dtype(dtype: str) -> np.dtype[np.unsignedinteger]:
-    """Return the unsigned integer type as wide as one element of `dtype` ("bfloat16" -> uint16)."""
-    return np.dtype(f"u{itemsize(dtype)}")
 
 
 def as_words(value: object, argument: str, dtype: str | None, on: torch.device | None = None) -> Words:
