@@ -14,8 +14,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 # figure: (bound, aim). Which modules background threads enter depends a little on timing: those bounds have three to spare.
 BOUNDS = {
-    "lines of code": (29_044, 23_000),
-    "lines of the core": (12_669, 9_200),
+    "lines of code": (29_041, 23_000),
+    "lines of the core": (12_666, 9_200),
     "class names used twice": (0, 5),
     "mixed modules": (0, 0),
     "modules with two themes": (8, 12),
