@@ -12,6 +12,7 @@ In the order in which a call meets them:
 
 from __future__ import annotations
 
-from pagoda.connectors.transformers.cached_model import CachedModel, Prefix, layout_of, namespace_of
+from pagoda.connectors.transformers.cached_model import CachedModel, Prefix, layout_of
+from pagoda.connectors.transformers.model_identity import namespace_of
 
 __all__ = ["CachedModel", "Prefix", "layout_of", "namespace_of"]

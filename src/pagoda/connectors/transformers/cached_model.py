@@ -21,7 +21,11 @@ from pagoda.cache import Cache, Hit, Stored
 from pagoda.config import Config, ConfigOptions
 from pagoda.connectors.transformers.batch import BatchRow, grown_mask, mask_of, rows_of
 from pagoda.connectors.transformers.dynamic_cache import copy_engine_for, dynamic_cache, kv_of_row, room_for
-from pagoda.connectors.transformers.model_identity import adapters_digest, stamp_of, weights_digest
+from pagoda.connectors.transformers.model_identity import (
+    adapters_digest,
+    namespace_of,
+    stamp_of,
+)
 from pagoda.connectors.transformers.prefill_times import PrefillTimes, watch_for
 from pagoda.connectors.transformers.supported_models import (
     ProbedModel,
@@ -39,7 +43,7 @@ from pagoda.transfer import DenseKV
 if TYPE_CHECKING:
     from pagoda.connectors.transformers.layerwise import LayerLoad, LayerLoads
 
-__all__ = ["CachedModel", "Prefix", "layout_of", "namespace_of"]
+__all__ = ["CachedModel", "Prefix", "layout_of"]
 
 _Ready: TypeAlias = tuple[Cache, dict[str, Any]]  # the cache of the present weights; options of its calls
 
@@ -385,21 +389,6 @@ def layout_of(model: Any, chunk_tokens: int = 256) -> KVLayout:
     """Return the layout of the model's KV, by running it on three tokens. Raises ValueError if it cannot be cut."""
     check_model(model)
     return probe_model(model, chunk_tokens).layout
-
-
-def namespace_of(
-    model: Any, layout: KVLayout, *, revision: str = "", weights: str | None = None, salt: str = ""
-) -> Namespace:
-    """Return the namespace of a model: reads all its weights unless `weights` names them. Changes nothing."""
-    name = str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
-    return Namespace(
-        model=name.rstrip("/").rsplit("/", 1)[-1],
-        revision=revision,
-        weights=weights_digest(model) if weights is None else weights,
-        kv_dtype=layout.planes[0].dtype,
-        layout=layout.fingerprint,
-        salt=salt,
-    )
 
 
 def _looked_at(model: Any, chunk_tokens: int) -> ProbedModel:

@@ -16,7 +16,10 @@ import numpy.typing as npt
 import xxhash
 from blake3 import blake3
 
-__all__ = ["Stamp", "adapters_digest", "stamp_of", "weights_digest"]
+from pagoda.keys import Namespace
+from pagoda.layout import KVLayout
+
+__all__ = ["Stamp", "adapters_digest", "namespace_of", "stamp_of", "weights_digest"]
 
 Stamp = tuple[tuple[int, int], ...]
 
@@ -33,6 +36,21 @@ _VOLATILE = frozenset(
     }
 )
 _PIECE_BYTES = 256 << 20  # how much is copied from a device to the CPU at a time
+
+
+def namespace_of(
+    model: Any, layout: KVLayout, *, revision: str = "", weights: str | None = None, salt: str = ""
+) -> Namespace:
+    """Return the namespace of a model: reads all its weights unless `weights` names them. Changes nothing."""
+    name = str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
+    return Namespace(
+        model=name.rstrip("/").rsplit("/", 1)[-1],
+        revision=revision,
+        weights=weights_digest(model) if weights is None else weights,
+        kv_dtype=layout.planes[0].dtype,
+        layout=layout.fingerprint,
+        salt=salt,
+    )
 
 
 def weights_digest(model: Any) -> str:
