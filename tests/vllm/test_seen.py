@@ -86,10 +86,10 @@ def test_kernel_blocks_between_other_layers_are_refused(llama: Path) -> None:
     torn = {
         name: tensor.as_strided((12, 2, 32, 128), (5120, 4096, 128, 1)) for name, tensor in kv_caches.items()
     }
-    with pytest.raises(ValueError, match="do not lie side by side"):
+    with pytest.raises(ValueError, match="are not adjacent"):
         see(config, cache_config, torn)
     torn = {name: tensor[:, :, :32][::1].repeat(2, 1, 1, 1)[:11] for name, tensor in kv_caches.items()}
-    with pytest.raises(ValueError, match="11 blocks of the kernel are no multiple of 6 blocks"):
+    with pytest.raises(ValueError, match="11 blocks of the kernel are not a multiple of 6 blocks"):
         see(config, cache_config, torn)
 
 
@@ -132,7 +132,7 @@ def test_pages_that_overlap_or_are_too_few_are_refused(llama: Path) -> None:
     shifted = first.as_strided(first.shape, first.stride(), first.storage_offset() + 128)
     with pytest.raises(ValueError, match="overlap"):
         see(config, cache_config, {**kv_caches, names[1]: shifted})
-    with pytest.raises(ValueError, match=r"blocks of the kernel are no multiple of 7"):
+    with pytest.raises(ValueError, match=r"blocks of the kernel are not a multiple of 7"):
         see(config, replace(cache_config, num_blocks=7), kv_caches)
 
 
@@ -141,9 +141,9 @@ def test_pages_of_another_size_than_the_spec_says_are_refused(llama: Path) -> No
     cache_config, kv_caches = allocate(config, make_layers(config))
     with pytest.raises(ValueError, match="but vLLM says"):
         see(config, cache_config, {name: tensor[..., :64].contiguous() for name, tensor in kv_caches.items()})
-    with pytest.raises(ValueError, match="is no tensor"):
+    with pytest.raises(ValueError, match="is not a tensor"):
         see(config, cache_config, {name: [tensor, tensor] for name, tensor in kv_caches.items()})
-    with pytest.raises(ValueError, match=r"is no tensor \[blocks, heads, tokens, content\] but Tensor"):
+    with pytest.raises(ValueError, match=r"is not a tensor \[blocks, heads, tokens, content\] but Tensor"):
         see(config, cache_config, {name: tensor.flatten(1) for name, tensor in kv_caches.items()})
 
 

@@ -130,10 +130,10 @@ def check_call(model: Any, kwargs: dict[str, Any]) -> Any:
     config = _generation_config(model, kwargs)
     if config.cache_implementation not in (None, "dynamic", "dynamic_full"):
         raise ValueError(
-            f"cache_implementation {config.cache_implementation!r} in the generation config: only the dynamic is cut"
+            f"cache_implementation {config.cache_implementation!r} in the generation config: only dynamic works"
         )
     if config.use_cache is False:
-        raise ValueError("use_cache=False leaves no KV to be stored or handed over")
+        raise ValueError("use_cache=False leaves no KV to store or pass on")
     mode = config.get_generation_mode(kwargs.get("assistant_model")).value
     # assisted decoding computes the whole prompt again over the filled cache: another text
     if mode not in _MODES:

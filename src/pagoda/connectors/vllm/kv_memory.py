@@ -73,7 +73,7 @@ def inspect_kv_caches(
     }
     if facts["layout"] is None:
         raise ValueError(
-            "the KV cache layout is not resolved: planes can be seen only once the engine has chosen it"
+            "the KV cache layout is not resolved: planes can be inspected only after the engine has chosen it"
         )
     return KVMemory(
         planes=planes,  # type: ignore[arg-type]  # tensors went in
@@ -107,7 +107,7 @@ def _pages(kv_caches: Mapping[str, Any], specs: dict[str, Any], num_blocks: int)
         place = (page.start, page.stride, page.page_bytes)
         known = found.get(place)
         if known is not None and (known.kernel_tokens, known.text) != (page.kernel_tokens, page.text):
-            raise ValueError(f"layers {known.names} and {name} share memory and see it differently")
+            raise ValueError(f"layers {known.names} and {name} share memory but have different views of it")
         found[place] = page if known is None else known._replace(names=(*known.names, name))
     places = {(page.start, page.stride) for page in found.values()}
     for name in kv_caches:  # a layer without a spec may only read what a layer with one writes
@@ -132,7 +132,7 @@ def _parts(vllm_config: VllmConfig, replicas: int) -> tuple[int, int, bool]:
     if not parallel_state.model_parallel_is_initialized():
         if ranks > 1:
             raise ValueError(
-                "the rank of this worker is not known yet: planes are seen after the ranks have met"
+                "the rank of this worker is not known yet: planes can be inspected once the ranks are connected"
             )
         return 1, 0, True
     rank = parallel_state.get_tensor_model_parallel_rank()

@@ -39,23 +39,23 @@ def page_of(name: str, tensor: Any, spec: Any, num_blocks: int) -> Page:
 
     if not isinstance(tensor, torch.Tensor) or tensor.dim() != 4:
         raise ValueError(
-            f"{name}: its KV cache is no tensor [blocks, heads, tokens, content] but {_kind(tensor)}"
+            f"{name}: its KV cache is not a tensor [blocks, heads, tokens, content] but {_kind(tensor)}"
         )
     if tensor.dtype.is_complex or tensor.layout != torch.strided or tensor.is_quantized:
         raise ValueError(f"{name}: a KV cache of {tensor.dtype} ({tensor.layout}) is not known here")
     kernel_blocks = int(tensor.shape[0])
     if num_blocks < 1 or kernel_blocks < num_blocks or kernel_blocks % num_blocks:
         raise ValueError(
-            f"{name}: {kernel_blocks} blocks of the kernel are no multiple of {num_blocks} blocks"
+            f"{name}: {kernel_blocks} blocks of the kernel are not a multiple of {num_blocks} blocks"
         )
     ratio, item = kernel_blocks // num_blocks, tensor.element_size()
     if spec.block_size % ratio:
-        raise ValueError(f"{name}: blocks of {spec.block_size} tokens are no {ratio} blocks of the kernel")
+        raise ValueError(f"{name}: blocks of {spec.block_size} tokens are not {ratio} blocks of the kernel")
     kernel_bytes = _dense_bytes(name, tensor)
     kernel_stride = int(tensor.stride(0)) * item
     page_bytes = kernel_bytes * ratio
     if ratio > 1 and kernel_stride != kernel_bytes:
-        raise ValueError(f"{name}: the {ratio} kernel blocks of a block do not lie side by side: {_REMEDY}")
+        raise ValueError(f"{name}: the {ratio} kernel blocks of a block are not adjacent: {_REMEDY}")
     stride = kernel_stride * ratio if num_blocks > 1 else max(kernel_stride * ratio, page_bytes)
     if page_bytes != int(spec.unpadded_page_size_bytes) or stride < int(spec.page_size_bytes):
         raise ValueError(

@@ -113,7 +113,7 @@ _WHY = {
     "HiddenStateCacheSpec": "keep hidden states",
     "MambaSpec": "keep a recurrent state",
     "RSWASpec": "give up blocks in the middle of a sequence",
-    "SinkFullAttentionSpec": "begin with attention sinks that are no tokens",
+    "SinkFullAttentionSpec": "begin with attention sinks that are not tokens",
     "SlidingWindowMLASpec": "forget tokens",
     "SlidingWindowSpec": "forget tokens",
 }
@@ -150,7 +150,7 @@ def _hashes(vllm_config: Any) -> str | None:
     if algorithm in _HASHES:
         return None
     return (
-        f"{algorithm!r} can be made to collide by who sends prompts, and chunks outlive the engine; pass"
+        f"{algorithm!r} can be made to collide by a sender of prompts, and chunks outlive the engine; pass"
         " --prefix-caching-hash-algo sha256"
     )
 
@@ -189,11 +189,11 @@ def _model(vllm_config: Any) -> str | None:
 def _hisparse(vllm_config: Any) -> str | None:
     if vllm_config.attention_config.hisparse_config is None:
         return None
-    return "KV lies in a host pool of its own; leave it out"
+    return "KV is in a separate host pool; leave it out"
 
 
 def _elastic(vllm_config: Any) -> str | None:
-    return "ranks come and go; leave it out" if vllm_config.parallel_config.enable_elastic_ep else None
+    return "the ranks change; leave it out" if vllm_config.parallel_config.enable_elastic_ep else None
 
 
 def _one_machine(vllm_config: Any) -> str | None:
@@ -203,7 +203,7 @@ def _one_machine(vllm_config: Any) -> str | None:
         return "the ranks of one engine must share a machine's memory; set --nnodes to 1"
     if parallel.distributed_executor_backend not in (None, "mp", "uni"):
         return (
-            f"{parallel.distributed_executor_backend!r} may start ranks on several machines, or a scheduler a rank;"
+            f"{parallel.distributed_executor_backend!r} may start ranks on several machines, or a scheduler per rank;"
             " pass --distributed-executor-backend mp"
         )
     return None
@@ -213,7 +213,7 @@ def _hidden_states(vllm_config: Any) -> str | None:
     speculative = vllm_config.speculative_config
     method = None if speculative is None else str(speculative.method)
     if method in ("extract_hidden_states", "custom_class"):
-        return f"method {method!r} keeps in the KV cache what is not KV, or may; choose another"
+        return f"method {method!r} may keep other data than KV in the KV cache; choose another"
     return None
 
 

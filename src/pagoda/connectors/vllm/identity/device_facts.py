@@ -39,14 +39,14 @@ def _device(device: torch.device) -> list[object]:
     if device.type == "cuda":
         kind = "rocm" if torch.version.hip else "cuda"
         return [kind, *torch.cuda.get_device_capability(device), bool(envs.VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT)]
-    raise ValueError(f"KV caches on {device.type!r} are not known here: CPUs and CUDA devices are")
+    raise ValueError(f"KV caches on {device.type!r} are not supported: use a CPU or a CUDA device")
 
 
 def _backend(vllm_config: VllmConfig, layer_name: str) -> list[object]:
     layer: Any = vllm_config.compilation_config.static_forward_context.get(layer_name)
     if layer is None:
         raise ValueError(
-            f"{layer_name}: no attention layer of this name, so how it lays out its pages is not known"
+            f"{layer_name}: no attention layer of this name, so the layout of its pages is unknown"
         )
     backend = layer.get_attn_backend()
     kind = f"{backend.__module__}.{backend.__qualname__}"

@@ -87,8 +87,8 @@ def _named(model_config: Any, load_config: Any, weights: str | None) -> object:
         return ["given", weights, _name(model_config.model), model_config.revision]
     if load_config.load_format == "dummy":
         raise ValueError(
-            'load_format "dummy": weights that come from nowhere are there to be replaced, and nobody can name what'
-            " replaces them; give them a name of their own, a new one each run, as `weights` in"
+            'load_format "dummy": these weights are placeholders, and the weights that replace them are unknown;'
+            " give them a name of their own, a new one for each run, as `weights` in"
             " kv_connector_extra_config"
         )
     directory = checkpoint_directory(model_config, load_config)

@@ -80,15 +80,15 @@ def _tensors(path: Path, file: int, size: int) -> tuple[int, list[tuple[int, int
     length = int.from_bytes(os.pread(file, 8, 0), "little")
     body = 8 + length
     if length > _MOST_HEADER_BYTES or body > size:
-        raise OSError(f"{path} is no safetensors file, or was cut: its header would be {length} bytes")
+        raise OSError(f"{path} is not a safetensors file, or was cut: its header would be {length} bytes")
     try:
         header = json.loads(b"".join(_read(file, 8, body)))
         offsets = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
         spans = sorted((body + int(start), body + int(end)) for start, end in offsets)
     except (ValueError, TypeError, KeyError, AttributeError):
-        raise OSError(f"{path} is no safetensors file: its header cannot be read") from None
+        raise OSError(f"{path} is not a safetensors file: its header cannot be read") from None
     if any(not body <= start <= end <= size for start, end in spans):
-        raise OSError(f"{path} was cut: its header speaks of tensors beyond its {size} bytes")
+        raise OSError(f"{path} was cut: its header has tensors beyond its {size} bytes")
     return body, [(start, end) for start, end in spans if start < end] or [(body, size)]
 
 

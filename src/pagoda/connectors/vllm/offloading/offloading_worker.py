@@ -234,7 +234,7 @@ class PagodaOffloadingWorker(OffloadingWorker):
         with self._lock:
             job.begun = True
             if job.spoilt:
-                job.wrong = "its blocks were given away before it had begun"
+                job.wrong = "its blocks were reassigned before it had begun"
         copied = 0
         try:
             if not job.wrong:

@@ -63,14 +63,16 @@ class PagodaOffloadingSpec(OffloadingSpec):
         """Return the counters in addition to vLLM's own."""
         return {
             REFUSED: OffloadingCounterMetadata("Number of chunks that found no slot in the host tier."),
-            LATE: OffloadingCounterMetadata("Number of chunk lookups that were a miss for taking too long."),
+            LATE: OffloadingCounterMetadata(
+                "Number of chunk lookups that took too long and counted as misses."
+            ),
             FAILED: OffloadingCounterMetadata("Number of requests whose load failed; they were computed."),
         }
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
         if config.canonical_layout:
-            raise ValueError("canonical_layout: chunks are kept as the engine lays them out; leave it out")
+            raise ValueError("canonical_layout: chunks always have the layout of the engine; leave it out")
         self.options, self.blocks_per_chunk = _options(config)
         check_vllm(self.options)
         # vLLM says that all ranks hold the same bytes: then only the first stores, and all load its chunks
@@ -178,7 +180,7 @@ def _options(config: OffloadingConfig) -> tuple[ConnectorOptions, int]:
     extra, blocks = dict(config.extra_config), config.cache.blocks_per_chunk
     if "store_output" in extra:
         raise ValueError(
-            "store_output: what vLLM's OffloadingConnector stores is said by offload_prompt_only (true by default); "
+            "store_output: offload_prompt_only (true by default) decides what vLLM's OffloadingConnector stores; "
             "leave store_output out"
         )
     sizes = sorted({group.tokens_per_block for group in config.groups})
@@ -192,7 +194,7 @@ def _options(config: OffloadingConfig) -> tuple[ConnectorOptions, int]:
             told = f"{theirs[0]} = {extra[theirs[0]]}" if theirs else f"groups with blocks of {sizes} tokens"
             raise ValueError(
                 f"chunk_tokens = {extra['chunk_tokens']}, but {told} makes chunks of {tokens} tokens: leave "
-                "chunk_tokens out, or say blocks_per_chunk"
+                "chunk_tokens out, or set blocks_per_chunk"
             )
         return read_options(extra, sizes[-1]), blocks
     options = read_options(extra, sizes[0])
