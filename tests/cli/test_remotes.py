@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pagoda.codec import HEADER_BYTES
-from pagoda.config.remotes import parse
+from pagoda.config.remote_urls import parse
 from pagoda.keys import Namespace, chunk_keys
 from pagoda.ledger import admin
 from pagoda.tiers.remote.open_client import open_client

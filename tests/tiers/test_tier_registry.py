@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pagoda.cache.tier_stack import open_remote
-from pagoda.config.remotes import parse
+from pagoda.config.remote_urls import parse
 from pagoda.layout import KVLayout
 from pagoda.tiers import DiskTier, HostTier, tier_registry
 from pagoda.tiers.tier_registry import Entry

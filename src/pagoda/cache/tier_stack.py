@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pagoda.clock import Clock
 from pagoda.config import Config
-from pagoda.config.remotes import RemoteSpec
+from pagoda.config.remote_urls import RemoteSpec
 from pagoda.config.sizes import AUTO, auto_bytes, format_size
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout

@@ -62,7 +62,7 @@ def all_remotes(
     """Return the remote tiers known here: those that can be asked, and those whose secret is not known here."""
     if directory is not None:
         return (), ()
-    from pagoda.config.remotes import parse
+    from pagoda.config.remote_urls import parse
     from pagoda.errors import ConfigError
     from pagoda.tiers import tier_registry
 

@@ -57,7 +57,7 @@ def remove(
 
 
 def _forget_remote(url: str) -> int:
-    from pagoda.config.remotes import redacted
+    from pagoda.config.remote_urls import redacted
     from pagoda.tiers import tier_registry
 
     if not tier_registry.remove(redacted(url)):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from pagoda import policy as policies
-from pagoda.config.remotes import RemoteSpec, parse
+from pagoda.config.remote_urls import RemoteSpec, parse
 from pagoda.config.sizes import AUTO, auto_bytes
 from pagoda.config.values import WritePolicy, checked
 from pagoda.errors import ConfigError

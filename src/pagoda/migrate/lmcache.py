@@ -15,7 +15,7 @@ from typing import NamedTuple
 from pagoda.config import Config
 from pagoda.config.did_you_mean import did_you_mean
 from pagoda.config.paths import expanded
-from pagoda.config.remotes import redacted
+from pagoda.config.remote_urls import redacted
 from pagoda.errors import ConfigError
 from pagoda.migrate.lmcache_fields import (
     FIELDS,

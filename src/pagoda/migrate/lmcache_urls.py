@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from urllib.parse import quote, urlsplit
 
-from pagoda.config.remotes import parse
+from pagoda.config.remote_urls import parse
 from pagoda.errors import ConfigError
 
 __all__ = ["IN_URLS", "OWN_SERVER_HERE", "Untranslated", "is_own_server_here", "translated"]

@@ -19,6 +19,7 @@ from pagoda.errors import ConfigError, StoreError
 from pagoda.metrics import Reason
 from pagoda.threads import NO_THREAD, Answer, begin, wait
 from pagoda.tiers.base import Bytes
+from pagoda.tiers.remote.request_urls import REDIS_OPTIONS, REDIS_SHAPE, check_redis_url
 from pagoda.tiers.remote.resp import (
     NUMBER,
     ErrorReply,
@@ -36,7 +37,6 @@ from pagoda.tiers.remote.store_client import (
     RefusedError,
     Usage,
 )
-from pagoda.tiers.remote.urls import REDIS_OPTIONS, REDIS_SHAPE, check_redis_url
 
 __all__ = ["PIECE_BYTES", "RedisAddress", "RedisClient", "RedisConnection"]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pagoda.codec import CODECS
 from pagoda.config import Config, RemoteSpec
-from pagoda.config.remotes import parse, redacted, split
+from pagoda.config.remote_urls import parse, redacted, split
 from pagoda.config.sources import load, schema
 from pagoda.errors import ConfigError
 

@@ -1,7 +1,7 @@
 """The rules for URLs of remote stores: which are valid, where their requests go, what of them is secret.
 
-`pagoda.config.remotes` checks URLs that users write, with more advice; it cannot use this module, because reading the
-configuration must not import what tiers need.
+`pagoda.config.remote_urls` checks URLs that users write, with more advice; it cannot use this module, because reading
+the configuration must not import what tiers need.
 """
 
 from __future__ import annotations
