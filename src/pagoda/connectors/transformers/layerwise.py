@@ -103,7 +103,7 @@ class LayerLoad:
         except TimeoutError:
             self.hung = not self._future.done()
             return None
-        except Exception:  # noqa: BLE001  # wrong use, which the second, plain way raises to who has to know
+        except Exception:  # noqa: BLE001  # wrong use: the second, plain load raises it to the caller
             return None
 
     def _remaining(self) -> float:

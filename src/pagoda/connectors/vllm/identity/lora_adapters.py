@@ -49,17 +49,17 @@ class Adapters:
             return None
 
     def _name(self, lora_request: Any, directory: Path) -> str | None:
-        who = int(lora_request.lora_int_id)
+        number = int(lora_request.lora_int_id)
         files = [_CONFIG, *[name for name in _WEIGHTS if (directory / name).is_file()][:1]]
         if len(files) < 2:
             return None
         stamp = _stamp(directory, files)
         with self._lock:  # if two threads ask at once, the second waits until the first has read the files
-            if who not in self._met:
+            if number not in self._met:
                 if len(self._met) >= _MOST:
                     return None
-                self._met[who] = (stamp, self._digest(directory, files, stamp))
-            first, digest = self._met[who]
+                self._met[number] = (stamp, self._digest(directory, files, stamp))
+            first, digest = self._met[number]
         if stamp != first:
             return None
         kind = json.dumps([digest, bool(getattr(lora_request, "is_3d_lora_weight", False))])
