@@ -12,18 +12,19 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-# figure: (bound, aim). Which modules background threads enter depends a little on timing: those bounds have three to spare.
+# figure: (bound, aim). Which modules a call enters depends a little on timing (a thread that has to begin, a policy that is
+# due): a caller's bound has one or two to spare, that of all threads three.
 BOUNDS = {
     "lines of code": (29_041, 23_000),
     "lines of the core": (12_666, 9_200),
     "class names used twice": (0, 5),
     "mixed modules": (0, 0),
     "modules with two themes": (8, 12),
-    "store, caller": (27, 24),
+    "store, caller": (28, 24),
     "store, all threads": (38, 32),
-    "lookup, caller": (18, 17),
-    "retrieve from host, caller": (25, 22),
-    "retrieve from disk, caller": (33, 30),
+    "lookup, caller": (19, 17),
+    "retrieve from host, caller": (26, 22),
+    "retrieve from disk, caller": (35, 30),
     "retrieve from disk, all threads": (39, 34),
 }
 

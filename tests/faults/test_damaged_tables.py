@@ -13,9 +13,8 @@ import pytest
 
 from pagoda.clock import Clock
 from pagoda.errors import LedgerCorrupt, StoreError
-from pagoda.ledger import admin, integrity
+from pagoda.ledger import admin, table_integrity
 from pagoda.ledger.columns import columns_bytes
-from pagoda.ledger.integrity import is_damage
 from pagoda.ledger.ledger import Ledger
 from pagoda.ledger.store_state import (
     COLUMNS,
@@ -27,6 +26,7 @@ from pagoda.ledger.store_state import (
     read_state,
     set_mark,
 )
+from pagoda.ledger.table_integrity import is_damage
 from pagoda.ledger.tables import META_ROW, SLOT_KEY, Tables
 from tests.faults.support import AfterReboot, Store, apart, disk, keys, load_from, save_to
 
@@ -296,8 +296,8 @@ def test_tables_that_take_too_long_to_read_are_rebuilt(
     assert before is not None and before.clean and before.checksum
 
     def slowly() -> None:
-        monkeypatch.setattr(integrity, "_PIECE_BYTES", PAGE)
-        monkeypatch.setattr(integrity, "_SECONDS", -1.0)
+        monkeypatch.setattr(table_integrity, "_PIECE_BYTES", PAGE)
+        monkeypatch.setattr(table_integrity, "_SECONDS", -1.0)
         serves(tmp_path)
         closed = read_state(store)
         assert closed is not None and not closed.clean, "what cannot be read in time is not said to be clean"

@@ -27,7 +27,7 @@ Modules, in the order in which data meets them:
     store               open, create, resize and rebuild a store's directory
     store_root          which stores a root has; its lock; removing a store
     store_state         the state file of a store, and the names of its files
-    integrity           whether tables can be trusted: checksums, the check of all rows
+    table_integrity     whether tables can be trusted: checksums, the check of all rows
 """
 
 from pagoda.ledger.columns import Columns

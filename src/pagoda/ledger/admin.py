@@ -14,7 +14,7 @@ from typing import cast
 import lmdb
 
 from pagoda.errors import LedgerCorrupt, StoreError
-from pagoda.ledger import chunk_ops, integrity, namespaces, queries
+from pagoda.ledger import chunk_ops, namespaces, queries, table_integrity
 from pagoda.ledger.ledger import Ledger
 from pagoda.ledger.member_counters import folded
 from pagoda.ledger.namespaces import ClearScope
@@ -177,7 +177,7 @@ def check(ledger: Ledger) -> Report:
     reap(ledger)
 
     def work(txn: lmdb.Transaction, tables: Tables) -> Report:
-        return integrity.check(txn, tables, ledger.columns, _gauges(ledger, txn, tables))
+        return table_integrity.check(txn, tables, ledger.columns, _gauges(ledger, txn, tables))
 
     try:
         return ledger.session.read(work)

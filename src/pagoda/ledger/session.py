@@ -27,7 +27,6 @@ from pagoda.clock import Clock
 from pagoda.errors import ClosedError, LedgerCorrupt, StoreError
 from pagoda.ledger import queries
 from pagoda.ledger.columns import Columns
-from pagoda.ledger.integrity import is_damage
 from pagoda.ledger.locks import MEMBERS, DeadlineMissedError, Gate
 from pagoda.ledger.member_counters import MEMBER_ROWS, WIDTH, CounterRow, columns_of, map_counters
 from pagoda.ledger.members import (
@@ -41,6 +40,7 @@ from pagoda.ledger.namespaces import load_saved
 from pagoda.ledger.page_guards import PageGuards
 from pagoda.ledger.store import OpenStore, reopen_store
 from pagoda.ledger.store_state import COLUMNS, COUNTERS_FILE, PAGE_GUARDS, TABLES
+from pagoda.ledger.table_integrity import is_damage
 from pagoda.ledger.tables import MEMBER, MEMBER_KEY, NO_MEMBER, SLOT_KEY, Reservation, Tables
 from pagoda.ledger.transaction import BATCH, Transaction
 from pagoda.metrics import COUNTERS, Reason
