@@ -50,7 +50,7 @@ def test_the_producer_is_still_writing(rig: Rig, seed: int, name: str, way: str 
 
 def memory_table(memory: Memory, engine: CopyEngine):
     kv = memory.kv(engine)
-    return kv._gpu_copy.table  # type: ignore[attr-defined]
+    return kv._copier.table  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -64,7 +64,7 @@ class DevicePagesKV:
         copy_engine = copy_engine or copy_engine_of(gpu) or CopyEngine(CpuDevice())
         table = page_run_table(seen, self._page_table.blocks, self._begin)
         copy_engine.prepare(table)
-        self._gpu_copy = GpuCopy(copy_engine, table, planes, layer_events)
+        self._copier = GpuCopy(copy_engine, table, planes, layer_events)
         self.layout = layout
         # a thread waits layer by layer: all chunks are best loaded by one call
         self.at_once = layer_events is not None
@@ -79,21 +79,21 @@ class DevicePagesKV:
         other = copy(self)
         other._page_table = self._page_table.with_table(block_table)
         other.num_tokens = other._page_table.num_tokens
-        other._gpu_copy = self._gpu_copy.after_now()
+        other._copier = self._copier.after_now()
         return other
 
     @property
     def device_index(self) -> int | None:
         """The CUDA device of the planes; None for CPU memory."""
-        return self._gpu_copy.device_index
+        return self._copier.device_index
 
     def to_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
         """Copy the chunks that begin at `starts` into this part of `slots`; changes nothing else."""
-        self._gpu_copy.to_slots(*self._page_table.chunks(starts, slots, into_slots=True))
+        self._copier.to_slots(*self._page_table.chunks(starts, slots, into_slots=True))
 
     def from_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
         """Copy this part of `slots` into the blocks of `starts`; changes only those blocks, and none that is -1."""
-        self._gpu_copy.from_slots(*self._page_table.chunks(starts, slots, into_slots=False))
+        self._copier.from_slots(*self._page_table.chunks(starts, slots, into_slots=False))
 
     def preallocate(self, snapshot_bytes: int) -> tuple[SnapshotBuffer, int]:
         """Allocate now the device memory of copies and snapshots; returns the snapshots' buffer, and the bytes of both.
@@ -102,7 +102,7 @@ class DevicePagesKV:
         thread allocates: the caller's allocations may come from a pool that is taken away while an engine sleeps, and
         this memory must not. Raises torch's error if there is too little memory.
         """
-        gpu_copy = self._gpu_copy
+        gpu_copy = self._copier
         begin, end = gpu_copy.table.span(0, gpu_copy.table.rows)
         row_bytes = end - begin
 
@@ -130,7 +130,7 @@ class DevicePagesKV:
         enough free, until the snapshot is released; without it to new memory: raises torch's error if none is left.
         """
         ids = self._page_table.blocks_of(starts, into_slots=True)
-        gpu_copy = self._gpu_copy
+        gpu_copy = self._copier
         rows = list(range(len(starts))) if buffer is None else buffer.acquire(len(starts))
         into = None if buffer is None else (buffer.memory, rows)
         try:
@@ -187,7 +187,7 @@ class DeviceSnapshot:
         copied: DeviceEvent,
         buffer: SnapshotBuffer | None,
     ) -> None:
-        self._gpu_copy = gpu_copy  # the copy reads its table until `copied`
+        self._copier = gpu_copy  # the copy reads its table until `copied`
         self._layout, self._begin = layout, begin
         self._memory, self._rows, self._copied = memory, rows, copied
         self._buffer = buffer
@@ -205,7 +205,7 @@ class DeviceSnapshot:
         checked = checked_slots(self._layout, tokens, starts, slots, into_slots=True)
         plane = PagePlane(self._memory.data_ptr(), row_bytes, row_bytes, rows, 0)
         ids = np.array(self._rows, dtype=np.int64)[:, None]
-        self._gpu_copy.copy_engine.store(page_run_table([plane], 1, self._begin), ids, checked, self._copied)
+        self._copier.copy_engine.store(page_run_table([plane], 1, self._begin), ids, checked, self._copied)
 
     def release(self) -> None:
         """Free its rows for other snapshots; idempotent. Nothing may be copied out of it any more."""
