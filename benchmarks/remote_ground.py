@@ -19,7 +19,7 @@ from pagoda.codec import HEADER_BYTES
 from pagoda.layout import KVLayout
 from pagoda.tiers import Chunk
 from pagoda.tiers.remote.remote_tier import RemoteTier
-from pagoda.tiers.remote.socket_options import IDLE_SECONDS
+from pagoda.tiers.remote.socket_keepalive import IDLE_SECONDS
 from pagoda.tiers.remote.store_client import PutResult, StoreClient, StoreConnection
 
 CONNECTIONS = 4  # of a tier, as configured by default

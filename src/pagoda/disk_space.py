@@ -12,8 +12,8 @@ import os
 import re
 from pathlib import Path
 
+from pagoda.cgroup_memory import cgroup_free_bytes
 from pagoda.errors import NoRoomError, StoreError
-from pagoda.memory_limits import cgroup_free_bytes
 
 _REMOTE = (
     "nfs",

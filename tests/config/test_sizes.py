@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.cgroup_memory import memory_limit_bytes
 from pagoda.config.sizes import auto_bytes, format_size, parse_size
-from pagoda.memory_limits import memory_limit_bytes
 
 
 @pytest.mark.parametrize(

@@ -153,12 +153,12 @@ def test_a_killed_scanner_is_followed_by_another(tmp_path: Path) -> None:
     (root / LAYOUT.fingerprint / "data.mdb").unlink()
     done = python(
         "import os, signal, sys; from pathlib import Path; from support import *\n"
-        "import pagoda.tiers.disk_scan\n"
-        "real = pagoda.tiers.disk_scan.HeaderScan._read\n"
+        "import pagoda.tiers.header_scan\n"
+        "real = pagoda.tiers.header_scan.HeaderScan._read\n"
         "def die(scan, first, count):\n"
         "    if first >= 64: os.kill(os.getpid(), signal.SIGKILL)\n"
         "    return real(scan, first, count)\n"
-        "pagoda.tiers.disk_scan.HeaderScan._read = die\n"
+        "pagoda.tiers.header_scan.HeaderScan._read = die\n"
         "disk(Path(sys.argv[1]), slots=200).wait_ready(60)", root,
     )  # fmt: skip
     assert done.returncode == -signal.SIGKILL, done.stderr

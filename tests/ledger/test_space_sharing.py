@@ -29,8 +29,8 @@ from pagoda.ledger import (
     space_sharing,
 )
 from pagoda.ledger.policy_thread import PolicyThread
-from pagoda.ledger.store_root import root_locked
 from pagoda.ledger.store_state import Kind, TableMark, set_mark
+from pagoda.ledger.stores_under_root import root_locked
 from pagoda.ledger.transaction import Transaction
 from pagoda.slab import FileSlab, MemorySlab, aligned
 from tests.faults.support import ROOT, AfterReboot, own_mounts, python, succeeded

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.ledger import ScannedChunk, admin, rebuild, store, store_root
+from pagoda.ledger import ScannedChunk, admin, rebuild, store, stores_under_root
 from pagoda.ledger.columns import NOT_READY
 from pagoda.ledger.store_state import read_state, write_state
 from pagoda.metrics import Reason
@@ -71,7 +71,7 @@ def test_who_leaves_while_another_joins_does_not_mark_what_the_other_will_change
             assert wait(pid) == 0
         return real(directory)
 
-    monkeypatch.setattr(store_root, "_sweep", lambda root: None)
+    monkeypatch.setattr(stores_under_root, "_sweep", lambda root: None)
     monkeypatch.setattr(store, "read_state", leave_now)
     ledger = opened(tmp_path, kind="file")
     assert store.read_state is real and not clean(tmp_path)

@@ -12,8 +12,8 @@ import pytest
 
 from pagoda.metrics import Reason
 from pagoda.tiers.remote.object_store import ObjectStoreClient, ObjectStoreConnection
-from pagoda.tiers.remote.request_urls import supports_direct
 from pagoda.tiers.remote.store_client import PutResult, RefusedError
+from pagoda.tiers.remote.store_urls import supports_direct
 from tests.remote.chunks import walk
 from tests.remote.evil import LyingHttp, growth
 from tests.remote.evil import http as answer

@@ -1,4 +1,4 @@
-"""pagoda.tiers.disk and disk_io (what every tier does: tests/conformance)"""
+"""pagoda.tiers.disk and disk_worker (what every tier does: tests/conformance)"""
 
 from __future__ import annotations
 

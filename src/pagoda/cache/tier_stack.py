@@ -14,7 +14,7 @@ from pagoda.config.sizes import AUTO, auto_bytes, format_size
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.ledger import Ledger
-from pagoda.tiers import DiskTier, HostTier, Tier, tier_registry
+from pagoda.tiers import DiskTier, HostTier, Tier, opened_tiers
 from pagoda.tiers.remote.remote_tier import RemoteTier
 
 log = logging.getLogger("pagoda.cache")
@@ -138,7 +138,7 @@ def _host_bytes(config: Config, layout: KVLayout) -> int:
 
 def open_remote(spec: RemoteSpec, layout: KVLayout, clock: Clock | None = None) -> RemoteTier:
     """Return the remote tier that a configured URL describes; does not connect yet. Raises ConfigError."""
-    tier_registry.add("remote", spec.redacted)
+    opened_tiers.add("remote", spec.redacted)
     return RemoteTier(
         layout,
         spec.engine(),

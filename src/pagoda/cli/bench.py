@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pagoda.cli import UsageError, show
+from pagoda.cli import UsageError, printing
 from pagoda.cli.stores import AsJson, ConfigFile, configured
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def bench(
     figures = _measured(loaded, tiers, chunk_bytes, seconds / len(tiers), as_json)
     if as_json:
         values = {figure.name: figure.as_json() for figure in figures}
-        show.print_json({"chunk_bytes": chunk_bytes, **values})
+        printing.print_json({"chunk_bytes": chunk_bytes, **values})
         return 0
     rows = [
         (
@@ -45,10 +45,10 @@ def bench(
         for figure in figures
     ]
     columns = ("", "GB/s", "limit GB/s", "ratio", "threads", "turns")
-    show.print_table(f"chunks of {show.size(chunk_bytes)}", columns, rows)
+    printing.print_table(f"chunks of {printing.size(chunk_bytes)}", columns, rows)
     print("limits: copying in memory; bare O_DIRECT reads and writes of the same file system")
     if "disk" not in tiers:
-        show.note("no disk tier is configured (disk_path and disk_size), so none was measured")
+        printing.note("no disk tier is configured (disk_path and disk_size), so none was measured")
     return 0
 
 
@@ -74,7 +74,7 @@ def _measured(
 
     measures = {"host": host_figures, "disk": disk_figures}
     figures = []
-    with show.progress(as_json) as bars:
+    with printing.progress(as_json) as bars:
         for tier in tiers:
             task, began = bars.add_task(f"measuring {tier}", total=seconds), time.monotonic()
 

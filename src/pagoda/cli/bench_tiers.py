@@ -30,7 +30,7 @@ from pagoda.layout import KVLayout
 from pagoda.ledger import Reserved
 from pagoda.slab.file import aligned
 from pagoda.threads import Pool, wait
-from pagoda.tiers import Chunk, DiskTier, HostTier, tier_registry
+from pagoda.tiers import Chunk, DiskTier, HostTier, opened_tiers
 
 Bytes = npt.NDArray[np.uint8]
 Step = Callable[[], None]
@@ -256,7 +256,7 @@ def _place(parent: Path, need_bytes: int) -> Iterator[Path]:
         yield root
     finally:
         shutil.rmtree(root, ignore_errors=True)
-        tier_registry.remove(os.path.realpath(root))
+        opened_tiers.remove(os.path.realpath(root))
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from pagoda.cli import FAILED, show
+from pagoda.cli import FAILED, printing
 from pagoda.cli.stores import AsJson, ConfigFile, Directory, attached, find_stores, tier_of
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def check(
 
     if drop and not read:
         raise UsageError("--drop: what is damaged is only known after reading; add --read")
-    with show.progress(as_json) as bars:
+    with printing.progress(as_json) as bars:
         verdicts = []
         for store in find_stores(directory, config):
             task = bars.add_task(f"checking {store}", total=None)
@@ -84,7 +84,9 @@ def check(
     ok = all(verdict.ok for verdict in verdicts) and not any(asked.trouble for asked in remotes)
     if as_json:
         asked = [remote._asdict() for remote in remotes]
-        show.print_json({"ok": ok, "stores": [verdict.as_json() for verdict in verdicts], "remotes": asked})
+        printing.print_json(
+            {"ok": ok, "stores": [verdict.as_json() for verdict in verdicts], "remotes": asked}
+        )
     else:
         _print(verdicts)
         _print_remotes(remotes)
@@ -172,7 +174,7 @@ def _drop(ledger: Ledger, damaged: list[ChunkRow]) -> int:
 
 def _print(verdicts: list[StoreCheck]) -> None:
     if not verdicts:
-        show.note("nothing is stored yet (pagoda config show tells where it would be)")
+        printing.note("nothing is stored yet (pagoda config show tells where it would be)")
         return
     rows = [
         (
@@ -188,12 +190,12 @@ def _print(verdicts: list[StoreCheck]) -> None:
         for verdict in verdicts
     ]
     columns = ("tier", "verdict", "chunks", "unreachable", "stale hints", "read", "damaged", "directory")
-    show.print_table("", columns, rows)
+    printing.print_table("", columns, rows)
     for verdict in verdicts:
         if verdict.trouble:
-            show.note(f"{verdict.directory}: {verdict.trouble}")
+            printing.note(f"{verdict.directory}: {verdict.trouble}")
         if verdict.gauges.get("unscanned"):
-            show.note(
+            printing.note(
                 f"{verdict.directory}: {verdict.gauges['unscanned']:,} slots are still to be scanned, by the next who "
                 "has the tier open"
             )
@@ -204,13 +206,13 @@ def _print(verdicts: list[StoreCheck]) -> None:
                 if verdict.dropped
                 else " (they will be misses; --drop removes them)"
             )
-            show.note(f"{verdict.directory}: damaged chunks {keys}{done}")
+            printing.note(f"{verdict.directory}: damaged chunks {keys}{done}")
 
 
 def _print_remotes(remotes: list[RemoteCheck]) -> None:
     rows = [(asked.tier, "NO ANSWER" if asked.trouble else "answers", asked.address) for asked in remotes]
     if rows:
-        show.print_table("remote tiers", ("tier", "verdict", "address"), rows)
+        printing.print_table("remote tiers", ("tier", "verdict", "address"), rows)
     for asked in remotes:
         if asked.trouble:
-            show.note(asked.trouble)
+            printing.note(asked.trouble)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from pagoda.cli import FAILED, FailedError, UsageError, show
+from pagoda.cli import FAILED, FailedError, UsageError, printing
 from pagoda.cli.remote_stores import NO_SECRET, Unanswered, all_remotes, census, cleared
 from pagoda.cli.stores import (
     AsJson,
@@ -80,7 +80,7 @@ def clear(
     _print([*gone, *more], broken, as_json)
     nameless = sum(not row.fields for row in known.values())
     if nameless and model is not None:
-        show.note(
+        printing.note(
             f"{nameless} namespace(s) have no name on this machine, whosever they are, and were left "
             f"alone (pagoda ls --by namespace lists them, --namespace clears one)"
         )
@@ -94,9 +94,11 @@ def clear(
 def _print(cleared: list[ClearedStore], broken: dict[str, str], as_json: bool) -> None:
     if as_json:
         gone = [store._asdict() for store in cleared]
-        show.print_json({"cleared": sum(store.chunks for store in cleared), "stores": gone, "failed": broken})
+        printing.print_json(
+            {"cleared": sum(store.chunks for store in cleared), "stores": gone, "failed": broken}
+        )
     else:
-        show.print_table("", ("tier", "chunks cleared", "directory"), cleared)
+        printing.print_table("", ("tier", "chunks cleared", "directory"), cleared)
 
 
 def _counted(spec: RemoteSpec) -> tuple[Mapping[bytes, int], str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pagoda.cli import FailedError, UsageError, show
+from pagoda.cli import FailedError, UsageError, printing
 from pagoda.cli.stores import AsJson, ConfigFile
 
 if TYPE_CHECKING:
@@ -34,10 +34,10 @@ def show_values(as_json: AsJson = False, config: ConfigFile = None) -> int:
     values = {**asdict(loaded.config), "remote": [spec.redacted for spec in loaded.config.remotes()]}
     if as_json:
         options = {name: {"value": value, "origin": loaded.origins[name]} for name, value in values.items()}
-        show.print_json({"options": options, "host_bytes": loaded.config.host_bytes})
+        printing.print_json({"options": options, "host_bytes": loaded.config.host_bytes})
         return 0
     rows = [(name, _worded(name, loaded.config), loaded.origins[name]) for name in values]
-    show.print_table("", ("option", "value", "from"), rows)
+    printing.print_table("", ("option", "value", "from"), rows)
     return 0
 
 
@@ -49,7 +49,7 @@ def check(file: File = None, as_json: AsJson = False) -> int:
 
     troubles = [*_troubles(config), *(asked.trouble for asked in pinged(config.remotes()) if asked.trouble)]
     if as_json:
-        show.print_json({"ok": not troubles, "troubles": troubles})
+        printing.print_json({"ok": not troubles, "troubles": troubles})
     if troubles:
         raise FailedError("; ".join(troubles))
     if not as_json:
@@ -62,7 +62,7 @@ def schema() -> int:
     """Print the JSON schema of pagoda.toml."""
     from pagoda.config.sources import schema as described
 
-    show.print_json(described())
+    printing.print_json(described())
     return 0
 
 
@@ -98,15 +98,15 @@ def import_lmcache(
     ok = force or not made.refused
     if as_json:
         fields = [finding._asdict() for finding in made.findings]
-        show.print_json({"ok": ok, "options": made.options, "fields": fields, "toml": toml})
+        printing.print_json({"ok": ok, "options": made.options, "fields": fields, "toml": toml})
     if not ok:
         refused = "; ".join(f"{one.field}: {one.text}" for one in made.refused)
         raise UsageError(f"{refused} (--force leaves out what is not supported)")
     if named and variables:
-        show.note(f"{lmcache.VARIABLES} variables are ignored, as by LMCache, because there is a file")
+        printing.note(f"{lmcache.VARIABLES} variables are ignored, as by LMCache, because there is a file")
     for one in made.findings:
         if one.verdict not in (lmcache.FieldVerdict.MAPPED, lmcache.FieldVerdict.SAME):
-            show.note(f"{one.field}: {one.verdict}: {one.text}")
+            printing.note(f"{one.field}: {one.verdict}: {one.text}")
     if output:
         _write_new(output, toml)
     elif not as_json:
@@ -139,9 +139,9 @@ def _worded(name: str, config: Config) -> str:
     """Return a value as people write it; "auto" with what it comes to here."""
     value = getattr(config, name)
     if name == "host_size" and value == "auto":
-        return f"auto ({show.size(config.host_bytes)})"
+        return f"auto ({printing.size(config.host_bytes)})"
     if name in ("host_size", "disk_size"):
-        return show.size(value) if value else "0 (off)"
+        return printing.size(value) if value else "0 (off)"
     if name == "remote":
         return "\n".join(spec.redacted for spec in config.remotes()) or "none"
     if isinstance(value, bool):
@@ -153,8 +153,8 @@ def _troubles(config: Config) -> list[str]:
     """Return what would keep this configuration from working on this machine; looks, changes nothing."""
     import os
 
+    from pagoda.cgroup_memory import memory_limit_bytes
     from pagoda.config.sizes import nearest_existing
-    from pagoda.memory_limits import memory_limit_bytes
 
     found = []
     for tier, root in config.roots().items():
@@ -164,11 +164,13 @@ def _troubles(config: Config) -> list[str]:
         room = os.statvfs(place)
         wanted = config.host_bytes if tier == "host" else config.disk_bytes
         if wanted > room.f_blocks * room.f_frsize:
-            held = show.size(room.f_blocks * room.f_frsize)
+            held = printing.size(room.f_blocks * room.f_frsize)
             found.append(
-                f"{tier}_size = {show.size(wanted)}: {place} holds only {held}; write a smaller size"
+                f"{tier}_size = {printing.size(wanted)}: {place} holds only {held}; write a smaller size"
             )
     limit = memory_limit_bytes()
     if config.host_bytes > limit:
-        found.append(f"host_size = {show.size(config.host_bytes)}: this process may use {show.size(limit)}")
+        found.append(
+            f"host_size = {printing.size(config.host_bytes)}: this process may use {printing.size(limit)}"
+        )
     return found

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pagoda.cli import FAILED, UsageError, show
+from pagoda.cli import FAILED, UsageError, printing
 from pagoda.cli.remote_stores import pinged, remotes_of
 from pagoda.cli.stores import (
     AsJson,
@@ -69,13 +69,13 @@ def explain(
     flat = [answer for group in found for answer in group]
     if as_json:
         rows = [answer.as_json() for answer in flat]
-        show.print_json({"asked_tokens": prompt.num_tokens, "answers": rows, "failed": silent})
+        printing.print_json({"asked_tokens": prompt.num_tokens, "answers": rows, "failed": silent})
     elif not flat:
-        show.note("nothing is stored yet, so nothing would hit")
+        printing.note("nothing is stored yet, so nothing would hit")
     else:
         _print(flat, prompt.num_tokens)
     for trouble in silent.values():
-        show.note(trouble)
+        printing.note(trouble)
     return FAILED if silent else 0
 
 
@@ -106,11 +106,11 @@ def _print(answers: Sequence[TierAnswer], asked_tokens: int) -> None:
             answer.tier,
             answer.model,
             answer.verdict.num_tokens,
-            show.share(answer.verdict.num_tokens, asked_tokens),
+            printing.share(answer.verdict.num_tokens, asked_tokens),
             answer.verdict.reason or "",
             answer.verdict.detail,
         )
         for answer in answers
     ]
     columns = ("tier", "model", "tokens", "share", "why not more", "")
-    show.print_table(f"of {asked_tokens:,} tokens", columns, rows)
+    printing.print_table(f"of {asked_tokens:,} tokens", columns, rows)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from pagoda.cli import FAILED, show
+from pagoda.cli import FAILED, printing
 from pagoda.cli.remote_stores import Unanswered, census, remotes_of
 from pagoda.cli.stores import (
     AsJson,
@@ -109,16 +109,16 @@ def ls(
     elif as_json:
         chunks = [chunk.as_json() for chunk in found]
         counted = [{"tier": one.tier, "namespace": one.namespace, "chunks": one.chunks} for one in shared]
-        show.print_json({"chunks": chunks, "total": number, "remotes": counted, "failed": broken})
+        printing.print_json({"chunks": chunks, "total": number, "remotes": counted, "failed": broken})
     else:
         _print_chunks(found)
         if number > len(found):
-            show.note(f"{number - len(found):,} more (--limit 0 shows all)")
+            printing.note(f"{number - len(found):,} more (--limit 0 shows all)")
         for tier in dict.fromkeys(total.tier for total in shared):
             chunks_there = sum(total.chunks for total in shared if total.tier == tier)
-            show.note(f"{tier}: {chunks_there:,} chunks more (--by namespace shows whose)")
+            printing.note(f"{tier}: {chunks_there:,} chunks more (--by namespace shows whose)")
     for address, trouble in broken.items():
-        show.note(f"not listed: {address}: {trouble}")
+        printing.note(f"not listed: {address}: {trouble}")
     return FAILED if broken else 0
 
 
@@ -199,7 +199,7 @@ def _totals(listed: Iterator[Listed]) -> list[Total]:
 
 def _print_totals(totals: list[Total], broken: dict[str, str], as_json: bool) -> None:
     if as_json:
-        show.print_json({"namespaces": [total._asdict() for total in totals], "failed": broken})
+        printing.print_json({"namespaces": [total._asdict() for total in totals], "failed": broken})
         return
     rows = [
         (
@@ -208,14 +208,14 @@ def _print_totals(totals: list[Total], broken: dict[str, str], as_json: bool) ->
             total.model,
             total.chunks,
             total.tokens,
-            "" if total.stored_bytes is None else show.size(total.stored_bytes),
-            show.age(total.newest_seconds),
-            show.age(total.oldest_seconds),
+            "" if total.stored_bytes is None else printing.size(total.stored_bytes),
+            printing.age(total.newest_seconds),
+            printing.age(total.oldest_seconds),
         )
         for total in totals
     ]
     columns = ("tier", "namespace", "model", "chunks", "tokens", "bytes", "newest use", "oldest use")
-    show.print_table("", columns, rows)
+    printing.print_table("", columns, rows)
 
 
 def _print_chunks(found: list[Listed]) -> None:
@@ -226,10 +226,12 @@ def _print_chunks(found: list[Listed]) -> None:
             label(chunk.namespace.fields if chunk.namespace else {}),
             chunk.row.position,
             chunk.row.tokens,
-            show.age(chunk.row.last_use_age_seconds),
+            printing.age(chunk.row.last_use_age_seconds),
             chunk.row.hits,
             " ".join(flag for flag in ("leased", "pinned") if getattr(chunk.row, flag)),
         )
         for chunk in found
     ]
-    show.print_table("", ("tier", "key", "model", "position", "tokens", "last use", "hits", "flags"), rows)
+    printing.print_table(
+        "", ("tier", "key", "model", "position", "tokens", "last use", "hits", "flags"), rows
+    )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from pagoda.cli import FAILED, UsageError, show
+from pagoda.cli import FAILED, UsageError, printing
 from pagoda.cli.explain import read_tokens
 from pagoda.cli.stores import (
     AsJson,
@@ -71,12 +71,12 @@ def pin(
         found = [_pinned(prompt, ledger, root, owner) for ledger in prompt.tiers for root in roots]
     done = [one for one in found if one.num_tokens]
     if as_json:
-        show.print_json({"pinned": [one.as_json() for one in done]})
+        printing.print_json({"pinned": [one.as_json() for one in done]})
     elif done:
         rows = [(one.tier, one.model, one.num_tokens) for one in done]
-        show.print_table("pinned", ("tier", "model", "tokens"), rows)
+        printing.print_table("pinned", ("tier", "model", "tokens"), rows)
     else:
-        show.note(
+        printing.note(
             "no tier has the beginning of this prompt, or as much is pinned as may be: pagoda explain tells"
         )
     return 0 if done else FAILED
@@ -103,9 +103,9 @@ def unpin(
             tiers, keys = prompt.tiers, [key for run in prompt.keys.values() for key in run]
         ended = {str(ledger.directory): admin.unpin(ledger, keys, owner) for ledger in tiers}
     if as_json:
-        show.print_json({"ended": ended})
+        printing.print_json({"ended": ended})
     else:
-        show.note(f"{sum(ended.values()):,} chunks are no longer pinned by {owner}")
+        printing.note(f"{sum(ended.values()):,} chunks are no longer pinned by {owner}")
     return 0
 
 

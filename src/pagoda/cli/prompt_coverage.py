@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from pagoda.cli import show
+from pagoda.cli import printing
 from pagoda.cli.remote_stores import Unanswered, leading
 from pagoda.cli.stores import label, tier_of
 from pagoda.config import Config, RemoteSpec
@@ -179,7 +179,7 @@ def _why(prompt: Prompt, root: bytes, ledger: Ledger, index: int, now: Reason | 
         for other, keys in prompt.keys.items():
             if other != root and len(ledger.match_prefix(keys[: index + 1], touch=False).slots) > index:
                 return Reason.OTHER_NAMESPACE, _difference(prompt.known[root], prompt.known[other])
-    since = f" {show.age(age_seconds)} ago" if age_seconds is not None else ""
+    since = f" {printing.age(age_seconds)} ago" if age_seconds is not None else ""
     return reason, f"chunk {index}: {reason.value.replace('_', ' ')}{since}"
 
 

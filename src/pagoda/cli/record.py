@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from pagoda.cli import FailedError, UsageError, show
+from pagoda.cli import FailedError, UsageError, printing
 
 _VARIABLE = "PAGODA_RECORD"
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP)
@@ -99,10 +99,10 @@ def _tell(out: Path, before: int, command: Sequence[str]) -> None:
         requests += 1
         chunks += len(request.hash_ids)
     if requests:
-        show.note(f"recorded {requests:,} requests for {chunks:,} chunks in {out}")
-        show.note(f"what another size would give: pagoda replay {shlex.quote(str(out))} --curve")
+        printing.note(f"recorded {requests:,} requests for {chunks:,} chunks in {out}")
+        printing.note(f"what another size would give: pagoda replay {shlex.quote(str(out))} --curve")
     else:
-        show.note(
+        printing.note(
             f"nothing was recorded: {command[0]} asked no cache for a whole chunk, or none whose options come from the "
             "environment"
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from pagoda.cli import show
+from pagoda.cli import printing
 from pagoda.cli.stores import configured
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def remotes_of(directory: Path | None, config_file: Path | None) -> tuple[Remote
     """
     known, sealed = all_remotes(directory, config_file)
     for spec in sealed:
-        show.note(f"{spec.redacted}: {NO_SECRET}")
+        printing.note(f"{spec.redacted}: {NO_SECRET}")
     return known
 
 
@@ -64,10 +64,10 @@ def all_remotes(
         return (), ()
     from pagoda.config.remote_urls import parse
     from pagoda.errors import ConfigError
-    from pagoda.tiers import tier_registry
+    from pagoda.tiers import opened_tiers
 
     specs = {spec.redacted: spec for spec in configured(config_file).remotes()}
-    for entry in tier_registry.entries():
+    for entry in opened_tiers.entries():
         if entry.tier == "remote":
             with suppress(ConfigError):  # of another version
                 specs.setdefault(entry.place, parse(entry.place))

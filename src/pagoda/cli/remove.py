@@ -7,7 +7,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from pagoda.cli import FAILED, FailedError, UsageError, show
+from pagoda.cli import FAILED, FailedError, UsageError, printing
 from pagoda.cli.stores import AsJson, ConfigFile, agreed, find_roots
 
 
@@ -43,14 +43,14 @@ def remove(
     gone, broken = _remove(stores)
     if as_json:
         done = [store._asdict() for store in gone]
-        show.print_json(
+        printing.print_json(
             {"removed_bytes": sum(store.bytes for store in gone), "stores": done, "failed": broken}
         )
     elif gone:
-        rows = [(store.tier, show.size(store.bytes), store.directory) for store in gone]
-        show.print_table("", ("tier", "given back", "directory"), rows)
+        rows = [(store.tier, printing.size(store.bytes), store.directory) for store in gone]
+        printing.print_table("", ("tier", "given back", "directory"), rows)
     elif not broken:
-        show.note("there is no local tier to remove")
+        printing.note("there is no local tier to remove")
     if broken:
         raise FailedError("; ".join(broken.values()))
     return 0
@@ -58,17 +58,17 @@ def remove(
 
 def _forget_remote(url: str) -> int:
     from pagoda.config.remote_urls import redacted
-    from pagoda.tiers import tier_registry
+    from pagoda.tiers import opened_tiers
 
-    if not tier_registry.remove(redacted(url)):
+    if not opened_tiers.remove(redacted(url)):
         raise UsageError(f"{redacted(url)}: no such remote tier in the register (pagoda stats lists them)")
-    show.note(f"{redacted(url)} is forgotten here; what it holds stays (pagoda clear removes that)")
+    printing.note(f"{redacted(url)} is forgotten here; what it holds stays (pagoda clear removes that)")
     return 0
 
 
 def _stores(what: str | None, config: Path | None) -> list[DoomedStore]:
     """Return the stores that are meant. Raises UsageError for a path that holds none."""
-    from pagoda.ledger.store_root import allocated_bytes, stores_in
+    from pagoda.ledger.stores_under_root import allocated_bytes, stores_in
 
     roots = find_roots(config)
     if what in (None, "host", "disk"):
@@ -91,7 +91,7 @@ def _stores(what: str | None, config: Path | None) -> list[DoomedStore]:
 
 
 def _agreed(stores: list[DoomedStore]) -> bool:
-    total = show.size(sum(store.bytes for store in stores))
+    total = printing.size(sum(store.bytes for store in stores))
     where = ", ".join(store.directory for store in stores)
     return agreed(f"Remove {total} with all that is stored there: {where}?", "remove")
 
@@ -99,8 +99,8 @@ def _agreed(stores: list[DoomedStore]) -> bool:
 def _remove(stores: list[DoomedStore]) -> tuple[list[DoomedStore], dict[str, str]]:
     """Remove every store, going on past one that stays; return what went, and why the others did not."""
     from pagoda.errors import StoreError
-    from pagoda.ledger.store_root import remove_store, stores_in
-    from pagoda.tiers import tier_registry
+    from pagoda.ledger.stores_under_root import remove_store, stores_in
+    from pagoda.tiers import opened_tiers
 
     gone: list[DoomedStore] = []
     broken: dict[str, str] = {}
@@ -109,7 +109,7 @@ def _remove(stores: list[DoomedStore]) -> tuple[list[DoomedStore], dict[str, str
         try:
             gone.append(store._replace(bytes=remove_store(directory)))
             if not stores_in(directory.parent):
-                tier_registry.remove(str(directory.parent.resolve()))
+                opened_tiers.remove(str(directory.parent.resolve()))
         except (StoreError, OSError) as trouble:
             broken[store.directory] = str(trouble)
     return gone, broken

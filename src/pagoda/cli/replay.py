@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
-from pagoda.cli import UsageError, show
+from pagoda.cli import UsageError, printing
 from pagoda.cli.load_speeds import speeds_of
 from pagoda.cli.replay_inputs import (
     OPTIMUM,
@@ -92,7 +92,7 @@ def replay(
         return _tiers(found, names, sizes, chunk_bytes, speeds, engines, jobs, as_json)
     chunks = list(dict.fromkeys(capacity_chunks or ()))
     if curve:
-        from pagoda.cli.hit_rate_curve import sizes_of
+        from pagoda.cli.hit_rate_plot import sizes_of
 
         names, chunks = (
             list(dict.fromkeys([*names, "lru"])),
@@ -101,7 +101,7 @@ def replay(
     cells = _cells(found, names, chunks, jobs, as_json)
     drawn = {"png": _png(png, cells, found, chunk_bytes)} if curve else {}
     if as_json:
-        show.print_json({**_as_json(found, cells, chunk_bytes), **drawn})
+        printing.print_json({**_as_json(found, cells, chunk_bytes), **drawn})
         return 0
     _print_cells(found, cells, chunk_bytes)
     if drawn.get("png"):
@@ -118,7 +118,7 @@ def _refuse(chunks: Sequence[int] | None, tiers: dict[str, str], curve: bool, pn
     if png is not None:
         if not curve:
             raise UsageError("--png goes with --curve")
-        from pagoda.cli.hit_rate_curve import check_png
+        from pagoda.cli.hit_rate_plot import check_png
 
         check_png(png)
     if not (tiers or chunks or curve):
@@ -181,14 +181,14 @@ def _print_cells(trace: Trace, cells: Sequence[Cell], chunk_bytes: int | None) -
         if cell.chunks_written is None:
             continue
         row: list[object] = [cell.policy, cell.chunks]
-        row += [show.size(cell.chunks * chunk_bytes)] if chunk_bytes else []
+        row += [printing.size(cell.chunks * chunk_bytes)] if chunk_bytes else []
         row += [
-            show.share(cell.hit_rate, 1),
-            show.share(optimum[cell.chunks], 1),
-            show.share(cell.hit_rate, trace.infinite),
+            printing.share(cell.hit_rate, 1),
+            printing.share(optimum[cell.chunks], 1),
+            printing.share(cell.hit_rate, trace.infinite),
             cell.chunks_written,
         ]
-        row += [show.size(cell.chunks_written * chunk_bytes)] if chunk_bytes else []
+        row += [printing.size(cell.chunks_written * chunk_bytes)] if chunk_bytes else []
         rows.append(row)
     columns = [
         "policy",
@@ -202,7 +202,7 @@ def _print_cells(trace: Trace, cells: Sequence[Cell], chunk_bytes: int | None) -
     ]
     if not chunk_bytes:
         columns = [name for name in columns if "bytes" not in name]
-    show.print_table(trace.title, columns, rows)
+    printing.print_table(trace.title, columns, rows)
 
 
 def _tiers(
@@ -223,7 +223,7 @@ def _tiers(
     plan = replay_tiers.ReplayPlan(trace, sizes, chunk_bytes, speeds, count)
     found = replay_tiers.results(plan, policies, jobs, as_json)
     if as_json:
-        show.print_json(replay_tiers.as_json(plan, found))
+        printing.print_json(replay_tiers.as_json(plan, found))
     else:
         replay_tables.print_results(plan, found)
     return 0
@@ -231,12 +231,12 @@ def _tiers(
 
 def _png(png: Path | None, cells: Sequence[Cell], trace: Trace, chunk_bytes: int | None) -> str | None:
     """Draw the PNG that was asked for, or the usual one if that can be; return its name."""
-    from pagoda.cli.hit_rate_curve import check_png, save_png
+    from pagoda.cli.hit_rate_plot import check_png, save_png
 
     try:
         check_png(png or _PNG)
     except UsageError as trouble:
-        show.note(str(trouble))
+        printing.note(str(trouble))
         return None
     title = f"{trace.name}: {len(trace.requests):,} requests, {trace.chunk_tokens} tokens a chunk"
     save_png(png or _PNG, cells, trace.infinite, title, chunk_bytes)

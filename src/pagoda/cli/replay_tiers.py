@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from pagoda.cli import UsageError, show
+from pagoda.cli import UsageError, printing
 from pagoda.cli.replay_inputs import Cell, Trace, best
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def specs_of(trace: Trace, sizes: dict[str, int], chunk_bytes: int, policy: str)
 
     for name, size in sizes.items():
         if size < chunk_bytes:
-            raise UsageError(f"--{name} {show.size(size)}: a chunk has {show.size(chunk_bytes)}")
+            raise UsageError(f"--{name} {printing.size(size)}: a chunk has {printing.size(chunk_bytes)}")
     return [TierSpec(name, trace.room(size // chunk_bytes), policy) for name, size in sizes.items()]
 
 

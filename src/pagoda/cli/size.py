@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pagoda.cli import FailedError, show
+from pagoda.cli import FailedError, printing
 from pagoda.cli.replay_inputs import (
     OPTIMUM,
     SAMPLE,
@@ -53,7 +53,7 @@ def size(
     target = found.infinite * percent / 100
     cells = _sizes(found, names, target - _ROUNDING, jobs, as_json)
     if as_json:
-        show.print_json(_as_json(found, cells, percent, target, chunk_bytes))
+        printing.print_json(_as_json(found, cells, percent, target, chunk_bytes))
     else:
         _print(found, cells, percent, target, chunk_bytes)
     return 0
@@ -131,11 +131,11 @@ def _print(
     rows = []
     for cell in cells:
         row: list[object] = [cell.policy, cell.chunks]
-        row += [show.size(cell.chunks * chunk_bytes)] if chunk_bytes else []
-        rows.append([*row, show.share(cell.hit_rate, 1), show.share(cell.hit_rate, trace.infinite)])
+        row += [printing.size(cell.chunks * chunk_bytes)] if chunk_bytes else []
+        rows.append([*row, printing.share(cell.hit_rate, 1), printing.share(cell.hit_rate, trace.infinite)])
     columns = ["policy", "chunks", *(["bytes"] if chunk_bytes else []), "hit rate", "of what is possible"]
     title = (
         f"for {percent:g} % of the {100 * trace.infinite:.1f} % that can be served of {trace.name}"
         f" ({len(trace.requests):,} requests, {trace.chunk_tokens} tokens a chunk)"
     )
-    show.print_table(title, columns, rows)
+    printing.print_table(title, columns, rows)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from pagoda.cli import FAILED, show
+from pagoda.cli import FAILED, printing
 from pagoda.cli.remote_stores import Unanswered, remotes_of, usage
 from pagoda.cli.stores import AsJson, ConfigFile, Directory, find_stores, in_each, label, tier_of
 
@@ -57,7 +57,7 @@ def stats(
     if as_json:
         failures = [{"directory": str(store), "error": trouble} for store, trouble in broken.items()]
         stores = [snapshot.as_json() for snapshot in found] + failures
-        show.print_json({"stores": stores, "remotes": [remote._asdict() for remote in shared]})
+        printing.print_json({"stores": stores, "remotes": [remote._asdict() for remote in shared]})
     elif prometheus:
         print(_prometheus(found) + _prometheus_shared(shared), end="")
     else:
@@ -66,7 +66,7 @@ def stats(
     troubles = [*broken.values(), *(remote.error for remote in shared if remote.error)]
     if not as_json:
         for trouble in troubles:
-            show.note(trouble)
+            printing.note(trouble)
     return FAILED if troubles else 0
 
 
@@ -107,7 +107,7 @@ def _snapshot(ledger: Ledger) -> StoreSnapshot:
 
 def _print(found: list[StoreSnapshot]) -> None:
     if not found:
-        show.note("nothing is stored yet (pagoda config show tells where it would be)")
+        printing.note("nothing is stored yet (pagoda config show tells where it would be)")
         return
     _print_room(found)
     _print_namespaces(found)
@@ -120,10 +120,10 @@ def _print(found: list[StoreSnapshot]) -> None:
             if name.startswith(prefix) and count
         ]
         if rows:
-            show.print_table(f"{title} by reason", ("tier", "reason", "chunks"), rows)
+            printing.print_table(f"{title} by reason", ("tier", "reason", "chunks"), rows)
     pins = [(snapshot.tier, owner, count) for snapshot in found for owner, count in snapshot.pins.items()]
     if pins:
-        show.print_table("pins", ("tier", "owner", "chunks"), pins)
+        printing.print_table("pins", ("tier", "owner", "chunks"), pins)
 
 
 def _print_room(found: list[StoreSnapshot]) -> None:
@@ -132,17 +132,19 @@ def _print_room(found: list[StoreSnapshot]) -> None:
         (
             snapshot.tier,
             *(snapshot.gauges[name] for name in names),
-            show.size(snapshot.slot_bytes),
-            show.size(snapshot.gauges["ready"] * snapshot.slot_bytes),
-            show.size((snapshot.gauges["slots"] - snapshot.gauges["unbacked"]) * snapshot.slot_bytes),
+            printing.size(snapshot.slot_bytes),
+            printing.size(snapshot.gauges["ready"] * snapshot.slot_bytes),
+            printing.size((snapshot.gauges["slots"] - snapshot.gauges["unbacked"]) * snapshot.slot_bytes),
             snapshot.directory,
         )
         for snapshot in found
     ]
-    show.print_table("room", ("tier", *names, "slot", "used", "size", "directory"), rows)
+    printing.print_table("room", ("tier", *names, "slot", "used", "size", "directory"), rows)
     for snapshot in found:
         if snapshot.gauges.get("unscanned"):
-            show.note(f"{snapshot.directory}: {snapshot.gauges['unscanned']:,} slots are still to be scanned")
+            printing.note(
+                f"{snapshot.directory}: {snapshot.gauges['unscanned']:,} slots are still to be scanned"
+            )
 
 
 def _print_shared(shared: list[RemoteUsage]) -> None:
@@ -150,13 +152,16 @@ def _print_shared(shared: list[RemoteUsage]) -> None:
         (
             remote.tier,
             "NO ANSWER" if remote.error else "answers",
-            *("" if size is None else show.size(size) for size in (remote.used_bytes, remote.limit_bytes)),
+            *(
+                "" if size is None else printing.size(size)
+                for size in (remote.used_bytes, remote.limit_bytes)
+            ),
             remote.address,
         )
         for remote in shared
     ]
     if rows:
-        show.print_table("remote tiers", ("tier", "state", "used", "limit", "address"), rows)
+        printing.print_table("remote tiers", ("tier", "state", "used", "limit", "address"), rows)
 
 
 def _print_namespaces(found: list[StoreSnapshot]) -> None:
@@ -166,13 +171,13 @@ def _print_namespaces(found: list[StoreSnapshot]) -> None:
             row.root.hex()[:12],
             label(row.fields),
             row.chunks,
-            show.size(row.chunks * snapshot.slot_bytes),
+            printing.size(row.chunks * snapshot.slot_bytes),
         )
         for snapshot in found
         for row in snapshot.namespaces
     ]
     if rows:
-        show.print_table("namespaces", ("tier", "namespace", "model", "chunks", "bytes"), rows)
+        printing.print_table("namespaces", ("tier", "namespace", "model", "chunks", "bytes"), rows)
 
 
 def _print_traffic(found: list[StoreSnapshot]) -> None:
@@ -184,11 +189,11 @@ def _print_traffic(found: list[StoreSnapshot]) -> None:
                 snapshot.tier,
                 count["lookups"],
                 count["hits"],
-                show.share(count["hit_tokens"], count["asked_tokens"]),
+                printing.share(count["hit_tokens"], count["asked_tokens"]),
                 count["stored_chunks"],
-                show.size(count["stored_bytes"]),
+                printing.size(count["stored_bytes"]),
                 count["loaded_chunks"],
-                show.size(count["loaded_bytes"]),
+                printing.size(count["loaded_bytes"]),
                 count["evicted_chunks"],
                 count["failed_checks"],
             )
@@ -205,7 +210,7 @@ def _print_traffic(found: list[StoreSnapshot]) -> None:
         "evicted",
         "damaged",
     )
-    show.print_table("traffic", columns, rows)
+    printing.print_table("traffic", columns, rows)
 
 
 def _prometheus(found: list[StoreSnapshot]) -> str:

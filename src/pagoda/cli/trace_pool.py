@@ -21,7 +21,7 @@ from multiprocessing.resource_tracker import ensure_running
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
-from pagoda.cli import FailedError, show
+from pagoda.cli import FailedError, printing
 from pagoda.threads import wait
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class TracePool:
 
     def run(self, work: Sequence[TraceJob[R]], title: str) -> list[R]:
         """Do all of it and return the results in the order of `work`. Raises what any of it raises."""
-        with show.progress(self._quiet) as bars:
+        with printing.progress(self._quiet) as bars:
             task = bars.add_task(title, total=sum(job.weight for job in work) * _chunks(self._requests))
             if min(self._jobs, len(work)) <= 1:
                 return [_done(job, self._requests, partial(bars.advance, task)) for job in work]

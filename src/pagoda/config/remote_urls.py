@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from pagoda.config.did_you_mean import did_you_mean
-from pagoda.config.paths import expanded
+from pagoda.config.expand_home import expanded
 from pagoda.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import os
 import re
 from pathlib import Path
 
-from pagoda.memory_limits import memory_limit_bytes
+from pagoda.cgroup_memory import memory_limit_bytes
 
 UNITS: dict[str, int] = {
     "B": 1,

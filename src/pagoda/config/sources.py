@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from pagoda.config import Config, defaults, option_names
 from pagoda.config.did_you_mean import did_you_mean
-from pagoda.config.paths import expanded
+from pagoda.config.expand_home import expanded
 from pagoda.config.values import checked, converted, properties
 from pagoda.errors import ConfigError
 

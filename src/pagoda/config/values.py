@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from pagoda import policy as policies
 from pagoda.config.did_you_mean import did_you_mean
-from pagoda.config.paths import expanded
+from pagoda.config.expand_home import expanded
 from pagoda.config.remote_urls import split, tuple_of
 from pagoda.config.sizes import AUTO, parse_size
 from pagoda.errors import ConfigError

@@ -21,11 +21,11 @@ Modules, in the order in which data meets them:
     member_counters     the mapped counters, a row a member
     eviction            `Evictor`: the one way to the policy
     policy_thread       the thread on which a policy learns, and which asks for more slots
-    page_guards         which slots of a slab in memory are in use, so that their pages stay
+    slot_view_guards    which slots of a slab in memory are in use, so that their pages stay
     space_sharing       how the stores of one root share its space
     root_usage          what the stores of one root hold, and their limit
     store               open, create, resize and rebuild a store's directory
-    store_root          which stores a root has; its lock; removing a store
+    stores_under_root   which stores a root has; its lock; removing a store
     store_state         the state file of a store, and the names of its files
     table_integrity     whether tables can be trusted: checksums, the check of all rows
 """

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pagoda.ledger.store_root import in_use, stores
 from pagoda.ledger.store_state import FORMAT, SLAB, StoreState, read_state
+from pagoda.ledger.stores_under_root import in_use, stores
 
 _LIMIT = "limit"
 

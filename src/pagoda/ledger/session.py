@@ -37,7 +37,7 @@ from pagoda.ledger.members import (
     remove_member,
 )
 from pagoda.ledger.namespaces import load_saved
-from pagoda.ledger.page_guards import PageGuards
+from pagoda.ledger.slot_view_guards import PageGuards
 from pagoda.ledger.store import OpenStore, reopen_store
 from pagoda.ledger.store_state import COLUMNS, COUNTERS_FILE, PAGE_GUARDS, TABLES
 from pagoda.ledger.table_integrity import is_damage

@@ -9,7 +9,7 @@ those of other versions in memory have a separate limit.
 One transfer, all of it under the lock of the root, and never inside two gates at once:
 
     the giver's gate    its free slots and coldest chunks are taken out of its tables and are bare
-    no gate             views of a slab in memory are waited for (`page_guards`), then the holes are punched
+    no gate             views of a slab in memory are waited for (`slot_view_guards`), then the holes are punched
     no gate             the taker allocates pages for its slots: without free space it gets fewer, without an error
     the taker's gate    these slots are free, and only now may be reserved
 
@@ -35,8 +35,8 @@ from pagoda.errors import ClosedError, NoRoomError, StoreError
 from pagoda.ledger import chunk_ops, queries
 from pagoda.ledger.columns import BARE, NOT_READY, Columns
 from pagoda.ledger.root_usage import Holding, held_bytes, holdings, root_limit
-from pagoda.ledger.store_root import root_locked
 from pagoda.ledger.store_state import COLUMNS, FORMAT, read_state
+from pagoda.ledger.stores_under_root import root_locked
 from pagoda.ledger.tables import Meta
 from pagoda.ledger.transaction import BATCH, Transaction, batches
 

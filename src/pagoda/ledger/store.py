@@ -28,7 +28,6 @@ from pagoda.errors import NoRoomError, StoreError
 from pagoda.ledger.columns import Columns
 from pagoda.ledger.locks import OPEN, LockFile
 from pagoda.ledger.root_usage import holdings, is_of_another_version, root_limit, write_limit
-from pagoda.ledger.store_root import MAKING, discard, in_use, root_locked, stores
 from pagoda.ledger.store_state import (
     COLUMNS,
     COUNTERS_FILE,
@@ -50,6 +49,7 @@ from pagoda.ledger.store_state import (
     set_mark,
     write_state,
 )  # fmt: skip
+from pagoda.ledger.stores_under_root import MAKING, discard, in_use, root_locked, stores
 from pagoda.ledger.table_integrity import checksum, find_damage
 from pagoda.ledger.tables import META_ROW, NO_MEMBER, SLOT_KEY, Meta, Reservation, Tables, map_bytes
 from pagoda.ledger.transaction import Transaction

@@ -31,7 +31,7 @@ SLAB_FORMAT = 1
 STATE, LOCKS, TABLES, COLUMNS, COUNTERS_FILE, SLAB, NAMESPACES, PAGE_GUARDS = (
     "state", "locks", "data.mdb", "columns", "counters", "slab", "namespaces", "lent",
 )  # fmt: skip
-GUARD_WORDS = 64  # a member, see `page_guards`
+GUARD_WORDS = 64  # a member, see `slot_view_guards`
 GUARD_BYTES = MEMBER_ROWS * GUARD_WORDS * 8
 FIRST_OFFSET = 1 << 60  # recency stamps of a new store begin here, above those that a rebuild gives
 NEVER_BOOTED = ""  # boot id of a store whose ledger is being made or resized: never trusted

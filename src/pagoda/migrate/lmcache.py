@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from pagoda.config import Config
 from pagoda.config.did_you_mean import did_you_mean
-from pagoda.config.paths import expanded
+from pagoda.config.expand_home import expanded
 from pagoda.config.remote_urls import redacted
 from pagoda.errors import ConfigError
 from pagoda.migrate.lmcache_fields import (

@@ -39,7 +39,7 @@ def aligned(nbytes: int) -> Bytes:
 
 
 class Lender(Protocol):
-    """Knows which slots have pages, and keeps those pages (`pagoda.ledger.page_guards.PageGuards`)."""
+    """Knows which slots have pages, and keeps those pages (`pagoda.ledger.slot_view_guards.PageGuards`)."""
 
     def lend(self, slots: Sequence[int], base: Bytes) -> Sequence[int]:
         """Keep the pages of slots as long as `base` is alive; returns the slots that have no pages."""

@@ -17,10 +17,10 @@ from pagoda.ledger import Ledger, StoreSpec, admin
 from pagoda.metrics import Reason
 from pagoda.slab import FileSlab
 from pagoda.threads import NO_THREAD
-from pagoda.tiers import tier_registry
+from pagoda.tiers import opened_tiers
 from pagoda.tiers.base import Bytes, Chunk, Done, check_sizes, clamp_deadline, completed_future
 from pagoda.tiers.breaker import CircuitBreaker
-from pagoda.tiers.disk_io import DiskStore, Slab
+from pagoda.tiers.disk_worker import DiskStore, Slab
 from pagoda.tiers.io_queue import QueuedTier, ReadRequest, WriteRequest
 
 _LOAD_LEASE_SECONDS = 10.0  # chunks that a load has found stay until they are read
@@ -106,7 +106,7 @@ class DiskTier(QueuedTier):
         except BaseException:
             ledger.close()
             raise
-        tier_registry.add("disk", path, sum(map(len, ledger.space.backed_ranges())) * stride if made else 0)
+        opened_tiers.add("disk", path, sum(map(len, ledger.space.backed_ranges())) * stride if made else 0)
         return cls(
             layout,
             ledger,

@@ -24,9 +24,9 @@ from pagoda.ledger.store_state import FORMAT
 from pagoda.metrics import Reason
 from pagoda.slab import MemorySlab
 from pagoda.threads import Condition
-from pagoda.tiers import tier_registry
+from pagoda.tiers import opened_tiers
 from pagoda.tiers.base import Bytes, Chunk, Done, check_sizes, clamp_deadline, completed_future, follows, runs
-from pagoda.tiers.blocking import BlockingCalls
+from pagoda.tiers.put_and_get import BlockingCalls
 
 
 class HostTier(BlockingCalls):
@@ -104,7 +104,7 @@ class HostTier(BlockingCalls):
             ledger.close()
             raise
         if shared:
-            tier_registry.add(
+            opened_tiers.add(
                 "host", path, sum(map(len, ledger.space.backed_ranges())) * layout.slot_bytes if made else 0
             )
         if populate:

@@ -23,7 +23,7 @@ from pagoda.fork import reset_in_child
 from pagoda.metrics import Reason
 from pagoda.threads import Condition, Event, begin
 from pagoda.tiers.base import Bytes, Chunk, Done, running_future
-from pagoda.tiers.blocking import BlockingCalls
+from pagoda.tiers.put_and_get import BlockingCalls
 
 _FEWEST = 2  # the background thread and one that reads and writes: they are started first
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pagoda.cli import FAILED, INTERRUPTED, UsageError, show
+from pagoda.cli import FAILED, INTERRUPTED, UsageError, printing
 from pagoda.cli.stores import AsJson
 
 if TYPE_CHECKING:
@@ -43,10 +43,10 @@ def demo(
     try:
         shown = _ran(Size(), model, host_path, disk_path or Path(tempfile.gettempdir()), as_json)
     except KeyboardInterrupt:
-        show.note("interrupted; the demo left nothing behind")
+        printing.note("interrupted; the demo left nothing behind")
         return INTERRUPTED
     if as_json:
-        show.print_json(shown.as_json())
+        printing.print_json(shown.as_json())
     else:
         _print(shown, model)
     return 0 if shown.identical and shown.controls_differ else FAILED
@@ -56,7 +56,7 @@ def _ran(size: Size, model: str | None, host_in: Path, disk_in: Path, as_json: b
     """Run the processes under a progress bar."""
     from pagoda.cli.demo.demo_run import run_demo
 
-    with show.progress(as_json) as bars:
+    with printing.progress(as_json) as bars:
         task = bars.add_task("starting", total=_STEPS)
 
         def step(process: str, what: str) -> None:
@@ -73,7 +73,7 @@ def _print(shown: Shown, model: str | None) -> None:
         f"{what}, fp32: two questions about the same {shown.cold[0].prompt_tokens:,} tokens, a process a tier"
     )
     columns = ("process", "question", "tokens reused", "computed", "first token", "against cold", "text")
-    show.print_table(title, columns, _rows(shown))
+    printing.print_table(title, columns, _rows(shown))
     print(_chart(shown))
     print(
         f"host hit against handing generate a clone of the same KV: {shown.outcomes['host'].host_vs_handover:.2f}x "

@@ -19,7 +19,7 @@ from types import FrameType
 
 from pagoda.cli import FailedError, UsageError
 from pagoda.cli.demo.demo_child import DemoAnswer, DemoOutcome, Size, Task
-from pagoda.tiers import tier_registry
+from pagoda.tiers import opened_tiers
 
 __all__ = ["Shown", "run_demo"]
 
@@ -137,7 +137,7 @@ def _own_directory(parent: Path, tier: str) -> Iterator[Path]:
         yield made / tier
     finally:
         shutil.rmtree(made, ignore_errors=True)
-        tier_registry.remove(os.path.realpath(made / tier))
+        opened_tiers.remove(os.path.realpath(made / tier))
 
 
 def _run(task: Task, step: Callable[[str], None]) -> DemoOutcome:

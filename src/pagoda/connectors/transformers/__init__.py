@@ -4,10 +4,10 @@ In the order in which a call meets them:
     cached_model      CachedModel: generate, prefix, store
     supported_models  which models and calls can be cached; the layout of a model's KV, from a forward pass
     model_identity    the namespace: digests of weights and adapters
-    batch             the rows of a batch as prompts, with their padding
+    batch_rows        the rows of a batch as prompts, with their padding
     dynamic_cache     a DynamicCache over memory that the cache's transfers fill
     layerwise         KV that arrives layer by layer, while the model computes
-    prefill_times     how fast the model computes prompts: loading must be faster
+    prefill_stopwatch how fast the model computes prompts: loading must be faster
 """
 
 from __future__ import annotations

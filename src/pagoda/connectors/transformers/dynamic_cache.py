@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pagoda.connectors.transformers.batch import BatchRow
+from pagoda.connectors.transformers.batch_rows import BatchRow
 from pagoda.connectors.transformers.supported_models import ProbedModel
 from pagoda.transfer import DenseKV
 

@@ -4,7 +4,7 @@ connector          PagodaConnector: vLLM's interface, each call given to its hal
 options            the options in kv_connector_extra_config
 supported_engines  what is refused, and why
 kv_memory          a worker's KV cache, inspected: the pages as bytes, and their format
-kv_pages           the pages of one layer
+layer_pages        the pages of one layer
 identity/          what the KV depends on
 scheduler          the scheduler's half: what is cached, loaded and saved
 lookups            look-ups of requests in the tiers, on threads

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pagoda.connectors.vllm.identity.device_facts import machine_facts
-from pagoda.connectors.vllm.kv_pages import Page, check_apart, page_of
+from pagoda.connectors.vllm.layer_pages import Page, check_apart, page_of
 from pagoda.transfer.pages import merged
 
 if TYPE_CHECKING:

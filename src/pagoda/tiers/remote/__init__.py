@@ -3,7 +3,7 @@
 In the order in which a save meets them:
 
 - `open_client`: makes the client of a store from a URL
-- `urls`: the rules for URLs
+- `store_urls`: the rules for URLs
 - `remote_tier`: the tier
 - `presence`: what is known about which keys the store has
 - `query_queue`: short queries that a caller waits a moment for
@@ -14,5 +14,5 @@ In the order in which a save meets them:
 - `obstore_runner`: obstore, which signs, lists and deletes, and moves what HTTP connections of ours cannot
 - `http`: direct HTTP connections, which copy nothing
 - `s3_requests`: requests to an S3 bucket that obstore cannot make
-- `socket_options`: keepalive and abort of connections
+- `socket_keepalive`: keepalive and abort of connections
 """

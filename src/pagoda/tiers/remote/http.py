@@ -18,7 +18,7 @@ from typing import NamedTuple
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from pagoda.threads import NO_THREAD, Pool, begin, wait
-from pagoda.tiers.remote.socket_options import IDLE_SECONDS, abort, keep_alive
+from pagoda.tiers.remote.socket_keepalive import IDLE_SECONDS, abort, keep_alive
 
 __all__ = ["HttpConnection", "HttpConnectionPool", "Response", "listed_paths"]
 

@@ -23,7 +23,7 @@ import numpy as np
 from pagoda.codec import HEADER_BYTES
 from pagoda.metrics import Reason
 from pagoda.tiers.base import Bytes
-from pagoda.tiers.remote import obstore_runner, request_urls, s3_requests
+from pagoda.tiers.remote import obstore_runner, s3_requests, store_urls
 from pagoda.tiers.remote.http import HttpConnection, HttpConnectionPool, Response, listed_paths
 from pagoda.tiers.remote.obstore_runner import (
     NO_BUCKET,
@@ -87,24 +87,24 @@ class ObjectStoreClient:
             ValueError: the URL, the prefix or an option is invalid. No message contains the value of an option.
             ModuleNotFoundError: obstore is not installed; says how to install it.
         """
-        parts, path = request_urls.parse_store_url(url)
-        request_urls.check_prefix(prefix)
-        self.name = name or request_urls.TIER_NAMES[parts.scheme]
+        parts, path = store_urls.parse_store_url(url)
+        store_urls.check_prefix(prefix)
+        self.name = name or store_urls.TIER_NAMES[parts.scheme]
         self.keepalive_seconds: float | None = None  # each request costs money
         self.believed_seconds = _BELIEVED_SECONDS
         self._base = "/".join(part for part in (path, prefix, str(NAME_FORMAT)) if part)
         self._parts = parts
         self._options = dict(options)
-        endpoint = request_urls.endpoint_of(parts, self._options)
-        self.address = f"{parts.scheme}://{request_urls.host_of(parts)}{f'/{path}' if path else ''}"
+        endpoint = store_urls.endpoint_of(parts, self._options)
+        self.address = f"{parts.scheme}://{store_urls.host_of(parts)}{f'/{path}' if path else ''}"
         if endpoint is not None and parts.scheme not in ("http", "https"):
-            self.address += f" at {endpoint.scheme}://{request_urls.host_of(endpoint)}"
+            self.address += f" at {endpoint.scheme}://{store_urls.host_of(endpoint)}"
         obstore_runner.open_store(parts, self._options)
 
     def connection(self) -> ObjectStoreConnection:
         """Return a new connection pool that is still to be opened."""
         store = obstore_runner.open_store(self._parts, self._options)
-        is_direct = request_urls.supports_direct(self._parts, self._options)
+        is_direct = store_urls.supports_direct(self._parts, self._options)
         secret = s3_requests.find_secret(self._options) if is_direct and self._parts.scheme == "s3" else None
         return ObjectStoreConnection(store, self._base, self.address, self._parts, is_direct, secret)
 
@@ -129,10 +129,10 @@ class ObjectStoreConnection:
         self._base = base
         self._address = address
         self._url = url
-        self._is_webdav = request_urls.is_webdav(url.scheme)
+        self._is_webdav = store_urls.is_webdav(url.scheme)
         self._is_direct = is_direct
         self._secret = secret  # to sign what obstore does not sign: requests to an S3 bucket as a whole
-        self._headers = request_urls.authorization_header(url)
+        self._headers = store_urls.authorization_header(url)
         self._http: HttpConnection | None = None
         self._http_pool: HttpConnectionPool | None = None  # for look-ups
         self._creates = not self._is_webdav  # whether the store can refuse to overwrite

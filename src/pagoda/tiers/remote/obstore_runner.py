@@ -15,15 +15,15 @@ from urllib.parse import SplitResult
 
 from pagoda.metrics import Reason
 from pagoda.threads import Pool
-from pagoda.tiers.remote.request_urls import (
+from pagoda.tiers.remote.socket_keepalive import IDLE_SECONDS
+from pagoda.tiers.remote.store_client import RefusedError
+from pagoda.tiers.remote.store_urls import (
     authorization_header,
     endpoint_of,
     host_of,
     is_loopback,
     without_vendor,
 )
-from pagoda.tiers.remote.socket_options import IDLE_SECONDS
-from pagoda.tiers.remote.store_client import RefusedError
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig

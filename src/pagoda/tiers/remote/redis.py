@@ -19,7 +19,6 @@ from pagoda.errors import ConfigError, StoreError
 from pagoda.metrics import Reason
 from pagoda.threads import NO_THREAD, Answer, begin, wait
 from pagoda.tiers.base import Bytes
-from pagoda.tiers.remote.request_urls import REDIS_OPTIONS, REDIS_SHAPE, check_redis_url
 from pagoda.tiers.remote.resp import (
     NUMBER,
     ErrorReply,
@@ -29,7 +28,7 @@ from pagoda.tiers.remote.resp import (
     command,
     command_parts,
 )
-from pagoda.tiers.remote.socket_options import abort
+from pagoda.tiers.remote.socket_keepalive import abort
 from pagoda.tiers.remote.store_client import (
     NAME_FORMAT,
     ListingDeadline,
@@ -37,6 +36,7 @@ from pagoda.tiers.remote.store_client import (
     RefusedError,
     Usage,
 )
+from pagoda.tiers.remote.store_urls import REDIS_OPTIONS, REDIS_SHAPE, check_redis_url
 
 __all__ = ["PIECE_BYTES", "RedisAddress", "RedisClient", "RedisConnection"]
 

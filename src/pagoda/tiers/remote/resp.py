@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pagoda.tiers.remote.socket_options import IDLE_SECONDS, abort, keep_alive
+from pagoda.tiers.remote.socket_keepalive import IDLE_SECONDS, abort, keep_alive
 
 __all__ = ["NUMBER", "ErrorReply", "Reply", "ReplyShape", "RespConnection", "command", "command_parts"]
 

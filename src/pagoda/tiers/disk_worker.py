@@ -19,7 +19,7 @@ from pagoda.slab import aligned
 from pagoda.threads import Condition, Event
 from pagoda.tiers.base import Bytes, Done, follows, runs
 from pagoda.tiers.breaker import CircuitBreaker
-from pagoda.tiers.disk_scan import HeaderScan
+from pagoda.tiers.header_scan import HeaderScan
 from pagoda.tiers.io_queue import IoQueue, ReadRequest, WriteRequest
 
 BATCH_CHUNKS = 16

@@ -1,4 +1,4 @@
-"""pagoda.tiers.disk_scan: a disk tier whose ledger is gone."""
+"""pagoda.tiers.header_scan: a disk tier whose ledger is gone."""
 
 from __future__ import annotations
 
