@@ -190,6 +190,13 @@ def test_tiers_that_take_turns_serve_together_what_a_retrieve_would(shm_root: Pa
     ]
 
 
+def test_two_stores_of_one_tier_are_two_places(shm_root: Path) -> None:
+    put(host(shm_root, name="a"), LLAMA, PROMPT[:48])
+    put(host(shm_root, name="b"), LLAMA, PROMPT[:16])
+    found = explained(shm_root)  # the shorter one does not hide the other
+    assert [(one["tier"], one["num_tokens"]) for one in found] == [("host", 48), ("host", 16), ("all", 48)]
+
+
 def test_the_best_namespace_comes_first_and_one_may_be_chosen(shm_root: Path) -> None:
     ledger = host(shm_root)
     put(ledger, LLAMA, range(16))

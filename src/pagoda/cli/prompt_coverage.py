@@ -128,17 +128,19 @@ def _verdict(prompt: Prompt, root: bytes, places: Sequence[_Place], minimum: int
     if not keys:
         detail = f"{prompt.num_tokens} tokens do not fill a chunk of {size}"
         return PrefixVerdict(0, Reason.SHORT_PROMPT, detail)
-    said: dict[str, tuple[Reason, str]] = {}  # by each tier, of the first chunk that it lacks
+    said: dict[str, tuple[Reason, str]] = {}  # by each place, of the first chunk that it lacks
 
-    def find(place: _Place, at: int) -> tuple[int, Reason | None]:
+    def find(number: str, place: _Place, at: int) -> tuple[int, Reason | None]:
         if isinstance(place, RemoteSpec):
             run, reason, detail = _from_remote(prompt, root, place, at)
         else:
             run, reason, detail = _from_ledger(prompt, root, place, at)
-        said[_name(place)] = reason, detail
+        said[number] = reason, detail
         return run, None
 
-    total = size * match_tiers({_name(place): partial(find, place) for place in places}, len(keys)).chunks
+    # by number: several stores may be of one tier
+    finders = {str(at): partial(find, str(at), place) for at, place in enumerate(places)}
+    total = size * match_tiers(finders, len(keys)).chunks
     if 0 < total < minimum:
         return PrefixVerdict(0, Reason.BELOW_MINIMUM, f"{total} tokens are there, min_hit_tokens = {minimum}")
     if total == size * len(keys):

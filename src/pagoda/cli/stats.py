@@ -52,7 +52,7 @@ def stats(
     if as_json and prometheus:
         raise UsageError("--json and --prometheus: choose one")
     snapshots, broken = in_each(find_stores(directory, config), _snapshot)
-    found = list(snapshots.values())
+    found = [snapshot._replace(directory=store) for store, snapshot in snapshots.items()]
     shared = [_room_of(spec) for spec in remotes_of(directory, config)]
     if as_json:
         failures = [{"directory": str(store), "error": trouble} for store, trouble in broken.items()]

@@ -12,7 +12,7 @@ import pickle
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
@@ -25,6 +25,7 @@ from pagoda.cli import FailedError, printing
 from pagoda.threads import wait
 
 if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
     from multiprocessing.sharedctypes import Synchronized
 
     from pagoda.replay.trace import Request
@@ -54,9 +55,9 @@ def cores() -> int:
 class TracePool:
     """Processes that have the trace and do work on it, as long as the context lasts. For one thread."""
 
-    _chunks_done: Synchronized[
-        float
-    ]  # by all processes, times their work's weight; as long as there is an executor
+    # both as long as there is an executor
+    _trace: str
+    _chunks_done: Synchronized[float]  # by all processes, times their work's weight
 
     def __init__(self, requests: Sequence[Request], jobs: int, quiet: bool) -> None:
         self._requests, self._jobs, self._quiet = requests, jobs, quiet
@@ -85,6 +86,8 @@ class TracePool:
                 raise FailedError(short) from None
 
     def _spread(self, work: Sequence[TraceJob[R]], show_done: Callable[[float], None]) -> list[R]:
+        if self._executor is None:
+            self._write_trace()  # takes a while: Ctrl-C ends it
         with _uninterrupted():
             executor = self._executor = self._executor or self._started()
             self._chunks_done.value = 0.0
@@ -94,26 +97,31 @@ class TracePool:
             for future in futures:
                 if future.done():
                     future.result()  # an error of one ends them all
-            show_done(self._chunks_done.value)
+            # without its lock, which a process that was killed may have kept
+            show_done(self._chunks_done.get_obj().value)
         return [future.result() for future in futures]
 
-    def _started(self) -> ProcessPoolExecutor:
-        # each process reads it for itself; a file without a name
+    def _write_trace(self) -> None:
+        """Write the trace into a file without a name, which each process reads for itself."""
         trace = self._ends.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
         pickle.dump(self._requests, trace)
         trace.flush()
-        path = f"/proc/{os.getpid()}/fd/{trace.fileno()}"
+        self._trace = f"/proc/{os.getpid()}/fd/{trace.fileno()}"
+
+    def _started(self) -> ProcessPoolExecutor:
         context = multiprocessing.get_context("spawn")
         self._chunks_done = context.Value("d")
-        executor = ProcessPoolExecutor(self._jobs, context, _start_worker, (path, self._chunks_done))
+        executor = ProcessPoolExecutor(self._jobs, context, _start_worker, (self._trace, self._chunks_done))
         self._ends.callback(executor.shutdown)
-        self._ends.callback(_kill_workers)  # before: work that has begun is not waited for
+        # before: work that has begun is not waited for
+        self._ends.callback(_kill_children_but, set(multiprocessing.active_children()))
         return executor
 
 
-def _kill_workers() -> None:
+def _kill_children_but(others: Set[BaseProcess]) -> None:
     for process in multiprocessing.active_children():
-        process.kill()
+        if process not in others:
+            process.kill()
 
 
 @contextmanager
