@@ -19,9 +19,9 @@ from harness import Figure, Runs, say, seconds_figure, seconds_text
 
 from pagoda import KVLayout
 from pagoda.blocks import Admitted, BlockManager
-from pagoda.blocks.allocator import BlockAllocator, BlockPool
+from pagoda.blocks.allocator import BlockAllocator
 from pagoda.blocks.completion import Completion
-from pagoda.blocks.moves import Moves
+from pagoda.blocks.lower_tiers import LowerTiers
 from pagoda.blocks.tree import Tree
 
 BLOCK_TOKENS = 64
@@ -123,7 +123,7 @@ def tree_figures(plan: Plan) -> list[Figure]:
         say(f"  {nodes:,} nodes: {shape} ...")
         with opened(plan, _LAYOUT, HOST_SLOTS * _LAYOUT.slot_bytes) as cache:
             tracemalloc.start()
-            allocator = BlockAllocator(BlockPool(nodes), Tree(), Moves(cache.slots))
+            allocator = BlockAllocator(nodes, LowerTiers(cache))
             empty = _traced()
             _fill(allocator, length)
             memory[shape] = _parts(allocator.tree, _traced() - empty) | {"pool": empty / nodes}
@@ -158,15 +158,15 @@ def _use_again(tree: Tree, times: int) -> None:
 
 def _evict(plan: Plan, allocator: BlockAllocator, shape: str, watch: Watch) -> None:
     """Evict to nowhere, then to the host."""
-    completion = Completion(allocator, {}, BLOCK_TOKENS, 1)
+    completion = Completion(allocator, 1)
     for turn in range(1 + max(9, plan.rounds)):
         clock = watch if turn else Watch()  # the first round warms up
-        allocator.paused, free = True, allocator.pool.free
+        allocator.lower_tiers.paused, free = True, allocator.pool.free
         with clock.on(shape):
             copies = allocator.evict(EVICTED)
         if copies is not None or allocator.pool.free != free + EVICTED:
             raise RuntimeError(f"{allocator.pool.free - free} blocks were evicted")
-        allocator.paused = False
+        allocator.lower_tiers.paused = False
         with clock.on(f"{shape} to the host"):
             copies = allocator.evict(EVICTED)
         if copies is None or len(copies.copies) != EVICTED:

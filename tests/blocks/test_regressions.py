@@ -198,8 +198,12 @@ def test_the_end_of_a_copy_looks_at_nobody_else(hosted: Engine, monkeypatch: pyt
         hosted.add(name, prompt(17))
     first, second = hosted.admit("b"), hosted.admit("c")
     assert first.plan is not None and second.waits == {first.plan.ticket}
-    monkeypatch.setattr(hosted.manager._completion, "_requests", OneByOne(hosted.manager._requests))
-    assert hosted.end(first.plan).ready == ("b", "c")
+    hosted.copy(first.plan)
+    with monkeypatch.context() as patched:
+        patched.setattr(hosted.manager._allocator, "requests", OneByOne(hosted.manager._requests))
+        settled = hosted.manager.completed(first.plan.ticket)
+    assert settled.ready == ("b", "c")
+    hosted.manager.check()
 
 
 @contextmanager

@@ -7,7 +7,7 @@ The modules, in the order in which a request passes them:
     admission      matches a waiting request and gives it blocks
     tree           the prefix tree over the device blocks
     lower_tiers    the host tier and the tiers below it, as the manager asks them
-    allocator      the free blocks, and eviction to make room
+    allocator      the free blocks, eviction to make room, and the state that the modules share
     moves          the copies in flight between blocks and host slots
     completion     what happens when their tickets end
     plans          the values that the manager returns

@@ -6,7 +6,7 @@ import time
 from concurrent.futures import Future
 
 from pagoda.blocks.allocator import BlockAllocator
-from pagoda.blocks.lower_tiers import LowerTiers
+from pagoda.blocks.moves import LoadMove
 from pagoda.blocks.plans import Admitted, NoRoom, Place, Plan, PrefixMatch, Waiting
 from pagoda.blocks.request_state import RequestState, blocks_for
 from pagoda.blocks.tree import Node
@@ -19,10 +19,11 @@ __all__ = ["AdmissionControl"]
 class AdmissionControl:
     """Matches and admits waiting requests. Not thread-safe."""
 
-    def __init__(self, allocator: BlockAllocator, lower_tiers: LowerTiers, prefix_caching: bool) -> None:
+    def __init__(self, allocator: BlockAllocator, prefix_caching: bool) -> None:
         self._allocator = allocator
         self._tree = allocator.tree
-        self._lower_tiers = lower_tiers
+        self._moves = allocator.moves
+        self._lower_tiers = allocator.lower_tiers
         self._prefix_caching = prefix_caching
         self.match_seconds = 0.0
 
@@ -33,10 +34,8 @@ class AdmissionControl:
         self._rehash_if_changed(request)
         keys = request.matchable_keys()
         device = len(self._device_path(request))
-        host = storage = 0
-        if device < len(keys) and not self._allocator.paused:
-            host = len(self._lower_tiers.match_host(keys[device:], device).slots)
-            storage = self._lower_tiers.match_lower(keys[device + host :], device + host, request)
+        host = len(self._lower_tiers.match_host(keys[device:], device).slots)
+        storage = self._lower_tiers.match_lower(keys[device + host :], device + host, request)
         whole = request.align_to_items(device + host + storage)
         if (whole - device) * request.block_tokens < self._lower_tiers.min_hit_tokens:
             whole = request.align_to_items(device)
@@ -49,7 +48,7 @@ class AdmissionControl:
         """Begin to load to the host what the device lacks."""
         self._rehash_if_changed(request)
         keys, device = request.matchable_keys(), len(self._device_path(request))
-        if self._allocator.paused:
+        if self._lower_tiers.paused:
             return None
         host = len(self._lower_tiers.match_host(keys[device:], device).slots)
         if device + host < len(keys):
@@ -71,7 +70,7 @@ class AdmissionControl:
         keys = request.matchable_keys()
         path = self._tree.path(keys)
         whole = request.align_to_items(len(path))
-        if whole < len(path) < len(keys) and not alone and not self._allocator.paused:
+        if whole < len(path) < len(keys) and not alone:
             found = self._lower_tiers.match_host(keys[len(path) :], len(path), touch=False)
             if request.align_to_items(len(path) + len(found.slots)) >= len(path):
                 return path
@@ -87,9 +86,8 @@ class AdmissionControl:
         most = request.num_tokens + reserve_tokens
         answer = self._try_admit(request, self._device_path(request), most, evict, chunk_tokens)
         if answer is None:  # the host lacks the rest of an item, or there is no room for it
-            answer = self._try_admit(
-                request, self._device_path(request, alone=True), most, evict, chunk_tokens
-            )
+            path = self._device_path(request, alone=True)
+            answer = self._try_admit(request, path, most, evict, chunk_tokens)
             assert answer is not None, "a path that ends at an item needs nothing of the host"
         return answer
 
@@ -100,21 +98,12 @@ class AdmissionControl:
         most = least = blocks_for(most_tokens, request.block_tokens) - device
         if chunk_tokens is not None:
             chunk, keys = blocks_for(chunk_tokens, request.block_tokens), request.matchable_keys()[device:]
-            found = (
-                0
-                if self._allocator.paused
-                else len(self._lower_tiers.match_host(keys, device, touch=False).slots)
-            )
+            found = len(self._lower_tiers.match_host(keys, device, touch=False).slots)
             least, most = min(least, chunk), min(most, found + chunk)
         return least, most
 
     def _try_admit(
-        self,
-        request: RequestState,
-        path: list[Node],
-        most_tokens: int,
-        evict: bool,
-        chunk_tokens: int | None,
+        self, request: RequestState, path: list[Node], most_tokens: int, evict: bool, chunk_tokens: int | None
     ) -> Admitted | Waiting | NoRoom | None:
         """Give a request its blocks after a path. A refusal changes nothing.
 
@@ -151,12 +140,12 @@ class AdmissionControl:
         request.num_in_tree = len(path)
         if self._tree.loading:
             loading = {node.ticket for node in path if node.place is Place.TO_DEVICE}
-            self._allocator.moves.wait_for(request, loading)
+            self._moves.wait_for(request, loading)
 
     def _plan_load(self, request: RequestState) -> Plan | None:
         """Plan to load the blocks after the path from the host, as far as the host has them and holds them."""
         keys, device = request.matchable_keys(), request.num_in_tree
-        if device == len(keys) or self._allocator.paused:
+        if device == len(keys) or self._lower_tiers.paused:
             return None
         match = self._lower_tiers.match_host(keys[device:], device)
         stop = min(device + len(match.slots), len(request.table))
@@ -165,27 +154,22 @@ class AdmissionControl:
         if 0 < count * request.block_tokens < self._lower_tiers.min_hit_tokens:
             reason = Reason.BELOW_MINIMUM
         elif count:
-            held = self._lower_tiers.hold(
-                match.slots[:count],
-                match.generations[:count],
-                lambda n: request.align_to_items(device + n) - device,
-            )
+            held = self._lower_tiers.hold(match, count, lambda n: request.align_to_items(device + n) - device)
         self._lower_tiers.count_request(request, len(keys) - device, held, reason)
         if not held:
             return None
-        move = self._allocator.moves.new_load(
-            request.request_id, match.slots[:held], match.generations[:held]
-        )
-        parent, stop = request.last_node, device + held
-        if parent is not None and parent.place is Place.TO_DEVICE:
-            move.depends_on = parent.ticket
+        parent, stop, ticket = request.last_node, device + held, self._moves.new_ticket()
+        depends_on = parent.ticket if parent is not None and parent.place is Place.TO_DEVICE else 0
         blocks = request.table[device:stop]
-        move.nodes = self._tree.insert_loading(keys[device:stop], request.root, parent, blocks, move.ticket)
-        self._tree.lock(move.nodes[-1])
+        nodes = self._tree.insert_loading(keys[device:stop], request.root, parent, blocks, ticket)
+        self._tree.lock(nodes[-1])
         self._allocator.unlock(parent)
-        request.last_node, request.num_in_tree = move.nodes[-1], stop
-        plan = self._allocator.moves.plan_load(move)
-        self._allocator.moves.wait_for(request, [move.ticket])
+        request.last_node, request.num_in_tree = nodes[-1], stop
+        slots, generations = match.slots[:held], match.generations[:held]
+        plan = self._moves.plan_load(
+            LoadMove(ticket, nodes, slots, generations, request.request_id, depends_on)
+        )
+        self._moves.wait_for(request, [ticket])
         return plan
 
     def _admitted(self, request: RequestState, device: int, plan: Plan | None) -> Admitted:
@@ -199,7 +183,5 @@ class AdmissionControl:
         counts["asked_tokens"] += request.num_tokens
         for tier, tokens in by_tier.items():
             counts[f"hit_tokens_{tier if tier in ('device', 'host') else 'storage'}"] += tokens
-        waits = frozenset(request.waits)
-        return Admitted(
-            list(request.table), request.num_in_tree, request.computed_tokens, by_tier, plan, waits
-        )
+        table, waits = list(request.table), frozenset(request.waits)
+        return Admitted(table, request.num_in_tree, request.computed_tokens, by_tier, plan, waits)

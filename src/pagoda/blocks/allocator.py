@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
+from pagoda.blocks.lower_tiers import LowerTiers
 from pagoda.blocks.moves import Moves, Source
 from pagoda.blocks.plans import NoRoom, Place, Plan, Waiting
 from pagoda.blocks.request_state import RequestState
@@ -40,14 +41,11 @@ class BlockPool:
     def resize(self, num_blocks: int) -> None:
         """Set the number of blocks. Raises ValueError if a removed one is in use."""
         self.check_size(num_blocks)
-        used = [block for block in range(num_blocks, self.total) if self._used[block]]
-        if used:
+        if used := [block for block in range(num_blocks, self.total) if self._used[block]]:
             raise ValueError(f"blocks {used} are in use: free them before the pool gets {num_blocks} blocks")
         new = range(num_blocks - 1, self.total - 1, -1)
-        self._free = [
-            *new,
-            *(block for block in self._free if block < num_blocks),
-        ]  # the lowest first, from the end
+        # the lowest first, from the end
+        self._free = [*new, *(block for block in self._free if block < num_blocks)]
         self._used = self._used[:num_blocks] + bytearray(max(0, num_blocks - self.total))
 
     @staticmethod
@@ -71,11 +69,10 @@ class BlockPool:
 
     def release(self, blocks: Sequence[int]) -> None:
         """Free blocks. Raises ValueError, and frees none, if one is free already, named twice or not of this pool."""
-        foreign = [block for block in blocks if not 0 <= block < len(self._used)]
-        if foreign:
+        if foreign := [block for block in blocks if not 0 <= block < len(self._used)]:
             raise ValueError(f"blocks {foreign} are not of this pool of {len(self._used)}")
-        twice = sorted({block for block in blocks if not self._used[block]} | _repeated(blocks))
-        if twice:
+        if len({block for block in blocks if self._used[block]}) < len(blocks):
+            twice = sorted({block for block in blocks if not self._used[block] or blocks.count(block) > 1})
             raise ValueError(f"blocks {twice} are freed twice")
         for block in blocks:
             self._used[block] = 0
@@ -93,13 +90,17 @@ class BlockPool:
 
 
 class BlockAllocator:
-    """Allocates device blocks, and evicts others for that: pool, prefix tree and moves together. Not thread-safe."""
+    """The state of one manager: pool, prefix tree, moves, requests and lower tiers. Not thread-safe.
 
-    def __init__(self, pool: BlockPool, tree: Tree, moves: Moves) -> None:
-        self.pool = pool
-        self.tree = tree
-        self.moves = moves
-        self.paused = False
+    Its methods are what admission, completion and the manager have in common: allocate, evict for that, and unlock.
+    """
+
+    def __init__(self, num_blocks: int, lower_tiers: LowerTiers) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.tree = Tree()
+        self.lower_tiers = lower_tiers
+        self.moves = Moves(lower_tiers.slots)
+        self.requests: dict[str, RequestState] = {}
         self.counts: Counter[str] = Counter()
 
     def shortage(self, blocks: int, path: Sequence[Node] = (), evict: bool = True) -> Waiting | NoRoom | None:
@@ -151,13 +152,13 @@ class BlockAllocator:
         """Evict up to `blocks` blocks: to the host as far as it has room; those that need no copy are freed at once."""
         nodes = self.tree.evict(blocks)
         self.counts["evicted_blocks"] += len(nodes)
-        if self.paused or self.moves.slots is None:
+        if self.lower_tiers.paused or self.moves.slots is None:
             self.counts["dropped_blocks"] += len(nodes)
             self.pool.release(self.tree.remove_evicted(nodes))
             return None
         # A node whose eviction was cancelled while its copy runs is evicted with that copy; parents before children.
         fresh = [node for node in reversed(nodes) if node.ticket not in self.moves.in_flight]
-        planned = self.moves.plan_store([_source(node) for node in fresh])
+        planned = self.moves.plan_store([Source.of(node, evicted=True) for node in fresh])
         self.counts["dropped_blocks"] += planned.refused
         self.pool.release(
             self.tree.remove_evicted([one.node for one in planned.uncopied if one.node is not None])
@@ -173,22 +174,17 @@ class BlockAllocator:
                     self.counts["cancelled_moves"] += 1
 
     def requeue(self, request: RequestState) -> None:
-        """Let an admitted request wait again: undo its admission, except that its path counts as used."""
+        """Undo the admission of a request, if it has one, except that its path counts as used: it waits again."""
         self.pool.release(request.own_blocks)
         self.unlock(request.last_node, self.tree.now())
         request.reset()
+
+    def discard(self, nodes: Iterable[Node]) -> None:
+        """Remove those of these nodes that are not in use, children before parents, and free their blocks."""
+        removed = map(self.tree.remove, nodes)
+        self.pool.release([block for block in removed if block is not None])
 
     def unlock(self, node: Node | None, now: int = 0) -> None:
         """End one lock, and free the blocks that only this lock kept."""
         if node is not None:
             self.pool.release(self.tree.unlock(node, now))
-
-
-def _source(node: Node) -> Source:
-    parent = None if node.parent is None else node.parent.key
-    return Source(node.key, node.root, node.position, parent, node.block, node)
-
-
-def _repeated(blocks: Sequence[int]) -> set[int]:
-    seen: set[int] = set()
-    return {block for block in blocks if block in seen or seen.add(block)}  # type: ignore[func-returns-value]

@@ -17,14 +17,10 @@ class Completion:
     Not thread-safe.
     """
 
-    def __init__(
-        self, allocator: BlockAllocator, requests: dict[str, RequestState], block_tokens: int, ranks: int
-    ) -> None:
+    def __init__(self, allocator: BlockAllocator, ranks: int) -> None:
         self._allocator = allocator
         self._tree = allocator.tree
         self._moves = allocator.moves
-        self._requests = requests
-        self._block_tokens = block_tokens
         self._ranks = ranks
         self._lost: set[int] = set()
 
@@ -37,8 +33,7 @@ class Completion:
 
     def report(self, ticket: int, rank: int, blocks: int | None) -> Settled:
         """Note that `rank` has ended a ticket; its first `blocks` copies (None: all) are good. Raises ValueError."""
-        if not 0 <= rank < self._ranks:
-            raise ValueError(f"rank {rank} is not one of the {self._ranks} ranks")
+        self._check_rank(rank)
         move = self._moves.in_flight.get(ticket)
         if move is None or rank in move.reports:
             return Settled(known=False, ended=False)
@@ -49,8 +44,7 @@ class Completion:
 
     def lost(self, rank: int) -> list[Settled]:
         """Note that a rank has died: every ticket that waits for its report has failed."""
-        if not 0 <= rank < self._ranks:
-            raise ValueError(f"rank {rank} is not one of the {self._ranks} ranks")
+        self._check_rank(rank)
         self._lost.add(rank)
         settled: list[Settled] = []
         for ticket in list(self._moves.in_flight):
@@ -59,6 +53,10 @@ class Completion:
                 move.reports[rank] = 0
                 settled.append(self._settle_if_complete(move))
         return settled
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self._ranks:
+            raise ValueError(f"rank {rank} is not one of the {self._ranks} ranks")
 
     def _settle_if_complete(self, move: StoreMove | LoadMove) -> Settled:
         if any(rank not in move.reports for rank in range(self._ranks) if rank not in self._lost):
@@ -104,11 +102,13 @@ class Completion:
             request.waits.discard(move.ticket)
             if not request.waits:
                 ready.append(request.request_id)
-        settled = Settled(ready=tuple(ready), shortened=shortened, again=tuple(again))
         for dependent in self._moves.loads():
             if dependent.depends_on == move.ticket and dependent.copied is not None:
-                settled = _joined(settled, self._finish_load(dependent, dependent.copied))
-        return settled
+                later = self._finish_load(dependent, dependent.copied)
+                ready += later.ready
+                again += later.again
+                shortened |= later.shortened
+        return Settled(ready=tuple(ready), shortened=shortened, again=tuple(again))
 
     def _sharers(self, move: LoadMove, node: Node) -> list[RequestState]:
         """Return the requests that wait for a move and have this node of it in their paths."""
@@ -149,7 +149,7 @@ class Completion:
             self._tree.lock(first.parent)
         self._allocator.unlock(request.last_node)
         request.last_node, request.num_in_tree = first.parent, first.position
-        request.computed_tokens = first.position * self._block_tokens
+        request.computed_tokens = first.position * request.block_tokens
 
     def _cancel_dependents(self, missing: list[Node]) -> None:
         """Cancel the loads that depend on missing nodes: they have no parent in the tree; their requests wait again."""
@@ -174,7 +174,7 @@ class Completion:
 
     def cancel_all(self) -> list[str]:
         """Cancel all moves. Returns the requests that waited for them, which wait to be admitted again."""
-        rolled = [request for request in self._requests.values() if request.waits]
+        rolled = [request for request in self._allocator.requests.values() if request.waits]
         for request in rolled:
             self._allocator.requeue(request)
         for load in reversed(self._moves.loads()):
@@ -204,11 +204,3 @@ def _successor(sharing: list[RequestState], move: LoadMove, missing: list[Node])
     at = missing[0].position
     fitting = [one for one in sharing if one.last_node in missing and one.align_to_items(at) == at]
     return next((one for one in fitting if one.request_id == move.owner), next(iter(fitting), None))
-
-
-def _joined(one: Settled, other: Settled) -> Settled:
-    return one._replace(
-        ready=one.ready + other.ready,
-        shortened=one.shortened | other.shortened,
-        again=one.again + other.again,
-    )

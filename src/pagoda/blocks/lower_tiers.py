@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import numpy as np
-import numpy.typing as npt
 
 from pagoda.blocks.plans import Place
 from pagoda.blocks.request_state import RequestState
 from pagoda.cache import Cache
 from pagoda.cache.hit import Hit
+from pagoda.cache.request import CallOptions
 from pagoda.keys import Namespace
 from pagoda.ledger import Match
 from pagoda.metrics import Reason
@@ -30,6 +30,7 @@ class LowerTiers:
         self.slots = None if cache is None else cache.slots
         self.min_hit_tokens = 0 if cache is None else cache.config.min_hit_tokens
         self._lower = () if cache is None else cache.tiers[0 if self.slots is None else 1 :]
+        self.paused = False  # nothing is found or loaded, and no new moves are planned
         self._epoch = 0  # without a cache: how often the weights have changed
         self._fetches: dict[bytes, tuple[frozenset[bytes], Future[Hit]]] = {}  # by the last key of the run
         self.host_seconds = 0.0
@@ -58,22 +59,18 @@ class LowerTiers:
 
     def match_host(self, keys: Sequence[bytes], start: int, *, touch: bool = True) -> Match:
         """Return the leading run of `keys` in host slots; leases it for a moment, unless `touch` is False."""
-        if self.slots is None or not keys:
+        if self.slots is None or self.paused or not keys:
             return _NOTHING
         began = time.perf_counter()
         match = self.slots.match_prefix(keys, start, touch=touch)
         self.host_seconds += time.perf_counter() - began
         return match
 
-    def hold(
-        self,
-        slots: npt.NDArray[np.int64],
-        generations: npt.NDArray[np.uint64],
-        whole: Callable[[int], int],
-    ) -> int:
-        """Hold chunks until `release`; returns how many leading ones are held, cut by `whole` to a usable run."""
+    def hold(self, match: Match, count: int, whole: Callable[[int], int]) -> int:
+        """Hold the first `count` chunks of a match; returns how many are held, cut by `whole` to a usable run."""
         if self.slots is None:
             return 0
+        slots, generations = match.slots[:count], match.generations[:count]
         held = self.slots.hold(slots, generations)
         count = max(0, whole(held.index(False) if False in held else len(held)))
         rest = [i for i in range(count, len(held)) if held[i]]
@@ -85,16 +82,11 @@ class LowerTiers:
 
     def match_lower(self, keys: Sequence[bytes], start: int, request: RequestState) -> int:
         """Return how many leading `keys`, whose positions begin at `start`, the lower tiers have."""
-        if self._cache is None or not self._lower or not keys:
+        if self._cache is None or self.paused or not self._lower or not keys:
             return 0
-        hit = self._cache.lookup(
-            None,
-            counted=False,
-            keys=self._placed(keys, start, request.block_tokens),
-            lora=request.lora,
-            salt=request.salt,
-            tiers=self._lower,
-        )
+        options = _call_options(keys, start, request)
+        options["tiers"] = self._lower
+        hit = self._cache.lookup(None, counted=False, **options)
         return hit.num_tokens // request.block_tokens
 
     def prefetch(self, keys: Sequence[bytes], start: int, request: RequestState) -> Future[Hit] | None:
@@ -106,23 +98,14 @@ class LowerTiers:
         if known is not None and keys[start] in known[0]:
             return known[1]
         began = time.perf_counter()
-        future = self._cache.prefetch(
-            None,
-            keys=self._placed(keys[start:], start, request.block_tokens),
-            lora=request.lora,
-            salt=request.salt,
-        )
-        future.add_done_callback(lambda _: self._fetched(time.perf_counter() - began))
+        future = self._cache.prefetch(None, **_call_options(keys[start:], start, request))
+
+        def ended(_: Future[Hit]) -> None:
+            self.fetch_seconds += time.perf_counter() - began
+
+        future.add_done_callback(ended)
         self._fetches[keys[-1]] = (frozenset(keys[start:]), future)
         return future
-
-    def _fetched(self, seconds: float) -> None:
-        self.fetch_seconds += seconds
-
-    @staticmethod
-    def _placed(keys: Sequence[bytes], start: int, block_tokens: int) -> list[tuple[int, int, bytes]]:
-        begins = range(start * block_tokens, (start + len(keys)) * block_tokens, block_tokens)
-        return [(at, at + block_tokens, key) for at, key in zip(begins, keys, strict=True)]
 
     # ---- both
 
@@ -153,6 +136,13 @@ class LowerTiers:
             self.slots.count_request(wanted * request.block_tokens, self.by_tier(request, held), reason)
             if self.slots.is_recording:
                 self.slots.record_request(request.keys, request.num_tokens)
+
+
+def _call_options(keys: Sequence[bytes], start: int, request: RequestState) -> CallOptions:
+    """Return the options of a call of the cache for `keys` of a request, whose positions begin at `start`."""
+    size = request.block_tokens
+    placed = [(at * size, (at + 1) * size, key) for at, key in enumerate(keys, start)]
+    return {"keys": placed, "lora": request.lora, "salt": request.salt}
 
 
 def _root(lora: str | None, salt: str | None, epoch: int) -> bytes:

@@ -9,18 +9,19 @@ It copies no bytes. Copies are handed out as plans; the engine does them and rep
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from itertools import islice
 
 from pagoda.blocks.admission import AdmissionControl
-from pagoda.blocks.allocator import BlockAllocator, BlockPool
+from pagoda.blocks.allocator import BlockAllocator
 from pagoda.blocks.completion import Completion
 from pagoda.blocks.lower_tiers import LowerTiers
-from pagoda.blocks.moves import Moves, Source
+from pagoda.blocks.moves import Source
 from pagoda.blocks.plans import Admitted, Extended, NoRoom, Place, Plan, PrefixMatch, Settled, Waiting
 from pagoda.blocks.request_state import RequestState, blocks_for
-from pagoda.blocks.tree import Node, Tree, upward
+from pagoda.blocks.tree import Node, upward
 from pagoda.cache import Cache
 from pagoda.cache.hit import Hit
 from pagoda.keys import Item, TokenIds, chunk_keys
@@ -85,15 +86,13 @@ class BlockManager:
         self.prefix_caching = prefix_caching
         self._write_back = write_back
         self._lower_tiers = LowerTiers(cache)
-        self._pool = BlockPool(num_blocks)
-        self._tree = Tree()
-        self._moves = Moves(self._lower_tiers.slots)
-        self._allocator = BlockAllocator(self._pool, self._tree, self._moves)
-        self._requests: dict[str, RequestState] = {}
-        self._completion = Completion(self._allocator, self._requests, block_tokens, ranks)
-        self._counts = BlockCounts(self._allocator, self._requests)
-        self._admission = AdmissionControl(self._allocator, self._lower_tiers, prefix_caching)
-        self._pins = PinnedPrefixes(self._allocator)
+        self._allocator = allocator = BlockAllocator(num_blocks, self._lower_tiers)
+        self._pool, self._tree, self._moves = allocator.pool, allocator.tree, allocator.moves
+        self._requests = allocator.requests
+        self._admission = AdmissionControl(allocator, prefix_caching)
+        self._completion = Completion(allocator, ranks)
+        # By the key of its last block under a root that new weights do not change: each pin's last node.
+        self._pinned: dict[bytes, list[Node]] = {}
 
     # ---- a request's tokens
 
@@ -236,7 +235,7 @@ class BlockManager:
             most = request.computed_tokens if keep_output else request.prompt_tokens
             self._insert_computed(request, min(request.computed_tokens, most))
         plan = self._plan_write_back(request)
-        self._release_blocks(request)
+        self._allocator.requeue(request)
         del self._requests[request_id]
         return plan
 
@@ -245,7 +244,7 @@ class BlockManager:
         request = self._admitted_request(request_id)
         if not request.waits:
             self._insert_computed(request, request.computed_tokens)
-        self._release_blocks(request)
+        self._allocator.requeue(request)
 
     def release(self, request_id: str, *, discard: bool = False) -> None:
         """End a request, waiting or admitted.
@@ -254,32 +253,17 @@ class BlockManager:
         """
         request = self._request(request_id)
         inserted = request.inserted if discard else []
-        self._release_blocks(request)
-        gone = (self._tree.remove(node) for node in reversed(inserted))
-        self._pool.release([block for block in gone if block is not None])
+        self._allocator.requeue(request)
+        self._allocator.discard(reversed(inserted))
         del self._requests[request_id]
 
-    def _release_blocks(self, request: RequestState) -> None:
-        self._pool.release(request.own_blocks)
-        self._allocator.unlock(request.last_node, self._tree.now())
-        request.reset()
-
     def _plan_write_back(self, request: RequestState) -> Plan | None:
-        if (
-            not self._write_back
-            or self._allocator.paused
-            or request.stale
-            or request.waits
-            or request.last_node is None
-        ):
+        if not self._write_back or self._lower_tiers.paused or request.stale or request.waits:
             return None
         keys = request.keys[: request.num_in_tree]
         have = len(self._lower_tiers.match_host(keys, 0).slots)
         nodes = list(islice(upward(request.last_node), len(keys) - have))[::-1]
-        sources = [
-            Source(node.key, node.root, node.position, _key(node.parent), node.block, None) for node in nodes
-        ]
-        planned = self._moves.plan_store(sources, path=nodes)
+        planned = self._moves.plan_store([Source.of(node, evicted=False) for node in nodes], path=nodes)
         if planned.lock is not None:
             self._tree.lock(planned.lock)
         return planned.plan
@@ -306,7 +290,7 @@ class BlockManager:
             raise ValueError(
                 f"{len(keys)} whole blocks of tokens and {len(table)} device blocks: give one per whole block"
             )
-        if self._allocator.paused:
+        if self._lower_tiers.paused:
             return None
         have = len(self._lower_tiers.match_host(keys, 0).slots)
         parents = [None, *keys]
@@ -332,7 +316,7 @@ class BlockManager:
     def lost(self, rank: int) -> list[Settled]:
         """Report that a rank has died: every ticket that waits for it fails, and no new moves are planned."""
         settled = self._completion.lost(rank)
-        self._allocator.paused = True
+        self._lower_tiers.paused = True
         return settled
 
     @property
@@ -343,15 +327,15 @@ class BlockManager:
     @property
     def paused(self) -> bool:
         """Whether no new moves are planned."""
-        return self._allocator.paused
+        return self._lower_tiers.paused
 
     def pause(self) -> None:
         """Plan no new moves: evicted blocks are dropped, the host is not asked. Drained when `in_flight` is 0."""
-        self._allocator.paused = True
+        self._lower_tiers.paused = True
 
     def resume(self) -> None:
         """Plan moves again, unless a rank was lost: its part of every chunk would be missing."""
-        self._allocator.paused = self._completion.ranks_lost
+        self._lower_tiers.paused = self._completion.ranks_lost
 
     # ---- pins, clearing
 
@@ -366,7 +350,14 @@ class BlockManager:
         """Keep the leading blocks of `tokens` that are on the device there, until `unpin`; returns how many tokens."""
         keys = chunk_keys(tokens, self._lower_tiers.root(lora, salt), self.block_tokens, items)
         names = chunk_keys(tokens, self._lower_tiers.lasting_root(lora, salt), self.block_tokens, items)
-        return self._pins.pin(keys, names) * self.block_tokens
+        path = self._tree.path(keys)
+        self._allocator.cancel_evictions(path)
+        while path and path[-1].place is not Place.DEVICE:
+            path.pop()
+        if path:
+            self._tree.lock(path[-1])
+            self._pinned.setdefault(names[len(path) - 1], []).append(path[-1])
+        return len(path) * self.block_tokens
 
     def unpin(
         self,
@@ -378,7 +369,14 @@ class BlockManager:
     ) -> int:
         """End the longest pin on a prefix of `tokens`; returns its tokens. ValueError if there is none."""
         names = chunk_keys(tokens, self._lower_tiers.lasting_root(lora, salt), self.block_tokens, items)
-        return self._pins.unpin(names) * self.block_tokens
+        name = next((name for name in reversed(names) if name in self._pinned), None)
+        if name is None:
+            raise ValueError("no prefix of these tokens is pinned")
+        node = self._pinned[name].pop()
+        if not self._pinned[name]:
+            del self._pinned[name]
+        self._allocator.unlock(node, self._tree.now())
+        return (node.position + 1) * self.block_tokens
 
     def reset(self, *, abandon: bool = False) -> None:
         """Remove requests, tree and pins. Blocks of running copies are freed when their tickets end.
@@ -388,7 +386,7 @@ class BlockManager:
         """
         self._completion.cancel_all()
         for request in self._requests.values():
-            self._release_blocks(request)
+            self._allocator.requeue(request)
         self._requests.clear()
         self._clear_tree()
         if abandon:
@@ -408,7 +406,9 @@ class BlockManager:
         return tuple(again)
 
     def _clear_tree(self) -> None:
-        self._pins.clear()
+        for node in self._pinned_nodes():
+            self._allocator.unlock(node)
+        self._pinned.clear()
         self._pool.release(self._tree.clear())
 
     # ---- the pool
@@ -438,8 +438,7 @@ class BlockManager:
         ]  # fmt: skip
         if busy:
             raise ValueError(f"blocks {busy} are in use: {num_blocks} blocks are too few until they are free")
-        dropped = [self._tree.remove(node) for node in gone]
-        self._pool.release([block for block in dropped if block is not None])
+        self._allocator.discard(gone)
         self._allocator.counts["dropped_blocks"] += len(gone)
         self._pool.resize(num_blocks)
 
@@ -451,8 +450,8 @@ class BlockManager:
     def stats(self) -> dict[str, int | float]:
         """Gauges, and counters since the beginning; times in seconds."""
         return {
-            **self._counts.gauges(),
-            "pinned": len(self._pins.nodes()),
+            **_gauges(self._allocator),
+            "pinned": len(self._pinned_nodes()),
             **{name: self._allocator.counts[name] for name in _COUNTERS},
             "match_seconds": self._admission.match_seconds,
             "host_seconds": self._lower_tiers.host_seconds,
@@ -464,9 +463,13 @@ class BlockManager:
 
         free + cached + in_use + in_flight == total.
         """
-        self._counts.check(self._pins.nodes())
+        _check(self._allocator, self._pinned_nodes())
 
     # ---- inner
+
+    def _pinned_nodes(self) -> list[Node]:
+        """Return the last node of each pinned prefix."""
+        return [node for nodes in self._pinned.values() for node in nodes]
 
     def _request(self, request_id: str) -> RequestState:
         try:
@@ -493,116 +496,60 @@ def _count(name: str, number: int) -> int:
     return number
 
 
-def _key(node: Node | None) -> bytes | None:
-    return None if node is None else node.key
+# ---- invariants
 
 
-class PinnedPrefixes:
-    """Pinned prefixes: locks that belong to no request. Not thread-safe.
-
-    A prefix is pinned by its keys, and unpinned by its names: keys under a root that new weights do not change.
-    """
-
-    def __init__(self, allocator: BlockAllocator) -> None:
-        self._allocator = allocator
-        self._by_name: dict[bytes, list[Node]] = {}  # the last node of each pinned prefix, once per pin
-
-    def nodes(self) -> list[Node]:
-        """Return the last node of each pinned prefix."""
-        return [node for nodes in self._by_name.values() for node in nodes]
-
-    def pin(self, keys: Sequence[bytes], names: Sequence[bytes]) -> int:
-        """Pin the leading keys that are on the device; returns how many."""
-        path = self._allocator.tree.path(keys)
-        self._allocator.cancel_evictions(path)
-        while path and path[-1].place is not Place.DEVICE:
-            path.pop()
-        if path:
-            self._allocator.tree.lock(path[-1])
-            self._by_name.setdefault(names[len(path) - 1], []).append(path[-1])
-        return len(path)
-
-    def unpin(self, names: Sequence[bytes]) -> int:
-        """End the longest pin on a prefix of `names`; returns its length. Raises ValueError if none is pinned."""
-        name = next((name for name in reversed(names) if name in self._by_name), None)
-        if name is None:
-            raise ValueError("no prefix of these tokens is pinned")
-        node = self._by_name[name].pop()
-        if not self._by_name[name]:
-            del self._by_name[name]
-        self._allocator.unlock(node, self._allocator.tree.now())
-        return node.position + 1
-
-    def clear(self) -> None:
-        """End all pins."""
-        for node in self.nodes():
-            self._allocator.unlock(node)
-        self._by_name.clear()
+def _gauges(state: BlockAllocator) -> dict[str, int]:
+    """Return the blocks by state: free, in the tree, of one request, moving; and how many could be evicted."""
+    orphans = sum(move.size for move in state.moves.loads() if move.cancelled)
+    own_blocks = sum(len(request.own_blocks) for request in state.requests.values())
+    return {
+        "total": state.pool.total,
+        "free": state.pool.free,
+        "cached": state.tree.on_device,
+        "in_use": own_blocks + state.tree.detached,
+        "in_flight": state.tree.evicting + state.tree.loading + orphans,
+        "evictable": state.tree.evictable,
+    }
 
 
-class BlockCounts:
-    """Counts blocks and locks, and proves that they agree; changes nothing. Not thread-safe."""
+def _check(state: BlockAllocator, pinned: Sequence[Node]) -> None:
+    """Raise AssertionError unless each block is in one place, each lock has an owner and all counts agree."""
+    pool, tree, moves = state.pool, state.tree, state.moves
+    pool.check()
+    tree.check()
+    gauges = _gauges(state)
+    parts = {name: gauges[name] for name in ("free", "cached", "in_use", "in_flight")}
+    assert sum(parts.values()) == pool.total, f"{parts} do not add up to {pool.total}"
+    blocks = _used_blocks(state)
+    assert len(set(blocks)) == len(blocks), f"a block is in two places: {sorted(blocks)}"
+    assert not any(map(pool.is_free, blocks)), f"a block is in use and free: {sorted(blocks)}"
+    evicting = sum(len(move.evicting()) for move in moves.stores())
+    assert evicting == tree.evicting, f"{tree.evicting} being evicted counted, {evicting} found"
+    _check_locks(state, pinned)
+    for request in state.requests.values():
+        shared, counted = len(list(upward(request.last_node))), request.num_in_tree
+        assert shared == counted, f"{counted} blocks in the tree, a path of {shared}"
 
-    def __init__(self, allocator: BlockAllocator, requests: dict[str, RequestState]) -> None:
-        self._pool = allocator.pool
-        self._tree = allocator.tree
-        self._moves = allocator.moves
-        self._requests = requests
 
-    def gauges(self) -> dict[str, int]:
-        """Return the blocks by state: free, in the tree, of one request, moving; and how many could be evicted."""
-        orphans = sum(move.size for move in self._moves.loads() if move.cancelled)
-        own_blocks = sum(len(request.own_blocks) for request in self._requests.values())
-        return {
-            "total": self._pool.total,
-            "free": self._pool.free,
-            "cached": self._tree.on_device,
-            "in_use": own_blocks + self._tree.detached,
-            "in_flight": self._tree.evicting + self._tree.loading + orphans,
-            "evictable": self._tree.evictable,
-        }
+def _check_locks(state: BlockAllocator, pinned: Sequence[Node]) -> None:
+    """Check that each node has a lock for each request, move and pin whose path ends there, and locked child."""
+    ends = [request.last_node for request in state.requests.values()]
+    owners = Counter[Node]()
+    for end in (*ends, *state.moves.locked_nodes(), *pinned):
+        for node in upward(end):
+            owners[node] += 1
+            if owners[node] > 1:
+                break
+    for node in state.tree.nodes.values():
+        assert node.locks == owners[node], f"block {node.block} has {node.locks} locks, {owners[node]} owners"
 
-    def check(self, pinned: Sequence[Node]) -> None:
-        """Raise AssertionError unless each block is in one place, each lock has an owner and all counts agree."""
-        self._pool.check()
-        self._tree.check()
-        gauges = self.gauges()
-        parts = {name: gauges[name] for name in ("free", "cached", "in_use", "in_flight")}
-        assert sum(parts.values()) == self._pool.total, f"{parts} do not add up to {self._pool.total}"
-        blocks = self._blocks()
-        assert len(set(blocks)) == len(blocks), f"a block is in two places: {sorted(blocks)}"
-        assert not any(map(self._pool.is_free, blocks)), f"a block is in use and free: {sorted(blocks)}"
-        evicting = sum(len(move.evicting()) for move in self._moves.stores())
-        assert evicting == self._tree.evicting, (
-            f"{self._tree.evicting} being evicted counted, {evicting} found"
-        )
-        self._check_locks(pinned)
-        for request in self._requests.values():
-            shared = [node.block for node in upward(request.last_node)][::-1]
-            assert len(shared) == request.num_in_tree, (
-                f"{request.num_in_tree} blocks in the tree, a path of {len(shared)}"
-            )
 
-    def _check_locks(self, pinned: Sequence[Node]) -> None:
-        """Check that each node has a lock for each request, move and pin whose path ends there, and locked child."""
-        ends = [request.last_node for request in self._requests.values()]
-        ends += self._moves.locked_nodes()
-        owners: dict[int, int] = {}
-        for end in (*ends, *pinned):
-            for node in upward(end):
-                owners[id(node)] = owners.get(id(node), 0) + 1
-                if owners[id(node)] > 1:
-                    break
-        for node in self._tree.nodes.values():
-            wanted = owners.get(id(node), 0)
-            assert node.locks == wanted, f"block {node.block} has {node.locks} locks, {wanted} owners"
-
-    def _blocks(self) -> list[int]:
-        """Return every block that is not free."""
-        blocks = [block for request in self._requests.values() for block in request.own_blocks]
-        blocks += [node.block for node in self._tree.nodes.values() if node.place is not Place.TO_HOST]
-        blocks += [node.block for move in self._moves.stores() for node in move.evicting()]
-        blocks += [node.block for move in self._moves.loads() if move.cancelled for node in move.nodes]
-        paths = (upward(request.last_node) for request in self._requests.values())
-        detached = {id(node): node.block for path in paths for node in path if node.detached}
-        return blocks + list(detached.values())
+def _used_blocks(state: BlockAllocator) -> list[int]:
+    """Return every block that is not free."""
+    blocks = [block for request in state.requests.values() for block in request.own_blocks]
+    blocks += [node.block for node in state.tree.nodes.values() if node.place is not Place.TO_HOST]
+    blocks += [node.block for move in state.moves.stores() for node in move.evicting()]
+    blocks += [node.block for move in state.moves.loads() if move.cancelled for node in move.nodes]
+    paths = (upward(request.last_node) for request in state.requests.values())
+    return blocks + [node.block for node in {node for path in paths for node in path if node.detached}]

@@ -9,9 +9,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from pagoda.blocks.plans import Copy, Direction, Place, Plan
 from pagoda.blocks.request_state import RequestState
 from pagoda.blocks.tree import Node
@@ -42,33 +39,36 @@ class Source(NamedTuple):
     block: int
     node: Node | None  # is evicted with this move; None: the block stays
 
+    @classmethod
+    def of(cls, node: Node, *, evicted: bool) -> Source:
+        """Return the block of a node."""
+        return cls(node.key, node.root, node.position, node.parent_key, node.block, node if evicted else None)
+
 
 @dataclass
 class Move:
     """One plan in flight. `cancelled`: its purpose is gone, only its end is waited for."""
 
     ticket: int
-    reports: dict[int, int] = field(default_factory=dict)  # rank -> how many copies were good
-    cancelled: bool = False
+    reports: dict[int, int] = field(default_factory=dict, kw_only=True)  # rank -> how many copies were good
+    cancelled: bool = field(default=False, kw_only=True)
 
 
 @dataclass
 class StoreMove(Move):
     """Blocks that are copied to host slots reserved for them."""
 
-    sources: list[Source] = field(default_factory=list)
-    reserved: list[Reserved] = field(default_factory=list)
-    lock: Node | None = None  # the last node of the path that is written back
-    evicted: list[Node] = field(default_factory=list)  # the nodes that are evicted, in the order of `sources`
+    copies: list[tuple[Source, Reserved]]
+    lock: Node | None  # the last node of the path that is written back
 
     @property
     def size(self) -> int:
         """How many copies there are."""
-        return len(self.sources)
+        return len(self.copies)
 
     def evicting(self) -> list[Node]:
         """Return its nodes whose eviction no hit has cancelled."""
-        return [node for node in self.evicted if node.place is Place.TO_HOST and node.ticket == self.ticket]
+        return [source.node for source, _ in self.copies if source.node is not None and self.keeps(source)]
 
     def keeps(self, source: Source) -> bool:
         """Whether the bytes copied from `source` are those of its key: the block was not reused meanwhile."""
@@ -82,14 +82,12 @@ class StoreMove(Move):
 class LoadMove(Move):
     """Held host slots that are copied to blocks whose nodes are in the tree already."""
 
-    nodes: list[Node] = field(default_factory=list)
-    slots: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    generations: npt.NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
-    owner: str | None = None  # the request that it was planned for
-    depends_on: int = 0  # the ticket of the move that loads the parent of its first node
-    copied: int | None = (
-        None  # its copies have ended, this many good; it waits for the move that it depends on
-    )
+    nodes: list[Node]
+    slots: writeback.Slots
+    generations: writeback.Generations
+    owner: str  # the request that it was planned for
+    depends_on: int  # the ticket of the move that loads the parent of its first node; 0: none
+    copied: int | None = None  # if its copies have ended: how many good; the move that it depends on has not
     # By id: the requests that waited for it; some may wait no longer.
     waiters: dict[str, RequestState] = field(default_factory=dict)
 
@@ -133,8 +131,7 @@ class Moves:
         """
         if self.slots is None or not sources:
             return PlannedStore(None, list(sources), len(sources))
-        chosen: list[Source] = []
-        reserved: list[Reserved] = []
+        chosen: list[tuple[Source, Reserved]] = []
         others: list[Source] = []
         refused = 0
         waited = False  # the ledger was busy: wait for it once, whatever the number of runs
@@ -150,43 +147,42 @@ class Moves:
             waited = Refused(keys[-1], Reason.LEDGER_BUSY) in outcomes
             for source, outcome in zip(run, outcomes, strict=True):
                 if isinstance(outcome, Reserved):
-                    chosen.append(source)
-                    reserved.append(outcome)
+                    chosen.append((source, outcome))
                 else:
                     others.append(source)
                     refused += isinstance(outcome, Refused)
         if not chosen:
             return PlannedStore(None, others, refused)
-        lock = path[sources.index(chosen[-1])] if path else None
-        evicted = [source.node for source in chosen if source.node is not None]
-        move = StoreMove(self._ticket(), sources=chosen, reserved=reserved, lock=lock, evicted=evicted)
-        for node in evicted:
-            node.ticket = move.ticket
+        lock = path[sources.index(chosen[-1][0])] if path else None
+        move = StoreMove(self.new_ticket(), chosen, lock)
+        for source, _ in chosen:
+            if source.node is not None:
+                source.node.ticket = move.ticket
         self.in_flight[move.ticket] = move
-        pairs = zip(chosen, reserved, strict=True)
-        copies = (Copy(source.block, item.slot, item.generation) for source, item in pairs)
-        return PlannedStore(Plan(move.ticket, Direction.DOWN, tuple(copies)), others, refused, lock)
+        copies = tuple(Copy(source.block, item.slot, item.generation) for source, item in chosen)
+        return PlannedStore(Plan(move.ticket, Direction.DOWN, copies), others, refused, lock)
 
     def finish_store(self, move: StoreMove, good: int) -> int:
         """Commit good copies of blocks that were not reused, abort the other slots; returns how many are committed."""
         del self.in_flight[move.ticket]
         assert self.slots is not None
-        pairs = list(zip(move.sources, move.reserved, strict=True))
-        kept = [i < good and move.keeps(source) for i, (source, _) in enumerate(pairs)]
-        self.slots.abort([item for (_, item), keep in zip(pairs, kept, strict=True) if not keep])
+        dropped: list[Reserved] = []
         written: dict[bytes, list[writeback.ChunkRef]] = {}
-        for (source, item), keep in zip(pairs, kept, strict=True):
-            if keep:
-                copy = writeback.ChunkRef(
+        for i, (source, item) in enumerate(move.copies):
+            if i < good and move.keeps(source):
+                ref = writeback.ChunkRef(
                     source.key, source.position, source.parent, item.slot, item.generation
                 )
-                written.setdefault(source.root, []).append(copy)
+                written.setdefault(source.root, []).append(ref)
+            else:
+                dropped.append(item)
+        self.slots.abort(dropped)
         return sum(self.slots.commit(written)) if written else 0
 
     # ---- up
 
     def plan_load(self, move: LoadMove) -> Plan:
-        """Plan to load the blocks of a move's nodes from the slots that are held for it."""
+        """Plan to load the blocks of a new move's nodes from the slots that are held for it."""
         self.in_flight[move.ticket] = move
         rows = zip(move.nodes, move.slots.tolist(), move.generations.tolist(), strict=True)
         return Plan(move.ticket, Direction.UP, tuple(Copy(node.block, *row) for node, *row in rows))
@@ -199,12 +195,6 @@ class Moves:
             move.waiters[request.request_id] = request
             request.waits.add(ticket)
 
-    def new_load(
-        self, owner: str, slots: npt.NDArray[np.int64], generations: npt.NDArray[np.uint64]
-    ) -> LoadMove:
-        """Return a move with a new ticket, of slots that are held; not in flight yet."""
-        return LoadMove(self._ticket(), slots=slots, generations=generations, owner=owner)
-
     def finish_load(self, move: LoadMove, good: int) -> int:
         """Validate the copies of a move and release its slots; returns how many leading copies are valid."""
         del self.in_flight[move.ticket]
@@ -212,18 +202,16 @@ class Moves:
         valid = self.slots.still_valid(move.slots[:good], move.generations[:good])
         right = good if valid.all() else int(valid.argmin())
         self.slots.release(move.slots, move.generations)
-        if not move.cancelled:
+        if right and not move.cancelled:
+            rows = zip(move.nodes[:right], move.slots.tolist(), move.generations.tolist(), strict=False)
             copies = [
-                writeback.ChunkRef(node.key, node.position, node.parent.key if node.parent else None, *row)
-                for node, *row in zip(
-                    move.nodes[:right], move.slots.tolist(), move.generations.tolist(), strict=False
-                )
+                writeback.ChunkRef(node.key, node.position, node.parent_key, *row) for node, *row in rows
             ]
-            if copies:
-                self.slots.note_access(move.nodes[0].root, copies)
+            self.slots.note_access(move.nodes[0].root, copies)
         return right
 
-    def _ticket(self) -> int:
+    def new_ticket(self) -> int:
+        """Return a ticket that was not used before."""
         self._next += 1
         return self._next - 1
 

@@ -17,8 +17,8 @@ propagates too, when a child is evicted: using a path is using all of it.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import takewhile
 
 from pagoda.blocks.plans import Place
 
@@ -59,6 +59,11 @@ class Node:
         self.ticket = 0  # of the move that it is in, or was in before its eviction was cancelled
         self.detached = False  # no longer found; its block is freed with the last lock
 
+    @property
+    def parent_key(self) -> bytes | None:
+        """The key of its parent; None for the first block of a prompt."""
+        return None if self.parent is None else self.parent.key
+
 
 class Tree:
     """The nodes of one device pool. Not thread-safe. Every step is O(1), or O(log n) if a candidate is evicted."""
@@ -89,12 +94,14 @@ class Tree:
 
     def path(self, keys: Sequence[bytes]) -> list[Node]:
         """Return the leading run of nodes, whatever their place. Changes nothing."""
-        found = takewhile(_is_node, map(self.nodes.get, keys))
-        path: list[Node] = [node for node in found if node is not None]
-        if self.evicting:  # a node whose parent was evicted before it cannot be reached
-            for i, node in enumerate(path):
-                if node.place is Place.TO_HOST and node.parent is not (path[i - 1] if i else None):
-                    return path[:i]
+        path: list[Node] = []
+        parent, evicting = None, self.evicting
+        for node in map(self.nodes.get, keys):
+            # a node whose parent was evicted before it cannot be reached
+            if node is None or (evicting and node.place is Place.TO_HOST and node.parent is not parent):
+                break
+            path.append(node)
+            parent = node
         return path
 
     # ---- growing
@@ -148,15 +155,13 @@ class Tree:
 
     def lock(self, node: Node) -> None:
         """Protect a node, and so its ancestors, from eviction."""
-        up: Node | None = node
-        while up is not None:
+        for up in upward(node):
             up.locks += 1
             if up.locks > 1:
                 return
             if not up.detached:
                 self.locked += 1
             self._drop_candidate(up)
-            up = up.parent
 
     def unlock(self, node: Node, now: int) -> list[int]:
         """End one lock, used until `now`. Returns the blocks of detached nodes without locks."""
@@ -166,15 +171,14 @@ class Tree:
         while up is not None:
             up.locks -= 1
             if up.locks:
-                return freed
-            parent = up.parent
+                break
             if up.detached:
                 self.detached -= 1
                 freed.append(up.block)
             else:
                 self.locked -= 1
                 self._add_candidate(up)
-            up = parent
+            up = up.parent
         return freed
 
     # ---- removing
@@ -230,21 +234,14 @@ class Tree:
 
     def subtree(self, nodes: Iterable[Node]) -> list[Node]:
         """Return these nodes and all below that are not being evicted, children before parents. Changes nothing."""
-        tops = set(map(id, nodes))
-        found: dict[int, bool] = {}
-
-        def is_below(node: Node) -> bool:
-            trail = []
-            up: Node | None = node
-            while up is not None and id(up) not in found and id(up) not in tops:
-                trail.append(up)
-                up = up.parent
-            answer = up is not None and found.get(id(up), True)
-            found.update((id(one), answer) for one in trail)
-            return answer
-
-        chosen = [node for node in self.nodes.values() if node.place is not Place.TO_HOST and is_below(node)]
-        return sorted(chosen, key=lambda node: -node.position)
+        below: set[Node | None] = set(nodes)
+        chosen: list[Node] = []
+        for node in sorted(self.nodes.values(), key=lambda node: node.position):  # parents before children
+            if node in below or node.parent in below:
+                below.add(node)
+                if node.place is not Place.TO_HOST:
+                    chosen.append(node)
+        return chosen[::-1]
 
     def clear(self) -> list[int]:
         """Remove all nodes. Returns the blocks without locks; locked nodes are detached.
@@ -304,29 +301,23 @@ class Tree:
     def check(self) -> None:
         """Raise AssertionError, with the numbers, unless all counters and entries agree with the nodes."""
         nodes = list(self.nodes.values())
-        here = [node for node in nodes if node.place is Place.DEVICE]
-        children: dict[int, int] = {}
-        locked_children: dict[int, int] = {}
+        children, locked_children = Counter[Node](), Counter[Node]()
         for node in nodes:
-            if node.parent is not None and node.place is not Place.TO_HOST:
-                assert self.nodes.get(node.parent.key) is node.parent, (
-                    "a node whose parent is not in the tree"
-                )
-                children[id(node.parent)] = children.get(id(node.parent), 0) + 1
-                locked_children[id(node.parent)] = locked_children.get(id(node.parent), 0) + bool(node.locks)
+            if (parent := node.parent) is not None and node.place is not Place.TO_HOST:
+                assert self.nodes.get(parent.key) is parent, "a node whose parent is not in the tree"
+                children[parent] += 1
+                locked_children[parent] += bool(node.locks)
         for node in nodes:
-            kept, locks = children.get(id(node), 0), locked_children.get(id(node), 0)
+            kept, locks = children[node], locked_children[node]
             assert node.children == kept, f"{node.children} children counted, {kept} found"
             assert node.locks >= locks, f"{node.locks} locks, {locks} locked children"
             assert node.place is not Place.TO_HOST or not node.locks, "a node that is being evicted is locked"
             leaf = node.place is Place.DEVICE and not node.children and not node.locks
             assert leaf == bool(node.entry), f"a node is a leaf: {leaf}, a candidate: {bool(node.entry)}"
-        loading = sum(node.place is Place.TO_DEVICE for node in nodes)
-        locked = sum(node.locks > 0 for node in nodes)
+        places = Counter(node.place for node in nodes)
+        found = (places[Place.DEVICE], places[Place.TO_DEVICE], sum(node.locks > 0 for node in nodes))
         counted = (self.on_device, self.loading, self.locked)
-        assert counted == (len(here), loading, locked), (
-            f"{counted} counted, {(len(here), loading, locked)} found"
-        )
+        assert counted == found, f"{counted} counted, {found} found"
         live = {entry for _, entry, node in self._heap if node.entry == entry}
         assert len(live) == self._candidates == sum(node.entry > 0 for node in nodes), (
             "the heap lost a candidate"
@@ -338,7 +329,3 @@ def upward(node: Node | None) -> Iterator[Node]:
     while node is not None:
         yield node
         node = node.parent
-
-
-def _is_node(node: Node | None) -> bool:
-    return node is not None
