@@ -15,7 +15,7 @@ HERE = Path(__file__).resolve().parent
 # figure: (bound, aim). Which modules a call enters depends a little on timing (a thread that has to begin, a policy that is
 # due): a caller's bound has one or two to spare, that of all threads three.
 BOUNDS = {
-    "lines of code": (29_041, 23_000),
+    "lines of code": (28_935, 23_000),
     "lines of the core": (12_666, 9_200),
     "class names used twice": (0, 5),
     "mixed modules": (0, 0),
