@@ -108,7 +108,7 @@ def test_busy(shm_root: Path) -> None:
         tokens = prompt(4)
         keys = [key for _, _, key in cache.keys(tokens)]
         ledger = cache._tiers.host.ledger  # type: ignore[union-attr]
-        ledger.reserve(keys[2:], namespace=cache._operations.namespace().root, start=2, parent=keys[1])
+        ledger.reserve(keys[2:], namespace=cache._weights.scope()[0].root, start=2, parent=keys[1])
         assert cache.explain(tokens).reason is Reason.BUSY
         assert _told(cache, 4, Reason.BUSY).num_tokens == 32
 

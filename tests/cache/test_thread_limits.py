@@ -91,7 +91,7 @@ def test_labels_that_could_not_be_told_are_told_later(shm_root: Path) -> None:
     with cache_at(shm_root, None) as cache:
         host = cache._tiers.host
         assert host is not None
-        known = cache._operations.namespace(salt="tenant").root
+        known = cache._weights.scope(salt="tenant")[0].root
         with no_threads():
             cache.store(prompt(2), kv_of(prompt(2)).transfer, salt="tenant")
         cache.store(prompt(3), kv_of(prompt(3)).transfer, salt="tenant")

@@ -47,13 +47,13 @@ def test_a_tier_that_cannot_take_the_epoch_down_loses_what_it_has(shm_root: Path
     tokens = prompt(4)
     with cache_at(shm_root, tmp_path) as cache:
         stored(cache, tokens)
-        file = cache._operations._weights._roots["disk"]
+        file = cache._weights._epoch._roots["disk"]
         file.unlink()
         file.symlink_to("/nowhere/weights")  # as good as a disk that is only to be read
         assert cache.weights_changed() == 1
         assert served(cache, tokens)[0].num_tokens == 0
     with cache_at(shm_root / "rebooted", tmp_path) as cache:  # nobody remembers the epoch
-        assert cache._operations.namespace().weights_epoch == 0
+        assert cache._weights.scope()[0].weights_epoch == 0
         assert served(cache, tokens)[0].num_tokens == 0
     with cache_at(None, tmp_path) as cache:
         stored(cache, tokens)
@@ -85,7 +85,7 @@ for before in range(2):
         assert cache.weights_changed() == before + 1
         assert served(cache, prompt(4, before))[0].num_tokens == 0
     with cache_at(None, where) as cache:
-        assert cache._operations.namespace().weights_epoch == before + 1
+        assert cache._weights.scope()[0].weights_epoch == before + 1
         assert served(cache, prompt(4, before))[0].num_tokens == 0
 print("fine")
 """
@@ -120,7 +120,7 @@ def test_nothing_stored_before_hits_again(
         assert served(cache, tokens)[0].num_tokens == 64
     with cache_at(shm_root / "rebooted", tmp_path) as cache:  # the host tier is gone, the disk remembers
         assert served(cache, tokens)[0].by_tier == {"disk": 64}
-        assert cache.namespace.weights_epoch == 0 and cache._operations.namespace().weights_epoch == 1
+        assert cache.namespace.weights_epoch == 0 and cache._weights.scope()[0].weights_epoch == 1
 
 
 def test_an_epoch_of_the_configuration_is_kept_apart_from_the_machine_s(shm_root: Path) -> None:

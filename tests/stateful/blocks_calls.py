@@ -434,7 +434,7 @@ class Calls(Judge):
             self.ledger.abort(self.busy.pop())
         elif keep:
             keys = self.keys(prompt)[:4]
-            root = self.cache._operations.namespace(None, prompt.salt).root
+            root = self.cache._weights.scope(None, prompt.salt)[0].root
             outcomes = self.ledger.reserve(keys, namespace=root, tokens=BLOCK)
             self.busy.append([one for one in outcomes if isinstance(one, Reserved)])
 

@@ -3,9 +3,8 @@
 In the order in which a call meets them:
 
     cache           Cache, what an engine calls; the caches of a process by name
-    operations      checks each call and makes it a Call
-    request         which chunks of a prompt are requested, under which keys, and the answer
-    call            the boundary: an error inside a call is a miss
+    weights_epoch   the weights epoch of a model on this machine; namespace and tiers under the present weights
+    call            a checked request for the chunks of a prompt; the boundary: an error inside a call is a miss
     executor        threads for calls that do not block their caller
     store_call      one store
     lookup_call     one look-up
@@ -19,7 +18,6 @@ In the order in which a call meets them:
     tier_stack      the tiers, and opening them
     counters        counting and rate-limited logging
     load_cost       whether loading is faster than computing
-    weights_epoch   the weights epoch of a model on this machine
     recording       live traffic as a trace
     append_lines    whole lines into a file that processes share
 """

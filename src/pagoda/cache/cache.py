@@ -1,6 +1,7 @@
 """Cache: store, lookup, retrieve and prefetch over all the tiers of a machine, and the caches of a process by name.
 
-An engine calls `Cache`; it passes each call to `Operations`, and what is shared by all calls is in `Resources`.
+Each call of an engine is checked here and made a `Call`, which runs at once, on another thread, or awaited. The work is
+in `StoreCall`, `RetrieveCall` and `lookup_call`; what all calls share is in `Resources`.
 """
 
 from __future__ import annotations
@@ -15,13 +16,25 @@ from dataclasses import replace
 from functools import partial
 from typing import Unpack
 
-from pagoda.cache.call import enable_profiler_ranges
+from pagoda.cache.call import (
+    CacheRequest,
+    Call,
+    CallOptions,
+    CheckedTransfer,
+    KeyScheme,
+    build_request,
+    enable_profiler_ranges,
+    hit_call,
+)
 from pagoda.cache.hit import CacheStats, Cleared, Hit, Stored
 from pagoda.cache.host_slots import HostSlots
-from pagoda.cache.operations import Operations
-from pagoda.cache.request import CallOptions, KeyScheme
+from pagoda.cache.lookup_call import run_explain, run_lookup
+from pagoda.cache.recording import CallKind
 from pagoda.cache.resources import build_resources
+from pagoda.cache.retrieve_call import RetrieveCall
+from pagoda.cache.store_call import StoreCall
 from pagoda.cache.tier_stack import TierStack, build_tiers, open_tiers
+from pagoda.cache.weights_epoch import PresentWeights
 from pagoda.clock import Clock, Deadline
 from pagoda.config import Config, ConfigOptions
 from pagoda.errors import ClosedError, ConfigError, StoreError
@@ -111,11 +124,14 @@ class Cache:
         config, layout = self.config, self.layout
         stack = open_tiers(config, layout, clock) if tiers is None else build_tiers(tiers, layout)
         self._resources = build_resources(stack, config, layout, key_scheme, clock)
-        self._operations = Operations(self._resources, self.namespace, key_scheme)
-        self._slots = HostSlots(self._operations, stack.host, layout) if stack.host is not None else None
+        self._key_scheme = key_scheme
+        self._weights = PresentWeights(self._resources, self.namespace)
+        self._slots = (
+            HostSlots(self._resources, self._weights, stack.host) if stack.host is not None else None
+        )
         self._finalizer = close_when_dropped(self, partial(self._resources.close, _CLOSE_SECONDS))
         try:
-            self._resources.register(self._operations.namespace(), wait=True)
+            self._resources.register(self._weights.scope()[0], wait=True)
         except BaseException:
             self.close()
             raise
@@ -180,32 +196,32 @@ class Cache:
 
         `kv` holds what the *present* weights computed for `tokens`. Options as in `CallOptions`.
         """
-        return self._operations.store(tokens, kv, options).run()
+        return self._store_call(tokens, kv, options).run()
 
     def store_future(
         self, tokens: TokenIds | None, kv: Transfer, **options: Unpack[CallOptions]
     ) -> Future[Stored]:
         """Do as `store`, on another thread. The KV must not change until the future is done."""
-        return self._resources.executor.submit(self._operations.store(tokens, kv, options))
+        return self._resources.executor.submit(self._store_call(tokens, kv, options))
 
     async def astore(self, tokens: TokenIds | None, kv: Transfer, **options: Unpack[CallOptions]) -> Stored:
         """Do as `store`, awaited."""
-        return await self._resources.executor.run_async(self._operations.store(tokens, kv, options))
+        return await self._resources.executor.run_async(self._store_call(tokens, kv, options))
 
     def lookup(self, tokens: TokenIds | None, *, counted: bool = True, **options: Unpack[CallOptions]) -> Hit:
         """Say how many leading tokens are cached and where; copy nothing, keep them from eviction for a moment.
 
         A caller that looks up and then retrieves the same prompt leaves one of the two uncounted, or hits count twice.
         """
-        return self._operations.lookup(tokens, counted, options).run()
+        return self._lookup_call(tokens, counted, options).run()
 
     def lookup_future(self, tokens: TokenIds | None, **options: Unpack[CallOptions]) -> Future[Hit]:
         """Do as `lookup`, on another thread."""
-        return self._resources.executor.submit(self._operations.lookup(tokens, True, options))
+        return self._resources.executor.submit(self._lookup_call(tokens, True, options))
 
     async def alookup(self, tokens: TokenIds | None, **options: Unpack[CallOptions]) -> Hit:
         """Do as `lookup`, awaited."""
-        return await self._resources.executor.run_async(self._operations.lookup(tokens, True, options))
+        return await self._resources.executor.run_async(self._lookup_call(tokens, True, options))
 
     def retrieve(
         self, tokens: TokenIds | None, kv: Transfer, *, counted: bool = True, **options: Unpack[CallOptions]
@@ -214,29 +230,28 @@ class Cache:
 
         A hit may cover the whole prompt: pass `tokens[:-1]` if the engine has to compute the last one.
         """
-        return self._operations.retrieve(tokens, kv, counted, options).run()
+        return self._retrieve_call(tokens, kv, counted, options).run()
 
     def retrieve_future(
         self, tokens: TokenIds | None, kv: Transfer, **options: Unpack[CallOptions]
     ) -> Future[Hit]:
         """Do as `retrieve`, on another thread."""
-        return self._resources.executor.submit(self._operations.retrieve(tokens, kv, True, options))
+        return self._resources.executor.submit(self._retrieve_call(tokens, kv, True, options))
 
     async def aretrieve(self, tokens: TokenIds | None, kv: Transfer, **options: Unpack[CallOptions]) -> Hit:
         """Do as `retrieve`, awaited."""
-        call = self._operations.retrieve(tokens, kv, True, options)
-        return await self._resources.executor.run_async(call)
+        return await self._resources.executor.run_async(self._retrieve_call(tokens, kv, True, options))
 
     def prefetch(self, tokens: TokenIds | None, **options: Unpack[CallOptions]) -> Future[Hit]:
         """Begin to bring leading chunks up to the host tier, at most half of it; return at once, count nothing.
 
         The result says what is there then. An error is a reason in it; none is raised.
         """
-        return self._resources.executor.submit(self._operations.prefetch(tokens, options))
+        return self._resources.executor.submit(self._prefetch_call(tokens, options))
 
     async def aprefetch(self, tokens: TokenIds | None, **options: Unpack[CallOptions]) -> Hit:
         """Do as `prefetch`, awaited."""
-        return await self._resources.executor.run_async(self._operations.prefetch(tokens, options))
+        return await self._resources.executor.run_async(self._prefetch_call(tokens, options))
 
     def keys(
         self,
@@ -249,17 +264,64 @@ class Cache:
     ) -> list[tuple[int, int, bytes]]:
         """Return (start, end, key) of each whole chunk from token `start` on. Pure."""
         options: CallOptions = {"start_tokens": start, "items": items, "lora": lora, "salt": salt}
-        _, request, _ = self._operations.checked(tokens, options)
+        request = self._checked(tokens, options)
         return [
             (at, at + request.chunk_tokens, key)
             for at, key in zip(request.starts(0, len(request.keys)), request.keys, strict=True)
         ]
 
+    def _store_call(self, tokens: TokenIds | None, kv: Transfer, options: CallOptions) -> Call[Stored]:
+        transfer = CheckedTransfer(kv, self.layout)
+        request = self._checked(tokens, options, CallKind.STORE)
+        store, counters = StoreCall(self._resources, request, transfer), self._resources.counters
+        return Call("store", store.run, store.miss, request.deadline, counters)
+
+    def _lookup_call(self, tokens: TokenIds | None, counted: bool, options: CallOptions) -> Call[Hit]:
+        request = self._checked(tokens, options, CallKind.LOOKUP, counted)
+        work = partial(run_lookup, self._resources, request, counted)
+        return hit_call("lookup", work, request, self._resources.counters)
+
+    def _retrieve_call(
+        self, tokens: TokenIds | None, kv: Transfer, counted: bool, options: CallOptions
+    ) -> Call[Hit]:
+        transfer = CheckedTransfer(kv, self.layout)
+        request = self._checked(tokens, options, CallKind.RETRIEVE, counted)
+        work = RetrieveCall(self._resources, request, transfer, counted).run
+        return hit_call("retrieve", work, request, self._resources.counters)
+
+    def _prefetch_call(self, tokens: TokenIds | None, options: CallOptions) -> Call[Hit]:
+        request = self._checked(tokens, options)
+        work = RetrieveCall(self._resources, request, None, False).run
+        return hit_call("prefetch", work, request, self._resources.counters)
+
+    def _checked(
+        self,
+        tokens: TokenIds | None,
+        options: CallOptions,
+        kind: CallKind | None = None,
+        counted: bool = True,
+    ) -> CacheRequest:
+        """Return the request that these options describe; record a call of a `kind`. Wrong use is a ValueError."""
+        # one epoch for both: tiers of other machines know no other weights
+        namespace, tiers = self._weights.scope(options.get("lora"), options.get("salt"))
+        resources = self._resources
+        request = build_request(
+            tokens, options, namespace=namespace, tiers=tiers, layout=self.layout, scheme=self._key_scheme,
+            deadline_seconds=self.config.deadline_seconds, bounded=kind is not CallKind.STORE, clock=resources.clock,
+        )  # fmt: skip
+        if kind is not None and resources.recorder is not None:
+            keys, first = [*request.head, *request.keys], request.first - len(request.head)
+            num_tokens = request.length_tokens - first * request.chunk_tokens
+            resources.recorder.note(kind, keys, first, num_tokens, counted=counted)
+        return request
+
     # ---- the calls of people
 
     def explain(self, tokens: TokenIds | None, **options: Unpack[CallOptions]) -> Hit:
         """Say what a lookup would, with the reason found thoroughly; touch and count nothing."""
-        return self._operations.explain(tokens, options).run()
+        request = self._checked(tokens, options)
+        work = partial(run_explain, self._resources, request)
+        return hit_call("explain", work, request, self._resources.counters).run()
 
     def holders(self, key: bytes) -> list[str]:
         """Return the names of the tiers that have a chunk, from the top down."""
@@ -274,9 +336,9 @@ class Cache:
         `clear`; in the host tier a reboot ends them. Raises StoreError if a tier's ledger cannot be changed, ValueError
         for wrong use.
         """
-        tiers, request, _ = self._operations.checked(tokens, options)
+        request = self._checked(tokens, options)
         pinned = {}
-        for tier, ledger in tiers.ledgers():
+        for tier, ledger in request.tiers.ledgers():
             run = ledger.match_prefix(
                 request.keys, start=request.first, namespace=request.namespace.root, touch=False,
                 deadline_seconds=self.config.deadline_seconds,
@@ -292,7 +354,7 @@ class Cache:
         Raises StoreError if a tier's ledger cannot be changed, ValueError for wrong use.
         """
         everything, names = tokens is None and options.get("keys") is None, options.get("tiers")
-        keys = None if everything else self._operations.checked(tokens, options)[1].keys
+        keys = None if everything else self._checked(tokens, options).keys
         tiers = self._tiers if names is None else self._tiers.only(names)
         return {tier: admin.unpin(ledger, keys, owner) for tier, ledger in tiers.ledgers()}
 
@@ -308,7 +370,7 @@ class Cache:
         all its chunks. Raises StoreError if no directory can record it and there are remote tiers, because other
         processes would continue to use them.
         """
-        return self._operations.weights_changed()
+        return self._weights.change()
 
     def clear(self, *, lora: str | None = None, salt: str | None = None, everything: bool = False) -> Cleared:
         """Remove the chunks of this namespace (of an adapter, of a tenant), or of all, from every tier.
@@ -316,7 +378,7 @@ class Cache:
         Chunks that are being written at that moment do not return. A tier that fails, or cannot be changed for five
         seconds, is named in the result: its chunks are still there.
         """
-        root = None if everything else self._operations.namespace(lora, salt).root
+        root = None if everything else self._weights.scope(lora, salt)[0].root
         chunks, failed = dict.fromkeys(self._tiers.names, 0), dict[str, str]()
         # down, so that nothing cleared is written down again; then up, for what was brought up meanwhile
         for tier in (*self._tiers.all, *reversed(self._tiers.all[:-1])):

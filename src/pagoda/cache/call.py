@@ -1,29 +1,217 @@
-"""The boundary between the cache and an engine: an error inside it is returned as a miss.
+"""One call of an engine: its options, checked and made a request, and the boundary where an error becomes a miss.
 
-`Operations` and `HostSlots` make a `Call` of each checked call; its caller or a `CallExecutor` runs it. Calls and
-copies are named ranges for profilers, switched on by `Config.profile`; switched off they cost a function call.
+`Cache` builds the `CacheRequest` of a prompt and a `Call` over it, which runs at once, on another thread, or awaited;
+`HostSlots` makes a `Call` of each of its own. Calls and copies are named ranges for profilers, switched on by
+`Config.profile`; switched off they cost a function call.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from functools import partial
+from typing import Generic, NamedTuple, TypeAlias, TypedDict, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from pagoda.cache.counters import CacheCounters
-from pagoda.clock import Deadline
+from pagoda.cache.hit import Hit
+from pagoda.cache.tier_stack import TierStack
+from pagoda.clock import Clock, Deadline
 from pagoda.errors import ClosedError, ConfigError
+from pagoda.keys import Item, Namespace, TokenIds, as_token_ids
 from pagoda.layout import KVLayout
 from pagoda.metrics import Reason
 from pagoda.tiers.base import Bytes
 from pagoda.transfer import Transfer
 
-__all__ = ["Call", "CheckedTransfer", "TransferMisuse", "enable_profiler_ranges", "profiler_range"]
+__all__ = [
+    "CacheRequest",
+    "Call",
+    "CallOptions",
+    "CheckedTransfer",
+    "KeyScheme",
+    "build_request",
+    "enable_profiler_ranges",
+    "hit_call",
+    "profiler_range",
+]
 
 log = logging.getLogger("pagoda.cache")
 T = TypeVar("T")
+
+# -- the request -----------------------------------------------------------------------------------------------------
+
+Mask: TypeAlias = "Sequence[bool] | npt.NDArray[np.bool_]"
+# from the first chunk of the prompt on, or as `Cache.keys` gives them (start, end, key)
+Keys: TypeAlias = "Sequence[bytes] | Sequence[tuple[int, int, bytes]]"
+# tokens, root, chunk_tokens, items -> the key of every whole chunk
+KeyScheme: TypeAlias = Callable[[TokenIds, bytes, int, Iterable[Item]], list[bytes]]
+
+
+class CallOptions(TypedDict, total=False):
+    """What every call takes by keyword."""
+
+    start_tokens: int  # skips the chunks before this token: a multiple of chunk_tokens
+    mask: Mask | None  # the same as one bool a token: False...False True...True
+    keys: Keys | None  # instead of hashing the tokens (which may then be None)
+    items: Sequence[Item]  # multimodal items at their token positions
+    lora: str | None  # instead of the namespace's
+    salt: str | None  # instead of the namespace's: keeps tenants apart
+    tiers: Iterable[str] | None  # only these
+    deadline_seconds: float | None  # of the whole call; default: config.deadline_seconds without progress
+
+
+_OPTIONS = CallOptions.__optional_keys__
+
+
+class CacheRequest(NamedTuple):
+    """Chunks [first, first + len(keys)) of a prompt of `length_tokens` tokens: from which tiers, and until when."""
+
+    namespace: Namespace
+    tiers: TierStack  # that the call may use
+    deadline: Deadline
+    keys: list[bytes]
+    first: int  # chain position of keys[0]
+    parent: bytes | None  # the key at first - 1
+    length_tokens: int
+    chunk_tokens: int
+    tokens: TokenIds | None = None  # None: the caller gave keys only
+    items: tuple[Item, ...] = ()
+    head: Sequence[bytes] = ()  # the keys before keys[0], as far as the caller gave them
+
+    @property
+    def start_tokens(self) -> int:
+        """The first token that is requested."""
+        return self.first * self.chunk_tokens
+
+    def starts(self, begin: int, end: int) -> list[int]:
+        """Return the first token of each of the chunks keys[begin:end]."""
+        return [(self.first + i) * self.chunk_tokens for i in range(begin, end)]
+
+    def parent_of(self, index: int) -> bytes | None:
+        """Return the key of the chunk before keys[index], None at the root."""
+        return self.keys[index - 1] if index else self.parent
+
+    def hit(self, by_tier: Mapping[str, int], reason: Reason | None = None, detail: str = "") -> Hit:
+        """Return the answer: leading chunks by tier, and why not more."""
+        tokens = {tier: chunks * self.chunk_tokens for tier, chunks in by_tier.items() if chunks}
+        start, served = self.start_tokens, sum(tokens.values())
+        mask = np.zeros(self.length_tokens, np.bool_)
+        mask[start : start + served] = True
+        return Hit(served, tokens, mask, reason, detail, start)
+
+    def hit_without_chunks(self) -> Hit:
+        """Return the answer if there is no whole chunk in the request."""
+        if self.length_tokens >= self.chunk_tokens:
+            return self.hit({})
+        detail = f"{self.length_tokens} tokens, a chunk has {self.chunk_tokens}"
+        return self.hit({}, Reason.SHORT_PROMPT, detail)
+
+
+def build_request(
+    tokens: TokenIds | None, options: CallOptions, *, namespace: Namespace, tiers: TierStack, layout: KVLayout,
+    scheme: KeyScheme, deadline_seconds: float, bounded: bool, clock: Clock,
+) -> CacheRequest:  # fmt: skip
+    """Return the request for the whole chunks of `tokens` that `options` ask for.
+
+    `namespace` and `tiers`: of the present weights; `deadline_seconds`: if the options have none; `bounded`: by the
+    bytes of the chunks, too.
+
+    `keys` replace hashing. Raises ValueError for an option that does not exist, a mask that is not False...False
+    True...True, a start that is not a multiple of a chunk, keys that do not fit the tokens, and an unknown tier.
+    """
+    if not options.keys() <= _OPTIONS:  # a misspelt salt would share a tenant's chunks
+        raise ValueError(
+            f"{', '.join(options.keys() - _OPTIONS)}: no such option; there are {', '.join(sorted(_OPTIONS))}"
+        )
+    keys, items, chunk_tokens = options.get("keys"), options.get("items", ()), layout.chunk_tokens
+    if (names := options.get("tiers")) is not None:
+        tiers = tiers.only(names)
+    if tokens is None and keys is None:
+        raise ValueError("neither tokens nor keys were given: pass tokens, or keys")
+    ids = None if tokens is None else as_token_ids(tokens)
+    origin, given = (0, None) if keys is None else _given_keys(keys, chunk_tokens)
+    length = len(ids) if ids is not None else (origin + len(given or ())) * chunk_tokens
+    start_tokens = options.get("start_tokens", 0)
+    first = _first_chunk(start_tokens, options.get("mask"), length, chunk_tokens) or origin
+    if given is None:
+        assert ids is not None
+        given = scheme(ids, namespace.root, chunk_tokens, items)
+    elif origin + len(given) > length // chunk_tokens:
+        raise ValueError(
+            f"{len(given)} keys from chunk {origin} on, but {length} tokens: pass both of one prompt"
+        )
+    if first < origin:
+        raise ValueError(
+            f"keys begin at token {origin * chunk_tokens}, start_tokens = {start_tokens}: pass earlier keys"
+        )
+    skip = first - origin
+    parent = given[skip - 1] if 0 < skip <= len(given) else None
+    head, asked = given[:skip], given[skip:]
+    strict = (seconds := options.get("deadline_seconds")) is not None
+    deadline = Deadline(
+        deadline_seconds if seconds is None else seconds,
+        len(asked) * layout.chunk_bytes if bounded else None,
+        strict,
+        clock,
+    )
+    return CacheRequest(
+        namespace, tiers, deadline, asked, first, parent, length, chunk_tokens, ids, tuple(items), head
+    )
+
+
+def _given_keys(keys: Keys, chunk_tokens: int) -> tuple[int, list[bytes]]:
+    """Return the chain position of the first of the caller's keys, and the keys alone."""
+    flat: list[bytes] = []
+    origin = 0
+    for i, key in enumerate(keys):
+        if isinstance(key, tuple):
+            start, _, key = key
+            origin = origin if i else start // chunk_tokens
+            if start != (origin + i) * chunk_tokens:
+                raise ValueError(f"keys[{i}] begins at token {start}: keys must be one run of whole chunks")
+        if not isinstance(key, bytes) or len(key) != 32:
+            raise ValueError(f"keys[{i}] is not a key of 32 bytes: use Cache.keys, KeyChain or derive_keys")
+        flat.append(key)
+    return origin, flat
+
+
+def _first_chunk(start_tokens: int, mask: Mask | None, length_tokens: int, chunk_tokens: int) -> int:
+    """Return the first chunk that is requested. Raises ValueError for a start inside a chunk or a bad mask."""
+    if mask is not None:
+        masked = _mask_start(mask, length_tokens)
+        if start_tokens not in (0, masked):
+            raise ValueError(
+                f"start_tokens = {start_tokens}, but the mask begins at {masked}: pass one of them"
+            )
+        start_tokens = masked
+    if start_tokens < 0 or start_tokens % chunk_tokens:
+        raise ValueError(
+            f"the request begins at token {start_tokens}: it must be a multiple of the chunk, {chunk_tokens} tokens"
+        )
+    if start_tokens > length_tokens:
+        raise ValueError(f"start_tokens = {start_tokens} is past the {length_tokens} tokens of the prompt")
+    return start_tokens // chunk_tokens
+
+
+def _mask_start(mask: Mask, length_tokens: int) -> int:
+    """Return the number of leading Falses; the rest must be all True."""
+    wanted = np.asarray(mask)
+    if wanted.ndim != 1 or wanted.dtype != np.bool_ or len(wanted) != length_tokens:
+        raise ValueError(
+            f"a mask is one bool a token, ({length_tokens},); got {wanted.dtype} of shape {wanted.shape}"
+        )
+    start = int(wanted.argmax()) if wanted.any() else len(wanted)
+    if not wanted[start:].all():
+        raise ValueError("a mask is False...False True...True: this one has a False after a True")
+    return start
+
+
+# -- the boundary ----------------------------------------------------------------------------------------------------
 
 _NO_RANGE: AbstractContextManager[object] = nullcontext()
 _ranges_on = False
@@ -120,10 +308,15 @@ class Call(Generic[T]):
 
     def refuse(self, reason: Reason, detail: str, error: Exception | None = None) -> T:
         """Return the miss without doing the work; count and log it."""
-        self.counters.count(f"miss_{reason}")
+        self.counters.add({f"miss_{reason}": 1})
         self.counters.warn(log, reason, detail, error)
         return self.miss(reason, detail)
 
     def cancel(self) -> None:
         """Let the work end as soon as it can."""
         self.deadline.cancel()
+
+
+def hit_call(name: str, work: Callable[[], Hit], request: CacheRequest, counters: CacheCounters) -> Call[Hit]:
+    """Return a call whose answer is a hit of `request`."""
+    return Call(name, work, partial(request.hit, {}), request.deadline, counters)

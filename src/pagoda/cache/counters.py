@@ -34,10 +34,6 @@ class CacheCounters:
         self._lock = threading.Lock()
         self._log_lines = RateLimitedLog(self._clock)
 
-    def count(self, name: str, number: int = 1) -> None:
-        """Add to one counter, as `add`."""
-        self.add({name: number})
-
     def add(self, counts: Mapping[str, int]) -> None:
         """Add to some counters; ignore names that the vocabulary lacks."""
         known = {name: number for name, number in counts.items() if number and name in _KNOWN}

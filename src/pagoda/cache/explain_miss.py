@@ -6,8 +6,8 @@ import contextlib
 from concurrent.futures import CancelledError
 from typing import NamedTuple, TypeAlias
 
+from pagoda.cache.call import CacheRequest, KeyScheme
 from pagoda.cache.executor import CallExecutor
-from pagoda.cache.request import CacheRequest, KeyScheme
 from pagoda.cache.tier_stack import TierStack
 from pagoda.clock import Clock, Deadline
 from pagoda.errors import StoreError
@@ -67,20 +67,14 @@ class MissExplainer:
         self._listed_ns = -_FRESH_NS
 
     def explain(
-        self,
-        request: CacheRequest,
-        index: int,
-        hint: Reason | None,
-        chosen: TierStack,
-        deadline: Deadline,
-        thorough: bool = False,
+        self, request: CacheRequest, index: int, hint: Reason | None, thorough: bool = False
     ) -> Explanation:
-        """Explain why no `chosen` tier has request.keys[index]; `hint` is the reason that the host tier gave."""
+        """Explain why no tier of a request has request.keys[index]; `hint` is the reason that the host tier gave."""
         if hint is not None and hint in UNANSWERED:
             return Explanation(hint)
         if hint is not None and hint in _SEEN_BY_HOST:
             return Explanation(hint, _SEEN_BY_HOST[hint])
-        key = request.keys[index]
+        key, chosen, deadline = request.keys[index], request.tiers, request.deadline
         resting = [tier.name for tier in chosen.lower if getattr(tier, "resting", False)]
         if resting:
             return Explanation(
@@ -107,15 +101,13 @@ class MissExplainer:
                 Reason.TIER_SKIPPED, f"{others[0]} has the chunk, but this call does not use that tier"
             )
         if index == 0 and request.first == 0 and request.tokens is not None:
-            return self._in_other_namespace(request, deadline, thorough) or remembered
+            return self._in_other_namespace(request, thorough) or remembered
         return remembered
 
-    def _in_other_namespace(
-        self, request: CacheRequest, deadline: Deadline, thorough: bool
-    ) -> Explanation | None:
+    def _in_other_namespace(self, request: CacheRequest, thorough: bool) -> Explanation | None:
         """Find the same first chunk under another namespace, and name the fields in which that one differs."""
         assert request.tokens is not None
-        mine = request.namespace.fields()
+        mine, deadline = request.namespace.fields(), request.deadline
         head = request.tokens[: self._chunk_tokens]
         items = [item for item in request.items if item.start < self._chunk_tokens]
         known = self._list(deadline.remaining()) if thorough else self._recent(deadline)

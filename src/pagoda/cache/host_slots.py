@@ -16,12 +16,12 @@ import numpy.typing as npt
 
 from pagoda.cache.call import Call
 from pagoda.cache.lookup_call import LEASE_SECONDS
-from pagoda.cache.operations import Operations
 from pagoda.cache.recording import CallKind
+from pagoda.cache.resources import Resources
+from pagoda.cache.weights_epoch import PresentWeights
 from pagoda.cache.writeback import Access, ChunkRef, Generations, Slots, columns_of, follows
 from pagoda.clock import Deadline
 from pagoda.errors import ClosedError
-from pagoda.layout import KVLayout
 from pagoda.ledger import CommitResult, Match, Outcome, Refused, Reserved
 from pagoda.metrics import Reason
 from pagoda.tiers import HostTier
@@ -39,12 +39,9 @@ class HostSlots:
     is a miss; copies must have ended before, because then the slots may hold other chunks.
     """
 
-    def __init__(self, operations: Operations, host: HostTier, layout: KVLayout) -> None:
-        self._operations = operations
-        self._resources = operations.resources
-        self._host = host
-        self._ledger = host.ledger
-        self._layout = layout
+    def __init__(self, resources: Resources, weights: PresentWeights, host: HostTier) -> None:
+        self._resources, self._weights = resources, weights
+        self._host, self._ledger = host, host.ledger
 
     @property
     def count(self) -> int:
@@ -53,7 +50,10 @@ class HostSlots:
 
     def namespace(self, lora: str | None = None, salt: str | None = None) -> bytes:
         """Return the root of an adapter's and a tenant's namespace under the present weights; register its labels."""
-        return self._operations.register(lora, salt)
+        namespace, _ = self._weights.scope(lora, salt)
+        if namespace.root not in self._resources.registered:
+            self._resources.register(namespace)
+        return namespace.root
 
     def stamp(self) -> int:
         """Return a recency stamp for all that is reserved for one prompt: its tail is evicted before its head."""
@@ -97,7 +97,7 @@ class HostSlots:
 
     def count_dropped(self, reason: Reason, chunks: int) -> None:
         """Count chunks that an engine computed and does not store."""
-        self._resources.counters.count(f"drop_{reason}", chunks)
+        self._resources.counters.add({f"drop_{reason}": chunks})
 
     @property
     def is_recording(self) -> bool:
@@ -145,8 +145,8 @@ class HostSlots:
         """Note that these chunks were copied out, validly: they are counted, and written back if they are hit often."""
 
         def work(_: Deadline) -> None:
-            self._resources.counters.count("loaded_chunks", len(read))
-            self._resources.counters.count("loaded_bytes", len(read) * self._host.chunk_bytes)
+            nbytes = len(read) * self._host.chunk_bytes
+            self._resources.counters.add({"loaded_chunks": len(read), "loaded_bytes": nbytes})
             for run in runs(read, self.count, follows):
                 access = Access(namespace, lambda run=run: run, len(run), columns_of(run))  # type: ignore[misc]
                 self._resources.writeback.note_access(access)
@@ -169,7 +169,8 @@ class HostSlots:
             raise ValueError(f"parts must be at least 1, got {parts}")
         if any(len(key) != 32 for key in keys):
             raise ValueError("a key has 32 bytes: use Cache.keys, KeyChain or derive_keys")
-        self._record(CallKind.RESERVE, keys, start, len(keys) * self._layout.chunk_tokens, parent)
+        chunk_tokens = self._resources.layout.chunk_tokens
+        self._record(CallKind.RESERVE, keys, start, len(keys) * chunk_tokens, parent)
         made: list[Outcome] = []  # the caller must commit or abort them, whatever happens after
 
         def rest(reason: Reason, _: str = "") -> list[Outcome]:
@@ -177,16 +178,16 @@ class HostSlots:
 
         def work(deadline: Deadline) -> list[Outcome]:
             one = self.stamp() if stamp is None else stamp
-            admit_all = bool(self._operations.tiers().lower)  # which get only chunks that have a slot here
+            admit_all = bool(self._weights.scope()[1].lower)  # which get only chunks that have a slot here
             while (at := len(made)) < len(keys):
                 window, before = keys[at : at + self._ledger.window], keys[at - 1] if at else parent
                 made.extend(self._ledger.reserve(
                     window, namespace=namespace, start=start + at, parent=before,
-                    tokens=self._layout.chunk_tokens, parts=parts, stamp=one, admit_all=admit_all,
+                    tokens=chunk_tokens, parts=parts, stamp=one, admit_all=admit_all,
                     deadline_seconds=deadline.remaining(),
                 ))  # fmt: skip
                 if refused := [item.reason for item in made[at:] if isinstance(item, Refused)]:
-                    self._resources.counters.count(f"drop_{refused[0]}", len(keys) - len(made))
+                    self._resources.counters.add({f"drop_{refused[0]}": len(keys) - len(made)})
                     return rest(refused[0])
             return made
 
@@ -223,12 +224,12 @@ class HostSlots:
             good.extend(how is not CommitResult.LOST for how in results)
             # Not all that are good: a reserved slot has its generation already, so half a chunk would count as valid.
             visible = [one for one, how in zip(reserved, results, strict=True) if how is CommitResult.WHOLE]
-            self._resources.counters.count("stored_bytes", len(visible) * self._host.chunk_bytes)
+            self._resources.counters.add({"stored_bytes": len(visible) * self._host.chunk_bytes})
             kept = {(one.slot, one.generation) for one in visible}
             for namespace, refs in written.items():
                 for run in runs(refs, self.count, follows):
                     stored = [ref for ref in run if (ref.slot, ref.generation) in kept]
-                    self._resources.writeback.enqueue(namespace, stored, self._operations.tiers().lower)
+                    self._resources.writeback.enqueue(namespace, stored, self._weights.scope()[1].lower)
             return good
 
         def missed(*_: object) -> list[bool]:

@@ -1,6 +1,6 @@
 """Look-ups: which tiers have the leading chunks of a prompt. No KV bytes move.
 
-`Operations` calls `run_lookup` and `run_explain`; a retrieve calls `expected_hit` for its minimum. Why not more is
+`Cache` calls `run_lookup` and `run_explain`; a retrieve calls `expected_hit` for its minimum. Why not more is
 found by the `MissExplainer`.
 """
 
@@ -10,12 +10,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
+from pagoda.cache.call import CacheRequest
 from pagoda.cache.explain_miss import UNANSWERED
 from pagoda.cache.hit import Hit
-from pagoda.cache.request import CacheRequest
 from pagoda.cache.resources import Resources
-from pagoda.cache.tier_stack import TierStack
-from pagoda.clock import Deadline
 from pagoda.metrics import Reason
 from pagoda.tiers import HostTier
 from pagoda.tiers.base import Tier
@@ -41,11 +39,9 @@ class TiersMatch(NamedTuple):
     reason: Reason | None
 
 
-def run_lookup(
-    resources: Resources, tiers: TierStack, request: CacheRequest, deadline: Deadline, counted: bool
-) -> Hit:
+def run_lookup(resources: Resources, request: CacheRequest, counted: bool) -> Hit:
     """Return what a retrieve is expected to serve; lease the part of it that the host tier has."""
-    hit = expected_hit(resources, tiers, request, deadline)
+    hit = expected_hit(resources, request)
     if counted:
         resources.counters.count_request(
             request.length_tokens - request.start_tokens, hit.by_tier, hit.reason
@@ -53,26 +49,25 @@ def run_lookup(
     return hit
 
 
-def run_explain(resources: Resources, tiers: TierStack, request: CacheRequest, deadline: Deadline) -> Hit:
+def run_explain(resources: Resources, request: CacheRequest) -> Hit:
     """Return what a look-up would, with the reason found thoroughly; change nothing."""
     if not request.keys:
         return request.hit_without_chunks()
-    match = match_prefix(tiers, request, deadline, stamp=None, touch=False)
+    match = match_prefix(request, stamp=None, touch=False)
     if match.chunks == len(request.keys):
         return request.hit(match.by_tier)
-    explain = resources.explainer.explain
-    why = explain(request, match.chunks, match.reason, tiers, deadline, thorough=True)
+    why = resources.explainer.explain(request, match.chunks, match.reason, thorough=True)
     return request.hit(match.by_tier, *why)
 
 
-def expected_hit(resources: Resources, tiers: TierStack, request: CacheRequest, deadline: Deadline) -> Hit:
+def expected_hit(resources: Resources, request: CacheRequest) -> Hit:
     """Return what a retrieve is expected to serve, without counting it."""
     if resources.closed:
         return request.hit({}, Reason.CLOSED, "the cache is closed")
     if not request.keys:
         return request.hit_without_chunks()
-    stamp = tiers.host.ledger.stamp() if tiers.host is not None else None
-    match = match_prefix(tiers, request, deadline, stamp=stamp)
+    tiers = request.tiers
+    match = match_prefix(request, stamp=tiers.host.ledger.stamp() if tiers.host is not None else None)
     by_tier, load_cost = match.by_tier, resources.load_cost
     slow = [tier for tier, chunks in by_tier.items() if chunks and not load_cost.is_worth_loading(tier)]
     if slow:  # runs of tiers alternate at most in theory: what is above the first slow tier is served
@@ -85,16 +80,12 @@ def expected_hit(resources: Resources, tiers: TierStack, request: CacheRequest, 
         return request.hit(by_tier, Reason.NOT_WORTH_IT, load_cost.refusal(slow[0]))
     if match.chunks == len(request.keys):
         return request.hit(by_tier)
-    return request.hit(
-        by_tier, *resources.explainer.explain(request, match.chunks, match.reason, tiers, deadline)
-    )
+    return request.hit(by_tier, *resources.explainer.explain(request, match.chunks, match.reason))
 
 
-def match_prefix(
-    tiers: TierStack, request: CacheRequest, deadline: Deadline, *, stamp: int | None, touch: bool = True
-) -> TiersMatch:
+def match_prefix(request: CacheRequest, *, stamp: int | None, touch: bool = True) -> TiersMatch:
     """Find the leading run through all tiers; lease what the host tier has of it, unless `touch` is False."""
-    root = request.namespace.root
+    root, tiers, deadline = request.namespace.root, request.tiers, request.deadline
 
     def find_in_host(host: HostTier, at: int) -> tuple[int, Reason | None]:
         match = host.ledger.match_prefix(

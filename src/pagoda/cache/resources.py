@@ -6,12 +6,12 @@ import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pagoda.cache.call import KeyScheme
 from pagoda.cache.counters import CacheCounters
 from pagoda.cache.executor import CallExecutor
 from pagoda.cache.explain_miss import MissExplainer
 from pagoda.cache.load_cost import LoadCost
 from pagoda.cache.recording import Recorder
-from pagoda.cache.request import KeyScheme
 from pagoda.cache.staging import StagingPool
 from pagoda.cache.tier_stack import TierStack
 from pagoda.cache.writeback import WriteBack, WriteBackQueue

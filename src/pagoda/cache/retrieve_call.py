@@ -1,6 +1,6 @@
 """One retrieve or prefetch: a run of chunks from the tiers that have it to the engine, or into the host tier only.
 
-`Operations.retrieve` makes a `RetrieveCall`. Host slots are copied out and then validated; chunks of a lower tier are
+`Cache.retrieve` makes a `RetrieveCall`. Host slots are copied out and then validated; chunks of a lower tier are
 read into a `LoadDestination` by a `LoadPipeline`. A chunk that another call is storing is waited for, not loaded twice.
 
     disk  | read 4 5 6 7 | read 8 9 ...        buffers in flight: a deque, refilled when half empty
@@ -21,21 +21,18 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.cache.call import CheckedTransfer
+from pagoda.cache.call import CacheRequest, CheckedTransfer
 from pagoda.cache.explain_miss import UNANSWERED
 from pagoda.cache.hit import Hit
 from pagoda.cache.lookup_call import LEASE_SECONDS, expected_hit
-from pagoda.cache.request import CacheRequest
 from pagoda.cache.resources import Resources
 from pagoda.cache.staging import StagingPool
-from pagoda.cache.tier_stack import TierStack
 from pagoda.cache.writeback import Access, ChunkRef, chunk_ref, columns_of, recency_stamp, refs_in_slots
 from pagoda.clock import Deadline
 from pagoda.ledger import Busy, Present, Refused, Reserved
 from pagoda.metrics import Reason
 from pagoda.tiers import HostTier
 from pagoda.tiers.base import Bytes, Done, Tier
-from pagoda.transfer import Transfer
 
 __all__ = ["RetrieveCall"]
 
@@ -54,33 +51,23 @@ class RetrieveCall:
     """
 
     def __init__(
-        self,
-        resources: Resources,
-        tiers: TierStack,
-        request: CacheRequest,
-        kv: CheckedTransfer | None,
-        deadline: Deadline,
-        counted: bool,
+        self, resources: Resources, request: CacheRequest, kv: CheckedTransfer | None, counted: bool
     ) -> None:
-        self._resources = resources
-        self._tiers = tiers
-        self._request = request
-        self._kv = kv
-        self._deadline = deadline
-        self._counted = counted
+        self._resources, self._request, self._kv, self._counted = resources, request, kv, counted
+        self._tiers, self._deadline = request.tiers, request.deadline
         self._stamp = 0  # of the host tier
         self._end = len(request.keys)
         self._stamps: dict[str, int | None] = {}  # of each lower tier
         self._matched: dict[str, int] = {}  # up to which chunk each lower tier has the run
         self._busy_since: int | None = None  # since when (ns) another call has been storing the next chunk
         self._pause = _PAUSE_SECONDS[0]
-        self._full = tiers.host is None  # no more host slots for this run
+        self._full = self._tiers.host is None  # no more host slots for this run
         self._rounds = 0
         self._silent = ""  # a lower tier that may not have answered in time
         self._done = 0
         self._prefetch_slots = 0  # how many a prefetch may fill
         self._polls = 0  # looks at a chunk that another call is storing
-        self._by_tier = dict.fromkeys(tiers.names, 0)
+        self._by_tier = dict.fromkeys(self._tiers.names, 0)
         self._reason: Reason | None = None
         self._detail = ""
         self._miss_counted = False  # by a lower tier, where this cache counts
@@ -113,13 +100,13 @@ class RetrieveCall:
         if minimum > len(request.keys) * request.chunk_tokens:
             return request.hit({}, Reason.BELOW_MINIMUM, f"at least {minimum} tokens")
         if minimum:
-            expected = expected_hit(resources, self._tiers, request, self._deadline)
+            expected = expected_hit(resources, request)
             if expected.reason is Reason.BELOW_MINIMUM:
                 return expected
         return None
 
     def _serve_all(self) -> Hit:
-        tiers, request, resources, host = self._tiers, self._request, self._resources, self._tiers.host
+        request, resources, host = self._request, self._resources, self._tiers.host
         if host is not None and self._kv is not None and self._kv.device_index is not None:
             host.use_device(self._kv.device_index)  # before the first copy
         with nullcontext() if host is None else host.copying():
@@ -132,8 +119,7 @@ class RetrieveCall:
             resources.counters.add({"loaded_chunks": chunks, "loaded_bytes": nbytes})
         if self._reason is not Reason.ABSENT:
             return request.hit(self._by_tier, self._reason, self._detail)
-        explain = resources.explainer.explain
-        return request.hit(self._by_tier, *explain(request, self._done, self._hint, tiers, self._deadline))
+        return request.hit(self._by_tier, *resources.explainer.explain(request, self._done, self._hint))
 
     def _serve(self) -> None:
         while self._done < self._end and self._reason is None:
@@ -261,7 +247,7 @@ class RetrieveCall:
     def _load(self, tier: Tier, stop: int) -> bool:
         """Load chunks [done, stop) from `tier`; return whether another call is storing the next one."""
         destination, before, began = self._destination(), self._done, time.perf_counter()
-        pipeline = LoadPipeline(tier, destination, self._request, self._kv, self._deadline, self._served)
+        pipeline = LoadPipeline(tier, destination, self._request, self._kv, self._served)
         end = pipeline.run(self._done, stop)
         if end is not None:
             self._stop(end.reason, end.detail)
@@ -294,7 +280,7 @@ class RetrieveCall:
         if host is None or self._full or self._bypasses_writer():
             return StagingDestination(self._resources.load_staging, self._deadline)
         lease = LEASE_SECONDS if self._kv is None else 0.0
-        return HostDestination(host, self._request, self._deadline, self._stamp, lease)
+        return HostDestination(host, self._request, self._stamp, lease)
 
     # -- ends and waits -------------------------------------------------------------------------------------------
 
@@ -337,7 +323,7 @@ class RetrieveCall:
         """Find out whether the process that is storing the next chunk is alive: a reserve reclaims from the dead."""
         host, at = self._tiers.host, self._done
         assert host is not None
-        probe = HostDestination(host, self._request, self._deadline, self._stamp, LEASE_SECONDS)
+        probe = HostDestination(host, self._request, self._stamp, LEASE_SECONDS)
         buffers = probe.reserve(at, at + 1, False)
         try:
             for buffer in buffers:
@@ -377,16 +363,11 @@ class LoadPipeline:
         tier: Tier,
         destination: LoadDestination,
         request: CacheRequest,
-        kv: Transfer | None,
-        deadline: Deadline,
+        kv: CheckedTransfer | None,
         served: Callable[[int, str], None],
     ) -> None:
-        self._tier = tier
-        self._destination = destination
-        self._request = request
-        self._kv = kv
-        self._deadline = deadline
-        self._served = served
+        self._tier, self._destination, self._kv, self._served = tier, destination, kv, served
+        self._request, self._deadline = request, request.deadline
         self._done = 0
         self._end: _PipelineEnd | None = None
         self._flights: deque[_LoadInFlight] = deque()  # until their buffers are settled or released
@@ -526,15 +507,10 @@ class LoadDestination(Protocol):
 class HostDestination:
     """Reserved slots of the host tier: chunks read into them become visible to every call."""
 
-    def __init__(
-        self, host: HostTier, request: CacheRequest, deadline: Deadline, stamp: int, lease_seconds: float
-    ) -> None:
+    def __init__(self, host: HostTier, request: CacheRequest, stamp: int, lease_seconds: float) -> None:
         """`lease_seconds`: how long chunks that are wanted on the host, whatever its policy says, stay; 0: no lease."""
-        self._host = host
-        self._request = request
-        self._deadline = deadline
-        self._stamp = stamp
-        self._lease_seconds = lease_seconds
+        self._host, self._request, self._deadline = host, request, request.deadline
+        self._stamp, self._lease_seconds = stamp, lease_seconds
         self.most = max(1, min(host.ledger.window, (512 << 20) // host.slot_bytes, 64))
         self.stopped: Present | Busy | Refused | None = None  # why no more slots were reserved
 

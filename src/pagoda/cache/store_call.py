@@ -1,6 +1,6 @@
 """One store: an engine's chunks into host slots, and what gets no slot through staging buffers to the tiers below.
 
-`Operations.store` makes a `StoreCall`; it reserves, fills and commits slots of the host tier's ledger, and enqueues the
+`Cache.store` makes a `StoreCall`; it reserves, fills and commits slots of the host tier's ledger, and enqueues the
 chunks for the lower tiers in `WriteBack`.
 """
 
@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 
-from pagoda.cache.call import CheckedTransfer
+from pagoda.cache.call import CacheRequest, CheckedTransfer
 from pagoda.cache.hit import Stored
-from pagoda.cache.request import CacheRequest
 from pagoda.cache.resources import Resources
 from pagoda.cache.staging import StagedChunk
-from pagoda.cache.tier_stack import TierStack
 from pagoda.cache.writeback import (
     Access,
     ChunkRef,
@@ -45,20 +43,13 @@ class StoreCall:
     free, or the tiers below refuse the chunk for another reason than their policy, the host stores it after all.
     """
 
-    def __init__(
-        self,
-        resources: Resources,
-        tiers: TierStack,
-        request: CacheRequest,
-        kv: CheckedTransfer,
-        deadline: Deadline,
-    ) -> None:
+    def __init__(self, resources: Resources, request: CacheRequest, kv: CheckedTransfer) -> None:
         self._resources = resources
-        self._host, self._lower = tiers.host, tiers.lower
-        self._request, self._kv, self._deadline = request, kv, deadline
+        self._host, self._lower = request.tiers.host, request.tiers.lower
+        self._request, self._kv, self._deadline = request, kv, request.deadline
         self._writeback, self._staging = resources.writeback, resources.store_staging
         # What gets no host slot is written below; else the host's policy refuses nothing.
-        overflows = tiers.host is None or resources.config.write_policy != "selective"
+        overflows = self._host is None or resources.config.write_policy != "selective"
         self._overflows = overflows and bool(self._lower)
         self._admit_all = not overflows and bool(self._lower)
         self._stamp = 0  # of the host tier
@@ -84,7 +75,7 @@ class StoreCall:
             reason = self._store_below() if host is None else self._store(host)
             stored = self._stored(reason)
         nbytes = self._on_host * self._resources.layout.chunk_bytes
-        self._resources.counters.count("stored_bytes", nbytes)
+        self._resources.counters.add({"stored_bytes": nbytes})
         return stored
 
     def miss(self, reason: Reason, _: str = "") -> Stored:

@@ -1,13 +1,15 @@
-"""The weights epoch of a model on this machine, kept in a small file under every local root.
+"""The weights epoch of a model on this machine, and which namespace and tiers a call may use in it.
 
-The epoch is the file's *size*: raising it appends one byte, which two processes can do at once without losing one,
-and noticing it is one `stat`. The largest of the roots is valid, so one that is wiped (a reboot) loses nothing. The
-files reserve space when the cache is opened: a full disk does not prevent raising an epoch.
+The epoch is kept in a small file under every local root. It is the file's *size*: raising it appends one byte, which
+two processes can do at once without losing one, and noticing it is one `stat`. The largest of the roots is valid, so
+one that is wiped (a reboot) loses nothing. The files reserve space when the cache is opened: a full disk does not
+prevent raising an epoch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import threading
@@ -16,13 +18,77 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from pagoda.cache.resources import Resources
+from pagoda.cache.tier_stack import TierStack
 from pagoda.disk_space import reserve_beyond
+from pagoda.errors import StoreError
 from pagoda.fork import reset_in_child
+from pagoda.keys import Namespace
+from pagoda.metrics import Reason
 
-__all__ = ["WeightsEpoch"]
+__all__ = ["PresentWeights", "WeightsEpoch"]
+
+log = logging.getLogger("pagoda.cache")
 
 _RESERVED_BYTES = 1024  # space for this many epochs at any time
 _BEYOND_FILES = 1 << 31  # no file becomes this long
+_MOST_NAMESPACES = 1024  # kept ready; more tenants are hashed again
+_EPOCHS = 2**32  # epochs of this machine within one epoch of the configured namespace
+
+
+class PresentWeights:
+    """What a call may use under the present weights: a namespace, and tiers. Thread-safe."""
+
+    def __init__(self, resources: Resources, namespace: Namespace) -> None:
+        self._resources = resources
+        self._epoch = WeightsEpoch(resources.config.roots(), namespace.model, namespace.weights_epoch)
+        self._base = namespace
+        self._namespaces: dict[tuple[str, str, int], Namespace] = {}
+        self.reset()
+        reset_in_child(self)
+
+    def reset(self) -> None:
+        """Create the lock."""
+        self._lock = threading.Lock()
+
+    def scope(self, lora: str | None = None, salt: str | None = None) -> tuple[Namespace, TierStack]:
+        """Return the namespace of an adapter and a tenant now, and the tiers that may be used now.
+
+        A stat notices weights that another process changed. After weights changed in place, no other machine has their
+        KV, nor may it get it.
+        """
+        epoch, tiers = self._epoch.epoch(), self._resources.tiers
+        lora = self._base.lora if lora is None else lora
+        salt = self._base.salt if salt is None else salt
+        with self._lock:
+            namespace = self._namespaces.get((lora, salt, epoch))
+        if namespace is None:
+            weights_epoch = self._base.weights_epoch * _EPOCHS + epoch
+            namespace = self._base.with_(lora=lora, salt=salt, weights_epoch=weights_epoch)
+            with self._lock:
+                while len(self._namespaces) >= _MOST_NAMESPACES:
+                    self._namespaces.pop(next(iter(self._namespaces)))
+                self._namespaces[lora, salt, epoch] = namespace
+        return namespace, tiers.local() if epoch else tiers
+
+    def change(self) -> int:
+        """Raise the weights epoch and return it. See Cache.weights_changed."""
+        epoch, errors = self._epoch.raise_epoch()
+        tiers = self._resources.tiers
+        for tier in tiers.all:
+            if tier.name in errors:  # its root will not remember the epoch; clearing the tier needs no space
+                self._resources.counters.warn(
+                    log, Reason.IO_ERROR, f"{tier.name} is cleared: {errors[tier.name]}"
+                )
+                tier.clear()
+        none_recorded = len(errors) == len(self._resources.config.roots())
+        if errors and none_recorded and tiers.local() is not tiers:
+            raise StoreError(
+                "other processes could not be told that the weights have changed, and continue to use the KV of the "
+                "old weights in remote tiers: remove the cause and call weights_changed again, or stop them "
+                f"({next(iter(errors.values()))})"
+            )
+        return epoch
 
 
 class WeightsEpoch:

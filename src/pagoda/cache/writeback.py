@@ -26,8 +26,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pagoda.cache.call import CacheRequest
 from pagoda.cache.counters import CacheCounters
-from pagoda.cache.request import CacheRequest
 from pagoda.cache.staging import StagedChunk
 from pagoda.clock import Clock, Deadline
 from pagoda.config import Config
@@ -252,7 +252,7 @@ class WriteBackQueue:
             stale = sum(ref.slot in self._dirty for ref in fresh)  # evicted before they were written
             self._dirty.update((ref.slot, (ref, batch)) for ref in fresh)
             self._wake()
-        self._counters.count(f"drop_{Reason.STALE}", stale)
+        self._counters.add({f"drop_{Reason.STALE}": stale})
 
     def _is_dirty(self, ref: ChunkRef) -> bool:
         known = self._dirty.get(ref.slot)
@@ -329,7 +329,7 @@ class WriteBackQueue:
 
     def _drop(self, refs: Sequence[ChunkRef], reason: Reason) -> None:
         """Count chunks that are not written, and release their buffers."""
-        self._counters.count(f"drop_{reason}", len(refs))
+        self._counters.add({f"drop_{reason}": len(refs)})
         for ref in refs:
             if ref.staged is not None:
                 ref.staged.finish(Done(False, reason))
@@ -388,7 +388,7 @@ class WriteBackQueue:
         coldest = self._host.ledger.next_victims(wanted).tolist()
         chosen = [self._dirty.pop(slot) for slot in coldest if slot in self._dirty]
         live = [entry for entry in chosen if columns.generation[entry[0].slot] == entry[0].generation]
-        self._counters.count(f"drop_{Reason.STALE}", len(chosen) - len(live))
+        self._counters.add({f"drop_{Reason.STALE}": len(chosen) - len(live)})
         for batch in _regroup(live):
             self._queue.append(batch)
             self._waiting += len(batch.refs)
@@ -457,7 +457,7 @@ class WriteBackQueue:
             chunks = [self._chunk(ref) for ref in piece]
             futures = self.tier.save(chunks, batch.namespace, stamp=batch.stamp)
         except Exception:
-            self._counters.count(f"drop_{Reason.IO_ERROR}", len(piece))
+            self._counters.add({f"drop_{Reason.IO_ERROR}": len(piece)})
             for ref in piece:
                 if ref.staged is not None:
                     ref.staged.finish(Done(False, Reason.IO_ERROR), unread=False)
