@@ -179,12 +179,12 @@ def _entry(transaction: Transaction) -> None:
 
 
 def _slot(transaction: Transaction) -> None:
-    slot, *_ = ENTRY.unpack(transaction.get(transaction.tables.entries, keys(1)[0]) or b"")
+    slot, *_ = ENTRY.unpack(transaction.get(keys(1)[0], db=transaction.tables.entries) or b"")
     transaction.txn.delete(SLOT_KEY.pack(slot), db=transaction.tables.slots)
 
 
 def _free(transaction: Transaction) -> None:
-    slot, *_ = ENTRY.unpack(transaction.get(transaction.tables.entries, keys(1)[0]) or b"")
+    slot, *_ = ENTRY.unpack(transaction.get(keys(1)[0], db=transaction.tables.entries) or b"")
     transaction.txn.put(SLOT_KEY.pack(slot), b"", db=transaction.tables.free)
 
 

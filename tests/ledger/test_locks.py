@@ -39,10 +39,10 @@ def test_a_file_is_made_for_its_owner_alone_and_only_if_it_may_be(path: Path) ->
 
 def test_two_who_open_a_file_in_one_process_are_two(path: Path) -> None:
     one, two = LockFile(path), LockFile(path)
-    assert one.try_lock(7, exclusive=True)
-    assert two.held_by_other(7) and not two.try_lock(7, exclusive=True) and not one.held_by_other(7)
+    assert one.lock(7, exclusive=True)
+    assert two.held_by_other(7) and not two.lock(7, exclusive=True) and not one.held_by_other(7)
     one.close()
-    assert two.try_lock(7, exclusive=True)
+    assert two.lock(7, exclusive=True)
 
 
 def read_it(path: Path) -> None:
@@ -68,7 +68,7 @@ def test_whatever_else_in_the_process_opens_and_closes_the_file_drops_no_lock(
     path: Path, walk: Callable[[Path], None]
 ) -> None:
     file = LockFile(path)
-    assert file.try_lock(7, exclusive=True) and file.try_lock(GATE, exclusive=False)
+    assert file.lock(7, exclusive=True) and file.lock(GATE, exclusive=False)
     walk(path)
     in_child(lambda: _must(LockFile(path).held_by_other(7) and LockFile(path).held_by_other(GATE)))
 
@@ -76,19 +76,19 @@ def test_whatever_else_in_the_process_opens_and_closes_the_file_drops_no_lock(
 def test_locks_go_with_the_file(path: Path) -> None:
     before = os.listdir("/proc/self/fd")
     file = LockFile(path)
-    assert file.try_lock(7, exclusive=True)
+    assert file.lock(7, exclusive=True)
     file.close()
     file.close()
     file.unlock(7)
     assert os.listdir("/proc/self/fd") == before
     with pytest.raises(OSError, match="closed"):
-        file.try_lock(7, exclusive=True)
+        file.lock(7, exclusive=True)
     assert not file.is_at(path) and not LockFile(path).held_by_other(7)
 
 
 def test_a_file_that_is_closed_is_unlocked_though_there_is_another_copy_of_its_descriptor(path: Path) -> None:
     file = LockFile(path)
-    assert file.try_lock(7, exclusive=True)
+    assert file.lock(7, exclusive=True)
     copy = os.dup(file._fd)  # as a child has it that runs no hooks of Python
     file.close()
     assert not LockFile(path).held_by_other(7)
@@ -108,44 +108,44 @@ def test_locks_of_an_older_version_and_ours_keep_each_other_out(path: Path) -> N
 
     held: list[BinaryIO] = []
     with Other(take):
-        assert file.held_by_other(7) and not file.try_lock(7, exclusive=False)
-    assert file.try_lock(7, exclusive=False)
+        assert file.held_by_other(7) and not file.lock(7, exclusive=False)
+    assert file.lock(7, exclusive=False)
     in_child(fail)
 
 
 def test_a_lock_keeps_other_processes_out_until_its_process_is_dead(path: Path) -> None:
     file = LockFile(path)
     with holding(path, 7):
-        assert not file.try_lock(7, exclusive=True) and not file.try_lock(7, exclusive=False)
+        assert not file.lock(7, exclusive=True) and not file.lock(7, exclusive=False)
         assert file.held_by_other(7) and not file.held_by_other(8)
-        assert file.try_lock(8, exclusive=True)
-    assert file.try_lock(7, exclusive=True)
+        assert file.lock(8, exclusive=True)
+    assert file.lock(7, exclusive=True)
 
 
 def test_shared_locks_go_together(path: Path) -> None:
     file = LockFile(path)
     with holding(path, 7, exclusive=False):
-        assert file.try_lock(7, exclusive=False)
-        assert not file.try_lock(7, exclusive=True), "and the shared one is kept"
+        assert file.lock(7, exclusive=False)
+        assert not file.lock(7, exclusive=True), "and the shared one is kept"
         in_child(lambda: _must(LockFile(path).held_by_other(7)))
 
 
 def test_ones_own_lock_is_not_seen_and_is_converted_at_once(path: Path) -> None:
     file = LockFile(path)
-    assert file.try_lock(7, exclusive=True)
+    assert file.lock(7, exclusive=True)
     assert not file.held_by_other(7)
-    assert file.try_lock(7, exclusive=False) and file.try_lock(7, exclusive=True)
+    assert file.lock(7, exclusive=False) and file.lock(7, exclusive=True)
 
 
 def test_a_fork_inherits_no_lock(path: Path) -> None:
     file = LockFile(path)
-    assert file.try_lock(7, exclusive=True)
-    in_child(lambda: _must(file.held_by_other(7) and not file.try_lock(7, exclusive=False)))
+    assert file.lock(7, exclusive=True)
+    in_child(lambda: _must(file.held_by_other(7) and not file.lock(7, exclusive=False)))
 
 
 def test_what_a_child_unlocks_stays_locked(path: Path) -> None:
     file = LockFile(path)
-    assert file.try_lock(7, exclusive=True)
+    assert file.lock(7, exclusive=True)
     in_child(lambda: file.unlock(7))
     in_child(lambda: _must(file.held_by_other(7)))
 
@@ -155,7 +155,7 @@ def test_a_child_that_outlives_its_parent_does_not_keep_its_locks(path: Path) ->
 
     def parent() -> None:
         file = LockFile(path)
-        assert file.try_lock(7, exclusive=True)
+        assert file.lock(7, exclusive=True)
         if os.fork() == 0:
             os.write(send, b"%d" % os.getpid())
             time.sleep(300)
@@ -173,7 +173,7 @@ def test_a_child_that_outlives_its_parent_does_not_keep_its_locks(path: Path) ->
 
 def test_a_program_that_is_started_has_no_lock_file(path: Path) -> None:
     file = LockFile(path)
-    in_child(lambda: _must(not file.try_lock(7, exclusive=False) or not _inherits(path)))
+    in_child(lambda: _must(not file.lock(7, exclusive=False) or not _inherits(path)))
     assert not _inherits(path)
     os.set_inheritable(file._fd, True)
     assert _inherits(path), "the question can be answered with yes"
@@ -191,7 +191,7 @@ def _inherits(path: Path) -> bool:
 
 def test_a_child_locks_the_file_of_its_parent_though_it_was_removed(path: Path) -> None:
     file = LockFile(path)
-    assert file.try_lock(7, exclusive=True)
+    assert file.lock(7, exclusive=True)
     path.unlink()
     LockFile(path)
     in_child(lambda: _must(file.held_by_other(7) and not file.is_at(path)))
@@ -213,7 +213,7 @@ def test_a_fork_while_the_file_is_being_opened_leaves_no_copy(
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", open_and_fork)
         file = LockFile(path)
-    assert file.try_lock(7, exclusive=True)
+    assert file.lock(7, exclusive=True)
     file._file.close()  # as death does it: without a word
     assert not LockFile(path).held_by_other(7)
     children[0].end()
@@ -266,7 +266,7 @@ def test_the_gate_opens_again_after_an_error(path: Path) -> None:
             entering(lambda: {}[0], 1)
     gate.run(nothing, 0, exclusive=True)
     assert not gate.taken
-    in_child(lambda: _must(LockFile(path).try_lock(GATE, True) and LockFile(path).try_lock(INTENT, True)))
+    in_child(lambda: _must(LockFile(path).lock(GATE, True) and LockFile(path).lock(INTENT, True)))
 
 
 @pytest.mark.parametrize("seconds", [-1.0, 0.0, 0.05])

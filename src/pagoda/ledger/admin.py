@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import cast
 
 import lmdb
 
@@ -20,7 +19,7 @@ from pagoda.ledger.member_counters import folded
 from pagoda.ledger.namespaces import ClearScope
 from pagoda.ledger.outcomes import ChunkRow, NamespaceRow, Report
 from pagoda.ledger.session import PATIENT_SECONDS
-from pagoda.ledger.tables import COUNTERS_ROW, MEMBER, SLOT, SLOT_KEY, Tables
+from pagoda.ledger.tables import COUNTERS_ROW, MEMBER, SLOT, SLOT_KEY, Tables, Txn
 from pagoda.ledger.transaction import BATCH, batches
 
 _PAGE = 256
@@ -43,9 +42,7 @@ def list_chunks(ledger: Ledger, limit: int | None = None) -> Iterator[ChunkRow]:
             yield row
 
 
-def _page(
-    ledger: Ledger, txn: lmdb.Transaction, tables: Tables, start: int
-) -> tuple[list[ChunkRow], int | None]:
+def _page(ledger: Ledger, txn: Txn, tables: Tables, start: int) -> tuple[list[ChunkRow], int | None]:
     now = ledger.session.clock.monotonic_ns()
     found: list[ChunkRow] = []
     for key, value in tables.rows(txn, tables.slots, SLOT_KEY.pack(start)):
@@ -81,7 +78,7 @@ def list_namespaces(ledger: Ledger, deadline_seconds: float = PATIENT_SECONDS) -
 def list_pins(ledger: Ledger) -> dict[str, list[bytes]]:
     """Return the pinned keys of each owner. StoreError."""
 
-    def work(txn: lmdb.Transaction, tables: Tables) -> dict[str, list[bytes]]:
+    def work(txn: Txn, tables: Tables) -> dict[str, list[bytes]]:
         found: dict[str, list[bytes]] = {}
         for key, value in tables.rows(txn, tables.pins):
             for owner in value.decode().split("\n"):
@@ -176,7 +173,7 @@ def check(ledger: Ledger) -> Report:
     """
     reap(ledger)
 
-    def work(txn: lmdb.Transaction, tables: Tables) -> Report:
+    def work(txn: Txn, tables: Tables) -> Report:
         return table_integrity.check(txn, tables, ledger.columns, _gauges(ledger, txn, tables))
 
     try:
@@ -194,10 +191,10 @@ def reap(ledger: Ledger) -> int:
     return ledger.session.recover(PATIENT_SECONDS)
 
 
-def _gauges(ledger: Ledger, txn: lmdb.Transaction, tables: Tables) -> dict[str, int]:
+def _gauges(ledger: Ledger, txn: Txn, tables: Tables) -> dict[str, int]:
     return queries.gauges(txn, tables, ledger.columns, ledger.session.clock.monotonic_ns())
 
 
-def _counters(ledger: Ledger, txn: lmdb.Transaction, tables: Tables) -> dict[str, int]:
+def _counters(ledger: Ledger, txn: Txn, tables: Tables) -> dict[str, int]:
     rows = [MEMBER.unpack(row)[0] for _, row in tables.rows(txn, tables.members)]
-    return ledger.session.counted(rows, folded(cast("bytes | None", txn.get(COUNTERS_ROW, db=tables.meta))))
+    return ledger.session.counted(rows, folded(txn.get(COUNTERS_ROW, db=tables.meta)))

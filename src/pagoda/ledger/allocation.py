@@ -97,8 +97,8 @@ def reserve(
                 first + i, request.tokens, key, (transaction.member,) * request.parts,
             )  # fmt: skip
             place = PLACE.pack(slot, reservation.generation)
-            transaction.txn.put(SLOT_KEY.pack(slot), reservation.pack(), db=transaction.tables.reserved)
-            transaction.txn.put(key, place, db=transaction.tables.pending)
+            transaction.put(SLOT_KEY.pack(slot), reservation.pack(), db=transaction.tables.reserved)
+            transaction.put(key, place, db=transaction.tables.pending)
             meta.reserved += 1
             transaction.publish_filling(slot, reservation.generation, key, hits[i], first + i, link)
             made += 1
@@ -107,10 +107,10 @@ def reserve(
             served = min(served, i)
             outcome = Refused(key, Reason.REBUILDING if meta.unscanned() else Reason.FULL)
         if isinstance(outcome, Present) and link is not None:
-            transaction.publish_parent(outcome.slot, link)
+            transaction.links[outcome.slot] = link
         outcomes.append(outcome)
         link = (outcome.slot, outcome.generation) if isinstance(outcome, Reserved | Present) else None
-    transaction.add_reserved_by(transaction.member, made)
+    transaction.owed[transaction.member] += made
     if number:
         transaction.add_to_namespace(number, reservations=made)
     request.made.append((transaction, outcomes))
@@ -165,7 +165,7 @@ def _present(
     """Return which keys have a chunk. A chunk of another namespace must not be taken for the caller's."""
     found: dict[bytes, Present | Refused] = {}
     for key in keys:
-        row = transaction.get(transaction.tables.entries, key)
+        row = transaction.get(key, db=transaction.tables.entries)
         if row is not None:
             slot, generation, namespace, _ = ENTRY.unpack(row)
             own = namespace == number
@@ -175,7 +175,7 @@ def _present(
 
 def _busy(transaction: Transaction, key: bytes) -> Busy | None:
     """Return which living member fills a slot for that key, if it began a short while ago."""
-    row = transaction.get(transaction.tables.pending, key)
+    row = transaction.get(key, db=transaction.tables.pending)
     reservation = transaction.reservation(*PLACE.unpack_from(row)) if row is not None else None
     if reservation is None or transaction.now - reservation.started > BUSY_NS:
         return None
@@ -187,7 +187,7 @@ def _linked(transaction: Transaction, parent: bytes | None) -> tuple[int, int] |
     if parent is None:
         return None
     tables = transaction.tables
-    row = transaction.get(tables.entries, parent) or transaction.get(tables.pending, parent)
+    row = transaction.get(parent, db=tables.entries) or transaction.get(parent, db=tables.pending)
     return PLACE.unpack_from(row) if row is not None else None
 
 
@@ -208,11 +208,11 @@ def _commit_one(
     wanted = latest and reservation.generation >= watermarks[reservation.namespace]
     if any(writers):
         row = reservation._replace(writers=writers).pack()
-        transaction.txn.put(SLOT_KEY.pack(item.slot), row, db=transaction.tables.reserved)
+        transaction.put(SLOT_KEY.pack(item.slot), row, db=transaction.tables.reserved)
         return CommitResult.PART if wanted else CommitResult.LOST
     transaction.unreserve(item.slot, reservation, latest)
     entry = ENTRY.pack(item.slot, item.generation, reservation.namespace, reservation.position)
-    if not wanted or not transaction.txn.put(item.key, entry, overwrite=False, db=transaction.tables.entries):
+    if not wanted or not transaction.put(item.key, entry, overwrite=False, db=transaction.tables.entries):
         transaction.free_slot(item.slot)
         return CommitResult.LOST
     row = SLOT.pack(
@@ -222,11 +222,11 @@ def _commit_one(
         reservation.tokens,
         item.key,
     )
-    transaction.txn.put(SLOT_KEY.pack(item.slot), row, db=transaction.tables.slots)
+    transaction.put(SLOT_KEY.pack(item.slot), row, db=transaction.tables.slots)
     transaction.meta.ready += 1
     transaction.add_to_namespace(reservation.namespace, chunks=1)
-    transaction.publish_ready(item.slot, reservation.stamp)
-    transaction.count("stored_chunks")
+    transaction.ready[item.slot] = reservation.stamp
+    transaction.counts["stored_chunks"] += 1
     return CommitResult.WHOLE
 
 
@@ -235,7 +235,7 @@ def _abort_one(transaction: Transaction, item: Reserved, reservation: Reservatio
     if any(left):  # another member may still write into the slot: it stays until then, and never is a chunk
         transaction.forget_pending(reservation)
         row = reservation._replace(writers=left).pack()
-        transaction.txn.put(SLOT_KEY.pack(item.slot), row, db=transaction.tables.reserved)
+        transaction.put(SLOT_KEY.pack(item.slot), row, db=transaction.tables.reserved)
     else:
         transaction.unreserve(item.slot, reservation)
         transaction.free_slot(item.slot)
@@ -246,7 +246,7 @@ def _adopt_one(transaction: Transaction, item: Reserved, part: int) -> bool:
     if reservation is None or not 0 <= part < len(reservation.writers) or not reservation.writers[part]:
         return False
     writers = (*reservation.writers[:part], transaction.member, *reservation.writers[part + 1 :])
-    transaction.txn.put(
+    transaction.put(
         SLOT_KEY.pack(item.slot), reservation._replace(writers=writers).pack(), db=transaction.tables.reserved
     )
     return True

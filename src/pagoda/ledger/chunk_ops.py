@@ -16,11 +16,11 @@ _OWNERS = "\n"  # between the names of the owners of one chunk's pins
 
 def hold(transaction: Transaction, slot: int, generation: int) -> bool:
     """Add a hold of this member on a chunk; False if the slot has another chunk by now."""
-    row = transaction.get(transaction.tables.slots, SLOT_KEY.pack(slot))
+    row = transaction.get(SLOT_KEY.pack(slot), db=transaction.tables.slots)
     if row is None or SLOT.unpack(row)[0] != generation:
         return False
-    held = transaction.get(transaction.tables.holds, SLOT_KEY.pack(slot)) or b""
-    transaction.txn.put(
+    held = transaction.get(SLOT_KEY.pack(slot), db=transaction.tables.holds) or b""
+    transaction.put(
         SLOT_KEY.pack(slot), held + HOLD.pack(generation, transaction.member), db=transaction.tables.holds
     )
     return True
@@ -63,7 +63,7 @@ def vacate_unscanned(transaction: Transaction, count: int) -> int:
 
 def release(transaction: Transaction, slot: int, generation: int) -> None:
     """End one hold of this member on a chunk, if it has one; the last frees the slot if the chunk was removed."""
-    holds = list(HOLD.iter_unpack(transaction.get(transaction.tables.holds, SLOT_KEY.pack(slot)) or b""))
+    holds = list(HOLD.iter_unpack(transaction.get(SLOT_KEY.pack(slot), db=transaction.tables.holds) or b""))
     if (generation, transaction.member) in holds:
         holds.remove((generation, transaction.member))
         left = b"".join(HOLD.pack(*row) for row in holds)
@@ -75,13 +75,13 @@ def pin(transaction: Transaction, keys: Sequence[bytes], owner: str) -> int:
     """Pin the chunks that are stored in the name of `owner`, up to a quarter of the slots."""
     pinned, most = 0, max(1, transaction.meta.with_pages() // 4)
     for key in keys:
-        names = set((transaction.get(transaction.tables.pins, key) or b"").decode().split(_OWNERS)) - {""}
-        if transaction.get(transaction.tables.entries, key) is None:
+        names = set((transaction.get(key, db=transaction.tables.pins) or b"").decode().split(_OWNERS)) - {""}
+        if transaction.get(key, db=transaction.tables.entries) is None:
             continue
         if not names and transaction.txn.stat(transaction.tables.pins)["entries"] >= most:
-            transaction.count(f"drop_{Reason.PIN_LIMIT}")
+            transaction.counts[f"drop_{Reason.PIN_LIMIT}"] += 1
             continue
-        transaction.txn.put(key, _OWNERS.join(sorted(names | {owner})).encode(), db=transaction.tables.pins)
+        transaction.put(key, _OWNERS.join(sorted(names | {owner})).encode(), db=transaction.tables.pins)
         pinned += 1
     return pinned
 
@@ -101,7 +101,7 @@ def unpin(transaction: Transaction, keys: Sequence[bytes] | None, owner: str) ->
 
 def remove(transaction: Transaction, keys: Sequence[bytes]) -> int:
     """Remove the chunks of these keys; return how many were stored."""
-    rows = [transaction.get(transaction.tables.entries, key) for key in keys]
+    rows = [transaction.get(key, db=transaction.tables.entries) for key in keys]
     return sum(
         transaction.remove_chunk(PLACE.unpack_from(row)[0], Reason.REMOVED) for row in rows if row is not None
     )
@@ -109,13 +109,13 @@ def remove(transaction: Transaction, keys: Sequence[bytes]) -> int:
 
 def drop(transaction: Transaction, key: bytes, slot: int, generation: int, reason: Reason) -> bool:
     """Remove one chunk if its entry still names that slot and generation."""
-    row = transaction.get(transaction.tables.entries, key)
+    row = transaction.get(key, db=transaction.tables.entries)
     if row is None or PLACE.unpack_from(row) != (slot, generation):
         return False
-    held = transaction.get(transaction.tables.slots, SLOT_KEY.pack(slot))
+    held = transaction.get(SLOT_KEY.pack(slot), db=transaction.tables.slots)
     if held is None or SLOT.unpack(held)[0] != generation or SLOT.unpack(held)[-1] != key:
         # a damaged entry: the slot has another chunk
-        return transaction.txn.delete(key, db=transaction.tables.entries)
+        return transaction.delete(key, db=transaction.tables.entries)
     return transaction.remove_chunk(slot, reason)
 
 
@@ -125,7 +125,7 @@ def drop_cleared(
     """Remove the chunks of these slots that were cleared at generation `watermark`, in one namespace or in all."""
     dropped = 0
     for slot in slots:
-        row = transaction.get(transaction.tables.slots, SLOT_KEY.pack(slot))
+        row = transaction.get(SLOT_KEY.pack(slot), db=transaction.tables.slots)
         if row is not None and is_cleared(row, namespace, watermark):
             dropped += transaction.remove_chunk(slot, Reason.CLEARED)
     return dropped
@@ -139,6 +139,6 @@ def is_cleared(row: bytes, namespace: int | None, watermark: int) -> bool:
 
 def _put_or_delete(transaction: Transaction, table: lmdb._Database, key: bytes, value: bytes) -> None:
     if value:
-        transaction.txn.put(key, value, db=table)
+        transaction.put(key, value, db=table)
     else:
-        transaction.txn.delete(key, db=table)
+        transaction.delete(key, db=table)

@@ -27,6 +27,7 @@ NOT_READY = np.iinfo(np.int64).max  # `last_use` of a slot that holds nothing to
 NO_PARENT = -1
 BARE = 1 << 63  # in the published generation of a slot that has no pages
 FEW = 4  # so few rows are cheaper one by one than by array operations, above all with cold CPU caches
+KEY_BYTES = 32
 _ALIGN = 4096
 
 PER_SLOT = 8
@@ -67,6 +68,8 @@ class Columns:
         self.parent_generation: NDArray[np.uint64] = self._view(np.uint64, slots)
         self.hits: NDArray[np.uint32] = self._view(np.uint32, slots)
         self.position: NDArray[np.uint32] = self._view(np.uint32, slots)
+        # each column for single values, at two thirds of the cost; the keys as bytes
+        self.cells = [self.keys.data.cast("B") if one is self.keys else one.data for one in self._all()]
         self.table = GhostTable(
             self._view(np.uint64, ghosts),
             self._view(np.int64, ghosts),

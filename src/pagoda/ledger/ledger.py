@@ -14,7 +14,7 @@ import dataclasses
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -26,7 +26,7 @@ from pagoda.clock import Clock
 from pagoda.errors import NoRoomError, StoreError
 from pagoda.finalizers import settle
 from pagoda.ledger import allocation, chunk_ops, queries
-from pagoda.ledger.columns import NOT_READY, Columns, marks_of
+from pagoda.ledger.columns import KEY_BYTES, NOT_READY, Columns, marks_of
 from pagoda.ledger.eviction import GHOST_REASONS, Evictor
 from pagoda.ledger.locks import barrier
 from pagoda.ledger.members import mark_device
@@ -44,7 +44,6 @@ from pagoda.metrics import Reason
 from pagoda.threads import Condition
 
 _LONGEST_LEASE_SECONDS = 60.0
-_KEY_BYTES = 32
 T = TypeVar("T")
 
 
@@ -85,6 +84,7 @@ class Ledger:
         learned = map_learned(session.store.directory, self.evictor)
         self.policy_thread = PolicyThread(session, self.evictor, learned, self.space)
         self._now = session.clock.monotonic_ns
+        self.count_all = session.count  # of several counters, cheaper than `count` one by one
         self._last_stamp = 0
         self._room = self._unbacked = 0
         self.window = window(self.slots)
@@ -222,15 +222,24 @@ class Ledger:
         """
         if parts < 1:
             raise ValueError(f"a chunk has at least one part, not {parts}")
-        if any(len(key) != _KEY_BYTES for key in keys):
-            raise ValueError(f"a key has {_KEY_BYTES} bytes")
+        if any(len(key) != KEY_BYTES for key in keys):
+            raise ValueError(f"a key has {KEY_BYTES} bytes")
         until = time.monotonic() + deadline_seconds
         stamp = self.stamp() if stamp is None else stamp
         request = allocation.ReserveRequest(
             keys[: self.window], start, parent, stamp, namespace, tokens, parts, admit_all, admitted
         )
+        hindrance: Reason | None = None
         try:
-            self._reserve(request, until)
+            if self._room < len(request.keys):
+                self._look(request, until)
+            for at in range(0, len(request.keys), BATCH):
+                batch = range(at, min(at + BATCH, len(request.keys)))
+                self._admit(request, batch, hindrance)
+                if hindrance is None:
+                    hindrance = self._reserve_batch(request, batch, until)
+                else:
+                    request.outcomes += [Refused(request.keys[i], hindrance) for i in batch]
             outcomes = request.outcomes + [Refused(key, Reason.FULL) for key in keys[self.window :]]
             for outcome in outcomes:
                 if isinstance(outcome, Refused):
@@ -240,18 +249,6 @@ class Ledger:
         except BaseException:  # of a signal handler: the caller gets none of these
             self.abort([one for w, outcomes in request.made if w.committed for one in outcomes])
             raise
-
-    def _reserve(self, request: allocation.ReserveRequest, until: float) -> None:
-        hindrance: Reason | None = None
-        if self._room < len(request.keys):
-            self._look(request, until)
-        for at in range(0, len(request.keys), BATCH):
-            batch = range(at, min(at + BATCH, len(request.keys)))
-            self._admit(request, batch, hindrance)
-            if hindrance is None:
-                hindrance = self._reserve_batch(request, batch, until)
-            else:
-                request.outcomes += [Refused(request.keys[i], hindrance) for i in batch]
 
     def _look(self, request: allocation.ReserveRequest, until: float) -> None:
         """Find which keys are present and how many slots are free.
@@ -583,10 +580,6 @@ class Ledger:
     def count(self, counter: str, n: int = 1) -> None:
         """Add to a counter of pagoda.metrics.COUNTERS; KeyError for an unknown one."""
         self.session.count({counter: n})
-
-    def count_all(self, counts: Mapping[str, int]) -> None:
-        """Add to some counters, as `count`; cheaper than one by one."""
-        self.session.count(counts)
 
     # ---- the slab, the end
 

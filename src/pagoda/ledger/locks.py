@@ -88,25 +88,23 @@ class LockFile:
         except OSError:
             return False
 
-    def try_lock(self, byte: int, exclusive: bool) -> bool:
-        """Take or convert the lock of one byte without waiting; False if another description has it."""
-        try:
-            self._set(fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK, byte)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                return False
-            raise
-        return True
+    def lock(self, byte: int, exclusive: bool, until: float = 0.0) -> bool:
+        """Take or convert the lock of one byte; False if another description has it.
 
-    def lock(self, byte: int, exclusive: bool, until: float) -> bool:
-        """Take the lock of one byte, trying until `time.monotonic()` passes `until`; False if it was not free."""
+        Tries until `time.monotonic()` passes `until`: by default once.
+        """
         pause = _FIRST_PAUSE_SECONDS
-        while not self.try_lock(byte, exclusive):
+        while True:
+            try:
+                self._set(fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK, byte)
+                return True
+            except OSError as error:
+                if error.errno not in (errno.EACCES, errno.EAGAIN):
+                    raise
             if time.monotonic() >= until:
                 return False
             time.sleep(pause)
             pause = min(pause * 2, _LAST_PAUSE_SECONDS)
-        return True
 
     def unlock(self, byte: int) -> None:
         """Release the lock of one byte; does nothing after `close`."""

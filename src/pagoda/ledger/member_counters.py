@@ -9,14 +9,12 @@ from __future__ import annotations
 import mmap
 import os
 from pathlib import Path
-from typing import cast
 
-import lmdb
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from pagoda.ledger.tables import COUNTER_NAMES_ROW, COUNTERS_ROW, Tables
+from pagoda.ledger.tables import COUNTER_NAMES_ROW, COUNTERS_ROW, Tables, Txn
 from pagoda.metrics import COUNTERS
 
 MEMBER_ROWS = 512
@@ -36,12 +34,12 @@ def map_counters(path: Path) -> CounterRow:
     return np.frombuffer(mapped, np.uint64).reshape(MEMBER_ROWS, WIDTH)
 
 
-def columns_of(txn: lmdb.Transaction, tables: Tables) -> dict[str, int]:
+def columns_of(txn: Txn, tables: Tables) -> dict[str, int]:
     """Return the column of each counter of this version; counters new to the store get one, in a write transaction.
 
     A counter for which no column is left is not counted.
     """
-    row = cast("bytes | None", txn.get(COUNTER_NAMES_ROW, db=tables.meta))
+    row = txn.get(COUNTER_NAMES_ROW, db=tables.meta)
     names = msgspec.json.decode(row, type=list[str]) if row is not None else []
     known = set(names)
     named = [*names, *(name for name in COUNTERS if name not in known)][:WIDTH]
@@ -59,7 +57,7 @@ def folded(row: bytes | None) -> CounterRow:
     return totals
 
 
-def fold(txn: lmdb.Transaction, tables: Tables, row: CounterRow) -> None:
+def fold(txn: Txn, tables: Tables, row: CounterRow) -> None:
     """Add the row of a member to the counters of those that left."""
-    totals = folded(cast("bytes | None", txn.get(COUNTERS_ROW, db=tables.meta))) + row
+    totals = folded(txn.get(COUNTERS_ROW, db=tables.meta)) + row
     txn.put(COUNTERS_ROW, totals.tobytes(), db=tables.meta)

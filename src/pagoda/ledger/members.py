@@ -26,17 +26,17 @@ def add_member(transaction: Transaction) -> int:
     if counter_row is None:
         raise LookupError
     row = MEMBER.pack(counter_row, os.getpid() & 0xFFFFFFFF, 0, 0)
-    transaction.txn.put(MEMBER_KEY.pack(transaction.member), row, db=transaction.tables.members)
+    transaction.put(MEMBER_KEY.pack(transaction.member), row, db=transaction.tables.members)
     return counter_row
 
 
 def mark_device(transaction: Transaction) -> None:
     """Record that this member's memory is registered with a GPU: its slots are freed some time after its death."""
-    row = transaction.get(transaction.tables.members, MEMBER_KEY.pack(transaction.member))
+    row = transaction.get(MEMBER_KEY.pack(transaction.member), db=transaction.tables.members)
     if row is not None:
         counter_row, pid, reserved, _ = MEMBER.unpack(row)
         row = MEMBER.pack(counter_row, pid, reserved, 1)
-        transaction.txn.put(MEMBER_KEY.pack(transaction.member), row, db=transaction.tables.members)
+        transaction.put(MEMBER_KEY.pack(transaction.member), row, db=transaction.tables.members)
 
 
 def has_device(transaction: Transaction) -> bool:
@@ -59,7 +59,7 @@ def reap(transaction: Transaction, most: int) -> int:
             continue
         transaction.unreserve(slot, reservation)
         transaction.free_slot(slot)
-        transaction.count("reaped_chunks")
+        transaction.counts["reaped_chunks"] += 1
         freed += 1
     return freed
 
@@ -81,16 +81,16 @@ def remove_dead(transaction: Transaction, counters: NDArray[np.uint64]) -> bool:
 def remove_member(transaction: Transaction, member: int, counters: NDArray[np.uint64]) -> None:
     """Remove a member and its holds; its counters are added to those of members that left."""
     key = MEMBER_KEY.pack(member)
-    row = transaction.txn.pop(key, db=transaction.tables.members)
+    row = transaction.pop(key, db=transaction.tables.members)
     if row is None:
         return
     fold(transaction.txn, transaction.tables, counters[MEMBER.unpack(row)[0]])
     for slot, held in list(transaction.tables.rows(transaction.txn, transaction.tables.holds)):
         others = b"".join(HOLD.pack(*hold) for hold in HOLD.iter_unpack(held) if hold[1] != member)
         if others and others != held:
-            transaction.txn.put(slot, others, db=transaction.tables.holds)
+            transaction.put(slot, others, db=transaction.tables.holds)
         elif not others:
-            transaction.txn.delete(slot, db=transaction.tables.holds)
+            transaction.delete(slot, db=transaction.tables.holds)
 
 
 def publish_committed(transaction: Transaction, columns: Columns, start: int, stamp: int) -> int | None:
@@ -101,13 +101,13 @@ def publish_committed(transaction: Transaction, columns: Columns, start: int, st
     end = min(transaction.meta.scan, transaction.meta.unused)  # no slot after it was ever used
     silent = start + np.flatnonzero(columns.last_use[start:end] == NOT_READY)
     for slot in silent[:_LOOK].tolist():
-        row = transaction.get(transaction.tables.slots, SLOT_KEY.pack(slot))
+        row = transaction.get(SLOT_KEY.pack(slot), db=transaction.tables.slots)
         if row is None:
             continue
         generation, _, position, _, key = SLOT.unpack(row)
         if columns.generation[slot] != generation or columns.key_of(slot) != key:
             transaction.publish_filling(slot, generation, key, 0, position, None)
-        transaction.publish_ready(slot, stamp)
+        transaction.ready[slot] = stamp
     return int(silent[_LOOK]) if len(silent) > _LOOK else None
 
 
@@ -124,7 +124,9 @@ def _abandoned(transaction: Transaction) -> list[tuple[int, Reservation]]:
 def _may_still_be_written(transaction: Transaction, reservation: Reservation) -> bool:
     if reservation.owner == NO_MEMBER:  # a negative age is from another boot: long ago
         return 0 <= transaction.now - reservation.started < DEVICE_GRACE_NS
-    rows = [transaction.get(transaction.tables.members, MEMBER_KEY.pack(w)) for w in reservation.writers if w]
+    rows = [
+        transaction.get(MEMBER_KEY.pack(w), db=transaction.tables.members) for w in reservation.writers if w
+    ]
     return any(MEMBER.unpack(row)[3] for row in rows if row is not None)
 
 
@@ -133,6 +135,6 @@ def _orphan(transaction: Transaction, slot: int, reservation: Reservation) -> No
     if reservation.owner == NO_MEMBER:
         return
     transaction.forget_pending(reservation)
-    transaction.add_reserved_by(reservation.owner, -1)
+    transaction.owed[reservation.owner] -= 1
     orphan = reservation._replace(owner=NO_MEMBER, started=transaction.now)
-    transaction.txn.put(SLOT_KEY.pack(slot), orphan.pack(), db=transaction.tables.reserved)
+    transaction.put(SLOT_KEY.pack(slot), orphan.pack(), db=transaction.tables.reserved)

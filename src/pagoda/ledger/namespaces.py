@@ -9,10 +9,10 @@ watermarks that they are compared with after a rebuild are kept in files (see `c
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import msgspec
 
@@ -65,12 +65,12 @@ def clear(transaction: Transaction, root: bytes | None) -> ClearScope:
     number = transaction.namespace(root)
     if not number and transaction.meta.scanning:  # the scan may not have found its chunks yet
         number = transaction.add_namespace(root)
-    row = transaction.get(transaction.tables.namespaces, NUMBER.pack(number))
+    row = transaction.get(NUMBER.pack(number), db=transaction.tables.namespaces)
     if row is None:
         return ClearScope(number, watermark, 0)
     _, _, chunks, reservations = NAMESPACE.unpack(row)
     row = NAMESPACE.pack(root, watermark, chunks, reservations)
-    transaction.txn.put(NUMBER.pack(number), row, db=transaction.tables.namespaces)
+    transaction.put(NUMBER.pack(number), row, db=transaction.tables.namespaces)
     return ClearScope(number, watermark, chunks)
 
 
@@ -92,12 +92,12 @@ def load_saved(transaction: Transaction, directory: Path) -> None:
 def label(transaction: Transaction, root: bytes, fields: dict[str, str]) -> None:
     """Write the label of a namespace, cut to a bound; if there are too many, another one is removed."""
     labels, row = transaction.tables.labels, _encoded(fields)
-    known = transaction.get(labels, root)
+    known = transaction.get(root, db=labels)
     if not fields or row == known:
         return
     if known is None and transaction.txn.stat(labels)["entries"] >= transaction.tables.most_labels:
         _forget_label(transaction)
-    transaction.txn.put(root, row, db=labels)
+    transaction.put(root, row, db=labels)
 
 
 def _forget_label(transaction: Transaction) -> None:
@@ -106,10 +106,9 @@ def _forget_label(transaction: Transaction) -> None:
     cursor = transaction.txn.cursor(db=labels)
     if not cursor.set_range(secrets.token_bytes(32)):
         cursor.first()
-    roots = cast("Iterator[bytes]", cursor.iternext(keys=True, values=False))
-    found = list(islice(roots, _LOOK))
+    found = list(islice(cursor.iternext(values=False), _LOOK))
     unused = [root for root in found if not transaction.namespace(root)]
-    transaction.txn.delete((unused or found)[0], db=labels)
+    transaction.delete((unused or found)[0], db=labels)
 
 
 def _encoded(fields: dict[str, str]) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar
 
 import lmdb
 import numpy as np
@@ -14,16 +14,7 @@ from pagoda.ledger.chunk_ops import is_cleared
 from pagoda.ledger.columns import FEW, Columns
 from pagoda.ledger.namespaces import ClearScope
 from pagoda.ledger.outcomes import Present
-from pagoda.ledger.tables import (
-    ENTRY,
-    NAMESPACE,
-    NO_NAMESPACE,
-    NUMBER,
-    PLACE,
-    SLOT_KEY,
-    Meta,
-    Tables,
-)
+from pagoda.ledger.tables import ENTRY, NAMESPACE, NO_NAMESPACE, NUMBER, PLACE, SLOT_KEY, Meta, Tables, Txn
 from pagoda.metrics import Reason
 
 T = TypeVar("T")
@@ -44,7 +35,7 @@ class EntryRun(NamedTuple):
 
 
 def match_prefix(
-    txn: lmdb.Transaction, tables: Tables, columns: Columns, keys: Sequence[bytes], namespace: bytes | None,
+    txn: Txn, tables: Tables, columns: Columns, keys: Sequence[bytes], namespace: bytes | None,
     start: int | None,
 ) -> EntryRun:  # fmt: skip
     """Look up keys until one is absent, or is not the chunk of that namespace at that position (from `start` on).
@@ -53,7 +44,7 @@ def match_prefix(
     """
     rows: list[bytes] = []
     for key in keys:
-        row = cast("bytes | None", txn.get(key, db=tables.entries))
+        row = txn.get(key, db=tables.entries)
         if row is None:
             break
         rows.append(row)
@@ -73,7 +64,7 @@ def match_prefix(
 
 
 def _as_asked(
-    txn: lmdb.Transaction, tables: Tables, rows: bytes, namespace: bytes | None, start: int | None
+    txn: Txn, tables: Tables, rows: bytes, namespace: bytes | None, start: int | None
 ) -> tuple[int, Reason | None]:
     """Return how many leading entries are of that namespace and at these positions, and what is wrong with the next.
 
@@ -82,7 +73,7 @@ def _as_asked(
     entries, count = np.frombuffer(rows, _ENTRY_ROW), 0
     if namespace is None or not len(entries):
         return len(entries), None
-    row = cast("bytes | None", txn.get(namespace, db=tables.roots))
+    row = txn.get(namespace, db=tables.roots)
     number = NUMBER.unpack(row)[0] if row is not None else NO_NAMESPACE
     if len(entries) > _FEW_ENTRIES:
         good = entries["namespace"] == number
@@ -103,11 +94,9 @@ def _leading(good: NDArray[np.bool_]) -> int:
     return len(good) if count < 0 else count
 
 
-def find_entries(
-    txn: lmdb.Transaction, tables: Tables, keys: Sequence[bytes]
-) -> tuple[list[Present | None], int]:
+def find_entries(txn: Txn, tables: Tables, keys: Sequence[bytes]) -> tuple[list[Present | None], int]:
     """Return which of these keys have an entry, also after holes, and how many slots are free."""
-    rows = [cast("bytes | None", txn.get(key, db=tables.entries)) for key in keys]
+    rows = [txn.get(key, db=tables.entries) for key in keys]
     found = [
         Present(key, *PLACE.unpack_from(row)) if row is not None else None
         for key, row in zip(keys, rows, strict=True)
@@ -137,7 +126,7 @@ def _intact(
 
 
 def cleared_slots(
-    txn: lmdb.Transaction, tables: Tables, scope: ClearScope, start: int, most: int, rows: int
+    txn: Txn, tables: Tables, scope: ClearScope, start: int, most: int, rows: int
 ) -> tuple[list[int], int | None]:
     """Return slots whose chunk a clear covers, `most` at once, among the next `rows`, and where to continue."""
     found: list[int] = []
@@ -150,7 +139,7 @@ def cleared_slots(
     return found, None
 
 
-def gauges(txn: lmdb.Transaction, tables: Tables, columns: Columns, now: int) -> dict[str, int]:
+def gauges(txn: Txn, tables: Tables, columns: Columns, now: int) -> dict[str, int]:
     """Return the totals, from the tables; leased slots from the hints."""
     meta = tables.load_meta(txn)
     return {
@@ -166,14 +155,14 @@ def gauges(txn: lmdb.Transaction, tables: Tables, columns: Columns, now: int) ->
     }
 
 
-def backing(txn: lmdb.Transaction, tables: Tables) -> tuple[Meta, list[int]]:
+def backing(txn: Txn, tables: Tables) -> tuple[Meta, list[int]]:
     """Return the totals, and the bare slots in order."""
     bare = [int(SLOT_KEY.unpack(row)[0]) for row, _ in tables.rows(txn, tables.bare)]
     return tables.load_meta(txn), bare
 
 
 def page(
-    txn: lmdb.Transaction, tables: Tables, table: Callable[[Tables], lmdb._Database],
+    txn: Txn, tables: Tables, table: Callable[[Tables], lmdb._Database],
     made: Callable[[bytes, bytes], T], start: bytes, most: int,
 ) -> tuple[list[T], bytes | None]:  # fmt: skip
     """Return what is made of the next rows of a table, `most` at once, and where to continue."""
@@ -184,15 +173,15 @@ def page(
 # ---- namespaces
 
 
-def root_of(txn: lmdb.Transaction, tables: Tables, number: int) -> bytes:
+def root_of(txn: Txn, tables: Tables, number: int) -> bytes:
     """Return the root of the namespace of that number; empty if there is none."""
-    row = cast("bytes | None", txn.get(NUMBER.pack(number), db=tables.namespaces))
-    return cast("bytes", NAMESPACE.unpack(row)[0]) if row is not None else b""
+    row = txn.get(NUMBER.pack(number), db=tables.namespaces)
+    return bytes(NAMESPACE.unpack(row)[0]) if row is not None else b""
 
 
-def watermark_of(txn: lmdb.Transaction, tables: Tables, root: bytes) -> int:
+def watermark_of(txn: Txn, tables: Tables, root: bytes) -> int:
     """Return the generation before which what a namespace stored or reserved is cleared."""
     meta = tables.load_meta(txn)
-    number = cast("bytes | None", txn.get(root, db=tables.roots))
-    row = cast("bytes | None", txn.get(number, db=tables.namespaces)) if number is not None else None
+    number = txn.get(root, db=tables.roots)
+    row = txn.get(number, db=tables.namespaces) if number is not None else None
     return max(NAMESPACE.unpack(row)[1], meta.cleared) if row is not None else meta.next_generation

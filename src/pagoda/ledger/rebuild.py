@@ -22,7 +22,7 @@ def unscanned(ledger: Ledger) -> range:
 
 def begin_scan(ledger: Ledger) -> bool:
     """Become the one process that reads the headers back; False if another one does."""
-    return ledger.session.store.locks.try_lock(SCAN, exclusive=True)
+    return ledger.session.store.locks.lock(SCAN, exclusive=True)
 
 
 def end_scan(ledger: Ledger) -> None:
@@ -65,7 +65,7 @@ def _absorb(
 def _enter(transaction: Transaction, slot: int, chunk: ScannedChunk) -> bool:
     if not is_live(transaction, chunk.namespace_root, chunk.epoch):
         return False
-    other = transaction.get(transaction.tables.entries, chunk.key)
+    other = transaction.get(chunk.key, db=transaction.tables.entries)
     if other is not None:
         other_slot, sequence = PLACE.unpack_from(other)
         if sequence >= chunk.sequence:
@@ -73,12 +73,12 @@ def _enter(transaction: Transaction, slot: int, chunk: ScannedChunk) -> bool:
         transaction.remove_chunk(other_slot, Reason.REMOVED)
     number = transaction.namespace(chunk.namespace_root) or transaction.add_namespace(chunk.namespace_root)
     row = SLOT.pack(chunk.sequence, number, chunk.position, chunk.tokens, chunk.key)
-    transaction.txn.put(SLOT_KEY.pack(slot), row, db=transaction.tables.slots)
+    transaction.put(SLOT_KEY.pack(slot), row, db=transaction.tables.slots)
     entry = ENTRY.pack(slot, chunk.sequence, number, chunk.position)
-    transaction.txn.put(chunk.key, entry, db=transaction.tables.entries)
+    transaction.put(chunk.key, entry, db=transaction.tables.entries)
     transaction.meta.ready += 1
     transaction.add_to_namespace(number, chunks=1)
     transaction.publish_filling(slot, chunk.sequence, chunk.key, 0, chunk.position, None)
     # Older than whatever is used from now on. Sequences rise along a chain; its tail must be the oldest.
-    transaction.publish_ready(slot, max(0, min(chunk.sequence, FIRST_OFFSET) - 2 * chunk.position))
+    transaction.ready[slot] = max(0, min(chunk.sequence, FIRST_OFFSET) - 2 * chunk.position)
     return True

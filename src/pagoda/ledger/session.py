@@ -41,7 +41,7 @@ from pagoda.ledger.slot_view_guards import PageGuards
 from pagoda.ledger.store import OpenStore, reopen_store
 from pagoda.ledger.store_state import COLUMNS, COUNTERS_FILE, PAGE_GUARDS, TABLES
 from pagoda.ledger.table_integrity import is_damage
-from pagoda.ledger.tables import MEMBER, MEMBER_KEY, NO_MEMBER, SLOT_KEY, Reservation, Tables
+from pagoda.ledger.tables import MEMBER, MEMBER_KEY, NO_MEMBER, SLOT_KEY, Reservation, Tables, Txn
 from pagoda.ledger.transaction import BATCH, Transaction
 from pagoda.metrics import COUNTERS, Reason
 
@@ -181,9 +181,7 @@ class Session:
             if self._tables is tables:  # else they were closed, and are opened again
                 tables.narrow()
 
-    def read(
-        self, work: Callable[[lmdb.Transaction, Tables], T], deadline_seconds: float = PATIENT_SECONDS
-    ) -> T:
+    def read(self, work: Callable[[Txn, Tables], T], deadline_seconds: float = PATIENT_SECONDS) -> T:
         """Run `work` as one read transaction. UnavailableError if it cannot be run."""
         until = time.monotonic() + deadline_seconds
         found: list[T] = []
@@ -214,9 +212,7 @@ class Session:
             found, start = self.read(page, seconds)
             yield from found
 
-    def _look(
-        self, work: Callable[[lmdb.Transaction, Tables], T], found: list[T], opens: bool = False
-    ) -> None:
+    def _look(self, work: Callable[[Txn, Tables], T], found: list[T], opens: bool = False) -> None:
         """Run `work` as one read transaction, if the tables are open or this `opens` them. Called inside the gate."""
         tables = self._open() if opens else self._tables
         if tables is None:
@@ -315,7 +311,7 @@ class Session:
         """Return the ids of the processes that have the store open, this one included. StoreError."""
         return [pid for _, pid in self.read(self._living)]
 
-    def _living(self, txn: lmdb.Transaction, tables: Tables) -> list[tuple[int, int]]:
+    def _living(self, txn: Txn, tables: Tables) -> list[tuple[int, int]]:
         """Return counter row and process id of each living member."""
         members = ((MEMBER_KEY.unpack(key)[0], row) for key, row in tables.rows(txn, tables.members))
         return [
@@ -420,7 +416,7 @@ class Session:
                 transaction = Transaction(txn, tables, 0, self._alive, self.clock.monotonic_ns())
                 number = transaction.meta.next_member
                 transaction.meta.next_member += 1
-                if not self.store.locks.try_lock(MEMBERS + number, exclusive=True):
+                if not self.store.locks.lock(MEMBERS + number, exclusive=True):
                     raise StoreError(f"member {number} of {self.store.directory} is taken: discard the store")
                 row = self._enter(transaction, number)
                 self._column = columns_of(txn, tables)

@@ -95,22 +95,19 @@ class PageGuards:
         loan.word = -1
         with self._lock:
             self._out[id(loan)] = loan
-            self._mark(loan, mask)
+            # No signal handler runs between two statements without calls.
+            if self._free:
+                loan.word = self._free[-1]
+                self._own[loan.word] = mask
+                self._free.pop()
+            else:
+                loan.word = _SHARED
+                self._own[_SHARED] |= mask
+                self._sharing += 1
         with self._fence:  # after a lock was released: a barrier, see `locks.barrier`
             pass
         generation = self._generation
         return [slot for slot in slots if generation[slot] & BARE]
-
-    def _mark(self, loan: _Guard, mask: int) -> None:
-        # No signal handler runs between two statements without calls.
-        if self._free:
-            loan.word = self._free[-1]
-            self._own[loan.word] = mask
-            self._free.pop()
-        else:
-            loan.word = _SHARED
-            self._own[_SHARED] |= mask
-            self._sharing += 1
 
     def settle(self) -> None:
         """Clear the marks of views that have ended. Whatever interrupts this, the next call continues it."""

@@ -123,7 +123,7 @@ class OpenStore:
 
     def is_last(self) -> bool:
         """Whether no other process has it open; if so, this process now has it alone."""
-        return self.locks.is_at(self.directory / LOCKS) and self.locks.try_lock(OPEN, exclusive=True)
+        return self.locks.is_at(self.directory / LOCKS) and self.locks.lock(OPEN, exclusive=True)
 
     def release(self) -> None:
         """Let other processes discard it; a private store is removed at once."""
@@ -168,7 +168,7 @@ def reopen_store(store: OpenStore) -> OpenStore:
     After the death of the parent there may have been a time without a process that had it open, and another one may
     have resized or rebuilt it: the mapped files would then be those of the past.
     """
-    if not store.locks.try_lock(OPEN, exclusive=False) or not store.is_current():
+    if not store.locks.lock(OPEN, exclusive=False) or not store.is_current():
         store.locks.close()
         raise StoreError(f"the store at {store.directory} is gone: open it again")
     return dataclasses.replace(store, sole=False)
@@ -224,14 +224,14 @@ def _open_existing(
             )
         if not locks.is_at(directory / LOCKS):  # it was removed during the wait
             return None
-        if locks.try_lock(OPEN, exclusive=True):
+        if locks.lock(OPEN, exclusive=True):
             state = _judge(directory, spec, clock)
             if state is None:
                 if may_discard:
                     discard(directory)
                 return None
             # converting a lock that this process holds succeeds at once
-            locks.try_lock(OPEN, exclusive=False)
+            locks.lock(OPEN, exclusive=False)
             store = OpenStore(directory, state, locks, sole=True)
         else:
             store = _join(directory, spec, locks)
@@ -340,7 +340,7 @@ def _create(directory: Path, spec: StoreSpec, clock: Clock) -> OpenStore:
     try:
         with contextlib.ExitStack() as undo:
             locks = undo.enter_context(contextlib.closing(LockFile(making / LOCKS)))
-            locks.try_lock(OPEN, exclusive=False)
+            locks.lock(OPEN, exclusive=False)
             _make_ledger(making, state, scan=state.slots, backed=first)
             if first and spec.slot_bytes:
                 allocate(making / SLAB, first * spec.slot_bytes)

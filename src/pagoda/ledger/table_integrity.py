@@ -32,6 +32,7 @@ from pagoda.ledger.tables import (
     Meta,
     Reservation,
     Tables,
+    Txn,
 )
 
 _SECONDS = 1.0  # if it takes longer, reading the headers back in the background is the faster start
@@ -89,7 +90,7 @@ def find_damage(directory: Path, state: StoreState, known: bool) -> str | None:
     return None
 
 
-def check(txn: lmdb.Transaction, tables: Tables, columns: Columns, totals: dict[str, int]) -> Report:
+def check(txn: Txn, tables: Tables, columns: Columns, totals: dict[str, int]) -> Report:
     """Verify the tables; count hints that are wrong, which is no fault. LedgerCorrupt with the numbers."""
     ready = verify(txn, tables)
     rows = np.fromiter(ready, np.int64)
@@ -103,7 +104,7 @@ def check(txn: lmdb.Transaction, tables: Tables, columns: Columns, totals: dict[
     return Report(totals, int(np.count_nonzero(unreachable)), int(np.count_nonzero(hints)))
 
 
-def verify(txn: lmdb.Transaction, tables: Tables) -> dict[int, tuple[int, int, int, int, bytes]]:
+def verify(txn: Txn, tables: Tables) -> dict[int, tuple[int, int, int, int, bytes]]:
     """Read every row of all tables; LedgerCorrupt, or an error of LMDB or struct. Return the chunks by slot."""
     for table in (tables.members, tables.holds, tables.pins, tables.labels, tables.meta):
         for _ in tables.rows(txn, table):
@@ -119,7 +120,7 @@ def verify(txn: lmdb.Transaction, tables: Tables) -> dict[int, tuple[int, int, i
 
 
 def _verify_slots(
-    txn: lmdb.Transaction, tables: Tables, meta: Meta, free: set[int], bare: set[int],
+    txn: Txn, tables: Tables, meta: Meta, free: set[int], bare: set[int],
     ready: dict[int, tuple[int, int, int, int, bytes]], reserved: dict[int, Reservation],
 ) -> None:  # fmt: skip
     unscanned = meta.unscanned()
@@ -149,7 +150,7 @@ def _verify_slots(
 
 
 def _verify_namespaces(
-    txn: lmdb.Transaction, tables: Tables, meta: Meta, ready: dict[int, tuple[int, int, int, int, bytes]],
+    txn: Txn, tables: Tables, meta: Meta, ready: dict[int, tuple[int, int, int, int, bytes]],
     reserved: dict[int, Reservation],
 ) -> None:  # fmt: skip
     chunks = Counter(row[1] for row in ready.values())

@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeAlias
 
 import lmdb
 
@@ -44,6 +44,7 @@ NUMBER = Struct(">Q")
 _META = Struct("<12Q")
 _RESERVATION = Struct("<QQqqQII32sH")
 _WRITER = Struct("<Q")
+Txn: TypeAlias = "lmdb.Transaction[bytes]"
 NO_MEMBER = 0  # no member has this number
 NO_NAMESPACE = 0  # no namespace has this number
 META_ROW, COUNTERS_ROW, COUNTER_NAMES_ROW = b"meta", b"counters", b"counter names"
@@ -85,11 +86,6 @@ class Meta:
             self.slots, self.next_generation, self.next_member, self.next_namespace,
             self.unused, self.scan, self.ready, self.reserved, self.cleared, self.floor, self.backed, self.bare,
         )  # fmt: skip
-
-    @classmethod
-    def unpack(cls, row: bytes) -> Meta:
-        """Make a row from bytes."""
-        return cls(*_META.unpack(row))
 
     @property
     def scanning(self) -> bool:
@@ -138,35 +134,22 @@ class Reservation(NamedTuple):
     @classmethod
     def unpack(cls, row: bytes) -> Reservation:
         """Make a row from bytes."""
-        head = _RESERVATION.unpack_from(row)
         writers = tuple(writer for (writer,) in _WRITER.iter_unpack(row[_RESERVATION.size :]))
-        generation, owner, stamp, started, namespace, position, tokens, key, _ = head
-        return cls(generation, owner, stamp, started, namespace, position, tokens, key, writers)
+        return cls._make((*_RESERVATION.unpack_from(row)[:8], writers))
 
 
 class Tables:
     """The LMDB environment and its tables. Not thread-safe: the gate serializes its callers."""
 
     NAMES = (
-        "entries",
-        "slots",
-        "free",
-        "bare",
-        "pending",
-        "reserved",
-        "members",
-        "holds",
-        "pins",
-        "namespaces",
-        "roots",
-        "labels",
-        "meta",
-    )
+        "entries", "slots", "free", "bare", "pending", "reserved", "members", "holds", "pins", "namespaces", "roots",
+        "labels", "meta",
+    )  # fmt: skip
 
     def __init__(self, path: Path, map_bytes: int, create: bool = False) -> None:
         self.most_labels = map_bytes // _BYTES_PER_LABEL
         self._map_bytes = map_bytes
-        self._written: lmdb.Transaction | None = None  # the last write transaction
+        self._written: Txn | None = None  # the last write transaction
         self.env = lmdb.open(
             str(path), map_size=map_bytes - _SPARE_BYTES, subdir=False, lock=False, writemap=False, sync=False,
             metasync=False, readahead=False, create=create, mode=0o600, max_dbs=len(self.NAMES),
@@ -179,27 +162,25 @@ class Tables:
         (self.entries, self.slots, self.free, self.bare, self.pending, self.reserved, self.members, self.holds,
          self.pins, self.namespaces, self.roots, self.labels, self.meta) = opened  # fmt: skip
 
-    def load_meta(self, txn: lmdb.Transaction) -> Meta:
+    def load_meta(self, txn: Txn) -> Meta:
         """Read the totals."""
-        row = cast("bytes | None", txn.get(META_ROW, db=self.meta))
+        row = txn.get(META_ROW, db=self.meta)
         if row is None:
             raise lmdb.CorruptedError("the ledger has no totals")
-        return Meta.unpack(row)
+        return Meta(*_META.unpack(row))
 
-    def rows(
-        self, txn: lmdb.Transaction, table: lmdb._Database, start: bytes = b""
-    ) -> Iterator[tuple[bytes, bytes]]:
+    def rows(self, txn: Txn, table: lmdb._Database, start: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
         """Walk a table from `start` on, in the order of its keys."""
         cursor = txn.cursor(db=table)
         found = cursor.set_range(start) if start else cursor.first()
         if found:
-            yield from cast("Iterator[tuple[bytes, bytes]]", cursor.iternext(keys=True, values=True))
+            yield from cursor.iternext()
 
     def used_bytes(self) -> int:
         """Return how much of the file is, or was, in use."""
         return (int(self.env.info()["last_pgno"]) + 1) * int(self.env.stat()["psize"])
 
-    def begin(self, write: bool = False) -> lmdb.Transaction:
+    def begin(self, write: bool = False) -> Txn:
         """Begin a transaction; inside the gate."""
         try:
             txn = self.env.begin(write=write)
