@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import islice
 
 import lmdb
 
@@ -23,44 +24,26 @@ from pagoda.ledger.tables import COUNTERS_ROW, MEMBER, SLOT, SLOT_KEY, Tables, T
 from pagoda.ledger.transaction import BATCH, batches
 
 _PAGE = 256
-_ROWS_A_LOOK = 4096
 
 # ---- listings
 
 
 def list_chunks(ledger: Ledger, limit: int | None = None) -> Iterator[ChunkRow]:
     """Walk all chunks by slot, a page at a time, while others go on. StoreError."""
-    at: int | None = 0
-    given = 0
-    while at is not None:
-        start = at
-        page, at = ledger.session.read(lambda txn, tables: _page(ledger, txn, tables, start))  # noqa: B023
-        for row in page:
-            if given == limit:
-                return
-            given += 1
-            yield row
+    columns, session = ledger.columns, ledger.session
 
-
-def _page(ledger: Ledger, txn: Txn, tables: Tables, start: int) -> tuple[list[ChunkRow], int | None]:
-    now = ledger.session.clock.monotonic_ns()
-    found: list[ChunkRow] = []
-    for key, value in tables.rows(txn, tables.slots, SLOT_KEY.pack(start)):
+    def chunk(txn: Txn, tables: Tables, key: bytes, row: bytes) -> ChunkRow:
         slot: int = SLOT_KEY.unpack(key)[0]
-        if len(found) == _PAGE:
-            return found, slot
-        _, namespace, *_, chunk = SLOT.unpack(value)
-        pinned = txn.get(chunk, db=tables.pins) is not None
-        found.append(_row(ledger, slot, value, queries.root_of(txn, tables, namespace), pinned, now))
-    return found, None
+        generation, namespace, position, tokens, name = SLOT.unpack(row)
+        now = session.clock.monotonic_ns()
+        age = (session.stamp(now) - int(columns.last_use[slot])) / 1e9
+        leased, pinned = columns.lease_until[slot] > now, txn.get(name, db=tables.pins) is not None
+        root = queries.root_of(txn, tables, namespace)
+        return ChunkRow(
+            name, slot, generation, root, position, tokens, max(0.0, age), int(columns.hits[slot]), bool(leased), pinned
+        )  # fmt: skip
 
-
-def _row(ledger: Ledger, slot: int, value: bytes, root: bytes, pinned: bool, now: int) -> ChunkRow:
-    columns = ledger.columns
-    generation, _, position, tokens, key = SLOT.unpack(value)
-    age = (ledger.session.stamp(now) - int(columns.last_use[slot])) / 1e9
-    hits, leased = int(columns.hits[slot]), bool(columns.lease_until[slot] > now)
-    return ChunkRow(key, slot, generation, root, position, tokens, max(0.0, age), hits, leased, pinned)
+    return islice(session.read_rows(lambda tables: tables.slots, chunk, most=_PAGE), limit)
 
 
 def list_namespaces(ledger: Ledger, deadline_seconds: float = PATIENT_SECONDS) -> dict[bytes, NamespaceRow]:
@@ -130,18 +113,18 @@ def clear(ledger: Ledger, namespace: bytes | None = None) -> int:
 
 def _drop_cleared(ledger: Ledger, scope: ClearScope) -> int:
     namespace, watermark, chunks = scope
-    dropped, at, most = 0, 0, 2
-    while dropped < chunks:
-        start, most = at, min(2 * most, BATCH)  # a few first: if the map is full, they free space for more
-        found, after = ledger.session.read(
-            partial(queries.cleared_slots, scope=scope, start=start, most=most, rows=_ROWS_A_LOOK)
-        )
-        if found:
-            drop = partial(chunk_ops.drop_cleared, slots=found, namespace=namespace, watermark=watermark)
-            dropped += ledger.session.write(drop, frees=True)
-        if after is None:
-            break
-        at = after
+
+    def cleared(_txn: Txn, _tables: Tables, key: bytes, row: bytes) -> int | None:
+        return int(SLOT_KEY.unpack(key)[0]) if chunk_ops.is_cleared(row, namespace, watermark) else None
+
+    slots = (
+        slot for slot in ledger.session.read_rows(lambda tables: tables.slots, cleared) if slot is not None
+    )
+    dropped, most = 0, 4  # a few first: if the map is full, they free space for more
+    while dropped < chunks and (found := list(islice(slots, most))):
+        drop = partial(chunk_ops.drop_cleared, slots=found, namespace=namespace, watermark=watermark)
+        dropped += ledger.session.write(drop, frees=True)
+        most = min(2 * most, BATCH)
     return dropped
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,13 +16,6 @@ GHOST_REASONS = (Reason.EVICTED, Reason.CLEARED, Reason.REMOVED, Reason.FAILED_C
 _REFUSED = GHOST_REASONS.index(Reason.NOT_ADMITTED)
 
 Rows = NDArray[np.int64]
-
-
-class AdmittedNewcomers(NamedTuple):
-    """How many leading newcomers are admitted, and the hits with which each begins."""
-
-    leading: int
-    hits: NDArray[np.uint32]
 
 
 class Evictor:
@@ -54,8 +46,10 @@ class Evictor:
         *,
         admit_all: bool = False,
         refuse_all: bool = False,
-    ) -> AdmittedNewcomers:
-        """Say how many newcomers, in chain order, are admitted; leaves ghosts of the others.
+    ) -> tuple[int, NDArray[np.uint32]]:
+        """Say how many newcomers, in chain order, are admitted, and the hits with which each begins.
+
+        Leaves ghosts of the others.
 
         `admit_all`, `refuse_all`: whatever the policy says, which learns of them even so.
         """
@@ -67,7 +61,7 @@ class Evictor:
         hits = known_hits + (last_use > 0).astype(np.uint32)
         if count < len(marks):
             ghosts.remember(marks[count:], stamps[count:], hits[count:], int(stamps[0]), _REFUSED)
-        return AdmittedNewcomers(count, hits)
+        return count, hits
 
     def refuse(self, marks: Marks, stamps: Rows, now: int) -> None:
         """Record that newcomers were asked for that follow one that was not admitted."""

@@ -274,11 +274,10 @@ class Ledger:
         elif hindrance is None and request.admitted_before:
             request.hits[new] = self.evictor.hits_of(marks)
         elif hindrance is None:
-            admission = self.evictor.admit(
+            leading, request.hits[new] = self.evictor.admit(
                 marks, stamps, self._room, self._now(), admit_all=request.admit_all
             )
-            request.hits[new] = admission.hits
-            request.admitted[new[admission.leading :]] = False
+            request.admitted[new[leading:]] = False
 
     def admit(self, keys: Sequence[bytes], *, start: int, stamp: int, deadline_seconds: float = 1.0) -> int:
         """Ask the policy how many of these keys, from the first on, are admitted or present. At most 64 at once.

@@ -93,6 +93,16 @@ def remove_member(transaction: Transaction, member: int, counters: NDArray[np.ui
             transaction.delete(slot, db=transaction.tables.holds)
 
 
+def leave(transaction: Transaction, counters: NDArray[np.uint64]) -> None:
+    """Remove this member, its holds, and the reservations that no other member writes into."""
+    for slot, reservation in _reservations(transaction):
+        own = {0, transaction.member}
+        if reservation.owner in own and own.issuperset(reservation.writers):  # NO_MEMBER is 0
+            transaction.unreserve(slot, reservation)
+            transaction.free_slot(slot)
+    remove_member(transaction, transaction.member, counters)
+
+
 def publish_committed(transaction: Transaction, columns: Columns, start: int, stamp: int) -> int | None:
     """Publish chunks, in slots from `start` on, whose member died before it could; return where to continue.
 

@@ -60,7 +60,9 @@ class NamespaceRegistry:
             return
         with self._file_lock():
             try:
-                if namespace is None or not self._clear_log.add(namespace, self._watermark(namespace)):
+                if namespace is None or not self._clear_log.add(
+                    namespace, self._session.read(partial(queries.watermark_of, root=namespace))
+                ):
                     self._clear_log.allocate(self._slots)
                     self._clear_log.replace(self._watermarks())
             except (OSError, StoreError) as error:
@@ -99,9 +101,6 @@ class NamespaceRegistry:
             finally:
                 unlock()
 
-    def _watermark(self, root: bytes) -> int:
-        return self._session.read(lambda txn, tables: queries.watermark_of(txn, tables, root))
-
     def _watermarks(self) -> Watermarks:
         """Return what to write to the file: a floor of now, and the watermarks of the namespaces that have chunks.
 
@@ -124,7 +123,9 @@ class NamespaceRegistry:
     def counts(self, until: float | None = None) -> list[NamespaceCounts]:
         """Return the namespaces that have a row in the tables. StoreError."""
         rows = self._session.read_rows(
-            lambda tables: tables.namespaces, lambda _, row: NamespaceCounts(*NAMESPACE.unpack(row)), until
+            lambda tables: tables.namespaces,
+            lambda _t, _s, _k, row: NamespaceCounts(*NAMESPACE.unpack(row)),
+            until,
         )
         return list(rows)
 
@@ -132,7 +133,7 @@ class NamespaceRegistry:
         """Return all labels, by root. StoreError."""
         decode = msgspec.json.Decoder(dict[str, str]).decode
         rows = self._session.read_rows(
-            lambda tables: tables.labels, lambda root, row: (root, decode(row)), until
+            lambda tables: tables.labels, lambda _t, _s, root, row: (root, decode(row)), until
         )
         return dict(rows)
 

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import islice
-from typing import NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import lmdb
 import numpy as np
 from numpy.typing import NDArray
 
-from pagoda.ledger.chunk_ops import is_cleared
 from pagoda.ledger.columns import FEW, Columns
-from pagoda.ledger.namespaces import ClearScope
 from pagoda.ledger.outcomes import Present
 from pagoda.ledger.tables import ENTRY, NAMESPACE, NO_NAMESPACE, NUMBER, PLACE, SLOT_KEY, Meta, Tables, Txn
 from pagoda.metrics import Reason
 
-T = TypeVar("T")
 _FEW_ENTRIES = 32  # so few are checked one by one
 _ENTRY_ROW = np.dtype([("slot", "<u4"), ("generation", "<u8"), ("namespace", "<u8"), ("position", "<u4")])
 
@@ -125,20 +121,6 @@ def _intact(
     return _leading(same)
 
 
-def cleared_slots(
-    txn: Txn, tables: Tables, scope: ClearScope, start: int, most: int, rows: int
-) -> tuple[list[int], int | None]:
-    """Return slots whose chunk a clear covers, `most` at once, among the next `rows`, and where to continue."""
-    found: list[int] = []
-    for seen, (key, row) in enumerate(tables.rows(txn, tables.slots, SLOT_KEY.pack(start))):
-        slot: int = SLOT_KEY.unpack(key)[0]
-        if len(found) == most or seen == rows:
-            return found, slot
-        if is_cleared(row, scope.namespace, scope.watermark):
-            found.append(slot)
-    return found, None
-
-
 def gauges(txn: Txn, tables: Tables, columns: Columns, now: int) -> dict[str, int]:
     """Return the totals, from the tables; leased slots from the hints."""
     meta = tables.load_meta(txn)
@@ -159,15 +141,6 @@ def backing(txn: Txn, tables: Tables) -> tuple[Meta, list[int]]:
     """Return the totals, and the bare slots in order."""
     bare = [int(SLOT_KEY.unpack(row)[0]) for row, _ in tables.rows(txn, tables.bare)]
     return tables.load_meta(txn), bare
-
-
-def page(
-    txn: Txn, tables: Tables, table: Callable[[Tables], lmdb._Database],
-    made: Callable[[bytes, bytes], T], start: bytes, most: int,
-) -> tuple[list[T], bytes | None]:  # fmt: skip
-    """Return what is made of the next rows of a table, `most` at once, and where to continue."""
-    rows = list(islice(tables.rows(txn, table(tables), start), most + 1))
-    return [made(*row) for row in rows[:most]], rows[most][0] if len(rows) > most else None
 
 
 # ---- namespaces

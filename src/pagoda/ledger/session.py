@@ -17,6 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,23 +26,16 @@ import numpy as np
 
 from pagoda.clock import Clock
 from pagoda.errors import ClosedError, LedgerCorrupt, StoreError
-from pagoda.ledger import queries
 from pagoda.ledger.columns import Columns
 from pagoda.ledger.locks import MEMBERS, DeadlineMissedError, Gate
 from pagoda.ledger.member_counters import MEMBER_ROWS, WIDTH, CounterRow, columns_of, map_counters
-from pagoda.ledger.members import (
-    add_member,
-    publish_committed,
-    reap,
-    remove_dead,
-    remove_member,
-)
+from pagoda.ledger.members import add_member, leave, publish_committed, reap, remove_dead
 from pagoda.ledger.namespaces import load_saved
 from pagoda.ledger.slot_view_guards import PageGuards
 from pagoda.ledger.store import OpenStore, reopen_store
 from pagoda.ledger.store_state import COLUMNS, COUNTERS_FILE, PAGE_GUARDS, TABLES
 from pagoda.ledger.table_integrity import is_damage
-from pagoda.ledger.tables import MEMBER, MEMBER_KEY, NO_MEMBER, SLOT_KEY, Reservation, Tables, Txn
+from pagoda.ledger.tables import MEMBER, MEMBER_KEY, Tables, Txn
 from pagoda.ledger.transaction import BATCH, Transaction
 from pagoda.metrics import COUNTERS, Reason
 
@@ -199,17 +193,20 @@ class Session:
         return found[0]
 
     def read_rows(
-        self,
-        table: Callable[[Tables], lmdb._Database],
-        made: Callable[[bytes, bytes], T],
-        until: float | None = None,
-    ) -> Iterator[T]:
-        """Walk a table, some rows in each transaction, while others go on: what is made of each. StoreError."""
+        self, table: Callable[[Tables], lmdb._Database], made: Callable[[Txn, Tables, bytes, bytes], T],
+        until: float | None = None, most: int = _PAGE,
+    ) -> Iterator[T]:  # fmt: skip
+        """Walk a table, `most` rows in each transaction, while others go on: what is made of each. StoreError."""
+
+        def page(txn: Txn, tables: Tables) -> tuple[list[T], bytes | None]:
+            rows = list(islice(tables.rows(txn, table(tables), start or b""), most + 1))
+            return [made(txn, tables, *row) for row in rows[:most]], rows[most][0] if len(
+                rows
+            ) > most else None
+
         start: bytes | None = b""
         while start is not None:
-            seconds = PATIENT_SECONDS if until is None else max(0.0, until - time.monotonic())
-            page = partial(queries.page, table=table, made=made, start=start, most=_PAGE)
-            found, start = self.read(page, seconds)
+            found, start = self.read(page, PATIENT_SECONDS if until is None else until - time.monotonic())
             yield from found
 
     def _look(self, work: Callable[[Txn, Tables], T], found: list[T], opens: bool = False) -> None:
@@ -505,15 +502,7 @@ class Session:
             transaction = Transaction(txn, tables, self.member, self._alive, self.clock.monotonic_ns())
             for late in self._deferred:
                 _do_late(late, transaction)
-            for row, value in list(tables.rows(txn, tables.reserved)):
-                reservation = Reservation.unpack(value)
-                if reservation.owner in (NO_MEMBER, self.member) and set(reservation.writers) <= {
-                    0,
-                    self.member,
-                }:
-                    transaction.unreserve(SLOT_KEY.unpack(row)[0], reservation)
-                    transaction.free_slot(SLOT_KEY.unpack(row)[0])
-            remove_member(transaction, self.member, self._counters)
+            leave(transaction, self._counters)
             transaction.save()
         transaction.publish(self.columns, self.stamp(transaction.now))
 

@@ -153,10 +153,9 @@ class SimulatedTier:
         if hindrance is Reason.NOT_ADMITTED:
             self._advice.refuse(marks, stamps, now)
         elif hindrance is None:
-            admission = self._advice.admit(marks, stamps, self._free(), now)
-            wanted.hits[new] = admission.hits
-            if admission.leading < len(new):
-                return new[admission.leading]
+            leading, wanted.hits[new] = self._advice.admit(marks, stamps, self._free(), now)
+            if leading < len(new):
+                return new[leading]
         return end
 
     def _reserve(self, wanted: _Wanted, start: int, end: int, allowed: int) -> Reason | None:
