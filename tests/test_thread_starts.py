@@ -114,6 +114,39 @@ except KeyboardInterrupt:
     assert said == "raised\n"
 
 
+def test_signals_that_come_again_do_not_end_a_submit_before_the_work_that_has_begun() -> None:
+    """The caller does not get its future, and may free the memory that the work uses."""
+    said = in_a_process("""
+import signal
+class Lock:  # as if a signal came when the call had just been queued
+    def __enter__(self):
+        pass
+    def __exit__(self, *_):
+        begun.wait(60)
+        signal.setitimer(signal.ITIMER_REAL, 0.01, 0.02)
+        time.sleep(1)
+def handler(*_):
+    raise KeyboardInterrupt
+def work():
+    begun.set()
+    time.sleep(0.5)
+    print("ended", flush=True)
+begun = threading.Event()
+pool = Pool(1, "pool")
+pool.submit(len, "abc").result()
+signal.signal(signal.SIGALRM, handler)
+pool._lock = Lock()
+try:
+    try:
+        pool.submit(work)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+except KeyboardInterrupt:
+    print("raised", flush=True)
+""")
+    assert said == "ended\nraised\n"
+
+
 def test_at_exit_what_was_submitted_is_done() -> None:
     assert (
         in_a_process("""

@@ -21,6 +21,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Executor, Future
+from concurrent.futures._base import FINISHED
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from threading import Thread
@@ -28,7 +29,7 @@ from typing import Generic, ParamSpec, TypeAlias, TypeVar, cast
 
 from pagoda.metrics import RateLimitedLog, Reason
 
-__all__ = ["NO_THREAD", "Answer", "Condition", "Event", "Pool", "begin", "if_free", "wait"]
+__all__ = ["NO_THREAD", "Answer", "Condition", "Event", "Pool", "begin", "complete", "if_free", "wait"]
 
 NO_THREAD = "no thread can be started: raise the container's pids limit or `ulimit -u`"
 
@@ -37,6 +38,7 @@ T = TypeVar("T")
 
 _log = logging.getLogger("pagoda")
 _lines = RateLimitedLog()
+_ATTEMPTS = 10_000
 _REFUSED = "can't start new thread"  # Python's message for this error only
 
 
@@ -165,6 +167,35 @@ def wait(futures: Iterable[Future[T]], timeout: float | None = None) -> None:
             future.exception(None if until is None else max(0.0, until - time.monotonic()))
 
 
+def complete(step: Callable[[], object]) -> None:
+    """Call `step` until it returns, however often a signal handler raises in it; raise the last exception then.
+
+    For waits on what uses memory of the caller: `step` can be repeated. A step that fails by itself ends after 10,000
+    attempts. A handler may also raise before the first statement here: a caller repeats the call in an outer `finally`.
+    """
+    raised: BaseException | None = None
+    for _ in range(_ATTEMPTS):
+        try:
+            if (trouble := _raised_by(step)) is None:
+                break
+            raised = trouble
+        except BaseException as second:  # noqa: BLE001  # raised below
+            raised = second
+    try:
+        if raised is not None:
+            raise raised
+    finally:
+        raised = trouble = None  # their tracebacks refer to this frame
+
+
+def _raised_by(step: Callable[[], object]) -> BaseException | None:
+    try:
+        step()
+    except BaseException as trouble:  # noqa: BLE001  # for `complete`
+        return trouble
+    return None
+
+
 def if_free(lock: threading.RLock, work: Callable[[], object], timeout: float = 0.0) -> None:  # type: ignore[valid-type, unused-ignore]
     """Call `work` with the lock held; do nothing if another thread keeps the lock for `timeout` seconds."""
     try:
@@ -255,8 +286,10 @@ class Pool(Executor):
                 self._open.add(cast("Future[object]", future))
                 self._calls.put(cast("_Work[object]", _Work(call, future)))
         except BaseException:  # also of a signal handler: the caller does not get the future
-            if not future.cancel():
-                wait([future])  # it has begun, and uses memory of the caller
+            try:
+                _withdraw(future)
+            finally:  # a second signal
+                _withdraw(future)
             raise
         return future
 
@@ -309,6 +342,11 @@ def _next_call(lock: AbstractContextManager[object], calls: _Calls, idle: deque[
     return calls.get()
 
 
+def _withdraw(future: Future[T]) -> None:
+    if not future.cancel():
+        complete(partial(wait, [future]))  # it has begun, and uses memory of the caller
+
+
 _EXIT_SECONDS = 10.0
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
 
@@ -321,7 +359,23 @@ def _at_exit() -> None:
 def _renew_in_child() -> None:
     _lines.reset()
     for pool in list(_pools):
+        for future in list(pool._open):
+            _lose(future)
         pool._renew()
+
+
+def _lose(future: Future[object]) -> None:
+    """End a call whose thread a forked child lacks: a signal handler may have forked while this thread waits for it.
+
+    Its callbacks are not called: they belong to the parent.
+    """
+    changed = cast("Condition", future._condition)
+    if not changed._is_owned():
+        changed._at_fork_reinit()  # the lost thread may have held it
+    if not future.done():
+        future._exception = RuntimeError("the thread of this call does not exist in a forked child")
+        future._state = FINISHED
+        changed.notify_all()
 
 
 os.register_at_fork(after_in_child=_renew_in_child)

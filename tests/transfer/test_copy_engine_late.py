@@ -21,7 +21,7 @@ from pagoda.transfer.gpu.copy_engine import WAYS, CopyEngine
 from pagoda.transfer.gpu.layer_events import LayerEvents
 from pagoda.transfer.run_table import RunTable
 from tests.transfer.kernels_kit import interpreted
-from tests.transfer.late_device import Failure, LateDevice
+from tests.transfer.late_device import Failure, LateDevice, LateEvent
 
 POISON = 0xA5
 ALL_WAYS = [*WAYS, None]
@@ -424,3 +424,31 @@ def test_many_threads_with_one_engine(way: str | None, slots: str) -> None:
     with ThreadPoolExecutor(len(scenes)) as threads:
         list(threads.map(both, scenes, timeout=100))
     device.check()
+
+
+@pytest.mark.parametrize("times", [1, 2, 3, 7])
+def test_nothing_is_in_flight_after_a_call_that_signals_ended(
+    times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if Ctrl-C was pressed several times while the call waited for the device."""
+    real = LateEvent.synchronize
+    for seed in range(2):
+        it = scene(seed)
+        device = device_of(it, "registered", seed)
+        engine = CopyEngine(device, staging_bytes=200)
+        engine.load(it.table, it.ids, it.slots, device.current_event())  # what the first call prepares
+        left = times
+
+        def pressed(event: LateEvent) -> None:
+            nonlocal left
+            if left:
+                left -= 1
+                raise KeyboardInterrupt
+            real(event)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(LateEvent, "synchronize", pressed)
+            with pytest.raises(KeyboardInterrupt):
+                engine.load(it.table, it.ids, it.slots, device.current_event())
+        waiting = device.world.waiting()
+        assert not {name for name in waiting if name != "engine"}, waiting

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -178,6 +183,84 @@ def test_an_error_is_raised_and_nothing_goes_on_after_it(error: type[BaseExcepti
     assert ended == [1]
 
 
+class Signal(BaseException):
+    """Raised by the signal handlers of a test."""
+
+
+@contextmanager
+def raising(*numbers: signal.Signals) -> Iterator[None]:
+    def handler(*_: object) -> None:
+        raise Signal
+
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+@pytest.mark.timeout(120, method="thread")
+def test_signals_that_come_again_and_again_do_not_end_the_wait_for_a_helper() -> None:
+    """Otherwise it would write into slots that others have reserved since."""
+    caller, ended, met = threading.get_ident(), list[int](), threading.Barrier(2)
+
+    def job() -> None:
+        met.wait(30)
+        if threading.get_ident() == caller:
+            signal.setitimer(signal.ITIMER_REAL, 0.01, 0.02)
+        time.sleep(0.5)
+        ended.append(1)
+
+    with raising(signal.SIGALRM), pytest.raises(Signal):
+        try:
+            in_threads([job, job], 2)
+        finally:
+            seen = len(ended)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    assert seen == 1  # that of the helper; the caller's was broken off
+
+
+@pytest.mark.timeout(120, method="thread")
+def test_a_child_that_a_signal_handler_forks_during_a_copy_does_not_wait_for_helpers_that_it_lacks() -> None:
+    caller, met, release = threading.get_ident(), threading.Barrier(2), threading.Event()
+    forked: list[int] = []
+
+    def job() -> None:
+        met.wait(30)
+        if threading.get_ident() != caller:
+            assert release.wait(30)
+        else:
+            signal.setitimer(signal.ITIMER_REAL, 0.2)  # by then this thread waits for the other
+
+    def fork(*_: object) -> None:
+        forked.append(os.fork())
+        if forked[0] == 0:
+            signal.alarm(0)
+            faulthandler.cancel_dump_traceback_later()
+        else:
+            release.set()
+
+    before = signal.signal(signal.SIGALRM, fork)
+    try:
+        in_threads([job, job], 2)
+    except RuntimeError as error:
+        if forked == [0]:
+            os._exit(0 if "forked child" in str(error) else 1)
+        raise
+    finally:
+        if forked == [0]:
+            os._exit(2)
+        signal.signal(signal.SIGALRM, before)
+    until = time.monotonic() + 10
+    while (ended := os.waitpid(forked[0], os.WNOHANG)) == (0, 0):
+        if time.monotonic() > until:
+            os.kill(forked[0], signal.SIGKILL)
+        time.sleep(0.01)
+    assert os.waitstatus_to_exitcode(ended[1]) == 0
+
+
 def test_a_forked_child_copies_with_threads_of_its_own() -> None:
     in_threads([lambda: None] * 4, 2)
     child = os.fork()
@@ -205,3 +288,57 @@ def test_the_helpers_end_with_the_cache(shm_root: Path) -> None:
         time.sleep(0.01)
     met = threading.Barrier(2)
     in_threads([lambda: met.wait(20)] * 2, 2)  # type: ignore[list-item]
+
+
+# ---- what is copied
+
+
+def test_a_large_copy_is_cut_without_a_remainder() -> None:
+    shape = (3, 7 * (cpu_copy._PIECE_BYTES // 8) // 3 + 1)  # a number of pieces that does not divide it
+    source, to = np.random.default_rng(0).random(shape), np.zeros(shape)
+    pieces = list(cpu_copy._pieces(to, source))
+    assert len(pieces) > 3 and sum(size for _, size in pieces) == source.nbytes
+    for job, _ in pieces:
+        job()
+    assert (to == source).all()
+
+
+@pytest.mark.parametrize("order", [[0, 0, 1], [0, 1, 1], [1, 1, 1], [1, 0, 0], [2, 1, 0, 1], [0, 2, 1, 3, 3]])
+def test_slots_in_any_order_and_the_same_one_twice(order: list[int]) -> None:
+    layout = KVLayout.opaque(CHUNK, 3 * 2 * 16, "pages")
+    random = np.random.default_rng(1)
+    memory = random.integers(0, 256, (4, 96), dtype=np.uint8)
+    planes = [np.zeros((2 * len(order), 16), np.uint8) for _ in range(3)]
+    kv = PagesKV(planes, layout, block_tokens=4, block_table=range(2 * len(order)), threads=1)
+    kv.from_slots([CHUNK * at for at in range(len(order))], [memory[slot] for slot in order])
+    for at, slot in enumerate(order):
+        want = memory[slot].reshape(3, 2, 16)
+        assert all((plane[2 * at : 2 * at + 2] == want[p]).all() for p, plane in enumerate(planes))
+
+
+def test_as_many_threads_as_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_copy, "_idle_threads", lambda _: pytest.fail("a number was asked for"))
+    content = np.random.default_rng(0).integers(0, 256, (2, 8 << 20), dtype=np.uint8)
+    planes = [plane.reshape(2, -1) for plane in content]
+    used: list[int] = []
+    real = cpu_copy.in_threads
+    monkeypatch.setattr(cpu_copy, "in_threads", lambda jobs, n: (used.append(n), real(jobs, n)))
+    for threads in (1, 3):
+        layout = KVLayout.opaque(CHUNK, 16 << 20, "large")
+        kv = PagesKV(planes, layout, block_tokens=4, block_table=range(2), threads=threads)
+        slot = np.zeros(16 << 20, np.uint8)
+        kv.to_slots([0], [slot])
+        assert (slot == content.reshape(-1)).all()
+    assert used == [3]
+
+
+def test_what_has_not_begun_is_dropped_after_an_error() -> None:
+    ran: list[int] = []
+
+    def fail() -> None:
+        raise ValueError
+
+    todo = deque([fail, partial(ran.append, 1), partial(ran.append, 2)])
+    with pytest.raises(ValueError):
+        cpu_copy._drain(todo)
+    assert not todo and not ran

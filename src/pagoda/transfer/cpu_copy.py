@@ -17,7 +17,7 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from pagoda.threads import Pool, wait
+from pagoda.threads import Pool, complete, wait
 from pagoda.transfer.base import Bytes, Ids, Words
 
 __all__ = ["CpuCopy", "KvRows", "copy_pairs", "end_helpers", "in_threads"]
@@ -240,16 +240,17 @@ def in_threads(jobs: Sequence[Callable[[], object]], threads: int) -> None:
     todo = deque(jobs)
     helpers: list[Future[None]] = []
     try:
-        with contextlib.suppress(RuntimeError):  # no thread can be started: the others do all
-            # built in: no exception of a signal handler comes between a start and its entry here
-            helpers.extend(
-                map(_helper_pool().submit, repeat(_drain, min(threads, len(todo)) - 1), repeat(todo))
-            )
-        _drain(todo)
+        try:
+            with contextlib.suppress(RuntimeError):  # no thread can be started: the others do all
+                # built in: no exception of a signal handler comes between a start and its entry here
+                helpers.extend(
+                    map(_helper_pool().submit, repeat(_drain, min(threads, len(todo)) - 1), repeat(todo))
+                )
+            _drain(todo)
+        finally:
+            _end(todo, helpers)  # nothing may still write into a slot after this call ends
+    finally:  # a second signal
         _end(todo, helpers)
-    except BaseException:
-        _end(todo, helpers)  # nothing may still write into a slot after this call ends
-        raise
     for helper in helpers:
         if not helper.cancelled():
             helper.result()
@@ -272,7 +273,7 @@ def _end(todo: deque[Callable[[], object]], helpers: list[Future[None]]) -> None
     todo.clear()
     for helper in helpers:
         helper.cancel()  # it has not begun, and there is nothing left for it
-    wait(helpers)
+    complete(partial(wait, helpers))
 
 
 def _shares(jobs: Iterable[_Job]) -> list[Callable[[], object]]:

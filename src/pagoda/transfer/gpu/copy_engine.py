@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from pagoda.threads import Condition, if_free
+from pagoda.threads import Condition, complete, if_free
 from pagoda.transfer.base import Bytes, Ids
 from pagoda.transfer.gpu.autotune import fastest_way
 from pagoda.transfer.gpu.device import CudaDevice, Device, DeviceEvent, DeviceStream
@@ -300,11 +300,7 @@ class CopyEngine:
             try:
                 yield workspace
             finally:
-                try:
-                    workspace.synchronize()
-                except BaseException:  # Ctrl-C: even then nothing may be in flight when this call has ended
-                    workspace.synchronize()
-                    raise
+                complete(workspace.synchronize)  # nothing may be in flight when this call has ended
         finally:
             self._in_use.pop(user, None)  # built in: no exception of a signal handler comes before it
             with self._changed:
