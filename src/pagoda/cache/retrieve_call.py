@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from itertools import islice, takewhile
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -404,12 +404,9 @@ class LoadPipeline:
                 self._stop(Reason.DEADLINE, "no staging buffer was released in time")
             if not buffers:
                 return
-            keys, left = self._request.keys[begin : begin + len(buffers)], self._deadline.remaining()
-            payloads, start, root = (
-                [buffer.payload for buffer in buffers],
-                self._request.first + begin,
-                self._request.namespace.root,
-            )
+            request, payloads = self._request, [buffer.payload for buffer in buffers]
+            keys, left = request.keys[begin : begin + len(buffers)], self._deadline.remaining()
+            start, root = request.first + begin, request.namespace.root
             asked = True
             futures = self._tier.load(keys, payloads, start=start, namespace=root, deadline_seconds=left)
             self._flights.extend([_LoadInFlight(*pair) for pair in zip(buffers, futures, strict=True)])
@@ -474,37 +471,45 @@ def _settle_later(destination: LoadDestination, flight: _LoadInFlight) -> None:
 class LoadBuffer(NamedTuple):
     """A buffer for one chunk, owned by one call until it is settled or delivered."""
 
-    at: int  # of the chunk in CacheRequest.keys
     payload: Bytes  # (slot_bytes,) uint8
     reserved: Reserved | None  # None: a staging buffer ...
     staging: list[Bytes]  # ... which is in here until it is released
 
 
-class LoadDestination(Protocol):
-    """Gives buffers for chunks [begin, end) of one request. Used by one thread, `settle` by any."""
+class LoadDestination:
+    """Gives buffers for chunks [begin, end) of one request. Used by one thread, `settle` by any.
+
+    What is not overridden is right for buffers that no other call sees, and that are never evicted.
+    """
 
     most: int  # buffers in use at once
 
     def reserve(self, begin: int, end: int, may_wait: bool) -> list[LoadBuffer]:
         """Return buffers for a leading part of [begin, end); empty when there are none now."""
+        raise NotImplementedError
 
     def commit(self, buffers: Sequence[LoadBuffer]) -> int:
         """Make chunks visible whose bytes have arrived. Returns for how many leading buffers that succeeded."""
+        return len(buffers)
 
     def count_valid(self, buffers: Sequence[LoadBuffer]) -> int:
         """Return how many leading buffers still held their chunks after the copy out of them."""
+        return len(buffers)
 
     def settle(self, buffer: LoadBuffer, ok: bool) -> None:
         """Give up a buffer that is no longer waited for, now that no I/O touches it; idempotent for a released one."""
+        raise NotImplementedError
 
     def release(self, buffers: Sequence[LoadBuffer]) -> None:
         """Release buffers after the copy out of them."""
+        for buffer in buffers:
+            self.settle(buffer, True)
 
     def abandon(self, buffers: Sequence[LoadBuffer]) -> None:
         """Give up the buffers of one `reserve` into which I/O may still read, once nothing refers to them."""
 
 
-class HostDestination:
+class HostDestination(LoadDestination):
     """Reserved slots of the host tier: chunks read into them become visible to every call."""
 
     def __init__(self, host: HostTier, request: CacheRequest, stamp: int, lease_seconds: float) -> None:
@@ -539,10 +544,7 @@ class HostDestination:
             if spare:  # a call must not wait for another while it holds what others wait for
                 ledger.abort(spare, self._deadline.last())
             views = self._host.slab.views([item.slot for item in leading])
-            buffers = [
-                LoadBuffer(begin + i, view, item, [])
-                for i, (view, item) in enumerate(zip(views, leading, strict=True))
-            ]
+            buffers = [LoadBuffer(view, item, []) for view, item in zip(views, leading, strict=True)]
             self._host.begin_copies(leading)  # until they are settled or released: I/O may take longer
             return buffers
         except BaseException:
@@ -587,8 +589,8 @@ class HostDestination:
         self._host.abort_when_dropped(_reserved(buffers), base)
 
 
-class StagingDestination:
-    """Staging buffers: chunks only pass through them."""
+class StagingDestination(LoadDestination):
+    """Staging buffers: chunks only pass through them. The pool replaces one that nothing refers to any more."""
 
     def __init__(self, staging: StagingPool, deadline: Deadline) -> None:
         self._staging = staging
@@ -598,34 +600,18 @@ class StagingDestination:
     def reserve(self, begin: int, end: int, may_wait: bool) -> list[LoadBuffer]:
         """Acquire what is free; wait only for the first one, and only if no read of this call is in flight."""
         buffers: list[LoadBuffer] = []
-        for index in range(begin, end):
+        for _ in range(begin, end):
             wait = self._deadline.remaining() if may_wait and not buffers else 0.0
             buffer = self._staging.acquire(wait)
             if buffer is None:
                 break
-            buffers.append(LoadBuffer(index, buffer, None, [buffer]))
+            buffers.append(LoadBuffer(buffer, None, [buffer]))
         return buffers
-
-    def commit(self, buffers: Sequence[LoadBuffer]) -> int:
-        """Do nothing: no other call sees them."""
-        return len(buffers)
-
-    def count_valid(self, buffers: Sequence[LoadBuffer]) -> int:
-        """Return all: a staging buffer cannot be evicted."""
-        return len(buffers)
 
     def settle(self, buffer: LoadBuffer, ok: bool) -> None:
         """Release the buffer."""
         while buffer.staging:
             self._staging.release(buffer.staging.pop())
-
-    def release(self, buffers: Sequence[LoadBuffer]) -> None:
-        """Release the buffers."""
-        for buffer in buffers:
-            self.settle(buffer, True)
-
-    def abandon(self, buffers: Sequence[LoadBuffer]) -> None:
-        """Do nothing: the pool replaces a buffer that nothing refers to any more."""
 
 
 def _reserved(buffers: Sequence[LoadBuffer]) -> list[Reserved]:

@@ -6,7 +6,7 @@ chunks for the lower tiers in `WriteBack`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 
 from pagoda.cache.call import CacheRequest, CheckedTransfer
@@ -18,7 +18,7 @@ from pagoda.cache.writeback import (
     ChunkRef,
     admitted_prefix,
     chunk_ref,
-    recency_stamp,
+    recency_stamps,
     refs_in_slots,
 )
 from pagoda.clock import Deadline
@@ -53,7 +53,7 @@ class StoreCall:
         self._overflows = overflows and bool(self._lower)
         self._admit_all = not overflows and bool(self._lower)
         self._stamp = 0  # of the host tier
-        self._stamps: tuple[int | None, ...] = ()  # of each lower tier
+        self._stamps: dict[str, int | None] = {}  # of each lower tier
         self._fate = bytearray(len(request.keys))
         self._sent: list[tuple[int, StagedChunk]] = []
         self._on_host = 0  # chunks that were put into host slots
@@ -70,7 +70,7 @@ class StoreCall:
         if host is not None and self._kv.device_index is not None:
             host.use_device(self._kv.device_index)  # before the first copy
         self._stamp = host.ledger.stamp() if host is not None else 0
-        self._stamps = tuple(map(recency_stamp, self._lower))
+        self._stamps = recency_stamps(self._lower)
         with nullcontext() if host is None else host.copying():
             reason = self._store_below() if host is None else self._store(host)
             stored = self._stored(reason)
@@ -137,7 +137,7 @@ class StoreCall:
             return None
         finally:
             if refs:
-                self._writeback.enqueue(request.namespace.root, refs, self._lower, self._stamps)
+                self._writeback.enqueue(request.namespace.root, refs, self._stamps)
 
     def _store_window(self, host: HostTier, begin: int, end: int, refs: list[ChunkRef]) -> Reason | None:
         """Store keys [begin, end); append to `refs` what is in host slots now. Returns the reason of a refusal."""
@@ -187,41 +187,43 @@ class StoreCall:
         request, begin = self._request, self._fate.find(_LEFT)
         if begin < 0 or not self._lower:
             return None if begin < 0 else Reason.TIER_SKIPPED
-        ends = [  # up to where each tier takes the run: the chunks it has, and then those that its policy admits
-            tier.find(
-                request.keys, start=request.first, stamp=stamp, namespace=request.namespace.root, touch=False,
-                deadline_seconds=patience.remaining(),
+        ends = {  # up to where each tier takes the run: the chunks it has, and then those that its policy admits
+            tier.name: tier.find(
+                request.keys, start=request.first, stamp=self._stamps[tier.name], namespace=request.namespace.root,
+                touch=False, deadline_seconds=patience.remaining(),
             )
-            for tier, stamp in zip(self._lower, self._stamps, strict=True)
-        ]  # fmt: skip
-        have, refusing = max(begin, min(ends)), [False for _ in self._lower]
+            for tier in self._lower
+        }  # fmt: skip
+        have, refusing = max(begin, min(ends.values())), set[str]()
         self._note_present_below(begin, have)
         for i in range(have, len(request.keys)):
             if self._fate[i] != _LEFT:
                 continue
             self._admit_ahead(i, ends, refusing)
-            if all(end <= i for end in ends):
+            if all(end <= i for end in ends.values()):
                 return Reason.NOT_ADMITTED
             if self._deadline.passed:
                 return Reason.DEADLINE
             buffer = self._staging.acquire(patience.remaining())
             if buffer is None:
                 return Reason.QUEUE_FULL
-            self._stage(i, buffer, [at for at, end in enumerate(ends) if end > i])
+            self._stage(i, buffer, {tier: self._stamps[tier] for tier, end in ends.items() if end > i})
             self._deadline.progress()
             latest = self._sent[-self._staging.count :]
             if refused := next(filter(None, (staged.refused for _, staged in latest)), None):
                 return refused
         return None
 
-    def _admit_ahead(self, index: int, ends: list[int], refusing: list[bool]) -> None:
+    def _admit_ahead(self, index: int, ends: dict[str, int], refusing: set[str]) -> None:
         """Ask each tier how far it admits the run, from its head on: before anything is copied for it."""
-        request = self._request
-        for at, (tier, stamp) in enumerate(zip(self._lower, self._stamps, strict=True)):
-            while ends[at] <= index and not refusing[at]:
-                keys, start = request.keys[ends[at] :], request.first + ends[at]
-                count, refusing[at] = admitted_prefix(tier, keys, request.namespace.root, start, stamp)
-                ends[at] += count
+        request, root = self._request, self._request.namespace.root
+        for tier in self._lower:
+            while (end := ends[tier.name]) <= index and tier.name not in refusing:
+                keys, start = request.keys[end:], request.first + end
+                count, refuses = admitted_prefix(tier, keys, root, start, self._stamps[tier.name])
+                ends[tier.name] += count
+                if refuses:
+                    refusing.add(tier.name)
 
     def _note_present_below(self, begin: int, end: int) -> None:
         """Note chunks that every tier below has: the tiers are told that they were stored again."""
@@ -237,7 +239,7 @@ class StoreCall:
                 )
             )
 
-    def _stage(self, index: int, buffer: Bytes, to: Sequence[int]) -> None:
+    def _stage(self, index: int, buffer: Bytes, stamps: Mapping[str, int | None]) -> None:
         """Copy one chunk into a buffer and enqueue it for those of the tiers below."""
         request, filled = self._request, False
         try:
@@ -246,12 +248,11 @@ class StoreCall:
         finally:
             if not filled:
                 self._staging.release(buffer)
-        staged = StagedChunk(self._staging, buffer, len(to))
+        staged = StagedChunk(self._staging, buffer, len(stamps))
         self._fate[index] = _NEW
         self._sent.append((index, staged))
         ref = chunk_ref(request, index, staged=staged)
-        tiers, stamps = [self._lower[at] for at in to], [self._stamps[at] for at in to]
-        self._writeback.enqueue(request.namespace.root, [ref], tiers, stamps)
+        self._writeback.enqueue(request.namespace.root, [ref], stamps)
 
     def _collect_refused(self) -> Reason | None:
         """Note which chunks no tier below has stored; return the reason of the first."""

@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import compress
@@ -51,6 +51,7 @@ __all__ = [
     "columns_of",
     "follows",
     "recency_stamp",
+    "recency_stamps",
     "refs_in_slots",
 ]
 
@@ -131,6 +132,11 @@ class Access(NamedTuple):
 
 
 # -- what only the disk tier is asked -----------------------------------------------------------------------------
+
+
+def recency_stamps(tiers: Iterable[Tier]) -> dict[str, int | None]:
+    """Return recency stamps for one run, by the name of the tier."""
+    return {tier.name: recency_stamp(tier) for tier in tiers}
 
 
 def recency_stamp(tier: Tier) -> int | None:
@@ -241,10 +247,6 @@ class WriteBackQueue:
             while self._accessed > _MOST_ACCESSED and len(self._accesses) > 1:
                 self._accessed -= self._accesses.popleft()[0].chunks
 
-    def note_loaded(self, slots: Sequence[Reserved]) -> None:
-        """Note that these host slots were filled from the tier."""
-        self._settle(slots)
-
     def _mark_dirty(self, batch: _WriteBatch) -> None:
         """Note that chunks are to be written before they are evicted."""
         with self._changed:
@@ -351,7 +353,10 @@ class WriteBackQueue:
             while (note := self._take_note()) is None:
                 if self._closed:
                     return None
-                self._changed.wait(self._seconds_to_next())
+                pauses = [_TICK_SECONDS] if self._dirty else []
+                if self._accesses:
+                    pauses.append(max(0.0, self._due - time.monotonic()))
+                self._changed.wait(min(pauses, default=None))
                 self._enqueue_coldest()
             self._working = True
             return note
@@ -369,13 +374,6 @@ class WriteBackQueue:
             batch.refs.extend(self._queue.popleft().refs)
         self._waiting -= len(batch.refs)
         return batch
-
-    def _seconds_to_next(self) -> float | None:
-        """Return for how long there is nothing to do without a new note. Called with the lock."""
-        pauses = [_TICK_SECONDS] if self._dirty else []
-        if self._accesses:
-            pauses.append(max(0.0, self._due - time.monotonic()))
-        return min(pauses, default=None)
 
     def _enqueue_coldest(self) -> None:
         """Queue the coldest dirty chunks if fewer than a share of the slots are free or clean. Called with the lock."""
@@ -404,9 +402,10 @@ class WriteBackQueue:
         """Touch what the tier has of a batch, and hand over what it lacks, some chunks at once."""
         left = batch.refs
         try:
-            left = self._to_write(batch) if left else []
-            if left and left[0].staged is None:
-                left = self._admitted(batch, left)
+            if (
+                left and left[0].staged is None
+            ):  # else the tier was asked before they were put into their buffers
+                left = self._admitted(batch, self._to_write(batch))
             while left:
                 piece, left = left[: self._piece], left[self._piece :]
                 self._send(batch, piece)
@@ -416,8 +415,8 @@ class WriteBackQueue:
             self._drop([] if batch.asked else left, Reason.IO_ERROR)
 
     def _to_write(self, batch: _WriteBatch) -> list[ChunkRef]:
-        """Return the chunks of a batch that the tier lacks, that can be copied and are to be written now."""
-        lacking = [ref for ref in self._missing(batch) if ref.slot >= 0 or ref.staged is not None]
+        """Return the chunks of a batch that the tier lacks, that are in host slots and are to be written now."""
+        lacking = [ref for ref in self._missing(batch) if ref.slot >= 0]
         if not batch.asked or not lacking:
             return lacking
         assert self._host is not None  # they are in its slots
@@ -442,7 +441,7 @@ class WriteBackQueue:
                 )
                 admitted += run[at : at + count]
                 at += count
-            self._settle(run[at:], _REFUSED_SECONDS)
+            self.settle(run[at:], _REFUSED_SECONDS)
         return admitted
 
     def _send(self, batch: _WriteBatch, piece: Sequence[ChunkRef]) -> None:
@@ -477,21 +476,13 @@ class WriteBackQueue:
 
     def _chunk(self, ref: ChunkRef) -> Chunk:
         """Return a chunk in the form in which a tier takes it."""
+        chunk = partial(Chunk, ref.key, ref.position, self._chunk_tokens, parent=ref.parent)
         if ref.staged is not None:
-            return Chunk(
-                ref.key, ref.position, self._chunk_tokens, ref.staged.buffer, ref.parent, _always_valid
-            )
+            return chunk(payload=ref.staged.buffer, still_valid=lambda: True)
         assert self._host is not None
         ledger, where = self._host.ledger, columns_of([ref])
         payload = self._host.slab.view(ref.slot)
-        return Chunk(
-            ref.key,
-            ref.position,
-            self._chunk_tokens,
-            payload,
-            ref.parent,
-            lambda: bool(ledger.still_valid(*where)[0]),
-        )
+        return chunk(payload=payload, still_valid=lambda: bool(ledger.still_valid(*where)[0]))
 
     def _on_write_done(self, ref: ChunkRef, lease: tuple[int, int] | None, future: Future[Done]) -> None:
         """Note what a finished write tells about the tier; release the slot or the buffer. On a thread of the tier."""
@@ -499,9 +490,9 @@ class WriteBackQueue:
             done = future.result()
             if not self._closed:  # then the slots may hold other chunks
                 if done.ok:
-                    self._settle([ref])
+                    self.settle([ref])
                 elif done.reason is Reason.NOT_ADMITTED:
-                    self._settle([ref], _REFUSED_SECONDS)
+                    self.settle([ref], _REFUSED_SECONDS)
                 if lease is not None and self._host is not None:
                     before, after = lease
                     ends = self._host.ledger.columns.lease_until
@@ -522,8 +513,6 @@ class WriteBackQueue:
 
     def _missing(self, batch: _WriteBatch) -> list[ChunkRef]:
         """Touch what the tier has of a batch; return what it lacks. Waits for the tier."""
-        if batch.refs[0].staged is not None:  # the tier was asked before they were put into their buffers
-            return batch.refs
         lacking: list[ChunkRef] = []
         for run in runs(batch.refs, len(batch.refs), follows):
             keys = [ref.key for ref in run]
@@ -533,7 +522,7 @@ class WriteBackQueue:
             if present is None:  # stored chunks are offered all the same: the tier says why it refuses them
                 lacking += [] if batch.asked else run
                 continue
-            self._settle(list(compress(run, present)))
+            self.settle(list(compress(run, present)))
             lacking += [ref for ref, there in zip(run, present, strict=True) if not there]
         return lacking
 
@@ -547,11 +536,9 @@ class WriteBackQueue:
         """Return those of these chunks about which the tier has to be asked."""
         return list(compress(refs, (~self._is_known(*columns_of(refs))).tolist()))
 
-    def _settle(self, refs: Sequence[ChunkRef | Reserved], least_seconds: float = 0.0) -> None:
+    def settle(self, refs: Sequence[ChunkRef | Reserved], least_seconds: float = 0.0) -> None:
         """Note that nothing has to be done for a while for the chunks in these slots."""
-        until = self._clock.monotonic_ns() + max(
-            int(self.tier.believed_seconds * 1e9), int(least_seconds * 1e9)
-        )
+        until = self._clock.monotonic_ns() + int(max(self.tier.believed_seconds, least_seconds) * 1e9)
         for ref in refs:
             if ref.slot >= 0:
                 self._settled[ref.slot] = ref.generation
@@ -572,17 +559,15 @@ class WriteBack:
         """Chunks that wait for their turn, counted for each tier they are to be written to."""
         return sum(queue.waiting for queue in self._queues)
 
-    def enqueue(
-        self, namespace: bytes, refs: Sequence[ChunkRef], tiers: Sequence[Tier], stamps: Sequence[int | None] = ()
-    ) -> None:  # fmt: skip
-        """Note that these chunks of one run are in host slots or staging buffers, and may be written to `tiers`.
+    def enqueue(self, namespace: bytes, refs: Sequence[ChunkRef], stamps: Mapping[str, int | None]) -> None:
+        """Note that these chunks of one run are in host slots or staging buffers, and may be written to some tiers.
 
-        `namespace` is their root; `stamps` those of the run, a tier each. A staging buffer is made for as many tiers.
+        `namespace` is their root; `stamps` those of the run, by the name of each of these tiers. A staging buffer is
+        made for as many tiers.
         """
         for queue in self._queues:
-            if queue.tier in tiers:
-                stamp = stamps[tiers.index(queue.tier)] if stamps else recency_stamp(queue.tier)
-                queue.enqueue(namespace, refs, stamp)
+            if queue.tier.name in stamps:
+                queue.enqueue(namespace, refs, stamps[queue.tier.name])
 
     def is_settled(self, slots: Slots, generations: Generations) -> bool:
         """Whether no tier needs a note about the chunks in these host slots."""
@@ -597,7 +582,7 @@ class WriteBack:
         """Note that these host slots were filled from `tier`."""
         for queue in self._queues:
             if queue.tier is tier:
-                queue.note_loaded(slots)
+                queue.settle(slots)
 
     def wait_handed_over(self, timeout: float) -> bool:
         """Wait until the tiers have been given all notes; False if that takes longer."""
@@ -630,7 +615,3 @@ def _regroup(dirty: Iterable[tuple[ChunkRef, _WriteBatch]]) -> list[_WriteBatch]
     for ref, batch in dirty:
         found.setdefault(id(batch), (batch, []))[1].append(ref)
     return [batch._replace(refs=sorted(refs, key=lambda r: r.position)) for batch, refs in found.values()]
-
-
-def _always_valid() -> bool:
-    return True
