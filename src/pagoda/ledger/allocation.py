@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
 from pagoda.ledger.members import reap
 from pagoda.ledger.outcomes import Busy, CommitResult, Outcome, Present, Refused, Reserved
 from pagoda.ledger.tables import ENTRY, PLACE, SLOT, SLOT_KEY, Meta, Reservation
@@ -41,9 +39,9 @@ class ReserveRequest:
     admitted_before: bool = False
 
     def __post_init__(self) -> None:
-        self.present = np.zeros(len(self.keys), np.bool_)
-        self.admitted = np.ones(len(self.keys), np.bool_)
-        self.hits = np.zeros(len(self.keys), np.int64)  # with which each chunk begins
+        self.present = [False] * len(self.keys)
+        self.end = len(self.keys)  # no newcomer from there on is admitted
+        self.hits = [0] * len(self.keys)  # with which each chunk begins
         self.outcomes: list[Outcome] = []  # of the leading keys
         self.made: list[tuple[Transaction, list[Outcome]]] = []  # in each transaction, committed or not
 
@@ -69,9 +67,6 @@ def reserve(
     Present in the same batch is never evicted.
     """
     keys, first = request.keys[batch.start : batch.stop], request.start + batch.start
-    admitted, hits = (
-        column[batch.start : batch.stop].tolist() for column in (request.admitted, request.hits)
-    )
     meta = transaction.meta
     quota = max(meta.with_pages() // 4, window(meta.slots))  # never fewer than one reserve asks for
     number = transaction.namespace(request.namespace)
@@ -85,7 +80,7 @@ def reserve(
     made, served = 0, len(keys)
     for i, key in enumerate(keys):
         outcome: Outcome | None = present.get(key) or _busy(transaction, key)
-        if outcome is None and not admitted[i]:
+        if outcome is None and batch[i] >= request.end:
             outcome = Refused(key, Reason.NOT_ADMITTED)
         if outcome is None and owed + made >= quota:
             outcome = Refused(key, Reason.FULL)
@@ -100,7 +95,9 @@ def reserve(
             transaction.put(SLOT_KEY.pack(slot), reservation.pack(), db=transaction.tables.reserved)
             transaction.put(key, place, db=transaction.tables.pending)
             meta.reserved += 1
-            transaction.publish_filling(slot, reservation.generation, key, hits[i], first + i, link)
+            transaction.publish_filling(
+                slot, reservation.generation, key, request.hits[batch[i]], first + i, link
+            )
             made += 1
             outcome = Reserved(key, slot, reservation.generation)
         if outcome is None:

@@ -58,7 +58,7 @@ class Evictor:
         with self._lock:
             count = self._policy.admit(Newcomers(stamps, known_hits, last_use), room, now)
         count = len(marks) if admit_all else 0 if refuse_all else count
-        hits = known_hits + (last_use > 0).astype(np.uint32)
+        hits = known_hits + (last_use > 0)
         if count < len(marks):
             ghosts.remember(marks[count:], stamps[count:], hits[count:], int(stamps[0]), _REFUSED)
         return count, hits

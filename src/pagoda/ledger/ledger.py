@@ -264,20 +264,23 @@ class Ledger:
 
     def _admit(self, request: allocation.ReserveRequest, batch: range, hindrance: Reason | None) -> None:
         """Ask the policy which newcomers of a batch are admitted: none after one that is not."""
-        new = batch.start + np.flatnonzero(~request.present[batch.start : batch.stop])
-        if not len(new):
+        new = [i for i in batch if not request.present[i]]
+        if not new:
             return
-        marks = marks_of([request.keys[i] for i in new.tolist()])
-        stamps = request.stamp - request.start - new
+        marks = marks_of([request.keys[i] for i in new])
+        stamps = request.stamp - request.start - np.array(new)
         if hindrance is Reason.NOT_ADMITTED:
             self.evictor.refuse(marks, stamps, self._now())
-        elif hindrance is None and request.admitted_before:
-            request.hits[new] = self.evictor.hits_of(marks)
         elif hindrance is None:
-            leading, request.hits[new] = self.evictor.admit(
-                marks, stamps, self._room, self._now(), admit_all=request.admit_all
+            leading, hits = (
+                (len(new), self.evictor.hits_of(marks))
+                if request.admitted_before
+                else self.evictor.admit(marks, stamps, self._room, self._now(), admit_all=request.admit_all)
             )
-            request.admitted[new[leading:]] = False
+            for i, known in zip(new, hits.tolist(), strict=True):
+                request.hits[i] = known
+            if leading < len(new):
+                request.end = new[leading]
 
     def admit(self, keys: Sequence[bytes], *, start: int, stamp: int, deadline_seconds: float = 1.0) -> int:
         """Ask the policy how many of these keys, from the first on, are admitted or present. At most 64 at once.
@@ -287,7 +290,7 @@ class Ledger:
         request = allocation.ReserveRequest(keys[:BATCH], start, None, stamp)
         self._look(request, time.monotonic() + deadline_seconds)
         self._admit(request, range(len(request.keys)), None)
-        return len(request.keys) if request.admitted.all() else int(np.argmin(request.admitted))
+        return request.end
 
     def refuse(self, keys: Sequence[bytes], *, start: int, stamp: int) -> None:
         """Record that keys were asked for that follow one that was not admitted. Changes ghosts only."""
@@ -302,10 +305,10 @@ class Ledger:
         passed_over = 0
         left: list[Outcome] = []
         for _ in range(allocation.ATTEMPTS):
-            admitted = request.admitted[batch.start : batch.stop]
             looked = self._room < len(batch)
             # More than are wanted, so that pinned or held chunks do not hide others that may be evicted.
-            count = min(int(np.count_nonzero(admitted)) + 4 * passed_over, allocation.MOST_VICTIMS)
+            wanted = max(0, min(request.end, batch.stop) - batch.start)
+            count = min(wanted + 4 * passed_over, allocation.MOST_VICTIMS)
             # none of its own keys
             victims = self._victims(count, request.stamp - allocation.STAMP_STEP + 1) if looked else []
             reserve = partial(allocation.reserve, request=request, batch=batch, victims=victims)
@@ -322,7 +325,7 @@ class Ledger:
             passed_over += len(made.passed_over)
             request.outcomes += made.outcomes[: made.served]
             if made.served == len(batch):
-                return None if admitted.all() else Reason.NOT_ADMITTED
+                return None if batch.stop <= request.end else Reason.NOT_ADMITTED
             batch, left = range(batch.start + made.served, batch.stop), made.outcomes[made.served :]
             if looked and not victims:
                 break

@@ -89,7 +89,8 @@ class Hindsight:
         """Admit those worth at least as much as their victims; a head is worth at least as much as its tail."""
         total = len(newcomers.stamps)
         known = newcomers.last_use > 0
-        self._note(newcomers.hits[known], newcomers.stamps[known] - newcomers.last_use[known])
+        if known.any():
+            self._note(newcomers.hits[known], newcomers.stamps[known] - newcomers.last_use[known])
         self._shadow.count(newcomers.last_use, 0)
         if total <= room or not self._refuses or self._shadow.wins:
             return total
