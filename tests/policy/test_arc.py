@@ -43,7 +43,7 @@ class Processes:
             return
         free = np.flatnonzero(columns.last_use == NOT_READY)
         stamps = stamp - present - np.arange(len(marks))
-        admission = advice.admit(marks, stamps, len(free), 0)
+        _, known_hits = advice.admit(marks, stamps, len(free), 0)
         if len(marks) > len(free):
             victims = advice.victims(len(marks) - len(free), stamp - present, 0)
             gone = {row: mark for mark, row in self.rows.items()}
@@ -56,7 +56,7 @@ class Processes:
             columns.table.forget(marks[i : i + 1])
             before = self.rows.get(chain[present + i - 1]) if present + i else None
             columns.generation[row] = self.generation = self.generation + 1
-            columns.hits[row], columns.position[row] = admission.hits[i], present + i
+            columns.hits[row], columns.position[row] = known_hits[i], present + i
             columns.parent_slot[row] = NO_PARENT if before is None else before
             columns.parent_generation[row] = 0 if before is None else columns.generation[before]
             columns.last_use[row] = stamps[i]
