@@ -13,7 +13,7 @@ from pagoda.metrics import Reason
 from pagoda.testing import FakeClock
 from pagoda.tiers.remote import remote_tier, resp
 from pagoda.tiers.remote.redis import RedisClient
-from pagoda.tiers.remote.remote_worker import WorkerConnection
+from pagoda.tiers.remote.remote_tier import WorkerConnection
 from pagoda.tiers.remote.store_client import PutResult
 from testbed.servers import Server, need, redis_server
 from tests.remote.chunks import (

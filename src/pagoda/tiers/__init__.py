@@ -3,12 +3,10 @@
 In the order in which a save meets them:
 
 - `base`: the Tier protocol, chunks and results
-- `put_and_get`: put and get of every tier, which copy, on top of save and load
 - `host`: the host tier, a ledger and a slab in memory
-- `disk`: the disk tier, a ledger and a slab in a file
+- `disk`: the disk tier, a ledger and a slab in a file, and its workers, one per thread
 - `remote`: remote tiers; it lists its own modules
 - `io_queue`: the bounded queue of reads and writes and its I/O threads, which the disk tier and the remote tiers share
-- `disk_worker`: reads and writes of the disk tier, one worker per thread
 - `header_scan`: rebuilds a lost ledger from the headers in the slab
 - `breaker`: the circuit breaker that lets a failing device or store rest
 - `opened_tiers`: the user's list of tiers, for the commands

@@ -1,30 +1,70 @@
-"""The disk tier: a ledger and a slab in a file, with I/O threads."""
+"""The disk tier: a ledger and a slab in a file, with I/O threads.
+
+`DiskTier` is called by the cache, and queues reads and writes. `DiskStore` is what its threads share. Each thread has a
+`DiskWorker`, which moves bytes between the slots and the buffers of callers.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
+import numpy as np
+
+from pagoda import codec
 from pagoda import policy as policies
 from pagoda.clock import Clock, Deadline
 from pagoda.codec import HEADER_BYTES
 from pagoda.errors import StoreError
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
-from pagoda.ledger import Ledger, StoreSpec, admin
-from pagoda.metrics import Reason
-from pagoda.slab import FileSlab
-from pagoda.threads import NO_THREAD
+from pagoda.ledger import Busy, Ledger, Present, Reserved, StoreSpec, admin
+from pagoda.metrics import RateLimitedLog, Reason
+from pagoda.slab import FileSlab, aligned
+from pagoda.threads import NO_THREAD, Condition, Event
 from pagoda.tiers import opened_tiers
-from pagoda.tiers.base import Bytes, Chunk, Done, check_sizes, clamp_deadline, completed_future
+from pagoda.tiers.base import Bytes, Done, clamp_deadline, follows, runs
 from pagoda.tiers.breaker import CircuitBreaker
-from pagoda.tiers.disk_worker import DiskStore, Slab
-from pagoda.tiers.io_queue import QueuedTier, ReadRequest, WriteRequest
+from pagoda.tiers.header_scan import HeaderScan
+from pagoda.tiers.io_queue import IoQueue, IoWorker, QueuedTier, ReadRequest, WorkerBackend, WriteRequest
 
 _LOAD_LEASE_SECONDS = 10.0  # chunks that a load has found stay until they are read
-_PRESENT_SECONDS = 0.02  # for an answer that only saves work: a save does not wait
+BATCH_CHUNKS = 16
+BATCH_BYTES = 64 << 20  # a batch holds its payloads and its slots until the last of it is written
+_ADMISSIONS = 256  # runs whose admission is remembered
+_ADMIT_CHUNKS = 64  # how many the policy is asked about at once
+_ADMIT_SECONDS = 0.05  # for the ledger's answer about admission: keys without an answer count as absent
+_LEDGER_SECONDS = 10.0  # only the queue waits here, and a chunk already read from the host is worth a wait
+
+_logger = logging.getLogger("pagoda.tiers.disk")
+
+
+class Slab(Protocol):
+    """What a disk tier needs of its slab (`pagoda.slab.FileSlab` or one with its contract)."""
+
+    @property
+    def direct(self) -> bool:
+        """Whether buffers must start on a page and consist of whole pages."""
+
+    def read(self, slot: int, buffers: Sequence[Bytes]) -> None:
+        """Fill the buffers from the start of a slot; OSError if it could not read all of them."""
+
+    def write(self, slot: int, buffers: Sequence[Bytes]) -> None:
+        """Write the buffers from the start of a slot; OSError if it could not write all of them."""
+
+    def read_headers(self, first: int, count: int) -> Sequence[memoryview]:
+        """Return the first pages of the slots [first, first + count)."""
+
+    def sync(self) -> None:
+        """Return when all that was written is on the medium."""
+
+    def close(self) -> None:
+        """Close once the last running call ends."""
 
 
 class DiskTier(QueuedTier):
@@ -144,8 +184,10 @@ class DiskTier(QueuedTier):
         if self._closed or self._breaker.resting:
             return 0
         found = 0
-        for location in self._locate(keys, start, namespace, deadline_seconds, stamp=stamp, touch=touch):
-            if isinstance(location, Reason):
+        for source in self._sources(
+            keys, start, namespace, deadline_seconds, stamp=stamp, touch=touch, lease_seconds=0.0
+        ):
+            if isinstance(source, Reason):
                 break
             found += 1
         return found
@@ -168,43 +210,32 @@ class DiskTier(QueuedTier):
         """Return whether the key is stored or queued; does not update recency."""
         if self._closed or self._breaker.resting:
             return False
-        return not isinstance(next(self._locate([key], None, None, deadline_seconds, touch=False)), Reason)
+        sources = self._sources([key], 0, None, deadline_seconds, lease_seconds=0.0)
+        return not isinstance(next(sources), Reason)
 
-    def holders(self, key: bytes) -> list[str]:
-        """Return what keeps this chunk from eviction: names of pins, "in flight"."""
-        owners = [owner for owner, keys in admin.list_pins(self.ledger).items() if key in keys]
-        return [*owners, "in flight"] if self.in_flight(key) else owners
+    def _sources(
+        self, keys: Sequence[bytes], start: int, namespace: bytes | None, deadline_seconds: float | None, *,
+        stamp: int | None = None, touch: bool = False, lease_seconds: float = _LOAD_LEASE_SECONDS,
+    ) -> Iterator[WriteRequest | tuple[int, int] | Reason]:  # fmt: skip
+        """Yield lazily where each key is, or why it is absent: one transaction a run.
 
-    def _locate(
-        self,
-        keys: Sequence[bytes],
-        start: int | None,
-        namespace: bytes | None,
-        deadline_seconds: float | None,
-        *,
-        stamp: int | None = None,
-        touch: bool = True,
-        lease_seconds: float = 0.0,
-    ) -> Iterator[WriteRequest | tuple[int, int] | Reason]:
-        """Yield lazily where each key is (slot, generation), or why it is absent: one transaction a run.
-
-        Looks into the queue first: what leaves it meanwhile is in the ledger, or was dropped and is a miss later.
+        Looks into the queue first: what leaves it meanwhile is in the ledger, or was dropped and is a miss later. By
+        default, for a load, this leases the run and does not touch it: `find` has, with one stamp for the whole run.
         """
         queued = self._pool.queue.pending_writes(keys)
         deadline = Deadline(clamp_deadline(self.deadline_seconds, deadline_seconds))
         stamp = self.ledger.stamp() if stamp is None else stamp
         index = 0
         while index < len(keys):
-            position = None if start is None else start + index
             write = queued.get(keys[index])
             if write is not None and write.is_valid():
-                yield write if write.matches(namespace, position) else Reason.ABSENT
+                yield write if write.matches(namespace, start + index) else Reason.ABSENT
                 index += 1
                 continue
             stop = next((n for n in range(index + 1, len(keys)) if keys[n] in queued), len(keys))
             match = self.ledger.match_prefix(
                 keys[index:stop],
-                start=position,
+                start=start + index,
                 namespace=namespace,
                 stamp=stamp,
                 lease_seconds=lease_seconds,
@@ -228,83 +259,28 @@ class DiskTier(QueuedTier):
         """
         if self._refusal() is not None:
             return len(keys), False  # `save` returns the reason
-        return self._store.admit(keys, namespace, start, stamp)
-
-    # ---- saving --------------------------------------------------------------------------------------------------
-
-    def save(
-        self, chunks: Sequence[Chunk], namespace: bytes, *, stamp: int | None = None
-    ) -> list[Future[Done]]:
-        """Queue chunks, which are written directly from their payloads; never waits for space. See Tier.save."""
-        check_sizes("payload", (chunk.payload for chunk in chunks), self.chunk_bytes)
-        refusal = self._refusal()
-        if refusal is not None:
-            return [self._dropped(refusal) for _ in chunks]
-        if stamp is None:  # one for the whole run: its tail is evicted before its head
-            stamp = self.ledger.stamp()
-        present = self._count_present(chunks, namespace, stamp)
-        return [
-            completed_future(True)
-            if n < present
-            else self._enqueue_write(WriteRequest(chunk, namespace, stamp))
-            for n, chunk in enumerate(chunks)
-        ]
-
-    def _count_present(self, chunks: Sequence[Chunk], namespace: bytes, stamp: int) -> int:
-        """Return how many leading chunks are stored already: they are not queued, and the others do not evict them."""
-        if not chunks:
-            return 0
-        keys = [chunk.key for chunk in chunks]
-        match = self.ledger.match_prefix(
-            keys, start=chunks[0].position, namespace=namespace, stamp=stamp, lease_seconds=1.0, asked=False,
-            deadline_seconds=_PRESENT_SECONDS,
-        )  # fmt: skip
-        return len(match.slots)
-
-    def _count(self, name: str) -> None:
-        if not self._closed:  # a closed ledger counts no more
-            self.ledger.count(name)
-
-    # ---- loading -------------------------------------------------------------------------------------------------
-
-    def load(
-        self, keys: Sequence[bytes], buffers: Sequence[Bytes], *, start: int = 0, namespace: bytes,
-        deadline_seconds: float | None = None,
-    ) -> list[Future[Done]]:  # fmt: skip
-        """Read verified chunks directly into `buffers`; one transaction finds a run. See Tier.load."""
-        if len(keys) != len(buffers):
-            raise ValueError(f"{len(keys)} keys and {len(buffers)} buffers: need one buffer a key")
-        check_sizes("buffer", buffers, self.chunk_bytes)
-        refusal = self._refusal()
-        if refusal is not None:
-            return [self._missed(refusal) for _ in keys]
-        # `find` has touched the run with one stamp; a stamp a window would make its tail younger than its head
-        locations = self._locate(
-            keys, start, namespace, deadline_seconds, touch=False, lease_seconds=_LOAD_LEASE_SECONDS
-        )
-        return [
-            self._enqueue_read(location, ReadRequest(key, start + n, namespace, buffer))
-            for n, (key, buffer, location) in enumerate(zip(keys, buffers, locations, strict=True))
-        ]
-
-    def _enqueue_read(
-        self, location: WriteRequest | tuple[int, int] | Reason, read: ReadRequest
-    ) -> Future[Done]:
-        if isinstance(location, Reason):
-            return self._missed(location)
-        if isinstance(location, WriteRequest):
-            read.write = location
-        else:
-            read.slot, read.generation = location
-        refusal = self._pool.queue.add_read(read)
-        return read.future if refusal is None else self._missed(refusal)
-
-    def _load_one(self, key: bytes, buffer: Bytes, namespace: bytes | None) -> Future[Done]:
-        refusal = self._refusal()
-        if refusal is not None:
-            return self._missed(refusal)
-        locations = self._locate([key], None, namespace, None, lease_seconds=_LOAD_LEASE_SECONDS)
-        return self._enqueue_read(next(locations), ReadRequest(key, None, namespace, buffer))
+        store = self._store
+        with store.admission_lock:  # held for a moment: see _ADMIT_SECONDS
+            known, refused = store.admissions.get((namespace, stamp), _NOTHING_ADMITTED), 0
+            if start >= known.end and not known.refused:
+                some = keys[:_ADMIT_CHUNKS]
+                count = store.ledger.admit(some, start=start, stamp=stamp, deadline_seconds=_ADMIT_SECONDS)
+                known = _RunAdmission(start + count, count < len(some), start + len(some))
+                refused = len(some) - count
+            if known.refused and start + len(keys) > known.told:
+                rest = keys[
+                    max(0, known.told - start) :
+                ]  # other threads may have asked about a part of the run
+                store.ledger.refuse(rest, start=start + len(keys) - len(rest), stamp=stamp)
+                known = known._replace(told=start + len(keys))
+                refused += len(rest)
+            store.admissions[namespace, stamp] = known
+            while len(store.admissions) > _ADMISSIONS:
+                del store.admissions[next(iter(store.admissions))]
+        if refused:
+            store.ledger.count(f"drop_{Reason.NOT_ADMITTED}", refused)
+        count = max(0, min(known.end - start, len(keys)))
+        return count, known.refused and count < len(keys)
 
     # ---- removing ------------------------------------------------------------------------------------------------
 
@@ -312,17 +288,15 @@ class DiskTier(QueuedTier):
         """Remove a chunk, queued or stored; return False if it is not here. Waits for a write of it that is running."""
         if self._closed:
             return False
-        waiting, running = self._cancel_writes(Reason.REMOVED, key=key)
-        if running:
-            self.wait([key], self.deadline_seconds)
-        return admin.remove(self.ledger, [key]) > 0 or bool(waiting or running)
+        cancelled = self._cancel_writes(Reason.REMOVED, key=key, wait_seconds=self.deadline_seconds)
+        return admin.remove(self.ledger, [key]) > 0 or any(cancelled)
 
     def clear(self, namespace: bytes | None = None) -> int:
         """Remove all chunks of one namespace (its root), or all; saves in flight store nothing. Return how many."""
         if self._closed:
             return 0
-        waiting, running = self._cancel_writes(Reason.CLEARED, namespace=namespace)
-        return admin.clear(self.ledger, namespace) + len(waiting) + len(running)
+        cancelled = self._cancel_writes(Reason.CLEARED, namespace=namespace)
+        return admin.clear(self.ledger, namespace) + sum(cancelled)
 
     # ---- statistics ----------------------------------------------------------------------------------------------
 
@@ -334,3 +308,324 @@ class DiskTier(QueuedTier):
         if self._closed:
             return {}
         return {**admin.numbers(self.ledger, self.deadline_seconds), **self._queue_stats()}
+
+
+class _RunAdmission(NamedTuple):
+    """How much of a run the policy admits: up to a chain position, and whether it refuses everything after that."""
+
+    end: int
+    refused: bool
+    told: int  # up to which position the policy knows that the run was requested
+
+
+_NOTHING_ADMITTED = _RunAdmission(0, False, 0)
+
+
+class DiskStore(WorkerBackend):
+    """One store on a disk: its ledger and slab, its health, and what its I/O threads share. Thread-safe.
+
+    It is the backend of a disk tier's worker pool, which calls `attach` first.
+    """
+
+    name = "disk"
+
+    def __init__(
+        self, ledger: Ledger, slab: Slab, layout: KVLayout, breaker: CircuitBreaker, io_threads: int, durable: bool
+    ) -> None:  # fmt: skip
+        """Take over `ledger` and `slab`, which belong together. `durable`: sync before a commit."""
+        self.ledger = ledger
+        self.slab = slab
+        self.layout = layout
+        self.chunk_bytes = layout.chunk_bytes
+        self.slot_bytes = layout.slot_bytes
+        self.breaker = breaker
+        self.durable = durable
+        self.log = RateLimitedLog()
+        # All threads together stay at half of what one member may have reserved. The rest is for writes that hang and
+        # for other tiers of this process.
+        share = ledger.window // io_threads
+        self.batch_chunks = max(1, min(BATCH_CHUNKS, share, BATCH_BYTES // self.slot_bytes))
+
+    def attach(self, queue: IoQueue) -> None:
+        """Serve this queue from now on, with new locks: a thread of a parent process may have held the old ones."""
+        self.breaker.reset()
+        self.log.reset()
+        self._queue = queue
+        self._batches = Condition()
+        self._reserved_batch = 0  # the number of the last batch that has its slots
+        self.admission_lock = threading.Lock()  # only one thread at a time asks the policy about a run
+        self.admissions: dict[
+            tuple[bytes, int | None], _RunAdmission
+        ] = {}  # by namespace and stamp, which are the same within a run
+
+    def make_worker(self) -> DiskWorker:
+        """Return the worker of a new thread."""
+        return DiskWorker(self, self._queue)
+
+    def background(self, stop: Event) -> None:
+        """Read the headers that the ledger has not seen."""
+        HeaderScan(self.ledger, self.slab.read_headers, self.layout, self.record_error).run(stop)
+
+    def stamp(self) -> int:
+        """Return the recency of a new request: one for its whole run, so that its tail is evicted before its head."""
+        return self.ledger.stamp()
+
+    def count(self, name: str, number: int = 1) -> None:
+        """Add to a counter of the store."""
+        self.ledger.count(name, number)
+
+    def record_error(self, error: Exception, what: str) -> Reason:
+        """Log that I/O or a background job failed and return the reason to report. OSErrors count for the breaker."""
+        if isinstance(error, OSError):
+            self.breaker.record_failure()
+        return self.log_reason(Reason.IO_ERROR, f"{what} failed: {type(error).__name__}: {error}")
+
+    def log_reason(self, reason: Reason, message: str) -> Reason:
+        """Log why a chunk was not served, at most one line per reason in a while; return the reason."""
+        self.log.warn(_logger, reason, message)
+        return reason
+
+    def can_use(self, buffer: Bytes) -> bool:
+        """Return whether the slab can move a whole payload to or from `buffer` without a copy."""
+        if buffer.nbytes < self.slot_bytes or not buffer.flags.c_contiguous:
+            return False
+        return not self.slab.direct or buffer.ctypes.data % HEADER_BYTES == 0
+
+    def admitted_end(self, namespace: bytes, stamp: int | None) -> int:
+        """Return up to which position of a run the policy has admitted it until now."""
+        return self.admissions.get((namespace, stamp), _NOTHING_ADMITTED).end
+
+    @contextmanager
+    def in_turn(self, batch: int) -> Iterator[None]:
+        """Let batches reserve slots in the order in which they were queued, or a head could find no free slot."""
+        with self._batches:
+            self._batches.wait_for(lambda: self._reserved_batch >= batch - 1, _LEDGER_SECONDS)
+        try:
+            yield
+        finally:
+            with self._batches:
+                self._reserved_batch = max(self._reserved_batch, batch)
+                self._batches.notify_all()
+
+    def close(self) -> None:
+        """Close the slab and the ledger."""
+        self.slab.close()
+        self.ledger.close()
+
+
+class DiskWorker(IoWorker):
+    """The loads and saves of one I/O thread, with its own buffers.
+
+    A load verifies every field and byte. A save: checksum -> still valid? -> one write with the header -> still valid?
+    -> commit, else abort.
+    """
+
+    def __init__(self, store: DiskStore, queue: IoQueue) -> None:
+        super().__init__(store, queue)
+        self._store = store
+        self._header_page: Bytes = aligned(HEADER_BYTES)
+        self._spare: Bytes | None = None  # made when first needed
+
+    # ---- loading -------------------------------------------------------------------------------------------------
+
+    def _load(self, read: ReadRequest) -> Reason | None:
+        in_slot = isinstance(read.source, tuple)
+        reason = self._load_slot(read) if in_slot else Reason.EVICTED
+        if reason is not Reason.EVICTED:
+            return reason
+        # It left its slot while the read waited, or moved from the queue into a slot: look it up again, once.
+        match = self._store.ledger.match_prefix(
+            [read.key], start=read.position, namespace=read.namespace, asked=False
+        )
+        if not len(match.slots):
+            return reason if in_slot else match.reason
+        read.source = int(match.slots[0]), int(match.generations[0])
+        return self._load_slot(read)
+
+    def _load_slot(self, read: ReadRequest) -> Reason | None:
+        assert isinstance(read.source, tuple)
+        store, header, (slot, generation) = self._store, self._header_page, read.source
+        if store.breaker.resting:
+            return Reason.TIER_SKIPPED
+        direct = store.can_use(read.buffer)
+        payload = read.buffer[: store.slot_bytes] if direct else self._spare_payload()
+        try:
+            store.slab.read(slot, [header, payload])
+        except OSError as error:
+            return self._drop_entry(read, store.record_error(error, f"reading slot {slot}"))
+        store.breaker.record_success()
+        where = np.array([slot], np.int64), np.array([generation], np.uint64)
+        if not store.ledger.still_valid(*where)[0]:
+            return Reason.EVICTED
+        expected = codec.Expected(
+            store_id=store.ledger.store_id,
+            slot=slot,
+            namespace=read.namespace,
+            key=read.key,
+            position=read.position,
+            length=store.chunk_bytes,
+            codec="raw",
+            fingerprint=store.layout.fingerprint,
+            sequence=generation,
+        )
+        if codec.verify(header, payload, expected) is not None:
+            if codec.is_foreign(header):  # it stays: the version that wrote it can read it
+                message = f"slot {slot} was written by another version"
+                return store.log_reason(Reason.FAILED_CHECK, message)
+            return self._drop_entry(read, Reason.FAILED_CHECK)
+        if not direct:
+            np.copyto(read.buffer[: store.chunk_bytes], payload[: store.chunk_bytes])
+        return None
+
+    def _drop_entry(self, read: ReadRequest, reason: Reason) -> Reason:
+        """Remove an entry that cannot be served from the ledger, unless it has changed since."""
+        assert isinstance(read.source, tuple)
+        self._store.ledger.remove_exact(read.key, *read.source, reason)
+        return reason
+
+    # ---- saving --------------------------------------------------------------------------------------------------
+
+    def save(self, writes: Sequence[WriteRequest]) -> None:
+        """Write a batch and end its futures, whatever happens."""
+        results: dict[WriteRequest, Done] = {}
+        try:
+            self._save(writes, results)
+        except Exception as error:  # noqa: BLE001  # a background thread: the error becomes the futures' value
+            self._store.record_error(error, "a batch of saves")
+        for write in writes:
+            done = results.get(write) or self._dropped(Reason.IO_ERROR)
+            self._queue.finish_write(write, done)
+        self._store.ledger.namespaces.save_labels()
+
+    def _save(self, writes: Sequence[WriteRequest], results: dict[WriteRequest, Done]) -> None:
+        store, ledger = self._store, self._store.ledger
+        live: list[WriteRequest] = []
+        reserved: dict[WriteRequest, Reserved] = {}
+        try:
+            with store.in_turn(writes[0].batch):
+                for write in writes:
+                    if store.breaker.resting:
+                        results[write] = self._dropped(Reason.TIER_SKIPPED)
+                    elif not write.is_valid():
+                        results[write] = self._dropped(write.cancelled or Reason.STALE)
+                    else:
+                        live.append(write)
+                for run in runs(live, ledger.window, _follows):
+                    self._reserve(run, reserved, results)
+            for write, slot in reserved.items():
+                self._queue.read_all(self.load)
+                reason = self._write(write, slot)
+                if reason is not None:
+                    results[write] = self._dropped(reason)
+            self._commit(reserved, results)
+        finally:
+            # Only now has the I/O of these slots ended, however late: they could not be given to others before.
+            if reserved:
+                ledger.abort(list(reserved.values()))
+
+    def _reserve(
+        self,
+        run: Sequence[WriteRequest],
+        reserved: dict[WriteRequest, Reserved],
+        results: dict[WriteRequest, Done],
+    ) -> None:
+        first = run[0]
+        outcomes = self._store.ledger.reserve(
+            [write.chunk.key for write in run],
+            namespace=first.namespace,
+            start=first.chunk.position,
+            parent=first.chunk.parent,
+            tokens=first.chunk.tokens,
+            stamp=first.stamp,
+            admitted=run[-1].chunk.position < self._store.admitted_end(first.namespace, first.stamp),
+            deadline_seconds=_LEDGER_SECONDS,
+        )
+        for write, outcome in zip(run, outcomes, strict=True):
+            if isinstance(outcome, Reserved):
+                reserved[write] = outcome
+            elif isinstance(outcome, Present):
+                results[write] = Done(True, None)
+            elif isinstance(outcome, Busy):
+                results[write] = self._dropped(Reason.BUSY)
+            else:
+                results[write] = Done(False, outcome.reason)  # counted by the ledger
+
+    def _write(self, write: WriteRequest, reserved: Reserved) -> Reason | None:
+        store, header = self._store, self._header_page
+        if store.breaker.resting:
+            return Reason.TIER_SKIPPED
+        payload = write.chunk.payload
+        if store.can_use(payload):
+            payload = payload[: store.slot_bytes]
+        else:
+            spare = self._spare_payload()
+            np.copyto(spare[: store.chunk_bytes], payload[: store.chunk_bytes])
+            payload = spare
+        described = codec.Header(
+            store_id=store.ledger.store_id,
+            slot=reserved.slot,
+            namespace=write.namespace,
+            epoch=reserved.generation,  # which a clear compares, after a rebuild
+            key=write.chunk.key,
+            position=write.chunk.position,
+            length=store.chunk_bytes,
+            tokens=write.chunk.tokens,
+            codec="raw",
+            fingerprint=store.layout.fingerprint,
+            sequence=reserved.generation,
+        )
+        codec.seal(described, payload, header)
+        # From the checksum to this line the payload was what its key names, and so is all that verifies against it.
+        if not write.is_valid():
+            return write.cancelled or Reason.STALE
+        try:
+            store.slab.write(reserved.slot, [header, payload])
+        except OSError as error:
+            return store.record_error(error, f"writing slot {reserved.slot}")
+        store.breaker.record_success()
+        if not write.is_valid():
+            return write.cancelled or Reason.STALE
+        return None
+
+    def _spare_payload(self) -> Bytes:
+        """Return a page-aligned payload for buffers that the slab cannot use directly."""
+        if self._spare is None:
+            self._spare = aligned(self._store.slot_bytes)
+        return self._spare
+
+    def _commit(self, reserved: dict[WriteRequest, Reserved], results: dict[WriteRequest, Done]) -> None:
+        """Commit what was written; take what is settled out of `reserved`."""
+        ledger = self._store.ledger
+        for write in reserved:
+            if write.cancelled is not None and write not in results:
+                results[write] = self._dropped(write.cancelled)
+        written = [write for write in reserved if write not in results]
+        if not written:
+            return
+        if self._store.durable:
+            try:
+                self._store.slab.sync()
+            except OSError as error:
+                reason = self._store.record_error(error, "syncing")
+                results.update((write, self._dropped(reason)) for write in written)
+                return
+        kept = ledger.commit([reserved[write] for write in written], deadline_seconds=_LEDGER_SECONDS)
+        for write, ok in zip(written, kept, strict=True):
+            del reserved[write]
+            if not ok:
+                results[write] = self._dropped(Reason.SUPERSEDED)
+            elif write.cancelled is not None:  # its key was removed while it was being committed
+                admin.remove(ledger, [write.chunk.key])
+                results[write] = self._dropped(write.cancelled)
+            else:
+                ledger.count("stored_bytes", self._store.chunk_bytes)
+                results[write] = Done(True)
+
+    def _dropped(self, reason: Reason) -> Done:
+        self._store.ledger.count(f"drop_{reason}")
+        return Done(False, reason)
+
+
+def _follows(write: WriteRequest, before: WriteRequest) -> bool:
+    same = (write.namespace, write.stamp) == (before.namespace, before.stamp)
+    return same and follows(write.chunk, before.chunk)

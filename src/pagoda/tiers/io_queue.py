@@ -7,13 +7,13 @@ a limit, and are replaced after a fork.
 from __future__ import annotations
 
 import threading
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 
@@ -22,8 +22,7 @@ from pagoda.finalizers import close_when_dropped
 from pagoda.fork import reset_in_child
 from pagoda.metrics import Reason
 from pagoda.threads import Condition, Event, begin
-from pagoda.tiers.base import Bytes, Chunk, Done, running_future
-from pagoda.tiers.put_and_get import BlockingCalls
+from pagoda.tiers.base import Bytes, Chunk, Done, check_sizes, completed_future, running_future
 
 _FEWEST = 2  # the background thread and one that reads and writes: they are started first
 
@@ -34,7 +33,7 @@ class WriteRequest:
 
     chunk: Chunk
     namespace: bytes
-    stamp: int | None
+    stamp: int
     future: Future[Done] = field(default_factory=running_future)
     cancelled: Reason | None = None  # REMOVED or CLEARED, once its key was removed or cleared
     batch: int = 0  # the number of the batch that a worker took it in
@@ -43,29 +42,29 @@ class WriteRequest:
         """Return whether the payload is still what the key names, and the key was not removed."""
         return self.cancelled is None and self.chunk.still_valid()
 
-    def matches(self, namespace: bytes | None, position: int | None) -> bool:
-        """Return whether this is the chunk at that position of that namespace; None is not compared."""
-        return namespace in (None, self.namespace) and (
-            namespace is None or position in (None, self.chunk.position)
-        )
+    def matches(self, namespace: bytes | None, position: int) -> bool:
+        """Return whether this is the chunk at that position of that namespace; without a namespace, it is."""
+        return namespace is None or (namespace, position) == (self.namespace, self.chunk.position)
+
+
+# Where a chunk is: in the payload of a save while that is valid, or in a slot (slot, generation); None: not known
+Source: TypeAlias = WriteRequest | tuple[int, int] | None
 
 
 @dataclass(eq=False)
 class ReadRequest:
-    """A queued or running load: from `write` while that is valid, else from the slot."""
+    """A queued or running load."""
 
     key: bytes
-    position: int | None  # None: not compared; so is a namespace of None
-    namespace: bytes | None
+    position: int
+    namespace: bytes
     buffer: Bytes
-    slot: int = -1  # -1: no slot is known
-    generation: int = 0
-    write: WriteRequest | None = None
+    source: Source = None
     future: Future[Done] = field(default_factory=running_future)
     followers: list[ReadRequest] = field(default_factory=list)
 
     @property
-    def flight_key(self) -> tuple[bytes, int | None, bytes | None]:
+    def flight_key(self) -> tuple[bytes, int, bytes]:
         """Reads with the same flight key are done once, for all of them (single flight)."""
         return self.key, self.position, self.namespace
 
@@ -83,7 +82,7 @@ class IoQueue:
         self._writes: deque[WriteRequest] = deque()
         self._reads: deque[ReadRequest] = deque()
         self._outstanding_writes: dict[bytes, WriteRequest] = {}  # queued or running, by key
-        self._leaders: dict[tuple[bytes, int | None, bytes | None], ReadRequest] = {}  # by flight key
+        self._leaders: dict[tuple[bytes, int, bytes], ReadRequest] = {}  # by flight key
         self._read_count = 0  # followers included
         self._batch = 0  # the number of the last batch of writes that was taken
         self._closed = False
@@ -125,11 +124,6 @@ class IoQueue:
             self._changed.notify_all()
             return None
 
-    def has_room(self) -> bool:
-        """Return whether a write could be queued now."""
-        with self._changed:
-            return not self._closed and len(self._outstanding_writes) < self._write_chunks
-
     def pending_writes(self, keys: Iterable[bytes]) -> dict[bytes, WriteRequest]:
         """Return the outstanding writes of `keys` that are not cancelled, by key."""
         with self._changed:
@@ -137,11 +131,6 @@ class IoQueue:
                 ((key, self._outstanding_writes.get(key)) for key in keys) if self._outstanding_writes else ()
             )
             return {key: write for key, write in found if write is not None and write.cancelled is None}
-
-    def in_flight(self, key: bytes) -> bool:
-        """Return whether a write of this key is queued or running, cancelled or not."""
-        with self._changed:
-            return key in self._outstanding_writes
 
     def outstanding(self) -> tuple[int, int]:
         """Return how many writes and how many reads are queued or running."""
@@ -176,7 +165,8 @@ class IoQueue:
         With 0 for `most_writes`, wait for reads alone.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._reads or (most_writes and self._writes))
+            while not (self._closed or self._reads or (most_writes and self._writes)):
+                self._changed.wait()
             if self._reads:
                 return self._reads.popleft()
             if self._closed:
@@ -206,9 +196,9 @@ class IoQueue:
 
     @staticmethod
     def copy_from_write(read: ReadRequest, nbytes: int) -> bool:
-        """Serve a read from the payload of its `write`; return False if that is missing or no longer valid."""
-        write = read.write
-        if write is None or not write.matches(read.namespace, read.position):
+        """Serve a read from the payload of a save; return False if that is not its source or no longer valid."""
+        write = read.source
+        if not isinstance(write, WriteRequest) or not write.matches(read.namespace, read.position):
             return False
         np.copyto(read.buffer[:nbytes], write.chunk.payload[:nbytes])
         return write.is_valid()  # checked after the copy: the copied bytes are what the key names
@@ -249,46 +239,77 @@ class IoQueue:
             return writes, reads
 
 
-class IoWorker(Protocol):
-    """What one I/O thread uses to do reads and writes; made and used on that thread alone."""
-
-    def load(self, read: ReadRequest) -> None:
-        """Do one read and end its future, whatever happens."""
-
-    def save(self, writes: Sequence[WriteRequest]) -> None:
-        """Do a batch of writes, each after `IoQueue.read_all`, and end their futures, whatever happens."""
-
-    def close(self) -> None:
-        """Release what the worker holds: the thread ends."""
-
-
-class WorkerBackend(Protocol):
+class WorkerBackend(ABC):
     """What the threads of one tier share. Thread-safe."""
 
     name: str  # of the tier
-    batch_chunks: int  # how many writes a worker takes at once
-    reader_threads: int  # threads that only read
+    chunk_bytes: int
+    batch_chunks = 1  # how many writes a worker takes at once
+    reader_threads = 0  # threads that only read
 
+    @abstractmethod
     def attach(self, queue: IoQueue) -> None:
         """Serve this queue from now on, with new locks: at the start and in a forked child."""
 
+    @abstractmethod
     def make_worker(self) -> IoWorker:
         """Return the worker of a new thread."""
 
+    def stamp(self) -> int:
+        """Return the recency of a request that has none yet; the same for all its chunks."""
+        return 0
+
+    @abstractmethod
     def background(self, stop: Event) -> None:
         """Do other work on a thread for it alone, until it is done or `stop` is set."""
 
-    def interrupt(self) -> None:
+    def interrupt(self) -> None:  # noqa: B027  # I/O of a disk cannot be interrupted
         """Wake the background work, and let I/O that hangs fail if that is possible: `stop` was set."""
 
+    @abstractmethod
     def count(self, name: str, number: int = 1) -> None:
         """Add to a counter of the tier."""
 
+    @abstractmethod
     def record_error(self, error: Exception, what: str) -> Reason:
         """Log that something failed, count it for the breaker and return the reason to report."""
 
+    @abstractmethod
     def close(self) -> None:
         """Release everything; no thread works any more."""
+
+
+class IoWorker(ABC):
+    """The reads and writes of one I/O thread, made and used on that thread alone."""
+
+    def __init__(self, backend: WorkerBackend, queue: IoQueue) -> None:
+        self._backend = backend
+        self._queue = queue
+
+    def load(self, read: ReadRequest) -> None:
+        """Do one read and end its future, whatever happens."""
+        nbytes = self._backend.chunk_bytes
+        try:
+            reason = None if self._queue.copy_from_write(read, nbytes) else self._load(read)
+        except Exception as error:  # noqa: BLE001  # a background thread: the error becomes the future's value
+            reason = self._backend.record_error(error, "a load")
+        if reason is None:
+            self._backend.count("loaded_chunks")
+            self._backend.count("loaded_bytes", nbytes)
+        elif reason is not Reason.LEDGER_BUSY:  # which the ledger counts
+            self._backend.count(f"miss_{reason}")
+        self._queue.finish_read(read, Done(reason is None, reason), nbytes)
+
+    @abstractmethod
+    def _load(self, read: ReadRequest) -> Reason | None:
+        """Fill the buffer of a read with a verified chunk, or return why not."""
+
+    @abstractmethod
+    def save(self, writes: Sequence[WriteRequest]) -> None:
+        """Do a batch of writes, each after `IoQueue.read_all`, and end their futures, whatever happens."""
+
+    def close(self) -> None:  # noqa: B027  # most hold only memory
+        """Release what the worker holds: the thread ends."""
 
 
 class WorkerPool:
@@ -411,14 +432,17 @@ class WorkerPool:
             self._backend.close()
 
 
-class QueuedTier(BlockingCalls):
+class QueuedTier(ABC):
     """A tier whose saves and loads wait in one bounded queue and are done by a worker pool. Thread-safe.
 
     `close()` or garbage collection ends the threads.
     """
 
+    chunk_bytes: int
+    slot_bytes: int
+
     def __init__(self, backend: WorkerBackend, threads: int, queue_chunks: int) -> None:
-        self.read_ahead = threads
+        self._backend = backend
         self._closed = False
         self._pool = WorkerPool(backend, threads, queue_chunks)
         self._finalizer = close_when_dropped(self, partial(self._pool.close, 1.0))
@@ -427,14 +451,6 @@ class QueuedTier(BlockingCalls):
     @abstractmethod
     def resting(self) -> bool:
         """Whether the tier is skipped for a while after failures in a row. Nothing is found meanwhile."""
-
-    def in_flight(self, key: bytes) -> bool:
-        """Return whether a save of this key is queued or being written."""
-        return self._pool.queue.in_flight(key)
-
-    def wait(self, keys: Iterable[bytes], timeout: float) -> bool:
-        """Wait until the saves of these keys have ended; return False after `timeout` seconds."""
-        return self._pool.queue.wait(keys, timeout)
 
     def flush(self, timeout: float) -> bool:
         """Wait until nothing is queued or running; return False after `timeout` seconds."""
@@ -448,29 +464,75 @@ class QueuedTier(BlockingCalls):
             return Reason.TIER_SKIPPED
         return None if self._pool.start() else Reason.IO_ERROR
 
-    def _enqueue_write(self, write: WriteRequest) -> Future[Done]:
-        if write.chunk.payload.nbytes > self.slot_bytes:
-            return self._dropped(Reason.TOO_LARGE)
-        queued = self._pool.queue.add_write(write)
-        return self._dropped(queued) if isinstance(queued, Reason) else queued.future
+    def _dropped(self, reason: Reason) -> Future[Done]:
+        if not self._closed:  # a closed ledger counts no more
+            self._backend.count(f"drop_{reason}")
+        return completed_future(False, reason)
 
-    def _drop_reason(self) -> Reason | None:
-        if self._closed:
-            return Reason.CLOSED
-        return None if self._pool.queue.has_room() else Reason.QUEUE_FULL
+    def _missed(self, reason: Reason) -> Future[Done]:
+        if not self._closed and reason is not Reason.LEDGER_BUSY:  # which the ledger counts
+            self._backend.count(f"miss_{reason}")
+        return completed_future(False, reason)
+
+    def save(
+        self, chunks: Sequence[Chunk], namespace: bytes, *, stamp: int | None = None
+    ) -> list[Future[Done]]:
+        """Queue chunks, which are written directly from their payloads; never waits for space. See Tier.save."""
+        check_sizes("payload", (chunk.payload for chunk in chunks), self.chunk_bytes)
+        refusal = self._refusal()
+        if refusal is not None:
+            return [self._dropped(refusal) for _ in chunks]
+        stamp = self._backend.stamp() if stamp is None else stamp
+        futures = list[Future[Done]]()
+        for chunk in chunks:
+            write, fits = WriteRequest(chunk, namespace, stamp), chunk.payload.nbytes <= self.slot_bytes
+            queued = self._pool.queue.add_write(write) if fits else Reason.TOO_LARGE
+            futures.append(self._dropped(queued) if isinstance(queued, Reason) else queued.future)
+        return futures
+
+    def load(
+        self, keys: Sequence[bytes], buffers: Sequence[Bytes], *, start: int = 0, namespace: bytes,
+        deadline_seconds: float | None = None,
+    ) -> list[Future[Done]]:  # fmt: skip
+        """Read verified chunks directly into `buffers`. See Tier.load."""
+        if len(keys) != len(buffers):
+            raise ValueError(f"{len(keys)} keys and {len(buffers)} buffers: need one buffer a key")
+        check_sizes("buffer", buffers, self.chunk_bytes)
+        refusal = self._refusal()
+        if refusal is not None:
+            return [self._missed(refusal) for _ in keys]
+        futures = list[Future[Done]]()
+        sources = self._sources(keys, start, namespace, deadline_seconds)
+        for n, (key, buffer, source) in enumerate(zip(keys, buffers, sources, strict=True)):
+            if isinstance(source, Reason):
+                futures.append(self._missed(source))
+                continue
+            read = ReadRequest(key, start + n, namespace, buffer, source)
+            refusal = self._pool.queue.add_read(read)
+            futures.append(read.future if refusal is None else self._missed(refusal))
+        return futures
+
+    @abstractmethod
+    def _sources(
+        self, keys: Sequence[bytes], start: int, namespace: bytes, deadline_seconds: float | None
+    ) -> Iterable[Source | Reason]:
+        """Say lazily where a load finds each chunk, or why it is absent."""
 
     def _cancel_writes(
-        self, reason: Reason, *, key: bytes | None = None, namespace: bytes | None = None
-    ) -> tuple[list[WriteRequest], list[WriteRequest]]:
-        """Cancel the saves of a key or a namespace.
+        self, reason: Reason, *, key: bytes | None = None, namespace: bytes | None = None, wait_seconds: float = 0.0
+    ) -> tuple[int, int]:  # fmt: skip
+        """Cancel the saves of a key or a namespace; wait for those that are running, which end by themselves.
 
-        Returns those that were queued, which have ended now, and those that are running, which end by themselves.
+        Returns how many were queued, which have ended now, and how many were running.
         """
-        waiting, running = self._pool.queue.cancel(reason, key=key, namespace=namespace)
+        queue = self._pool.queue
+        waiting, running = queue.cancel(reason, key=key, namespace=namespace)
         for write in waiting:
-            self._count(f"drop_{reason}")
-            self._pool.queue.finish_write(write, Done(False, reason))
-        return waiting, running
+            self._backend.count(f"drop_{reason}")
+            queue.finish_write(write, Done(False, reason))
+        if running:
+            queue.wait([write.chunk.key for write in running], wait_seconds)
+        return len(waiting), len(running)
 
     def _queue_stats(self) -> dict[str, int]:
         writes, reads = self._pool.queue.outstanding()

@@ -19,8 +19,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Entry", "add", "entries", "remove"]
-
 log = logging.getLogger("pagoda.tiers.register")
 
 _MOST_ENTRIES = 1024

@@ -4,10 +4,9 @@ In the order in which a save meets them:
 
 - `open_client`: makes the client of a store from a URL
 - `store_urls`: the rules for URLs
-- `remote_tier`: the tier
+- `remote_tier`: the tier, and the threads that move chunks, answer queries and probe a store that failed
 - `presence`: what is known about which keys the store has
 - `query_queue`: short queries that a caller waits a moment for
-- `remote_worker`: the threads that move chunks, answer queries and probe a store that failed
 - `store_client`: the protocol of a store's client and of its connections
 - `redis`, `resp`: Redis, and its wire protocol
 - `object_store`: object stores (S3, GCS, Azure, WebDAV)

@@ -20,8 +20,6 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from pagoda.threads import NO_THREAD, Pool, begin, wait
 from pagoda.tiers.remote.socket_keepalive import IDLE_SECONDS, abort, keep_alive
 
-__all__ = ["HttpConnection", "HttpConnectionPool", "Response", "listed_paths"]
-
 _HEAD_BYTES = 64 << 10  # of status line and headers
 _STEP_BYTES = 1 << 20  # of one send or receive: the deadline is checked in between
 _INTERIMS = 16  # 1xx responses before the final one

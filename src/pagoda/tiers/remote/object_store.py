@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     from obstore import GetResult
     from obstore.store import ObjectStore
 
-__all__ = ["ObjectStoreClient", "ObjectStoreConnection"]
-
 _T = TypeVar("_T")
 _AT_ONCE = 16  # requests in flight of one connection: of a find, and of what a store cannot do in bulk
 _BATCH = 250  # names per step of a listing: fewer than one bulk request may have (S3: 1000, Azure: 256)

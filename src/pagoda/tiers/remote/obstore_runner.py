@@ -28,16 +28,6 @@ from pagoda.tiers.remote.store_urls import (
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
-__all__ = [
-    "NO_BUCKET",
-    "ObstoreRunner",
-    "UnsupportedError",
-    "batches",
-    "error_code",
-    "gather_all",
-    "open_store",
-]
-
 _T = TypeVar("_T")
 
 _LONGEST = "1h"  # obstore's own limit of a request (30 s by default): ours end at `until`

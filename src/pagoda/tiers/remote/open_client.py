@@ -12,8 +12,6 @@ from urllib.parse import quote, urlsplit, urlunsplit
 from pagoda.errors import ConfigError, StoreError
 from pagoda.tiers.remote.store_client import StoreClient
 
-__all__ = ["open_client"]
-
 _LONGEST_PASSWORD_BYTES = 4096
 _SETTLE_SECONDS = 0.05
 

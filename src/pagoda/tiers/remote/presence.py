@@ -7,8 +7,6 @@ from collections.abc import Iterable
 
 from pagoda.clock import Clock
 
-__all__ = ["PresenceCache"]
-
 _MOST_KEYS = 1 << 17  # a few MiB
 
 

@@ -11,8 +11,6 @@ from pagoda.metrics import Reason
 from pagoda.threads import Answer, Condition
 from pagoda.tiers.remote.store_client import StoreConnection
 
-__all__ = ["Query", "QueryFunction", "QueryQueue"]
-
 _MOST = 64
 
 QueryFunction: TypeAlias = Callable[[StoreConnection], int]

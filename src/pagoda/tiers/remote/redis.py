@@ -38,8 +38,6 @@ from pagoda.tiers.remote.store_client import (
 )
 from pagoda.tiers.remote.store_urls import REDIS_OPTIONS, REDIS_SHAPE, check_redis_url
 
-__all__ = ["PIECE_BYTES", "RedisAddress", "RedisClient", "RedisConnection"]
-
 # of a field of a hash. One value of many MiB would cost Redis twice the time. Fields of 1 MiB would cost a quarter
 # more memory: with what Redis adds, its allocator rounds them up to 1.25 MiB
 PIECE_BYTES = (1 << 20) - 4096

@@ -1,27 +1,58 @@
-"""The remote tier: chunks in a store that many machines share, over a network that may fail."""
+"""The remote tier: chunks in a store that many machines share, over a network that may fail.
+
+`RemoteTier` is called by the cache, and queues reads and writes. `RemoteStore` is what its threads share. One of them
+answers queries and probes a store that failed; each of the others has a `RemoteWorker`, which moves chunks.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import secrets
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
-from pagoda import codec as codecs
+from pagoda import codec
 from pagoda.clock import Clock
-from pagoda.errors import StoreError
+from pagoda.codec import HEADER_BYTES, require
+from pagoda.errors import ConfigError, StoreError
 from pagoda.keys import Namespace
-from pagoda.layout import KVLayout
-from pagoda.metrics import Reason
-from pagoda.tiers.base import Bytes, Chunk, Done, check_sizes, clamp_deadline, completed_future
-from pagoda.tiers.io_queue import QueuedTier, ReadRequest, WriteRequest
-from pagoda.tiers.remote.remote_worker import RemoteStore
+from pagoda.layout import KVLayout, itemsize
+from pagoda.metrics import COUNTERS, RateLimitedLog, Reason
+from pagoda.slab import aligned
+from pagoda.threads import Event, if_free
+from pagoda.tiers.base import Bytes, Done, clamp_deadline
+from pagoda.tiers.breaker import CircuitBreaker
+from pagoda.tiers.io_queue import IoQueue, IoWorker, QueuedTier, ReadRequest, WorkerBackend, WriteRequest
+from pagoda.tiers.remote.presence import PresenceCache
+from pagoda.tiers.remote.query_queue import Query, QueryFunction, QueryQueue
 from pagoda.tiers.remote.store_client import (
     ListingDeadline,
+    PutResult,
     RefusedError,
     StoreClient,
     StoreConnection,
+    Usage,
 )
 
+STORE_ID = b"pagoda/remote/1\0"  # in the headers, where a store of one machine has its id
+
+_logger = logging.getLogger("pagoda.tiers.remote")
+
+_T = TypeVar("_T")
+
+_SLOWEST_BYTES_PER_SECOND = 10e6  # a connection that moves less counts as hung
+_FAILURES, _REST_SECONDS = 2, 1.0  # after these the store is only probed now and then
+_REFUSALS, _REFUSED_SECONDS = (
+    4,
+    5.0,
+)  # after these nothing is written for a while: the store is full or read-only
+_TOUCH_REST_SECONDS = 600.0  # after a store refused to be touched
+_PROBE_SECONDS = 0.1  # while the breaker is open: between two checks whether it is time for a probe
+_MOST_ROOTS = 4096
 _MOST_KEYS = 1024  # in one query
 _STEP_SECONDS = 10.0  # for a step of a call that lists all names
 _LISTING_SECONDS = 60.0  # for all its steps together
@@ -53,7 +84,7 @@ class RemoteTier(QueuedTier):
             raise ValueError(
                 f"connections and queue_chunks must be at least 1, got {connections}, {queue_chunks}"
             )
-        codecs.require(codec)
+        require(codec)
         self.name = client.name
         self.address = client.address
         self.believed_seconds = client.believed_seconds
@@ -154,62 +185,15 @@ class RemoteTier(QueuedTier):
         """Return whether the store said lately if it has this key."""
         return self._store.presence.get(namespace, key) is not None
 
-    def holders(self, key: bytes) -> list[str]:
-        """Return what keeps this chunk: "in flight". Nothing can prevent the store from evicting it."""
-        return ["in flight"] if self.in_flight(key) else []
-
-    # ---- saving --------------------------------------------------------------------------------------------------
-
-    def save(
-        self, chunks: Sequence[Chunk], namespace: bytes, *, stamp: int | None = None
-    ) -> list[Future[Done]]:
-        """Queue chunks, which are sent directly from their payloads; never waits for space. See Tier.save."""
-        check_sizes("payload", (chunk.payload for chunk in chunks), self.chunk_bytes)
-        refusal = self._refusal()
-        if refusal is not None:
-            return [self._dropped(refusal) for _ in chunks]
-        return [
-            completed_future(True)
-            if self._store.presence.get(namespace, chunk.key)
-            else self._enqueue_write(WriteRequest(chunk, namespace, stamp))
-            for chunk in chunks
-        ]
-
-    def _count(self, name: str) -> None:
-        self._store.count(name)
-
     # ---- loading -------------------------------------------------------------------------------------------------
 
-    def load(
-        self, keys: Sequence[bytes], buffers: Sequence[Bytes], *, start: int = 0, namespace: bytes,
-        deadline_seconds: float | None = None,
-    ) -> list[Future[Done]]:  # fmt: skip
-        """Receive chunks directly into `buffers` and verify them. See Tier.load."""
-        if len(keys) != len(buffers):
-            raise ValueError(f"{len(keys)} keys and {len(buffers)} buffers: need one buffer a key")
-        check_sizes("buffer", buffers, self.chunk_bytes)
-        reads = [
-            ReadRequest(key, start + n, namespace, buffer)
-            for n, (key, buffer) in enumerate(zip(keys, buffers, strict=True))
-        ]
-        queued = self._pool.queue.pending_writes(keys)
-        return [self._enqueue_read(read, queued.get(read.key)) for read in reads]
-
-    def _enqueue_read(self, read: ReadRequest, write: WriteRequest | None) -> Future[Done]:
-        read.write = write
-        refusal = self._refusal()
-        if refusal is None and write is None and self._store.presence.get(read.namespace, read.key) is False:
-            refusal = Reason.ABSENT
-        if refusal is None:
-            refusal = self._pool.queue.add_read(read)
-        if refusal is None:
-            return read.future
-        self._store.count(f"miss_{refusal}")
-        return completed_future(False, refusal)
-
-    def _load_one(self, key: bytes, buffer: Bytes, namespace: bytes | None) -> Future[Done]:
-        read = ReadRequest(key, None, namespace, buffer)
-        return self._enqueue_read(read, self._pool.queue.pending_writes([key]).get(key))
+    def _sources(
+        self, keys: Sequence[bytes], start: int, namespace: bytes, deadline_seconds: float | None
+    ) -> Iterator[WriteRequest | Reason | None]:
+        queued, presence = self._pool.queue.pending_writes(keys), self._store.presence
+        for key in keys:
+            known_absent = key not in queued and presence.get(namespace, key) is False
+            yield Reason.ABSENT if known_absent else queued.get(key)
 
     # ---- removing ------------------------------------------------------------------------------------------------
 
@@ -217,9 +201,7 @@ class RemoteTier(QueuedTier):
         """Remove a chunk, queued or stored; return False if it is not here. StoreError if the store does not answer."""
         if self._closed:
             return False
-        waiting, running = self._cancel_writes(Reason.REMOVED, key=key)
-        if running:
-            self.wait([key], self.deadline_seconds)
+        cancelled = self._cancel_writes(Reason.REMOVED, key=key, wait_seconds=self.deadline_seconds)
         store = self._store
 
         def remove(connection: StoreConnection) -> int:
@@ -229,7 +211,7 @@ class RemoteTier(QueuedTier):
         store.presence.clear()
         if isinstance(removed, Reason):
             raise StoreError(f"{self.address}: a chunk was not removed ({removed}): try again")
-        return removed > 0 or bool(waiting or running)
+        return removed > 0 or any(cancelled)
 
     def clear(self, namespace: bytes | None = None) -> int:
         """Remove all chunks of one namespace (its root), or all under our prefix. Return how many.
@@ -239,13 +221,14 @@ class RemoteTier(QueuedTier):
         """
         if self._closed:
             return 0
-        waiting, running = self._cancel_writes(Reason.CLEARED, namespace=namespace)
-        self.wait([write.chunk.key for write in running], self.deadline_seconds)
+        waiting, _ = self._cancel_writes(
+            Reason.CLEARED, namespace=namespace, wait_seconds=self.deadline_seconds
+        )
         try:
             connection = self._store.connect(self._store.deadline())
             try:
                 deadline = ListingDeadline(_STEP_SECONDS, _LISTING_SECONDS)
-                return connection.clear(namespace, deadline) + len(waiting)
+                return connection.clear(namespace, deadline) + waiting
             finally:
                 self._store.disconnect(connection)
         except (OSError, RefusedError) as error:
@@ -265,3 +248,457 @@ class RemoteTier(QueuedTier):
     def _update_usage(self, connection: StoreConnection) -> int:
         self._store.usage = connection.usage(self._store.deadline())
         return 0
+
+
+class RemoteStore(WorkerBackend):
+    """One remote store: its client, its health, what is known of its keys, and this process's counters. Thread-safe.
+
+    It is the backend of a remote tier's worker pool: threads move chunks, and a background thread answers queries and
+    probes.
+    """
+
+    def __init__(
+        self, layout: KVLayout, client: StoreClient, codec_name: str, connections: int, deadline_seconds: float,
+        clock: Clock,
+    ) -> None:  # fmt: skip
+        self.client, self.codec_name = client, codec_name
+        self.name = client.name
+        self.reader_threads = 1 if connections > 1 else 0
+        self.deadline_seconds = deadline_seconds
+        self._slowest = _SLOWEST_BYTES_PER_SECOND / connections  # which share the network link
+        self.chunk_bytes, self.fingerprint = layout.chunk_bytes, layout.fingerprint
+        # an opaque layout most likely holds the 16-bit types that models are served in
+        self.word_bytes = min(4, itemsize(layout.planes[0].dtype)) if layout.planes else 2
+        self.breaker = CircuitBreaker(clock, _FAILURES, _REST_SECONDS)
+        self.write_breaker = CircuitBreaker(clock, _REFUSALS, _REFUSED_SECONDS)
+        self.last_refusal = Reason.IO_ERROR
+        self.touch_breaker = CircuitBreaker(clock, 1, _TOUCH_REST_SECONDS)
+        self.presence = PresenceCache(clock)
+        self.usage = Usage(None, None)
+        self._log = RateLimitedLog(clock)
+        self._counts: Counter[str] = Counter()
+        self._roots: dict[bytes, None] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Start with new locks, in a forked child too; connections of a parent process are left alone."""
+        self.queries = QueryQueue()
+        self._lock = threading.Lock()
+        self._connections: set[StoreConnection] = set()
+        self._stopped = False
+        self.trusted_since = 0.0  # connections that are older are replaced before their next use
+        self._touch_lock, self._touch_connection = threading.RLock(), WorkerConnection(self)
+        for part in (self.breaker, self.write_breaker, self.touch_breaker, self.presence, self._log):
+            part.reset()
+
+    # ---- the backend of the worker pool --------------------------------------------------------------------------
+
+    def attach(self, queue: IoQueue) -> None:
+        """Serve this queue from now on, with new locks."""
+        self._queue = queue
+        self.reset()
+
+    def make_worker(self) -> RemoteWorker:
+        """Return the worker of a new thread."""
+        return RemoteWorker(self, self._queue)
+
+    def background(self, stop: Event) -> None:
+        """Answer queries and keep the connection for them open; probe the store while it rests."""
+        connection = WorkerConnection(self)
+        pause = self.client.keepalive_seconds
+        try:
+            while not stop.is_set():
+                query = self.queries.take(_PROBE_SECONDS if self.breaker.is_open else pause)
+                if query is not None:
+                    self._answer(query, connection)
+                if stop.is_set():
+                    break
+                if self.breaker.is_open and not self.breaker.resting:
+                    self._call(connection, self._probe, "asking whether it is back")
+                elif pause is not None and not self.breaker.is_open and connection.idle_for(pause):
+                    self._call(connection, self._probe, "keeping a connection open")
+        finally:
+            self.queries.close()
+            connection.close()
+
+    def _answer(self, query: Query, connection: WorkerConnection) -> None:
+        skipped = self.breaker.is_open
+        answer = Reason.TIER_SKIPPED if skipped else self._call(connection, query.function, "a question")
+        self.queries.finish(query, answer)
+
+    def _call(self, connection: WorkerConnection, function: QueryFunction, what: str) -> int | Reason:
+        try:
+            return connection.call(function, what)
+        except Exception as error:  # noqa: BLE001  # a background thread: other queries still need their answers
+            return self.record_error(error, what)
+
+    def _probe(self, connection: StoreConnection) -> int:
+        connection.ping(self.deadline())
+        return 0
+
+    def interrupt(self) -> None:
+        """Wake the background thread, and make all calls that wait for the store fail."""
+        with self._lock:
+            self._stopped = True
+            connections = list(self._connections)
+        self.queries.wake()
+        for connection in connections:
+            connection.abort()
+
+    def count(self, name: str, number: int = 1) -> None:
+        """Add to a counter of this process."""
+        with self._lock:
+            self._counts[name] += number
+
+    def record_error(self, error: Exception, what: str, *, rests: bool = True) -> Reason:
+        """Log that something failed and return the reason to report. OSErrors count for the breaker."""
+        if isinstance(error, OSError):
+            self.breaker.record_failure(rests=rests)
+            self.queries.wake()
+        reason = Reason.DEADLINE if isinstance(error, TimeoutError) else Reason.IO_ERROR
+        self.log_reason(reason, f"{what} failed: {type(error).__name__}: {error}")
+        return reason
+
+    def close(self) -> None:
+        """Close the connection for touches; if it is in use, its user closes it. Workers have closed their own."""
+        if_free(self._touch_lock, self._touch_connection.close)
+
+    # ---- what is known -------------------------------------------------------------------------------------------
+
+    def register(self, root: bytes) -> None:
+        """Remember that there are keys of this namespace."""
+        with self._lock:
+            self._roots[root] = None
+            while len(self._roots) > _MOST_ROOTS:
+                del self._roots[next(iter(self._roots))]
+
+    def roots(self, namespace: bytes | None) -> Sequence[bytes]:
+        """Return the given namespace, or all that are registered."""
+        return list(self._roots) if namespace is None else [namespace]
+
+    def counters(self) -> dict[str, int]:
+        """Return all counters of this process."""
+        with self._lock:
+            return {name: self._counts[name] for name in COUNTERS}
+
+    def deadline(self, nbytes: int = 0) -> float:
+        """Return when a call that starts now and moves `nbytes` must be over (time.monotonic())."""
+        return time.monotonic() + self.deadline_seconds + nbytes / self._slowest
+
+    def record_refusal(self, refusal: RefusedError, what: str, breaker: CircuitBreaker) -> Reason:
+        """Log that the store refused, count it for `breaker` and return the reason to report."""
+        self.last_refusal = refusal.reason
+        breaker.record_failure()
+        self.queries.wake()
+        self.log_reason(refusal.reason, f"{what} was refused: {refusal}")
+        return refusal.reason
+
+    def log_reason(self, reason: Reason, message: str) -> None:
+        """Log what went wrong, at most one line per reason in a while."""
+        self._log.warn(_logger, reason, f"{self.client.address}: {message}")
+
+    # ---- recency -------------------------------------------------------------------------------------------------
+
+    def touch(self, namespace: bytes, keys: Sequence[bytes]) -> list[bool] | None:
+        """Touch these keys and return which of them are present; None: unknown at present.
+
+        If the store refuses touches, the log says so, and the number of leading keys that are present is asked for.
+        """
+
+        def touched(connection: StoreConnection) -> list[bool]:
+            return connection.touch(namespace, keys, self.deadline())
+
+        def leading(connection: StoreConnection) -> list[bool]:
+            found = connection.find(namespace, keys, self.deadline())
+            return [True] * found + [False] * (len(keys) - found)
+
+        with self._touch_lock:
+            here: list[bool] | Reason = self.last_refusal
+            if not self.touch_breaker.resting:
+                here = self._touch_connection.call(touched, "touching chunks in use", self.touch_breaker)
+            if self.touch_breaker.resting:
+                here = self._touch_connection.call(leading, "asking for chunks in use")
+        if isinstance(here, Reason):
+            return None
+        for present in (True, False):
+            known = [key for key, there in zip(keys, here, strict=True) if there is present]
+            self.presence.record(namespace, known, present)
+        return here
+
+    # ---- connections ---------------------------------------------------------------------------------------------
+
+    def connect(self, until: float) -> StoreConnection:
+        """Return a new connection that `interrupt` reaches, also while it is being made. OSError, RefusedError."""
+        connection = self.client.connection()
+        try:
+            with self._lock:
+                self._connections.add(connection)
+                stopped = self._stopped
+            if stopped:
+                connection.abort()
+            return connection.open(until)
+        except BaseException:
+            self.disconnect(connection)
+            raise
+
+    def disconnect(self, connection: StoreConnection) -> None:
+        """Close a connection."""
+        with self._lock:
+            self._connections.discard(connection)
+        connection.close()
+
+
+class WorkerConnection:
+    """The connection of one thread: made when it is needed, replaced when it has failed."""
+
+    def __init__(self, store: RemoteStore) -> None:
+        self._store = store
+        self._connection: StoreConnection | None = None
+        self._made = self._used = 0.0  # when (time.monotonic())
+
+    def call(
+        self, work: Callable[[StoreConnection], _T], what: str, refusals: CircuitBreaker | None = None
+    ) -> _T | Reason:
+        """Run `work` with the connection, or return why it failed. After an old connection failed, try a new one.
+
+        Refusals count for `refusals`, by default for the store's breaker.
+        """
+        moved = False
+        for _ in range(2):
+            old = self._is_ready()
+            try:
+                done = work(self._connection or self._connected())
+            except RefusedError as refusal:
+                if refusal.reconnect:
+                    self.close()
+                    if old:
+                        moved = True
+                        continue
+                return self._store.record_refusal(refusal, what, refusals or self._store.breaker)
+            except OSError as error:
+                self.close()
+                if old and not isinstance(error, TimeoutError):
+                    continue
+                return self._old_is_late(error, what) if old else self._store.record_error(error, what)
+            except BaseException:
+                self.close()
+                raise
+            self._record_success(refusals, moved)
+            return done
+        raise AssertionError("a new connection is not old")
+
+    def _is_ready(self) -> bool:
+        """Return whether there is a connection from before; close one that is no longer trusted."""
+        if self._connection is not None and self._made < self._store.trusted_since:
+            self.close()
+        return self._connection is not None
+
+    def _connected(self) -> StoreConnection:
+        made = time.monotonic()
+        self._connection = self._store.connect(self._store.deadline())
+        self._made = made
+        return self._connection
+
+    def _record_success(self, refusals: CircuitBreaker | None, moved: bool) -> None:
+        self._used = time.monotonic()
+        self._store.breaker.record_success()
+        if refusals is not None:
+            refusals.record_success()
+        if moved:  # the other connections lead to the server that this one has left
+            self._store.trusted_since = self._made
+
+    def _old_is_late(self, error: OSError, what: str) -> Reason:
+        """Record that an old connection did not answer: it may be broken, and so may all that are as old."""
+        self._store.trusted_since = time.monotonic()
+        return self._store.record_error(error, what, rests=False)
+
+    def idle_for(self, seconds: float) -> bool:
+        """Return whether there is a connection that was last used so long ago."""
+        return self._connection is not None and time.monotonic() - self._used >= seconds
+
+    def close(self) -> None:
+        """Close the connection, if there is one."""
+        if self._connection is not None:
+            self._store.disconnect(self._connection)
+            self._connection = None
+
+
+class RemoteWorker(IoWorker):
+    """The loads and saves of one thread, with its own connection and buffers.
+
+    Chunks are encoded and sealed before they are sent, decoded and verified after they are received.
+    """
+
+    def __init__(self, store: RemoteStore, queue: IoQueue) -> None:
+        super().__init__(store, queue)
+        self._store = store
+        self._connection = WorkerConnection(store)
+        self._page: Bytes = aligned(HEADER_BYTES)
+        self._encoded: Bytes | None = None
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+    def _encoding_buffer(self) -> Bytes:
+        """Return space for one encoded chunk, made when first needed."""
+        if self._encoded is None:
+            self._encoded = aligned(self._store.chunk_bytes)
+        return self._encoded
+
+    # ---- loading -------------------------------------------------------------------------------------------------
+
+    def _load(self, read: ReadRequest) -> Reason | None:
+        if self._store.breaker.is_open:
+            return Reason.TIER_SKIPPED
+        return self._connection.call(lambda connection: self._get(connection, read), "a load")
+
+    def _get(self, connection: StoreConnection, read: ReadRequest) -> Reason | None:
+        store, root = self._store, read.namespace
+        payload = read.buffer[: store.chunk_bytes]
+        expected = codec.Expected(
+            store_id=STORE_ID,
+            slot=0,
+            namespace=root,
+            epoch=0,
+            key=read.key,
+            length=store.chunk_bytes,
+            fingerprint=store.fingerprint,
+        )
+        found: codec.Header | None = None
+        stays = False  # a value that this load does not serve
+
+        def destination() -> Bytes | None:
+            nonlocal found, stays
+            found = codec.parse(self._page)
+            stays = self._is_good_for_others(found, expected, read)
+            if stays or found is None or not codec.agrees(found, expected):
+                return None
+            nbytes = found.stored_bytes or found.length
+            return payload if found.codec == "raw" else self._encoding_buffer()[:nbytes]
+
+        try:
+            count = connection.get(root, read.key, self._page, destination, store.deadline(store.chunk_bytes))
+            if count is None:
+                store.presence.record(root, [read.key], False)
+                return Reason.ABSENT
+        except RefusedError as refusal:
+            if refusal.reason is not Reason.FAILED_CHECK:
+                raise
+            if stays:
+                return Reason.FAILED_CHECK
+        else:
+            if (
+                found is not None
+                and self._decoded(found.codec, count, payload)
+                and codec.verify(self._page, payload, expected) is None
+            ):
+                return None
+        # remove a value that cannot be served; otherwise its key could not be stored again
+        store.count("failed_checks")
+        with contextlib.suppress(RefusedError):
+            connection.remove(root, [read.key], store.deadline())
+        store.presence.record(root, [read.key], False)
+        return Reason.FAILED_CHECK
+
+    def _is_good_for_others(
+        self, found: codec.Header | None, expected: codec.Expected, read: ReadRequest
+    ) -> bool:
+        """Return whether a value that cannot be served stays: other callers can use it, or this request was wrong."""
+        if codec.is_foreign(self._page):
+            self._store.log_reason(
+                Reason.FAILED_CHECK, "a chunk that another version wrote cannot be read: it stays"
+            )
+            return True
+        if found is None or not codec.agrees(found, expected):
+            return False
+        return read.position != found.position or not self._can_read(found.codec)
+
+    def _can_read(self, name: str) -> bool:
+        """Return whether the library of a codec is installed here; log it if not."""
+        try:
+            codec.require(name)
+        except ConfigError as missing:
+            self._store.log_reason(Reason.FAILED_CHECK, f"chunks cannot be read: {missing}")
+            return False
+        return True
+
+    def _decoded(self, name: str, count: int, payload: Bytes) -> bool:
+        if name == "raw":
+            return count == payload.nbytes
+        return codec.decode(name, self._encoding_buffer()[:count], self._store.word_bytes, payload)
+
+    # ---- saving --------------------------------------------------------------------------------------------------
+
+    def save(self, writes: Sequence[WriteRequest]) -> None:
+        """Do a batch of writes and end their futures, whatever happens."""
+        for write in writes:
+            try:
+                self._queue.read_all(self.load)
+                reason = self._save(write)
+            except Exception as error:  # noqa: BLE001  # a background thread: the error becomes the future's value
+                reason = self._store.record_error(error, "a save")
+            if reason is not None:
+                self._store.count(f"drop_{reason}")
+            self._queue.finish_write(write, Done(reason is None, reason))
+
+    def _save(self, write: WriteRequest) -> Reason | None:
+        store = self._store
+        if store.breaker.is_open:
+            return Reason.TIER_SKIPPED
+        if store.write_breaker.resting:
+            return store.last_refusal
+        if not write.is_valid():
+            return write.cancelled or Reason.STALE
+        if store.presence.get(write.namespace, write.chunk.key):  # the late answer of a look-up
+            return None
+        payload = write.chunk.payload[: store.chunk_bytes]
+        encoding_buffer = self._page[:0] if store.codec_name == "raw" else self._encoding_buffer()
+        name, stored = codec.encode(store.codec_name, payload, store.word_bytes, encoding_buffer)
+        codec.seal(self._header(write, name, stored.nbytes), payload, self._page)
+        # From the checksum to this line the payload was what its key names, and so is all that verifies against it.
+        if not write.is_valid():
+            return write.cancelled or Reason.STALE
+
+        def is_valid() -> bool:
+            return write.is_valid() if name == "raw" else write.cancelled is None
+
+        def put(connection: StoreConnection) -> PutResult:
+            until = store.deadline(stored.nbytes)
+            return connection.put(write.namespace, write.chunk.key, self._page, stored, is_valid, until)
+
+        result = self._connection.call(put, "a save", store.write_breaker)
+        return result if isinstance(result, Reason) else self._finish_put(write, result)
+
+    def _finish_put(self, write: WriteRequest, result: PutResult) -> Reason | None:
+        store, key = self._store, write.chunk.key
+        if result is PutResult.BUSY:
+            return Reason.BUSY
+        if result is PutResult.STALE:
+            return write.cancelled or Reason.STALE
+        if write.cancelled is not None:  # its key was removed while it was being published
+            self._connection.call(
+                lambda connection: connection.remove(write.namespace, [key], store.deadline()), "a removal"
+            )
+            return write.cancelled
+        store.presence.record(write.namespace, [key], True)
+        if result is PutResult.STORED:
+            store.count("stored_chunks")
+            store.count("stored_bytes", store.chunk_bytes)
+        return None
+
+    def _header(self, write: WriteRequest, name: str, stored_bytes: int) -> codec.Header:
+        return codec.Header(
+            store_id=STORE_ID,
+            slot=0,
+            namespace=write.namespace,
+            epoch=0,
+            key=write.chunk.key,
+            position=write.chunk.position,
+            length=self._store.chunk_bytes,
+            tokens=write.chunk.tokens,
+            codec=name,
+            fingerprint=self._store.fingerprint,
+            sequence=secrets.randbits(63),
+            stored_bytes=stored_bytes,
+        )

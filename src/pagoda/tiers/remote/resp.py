@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 from pagoda.tiers.remote.socket_keepalive import IDLE_SECONDS, abort, keep_alive
 
-__all__ = ["NUMBER", "ErrorReply", "Reply", "ReplyShape", "RespConnection", "command", "command_parts"]
-
 LINE_BYTES = 8192  # no line of a reply is longer; also the most that is read ahead
 STRING_BYTES = 1 << 20  # no string of a reply is longer
 _SKIPPED_BYTES = 1 << 29  # no value in Redis is longer: an unwanted one is skipped in bounded time

@@ -13,8 +13,6 @@ import re
 from collections.abc import Mapping, Sequence
 from urllib.parse import SplitResult, parse_qsl, quote
 
-__all__ = ["bulk_delete", "find_secret", "page_parameters", "parse_page", "signed_target"]
-
 _NAMES = 1000  # on one page, the most that S3 allows
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import socket
 
-__all__ = ["IDLE_SECONDS", "abort", "keep_alive"]
-
 IDLE_SECONDS = 30
 """A connection that was idle for longer is replaced before its next use: a NAT or load balancer may have forgotten it,
 and then a request over it gets no answer until a deadline passes."""

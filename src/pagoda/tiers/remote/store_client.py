@@ -10,16 +10,6 @@ from typing import NamedTuple, Protocol, Self
 from pagoda.metrics import Reason
 from pagoda.tiers.base import Bytes
 
-__all__ = [
-    "ListingDeadline",
-    "ListingTimeout",
-    "PutResult",
-    "RefusedError",
-    "StoreClient",
-    "StoreConnection",
-    "Usage",
-]
-
 NAME_FORMAT = 1  # of the names and values in remote stores; all names contain it
 
 

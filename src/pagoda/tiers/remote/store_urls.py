@@ -16,11 +16,6 @@ from urllib.request import getproxies, proxy_bypass
 
 from pagoda.errors import ConfigError
 
-__all__ = [
-    "REDIS_OPTIONS", "REDIS_SHAPE", "TIER_NAMES", "authorization_header", "check_prefix", "check_redis_url",
-    "endpoint_of", "host_of", "is_loopback", "is_webdav", "parse_store_url", "supports_direct", "without_vendor",
-]  # fmt: skip
-
 # with these options obstore's requests contain more than a URL, or take another route
 _REQUEST_OPTIONS = re.compile(
     "skip_signature|s3_express|request_payer|server_side_encryption|sse_.*|checksum_algorithm|default_headers|proxy_.*"
