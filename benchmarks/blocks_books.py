@@ -1,4 +1,4 @@
-"""The bookkeeping of `pagoda.blocks` by the clock and by the byte; no KV is copied anywhere here."""
+"""The time and the memory that the bookkeeping of `pagoda.blocks` takes; no KV is copied here."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ LONG_BLOCKS = LONG_TOKENS // BLOCK_TOKENS
 EVICTED = 1000
 HOST_SLOTS = (
     32 * 1024
-)  # one reserve takes up to an eighth of them, so all of the evicted and all of a long prompt
+)  # one reserve takes up to an eighth: enough for all evicted blocks and for a long prompt
 _LAYOUT = KVLayout.opaque(BLOCK_TOKENS, 4096, "benchmark")
 
 
 class Watch:
-    """Seconds by what they were spent on, a list of rounds each: by the wall, and of the thread's processor time."""
+    """Seconds of each named step, one list of rounds each: wall time, and the thread's processor time."""
 
     def __init__(self) -> None:
         self.wall: Runs = {}
@@ -43,18 +43,18 @@ class Watch:
 
     @contextmanager
     def on(self, name: str) -> Iterator[None]:
-        """Time what is done inside."""
+        """Time the body of the `with` statement."""
         wall, processor = time.perf_counter(), time.thread_time()
         yield
         self.processor.setdefault(name, []).append(time.thread_time() - processor)
         self.wall.setdefault(name, []).append(time.perf_counter() - wall)
 
     def median(self, name: str) -> float:
-        """By the wall."""
+        """Return the median wall time."""
         return statistics.median(self.wall[name])
 
     def figure(self, key: str, target: float, on: str, note: str) -> Figure:
-        """What was spent on one thing, with all the others beside it."""
+        """Return the figure of one step; its note quotes all other steps."""
         told = ", ".join(f"{name} {seconds_text(self.median(name))}" for name in self.wall if name != on)
         note = (
             f"{note}; processor time {seconds_text(statistics.median(self.processor[on]))}; beside it: {told}"
@@ -67,7 +67,7 @@ class Watch:
 
 
 def admit_figure(plan: Plan) -> list[Figure]:
-    """`match` and `admit` of 131,072 tokens whose keys are known, all hits: on the device, then in host memory."""
+    """Time `match` and `admit` of 131,072 tokens with known keys, all hits: on the device, then in host memory."""
     watch = Watch()
     with opened(plan, _LAYOUT, HOST_SLOTS * _LAYOUT.slot_bytes) as cache:
         manager = BlockManager(LONG_BLOCKS + 8, BLOCK_TOKENS, cache=cache)
@@ -84,7 +84,7 @@ def admit_figure(plan: Plan) -> list[Figure]:
 
 
 def _write_down(manager: BlockManager, tokens: Tokens) -> None:
-    """Serve a prompt; it is on the device and in host memory then."""
+    """Serve a prompt; after that it is on the device and in host memory."""
     manager.add("first", tokens)
     manager.admit("first")
     manager.computed("first", len(tokens))
@@ -95,7 +95,7 @@ def _write_down(manager: BlockManager, tokens: Tokens) -> None:
 
 
 def _admit(manager: BlockManager, tokens: Tokens, tier: str, watch: Watch) -> None:
-    """Match and admit a prompt all of which is on `tier`, and let it go again."""
+    """Match, admit and release a prompt that is entirely in `tier`."""
     suffix = "" if tier == "device" else f" ({tier})"
     with watch.on(f"hash{suffix}"):
         manager.add("next", tokens)
@@ -116,7 +116,7 @@ def _admit(manager: BlockManager, tokens: Tokens, tier: str, watch: Watch) -> No
 
 
 def tree_figures(plan: Plan) -> list[Figure]:
-    """Eviction of 1,000 among 1,000,000 nodes of two shapes of tree, and what a node takes of memory."""
+    """Time the eviction of 1,000 of 1,000,000 nodes for two shapes of tree, and measure the memory of a node."""
     nodes = 100_000 if plan.quick else 1_000_000
     watch, memory = Watch(), dict[str, dict[str, float]]()
     for shape, length in (("leaves", 1), ("chains", LONG_BLOCKS)):
@@ -137,7 +137,7 @@ def tree_figures(plan: Plan) -> list[Figure]:
 
 
 def _fill(allocator: BlockAllocator, length: int) -> None:
-    """Prompts of `length` blocks with nothing in common, one after the other, until no block is free."""
+    """Insert prompts of `length` blocks without a common prefix, one after the other, until no block is free."""
     blocks = allocator.pool.allocate(allocator.pool.free) or []
     for first in range(0, len(blocks), length):
         tip = None
@@ -157,7 +157,7 @@ def _use_again(tree: Tree, times: int) -> None:
 
 
 def _evict(plan: Plan, allocator: BlockAllocator, shape: str, watch: Watch) -> None:
-    """Evict to nowhere, then to the host."""
+    """Evict without a copy, then to the host."""
     completion = Completion(allocator, 1)
     for turn in range(1 + max(9, plan.rounds)):
         clock = watch if turn else Watch()  # the first round warms up
@@ -179,13 +179,13 @@ def _evict(plan: Plan, allocator: BlockAllocator, shape: str, watch: Watch) -> N
 
 
 def _traced() -> int:
-    """Bytes of all that is alive and was made since tracing began."""
+    """Return the bytes of all live objects that were created after tracing began."""
     gc.collect()
     return tracemalloc.get_traced_memory()[0]
 
 
 def _parts(tree: Tree, taken: int) -> dict[str, float]:
-    """Bytes a node, and how much of it is what."""
+    """Return the bytes of a node, and the bytes of each of its parts."""
     nodes = len(tree.nodes)
     key, node = next(iter(tree.nodes.items()))
     parts = {
@@ -198,7 +198,7 @@ def _parts(tree: Tree, taken: int) -> dict[str, float]:
 
 
 def _bytes_figure(memory: Mapping[str, Mapping[str, float]]) -> Figure:
-    """The shape that takes more."""
+    """Return the figure of the shape that takes more memory."""
     told = (
         f"{shape} {parts['whole']:.0f} ({', '.join(f'{what} {parts[what]:.0f}' for what in list(parts)[1:-1])})"
         for shape, parts in memory.items()

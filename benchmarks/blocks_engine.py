@@ -1,7 +1,7 @@
-"""Conversations through examples/paged_engine whose KV is four times the device pool: who computes how much, and when.
+"""Conversations through examples/paged_engine whose KV is four times the device pool: what each engine computes.
 
-Every request is served by four engines in turn, each with one tier more than the one before. The fourth is started anew
-for every turn, with empty host memory, so that whatever it reuses has come from the disk.
+Every request is served by four engines in turn, each with one tier more than the one before. The fourth is restarted
+for every turn, with empty host memory, so that everything that it reuses comes from the disk.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 BLOCK_TOKENS = 16
 VOCABULARY = 512
 SEED = 1
-CASES = ("none", "device", "host", "disk")  # the lowest tier that is there
+CASES = ("none", "device", "host", "disk")  # the lowest tier
 
 
 @dataclass(frozen=True)
 class Talk:
-    """`sessions` conversations, turn by turn, in each turn in the order of the dice; one request at a time."""
+    """`sessions` conversations, turn by turn, in random order within a turn; one request at a time."""
 
     sessions: int = 12
     turns: int = 6
@@ -46,16 +46,16 @@ class Talk:
 
     @property
     def blocks(self) -> int:
-        """What all of it takes in the end."""
+        """Blocks that all conversations need at the end."""
         return self.sessions * self.turns * (self.said + self.answered) // BLOCK_TOKENS
 
 
 @dataclass(frozen=True)
 class Served:
-    """How one request went."""
+    """The result of one request."""
 
     first: float  # seconds to the first token
-    wall: float  # until it was answered, and all was copied and written that should be
+    wall: float  # until it was answered, and all copies and writes were done
     hits: dict[str, int]  # tokens by tier
     prefilled: int  # tokens of the prompt that were computed
     answer: list[int]
@@ -66,7 +66,7 @@ class Served:
         return sum(self.hits.values())
 
 
-Turns = list[list[Served]]  # a list a turn, in the order of the dice
+Turns = list[list[Served]]  # one list per turn, in the order of the requests
 
 
 class _Request(Protocol):
@@ -86,7 +86,7 @@ class _Engine(Protocol):
 
 
 class Desk:
-    """One engine with its tiers, all of which hold everything, but for the device: a quarter of it."""
+    """One engine with its tiers. Each tier has space for everything, except the device: for a quarter."""
 
     def __init__(self, plan: Plan, talk: Talk, stack: ExitStack, case: str, disk: Path) -> None:
         model, layout = _model(plan.threads)
@@ -99,7 +99,7 @@ class Desk:
         self._engine: _Engine = stack.enter_context(closing(engine))
 
     def serve(self, name: str, prompt: list[int], answered: int) -> Served:
-        """Answer one request, and end what it has begun."""
+        """Answer one request, and wait for its copies and writes."""
         engine, first = self._engine, None
         request: _Request = _paged_engine().Sequence(name, list(prompt), answered)
         prefilled, began = engine.prompt_tokens_computed, time.perf_counter()
@@ -116,11 +116,11 @@ class Desk:
 
 
 def engine_figures(plan: Plan) -> list[Figure]:
-    """The conversations by each of the four, and what was wanted of them."""
+    """Serve the conversations by each of the four engines, and return the figures with their targets."""
     try:
         import_module("transformers")
     except ImportError:
-        say("no transformers here: the engine is left out")
+        say("transformers is not installed: the engine is skipped")
         return []
     talk = Talk(6, 4, 120, 8) if plan.quick else Talk()
     runs: dict[str, Turns] = {case: [] for case in CASES}
@@ -137,9 +137,8 @@ def engine_figures(plan: Plan) -> list[Figure]:
                     runs[case].append([])
                 for number, session in enumerate(dice.sample(range(talk.sessions), talk.sessions)):
                     past = histories[session]
-                    bound += (
-                        max(0, len(past) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
-                    )  # of the last, no KV was made
+                    # the last token has no KV
+                    bound += max(0, len(past) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
                     prompt = past + dice.choices(range(VOCABULARY), k=talk.said)
                     for case in _rotated(CASES, number):
                         served = desks[case].serve(f"{session}.{turn}", prompt, talk.answered)
@@ -186,7 +185,7 @@ def _one_answer(answers: list[list[int]]) -> list[int]:
     return answers[0]
 
 
-# ---- what came out
+# ---- results
 
 
 def _all(turns: Iterable[list[Served]]) -> list[Served]:
@@ -194,7 +193,7 @@ def _all(turns: Iterable[list[Served]]) -> list[Served]:
 
 
 def _first(turns: Iterable[list[Served]]) -> float:
-    """The mean time to the first token."""
+    """Return the mean time to the first token."""
     return statistics.mean(served.first for served in _all(turns))
 
 
@@ -203,7 +202,7 @@ def _wall(turns: Iterable[list[Served]]) -> float:
 
 
 def _wanted(runs: dict[str, Turns], bound: int, told: str) -> list[Figure]:
-    """What has a target: the host against the bound and the device alone, the disk against the host."""
+    """Return the figures with a target: the host against the bound and the device alone, the disk against the host."""
     device, host, disk = (runs[case] for case in CASES[1:])
     hit = sum(served.hit for served in _all(host))
     # in the first turn there is nothing to reuse
@@ -231,7 +230,7 @@ def _wanted(runs: dict[str, Turns], bound: int, told: str) -> list[Figure]:
 
 
 def _beside(runs: dict[str, Turns], bound: int) -> list[Figure]:
-    """What the four did."""
+    """Return the figures without a target: times and hits of all four engines."""
     figures: list[Figure] = []
     for case, turns in runs.items():
         quoted, note = _by_turn(turns, lambda served: served.first), "turn by turn "

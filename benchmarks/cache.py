@@ -1,7 +1,7 @@
 """The speed of `pagoda.Cache` against this machine's limits: `python benchmarks/cache.py [--json] [--quick]`.
 
 Every ratio is raced in turns against its limit from limits.py; the JSON quotes every round under "runs".
-What each figure means and what it was last: docs/design/benchmarks.md.
+What each figure means, and the last results: docs/design/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pagoda.transfer import BlockKV
 
 
 def lookup_figure(plan: Plan) -> list[Figure]:
-    """`lookup` of 128k tokens whose keys are given, all of them hits."""
+    """Time `lookup` of 128k tokens with given keys, all of them hits."""
     chunks = 128 * 1024 // CHUNK_TOKENS
     layout = KVLayout.opaque(CHUNK_TOKENS, 4096, "benchmark")
     tokens = tokens_of(0, chunks)

@@ -1,4 +1,4 @@
-"""Whole prompts through `Cache.store` and `Cache.retrieve` against copies and direct reads."""
+"""`Cache.store` and `Cache.retrieve` of whole prompts against copies and direct reads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pagoda.transfer import BlockKV, DenseKV, Transfer
 
 CHUNK_TOKENS = 256
 CHUNKS = 16  # of one prompt: 4,096 tokens
-HOST_SLOTS = 128  # at least: one reserve takes up to an eighth of them, so a whole prompt
+HOST_SLOTS = 128  # at least: one reserve takes up to an eighth of them, which is a whole prompt
 Tokens = npt.NDArray[np.int32]
 Make = Callable[[int], Transfer]
 
@@ -39,12 +39,12 @@ class Case:
 
     @property
     def turn_bytes(self) -> int:
-        """Bytes of one prompt."""
+        """Return the bytes of one prompt."""
         return self.chunks * self.layout.chunk_bytes
 
 
 def tokens_of(number: int, chunks: int) -> Tokens:
-    """The prompt of one turn: unlike every other from its first token on."""
+    """Return the prompt of one turn. Its first token differs from that of every other prompt."""
     tokens = np.arange(chunks * CHUNK_TOKENS, dtype=np.int32)
     tokens[0] = 1_000_000 + number
     return tokens
@@ -91,7 +91,7 @@ def opened(
     disk_bytes: int = 0,
     policy: str = policies.DEFAULT,
 ) -> Iterator[Cache]:
-    """A cache with a populated host tier in shared memory, and with a disk tier if asked for."""
+    """Open a cache with a populated host tier in shared memory, and with a disk tier on request."""
     with tempfile.TemporaryDirectory(prefix="pagoda-bench-", dir=plan.shm) as root:
         host = HostTier.open(layout, Path(root), host_bytes, policy=policy, populate=False)
         host.slab.populate(background=False)
@@ -107,21 +107,21 @@ def opened(
 
 
 def store(cache: Cache, case: Case, number: int) -> None:
-    """Stores the prompt of one turn, all of which has to be kept."""
+    """Store the prompt of one turn. Raise RuntimeError unless all of it is kept."""
     stored = cache.store(tokens_of(number, case.chunks), case.make(number))
     if stored.num_chunks != case.chunks:
         raise RuntimeError(f"not all was stored: {stored}")
 
 
 def retrieve(cache: Cache, case: Case, number: int, place: int, tier: str) -> None:
-    """Retrieves the prompt that turn `number` stored, all of it from `tier`, into the KV at `place`."""
+    """Retrieve the prompt that turn `number` stored, all of it from `tier`, into the KV at `place`."""
     hit = cache.retrieve(tokens_of(number, case.chunks), case.make(place))
     if hit.by_tier != {tier: case.chunks * CHUNK_TOKENS}:
         raise RuntimeError(f"not all came from {tier}: {hit.by_tier}, {hit.reason}, {hit.detail}")
 
 
 def host_pair(plan: Plan, name: str, case: Case, into: Case, target: float, suffix: str) -> list[Figure]:
-    """`store` from `case` and `retrieve` into `into`, each against np.copyto of the same bytes."""
+    """Race `store` from `case` and `retrieve` into `into`, each against np.copyto of the same bytes."""
     copier, steps = Copier(plan.threads), case.prompts
     away = pieces(case.layout.chunk_bytes, len(case.memory), 5)
 
@@ -136,7 +136,7 @@ def host_pair(plan: Plan, name: str, case: Case, into: Case, target: float, suff
     with opened(plan, case.layout, room) as cache:
         down = Memcpy(copier, case.memory, away, 0.5, case.chunks)
         write = figure("store", lambda number: store(cache, case, number), down)
-    # anew, with room for all prompts: what a policy has kept of those above is its own affair
+    # a new cache with space for all prompts: the policy decided which prompts the cache above kept
     with closing(copier), opened(plan, case.layout, room) as cache:
         for number in range(steps):
             store(cache, case, number)
@@ -158,32 +158,32 @@ def _figure(key: str, target: float, runs: Runs, case: Case, steps: int, plan: P
 
 
 def block_figures(plan: Plan, nbytes: int, target: float, suffix: str) -> list[Figure]:
-    """Block-first KV."""
+    """Race block-first KV."""
     case, into = block_case(nbytes, plan.threads), block_case(nbytes, plan.threads, 7)
     return host_pair(plan, "block", case, into, target, suffix)
 
 
 def dense_figures(plan: Plan, nbytes: int, target: float, suffix: str) -> list[Figure]:
-    """Per-layer KV."""
+    """Race per-layer KV."""
     case, into = dense_case(nbytes, plan.threads), dense_case(nbytes, plan.threads, 7)
     return host_pair(plan, "dense", case, into, target, suffix)
 
 
 def disk_figures(plan: Plan) -> list[Figure]:
-    """Disk to destination: prompts of 4,096 tokens that are no longer in host memory, against direct reads."""
+    """Race disk to destination against direct reads: prompts of 4,096 tokens that are no longer in host memory."""
     prompts = 8
     with tempfile.TemporaryDirectory(prefix="pagoda-bench-", dir=plan.disk) as directory:
         root = Path(directory)
         case = block_case(32 * MIB, plan.threads, chunks=4 if plan.quick else CHUNKS)
         disk_bytes = (prompts + 2) * case.turn_bytes
         room = prompts // 2 * case.turn_bytes
-        # the oldest goes first: with a policy that learns from the turns some of them would be served from the host
+        # LRU evicts the oldest first; a policy that learns from the turns would serve some of them from the host
         with opened(plan, case.layout, room, root / "tier", disk_bytes, policy="lru") as cache:
             for number in range(prompts):
                 store(cache, case, number)
                 cache.flush(60)
             file = DirectFile(root / "limit.bin", prompts * case.turn_bytes, case.turn_bytes)
-            # The host tier has room for half of the prompts: each has left it when its turn comes again.
+            # The host tier has space for half of the prompts: each is evicted before its next turn.
             steps = {"candidate": lambda number: retrieve(cache, case, number % prompts, number, "disk")}
             runs = race(steps | file.entrants("read"), plan.rounds)
             best = fastest(runs, [name for name in runs if name != "candidate"])

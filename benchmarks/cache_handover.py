@@ -31,11 +31,11 @@ class _Model(Protocol):
 
 
 def handover_figure(plan: Plan) -> list[Figure]:
-    """Time to the first of the new tokens; the other side clones the KV that it keeps in a dict."""
+    """Race the time to the first new token; the other side clones the KV that it keeps in a dict."""
     try:
         from pagoda.connectors.transformers import CachedModel
     except ImportError:
-        say("no transformers here: host_vs_handover is left out")
+        say("transformers is not installed: host_vs_handover is skipped")
         return []
     model, ids = _model(), _prompt(1024 if plan.quick else 4096)
     kept = {"prompt": _computed(model, ids)}
@@ -64,7 +64,7 @@ def handover_figure(plan: Plan) -> list[Figure]:
 
 
 def _model() -> _Model:
-    """A random Llama of about 60 million parameters."""
+    """Return a random Llama of about 60 million parameters."""
     import torch
 
     transformers = import_module("transformers")

@@ -1,9 +1,9 @@
 """The codec on real KV: `python benchmarks/codec.py [--json | --markdown] [--quick]`.
 
-Prints how much smaller it makes the KV of a small model, beside the order-0 entropy bound, and how fast, in turns
-with memcpy, with zstd on the bytes as they lie, and with a strided byte shuffle by numpy before zstd. The model is
-made here, random and then trained for a minute of one core, and named in the output.
-What came out last: docs/how-to/codec.md.
+Prints its compression ratio for the KV of a small model, beside the order-0 entropy bound, and its speed, in turns
+with memcpy, with zstd on the unchanged bytes, and with a strided byte shuffle by numpy before zstd. The model is
+made here: first random, then trained for a minute on one core. The output names it.
+The last results: docs/how-to/codec.md.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Entropy:
 
     exponent: float
     sign_mantissa: float
-    bound: float  # each of the two for itself
+    bound: float  # each of the two coded separately
     bound_of_words: float  # all 16 bits together
-    bound_as_split: float  # each byte for itself, as the codec has them
+    bound_as_split: float  # each byte coded separately, as the codec splits them
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class Row:
     ratio: float
     encode: Mapping[int, float]
     decode: Mapping[int, float]
-    encode_processor: float  # 10^9 raw bytes a second of processor time, which a busy machine changes less
+    encode_processor: float  # 10^9 raw bytes a second of processor time, less sensitive to load
     decode_processor: float
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """As people write it."""
+        """Return the cells of the table's row."""
         speeds = [
             *self.encode.values(), self.encode_processor,
             *self.decode.values(), self.decode_processor,
@@ -57,7 +57,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Result:
-    """What one sample gave."""
+    """The result of one sample."""
 
     sample: Sample
     entropy: Entropy
@@ -67,7 +67,7 @@ class Result:
 
 
 def entropy_of(chunks: Sequence[Bytes]) -> Entropy:
-    """Counts all words of all chunks."""
+    """Return the entropy of all words of all chunks."""
     counts = sum(np.bincount(chunk.view("<u2"), minlength=1 << 16) for chunk in chunks)
     words = np.arange(1 << 16, dtype=np.uint16)
 
@@ -82,7 +82,7 @@ def entropy_of(chunks: Sequence[Bytes]) -> Entropy:
 
 
 def measured(sample: Sample, peers: Mapping[str, Peer], rounds: int) -> Result:
-    """Races all peers on one sample, and checks that what they give back is what they got."""
+    """Race all peers on one sample, and check that each returns the bytes that it got."""
     say(f"racing on {sample.name} ...")
     field = Field(sample, peers)
     by_threads = {threads: field.runs(threads, rounds) for threads in THREADS}
@@ -101,7 +101,7 @@ def measured(sample: Sample, peers: Mapping[str, Peer], rounds: int) -> Result:
 
 
 def row(kv: str, name: str, field: Field, runs: Mapping[str, Mapping[int, Runs]]) -> Row:
-    """Medians over rounds."""
+    """Return one peer's medians over the rounds."""
     speeds = {
         verb: {n: statistics.median(gb_per_second(each[name], field.nbytes)) for n, each in by.items()}
         for verb, by in runs.items()
@@ -111,7 +111,7 @@ def row(kv: str, name: str, field: Field, runs: Mapping[str, Mapping[int, Runs]]
 
 
 def figure(kv: str, verb: str, peer: str, runs: Mapping[str, Mapping[int, Runs]], nbytes: int) -> Figure:
-    """Our speed as a multiple of a peer's, round by round, with one thread."""
+    """Return our speed as a multiple of a peer's, round by round, with one thread."""
     found = runs[verb][1]
     paired = ratios(found[peer], found[OURS])
     key = f"codec_{kv}_{verb}_vs_{'memcpy' if peer == LIMIT else 'numpy_shuffle'}"
@@ -126,7 +126,7 @@ def figure(kv: str, verb: str, peer: str, runs: Mapping[str, Mapping[int, Runs]]
 
 
 def turned_ratio(chunks: Sequence[Bytes]) -> float:
-    """The ratio if words were turned left by one bit: the whole exponent in the high byte, the sign in the low."""
+    """Return the ratio for words rotated left by one bit: the whole exponent in the high byte, the sign in the low."""
     room, nbytes = np.empty_like(chunks[0]), 0
     for chunk in chunks:
         words = chunk.view("<u2")
@@ -135,7 +135,7 @@ def turned_ratio(chunks: Sequence[Bytes]) -> float:
 
 
 def table(heads: Sequence[str], lines: Sequence[Sequence[str]], markdown: bool) -> str:
-    """A table for people, or for docs."""
+    """Format a table for a terminal, or in Markdown."""
     if markdown:
         return "\n".join("| " + " | ".join(line) + " |" for line in (heads, ["---"] * len(heads), *lines))
     widths = [max(len(line[i]) for line in (heads, *lines)) for i in range(len(heads))]
@@ -146,7 +146,7 @@ def table(heads: Sequence[str], lines: Sequence[Sequence[str]], markdown: bool) 
 
 
 def printed(results: Sequence[Result], markdown: bool) -> Iterator[str]:
-    """The tables of a run."""
+    """Yield the tables of a run."""
     for result in results:
         nbytes = sum(chunk.nbytes for chunk in result.sample.chunks)
         size = f"{len(result.sample.chunks)} chunks of {result.sample.chunks[0].nbytes // MIB} MiB"
@@ -178,7 +178,7 @@ def printed(results: Sequence[Result], markdown: bool) -> Iterator[str]:
 
 
 def main() -> None:
-    """Reads the command line, makes the KV, measures and prints."""
+    """Read the command line, make the KV, measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print one JSON object")

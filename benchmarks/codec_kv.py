@@ -1,4 +1,4 @@
-"""Real KV of a small model that is made here: a Llama on BPE tokens of the standard library's text."""
+"""Make the KV of a small real model: a Llama on BPE tokens of the standard library's text."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ import transformers
 from harness import say
 from tokenizers import ByteLevelBPETokenizer
 
-WORDS = 4096  # tokens of the vocabulary; of bytes alone the same KV would come back again and again
+WORDS = 4096  # tokens of the vocabulary; with bytes as tokens the same KV would repeat often
 MOST_STEPS = 150
 LAYERS, HEADS, DIM = 5, 4, 64
 PROMPT_TOKENS, CHUNK_TOKENS = 1024, 256
-HELD_OUT = 0.2  # of the text: what is measured was never trained on
+HELD_OUT = 0.2  # share of the text that is measured and not trained on
 Bytes = npt.NDArray[np.uint8]
 Tokens = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Chunks of KV, one after the other in memory, and the model they come from."""
+    """Chunks of KV, consecutive in memory, and the model that computed them."""
 
     name: str
     model: str
@@ -34,14 +34,14 @@ class Sample:
 
 
 def samples(nbytes: int, seconds: float) -> Iterator[Sample]:
-    """KV of a model with random weights, then of the same model after training it.
+    """Yield the KV of a model with random weights, then of the same model after training.
 
     Training takes `seconds` of processor time by one thread, and at most MOST_STEPS.
 
-    Layer 0 is left out: its values depend on one token only, so they repeat as in no other layer, and of a model with
-    more layers it is a small part.
+    Layer 0 is left out: its values depend on one token only, so they repeat more than those of any other layer, and
+    layer 0 is only a small part of a model with more layers.
     """
-    torch.set_num_threads(1)  # a second one would only wait where others are busy
+    torch.set_num_threads(1)  # on a busy machine a second thread would only wait
     text = _text()
     tokens = _tokens(text)
     cut = int(len(tokens) * (1 - HELD_OUT))
@@ -117,7 +117,7 @@ def _loss(model: transformers.LlamaForCausalLM, tokens: Tokens) -> float:
 
 @torch.no_grad()
 def _chunks(model: transformers.LlamaForCausalLM, tokens: Tokens, nbytes: int) -> list[Bytes]:
-    """Chunks as the cache keeps them: layer by layer, K then V, each [heads, chunk tokens, dim] in bf16."""
+    """Compute chunks in the cache's layout: layer by layer, K then V, each [heads, chunk tokens, dim] in bf16."""
     shape = (PROMPT_TOKENS // CHUNK_TOKENS, LAYERS - 1, 2, HEADS, CHUNK_TOKENS, DIM)
     prompt_bytes = 2 * int(np.prod(shape))
     room = np.empty((nbytes // prompt_bytes, *shape), np.int16)

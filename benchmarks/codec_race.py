@@ -1,4 +1,4 @@
-"""The ways to make KV smaller that are raced on one sample, and the race."""
+"""The race of compression methods on one sample."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from pagoda.codec import decode, encode, zstd
 
 THREADS = (1, 2)
 OURS, SHUFFLE, LIMIT = "zstd (ours)", "byte shuffle, zstd-1", "memcpy"
-BATCH = 4  # chunks of a step: short turns, so that what else the machine does falls on all alike
+BATCH = 4  # chunks of a step: with short turns other load on the machine affects all entrants equally
 
 
 class Peer(Protocol):
-    """One way to make a chunk smaller. Thread-safe."""
+    """One method to compress a chunk. Thread-safe."""
 
     def encode(self, chunk: Bytes, out: Bytes) -> Bytes:
         """The smaller bytes; `out` is room for them."""
@@ -46,7 +46,7 @@ class Ours:
 
 
 class Plain(threading.local):
-    """zstd at a level, on the bytes as they lie; contexts are kept, one a thread."""
+    """zstd at a level, on the unchanged bytes; each thread keeps a context."""
 
     def __init__(self, level: int) -> None:
         self._compress = zstandard.ZstdCompressor(level=level).compress
@@ -74,7 +74,7 @@ class Shuffle(Plain):
 
 
 def batches(work: Callable[[int], None], count: int, threads: int, pool: ThreadPoolExecutor) -> Step:
-    """A step does `work` on BATCH places of `count`, one batch after the other; each thread has a contiguous share."""
+    """Return a step that does `work` on the next BATCH places of `count`; each thread has a contiguous share."""
 
     def share(first: int, thread: int) -> None:
         for place in range(first + BATCH * thread // threads, first + BATCH * (thread + 1) // threads):
@@ -103,19 +103,19 @@ class Field:
         }
 
     def ratio(self, name: str) -> float:
-        """Raw bytes a stored byte."""
+        """Return raw bytes per stored byte."""
         return self.nbytes / sum(piece.nbytes for piece in self.stored[name]) if name in self.stored else 1.0
 
     def down(self, name: str) -> Callable[[int], None]:
-        """Encodes the chunk at a place."""
+        """Encode the chunk at a place."""
         return lambda place: void(self.peers[name].encode(self.chunks[place], self.outs[place]))
 
     def up(self, name: str) -> Callable[[int], None]:
-        """Decodes the chunk at a place."""
+        """Decode the chunk at a place."""
         return lambda place: self.peers[name].decode(self.stored[name][place], self.backs[place])
 
     def runs(self, threads: int, rounds: int) -> dict[str, Runs]:
-        """Encoding and decoding, all peers and memcpy in turns."""
+        """Race encoding and decoding, all peers and memcpy in turns."""
         count, copier = len(self.chunks), Copier(threads)
         found: dict[str, Runs] = {}
         limit = Memcpy(copier, self.chunks, self.outs, 0.5, BATCH).step
@@ -141,21 +141,21 @@ class Field:
         return clocked
 
     def processor_speed(self, name: str, verb: str) -> float:
-        """10^9 raw bytes a second of processor time: the median of all steps of one thread."""
+        """Return 10^9 raw bytes a second of processor time: the median of all steps of one thread."""
         return BATCH * self.chunks[0].nbytes / statistics.median(self.processor[name, verb]) / 1e9
 
     def check(self) -> None:
-        """Raises RuntimeError if a peer gave other bytes back than it got."""
+        """Raise RuntimeError if a peer returned other bytes than it got."""
         for name in self.peers:
             for place, chunk in enumerate(self.chunks):
                 self.backs[place][:] = 0
                 self.up(name)(place)
                 if not np.array_equal(chunk, self.backs[place]):
-                    raise RuntimeError(f"{name} gave other bytes back")
+                    raise RuntimeError(f"{name} returned other bytes")
 
 
 def parts_figures(field: Field, name: str, rounds: int) -> list[Figure]:
-    """The share of encoding and of decoding that numpy's part has: splitting words into planes, joining them."""
+    """Return numpy's share of the time of encoding and decoding: splitting words into planes and joining them."""
     chunks, backs = field.chunks, field.backs
     planes = np.empty((2, 1 << zstd.BLOCK_LOG), np.uint8)
     scratch = zstd._Scratch()

@@ -1,4 +1,4 @@
-"""What the benchmarks stand on: the command line, the plan, keys, a ledger in shared memory."""
+"""Common parts of the benchmarks: the command line, the plan, keys, a ledger in shared memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMESPACE = Namespace(model="benchmark")
 
 @dataclass(frozen=True)
 class Plan:
-    """How much to do and where."""
+    """How much to measure, and where."""
 
     rounds: int
     quick: bool
@@ -31,13 +31,13 @@ class Plan:
 
 
 def keys_of(name: str, count: int) -> list[bytes]:
-    """`count` distinct 32-byte keys."""
+    """Return `count` distinct 32-byte keys."""
     return [hashlib.sha256(f"{name} {i}".encode()).digest() for i in range(count)]
 
 
 @contextmanager
 def opened(plan: Plan, name: str, slots: int, slot_bytes: int) -> Iterator[Ledger]:
-    """A ledger in shared memory with the namespace registered; its directory goes afterwards."""
+    """Open a ledger in shared memory with the namespace registered; remove its directory afterwards."""
     with tempfile.TemporaryDirectory(prefix="pagoda-bench-", dir=plan.shm) as root:
         spec = StoreSpec(root=Path(root), name=name, kind="memory", slots=slots, slot_bytes=slot_bytes)
         ledger = Ledger.open(spec)
@@ -52,7 +52,7 @@ Part = Callable[[Plan], Sequence[Figure]]
 
 
 def measure(plan: Plan, parts: Mapping[str, Part], wanted: set[str]) -> list[Figure]:
-    """The figures of the wanted parts; none named: of all."""
+    """Return the figures of the wanted parts, or of all parts if `wanted` is empty."""
     found: list[Figure] = []
     for name, part in parts.items():
         if not wanted or name in wanted:
@@ -62,13 +62,13 @@ def measure(plan: Plan, parts: Mapping[str, Part], wanted: set[str]) -> list[Fig
 
 
 def fio_beside(plan: Plan) -> dict[str, object]:
-    """What fio gets on the same filesystem, or None where it is not installed."""
+    """Measure fio on the same filesystem; the values are None where fio is not installed."""
     with tempfile.TemporaryDirectory(prefix="pagoda-bench-", dir=plan.disk) as directory:
         return {f"fio_{kind}": fio(Path(directory), kind, 512 * MIB) for kind in ("write", "read")}
 
 
 def main(description: str | None, parts: Mapping[str, Part], beside: Mapping[str, Part]) -> None:
-    """Reads the command line, measures and prints. `beside`: parts whose figures have no target."""
+    """Read the command line, measure and print. `beside`: parts whose figures have no target."""
     names = [*parts, *beside]
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -80,7 +80,7 @@ def main(description: str | None, parts: Mapping[str, Part], beside: Mapping[str
     options = parser.parse_args()
     wanted = set(filter(None, options.only.split(",")))
     if wanted - set(names):
-        parser.error(f"--only knows {', '.join(names)}")
+        parser.error(f"--only accepts {', '.join(names)}")
     plan = Plan(3 if options.quick else 9, options.quick, options.threads, options.shm_dir, options.disk_dir)
     figures, others = measure(plan, parts, wanted), measure(plan, beside, wanted)
     report(figures, options.json, others, {} if wanted else fio_beside(plan))

@@ -1,8 +1,8 @@
-"""Racing candidates against limits in turns, and saying what came out. Nothing here imports `pagoda`.
+"""Race candidates against limits in turns, and report the results. This module does not import `pagoda`.
 
 A machine's speed drifts while a benchmark runs (other tenants, clocks, disk caches), so absolute figures of
-two separate runs do not compare. Here every round gives each entrant its turn, the order rotates, and what is
-reported is the median over rounds of the ratio *within* a round. Every round is quoted.
+two separate runs cannot be compared. Here each entrant has a turn in every round, the order rotates, and the result
+is the median over rounds of the ratio *within* a round. Every round is quoted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-# The tiers of a benchmark do not enter the user's register, where `pagoda` would look for them for weeks.
+# Keep the tiers of a benchmark out of the user's register, where `pagoda` would search for them for weeks.
 _register = tempfile.TemporaryDirectory(prefix="pagoda-bench-register-")
 os.environ["XDG_STATE_HOME"] = _register.name
 
@@ -36,20 +36,20 @@ class Figure:
     key: str
     value: float
     target: float | None
-    unit: str  # "ratio": share of the limit; "seconds"; "times": as long as it takes; or what is counted
+    unit: str  # "ratio": share of the limit; "seconds"; "times": multiple of the other side's time; or a counted thing
     runs: Json = field(default_factory=dict)
     note: str = ""
 
     @property
     def ok(self) -> bool:
-        """True if the target is met."""
+        """Return whether the target is met."""
         if self.target is None:
             return True
         return self.value >= self.target if self.unit == "ratio" else self.value < self.target
 
     @property
     def wanted(self) -> str:
-        """The target as people write it."""
+        """Return the target as text."""
         if self.target is None:
             return ""
         if self.unit == "seconds":
@@ -58,7 +58,7 @@ class Figure:
 
     @property
     def text(self) -> str:
-        """The value as people write it."""
+        """Return the value as text."""
         if self.unit == "seconds":
             return seconds_text(self.value)
         return f"{self.value:.3f}" if self.unit in ("ratio", "times") else f"{self.value:,.0f}"
@@ -71,10 +71,10 @@ def race(
     warm: int = 1,
     before: Callable[[], None] | None = None,
 ) -> Runs:
-    """Gives each entrant `steps` timed calls a round, interleaved step by step in rotating order.
+    """Give each entrant `steps` timed calls a round, interleaved step by step in rotating order.
 
-    Each call gets a running number (so that it can cycle through memory or keys). Returns seconds per round
-    by entrant; `warm` rounds come first and are not counted. `before` is called before each round, untimed.
+    Each call gets a running number (to cycle through memory or keys). Return seconds per round
+    by entrant; the first `warm` rounds are not counted. `before` is called before each round, untimed.
     """
     names = list(entrants)
     runs: Runs = {name: [] for name in names}
@@ -97,17 +97,17 @@ def race(
 
 
 def joined(parts: Sequence[Runs]) -> Runs:
-    """The rounds of several races of the same entrants, one after the other."""
+    """Concatenate the rounds of several races of the same entrants."""
     return {name: [spent for part in parts for spent in part[name]] for name in parts[0]}
 
 
 def ratios(limit: Sequence[float], candidate: Sequence[float]) -> list[float]:
-    """Speed of the candidate as a share of the limit's, round by round (both given as seconds)."""
+    """Return the candidate's speed as a share of the limit's, round by round (both given in seconds)."""
     return [above / below for above, below in zip(limit, candidate, strict=True)]
 
 
 def gb_per_second(seconds: Sequence[float], size_bytes: int) -> list[float]:
-    """Seconds for `size_bytes` -> 10^9 bytes a second, three digits."""
+    """Convert seconds for `size_bytes` to 10^9 bytes a second, three digits."""
     return [round(size_bytes / each / 1e9, 3) for each in seconds]
 
 
@@ -122,7 +122,7 @@ def ratio_figure(
     limit: str = "limit",
     beside: Json | None = None,
 ) -> Figure:
-    """A figure from the paired rounds of one candidate and one limit that moved `size_bytes` a round each."""
+    """Return a figure from paired rounds of a candidate and a limit that each moved `size_bytes` a round."""
     paired = ratios(runs[limit], runs[candidate])
     ours, theirs = gb_per_second(runs[candidate], size_bytes), gb_per_second(runs[limit], size_bytes)
     note = f"{statistics.median(ours):.2f} of {statistics.median(theirs):.2f} GB/s, {threads}"
@@ -139,13 +139,13 @@ def ratio_figure(
 def seconds_figure(
     key: str, target: float, seconds: Sequence[float], note: str = "", **more: object
 ) -> Figure:
-    """A figure in seconds: the median over rounds."""
+    """Return a figure in seconds: the median over rounds."""
     quoted = {"seconds": [round(each, 9) for each in seconds], **more}
     return Figure(key, statistics.median(seconds), target, "seconds", quoted, note)
 
 
 def seconds_text(seconds: float) -> str:
-    """Seconds in the unit that fits."""
+    """Format seconds in a suitable unit."""
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if seconds >= scale:
             return f"{seconds / scale:.3g} {unit}"
@@ -153,7 +153,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def machine() -> dict[str, object]:
-    """What the figures were taken on: cores, load, Python."""
+    """Describe the machine: cores, load, Python."""
     return {
         "cores": len(os.sched_getaffinity(0)),
         "cpu": _cpu_model(),
@@ -164,7 +164,7 @@ def machine() -> dict[str, object]:
 
 
 def document(figures: Sequence[Figure], beside: Sequence[Figure] = (), extra: Json | None = None) -> Json:
-    """Figures as one JSON object. `beside`: figures whose targets do not count here."""
+    """Return the figures as one JSON object. `beside`: figures whose targets do not count here."""
     wanted = [each for each in figures if each.target is not None]
     everything = [*figures, *beside]
     values: dict[str, object] = {each.key: round(each.value, 9) for each in everything}
@@ -177,7 +177,7 @@ def document(figures: Sequence[Figure], beside: Sequence[Figure] = (), extra: Js
 def report(
     figures: Sequence[Figure], as_json: bool, beside: Sequence[Figure] = (), extra: Json | None = None
 ) -> None:
-    """Prints one JSON object, or a table for people. `beside`: figures whose targets do not count here."""
+    """Print one JSON object, or a readable table. `beside`: figures whose targets do not count here."""
     if as_json:
         print(json.dumps(document(figures, beside, extra), indent=1))
         return
@@ -193,7 +193,7 @@ def report(
 
 
 def say(message: str) -> None:
-    """One line of progress to stderr (stdout is for the result)."""
+    """Print one line of progress to stderr (stdout is for the result)."""
     print(message, file=sys.stderr, flush=True)
 
 

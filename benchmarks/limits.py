@@ -1,4 +1,4 @@
-"""What this machine can do at best, with nothing of `pagoda`: copying memory, direct disk I/O, keyed hashing.
+"""The limits of this machine, without `pagoda`: copying memory, direct disk I/O, keyed hashing.
 
 Run alone (`python benchmarks/limits.py`) it prints the limits in absolute units with their thread counts. The
 other benchmarks race its parts against the product, turn by turn.
@@ -36,9 +36,9 @@ COMBINATIONS: tuple[Combination, ...] = tuple((threads, piece) for threads in TH
 
 
 def touched(nbytes: int, seed: int = 0, shared: Path | None = None) -> Bytes:
-    """Page-aligned random bytes, every page in place: private (asks for huge pages, as numpy does) or shared.
+    """Return page-aligned random bytes, every page populated: private (with huge pages, as numpy asks) or shared.
 
-    `shared` names a directory of a memory filesystem: the memory is then a mapped file there, without a name.
+    `shared` is a directory of a memory filesystem: the memory is then an unnamed mapped file in it.
     """
     if shared is None:
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -57,7 +57,7 @@ def touched(nbytes: int, seed: int = 0, shared: Path | None = None) -> Bytes:
 
 
 def mapped(path: Path, nbytes: int, count: int) -> list[Bytes]:
-    """`count` arrays of `nbytes` over an existing file in memory, mapped once more; its pages are in place."""
+    """Return `count` arrays of `nbytes` over a second mapping of an existing file in memory, populated."""
     with path.open("r+b") as file:
         memory = np.frombuffer(mmap.mmap(file.fileno(), nbytes * count), np.uint8)
     memory[::4096].max()  # maps the pages into this process
@@ -65,25 +65,25 @@ def mapped(path: Path, nbytes: int, count: int) -> list[Bytes]:
 
 
 def pieces(nbytes: int, count: int, seed: int = 0, shared: Path | None = None) -> list[Bytes]:
-    """`count` touched arrays of `nbytes` side by side in one piece of memory."""
+    """Return `count` touched arrays of `nbytes`, consecutive in one piece of memory."""
     memory = touched(nbytes * count, seed, shared)
     return [memory[i * nbytes : (i + 1) * nbytes] for i in range(count)]
 
 
 def spread(nbytes: int) -> int:
-    """How many chunks of `nbytes` each side cycles through, so that no cache holds them."""
+    """Return how many chunks of `nbytes` each side cycles through, more than fit into a processor cache."""
     return max(4, SPREAD_BYTES // nbytes)
 
 
 class Copier:
-    """np.copyto by `threads` threads, each a contiguous share. Thread-safe; `close` ends the threads."""
+    """np.copyto by `threads` threads, a contiguous share each. Thread-safe; `close` ends the threads."""
 
     def __init__(self, threads: int = 1) -> None:
         self.threads = threads
         self._pool = ThreadPoolExecutor(threads - 1) if threads > 1 else None
 
     def copy(self, destination: Bytes, source: Bytes) -> None:
-        """Copies `source` over `destination` (same size) and returns when it is there."""
+        """Copy `source` to `destination` (same size) and return when the copy is complete."""
         if self._pool is None:
             np.copyto(destination, source)
             return
@@ -104,7 +104,7 @@ class Memcpy:
     """The limit of host memory: np.copyto between touched arrays, SPREAD_BYTES on each side.
 
     `ahead` (a share of the cycle) keeps entrants of one race that read the same sources, or write the same
-    destinations, far apart, so that none finds them in a cache because another has just been there.
+    destinations, far apart, so that no entrant finds in a processor cache what another has just used.
     """
 
     def __init__(
@@ -129,8 +129,8 @@ class Memcpy:
 class DirectFile:
     """The limit of a disk: a preallocated file of `nbytes`, moved with O_DIRECT by several threads.
 
-    The file is written once when made, because unwritten extents read as zeros without any I/O and cost more
-    to write the first time. `direct` says whether the filesystem granted O_DIRECT. One turn at a time.
+    The file is written once at creation, because unwritten extents are read as zeros without any I/O and their first
+    write costs more. `direct` says whether the filesystem granted O_DIRECT. One turn at a time.
     """
 
     def __init__(self, path: Path, nbytes: int, turn_bytes: int) -> None:
@@ -149,11 +149,11 @@ class DirectFile:
         os.fsync(self._file)
 
     def write(self, combination: Combination, number: int) -> None:
-        """Writes `turn_bytes` at the number's place and returns when the device has taken them."""
+        """Write `turn_bytes` at the number's place and return when the device has them."""
         self._turn(self._write, combination, number)
 
     def read(self, combination: Combination, number: int) -> None:
-        """Reads `turn_bytes` from the number's place, past the page cache."""
+        """Read `turn_bytes` from the number's place, without the page cache."""
         self._turn(self._read, combination, number)
 
     def _turn(self, move: Callable[[int, int, int], None], combination: Combination, number: int) -> None:
@@ -174,7 +174,7 @@ class DirectFile:
             start += os.preadv(self._file, [self._buffer[start:stop]], base + start)
 
     def entrants(self, kind: str, combinations: Sequence[Combination] = COMBINATIONS) -> dict[str, Step]:
-        """One entrant of a race for each combination, each at its own place; `kind` is "write" or "read"."""
+        """Return an entrant for each combination, each at a separate place; `kind` is "write" or "read"."""
         turn = self.write if kind == "write" else self.read
 
         def entrant(combination: Combination, ahead: int) -> Step:
@@ -183,7 +183,7 @@ class DirectFile:
         return {combination_name(each): entrant(each, ahead) for ahead, each in enumerate(combinations)}
 
     def close(self) -> None:
-        """Ends the threads and removes the file."""
+        """End the threads and remove the file."""
         for pool in self._pools.values():
             pool.shutdown()
         os.close(self._file)
@@ -191,17 +191,17 @@ class DirectFile:
 
 
 def combination_name(combination: Combination) -> str:
-    """How a combination is called in the results."""
+    """Return the name of a combination in the results."""
     return f"{combination[0]} threads x {combination[1] // MIB} MiB"
 
 
 def fastest(runs: Runs, names: Sequence[str]) -> str:
-    """The entrant with the smallest median time: the limit, chosen over all rounds and not anew in each."""
+    """Return the entrant with the smallest median time over all rounds: this one is the limit in each round."""
     return min(names, key=lambda name: statistics.median(runs[name]))
 
 
 def hash_chain(tokens: Ids, chunk_tokens: int, root: bytes) -> list[bytes]:
-    """The bare loop: one keyed blake3 call a chunk, chained. `tokens` is contiguous little-endian int32."""
+    """Hash in a bare loop: one keyed blake3 call a chunk, chained. `tokens` is contiguous little-endian int32."""
     view = tokens.data.cast("B")
     step, key, chain = chunk_tokens * 4, root, []
     for start in range(0, len(view) - step + 1, step):
@@ -211,7 +211,7 @@ def hash_chain(tokens: Ids, chunk_tokens: int, root: bytes) -> list[bytes]:
 
 
 def fio(directory: Path, kind: str, nbytes: int, seconds: int = 3) -> dict[str, object] | None:
-    """What fio gets (O_DIRECT, 8 MiB calls, 4 in flight by io_uring or else by psync), or None without it."""
+    """Measure fio (O_DIRECT, 8 MiB calls, 4 in flight by io_uring, else by psync); None where it is not installed."""
     program = shutil.which("fio")
     if program is None:
         return None
@@ -240,7 +240,7 @@ def fio(directory: Path, kind: str, nbytes: int, seconds: int = 3) -> dict[str, 
 
 
 def memory_limits(rounds: int) -> dict[str, object]:
-    """np.copyto by 1 thread and by every core, at 32 MiB and 1 MiB."""
+    """Measure np.copyto by 1 thread and by one thread per core, at 32 MiB and 1 MiB."""
     found: dict[str, object] = {}
     for nbytes in (32 * MIB, MIB):
         copiers = [Copier(threads) for threads in sorted({1, len(os.sched_getaffinity(0))})]
@@ -260,7 +260,7 @@ def memory_limits(rounds: int) -> dict[str, object]:
 
 
 def disk_limits(directory: Path, rounds: int, nbytes: int, turn_bytes: int) -> dict[str, object]:
-    """Direct writes and reads of every combination, and fio's if it is there."""
+    """Measure direct writes and reads of every combination, and fio's if it is installed."""
     file = DirectFile(directory / "limit.bin", nbytes, turn_bytes)
     found: dict[str, object] = {"o_direct": file.direct}
     for kind in ("write", "read"):
@@ -276,18 +276,18 @@ def disk_limits(directory: Path, rounds: int, nbytes: int, turn_bytes: int) -> d
 
 
 def hash_limits(rounds: int) -> dict[str, object]:
-    """Milliseconds of the bare loop over 128k tokens in chunks of 256."""
+    """Measure the milliseconds of the bare loop over 128k tokens in chunks of 256."""
     tokens = np.arange(128 * 1024, dtype="<i4")
     runs = race({"loop": lambda _: void(hash_chain(tokens, 256, bytes(32)))}, rounds, 5)
     return {"blake3_loop_128k_ms": [round(spent / 5 * 1e3, 4) for spent in runs["loop"]]}
 
 
 def void(_: object) -> None:
-    """Throws a result away."""
+    """Discard a result."""
 
 
 def main() -> None:
-    """Measures and prints the limits."""
+    """Measure and print the limits."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="(always JSON; accepted for symmetry)")
     parser.add_argument("--quick", action="store_true")

@@ -1,8 +1,8 @@
-"""What a CUDA device and its link can do at best, with torch only and nothing of `pagoda`.
+"""The limits of a CUDA device and its link, with torch only and without `pagoda`.
 
 One large asynchronous copy between pinned memory and the device, a stream of matrix products, and registering host
-memory by the CUDA runtime. A CPU device does the same by plain copies and the wall clock, so that whatever uses this
-can be tried where there is no GPU.
+memory by the CUDA runtime. A CPU device does the same by plain copies and the wall clock, so that code that uses this
+can be tried without a GPU.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ Direction = Literal["down", "up"]  # device -> host, host -> device
 
 # Filled on the device before a timed copy: some 60 us on an H200, longer than the copy and the marks take to launch.
 LEAD_IN_BYTES = 256 << 20
-_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: it does not wait for the default stream, nor that for it
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: neither this stream nor the default stream waits for the other
 
 
 class Spent(NamedTuple):
-    """Seconds of one piece of work: by events on the device, and by the wall from the call to the end."""
+    """Seconds of one piece of work: by events on the device, and wall time from the call to the end."""
 
     event: float
     wall: float
 
 
 class Stopwatch:
-    """Times what one stream of a device does between `start` and `stop`; a CPU device by the wall clock."""
+    """Time the work of one stream of a device between `start` and `stop`; a CPU device by the wall clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * (device.type == "cuda"))]
@@ -45,7 +45,7 @@ class Stopwatch:
         self._mark(0)
 
     def stop(self) -> None:
-        """Mark the end, in the current stream's order; waits for nothing."""
+        """Mark the end, in the current stream's order. Return without waiting."""
         self._mark(1)
 
     def seconds(self) -> float:
@@ -62,15 +62,15 @@ class Stopwatch:
 
 
 def settle(device: torch.device) -> None:
-    """Wait until the device has done all that it was given."""
+    """Wait until the device has completed all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 class Link:
-    """The limit of the link: one large pinned cudaMemcpyAsync, either way.
+    """The limit of the link: one large pinned cudaMemcpyAsync, in either direction.
 
-    What is larger than `most_bytes` goes by several such copies, one behind the other. One thread at a time.
+    More than `most_bytes` are moved by several such copies, one after the other. One thread at a time.
     """
 
     def __init__(self, device: torch.device, most_bytes: int) -> None:
@@ -83,10 +83,10 @@ class Link:
         self.spend("down", most_bytes)
 
     def spend(self, direction: Direction, nbytes: int) -> Spent:
-        """Move so many bytes and return how long it took.
+        """Move `nbytes` and return the time that it took.
 
         The device is kept busy while the first mark and the copies are launched, so that the events see the copies
-        alone; the wall time is that of a second go, from the call to its end, without it.
+        alone. The wall time is that of a second run without this lead-in, from the call to its end.
         """
         watch = Stopwatch(self.device)
         settle(self.device)
@@ -102,7 +102,7 @@ class Link:
         return Spent(event, time.perf_counter() - began)
 
     def same(self) -> bool:
-        """True if both sides hold the same bytes, as they do after every whole copy."""
+        """Return whether both sides hold the same bytes, as they do after every complete copy."""
         return torch.equal(self._host.to(self.device), self._there)
 
     def _launch(self, direction: Direction, nbytes: int) -> None:
@@ -115,9 +115,9 @@ class Link:
 
 
 class Products:
-    """A stream of bf16 matrix products, as long as a compute stream is to be busy. One thread at a time.
+    """A stream of bf16 matrix products that keeps a compute stream busy. One thread at a time.
 
-    `queue` gives the device all of it at once and returns, so no other thread of this process can hold up a launch.
+    `queue` launches all of it at once, so no other thread of this process can delay a launch.
     """
 
     def __init__(self, device: torch.device, size: int = 8192, seconds: float = 0.25) -> None:
@@ -129,12 +129,12 @@ class Products:
         self.count = 4
         self.spend()
         each = statistics.median(self.spend() for _ in range(3)) / self.count
-        self.count = max(2, min(800, round(seconds / each)))  # a device takes about 1,000 launches ahead
+        self.count = max(2, min(800, round(seconds / each)))  # a device queues about 1,000 launches
 
     def queue(self) -> Stopwatch:
-        """Queue a lead-in of a fifth, then `count` products between the marks that are returned; waits for nothing."""
+        """Queue a lead-in of a fifth, then `count` products between two marks. Return the marks without waiting."""
         watch = Stopwatch(self.device)
-        with torch.cuda.stream(self._stream):  # of None: does nothing
+        with torch.cuda.stream(self._stream):  # stream None: no effect
             for _ in range(max(1, self.count // 5)):
                 torch.mm(self._a, self._b, out=self._c)
             watch.start()
@@ -144,18 +144,18 @@ class Products:
         return watch
 
     def spend(self) -> float:
-        """Return the seconds of `count` products with nothing of ours beside them."""
+        """Return the seconds of `count` products without a concurrent transfer."""
         return self.queue().seconds()
 
     def teraflops(self, seconds: float) -> float:
-        """The rate of `count` products in so many seconds, in 10^12 operations a second."""
+        """Return the rate of `count` products in `seconds`, in 10^12 operations a second."""
         return 2 * self.size**3 * self.count / seconds / 1e12
 
 
 def own_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return a new stream of the current device that nobody else has, for the life of the process.
+    """Return a new stream of the current device that is not shared, for the life of the process.
 
-    torch.cuda.Stream hands out 32 streams in turn, so that two may be one (pytorch issue 173729). Raises RuntimeError.
+    torch.cuda.Stream returns 32 streams in turn, so two of them may be the same (pytorch issue 173729).
     """
     handle = ctypes.c_void_p()
     found = ctypes.CDLL("libcuda.so.1").cuStreamCreate(ctypes.byref(handle), _NON_BLOCKING)
@@ -165,7 +165,7 @@ def own_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def register_by_runtime(address: int, nbytes: int) -> Callable[[], None]:
-    """Register host memory by cudaHostRegister and return what undoes it. Raises RuntimeError where it is refused."""
+    """Register host memory by cudaHostRegister and return a function that undoes it. Raise RuntimeError if it fails."""
     runtime = torch.cuda.cudart()
     found = runtime.cudaHostRegister(address, nbytes, 3)  # portable, mapped
     if int(found):
@@ -174,7 +174,7 @@ def register_by_runtime(address: int, nbytes: int) -> Callable[[], None]:
 
 
 def about(device: torch.device) -> dict[str, object]:
-    """The device as people name it, its link while something crosses it, and the versions."""
+    """Return the name of the device, the state of its link during a transfer, and the versions."""
     found: dict[str, object] = {
         "name": "CPU",
         "torch": torch.__version__,
@@ -200,7 +200,7 @@ _SMI = (
 
 
 def _smi(uuid: str) -> dict[str, object]:
-    """What nvidia-smi tells; nothing where it is not there or does not answer."""
+    """Return the output of nvidia-smi; empty where it is missing or does not answer."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return {}

@@ -1,6 +1,6 @@
-"""What a connection can do at best: a bare socket to a second process, and a bare loop of a server's own commands.
+"""The limits of a connection: a bare socket to a second process, and a bare loop of a server's own commands.
 
-Nothing here imports `pagoda`. Run as a program it is that second process.
+This module does not import `pagoda`. As a program it is that second process.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from types import TracebackType
 from harness import MIB
 from limits import SPREAD_BYTES, Bytes, touched
 
-PIECE_BYTES = MIB  # what Redis stores without paying for fresh memory in every value
-IN_FLIGHT = 8  # pieces asked for ahead: a whole 32 MiB at once costs Redis 2.5 times the processor time
-_REQUEST = 9  # bytes: "p" (I send) or "g" (send me), then how many as a big-endian number
+PIECE_BYTES = MIB  # Redis stores values of this size without new memory from the system for each
+IN_FLIGHT = 8  # pieces requested ahead: 32 MiB at once cost Redis 2.5 times the processor time
+_REQUEST = 9  # bytes: "p" (put) or "g" (get), then the number of bytes in big-endian order
 _LOOPBACK = "127.0.0.1"
 _SET = b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n"
 _GET = b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n"
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time that a process has taken, with all of its threads; 0 if it is gone."""
+    """Return the processor time of a process with all of its threads; 0 if it has ended."""
     try:
         return time.clock_gettime((~pid << 3) | 2)  # as clock_getcpuclockid(3) computes it
     except OSError:
@@ -33,14 +33,14 @@ def cpu_seconds(pid: int) -> float:
 
 
 def connected(port: int) -> socket.socket:
-    """A connection to a loopback port that waits for nothing when it sends."""
+    """Open a connection to a loopback port that sends without delay (TCP_NODELAY)."""
     link = socket.create_connection((_LOOPBACK, port), timeout=None)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return link
 
 
 def send_all(link: socket.socket, parts: Sequence[memoryview | bytes]) -> None:
-    """Sends all parts in as few calls as the kernel allows."""
+    """Send all parts in as few calls as the kernel allows."""
     left = [memoryview(part) for part in parts]
     while left:
         sent = link.sendmsg(left)
@@ -51,7 +51,7 @@ def send_all(link: socket.socket, parts: Sequence[memoryview | bytes]) -> None:
 
 
 def receive(link: socket.socket, into: memoryview) -> None:
-    """Fills `into`. Raises EOFError when the other side is gone."""
+    """Fill `into`. Raise EOFError if the other side has closed the connection."""
     got = 0
     while got < len(into):
         fresh = link.recv_into(into[got:], 0, socket.MSG_WAITALL)
@@ -61,7 +61,7 @@ def receive(link: socket.socket, into: memoryview) -> None:
 
 
 class SocketPair:
-    """The limit of one connection: a second process on loopback, in memory of its own, without any protocol.
+    """The limit of one connection: a second process on loopback, with separate memory, without any protocol.
 
     One turn at a time. Use as a context manager: the process ends with the connection.
     """
@@ -75,12 +75,12 @@ class SocketPair:
         self._link = connected(int(self._process.stdout.readline()))
 
     def put(self, source: Bytes) -> None:
-        """The other process takes `source` into its memory, and says so."""
+        """Send `source` to the other process and wait for its confirmation."""
         send_all(self._link, [b"p" + source.nbytes.to_bytes(8, "big"), source.data])
         receive(self._link, memoryview(bytearray(1)))
 
     def get(self, into: Bytes) -> None:
-        """The other process fills `into` from its memory."""
+        """Fill `into` from the other process's memory."""
         self._link.sendall(b"g" + into.nbytes.to_bytes(8, "big"))
         receive(self._link, into.data)
 
@@ -97,10 +97,10 @@ class SocketPair:
 
 
 class RespLoop:
-    """The limit of a client of Redis: SET and GET of 1 MiB strings, pipelined, with nothing around them.
+    """The limit of a client of Redis: pipelined SET and GET of 1 MiB strings, and nothing else.
 
-    It knows what each answer must be and checks that, and nothing else: no name of its own, no claim, no header, no
-    deadline. One turn at a time.
+    It checks that each answer is the expected one, and does nothing else: no names, no claim, no header, no deadline.
+    One turn at a time.
     """
 
     threads = "1 connection"
@@ -110,7 +110,7 @@ class RespLoop:
         self._head = memoryview(bytearray(32))
 
     def put(self, key: bytes, source: Bytes) -> None:
-        """SET of each piece in one go, then all answers."""
+        """Send SET of all pieces at once, then read all answers."""
         parts: list[memoryview | bytes] = []
         tail = b""
         for place, piece in enumerate(_pieces(source)):
@@ -125,7 +125,7 @@ class RespLoop:
             raise RuntimeError(f"SET was refused: {bytes(answers)!r}")
 
     def get(self, key: bytes, into: Bytes) -> None:
-        """GET of each piece, IN_FLIGHT of them ahead, each answer straight to its place."""
+        """Send GET of each piece, IN_FLIGHT of them ahead, and read each answer directly into its place."""
         places = _pieces(into)
         asked = [_GET % (len(name), name) for name in (b"%b:%d" % (key, i) for i in range(len(places)))]
         send_all(self._link, asked[:IN_FLIGHT])
@@ -143,7 +143,7 @@ class RespLoop:
         receive(self._link, self._head[:2])
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Close the connection."""
         self._link.close()
 
 
@@ -152,7 +152,7 @@ def _pieces(array: Bytes) -> list[memoryview]:
 
 
 def serve() -> None:
-    """The second process of a SocketPair: says its port, serves one connection, ends with it."""
+    """Run the second process of a SocketPair: print its port, serve one connection, end with it."""
     memory = touched(SPREAD_BYTES, 9).data
     with socket.create_server((_LOOPBACK, 0)) as listener:
         print(listener.getsockname()[1], flush=True)

@@ -1,7 +1,7 @@
 """The speed of the local tiers against this machine's limits: `python benchmarks/local.py [--json]`.
 
 Every ratio is raced in turns against its limit from limits.py; the JSON quotes every round under "runs".
-What each figure means and what it was last: docs/design/benchmarks.md.
+What each figure means, and the last results: docs/design/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PARTS: dict[str, Part] = {
     "evict": lambda plan: [evict_figure(plan)],
     "import": lambda plan: [import_figure(plan)],
 }
-BESIDE: dict[str, Part] = {  # no targets of their own; they explain the others
+BESIDE: dict[str, Part] = {  # without targets; they explain the other figures
     "host_runs": lambda plan: host_figures(plan, MIB, 0.80, "_1mib_in_runs_of_16", 16),
     "disk_1mib": lambda plan: disk_figures(plan, MIB, "_1mib"),
 }

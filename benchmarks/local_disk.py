@@ -19,7 +19,7 @@ from pagoda.tiers import Chunk, DiskTier
 
 
 class DiskSteps:
-    """Saves and verified loads of `turn` chunks a call through a DiskTier. Single-threaded."""
+    """Save and load `turn` chunks a call through a DiskTier, with verification. Single-threaded."""
 
     def __init__(self, tier: DiskTier, sources: Sequence[Bytes], buffers: Sequence[Bytes]) -> None:
         self._tier, self._sources, self._buffers = tier, sources, buffers
@@ -47,7 +47,7 @@ def _always() -> bool:
 
 
 def open_disk(root: Path, nbytes: int, chunks: int) -> DiskTier:
-    """A disk tier with room for `chunks` chunks of `nbytes`, as configured by default but for its queue."""
+    """Open a disk tier for `chunks` chunks of `nbytes`, with default options except the length of its queue."""
     layout = KVLayout.opaque(256, nbytes, "benchmark")
     size_bytes = chunks * (HEADER_BYTES + layout.slot_bytes)
     tier = DiskTier.open(layout, root / "tier", size_bytes, queue_chunks=max(64, chunks))
@@ -56,7 +56,7 @@ def open_disk(root: Path, nbytes: int, chunks: int) -> DiskTier:
 
 
 def host_slots(directory: Path, nbytes: int, count: int) -> list[Bytes]:
-    """Slots of a memory slab, which is where the product moves chunks from and to."""
+    """Return slots of a memory slab, the memory that the cache uses as source and destination."""
     path = directory / "slab"
     with path.open("w+b") as file:
         os.posix_fallocate(file.fileno(), 0, nbytes * count)
@@ -66,7 +66,7 @@ def host_slots(directory: Path, nbytes: int, count: int) -> list[Bytes]:
 
 
 def disk_figures(plan: Plan, nbytes: int, suffix: str = "") -> list[Figure]:
-    """Chunks of `nbytes` to and from the disk tier against the best direct I/O of the same filesystem."""
+    """Race chunks of `nbytes` to and from the disk tier against the best direct I/O of the same filesystem."""
     turn_bytes = (64 if plan.quick else 256) * MIB
     turn, turns = turn_bytes // nbytes, 6
     figures = []
@@ -86,7 +86,7 @@ def disk_figures(plan: Plan, nbytes: int, suffix: str = "") -> list[Figure]:
         def ours(number: int) -> list[bytes]:
             return keys[number * turn : (number + 1) * turn]
 
-        for number in range(turns):  # every slot written once, like the limit's file
+        for number in range(turns):  # write every slot once, like the limit's file
             rig.write(ours(plan.rounds + 1 + number))
         write = race(
             {"candidate": lambda number: rig.write(ours(number))} | file.entrants("write"), plan.rounds

@@ -18,13 +18,13 @@ MEMORIES = ("slab", "sources", "private")
 
 
 class HostSteps:
-    """Writes and reads of `batch` chunks a call through a ledger and its slab. Single-threaded."""
+    """Write and read `batch` chunks a call through a ledger and its slab. Single-threaded."""
 
     def __init__(self, ledger: Ledger, slab: MemorySlab, keys: Sequence[bytes], batch: int) -> None:
         self._ledger, self._slab, self._keys, self._batch = ledger, slab, keys, batch
 
     def write(self, copier: Copier, sources: Sequence[Bytes], number: int) -> None:
-        """reserve, copy, commit of new keys. Once the slab is full every reserve evicts."""
+        """Reserve, copy and commit new keys. Every reserve evicts after the slab is full."""
         first = number * self._batch
         keys = self._keys[first : first + self._batch]
         reserved = [
@@ -39,7 +39,7 @@ class HostSteps:
             raise RuntimeError(f"only {len(reserved)} of {len(keys)} chunks were stored")
 
     def read(self, copier: Copier, destinations: Sequence[Bytes], number: int) -> None:
-        """match, copy, still_valid of the keys stored last."""
+        """Match, copy and validate the keys that were stored last."""
         count = len(destinations)
         first = number * self._batch % count
         keys = self._keys[len(self._keys) - count + first :][: self._batch]
@@ -53,11 +53,11 @@ class HostSteps:
 
 
 def host_figures(plan: Plan, nbytes: int, target: float, suffix: str, batch: int) -> list[Figure]:
-    """Chunks of `nbytes` to and from host slots, `batch` a call, against np.copyto between private arrays.
+    """Race chunks of `nbytes` to and from host slots, `batch` a call, against np.copyto between private arrays.
 
-    The rounds are spread over three placements, in each of which another entrant's memory is made first: where in
-    a machine's memory an array lies is worth more than what is measured here. `limit_same` is quoted beside it:
-    np.copyto into, or out of, the memory of the slab itself, so without the ledger.
+    The rounds are divided among three placements; in each of them another entrant's memory is allocated first, because
+    the position of an array in the machine's memory changes the times more than what is measured here. The figure also
+    quotes `limit_same`: np.copyto to or from the memory of the slab itself, without the ledger.
     """
     write: list[Runs] = []
     read: list[Runs] = []
@@ -75,7 +75,7 @@ def host_figures(plan: Plan, nbytes: int, target: float, suffix: str, batch: int
 
 
 def _race(plan: Plan, ledger: Ledger, nbytes: int, batch: int, place: int) -> tuple[Runs, Runs]:
-    """Writes, then reads, with the memories made in an order that `place` rotates."""
+    """Race writes, then reads, with the memories allocated in an order that `place` rotates."""
     count = spread(nbytes)
     memories: dict[str, list[Bytes]] = {}
     slab = MemorySlab(ledger.slab_path, count, nbytes)
@@ -97,7 +97,7 @@ def _race(plan: Plan, ledger: Ledger, nbytes: int, batch: int, place: int) -> tu
     }
     written = race(entrants, plan.rounds, count // batch)
     for number in range((plan.rounds + 1) * count // batch, len(keys) // batch):
-        write(number)  # what is read next: the limit has been writing into the same slots
+        write(number)  # stored again to be read next: the limit has overwritten the same slots
     _check(ledger, slab, keys[-count:], sources)
     entrants = {
         "candidate": partial(steps.read, copier, private),

@@ -1,4 +1,4 @@
-"""Keys, the ledger's own time, and the import."""
+"""The time of keys, of the ledger without copies, and of the import."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pagoda.ledger import Ledger, Reserved
 
 
 def keys_figure(plan: Plan) -> Figure:
-    """128k tokens from an int32 array in chunks of 256, against a bare loop of keyed blake3 calls."""
+    """Race the keys of 128k tokens (an int32 array, chunks of 256) against a bare loop of keyed blake3 calls."""
     tokens = np.random.default_rng(0).integers(0, 150_000, 128 * 1024, np.int32)
     root = NAMESPACE.root
     if chunk_keys(tokens, root, 256) != hash_chain(tokens, 256, root):
@@ -35,30 +35,30 @@ def keys_figure(plan: Plan) -> Figure:
 
 
 class Spent(NamedTuple):
-    """Seconds by the wall, and of this thread's own processor time: what an idle machine would have taken."""
+    """Wall time, and this thread's processor time: the time on an idle machine. In seconds."""
 
     wall: float
     cpu: float
 
     @classmethod
     def now(cls) -> Spent:
-        """Both clocks."""
+        """Read both clocks."""
         return cls(time.perf_counter(), time.thread_time())
 
     def since(self, began: Spent) -> Spent:
-        """What has been spent from then to now."""
+        """Return the difference to an earlier reading."""
         return Spent(self.wall - began.wall, self.cpu - began.cpu)
 
 
 def spent_by(work: Callable[[], None]) -> Spent:
-    """Does it and says how long it took."""
+    """Call `work` and return the time that it took."""
     began = Spent.now()
     work()
     return Spent.now().since(began)
 
 
 def fill(ledger: Ledger, keys: Sequence[bytes]) -> None:
-    """Stores `keys` as chains of 512 chunks, each one request, without any bytes."""
+    """Store `keys` as chains of 512 chunks, each chain one request, without any bytes."""
     step = min(64, ledger.window)
     stamp = ledger.stamp()
     for start in range(0, len(keys), step):
@@ -74,7 +74,7 @@ def put(
     parent: bytes | None = None,
     stamp: int | None = None,
 ) -> Spent:
-    """reserve and commit; returns what the reserve took."""
+    """Reserve and commit; return the time of the reserve."""
     began = Spent.now()
     outcomes = ledger.reserve(
         keys, namespace=NAMESPACE.root, start=position, parent=parent, tokens=256, stamp=stamp
@@ -87,7 +87,7 @@ def put(
 
 
 def _rounds(rounds: int, steps: int, work: Callable[[int], object]) -> tuple[list[float], list[float]]:
-    """Mean seconds of a step, by the wall and of the processor, of each round; one round goes before."""
+    """Return the mean seconds of a step in each round, wall and processor time, after one round that does not count."""
     found = [
         spent_by(lambda: void([work(turn * steps + step) for step in range(steps)]))  # noqa: B023
         for turn in range(rounds + 1)
@@ -96,7 +96,7 @@ def _rounds(rounds: int, steps: int, work: Callable[[int], object]) -> tuple[lis
 
 
 def match_figure(plan: Plan) -> Figure:
-    """512 keys, all hits, recency touched."""
+    """Time a match of 512 keys, all hits, that updates their recency."""
     keys = keys_of("match", 20_000)
     with opened(plan, "match", 20_480, 0) as ledger:
         fill(ledger, keys)
@@ -112,7 +112,7 @@ def _match(ledger: Ledger, keys: Sequence[bytes], number: int) -> None:
 
 
 def overhead_figure(plan: Plan) -> Figure:
-    """reserve + commit, and match + validate, per chunk without the copy: batches of 64, 20,000 slots."""
+    """Time reserve + commit, and match + validate, per chunk without the copy: batches of 64, 20,000 slots."""
     slots, batches = 20_000, 50
     keys = keys_of("overhead", slots + (plan.rounds + 1) * batches * 64)
     fresh = [keys[start : start + 64] for start in range(slots, len(keys), 64)]
@@ -139,14 +139,14 @@ def _each(batches: Sequence[float]) -> list[float]:
 
 
 def _validate(ledger: Ledger, keys: Sequence[bytes]) -> None:
-    """match + still_valid of 64 keys that are there."""
+    """Match and validate 64 keys that are present."""
     found = ledger.match_prefix(keys)
     if len(found.slots) != 64 or not ledger.still_valid(found.slots, found.generations).all():
         raise RuntimeError("not all of the keys were found")
 
 
 def evict_figure(plan: Plan) -> Figure:
-    """reserve of 64 with eviction among 1,000,000 slots, amortised over 1,000 calls (a tenth when quick)."""
+    """Time a reserve of 64 with eviction among 1,000,000 slots, mean of 1,000 calls (a tenth with --quick)."""
     slots = 100_000 if plan.quick else 1_000_000
     calls = 100 if plan.quick else 1_000
     say(f"filling {slots} slots ...")
@@ -168,7 +168,7 @@ def evict_figure(plan: Plan) -> Figure:
 
 
 def import_figure(plan: Plan) -> Figure:
-    """`import pagoda` in a new interpreter beyond one that imports nothing."""
+    """Time `import pagoda` in a new interpreter, minus the time of an interpreter that imports nothing."""
     runs = race(
         {"with": lambda _: _python("import pagoda"), "bare": lambda _: _python("pass")}, max(plan.rounds, 9)
     )

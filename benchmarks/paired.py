@@ -1,8 +1,8 @@
 """Two source trees against each other: `python benchmarks/paired.py OLD_TREE NEW_TREE --rounds N [--json] [--quick]`.
 
-Runs the benchmarks of each tree in turns, each time in a process of its own with that tree's `src` and `benchmarks`
+Runs the benchmarks of each tree in turns, each time in a new process with that tree's `src` and `benchmarks`
 (or with those of `--scripts`) and this Python, and prints for each figure the median over rounds of new / old within a
-round: 1.03 is 3 % more. A machine that drifts does so for both. Exit code 1 if a figure is worse than before by more
+round: 1.03 is 3 % more. Drift of the machine affects both. Exit code 1 if a figure is worse than before by more
 than `--worse` (a share, 0.03 by default), 2 if a benchmark of either tree fails.
 """
 
@@ -25,7 +25,7 @@ SUBJECTS = ("cache", "local", "blocks")
 
 @dataclass(frozen=True)
 class Pair:
-    """One figure of both trees, round by round. `rises`: more is better (a share of the limit), else less is."""
+    """One figure of both trees, round by round. `rises`: more is better (a share of the limit); otherwise less is."""
 
     key: str
     rises: bool
@@ -34,11 +34,11 @@ class Pair:
 
     @property
     def ratio(self) -> float:
-        """New as a multiple of old: the median over rounds."""
+        """Return new as a multiple of old: the median over rounds."""
         return statistics.median(new / old for old, new in zip(self.old, self.new, strict=True))
 
     def is_worse(self, share: float) -> bool:
-        """Whether the new tree is worse by more than that."""
+        """Return whether the new tree is worse by more than that."""
         return self.ratio < 1 - share if self.rises else self.ratio > 1 + share
 
 
@@ -56,7 +56,7 @@ class Side:
 
 
 def figures_of(side: Side, subject: str, more: Sequence[str]) -> Mapping[str, object]:
-    """What one run of a benchmark says of a tree, as its JSON. RuntimeError if it fails."""
+    """Run one benchmark of a tree and return its JSON. Raise RuntimeError if it fails."""
     tree, script = side.tree, side.scripts / f"{subject}.py"
     environment = os.environ | {"PYTHONPATH": str(tree / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
@@ -72,7 +72,7 @@ def figures_of(side: Side, subject: str, more: Sequence[str]) -> Mapping[str, ob
 def raced(
     sides: Sequence[Side], subjects: Mapping[str, Sequence[str]], rounds: int, more: Sequence[str]
 ) -> list[Pair]:
-    """All figures that both trees have; `subjects`: some parts of each, or all. Who begins alternates."""
+    """Return all figures that both trees have; `subjects`: some parts of each, or all. The first tree alternates."""
     runs: dict[str, tuple[list[float], list[float]]] = {}
     rises: dict[str, bool] = {}
     for number in range(rounds):
@@ -93,14 +93,14 @@ def raced(
 
 
 def _directions(said: Mapping[str, object]) -> dict[str, bool]:
-    """The figures of a run, and whether more of each is better: of a share of a limit it is, of time it is not."""
+    """Return the figures of a run, and for each whether more is better: yes for a share of a limit, no for a time."""
     quoted = said["runs"]
     assert isinstance(quoted, dict)
     return {key: "ratio" in runs for key, runs in quoted.items()}
 
 
 def main() -> int:
-    """Reads the command line, races and prints."""
+    """Read the command line, race and print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -109,9 +109,9 @@ def main() -> int:
     parser.add_argument(
         "--only", default="cache,local", help=f"of {','.join(SUBJECTS)}, or cache.lookup, ..."
     )
-    parser.add_argument("--scripts", type=Path, help="a tree whose benchmarks both are measured with")
-    parser.add_argument("--worse", type=float, default=0.03, help="by what share a figure may be worse")
-    parser.add_argument("--quick", action="store_true", help="each benchmark with --quick")
+    parser.add_argument("--scripts", type=Path, help="measure both trees with the benchmarks of this tree")
+    parser.add_argument("--worse", type=float, default=0.03, help="share by which a figure may be worse")
+    parser.add_argument("--quick", action="store_true", help="run each benchmark with --quick")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     subjects: dict[str, list[str]] = {}
@@ -119,7 +119,7 @@ def main() -> int:
         subject, _, part = name.partition(".")
         subjects.setdefault(subject, []).extend([part] if part else [])
     if set(subjects) - set(SUBJECTS) or options.rounds < 1:
-        parser.error(f"--only knows {', '.join(SUBJECTS)}, and at least one round is needed")
+        parser.error(f"--only accepts {', '.join(SUBJECTS)}; --rounds must be at least 1")
     trees = [tree.resolve() for tree in options.trees]
     try:
         sides = [Side(tree, (options.scripts or tree).resolve() / "benchmarks") for tree in trees]

@@ -2,8 +2,8 @@
 
 Both keep the same KV: chunks of 256 tokens, each one run of bytes in CPU memory, copied by each side's own means
 (pagoda: `BlockKV`; LMCache: one `torch.Tensor.copy_` a chunk, which uses torch's threads). A ratio is the median over
-the rounds of LMCache's seconds / pagoda's seconds: above 1 pagoda is faster. Who begins alternates, and the first round
-does not count. Exit code 2, with one line, if LMCache is not there.
+the rounds of LMCache's seconds / pagoda's seconds: above 1 pagoda is faster. The first side alternates, and round one
+does not count. Exit code 2, with one line, if LMCache is not installed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Call = Callable[[int], object]
 
 @dataclass(frozen=True)
 class Line:
-    """One thing that both sides did in turn, in seconds a round. `amount` of `unit` were done in each."""
+    """The seconds of each round of a task that both sides did in turn. A round did `amount` of `unit`."""
 
     name: str
     unit: str  # "GB", or "M chunks", "M tokens"
@@ -56,24 +56,24 @@ class Line:
 
     @property
     def ratio(self) -> float:
-        """How much faster pagoda is: the median over the rounds of the ratio within a round."""
+        """Return how much faster pagoda is: the median over the rounds of the ratio within a round."""
         return statistics.median(b / a for a, b in zip(self.ours, self.theirs, strict=True))
 
     @property
     def speeds(self) -> tuple[float, float]:
-        """The medians of both, in units a second."""
+        """Return the medians of both sides, in units a second."""
         ours, theirs = (self.amount / statistics.median(side) for side in (self.ours, self.theirs))
         return ours, theirs
 
 
 def race(line: Line, ours: Call, theirs: Call, rounds: int, before: Call | None = None) -> Line:
-    """Give each side a turn in every round, after one that does not count; `before` each is not timed."""
+    """Give each side a turn in every round; the first round does not count, and the calls of `before` are not timed."""
     for turn in range(rounds + 1):
         sides = [(line.ours, ours), (line.theirs, theirs)]
         for seconds, call in sides if turn % 2 else sides[::-1]:
             if before is not None:
                 before(turn)
-            time.sleep(0.05)  # threads of torch that spin after the other side's turn have ended
+            time.sleep(0.05)  # torch's threads, which spin after the other side's turn, are idle again
             began = time.perf_counter()
             call(turn)
             if turn:
@@ -82,7 +82,7 @@ def race(line: Line, ours: Call, theirs: Call, rounds: int, before: Call | None 
 
 
 def prompt(number: int, chunks: int) -> list[int]:
-    """Token ids that no other prompt begins with, as an engine has them: a list."""
+    """Return token ids as an engine has them, in a list. Every prompt begins differently."""
     return [1_000_000 + number, *range(1, chunks * TOKENS)]
 
 
@@ -127,7 +127,7 @@ class Peer:
             "py_enable_gc": True,
         }
         if disk is not None:
-            # O_DIRECT, as pagoda does: otherwise a write ends in the page cache, and a read may begin there
+            # O_DIRECT, as in pagoda: otherwise writes end in the page cache, and reads may come from it
             settings |= {"local_disk": str(disk), "max_local_disk_size": disk_bytes / (1 << 30)}
             settings["extra_config"] = {"use_odirect": True}
         config = LMCacheEngineConfig.from_defaults(**settings)
@@ -148,7 +148,7 @@ class Peer:
         return int(self.engine.lookup(tokens))
 
     def flush(self) -> None:
-        """Wait until the disk has all."""
+        """Wait until everything is on the disk."""
         for backend in self.engine.storage_manager.storage_backends.values():
             worker = getattr(backend, "disk_worker", None)
             while worker is not None and worker.put_tasks:
@@ -165,7 +165,7 @@ class Peer:
 def both(
     chunk_bytes: int, chunks: int, prompts: int, shm: Path, disk: Path | None = None, host_prompts: int = 0
 ) -> Iterator[tuple[Cache, Peer, KVLayout]]:
-    """Both caches with room for `prompts` prompts each, on disk too if there is one."""
+    """Open both caches with space for `prompts` prompts each, and as much on disk if `disk` is given."""
     layout = KVLayout.opaque(TOKENS, chunk_bytes, "peers")
     nbytes = prompts * chunks * layout.slot_bytes
     with tempfile.TemporaryDirectory(prefix="peers-", dir=shm) as memory:
@@ -184,13 +184,13 @@ def both(
 
 
 def require(found: object, wanted: object, what: str) -> None:
-    """Stop if a side did not do its work: its time would mean nothing."""
+    """Raise RuntimeError if a side did not do its work, because its time would be meaningless."""
     if found != wanted:
         raise RuntimeError(f"{what}: {found} instead of {wanted}")
 
 
 def memory_lines(name: str, chunk_bytes: int, chunks: int, rounds: int, shm: Path) -> list[Line]:
-    """Store and retrieve within memory, and look-ups."""
+    """Race store and retrieve in memory."""
     import torch
 
     prompts = rounds + 3
@@ -217,7 +217,7 @@ def memory_lines(name: str, chunk_bytes: int, chunks: int, rounds: int, shm: Pat
         def their_store(number: int) -> None:
             peer.store(asked[number], theirs_from, 0)
 
-        for number in range(10_000, 10_000 + prompts):  # both are full from here on: each store evicts
+        for number in range(10_000, 10_000 + prompts):  # both are full after this: each store evicts
             cache.store(prompt(number, chunks), kv(source, 0))
             peer.store(prompt(number, chunks), theirs_from, 0)
         lines = [race(Line(f"store, {name}", "GB", gigabytes), store, their_store, rounds)]
@@ -228,7 +228,7 @@ def memory_lines(name: str, chunk_bytes: int, chunks: int, rounds: int, shm: Pat
 
 
 def lookup_lines(chunks: int, rounds: int, shm: Path) -> list[Line]:
-    """Look-ups of prompts that are cached whole, hashing included."""
+    """Race look-ups of prompts that are entirely cached, hashing included."""
     import torch
 
     prompts, turns = 16, 8
@@ -252,7 +252,7 @@ def lookup_lines(chunks: int, rounds: int, shm: Path) -> list[Line]:
 
 
 def disk_lines(chunk_bytes: int, chunks: int, rounds: int, shm: Path, on: Path) -> list[Line]:
-    """A store until the disk has it, and a retrieve of what memory does not have any more."""
+    """Race a store until it is on disk, and a retrieve of chunks that are only on disk."""
     import torch
 
     prompts = rounds + 2
@@ -296,7 +296,7 @@ def disk_lines(chunk_bytes: int, chunks: int, rounds: int, shm: Path, on: Path) 
 
 
 def hashing_lines(rounds: int) -> list[Line]:
-    """Keys of 128k tokens: a list, and an array."""
+    """Race the keys of 128k tokens: of a list, and of an array."""
     import torch
     from lmcache.v1.multiprocess.token_hasher import TokenHasher
     from lmcache.v1.token_database import ChunkedTokenDatabase
@@ -328,7 +328,7 @@ def hashing_lines(rounds: int) -> list[Line]:
 
 
 def measure(rounds: int, shm: Path, disk: Path, only: Sequence[str]) -> list[Line]:
-    """Every line, or those of some parts."""
+    """Measure all parts, or those in `only`."""
     parts: dict[str, Callable[[], list[Line]]] = {
         "memory": lambda: memory_lines("chunks of 32 MiB", 32 * MIB, 4, rounds, shm),
         "small": lambda: memory_lines("chunks of 1 MiB", MIB, 16, rounds, shm),

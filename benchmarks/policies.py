@@ -1,8 +1,8 @@
 """Policies against each other: `python benchmarks/policies.py [--json | --markdown] [--sweep N --seed S]`.
 
-Prints hits and writes of each policy on the trace that `hindsight` was designed on and, in a table of their own, on
-streams that it was not; and what a policy costs. All but the costs is exact and the same in every run.
-What the tables were last: docs/design/benchmarks.md.
+Prints hits and writes of each policy on the trace that `hindsight` was designed on and, in a separate table, on other
+streams; and the cost of each policy. Everything except the costs is exact and the same in every run.
+The last results: docs/design/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _HEADS = (
 
 @dataclass(frozen=True)
 class Row:
-    """What one policy made of one cell; `gap`: the share of the way from LRU to the optimum."""
+    """The result of one policy in one cell; `gap`: the share of the difference between LRU and the optimum."""
 
     table: str
     stream: str
@@ -50,7 +50,7 @@ class Row:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """As people write it."""
+        """Return the cells of the table's row."""
         written = "" if self.chunks_written is None else f"{self.chunks_written:,}"
         return (
             self.stream,
@@ -73,7 +73,7 @@ Played = tuple[float, int | None]  # hit rate, chunks written
 
 
 def play(traces: Path, job: tuple[Cell, str]) -> Played:
-    """Plays one cell under one policy, or finds the optimum."""
+    """Replay one cell with one policy, or compute the optimum."""
     cell, policy = job
     requests = stream(cell.stream, traces)
     if policy == "optimum":
@@ -83,7 +83,7 @@ def play(traces: Path, job: tuple[Cell, str]) -> Played:
 
 
 def rows(chosen: Sequence[Cell], traces: Path, processes: int) -> list[Row]:
-    """All policies in all cells, in as many processes."""
+    """Replay all cells with all policies, in `processes` processes."""
     jobs = [(cell, policy) for cell in chosen for policy in (*POLICIES, "optimum")]
     found: dict[tuple[Cell, str], Played] = {}
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
@@ -118,17 +118,17 @@ class Loss:
 
     @property
     def points(self) -> float:
-        """By how many points hindsight is ahead."""
+        """Return by how many points hindsight is ahead."""
         return 100 * (self.hindsight - self.lru)
 
     @property
     def ratio(self) -> float:
-        """Its hits as a share of LRU's."""
+        """Return the hits of hindsight as a share of LRU's."""
         return self.hindsight / self.lru if self.lru else 1.0
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """As people write it."""
+        """Return the cells of the table's row."""
         return (
             str(self.number), self.stream, f"{self.chunks:,}", f"{self.working_set:,}", f"{100 * self.lru:.2f} %",
             f"{100 * self.hindsight:.2f} %", f"{self.points:+.2f}", f"{self.ratio:.3f}", f"{self.written_ratio:.2f}",
@@ -136,7 +136,7 @@ class Loss:
 
 
 def lost(seed: int, number: int) -> Loss:
-    """Plays one random stream under both."""
+    """Replay one random stream with both policies."""
     text, requests, chunks, working_set = drawn(seed, number)
     base, own = (simulate(requests, [TierSpec("tier", chunks, name)]) for name in ("lru", "hindsight"))
     fewer = own.tiers[0].chunks_written / max(1, base.tiers[0].chunks_written)
@@ -144,7 +144,7 @@ def lost(seed: int, number: int) -> Loss:
 
 
 def sweep(count: int, seed: int, processes: int) -> list[Loss]:
-    """Plays as many random streams; the worst first."""
+    """Replay `count` random streams; return the results, the worst first."""
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         found = []
         for loss in pool.map(partial(lost, seed), range(count)):
@@ -154,7 +154,7 @@ def sweep(count: int, seed: int, processes: int) -> list[Loss]:
 
 
 def spread(found: Sequence[Loss]) -> dict[str, float]:
-    """How the losses are spread."""
+    """Return the distribution of the losses."""
     points = sorted(loss.points for loss in found)
     return {
         "cells": len(points),
@@ -170,7 +170,7 @@ def spread(found: Sequence[Loss]) -> dict[str, float]:
 
 
 def table(heads: Sequence[str], lines: Sequence[Sequence[str]], markdown: bool) -> str:
-    """A table for people, or for docs."""
+    """Format a table for a terminal, or in Markdown."""
     if markdown:
         return "\n".join("| " + " | ".join(line) + " |" for line in (heads, ["---"] * len(heads), *lines))
     widths = [max(len(line[i]) for line in (heads, *lines)) for i in range(len(heads))]
@@ -181,7 +181,7 @@ def table(heads: Sequence[str], lines: Sequence[Sequence[str]], markdown: bool) 
 
 
 def printed(found: Sequence[Row], prices: Sequence[Cost], markdown: bool) -> Iterator[str]:
-    """The tables of a run."""
+    """Yield the tables of a run."""
     titles = {
         "designed": "The trace that hindsight was designed on",
         "unseen": "Streams that it was not designed on",
@@ -203,7 +203,7 @@ def printed(found: Sequence[Row], prices: Sequence[Cost], markdown: bool) -> Ite
 
 
 def main() -> None:
-    """Reads the command line, plays and prints."""
+    """Read the command line, replay and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print one JSON object")
@@ -211,7 +211,7 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, default=TRACES, help="directory of mooncake_*.jsonl")
     parser.add_argument("--processes", type=int, default=0, help="at most (default: one a core)")
     parser.add_argument("--quick", action="store_true", help="small sizes only, fewer rounds")
-    parser.add_argument("--only", choices=("traces", "generated", "cost"), help="a part of it")
+    parser.add_argument("--only", choices=("traces", "generated", "cost"), help="measure only this part")
     parser.add_argument(
         "--sweep", type=int, default=0, metavar="N", help="hindsight against LRU on N random streams"
     )

@@ -1,4 +1,4 @@
-"""What a policy costs in processor time: a chunk on the request path, and learning off it, in turns with LRU."""
+"""The processor time of a policy: per chunk on the request path, and of learning off that path, in turns with LRU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NAMESPACE = Namespace(model="benchmark")
 
 @dataclass(frozen=True)
 class Cost:
-    """Median over rounds, in seconds, and of its ratio to LRU's within a round. `runs`: seconds of each round."""
+    """Medians over rounds: seconds, and the ratio to LRU's within a round. `runs`: seconds of each round."""
 
     what: str
     slots: int
@@ -40,13 +40,13 @@ class Cost:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """As people write it."""
+        """Return the cells of the table's row."""
         ratio = "" if self.ratio is None else f"{self.ratio:.2f}"
         return self.what, f"{self.slots:,}", self.policy, seconds_text(self.seconds), ratio
 
 
 class _Books:
-    """The columns of a full tier and the policy's advice; does what the ledger does with both, and no more."""
+    """The columns of a full tier and the policy; makes the same calls as the ledger, and no others."""
 
     def __init__(self, policy: str, slots: int) -> None:
         self.columns = Columns(None, slots)
@@ -63,7 +63,7 @@ class _Books:
         self.upkeep()
 
     def upkeep(self) -> tuple[float, float]:
-        """share and prepare, a minute later; seconds of each."""
+        """Advance the clock by a minute and call share and prepare; return the seconds of each."""
         self.now += 60 * _SECOND
         self._stamp = max(self._stamp, self.now)
         began = time.thread_time()
@@ -73,7 +73,7 @@ class _Books:
         return shared - began, time.thread_time() - shared
 
     def touch(self) -> float:
-        """A look-up that finds 64 chunks; seconds."""
+        """Do a look-up that finds 64 chunks; return its seconds."""
         self._tick()
         first = int(self._random.integers(self.columns.slots // _BATCH)) * _BATCH
         rows = np.arange(first, first + _BATCH)
@@ -83,7 +83,7 @@ class _Books:
         return time.thread_time() - began
 
     def evict(self) -> float:
-        """64 newcomers into a full tier; seconds of asking who may come in and who goes for them."""
+        """Offer 64 new chunks to a full tier; return the seconds of admission and of the choice of victims."""
         self._tick()
         marks = self._random.integers(1, 1 << 62, _BATCH).astype(np.uint64)
         stamps = self._stamp - np.arange(_BATCH)
@@ -105,7 +105,7 @@ class _Books:
         self._stamp = max(self._stamp + (1 << 16), self.now)
 
     def _store(self, rows: np.ndarray[tuple[int], np.dtype[np.int64]], position: int) -> None:
-        """Publish chunks that follow each other; the first has no parent here."""
+        """Publish consecutive chunks; the first has no parent."""
         columns, count = self.columns, len(rows)
         self._stamp += 1 << 16
         self._generation += count
@@ -119,7 +119,7 @@ class _Books:
 
 
 def costs(policies: Sequence[str], quick: bool) -> list[Cost]:
-    """All of it; `quick`: fewer rounds, no large tier."""
+    """Measure all costs; `quick`: fewer rounds, no large tier."""
     rounds = 3 if quick else 9
     found = []
     for slots in (5_000, 20_000) if quick else (5_000, 20_000, 100_000):
@@ -139,7 +139,7 @@ def _costs(what: str, slots: int, runs: dict[str, list[float]]) -> list[Cost]:
 
 
 def _advice_costs(policies: Sequence[str], slots: int, rounds: int) -> list[Cost]:
-    """The policy alone. So many calls a round that every queue is filled again a few times."""
+    """Measure the policy alone. A round has so many calls that every queue is replaced a few times."""
     books = {policy: _Books(policy, slots) for policy in policies}
     calls = max(50, slots // 4 // _BATCH)
     touched: dict[str, list[float]] = {policy: [] for policy in policies}
@@ -166,7 +166,7 @@ def _advice_costs(policies: Sequence[str], slots: int, rounds: int) -> list[Cost
 
 
 def _ledger_costs(policies: Sequence[str], slots: int, rounds: int) -> list[Cost]:
-    """reserve + commit in a full ledger, a chunk that is offered; processor time of the thread that does it."""
+    """Measure reserve + commit per offered chunk in a full ledger: processor time of the calling thread."""
     calls = 20
     runs: dict[str, list[float]] = {policy: [] for policy in policies}
     with tempfile.TemporaryDirectory(prefix="pagoda-bench-", dir="/dev/shm") as root:
@@ -195,11 +195,11 @@ def _full_ledger(root: Path, policy: str, slots: int) -> Ledger:
 
 
 def _put(ledger: Ledger, keys: Sequence[bytes]) -> None:
-    """reserve, and commit of those that were let in."""
+    """Reserve, and commit the admitted chunks."""
     outcomes = ledger.reserve(keys, namespace=_NAMESPACE.root, start=0, parent=None, tokens=256)
     mine = [each for each in outcomes if isinstance(each, Reserved)]
     if mine and not all(ledger.commit(mine)):
-        raise RuntimeError("a chunk that was reserved could not be committed")
+        raise RuntimeError("a reserved chunk could not be committed")
 
 
 def _keys(name: str, count: int) -> list[bytes]:

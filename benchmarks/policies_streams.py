@@ -1,4 +1,4 @@
-"""What the policies are tried on: traces, streams that nobody tuned anything on, and random ones."""
+"""The streams of the policy benchmarks: traces, generated streams that no policy was tuned on, and random streams."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pagoda.replay.trace import Request, read_trace
 TRACES = Path(__file__).resolve().parents[2] / "shared" / "traces"
 SAMPLE = "sample"
 _SIZES = (1_000, 2_000, 5_000, 20_000, 50_000)
-_SEED = 7_001  # seeds from here on were used for nothing else
+_SEED = 7_001  # seeds from this one on have no other use
 
 GENERATED: dict[str, Callable[[], Stream]] = {
     "agents": lambda: streams.agents(_SEED, 5_000),
@@ -55,7 +55,7 @@ class Cell(NamedTuple):
 
 
 def cells(traces: Path, only: str, quick: bool) -> list[Cell]:
-    """What the tables are made of; without the traces the shipped sample takes the first one's place."""
+    """Return the cells of the tables; without the traces the shipped sample replaces the first one."""
     if only == "cost":
         return []
     found = (traces / "mooncake_conversation.jsonl").exists()
@@ -74,7 +74,7 @@ def cells(traces: Path, only: str, quick: bool) -> list[Cell]:
 
 @cache
 def stream(name: str, traces: Path) -> list[Request]:
-    """The requests of a stream. OSError or ValueError if it cannot be read."""
+    """Return the requests of a stream. Raise OSError or ValueError if it cannot be read."""
     if name in GENERATED:
         return GENERATED[name]()
     if name == SAMPLE:
@@ -84,7 +84,7 @@ def stream(name: str, traces: Path) -> list[Request]:
 
 
 class Drawn(NamedTuple):
-    """A random stream and the size of a tier for it."""
+    """Draw a random stream and the size of a tier for it."""
 
     text: str
     stream: Stream
@@ -93,7 +93,7 @@ class Drawn(NamedTuple):
 
 
 def drawn(seed: int, number: int, requests: int = 5_000) -> Drawn:
-    """The `number`-th random stream of that seed: one kind, several at once, one after the other, or by turns."""
+    """Return the `number`-th random stream of a seed: one kind, or several: at once, in sequence or alternating."""
     random = np.random.default_rng([seed, number])
     how = str(random.choice(["one", "one", "mixed", "mixed", "after", "after", "turns"]))
     kinds = {"one": 1, "turns": 2}.get(how) or int(random.integers(2, 4))
@@ -117,7 +117,7 @@ def drawn(seed: int, number: int, requests: int = 5_000) -> Drawn:
 
 
 def _part(random: Generator, requests: int) -> tuple[str, Stream]:
-    """One kind with random parameters, and its name."""
+    """Return a stream of one kind with random parameters, and its name."""
     name = str(random.choice(_KINDS))
     return name, _PARTS[name](random, int(random.integers(1 << 30)), requests)
 
@@ -127,7 +127,7 @@ def _log(random: Generator, low: float, high: float) -> int:
 
 
 def _spread(random: Generator, low: float, high: float) -> float:
-    """As likely between 1 and 2 as between 10 and 20."""
+    """Draw a log-uniform number: 1 to 2 is as likely as 10 to 20."""
     return float(np.exp(random.uniform(np.log(low), np.log(high))))
 
 
@@ -182,7 +182,7 @@ def _scan_zipf(random: Generator, seed: int, requests: int) -> Stream:
 
 
 def _plain(random: Generator) -> tuple[int, float]:
-    """Chunks of a prompt, and how many come a second."""
+    """Draw the chunks of a prompt, and the requests a second."""
     return _log(random, 1, 12), _spread(random, 0.3, 50)
 
 
@@ -197,4 +197,4 @@ _PARTS: dict[str, Callable[[Generator, int, int], Stream]] = {
     "loop": lambda r, _, n: streams.loop(n, _log(r, 20, n // 3), *_plain(r)),
     "twice": lambda r, _, n: streams.twice(n, _log(r, 5, n // 4), *_plain(r)),
 }
-_KINDS = [*_PARTS, "agents", "agents", "chat"]  # what engines are asked most
+_KINDS = [*_PARTS, "agents", "agents", "chat"]  # the most common requests to engines

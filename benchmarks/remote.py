@@ -1,9 +1,9 @@
 """The speed of remote tiers on real servers on loopback: `python benchmarks/remote.py [--json | --markdown] [--quick]`.
 
 Our link (one connection) and the whole tier against a bare loop of the server's own commands, a bare socket to a
-second process, and the usual client used plainly, in turns. Servers keep their files in memory and share the cores
-with us: the processor time of both ends stands beside every figure.
-What each figure means and what it was last: docs/design/benchmarks.md.
+second process, and the usual client in plain use, in turns. Servers keep their files in memory and share the cores
+with us, so every figure quotes the processor time of both ends.
+What each figure means, and the last results: docs/design/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _HEADS = ("figure", "value", "GB/s", "CPU s/GB", "against GB/s", "CPU s/GB", "ro
 
 
 def parts(quick: bool) -> tuple[dict[str, Part], dict[str, Part]]:
-    """What can be measured, and what is stated beside it without a target."""
+    """Return the parts that count, and those that are measured without a target."""
     from remote_objects import S3, WEBDAV, object_figures
     from remote_redis import fresh_figures, one_writer_figures, redis_figures
     from remote_stopped import stopped_figures
@@ -38,7 +38,7 @@ def parts(quick: bool) -> tuple[dict[str, Part], dict[str, Part]]:
         for engine in (WEBDAV, S3):
             found[f"{engine.name}_{size}mib"] = partial(object_figures, engine=engine, nbytes=size * MIB)
     found["stopped"] = partial(stopped_figures, chunk_bytes=MIB)
-    beside: dict[str, Part] = {  # no targets of their own; they explain the others
+    beside: dict[str, Part] = {  # without targets; they explain the other figures
         "redis_8mib_fresh": partial(fresh_figures, nbytes=8 * MIB),
         "redis_8mib_one_writer": partial(one_writer_figures, nbytes=8 * MIB),
         "stopped_64kib": partial(stopped_figures, chunk_bytes=64 * 1024, suffix="_64kib"),
@@ -47,7 +47,7 @@ def parts(quick: bool) -> tuple[dict[str, Part], dict[str, Part]]:
 
 
 def markdown(figures: Sequence[Figure]) -> str:
-    """Tables for docs/design/benchmarks.md: of what has a speed, and of the rest."""
+    """Return the tables for docs/design/benchmarks.md: figures with a speed, and the rest."""
     fast = [each for each in figures if "how" in each.runs]
     rest = [each for each in figures if "how" not in each.runs]
     tables = [_table(_HEADS, [_speeds(each) for each in fast])] if fast else []
@@ -94,7 +94,7 @@ def _numbers(value: object) -> list[float]:
 
 
 def main() -> int:
-    """Reads the command line, measures and prints. Exit code 2: nothing can be measured here."""
+    """Read the command line, measure and print. Exit code 2: nothing can be measured on this machine."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -103,19 +103,21 @@ def main() -> int:
     form.add_argument("--markdown", action="store_true", help="print tables for docs/design/benchmarks.md")
     parser.add_argument("--quick", action="store_true", help="8 MiB only, fewer rounds, less memory")
     parser.add_argument("--only", default="", help="some of the parts, as in --only redis_8mib,stopped")
-    parser.add_argument("--shm-dir", type=Path, default=Path("/dev/shm"), help="where the servers' files lie")
+    parser.add_argument(
+        "--shm-dir", type=Path, default=Path("/dev/shm"), help="directory of the servers' files"
+    )
     options = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parents[1]))  # testbed.servers starts the servers
     os.environ["TMPDIR"] = tempfile.tempdir = str(options.shm_dir)
     counted, beside = parts(options.quick)
     wanted = set(filter(None, options.only.split(",")))
     if wanted - {*counted, *beside}:
-        parser.error(f"--only knows {', '.join([*counted, *beside])}")
+        parser.error(f"--only accepts {', '.join([*counted, *beside])}")
     plan = Plan(3 if options.quick else 9, options.quick, 1, options.shm_dir, options.shm_dir)
     figures = measure(plan, counted, wanted)
     others = [replace(each, target=None) for each in measure(plan, beside, wanted)]
     if not figures and not others:
-        say("nothing that was asked for can be measured here")
+        say("none of the requested parts can be measured on this machine")
         return 2
     if options.markdown:
         print(markdown([*figures, *others]))

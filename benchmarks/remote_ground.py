@@ -1,4 +1,4 @@
-"""What the benchmarks of remote tiers stand on: entrants that count processor time, turns, figures, servers."""
+"""Common parts of the benchmarks of remote tiers: entrants that count processor time, turns, figures, servers."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from pagoda.tiers.remote.remote_tier import RemoteTier
 from pagoda.tiers.remote.socket_keepalive import IDLE_SECONDS
 from pagoda.tiers.remote.store_client import PutResult, StoreClient, StoreConnection
 
-CONNECTIONS = 4  # of a tier, as configured by default
+CONNECTIONS = 4  # of a tier by default
 PATIENCE_SECONDS = 60.0
 Move = Callable[[int, bytes, Bytes], None]  # the number of a chunk, its key, its bytes
-ROOM_TURNS = 4  # what a store that evicts has room for
+ROOM_TURNS = 4  # capacity of a store that evicts
 Made = Callable[[str, str, str, float | None], Figure]  # of key, candidate, limit, target
 
 
 @dataclass
 class Entrant:
-    """One side of a race; counts the processor time of this process and of the server while it has its turn."""
+    """One side of a race; counts the processor time of this process and of the server during its turns."""
 
     step: Step
     pid: int  # of the server
@@ -48,7 +48,7 @@ class Entrant:
         self.calls += 1
 
     def cpu(self, turn_bytes: int) -> dict[str, float]:
-        """Processor seconds for 10^9 bytes."""
+        """Return processor seconds for 10^9 bytes."""
         moved = self.calls * turn_bytes / 1e9
         return {
             "client": round(self.client_seconds / moved, 3),
@@ -57,9 +57,9 @@ class Entrant:
 
 
 class Turns:
-    """Chunks of one size in memory that is cycled through, `turn` of them a step of a race.
+    """Chunks of one size; a race cycles through their memory, `turn` of them a step.
 
-    Every chunk that is ever put has a key of its own, so that no put finds it there.
+    Every put has a new key, so that no put finds its chunk already stored.
     """
 
     def __init__(self, plan: Plan, chunk_bytes: int, turn_bytes: int) -> None:
@@ -69,25 +69,25 @@ class Turns:
         self.rounds = plan.rounds
         self.kept = (
             plan.rounds + 1 + ROOM_TURNS
-        )  # the first turn to be got; before: raced ones, those that fill
+        )  # the first turn that is read; before it: raced turns, turns that fill
         self.keys = keys_of("remote", self.turn * (self.kept + 2))
         self.sources = pieces(chunk_bytes, 2 * self.turn, 1)
         self.slots = pieces(chunk_bytes, 2 * self.turn, 2)
 
     def numbers(self, number: int) -> range:
-        """The chunks of the turn of that number."""
+        """Return the chunks of a turn."""
         return range(number * self.turn, (number + 1) * self.turn)
 
     def source(self, chunk: int) -> Bytes:
-        """The bytes to put."""
+        """Return the bytes to put."""
         return self.sources[chunk % len(self.sources)]
 
     def slot(self, chunk: int) -> Bytes:
-        """Where to get them."""
+        """Return the destination of a get."""
         return self.slots[chunk % len(self.slots)]
 
     def putting(self, put: Move) -> Step:
-        """A step that puts one turn, chunk by chunk."""
+        """Return a step that puts one turn, chunk by chunk."""
 
         def step(number: int) -> None:
             for chunk in self.numbers(number):
@@ -96,7 +96,7 @@ class Turns:
         return step
 
     def getting(self, get: Move) -> Step:
-        """A step that gets one of the two turns that are kept, chunk by chunk."""
+        """Return a step that gets one of the two kept turns, chunk by chunk."""
 
         def step(number: int) -> None:
             for chunk in self.numbers(self.kept + number % 2):
@@ -105,18 +105,18 @@ class Turns:
         return step
 
     def proven(self, name: str, step: Step) -> None:
-        """Raises RuntimeError if what `step` gets is not what was put."""
+        """Raise RuntimeError if `step` gets other bytes than were put."""
         for number in (0, 1):
             for slot in self.slots:
                 slot[:] = 0
             step(number)
             wanted = self.numbers(self.kept + number)
             if not all(np.array_equal(self.slot(chunk), self.source(chunk)) for chunk in wanted):
-                raise RuntimeError(f"{name}: the bytes that came back are wrong")
+                raise RuntimeError(f"{name}: the returned bytes are wrong")
 
 
 class LinkMoves:
-    """Puts and gets of chunks through one StoreConnection, a new one after a long turn of others. Single-threaded."""
+    """Put and get chunks through one StoreConnection; reconnect after a long turn of others. Single-threaded."""
 
     def __init__(self, remote: StoreClient) -> None:
         self._remote = remote
@@ -132,23 +132,23 @@ class LinkMoves:
         return self._connection
 
     def put(self, _: int, key: bytes, source: Bytes) -> None:
-        """One chunk that was not there."""
+        """Put a chunk that is not in the store."""
         done = self._ready().put(NAMESPACE.root, key, self._page, source, _always, _until())
         if done is not PutResult.STORED:
             raise RuntimeError(f"a chunk was not stored: {done}")
 
     def get(self, _: int, key: bytes, slot: Bytes) -> None:
-        """One chunk that is there."""
+        """Get a chunk that is in the store."""
         if self._ready().get(NAMESPACE.root, key, self._page, lambda: slot, _until()) != slot.nbytes:
-            raise RuntimeError("a chunk was not there")
+            raise RuntimeError("a chunk was not found")
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Close the connection."""
         self._connection.close()
 
 
 class TierMoves:
-    """Saves and verified loads of whole turns through a RemoteTier."""
+    """Save and load whole turns through a RemoteTier, with verification."""
 
     def __init__(self, turns: Turns, remote: StoreClient, connections: int = CONNECTIONS) -> None:
         layout = KVLayout.opaque(256, turns.chunk_bytes, "benchmark")
@@ -164,7 +164,7 @@ class TierMoves:
         self.how = f"{connections} connections"
 
     def save(self, number: int) -> None:
-        """Saves one turn and waits until all of it is there."""
+        """Save one turn and wait until all of it is stored."""
         chunks = [
             Chunk(self._turns.keys[chunk], place, 256, self._turns.source(chunk), None, _always)
             for place, chunk in enumerate(self._turns.numbers(number))
@@ -174,7 +174,7 @@ class TierMoves:
                 raise RuntimeError(f"a chunk was not saved: {done.reason}")
 
     def load(self, number: int) -> None:
-        """Loads one of the two turns that are kept and waits until every byte is verified."""
+        """Load one of the two kept turns and wait until every byte is verified."""
         chunks = self._turns.numbers(self._turns.kept + number % 2)
         keys, slots = [self._turns.keys[i] for i in chunks], [self._turns.slot(i) for i in chunks]
         for future in self.tier.load(keys, slots, namespace=NAMESPACE.root):
@@ -182,22 +182,22 @@ class TierMoves:
                 raise RuntimeError(f"a chunk was not loaded: {done.reason}")
 
     def close(self) -> None:
-        """Ends the threads and connections."""
+        """End the threads and connections."""
         self.tier.close()
 
 
 class Side(NamedTuple):
-    """Who can put a turn and get one of the two kept ones, and how it does."""
+    """An entrant: how it puts a turn and gets one of the two kept turns."""
 
     put: Step
     get: Step
     pid: int  # of the process on the other end
     how: str
-    fill: Step | None = None  # puts a turn as those would who have been there before; None: as `put`
+    fill: Step | None = None  # puts a turn as earlier users of the store would; None: same as `put`
 
 
 def link_side(stack: ExitStack, turns: Turns, remote: StoreClient, pid: int) -> Side:
-    """One StoreConnection, to a store that has been filled by as many connections at once as a tier has."""
+    """Return one StoreConnection, to a store that was filled by as many parallel connections as a tier has."""
     moves = [stack.enter_context(closing(LinkMoves(remote))) for _ in range(CONNECTIONS)]
     threads = stack.enter_context(ThreadPoolExecutor(CONNECTIONS))
 
@@ -213,13 +213,13 @@ def link_side(stack: ExitStack, turns: Turns, remote: StoreClient, pid: int) -> 
 
 
 def tier_side(stack: ExitStack, turns: Turns, remote: StoreClient, pid: int) -> Side:
-    """A whole RemoteTier."""
+    """Return a complete RemoteTier."""
     moves = stack.enter_context(closing(TierMoves(turns, remote)))
     return Side(moves.save, moves.load, pid, moves.how)
 
 
 def socket_side(stack: ExitStack, turns: Turns) -> Side:
-    """A bare socket to a second process, which keeps nothing."""
+    """Return a bare socket to a second process, which keeps nothing."""
     pair = stack.enter_context(SocketPair())
     put = turns.putting(lambda _, __, source: pair.put(source))
     return Side(put, turns.getting(lambda _, __, slot: pair.get(slot)), pair.pid, pair.threads)
@@ -236,10 +236,10 @@ def both_ways(
     empty: Callable[[], None],
     figures: Figures,
 ) -> list[Figure]:
-    """Races the puts, `before` each round of which is called, untimed; then gets, of what emptied stores were given."""
+    """Race the puts, with an untimed call of `before` before each round; then race gets from newly filled stores."""
     found = raced_puts(turns, sides, before, figures)
     empty()
-    with ExitStack() as stack:  # anew: who remembers what it has put would not put it again
+    with ExitStack() as stack:  # new sides: a tier that remembers its puts would not put the same chunk again
         field = sides(stack)
         for name, each in field.items():
             if name != "socket":
@@ -251,7 +251,7 @@ def both_ways(
 
 
 def raced_puts(turns: Turns, sides: Field, before: Callable[[], None], figures: Figures) -> list[Figure]:
-    """Races the puts, after as many turns as fill a store that has room for ROOM_TURNS."""
+    """Race the puts, after enough turns to fill a store with a capacity of ROOM_TURNS."""
     with ExitStack() as stack:
         field = sides(stack)
         for number in range(turns.rounds + 1, turns.kept):
@@ -263,7 +263,7 @@ def raced_puts(turns: Turns, sides: Field, before: Callable[[], None], figures: 
 
 
 def contest(turns: Turns, entrants: Mapping[str, Entrant], before: Callable[[], None] | None = None) -> Made:
-    """Races the entrants; what is returned makes figures of it."""
+    """Race the entrants; return a function that makes figures from the rounds."""
     runs: Runs = race(entrants, turns.rounds, before=before)
 
     def figure(key: str, candidate: str, limit: str, target: float | None) -> Figure:

@@ -1,11 +1,11 @@
 """Time to first token with a remote hit over slow links: `.venv/bin/python benchmarks/remote_links.py [--json]`.
 
 An engine and a Redis in two network namespaces, joined by a cable that `tc ... tbf` shapes; needs root and iproute2.
-For each link, in rounds that give everybody a turn: the prompt computed, loaded from Redis into an empty host tier
-(with each codec), and served by a cache whose worth-it rule chooses. Beside it a bare socket moves as many bytes over
-the same link: "of that" is the share of its speed at which the KV came (more than 1 where a codec sends fewer bytes).
+For each link, in rounds with a turn for each entrant: the prompt computed, loaded from Redis into an empty host tier
+(with each codec), and served by a cache whose worth-it rule chooses. For comparison a bare socket moves as many bytes
+over the same link: "of that" is the speed of the KV as a share of it (more than 1 where a codec sends fewer bytes).
 The rule tries a tier again when its measurement is a minute old, so it does not compute in every round of a slow link.
-`--markdown` prints the table in Markdown; `--quick` does fewer rounds. Only numbers of one run compare.
+`--markdown` prints the table in Markdown; `--quick` does fewer rounds. Compare only numbers of the same run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LINKS: dict[str, float | None] = {
     "unshaped": None,
 }
 ANSWER_SECONDS = 900.0
-# one that has the work of a model for its KV, and one with so little work for so much KV that computing has a chance
+# one with the usual work for its KV, and one with so little work for its KV that computing may be faster
 MODELS = (
     Model("70M", 768, 9, 2048, heads=12, kv_heads=12, head_dim=64, document_tokens=1024, chunk_tokens=256),
     Model("wide", 64, 8, 128, heads=4, kv_heads=4, head_dim=128, document_tokens=1024, chunk_tokens=256),
@@ -61,37 +61,37 @@ class Cell:
     wire_gbit_per_second: float  # of a bare socket over the same link, in the same rounds
     computed_seconds: float
     loaded_seconds: float
-    loaded_vs_computed: float  # median of the ratios within a round
+    loaded_vs_computed: float  # median of the ratio within a round
     rule_seconds: float
     rule_loaded_rounds: int
     rounds: int
-    wire_share: float  # of the bare socket's speed, at which the KV came: without what was left to compute
+    wire_share: float  # of the load, as a share of the bare socket's speed, without the remaining computation
     runs: Runs
     rates: dict[str, float]  # what the rule had measured
 
     @property
     def faster(self) -> str:
-        """Which one was, in this run."""
+        """Return the faster one in this run."""
         return "load" if self.loaded_vs_computed < 1 else "compute"
 
     @property
     def rule(self) -> str:
-        """What the rule chose in most rounds."""
+        """Return the rule's choice in most rounds."""
         return "load" if 2 * self.rule_loaded_rounds > self.rounds else "compute"
 
     @property
     def right(self) -> bool:
-        """Whether the rule chose the faster one, be it by a hair."""
+        """Return whether the rule chose the faster one, even where the difference is tiny."""
         return self.rule == self.faster
 
     @property
     def cost(self) -> float:
-        """What was chosen, as a multiple of the faster one."""
+        """Return the time of the choice as a multiple of the faster one."""
         return 1.0 if self.right else max(self.loaded_vs_computed, 1 / self.loaded_vs_computed)
 
     @property
     def row(self) -> tuple[str, ...]:
-        """As people read it, in the order of TITLE."""
+        """Return the cells of the table's row, in the order of TITLE."""
         chosen = self.rule_loaded_rounds if self.rule == "load" else self.rounds - self.rule_loaded_rounds
         return (
             self.model, self.link, f"{self.wire_gbit_per_second:.2f} Gbit/s", self.codec, f"{self.wire_share:.2f}",
@@ -102,7 +102,7 @@ class Cell:
 
 
 class Engine:
-    """`remote_links_engine.py` in a place; every answer is waited for, but not for ever."""
+    """`remote_links_engine.py` in a namespace; every answer has a deadline."""
 
     def __init__(self, place: Place, address: str, model: Model, shm: Path) -> None:
         task = {"model": asdict(model), "address": address, "shm": str(shm)}
@@ -111,14 +111,14 @@ class Engine:
         self.stored = Stored(**self._answer())
 
     def rounds(self, count: int) -> dict[str, object]:
-        """What the race over the link as it is now came to."""
+        """Race over the link in its present shape and return the result."""
         into: IO[bytes] = self._process.stdin
         into.write(b"%d\n" % count)
         into.flush()
         return self._answer()
 
     def close(self) -> None:
-        """Let it end."""
+        """Close its stdin and wait for its end."""
         self._process.stdin.close()
         self._process.wait(60)
 
@@ -131,7 +131,7 @@ class Engine:
             late.cancel()
         if not line:
             self._process.kill()
-            code = self._process.wait(60)  # -9: by us, if it did not answer in time
+            code = self._process.wait(60)  # -9: we killed it because it did not answer in time
             raise RuntimeError(
                 f"no answer from the engine within {ANSWER_SECONDS:.0f} s: it ended with {code}"
             )
@@ -139,7 +139,7 @@ class Engine:
 
 
 def cells_of(model: str, link: str, answer: dict[str, object], stored: Stored) -> list[Cell]:
-    """One cell a codec."""
+    """Return one cell per codec."""
     runs = answer["runs"]
     wire, computed = runs["wire"], runs["computed"]
     return [
@@ -163,7 +163,7 @@ def cells_of(model: str, link: str, answer: dict[str, object], stored: Stored) -
 
 
 def measured(quick: bool, shm: Path) -> tuple[list[Cell], dict[str, Stored]]:
-    """Every model over every link. Raises NotPermittedError."""
+    """Measure every model over every link. Raise NotPermittedError where namespaces are not permitted."""
     cells: list[Cell] = []
     stored: dict[str, Stored] = {}
     for model in MODELS:
@@ -184,7 +184,7 @@ def measured(quick: bool, shm: Path) -> tuple[list[Cell], dict[str, Stored]]:
 
 @contextmanager
 def ends() -> Iterator[tuple[Place, Cable]]:
-    """Two namespaces: one for an engine, one with a Redis and a bare socket; gone afterwards."""
+    """Open two namespaces: one for an engine, one with a Redis and a bare socket; remove them afterwards."""
     program = shutil.which("redis-server")
     if program is None:
         raise NotPermittedError("redis-server is not installed (Debian, Ubuntu: apt install redis-server)")
@@ -209,7 +209,7 @@ def ends() -> Iterator[tuple[Place, Cable]]:
 
 
 def figures_of(cells: Sequence[Cell]) -> list[Figure]:
-    """Whether the rule is right everywhere, what it costs where not, and what a hit takes against computing."""
+    """Return the figures: whether the rule is always right, the cost where it is not, and hits against computing."""
     right = {f"{cell.model}, {cell.link}, {cell.codec}": cell.right for cell in cells}
     cost, worst = max((cell.cost, f"{cell.model}, {cell.link}, {cell.codec}") for cell in cells)
     note = f"{sum(right.values())} of {len(right)} choices are the faster one"
@@ -229,7 +229,7 @@ def figures_of(cells: Sequence[Cell]) -> list[Figure]:
 
 
 def described(stored: dict[str, Stored]) -> list[str]:
-    """What was measured, in plain words."""
+    """Describe in plain words what was measured."""
     lines = []
     for name, each in stored.items():
         sizes = ", ".join(f"{nbytes / 1e6:.0f} MB as {codec}" for codec, nbytes in each.redis_bytes.items())
@@ -243,7 +243,7 @@ def described(stored: dict[str, Stored]) -> list[str]:
 
 
 def table(cells: Sequence[Cell], markdown: bool) -> str:
-    """All cells, a row each."""
+    """Format all cells, one row each."""
     rows = [TITLE, *(cell.row for cell in cells)]
     if markdown:
         rows.insert(1, ("---",) * len(TITLE))
@@ -255,7 +255,7 @@ def table(cells: Sequence[Cell], markdown: bool) -> str:
 
 
 def main() -> int:
-    """Measures and prints. Exit code 2: not permitted here."""
+    """Measure and print. Exit code 2: not permitted on this machine."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--quick", action="store_true", help="fewer rounds")

@@ -1,8 +1,8 @@
-"""The two ends of a link that `remote_links.py` shapes, each a process in a network namespace of its own.
+"""The two ends of a link that `remote_links.py` shapes, each a process in a separate network namespace.
 
-`serve ADDRESS` is a bare socket that sends what it is asked for. `engine JSON` is a Transformers model with an empty
-host tier in front of a Redis at the other end; it stores one prompt, and then is asked for its first token in turns.
-One JSON object a line each way; it ends with its stdin.
+`serve ADDRESS` is a bare socket that sends as many bytes as requested. `engine JSON` is a Transformers model with an
+empty host tier above a Redis at the other end; it stores one prompt and then computes its first token in turns.
+Requests and answers are one JSON object a line; it ends with its stdin.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PATIENCE_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Model:
-    """A Llama of random weights in fp32, and the prompt that it is asked."""
+    """A Llama with random weights in fp32, and its prompt."""
 
     name: str
     hidden: int
@@ -59,7 +59,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Stored:
-    """What lies in the store."""
+    """The contents of the store."""
 
     parameters: int
     reused_tokens: int
@@ -76,24 +76,24 @@ class _Model(Protocol):
 
 
 class Wire:
-    """The limit of the link: one connection that nothing but bytes pass through. One turn at a time."""
+    """The limit of the link: one connection without any protocol. One turn at a time."""
 
     def __init__(self, address: str, nbytes: int) -> None:
         self._into = touched(nbytes).data
         self._link = socket.create_connection((address, RAW_PORT), timeout=PATIENCE_SECONDS)
 
     def step(self, _: int) -> None:
-        """As many bytes as the KV of the prompt has."""
+        """Receive as many bytes as the KV of the prompt has."""
         self._link.sendall(len(self._into).to_bytes(8, "big"))
         receive(self._link, self._into)
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Close the connection."""
         self._link.close()
 
 
 class Reader:
-    """The model in front of a host tier, emptied before each round, and the store. One turn at a time."""
+    """The model with a host tier, which is emptied before each round, and the store. One turn at a time."""
 
     def __init__(self, engine: Engine, codec: str, root: Path, worth_it: bool) -> None:
         self._engine = engine
@@ -106,33 +106,33 @@ class Reader:
         self.cache = Cache(config, namespace=engine.namespace, layout=engine.layout, tiers=tiers)
         self.cached = CachedModel(engine.model, cache=self.cache)
         self.loaded: list[bool] = []
-        self.load_seconds: list[float] = []  # of those turns, without what was left to compute
+        self.load_seconds: list[float] = []  # of those turns, without the remaining computation
 
     def empty(self) -> None:
-        """Forget what the host tier has."""
+        """Clear the host tier."""
         self._host.clear(self.cache.namespace.root)
 
     def step(self, _: int) -> None:
-        """Time to the first token; notes whether it came from the store."""
+        """Compute the first token; note whether the KV came from the store."""
         out = self.cached.generate(self._engine.ids, store=False, max_new_tokens=1, do_sample=False)
         assert self.cached.last is not None
         hit = self.cached.last.hit
         if hit.by_tier not in ({}, {"redis": self._engine.reused_tokens}):
-            raise RuntimeError(f"neither all nor nothing came from the store: {hit}")
+            raise RuntimeError(f"only a part came from the store: {hit}")
         if not hit.by_tier and hit.reason != "not_worth_it":
             raise RuntimeError(f"no hit: {hit}")
         if out[0, -1].item() != self._engine.first_token:
-            raise RuntimeError("another first token than without a cache")
+            raise RuntimeError("the first token differs from that without a cache")
         self.loaded.append(bool(hit.by_tier))
         self.load_seconds.append(self.cached.last.seconds)
 
     def close(self) -> None:
-        """Ends the cache and its tiers."""
+        """Close the cache and its tiers."""
         self.cache.close()
 
 
 class Engine:
-    """A model, its prompt, and where the store is. One turn at a time."""
+    """A model, its prompt, and the address of the store. One turn at a time."""
 
     def __init__(self, model: Model, address: str) -> None:
         import torch
@@ -148,7 +148,7 @@ class Engine:
         self._rules: list[Reader] = []
 
     def remote(self, codec: str) -> RemoteTier:
-        """The store, with other names for each codec."""
+        """Return a tier of the store, with a separate prefix for each codec."""
         remote = RedisClient(f"redis://{self._address}:{REDIS_PORT}/0", prefix=f"links-{codec}")
         patience = {
             "deadline_seconds": PATIENCE_SECONDS,
@@ -157,7 +157,7 @@ class Engine:
         return RemoteTier(self.layout, remote, codec=codec, **patience)
 
     def compute(self, _: int) -> None:
-        """Time to the first token without a cache; the worth-it rules are told, as a connector tells them."""
+        """Compute the first token without a cache; report the time to the worth-it rules, as a connector does."""
         began = time.perf_counter()
         mask = self.ids.new_ones(self.ids.shape)
         out = self.model.generate(self.ids, attention_mask=mask, max_new_tokens=1, do_sample=False)
@@ -184,7 +184,7 @@ class Engine:
         return Stored(parameters, self.reused_tokens, self.kv_bytes, self.layout.chunk_bytes, used)
 
     def rounds(self, count: int, root: Path) -> dict[str, object]:
-        """Race computing, loading and the rule, over the link as it is now; new caches, which have measured nothing."""
+        """Race computing, loading and the rule over the present link, with new caches that have no measurements."""
         with ExitStack() as opened:
             wire = opened.enter_context(_closing(Wire(self._address, self.kv_bytes)))
             always = {codec: opened.enter_context(_reader(self, codec, root, False)) for codec in CODECS}
@@ -207,7 +207,7 @@ class Engine:
 
 
 def serve(address: str) -> None:
-    """Sends as many bytes as an 8-byte number asks for, connection after connection."""
+    """Send as many bytes as each 8-byte number requests, on every connection."""
     memory = touched(256 * MIB, 9).data
     with socket.create_server((address, RAW_PORT)) as listener:
         print("ready", flush=True)
@@ -231,7 +231,7 @@ def _sends(link: socket.socket, memory: memoryview) -> None:
 
 
 def engine(given: str, lines: Sequence[str]) -> None:
-    """Stores, says what; then, for each line that says how many rounds, races."""
+    """Store the prompt and report its size; then race for each line, which has the number of rounds."""
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # libraries print too
     task = json.loads(given)
@@ -270,7 +270,7 @@ def _built(model: Model) -> _Model:
         head_dim=model.head_dim, max_position_embeddings=16384, initializer_range=0.08, bos_token_id=None,
         eos_token_id=None, pad_token_id=None,
     )  # fmt: skip
-    torch.set_num_threads(1)  # two would wait for each other whenever the machine is busy, and for the server
+    torch.set_num_threads(1)  # on a busy machine two threads would wait for each other and for the server
     torch.manual_seed(0)
     built: _Model = transformers.LlamaForCausalLM(config).eval()
     return built

@@ -1,4 +1,4 @@
-"""Chunks to and from object stores (an S3 server, WebDAV): our link and the whole tier against obstore and a socket."""
+"""Race chunks to and from object stores (S3, WebDAV): our link and the whole tier against obstore and a socket."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Engine:
     plain: Callable[[Server], ObjectStore]
     clear: Callable[[Server, ObjectStore], None]
     turn_bytes: int
-    multipart: bool | None  # as obstore decides (None: above 5 MiB), or as the server is able to
+    multipart: bool | None  # None: as obstore decides (above 5 MiB); otherwise what the server supports
 
 
 _ANYBODY = {"access_key_id": "any", "secret_access_key": "any", "region": "us-east-1"}
@@ -86,25 +86,25 @@ WEBDAV = Engine(
 
 
 class PlainObjects:
-    """obstore as one would use it: a chunk is an object of `bytes`."""
+    """obstore in plain use: a chunk is an object of `bytes`."""
 
     def __init__(self, store: ObjectStore, multipart: bool | None) -> None:
         self.store, self.multipart = store, multipart
         self.how = f"obstore {obstore.__version__}, 1 call"
 
     def put(self, _: int, key: bytes, source: Bytes) -> None:
-        """One put of a copy as bytes."""
+        """Put a copy as `bytes`."""
         obstore.put(self.store, f"plain/{key.hex()}", source.tobytes(), use_multipart=self.multipart)
 
     def get(self, _: int, key: bytes, slot: Bytes) -> None:
-        """One get, and a copy to where it is wanted."""
+        """Get, and copy to the destination."""
         slot[:] = np.frombuffer(obstore.get(self.store, f"plain/{key.hex()}").bytes(), np.uint8)
 
 
 def object_figures(plan: Plan, engine: Engine, nbytes: int) -> list[Figure]:
-    """Puts and gets of chunks of `nbytes`."""
+    """Race puts and gets of chunks of `nbytes`."""
     if missing := lacking(*engine.needs):
-        say(f"{missing}; the figures of {engine.name} are left out")
+        say(f"{missing}; the figures of {engine.name} are skipped")
         return []
     turns = Turns(plan, nbytes, min(engine.turn_bytes, 32 * MIB) if plan.quick else engine.turn_bytes)
     with engine.serve() as server:

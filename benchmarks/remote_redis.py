@@ -1,4 +1,4 @@
-"""Chunks to and from a real Redis: our link and the whole tier against a bare loop, a bare socket and redis-py."""
+"""Race chunks to and from a real Redis: our link and the whole tier against a bare loop, a bare socket and redis-py."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SIDES = ("link", "tier", "raw", PLAIN)
 
 
 class PlainRedis:
-    """redis-py as one would use it: a chunk is a string; with hiredis if that is installed."""
+    """redis-py in plain use: a chunk is a string; with hiredis if that is installed."""
 
     def __init__(self, url: str) -> None:
         self.client = redis.Redis.from_url(url)
@@ -48,14 +48,14 @@ class PlainRedis:
         self.client.set(key, source.data)
 
     def get(self, _: int, key: bytes, slot: Bytes) -> None:
-        """GET, and a copy to where it is wanted."""
+        """GET, and copy to the destination."""
         slot[:] = np.frombuffer(self.client.get(key), np.uint8)
 
 
 def redis_figures(plan: Plan, nbytes: int) -> list[Figure]:
-    """Puts and gets of chunks of `nbytes`, into servers that are full and evict.
+    """Race puts and gets of chunks of `nbytes`, with servers that are full and evict.
 
-    Each side has a Redis of its own, so that nobody gets memory that another has warmed or scattered.
+    Each side has a separate Redis, so that no side gets memory that another has warmed or fragmented.
     """
     with _field(plan, nbytes) as field:
         if field is None:
@@ -65,7 +65,7 @@ def redis_figures(plan: Plan, nbytes: int) -> list[Figure]:
 
 
 def fresh_figures(plan: Plan, nbytes: int) -> list[Figure]:
-    """Puts into servers that are empty and take every page anew from the system."""
+    """Race puts into servers that are empty and take every page from the system."""
     with _field(plan, nbytes) as field:
         if field is None:
             return []
@@ -74,7 +74,7 @@ def fresh_figures(plan: Plan, nbytes: int) -> list[Figure]:
 
 
 def one_writer_figures(plan: Plan, nbytes: int) -> list[Figure]:
-    """Puts into servers that are full of what one connection alone has put, one chunk after the other."""
+    """Race puts into servers that a single connection has filled, one chunk after the other."""
     with _field(plan, nbytes) as field:
         if field is None:
             return []
@@ -86,18 +86,18 @@ def one_writer_figures(plan: Plan, nbytes: int) -> list[Figure]:
 
 
 class Field:
-    """The servers, full after ROOM_TURNS turns, and who races on them."""
+    """The servers, full after ROOM_TURNS turns, and the entrants of the race."""
 
     def __init__(self, turns: Turns, servers: Mapping[str, Server]) -> None:
         self.turns, self._servers = turns, servers
 
     def empty(self) -> None:
-        """All servers are empty and have given their memory back to the system."""
+        """Empty all servers; they return their memory to the system."""
         for server in self._servers.values():
             redis.Redis.from_url(server.url).flushall()
 
     def sides(self, stack: ExitStack) -> dict[str, Side]:
-        """Everybody, connected anew."""
+        """Return all entrants, with new connections."""
         turns, servers = self.turns, self._servers
         urls = {name: server.url for name, server in servers.items()}
         pids = {name: server.pid for name, server in servers.items()}
@@ -117,7 +117,7 @@ class Field:
 @contextmanager
 def _field(plan: Plan, nbytes: int) -> Iterator[Field | None]:
     if missing := lacking("redis-server"):
-        say(f"{missing}; its figures are left out")
+        say(f"{missing}; its figures are skipped")
         yield None
         return
     turns = Turns(plan, nbytes, (32 if plan.quick else 128) * MIB)
@@ -129,7 +129,8 @@ def _field(plan: Plan, nbytes: int) -> Iterator[Field | None]:
 
 
 def _rest() -> None:
-    time.sleep(1.1)  # the clock of LRU ticks once a second: nobody evicts what he has just put
+    # Redis' LRU clock ticks once a second: without the wait a server might evict the newest chunks
+    time.sleep(1.1)
 
 
 def _figures(size: str, verb: str, made: Made) -> list[Figure]:

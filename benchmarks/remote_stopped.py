@@ -1,4 +1,4 @@
-"""What a remote tier costs a request: `Cache.retrieve` with one that is stopped (or well) against none at all."""
+"""The cost of a remote tier for a request: `Cache.retrieve` with a stopped (or healthy) one against none."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from pagoda.tiers.remote.remote_tier import RemoteTier
 from pagoda.transfer import BlockKV
 from testbed.servers import lacking, redis_server
 
-CHUNKS = 16  # of a prompt in host memory; as many follow that are nowhere
+CHUNKS = 16  # of a prompt in host memory; as many more are not stored
 PROMPTS = 8
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts whose first half is in host memory, and a place for one of them. Single-threaded."""
+    """Prompts whose first half is in host memory, and a destination for one of them. Single-threaded."""
 
     layout: KVLayout
     kv: BlockKV
-    seconds: dict[str, list[float]]  # of each call, by who was asked
+    seconds: dict[str, list[float]]  # of each call, by cache
 
     def store(self, cache: Cache) -> None:
-        """The first half of every prompt."""
+        """Store the first half of every prompt."""
         for number in range(PROMPTS):
             if cache.store(tokens_of(number, CHUNKS), self.kv).num_chunks != CHUNKS:
                 raise RuntimeError("not all was stored")
 
     def retrieve(self, name: str, cache: Cache, number: int) -> None:
-        """A whole prompt, half of which is found."""
+        """Retrieve a whole prompt; half of it is found."""
         began = time.perf_counter()
         hit = cache.retrieve(tokens_of(number % PROMPTS, 2 * CHUNKS), self.kv)
         self.seconds[name].append(time.perf_counter() - began)
@@ -62,9 +62,9 @@ def _opened(plan: Plan, layout: KVLayout, below: Sequence[Tier] = ()) -> Iterato
 
 
 def stopped_figures(plan: Plan, chunk_bytes: int, suffix: str = "") -> list[Figure]:
-    """A remote that is well, then one that is stopped (SIGSTOP) and whose breaker is open, each against none."""
+    """Race a healthy remote, then a stopped one (SIGSTOP) whose breaker is open, each against none."""
     if missing := lacking("redis-server"):
-        say(f"{missing}; its figures are left out")
+        say(f"{missing}; its figures are skipped")
         return []
     layout = KVLayout.opaque(CHUNK_TOKENS, chunk_bytes, "benchmark")
     place = pieces(chunk_bytes, 2 * CHUNKS, 1)
@@ -82,14 +82,14 @@ def stopped_figures(plan: Plan, chunk_bytes: int, suffix: str = "") -> list[Figu
                 key = f"retrieve_with_stopped_remote_vs_none{suffix}"
                 stopped = _figure(plan, key, None if suffix else 1.1, none, remote, whole, layout)
                 if not tier.resting:
-                    raise RuntimeError("the breaker has closed again")
+                    raise RuntimeError("the breaker has closed")
             finally:
                 server.cont()
     return [stopped, well]
 
 
 def _rest(cache: Cache, tier: RemoteTier, kv: BlockKV) -> None:
-    """Asks for what nobody has until the breaker opens."""
+    """Ask for chunks that no tier has until the breaker opens."""
     until = time.monotonic() + PATIENCE_SECONDS
     number = PROMPTS
     while not tier.resting:

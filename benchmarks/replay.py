@@ -1,8 +1,8 @@
-"""The real cache against the simulator: `python benchmarks/replay.py [--json] [--trace FILE] [--host N] [--disk N]`.
+"""The real cache against the simulator: `python benchmarks/replay.py [--json] [--trace NAME] [--host N] [--disk N]`.
 
-Plays traces through `pagoda.Cache` with tiny chunks, in the time of the trace, and through `pagoda replay`'s simulator
-with as many slots. Host tiers that are smaller than a prompt, over one disk tier: their hit rate is to be that of the
-simulator, and no less than that of the disk tier alone. Exit code 1 if it is not.
+Replays traces with `pagoda.Cache` and tiny chunks, on the clock of the trace, and with the simulator of `pagoda replay`
+and as many slots. Host tiers that are smaller than a prompt, over one disk tier, must reach the hit rate of the
+simulator, and at least that of the disk tier alone. Exit code 1 if one does not.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _GIB_64_MIB = 16  # chunks of 64 MiB (llama-3-8b, 512 tokens) in a GiB
 
 @dataclass(frozen=True)
 class Row:
-    """What one pair of tiers (in chunks; host 0: the disk tier alone) made of one trace, in so many runs.
+    """The results of one trace with one pair of tiers (in chunks; host 0: the disk tier alone), of one or more runs.
 
-    Each run gives the chunks other keys. What a policy learns is sensitive: one run says little of a tenth of a point.
+    Each run has other keys. Learning policies are sensitive to that, so one run does not resolve a tenth of a point.
     """
 
     trace: str
@@ -59,22 +59,22 @@ class Row:
 
     @property
     def apart(self) -> float:
-        """By how many points the cache is ahead of the simulator."""
+        """Return by how many points the cache is ahead of the simulator."""
         return 100 * (mean(self.hit_rates) - mean(self.simulated))
 
     @property
     def over_alone(self) -> float:
-        """By how many points it is ahead of the disk tier alone."""
+        """Return by how many points the cache is ahead of the disk tier alone."""
         return 100 * (mean(self.hit_rates) - mean(self.alone))
 
     @property
     def ok(self) -> bool:
-        """Whether both bars are met."""
+        """Return whether both targets are met."""
         return abs(self.apart) <= _MOST_APART and self.over_alone >= -_MOST_WORSE
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """As people write it."""
+        """Return the cells of the table's row."""
         rates = (f"{100 * mean(self.hit_rates):.3f} %", f"{100 * mean(self.simulated):.3f} %")
         over = f"{self.over_alone:+.3f}" if self.host_chunks else ""
         sizes = (f"{self.requests:,}", f"{self.host_chunks:,}", f"{self.disk_chunks:,}")
@@ -84,7 +84,7 @@ class Row:
 def rows(
     trace: str, runs: Sequence[Sequence[Request]], hosts: Sequence[int], disk: int, policy: str
 ) -> Iterator[Row]:
-    """The disk tier alone, then below each of the host tiers."""
+    """Replay with the disk tier alone, then with each of the host tiers above it."""
     alone: list[float] = []
     for host in (0, *hosts):
         specs = [TierSpec("host", host, policy)] if host else []
@@ -106,7 +106,7 @@ def rows(
 def _live(
     requests: Sequence[Request], host: int, disk: int, policy: str
 ) -> tuple[float, dict[str, float], dict[str, int]]:
-    """The real cache: its hit rate, that of each tier, and what was dropped."""
+    """Replay with the real cache; return its hit rate, that of each tier, and the number of drops by reason."""
     from testbed.live_cache import CHUNK, Live
 
     with tempfile.TemporaryDirectory(prefix="pagoda-bench-", dir="/dev/shm") as root:
@@ -119,27 +119,35 @@ def _live(
 
 
 def renamed(requests: Sequence[Request], run: int) -> list[Request]:
-    """The same requests with other ids, and so with other keys."""
+    """Return the same requests with other ids, and therefore other keys."""
     return [each._replace(hash_ids=tuple(one + (run << 44) for one in each.hash_ids)) for each in requests]
 
 
 def main() -> int:
-    """Read the command line, play and print."""
+    """Read the command line, replay and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print one JSON object")
     form.add_argument("--markdown", action="store_true", help="print a table for docs/design/benchmarks.md")
     parser.add_argument("--traces", type=Path, default=TRACES, help="directory of mooncake_*.jsonl")
     parser.add_argument(
-        "--trace", nargs="+", help="names of traces there (default: all; else the shipped sample)"
+        "--trace",
+        nargs="+",
+        help="names of traces in --traces (default: all; without any, the shipped sample)",
     )
     parser.add_argument(
-        "--host", type=int, nargs="+", default=[2 * _GIB_64_MIB, 4 * _GIB_64_MIB, 8 * _GIB_64_MIB]
+        "--host",
+        type=int,
+        nargs="+",
+        default=[2 * _GIB_64_MIB, 4 * _GIB_64_MIB, 8 * _GIB_64_MIB],
+        help="sizes of the host tier in chunks",
     )
-    parser.add_argument("--disk", type=int, default=120 * _GIB_64_MIB, help="chunks, as those of --host")
+    parser.add_argument("--disk", type=int, default=120 * _GIB_64_MIB, help="size of the disk tier in chunks")
     parser.add_argument("--policy", default="hindsight")
-    parser.add_argument("--requests", type=int, help="only so many of each trace")
-    parser.add_argument("--runs", type=int, default=1, help="of each, with other keys; the mean counts")
+    parser.add_argument("--requests", type=int, help="use only the first N requests of each trace")
+    parser.add_argument(
+        "--runs", type=int, default=1, help="runs of each trace, with other keys; the result is their mean"
+    )
     parser.add_argument("--quick", action="store_true", help="300 requests")
     options = parser.parse_args()
     sys.path.append(str(Path(__file__).parents[1]))  # testbed.live_cache drives the cache

@@ -1,7 +1,7 @@
-"""Streams of requests that were made up, for tests and benchmarks of policies: what engines are asked, and worse.
+"""Generated streams of requests for tests and benchmarks of policies: typical requests to engines, and harder ones.
 
-Each generator returns a list of `Request` in order of time, the same one for the same arguments. Chunks are numbers;
-`after` and `mixed` keep those of several streams apart. Pure functions: thread-safe. `rate` is requests a second.
+Each generator returns a list of `Request` in order of time, the same list for the same arguments. Chunks are numbers;
+`after` and `mixed` keep the chunks of their streams distinct. Pure functions: thread-safe. `rate` is requests a second.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Ids = list[int]
 
 
 class _Fresh:
-    """Hands out numbers that no other chunk of the stream has."""
+    """Allocates numbers that no other chunk of the stream has."""
 
     def __init__(self, first: int = 0) -> None:
         self._next = first
@@ -41,13 +41,13 @@ def _first(requests: Iterable[Request], most: int) -> Stream:
 
 
 def _arrivals(random: Generator, requests: int, rate: float) -> list[float]:
-    """Seconds at which requests come that know nothing of each other."""
+    """Return the arrival times of independent requests in seconds."""
     times: list[float] = np.cumsum(random.exponential(1.0 / rate, requests)).tolist()
     return times
 
 
 def _chosen(random: Generator, choices: int, items: int, exponent: float) -> list[int]:
-    """Choices among items of unequal popularity, the k-th of which is chosen k**exponent times less often."""
+    """Choose among items of unequal popularity: the k-th is chosen k**exponent times less often."""
     weights = np.arange(1, items + 1) ** -float(exponent)
     chosen: list[int] = random.choice(items, choices, p=weights / weights.sum()).tolist()
     return chosen
@@ -58,17 +58,17 @@ def _prompt(number: int, chunks: int) -> range:
 
 
 def unique(requests: int, chunks: int = 1, rate: float = 10.0) -> Stream:
-    """Nothing is ever asked for again: a scan without an end."""
+    """Request every chunk once: an endless scan."""
     return [_asked(i / rate, _prompt(i, chunks)) for i in range(requests)]
 
 
 def loop(requests: int, length: int, chunks: int = 1, rate: float = 10.0) -> Stream:
-    """The same `length` prompts over and over again."""
+    """Repeat the same `length` prompts in a loop."""
     return [_asked(i / rate, _prompt(i % length, chunks)) for i in range(requests)]
 
 
 def twice(requests: int, gap: int, chunks: int = 1, rate: float = 10.0) -> Stream:
-    """Each prompt is asked for exactly twice, `gap` others later: to have been seen again says nothing."""
+    """Request each prompt exactly twice, with `gap` others between: a second use predicts nothing."""
     stream: Stream = []
     for i in range(requests // 2):
         stream.append(_asked(i / rate, _prompt(i, chunks)))
@@ -80,7 +80,7 @@ def twice(requests: int, gap: int, chunks: int = 1, rate: float = 10.0) -> Strea
 def zipf(
     seed: int, requests: int, items: int, exponent: float, chunks: int = 1, rate: float = 10.0, every: int = 0
 ) -> Stream:
-    """Prompts of unequal popularity; each `every` requests half of them are replaced by new ones."""
+    """Request prompts of unequal popularity; new ones replace half of them after each `every` requests."""
     random = np.random.default_rng(seed)
     chosen, times = _chosen(random, requests, items, exponent), _arrivals(random, requests, rate)
     return [
@@ -92,7 +92,7 @@ def zipf(
 def scan_zipf(
     seed: int, requests: int, items: int, exponent: float, every: int, chunks: int = 1, rate: float = 10.0
 ) -> Stream:
-    """`zipf`, and by turns, for `every` requests each, what is never asked for again."""
+    """Alternate `zipf` with prompts that are requested once, `every` requests each."""
     fresh = _Fresh(items * chunks)
     stream = zipf(seed, requests, items, exponent, chunks, rate)
     return [
@@ -111,9 +111,9 @@ def agents(
     think_seconds: float = 10.0,
     growth: int = 2,
 ) -> Stream:
-    """Agents that share the prompts of their tools and talk on, each turn on top of all before it.
+    """Request as agents that share the prompts of their tools; each turn extends all turns before it.
 
-    `turns`, `tool_chunks`, `think_seconds` and `growth` (chunks a turn) are what it is in the mean.
+    `turns`, `tool_chunks`, `think_seconds` and `growth` (chunks a turn) are means.
     """
     random = np.random.default_rng(seed)
     fresh = _Fresh()
@@ -133,7 +133,7 @@ def agents(
 def documents(
     seed: int, requests: int, items: int, chunks: int = 40, exponent: float = 0.8, rate: float = 2.0
 ) -> Stream:
-    """Questions about long documents that many ask about, behind one prompt of the system's."""
+    """Ask questions about long shared documents, all after one system prompt."""
     random = np.random.default_rng(seed)
     chosen, times = _chosen(random, requests, items, exponent), _arrivals(random, requests, rate)
     fresh = _Fresh(1 + items * chunks)
@@ -152,9 +152,9 @@ def rag(
     chunks: int = 2,
     rate: float = 5.0,
 ) -> Stream:
-    """A prompt of the system's, `each` passages of unequal popularity, and a question of one's own.
+    """Request a system prompt, `each` passages of unequal popularity, and a unique question.
 
-    A passage is the same chunks only behind the same passages: its KV depends on all that comes before it.
+    A passage has the same chunks only after the same passages: its KV depends on everything before it.
     """
     random = np.random.default_rng(seed)
     fresh = _Fresh()
@@ -183,7 +183,7 @@ def chat(
     growth: int = 2,
     day_seconds: float = _DAY_SECONDS,
 ) -> Stream:
-    """People who talk on after a while, or do not; with day and night: between 0.2 and 1.8 times the rate."""
+    """Request as people who may continue a chat later; day and night vary the rate from 0.2 to 1.8 times."""
     random = np.random.default_rng(seed)
     fresh = _Fresh()
     system = fresh(1)
@@ -200,7 +200,7 @@ def chat(
 
 
 def overloaded(stream: Stream, every: int, faster: float = 4.0, slower: float = 0.5) -> Stream:
-    """The same requests, by turns `every` of them so much faster and so much slower: bursts of load."""
+    """Return the same requests in bursts: `every` of them `faster`, then as many `slower`, in turn."""
     out: Stream = []
     at = before = 0.0
     for i, each in enumerate(stream):
@@ -211,7 +211,7 @@ def overloaded(stream: Stream, every: int, faster: float = 4.0, slower: float = 
 
 
 def after(*streams: Stream) -> Stream:
-    """One stream after the other; each has chunks of its own."""
+    """Concatenate streams; they share no chunks."""
     out: Stream = []
     at, number = 0.0, 0
     for stream in streams:
@@ -221,7 +221,7 @@ def after(*streams: Stream) -> Stream:
 
 
 def mixed(*streams: Stream) -> Stream:
-    """All streams at once; each has chunks of its own."""
+    """Merge streams by time; they share no chunks."""
     out: Stream = []
     number = 0
     for stream in streams:
@@ -240,7 +240,7 @@ def _numbers(stream: Stream) -> int:
 
 
 def alternating(seed: int, rounds: int, requests: int) -> Stream:
-    """By turns nothing comes back, and agents come whose every turn does."""
+    """Alternate between prompts without reuse and agents whose every turn is reused."""
     return after(
         *(
             agents(seed + i, requests) if i % 2 else unique(requests, chunks=8, rate=5.0)
@@ -250,12 +250,12 @@ def alternating(seed: int, rounds: int, requests: int) -> Stream:
 
 
 def late(seed: int, requests: int) -> Stream:
-    """Nothing comes back for a long time, then agents come."""
+    """Start with a long phase without reuse, then request as agents."""
     return after(unique(requests * 3 // 4, chunks=8, rate=5.0), agents(seed, requests // 4))
 
 
 def slow_and_fast(seed: int, rounds: int, requests: int) -> Stream:
-    """By turns agents that think for minutes and some that answer at once."""
+    """Alternate between agents that think for minutes and agents that answer at once."""
     return after(
         *(
             agents(seed + i, requests, rate=4.0, turns=6.0, think_seconds=5.0 if i % 2 else 120.0)
@@ -265,18 +265,18 @@ def slow_and_fast(seed: int, rounds: int, requests: int) -> Stream:
 
 
 def phases(seed: int, requests: int) -> Stream:
-    """Prompts, then agents, then popularity that shifts: what was learnt first is wrong later."""
+    """Request prompts, then agents, then prompts whose popularity shifts: what a policy learned is wrong later."""
     part = requests // 3
     return after(zipf(seed, part, 20_000, 0.7), agents(seed, part), zipf(seed, part, 3_000, 0.9, every=3_000))
 
 
 def retimed(stream: Stream, seconds: Callable[[int], float]) -> Stream:
-    """The same requests, the i-th of them at `seconds(i)`."""
+    """Return the same requests, the i-th at `seconds(i)`."""
     return [each._replace(timestamp_ms=seconds(i) * 1e3) for i, each in enumerate(stream)]
 
 
 def odd_times(stream: Stream) -> dict[str, Stream]:
-    """The same requests, with times that traces have: none, whole seconds, a batch in no time, hours between."""
+    """Return the same requests with times as in traces: none, whole seconds, a batch at once, hours between."""
     return {
         "no times": retimed(stream, lambda _: 0.0),
         "whole seconds": [each._replace(timestamp_ms=each.timestamp_ms // 1000 * 1000.0) for each in stream],
@@ -286,5 +286,5 @@ def odd_times(stream: Stream) -> dict[str, Stream]:
 
 
 def chunks_asked(stream: Sequence[Request]) -> int:
-    """How many different chunks are asked for: the working set."""
+    """Return the number of distinct requested chunks: the working set."""
     return len({each for request in stream for each in request.hash_ids})

@@ -1,7 +1,7 @@
-"""A vLLM engine in a process of its own, and what is measured inside of it. Engines of one run take turns.
+"""A vLLM engine in a separate process, and what is measured inside it. The engines of one run take turns.
 
-`Engine` is the side that asks; the functions that take a `Room` run in the engine's process. vLLM is imported once, by
-the process that all engines are forked from.
+`Engine` is the calling side; the functions with a `Room` run in the engine's process. vLLM is imported once, by the
+process from which all engines are forked.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ BLOCK, POOL_BLOCKS = 32, 512
 VOCABULARY, HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 4096, 512, 6, 8, 4, 64
 CALL_SECONDS = 240.0
 _ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's core in the process that asks: no queue between them
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's core in the calling process: no queue between them
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_NUM_THREADS": "1",
-    "PYTHONSAFEPATH": "1",  # a file of this folder must not be taken for vLLM
+    "PYTHONSAFEPATH": "1",  # or a file of this folder would be imported as vLLM
 }
 _PRELOAD = [
     "vllm.entrypoints.llm",
@@ -46,7 +46,7 @@ _PRELOAD = [
     "vllm.model_executor.models.llama",
 ]
 _FORKS = multiprocessing.get_context("forkserver")
-# what vLLM's scheduler and worker call in every step, or for every request
+# vLLM's scheduler and worker call these in every step, or for every request
 _SCHEDULER_CALLS = (
     "on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta",
     "update_connector_output", "request_finished", "take_events",
@@ -58,7 +58,7 @@ _WORKER_CALLS = (
 
 
 class First(NamedTuple):
-    """The first token of one prompt: seconds by the wall, and how many tokens of it came from where."""
+    """The first token of one prompt: wall time in seconds, and the tokens that came from each tier."""
 
     seconds: float
     device: int
@@ -67,7 +67,7 @@ class First(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """One turn of work: seconds until all was answered and stored, and the tokens of prompts and answers."""
+    """One turn of work: seconds until everything was answered and stored, and the tokens of prompts and answers."""
 
     seconds: float
     tokens: int
@@ -76,7 +76,7 @@ class Turn(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """One call that copied pages: which way, bytes, seconds by the wall, and the length of its runs."""
+    """One call that copied pages: direction, bytes, wall time in seconds, and the length of its runs."""
 
     way: str  # "load" or "save"
     nbytes: int
@@ -93,7 +93,7 @@ class Load(NamedTuple):
 
 @dataclass
 class Room:
-    """An engine and what was seen in it."""
+    """An engine and its measurements."""
 
     llm: Any
     calls: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -104,7 +104,7 @@ class Room:
 
 
 class Engine:
-    """An engine in a process of its own. Of one thread; `close` ends the process."""
+    """An engine in a separate process. For one thread; `close` ends the process."""
 
     def __init__(self, name: str, log: Path, **options: Any) -> None:
         self.name, self._log = name, log
@@ -123,13 +123,13 @@ class Engine:
         self.close()
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """`function(room, *args)` in the engine's process. RuntimeError with the end of its log if that fails."""
+        """Run `function(room, *args)` in the engine's process. Raise RuntimeError with the end of its log."""
         with contextlib.suppress(ConnectionError):
             self._pipe.send((function, args))
         return self.answer()
 
     def answer(self) -> Any:
-        """Waits for the answer to what was asked last; the first is that the engine is up."""
+        """Wait for the answer to the last call; the first answer means that the engine has started."""
         try:
             good, answer = (
                 self._pipe.recv() if self._pipe.poll(CALL_SECONDS) else (False, "no answer in time")
@@ -141,12 +141,12 @@ class Engine:
         return answer
 
     def cpu_seconds(self) -> float:
-        """The processor time that its process has taken until now."""
+        """Return the processor time of its process until now."""
         stat = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
 
     def close(self) -> None:
-        """Ends the engine; kills it if it does not end."""
+        """End the engine; kill it if it does not end."""
         with contextlib.suppress(ConnectionError):
             self._pipe.send(None)
         self._process.join(20)
@@ -156,7 +156,7 @@ class Engine:
 
 
 def options(model: Path, **others: Any) -> dict[str, Any]:
-    """The options of every engine."""
+    """Return the options of every engine."""
     return {
         "model": str(model), "dtype": "bfloat16", "max_model_len": 4096, "block_size": BLOCK,
         "enforce_eager": True, "num_gpu_blocks_override": POOL_BLOCKS, "kv_cache_memory_bytes": 256 * MIB,
@@ -165,7 +165,7 @@ def options(model: Path, **others: Any) -> dict[str, Any]:
 
 
 def connector(**extra: Any) -> dict[str, Any]:
-    """The option of an engine with the connector."""
+    """Return the option of an engine with the connector."""
     return {
         "kv_transfer_config": {
             "kv_connector": "PagodaConnector",
@@ -178,18 +178,18 @@ def connector(**extra: Any) -> dict[str, Any]:
 
 
 def wait_for_model(directory: Path) -> None:
-    """Writes a random Llama of about 20 million parameters, in a process of its own. RuntimeError if that fails."""
+    """Write a random Llama of about 20 million parameters, in a separate process. Raise RuntimeError on failure."""
     _prepare()
     process = _FORKS.Process(target=_make_model, args=(str(directory),))
     process.start()
     process.join(CALL_SECONDS)
     if process.exitcode != 0:
         process.kill()
-        raise RuntimeError(f"the model was not made: {process.exitcode}")
+        raise RuntimeError(f"writing the model failed with exit code {process.exitcode}")
 
 
 def _prepare() -> None:
-    """Sets what the process that all are forked from is started with."""
+    """Prepare the process from which all engines are forked."""
     os.environ.update(_ENVIRONMENT)
     _FORKS.set_forkserver_preload(_PRELOAD)
 
@@ -210,7 +210,7 @@ def _make_model(directory: str) -> None:
 
 
 def first_token(room: Room, prompt: Sequence[int]) -> First:
-    """Asks for one token."""
+    """Generate one token."""
     before = room.counts.copy()
     began = time.perf_counter()
     (output,) = _generate(room, [prompt], 1)
@@ -222,7 +222,7 @@ def first_token(room: Room, prompt: Sequence[int]) -> First:
 
 
 def attach(room: Room, on: bool) -> None:
-    """Has the idle engine go on with its connector, or as an engine that has none does."""
+    """Attach the connector of the idle engine, or detach it."""
     from vllm.distributed.kv_transfer import kv_transfer_state
 
     scheduler = room.llm.llm_engine.engine_core.engine_core.scheduler
@@ -231,7 +231,7 @@ def attach(room: Room, on: bool) -> None:
 
 
 def turn(room: Room, prompts: Sequence[Sequence[int]], max_tokens: int) -> Turn:
-    """Answers all prompts at once, and waits until what is to be stored is stored."""
+    """Answer all prompts at once, and wait until everything is stored."""
     began, cpu = time.perf_counter(), time.process_time()
     outputs = _generate(room, prompts, max_tokens)
     answered = time.perf_counter()
@@ -242,7 +242,7 @@ def turn(room: Room, prompts: Sequence[Sequence[int]], max_tokens: int) -> Turn:
 
 
 def settle(room: Room) -> None:
-    """Waits until the connector has committed what it copied, and the lower tiers have written it."""
+    """Wait until the connector has committed its copies, and the lower tiers have written them."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     if not has_kv_transfer_group():
@@ -255,13 +255,13 @@ def settle(room: Room) -> None:
 
 
 def reset(room: Room) -> None:
-    """Forgets what is on the device."""
+    """Drop all cached blocks of the device."""
     if not room.llm.reset_prefix_cache():
         raise RuntimeError("the device's blocks are in use")
 
 
 def take(room: Room) -> tuple[dict[str, list[float]], list[Copied]]:
-    """What was timed since the last call."""
+    """Return the measurements since the last call."""
     calls, copies = dict(room.calls), list(room.copies)
     room.calls.clear()
     room.copies.clear()
@@ -269,9 +269,9 @@ def take(room: Room) -> tuple[dict[str, list[float]], list[Copied]]:
 
 
 def memcpy(room: Room, nbytes: int, run_bytes: int, number: int) -> float:
-    """Seconds that one np.copyto of `nbytes` takes, in runs of `run_bytes` that do not touch on the one side.
+    """Time one np.copyto of `nbytes`, in runs of `run_bytes` that are not adjacent on one side.
 
-    Each number has its own place in 256 MiB on each side, so that nothing is in a cache.
+    Each number has a different place in 256 MiB on each side, so that nothing is in a processor cache.
     """
     if room.memory is None:
         room.memory = touched(256 * MIB, 1), touched(256 * MIB, 2)
@@ -287,7 +287,7 @@ def memcpy(room: Room, nbytes: int, run_bytes: int, number: int) -> float:
 
 
 def chunk_tokens(room: Room) -> int:
-    """Tokens of a chunk, as the connector has them without being told."""
+    """Return the connector's default number of tokens in a chunk."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     return get_kv_transfer_group()._worker._layout.chunk_tokens  # type: ignore[no-any-return]
@@ -318,13 +318,13 @@ def _live(pipe: Connection, log: str, engine: dict[str, Any]) -> None:
             pipe.send((True, function(room, *args)))
     except EOFError:
         return
-    except BaseException:  # noqa: BLE001  # whoever asks is told
+    except BaseException:  # noqa: BLE001  # the caller gets the error
         pipe.send((False, traceback.format_exc()))
     os._exit(0)
 
 
 def _watch(room: Room) -> None:
-    """Times the connector's calls and copies, and adds its counts up, where there is a connector."""
+    """Time the connector's calls and copies, and sum its counts, if there is a connector."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     if not has_kv_transfer_group():

@@ -1,7 +1,7 @@
 """The figures of the vLLM connector: first tokens, the scheduler's time, throughput without hits, copies.
 
-All engines of a run are alive from the beginning, each in its process, and take turns; who does not have its turn waits
-for a message and takes no processor time, which is measured, too.
+All engines of a run live from the beginning, each in a process, and take turns. An engine without the turn waits
+for a message and uses no processor time, which is also measured.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ class House:
         return tiers | ({"disk_path": str(self._disk / name), "disk_size": "2GiB"} if disk else {})
 
     def prompt(self, tokens: int) -> list[int]:
-        """A prompt that nobody has seen."""
+        """Return a new prompt."""
         return self._draw.choices(range(3, VOCABULARY), k=tokens)
 
     def _empty_host(self, engine: Engine) -> None:
-        """Removes all chunks of an engine's host tier, as an eviction would."""
+        """Remove all chunks of an engine's host tier, as an eviction would."""
         (store,) = (path for path in (self._shm / engine.name).iterdir() if (path / STATE).is_file())
         ledger = Ledger.attach(store)
         try:
@@ -83,9 +83,9 @@ class House:
             ledger.close()
 
     def first(self, case: str, engine: Engine, prompt: Sequence[int]) -> First:
-        """The first token of a prompt that is in the tier of the case, and in none above it."""
+        """Compute the first token of a prompt that is in the tier of the case, and in none above it."""
         if case != "disk":
-            engine.call(inside.first_token, prompt)  # brings it up
+            engine.call(inside.first_token, prompt)  # loads it into the upper tiers
         engine.call(inside.settle)
         if case == "disk":
             self._empty_host(engine)
@@ -94,7 +94,7 @@ class House:
         return engine.call(inside.first_token, prompt)  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """Ends the engines and removes all that they left."""
+        """End the engines and remove their files."""
         for engine in getattr(self, "engines", {}).values():
             engine.close()
         shutil.rmtree(self._shm, ignore_errors=True)
@@ -103,7 +103,7 @@ class House:
 
 @cache
 def house(plan: Plan) -> House:
-    """The engines of this run, started once."""
+    """Return the engines of this run, started once."""
     return House(plan)
 
 
@@ -111,7 +111,7 @@ def house(plan: Plan) -> House:
 
 
 def first_figures(plan: Plan) -> list[Figure]:
-    """Seconds to the first token of 3,000, by where the prompt is; and what was called and copied for it."""
+    """Measure seconds to the first token after 3,000, by the prompt's tier, and the calls and copies for it."""
     at = house(plan)
     at.both.call(inside.take)
     runs = _first_rounds(at, at.both, PROMPT, 3 if plan.quick else 11)
@@ -129,7 +129,7 @@ def first_figures(plan: Plan) -> list[Figure]:
 
 
 def _first_rounds(at: House, ours: Engine, tokens: int, rounds: int) -> dict[str, list[First]]:
-    """Each round has a new prompt: cold, then in each tier, in rotating order."""
+    """Measure a new prompt in each round: cold, then in each tier, in rotating order."""
     runs: dict[str, list[First]] = {case: [] for case in ("cold_without", "cold", *CASES)}
     chunk: int = ours.call(inside.chunk_tokens)
     for number in range(rounds):
@@ -144,7 +144,7 @@ def _first_rounds(at: House, ours: Engine, tokens: int, rounds: int) -> dict[str
 
 
 def _checked(case: str, first: First, tokens: int, chunk: int) -> First:
-    """RuntimeError if the hit did not come from where it should."""
+    """Raise RuntimeError if the hit did not come from the expected tier."""
     device = (tokens - 1) // BLOCK * BLOCK
     below = min(tokens // chunk * chunk, device)
     wanted = {"host": (0, below, 0), "disk": (0, 0, below)}.get(case, (device, 0, 0))
@@ -154,7 +154,7 @@ def _checked(case: str, first: First, tokens: int, chunk: int) -> First:
 
 
 def _crowd(at: House, rounds: int) -> dict[str, list[float]]:
-    """More prompts at once than the device has room for, all of them in host memory: the scheduler asks again."""
+    """Serve more prompts than fit on the device, all of them in host memory: the scheduler asks again."""
     prompts = [at.prompt(PROMPT) for _ in range(8)]
     at.both.call(inside.turn, prompts, 1)
     at.both.call(inside.take)
@@ -186,7 +186,7 @@ def _calls(single: Mapping[str, list[float]], crowd: Mapping[str, list[float]]) 
 
 
 def _copies(at: House, copies: Sequence[Copied]) -> list[Figure]:
-    """Copies of pages against np.copyto of as many bytes in runs of the same length, in the same process."""
+    """Compare copies of pages to np.copyto of as many bytes in runs of the same length, in the same process."""
     figures = []
     for way in ("save", "load"):
         mine = [copy for copy in copies if copy.way == way and copy.nbytes * 2 > PROMPT * 6 * 1024][-15:]
@@ -216,7 +216,7 @@ def _copies(at: House, copies: Sequence[Copied]) -> list[Figure]:
 
 
 def throughput_figures(plan: Plan) -> list[Figure]:
-    """Tokens a second of prompts that nobody has seen, with the connector against without, stores included."""
+    """Measure tokens a second of new prompts, with the connector against without, stores included."""
     at = house(plan)
     figures = _no_hit(at.host, at.host, "no_hit_throughput", 0.97, 8 if plan.quick else 24)
     if not plan.quick:
@@ -226,9 +226,9 @@ def throughput_figures(plan: Plan) -> list[Figure]:
 
 
 def _no_hit(without: Engine, ours: Engine, name: str, target: float | None, pairs: int) -> list[Figure]:
-    """Pairs of two turns each, without, with, with, without, so that a machine that grows slower takes from both.
+    """Measure pairs of two turns each: without, with, with, without, so that drift of the machine affects both sides.
 
-    With one engine for both, its connector is attached and detached. Two engines differ by where their memory lies.
+    With one engine for both, its connector is attached and detached. Two engines differ in the placement of memory.
     """
     at = {"without": without, "with": ours}
     runs: dict[str, list[Turn]] = {kind: [] for kind in at}
@@ -245,7 +245,7 @@ def _no_hit(without: Engine, ours: Engine, name: str, target: float | None, pair
                 ours.call(inside.attach, kind == "with")
             pair[kind].append(at[kind].call(inside.turn, prompts, ANSWERED))
             idle.append(other.cpu_seconds() - before if other is not None else 0.0)
-        if number:  # the first pair is for warming up
+        if number:  # the first pair warms up
             for kind, turns in pair.items():
                 runs[kind].append(Turn(*(sum(each) for each in zip(*turns, strict=True))))
     if without is ours:
@@ -304,7 +304,7 @@ def _seconds(key: str, runs: Sequence[First] | Sequence[float], note: str) -> Fi
 
 
 def _ratio(key: str, ours: Sequence[First], limit: Sequence[First], target: float | None = None) -> Figure:
-    """How many times as long ours takes: the median of what the rounds say."""
+    """Return our time as a multiple of the limit's: the median over the rounds."""
     times = [a.seconds / b.seconds for a, b in zip(ours, limit, strict=True)]
     medians = [statistics.median(each.seconds for each in side) * 1e3 for side in (ours, limit)]
     note = f"{medians[0]:.1f} ms against {medians[1]:.1f} ms, hits {sum(ours[0][1:])} and {sum(limit[0][1:])} tokens"

@@ -1,4 +1,4 @@
-"""A real cache with tiny chunks that is driven by a trace, in the time of the trace."""
+"""A real cache with tiny chunks that a trace drives, on the clock of the trace."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from pagoda.testing.fake_clock import FakeClock
 from pagoda.tiers import DiskTier, HostTier
 from pagoda.transfer import BlockKV
 
-CHUNK = 2  # tokens, which spell the id
+CHUNK = 2  # tokens, which encode the id
 LAYOUT = KVLayout.opaque(CHUNK, 32, "a trace")
 _NAMESPACE = Namespace("a trace")
 _HEADER = 4096  # of a slot on disk
-_SHARE_MS, _PREPARE_MS = 1_000.0, 100.0  # between two rounds of a ledger's upkeep, in the time of the trace
+_SHARE_MS, _PREPARE_MS = 1_000.0, 100.0  # between two rounds of a ledger's upkeep, on the clock of the trace
 _HALF = 1 << 30
 
 
 class Rate(NamedTuple):
-    """What was asked for and served, in chunks."""
+    """Requested and served chunks."""
 
     accesses: int = 0
     hits: int = 0
 
     @property
     def share(self) -> float:
-        """The hit rate."""
+        """Return the hit rate."""
         return self.hits / self.accesses
 
 
 class Live:
-    """One process's cache: a host tier, a disk tier or both, at a clock that only the trace moves on."""
+    """The cache of one process: a host tier, a disk tier or both, on a clock that only the trace advances."""
 
     def __init__(self, root: Path, policy: str, *, host: int = 0, disk: int = 0, at_ms: float = 0.0) -> None:
         self.clock = FakeClock(1_000.0 + at_ms / 1e3)
@@ -58,7 +58,7 @@ class Live:
                     LAYOUT,
                     root / "disk",
                     size,
-                    direct=False,  # as fast as it goes: it is not the disk that is tested
+                    direct=False,  # as fast as possible: the disk is not under test
                     policy=policy,
                     queue_chunks=1 << 16,
                     clock=self.clock,
@@ -74,17 +74,19 @@ class Live:
             deadline_seconds=60.0,
         )
         for ledger in self.ledgers:
-            ledger.policy_thread._thread = threading.current_thread()  # or one would keep up in real time
+            ledger.policy_thread._thread = (
+                threading.current_thread()
+            )  # otherwise a thread would do the upkeep in real time
         self._shared_ms = self._prepared_ms = at_ms - _SHARE_MS
         self._now_ms = at_ms
 
     @property
     def ledgers(self) -> list[Ledger]:
-        """Those of the tiers."""
+        """Return the ledgers of the tiers."""
         return [tier.ledger for tier in self._tiers]
 
     def ask(self, request: Request) -> Rate:
-        """Retrieve a prompt and store it, at its time; what is to be written down is written when this returns."""
+        """Retrieve a prompt and store it at its time; all writes to lower tiers are done on return."""
         self.clock.advance(max(0.0, request.timestamp_ms - self._now_ms) / 1e3)
         self._now_ms = max(self._now_ms, request.timestamp_ms)
         self._keep_up()
@@ -97,7 +99,7 @@ class Live:
         return Rate(len(request.hash_ids), hit.num_tokens // CHUNK)
 
     def _keep_up(self) -> None:
-        """Let the policies learn as often as the ledgers' own threads would, and the simulator does."""
+        """Let the policies learn as often as the ledgers' threads would, and as the simulator does."""
         if self._now_ms - self._shared_ms >= _SHARE_MS:
             self._shared_ms = self._now_ms
             for ledger in self.ledgers:
@@ -108,21 +110,21 @@ class Live:
                 ledger.policy_thread._prepare()
 
     def play(self, requests: Iterable[Request]) -> Rate:
-        """Ask for one prompt after the other."""
+        """Request one prompt after the other."""
         rates = [self.ask(request) for request in requests]
         return Rate(sum(rate.accesses for rate in rates), sum(rate.hits for rate in rates))
 
     def close(self) -> None:
-        """As at the end of a process."""
+        """Close the cache, as at the end of a process."""
         assert self.cache.close(30)
 
 
 def tokens_of(ids: tuple[int, ...]) -> npt.NDArray[np.int32]:
-    """A prompt whose chunks are told apart as these ids are."""
+    """Return a prompt whose chunks differ exactly where these ids do."""
     wide = np.array(ids, np.int64)
     return np.stack([wide // _HALF, wide % _HALF], axis=1).astype(np.int32).reshape(-1)
 
 
 def simulated(requests: Iterable[Request], chunks: int, policy: str) -> float:
-    """The hit rate by the simulator."""
+    """Return the simulator's hit rate."""
     return simulate(requests, [TierSpec("host", chunks, policy)]).hit_rate

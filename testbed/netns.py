@@ -7,8 +7,8 @@
         cable.shape(1e9)
         cable.cut()
 
-A namespace lives as long as the processes in it. Those that are started here end with this process, whatever ends it,
-so a `kill -9` leaves nothing behind either. Nothing outside of the new namespaces is changed.
+A namespace lives as long as the processes in it. Processes that are started here end with this process, however it
+ends, so even a `kill -9` leaves nothing. Nothing outside the new namespaces is changed.
 """
 
 from __future__ import annotations
@@ -27,15 +27,17 @@ from testbed.servers import skip
 _COMMAND_SECONDS = 10.0
 _PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
 _PROGRAMS |= {"setpriv": "util-linux", "cat": "coreutils"}
-_LEAST_BURST_BYTES = 256 << 10  # several of the largest packets (64 KiB): smaller ones cost the link its rate
+_LEAST_BURST_BYTES = (
+    256 << 10
+)  # several of the largest packets (64 KiB): with less the link does not reach its rate
 
 
 class NotPermittedError(OSError):
-    """Namespaces, cables or shaping cannot be had here; the message says why and what to do."""
+    """Namespaces, cables or shaping are not available on this machine; the message says why and what to do."""
 
 
 def why_not() -> str | None:
-    """Why no namespaces can be joined and shaped here, found out by trying; None if they can."""
+    """Try to join and shape namespaces; return why it is impossible, or None if it works."""
     try:
         with network() as net:
             net.cable(net.place("one"), net.place("two")).shape(1e9)
@@ -45,19 +47,19 @@ def why_not() -> str | None:
 
 
 def need_network() -> None:
-    """Skip the test that calls this where there is no permission; fail it if the environment has CI set."""
+    """Skip the calling test where there is no permission; fail it if the environment has CI set."""
     reason = why_not()
     if reason is not None:
         raise skip(reason)
 
 
 class Place:
-    """A namespace of its own, with a process that holds it. Not thread-safe; close it."""
+    """A network namespace, with a process that holds it. Not thread-safe; close it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._started: list[subprocess.Popen[Any]] = []
-        command = ["unshare", "--net", "cat"]  # cat ends with its stdin: with us
+        command = ["unshare", "--net", "cat"]  # cat ends with its stdin, and so with this process
         self._holder = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -74,11 +76,11 @@ class Place:
 
     @property
     def pid(self) -> int:
-        """Of the process that holds the namespace."""
+        """Return the id of the process that holds the namespace."""
         return self._holder.pid
 
     def run(self, *command: str) -> str:
-        """Run a short command inside and return what it printed. Raises NotPermittedError with its last words."""
+        """Run a short command inside and return its output. Raise NotPermittedError with its last line of output."""
         done = subprocess.run(
             self._inside(command), capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=False
         )
@@ -89,7 +91,7 @@ class Place:
         return done.stdout
 
     def start(self, *command: str, **options: Any) -> subprocess.Popen[Any]:
-        """Start a process inside, in a session of its own; it is killed at `close`, or when this process ends."""
+        """Start a process inside, in a new session; it is killed at `close`, or when this process ends."""
         unless_orphaned = [
             "sh",
             "-c",
@@ -102,7 +104,7 @@ class Place:
         return process
 
     def close(self) -> None:
-        """End what was started here, and with it the namespace. Idempotent, ends within seconds."""
+        """End all processes that were started here, and with them the namespace. Idempotent, takes seconds at most."""
         for process in (*self._started, self._holder):
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
@@ -118,7 +120,7 @@ class Place:
         return ["nsenter", f"--net=/proc/{self.pid}/ns/net", "--", *command]
 
     def _wait_for_holder(self) -> None:
-        """An echo proves that cat runs, and so that the namespace is there."""
+        """Wait for an echo, which proves that cat runs, and so that the namespace exists."""
         holder = self._holder
         assert holder.stdin is not None
         assert holder.stdout is not None
@@ -151,7 +153,7 @@ class Cable:
             place.run("ip", "link", "set", name, "up")
 
     def shape(self, bits_per_second: float | None) -> None:
-        """Let no more than that through, each way; None: as fast as the machine can."""
+        """Limit the rate in each direction; None: as fast as the machine can."""
         for place, name, _ in self._ends:
             if bits_per_second is None:
                 if "qdisc tbf" in place.run("tc", "qdisc", "show", "dev", name):
@@ -162,11 +164,11 @@ class Cable:
             place.run("tc", "qdisc", "replace", "dev", name, "root", "tbf", *rate)
 
     def cut(self) -> None:
-        """Pull the plug at the far end: what either side sends is lost without a word."""
+        """Cut the cable at the far end: everything that either side sends is lost without an error."""
         self._far_end("down")
 
     def mend(self) -> None:
-        """Put it in again: connections of before go on where they were."""
+        """Restore the cable: existing connections continue."""
         self._far_end("up")
 
     def _far_end(self, state: str) -> None:
@@ -182,18 +184,18 @@ class Network:
         self._cables = 0
 
     def place(self, name: str) -> Place:
-        """A new namespace. Raises NotPermittedError."""
+        """Create a namespace. Raise NotPermittedError."""
         return self._opened.enter_context(contextlib.closing(Place(name)))
 
     def cable(self, near: Place, far: Place) -> Cable:
-        """Join two places by a new cable in a network of its own. Raises NotPermittedError."""
+        """Join two places by a new cable in a separate network. Raise NotPermittedError."""
         self._cables += 1
         return Cable(near, far, self._cables)
 
 
 @contextmanager
 def network() -> Iterator[Network]:
-    """A network to put places in; all of it is gone afterwards. Raises NotPermittedError."""
+    """Open a network for places; remove all of it afterwards. Raise NotPermittedError."""
     missing = sorted({package for name, package in _PROGRAMS.items() if shutil.which(name) is None})
     if missing:
         raise NotPermittedError(f"network namespaces need {' and '.join(missing)}: install them")

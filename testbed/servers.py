@@ -1,4 +1,4 @@
-"""Real servers, each in a directory of its own, on a loopback port that was free, dead at the end."""
+"""Real servers, each in a separate directory, on a free loopback port; killed at the end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
     "skip",
 ]
 
-START_SECONDS = 60.0  # the longest is moto: it imports for seconds on a busy machine
+START_SECONDS = 60.0  # moto takes longest: seconds for its imports on a busy machine
 BUCKET = "pagoda"
 DAV_MODULE = Path("/usr/lib/nginx/modules/ngx_http_dav_ext_module.so")  # PROPFIND: nginx alone lists nothing
 PACKAGES = {
@@ -54,12 +54,12 @@ def need(program: str) -> str:
 
 
 def skip(message: str) -> Exception:
-    """Return what a test raises that cannot run here: an error where CI is set, which has all that is needed."""
+    """Return the exception of a test that cannot run here: an error where CI is set, because CI has everything."""
     return RuntimeError(message) if os.environ.get("CI") else unittest.SkipTest(message)
 
 
 def lacking(*programs: str) -> str:
-    """Which of these programs or modules is missing, and what to install; empty: none."""
+    """Return which of these programs or modules is missing, and what to install; empty: none."""
     missing = next((each for each in programs if _path_of(each) is None), None)
     return "" if missing is None else f"{missing} is missing: install {PACKAGES.get(missing, missing)}"
 
@@ -73,14 +73,14 @@ def _path_of(program: str) -> str | None:
 
 
 def free_port() -> int:
-    """A loopback port that nobody listens on now."""
+    """Return a loopback port without a listener."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
 
 
 class Server:
-    """One server process. `url` is what a client of it connects to; `root` is its own directory."""
+    """One server process. Clients connect to `url`; `root` is its directory."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Server:
         self._scheme = scheme
         self._process: subprocess.Popen[bytes] | None = None
         self.port = 0
-        for _ in range(5):  # somebody else may take the port before the server does
+        for _ in range(5):  # another process may take the port before the server does
             self.port = free_port()
             if self._start():
                 return
@@ -107,12 +107,12 @@ class Server:
 
     @property
     def socket(self) -> Path:
-        """The unix socket (Redis only)."""
+        """Return the path of the unix socket (Redis only)."""
         return self.root / "unix.sock"
 
     @property
     def ca(self) -> Path:
-        """The certificate of the authority that signed the server's (with `tls` only)."""
+        """Return the certificate of the authority that signed the server's (with `tls` only)."""
         return self.root / "ca.crt"
 
     @property
@@ -125,34 +125,34 @@ class Server:
         return self._process is not None and self._process.poll() is None
 
     def log(self) -> str:
-        """What the server has printed."""
+        """Return the output of the server."""
         return (self.root / "log").read_text(errors="replace")
 
     def kill(self) -> None:
-        """SIGKILL, and wait for the end; nothing if it is dead already."""
+        """Send SIGKILL and wait for the end; no effect if it has already ended."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait(timeout=10)
 
     def stop(self) -> None:
-        """SIGSTOP: connections stay open and the kernel still accepts new ones, nothing is answered."""
+        """Send SIGSTOP: connections stay open and the kernel accepts new ones, but there are no answers."""
         os.killpg(self.pid, signal.SIGSTOP)
 
     def cont(self) -> None:
-        """SIGCONT."""
+        """Send SIGCONT."""
         os.killpg(self.pid, signal.SIGCONT)
 
     def restart(self) -> None:
-        """Kill it and start it on the same port, without what it held in memory."""
+        """Kill it and start it on the same port; the contents of its memory are lost."""
         self.kill()
         deadline = time.monotonic() + START_SECONDS
         while not self._start():
             if time.monotonic() > deadline:
-                raise RuntimeError(f"the server does not come back: {self.log()[-2000:]}")
+                raise RuntimeError(f"the server did not restart: {self.log()[-2000:]}")
 
     def _start(self) -> bool:
-        """Whether it answers. False: it ended by itself."""
+        """Wait until it answers. Return False if it ended."""
         with (self.root / "log").open("ab") as log:
             self._process = subprocess.Popen(
                 self._command(self.port),
@@ -188,7 +188,7 @@ def _running(make: Callable[[Path], Server]) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def redis_server(*args: str, password: str | None = None, tls: bool = False) -> Iterator[Server]:
-    """A Redis that keeps nothing on disk. `args` are more options: "--maxmemory", "64mb", "--replicaof", host, port.
+    """Start a Redis without persistence. `args` are more options: "--maxmemory", "64mb", "--replicaof", host, port.
 
     It also listens on `server.socket`. With `tls` its port speaks only TLS, with a certificate signed by `server.ca`.
     """
@@ -225,13 +225,13 @@ def _pongs(path: Path) -> bool:
         client.settimeout(2)
         client.connect(str(path))
         client.sendall(b"PING\r\n")
-        # a replica whose master is away says MASTERDOWN, one with a password NOAUTH: both are up
+        # a replica without its master answers MASTERDOWN, a server with a password NOAUTH: both are up
         return client.recv(64).startswith((b"+PONG", b"-NOAUTH", b"-MASTERDOWN"))
 
 
 @contextlib.contextmanager
 def moto_s3() -> Iterator[Server]:
-    """An S3 server with an empty bucket `BUCKET` (also after a restart); any credentials will do."""
+    """Start an S3 server with an empty bucket `BUCKET` (also after a restart); it accepts any credentials."""
     program = need("moto")
 
     def answers(port: int) -> bool:
@@ -256,7 +256,7 @@ _ANYBODY = (
 
 @contextlib.contextmanager
 def nginx_dav() -> Iterator[Server]:
-    """An nginx that takes PUT, GET, DELETE and PROPFIND below `url`; its files lie in `server.root / "files"`."""
+    """Start an nginx for PUT, GET, DELETE and PROPFIND below `url`; its files are in `server.root / "files"`."""
     program = need("nginx")
     need(DAV_MODULE.name)
 
@@ -311,7 +311,7 @@ http {{
 
 
 def authority(root: Path) -> Path:
-    """A new authority in `root`, and a certificate it signed for 127.0.0.1; returns the authority's certificate.
+    """Create an authority in `root` and a certificate for 127.0.0.1; return the authority's certificate.
 
     Files: ca.crt, ca.key, server.crt, server.key.
     """
@@ -327,5 +327,5 @@ def authority(root: Path) -> Path:
     (root / "names").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
     openssl("x509", "-req", "-in", "server.csr", "-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial",
             "-out", "server.crt", "-days", "2", "-extfile", "names")  # fmt: skip
-    ssl.create_default_context(cafile=str(root / "ca.crt"))  # raises if it is not to be used
+    ssl.create_default_context(cafile=str(root / "ca.crt"))  # raises if it must not be used
     return root / "ca.crt"

@@ -1,7 +1,7 @@
-"""Fails when the package is harder to read than it was: `python tools/bounds.py` (`make house`).
+"""Fail when the package is harder to read than before: `python tools/bounds.py` (`make house`).
 
-Prints the figures of `house.py` (lines, names, themes) and `path_modules.py` (what a call passes through) beside their bounds,
-and those that are aimed at. Exit code 1 if a figure is above its bound. Whoever lowers a figure lowers its bound with it.
+Prints the figures of `house.py` (lines, names, themes) and `path_modules.py` (modules that a call passes through) with
+their bounds and aims. Exit code 1 if a figure is above its bound. A change that lowers a figure also lowers its bound.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-# figure: (bound, aim). Which modules a call enters depends a little on timing (a thread that has to begin, a policy that is
-# due): a caller's bound has one or two to spare, that of all threads three.
+# figure: (bound, aim). Which modules a call enters depends a little on timing (a thread that must start, a policy that is
+# due): the bound of a caller has a margin of one or two, that of all threads three.
 BOUNDS = {
     "lines of code": (28_935, 23_000),
     "lines of the core": (12_666, 9_200),
@@ -30,7 +30,7 @@ BOUNDS = {
 
 
 def said(tool: str) -> dict[str, object]:
-    """What a tool of this folder prints as JSON."""
+    """Run a tool of this folder and return its JSON."""
     command = [sys.executable, HERE / tool, "--json"]
     done = subprocess.run(
         command, cwd=HERE.parent, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True
@@ -40,7 +40,7 @@ def said(tool: str) -> dict[str, object]:
 
 
 def figures() -> dict[str, int]:
-    """All figures that have a bound."""
+    """Return all figures that have a bound."""
     house, paths = said("house.py"), said("path_modules.py")
     found = {
         "lines of code": house["code"],

@@ -20,7 +20,7 @@ OUTSIDE = {"cli", "connectors", "blocks", "replay", "testing", "migrate"}
 OUTSIDE_FILES = (
     "remote", "redis", "resp", "objects", "courier", "buckets", "wire", "link", "memo.py", "asks.py", "lmcache",
     "gpu", "cuda", "kernels", "driver", "pinned", "places", "ring.py", "ports", "gate", "beside", "device_pages", "measure",
-)  # fmt: skip  # today's names of what may move: so a move alone changes nothing
+)  # fmt: skip  # present names of modules that may move, so that a move alone changes nothing
 
 
 def code_lines(path):
@@ -51,7 +51,7 @@ def code_lines(path):
 
 
 def themes(tree):
-    """Lines of each group of top-level definitions that name one another, groups of 40 lines and more; public names."""
+    """Return the lines of each group of connected top-level definitions (40 lines or more), and the public names."""
     defs = {
         n.name: n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
     }

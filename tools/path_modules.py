@@ -3,9 +3,9 @@
 
     python tools/path_modules.py [--json] [--order]
 
-Public interface only, so it goes on working after a rename. For each call: modules entered, distinct functions, moves of
+Uses only the public interface, so it still works after a rename. For each call: modules entered, distinct functions, moves of
 control from one module to another, and lines of those modules; for the caller's thread alone and for all threads.
-`--order` prints the modules in the order in which they are first entered. A warm-up call of another prompt goes before.
+`--order` prints the modules in the order of first entry. A warm-up call of another prompt comes first.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def walked(of_thread):
 
 
 def figures(call, after=lambda: None):
-    """What `call` enters, and what other threads do until `after` returns: `after` itself is not counted."""
+    """Trace `call`, and other threads until `after` returns: `after` itself is not counted."""
     global watching
     events.clear()
     watching = True

@@ -1,4 +1,4 @@
-"""Writes the pages of docs/ that are generated: `python tools/reference.py [--check]` (`make docs`).
+"""Write the generated pages of docs/: `python tools/reference.py [--check]` (`make docs`).
 
 config.md, cli.md and metrics.md of docs/reference from the fields of `Config`, the commands and the table of counters,
 docs/design/mutants.md from the tables of mutants. `--check` writes nothing; exit code 1 if a page is out of date.
@@ -53,20 +53,20 @@ REASONS = {
 }
 COUNTED = {
     "lookups": "Calls of `lookup` and `retrieve` that were counted.",
-    "hits": "Those of them that found at least one chunk.",
-    "asked_tokens": "Tokens that they asked for.",
-    "hit_tokens": "Tokens that they found.",
+    "hits": "Calls that found at least one chunk.",
+    "asked_tokens": "Tokens that all these calls requested.",
+    "hit_tokens": "Tokens that these calls found.",
     "hit_tokens_host": "Tokens found in host memory.",
     "hit_tokens_disk": "Tokens found on the local disk.",
     "hit_tokens_remote": "Tokens found in a remote tier.",
     "stored_chunks": "Chunks written to this tier.",
-    "stored_bytes": "Bytes of them.",
+    "stored_bytes": "Bytes of the written chunks.",
     "loaded_chunks": "Chunks read from this tier.",
-    "loaded_bytes": "Bytes of them.",
+    "loaded_bytes": "Bytes of the read chunks.",
     "evicted_chunks": "Chunks evicted by the policy.",
     "removed_chunks": "Chunks removed on request, by `remove` or `clear`.",
-    "reaped_chunks": "Reservations of dead processes that were taken back.",
-    "failed_checks": "Chunks whose bytes or entry were damaged. None of them was served.",
+    "reaped_chunks": "Reservations of dead processes that other processes removed.",
+    "failed_checks": "Chunks whose bytes or entry were damaged. No such chunk was served.",
 }
 
 
@@ -85,7 +85,7 @@ def config_page() -> str:
 
 {GENERATED}
 
-An option is looked for in this order: the keywords of `Cache(...)` or `CachedModel(...)`, the options of the command line, the
+An option is read from the first of these that has it: the keywords of `Cache(...)` or `CachedModel(...)`, the options of the command line, the
 environment, the file, the default. The file is the one that `PAGODA_CONFIG` names, else `./pagoda.toml`, else
 `~/.config/pagoda/config.toml`. `pagoda config show` prints each value and where it came from; `pagoda config check` tries
 the directories and servers; `pagoda config schema` prints the JSON schema of the file.
@@ -172,7 +172,7 @@ def _default(option: object) -> object:
 
 
 def _commands(command: Command, context: Context, path: str) -> Iterator[tuple[str, Command]]:
-    """Yield every command that does something, with its full name, in the order in which help shows them."""
+    """Yield every executable command with its full name, in the order of the help."""
     inner = getattr(command, "commands", None)
     if inner is None or (command.callback is not None and path != "pagoda"):
         yield path, command
@@ -204,7 +204,7 @@ def _cell(cell: object) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write or compare all pages; returns the exit code."""
+    """Write or compare all pages; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is out of date")
     check = parser.parse_args(arguments).check
@@ -216,7 +216,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _written(path: Path, text: str, check: bool) -> bool:
-    """Write a page unless `check`; whether it was different."""
+    """Write a page unless `check`; return whether it was different."""
     if path.exists() and path.read_text(encoding="utf-8") == text:
         return False
     if not check:

@@ -1,4 +1,4 @@
-"""The benchmark of GPU transfers: its parts, one device, what was measured and what was left out and why."""
+"""The benchmark of GPU transfers: its parts, the device, the measurements, and the skipped cells with the reason."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LINK_TARGET: Mapping[Form, float] = {"pools": 0.90, "blocks": 0.95}
 BESIDE_TARGET = 1.05
 LAYER_TARGET = 0.10
 DIRECTIONS: tuple[Direction, ...] = ("down", "up")
-_SPARE = 1.25  # blocks of a stock, as a share of those that are moved at once
+_SPARE = 1.25  # blocks of a stock, as a multiple of those that one call moves
 
 
 class Bench:
@@ -54,16 +54,16 @@ class Bench:
 
     @property
     def over(self) -> bool:
-        """Whether no more time is left for another cell."""
+        """Return whether the time budget is used up."""
         return time.monotonic() - self._began > self.plan.budget_seconds
 
     def leave_out(self, name: str) -> None:
-        """Note that a cell or a part is not measured for want of time."""
+        """Note that a cell or a part was skipped because the time was used up."""
         self.left_out.append({"cell": name, "why": f"{self.plan.budget_seconds:.0f} s were over"})
 
     @property
     def parts(self) -> dict[str, Callable[[], None]]:
-        """What can be measured, what matters most first."""
+        """Return the parts by name, the most important first."""
         *first, last = self.plan.shapes
         found = {f"cross_{shape.key}": self._crossing_of(shape) for shape in first}
         found["beside"] = self._beside
@@ -74,7 +74,7 @@ class Bench:
         return found
 
     def extra(self) -> Cell:
-        """What stands in the JSON beside the figures."""
+        """Return the fields of the JSON beside the figures."""
         return {
             "plan": self.plan.name,
             "parts": self.wanted,
@@ -90,9 +90,9 @@ class Bench:
         }
 
     def close(self) -> None:
-        """Raise RuntimeError if the link itself did not copy what it should."""
+        """Raise RuntimeError if the limit's own copies are wrong."""
         if self._link is not None and not self._link.same():
-            raise RuntimeError("the limit's own copies are not the same on both sides")
+            raise RuntimeError("the limit's own copies differ between the two sides")
 
     # ---- the parts
 
@@ -218,7 +218,7 @@ class Bench:
         return registering(room, ways, min(3, self.plan.rounds))
 
     def _bounce(self) -> None:
-        """Slots that are not registered: what is left where a machine refuses."""
+        """Measure slots that are not registered, as on a machine that refuses to register memory."""
         shape, chunks = self.plan.shapes[0], min(8, self.plan.most_chunks)
         stock = self._stock(shape, "pools", chunks)
         with self._room(shape, chunks, registered=False) as room:
@@ -228,17 +228,17 @@ class Bench:
                 name = f"bounce {direction} {shape.key} {chunks}"
                 self._cell("crossing", name, partial(crossing, field, racers, self.ours))
 
-    # ---- what they stand on
+    # ---- common parts
 
     def _cell(self, kind: str, name: str, work: Callable[[], Cell]) -> None:
-        """Do one cell; what it raises is quoted, and the others go on."""
+        """Measure one cell; quote its exception and continue with the other cells."""
         if self.over:
             self.leave_out(name)
             return
         say(f"{name} ... ({time.monotonic() - self._began:.0f} s)")
         try:
             self.found[kind].append(work())
-        except Exception as error:  # noqa: BLE001 - the border of a cell: an hour on a GPU is not to be lost for it
+        except Exception as error:  # noqa: BLE001 - the boundary of a cell: keep the rest of an hour on a GPU
             traceback.print_exc()
             self.errors.append({"cell": name, "error": f"{type(error).__name__}: {error}"})
 
@@ -248,7 +248,7 @@ class Bench:
         return self._link
 
     def _stock(self, shape: Shape, form: Form, chunks: int) -> Stock:
-        """Return a stock with more blocks than `chunks` have, so that tables can be taken from it at random."""
+        """Return a stock with more blocks than `chunks` need, so that tables have random blocks."""
         return Stock(shape, form, int(chunks * shape.blocks_a_chunk * _SPARE) + 1, self.device, self.seed)
 
     @contextmanager

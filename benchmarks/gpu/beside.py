@@ -1,4 +1,4 @@
-"""A compute stream with a transfer beside it: how much longer its products take, and what still crosses the link."""
+"""A compute stream with a concurrent transfer: how much longer its products take, and the transfer's speed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.limits_cuda import Direction, Products, settle
 
 @dataclass(frozen=True)
 class Stream:
-    """Calls of one entrant, one behind the other, over two tables and two lots of slots."""
+    """Consecutive calls of one entrant, over two tables and two sets of slots."""
 
     stock: Stock
     turns: tuple[Turn, Turn]
@@ -25,15 +25,15 @@ class Stream:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of one call."""
+        """Return the bytes of one call."""
         return len(self.turns[0].slots) * self.stock.shape.chunk_bytes
 
     def call(self, number: int) -> None:
-        """One call, with what belongs to it: the transfer is made anew, as for every call of a cache."""
+        """Make one call with a new transfer object, as each call of a cache does."""
         self.racer.prepare(self.stock, self.turns[number % 2], self.direction)()
 
     def check(self) -> None:
-        """Raise WrongBytes unless both turns were moved bit for bit."""
+        """Raise WrongBytes unless both turns were copied bit for bit."""
         settle(self.stock.device)
         if not all(self.stock.same(turn) for turn in self.turns):
             raise WrongBytes(f"{self.racer.name} beside a compute stream, {self.stock.shape.name}")
@@ -61,11 +61,11 @@ class Mover:
         self._thread.start()
 
     def go(self) -> None:
-        """Let it begin."""
+        """Start the calls."""
         self._go.set()
 
     def stop(self) -> float:
-        """End it with the call that it is in, at least two; returns GB/s of all calls. Raises what a call raised."""
+        """Stop after the current call, at least two calls; return GB/s of all calls. Raise what a call raised."""
         self._stop.set()
         self._thread.join(60.0)
         if self._thread.is_alive():
@@ -81,12 +81,12 @@ class Mover:
             while len(self._ends) < 2 or not self._stop.is_set():
                 self._stream.call(len(self._ends))
                 self._ends.append(time.perf_counter())
-        except BaseException as trouble:  # noqa: BLE001 - a thread's border: `stop` raises it
+        except BaseException as trouble:  # noqa: BLE001 - the boundary of a thread: `stop` raises it
             self._trouble = trouble
 
 
 def beside(stream: Stream, products: Products, rounds: int, alone_calls: int = 8) -> dict[str, object]:
-    """Products alone and with the stream beside them, in turns; and the stream alone. Returns what is quoted."""
+    """Race products alone against products with the stream, and measure the stream alone. Return the results."""
     stream.spoil()
     stream.call(0)
     stream.call(1)
@@ -123,7 +123,7 @@ def beside(stream: Stream, products: Products, rounds: int, alone_calls: int = 8
 
 
 def _with(stream: Stream, products: Products, busy: list[float], speeds: list[float]) -> None:
-    """One round beside. The products are queued before the transfer begins, so they wait for nobody's launches."""
+    """Run one concurrent round. The products are queued before the transfer begins, so no launch delays them."""
     mover = Mover(stream)
     try:
         watch = products.queue()
@@ -135,7 +135,7 @@ def _with(stream: Stream, products: Products, busy: list[float], speeds: list[fl
 
 
 def turns(stock: Stock, room: Room, chunks: int) -> tuple[Turn, Turn]:
-    """Two turns that share neither blocks nor slots, filled at random."""
+    """Return two turns that share neither blocks nor slots, filled at random."""
     table, slots = stock.table(2 * chunks), room.slots(stock.layout.slot_bytes)
     stock.fill_slots(slots[: 2 * chunks])
     half = len(table) // 2

@@ -1,6 +1,6 @@
-"""Chunks across the link, everybody in turns.
+"""Race chunks across the link, all entrants in turns.
 
-Each timed call has blocks at random; its destination is spoilt before and compared, all of it, after.
+Each timed call has random blocks. Its destination is overwritten before the call and compared completely after it.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from benchmarks.gpu.room import Room
 from benchmarks.gpu.stock import Bytes, Stock, Turn
 from benchmarks.limits_cuda import Direction, Link, settle
 
-SLOW_SECONDS = 0.4  # who takes longer for a call takes part in two rounds only
+SLOW_SECONDS = 0.4  # an entrant that takes longer for a call has only two rounds
 
 
 class WrongBytes(RuntimeError):
-    """A measured copy did not copy what it should."""
+    """A measured copy has wrong bytes."""
 
 
 @dataclass
 class Lap:
-    """What one entrant spent, call by call: seconds of the wall, from the call to its return."""
+    """The wall time of one entrant, call by call, from the call to its return."""
 
     nbytes: int = 0  # of one call
     chunks: int = 0
@@ -33,7 +33,7 @@ class Lap:
     ratio: list[float] = field(default_factory=list)  # speed as a share of the link's, within the round
 
     def json(self) -> dict[str, object]:
-        """What is quoted of it."""
+        """Return the values for the JSON."""
         return {
             "chunks": self.chunks,
             "gb_per_second": [round(self.nbytes / each / 1e9, 3) for each in self.seconds],
@@ -45,7 +45,7 @@ class Lap:
 
 @dataclass(frozen=True)
 class Field:
-    """One cell of the table: who moves how many chunks of what, which way, between which memory."""
+    """One cell of the table: the chunks and their number, the direction, and the memory on both sides."""
 
     stock: Stock
     room: Room
@@ -55,7 +55,7 @@ class Field:
     rounds: int
 
     def turn(self, number: int, chunks: int) -> Turn:
-        """Return what a call is to move: new blocks at random, and slots further on than those of the last."""
+        """Return the work of a call: new random blocks, and the slots after those of the previous call."""
         slots = self.room.slots(self.stock.layout.slot_bytes)
         first = number * chunks % (len(slots) - chunks + 1)
         return Turn(self.stock.table(chunks), slots[first : first + chunks])
@@ -69,9 +69,9 @@ class Field:
 
 
 def crossing(place: Field, racers: Sequence[Entrant], ours: Ours) -> dict[str, object]:
-    """Race the entrants and the link, and return what is quoted. Changes pools and slots.
+    """Race the entrants and the link, and return the results. Changes pools and slots.
 
-    A round before those that count compiles, measures and warms. Raises WrongBytes where a copy was not bit for bit.
+    A first round, which does not count, compiles, measures and warms up. Raise WrongBytes where a copy is not exact.
     """
     shape = place.stock.shape
     if place.direction == "up":
@@ -115,18 +115,18 @@ def crossing(place: Field, racers: Sequence[Entrant], ours: Ours) -> dict[str, o
 
 
 def median_ratio(cell: dict[str, object], name: str = CHOSEN) -> float:
-    """The share of the link that an entrant had, over its rounds."""
+    """Return an entrant's median share of the link's speed."""
     laps = cell["entrants"]
     assert isinstance(laps, dict)
     return statistics.median(laps[name]["ratio"])
 
 
 def _go(place: Field, racer: Entrant, number: int) -> tuple[float, float, int]:
-    """One call: seconds to make it ready, seconds of the call, chunks."""
+    """Make one call; return the seconds of its preparation, its seconds, and its chunks."""
     chunks = min(place.chunks, racer.most_chunks)
     turn = place.turn(number, chunks)
     place.spoil(turn)
-    settle(place.stock.device)  # ours come behind all that was launched before they were made
+    settle(place.stock.device)  # our copies wait for everything that was launched before them
     began = time.perf_counter()
     move = racer.prepare(place.stock, turn, place.direction)
     made = time.perf_counter()
@@ -138,6 +138,6 @@ def _go(place: Field, racer: Entrant, number: int) -> tuple[float, float, int]:
 
 
 def _all_slots(place: Field) -> list[Bytes]:
-    """The slots that the turns of this cell come to."""
+    """Return the slots that the turns of this cell use."""
     slots = place.room.slots(place.stock.layout.slot_bytes)
     return slots[: place.chunks * (place.rounds + 2)]

@@ -1,4 +1,4 @@
-"""The device that is measured: CUDA's, or CPU memory with Triton's interpreter for a trial."""
+"""The measured device: CUDA, or CPU memory with Triton's interpreter for a trial."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pagoda.transfer.gpu.device import CpuDevice, CudaDevice, Device
 
 
 def device_maker(device: torch.device) -> Callable[[int | None], Device]:
-    """Return a factory of devices for so many programs; None: as many as a user gets who says nothing."""
+    """Return a factory of devices by number of programs; None: the default number."""
     if device.type == "cuda":
         return lambda programs: CudaDevice(device) if programs is None else CudaDevice(device, programs)
     return _cpu_device
 
 
 def _cpu_device(programs: int | None) -> Device:
-    from pagoda.transfer.gpu.kernels import Kernels  # Triton must have been told to interpret by now
+    from pagoda.transfer.gpu.kernels import Kernels  # Triton must be in interpreter mode by now
 
     device = torch.device("cpu")
     return CpuDevice(Kernels(device) if programs is None else Kernels(device, programs))

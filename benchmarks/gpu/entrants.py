@@ -1,4 +1,4 @@
-"""Who moves the chunks: our three ways and the one they choose, torch as one would write it, and a copy a block."""
+"""The entrants: our three copy methods and the chosen one, torch in plain use, and one copy per block."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from pagoda.transfer.run_table import page_run_table
 Move = Callable[[], None]
 
 CHOSEN = "chosen"
-BLOCK_CHUNKS = 8  # a copy a block is timed on so many chunks at most: 64 of 80 layers are 164,000 calls
+BLOCK_CHUNKS = 8  # most chunks for one copy per block: 64 chunks of 80 layers are 164,000 calls
 
 
 class Ours:
-    """Our copy engines of one device, by way and number of programs, each made once. One thread at a time."""
+    """Our copy engines of one device, by method and number of programs, each created once. One thread at a time."""
 
     def __init__(self, device_of: Callable[[int | None], Device]) -> None:
         self.device = device_of(None)
@@ -35,36 +35,36 @@ class Ours:
 
     @property
     def ways(self) -> tuple[str, ...]:
-        """The ways that this machine has; without Triton there is one."""
+        """Return the methods that this machine supports; without Triton only one."""
         return WAYS if self.device.kernels is not None else ("runs",)
 
     def engine(self, way: str, programs: int | None = None) -> CopyEngine:
-        """Return the copies of one way, or of `CHOSEN`: what a user gets who says nothing."""
+        """Return the copy engine of one method, or of `CHOSEN`, the default."""
         kind = (way, self.programs if programs is None else programs)
         if kind not in self._made:
             self._made[kind] = CopyEngine(self._devices(kind[1]), way=None if way == CHOSEN else way)
         return self._made[kind]
 
     def chosen(self, stock: Stock, direction: Direction) -> str:
-        """The way that is taken for such a stock; measured if it has not been."""
+        """Return the method that is chosen for such a stock; measure first if necessary."""
         planes = [page_plane(plane.view(torch.uint8), "planes") for plane in stock.planes]
         table = page_run_table(planes, stock.shape.blocks_a_chunk, 0)
         return self.engine(CHOSEN).way_of(table, direction == "down")
 
 
 class Entrant(Protocol):
-    """Somebody who moves chunks."""
+    """A method to move chunks."""
 
     name: str
     most_chunks: int
 
     def prepare(self, stock: Stock, turn: Turn, direction: Direction) -> Move:
-        """Return what is timed: a call that moves the chunks of a turn and returns when all are there."""
+        """Return the timed call, which moves the chunks of a turn and returns when all are complete."""
         ...
 
 
 class OurWay:
-    """One of ours: the transfer is made as for one call of the cache, then does its one call."""
+    """One of our methods, with a new transfer object for each call, as in the cache."""
 
     most_chunks = 1 << 20
 
@@ -80,9 +80,9 @@ class OurWay:
 
 
 class TorchSelect:
-    """torch: a chunk is gathered by an index_select a plane into a device buffer, which crosses by one pinned copy.
+    """torch: one index_select per plane gathers a chunk into a device buffer, and one pinned copy moves the buffer.
 
-    Up the other way round, by index_copy. Two buffers take turns; all is queued on one stream and waited for once.
+    The way up is the reverse, with index_copy. Two buffers alternate; one stream has all of it, with a single wait.
     """
 
     name = "torch"
@@ -110,7 +110,7 @@ class TorchSelect:
 
 
 class BlockLoop:
-    """A pinned copy a block of every plane, queued on one stream and waited for once. The views are made before."""
+    """One pinned copy per block of each plane, queued on one stream with a single wait. The views exist before."""
 
     name = "per block"
     most_chunks = BLOCK_CHUNKS
@@ -135,6 +135,6 @@ class BlockLoop:
 
 
 def entrants(ours: Ours) -> list[Entrant]:
-    """All that race against each other."""
+    """Return all entrants of the race."""
     ways: list[Entrant] = [OurWay(way, ours.engine(way)) for way in (CHOSEN, *ours.ways)]
     return [*ways, TorchSelect(), BlockLoop()]

@@ -1,4 +1,4 @@
-"""A load layer by layer: when layer 0 can be used, against when all of it can."""
+"""A load layer by layer: the time until layer 0 is usable, against the time until all layers are."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PATIENCE_SECONDS = 30.0
 
 
 class Load(NamedTuple):
-    """Seconds of one load, from its call: until layer 0 and the layer in the middle can be used, and until its end."""
+    """Seconds of one load, from its call until layer 0 and the middle layer are usable, and until its end."""
 
     first: float
     middle: float
@@ -28,10 +28,10 @@ class Load(NamedTuple):
 
 
 def layered(place: Field, way: str, engine: CopyEngine, device: Device) -> dict[str, object]:
-    """Loads with and without a gate, in turns. Returns what is quoted; raises WrongBytes where layer 0 was not right.
+    """Race loads with and without a gate. Return the results; raise WrongBytes where layer 0 was wrong.
 
-    The thread that loads is not the one that waits, as in an engine. "Can be used" is: the waiting stream, told to
-    wait by the gate, has come past that point.
+    One thread loads and another one waits, as in an engine. "Usable" means: the waiting stream, which the gate made
+    wait, has passed that point.
     """
     loads: list[Load] = []
     plain: list[float] = []
@@ -72,7 +72,7 @@ def _load(place: Field, turn: Turn, engine: CopyEngine, device: Device, pool: Th
     began = time.perf_counter()
     running = pool.submit(kv.from_slots, turn.starts(stock.shape.chunk_tokens), turn.slots)
     first = _usable(layer_events, 0, device, began)
-    for which, part in zip(ids, parts, strict=True):  # what attention would read, as early as it might
+    for which, part in zip(ids, parts, strict=True):  # what attention would read, as early as possible
         for plane, room in zip(stock.planes, part, strict=False):
             torch.index_select(plane, 0, which, out=room)
     middle = _usable(layer_events, stock.shape.layers // 2, device, began)
@@ -85,16 +85,16 @@ def _load(place: Field, turn: Turn, engine: CopyEngine, device: Device, pool: Th
 
 
 def _early(stock: Stock, turn: Turn, copy: torch.Tensor) -> bool:
-    """True if what was read behind the gate was layer 0."""
+    """Return whether the data that was read after the gate was layer 0."""
     size = stock.shape.chunk_bytes // stock.shape.layers
     there = copy[:, :size].cpu()
     return all(torch.equal(own, stock.host(slot)[:size]) for own, slot in zip(there, turn.slots, strict=True))
 
 
 def _usable(layer_events: LayerEvents, layer: int, device: Device, began: float) -> float:
-    """Seconds from `began` until this thread's current stream has waited for a layer."""
+    """Return the seconds from `began` until this thread's current stream has waited for a layer."""
     if not layer_events.wait_layer(layer, device, PATIENCE_SECONDS):
-        raise RuntimeError(f"layer {layer} did not come")
+        raise RuntimeError(f"layer {layer} was not loaded within {PATIENCE_SECONDS:.0f} s")
     behind = Stopwatch(device.torch_device)
     behind.start()
     behind.stop()

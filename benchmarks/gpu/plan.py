@@ -1,4 +1,4 @@
-"""How much of the benchmark of GPU transfers is done: all of it, a quick look, or a trial on a CPU."""
+"""The sizes of the benchmark of GPU transfers: full, quick, or a trial on a CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes and rounds. `budget_seconds`: past it no further cell is begun, and the JSON says which were left out."""
+    """Sizes and rounds. After `budget_seconds` no further cell begins, and the JSON lists the skipped ones."""
 
     name: str
     shapes: tuple[Shape, ...]
@@ -31,11 +31,11 @@ class Plan:
 
     @property
     def most_chunks(self) -> int:
-        """The most chunks of one call."""
+        """Return the largest number of chunks of one call."""
         return max(self.chunks)
 
     def shape(self, key: str) -> Shape | None:
-        """A shape of this plan."""
+        """Return a shape of this plan, or None."""
         return next((shape for shape in self.shapes if shape.key == key), None)
 
 
@@ -73,7 +73,7 @@ QUICK = Plan(
     budget_seconds=60.0,
 )
 
-# Every function once or twice, on shapes that Triton's interpreter moves in a moment: no figure of it means anything.
+# Every function once or twice, on shapes that are fast in Triton's interpreter: its figures are meaningless.
 TINY = Plan(
     name="tiny",
     shapes=(

@@ -1,6 +1,6 @@
-"""Whether this Python can measure, or test, on a GPU, and if not why and what to do.
+"""Check whether this Python can measure or test on a GPU; if not, say why and what to do.
 
-`python benchmarks/gpu/ready.py pytest` says what is missing to run the tests: one line, exit code 2.
+`python benchmarks/gpu/ready.py pytest` prints what the tests lack: one line, exit code 2.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ TESTS = (*BENCHMARK, "lmdb", "xxhash")  # by the ledger and the codec too
 
 
 class Trouble(NamedTuple):
-    """Why it does not run. `code` 0: nothing is wrong, there is just no GPU; 2: something has to be installed."""
+    """The reason why it cannot run. `code` 0: there is no GPU, which is no error; 2: something must be installed."""
 
     code: int
     why: str
 
 
 def trouble() -> Trouble | None:
-    """Return why a GPU cannot be measured here; None if it can. Imports torch."""
+    """Return why a GPU cannot be measured on this machine; None if it can. Imports torch."""
     try:
         import torch
     except ImportError as error:
@@ -37,12 +37,12 @@ def trouble() -> Trouble | None:
 
 
 def absent(names: tuple[str, ...]) -> list[str]:
-    """Return those of these modules that are not installed."""
+    """Return the modules of `names` that are not installed."""
     return [name for name in names if importlib.util.find_spec(name) is None]
 
 
 def remedy(missing: list[str]) -> str:
-    """One line that says what to install."""
+    """Return one line that says what to install."""
     names = " ".join(missing)
     return f"{', '.join(missing)} cannot be imported: {sys.executable} -m pip install {names}"
 
@@ -54,7 +54,7 @@ def _no_gpu(version: str, cuda: str | None) -> str:
 
 
 def main(names: list[str]) -> int:
-    """Say what of `names` and of what our own tests import is missing. Returns the exit code."""
+    """Print which of `names` and of our tests' imports are missing. Return the exit code."""
     missing = absent((*names, *TESTS))
     if missing:
         print(remedy(missing), file=sys.stderr)

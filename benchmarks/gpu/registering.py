@@ -1,4 +1,4 @@
-"""What registering host memory with the device costs: ours against one cudaHostRegister, in turns."""
+"""The cost of registering host memory with the device: ours against one cudaHostRegister, in turns."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 from benchmarks.gpu.room import Room
 
 Undo = Callable[[], None]
-Register = Callable[[], Undo]  # registers all of a room and returns what undoes it
+Register = Callable[[], Undo]  # registers all of a room and returns the function that undoes it
 
 
 def registering(room: Room, ways: dict[str, Register], rounds: int) -> dict[str, object]:
-    """Register and unregister all of a room in each way, in turns. Returns what is quoted."""
+    """Register and unregister all of a room with each method, in turns. Return the results."""
     register: dict[str, list[float]] = {name: [] for name in ways}
     unregister: dict[str, list[float]] = {name: [] for name in ways}
     names = list(ways)

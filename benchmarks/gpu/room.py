@@ -1,4 +1,4 @@
-"""Slots in host memory as users get them: a slab in shared memory, registered with the device."""
+"""Slots in host memory as in the product: a slab in shared memory, registered with the device."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ SHM = Path("/dev/shm")
 
 
 class Room:
-    """Host memory of `nbytes`: a slab over a file in `shm`, or over private memory where that has no room for it.
+    """Host memory of `nbytes`: a slab over a file in `shm`, or over private memory where `shm` lacks the space.
 
-    All pages are in place. `registered`: with the device, as a host tier's are. One thread at a time.
+    All pages are populated. `registered`: with the device, as in a host tier. One thread at a time.
     """
 
     def __init__(
@@ -34,18 +34,18 @@ class Room:
         self._slab = MemorySlab(self._file(), 1, nbytes)
         self._slab.populate(threads=min(8, len(os.sched_getaffinity(0))), background=False)
         self.array = self._slab.view(0)
-        self.array[::4096] = 0  # where the kernel cannot populate
+        self.array[::4096] = 0  # populates where the kernel cannot
         self._pinned: PinnedMemory | None = None
         if registered and device.type == "cuda":
             self._pinned = pin(self.array, device.index or 0, background=False)
 
     @property
     def registered_bytes(self) -> int:
-        """How much of it is registered with the device."""
+        """Return the bytes that are registered with the device."""
         return 0 if self._pinned is None else self._pinned.nbytes
 
     def about(self) -> dict[str, object]:
-        """What kind of memory it is, and why not all of it is registered."""
+        """Describe the kind of memory, and why not all of it is registered."""
         trouble = "" if self._pinned is None else self._pinned.trouble
         return {
             "kind": self.kind,
@@ -60,7 +60,7 @@ class Room:
         return list(self.array[: count * slot_bytes].reshape(count, slot_bytes))
 
     def close(self) -> None:
-        """Take the registration back and remove the file."""
+        """Unregister the memory and remove the file."""
         if self._pinned is not None:
             self._pinned.close(30.0)
         self._slab.close()
@@ -77,7 +77,7 @@ class Room:
 
 
 def _directory(shm: Path | None, nbytes: int) -> tempfile.TemporaryDirectory[str] | None:
-    """A directory for the slab; None where `shm` has less than that and a tenth free."""
+    """Return a directory for the slab; None where less than 110 % of `nbytes` is free in `shm`."""
     if shm is None or not shm.is_dir() or shutil.disk_usage(shm).free < nbytes * 1.1:
         return None
     return tempfile.TemporaryDirectory(prefix="pagoda-bench-", dir=shm)

@@ -1,4 +1,4 @@
-"""KV pools on a device, shaped as known models have them, and plain torch to fill, spoil and compare them."""
+"""KV pools on a device with the shapes of known models, and plain torch to fill, overwrite and compare them."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ class Shape:
 
     @property
     def run_bytes(self) -> int:
-        """The bytes of one block of one plane of one layer."""
+        """Return the bytes of one block of one plane of one layer."""
         return self.block_tokens * self.heads * self.dim * 2
 
     @property
     def blocks_a_chunk(self) -> int:
-        """How many blocks a chunk has."""
+        """Return the number of blocks of a chunk."""
         return self.chunk_tokens // self.block_tokens
 
     @property
     def chunk_bytes(self) -> int:
-        """The bytes of a chunk of all layers."""
+        """Return the bytes of a chunk of all layers."""
         return self.layers * self.planes * self.blocks_a_chunk * self.run_bytes
 
 
@@ -64,7 +64,7 @@ SHAPES = {
 
 
 class Turn(NamedTuple):
-    """What one call moves: the chunks of a sequence whose blocks are `table`, chunk i in `slots[i]`."""
+    """The data of one call: the chunks of a sequence with the block table `table`, chunk i in `slots[i]`."""
 
     table: Ids
     slots: list[Bytes]
@@ -82,7 +82,7 @@ class Stock:
     | "pools"  | a pool a layer, [2, blocks, 16, heads, dim], or [blocks, 16, dim] of one plane      |
     | "blocks" | one tensor [blocks, bytes of a block in all layers]: a block is one run             |
 
-    `planes` are the same memory as int64 [blocks, words of a run], in the order in which they lie in a slot.
+    `planes` are the same memory as int64 [blocks, words of a run], in their order in a slot.
     """
 
     def __init__(self, shape: Shape, form: Form, blocks: int, device: torch.device, seed: int) -> None:
@@ -121,13 +121,13 @@ class Stock:
 
     @property
     def run_bytes(self) -> int:
-        """How long a run of a block is."""
+        """Return the bytes of a run of a block."""
         return self.planes[0].shape[1] * 8
 
     def kv(self, table: Ids, engine: CopyEngine, layer_events: LayerEvents | None = None) -> KV:
-        """Return our transfer of the sequence whose blocks are `table`, as a user makes it for one call.
+        """Return our transfer of the sequence with the block table `table`, as a user creates it for one call.
 
-        Pools are looked at anew each time, as the paged engine of the examples does; pages once, as the vLLM connector.
+        Pools are inspected in every call, as in the paged engine of the examples; pages once, as in the vLLM connector.
         """
         shape = self.shape
         if self.form == "blocks":
@@ -147,7 +147,7 @@ class Stock:
         )  # fmt: skip
 
     def table(self, chunks: int) -> Ids:
-        """Return a new block table: blocks of the whole stock at random, none twice."""
+        """Return a new block table: random blocks of the whole stock, without repetition."""
         return self._random.permutation(self.blocks)[: chunks * self.shape.blocks_a_chunk].astype(np.int64)
 
     def ids(self, turn: Turn) -> list[torch.Tensor]:
@@ -155,7 +155,7 @@ class Stock:
         sent = torch.from_numpy(turn.table).to(self.device)
         return list(sent.view(len(turn.slots), self.shape.blocks_a_chunk))
 
-    # ---- plain torch: what ours are compared with, and checked by
+    # ---- plain torch, to compare with and to check
 
     def gather(self, ids: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         """Gather one chunk into the `parts` of a buffer on the device, by one index_select a plane."""
@@ -180,7 +180,7 @@ class Stock:
             plane.index_fill_(0, ids, int.from_bytes(bytes([POISON] * 8), "little"))
 
     def spoil_slots(self, slots: Sequence[Bytes]) -> None:
-        """Overwrite every byte of slots, through the device: that is faster than this processor."""
+        """Overwrite every byte of slots, through the device, which is faster than this processor."""
         self._scratch[0].fill_(POISON)
         for slot in slots:
             self.host(slot).copy_(self._scratch[0])
@@ -192,7 +192,7 @@ class Stock:
             self.host(slot).copy_(words.random_(generator=self._generator).view(torch.uint8))
 
     def same(self, turn: Turn) -> bool:
-        """True if the blocks and the slots of a turn hold the same bytes, all of them; compared on the device."""
+        """Return whether the blocks and the slots of a turn hold the same bytes; compare on the device."""
         there, here = self._scratch
         for ids, slot in zip(self.ids(turn), turn.slots, strict=True):
             self.gather(ids, self.parts(there))

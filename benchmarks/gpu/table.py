@@ -1,6 +1,6 @@
-"""Tables from what `transfer.py` recorded: `benchmarks/gpu/table.py docs/design/benchmarks/gpu-*.json [--write FILE]`.
+"""Tables of the records of `transfer.py`: `benchmarks/gpu/table.py docs/design/benchmarks/gpu-*.json [--write FILE]`.
 
-docs/design/benchmarks/gpu.md is what this prints of all that is recorded there, and nothing else: never edited by hand.
+docs/design/benchmarks/gpu.md is exactly the output for all records in that directory: never edit it by hand.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _OTHERS = ("direct", "staged", "runs", "torch", "per block")
 
 
 def page(documents: Sequence[Json]) -> str:
-    """The whole page for these documents."""
+    """Return the whole page for these documents."""
     return "\n\n".join([HEAD, *([tables(each) for each in documents] or [NOTHING])]) + "\n"
 
 
 def tables(found: Json) -> str:
-    """All tables of one document, under a heading with what it was measured on."""
+    """Return all tables of one document, under a heading that names the machine."""
     if "skipped" in found:
         return f"Skipped: {found['skipped']}"
     parts = [_heading(found), _machine(found)]
@@ -267,7 +267,7 @@ def _number(value: object) -> float:
 
 
 def read(paths: Iterable[Path]) -> list[Json]:
-    """The documents in these files, in the order of their names."""
+    """Read the documents in these files, in the order of their names."""
     return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(paths)]
 
 
@@ -277,17 +277,19 @@ def write(directory: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the page of the files that are named, or write it."""
+    """Print the page of the named files, or write it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("files", nargs="*", type=Path, help="recorded JSON")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write it there instead of printing it")
+    parser.add_argument(
+        "--write", type=Path, metavar="FILE", help="write the page to FILE instead of printing it"
+    )
     options = parser.parse_args(arguments)
     try:
         text = page(read(options.files))
     except (OSError, ValueError) as error:
-        print(f"cannot be read: {error}", file=sys.stderr)
+        print(f"cannot read a record: {error}", file=sys.stderr)
         return 2
     if options.write is None:
         print(text, end="")

@@ -1,8 +1,8 @@
 """KV between a GPU and host slots against the link: `benchmarks/gpu/transfer.py [--json] [--quick] [--only PART,...]`.
 
-Our three ways and the one they choose, torch and a copy a block, next to one large pinned copy; a compute stream with a
-transfer beside it; a load layer by layer; the cost of registering memory. What is copied is compared, not asserted to
-be fast. Without a GPU: one line that says so, exit code 0. How it is measured: docs/design/benchmarks/README.md.
+Our three copy methods and the chosen one, torch, and one copy per block, against one large pinned copy; a compute
+stream with a concurrent transfer; a load layer by layer; the cost of registering memory. Copied bytes are compared;
+speeds are not asserted. Without a GPU: one line, exit code 0. The method: docs/design/benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -37,20 +37,22 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="two shapes, fewer chunks and rounds: a minute")
     parser.add_argument("--only", default="", help="some of the parts, as in --only cross_8b,beside")
     parser.add_argument("--device", default="cuda", help="cuda or cuda:N")
-    parser.add_argument("--seed", type=int, help="of data and block tables; without it a fresh one")
-    parser.add_argument("--shm-dir", type=Path, default=SHM, help="where slots lie if there is room")
+    parser.add_argument("--seed", type=int, help="seed of data and block tables (default: a random one)")
+    parser.add_argument(
+        "--shm-dir", type=Path, default=SHM, help="directory of the slots if it has enough space"
+    )
     parser.add_argument(
         "--record",
         type=Path,
         metavar="DIR",
-        help="write gpu-NAME.json there, and the tables of all in gpu.md",
+        help="write gpu-NAME.json to DIR, and the tables of all records to gpu.md",
     )
     parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)  # a trial, on a CPU too
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, print and record. Returns the exit code: 1 if a cell failed, 2 if something has to be installed."""
+    """Measure, print and record. Return the exit code: 1 if a cell failed, 2 if something must be installed."""
     from benchmarks.gpu.ready import SKIPPED, trouble
 
     options = options_of(arguments)
@@ -63,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(line, file=sys.stderr if found.code else sys.stdout)
         return found.code
     try:
-        import benchmarks.gpu.bench  # noqa: F401 - all that has to be installed
+        import benchmarks.gpu.bench  # noqa: F401 - fails here if something is not installed
     except ModuleNotFoundError as error:
         print(f"{error.name} is missing: {sys.executable} -m pip install {error.name}", file=sys.stderr)
         return 2
@@ -87,7 +89,7 @@ def _measure(options: argparse.Namespace) -> int:
     bench.wanted = list(filter(None, options.only.split(",")))
     unknown = [name for name in bench.wanted if name not in bench.parts]
     if unknown:
-        print(f"--only knows {', '.join(bench.parts)}, not {', '.join(unknown)}", file=sys.stderr)
+        print(f"--only accepts {', '.join(bench.parts)}, not {', '.join(unknown)}", file=sys.stderr)
         return 2
     for name in bench.wanted or bench.parts:
         if bench.over:
@@ -95,11 +97,13 @@ def _measure(options: argparse.Namespace) -> int:
             continue
         try:
             bench.parts[name]()
-        except Exception as error:  # noqa: BLE001 - the border of a part: what the others found is kept
+        except Exception as error:  # noqa: BLE001 - the boundary of a part: keep the results of the others
             traceback.print_exc()
             bench.errors.append({"cell": name, "error": f"{type(error).__name__}: {error}"})
         if options.record is not None:
-            _record(bench, options.record)  # after each part: whoever is stopped keeps what was measured
+            _record(
+                bench, options.record
+            )  # after each part, so that an interrupted run keeps its measurements
     _print(bench, options)
     return 1 if bench.errors else 0
 
