@@ -8,13 +8,15 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
+from threading import Thread
 
 import pytest
 
 from pagoda.finalizers import settle
-from pagoda.ledger import Busy, Reserved, admin
+from pagoda.ledger import Busy, Ledger, Reserved, admin
 from tests.cache.kit import cache_at
-from tests.faults.support import NAMESPACE, Store, keys, python, succeeded
+from tests.faults.support import NAMESPACE, Store, keys, memory_spec, python, succeeded
 
 OUTLIVES = """
 import os, signal, sys, time
@@ -178,3 +180,63 @@ def test_what_was_open_at_a_fork_can_be_closed(shm_root: Path) -> None:
         gc.collect()
         assert settle(60) and time.monotonic() < until, mapped()
         time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240, method="thread")
+def test_a_child_that_a_signal_handler_forks_in_a_transaction_leaves_the_tables_alone(shm_root: Path) -> None:
+    """It returns into the middle of the parent's call: its commit beside the parent's would damage the tables."""
+    store, parent, random = Store(shm_root, slots=64), os.getpid(), Random(0)
+    ledger, children = store.ledger, list[int]()
+
+    def fork(*_: object) -> None:
+        if (child := os.fork()) == 0:
+            signal.alarm(60)  # instead of a hang
+        else:
+            children.append(child)
+
+    def call(prompt: list[bytes]) -> None:
+        outcomes = ledger.reserve(prompt, namespace=NAMESPACE, deadline_seconds=30.0)
+        ledger.commit([one for one in outcomes if isinstance(one, Reserved)], deadline_seconds=30.0)
+        ledger.match_prefix(prompt, deadline_seconds=30.0)
+
+    before = signal.signal(signal.SIGALRM, fork)
+    try:
+        for turn in range(400):
+            signal.setitimer(signal.ITIMER_REAL, 10 ** random.uniform(-4.5, -2.5))
+            try:
+                call(keys(range(turn * 10, turn * 10 + 10)))
+            finally:
+                if os.getpid() != parent:
+                    os._exit(
+                        0
+                    )  # whatever it has met: the store is unavailable in the middle of its parent's call
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert len(children) > 100
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * len(children)
+    admin.reap(ledger)
+    admin.check(ledger)
+    ledger.close()
+    again = Ledger.open(memory_spec(shm_root, 64))  # and not a new store
+    assert again.directory == ledger.directory and admin.gauges(again)["ready"]
+
+
+def test_a_handler_that_forks_in_a_transaction_does_not_open_the_gate(shm_root: Path) -> None:
+    store, gate = Store(shm_root), None
+    gate = store.ledger.session.gate
+
+    def fork_inside() -> bool:
+        if (child := os.fork()) == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+        taken: list[bool] = []
+        other = Thread(target=lambda: taken.append(gate._inside.acquire(timeout=0.2)))
+        other.start()
+        other.join()
+        return taken[0]
+
+    assert not gate.run(fork_inside, 10.0, exclusive=True)
+    assert gate.run(lambda: True, 10.0)

@@ -173,6 +173,11 @@ class Gate:
         """Whether a thread of this process is inside, or waits for other processes."""
         return self._owner is not None
 
+    @property
+    def entered(self) -> bool:
+        """Whether this thread is inside, or waits for other processes: a signal handler or a finalizer asks."""
+        return bool(self._inside._is_owned())  # type: ignore[attr-defined]
+
     def run(self, work: Callable[[], T], deadline_seconds: float, exclusive: bool = False) -> T:
         """Run `work` while the gate is shared with the readers of other processes, or held exclusively."""
         me, until, fd, entered = (
@@ -209,9 +214,7 @@ class Gate:
 
     def hold(self, deadline_seconds: float) -> bool:
         """Keep other threads out until `let_go` is called on this thread; False if it could not be taken in time."""
-        return self._owner != threading.get_ident() and self._inside.acquire(
-            timeout=max(deadline_seconds, 0.0)
-        )
+        return self._inside.acquire(timeout=max(deadline_seconds, 0.0))
 
     def let_go(self) -> None:
         """End what `hold` began; does nothing if this thread holds nothing."""

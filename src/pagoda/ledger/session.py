@@ -518,7 +518,7 @@ class Session:
         """Start without reservations, without a member and with separate locks, until the first call."""
         tables, self._tables = self._tables, None
         if tables is not None:  # a thread of the parent was inside the gate, or waited, for too long
-            tables.close_in_child()
+            tables.close_in_child(inside=self.gate.entered)
         self._deferred.clear()
         self._counting = threading.Lock()
         self._row = np.zeros(WIDTH, np.uint64).data
@@ -556,7 +556,8 @@ _forking = _Forking()
 
 def _before_fork() -> None:
     until = time.monotonic() + _FORK_SECONDS
-    _forking.sessions = tuple(_sessions)
+    # a signal handler may fork in the middle of a transaction, which keeps its gate
+    _forking.sessions = tuple(session for session in _sessions if not session.gate.entered)
     for session in _forking.sessions:
         session.before_fork(until)
 

@@ -203,13 +203,17 @@ class Tables:
         """Close the environment; no transaction may be open."""
         self.env.close()
 
-    def close_in_child(self) -> None:
+    def close_in_child(self, inside: bool) -> None:
         """Close what a thread of the parent had open while it forked.
 
-        If that thread was writing, a close would wait for it, and it does not exist here: then the environment stays
-        as it is for as long as the process lives, whatever drops its references.
+        `inside`: it was this thread, in a signal handler. The parent continues the transaction; here it is aborted, and
+        fails when this thread returns to it. If it was another thread that was writing, a close would wait for it, and
+        it does not exist here: then the environment stays as it is for as long as the process lives, whatever drops its
+        references.
         """
         try:
+            if self._written is not None and inside:
+                self._written.abort()
             if self._written is not None:
                 self._written.id()
         except lmdb.Error:  # it has ended

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -61,6 +62,7 @@ class Transaction:
         self.txn, self.tables, self.member, self.now = txn, tables, member, now
         self.get, self.put, self.pop, self.delete = txn.get, txn.put, txn.pop, txn.delete
         self.id: int = txn.id()
+        self._pid = os.getpid()
         self.committed = False
         self.meta: Meta = tables.load_meta(txn)
         self.counts: defaultdict[str, int] = defaultdict(int)  # counters, added after the commit
@@ -311,6 +313,10 @@ class Transaction:
 
     def publish(self, columns: Columns, stamp: int) -> None:
         """Assign to the columns what was committed: after the commit, before the gate is released."""
+        if (
+            os.getpid() != self._pid
+        ):  # a signal handler forked meanwhile: the parent publishes, now or has done so
+            return
         columns.capacity = max(1, self.meta.with_pages())
         for reason, gone in self._ghosts.items():
             slots = np.array([slot for slot, _ in gone], np.int64)
