@@ -116,7 +116,7 @@ def test_a_use_is_told_before_what_is_stored_after_it(
         clock.advance(10)
         assert served(cache, HOT)[0].by_tier == {"host": 20 * CHUNK}
         cache.store(HOT, kv_of(HOT).transfer)
-        wait_until(lambda: cache._resources.writeback.waiting == 0)
+        wait_until(lambda: all(queue.waiting == 0 for queue in cache._resources.writeback))
         assert cache.flush(100)
         assert asked_again(cache) == 20
 
@@ -177,7 +177,7 @@ def test_notes_of_uses_are_bounded(shm_root: Path, tmp_path: Path) -> None:
     clock = FakeClock()
     with small_disk(shm_root, tmp_path, clock) as cache:
         stored(cache, HOT)
-        (queue,) = cache._resources.writeback._queues
+        (queue,) = cache._resources.writeback
         access = Access(cache.namespace.root, list, 1 << 12)
         for _ in range(100):
             queue.note_access(access)

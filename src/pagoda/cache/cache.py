@@ -415,7 +415,7 @@ class Cache:
             "hit_rate": counters["hit_tokens"] / max(1, counters["asked_tokens"]),
             "misses": _by_reason(counters, "miss_", MISSES),
             "drops": _by_reason(counters, "drop_", DROPS),
-            "waiting_chunks": resources.writeback.waiting,
+            "waiting_chunks": sum(queue.waiting for queue in resources.writeback),
             "staging_buffers": resources.load_staging.in_use + resources.store_staging.in_use,
             "pinned_bytes": host.slab.pinned_bytes if host is not None else 0,
             "rates": resources.load_cost.rates(),
@@ -427,11 +427,11 @@ class Cache:
     def flush(self, timeout: float = 30.0) -> bool:
         """Wait until the lower tiers have what was queued for them; False if `timeout` seconds were not enough."""
         deadline = Deadline(timeout)
-        flushed = self._resources.writeback.flush(timeout)
+        flushed = [queue.flush(deadline.remaining()) for queue in self._resources.writeback]
         for tier in self._tiers.lower:
             wait = getattr(tier, "flush", None)
-            flushed = (wait is None or bool(wait(deadline.remaining()))) and flushed
-        return flushed
+            flushed.append(wait is None or bool(wait(deadline.remaining())))
+        return all(flushed)
 
     def close(self, timeout: float = _CLOSE_SECONDS) -> bool:
         """Write what is queued, as far as `timeout` seconds allow, and end; False if some was left. Idempotent."""

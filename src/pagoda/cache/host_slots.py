@@ -149,7 +149,8 @@ class HostSlots:
             self._resources.counters.add({"loaded_chunks": len(read), "loaded_bytes": nbytes})
             for run in runs(read, self.count, follows):
                 access = Access(namespace, lambda run=run: run, len(run), columns_of(run))  # type: ignore[misc]
-                self._resources.writeback.note_access(access)
+                for queue in self._resources.writeback:
+                    queue.note_access(access)
 
         self._run("used", work, lambda *_: None)
 
@@ -230,7 +231,8 @@ class HostSlots:
                 for run in runs(refs, self.count, follows):
                     stored = [ref for ref in run if (ref.slot, ref.generation) in kept]
                     stamps = recency_stamps(self._weights.scope()[1].lower)
-                    self._resources.writeback.enqueue(namespace, stored, stamps)
+                    for queue in self._resources.writeback:
+                        queue.enqueue(namespace, stored, stamps)
             return good
 
         def missed(*_: object) -> list[bool]:

@@ -14,7 +14,7 @@ from pagoda.cache.load_cost import LoadCost
 from pagoda.cache.recording import Recorder
 from pagoda.cache.staging import StagingPool
 from pagoda.cache.tier_stack import TierStack
-from pagoda.cache.writeback import WriteBack, WriteBackQueue
+from pagoda.cache.writeback import WriteBackQueue
 from pagoda.clock import Clock, Deadline
 from pagoda.config import Config
 from pagoda.keys import Namespace
@@ -42,7 +42,7 @@ class Resources:
     executor: CallExecutor
     explainer: MissExplainer
     load_cost: LoadCost
-    writeback: WriteBack
+    writeback: tuple[WriteBackQueue, ...]  # one a lower tier
     load_staging: StagingPool
     store_staging: StagingPool  # apart from the one for loads, so that neither starves the other
     recorder: Recorder | None = None
@@ -69,15 +69,16 @@ class Resources:
             self.recorder.close(min(1.0, timeout))
         self.executor.close()
         end_helpers()
-        flushed = self.writeback.close(timeout * 0.6)
+        writing = Deadline(timeout * 0.6)
+        ended = [queue.close(writing.remaining()) for queue in self.writeback]
         self.counters.close()
         for tier in reversed(self.tiers.all):
             try:
                 tier.close(max(0.1, deadline.remaining()))
             except Exception as error:  # noqa: BLE001  # a boundary: the other tiers must be closed all the same
-                flushed = False
+                ended.append(False)
                 self.counters.warn(log, Reason.IO_ERROR, f"closing {tier.name}: {error}", error)
-        return flushed
+        return all(ended)
 
 
 def build_resources(
@@ -97,11 +98,9 @@ def build_resources(
         executor=executor,
         explainer=MissExplainer(tiers, scheme, layout.chunk_tokens, clock, executor),
         load_cost=LoadCost(layout.chunk_bytes, layout.chunk_tokens, clock, config.worth_it),
-        writeback=WriteBack(
-            [
-                WriteBackQueue(tier, tiers.host, config, layout.chunk_tokens, counters, clock)
-                for tier in tiers.lower
-            ]
+        writeback=tuple(
+            WriteBackQueue(tier, tiers.host, config, layout.chunk_tokens, counters, clock)
+            for tier in tiers.lower
         ),
         load_staging=StagingPool(layout.slot_bytes),
         store_staging=StagingPool(layout.slot_bytes),

@@ -174,14 +174,8 @@ class RetrieveCall:
                 self._copy_from_host(host, match.slots[i : i + step], match.generations[i : i + step])
         if len(match.slots) and self._tiers.lower:
             request, where = self._request, (match.slots, match.generations)
-            self._resources.writeback.note_access(
-                Access(
-                    request.namespace.root,
-                    lambda: refs_in_slots(request, first, *where),
-                    len(match.slots),
-                    where,
-                )
-            )
+            root, count = request.namespace.root, len(match.slots)
+            self._note_access(Access(root, lambda: refs_in_slots(request, first, *where), count, where))
 
     def _copy_from_host(
         self, host: HostTier, slots: npt.NDArray[np.int64], generations: npt.NDArray[np.uint64]
@@ -254,7 +248,9 @@ class RetrieveCall:
             self._miss_counted = end.counted and tier.name == self._resources.counts_in
         nbytes, seconds = (self._done - before) * tier.chunk_bytes, time.perf_counter() - began
         self._resources.load_cost.record_load(tier.name, nbytes, seconds)
-        self._resources.writeback.note_loaded(tier, pipeline.committed)
+        for queue in self._resources.writeback:
+            if queue.tier is tier:
+                queue.settle(pipeline.committed)
         if self._done > before:
             self._note_served(tier, before, pipeline.committed)
         stopped = destination.stopped if isinstance(destination, HostDestination) else None
@@ -272,8 +268,11 @@ class RetrieveCall:
         def refs() -> list[ChunkRef]:
             return [chunk_ref(request, i, *where.get(request.keys[i], ())) for i in range(begin, end)]
 
-        access = Access(request.namespace.root, refs, end - begin, source=tier)
-        self._resources.writeback.note_access(access)
+        self._note_access(Access(request.namespace.root, refs, end - begin, source=tier))
+
+    def _note_access(self, access: Access) -> None:
+        for queue in self._resources.writeback:
+            queue.note_access(access)
 
     def _destination(self) -> LoadDestination:
         host = self._tiers.host

@@ -1,7 +1,7 @@
 """One store: an engine's chunks into host slots, and what gets no slot through staging buffers to the tiers below.
 
 `Cache.store` makes a `StoreCall`; it reserves, fills and commits slots of the host tier's ledger, and enqueues the
-chunks for the lower tiers in `WriteBack`.
+chunks for the lower tiers in each `WriteBackQueue`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class StoreCall:
         self._resources = resources
         self._host, self._lower = request.tiers.host, request.tiers.lower
         self._request, self._kv, self._deadline = request, kv, request.deadline
-        self._writeback, self._staging = resources.writeback, resources.store_staging
+        self._queues, self._staging = resources.writeback, resources.store_staging
         # What gets no host slot is written below; else the host's policy refuses nothing.
         overflows = self._host is None or resources.config.write_policy != "selective"
         self._overflows = overflows and bool(self._lower)
@@ -85,7 +85,8 @@ class StoreCall:
     def _store_below(self) -> Reason | None:
         """Store without a host tier; what was stored can be read when this returns."""
         reason = self._store_through_staging(self._deadline)
-        self._writeback.wait_handed_over(self._deadline.remaining())
+        for queue in self._queues:
+            queue.wait_handed_over(self._deadline.remaining())
         return reason
 
     def _store(self, host: HostTier) -> Reason | None:
@@ -116,8 +117,9 @@ class StoreCall:
             request.keys[at:], start=request.first + at, namespace=request.namespace.root, stamp=self._stamp,
             asked=False, deadline_seconds=self._deadline.remaining(),
         )  # fmt: skip
-        unknown = self._lower and not self._writeback.is_settled(have.slots, have.generations)
-        refs = refs_in_slots(request, at, have.slots, have.generations) if unknown else []
+        where = have.slots, have.generations
+        unknown = self._lower and not all(queue.is_settled(*where) for queue in self._queues)
+        refs = refs_in_slots(request, at, *where) if unknown else []
         if have.reason in (Reason.LEDGER_BUSY, Reason.IO_ERROR):
             return have.reason
         self._fate[at : at + len(have.slots)] = bytes([_PRESENT]) * len(have.slots)
@@ -137,7 +139,8 @@ class StoreCall:
             return None
         finally:
             if refs:
-                self._writeback.enqueue(request.namespace.root, refs, self._stamps)
+                for queue in self._queues:
+                    queue.enqueue(request.namespace.root, refs, self._stamps)
 
     def _store_window(self, host: HostTier, begin: int, end: int, refs: list[ChunkRef]) -> Reason | None:
         """Store keys [begin, end); append to `refs` what is in host slots now. Returns the reason of a refusal."""
@@ -230,14 +233,12 @@ class StoreCall:
         request = self._request
         self._fate[begin:end] = bytes([_PRESENT]) * (end - begin)
         if end > begin:
-            self._writeback.note_access(
-                Access(
-                    request.namespace.root,
-                    lambda: [chunk_ref(request, i) for i in range(begin, end)],
-                    end - begin,
-                    asked=False,
-                )
+            root = request.namespace.root
+            access = Access(
+                root, lambda: [chunk_ref(request, i) for i in range(begin, end)], end - begin, asked=False
             )
+            for queue in self._queues:
+                queue.note_access(access)
 
     def _stage(self, index: int, buffer: Bytes, stamps: Mapping[str, int | None]) -> None:
         """Copy one chunk into a buffer and enqueue it for those of the tiers below."""
@@ -252,7 +253,8 @@ class StoreCall:
         self._fate[index] = _NEW
         self._sent.append((index, staged))
         ref = chunk_ref(request, index, staged=staged)
-        self._writeback.enqueue(request.namespace.root, [ref], stamps)
+        for queue in self._queues:
+            queue.enqueue(request.namespace.root, [ref], stamps)
 
     def _collect_refused(self) -> Reason | None:
         """Note which chunks no tier below has stored; return the reason of the first."""

@@ -44,7 +44,6 @@ __all__ = [
     "ChunkRef",
     "Generations",
     "Slots",
-    "WriteBack",
     "WriteBackQueue",
     "admitted_prefix",
     "chunk_ref",
@@ -157,7 +156,9 @@ def admitted_prefix(
 
 
 class WriteBackQueue:
-    """The queue and the thread of one lower tier. Thread-safe; the thread starts with the first note (in a child, too).
+    """The queue and the thread of one lower tier, so that a slow tier keeps no other waiting. Thread-safe.
+
+    The thread starts with the first note (in a child, too).
 
     Notes to write are bounded by the slots of the host tier (more could not all be valid) and the staging buffers.
 
@@ -213,8 +214,15 @@ class WriteBackQueue:
 
     # -- from the calls of the engine: never waits ----------------------------------------------------------------
 
-    def enqueue(self, namespace: bytes, refs: Sequence[ChunkRef], stamp: int | None) -> None:
-        """Note that these chunks of one run are to be written; `namespace` is its root."""
+    def enqueue(self, namespace: bytes, refs: Sequence[ChunkRef], stamps: Mapping[str, int | None]) -> None:
+        """Note that these chunks of one run are in host slots or staging buffers, and may be written to some tiers.
+
+        `namespace` is their root; `stamps` those of the run, by the name of each of these tiers. A staging buffer is
+        made for as many tiers.
+        """
+        if self.tier.name not in stamps:
+            return
+        stamp = stamps[self.tier.name]
         if refs and refs[0].staged is not None:
             self._put(_WriteBatch(namespace, list(refs), stamp))
         elif self._policy != "selective" and (fresh := self._unsettled(refs)):
@@ -543,63 +551,6 @@ class WriteBackQueue:
             if ref.slot >= 0:
                 self._settled[ref.slot] = ref.generation
                 self._until[ref.slot] = until
-
-
-# -- all lower tiers ----------------------------------------------------------------------------------------------
-
-
-class WriteBack:
-    """The queues of one cache, one a lower tier: a slow tier keeps no other waiting. Thread-safe."""
-
-    def __init__(self, queues: Sequence[WriteBackQueue]) -> None:
-        self._queues = tuple(queues)
-
-    @property
-    def waiting(self) -> int:
-        """Chunks that wait for their turn, counted for each tier they are to be written to."""
-        return sum(queue.waiting for queue in self._queues)
-
-    def enqueue(self, namespace: bytes, refs: Sequence[ChunkRef], stamps: Mapping[str, int | None]) -> None:
-        """Note that these chunks of one run are in host slots or staging buffers, and may be written to some tiers.
-
-        `namespace` is their root; `stamps` those of the run, by the name of each of these tiers. A staging buffer is
-        made for as many tiers.
-        """
-        for queue in self._queues:
-            if queue.tier.name in stamps:
-                queue.enqueue(namespace, refs, stamps[queue.tier.name])
-
-    def is_settled(self, slots: Slots, generations: Generations) -> bool:
-        """Whether no tier needs a note about the chunks in these host slots."""
-        return all(queue.is_settled(slots, generations) for queue in self._queues)
-
-    def note_access(self, access: Access) -> None:
-        """Note that chunks were served. Never waits, and asks no tier."""
-        for queue in self._queues:
-            queue.note_access(access)
-
-    def note_loaded(self, tier: Tier, slots: Sequence[Reserved]) -> None:
-        """Note that these host slots were filled from `tier`."""
-        for queue in self._queues:
-            if queue.tier is tier:
-                queue.settle(slots)
-
-    def wait_handed_over(self, timeout: float) -> bool:
-        """Wait until the tiers have been given all notes; False if that takes longer."""
-        return self._all(WriteBackQueue.wait_handed_over, timeout)
-
-    def flush(self, timeout: float) -> bool:
-        """Wait until every note has been written or dropped; False if `timeout` seconds were not enough."""
-        return self._all(WriteBackQueue.flush, timeout)
-
-    def close(self, timeout: float) -> bool:
-        """Write what can be written within `timeout` seconds, drop and count the rest, end all. Idempotent."""
-        return self._all(WriteBackQueue.close, timeout)
-
-    def _all(self, wait: Callable[[WriteBackQueue, float], bool], timeout: float) -> bool:
-        deadline = Deadline(timeout)
-        done = [wait(queue, deadline.remaining()) for queue in self._queues]
-        return all(done)
 
 
 def _continues(batch: _WriteBatch, following: _WriteBatch) -> bool:
