@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from dataclasses import dataclass, field
 
 from pagoda.clock import Clock
 from pagoda.fork import reset_in_child
@@ -19,27 +20,14 @@ _PROBE_NS = (
 _LATEST_PROBE_NS = 60 * _PROBE_NS
 
 
+@dataclass(eq=False)
 class _TierSpeed:
     """The last measurements of one tier."""
 
-    def __init__(self) -> None:
-        self._rates: deque[float] = deque(maxlen=_LAST)  # bytes/s
-        self.rate = 0.0  # their median
-        self._measured_ns = 0
-        self._slow = 0  # of the last measurements in a row
-
-    def add(self, rate: float, break_even: float, now_ns: int) -> None:
-        self._rates.append(rate)
-        self.rate = sorted(self._rates)[len(self._rates) // 2]
-        self._measured_ns = now_ns
-        self._slow = self._slow + 1 if rate < break_even else 0
-
-    def is_too_slow(self, break_even: float, now_ns: int) -> bool:
-        if len(self._rates) < _FEWEST or self.rate >= break_even:
-            return False
-        doublings = max(0, self._slow - _FEWEST)
-        pause = min(_PROBE_NS << min(doublings, 6), _LATEST_PROBE_NS)
-        return now_ns - self._measured_ns <= pause
+    rates: deque[float] = field(default_factory=lambda: deque(maxlen=_LAST))  # bytes/s
+    rate: float = 0.0  # their median
+    measured_ns: int = 0
+    slow: int = 0  # of the last measurements in a row
 
 
 class LoadCost:
@@ -55,6 +43,7 @@ class LoadCost:
         self._clock = clock
         self._speeds: dict[str, _TierSpeed] = {}
         self._tokens_per_second = 0.0
+        self._break_even = 0.0  # the bytes/s at which loading is as fast as computing; 0: not known
         self.reset()
         reset_in_child(self)
 
@@ -67,17 +56,22 @@ class LoadCost:
         if nbytes <= 0 or seconds <= 0:
             return
         with self._lock:
-            speed = self._speeds.get(tier)
+            speed, rate = self._speeds.get(tier), nbytes / seconds
             if speed is None:
                 speed = self._speeds[tier] = _TierSpeed()
-            speed.add(nbytes / seconds, self._break_even(), self._clock.monotonic_ns())
+            speed.rates.append(rate)
+            speed.rate = sorted(speed.rates)[len(speed.rates) // 2]
+            speed.measured_ns = self._clock.monotonic_ns()
+            speed.slow = speed.slow + 1 if rate < self._break_even else 0
 
     def record_prefill(self, tokens: int, seconds: float) -> None:
         """Note that the engine computed `tokens` in `seconds`."""
         if tokens <= 0 or seconds <= 0:
             return
         with self._lock:
-            self._tokens_per_second = _mean(self._tokens_per_second, tokens / seconds)
+            old, new = self._tokens_per_second, tokens / seconds
+            self._tokens_per_second = old + _NEW_SHARE * (new - old) if old else new
+            self._break_even = self._chunk_bytes * self._tokens_per_second / self._chunk_tokens
 
     def is_worth_loading(self, tier: str) -> bool:
         """Whether a chunk from `tier` is expected sooner than a computed one, or too little is known."""
@@ -85,23 +79,19 @@ class LoadCost:
             speed = self._speeds.get(tier)
             if not self._enabled or speed is None:
                 return True
-            return not speed.is_too_slow(self._break_even(), self._clock.monotonic_ns())
+            if len(speed.rates) < _FEWEST or speed.rate >= self._break_even:
+                return True
+            doublings = max(0, speed.slow - _FEWEST)
+            pause = min(_PROBE_NS << min(doublings, 6), _LATEST_PROBE_NS)
+            return self._clock.monotonic_ns() - speed.measured_ns > pause
 
     @staticmethod
     def refusal(tier: str) -> str:
         """Say why nothing is loaded from a tier that is not worth it."""
         return f"computing is faster than reading from {tier}"
 
-    def _break_even(self) -> float:
-        """Return the bytes/s at which loading is as fast as computing; 0 if that is not known."""
-        return self._chunk_bytes * self._tokens_per_second / self._chunk_tokens
-
     def rates(self) -> dict[str, float]:
         """Return the known rates: "<tier>_bytes_per_second" and "prefill_tokens_per_second"."""
         with self._lock:
             known = {f"{tier}_bytes_per_second": speed.rate for tier, speed in self._speeds.items()}
             return {**known, "prefill_tokens_per_second": self._tokens_per_second}
-
-
-def _mean(old: float, new: float) -> float:
-    return new if not old else old + _NEW_SHARE * (new - old)

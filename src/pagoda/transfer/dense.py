@@ -76,11 +76,7 @@ class DenseKV:
             table = dense_run_table(rows, layout)
             self._run_ids = np.arange(table.count)
             self._copier = GpuCopy(copy_engine, table, layers, layer_events)
-
-    @property
-    def device_index(self) -> int | None:
-        """The CUDA device of the KV; None for CPU memory."""
-        return self._copier.device_index
+        self.device_index: int | None = self._copier.device_index  # a CUDA device; None for CPU memory
 
     @property
     def run_bytes(self) -> int:

@@ -95,11 +95,7 @@ class PagedKV:
         if copy_engine is not None:
             table = run_table(rows, layout, self._count)
             self._copier = GpuCopy(copy_engine, table, pools, layer_events)
-
-    @property
-    def device_index(self) -> int | None:
-        """The CUDA device of the pools; None for CPU memory."""
-        return self._copier.device_index
+        self.device_index: int | None = self._copier.device_index  # a CUDA device; None for CPU memory
 
     @property
     def run_bytes(self) -> int:

@@ -9,16 +9,13 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pagoda.transfer.base import Bytes, Ids
 from pagoda.transfer.gpu.device import Device
+from pagoda.transfer.gpu.staging_ring import Workspace
 from pagoda.transfer.run_table import RunTable
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["fastest_way"]
 
@@ -45,7 +42,7 @@ def fastest_way(like: RunTable, device: Device, ways: Sequence[str], attempt: At
     if (host := device.allocate_host(chunks * chunk_bytes)) is None:
         return ways[1]
     try:
-        scratch = _stream_memory(device, 2 * chunk_bytes)
+        scratch = Workspace(device).allocate(2 * chunk_bytes)
     except RuntimeError as trouble:  # torch.OutOfMemoryError is one
         log.warning(
             "no memory is left on %s to measure with, %s is used: %s", device.torch_device, ways[0], trouble
@@ -63,15 +60,6 @@ def fastest_way(like: RunTable, device: Device, ways: Sequence[str], attempt: At
     speeds = ", ".join(f"{way} {chunks * chunk_bytes / took / 1e9:.1f}" for way, took in seconds.items())
     log.info("runs of %d bytes on %s: %s GB/s; %s is used", length, device.torch_device, speeds, chosen)
     return chosen
-
-
-def _stream_memory(device: Device, nbytes: int) -> torch.Tensor:
-    """Allocate device memory on our own stream: memory of other streams may still be in use there."""
-    made: list[torch.Tensor] = []
-    (stream,) = device.new_streams(1)
-    stream.run(lambda: made.append(device.allocate(nbytes)))
-    stream.record_event().synchronize()
-    return made[0]
 
 
 def _scattered(address: int, length: int, count: int, rows: int) -> RunTable:

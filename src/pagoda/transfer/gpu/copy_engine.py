@@ -335,18 +335,14 @@ class GpuCopy:
         self._keep = keep
         self._layer_events = layer_events
         self.after = copy_engine.device.current_event()
+        device = copy_engine.device.torch_device
+        self.device_index: int | None = device.index if device.type == "cuda" else None
 
     def after_now(self) -> GpuCopy:
         """Return the same with copies that begin after all work launched until now; changes nothing."""
         other = copy(self)
         other.after = self.copy_engine.device.current_event()
         return other
-
-    @property
-    def device_index(self) -> int | None:
-        """The number of the CUDA device; None for CPU memory."""
-        device = self.copy_engine.device.torch_device
-        return device.index if device.type == "cuda" else None
 
     def to_slots(self, ids: Ids, slots: Sequence[Bytes]) -> None:
         """Copy runs into slots; changes nothing else."""

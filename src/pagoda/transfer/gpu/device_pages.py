@@ -65,6 +65,7 @@ class DevicePagesKV:
         table = page_run_table(seen, self._page_table.blocks, self._begin)
         copy_engine.prepare(table)
         self._copier = GpuCopy(copy_engine, table, planes, layer_events)
+        self.device_index = self._copier.device_index  # a CUDA device; None for CPU memory
         self.layout = layout
         # a thread waits layer by layer: all chunks are best loaded by one call
         self.at_once = layer_events is not None
@@ -81,11 +82,6 @@ class DevicePagesKV:
         other.num_tokens = other._page_table.num_tokens
         other._copier = self._copier.after_now()
         return other
-
-    @property
-    def device_index(self) -> int | None:
-        """The CUDA device of the planes; None for CPU memory."""
-        return self._copier.device_index
 
     def to_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
         """Copy the chunks that begin at `starts` into this part of `slots`; changes nothing else."""

@@ -111,14 +111,14 @@ class Workspace:
         while self._ring is None or self._ring.nbytes < _SEGMENTS * segment_bytes:
             self._ring = None
             try:
-                self._ring = self._allocate(_SEGMENTS * segment_bytes)
+                self._ring = self.allocate(_SEGMENTS * segment_bytes)
             except RuntimeError:  # torch.OutOfMemoryError is one
                 if segment_bytes == least:
                     raise
                 self._most_bytes = segment_bytes = max(segment_bytes // 4, least)
         return StagingRing(self._ring.data_ptr(), segment_bytes, table)
 
-    def _allocate(self, nbytes: int) -> torch.Tensor:
+    def allocate(self, nbytes: int) -> torch.Tensor:
         """Allocate device memory on our own stream: work on other streams cannot still use what torch gives there."""
         made: list[torch.Tensor] = []
         self.streams[0].run(lambda: made.append(self._device.allocate(nbytes)))
