@@ -195,7 +195,7 @@ def printed(found: Sequence[Row], prices: Sequence[Cost], markdown: bool) -> Ite
         gaps = [row.gap for row in own if row.gap is not None]
         yield (
             f"\nhindsight: {worst.points:+.2f} points in its worst cell ({worst.stream}, {worst.chunks:,} chunks), "
-            f"{100 * mean(gaps):.0f} % of the gap in the mean of all cells."
+            f"{100 * mean(gaps):.0f} % of the gap on average over all cells."
         )
     if prices:
         yield f"\n{'#### ' if markdown else ''}What a policy costs\n"

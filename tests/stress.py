@@ -47,7 +47,7 @@ class Summary:
         rows = {
             "operations": self.counts["ops"], "operations a second": round(self.operations_per_second),
             "chunks stored": self.counts["stored"], "chunks read and compared": self.counts["checked"],
-            "copies overtaken (thrown away)": self.counts["overtaken"], "wrong bytes": self.counts["wrong"],
+            "copies of slots that were reused meanwhile (discarded)": self.counts["overtaken"], "wrong bytes": self.counts["wrong"],
             "kill -9": self.kills, "SIGSTOP": self.stops, "forks": self.counts["forks"],
             "calls past their deadline": self.counts["late"],
             "slowest call, ms": self.counts["slowest_us"] // 1000,
