@@ -1,4 +1,4 @@
-"""Fixtures and profiles that all suites share."""
+"""Shared fixtures and hypothesis profiles of all suites."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-# Each test has a deadline (pytest-timeout); hypothesis's own would only measure how busy the machine is.
+# Each test has a deadline (pytest-timeout); hypothesis's own deadline would only measure the load of the machine.
 _quiet = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-# The quick one has the same examples in every run of the same code; `thorough` looks for new ones.
+# `quick` has the same examples in every run of the same code; `thorough` generates new ones.
 settings.register_profile(
     "quick", max_examples=50, deadline=None, suppress_health_check=_quiet, derandomize=True
 )
 settings.register_profile("thorough", max_examples=2000, deadline=None, suppress_health_check=_quiet)
-# For mutants: that a test fails is all that is asked.
+# For mutants: one failure is enough, so there is no shrinking.
 settings.register_profile(
     "mutants",
     settings.get_profile("quick"),
@@ -29,7 +29,7 @@ settings.register_profile(
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
-# What a test starts uses the sources that the test itself uses, not a package that happens to be installed.
+# Processes that a test starts use the same sources as the test, not an installed package.
 _package = importlib.util.find_spec("pagoda")
 assert _package is not None and _package.submodule_search_locations is not None
 SOURCES = str(Path(_package.submodule_search_locations[0]).parent)
@@ -37,13 +37,13 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     dict.fromkeys(filter(None, [SOURCES, os.environ.get("PYTHONPATH")]))
 )
 
-# A shell that starts the tests in the background has them ignore Ctrl-C, and whatever they start inherits that.
+# A shell that starts the tests in the background makes them ignore Ctrl-C, and their child processes inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
 def shm_root() -> Iterator[Path]:
-    """A new directory of this test's own in the machine's shared memory, removed afterwards."""
+    """Create a directory in shared memory for this test, and remove it afterwards."""
     root = Path(tempfile.mkdtemp(prefix="pagoda-test-", dir="/dev/shm"))
     try:
         yield root
@@ -53,7 +53,7 @@ def shm_root() -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def register_of_tiers(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A register of tiers of this test's own: what it opens is not the user's, nor another test's."""
+    """Give each test a separate register of tiers, so that its tiers are in no register of the user or another test."""
     directory = tmp_path_factory.mktemp("state")
     monkeypatch.setenv("XDG_STATE_HOME", str(directory))
     return directory

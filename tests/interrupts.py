@@ -20,11 +20,11 @@ class Interrupted(BaseException):
 def interrupts(
     seed: int, seconds: tuple[float, float] = (-4.5, -2.3), again_seconds: float = 0.02
 ) -> Iterator[Callable[[Callable[[], object]], bool]]:
-    """What it yields calls something until an exception comes, at a random moment; returns True.
+    """Yield a function that repeats a call until an exception is raised at a random moment, and then returns True.
 
-    `seconds`: the range of that moment, as powers of ten. If the exception is lost, in a finalizer of whatever is
-    collected meanwhile, another comes `again_seconds` later. Tests that use it need
-    `pytest.mark.timeout(method="thread")`: the other method has the timer that this uses.
+    `seconds`: the range of that moment, as powers of ten. If the exception is lost in a finalizer of an object that is
+    collected at that moment, another one is raised `again_seconds` later. Tests that use it need
+    `pytest.mark.timeout(method="thread")`: the other method uses the same timer as this function.
     """
     chance, before, report = random.Random(seed), signal.getsignal(signal.SIGALRM), sys.unraisablehook
     armed = False
@@ -60,7 +60,7 @@ def interrupts(
 
 
 def release_logging() -> None:
-    """Give back the locks of Python's own logging, which an exception in `acquire` leaves taken.
+    """Release the locks of Python's logging that an exception in `acquire` left taken.
 
     Every other thread would wait at its next log line, in this test and in all that follow in this process.
     """

@@ -1,6 +1,6 @@
-"""`make soak`: the stress test for a million operations (`--operations N`), with kill -9 and SIGSTOP all the time.
+"""`make soak`: the stress test for a million operations (`--operations N`), with continuous kill -9 and SIGSTOP.
 
-Then a tenth as many operations of caches in trouble of every kind. Prints progress and tables; exit code 1 if a byte
+Then a tenth as many operations of caches with faults of every kind. Prints progress and tables; exit code 1 if a byte
 was wrong, something leaked, or a call was late.
 """
 
@@ -19,7 +19,7 @@ from tests.stress import Summary, run
 
 
 def progress(summary: Summary) -> None:
-    """Shows where the run is, on one line of a terminal or one line in ten seconds."""
+    """Show the progress of the run, on one line of a terminal or one line every ten seconds."""
     counts = summary.counts
     line = (
         f"{summary.seconds:7.1f} s  {counts['ops']:>9,} operations  {counts['checked']:>9,} chunks compared  "
@@ -36,7 +36,7 @@ progress.shown = -1  # type: ignore[attr-defined]
 
 
 def main() -> int:
-    """Runs the host slab, then a disk below it, then caches in trouble; returns the exit code."""
+    """Run the host slab, then a disk below it, then caches with faults; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--operations", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(2), "little"))
@@ -62,7 +62,7 @@ def main() -> int:
                 print(f"VIOLATION: {violation}", file=sys.stderr)
             code = code or int(bool(summary.violations))
         operations = options.operations // 10
-        print(f"## in trouble of every kind, {operations:,} operations, seed {options.seed}", flush=True)
+        print(f"## with faults of every kind, {operations:,} operations, seed {options.seed}", flush=True)
         outcome = stress_outlives.run(shm / "trouble", operations, options.seed, options.limit_seconds)
         print(f"{outcome}\n{dict(outcome.counts)}", flush=True)
         print(f"the disk was never full: {outcome.full_disk}\n" if outcome.full_disk else "", flush=True)

@@ -1,4 +1,4 @@
-"""The parent of a stress run: starts processes, kills and stops them at random, and checks what they left."""
+"""The parent of a stress run: starts processes, kills and stops them at random, and checks the stores afterwards."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LEAST_HARM = 3  # kills, and stops, of every run
 
 @dataclass
 class Summary:
-    """What a run did and what was wrong with it. `violations` empty means that every promise held."""
+    """The counts and violations of a run. Without `violations` every guarantee held."""
 
     seconds: float = 0.0
     kills: int = 0
@@ -35,19 +35,20 @@ class Summary:
 
     @property
     def operations_per_second(self) -> float:
-        """Operations of all processes a second of wall time, kills and stops included."""
+        """Return operations of all processes per second of wall time, kills and stops included."""
         return self.counts.get("ops", 0) / self.seconds if self.seconds else 0.0
 
     def leaked(self) -> int:
-        """Slots that are neither free nor hold a chunk."""
+        """Return the number of slots that are neither free nor hold a chunk."""
         return self.gauges.get("slots", 0) - self.gauges.get("free", 0) - self.gauges.get("ready", 0)
 
     def table(self) -> str:
-        """The numbers as a Markdown table."""
+        """Return the numbers as a Markdown table."""
         rows = {
             "operations": self.counts["ops"], "operations a second": round(self.operations_per_second),
             "chunks stored": self.counts["stored"], "chunks read and compared": self.counts["checked"],
-            "copies of slots that were reused meanwhile (discarded)": self.counts["overtaken"], "wrong bytes": self.counts["wrong"],
+            "copies of slots that were reused meanwhile (discarded)": self.counts["overtaken"],
+            "wrong bytes": self.counts["wrong"],
             "kill -9": self.kills, "SIGSTOP": self.stops, "forks": self.counts["forks"],
             "calls past their deadline": self.counts["late"],
             "slowest call, ms": self.counts["slowest_us"] // 1000,
@@ -66,7 +67,7 @@ class Summary:
 
 
 class Stress:
-    """One run: its processes and the hands that kill and stop them. Not thread-safe."""
+    """One run: its processes, and the code that kills and stops them. Not thread-safe."""
 
     def __init__(self, plan: Plan, directory: Path, seed: int, harm_every_seconds: float = 0.15) -> None:
         self.plan, self.directory, self.random = plan, directory, random.Random(seed)
@@ -79,7 +80,7 @@ class Stress:
         self.summary = Summary()
 
     def start(self, row: int) -> None:
-        """Starts one process; its stop count becomes even."""
+        """Start one process; its stop count becomes even."""
         stops = self.tally.get(row, "stops")
         self.tally.set(row, "stops", stops + stops % 2)
         seed = str(self.random.randrange(1 << 30))
@@ -87,7 +88,7 @@ class Stress:
         self.processes[row] = subprocess.Popen(command, stdin=subprocess.DEVNULL)
 
     def stop_for(self, row: int, seconds: float) -> None:
-        """Stops one process for a while; its `stops` is odd meanwhile, so that it does not judge its own calls."""
+        """Stop one process for a while; its `stops` is odd meanwhile, so that it does not check its calls."""
         process = self.processes[row]
         self.tally.add(row, "stops")
         process.send_signal(signal.SIGSTOP)
@@ -97,7 +98,7 @@ class Stress:
         self.summary.stops += 1
 
     def harm(self) -> None:
-        """Kills or stops one process."""
+        """Kill or stop one process."""
         row = self.random.choice(list(self.processes))
         if self.processes[row].poll() is not None:
             return
@@ -110,7 +111,7 @@ class Stress:
             self.stop_for(row, self.random.choice((0.005, 0.02, 0.1, 0.3, 1.2)))
 
     def run(self, limit_seconds: float, progress: Callable[[Summary], None] | None = None) -> Summary:
-        """Runs to the end, or to the limit (which is a violation), and judges."""
+        """Run to the end, or to the time limit (which is a violation), and check the stores."""
         began = time.monotonic()
         self.tally.goes_on.touch()
         for index in range(self.plan.workers):
@@ -135,19 +136,19 @@ class Stress:
         return self.summary
 
     def goes_on(self) -> bool:
-        """Whether there is more to do, or too little was killed and stopped so far: a fast machine is done early."""
+        """Return whether operations remain, or kills and stops are too few: a fast machine is done early."""
         harmed = min(self.summary.kills, self.summary.stops)
         return harmed < LEAST_HARM or self.tally.total("ops") < self.plan.target_ops
 
     def healthy(self) -> bool:
-        """Whether nothing was reported yet and no process ended by itself before the work was done."""
+        """Return whether there is no violation yet and no process ended before the work was done."""
         ended = [p for p in self.processes.values() if p.poll() is not None]
         return not (self.directory / "violations.log").exists() and (
             not ended or self.tally.total("ops") >= self.plan.target_ops
         )
 
     def end(self) -> None:
-        """Waits for all processes and for forked children that outlived them."""
+        """Wait for all processes and for forked children that outlived them."""
         until = time.monotonic() + 60.0
         for process in self.processes.values():
             try:
@@ -161,7 +162,7 @@ class Stress:
             self.summary.violations.append(f"hang: {len(left)} forked children did not end")
 
     def children_alive(self) -> list[int]:
-        """Process ids of workers and of their children that still run."""
+        """Return the process ids of running workers and of their running children."""
         return [pid for pid in map(int, self.tally.array[:, FIELDS.index("pid")]) if alive(pid)]
 
     def kill_all(self) -> None:
@@ -174,13 +175,13 @@ class Stress:
             os.kill(pid, signal.SIGKILL)
 
     def counts(self) -> dict[str, int]:
-        """Sums over all processes (for the slowest call: the largest)."""
+        """Return sums over all processes (for the slowest call: the largest)."""
         counts = {name: self.tally.total(name) for name in FIELDS}
         counts["slowest_us"] = int(self.tally.array[:, FIELDS.index("slowest_us")].max())
         return counts
 
     def judge(self) -> None:
-        """Opens the store once more: nothing leaked, the ledger sound, and every chunk left in it has its own bytes."""
+        """Open the store again and check: no leaks, a consistent ledger, and the right bytes in every chunk."""
         self.summary.counts = self.counts()
         log = self.directory / "violations.log"
         if log.exists():
@@ -203,7 +204,7 @@ class Stress:
             self.judge_disk()
 
     def judge_disk(self) -> None:
-        """The same for the disk: nothing leaked, and each chunk that is served has its own bytes."""
+        """Check the same for the disk: no leaks, and the right bytes in each served chunk."""
         tier, payloads = open_disk(self.plan, 60.0), Payloads(self.plan.payload_bytes)
         try:
             admin.reap(tier.ledger)
@@ -228,7 +229,7 @@ class Stress:
             tier.close()
 
     def judge_bytes(self, ledger: Ledger) -> None:
-        """Compares every chunk that is still in the slab."""
+        """Compare every chunk that is still in the slab."""
         slab, payloads = (
             MemorySlab(ledger.slab_path, ledger.slots, ledger.slot_bytes),
             Payloads(self.plan.payload_bytes),

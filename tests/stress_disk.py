@@ -29,7 +29,7 @@ PATIENCE_SECONDS = 6.0  # for a load: reads queue behind each other on a busy di
 
 
 def open_disk(plan: Plan, deadline_seconds: float | None = None) -> DiskTier:
-    """Opens the disk tier of a plan (each process has one, shared by its threads or not)."""
+    """Open the disk tier of a plan (each process has one, shared by its threads or not)."""
     layout = KVLayout.opaque(CHUNK_TOKENS, plan.payload_bytes, "stress")
     size_bytes = plan.disk_slots * (plan.payload_bytes + HEADER_BYTES)
     patience = plan.deadline_seconds if deadline_seconds is None else deadline_seconds
@@ -47,7 +47,7 @@ class DiskSide:
             self.tier.register(chain.namespace)
 
     def save(self, chain: Chain, start: int, stored: Sequence[Reserved]) -> None:
-        """Queue chunks directly from their host slots; chunks that are not stored in the end do not matter."""
+        """Queue chunks directly from their host slots; a chunk may be dropped before it is stored."""
         positions = {key: index for index, key in enumerate(chain.keys)}
         chunks = [self._chunk(chain, positions[one.key], one) for one in stored]
         self.saving.extend(self.worker.timed("save", lambda: self.tier.save(chunks, chain.namespace.root)))
@@ -63,7 +63,7 @@ class DiskSide:
         return Chunk(one.key, position, CHUNK_TOKENS, self.worker.slab.view(one.slot), parent, valid)
 
     def load(self, chain: Chain, length: int) -> None:
-        """Loads a run and judges what came; a load that never ends is a violation."""
+        """Load a run and check the result; a load that never ends is a violation."""
         worker = self.worker
         keys = chain.keys[:length]
         buffers = [aligned(worker.plan.payload_bytes) for _ in keys]
@@ -84,7 +84,7 @@ class DiskSide:
             return None
 
     def tidy(self, chain: Chain, key: bytes) -> None:
-        """One of the rarer calls."""
+        """Make one of the less frequent calls."""
         roll = self.worker.random.random()
         if roll < 0.5:
             self.worker.timed("disk remove", lambda: self.tier.remove(key))
@@ -96,14 +96,14 @@ class DiskSide:
             self.worker.timed("disk stats", self._stats)
 
     def _stats(self) -> None:
-        """Reads the numbers; a process stopped inside the ledger's gate for longer than the deadline hides them."""
+        """Read the gauges; a process stopped inside the ledger's gate past the deadline prevents it."""
         with contextlib.suppress(StoreError):
             self.tier.stats()
 
     def forget(self) -> None:
-        """In a forked child: what the parent queued is the parent's."""
+        """Forget the parent's queue in a forked child."""
         self.saving.clear()
 
     def close(self) -> None:
-        """Leaves the disk tier."""
+        """Leave the disk tier."""
         self.worker.timed("disk close", self.tier.close, 5.0)

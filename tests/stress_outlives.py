@@ -1,10 +1,10 @@
-"""The process outlives its files, its locks, its exceptions and its threads: caches with faults of every kind.
+"""Caches with faults of every kind in files, locks, signal handlers and threads.
 
 Run as a program it is one process of the run: it opens caches of two layouts over one host and one disk directory, in
 sizes that change each time, for many tenants, and drops some of them in reference cycles. Meanwhile a signal handler
 raises in the middle of calls, one thread start in a hundred fails, `locks` is opened and closed, directories are
-removed and built anew beneath the others, and the process forks. What starts these processes kills some of them and
-fills the disk. All of it happens after a number of operations, not of seconds.
+removed and created again while others use them, and the process forks. The parent kills some of these processes and
+fills the disk. All of it happens after a number of operations, not after a time.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ HOST_SLOTS, DISK_SLOTS = (32, 64, 96), (64, 128, 256)
 TENANTS = 5000
 OPENINGS = 40  # operations of one cache
 REPORTS = 20  # operations between two reports, after which a process may be killed, or the disk filled
-MOST_DESCRIPTORS = 400  # of one process: with a leak it gets there
+MOST_DESCRIPTORS = 400  # of one process: a leak reaches this limit
 CHILD_SECONDS = 60  # for the few operations of a forked child
 SILENT_SECONDS = 240.0  # without a report: a hang
-LEASED_SECONDS = 90.0  # what the dead have leased is kept for a minute at most
+LEASED_SECONDS = 90.0  # leases of dead processes last a minute at most
 DISK_BYTES = 32 << 20
 COUNTS = ("operations", "stored", "served", "wrong", "interrupted", "refused", "forks", "removed")
 FAILURES = ("wrong", "hangs", "leaks", "dead")
@@ -59,11 +59,11 @@ FAILURES = ("wrong", "hangs", "leaks", "dead")
 
 @dataclass
 class Outcome:
-    """What became of a run. `violations` empty means that every promise held."""
+    """The result of a run. Without `violations` every guarantee held."""
 
     counts: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(COUNTS + FAILURES, 0)))
     violations: list[str] = field(default_factory=list)
-    full_disk: str = ""  # why the disk was never full; empty: it was
+    full_disk: str = ""  # why the disk was never full; empty if it was full
 
     def fail(self, what: str, text: str) -> None:
         """Note one of the `FAILURES`."""
@@ -75,11 +75,11 @@ class Outcome:
 
 
 class Places:
-    """Where a run keeps its files."""
+    """The directories of a run."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.host, self.small = root, root / "host", root / "small"
-        self.disk = self.small / "disk"  # on a small disk of its own, if that can be mounted
+        self.disk = self.small / "disk"  # on a separate small disk, if that can be mounted
 
     def config(self, layout: KVLayout, host_slots: int, disk_slots: int) -> Config:
         """A host and a disk tier."""
@@ -103,7 +103,7 @@ class Worker:
         self.armed = False
 
     def run(self, operations: int) -> None:
-        """Opens caches and uses them until so many operations are done."""
+        """Open caches and use them until the given number of operations is done."""
         self.arm()
         while self.counts["operations"] < operations:
             if self.random.random() < 0.2:
@@ -112,7 +112,7 @@ class Worker:
             sizes = self.random.choice(HOST_SLOTS), self.random.choice(DISK_SLOTS)
             try:
                 cache = Cache(self.places.config(layout, *sizes), namespace=Namespace("m"), layout=layout)
-            except StoreError:  # removed while it was opened, a full disk, or no thread to be had
+            except StoreError:  # removed during the opening, a full disk, or no thread available
                 self.did("refused")
                 self.did("operations")
                 continue
@@ -130,7 +130,7 @@ class Worker:
             print(json.dumps(self.counts), flush=True)
 
     def arm(self) -> None:
-        """Has the handler raise, and thread starts fail, now and then."""
+        """Make the handler raise, and thread starts fail, from time to time."""
 
         def handler(*_: object) -> None:
             if self.armed:
@@ -147,7 +147,7 @@ class Worker:
         threading.Thread.start = fails_at_times  # type: ignore[method-assign]
 
     def step(self, cache: Cache, layout: KVLayout) -> None:
-        """One operation, interrupted one time in five."""
+        """Do one operation, interrupted one time in five."""
         if self.random.random() < 0.05:
             self.touch_locks()
         if self.random.random() < 0.01:
@@ -167,7 +167,7 @@ class Worker:
         self.did("operations")
 
     def use(self, cache: Cache, layout: KVLayout) -> None:
-        """Stores or retrieves a prompt of some tenant."""
+        """Store or retrieve a prompt of a random tenant."""
         salt = f"tenant {self.random.randrange(TENANTS if self.random.random() < 0.2 else 3)}"
         tokens = np.random.default_rng(self.random.randrange(12)).integers(
             0, 50_000, 4 * CHUNK, dtype=np.int32
@@ -201,7 +201,7 @@ class Worker:
         self.did("removed")
 
     def touch_locks(self) -> None:
-        """What a copy or a scan of the directories does."""
+        """Do what a copy or a scan of the directories does."""
         for directory in (self.places.host, self.places.disk):
             for path in directory.glob("*/locks"):
                 try:
@@ -210,7 +210,7 @@ class Worker:
                     continue
 
     def fork(self, cache: Cache, layout: KVLayout) -> None:
-        """A child continues with the same cache, beside its parent."""
+        """Fork a child that continues with the same cache at the same time as its parent."""
         read, write = os.pipe()
         pid = os.fork()
         if pid:
@@ -235,7 +235,7 @@ class Worker:
             os._exit(code)
 
     def collect(self) -> None:
-        """Wait for the forked children, and add what they did. One that hangs shows its threads and is ended."""
+        """Wait for the forked children, and add their counts. Print the threads of a child that hangs, and end it."""
         for pid, read in self.children:
             if not select.select([read], [], [], CHILD_SECONDS)[0]:
                 os.kill(pid, signal.SIGABRT)
@@ -250,7 +250,7 @@ class Worker:
         self.children.clear()
 
     def leaks(self) -> list[str]:
-        """What this process still has, with every cache closed or dropped."""
+        """Return what this process still holds after every cache was closed or dropped."""
         until = time.monotonic() + 20
         while (left := self.left()) and time.monotonic() < until:
             gc.collect()
@@ -259,12 +259,12 @@ class Worker:
         return left
 
     def left(self) -> list[str]:
-        """Descriptors and mappings of files of the run, and threads of caches, that there are now."""
+        """Return the present descriptors and mappings of files of the run, and threads of caches."""
         found, root = [], f"{self.places.root}/"
         for descriptor in os.listdir("/proc/self/fd"):
             try:
                 path = os.readlink(f"/proc/self/fd/{descriptor}")
-            except OSError:  # that of the listing
+            except OSError:  # the descriptor of the listing
                 continue
             found += [f"descriptor of {path}"] if path.startswith(root) and ".log" not in path else []
         for line in Path("/proc/self/maps").read_text().splitlines():
@@ -276,21 +276,21 @@ class Worker:
 
 
 def _is_interrupt(trouble: BaseException | None) -> bool:
-    """Whether it was raised by the signal handler: Python's own conditions may turn it into another error."""
+    """Return whether the signal handler raised it: Python's conditions may turn it into another error."""
     while trouble is not None and not isinstance(trouble, Interrupted):
         trouble = trouble.__cause__ or trouble.__context__
     return trouble is not None
 
 
 def _bytes(layout: KVLayout, salt: str, key: bytes) -> np.ndarray:
-    """What belongs to a chunk of a tenant in a layout, and to no other."""
+    """Return the bytes that belong only to this chunk of this tenant in this layout."""
     seed = [*key[:8], *salt.encode(), layout.chunk_bytes]
     return np.random.default_rng(seed).integers(0, 256, layout.chunk_bytes, dtype=np.uint8)
 
 
 def main(root: str, seed: str, operations: str) -> None:
-    """One process: prints what it has done, now and then, and at the end what it still has."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # it ends with whoever started it
+    """Run one process: it prints its counts from time to time, and at the end what it still holds."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # it ends with its parent
     resource.setrlimit(resource.RLIMIT_NOFILE, (MOST_DESCRIPTORS, MOST_DESCRIPTORS))
     logging.basicConfig(format="%(asctime)s %(message)s")
     worker = Worker(Path(root), int(seed))
@@ -300,11 +300,11 @@ def main(root: str, seed: str, operations: str) -> None:
     print(json.dumps(worker.leaks()), flush=True)
 
 
-# ---- what starts and judges them -----------------------------------------------------------------------------------
+# ---- the parent of the processes -----------------------------------------------------------------------------------
 
 
 class Running:
-    """A process of the run, and the thread that hears what it says."""
+    """A process of the run, and the thread that reads its reports."""
 
     def __init__(self, root: Path, seed: int, operations: int, heard: queue.SimpleQueue[Running]) -> None:
         self.operations, self.counts, self.leaks = operations, Counter[str](), None
@@ -333,12 +333,12 @@ class Running:
         heard.put(self)
 
     def trace(self) -> str:
-        """The end of what it wrote to its log, where a traceback is."""
+        """Return the end of its log, where a traceback is."""
         return _tail(self.log)
 
 
 class Run:
-    """One run. Kills processes and fills the disk after reports of what they did."""
+    """One run. Kills processes and fills the disk after their reports."""
 
     def __init__(self, root: Path, seed: int, limit_seconds: float) -> None:
         root.mkdir(parents=True, exist_ok=True)
@@ -349,7 +349,7 @@ class Run:
         self.groups: list[int] = []
 
     def go(self, operations: int, workers: int, killed: float) -> Outcome:
-        """So many operations by so many processes side by side; a share `killed` of the reports ends with a kill."""
+        """Run operations in parallel processes; after a share `killed` of the reports the process is killed."""
         mounted = self.mount()
         try:
             for _ in range(workers):
@@ -366,7 +366,7 @@ class Run:
         return self.outcome
 
     def mount(self) -> bool:
-        """A small disk, which can be full."""
+        """Mount a small disk, which can be full."""
         self.places.small.mkdir(exist_ok=True)
         options = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(self.places.small)]
         try:
@@ -384,7 +384,7 @@ class Run:
         self.groups.append(one.process.pid)
 
     def hear(self, killed: float) -> bool:
-        """Take the next report; False if there was none for too long."""
+        """Take the next report; return False if there was none for too long."""
         try:
             one = self.heard.get(timeout=5.0)
         except queue.Empty:
@@ -423,7 +423,7 @@ class Run:
                         continue
 
     def ended(self, one: Running, killed: bool = False) -> None:
-        """Add up what one has done, and say what went wrong with it."""
+        """Add the counts of one process, and note its violations."""
         self.running.remove(one)
         code = 0 if killed else one.process.wait(SILENT_SECONDS)
         self.outcome.counts.update(one.counts)
@@ -436,7 +436,7 @@ class Run:
                 self.outcome.violations.append(f"{what}: {one.counts[what]}:{one.trace()}")
 
     def end(self) -> None:
-        """No process may be left; the threads of a remaining one are shown."""
+        """Check that no process remains; print the threads of a remaining one."""
         for one in list(self.running):
             one.process.send_signal(signal.SIGABRT)
             one.process.wait()
@@ -445,7 +445,7 @@ class Run:
             self.outcome.fail("hangs", f"no report for {time.monotonic() - one.heard_at:.0f} s:{one.trace()}")
         (self.places.small / "filler").unlink(missing_ok=True)
         until = time.monotonic() + 3 * CHILD_SECONDS
-        while any(map(_is_alive, self.groups)):  # orphans of those that were killed
+        while any(map(_is_alive, self.groups)):  # orphans of killed processes
             if time.monotonic() > until:
                 for group in filter(_is_alive, self.groups):
                     _kill_group(group, signal.SIGABRT)
@@ -455,7 +455,7 @@ class Run:
             time.sleep(0.05)
 
     def judge(self) -> None:
-        """The next process finds each store valid, and nothing of the dead processes."""
+        """Check that the next process finds each store valid, and nothing of the dead processes."""
         until = time.monotonic() + LEASED_SECONDS
         while (trouble := self.next_one()) and time.monotonic() < until:
             time.sleep(1.0)
@@ -472,19 +472,19 @@ class Run:
                 self.outcome.fail("leaks", f"{path} is left")
 
     def next_one(self) -> str:
-        """Open caches of the least sizes, one after the other; says what hinders that, or is held beyond the size."""
+        """Open caches of the smallest sizes, one after the other; note a failure, or memory beyond the size."""
         for layout in LAYOUTS:
             config = self.places.config(layout, HOST_SLOTS[0], DISK_SLOTS[0])
             try:
                 Cache(config, namespace=Namespace("m"), layout=layout).close(60.0)
             except StoreError as trouble:
-                return f"who comes next cannot open its cache: {trouble}"
+                return f"the next process cannot open its cache: {trouble}"
         held = sum(slab.stat().st_blocks * 512 for slab in self.places.host.glob("*/slab"))
         most = HOST_SLOTS[0] * LAYOUTS[-1].slot_bytes
         return f"{held:,} bytes of host memory are held, {most:,} may be" if held > most else ""
 
     def check(self, directory: Path) -> None:
-        """Nothing of a store is reserved or held."""
+        """Check that nothing of a store is reserved or held."""
         ledger = Ledger.attach(directory)
         try:
             admin.reap(ledger)
@@ -518,7 +518,7 @@ def _kill_group(group: int, number: int = signal.SIGKILL) -> None:
 def run(
     root: Path, operations: int, seed: int, limit_seconds: float, workers: int = 3, killed: float = 0.02
 ) -> Outcome:
-    """Runs processes side by side in trouble of every kind, and judges."""
+    """Run parallel processes with faults of every kind, and check the result."""
     return Run(root, seed, limit_seconds).go(operations, workers, killed)
 
 

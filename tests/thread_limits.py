@@ -1,4 +1,4 @@
-"""A process that gets no more threads: the system itself refuses them, because no stack is that large."""
+"""A process without further threads: the system refuses to start them because the stack size is too large."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NO_STACK_BYTES = 1 << 46
 
 @contextmanager
 def no_threads(after: int = 0) -> Iterator[None]:
-    """No thread of this process can be started, apart from the first `after`."""
+    """Let all thread starts of this process fail, except the first `after`."""
     real, left = threading.Thread.start, [after]
 
     def start(thread: threading.Thread) -> None:
