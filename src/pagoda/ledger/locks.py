@@ -214,7 +214,7 @@ class Gate:
 
     def hold(self, deadline_seconds: float) -> bool:
         """Keep other threads out until `let_go` is called on this thread; False if it could not be taken in time."""
-        return self._inside.acquire(timeout=max(deadline_seconds, 0.0))
+        return not self.entered and self._inside.acquire(timeout=max(deadline_seconds, 0.0))
 
     def let_go(self) -> None:
         """End what `hold` began; does nothing if this thread holds nothing."""
