@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 
 import lmdb
 
@@ -14,16 +15,20 @@ from pagoda.metrics import Reason
 _OWNERS = "\n"  # between the names of the owners of one chunk's pins
 
 
-def hold(transaction: Transaction, slot: int, generation: int) -> bool:
-    """Add a hold of this member on a chunk; False if the slot has another chunk by now."""
-    row = transaction.get(SLOT_KEY.pack(slot), db=transaction.tables.slots)
-    if row is None or SLOT.unpack(row)[0] != generation:
-        return False
-    held = transaction.get(SLOT_KEY.pack(slot), db=transaction.tables.holds) or b""
-    transaction.put(
-        SLOT_KEY.pack(slot), held + HOLD.pack(generation, transaction.member), db=transaction.tables.holds
-    )
-    return True
+def hold(
+    transaction: Transaction, chunks: Sequence[tuple[int, int]], held: list[tuple[int, int]]
+) -> list[bool]:
+    """Add a hold of this member on each chunk (slot, generation), which is then in `held`.
+
+    False where the slot has another chunk by now.
+    """
+    there = [transaction.key_of(*chunk) is not None for chunk in chunks]
+    held[:] = compress(chunks, there)
+    for slot, generation in held:
+        rows = transaction.get(SLOT_KEY.pack(slot), db=transaction.tables.holds) or b""
+        rows += HOLD.pack(generation, transaction.member)
+        transaction.put(SLOT_KEY.pack(slot), rows, db=transaction.tables.holds)
+    return there
 
 
 def vacate(
@@ -61,14 +66,17 @@ def vacate_unscanned(transaction: Transaction, count: int) -> int:
     return taken
 
 
-def release(transaction: Transaction, slot: int, generation: int) -> None:
-    """End one hold of this member on a chunk, if it has one; the last frees the slot if the chunk was removed."""
-    holds = list(HOLD.iter_unpack(transaction.get(SLOT_KEY.pack(slot), db=transaction.tables.holds) or b""))
-    if (generation, transaction.member) in holds:
-        holds.remove((generation, transaction.member))
-        left = b"".join(HOLD.pack(*row) for row in holds)
-        _put_or_delete(transaction, transaction.tables.holds, SLOT_KEY.pack(slot), left)
-        transaction.free_if_unheld(slot)
+def release(transaction: Transaction, chunks: Sequence[tuple[int, int]]) -> None:
+    """End one hold of this member on each chunk, if it has one; the last frees the slot if the chunk was removed."""
+    for slot, generation in chunks:
+        holds = list(
+            HOLD.iter_unpack(transaction.get(SLOT_KEY.pack(slot), db=transaction.tables.holds) or b"")
+        )
+        if (generation, transaction.member) in holds:
+            holds.remove((generation, transaction.member))
+            left = b"".join(HOLD.pack(*row) for row in holds)
+            _put_or_delete(transaction, transaction.tables.holds, SLOT_KEY.pack(slot), left)
+            transaction.free_if_unheld(slot)
 
 
 def pin(transaction: Transaction, keys: Sequence[bytes], owner: str) -> int:

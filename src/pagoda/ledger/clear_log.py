@@ -69,7 +69,7 @@ class ClearLog:
     def allocate(self, slots: int) -> None:
         """Give both files the size for so many slots; they never shrink. NoRoomError."""
         for path in self._paths:
-            allocate(path, clears_bytes(slots) // 2)
+            allocate(path, _BYTES * (slots + _SPARE))
 
     def read(self) -> Watermarks | None:
         """What is on the medium; None if nothing was ever written. All counts as cleared if it cannot be read."""
@@ -107,7 +107,10 @@ class ClearLog:
         with open(run.path, "r+b", buffering=0) as file:
             fd, number = file.fileno(), run.number
             count = os.fstat(fd).st_size // _BYTES
-            end = bisect_left(range(count), True, 1 + run.base, key=lambda at: _at(fd, at, number) is None)
+            end = bisect_left(
+                range(count), True, 1 + run.base,
+                key=lambda at: _parsed(os.pread(fd, _BYTES, at * _BYTES), number) is None,
+            )  # fmt: skip
             if end == count:
                 return False
             _put(fd, end, _sealed(number, root, watermark))
@@ -118,7 +121,8 @@ class ClearLog:
         old = self._in_force()
         if old is None:  # the files may have records of a forgotten run
             for path in self._paths:
-                _blank(path)
+                with open(path, "r+b", buffering=0) as file:
+                    _put(file.fileno(), 0, bytes(os.fstat(file.fileno()).st_size))
         path = self._paths[1] if old is not None and old.path == self._paths[0] else self._paths[0]
         number = old.number + 1 if old is not None else 1
         records = b"".join(_sealed(number, root, watermark) for root, watermark in watermarks.of.items())
@@ -136,11 +140,6 @@ class ClearLog:
         return max(runs, key=lambda run: run.number, default=None)
 
 
-def clears_bytes(slots: int) -> int:
-    """Return the size of both files for so many slots."""
-    return len(_FILES) * _BYTES * (slots + _SPARE)
-
-
 def _active_file(path: Path) -> _ActiveFile | None:
     """Return what the head of a file says; None if the file has no valid head."""
     try:
@@ -155,15 +154,6 @@ def _active_file(path: Path) -> _ActiveFile | None:
     if record is None or _HEAD.unpack(record[0])[0] != _MAGIC:
         return None
     return _ActiveFile(path, number, record[1], _HEAD.unpack(record[0])[1])
-
-
-def _blank(path: Path) -> None:
-    with open(path, "r+b", buffering=0) as file:
-        _put(file.fileno(), 0, bytes(os.fstat(file.fileno()).st_size))
-
-
-def _at(fd: int, at: int, number: int) -> tuple[bytes, int] | None:
-    return _parsed(os.pread(fd, _BYTES, at * _BYTES), number)
 
 
 def _parsed(record: bytes, number: int) -> tuple[bytes, int] | None:

@@ -16,7 +16,7 @@ import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,12 +51,8 @@ class Columns:
 
     def __init__(self, path: Path | None, slots: int) -> None:
         """Map the file; None: private memory, zeroed."""
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC) if path is not None else -1
-        try:
-            self._map = mmap.mmap(fd, columns_bytes(slots), mmap.MAP_SHARED)
-        finally:
-            if path is not None:
-                os.close(fd)
+        nbytes = columns_bytes(slots)
+        self._map = mmap.mmap(-1, nbytes) if path is None else map_file(path, nbytes)
         ghosts = PER_SLOT * slots
         self.slots = self.capacity = slots
         self._offset = 0
@@ -77,11 +73,8 @@ class Columns:
             self._view(np.uint16, ghosts),
             self._view(np.uint8, ghosts),
         )
-        self.ghosts = self.table.columns  # what policies read of them
-
-    def forgotten(self) -> Iterator[tuple[NDArray[np.uint32], Rows]]:
-        """Take the ghosts that others replaced since the last call, in this process: hits and age (ns) of each."""
-        return self.table.forgotten()
+        # what policies read of them
+        self.ghosts, self.forgotten = Ghosts(self.table.last_use, self.table.hits), self.table.forgotten
 
     def _view(self, dtype: type[D], count: int) -> NDArray[D]:
         view: NDArray[D] = np.frombuffer(self._map, dtype, count, self._offset)
@@ -127,6 +120,15 @@ class Columns:
         self._map.flush()
 
 
+def map_file(path: Path, nbytes: int) -> mmap.mmap:
+    """Map a file, shared with other processes."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(fd, nbytes)
+    finally:
+        os.close(fd)
+
+
 def columns_bytes(slots: int) -> int:
     """Return the size of the file of columns."""
     per_slot = (8, 32, 8, 8, 8, 8, 4, 4)
@@ -141,28 +143,16 @@ def _aligned(nbytes: int) -> int:
 # ---- ghosts
 
 
-class Ghost(NamedTuple):
-    """When a chunk was removed or refused (recency stamp) and why (index into the ghost reasons)."""
-
-    went: int
-    reason: int
-
-
 class GhostTable:
     """The ghosts of one ledger: views of its mapped file. A key is identified by its mark, its first eight bytes."""
 
     def __init__(
         self, mark: Marks, last_use: Rows, went: Rows, hits: NDArray[np.uint16], reason: NDArray[np.uint8]
     ) -> None:
-        self._mark, self._last_use, self._went, self._hits, self._reason = mark, last_use, went, hits, reason
+        self._mark, self.last_use, self._went, self.hits, self._reason = mark, last_use, went, hits, reason
         self._marks, self._uses = mark.reshape(-1, _WAYS), last_use.reshape(-1, _WAYS)  # a row a place
         self._places = np.uint64(len(mark) // _WAYS)
         self._forgotten: deque[tuple[NDArray[np.uint32], Rows]] = deque(maxlen=_MOST_FORGOTTEN)
-
-    @property
-    def columns(self) -> Ghosts:
-        """Return what policies read of the ghosts."""
-        return Ghosts(self._last_use, self._hits)
 
     def remember(
         self, marks: Marks, last_use: Rows, hits: NDArray[np.uint32], went: int, reason: int
@@ -178,13 +168,13 @@ class GhostTable:
             for part in (np.sort(firsts), rest):
                 self.remember(marks[part], last_use[part], hits[part], went, reason)
             return
-        loses = rows[~found & (self._last_use[rows] > 0)]
+        loses = rows[~found & (self.last_use[rows] > 0)]
         if len(loses):
-            self._forgotten.append((self._hits[loses].astype(np.uint32), went - self._last_use[loses]))
+            self._forgotten.append((self.hits[loses].astype(np.uint32), went - self.last_use[loses]))
         self._mark[rows] = marks
-        self._last_use[rows] = np.clip(last_use, 1, max(1, went))
+        self.last_use[rows] = np.clip(last_use, 1, max(1, went))
         self._went[rows] = went
-        self._hits[rows] = np.minimum(hits, _MOST_HITS)
+        self.hits[rows] = np.minimum(hits, _MOST_HITS)
         self._reason[rows] = reason
 
     def recall(self, marks: Marks) -> tuple[NDArray[np.uint32], Rows]:
@@ -192,19 +182,19 @@ class GhostTable:
         hits, last_use = np.zeros(len(marks), np.uint32), np.zeros(len(marks), np.int64)
         known, rows = self._found(marks)
         if len(known):
-            hits[known], last_use[known] = self._hits[rows], self._last_use[rows]
+            hits[known], last_use[known] = self.hits[rows], self.last_use[rows]
         return hits, last_use
 
     def forget(self, marks: Marks) -> None:
         """Remove the ghosts of chunks that are back."""
         _, rows = self._found(marks)
         if len(rows):
-            self._last_use[rows] = 0
+            self.last_use[rows] = 0
 
-    def find(self, key: bytes) -> Ghost | None:
-        """Return what is remembered of a key, if anything."""
+    def find(self, key: bytes) -> tuple[int, int] | None:
+        """Return when a chunk went (recency stamp) and why (index into the ghost reasons), if that is remembered."""
         _, rows = self._found(marks_of([key]))
-        return Ghost(int(self._went[rows[0]]), int(self._reason[rows[0]])) if len(rows) else None
+        return (int(self._went[rows[0]]), int(self._reason[rows[0]])) if len(rows) else None
 
     def forgotten(self) -> Iterator[tuple[NDArray[np.uint32], Rows]]:
         """Take the ghosts that others replaced since the last call, in this process: hits and age (ns) of each."""
@@ -213,9 +203,9 @@ class GhostTable:
 
     def copy_from(self, other: GhostTable) -> None:
         """Copy the ghosts of another table; where a place has too many, those that were asked for last."""
-        there = np.flatnonzero(other._last_use > 0)
+        there = np.flatnonzero(other.last_use > 0)
         places = (other._mark[there] % self._places).astype(np.int64)
-        order = np.lexsort((-other._last_use[there], places))
+        order = np.lexsort((-other.last_use[there], places))
         there, places = there[order], places[order]
         ways = np.arange(len(there)) - np.searchsorted(places, places)
         rows, there = (places * _WAYS + ways)[ways < _WAYS], there[ways < _WAYS]
@@ -223,7 +213,7 @@ class GhostTable:
             own[rows] = old[there]
 
     def _all(self) -> tuple[NDArray[np.generic], ...]:
-        return self._mark, self._last_use, self._went, self._hits, self._reason
+        return self._mark, self.last_use, self._went, self.hits, self._reason
 
     def _found(self, marks: Marks) -> tuple[Rows, Rows]:
         """Return which of the marks have a ghost, and its row."""

@@ -257,7 +257,7 @@ class Ledger:
         """
         with contextlib.suppress(UnavailableError):
             found, self._room = self.session.read(
-                partial(queries.find_entries, keys=request.keys), _left(until)
+                partial(queries.find_entries, keys=request.keys), until - time.monotonic()
             )
             request.present[:] = [item is not None for item in found]
             self._keep_present(found, request.start, request.stamp)
@@ -313,7 +313,7 @@ class Ledger:
             victims = self._victims(count, request.stamp - allocation.STAMP_STEP + 1) if looked else []
             reserve = partial(allocation.reserve, request=request, batch=batch, victims=victims)
             try:
-                made = self.session.write(reserve, _left(until))
+                made = self.session.write(reserve, until - time.monotonic())
             except UnavailableError as error:
                 request.outcomes += [Refused(request.keys[i], error.reason) for i in batch]
                 return error.reason
@@ -339,7 +339,7 @@ class Ledger:
 
     def _victims(self, count: int, stamp: int) -> list[tuple[int, int]]:
         slots = self.evictor.victims(count, stamp, self._now())
-        return list(zip(slots.tolist(), self.columns.generation[slots].tolist(), strict=True))
+        return _pairs(slots, self.columns.generation[slots])
 
     def _keep_present(self, outcomes: Sequence[Outcome | None], start: int, stamp: int) -> None:
         kept = [
@@ -375,7 +375,7 @@ class Ledger:
             for batch in batches(reserved):
                 commit = partial(allocation.commit, reserved=batch, part=part)
                 try:
-                    done += self.session.write(commit, _left(until))
+                    done += self.session.write(commit, until - time.monotonic())
                 except UnavailableError as error:
                     self.count(f"drop_{error.reason}", len(batch))
                     self.session.defer(commit)
@@ -395,7 +395,7 @@ class Ledger:
         """
         until = time.monotonic() + deadline_seconds
         for batch in batches([one for one in outcomes if isinstance(one, Reserved)]):
-            self._now_or_later(partial(allocation.abort, reserved=batch), _left(until))
+            self._now_or_later(partial(allocation.abort, reserved=batch), until - time.monotonic())
 
     def adopt(self, reserved: Sequence[Reserved], part: int, deadline_seconds: float = 1.0) -> list[bool]:
         """Make this member the writer of that part of chunks that another member may have reserved."""
@@ -406,7 +406,7 @@ class Ledger:
                 done += self._owed(
                     partial(allocation.adopt, reserved=batch, part=part),
                     partial(allocation.abort, reserved=batch),
-                    _left(until),
+                    until - time.monotonic(),
                 )
             except UnavailableError:
                 done += [False] * len(batch)
@@ -453,20 +453,17 @@ class Ledger:
         """
         columns, until = self.columns, time.monotonic() + deadline_seconds
         try:
-            run = self.session.read(
+            slots, generations, intact, reason = self.session.read(
                 partial(queries.match_prefix, columns=columns, keys=keys, namespace=namespace, start=start),
                 deadline_seconds,
             )
         except UnavailableError as error:
             self.count(f"miss_{error.reason}")
             return Match(np.empty(0, np.int64), np.empty(0, np.uint64), error.reason)
-        slots, generations = run.slots[: run.intact], run.generations[: run.intact]
-        reason = run.reason
-        if run.intact < len(run.slots):
-            at = run.intact
-            self._drop(
-                keys[at], int(run.slots[at]), int(run.generations[at]), Reason.FAILED_CHECK, _left(until)
-            )
+        if intact < len(slots):
+            damaged = keys[intact], int(slots[intact]), int(generations[intact])
+            self.remove_exact(*damaged, Reason.FAILED_CHECK, until - time.monotonic())
+            slots, generations = slots[:intact], generations[:intact]
         elif reason is None and len(slots) < len(keys):
             reason = self.explain_miss(keys[len(slots)]).reason
         if touch and len(slots):
@@ -517,8 +514,9 @@ class Ledger:
         ghost = self.columns.table.find(key)
         if ghost is None:
             return Miss(Reason.ABSENT, None)
-        age = (self.session.stamp(self._now()) - ghost.went) / 1e9
-        return Miss(GHOST_REASONS[ghost.reason % len(GHOST_REASONS)], max(0.0, age))
+        went, reason = ghost
+        age = (self.session.stamp(self._now()) - went) / 1e9
+        return Miss(GHOST_REASONS[reason % len(GHOST_REASONS)], max(0.0, age))
 
     def still_valid(self, slots: NDArray[np.int64], generations: NDArray[np.uint64]) -> NDArray[np.bool_]:
         """Tell for each slot whether what was copied out of it was the chunk that was matched. Takes no lock."""
@@ -542,22 +540,16 @@ class Ledger:
 
         A chunk that is removed or cleared meanwhile is neither found nor valid, but no byte of its slot changes before.
         """
-        both = _pairs(slots, generations)
         held: list[tuple[int, int]] = []
-
-        def work(transaction: Transaction) -> list[bool]:
-            answers = [chunk_ops.hold(transaction, *pair) for pair in both]
-            held[:] = [pair for pair, ok in zip(both, answers, strict=True) if ok]
-            return answers
-
+        hold = partial(chunk_ops.hold, chunks=_pairs(slots, generations), held=held)
         try:
-            return self._owed(work, partial(_release, held), deadline_seconds)
+            return self._owed(hold, partial(chunk_ops.release, chunks=held), deadline_seconds)
         except UnavailableError:
-            return [False] * len(both)
+            return [False] * len(slots)
 
     def release(self, slots: NDArray[np.int64], generations: NDArray[np.uint64]) -> None:
         """End one hold of this member on each of these chunks."""
-        self._now_or_later(partial(_release, _pairs(slots, generations)), 1.0)
+        self._now_or_later(partial(chunk_ops.release, chunks=_pairs(slots, generations)), 1.0)
 
     def next_victims(self, count: int) -> NDArray[np.int64]:
         """Return the slots that would be evicted first if `count` were needed now. Changes nothing."""
@@ -565,16 +557,15 @@ class Ledger:
 
     # ---- removal of a damaged chunk, counters
 
-    def remove_exact(self, key: bytes, slot: int, generation: int, reason: Reason) -> bool:
+    def remove_exact(
+        self, key: bytes, slot: int, generation: int, reason: Reason, deadline_seconds: float = 1.0
+    ) -> bool:
         """Remove a chunk that failed a check, if the entry still names that slot and generation; counted."""
-        return self._drop(key, slot, generation, reason, 1.0)
-
-    def _drop(self, key: bytes, slot: int, generation: int, reason: Reason, seconds: float) -> bool:
         if reason is Reason.FAILED_CHECK:
             self.count("failed_checks")
         drop = partial(chunk_ops.drop, key=key, slot=slot, generation=generation, reason=reason)
         try:
-            return self.session.write(drop, seconds, frees=True)
+            return self.session.write(drop, deadline_seconds, frees=True)
         except UnavailableError:
             self.session.defer(drop)
             return False
@@ -651,13 +642,8 @@ def _with_space(step: Callable[[float], T], until: float) -> T:
 
 def _pairs(slots: NDArray[np.int64], generations: NDArray[np.uint64]) -> list[tuple[int, int]]:
     """Return slots with their generations."""
-    return [(int(slot), int(generation)) for slot, generation in zip(slots, generations, strict=True)]
+    return list(zip(np.asarray(slots).tolist(), np.asarray(generations).tolist(), strict=True))
 
 
 def _left(until: float) -> float:
     return max(0.0, until - time.monotonic())
-
-
-def _release(held: Sequence[tuple[int, int]], transaction: Transaction) -> None:
-    for pair in held:
-        chunk_ops.release(transaction, *pair)

@@ -6,14 +6,13 @@ and each reads the columns that it knows. A new counter is therefore no new form
 
 from __future__ import annotations
 
-import mmap
-import os
 from pathlib import Path
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from pagoda.ledger.columns import map_file
 from pagoda.ledger.tables import COUNTER_NAMES_ROW, COUNTERS_ROW, Tables, Txn
 from pagoda.metrics import COUNTERS
 
@@ -26,12 +25,7 @@ CounterRow = NDArray[np.uint64]
 
 def map_counters(path: Path) -> CounterRow:
     """Map the file, (MEMBER_ROWS, WIDTH)."""
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        mapped = mmap.mmap(fd, COUNTERS_BYTES)
-    finally:
-        os.close(fd)
-    return np.frombuffer(mapped, np.uint64).reshape(MEMBER_ROWS, WIDTH)
+    return np.frombuffer(map_file(path, COUNTERS_BYTES), np.uint64).reshape(MEMBER_ROWS, WIDTH)
 
 
 def columns_of(txn: Txn, tables: Tables) -> dict[str, int]:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import mmap
-import os
 import threading
 import time
 from pathlib import Path
@@ -18,6 +16,7 @@ from numpy.typing import NDArray
 
 from pagoda.disk_space import allocate
 from pagoda.errors import ClosedError
+from pagoda.ledger.columns import map_file
 from pagoda.ledger.eviction import Evictor
 from pagoda.ledger.session import Session, UnavailableError
 from pagoda.ledger.space_sharing import SpaceShare
@@ -38,11 +37,7 @@ def map_learned(directory: Path, evictor: Evictor) -> NDArray[np.float64] | None
         return None
     path = directory / f"learnt-{evictor.policy}-{evictor.shared_values}"
     allocate(path, evictor.shared_values * 8)
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        return np.frombuffer(mmap.mmap(fd, evictor.shared_values * 8), np.float64)
-    finally:
-        os.close(fd)
+    return np.frombuffer(map_file(path, evictor.shared_values * 8), np.float64)
 
 
 class PolicyThread:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import lmdb
 import numpy as np
@@ -18,25 +17,14 @@ _FEW_ENTRIES = 32  # so few are checked one by one
 _ENTRY_ROW = np.dtype([("slot", "<u4"), ("generation", "<u8"), ("namespace", "<u8"), ("position", "<u4")])
 
 
-class EntryRun(NamedTuple):
-    """A leading run of entries. The first `intact` chunks of it are published under the keys asked for.
-
-    `reason`: why it ends before the last key, if the tables tell.
-    """
-
-    slots: NDArray[np.int64]
-    generations: NDArray[np.uint64]
-    intact: int
-    reason: Reason | None
-
-
 def match_prefix(
     txn: Txn, tables: Tables, columns: Columns, keys: Sequence[bytes], namespace: bytes | None,
     start: int | None,
-) -> EntryRun:  # fmt: skip
+) -> tuple[NDArray[np.int64], NDArray[np.uint64], int, Reason | None]:  # fmt: skip
     """Look up keys until one is absent, or is not the chunk of that namespace at that position (from `start` on).
 
-    Without a namespace neither is checked. Compares each slot's published key with the one asked for.
+    Without a namespace neither is checked. Returns slots and generations of that run, how many leading chunks of it are
+    published under the keys asked for, and why it ends before the last key, if the tables tell.
     """
     rows: list[bytes] = []
     for key in keys:
@@ -56,7 +44,7 @@ def match_prefix(
         reason = Reason.FAILED_CHECK
     elif reason is None and count < len(keys) and txn.get(keys[count], db=tables.pending) is not None:
         reason = Reason.BUSY
-    return EntryRun(slots, generations, intact, reason)
+    return slots, generations, intact, reason
 
 
 def _as_asked(

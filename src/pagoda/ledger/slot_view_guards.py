@@ -8,8 +8,6 @@ marks the slot first and reads what is published afterwards: one of the two sees
 
 from __future__ import annotations
 
-import mmap
-import os
 import threading
 import time
 import weakref
@@ -20,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from pagoda.ledger.columns import BARE, Columns
+from pagoda.ledger.columns import BARE, Columns, map_file
 from pagoda.ledger.locks import barrier
 from pagoda.ledger.store_state import GUARD_BYTES, GUARD_WORDS
 
@@ -49,11 +47,7 @@ class PageGuards:
 
     def __init__(self, path: Path, columns: Columns, join: Callable[[], object]) -> None:
         """Map the file. `join` makes this process a member, if it is none yet, by calling `become`."""
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            self._rows = memoryview(mmap.mmap(fd, GUARD_BYTES)).cast("Q")
-        finally:
-            os.close(fd)
+        self._rows = memoryview(map_file(path, GUARD_BYTES)).cast("Q")
         self._generation = columns.generation.data
         self._join = join
         self.forget()

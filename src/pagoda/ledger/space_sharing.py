@@ -28,7 +28,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from pagoda.disk_space import allocate_range, data_ranges, free_bytes, punch
 from pagoda.errors import ClosedError, NoRoomError, StoreError
@@ -54,13 +54,6 @@ _LENT_SECONDS = 0.2  # the wait for copies; a slot that is used for longer keeps
 _SETTLE_SECONDS = 3.0  # for what an opening takes from other stores
 _BARREN_SECONDS = 10.0  # a store that had nothing to give is not asked again
 _TROUBLE = (StoreError, ClosedError, OSError)
-
-
-class _Transfer(NamedTuple):
-    """What is to be taken: from which store, and how many bytes."""
-
-    giver: Holding
-    nbytes: int
 
 
 class SpaceShare:
@@ -131,7 +124,7 @@ class SpaceShare:
         for holding in sorted(every, key=lambda one: one.directory != self._directory):
             spare = min(excess, holding.nbytes - fair)
             if spare > 0:
-                excess -= self._ask(_Transfer(holding, spare))
+                excess -= self._ask(holding, spare)
         return excess
 
     def _tell(self, excess: int) -> None:
@@ -185,24 +178,24 @@ class SpaceShare:
         plan = self._plan(unbacked) if unbacked else None
         if plan is None:
             return False
-        if not self._ask(plan):
-            self._barren[plan.giver.directory] = time.monotonic() + _BARREN_SECONDS
+        giver, nbytes = plan
+        if not self._ask(giver, nbytes):
+            self._barren[giver.directory] = time.monotonic() + _BARREN_SECONDS
             return True  # there may be another
-        return self._grow(max(1, plan.nbytes // self._slot_bytes)) > 0
+        return self._grow(max(1, nbytes // self._slot_bytes)) > 0
 
-    def _ask(self, plan: _Transfer) -> int:
-        """Make a store give pages; return how many bytes it gave. Under the lock of the root."""
-        holding = plan.giver
+    def _ask(self, holding: Holding, nbytes: int) -> int:
+        """Make a store give that many bytes of pages; return how many it gave. Under the lock of the root."""
         if not _gives(holding):
             return 0
         try:
             if holding.directory == self._directory:
-                return self.give(plan.nbytes, idle=False)
+                return self.give(nbytes, idle=False)
             giver = self._ledger.attach(
                 holding.directory, self._session.clock, _BORROW_SECONDS, borrowed=True
             )
             try:
-                return giver.space.give(plan.nbytes, idle=not holding.in_use)
+                return giver.space.give(nbytes, idle=not holding.in_use)
             finally:
                 giver.close()
         except _TROUBLE as error:
@@ -211,13 +204,13 @@ class SpaceShare:
 
     # ---- which store gives
 
-    def _plan(self, most: int) -> _Transfer | None:
-        """Choose from which store to take at most `most` bytes; None if this store must evict its own coldest."""
+    def _plan(self, most: int) -> tuple[Holding, int] | None:
+        """Choose from which store to take how many bytes, at most `most`; None if it must evict its own coldest."""
         every = holdings(self._root)
         piece, fair, own = self._piece(every), self._fair(every), self._own_bytes()
         below = own + self._slot_bytes <= fair
         own_age = 0.0 if below else self._age(self._directory)
-        best: tuple[float, _Transfer] | None = None
+        best: tuple[float, Holding, int] | None = None
         for other in every:
             spare = other.nbytes - fair
             may = spare > 0 or not (below or other.in_use)
@@ -227,8 +220,8 @@ class SpaceShare:
             age = self._age(other.directory)
             if age > own_age and (best is None or age > best[0]):
                 room = min(piece, most, spare if spare > 0 else other.nbytes, fair - own if below else piece)
-                best = age, _Transfer(other, max(room, self._slot_bytes))
-        return None if best is None else best[1]
+                best = age, other, max(room, self._slot_bytes)
+        return None if best is None else best[1:]
 
     def _fair(self, every: Sequence[Holding]) -> int:
         """Return the bytes of a fair share."""

@@ -48,7 +48,7 @@ class DriverError(Exception):
     """A call of the driver failed: `code` is its CUresult, `name` NVIDIA's name for it."""
 
     def __init__(self, call: str, code: int, name: str) -> None:
-        super().__init__(f"{call}: {name} ({code})")
+        super().__init__(f"{call.removesuffix('_v2')}: {name} ({code})")
         self.code = code
         self.name = name
 
@@ -63,7 +63,6 @@ class Driver:
     def __init__(self, library: ctypes.CDLL) -> None:
         """Wrap a library that `load` has initialised."""
         self._library = library
-        self._copy = library.cuMemcpyAsync
         self._forked = False  # this is a child of the process that initialised the driver
         self._lock = threading.Lock()
         self._contexts: dict[int, ctypes.c_void_p] = {}  # primary contexts, kept for the life of the process
@@ -93,61 +92,48 @@ class Driver:
 
     def use(self, device_index: int) -> None:
         """Set this thread's context to the primary context of a device, which torch uses too. Raises DriverError."""
-        self._check_process("cuCtxSetCurrent")
         with self._lock:
             context = self._contexts.get(device_index)
             if context is None:
-                context = self._contexts[device_index] = self._retain_context(device_index)
-        self._check("cuCtxSetCurrent", self._library.cuCtxSetCurrent(context))
-
-    def _retain_context(self, device_index: int) -> ctypes.c_void_p:
-        device, context = ctypes.c_int(), ctypes.c_void_p()
-        self._check("cuDeviceGet", self._library.cuDeviceGet(ctypes.byref(device), device_index))
-        code = self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
-        self._check("cuDevicePrimaryCtxRetain", code)
-        return context
+                device, context = _Number(), _Handle()
+                self._call("cuDeviceGet", ctypes.byref(device), device_index)
+                self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+                self._contexts[device_index] = context
+        self._call("cuCtxSetCurrent", context)
 
     def register(self, address: int, nbytes: int) -> int:
         """Lock [address, address + nbytes), map it for all devices; returns their address of it. Raises DriverError.
 
         `address` begins a page. Faults in missing pages; about 0.1 s per GiB (vllm-project/vllm#51080).
         """
-        self._check_process("cuMemHostRegister")
-        code = self._library.cuMemHostRegister_v2(address, nbytes, _PORTABLE | _DEVICEMAP)
-        self._check("cuMemHostRegister", code)
-        place = ctypes.c_uint64()
-        code = self._library.cuMemHostGetDevicePointer_v2(ctypes.byref(place), address, 0)
-        if code:
+        self._call("cuMemHostRegister_v2", address, nbytes, _PORTABLE | _DEVICEMAP)
+        place = _Address()
+        try:
+            self._call("cuMemHostGetDevicePointer_v2", ctypes.byref(place), address, 0)
+        except DriverError:
             self._library.cuMemHostUnregister(address)
-        self._check("cuMemHostGetDevicePointer", code)
+            raise
         return place.value
 
     def unregister(self, address: int) -> None:
         """Unregister the range that begins at `address`. No copy may be in flight there. Raises DriverError."""
-        self._check_process("cuMemHostUnregister")
-        self._check("cuMemHostUnregister", self._library.cuMemHostUnregister(address))
+        self._call("cuMemHostUnregister", address)
 
     def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
         """Begin a copy on a stream, between any two addresses; returns before it is done. Raises DriverError.
 
         A range of host memory must be registered in full or not at all; otherwise CUDA_ERROR_INVALID_VALUE.
         """
-        self._check_process("cuMemcpyAsync")
-        code = self._copy(to, source, nbytes, stream)
-        if code:
-            self._check("cuMemcpyAsync", code)
+        self._call("cuMemcpyAsync", to, source, nbytes, stream)
 
     def stream(self) -> int:
         """Make a stream of the context's highest priority, for the life of the process. Raises DriverError.
 
         Torch's streams come from a pool of 32 that it hands out in turn, so an engine might use the same one.
         """
-        self._check_process("cuStreamCreate")
         least, greatest, stream = _Number(), _Number(), _Handle()
-        code = self._library.cuCtxGetStreamPriorityRange(ctypes.byref(least), ctypes.byref(greatest))
-        self._check("cuCtxGetStreamPriorityRange", code)
-        code = self._library.cuStreamCreateWithPriority(ctypes.byref(stream), _NON_BLOCKING, greatest)
-        self._check("cuStreamCreateWithPriority", code)
+        self._call("cuCtxGetStreamPriorityRange", ctypes.byref(least), ctypes.byref(greatest))
+        self._call("cuStreamCreateWithPriority", ctypes.byref(stream), _NON_BLOCKING, greatest)
         return stream.value or 0
 
     @contextmanager
@@ -156,30 +142,27 @@ class Driver:
 
         Without it a capture in torch's default mode fails when any thread allocates, registers or waits.
         """
-        self._check_process("cuThreadExchangeStreamCaptureMode")
         mode = _Number(_RELAXED)
-        exchange = self._library.cuThreadExchangeStreamCaptureMode
         try:
-            self._check("cuThreadExchangeStreamCaptureMode", exchange(ctypes.byref(mode)))
+            self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
             yield
         finally:
             if mode.value != _RELAXED:  # else the mode was relaxed before, or has not been changed
-                exchange(ctypes.byref(mode))
+                self._library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
-    def _check_process(self, call: str) -> None:
+    def _call(self, name: str, *arguments: object) -> None:
         if self._forked:
-            raise DriverError(call, _INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT, this is a forked child")
-
-    def _check(self, call: str, code: int) -> None:
+            raise DriverError(name, _INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT, this is a forked child")
+        code = getattr(self._library, name)(*arguments)
         if code:
-            name = ctypes.c_char_p()
-            self._library.cuGetErrorName(code, ctypes.byref(name))
-            raise DriverError(call, code, (name.value or b"an unknown error").decode())
+            trouble = ctypes.c_char_p()
+            self._library.cuGetErrorName(code, ctypes.byref(trouble))
+            raise DriverError(name, code, (trouble.value or b"an unknown error").decode())
 
 
 def _after_fork_in_child() -> None:
     for driver in _drivers:
-        driver._forked = True
+        driver._forked, driver._lock = True, threading.Lock()  # another thread may have had it
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
