@@ -43,6 +43,7 @@ MEMBERS = 1024
 T = TypeVar("T")
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
 _TO_THE_END = 0  # the length of a range without an end
+_UNLOCK_INTENT = _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, INTENT, 1, 0)
 _UNLOCK_BOTH = _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, GATE, 2, 0)  # gate and intent
 _CLOSED = "the lock file is closed"
 _FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 20e-6, 1e-3
@@ -180,12 +181,8 @@ class Gate:
 
     def run(self, work: Callable[[], T], deadline_seconds: float, exclusive: bool = False) -> T:
         """Run `work` while the gate is shared with the readers of other processes, or held exclusively."""
-        me, until, fd, entered = (
-            threading.get_ident(),
-            time.monotonic() + deadline_seconds,
-            self._file._fd,
-            False,
-        )
+        me, until = threading.get_ident(), time.monotonic() + deadline_seconds
+        file, fd, entered = self._file, self._file._fd, False
         if self._owner == me:
             raise DeadlineMissedError
         try:
@@ -193,10 +190,9 @@ class Gate:
             if not entered:
                 raise DeadlineMissedError
             self._owner = me
-            file = self._file
             if not file.lock(INTENT, exclusive, until) or not file.lock(GATE, exclusive, until):
                 raise DeadlineMissedError
-            file.unlock(INTENT)
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _UNLOCK_INTENT)
             return work()
         finally:
             if entered:

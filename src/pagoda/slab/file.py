@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.errors import StoreError
-from pagoda.slab.memory import PAGE_BYTES, aligned
+from pagoda.slab.memory import PAGE_BYTES, aligned, open_slab
 
 __all__ = ["Buffer", "FileSlab", "aligned", "as_view"]
 
@@ -178,42 +178,25 @@ def _drop_page_cache(fd: int, offset: int, length: int) -> None:
 
 
 def _open(path: Path, nbytes: int, direct: bool | None) -> tuple[int, bool]:
-    if direct is not False:
-        fd = _open_direct(path)
-        if fd is not None:
-            return _checked_size(fd, path, nbytes), True
-        if direct:
-            raise StoreError(f"the filesystem of {path} cannot do O_DIRECT: set disk_direct to None or False")
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError as error:
-        raise StoreError(f"cannot open the slab {path}: {error.strerror}") from error
-    return _checked_size(fd, path, nbytes), False
+    """Return a descriptor of the file, and whether it is one with O_DIRECT."""
+    if direct is not False and _can_direct(path):
+        return open_slab(path, nbytes, os.O_DIRECT), True
+    if direct:
+        raise StoreError(f"the filesystem of {path} cannot do O_DIRECT: set disk_direct to None or False")
+    return open_slab(path, nbytes), False
 
 
-def _open_direct(path: Path) -> int | None:
-    """Return a descriptor with O_DIRECT, or None if the file cannot be opened or read that way."""
-    flag = getattr(os, "O_DIRECT", 0)
-    if not flag:
-        return None
+def _can_direct(path: Path) -> bool:
+    """Whether the file can be opened and read with O_DIRECT: some filesystems accept the flag and refuse the I/O."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | flag)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
+        try:
+            os.preadv(fd, [aligned(PAGE_BYTES).data], 0)
+        finally:
+            os.close(fd)
     except OSError:
-        return None
-    try:
-        os.preadv(fd, [aligned(PAGE_BYTES).data], 0)  # some filesystems accept the flag and refuse the I/O
-    except OSError:
-        os.close(fd)
-        return None
-    return fd
-
-
-def _checked_size(fd: int, path: Path, nbytes: int) -> int:
-    size = os.fstat(fd).st_size
-    if size < nbytes:
-        os.close(fd)
-        raise StoreError(f"the slab {path} has {size} bytes, {nbytes} are needed: remove its store")
-    return fd
+        return False
+    return True
 
 
 def _after_fork_in_child() -> None:

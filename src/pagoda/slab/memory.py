@@ -238,19 +238,26 @@ def _map(path: Path | None, nbytes: int) -> Memory:
     if path is None:
         # Shared with forked children, as the ledger is: else a child would commit bytes that its parent cannot see.
         return map_shared(None, nbytes)
+    fd = open_slab(path, nbytes)
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError as error:
-        raise StoreError(f"cannot open the slab {path}: {error.strerror}") from error
-    try:
-        size = os.fstat(fd).st_size
-        if size < nbytes:  # mapping past the end would be SIGBUS at first touch
-            raise StoreError(f"the slab {path} has {size} bytes, {nbytes} are needed: remove its store")
         return map_shared(fd, nbytes)
     except OSError as error:
         raise StoreError(f"cannot map {nbytes} bytes of the slab {path}: {error.strerror}") from error
     finally:
         os.close(fd)
+
+
+def open_slab(path: Path, nbytes: int, flags: int = 0) -> int:
+    """Return a descriptor of a slab's file. StoreError if it cannot be opened or is shorter than `nbytes`."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags)
+    except OSError as error:
+        raise StoreError(f"cannot open the slab {path}: {error.strerror}") from error
+    size = os.fstat(fd).st_size
+    if size < nbytes:  # to map past the end would be SIGBUS at first access
+        os.close(fd)
+        raise StoreError(f"the slab {path} has {size} bytes, {nbytes} are needed: remove its store")
+    return fd
 
 
 def _after_fork_in_child() -> None:
