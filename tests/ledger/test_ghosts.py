@@ -53,7 +53,7 @@ def test_a_ghost_left_again_is_one_ghost() -> None:
     ghosts = table(1)
     for time in range(1, 20):
         remember(ghosts, [1], time, time)
-    assert np.count_nonzero(ghosts.columns.last_use) == 1
+    assert np.count_nonzero(ghosts.last_use) == 1
     assert [part.tolist() for part in ghosts.recall(marks_of(keys(1)))] == [[19], [19]]
     assert not list(ghosts.forgotten())
 
@@ -73,7 +73,7 @@ def test_the_ghost_gives_way_that_was_asked_for_longest_ago_and_is_learnt_from()
 def test_many_of_one_place_in_one_call() -> None:
     ghosts = table(1)
     remember(ghosts, list(range(20)), 9)
-    assert np.count_nonzero(ghosts.columns.last_use) == PER_SLOT
+    assert np.count_nonzero(ghosts.last_use) == PER_SLOT
     assert sum(len(hits) for hits, _ in ghosts.forgotten()) == 20 - PER_SLOT
 
 
@@ -96,7 +96,7 @@ def test_a_resize_takes_over_the_latest(slots: int) -> None:
         remember(old, [number], 1 + number, number % 5, went=2000 + number)
     new.copy_from(old)
     kept = [n for n in range(60) if new.find(keys(n)[0])]
-    assert len(kept) == np.count_nonzero(new.columns.last_use) <= PER_SLOT * slots
+    assert len(kept) == np.count_nonzero(new.last_use) <= PER_SLOT * slots
     assert all(old.find(keys(n)[0]) == new.find(keys(n)[0]) for n in kept)
     if slots >= 10:
         lost = 60 - len(kept)
@@ -127,4 +127,4 @@ def test_what_is_recalled_was_remembered(steps: list[tuple[str, list[int]]]) -> 
             if last_use[0]:
                 assert model[number] == (hits[0], last_use[0])
             assert (ghosts.find(keys(number)[0]) is not None) == (last_use[0] > 0)
-    assert np.count_nonzero(ghosts.columns.last_use) <= 2 * PER_SLOT
+    assert np.count_nonzero(ghosts.last_use) <= 2 * PER_SLOT

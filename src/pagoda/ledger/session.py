@@ -57,9 +57,7 @@ class UnavailableError(StoreError):
     An engine's call turns it into a miss or a drop; an operator's lets it pass, as the StoreError that it is.
     """
 
-    reason = (
-        Reason.IO_ERROR
-    )  # of the class: an error must be what it was after it was sent to another process
+    reason = Reason.IO_ERROR  # of the class: the error must be the same after it was sent to another process
 
 
 class Session:
@@ -481,30 +479,19 @@ class Session:
 
     def _finish(self) -> None:
         """Leave; the last process to leave a store on disk syncs it and marks it clean."""
-        self.closed = True
         tables, state = self._tables, self.store.state
-        if tables is None:
-            return
         try:
-            if self.member:
+            if tables is not None and self.member:
                 # the tables are whole, with a dead member in them
                 with contextlib.suppress(lmdb.MapFullError):
-                    self._leave(tables)
-            if state.kind == "file" and not state.private and self.store.is_last():
+                    self._transact(partial(leave, counters=self._counters))
+            if tables is not None and state.kind == "file" and not state.private and self.store.is_last():
                 tables.env.sync(True)
                 self.columns.flush()
                 self.store.mark_clean(tables.used_bytes())
         finally:
+            self.closed = True
             self._shut()
-
-    def _leave(self, tables: Tables) -> None:
-        with tables.begin(write=True) as txn:
-            transaction = Transaction(txn, tables, self.member, self._alive, self.clock.monotonic_ns())
-            for late in self._deferred:
-                _do_late(late, transaction)
-            leave(transaction, self._counters)
-            transaction.save()
-        transaction.publish(self.columns, self.stamp(transaction.now))
 
     def before_fork(self, until: float) -> None:
         """Keep threads out and close the tables, so that no transaction and no environment is in use in two processes.
