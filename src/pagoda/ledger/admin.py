@@ -12,6 +12,7 @@ from functools import partial
 from itertools import islice
 
 import lmdb
+import numpy as np
 
 from pagoda.errors import LedgerCorrupt, StoreError
 from pagoda.ledger import chunk_ops, namespaces, queries, table_integrity
@@ -175,7 +176,21 @@ def reap(ledger: Ledger) -> int:
 
 
 def _gauges(ledger: Ledger, txn: Txn, tables: Tables) -> dict[str, int]:
-    return queries.gauges(txn, tables, ledger.columns, ledger.session.clock.monotonic_ns())
+    meta = tables.load_meta(txn)
+    leased = (
+        ledger.columns.lease_until > ledger.session.clock.monotonic_ns()
+    )  # hints: all else is from the tables
+    return {
+        "slots": meta.slots,
+        "free": meta.free(),
+        "reserved": meta.reserved,
+        "ready": meta.ready,
+        "unscanned": meta.unscanned(),
+        "unbacked": meta.unbacked(),
+        "members": txn.stat(tables.members)["entries"],
+        "pinned": txn.stat(tables.pins)["entries"],
+        "leased": int(np.count_nonzero(leased)),
+    }
 
 
 def _counters(ledger: Ledger, txn: Txn, tables: Tables) -> dict[str, int]:

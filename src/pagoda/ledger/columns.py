@@ -172,7 +172,7 @@ class GhostTable:
         if len(loses):
             self._forgotten.append((self.hits[loses].astype(np.uint32), went - self.last_use[loses]))
         self._mark[rows] = marks
-        self.last_use[rows] = np.clip(last_use, 1, max(1, went))
+        self.last_use[rows] = np.maximum(np.minimum(last_use, went), 1)
         self._went[rows] = went
         self.hits[rows] = np.minimum(hits, _MOST_HITS)
         self._reason[rows] = reason

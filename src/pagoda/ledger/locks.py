@@ -42,7 +42,7 @@ MEMBERS = 1024
 
 T = TypeVar("T")
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
-_TO_THE_END = 0  # the length of a range without an end
+_UNLOCK_ALL = _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0)  # a range without an end
 _UNLOCK_INTENT = _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, INTENT, 1, 0)
 _UNLOCK_BOTH = _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, GATE, 2, 0)  # gate and intent
 _CLOSED = "the lock file is closed"
@@ -78,7 +78,7 @@ class LockFile:
     def close(self) -> None:
         """Give up all locks and the descriptor; idempotent. No other thread may be using it."""
         if self._fd >= 0:
-            self._set(fcntl.F_UNLCK, 0, _TO_THE_END)  # since a child made in C would keep them
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _UNLOCK_ALL)  # since a child made in C would keep them
             self._fd = -1
             self._file.close()
 
@@ -94,11 +94,13 @@ class LockFile:
 
         Tries until `time.monotonic()` passes `until`: by default once.
         """
-        pause = _FIRST_PAUSE_SECONDS
+        request, pause = _request(fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK, byte), _FIRST_PAUSE_SECONDS
         while True:
             try:
-                self._set(fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK, byte)
+                fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, request)
                 return True
+            except ValueError as error:
+                raise OSError(errno.EBADF, _CLOSED) from error
             except OSError as error:
                 if error.errno not in (errno.EACCES, errno.EAGAIN):
                     raise
@@ -110,27 +112,21 @@ class LockFile:
     def unlock(self, byte: int) -> None:
         """Release the lock of one byte; does nothing after `close`."""
         if self._fd >= 0:
-            self._set(fcntl.F_UNLCK, byte)
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _request(fcntl.F_UNLCK, byte))
 
     def unlocking(self, byte: int) -> Callable[[], object]:
         """Return a built-in that releases the lock of one byte, if held: so no signal handler can run before it."""
         if self._fd < 0:
-            raise OSError(errno.EBADF, "the lock file is closed")
-        return partial(fcntl.fcntl, self._fd, fcntl.F_OFD_SETLK, _request(fcntl.F_UNLCK, byte, 1))
+            raise OSError(errno.EBADF, _CLOSED)
+        return partial(fcntl.fcntl, self._fd, fcntl.F_OFD_SETLK, _request(fcntl.F_UNLCK, byte))
 
     def held_by_other(self, byte: int) -> bool:
         """Whether another description has a lock on that byte (locks of this one are not seen)."""
         if self._fd < 0:
             raise OSError(errno.EBADF, _CLOSED)
-        answer = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, _request(fcntl.F_WRLCK, byte, 1))
+        answer = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, _request(fcntl.F_WRLCK, byte))
         kind: int = _FLOCK.unpack(answer)[0]
         return kind != fcntl.F_UNLCK
-
-    def _set(self, kind: int, byte: int, length: int = 1) -> None:
-        try:
-            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _request(kind, byte, length))
-        except ValueError as error:
-            raise OSError(errno.EBADF, _CLOSED) from error
 
     def _after_fork_in_child(self) -> None:
         """Replace the description that is shared with the parent by a new one."""
@@ -148,8 +144,8 @@ class LockFile:
 
 
 @lru_cache(maxsize=256)
-def _request(kind: int, byte: int, length: int) -> bytes:
-    return _FLOCK.pack(kind, os.SEEK_SET, byte, length, 0)
+def _request(kind: int, byte: int) -> bytes:
+    return _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0)
 
 
 class Gate:

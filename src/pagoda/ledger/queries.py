@@ -109,22 +109,6 @@ def _intact(
     return _leading(same)
 
 
-def gauges(txn: Txn, tables: Tables, columns: Columns, now: int) -> dict[str, int]:
-    """Return the totals, from the tables; leased slots from the hints."""
-    meta = tables.load_meta(txn)
-    return {
-        "slots": meta.slots,
-        "free": meta.free(),
-        "reserved": meta.reserved,
-        "ready": meta.ready,
-        "unscanned": meta.unscanned(),
-        "unbacked": meta.unbacked(),
-        "members": txn.stat(tables.members)["entries"],
-        "pinned": txn.stat(tables.pins)["entries"],
-        "leased": int(np.count_nonzero(columns.lease_until > now)),
-    }
-
-
 def backing(txn: Txn, tables: Tables) -> tuple[Meta, list[int]]:
     """Return the totals, and the bare slots in order."""
     bare = [int(SLOT_KEY.unpack(row)[0]) for row, _ in tables.rows(txn, tables.bare)]

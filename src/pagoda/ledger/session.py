@@ -176,15 +176,13 @@ class Session:
     def read(self, work: Callable[[Txn, Tables], T], deadline_seconds: float = PATIENT_SECONDS) -> T:
         """Run `work` as one read transaction. UnavailableError if it cannot be run."""
         until = time.monotonic() + deadline_seconds
-        found: list[T] = []
         try:
             if self._lost:
                 self.require_store()
-            self.gate.run(partial(self._look, work, found), deadline_seconds)
+            found = self.gate.run(partial(self._look, work), deadline_seconds)
             if not found:  # the first call after a fork: become a new member
-                self.gate.run(
-                    partial(self._look, work, found, opens=True), until - time.monotonic(), exclusive=True
-                )
+                look = partial(self._look, work, opens=True)
+                found = self.gate.run(look, until - time.monotonic(), exclusive=True)
         except Exception as error:
             self._raise_unavailable("read", error)
             raise
@@ -207,14 +205,14 @@ class Session:
             found, start = self.read(page, PATIENT_SECONDS if until is None else until - time.monotonic())
             yield from found
 
-    def _look(self, work: Callable[[Txn, Tables], T], found: list[T], opens: bool = False) -> None:
+    def _look(self, work: Callable[[Txn, Tables], T], opens: bool = False) -> list[T]:
         """Run `work` as one read transaction, if the tables are open or this `opens` them. Called inside the gate."""
         tables = self._open() if opens else self._tables
         if tables is None:
-            return
+            return []
         try:
             with tables.begin() as txn:
-                found.append(work(txn, tables))
+                return [work(txn, tables)]
         except Exception as error:
             if is_damage(error):
                 self._shut()
