@@ -42,7 +42,7 @@ FIELDS = (
 
 @dataclass(frozen=True)
 class Plan:
-    """What all processes of one stress run agree on."""
+    """The common parameters of all processes of one stress run."""
 
     root: str
     name: str
@@ -75,7 +75,7 @@ class Plan:
 
 
 class Tally:
-    """Counts of all processes in one mapped file. A row has one writer (a thread), so a kill loses nothing of it."""
+    """Counts of all processes in one mapped file. A row has one writer (a thread), so a kill loses no counts."""
 
     def __init__(self, directory: Path, rows: int) -> None:
         path = directory / "tally"
@@ -83,26 +83,26 @@ class Tally:
             path.write_bytes(b"\0" * (8 * rows * len(FIELDS)))
         self.array = np.memmap(path, dtype=np.int64, mode="r+", shape=(rows, len(FIELDS)))
         self._log = directory / "violations.log"
-        self.goes_on = directory / "goes-on"  # the run does, for as long as this is there
+        self.goes_on = directory / "goes-on"  # the run continues as long as this file exists
 
     def add(self, row: int, field: str, n: int = 1) -> None:
-        """Adds to one count of one row."""
+        """Add to one count of one row."""
         self.array[row, FIELDS.index(field)] += n
 
     def set(self, row: int, field: str, value: int) -> None:
-        """Sets one value of one row."""
+        """Set one value of one row."""
         self.array[row, FIELDS.index(field)] = value
 
     def get(self, row: int, field: str) -> int:
-        """One value of one row."""
+        """Return one value of one row."""
         return int(self.array[row, FIELDS.index(field)])
 
     def total(self, field: str) -> int:
-        """Sum of one count over all processes."""
+        """Return the sum of one count over all processes."""
         return int(self.array[:, FIELDS.index(field)].sum())
 
     def violation(self, text: str) -> None:
-        """Appends one entry to the log, whole even if others write at once."""
+        """Append one entry to the log, undivided even if other processes write at the same time."""
         fd = os.open(self._log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         os.write(fd, f"[{os.getpid()}] {text}\n".encode())
         os.close(fd)
@@ -116,7 +116,7 @@ class Chain(NamedTuple):
 
 
 def chains_of(plan: Plan) -> list[Chain]:
-    """All prompts of a run: two namespaces, and every four prompts share their first `trunk` chunks."""
+    """Return all prompts of a run: two namespaces, and every four prompts share their first `trunk` chunks."""
     found = []
     for index in range(plan.chains):
         namespace = Namespace(model=f"model-{index % 2}")
@@ -129,7 +129,7 @@ def chains_of(plan: Plan) -> list[Chain]:
 
 
 class Payloads:
-    """The bytes that belong to a key: every 8-byte word depends on it and on its place. Thread-safe (pure)."""
+    """The expected bytes of a key: every 8-byte word depends on the key and on its place. Thread-safe (pure)."""
 
     def __init__(self, payload_bytes: int) -> None:
         self._ramp = np.arange(payload_bytes // 8, dtype=np.uint64)
@@ -141,7 +141,7 @@ class Payloads:
         return words.view(np.uint8)
 
     def differs(self, key: bytes, found: np.ndarray) -> str:
-        """Empty if `found` is what the key names, else how it differs."""
+        """Return an empty text if `found` has the bytes of the key, else how it differs."""
         want = self.of(key).view(np.uint64)
         got = np.ascontiguousarray(found[: want.nbytes]).view(np.uint64)
         if np.array_equal(want, got):
@@ -153,7 +153,7 @@ class Payloads:
 
 
 class Worker:
-    """The random steps of one thread. Not thread-safe: one a thread; threads of a process share ledger and slab."""
+    """The random steps of one thread. Not thread-safe; the threads of a process share the ledger and the slab."""
 
     def __init__(self, plan: Plan, tally: Tally, row: int, seed: int) -> None:
         self.plan, self.tally, self.row = plan, tally, row
@@ -168,7 +168,7 @@ class Worker:
         self.open()
 
     def open(self) -> None:
-        """Opens the ledger (shared with the other threads) and maps the slab."""
+        """Open the ledger (shared with the other threads) and map the slab."""
         self.ledger = Ledger.open(self.plan.spec(), deadline_seconds=30.0)
         self.slab = MemorySlab(self.ledger.slab_path, self.ledger.slots, self.ledger.slot_bytes)
         for chain in self.chains:
@@ -176,14 +176,14 @@ class Worker:
         self.disk = DiskSide(self) if self.plan.disk_root else None
 
     def close(self) -> None:
-        """Leaves both tiers."""
+        """Leave both tiers."""
         self.release()
         if self.disk:
             self.disk.close()
         self.ledger.close()
 
     def timed(self, what: str, call: Callable[[], T], allowed_seconds: float | None = None) -> T:
-        """Makes one call; longer than its deadline and slack is a violation, unless this process was stopped."""
+        """Make one call; more than its deadline and slack is a violation, unless this process was stopped."""
         stops = self.tally.get(self.stop_row, "stops")
         began = time.monotonic()
         result = call()
@@ -199,12 +199,12 @@ class Worker:
         return result
 
     def pick(self) -> tuple[Chain, int]:
-        """A prompt, a few far more often than others, and how many of its chunks."""
+        """Draw a prompt, a few of them far more often than others, and the number of its chunks."""
         index = min(int(self.random.expovariate(0.25)), len(self.chains) - 1)
         return self.chains[index], self.random.randint(1, self.plan.depth)
 
     def judge(self, key: bytes, copy: np.ndarray, where: str) -> None:
-        """Compares bytes that were found valid with the ones their key names."""
+        """Compare bytes that were found valid with the expected bytes of their keys."""
         self.tally.add(self.row, "checked")
         if differs := self.payloads.differs(key, copy):
             self.tally.add(self.row, "wrong")
@@ -213,7 +213,7 @@ class Worker:
     def read(
         self, keys: Sequence[bytes], slots: Sequence[int], generations: Sequence[int], where: str
     ) -> None:
-        """Copies slots out, validates, and judges those that are valid."""
+        """Copy slots out, validate, and check the valid ones."""
         copies = [self.slab.view(int(slot)).copy() for slot in slots]
         if self.random.random() < 0.05:
             time.sleep(0.002)
@@ -226,7 +226,7 @@ class Worker:
                 self.tally.add(self.row, "overtaken")
 
     def fill(self, reserved: Sequence[Reserved]) -> None:
-        """Writes the chunks in pieces, now and then slowly, so that torn ones have a chance to be seen."""
+        """Write the chunks in pieces, sometimes slowly, so that a reader may see torn ones."""
         for one in reserved:
             payload, slot = self.payloads.of(one.key), self.slab.view(one.slot)
             pieces = self.random.choice((1, 1, 2, 4))
@@ -239,7 +239,7 @@ class Worker:
     def reserve(
         self, chain: Chain, keys: Sequence[bytes], start: int, parts: int, stamp: int
     ) -> list[Reserved]:
-        """Reserves one window; what is Present is read and judged."""
+        """Reserve one window; read and check the chunks that are Present."""
         outcomes = self.timed(
             "reserve",
             lambda: self.ledger.reserve(
@@ -260,7 +260,7 @@ class Worker:
         return reserved
 
     def store(self) -> None:
-        """Stores a prompt in windows with one stamp; sometimes aborts, is slow, or shares the work with a child."""
+        """Store a prompt in windows with one stamp; sometimes abort, be slow, or share the work with a child."""
         chain, length = self.pick()
         stamp = self.ledger.stamp()
         for start in range(0, length, self.ledger.window):
@@ -286,7 +286,7 @@ class Worker:
                 self.disk.save(chain, start, [one for one, ok in zip(reserved, done, strict=True) if ok])
 
     def second_part(self, reserved: Sequence[Reserved]) -> None:
-        """Part 1 is written by this member or, now and then, by a forked child that adopts it or dies before."""
+        """Write part 1 in this member or, sometimes, in a forked child that adopts it or dies before."""
         if self.random.random() < 0.3 and (row := self.free_row()) is not None and not self.fork(row):
             if self.random.random() < 0.7:
                 taken = self.ledger.adopt(reserved, 1, deadline_seconds=self.plan.deadline_seconds)
@@ -299,7 +299,7 @@ class Worker:
             )
 
     def retrieve(self) -> None:
-        """Matches a prompt, now and then leases or holds the run, copies it, validates and judges it."""
+        """Match a prompt, sometimes lease or hold the run, copy it, validate and check it."""
         chain, length = self.pick()
         lease = 0.2 if self.random.random() < 0.1 else 0.0
         keys = chain.keys[:length]
@@ -319,7 +319,7 @@ class Worker:
         self.read(keys[:run], match.slots.tolist(), match.generations.tolist(), "match")
 
     def release(self) -> None:
-        """Lets go of everything held."""
+        """Release everything that is held."""
         if self.held:
             slots, generations = zip(*self.held, strict=True)
             self.held = []
@@ -329,7 +329,7 @@ class Worker:
             )
 
     def tidy(self) -> None:
-        """One of the rarer calls: pin, unpin, remove, clear, lease, rows, gauges, why, reap."""
+        """Make one of the less frequent calls: pin, unpin, remove, clear, lease, rows, gauges, why, reap."""
         chain, length = self.pick()
         keys = self.random.sample(chain.keys, k=min(3, length))
         owner = f"owner-{self.row}"
@@ -359,7 +359,7 @@ class Worker:
             self.timed("reap", lambda: admin.reap(ledger), 2.0)
 
     def free_row(self) -> int | None:
-        """A row for one more forked child, or None; collects children that ended."""
+        """Return a free row for another forked child, or None; collect children that ended."""
         for pid in list(self.children):
             with contextlib.suppress(ChildProcessError):
                 if os.waitpid(pid, os.WNOHANG)[0] == 0:
@@ -372,7 +372,7 @@ class Worker:
         return free[0] if free and self.may_fork else None
 
     def fork(self, row: int) -> int:
-        """Forks; the child counts on its own row, holds nothing and never forks again."""
+        """Fork; the child counts in a separate row, holds nothing and never forks again."""
         self.tally.add(self.row, "forks")
         pid = os.fork()
         if pid:
@@ -387,7 +387,7 @@ class Worker:
         return 0
 
     def leave(self) -> None:
-        """Ends a forked child, one time in three without any goodbye."""
+        """End a forked child, one time in three without any cleanup."""
         if self.random.random() < 0.33:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.random.random() < 0.5:
@@ -405,16 +405,16 @@ class Worker:
         self.leave()
 
     def reopen(self) -> None:
-        """Closes this thread's share of the ledger and opens it again; with the last share the member leaves."""
+        """Close this thread's share of the ledger and open it again; with the last share the member leaves."""
         self.close()
         self.open()
 
     def finished(self) -> bool:
-        """Whether all processes together have done enough, and had to suffer enough meanwhile."""
+        """Return whether all processes together have done enough operations, with enough kills and stops."""
         return self.tally.total("ops") >= self.plan.target_ops and not self.tally.goes_on.exists()
 
     def step(self) -> None:
-        """One random operation."""
+        """Do one random operation."""
         roll = self.random.random()
         if self.disk and self.random.random() < 0.3:
             chain, length = self.pick()
@@ -437,7 +437,7 @@ class Worker:
         self.tally.add(self.row, "ops")
 
     def run(self) -> None:
-        """Steps until all are done; anything raised is a violation."""
+        """Step until all operations are done; any exception is a violation."""
         pid = os.getpid()
         try:
             while not self.finished():
@@ -451,7 +451,7 @@ class Worker:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs (a zombie does not)."""
+    """Return whether a process runs (a zombie does not)."""
     if pid <= 0:
         return False
     try:
@@ -461,7 +461,7 @@ def alive(pid: int) -> bool:
 
 
 def main(plan_path: str, row: str, seed: str) -> None:
-    """Runs one process of the stress test with its threads."""
+    """Run one process of the stress test with its threads."""
     plan = Plan(**json.loads(Path(plan_path).read_text()))
     tally = Tally(Path(plan_path).parent, plan.workers * ROWS_PER_WORKER)
     workers = [Worker(plan, tally, int(row) + index, int(seed) * 31 + index) for index in range(plan.threads)]

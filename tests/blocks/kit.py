@@ -38,8 +38,8 @@ def cache_at(
         "host_path": str(host / "host"),
         "host_size": slots * LAYOUT.slot_bytes,
         "worth_it": False,
-        "policy": "lru",  # which refuses nobody, whatever a test has asked for before
-        "deadline_seconds": 20.0,  # patience: the machine may be busy
+        "policy": "lru",  # which admits every chunk, whatever a test has requested before
+        "deadline_seconds": 20.0,  # a long deadline: the machine may be busy
     }
     if disk is not None:
         wanted |= {"disk_path": str(disk / "disk"), "disk_size": 256 * (LAYOUT.slot_bytes + 4096)}
@@ -52,14 +52,14 @@ def cache_at(
 
 
 def prompt(tokens: int, seed: int = 0) -> list[int]:
-    """Token ids; another seed is another prompt from its first token on."""
+    """Return token ids; with another seed the prompt differs from the first token on."""
     return [int(token) for token in np.random.default_rng(seed).integers(0, 50_000, tokens)]
 
 
 def truth(
     tokens: Sequence[int], items: Iterable[Item] = (), lora: str | None = None, salt: str | None = None
 ) -> list[Bytes]:
-    """The KV that the model computes for the whole blocks of a prompt: each a function of all that is before it."""
+    """Return the KV that the model computes for the whole blocks of a prompt: each a function of all tokens before."""
     root = blake3(repr((lora, salt)).encode()).digest()
     keys = chunk_keys(list(tokens), root, BLOCK, items)
     return [
@@ -90,12 +90,12 @@ class Request:
         self.options = options
 
     def truth(self) -> list[Bytes]:
-        """Its right KV."""
+        """Return its right KV."""
         return truth(self.tokens, **self.options)  # type: ignore[arg-type]
 
 
 class Engine:
-    """Device memory and a block manager over it. Checks the manager's books after every step."""
+    """Device memory and a block manager over it. Checks the manager's state after every step."""
 
     def __init__(self, blocks: int, cache: Cache | None = None, *, ranks: int = 1, **options: object) -> None:
         self.cache = cache
@@ -119,7 +119,7 @@ class Engine:
                 self.kv[block][mine] = row[mine]
 
     def end(self, plan: Plan | None, blocks: int | None = None) -> Settled:
-        """Execute a plan, if it is one, and report its end on all ranks: the first `blocks` copies succeeded."""
+        """Execute a plan, if there is one, and report its end on all ranks: the first `blocks` copies succeeded."""
         settled = Settled()
         if plan is not None:
             self.copy(plan)
@@ -144,9 +144,9 @@ class Engine:
             if not isinstance(answer, Waiting):
                 assert isinstance(answer, Admitted), answer
                 return answer
-            assert answer.plan is not None, "it waits for what nobody does"
+            assert answer.plan is not None, "it waits, but no copy is running"
             self.end(answer.plan)
-        raise AssertionError("it waits for ever")
+        raise AssertionError("it waits forever")
 
     def compute(self, name: str, num_tokens: int | None = None) -> None:
         """Compute the KV up to `num_tokens` (None: all) into the request's own blocks."""
@@ -164,7 +164,7 @@ class Engine:
         return self.resume(name)
 
     def resume(self, name: str) -> Admitted:
-        """The same for a request that waits."""
+        """Do the same for a request that waits."""
         admitted = self.admit(name)
         if admitted.plan is not None:
             settled = self.end(admitted.plan)
@@ -194,18 +194,18 @@ class Engine:
             assert (self.kv[table[i]] == block).all(), f"block {i} of {name} is not its KV"
 
     def leave(self, name: str, tokens: Sequence[int], **options: object) -> None:
-        """Run a request from its beginning to its end: its KV stays to be hit."""
+        """Run a request from beginning to end: its KV stays cached."""
         self.start(name, tokens, **options)
         self.finish(name)
 
     # ---- what is where
 
     def keys(self, tokens: Sequence[int], items: Iterable[Item] = (), salt: str | None = None) -> list[bytes]:
-        """The keys of the whole blocks of a prompt."""
+        """Return the keys of the whole blocks of a prompt."""
         return chunk_keys(list(tokens), self.manager._lower_tiers.root(None, salt), BLOCK, items)
 
     def places(self, tokens: Sequence[int]) -> list[str]:
-        """Where the whole blocks of a prompt are."""
+        """Return where the whole blocks of a prompt are."""
         return [str(self.manager.where(key)) for key in self.keys(tokens)]
 
     def demoted(self, blocks: int) -> int:
@@ -214,12 +214,12 @@ class Engine:
         return self.manager.free
 
     def stat(self, name: str) -> float:
-        """One gauge or counter."""
+        """Return one gauge or counter."""
         return self.manager.stats()[name]
 
 
 def retrieved(cache: Cache, tokens: Sequence[int]) -> tuple[int, bool]:
-    """Retrieve a prompt as an engine of whole prompts does: how many tokens, and whether their KV is right."""
+    """Retrieve a prompt as an engine of whole prompts does; return the tokens, and whether their KV is right."""
     blocks = np.zeros((max(1, len(tokens) // BLOCK), LAYOUT.chunk_bytes), np.uint8)
     hit = cache.retrieve(list(tokens), BlockKV(blocks, LAYOUT))
     right = truth(tokens)[: hit.num_tokens // BLOCK]
@@ -247,12 +247,12 @@ def workers_stopped(cache: Cache) -> threading.Event:
     seeds = range(1000, 1020)
     busy = [cache.store_future(prompt(4, n), Slow(np.stack(truth(prompt(4, n))), LAYOUT)) for n in seeds]
     assert inside.acquire(timeout=60)
-    assert not busy[-1].running() and not busy[-1].done(), "there are more threads than thought"
+    assert not busy[-1].running() and not busy[-1].done(), "there are more threads than expected"
     return goes_on
 
 
 def everything(engine: Engine) -> object:
-    """All that a refusal must leave alone."""
+    """Return all state that a refusal must not change."""
     manager = engine.manager
     nodes = {
         key: (node.block, node.place, node.locks, node.children, node.last_use, node.entry, node.ticket)

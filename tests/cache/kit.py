@@ -1,4 +1,4 @@
-"""What the tests of the cache share: a small layout, prompts, and KV whose bytes are a function of the tokens."""
+"""Shared by the tests of the cache: a small layout, prompts, and KV whose bytes are a function of the tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SPAWN = multiprocessing.get_context("spawn")
 Bytes = npt.NDArray[np.uint8]
 Prompt = npt.NDArray[np.int32]
 
-# A call that may succeed has this long: nobody knows for how long a busy machine stands still.
+# The deadline of a call that may succeed: a busy machine may pause for any time.
 PATIENT_SECONDS = 30.0
 
 
@@ -46,12 +46,12 @@ class KV(NamedTuple):
 
 
 def prompt(chunks: float, seed: int = 0) -> npt.NDArray[np.int32]:
-    """Token ids of a prompt of that many chunks; another seed is another prompt from its first token on."""
+    """Return the token ids of a prompt; with another seed it differs from the first token on."""
     return np.random.default_rng(seed).integers(0, 50_000, int(chunks * CHUNK), dtype=np.int32)
 
 
 def kv_of(tokens: npt.NDArray[np.int32], layout: KVLayout = LAYOUT) -> KV:
-    """The KV that the model computes for a prompt: every chunk a function of all the tokens up to it."""
+    """Return the KV that the model computes for a prompt: every chunk is a function of all tokens up to its end."""
     blocks = blank(tokens, layout).blocks
     for i, key in enumerate(chunk_keys(tokens, bytes(32), CHUNK)):
         blocks[i] = np.random.default_rng(list(key)).integers(0, 256, layout.chunk_bytes, dtype=np.uint8)
@@ -65,13 +65,13 @@ def blank(tokens: npt.NDArray[np.int32], layout: KVLayout = LAYOUT) -> KV:
 
 
 def config_of(host: Path | None, disk: Path | None, **options: object) -> Config:
-    """A configuration with 64 host slots and 256 disk slots, where their directories are given; a patient one."""
+    """Return a configuration with 64 host slots and 256 disk slots, if their directories are given; long deadlines."""
     slot = LAYOUT.slot_bytes
     wanted: dict[str, object] = {
         "chunk_tokens": CHUNK,
         "host_size": 64 * slot if host is not None else 0,
         "worth_it": False,
-        "policy": "lru",  # which refuses nobody, whatever a test has asked for before
+        "policy": "lru",  # which admits every chunk, whatever a test has requested before
         "deadline_seconds": PATIENT_SECONDS,
     }
     if host is not None:
@@ -89,7 +89,7 @@ def cache_at(
     clock: Clock | None = None,
     **options: object,
 ) -> Iterator[Cache]:
-    """An open cache, closed afterwards."""
+    """Open a cache, and close it afterwards."""
     cache = Cache(config_of(host, disk, **options), namespace=namespace, layout=LAYOUT, clock=clock)
     try:
         yield cache
@@ -98,7 +98,7 @@ def cache_at(
 
 
 def stored(cache: Cache, tokens: npt.NDArray[np.int32], **options: object) -> KV:
-    """Store the KV of a prompt, wait until it is everywhere, and return it."""
+    """Store the KV of a prompt, wait until it is in all tiers, and return it."""
     kv = kv_of(tokens)
     answer = cache.store(tokens, kv.transfer, **options)  # type: ignore[arg-type]
     assert answer.refused == 0, answer
@@ -124,7 +124,7 @@ def wait_until(true: Callable[[], bool], seconds: float = 60.0) -> None:
 
 
 def run_all(processes: Sequence[multiprocessing.process.BaseProcess], seconds: float = 100.0) -> None:
-    """Start processes and wait for all to end well."""
+    """Start processes and wait until all have ended with code 0."""
     for process in processes:
         process.start()
     for process in processes:
@@ -157,7 +157,7 @@ def reserved_for(cache: Cache, tokens: Prompt) -> list[Outcome]:
 
 
 def copied(cache: Cache, tokens: Prompt, outcomes: Sequence[Outcome]) -> list[ChunkRef]:
-    """Fill the reserved slots of a prompt by hand; returns what is to be committed."""
+    """Fill the reserved slots of a prompt by hand; return what can be committed."""
     keys, blocks, written = keys_of(cache, tokens), kv_of(tokens).blocks, list[ChunkRef]()
     for i, item in enumerate(outcomes):
         if isinstance(item, Reserved):

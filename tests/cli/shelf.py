@@ -1,4 +1,4 @@
-"""Real stores for the tests of the command, and a way to run the command as a process of its own."""
+"""Real stores for the tests of the command, and a function that runs the command in a separate process."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from pagoda.tiers import Chunk, DiskTier
 CHUNK = 16
 LLAMA = Namespace("llama", kv_dtype="bfloat16")
 QWEN = Namespace("qwen")
-_NO_HOME = "/dev/null/home"  # cannot be made, by root neither
+_NO_HOME = "/dev/null/home"  # cannot be created, not even by root
 RUN = "import sys; from pagoda.cli import main; sys.exit(main())"
 
-# stores chunks for ever, some 64 of them staying, so that others may look on
+# stores chunks until it is killed and keeps about 64 of them, so that other processes can read
 _WRITER = """
 import sys, itertools
 from pathlib import Path
@@ -41,7 +41,7 @@ for number in itertools.count():
 
 
 def host(root: Path, slots: int = 64, name: str = "layout") -> Ledger:
-    """Open a store in memory whose slots nobody reads."""
+    """Open a store in memory whose slots are never read."""
     return Ledger.open(StoreSpec(root=root, name=name, kind="memory", slots=slots, slot_bytes=4096))
 
 
@@ -86,7 +86,7 @@ def save(tier: DiskTier, namespace: Namespace, tokens: Sequence[int]) -> list[by
 
 
 def pagoda(*args: object, stdin: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run the command as a process of its own, with no configuration but `variables`."""
+    """Run the command in a separate process, with no configuration except `variables`."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PAGODA_")}
     return subprocess.run(
         [sys.executable, "-c", RUN, *map(str, args)],
@@ -99,7 +99,7 @@ def pagoda(*args: object, stdin: str = "", **variables: str) -> subprocess.Compl
 
 
 def answer(*args: object, code: int = 0, stdin: str = "", **variables: str) -> dict[str, object]:
-    """Run the command with --json; return what it printed, which must be one object and nothing else."""
+    """Run the command with --json; return its output, which must be exactly one object."""
     done = pagoda(*args, "--json", stdin=stdin, **variables)
     assert done.returncode == code, done.stderr
     found = json.loads(done.stdout)
@@ -108,7 +108,7 @@ def answer(*args: object, code: int = 0, stdin: str = "", **variables: str) -> d
 
 
 def refused(*args: object, stdin: str = "", **variables: str) -> str:
-    """Run the command in this process; return the one line with which it must refuse."""
+    """Run the command in this process; return the one line of its refusal."""
     out, err, environment = io.StringIO(), io.StringIO(), {"HOME": _NO_HOME, **variables}
     with (
         mock.patch.dict(os.environ, environment, clear=True),
@@ -121,7 +121,7 @@ def refused(*args: object, stdin: str = "", **variables: str) -> str:
 
 
 def one_line(code: int, out: str, err: str) -> str:
-    """Return what a command said that refused as it should: exit code 2, one line on stderr, nothing else."""
+    """Return the message of a refusal, which must be exit code 2 and one line on stderr."""
     assert (code, out) == (2, ""), out + err
     assert err.startswith("pagoda: ") and err.count("\n") == 1, err
     return err
@@ -129,7 +129,7 @@ def one_line(code: int, out: str, err: str) -> str:
 
 @contextmanager
 def writer(root: Path) -> Iterator[subprocess.Popen[str]]:
-    """Have another process store chunks under `root` all the time."""
+    """Let another process store chunks under `root` continuously."""
     process = subprocess.Popen(
         [sys.executable, "-c", _WRITER, str(root)], stdout=subprocess.PIPE, text=True, cwd=Path.cwd()
     )

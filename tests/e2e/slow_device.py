@@ -1,4 +1,4 @@
-"""A copy engine over CPU memory whose streams are threads: what is launched is done later, as on a GPU."""
+"""A copy engine over CPU memory whose streams are threads: launched work is done later, as on a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LONG = 20.0
 
 
 class DeviceEvent:
-    """An event. What went wrong on its stream is raised by the thread that waits for it, not by a stream that does."""
+    """An event. A thread that waits for it raises the errors of its stream; a stream that waits does not."""
 
     def __init__(self, stream: ThreadStream) -> None:
         self.done = threading.Event()
@@ -32,7 +32,7 @@ class DeviceEvent:
 
 
 class ThreadStream:
-    """A stream: one thread does what it is given, in order."""
+    """A stream: one thread does its work in order."""
 
     handle = 0
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 import transformers
 
-torch.set_num_threads(1)  # tiny models: a second thread only waits for a busy machine
+torch.set_num_threads(1)  # tiny models: on a busy machine a second thread only waits
 
 VOCABULARY = 500
 _SIZE = {
@@ -67,6 +67,6 @@ def prompt(length: int, seed: int = 1) -> torch.Tensor:
 
 
 def generated(model, ids: torch.Tensor, new: int = 48, **kwargs) -> list[list[int]]:
-    """The greedy continuation without any cache of ours, a list a row."""
+    """Return the greedy continuation without our cache, one list per row."""
     out = model.generate(ids, max_new_tokens=new, do_sample=False, **kwargs)
     return out[:, ids.shape[1] :].tolist()

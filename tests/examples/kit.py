@@ -1,4 +1,4 @@
-"""What the tests of the example engine share: small models, conversations, a house of tiers, serving and judging."""
+"""Shared by the tests of the example engine: small models, conversations, tiers, serving and checks."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from pagoda.tiers import DiskTier, HostTier
 from tests.e2e.tiny import VOCABULARY, generated, llama, qwen
 
 BLOCK = 8
-BLOCKS = 36  # on the device: the longest conversation needs 30 of them, all together 200
-SLOTS = 64  # on the host: not enough for all of them either
+BLOCKS = 36  # on the device: the longest conversation needs 30, all together need 200
+SLOTS = 64  # on the host: too few for all conversations, too
 TALKS, TURNS, NEW = 7, 4, 16
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "examples.paged_engine"]
@@ -89,7 +89,7 @@ class House:
 
 
 class Served(Counter[str]):
-    """What became of some requests: hits by tier in tokens, preemptions, prompt tokens computed."""
+    """The results of requests: hits by tier in tokens, preemptions, computed prompt tokens."""
 
 
 def serve(
@@ -97,7 +97,7 @@ def serve(
     requests: list[tuple[Sequence, list[int]]],
     between: Callable[[], object] = lambda: None,
 ) -> Served:
-    """Run these requests, all at once; each must be answered as expected, and nothing be left behind."""
+    """Run these requests, all at once; check every answer, and that no block or move remains."""
     found, ends = Served(), {id(seq): answer for seq, answer in requests}
     for seq, _ in requests:
         engine.add(seq)
@@ -118,7 +118,7 @@ def serve(
 
 
 def converse(engine: Engine, name: str = "llama", seed: int = 0, salt: str | None = None, **how) -> Served:
-    """Lead all conversations, a turn of each at a time, in random order."""
+    """Serve all conversations, turn by turn, in random order."""
     found, dice = Served(), random.Random(seed)
     for turn in range(TURNS):
         requests = [
@@ -133,7 +133,7 @@ def converse(engine: Engine, name: str = "llama", seed: int = 0, salt: str | Non
 
 
 def closed(engine: Engine) -> None:
-    """Close an engine: nothing is in use or on its way then."""
+    """Close an engine; check that nothing is in use or being copied."""
     engine.close()
     engine.manager.check()
     stats = engine.manager.stats()
@@ -147,7 +147,7 @@ def engine_of(cache: Cache | None, name: str = "llama", blocks: int = BLOCKS, **
 
 
 def fault_copies(engine: Engine, fails: Callable[[str], bool]) -> Counter[str]:
-    """Have copies fail half-way; counts them, and what came of it."""
+    """Make copies fail half-way; count them and their effects."""
     seen: Counter[str] = Counter()
 
     def faulty(name: str, copy: Callable[[int, np.ndarray], None]) -> Callable[[int, np.ndarray], None]:
@@ -179,7 +179,7 @@ def fault_copies(engine: Engine, fails: Callable[[str], bool]) -> Counter[str]:
 
 
 def every(up: int, down: int) -> Callable[[str], bool]:
-    """Say of every so-manieth copy that it fails."""
+    """Return a function that is true for every `up`-th copy UP and every `down`-th copy DOWN."""
     copies: Counter[str] = Counter()
 
     def fails(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""What the fault tests share: stores made of known bytes, children that may die, small file systems."""
+"""Shared by the fault tests: stores of known bytes, children that may die, small file systems."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NAMESPACE = blake3(b"a namespace").digest()
 FIELDS = {"model": "test"}
 SLOT_BYTES = 8192
-PATIENT_SECONDS = 30.0  # for a call that has to succeed: a busy machine may stand still for a while
+PATIENT_SECONDS = 30.0  # for a call that must succeed: a busy machine may pause for a while
 
 
 def key(number: int) -> bytes:
@@ -43,7 +43,7 @@ def keys(numbers: Iterable[int]) -> list[bytes]:
 
 
 def payload(of: bytes, nbytes: int = SLOT_BYTES) -> np.ndarray:
-    """The bytes that belong to a key: every 8-byte word depends on the key and on its place."""
+    """Return the expected bytes of a key: every 8-byte word depends on the key and on its place."""
     scale, shift = np.frombuffer(of[:16], np.uint64)
     words: np.ndarray = np.arange(nbytes // 8, dtype=np.uint64) * (scale | np.uint64(1)) + shift
     return words.view(np.uint8)
@@ -59,7 +59,7 @@ def memory_spec(
 
 
 class Store:
-    """A ledger with its slab in memory, and the two things one does with them. Not thread-safe."""
+    """A ledger with its slab in memory, and a store and a read. Not thread-safe."""
 
     def __init__(
         self, root: Path, slots: int = 32, name: str = "fingerprint", limit_bytes: int | None = None
@@ -71,7 +71,7 @@ class Store:
         self.ledger.namespaces.register(NAMESPACE, FIELDS)
 
     def save(self, wanted: Sequence[bytes]) -> int:
-        """Stores a prompt from its start, in windows with one stamp; returns how many of its chunks are in."""
+        """Store a prompt from its start, in windows with one stamp; return how many of its chunks were stored."""
         stamp, stored = self.ledger.stamp(), 0
         for start in range(0, len(wanted), self.ledger.window):
             window = wanted[start : start + self.ledger.window]
@@ -88,7 +88,7 @@ class Store:
         return stored
 
     def load(self, wanted: Sequence[bytes]) -> int:
-        """Reads the leading run of a prompt and returns its length; AssertionError if a valid chunk has other bytes."""
+        """Read the leading run of a prompt, return its length; AssertionError if a valid chunk has other bytes."""
         match = self.ledger.match_prefix(wanted, deadline_seconds=PATIENT_SECONDS)
         copies = [self.slab.view(int(slot)).copy() for slot in match.slots]
         valid = self.ledger.still_valid(match.slots, match.generations)
@@ -102,7 +102,7 @@ class Store:
 
 
 def environment() -> dict[str, str]:
-    """What a child needs so that it can import this module as `support`."""
+    """Return the environment with which a child can import this module as `support`."""
     return os.environ | {
         "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(Path(__file__).parent)])
     }
@@ -111,7 +111,7 @@ def environment() -> dict[str, str]:
 def python(
     code: str, *arguments: object, before: Sequence[str] = (), seconds: float = 120.0
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a script in a new process that can import this module as `support`."""
+    """Run a script in a new process that can import this module as `support`."""
     command = [*before, sys.executable, "-c", code, *map(str, arguments)]
     return subprocess.run(
         command, env=environment(), capture_output=True, text=True, timeout=seconds, check=False
@@ -119,7 +119,7 @@ def python(
 
 
 def succeeded(done: subprocess.CompletedProcess[str]) -> str:
-    """What a script printed; AssertionError with its trace if it failed or was killed by a signal."""
+    """Return the output of a script; AssertionError with its trace if it failed or was killed by a signal."""
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout
 
@@ -131,7 +131,7 @@ def own_mounts() -> list[str]:
         shutil.which("unshare") is None
         or subprocess.run([*words, "true"], capture_output=True, check=False).returncode
     ):
-        pytest.skip("needs root (unshare --mount) for a file system of its own size")
+        pytest.skip("needs root (unshare --mount) for a file system of a given size")
     return words
 
 
@@ -155,7 +155,7 @@ def apart(work: Callable[[], object]) -> str:
 
 
 class AfterReboot(Clock):
-    """The machine's clock, but after a restart of the machine."""
+    """The machine's clock after a simulated restart of the machine."""
 
     def __init__(self, boot: str = "another boot") -> None:
         self._boot = boot
@@ -172,7 +172,7 @@ OTHER_TENANT = Namespace(model="test", salt="other")
 
 
 def disk(root: Path, slots: int = 40, clock: Clock | None = None) -> DiskTier:
-    """Opens the disk tier of `slots` slots under a root."""
+    """Open the disk tier of `slots` slots under a root."""
     tier = DiskTier.open(
         LAYOUT, root, disk_bytes(slots), policy="lru", deadline_seconds=PATIENT_SECONDS, clock=clock
     )
@@ -187,7 +187,7 @@ def disk_bytes(slots: int) -> int:
 
 
 def save_to(tier: DiskTier, wanted: Sequence[bytes], namespace: Namespace = TENANT) -> int:
-    """Stores a prompt from its start; returns how many of its chunks are on the disk."""
+    """Store a prompt from its start; return how many of its chunks are on the disk."""
     parents = [None, *wanted]
     chunks = [
         Chunk(one, position, 16, payload(one), parents[position], lambda: True)
@@ -202,7 +202,7 @@ def save_to(tier: DiskTier, wanted: Sequence[bytes], namespace: Namespace = TENA
 
 
 def load_from(tier: DiskTier, wanted: Sequence[bytes], namespace: Namespace = TENANT) -> list[bytes]:
-    """Which of these keys the tier serves; AssertionError if one comes with other bytes."""
+    """Return which of these keys the tier serves; AssertionError if one has other bytes."""
     at = {one: position for position, one in enumerate(wanted)}
     with suppress(StoreError):  # of damaged tables
         at |= {row.key: row.position for row in admin.list_chunks(tier.ledger)}

@@ -1,4 +1,4 @@
-"""All that needs an NVIDIA GPU. Without one this folder is a single test that says so; nothing else is imported."""
+"""All tests that need an NVIDIA GPU. Without one, a single test reports it and nothing else is imported."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def rig(_one_rig: Rig) -> Iterator[Rig]:
 
 @pytest.fixture
 def seed() -> int:
-    """Another one each time; pytest shows it with what failed."""
+    """Return another seed each time; pytest shows it with a failure."""
     found = secrets.randbelow(2**31)
     print(f"seed {found}")
     return found
@@ -45,7 +45,7 @@ def seed() -> int:
 
 @pytest.fixture
 def shm_root() -> Iterator[Path]:
-    """A new directory of this test's own in the machine's shared memory, removed afterwards."""
+    """Create a directory in shared memory for this test, and remove it afterwards."""
     root = Path(tempfile.mkdtemp(prefix="pagoda-gpu-", dir="/dev/shm"))
     try:
         yield root

@@ -1,7 +1,7 @@
-"""Every format of KV memory, said by plain indexing: where the elements of a chunk lie, and in which order in a slot.
+"""Every format of KV memory by plain indexing: the places of a chunk's elements, and their order in a slot.
 
-A form makes views of one flat tensor of integers. The same views of a tensor that counts from 0 tell where each element
-of a chunk lies, so that what a load must do to all of the memory can be said without any transfer.
+A form makes views of one flat tensor of integers. The same views of a tensor that counts from 0 give the place of each
+element of a chunk, so the expected result of a load in all of the memory is known without any transfer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Views = list[list[torch.Tensor]]  # by layer, by plane
 
 
 class Size(NamedTuple):
-    """A model's KV and how much of it a test moves."""
+    """A model's KV, and the amount of it that a test moves."""
 
     layers: int
     heads: int
@@ -121,7 +121,7 @@ def _tokens_first(size: Size, flat: torch.Tensor) -> Views:
 
 
 def _pages(size: Size, flat: torch.Tensor) -> Views:
-    """[blocks, elements of a page], a plane a layer, each in memory of its own."""
+    """[blocks, elements of a page], one plane per layer, each in separate memory."""
     return [[layer] for layer in flat.view(size.layers, size.blocks, -1)]
 
 

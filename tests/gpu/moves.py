@@ -1,4 +1,4 @@
-"""A store and a load of any form, and all that must be so afterwards: every byte that must change did, and no other."""
+"""A store and a load of any form, and the checks afterwards: exactly the expected bytes have changed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Memory:
 
     @classmethod
     def of(cls, rig: Rig, form: Form, size: Size, dtype: str, seed: int) -> Memory:
-        """Memory with a table for all its chunks."""
+        """Create memory with a table for all its chunks."""
         random = np.random.default_rng(seed)
         flat = rig.random(form.elements(size), itemsize(dtype), seed)
         count = size.chunks * size.chunk // size.block
@@ -64,11 +64,13 @@ class Memory:
         """Fail unless the slot has the chunk at `start`, and poison after it."""
         nbytes = self.layout.chunk_bytes
         got = torch.tensor(slot[:nbytes]).to(self.flat.device)
-        assert torch.equal(got, self.chunk(start).view(torch.uint8)), f"the chunk at {start} is another"
-        assert (slot[nbytes:] == POISON).all(), "what lies behind the chunk was touched"
+        assert torch.equal(got, self.chunk(start).view(torch.uint8)), (
+            f"the chunk at {start} has other elements"
+        )
+        assert (slot[nbytes:] == POISON).all(), "bytes after the chunk have changed"
 
     def loaded(self, starts: Sequence[int], slots: Sequence[Bytes]) -> torch.Tensor:
-        """All of the memory after `slots` were loaded into the chunks; blocks that are -1 are passed over."""
+        """Return all of the memory after `slots` were loaded into the chunks; blocks that are -1 are skipped."""
         want, nbytes = self.flat.clone(), self.layout.chunk_bytes
         where = torch.arange(self.flat.numel(), device=self.flat.device)
         spare = next(block for block in range(self.size.blocks) if block not in self.table)
@@ -86,7 +88,7 @@ class Memory:
 
 
 def check_store(memory: Memory, engine: CopyEngine, kind: str, seed: int, odd: int = 0) -> list[Bytes]:
-    """Store all chunks of the memory; returns the slots, in the order of `memory.starts(seed)`."""
+    """Store all chunks of the memory; return the slots, in the order of `memory.starts(seed)`."""
     starts, before = memory.starts(seed), memory.flat.clone()
     slots = memory.rig.slots(memory.layout, len(starts), kind, odd=odd)
     memory.kv(engine).to_slots(starts, slots)
@@ -102,5 +104,5 @@ def check_load(memory: Memory, engine: CopyEngine, kind: str, seed: int, odd: in
     slots = memory.rig.slots(memory.layout, len(starts), kind, fill=None, odd=odd)
     before, want = [slot.copy() for slot in slots], memory.loaded(starts, slots)
     memory.kv(engine).from_slots(starts, slots)
-    assert torch.equal(memory.flat, want), "the memory is not what the load had to make of it"
+    assert torch.equal(memory.flat, want), "the memory differs from the expected result of the load"
     assert all((slot == own).all() for slot, own in zip(slots, before, strict=True)), "a load changed a slot"

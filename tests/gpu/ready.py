@@ -1,4 +1,4 @@
-"""Whether this machine can run the tests that need a GPU, and if not, why. Imports torch only where a driver is."""
+"""Check whether this machine can run the tests that need a GPU; if not, say why. Imports torch only with a driver."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import os
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 
-# The logic of these tests on CPU memory, at tiny sizes: for people who write them.
+# The logic of these tests on CPU memory, at tiny sizes: for authors of tests.
 ON_CPU = os.environ.get("PAGODA_TEST_GPU_ON_CPU") == "1"
 NEEDED = ["numpy", "lmdb", "blake3", "xxhash", "msgspec"]
 
 
 @lru_cache(maxsize=1)
 def why_not() -> str:
-    """Why there is no GPU to test with; empty if there is one."""
+    """Return why there is no GPU to test with; empty if there is one."""
     if ON_CPU:
         return ""
     try:
@@ -39,6 +39,6 @@ def _has_driver() -> bool:
 
 
 def missing() -> str:
-    """The command that installs what the package needs and this Python does not have; empty if it has all."""
+    """Return the command that installs the missing dependencies of the package; empty if there are none."""
     lacking = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     return f"pip install {' '.join(lacking)}" if lacking else ""

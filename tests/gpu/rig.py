@@ -1,4 +1,4 @@
-"""What the tests move KV with: a GPU, pinned and pageable host memory; or, to try the tests themselves, CPU memory."""
+"""The memory of the tests: a GPU, pinned and pageable host memory; or CPU memory, to try the tests themselves."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Rig:
-    """A device, and room for slots of either kind. Of one thread, but for `launch` and `copies`."""
+    """A device, and memory for slots of either kind. For one thread, except `launch` and `copies`."""
 
     device: torch.device
     small: bool  # tiny sizes will do
@@ -34,24 +34,24 @@ class Rig:
     pageable: Bytes
 
     def engine(self, way: str | None = None, *, kernels: bool = True, **options: int) -> CopyEngine:
-        """A new copy engine over the device."""
+        """Return a new copy engine over the device."""
         raise NotImplementedError
 
     def known(self, *tensors: torch.Tensor) -> None:
-        """These tensors are the device's memory."""
+        """Declare the device's memory."""
 
     def reaches(self, *arrays: Bytes) -> None:
-        """These are registered by other code."""
+        """Declare memory that other code has registered."""
 
     def unreachable(self, *arrays: Bytes) -> None:
-        """These are not registered."""
+        """Declare memory that is not registered."""
 
     def busy(self) -> None:
         """Give the current stream work for some 50 ms."""
         raise NotImplementedError
 
     def launch(self, work: Callable[[], object]) -> None:
-        """Do in the current stream's order what `work` does with tensors."""
+        """Do the tensor operations of `work` in the order of the current stream."""
         raise NotImplementedError
 
     def finish(self) -> None:
@@ -63,7 +63,7 @@ class Rig:
         raise NotImplementedError
 
     def random(self, count: int, width: int, seed: int) -> torch.Tensor:
-        """That many random integers of `width` bytes on the device, any bits."""
+        """Return `count` random integers of `width` bytes on the device, any bits."""
         draw = torch.Generator(self.device).manual_seed(seed)
         found = torch.randint(0, 256, (count * width,), dtype=torch.uint8, device=self.device, generator=draw)
         self.known(found)
@@ -92,7 +92,7 @@ class Rig:
 
 
 class GpuRig(Rig):
-    """A real one."""
+    """A real GPU."""
 
     small = False
 
@@ -128,7 +128,7 @@ class GpuRig(Rig):
 
 
 class CpuRig(Rig):
-    """None: streams that are late over CPU memory, see `late_device`."""
+    """No GPU: late streams over CPU memory, see `late_device`."""
 
     small = True
 
@@ -177,7 +177,7 @@ class CpuRig(Rig):
 
 @contextmanager
 def open_rig() -> Iterator[Rig]:
-    """The rig of this process."""
+    """Return the rig of this process."""
     if ON_CPU:
         yield CpuRig()
         return

@@ -25,7 +25,7 @@ Prompt = npt.NDArray[np.int32]
 
 
 class Shelf:
-    """A cache of `slots` host slots, and an engine's memory beside it. Threads may share it, but not blocks."""
+    """A cache of `slots` host slots, and an engine's memory. Threads may share it, but not blocks."""
 
     def __init__(self, rig: Rig, root: Path, slots: int, blocks: int = 256) -> None:
         self.rig, self.page, self.blocks = rig, PAGE[rig.small], blocks
@@ -64,14 +64,14 @@ class Shelf:
         )
 
     def bits(self, prompt: Prompt, chunk: int) -> torch.Tensor:
-        """What the model computes for a chunk of a prompt: [LAYERS, EACH, page]."""
+        """Return what the model computes for a chunk of a prompt: [LAYERS, EACH, page]."""
         count = LAYERS * EACH * self.page
         number = int(prompt[0]) * SEED_CHUNKS + chunk
         mixed = (torch.arange(count, device=self.rig.device) + number * 7919) * 2654435761
         return ((mixed >> 11) & 255).to(torch.uint8).view(LAYERS, EACH, self.page)
 
     def compute(self, planes: list[torch.Tensor], table: list[int], prompt: Prompt) -> None:
-        """Be the model."""
+        """Compute KV, as the model does."""
         for chunk in range(len(prompt) // CHUNK):
             ids = torch.tensor(table[chunk * EACH : (chunk + 1) * EACH], device=self.rig.device)
             for plane, own in zip(planes, self.bits(prompt, chunk), strict=True):
@@ -80,7 +80,7 @@ class Shelf:
     def wrong_chunks(
         self, planes: list[torch.Tensor], table: list[int], prompt: Prompt, hit: Hit
     ) -> list[int]:
-        """Which chunks of a hit do not have the bytes of the prompt."""
+        """Return which chunks of a hit do not have the bytes of the prompt."""
         wrong = []
         for chunk in range(hit.num_tokens // CHUNK):
             ids = torch.tensor(table[chunk * EACH : (chunk + 1) * EACH], device=self.rig.device)
@@ -91,5 +91,5 @@ class Shelf:
 
 
 def prompt(chunks: int, seed: int) -> Prompt:
-    """A prompt of so many chunks; `seed` below two million is its first token, so all differ from there on."""
+    """Return a prompt; `seed` (below two million) is its first token, so all prompts differ from there on."""
     return np.array([seed, *range(chunks * CHUNK - 1)], np.int32)

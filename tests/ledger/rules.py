@@ -1,4 +1,4 @@
-"""What the tests of the ledger's rules share: keys, chains, children and another process that lives on."""
+"""Shared by the tests of the ledger's rules: keys, chains, children and another process that continues."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ TENANT, OTHER = blake3(b"tenant").digest(), blake3(b"other tenant").digest()
 
 
 def keys(*numbers: int) -> list[bytes]:
-    """Keys by number."""
+    """Return keys by number."""
     return [blake3(b"%d" % number).digest() for number in numbers]
 
 
 def spec(root: Path, slots: int = SLOTS) -> StoreSpec:
-    """A store in memory."""
+    """Return the spec of a store in memory."""
     return StoreSpec(root=root, name="rules", kind="memory", slots=slots, slot_bytes=4096)
 
 
 def put(
     ledger: Ledger, wanted: Sequence[bytes], namespace: bytes = TENANT, chained: bool = True
 ) -> list[Reserved]:
-    """Stores a chain from its start (or single chunks, each the first of its own chain)."""
+    """Store a chain from its start (or single chunks, each the first of a separate chain)."""
     stored: list[Reserved] = []
     stamp = ledger.stamp()
     step = ledger.window if chained else 1
@@ -65,13 +65,13 @@ def places(stored: Sequence[Reserved]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def present(ledger: Ledger, wanted: Sequence[bytes]) -> list[bool]:
-    """Which of these are there."""
+    """Return which of these keys are stored."""
     there = {row.key for row in admin.list_chunks(ledger)}
     return [key in there for key in wanted]
 
 
 def in_child(work: Callable[[], None], wait: bool = True) -> int:
-    """Runs `work` in a forked child that ends without any goodbye; its exit status, or its process id."""
+    """Run `work` in a forked child that ends without cleanup; return its exit status, or its process id."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -86,7 +86,7 @@ def in_child(work: Callable[[], None], wait: bool = True) -> int:
 
 
 class Peer:
-    """Another process that does something, says whether it went well and lives on until it is ended."""
+    """Another process that does `work`, reports whether it succeeded, and continues until it is ended."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         receive, send = os.pipe()
@@ -102,9 +102,9 @@ class Peer:
         os.close(receive)
         if said != b"y":
             self.end()
-            raise AssertionError("the other process did not get what it asked for")
+            raise AssertionError("the work of the other process failed")
 
     def end(self) -> None:
-        """Kills it; it is gone when this returns."""
+        """Kill it and wait for its end."""
         os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)

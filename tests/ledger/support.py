@@ -1,4 +1,4 @@
-"""What the tests of the ledger's parts share: small stores, keys by number, and other processes."""
+"""Shared by the tests of the ledger's parts: small stores, keys by number, and other processes."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from pagoda.testing import FakeClock
 
 TENANT, OTHER = blake3(b"tenant").digest(), blake3(b"other tenant").digest()
 SLOT_BYTES = 4096
-PATIENT_SECONDS = 30.0  # for a call that has to succeed: a busy machine may stand still for a while
+PATIENT_SECONDS = 30.0  # for a call that must succeed: a busy machine may pause for a while
 
 
 def keys(*numbers: int) -> list[bytes]:
-    """Keys by number."""
+    """Return keys by number."""
     return [blake3(b"%d" % number).digest() for number in numbers]
 
 
@@ -47,7 +47,7 @@ def opened(root: Path, slots: int = 32, clock: Clock | None = None, kind: Kind =
 
 
 def teach(ledger: Ledger, clock: FakeClock) -> None:
-    """That chunks are asked for again when they are 10 to 50 s old, so that one of 9 s is worth more than a new one."""
+    """Teach that chunks are requested again at an age of 10 to 50 s, so one of 9 s is worth more than a new one."""
     learnt = _SharedValues.of(ledger.policy_thread.learned)  # type: ignore[arg-type]
     learnt.asked[:, 20:27] = learnt.watched[:, 20:27] = 100
     for _ in range(2):
@@ -87,7 +87,7 @@ def put(
 
 
 def there(ledger: Ledger, wanted: Sequence[bytes]) -> list[bool]:
-    """Which of these are stored."""
+    """Return which of these keys are stored."""
     found = {row.key for row in admin.list_chunks(ledger)}
     return [key in found for key in wanted]
 
@@ -101,7 +101,7 @@ def places(stored: Sequence[Reserved]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def child(work: Callable[[], None]) -> int:
-    """Run `work` in a forked child; its process id. It exits with 0, or 1 and a trace."""
+    """Run `work` in a forked child and return its process id. It exits with 0, or 1 and a trace."""
     pid = os.fork()
     if pid == 0:
         status = 1
@@ -116,7 +116,7 @@ def child(work: Callable[[], None]) -> int:
 
 
 def wait(pid: int) -> int:
-    """The exit status of a child."""
+    """Return the exit status of a child."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
@@ -126,7 +126,7 @@ def in_child(work: Callable[[], None]) -> None:
 
 
 class Other:
-    """Another process that did `work`, said so (`said`: what it returned), and waits; killed when this ends."""
+    """Another process that did `work`, reported its result (`said`), and waits; killed at the end of the block."""
 
     def __init__(self, work: Callable[[], bytes | None]) -> None:
         receive, send = os.pipe()
@@ -151,7 +151,7 @@ class Other:
         self.end()
 
     def end(self) -> None:
-        """Kill it; it is gone when this returns."""
+        """Kill it and wait for its end."""
         if self.pid:
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
@@ -159,8 +159,8 @@ class Other:
 
 
 def holding(path: Path, byte: int, exclusive: bool = True) -> Other:
-    """Another process that has this byte of the lock file at `path`; threads of this one may have it for a moment."""
-    file = LockFile(path)  # which the child has until it ends; the locks that it takes are its own
+    """Let another process hold this byte of the lock file at `path`; threads of this process may hold it briefly."""
+    file = LockFile(path)  # the child has it until its end; its locks are separate
 
     with contextlib.closing(file):
         return Other(lambda: _must(file.lock(byte, exclusive, time.monotonic() + 60.0)))
@@ -171,12 +171,12 @@ def _must(holds: bool) -> None:
 
 
 def gate_taken(ledger: Ledger) -> Other:
-    """Another process that sits in the gate of this ledger."""
+    """Let another process hold the gate of this ledger."""
     return holding(ledger.directory / LOCKS, GATE)
 
 
 def others_get_in(ledger: Ledger) -> bool:
-    """Whether no lock of a transaction stays held by this process: its threads of upkeep hold one for a moment."""
+    """Return whether this process releases all transaction locks: its upkeep threads hold one for a moment."""
     until = time.monotonic() + 20.0
     with contextlib.closing(LockFile(ledger.directory / LOCKS)) as other:
         while other.held_by_other(GATE) or other.held_by_other(INTENT):
@@ -188,7 +188,7 @@ def others_get_in(ledger: Ledger) -> bool:
 
 @contextlib.contextmanager
 def shut_to_threads(ledger: Ledger) -> Iterator[None]:
-    """This thread has the gate of a ledger: the others of this process wait."""
+    """Hold the gate of a ledger in this thread: the other threads of this process wait."""
     assert ledger.session.gate.hold(60)
     try:
         yield
@@ -197,12 +197,12 @@ def shut_to_threads(ledger: Ledger) -> Iterator[None]:
 
 
 def open_once(root: Path, **more: object) -> None:
-    """Opens a store and leaves it open."""
+    """Open a store and leave it open."""
     Ledger.open(spec(root, **more))  # type: ignore[arg-type]
 
 
 def rebuilt(root: Path, slots: int) -> Ledger:
-    """A ledger on disk that knows nothing yet."""
+    """Return a ledger on disk without any entries."""
     opened(root, slots, kind="file").close()
     (root / "store" / "data.mdb").unlink()
     ledger = opened(root, slots, kind="file")
@@ -211,6 +211,6 @@ def rebuilt(root: Path, slots: int) -> Ledger:
 
 
 def absorb_nothing(ledger: Ledger) -> None:
-    """Ends a scan that found nothing."""
+    """End a scan that found nothing."""
     while len(left := rebuild.unscanned(ledger)):
         rebuild.absorb(ledger, left[0], [None] * min(64, len(left)))

@@ -1,12 +1,12 @@
-"""Breaks the code on purpose, one line at a time, and demands that the named test turns red.
+"""Break the code on purpose, one line at a time, and check that the named test fails.
 
 `python tests/mutants/run.py [--vllm] [NAME ...]`: each mutant of `mutants.toml`, or with `--vllm` (where
 vLLM is installed) of `vllm.toml`, is applied to a copy of `src` in a temporary directory, never to the work tree. First
 all named tests must pass on an unchanged copy. Exit code 1 if a mutant survives, if its line is not found exactly once,
 or if a test cannot be collected.
 
-The tests run in processes forked from one that has imported what takes long, but nothing of `pagoda`, which is compiled
-once: the copies are links to one that nothing changes.
+The tests run in processes forked from one that has imported the slow dependencies, but nothing of `pagoda`. `pagoda` is
+compiled once: the copies are links to a copy that never changes.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ PRELOAD_VLLM = [
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler",
 ]
 FORKS = multiprocessing.get_context("forkserver")
-# Starts and ends of processes: a start reaps whatever has ended, behind the back of who waits for it.
+# Held while processes start and end: a start reaps any ended child, also one that another thread waits for.
 _one_at_a_time = threading.Lock()
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One line to break, and the test (a pytest id) that has to notice."""
+    """One line to break, and the test (a pytest id) that must fail."""
 
     name: str
     breaks: str
@@ -82,7 +82,7 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one mutant; `caught` only if its test ran and failed."""
+    """The result of one mutant; `caught` only if its test ran and failed."""
 
     mutant: Mutant
     caught: bool
@@ -91,12 +91,12 @@ class Verdict:
 
 
 def mutants(table: str) -> list[Mutant]:
-    """The mutants of a table."""
+    """Return the mutants of a table."""
     return [Mutant(**row) for row in tomllib.loads((HERE / table).read_text())["mutant"]]
 
 
 def compiled_source(directory: Path) -> Path:
-    """Copies `src`, compiles it and returns the copy."""
+    """Copy `src`, compile it and return the copy."""
     target = directory / "src"
     shutil.copytree(ROOT / "src", target, ignore=shutil.ignore_patterns("__pycache__"))
     compileall.compile_dir(target, quiet=2)
@@ -104,18 +104,18 @@ def compiled_source(directory: Path) -> Path:
 
 
 def copy_of(source: Path, directory: Path) -> Path:
-    """Makes a copy, of links to the files of `source`, and returns it."""
+    """Make a copy of links to the files of `source`, and return it."""
     return Path(shutil.copytree(source, directory / "src", copy_function=os.link))
 
 
 def apply(mutant: Mutant, source: Path) -> str:
-    """Changes the one line in the copy; returns why not, or nothing."""
+    """Change the one line in the copy; return why it cannot, or an empty text."""
     if mutant.old == mutant.new:
         return "it changes nothing"
     path = source / "pagoda" / mutant.file
     text = path.read_text() if path.exists() else ""
     if (count := text.count(mutant.old)) != 1:
-        return f"the line is there {count} times, not once"
+        return f"the line was found {count} times, not once"
     Path(cache_from_source(str(path))).unlink()
     path.unlink()
     path.write_text(text.replace(mutant.old, mutant.new))
@@ -123,7 +123,7 @@ def apply(mutant: Mutant, source: Path) -> str:
 
 
 def run_tests(source: Path, tests: Sequence[str], limit_seconds: float = LIMIT_SECONDS) -> int:
-    """Exit code of pytest with `pagoda` taken from `source`, in a process of its own."""
+    """Run pytest with `pagoda` from `source` in a separate process; return its exit code."""
     process = FORKS.Process(target=_be_pytest, args=(source, list(tests)))
     with _one_at_a_time:
         process.start()
@@ -134,7 +134,7 @@ def run_tests(source: Path, tests: Sequence[str], limit_seconds: float = LIMIT_S
         process.join()
     with contextlib.suppress(
         ProcessLookupError
-    ):  # what its test has started, and did not end for being broken
+    ):  # processes that its test started, and did not end because the code is broken
         os.killpg(process.pid, signal.SIGKILL)
     code = process.exitcode if ended and process.exitcode is not None else FAILED
     if code not in (PASSED, FAILED):
@@ -143,9 +143,9 @@ def run_tests(source: Path, tests: Sequence[str], limit_seconds: float = LIMIT_S
 
 
 def _be_pytest(source: Path, tests: Sequence[str]) -> None:
-    """What the process does: it ends with the exit code."""
+    """Run in the child process, which ends with the exit code."""
     os.setpgid(0, 0)
-    gc.freeze()  # what was imported before the fork stays, and stays shared
+    gc.freeze()  # keep the modules imported before the fork, which stay shared
     output = os.open(source.parent / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -163,7 +163,7 @@ def _be_pytest(source: Path, tests: Sequence[str]) -> None:
 
 
 def judge(mutant: Mutant, compiled: Path) -> Verdict:
-    """Applies one mutant to a fresh copy and runs its test."""
+    """Apply one mutant to a fresh copy and run its test."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutant-") as directory:
         source = copy_of(compiled, Path(directory))
@@ -175,7 +175,7 @@ def judge(mutant: Mutant, compiled: Path) -> Verdict:
 
 
 def passes(tests: Sequence[str], compiled: Path) -> bool:
-    """Whether these tests pass on an unchanged copy; prints what they say if not."""
+    """Return whether these tests pass on an unchanged copy; print their output if not."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as directory:
         source = copy_of(compiled, Path(directory))
         code = run_tests(source, tests, ALL_SECONDS)
@@ -185,7 +185,7 @@ def passes(tests: Sequence[str], compiled: Path) -> bool:
 
 
 def healthy(chosen: Sequence[Mutant], compiled: Path, pool: ThreadPoolExecutor, jobs: int) -> bool:
-    """Whether all named tests pass on the unchanged source (a test that is always red catches nothing)."""
+    """Return whether all named tests pass on the unchanged source (a test that always fails proves nothing)."""
     tests = sorted({mutant.test for mutant in chosen})
     files = [list(group) for _, group in itertools.groupby(tests, lambda test: test.split("::")[0])]
     batches = [
@@ -195,15 +195,15 @@ def healthy(chosen: Sequence[Mutant], compiled: Path, pool: ThreadPoolExecutor, 
 
 
 def plain(verdict: Verdict) -> str:
-    """One line on one mutant."""
+    """Print one line on one mutant."""
     return f"{verdict.detail:10s} {verdict.seconds:5.1f} s  {verdict.mutant.name}  ({verdict.mutant.test})"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the chosen mutants, prints a table and returns the exit code."""
+    """Run the chosen mutants, print a table and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="only these")
-    parser.add_argument("--vllm", action="store_true", help="those whose tests need vLLM")
+    parser.add_argument("--vllm", action="store_true", help="run the mutants whose tests need vLLM")
     parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1))
     options = parser.parse_args(arguments)
     FORKS.set_forkserver_preload(PRELOAD_VLLM if options.vllm else PRELOAD)

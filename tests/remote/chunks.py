@@ -1,4 +1,4 @@
-"""What the tests of remote tiers share: chunks whose bytes are a function of their key, tiers over real servers."""
+"""Shared by the tests of remote tiers: chunks whose bytes are a function of their key, tiers over real servers."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ NAMESPACE = Namespace(model="remote")
 OTHER = Namespace(model="remote", salt="somebody else")
 ROOT = NAMESPACE.root
 DEADLINE_SECONDS = 0.5  # of the tiers under test
-PATIENT_SECONDS = 30.0  # for what has to succeed: a busy machine may stand still for a while
-LATE_SECONDS = 3 * DEADLINE_SECONDS + 2.0  # what takes longer than this hangs
+PATIENT_SECONDS = 30.0  # for calls that must succeed: a busy machine may pause for a while
+LATE_SECONDS = 3 * DEADLINE_SECONDS + 2.0  # a call that takes longer hangs
 
 
 class QuickClock(Clock):
-    """Time that runs ten times as fast: a tier that rests is soon awake again."""
+    """Time that runs ten times as fast: a tier that is skipped is soon used again."""
 
     def monotonic_ns(self) -> int:
         """Return ten times the machine's."""
@@ -47,22 +47,22 @@ TROUBLE = {Reason.IO_ERROR, Reason.DEADLINE, Reason.FAILED_CHECK, Reason.TIER_SK
 
 
 def fresh_prefix() -> str:
-    """A prefix that no other test has in the same server."""
+    """Return a prefix that no other test uses in the same server."""
     return f"test-{os.getpid()}-{next(_numbers)}"
 
 
 def name_of(prefix: str, key: bytes, root: bytes = ROOT) -> str:
-    """The name of a chunk in Redis."""
+    """Return the name of a chunk in Redis."""
     return f"{prefix}:1:{root.hex()}:{{{key.hex()}}}"
 
 
 def keys_of(count: int, chain: int = 0, root: bytes = ROOT) -> list[bytes]:
-    """The keys of one chain; another `chain` has no key in common."""
+    """Return the keys of one chain; another `chain` has no key in common."""
     return derive_keys([chain.to_bytes(16, "little") + n.to_bytes(16, "little") for n in range(count)], root)
 
 
 def payload_of(key: bytes, layout: KVLayout = SMALL) -> Bytes:
-    """The bytes of a chunk, a function of its key: (slot_bytes,) uint8, page-aligned."""
+    """Return the bytes of a chunk, a function of its key: (slot_bytes,) uint8, page-aligned."""
     buffer = aligned(layout.slot_bytes)
     rng = np.random.default_rng(int.from_bytes(key[:8], "little"))
     buffer[: layout.chunk_bytes] = np.frombuffer(rng.bytes(layout.chunk_bytes), np.uint8)
@@ -70,7 +70,7 @@ def payload_of(key: bytes, layout: KVLayout = SMALL) -> Bytes:
 
 
 def always() -> bool:
-    """What most sources say."""
+    """Return True, as most sources do."""
     return True
 
 
@@ -86,7 +86,7 @@ def chunks_of(
 
 @contextlib.contextmanager
 def tier_on(remote: StoreClient, layout: KVLayout = SMALL, **options: object) -> Iterator[RemoteTier]:
-    """A tier that waits half a second, closed afterwards."""
+    """Open a tier that waits half a second, and close it afterwards."""
     wanted = {"deadline_seconds": DEADLINE_SECONDS, "look_seconds": DEADLINE_SECONDS, "clock": QuickClock()}
     wanted |= options
     tier = RemoteTier(layout, remote, **wanted)  # type: ignore[arg-type]
@@ -98,13 +98,13 @@ def tier_on(remote: StoreClient, layout: KVLayout = SMALL, **options: object) ->
 
 
 def ends(futures: Sequence[Future[Done]], seconds: float = PATIENT_SECONDS) -> list[Done]:
-    """How these futures end; fails if they have not ended in time."""
+    """Return the results of these futures; fail if they are late."""
     until = time.monotonic() + seconds
     return [future.result(max(0.0, until - time.monotonic())) for future in futures]
 
 
 def save(tier: RemoteTier, keys: Sequence[bytes], layout: KVLayout = SMALL) -> list[Done]:
-    """Save a chain; how that ended, which it must soon."""
+    """Save a chain; return the results, which must be soon."""
     return ends(tier.save(chunks_of(keys, layout), ROOT), LATE_SECONDS)
 
 
@@ -117,7 +117,7 @@ def saved(remote: StoreClient, keys: Sequence[bytes], layout: KVLayout = SMALL, 
 def load(
     tier: RemoteTier, keys: Sequence[bytes], layout: KVLayout = SMALL, seconds: float = LATE_SECONDS
 ) -> list[Reason | None]:
-    """Load a chain: None for each chunk that came, with the right bytes, else why not; which must be soon."""
+    """Load a chain; return None for each loaded chunk with the right bytes, else the reason; it must be soon."""
     buffers = [aligned(layout.slot_bytes) for _ in keys]
     outcome: list[Reason | None] = []
     done = ends(tier.load(keys, buffers, namespace=ROOT), seconds)
@@ -150,13 +150,13 @@ def wait_until(true: Callable[[], bool], seconds: float = 25.0) -> None:
 
 
 def walk(step_seconds: float) -> ListingDeadline:
-    """A walk over all names that has ten times as long for the whole."""
+    """Allow a walk over all names ten times its usual time."""
     return ListingDeadline(step_seconds, 10 * step_seconds)
 
 
 @contextlib.contextmanager
 def soon(seconds: float = LATE_SECONDS) -> Iterator[None]:
-    """Check that what is inside takes no longer than that."""
+    """Check that the body of the block takes no longer than that."""
     began = time.monotonic()
     yield
     took = time.monotonic() - began

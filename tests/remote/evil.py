@@ -1,4 +1,4 @@
-"""Malicious servers: one speaks Redis' protocol, one speaks HTTP, and one sends whatever a test tells it to."""
+"""Malicious servers: one speaks Redis' protocol, one speaks HTTP, and one sends any bytes that a test defines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 BLOCK = bytes(1 << 20)
 SILENCE: tuple[bytes, ...] = ()
-Lie = Iterable[bytes]  # what goes out, piece by piece; then the connection is as it was
+Lie = Iterable[bytes]  # the bytes to send, piece by piece; the connection remains open
 
 
 class Evil:
@@ -27,7 +27,7 @@ class Evil:
         threading.Thread(target=self._serve, daemon=True).start()
 
     def talk(self, client: socket.socket) -> None:
-        """One connection, from its first byte to its last."""
+        """Serve one connection, from its first byte to its last."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -72,7 +72,7 @@ class Babble(Evil):
         super().__init__()
 
     def talk(self, client: socket.socket) -> None:
-        """Say it, then listen for ever."""
+        """Send it, then receive until the end."""
         for piece in self._words():
             client.sendall(piece)
         while client.recv(1 << 16):
@@ -96,7 +96,7 @@ class LyingRedis(Evil):
         super().__init__()
 
     def talk(self, client: socket.socket) -> None:
-        """Answer commands in their order, until the client has gone."""
+        """Answer commands in their order, until the client disconnects."""
         with (
             socket.create_connection(("127.0.0.1", self._true_port), timeout=30.0) as truth,
             truth.makefile("rb") as answers,
@@ -122,7 +122,7 @@ def _line(reader: BufferedReader) -> bytes:
 
 
 def _command(reader: BufferedReader) -> tuple[bytes, list[bytes]]:
-    """The next command as it came, and its arguments."""
+    """Return the next command in its raw form, and its arguments."""
     raw, arguments = _line(reader), list[bytes]()
     for _ in range(int(raw[1:])):
         size = _line(reader)
@@ -133,7 +133,7 @@ def _command(reader: BufferedReader) -> tuple[bytes, list[bytes]]:
 
 
 def _answer(reader: BufferedReader) -> bytes:
-    """One whole answer of a true Redis, as it came."""
+    """Return one complete raw answer of a true Redis."""
     raw = _line(reader)
     kind, rest = raw[:1], raw[1:-2]
     if kind in b"$=!" and int(rest) >= 0:
@@ -181,7 +181,7 @@ class LyingHttp(Evil):
         super().__init__()
 
     def talk(self, client: socket.socket) -> None:
-        """Answer requests in their order, until the client has gone."""
+        """Answer requests in their order, until the client disconnects."""
         with client.makefile("rb") as requests:
             while True:
                 method, path, _ = _line(requests).decode("latin-1").split(" ", 2)
@@ -222,7 +222,7 @@ def _headers(reader: BufferedReader) -> dict[str, str]:
 
 
 def _range(text: str | None, size: int) -> tuple[int, int]:
-    """The first and last byte of a range header."""
+    """Return the first and last byte of a range header."""
     if text is None:
         return 0, size - 1
     first, _, last = text.removeprefix("bytes=").partition("-")
@@ -232,7 +232,7 @@ def _range(text: str | None, size: int) -> tuple[int, int]:
 def http(
     status: int, body: bytes = b"", length: int | None = None, more: dict[str, str] | None = None
 ) -> bytes:
-    """One HTTP answer; `length` is what it says of itself."""
+    """Return one HTTP answer; `length` is the length that it announces."""
     fields = {
         "Content-Length": str(len(body) if length is None else length),
         "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT",
@@ -247,7 +247,7 @@ def http(
 
 
 class Growth:
-    """The most by which this process's resident memory has grown since `growth` was entered."""
+    """The largest growth of this process's resident memory since `growth` was entered."""
 
     def __init__(self, before_bytes: int) -> None:
         self._before_bytes = before_bytes
@@ -261,7 +261,7 @@ class Growth:
 @contextlib.contextmanager
 def growth() -> Iterator[Growth]:
     """Watch the memory of this process (Linux)."""
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset the high-water mark
     yield Growth(_status_bytes("VmRSS"))
 
 

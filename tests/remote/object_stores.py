@@ -1,4 +1,4 @@
-"""What the tests of object stores share: stores of each kind, places to read into, stores that lie."""
+"""Shared by the tests of object stores: stores of each kind, destinations of reads, malicious stores."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from testbed.servers import BUCKET, Server, moto_s3, nginx_dav
 from tests.remote.evil import Lie, LyingHttp
 
 Array = npt.NDArray[np.uint8]
-ENOUGH_SECONDS = 60.0  # for what is expected to work, on a busy machine
-SHORT_SECONDS = 0.5  # for what is expected to fail
+ENOUGH_SECONDS = 60.0  # for calls that must work, on a busy machine
+SHORT_SECONDS = 0.5  # for calls that must fail
 SLACK_SECONDS = 4.0  # of a busy machine
 MIB = 1 << 20
-MALICE_BYTES = 48 * MIB  # that a liar may make this process take beyond what it needs
+MALICE_BYTES = 48 * MIB  # the most that a malicious server may make this process allocate beyond its need
 NAMESPACE = bytes(range(32))
 
 
@@ -45,7 +45,7 @@ BY_OBSTORE = {"allow_invalid_certificates": "false"}
 
 
 class Room:
-    """The destination of a get: a page, and a place of `nbytes` with a guard after it."""
+    """The destination of a get: a page, and `nbytes` with a guard after them."""
 
     def __init__(self, nbytes: int, wanted: bool = True) -> None:
         self.page: Array = np.zeros(HEADER_BYTES, np.uint8)
@@ -92,7 +92,7 @@ KINDS = {  # of servers; "by obstore" has an option with which chunks do not go 
 
 
 class Store:
-    """One kind of store: a server, and how it is reached, also by way of another port."""
+    """One kind of store: a server and its address, also through another port."""
 
     def __init__(self, kind: str, server: Server) -> None:
         self.kind = kind.split()[0]
@@ -107,7 +107,7 @@ class Store:
         return ObjectStoreClient(f"{at}/deep/er/", prefix=prefix, options=self._options)
 
     def plain(self, method: str, path: str, body: bytes = b"") -> int:
-        """A request of no client in particular, below the path of the URL."""
+        """Send a plain request below the path of the URL."""
         client = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=20)
         bucket = f"/{BUCKET}" if self.kind == "s3" else ""
         with contextlib.closing(client):
@@ -122,7 +122,7 @@ _AUTHORIZED = {
 
 
 class Timed:
-    """How long a block took; it must be within the deadline it was given."""
+    """Measure the time of a block; it must be within its deadline."""
 
     def __enter__(self) -> Timed:
         self.begun = time.monotonic()
@@ -148,7 +148,7 @@ def liar(
 
 
 def trouble(work: Callable[[], object]) -> Exception:
-    """What a call ends with that must not succeed: in time, in one short line."""
+    """Return the error of a call that must fail: in time, in one short line."""
     with Timed(), pytest.raises((OSError, RefusedError)) as raised:
         work()
     said = str(raised.value)

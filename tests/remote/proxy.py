@@ -18,13 +18,13 @@ class Fault:
     """The faults of one direction. Byte counts start again at zero, on each connection, when a fault is set."""
 
     delay_seconds: float = 0.0  # before each piece
-    bytes_per_second: float = 0.0  # 0: as fast as it goes
+    bytes_per_second: float = 0.0  # 0: as fast as possible
     piece_bytes: int = _PIECE_BYTES
     cut_at: int | None = None  # both directions end when so many bytes have passed
-    reset: bool = False  # that end is a reset, not a normal one
-    corrupt: range = range(0)  # bytes at these counts come out inverted
-    lose: range = range(0)  # bytes at these counts do not come out
-    stall: bool = False  # nothing passes any more, and nobody is told
+    reset: bool = False  # the end is a reset, not a normal close
+    corrupt: range = range(0)  # bytes at these counts are inverted
+    lose: range = range(0)  # bytes at these counts are dropped
+    stall: bool = False  # nothing passes any more, without an error
 
 
 WELL = Fault()
@@ -32,9 +32,9 @@ STALLED = Fault(stall=True)
 
 
 class Proxy:
-    """Passes bytes between whoever connects to `port` and `target`; `up` is towards the target. Thread-safe.
+    """Forwards bytes between the clients of `port` and `target`; `up` is towards the target. Thread-safe.
 
-    `connections` counts what was accepted, `up_bytes` and `down_bytes` what came in from either side.
+    `connections` counts accepted connections, `up_bytes` and `down_bytes` the bytes received from each side.
     """
 
     def __init__(self, target: tuple[str, int]) -> None:
@@ -64,7 +64,7 @@ class Proxy:
         self.up = self.down = fault
 
     def heal(self) -> None:
-        """Be a good network again. Stalled bytes move on."""
+        """Remove all faults. Stalled bytes continue."""
         self.both(WELL)
 
     def cut(self, reset: bool = True) -> None:
@@ -75,20 +75,20 @@ class Proxy:
             pair.end(reset)
 
     def forget(self) -> None:
-        """Swallow what comes over the connections there are now, as a NAT does that forgot them; new ones are fine."""
+        """Drop all bytes of the present connections, like a NAT that forgot them; new connections work."""
         with self._lock:
             for pair in self._pairs:
                 pair.forgotten = True
 
     @property
     def open_connections(self) -> int:
-        """How many connections there are now."""
+        """Return the present number of connections."""
         with self._lock:
             return len(self._pairs)
 
     @property
     def traffic(self) -> tuple[int, int]:
-        """Connections and bytes from the client so far: equal twice means that no client called in between."""
+        """Return connections and bytes from the client so far: if equal twice, no client called in between."""
         with self._lock:
             return self.connections, self.up_bytes
 
@@ -149,7 +149,7 @@ class Proxy:
             pair.end(False)
 
     def _unstalled(self, pair: _Pair, upwards: bool) -> Fault:
-        """What is wrong with this direction now; waits while nothing may pass."""
+        """Return the present fault of this direction; wait while nothing may pass."""
         while (fault := self._fault(upwards)).stall and not pair.ended.wait(_SLICE_SECONDS):
             pass
         return fault
@@ -195,7 +195,7 @@ def _end(side: socket.socket, reset: bool) -> None:
 
 
 def _pass(pair: _Pair, sink: socket.socket, piece: bytes, fault: Fault, passed: int) -> bool:
-    """Send a piece on, as spoilt as the fault says; False: the connection is to end now."""
+    """Forward a piece, damaged according to the fault; return False if the connection must end now."""
     wait = fault.delay_seconds + (len(piece) / fault.bytes_per_second if fault.bytes_per_second else 0.0)
     if wait and pair.ended.wait(wait):
         return False
@@ -212,7 +212,7 @@ def _pass(pair: _Pair, sink: socket.socket, piece: bytes, fault: Fault, passed: 
 
 
 def _within(counts: range, begin: int, end: int) -> range:
-    """The part of `counts` in [begin, end), from `begin` on."""
+    """Return the part of `counts` in [begin, end), relative to `begin`."""
     return range(max(counts.start, begin) - begin, max(counts.start, begin, min(counts.stop, end)) - begin)
 
 
@@ -225,7 +225,7 @@ def _send(pair: _Pair, sink: socket.socket, data: bytearray) -> None:
 
 @contextlib.contextmanager
 def proxy_to(port: int) -> Iterator[Proxy]:
-    """A proxy to a port of this machine, closed afterwards."""
+    """Open a proxy to a port of this machine, and close it afterwards."""
     proxy = Proxy(("127.0.0.1", port))
     try:
         yield proxy
@@ -235,7 +235,7 @@ def proxy_to(port: int) -> Iterator[Proxy]:
 
 @contextlib.contextmanager
 def black_hole() -> Iterator[int]:
-    """A port that never answers a connection: its queue is full, and the kernel drops what comes."""
+    """Return a port that never answers a connection: its queue is full, and the kernel drops new connections."""
     with socket.create_server(("127.0.0.1", 0), backlog=0) as listener, contextlib.ExitStack() as fillers:
         port = listener.getsockname()[1]
         for _ in range(4):

@@ -1,4 +1,4 @@
-"""Where the tests find recorded traces, and small chains of chunks for those that need none."""
+"""Recorded traces for the tests, and small chains of chunks for tests that need no trace."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ SAMPLE = Path(pagoda.replay.__file__).with_name("sample.jsonl.gz")
 
 @cache
 def sample() -> Sequence[Request]:
-    """The sample that is shipped: the first 2,000 requests of the conversation trace."""
+    """Return the shipped sample: the first 2,000 requests of the conversation trace."""
     return list(read_trace(SAMPLE))
 
 
 @cache
 def mooncake(name: str) -> Sequence[Request]:
-    """A whole trace of the Mooncake FAST'25 release; skips the test where it is not to be had."""
+    """Return a complete trace of the Mooncake FAST'25 release; skip the test where it is not available."""
     directory = Path(os.environ.get("MOONCAKE_TRACES", ROOT.parent / "shared" / "traces"))
     path = directory / f"mooncake_{name}.jsonl"
     if not path.exists():
@@ -36,13 +36,13 @@ def mooncake(name: str) -> Sequence[Request]:
 
 
 def request(*ids: int, ms: float = 0.0, tokens: int = 512) -> Request:
-    """A request for these chunks, all full."""
+    """Return a request for these chunks, all full."""
     return Request(ms, len(ids) * tokens, 1, ids, tokens)
 
 
 @st.composite
 def chained(draw: st.DrawFn, depth: int = 6, most: int = 12, gaps_ms: int = 3000) -> list[Request]:
-    """Requests whose ids name whole prefixes: paths in a tree in which each chunk has three that may follow."""
+    """Generate requests whose ids name whole prefixes: paths in a tree in which each chunk has three successors."""
     paths = st.lists(st.integers(0, 2), min_size=1, max_size=depth)
     requests, ms = [], 0
     for path in draw(st.lists(paths, min_size=1, max_size=most)):

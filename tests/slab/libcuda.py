@@ -21,7 +21,7 @@ OUT_OF_MEMORY, NOT_SUPPORTED = 2, 801
 
 @lru_cache(maxsize=1)
 def built() -> Path:
-    """The library, compiled once a process; else skip, or fail where CI is set."""
+    """Return the library, compiled once per process; without gcc skip, or fail where CI is set."""
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         message = "gcc is missing: install the package gcc"
@@ -54,17 +54,17 @@ class Stub:
 
     @property
     def fault(self) -> str:
-        """The first thing that NVIDIA's library would not have borne; empty if there was none."""
+        """Return the first wrong use, which NVIDIA's library would not tolerate; empty if there was none."""
         return str(self.library.stub_fault().decode())
 
     @property
     def registered(self) -> int:
-        """Bytes that are registered now."""
+        """Return the bytes that are registered now."""
         return int(self.library.stub_registered())
 
     @property
     def pieces(self) -> list[tuple[int, int]]:
-        """(address, nbytes) of what is registered, in order of the address."""
+        """Return (address, nbytes) of each registered range, in order of the address."""
         count = self.library.stub_count()
         return sorted((self.library.stub_piece(i, 0), self.library.stub_piece(i, 1)) for i in range(count))
 

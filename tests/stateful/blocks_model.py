@@ -1,7 +1,7 @@
 """The reference of the block manager's model test: prompts, the KV of their tokens, an engine's memory.
 
 The KV of a token is one number: a hash of the KV of the token before it, of the token (and of its place in an image),
-and of the weights. So whatever was computed behind wrong KV is wrong too, and the right KV of every key is known.
+and of the weights. So KV that was computed after wrong KV is wrong too, and the right KV of every key is known.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pagoda.keys import Item
 BLOCK = 4  # tokens
 SALTS = (None, "bob")
 
-# Three prompts of 36 tokens; the first two part ways after 10, the third is another from its first token on.
+# Three prompts of 36 tokens; the first two share 10 tokens, the third differs from the first token on.
 _BASES = [
     [1 + n % 7 for n in range(36)],
     [1 + n % 7 if n < 10 else 10 + n % 5 for n in range(36)],
@@ -57,18 +57,18 @@ class Prompt:
         return len(self.tokens)
 
     def head(self, tokens: int) -> Prompt:
-        """Its first tokens."""
+        """Return its first tokens."""
         return Prompt(self.tokens[:tokens], self.items, self.salt)
 
     def more(self, count: int) -> list[int]:
-        """The tokens that a model generates next: those of the base that fits, so that others may have them too."""
+        """Return the tokens that a model generates next: those of a matching base, so that requests may share them."""
         base = next((b for b in _BASES if b[: len(self)] == self.tokens), None)
         if base is not None and len(self) < len(base):
             return base[len(self) : len(self) + count]
         return [40 + (len(self) + n) % 2 for n in range(count)]
 
     def symbols(self) -> tuple[tuple[int, ...], ...]:
-        """What each position is: its token, and its place in which images."""
+        """Return what each position is: its token, and its place in images."""
         found = [[token] for token in self.tokens]
         for item in self.items:
             for at in range(item.start, min(item.stop, len(self))):
@@ -76,11 +76,11 @@ class Prompt:
         return tuple(map(tuple, found))
 
     def right(self, epoch: int) -> Tags:
-        """The KV of all tokens under the weights of `epoch`."""
+        """Return the KV of all tokens under the weights of `epoch`."""
         return _chain(self.symbols(), self.salt, epoch)
 
     def cut(self, blocks: int) -> int:
-        """The most of `blocks` leading blocks that may hit: a token is left to compute, no image is cut."""
+        """Return how many of `blocks` leading blocks may hit: one token remains to compute, no image is cut."""
         blocks = min(blocks, (len(self) - 1) // BLOCK)
         while any(item.start < blocks * BLOCK < min(item.stop, len(self)) for item in self.items):
             blocks = min(i.start for i in self.items if i.start < blocks * BLOCK < i.stop) // BLOCK
@@ -88,12 +88,12 @@ class Prompt:
 
 
 def next_tag(before: int, symbol: tuple[int, ...], epoch: int) -> int:
-    """The KV of a token after `before`. Deterministic: Python hashes ints and their tuples by their values."""
+    """Return the KV of a token after `before`. Deterministic: Python hashes ints and tuples of them by value."""
     return hash((before, symbol, epoch)) & (2**63 - 1)
 
 
 def first_tag(salt: str | None) -> int:
-    """The state before the first token."""
+    """Return the state before the first token."""
     return SALTS.index(salt)
 
 
@@ -114,35 +114,35 @@ class Devices:
         self._rubbish = 2**63
 
     def scribble(self, blocks: Sequence[int]) -> None:
-        """Write values that are no token's KV, on all ranks."""
+        """Write values that are the KV of no token, on all ranks."""
         for block in blocks:
             self.kv[:, block] = self.rubbish()
 
     def rubbish(self) -> int:
-        """Never the same twice, and no KV."""
+        """Return a value that is unique and is no KV."""
         self._rubbish += 1
         return self._rubbish
 
     def holds(self, table: Sequence[int], expected: Sequence[int]) -> bool:
-        """Whether the leading tokens of a table have this KV on every rank."""
+        """Return whether the leading tokens of a table have this KV on every rank."""
         run = self.kv[:, table].reshape(self.kv.shape[0], -1)[:, : len(expected)]
         return bool((run == np.array(expected, np.uint64)).all())
 
     def blocks_with(self, tags: Sequence[int]) -> list[int]:
-        """Blocks that hold this KV on every rank."""
+        """Return the blocks that hold this KV on every rank."""
         same = (self.kv == np.array(tags, np.uint64)).all(axis=(0, 2))
         return np.flatnonzero(same).tolist()
 
 
 @dataclass
 class Ticket:
-    """Copies that were handed out and are not known to have ended."""
+    """Planned copies whose end is not known yet."""
 
     plan: Plan
     leader: str | None = None  # the request whose admission it serves
     first: int = 0  # UP: where in its table the copies begin
     source: list[bytes] = field(default_factory=list)  # DOWN: what the blocks held at first
-    robbed: bool = False  # somebody has removed chunks meanwhile
+    robbed: bool = False  # chunks were removed meanwhile
     lock: str | None = None  # a request whose blocks must stay as they are
     reports: dict[int, int] = field(default_factory=dict)  # rank -> good copies
     deps: set[int] = field(default_factory=set)  # tickets that bring the blocks before its own
@@ -160,22 +160,22 @@ class Request:
     table: list[int] = field(default_factory=list)
     shared: int = 0
     waits: set[int] = field(default_factory=set)
-    kv: list[int] = field(default_factory=list)  # of the tokens whose KV is there, or will be
+    kv: list[int] = field(default_factory=list)  # of the tokens whose KV is present, or will be
     stale: bool = False  # the weights have changed since it was admitted,
     cached: list[bytes] = field(default_factory=list)  # when these were the keys of its computed blocks
 
     @property
     def computed(self) -> int:
-        """Leading tokens whose KV is there, or will be when its load has ended."""
+        """Return the leading tokens whose KV is present, or will be after its load."""
         return len(self.kv)
 
     def admitted(self, answer: Admitted, epoch: int) -> None:
-        """It has its blocks."""
+        """Note that it has its blocks."""
         self.running, self.stale = True, False
         self.table, self.shared, self.waits = answer.table, answer.shared, set(answer.waits)
         self.kv = list(self.prompt.right(epoch)[: answer.computed_tokens])
 
     def back(self) -> None:
-        """It waits again."""
+        """Note that it waits again."""
         self.running, self.stale, self.table, self.shared, self.kv = False, False, [], 0, []
         self.waits = set()

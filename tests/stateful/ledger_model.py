@@ -34,7 +34,7 @@ owners = st.sampled_from(["ann", "bob"])
 
 @dataclass
 class Pending:
-    """A reservation: the parts that are not in yet, since when, whether its member is dead or it was taken over."""
+    """A reservation: its missing parts, its start, and whether its member is dead or it was taken over."""
 
     reserved: Reserved
     missing: set[int]
@@ -49,7 +49,7 @@ class Model:
 
     ready: dict[bytes, tuple[int, int]] = field(default_factory=dict)  # key -> slot, generation
     pending: list[Pending] = field(default_factory=list)
-    held: set[tuple[int, int]] = field(default_factory=set)  # some of them gone: their slots wait
+    held: set[tuple[int, int]] = field(default_factory=set)  # some of them were removed: their slots wait
     leases: dict[tuple[int, int], int] = field(default_factory=dict)  # until, ns
     pins: dict[str, set[bytes]] = field(default_factory=dict)
     gone: set[tuple[int, int]] = field(default_factory=set)
@@ -59,19 +59,19 @@ class Model:
         return set().union(*self.pins.values()) if self.pins else set()
 
     def claimed(self) -> dict[bytes, Pending]:
-        """Keys with a reservation of a member that lives, the latest of each."""
+        """Return the keys with a reservation of a live member, the latest of each."""
         return {one.reserved.key: one for one in self.pending if not one.dead and not one.overtaken}
 
     def busy(self, now: int) -> set[bytes]:
-        """Keys that no other member may reserve yet."""
+        """Return the keys that no other member may reserve yet."""
         return {key for key, one in self.claimed().items() if now - one.started <= BUSY_NS}
 
     def waiting(self) -> set[tuple[int, int]]:
-        """Slots of chunks that were removed while they were held: free when the hold ends."""
+        """Return the slots of chunks that were removed while held: they are free when the hold ends."""
         return self.held & self.gone
 
     def leave(self, key: bytes) -> None:
-        """A chunk is no longer there."""
+        """Note that a chunk was removed."""
         place = self.ready.pop(key)
         self.gone.add(place)
         self.leases.pop(place, None)

@@ -1,4 +1,4 @@
-"""What the tests of the tiers share: chunks whose bytes are a function of their key, tiers that can fail."""
+"""Shared by the tests of the tiers: chunks whose bytes are a function of their key, tiers that can fail."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAMESPACE = Namespace(model="tiers")
 ROOT = NAMESPACE.root
 STRIDE = HEADER_BYTES + LAYOUT.slot_bytes
 _positions: dict[bytes, int] = {}  # at which a chunk was stored last, or is in its chain
-SECONDS = 40.0  # less than a call of a faulty slab hangs
+SECONDS = 40.0  # less than a hanging call of a faulty slab takes
 
 
 def always() -> bool:
@@ -34,7 +34,7 @@ def always() -> bool:
 
 
 def keys_of(count: int, chain: int = 0, root: bytes = ROOT) -> list[bytes]:
-    """The keys of one chain; another `chain` has no key in common."""
+    """Return the keys of one chain; another `chain` has no key in common."""
     keys = derive_keys([chain.to_bytes(16, "little") + n.to_bytes(16, "little") for n in range(count)], root)
     for position, key in enumerate(keys):
         _positions.setdefault(key, position)
@@ -42,7 +42,7 @@ def keys_of(count: int, chain: int = 0, root: bytes = ROOT) -> list[bytes]:
 
 
 def payload_of(key: bytes) -> Bytes:
-    """The bytes of a chunk, a function of its key: (slot_bytes,) uint8, page-aligned."""
+    """Return the bytes of a chunk, a function of its key: (slot_bytes,) uint8, page-aligned."""
     buffer = aligned(LAYOUT.slot_bytes)
     rng = np.random.default_rng(int.from_bytes(key[:8], "little"))
     buffer[: LAYOUT.chunk_bytes] = np.frombuffer(rng.bytes(LAYOUT.chunk_bytes), np.uint8)
@@ -50,7 +50,7 @@ def payload_of(key: bytes) -> Bytes:
 
 
 def chunks_of(keys: Sequence[bytes], start: int = 0, still_valid: Callable[[], bool] = always) -> list[Chunk]:
-    """The chunks of a chain whose first key stands at `start`."""
+    """Return the chunks of a chain whose first key is at position `start`."""
     _positions.update((key, start + n) for n, key in enumerate(keys))
     return [
         Chunk(key, start + n, 4, payload_of(key), keys[n - 1] if n else None, still_valid)
@@ -59,27 +59,27 @@ def chunks_of(keys: Sequence[bytes], start: int = 0, still_valid: Callable[[], b
 
 
 def ends(futures: Sequence[Future[Done]]) -> list[Done]:
-    """How these futures end."""
+    """Return the results of these futures."""
     return [future.result(SECONDS) for future in futures]
 
 
 def oks(futures: Sequence[Future[Done]]) -> list[bool]:
-    """Which of these futures end well."""
+    """Return which of these futures succeed."""
     return [done.ok for done in ends(futures)]
 
 
 def room() -> Bytes:
-    """A buffer for one chunk, as a host slot is."""
+    """Return a buffer for one chunk, like a host slot."""
     return aligned(LAYOUT.slot_bytes)
 
 
 def is_right(key: bytes, found: Bytes) -> bool:
-    """Whether these are the bytes of that key."""
+    """Return whether these are the bytes of that key."""
     return np.array_equal(found[: LAYOUT.chunk_bytes], payload_of(key)[: LAYOUT.chunk_bytes])
 
 
 def right(tier: DiskTier | SavingHost, key: bytes, position: int | None = None) -> bool:
-    """Whether the tier has the chunk; wrong bytes fail the test at once."""
+    """Return whether the tier has the chunk; wrong bytes fail the test at once."""
     found = loaded(tier, key, position)
     assert found is None or is_right(key, found), "wrong bytes were served"
     return found is not None
@@ -88,7 +88,7 @@ def right(tier: DiskTier | SavingHost, key: bytes, position: int | None = None) 
 def loaded(
     tier: DiskTier | SavingHost, key: bytes, position: int | None = None, root: bytes = ROOT
 ) -> Bytes | None:
-    """What a load of one chunk delivers, by default from the position at which `chunks_of` or `keys_of` has it."""
+    """Load one chunk and return the result, by default from its position in `chunks_of` or `keys_of`."""
     buffer = room()
     (done,) = ends(
         tier.load([key], [buffer], start=_positions[key] if position is None else position, namespace=root)
@@ -202,7 +202,7 @@ def disk_spec(path: Path, slots: int) -> StoreSpec:
 
 
 def open_disk(path: Path, slots: int = 32, **options: object) -> DiskTier:
-    """A disk tier with a policy that refuses no chunk, whatever was asked for before."""
+    """Open a disk tier with a policy that refuses no chunk, whatever was requested before."""
     patient = {"deadline_seconds": 30.0, "policy": "lru", **options}
     tier = DiskTier.open(LAYOUT, path, slots * STRIDE, **patient)  # type: ignore[arg-type]
     tier.register(NAMESPACE)
@@ -220,7 +220,7 @@ def open_faulty(
     durable: bool = False,
     deadline_seconds: float = 30.0,
 ) -> tuple[DiskTier, FaultySlab]:
-    """A disk tier whose slab fails on demand; one I/O thread, so that what comes after what is certain."""
+    """Open a disk tier whose slab fails on demand; one I/O thread, so that the order of I/O is fixed."""
     ledger = Ledger.open(disk_spec(path, slots))
     slab = FaultySlab(ledger.slab_path, ledger.slots, STRIDE, direct)
     tier = DiskTier(
@@ -245,7 +245,7 @@ def store(tier: DiskTier | SavingHost, keys: Sequence[bytes], start: int = 0) ->
 
 
 def check(tier: DiskTier | HostTier) -> dict[str, int]:
-    """The gauges of a consistent ledger with nothing left reserved."""
+    """Return the gauges of a ledger; check that it is consistent and that nothing is reserved."""
     gauges = admin.check(tier.ledger).gauges
     assert gauges["reserved"] == 0
     return gauges

@@ -26,7 +26,7 @@ def _module() -> object:
     """Load `pagoda.transfer.gpu.kernels` a second time, under another name and for the interpreter.
 
     Triton decides when a kernel is defined. So the variable is set for as long as that takes, and triton itself and
-    the module that everybody else imports are as without it.
+    the module that all others import are not affected.
     """
     pytest.importorskip("torch")
     pytest.importorskip("triton")
@@ -49,7 +49,7 @@ def _module() -> object:
 
 
 def interpreted(programs: int = 16) -> Kernels:
-    """Return kernels that work on CPU tensors; skips the test where there is no torch or no triton."""
+    """Return kernels that work on CPU tensors; skip the test without torch or triton."""
     module = _module()
     import torch
 
@@ -58,7 +58,7 @@ def interpreted(programs: int = 16) -> Kernels:
 
 
 def compiled(cache_directory: Path) -> list[dict[str, object]]:
-    """What compile_kernels.py says of each variant. Takes about 5 s of a core."""
+    """Return the output of compile_kernels.py for each variant. Takes about 5 s of a core."""
     around = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     root = Path(__file__).resolve().parents[2]
     paths = os.pathsep.join(path for path in [os.environ.get("PYTHONPATH"), str(root)] if path)

@@ -1,10 +1,10 @@
-"""A device over CPU memory whose streams are late: work is done when a thread waits for it, or just before.
+"""A device over CPU memory with late streams: work is done when a thread waits for it, or just before.
 
-A stream is a queue, as CUDA's is. A scheduler, seeded, says which stream does its next piece of work and when: in one
-world nothing happens before it is waited for, in another at once, in a third one stream is always last. So a missing
-wait between two streams, or between a stream and the caller, shows as wrong bytes; a buffer that is used again too
-early, too; and what is still to be done when a call has ended is there to be seen (`idle`). Every range of memory
-that is touched has to be known, and host memory is touched by kernels only at the places that `device_address` gave.
+A stream is a queue, as in CUDA. A seeded scheduler decides which stream does its next piece of work and when: in one
+world nothing happens before a thread waits for it, in another everything happens at once, in a third one stream is
+always last. So a missing wait between two streams, or between a stream and the caller, shows as wrong bytes, and so
+does a buffer that is reused too early; `idle` shows work that remains after the end of a call. Every range of touched
+memory must be known, and kernels touch host memory only at the addresses that `device_address` returned.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import torch
 from pagoda.transfer.run_table import RunTable
 
 Bytes = npt.NDArray[np.uint8]
-SHIFT = 1 << 60  # what the device calls a byte of registered host memory: another number than the host does
+SHIFT = 1 << 60  # the device's address of registered host memory differs from the host's
 
 
 class Failure(RuntimeError):
-    """What a device raises because a test asked for it."""
+    """The error that a device raises on request of a test."""
 
 
 class _Work(NamedTuple):
@@ -44,19 +44,19 @@ class _Room(NamedTuple):
 
 
 class LateEvent:
-    """An event: `done` once its stream has come to it. Thread-safe."""
+    """An event: `done` after its stream has reached it. Thread-safe."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self.done = False
 
     def synchronize(self) -> None:
-        """Return when all that was launched before it is done; raises what failed on the device until then."""
+        """Wait until all work launched before it is done; raise the errors of the device until then."""
         self._world.until(lambda: self.done)
 
 
 class LateStream:
-    """A stream: does what was launched on it in order, late. Thread-safe."""
+    """A stream: does its launched work in order, late. Thread-safe."""
 
     def __init__(self, world: World, name: str, handle: int) -> None:
         self.name, self.handle = name, handle
@@ -64,12 +64,12 @@ class LateStream:
         self._world = world
 
     def run(self, work: Callable[[], None]) -> None:
-        """Call `work` at once, as CUDA does; what it launches is done later."""
+        """Call `work` at once, as CUDA does; work that it launches is done later."""
         with self._world.on(self):
             work()
 
     def wait_event(self, event: LateEvent | None) -> None:
-        """Have what follows wait for the event."""
+        """Make all following work wait for the event."""
         if event is not None:
             self.launch(lambda: None, lambda: event.done)
 
@@ -93,7 +93,7 @@ class LateStream:
 
 
 class World:
-    """All streams of a device, and who of them is next. `eager`: how likely work is done as soon as it was launched.
+    """All streams of a device, and their order. `eager`: the probability that work is done right after its launch.
 
     Thread-safe: one piece of work at a time is done, by whichever thread waits or launches.
     """
@@ -106,11 +106,11 @@ class World:
         self._weights: list[float] = []
         self._here = threading.local()
         self.wrong: list[str] = []
-        self.dead: Exception | None = None  # a device that has failed does nothing more and says so for ever
+        self.dead: Exception | None = None  # a failed device does nothing more and always reports the error
         self.engine = self.stream("engine")
 
     def stream(self, name: str) -> LateStream:
-        """Make a stream; some are a thousand times as quick as others."""
+        """Create a stream; some are a thousand times as fast as others."""
         with self.lock:
             stream = LateStream(self, name, len(self.streams) + 1)
             self._weights.append(float(10.0 ** self._random.integers(-3, 4)))
@@ -118,7 +118,7 @@ class World:
             return stream
 
     def current(self) -> LateStream:
-        """The calling thread's stream; the engine's unless it is inside `on`."""
+        """Return the calling thread's stream; the engine's stream unless it is inside `on`."""
         found: LateStream = getattr(self._here, "stream", self.engine)
         return found
 
@@ -132,7 +132,7 @@ class World:
             self._here.stream = before
 
     def launched(self) -> None:
-        """Perhaps do some of what waits."""
+        """Do some of the waiting work, at random."""
         with self.lock:
             while self._random.random() < self.eager and self._step():
                 if self.eager == 1.0:
@@ -152,7 +152,7 @@ class World:
                     raise AssertionError(f"nothing can go on, and {self.waiting()} wait")
 
     def waiting(self) -> dict[str, int]:
-        """How much is to be done on each stream that has something."""
+        """Return the number of waiting pieces of each stream that has any."""
         with self.lock:
             return {stream.name: len(stream.work) for stream in self.streams if stream.work}
 
@@ -185,13 +185,13 @@ class Mover(Protocol):
 
 
 class PlainKernels:
-    """Gather and scatter run by run with memmove, as the contract of kernels says it. Knows its device's places."""
+    """Gather and scatter run by run with memmove, as the contract of kernels requires. Knows its device's addresses."""
 
     def __init__(self, device: LateDevice) -> None:
         self._device = device
 
     def upload(self, table: RunTable) -> object:
-        return replace(table)  # not the table itself, which who keeps this by the table would keep for ever
+        return replace(table)  # not the table itself: a cache keyed by the table would keep it forever
 
     def gather(
         self, table: object, ids: torch.Tensor, places: torch.Tensor, begin: int, end: int, word_bytes: int
@@ -230,7 +230,7 @@ def _runs(
 
 
 class _Sent:
-    """A table on the device: valid once `home` has reached it; `home` frees its memory when this is dropped."""
+    """A table on the device: valid after `home` has reached it; `home` frees its memory when this is dropped."""
 
     def __init__(self, inner: object, there: list[bool], home: LateStream) -> None:
         self.inner, self.there, self.home = inner, there, home
@@ -253,7 +253,7 @@ class LateKernels:
         return sent
 
     def warm(self) -> None:
-        """There is nothing to compile."""
+        """Do nothing: there is nothing to compile."""
 
     def gather(self, table: object, *args: object) -> None:
         self._launch("gather", self._inner.gather, table, args)
@@ -279,7 +279,7 @@ class LateKernels:
             if home is not stream and alive() is None:
                 self._world.wrong.append(f"{name}: the table was let go of before it ran")
             for one in held:
-                # memory that was let go of is given away at once, but only to what comes later on its own stream
+                # released memory is reused at once, but only by later work of the same stream
                 at_home = self._homes.get(one.untyped_storage().data_ptr()) is stream
                 if not at_home and _owners(one) <= 2:
                     self._world.wrong.append(f"{name}: ids or places were let go of before it ran")
@@ -289,7 +289,7 @@ class LateKernels:
 
 
 def _owners(tensor: torch.Tensor) -> int:
-    """How many hold the tensor's memory; 2: only this tensor and the question itself."""
+    """Return the number of references to the tensor's memory; 2: only this tensor and this call."""
     count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return count
 
@@ -335,7 +335,7 @@ class LateDevice:
         return self.world.current().record_event()
 
     def new_streams(self, number: int) -> list[LateStream]:
-        """So many streams more."""
+        """Return new streams."""
         return [self.world.stream(f"stream {len(self.world.streams)}") for _ in range(number)]
 
     def current_stream(self) -> LateStream:
@@ -343,20 +343,20 @@ class LateDevice:
         return self.world.current()
 
     def current_stream_wait(self, event: LateEvent | None) -> None:
-        """Have the calling thread's stream wait."""
+        """Make the calling thread's stream wait."""
         self.world.current().wait_event(event)
 
     def upload(self, numbers: npt.NDArray[np.int64]) -> torch.Tensor:
-        """The numbers, on the device once the current stream has come to it; until then some that are wrong."""
+        """Return the numbers on the device, valid after the current stream has reached them; until then wrong ones."""
         assert numbers.dtype == np.int64
-        values = torch.from_numpy(numbers).clone()  # strides and all, as torch sends them
+        values = torch.from_numpy(numbers).clone()  # with strides, as torch sends them
         sent = torch.full_like(values, -(1 << 40))
         self._homes[sent.untyped_storage().data_ptr()] = self.world.current()
         self.world.current().launch(lambda: sent.copy_(values))
         return sent
 
     def copy(self, to: int, source: int, nbytes: int, stream: LateStream) -> None:
-        """A memmove, later; the arguments are numbers, so what they point to must live until then."""
+        """Queue a memmove; the arguments are addresses, so the memory must live until it is done."""
         if self.world.current() is not stream:
             self.world.wrong.append("copy: outside of its stream")
         self.copies += 1
@@ -373,7 +373,7 @@ class LateDevice:
         stream.launch(do)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Bytes of the device that the current stream still writes to: an allocator gives what another had on it."""
+        """Allocate device memory that the current stream may still write to: allocators reuse memory of a stream."""
         if self.most_bytes is not None and nbytes > self.most_bytes:
             raise torch.OutOfMemoryError(f"{nbytes} bytes")
         room = self._new(nbytes, "device")
@@ -386,7 +386,7 @@ class LateDevice:
 
     @contextmanager
     def copy_scope(self) -> Iterator[None]:
-        """Around a call: only in here memory is sure to stay registered."""
+        """Enclose a call: only inside it memory is guaranteed to stay registered."""
         before = getattr(self._inside, "calls", 0)
         self._inside.calls = before + 1
         try:
@@ -395,36 +395,36 @@ class LateDevice:
             self._inside.calls = before
 
     def device_address(self, address: int, nbytes: int) -> int | None:
-        """The device's number for registered host memory."""
+        """Return the device's address of registered host memory."""
         if not getattr(self._inside, "calls", 0):
             self.world.wrong.append("device_address: outside of a copy scope")
         known = self._kind(address, nbytes) == "registered"
         return address + self._shift if known else None
 
-    # ---- what a test says and sees
+    # ---- calls of tests
 
     def device_memory(self, *arrays: Bytes | torch.Tensor) -> None:
-        """These are the device's."""
+        """Declare device memory."""
         self._declare("device", arrays)
 
     def register(self, *arrays: Bytes | torch.Tensor) -> None:
-        """These are registered host memory."""
+        """Declare registered host memory."""
         self._declare("registered", arrays)
 
     def pageable(self, *arrays: Bytes | torch.Tensor) -> None:
-        """These are host memory that is not registered: no kernel sees it, and the driver's copies are slow."""
+        """Declare host memory that is not registered: no kernel can access it, and the driver's copies are slow."""
         self._declare("pageable", arrays)
 
     def forget(self, keep: int) -> None:
-        """Know no memory but what was declared, or made, as the first so many."""
+        """Forget all declared memory except the first ranges."""
         del self._rooms[keep:], self._held[keep:]
 
     def idle(self) -> bool:
-        """Whether nothing is to be done but what the engine's own stream has."""
+        """Return whether only the engine's own stream has work left."""
         return not set(self.world.waiting()) - {"engine"}
 
     def check(self) -> None:
-        """Fail if anything was wrong, or is still to be done."""
+        """Fail if anything was wrong, or if work remains."""
         assert not self.world.wrong, self.world.wrong[:3]
         assert self.idle(), f"still to be done: {self.world.waiting()}"
 
@@ -449,7 +449,7 @@ class LateDevice:
         return "in part something else" if over else "pageable"
 
     def _new(self, nbytes: int, kind: str) -> torch.Tensor:
-        # pages of its own, as a device's memory has: what begins anywhere would never be moved in words
+        # page-aligned, like device memory: unaligned memory would never be moved in words
         room = torch.full((nbytes + 512,), 0x5A, dtype=torch.uint8)
         room = room[-room.data_ptr() % 512 :][:nbytes]
         self._declare(kind, [room])
@@ -462,4 +462,4 @@ class LateDevice:
             else:
                 address, nbytes = array.ctypes.data, array.nbytes
             self._rooms.append(_Room(address, address + nbytes, kind))
-            self._held.append(array)  # its address stays its own
+            self._held.append(array)  # its address is not used again

@@ -1,4 +1,4 @@
-"""What the tests of pages share: planes inside larger memory, and where each byte of a chunk belongs, said plainly."""
+"""Shared by the tests of pages: planes inside larger memory, and a simple definition of each byte's place."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ T = TypeVar("T")
 
 
 class Memory(NamedTuple):
-    """A plane `view` [BLOCKS, page] and the memory around it, of which no byte but the plane's may change."""
+    """A plane `view` [BLOCKS, page] and the memory around it; only bytes of the plane may change."""
 
     whole: Bytes
     view: Bytes
 
 
 class Case(NamedTuple):
-    """One transfer and what it is about; `starts`: all whole chunks of the table, last first."""
+    """One transfer and its memory; `starts`: all whole chunks of the table, the last first."""
 
     pages: list[int]
     table: list[int]
@@ -88,7 +88,7 @@ def layout_of(pages: list[int], blocks_a_chunk: int, parts: int = 1) -> KVLayout
 
 
 def make_planes(pages: list[int], seed: int, apart: int = 0) -> list[Memory]:
-    """Planes with `apart` bytes between two pages."""
+    """Return planes with `apart` bytes between two pages."""
     random = np.random.default_rng(seed)
     wholes = [random.integers(0, 256, (BLOCKS, page + apart), dtype=np.uint8) for page in pages]
     return [Memory(whole, whole[:, :page]) for whole, page in zip(wholes, pages, strict=True)]
@@ -99,19 +99,19 @@ def bytes_of(array: Bytes) -> bytes:
 
 
 def poisoned(layout: KVLayout, offset: int = 0) -> Bytes:
-    """A slot that begins `offset` bytes after an aligned address."""
+    """Return a slot that begins `offset` bytes after an aligned address."""
     return np.full(offset + layout.slot_bytes, POISON, np.uint8)[offset:]
 
 
 def place(case: Case, plane: int, block: int) -> slice:
-    """Where in a slot the page of that plane and of that block of the chunk is."""
+    """Return the place in a slot of the page of a plane and of a block of the chunk."""
     count = case.layout.chunk_tokens // BLOCK_TOKENS
     before = case.part * count * sum(case.pages) + count * sum(case.pages[:plane])
     return slice(before + block * case.pages[plane], before + (block + 1) * case.pages[plane])
 
 
 def expected_slot(case: Case, planes: list[Bytes], start: int) -> bytes:
-    """A poisoned slot after the chunk at `start` was copied into it."""
+    """Return the expected contents of a poisoned slot after the chunk at `start` was copied into it."""
     slot = poisoned(case.layout)
     for number, plane in enumerate(planes):
         for at, block in enumerate(case.ids(start)):
@@ -120,7 +120,7 @@ def expected_slot(case: Case, planes: list[Bytes], start: int) -> bytes:
 
 
 def expected_blocks(case: Case, planes: list[Memory], slots: list[Bytes]) -> list[bytes]:
-    """All memory of the planes after `slots` were copied into the chunks of `case.starts`."""
+    """Return the expected memory of the planes after `slots` were copied into the chunks of `case.starts`."""
     after = [plane.whole.copy() for plane in planes]
     for start, slot in zip(case.starts, slots, strict=True):
         for number, page in enumerate(case.pages):

@@ -1,4 +1,4 @@
-"""What the tests with real engines share: models, tiers' rooms, engines that live for the whole run."""
+"""Shared by the tests with real engines: models, directories of tiers, engines that live for the whole run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, int, s
 
 @pytest.fixture(scope="session")
 def session_shm() -> Iterator[Path]:
-    """A directory of this run's own in the machine's shared memory."""
+    """Create a directory in shared memory for this run."""
     root = Path(tempfile.mkdtemp(prefix="pagoda-vllm-", dir="/dev/shm"))
     try:
         yield root
@@ -50,7 +50,7 @@ def lora_options(llama: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where engines write."""
+    """Return the directories in which engines write."""
     return tmp_path_factory.mktemp("logs")
 
 
@@ -58,14 +58,14 @@ Same = Callable[..., list[Answer]]
 
 
 class Plain:
-    """An engine without a connector: what it says is right. Each question is asked once."""
+    """An engine without a connector: its answers are the reference. Each prompt is asked once."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._known: dict[str, tuple[tuple[int, ...], ...]] = {}
 
     def says(self, *prompts: Sequence[int], **how: Any) -> list[tuple[tuple[int, ...], ...]]:
-        """The tokens (of each sample) that belong to each prompt."""
+        """Return the reference tokens (of each sample) for each prompt."""
         for prompt in prompts:
             if (name := repr((list(prompt), how))) not in self._known:
                 self._known[name] = self._engine.say(prompt, **how)[0].tokens
@@ -108,7 +108,7 @@ def pagoda(_both: tuple[Engine, Engine]) -> Engine:
 
 @pytest.fixture(scope="session")
 def same(plain: Plain) -> Callable[..., list[Answer]]:
-    """Asks an engine, and asserts that it says what the engine without a connector says."""
+    """Ask an engine, and assert that its answer equals that of the engine without a connector."""
 
     def ask(engine: Engine, *prompts: Sequence[int], **how: Any) -> list[Answer]:
         answers = engine.say(*prompts, **how)
@@ -120,7 +120,7 @@ def same(plain: Plain) -> Callable[..., list[Answer]]:
 
 @pytest.fixture
 def stored(pagoda: Engine, tiers: Tiers, same: Same) -> Callable[..., None]:
-    """Has prompts computed and stored, and the device's own cache emptied. Their answers are compared, too.
+    """Compute and store prompts, and empty the device's own cache. Compare the answers, too.
 
     The tiers are empty when the test begins.
     """
@@ -142,7 +142,7 @@ def stored(pagoda: Engine, tiers: Tiers, same: Same) -> Callable[..., None]:
 
 @pytest.fixture
 def only_on_disk(stored: Callable[..., None], tiers: Tiers) -> Callable[..., set[bytes]]:
-    """As `stored`; and then host memory is cleared. Returns the keys of the chunks, which are on the disk."""
+    """Do the same as `stored`, then clear host memory. Return the keys of the chunks, which are on the disk."""
 
     def store(*prompts: list[int], **how: Any) -> set[bytes]:
         before = stores.keys(tiers.disk) if stores.stores(tiers.disk) else set()
@@ -173,7 +173,7 @@ def config(host: Path) -> Config:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a step stores is stored, however late a busy machine lets it have its slots."""
+    """Let every step store its chunks, however late a busy machine reserves the slots."""
     for module in (offloading_manager, scheduler):
         monkeypatch.setattr(module, "_RESERVE_SECONDS", PATIENT_SECONDS)
 

@@ -48,7 +48,7 @@ def connector(host: Path, disk: Path | None = None, **extra: Any) -> dict[str, A
     tiers = {"host_path": str(host), "host_size": "128MiB", "chunk_tokens": CHUNK, "worth_it": False}
     if disk is not None:
         tiers |= {"disk_path": str(disk), "disk_size": "192MiB"}
-    # patient: a busy machine must not turn a hit that a test expects into a miss
+    # long deadlines: a busy machine must not turn an expected hit into a miss
     tiers |= {"deadline_seconds": 20.0, "queue_chunks": 1024} | extra
     return {
         "kv_transfer_config": {
@@ -76,10 +76,10 @@ class Engine:
         )
         self.process.start()
         theirs.close()
-        self._awaited = True  # its word that it is up
+        self._awaited = True  # its message that it has started
 
     def wait_up(self) -> Engine:
-        """Wait until the engine is up; several may be started before the first is waited for."""
+        """Wait until the engine has started; several can start at the same time."""
         if self._awaited:
             self._awaited = False
             self.result(START_SECONDS)
@@ -98,7 +98,7 @@ class Engine:
         self._pipe.send((function, args, kwargs))
 
     def result(self, within: float = CALL_SECONDS) -> Any:
-        """Wait for what was asked. Raises DeadEngineError with the end of the engine's log."""
+        """Wait for the result of a call. Raise DeadEngineError with the end of the engine's log."""
         try:
             if not self._pipe.poll(within):
                 raise DeadEngineError(f"{self.name}: no answer within {within} s\n{self._last_words(True)}")
@@ -110,7 +110,7 @@ class Engine:
         return reply
 
     def say(self, *prompts: Sequence[int], **how: Any) -> list[Answer]:
-        """`Room.say` for these prompts."""
+        """Call `Room.say` for these prompts."""
         return self.call(Room.say, prompts, **how)
 
     def reset(self) -> None:
@@ -118,11 +118,11 @@ class Engine:
         self.call(inside.reset)
 
     def alive(self) -> bool:
-        """Whether its process lives."""
+        """Return whether its process runs."""
         return self.process.is_alive()
 
     def kill(self) -> None:
-        """Kill -9, and wait until it has ended."""
+        """Kill it with SIGKILL, and wait for its end."""
         self.process.kill()
         self.process.join(END_SECONDS)
         self._pipe.close()
@@ -149,5 +149,5 @@ class Engine:
 
 
 def loadable(prompt_tokens: int) -> int:
-    """How many tokens of a prompt that is stored can be loaded: whole chunks, and a token is left to compute."""
+    """Return how many tokens of a stored prompt can be loaded: whole chunks, with one token left to compute."""
     return min(prompt_tokens // CHUNK * CHUNK, (prompt_tokens - 1) // BLOCK * BLOCK)

@@ -47,7 +47,7 @@ NO_STEP = ScheduleEndContext((), ())
 
 
 def config_of(host: Path, disk: Path | None = None, slots: int = 64, **options: Any) -> Config:
-    """A configuration with so many host slots; a patient one."""
+    """Return a configuration with that many host slots and long deadlines."""
     wanted: dict[str, Any] = {
         "chunk_tokens": CHUNK, "host_path": str(host), "host_size": slots * LAYOUT.slot_bytes, "worth_it": False,
         "deadline_seconds": PATIENT_SECONDS,
@@ -58,7 +58,7 @@ def config_of(host: Path, disk: Path | None = None, slots: int = 64, **options: 
 
 
 def memory(seed: int = 0) -> list[torch.Tensor]:
-    """KV memory of random bytes, which the groups share as vLLM has them do."""
+    """Return KV memory of random bytes, which the groups share as in vLLM."""
     draw = torch.Generator().manual_seed(seed)
     return [torch.randint(-128, 128, (POOL, PAGE), dtype=torch.int8, generator=draw) for _ in range(PLANES)]
 
@@ -81,7 +81,7 @@ def manager_of(config: Config, parts: int = 1, events: bool = False) -> PagodaOf
 
 
 class Loaded(NamedTuple):
-    """What a load was asked to do."""
+    """The task of a load."""
 
     spec: SlotsSpec
     blocks: GPULoadStoreSpec
@@ -122,7 +122,7 @@ class Halves:
     def begin_store(
         self, context: ReqContext, wanted: Sequence[bytes], blocks: dict[int, list[int]]
     ) -> list[bytes]:
-        """Have chunks stored: `blocks` of each group, in the order of the chunks; returns those that are."""
+        """Store chunks: `blocks` of each group, in the order of the chunks; return those that are stored."""
         output = self.manager.prepare_store(wanted, context)
         taken = list(output.keys_to_store)
         if taken:
@@ -134,7 +134,7 @@ class Halves:
     def store(
         self, context: ReqContext, wanted: Sequence[bytes], blocks: dict[int, list[int]]
     ) -> list[bytes]:
-        """The same, and wait until it has ended."""
+        """Do the same, and wait for the end."""
         taken = self.begin_store(context, wanted, blocks)
         if taken:
             self.ended(self._jobs)
@@ -163,7 +163,7 @@ class Halves:
     # ---- lookups and loads
 
     def answers(self, context: ReqContext, wanted: Iterable[bytes]) -> list[LookupResult]:
-        """Ask as vLLM's scheduler does, step by step, until every answer is final."""
+        """Look up as vLLM's scheduler does, step by step, until every answer is final."""
         wanted, found = list(wanted), list[LookupResult]()
 
         def asked() -> bool:
@@ -175,7 +175,7 @@ class Halves:
         return found
 
     def hit(self, context: ReqContext, prompt: str, chunks: int) -> int:
-        """How many chunks of a prompt hit by vLLM's own algorithm: full attention first, then the window at its end."""
+        """Return how many chunks of a prompt hit by vLLM's algorithm: full attention, then the window at its end."""
         scheduler = SimpleNamespace(
             manager=self.manager, _events_tracker=SimpleNamespace(record_lookup=lambda *_: None)
         )
@@ -203,7 +203,7 @@ class Halves:
     def begin_load(
         self, context: ReqContext, wanted: dict[int, list[bytes]], blocks: dict[int, list[int]]
     ) -> Loaded:
-        """Have vLLM's scheduler decide on a load of whole chunks."""
+        """Let vLLM's scheduler decide on a load of whole chunks."""
         flat = [key for group in (FULL, SLIDING) for key in wanted.get(group, [])]
         spec = self.manager.prepare_load(flat, context)
         return Loaded(spec, blocks_of(context, flat, flat, blocks))
@@ -214,7 +214,7 @@ class Halves:
         self.manager.complete_load({key for group in wanted.values() for key in group}, context)
 
     def run(self, loaded: Loaded) -> None:
-        """Have a worker do what was decided."""
+        """Let a worker execute the decision."""
         self._jobs += 1
         assert self.worker.submit_load(self._jobs, loaded.spec, loaded.blocks, expedited=True)
         self.ended(self._jobs)
@@ -237,7 +237,7 @@ def keys(prompt: str, group: int, chunks: int) -> list[bytes]:
 def blocks_of(
     context: ReqContext, wanted: Sequence[bytes], taken: Collection[bytes], blocks: dict[int, list[int]]
 ) -> GPULoadStoreSpec:
-    """The blocks of the chunks that are taken, as vLLM names them: by group, nulls left out."""
+    """Return the blocks of the chosen chunks in vLLM's form: by group, without nulls."""
     ids, sizes, indices = [], [], []
     for group in (FULL, SLIDING):
         offered = [key for key in wanted if key[-1] == group]
@@ -256,7 +256,7 @@ def blocks_of(
 
 
 def wait_until(condition: Any, seconds: float = PATIENT_SECONDS) -> None:
-    """Wait for something that must come."""
+    """Wait for a condition that must become true."""
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until, "never came"
@@ -273,14 +273,14 @@ def forks() -> Any:
 
 
 def store_elsewhere(config: Config) -> None:
-    """What another engine does: it stores a prompt and ends."""
+    """Act as another engine: store a prompt and end."""
     halves = Halves(config, seed=3)
     halves.store_prompt("p", 5)
     halves.close()
 
 
 def be_a_rank(config: Config, part: int, pipe: Connection) -> None:
-    """A worker's half of two: does the jobs that come, and says what its blocks hold."""
+    """Run one worker's half of two: do the jobs, and report the contents of its blocks."""
     planes = memory(seed=10 + part)
     worker = PagodaOffloadingWorker(cache_of(config, parts=2), stocks(planes), part, 2)
     pipe.send("up")

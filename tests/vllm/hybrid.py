@@ -49,12 +49,12 @@ def anew(room: Room, options: dict[str, Any]) -> None:
 
 
 def groups(room: Room) -> list[str]:
-    """What kinds of KV cache groups the engine has."""
+    """Return the kinds of the engine's KV cache groups."""
     return [type(group.kv_cache_spec).__name__ for group in room.scheduler.kv_cache_config.kv_cache_groups]
 
 
 def held(room: Room) -> int:
-    """How many slots the scheduler's half holds."""
+    """Return how many slots the scheduler's half holds."""
     return int(room.scheduler.connector.connector_scheduler.manager._questions._finder.holds.count)
 
 
@@ -64,7 +64,7 @@ def reset_all(room: Room) -> None:
 
 
 def clear_before_loads(room: Room) -> None:
-    """From now on everything is removed from all tiers between vLLM's decision to load and the load."""
+    """From now on remove everything from all tiers between vLLM's decision to load and the load."""
     worker = room.worker_half.connector_worker.worker
     submit = worker.submit_load
 
@@ -77,7 +77,7 @@ def clear_before_loads(room: Room) -> None:
 
 
 def cleared(room: Room) -> int:
-    """How many loads had their chunks removed."""
+    """Return how many loads had their chunks removed."""
     return int(room.kept.get("cleared", 0))
 
 
@@ -103,7 +103,7 @@ def stale_hits(room: Room, prompts: list[list[int]], tokens: int) -> list[tuple[
 
 
 def fail_loads(room: Room, prompts: list[list[int]], tokens: int) -> list[tuple[int, ...]]:
-    """Generate for these prompts while no load succeeds, though the chunks stay where they are."""
+    """Generate for these prompts while no load succeeds, although the chunks remain stored."""
     from pagoda.connectors.vllm.offloading.offloading_worker import PagodaOffloadingWorker
 
     def failing(self: PagodaOffloadingWorker, job: Any) -> int:
@@ -122,7 +122,7 @@ def fail_loads(room: Room, prompts: list[list[int]], tokens: int) -> list[tuple[
 def reset_under_load(room: Room, one: list[int], count: int, tokens: int) -> list[tuple[int, ...]]:
     """Generate for a prompt many times, and preempt all running requests each time, as before an update of the weights.
 
-    It is done while others wait for blocks and keep the chunks: who is preempted is promised them at once. vLLM
+    This happens while others wait for blocks and hold the chunks, so a preempted request is promised them at once. vLLM
     refuses it while a request is loading.
     """
     from vllm import SamplingParams

@@ -1,4 +1,4 @@
-"""What runs inside the process of an engine under test: the engine, and calls that manipulate it.
+"""Code inside the process of an engine under test: the engine, and calls that manipulate it.
 
 Functions that take a `Room` may be called from the tests through `Engine.call`.
 """
@@ -32,7 +32,7 @@ ENVIRONMENT = {
 
 
 class Answer(NamedTuple):
-    """What one request got: its tokens (of each sample), and how many of its prompt's came from where."""
+    """The result of one request: its tokens (of each sample), and the number of its prompt's tokens by tier."""
 
     tokens: tuple[tuple[int, ...], ...]
     prompt_tokens: int
@@ -41,14 +41,14 @@ class Answer(NamedTuple):
 
 
 class Room:
-    """An engine and what was seen of it. Of one thread."""
+    """An engine and its observed calls. For one thread."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         from vllm import LLM
 
         self.preemptions = 0
         self.counts = _counted()
-        self.kept: dict[str, Any] = {}  # what a function leaves for a later one
+        self.kept: dict[str, Any] = {}  # data that one function keeps for a later one
         self._prefills: dict[str, Any] = {}
         self.llm = LLM(**options)
         self._watch()
@@ -148,17 +148,17 @@ def _is_of(name: str, request: str) -> bool:
 
 
 def reset(room: Room) -> None:
-    """Forget what is on the device: whatever hits next comes through the connector."""
+    """Drop the device's cached blocks: all later hits come through the connector."""
     assert room.llm.reset_prefix_cache()
 
 
 def counts(room: Room) -> dict[str, float]:
-    """What the connector counted since the engine's start."""
+    """Return the connector's counts since the engine's start."""
     return dict(room.counts)
 
 
 def live(pipe: Connection, log: str, options: dict[str, Any], prepare: Callable[[], None] | None) -> None:
-    """Be an engine's process: start it, answer calls until one ends it (None) or until the caller is gone."""
+    """Run an engine's process: start it, answer calls until one ends it (None) or the caller has ended."""
     _log_to(log)
     os.environ.update(ENVIRONMENT)
     _fork_workers()
@@ -191,7 +191,7 @@ def _log_to(log: str) -> None:
 
 
 def _fork_workers() -> None:
-    """Have the workers of a tensor-parallel engine forked: vLLM would have each import all of it once more."""
+    """Fork the workers of a tensor-parallel engine: otherwise each would import all of vLLM again."""
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
     from vllm.v1.executor import multiproc_executor
 

@@ -1,4 +1,4 @@
-"""Tiny models made on the spot: a random Llama, and adapters for it that change what it says."""
+"""Tiny generated models: a random Llama, and adapters for it that change its output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WORDS = range(3, 1000)
 
 
 def prompt(seed: int, tokens: int) -> list[int]:
-    """A prompt of that many tokens; other seeds differ from the first token on."""
+    """Return a prompt of that many tokens; other seeds differ from the first token on."""
     draw = random.Random(seed)
     return [draw.choice(_WORDS) for _ in range(tokens)]
 
@@ -58,7 +58,7 @@ def make_llama(directory: Path, seed: int = 0, dtype: str = "float32") -> Path:
 
 
 def make_lora(directory: Path, seed: int) -> Path:
-    """Write an adapter of the Llama's attention, large enough that it says something else."""
+    """Write an adapter of the Llama's attention, large enough to change its output."""
     import torch
     from safetensors.torch import save_file
 

@@ -1,4 +1,4 @@
-"""The tiers of a test, looked at and spoilt from outside of the engines that use them."""
+"""Read and damage the tiers of a test from outside the engines that use them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def wait_until(condition: Callable[[], object], what: str, seconds: float = PATIENT_SECONDS) -> None:
-    """Wait for something that must come; AssertionError if it does not."""
+    """Wait for a condition that must become true; AssertionError if it does not."""
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until, f"never came: {what}"
@@ -26,7 +26,7 @@ def wait_until(condition: Callable[[], object], what: str, seconds: float = PATI
 
 
 def stores(root: Path) -> list[Path]:
-    """The stores under a tier's root: one a layout."""
+    """Return the stores under a tier's root: one for each layout."""
     if not root.is_dir():
         return []
     return sorted(path for path in root.iterdir() if path.name[0] != "." and (path / STATE).is_file())
@@ -34,7 +34,7 @@ def stores(root: Path) -> list[Path]:
 
 @contextmanager
 def ledger_of(root: Path) -> Iterator[Ledger]:
-    """The ledger of the only store under a tier's root, shared with all that have it open."""
+    """Open the ledger of the only store under a tier's root, shared with all processes that have it open."""
     (store,) = stores(root)
     ledger = Ledger.attach(store)
     try:
@@ -44,7 +44,7 @@ def ledger_of(root: Path) -> Iterator[Ledger]:
 
 
 def ready(root: Path) -> int:
-    """How many chunks can be had from a tier."""
+    """Return how many chunks a tier has."""
     if not stores(root):
         return 0
     with ledger_of(root) as ledger:
@@ -52,18 +52,18 @@ def ready(root: Path) -> int:
 
 
 def keys(root: Path) -> set[bytes]:
-    """Which chunks can be had from a tier."""
+    """Return which chunks a tier has."""
     with ledger_of(root) as ledger:
         return {row.key for row in admin.list_chunks(ledger)}
 
 
 def wait_ready(root: Path, chunks: int) -> None:
-    """Wait until a tier has that many chunks: what an engine stores is visible a little after its answer."""
-    wait_until(lambda: ready(root) >= chunks, f"{chunks} chunks in {root}, there are {ready(root)}")
+    """Wait until a tier has that many chunks: an engine's chunks become visible a little after its answer."""
+    wait_until(lambda: ready(root) >= chunks, f"expected {chunks} chunks in {root}, found {ready(root)}")
 
 
 def check(root: Path) -> dict[str, int]:
-    """Have the ledger's numbers judged; return its gauges."""
+    """Check the ledger's numbers; return its gauges."""
     with ledger_of(root) as ledger:
         return dict(admin.check(ledger).gauges)
 
