@@ -166,19 +166,17 @@ class StoreCall:
         except BaseException:  # abort every reservation, also if a signal handler raised this
             host.ledger.abort(outcomes, self._deadline.last())
             raise
-        in_slots: list[tuple[int, Present | Reserved]] = []
+        results = iter(committed)
         for i, item in enumerate(outcomes, begin):
             if isinstance(item, Present | Busy):  # busy: another call is storing it
                 self._fate[i] = _PRESENT
-            if isinstance(item, Present):
-                in_slots.append((i, item))
-        for (i, item), ok in zip(reserved, committed, strict=True):
-            if ok:
+            elif isinstance(item, Reserved) and next(results):
                 self._fate[i] = _NEW
                 self._on_host += 1
-                in_slots.append((i, item))
-        if self._lower:
-            refs += [chunk_ref(request, i, item.slot, item.generation) for i, item in in_slots]
+            else:
+                continue
+            if self._lower and not isinstance(item, Busy):
+                refs.append(chunk_ref(request, i, item.slot, item.generation))
         reasons = [item.reason for item in outcomes if isinstance(item, Refused)]
         reasons += [Reason.SUPERSEDED for ok in committed if not ok]
         return reasons[0] if reasons else None

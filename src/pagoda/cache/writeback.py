@@ -410,10 +410,9 @@ class WriteBackQueue:
         """Touch what the tier has of a batch, and hand over what it lacks, some chunks at once."""
         left = batch.refs
         try:
-            if (
-                left and left[0].staged is None
-            ):  # else the tier was asked before they were put into their buffers
-                left = self._admitted(batch, self._to_write(batch))
+            if left and left[0].staged is None:  # else the tier was asked before they were staged
+                left = self._to_write(batch)
+                left = self._admitted(batch, left)
             while left:
                 piece, left = left[: self._piece], left[self._piece :]
                 self._send(batch, piece)
