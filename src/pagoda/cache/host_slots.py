@@ -217,7 +217,7 @@ class HostSlots:
         """
         if part < 0:
             raise ValueError(f"part must not be negative, got {part}")
-        reserved = [Reserved(ref.key, ref.slot, ref.generation) for refs in written.values() for ref in refs]
+        reserved = [ref.reserved for refs in written.values() for ref in refs]
         good: list[bool] = []
 
         def work(deadline: Deadline) -> list[bool]:

@@ -82,6 +82,11 @@ class ChunkRef(NamedTuple):
     generation: int
     staged: StagedChunk | None = None
 
+    @property
+    def reserved(self) -> Reserved:
+        """Its host slot, as the ledger has reserved it."""
+        return Reserved(self.key, self.slot, self.generation)
+
 
 def chunk_ref(
     request: CacheRequest, index: int, slot: int = -1, generation: int = 0, staged: StagedChunk | None = None

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pagoda.connectors.vllm.identity.device_facts import machine_facts
 from pagoda.connectors.vllm.layer_pages import Page, check_apart, page_of
-from pagoda.transfer.pages import merged
+from pagoda.layout import KVLayout
+from pagoda.transfer.gpu.device_pages import DevicePagesKV
+from pagoda.transfer.pages import PagesKV, merged
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-__all__ = ["KVMemory", "inspect_kv_caches"]
+__all__ = ["KVMemory", "inspect_kv_caches", "layer_specs", "paged_kv"]
 
 
 class KVMemory(NamedTuple):
@@ -48,7 +50,7 @@ def inspect_kv_caches(
     if len(kv_cache_config.kv_cache_groups) != 1:
         raise ValueError(f"{len(kv_cache_config.kv_cache_groups)} KV cache groups: one is needed")
     group = kv_cache_config.kv_cache_groups[0]
-    specs = _specs(group)
+    specs = layer_specs(group)
     block_tokens = {int(spec.block_size) for spec in specs.values()}
     if len(block_tokens) != 1:
         raise ValueError(
@@ -88,7 +90,18 @@ def inspect_kv_caches(
     )
 
 
-def _specs(group: Any) -> dict[str, Any]:
+def paged_kv(
+    planes: Sequence[torch.Tensor], layout: KVLayout, *, block_tokens: int, part: int, parts: int
+) -> PagesKV | DevicePagesKV:
+    """Return the transfer of these pages, without blocks; `with_table` makes one of a request's blocks.
+
+    The planes are checked here once, and not for each request.
+    """
+    kind = PagesKV if planes[0].device.type == "cpu" else DevicePagesKV
+    return kind(planes, layout, block_tokens=block_tokens, block_table=[], part=part, parts=parts)
+
+
+def layer_specs(group: Any) -> dict[str, Any]:
     """Return the spec of each layer of a group, in the group's order; layers that use another's KV may have none."""
     inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)
     if inner is None:

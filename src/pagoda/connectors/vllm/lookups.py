@@ -60,6 +60,10 @@ class TrackedRequest:
     local_tokens: int = 0  # in the engine's own cache, when the tiers were last asked
     waits_for: str | None = None  # the request whose load includes some of the same chunks
 
+    def forget_keys(self) -> None:
+        """Forget the keys, and what is known of their chunks: they name other tokens, or are of another namespace."""
+        self.keys, self.saved, self.seen = [], 0, 0
+
 
 class LookupThreads:
     """The look-ups of one engine. Used by the scheduler's thread; separate threads ask the tiers."""
@@ -128,14 +132,11 @@ class LookupThreads:
         A session whose tokens were replaced (streamed input) starts again: old keys would name other tokens.
         """
         assert tracked.found is not None
-        step, hashes, have = (
-            self._chunk_tokens // self._hash_tokens,
-            tracked.request.block_hashes,
-            len(tracked.keys),
-        )
+        step, hashes = self._chunk_tokens // self._hash_tokens, tracked.request.block_hashes
+        have = len(tracked.keys)
         if have and hashes[have * step - 1 : have * step] != [tracked.named]:
-            tracked.keys, tracked.saved, tracked.seen, have = [], 0, 0, 0
-        if have < chunks:
+            tracked.forget_keys()
+        if (have := len(tracked.keys)) < chunks:
             digests = self._digests(tracked.request, have, chunks * step)
             tracked.keys += derive_keys(digests, tracked.found.root)
             tracked.named = digests[-1] if digests else tracked.named
@@ -158,7 +159,7 @@ class LookupThreads:
             hashes, at = tracked.request.block_hashes, found.hashes
             other = at > 0 and hashes[at - 1 : at] != [found.last]
             if other:
-                tracked.keys, tracked.saved, tracked.seen = [], 0, 0
+                tracked.forget_keys()
             if other or len(hashes) != at or time.monotonic() - found.at > LEASE_SECONDS:
                 self.begin(tracked)
                 return False
@@ -168,7 +169,7 @@ class LookupThreads:
     def _note(self, tracked: TrackedRequest, found: LookupAnswer | None) -> None:
         if found is not None:
             if tracked.found is not None and tracked.found.root != found.root:
-                tracked.keys, tracked.saved, tracked.seen = [], 0, 0
+                tracked.forget_keys()
             tracked.saved = max(tracked.saved, found.hit.stop_tokens // self._chunk_tokens)
         tracked.found = found
 

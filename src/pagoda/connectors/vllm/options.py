@@ -46,11 +46,14 @@ class ConnectorOptions:
     allow_untested_vllm: bool = False
 
 
-def read_options(extra_config: Mapping[str, Any], block_tokens: int) -> ConnectorOptions:
+def read_options(
+    extra_config: Mapping[str, Any], block_tokens: int, chunk: tuple[int, str] | None = None
+) -> ConnectorOptions:
     """Return the options of `kv_connector_extra_config`, of the files and of the environment. Changes nothing.
 
     The chunk is a whole number of the engine's blocks: the configured number, or by default on a CPU the smallest
-    with at least 32 tokens, elsewhere the largest with at most 256, and at least one block.
+    with at least 32 tokens, elsewhere the largest with at most 256, and at least one block. If vLLM decides it, `chunk`
+    has its tokens, and what vLLM decided it by.
 
     Raises:
         ConfigError: (a ValueError) an unknown key (with the nearest known one), an invalid value, or a
@@ -68,7 +71,15 @@ def read_options(extra_config: Mapping[str, Any], block_tokens: int) -> Connecto
     given = {name: extra_config[name] for name in option_names() if name in extra_config}
     loaded = load(**given)
     config, origin = loaded.config, loaded.origins["chunk_tokens"]
-    if origin == DEFAULT:
+    if chunk is not None:
+        tokens, told = chunk
+        if origin != DEFAULT and config.chunk_tokens != tokens:
+            raise ConfigError(
+                f"chunk_tokens = {config.chunk_tokens}, but {told} makes chunks of {tokens} tokens: leave "
+                "chunk_tokens out, or set blocks_per_chunk"
+            )
+        config = replace(config, chunk_tokens=tokens)
+    elif origin == DEFAULT:
         from vllm.platforms import current_platform
 
         config = replace(config, chunk_tokens=chunk_of(block_tokens, current_platform.is_cpu()))

@@ -20,7 +20,7 @@ from pagoda.connectors.vllm.events import StoredEvents
 from pagoda.connectors.vllm.lookups import LookupThreads, TrackedRequest
 from pagoda.connectors.vllm.metadata import Handshake, Load, PagodaMetadata, PagodaWorkerMetadata, Save
 from pagoda.connectors.vllm.options import ConnectorOptions
-from pagoda.connectors.vllm.shared_caches import let_go, opened
+from pagoda.connectors.vllm.shared_caches import agreed, let_go, opened
 from pagoda.ledger import Refused, Reserved
 from pagoda.metrics import RateLimitedLog, Reason
 
@@ -70,12 +70,7 @@ class PagodaScheduler:
 
     def opened(self, handshakes: Iterable[Handshake]) -> None:
         """Open the cache that the workers have described. Raises ValueError if their descriptions differ."""
-        first, *others = handshakes
-        if any(other != first for other in others):
-            raise ValueError(
-                "the tensor-parallel ranks lay out their KV differently: start all with the same version, "
-                "environment and hardware"
-            )
+        first = agreed(handshakes)
         cache = opened(self._options.config, first.namespace, first.layout)
         assert cache.slots is not None  # an engine without a host tier was refused
         self._cache, self._slots = cache, cache.slots
@@ -172,9 +167,8 @@ class PagodaScheduler:
         table = [-1] * begin + ids[begin:end] + [-1] * rest
         keys = tracked.keys[:chunks]
         self._loading[request.request_id] = set(keys[first:])
-        self._loads.append(
-            Load(request.request_id, keys, first, table, tracked.found.lora, tracked.found.salt)
-        )
+        found = tracked.found
+        self._loads.append(Load(request.request_id, keys, first, table, found.lora, found.salt))
 
     def _count(self, tracked: TrackedRequest, tokens: int) -> None:
         """Count a request once: the tokens it asked for, and the tokens it got from each tier."""
@@ -206,10 +200,8 @@ class PagodaScheduler:
                 if (tracked := self._tracked.get(request)) is None:
                     self._count_unsaved(rest.chunks)
                 else:
-                    tracked.saved, tracked.seen = (
-                        min(tracked.saved, rest.first),
-                        min(tracked.seen, rest.first),
-                    )
+                    tracked.saved = min(tracked.saved, rest.first)
+                    tracked.seen = min(tracked.seen, rest.first)
             if meta.unsaved:
                 self._slots.abort(list(meta.unsaved))
         for request in output.finished_recving or ():
@@ -260,19 +252,11 @@ class PagodaScheduler:
         tracked.seen, first = done, tracked.saved
         if table is None or first >= done:
             return
-        copies = self._reserved(tracked, first, done)
-        step = self._chunk_tokens // self._block_tokens
-        if copies:
+        if copies := self._reserved(tracked, first, done):
             assert tracked.found is not None
-            meta.saves.append(
-                Save(
-                    request.request_id,
-                    tracked.found.root,
-                    copies,
-                    first,
-                    list(table[0][first * step : done * step]),
-                )
-            )
+            step = self._chunk_tokens // self._block_tokens
+            blocks = list(table[0][first * step : done * step])
+            meta.saves.append(Save(request.request_id, tracked.found.root, copies, first, blocks))
 
     def _chunks_of(self, request: Any, tokens: int) -> int:
         """Return how many chunks of a request are to be saved once so many tokens are computed."""
@@ -301,12 +285,11 @@ class PagodaScheduler:
         refused = [n for n, outcome in enumerate(outcomes, first) if isinstance(outcome, Refused)]
         tracked.saved = refused[0] if refused else done
         self._stats.count("refused_chunks", len(refused))
-        copies = [
+        return [
             ChunkRef(keys[n], n, keys[n - 1] if n else None, outcome.slot, outcome.generation)
             for n, outcome in enumerate(outcomes, first)
             if isinstance(outcome, Reserved)
         ]
-        return copies
 
     # ---- ends
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
+from typing import TypeVar
 
 from pagoda.cache import Cache
 from pagoda.cache.cache import forget
@@ -11,10 +13,23 @@ from pagoda.errors import StoreError
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 
-__all__ = ["let_go", "opened"]
+__all__ = ["agreed", "let_go", "opened"]
+
+T = TypeVar("T")
 
 _lock = threading.Lock()
 _uses: dict[str, int] = {}
+
+
+def agreed(descriptions: Iterable[T]) -> T:
+    """Return the description that all ranks have given of their KV memory. Raises ValueError if they differ."""
+    first, *others = descriptions
+    if any(other != first for other in others):
+        raise ValueError(
+            "the tensor-parallel ranks lay out their KV differently: start all with the same version, "
+            "environment and hardware"
+        )
+    return first
 
 
 def opened(config: Config, namespace: Namespace, layout: KVLayout) -> Cache:

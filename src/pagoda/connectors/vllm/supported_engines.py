@@ -1,9 +1,9 @@
-"""What the connector refuses: one table; each refusal is a sentence that says what to do. Unknown kinds are refused."""
+"""What the connector refuses: each refusal is a sentence that says what to do. Unknown kinds are refused."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -68,10 +68,8 @@ def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, hyb
 
     `hybrid`: the engine uses the OffloadingSpec, where vLLM manages several KV cache groups.
     """
-    for name, refused in (*_ALWAYS, *(_OFFLOADING if hybrid else _CONNECTOR)):
-        sentence = refused(vllm_config)
-        if sentence:
-            raise ValueError(f"{name}: {sentence}")
+    for setting, why in _refusals(vllm_config, hybrid):
+        raise ValueError(f"{setting}: {why}")
     groups = list(kv_cache_config.kv_cache_groups)
     if not groups:
         raise ValueError("this model keeps no KV cache: there is nothing to store; leave the connector out")
@@ -128,54 +126,63 @@ def _layer_specs(spec: KVCacheSpec) -> Iterator[KVCacheSpec]:
             yield from _layer_specs(each)
 
 
-Refusal = Callable[[Any], str | None]  # of a VllmConfig: the sentence of the refusal, or None
+_ONE = {  # settings that must be 1
+    "pipeline_parallel_size": "each stage has its own layers, which is not supported yet",
+    "decode_context_parallel_size": "ranks share the tokens of a block, which is not supported",
+    "prefill_context_parallel_size": "ranks share the tokens of a prompt, which is not supported",
+}
 
 
-def _above_one(setting: str, reason: str) -> tuple[str, Refusal]:
-    def refused(vllm_config: Any) -> str | None:
-        size = getattr(vllm_config.parallel_config, setting)
-        return f"{size}: {reason}; set it to 1" if size > 1 else None
-
-    return setting, refused
-
-
-def _scales(vllm_config: Any) -> str | None:
+def _refusals(vllm_config: Any, hybrid: bool) -> Iterator[tuple[str, str]]:
+    """Yield each setting that is refused, and the reason with what to do."""
+    parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
+    for setting, reason in _ONE.items():
+        if (size := getattr(parallel, setting)) > 1:
+            yield setting, f"{size}: {reason}; set it to 1"
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
-        return "the scales are found at run time and differ from engine to engine; set it to false"
-    return None
+        why = "the scales are found at run time and differ from engine to engine; set it to false"
+        yield "calculate_kv_scales", why
+    if (algorithm := str(vllm_config.cache_config.prefix_caching_hash_algo)) not in _HASHES:
+        why = (
+            f"{algorithm!r} can be made to collide by a sender of prompts, and chunks outlive the engine; pass"
+            " --prefix-caching-hash-algo sha256"
+        )
+        yield "prefix_caching_hash_algo", why
+    if (role := transfer.kv_role) != "kv_both":
+        yield "kv_role", f'{role!r}: a cache stores and loads; write "kv_role": "kv_both"'
+    if of_model := _model_refusal(vllm_config):
+        yield "model", of_model
+    if vllm_config.attention_config.hisparse_config is not None:
+        yield "hisparse_config", "KV is in a separate host pool; leave it out"
+    if parallel.enable_elastic_ep:
+        yield "enable_elastic_ep", "the ranks change; leave it out"
+    # all ranks write the parts of a chunk into slots of one host tier
+    if parallel.nnodes_within_dp > 1:
+        why = "the ranks of one engine must share a machine's memory; set --nnodes to 1"
+        yield "distributed_executor_backend", why
+    if (backend := parallel.distributed_executor_backend) not in (None, "mp", "uni"):
+        why = (
+            f"{backend!r} may start ranks on several machines, or a scheduler per rank;"
+            " pass --distributed-executor-backend mp"
+        )
+        yield "distributed_executor_backend", why
+    speculative = vllm_config.speculative_config
+    method = None if speculative is None else str(speculative.method)
+    if method in ("extract_hidden_states", "custom_class"):
+        why = f"method {method!r} may keep other data than KV in the KV cache; choose another"
+        yield "speculative_config", why
+    if hybrid and vllm_config.lora_config is not None:
+        why = (
+            "vLLM's OffloadingConnector tells adapters apart by name and path only, and chunks outlive an adapter's"
+            " files; leave enable_lora out, or the connector"
+        )
+        yield "enable_lora", why
+    if not hybrid and transfer.kv_load_failure_policy != "recompute":
+        why = 'a lost chunk would fail the request; write "kv_load_failure_policy": "recompute" in --kv-transfer-config'
+        yield "kv_load_failure_policy", why
 
 
-def _hashes(vllm_config: Any) -> str | None:
-    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
-    if algorithm in _HASHES:
-        return None
-    return (
-        f"{algorithm!r} can be made to collide by a sender of prompts, and chunks outlive the engine; pass"
-        " --prefix-caching-hash-algo sha256"
-    )
-
-
-def _policy(vllm_config: Any) -> str | None:
-    if vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute":
-        return None
-    return 'a lost chunk would fail the request; write "kv_load_failure_policy": "recompute" in --kv-transfer-config'
-
-
-def _role(vllm_config: Any) -> str | None:
-    role = vllm_config.kv_transfer_config.kv_role
-    return None if role == "kv_both" else f'{role!r}: a cache stores and loads; write "kv_role": "kv_both"'
-
-
-def _lora(vllm_config: Any) -> str | None:
-    if vllm_config.lora_config is None:
-        return None
-    return (
-        "vLLM's OffloadingConnector tells adapters apart by name and path only, and chunks outlive an adapter's files;"
-        " leave enable_lora out, or the connector"
-    )
-
-
-def _model(vllm_config: Any) -> str | None:
+def _model_refusal(vllm_config: Any) -> str | None:
     model = vllm_config.model_config
     if model.is_encoder_decoder:
         return "an encoder and a decoder: the KV depends on more than the tokens; leave the connector out"
@@ -184,51 +191,3 @@ def _model(vllm_config: Any) -> str | None:
     if vllm_config.attention_config.use_non_causal:
         return "use_non_causal: the KV of a chunk depends on what follows it; leave the connector out"
     return None
-
-
-def _hisparse(vllm_config: Any) -> str | None:
-    if vllm_config.attention_config.hisparse_config is None:
-        return None
-    return "KV is in a separate host pool; leave it out"
-
-
-def _elastic(vllm_config: Any) -> str | None:
-    return "the ranks change; leave it out" if vllm_config.parallel_config.enable_elastic_ep else None
-
-
-def _one_machine(vllm_config: Any) -> str | None:
-    """Check that all ranks are on one machine: they write the parts of a chunk into slots of one host tier."""
-    parallel = vllm_config.parallel_config
-    if parallel.nnodes_within_dp > 1:
-        return "the ranks of one engine must share a machine's memory; set --nnodes to 1"
-    if parallel.distributed_executor_backend not in (None, "mp", "uni"):
-        return (
-            f"{parallel.distributed_executor_backend!r} may start ranks on several machines, or a scheduler per rank;"
-            " pass --distributed-executor-backend mp"
-        )
-    return None
-
-
-def _hidden_states(vllm_config: Any) -> str | None:
-    speculative = vllm_config.speculative_config
-    method = None if speculative is None else str(speculative.method)
-    if method in ("extract_hidden_states", "custom_class"):
-        return f"method {method!r} may keep other data than KV in the KV cache; choose another"
-    return None
-
-
-_ALWAYS: tuple[tuple[str, Refusal], ...] = (
-    _above_one("pipeline_parallel_size", "each stage has its own layers, which is not supported yet"),
-    _above_one("decode_context_parallel_size", "ranks share the tokens of a block, which is not supported"),
-    _above_one("prefill_context_parallel_size", "ranks share the tokens of a prompt, which is not supported"),
-    ("calculate_kv_scales", _scales),
-    ("prefix_caching_hash_algo", _hashes),
-    ("kv_role", _role),
-    ("model", _model),
-    ("hisparse_config", _hisparse),
-    ("enable_elastic_ep", _elastic),
-    ("distributed_executor_backend", _one_machine),
-    ("speculative_config", _hidden_states),
-)
-_CONNECTOR: tuple[tuple[str, Refusal], ...] = (("kv_load_failure_policy", _policy),)
-_OFFLOADING: tuple[tuple[str, Refusal], ...] = (("enable_lora", _lora),)

@@ -15,10 +15,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from pagoda.cache import Cache, Hit
+from pagoda.cache.host_slots import HostSlots
+from pagoda.cache.request import CallOptions
 from pagoda.cache.writeback import ChunkRef
 from pagoda.connectors.vllm.connector_stats import PagodaStats
 from pagoda.connectors.vllm.identity.engine_namespace import namespace_of
-from pagoda.connectors.vllm.kv_memory import KVMemory, inspect_kv_caches
+from pagoda.connectors.vllm.kv_memory import KVMemory, inspect_kv_caches, paged_kv
 from pagoda.connectors.vllm.metadata import Handshake, Later, Load, PagodaMetadata, PagodaWorkerMetadata, Save
 from pagoda.connectors.vllm.options import ConnectorOptions
 from pagoda.connectors.vllm.shared_caches import let_go, opened
@@ -63,9 +65,8 @@ class PagodaWorker:
         self._failed: set[str] = set()
         self._unsaved: set[Reserved] = set()
         self._later: dict[str, Later] = {}
-        self._staging: SnapshotBuffer | None = (
-            None  # snapshots that wait to be copied into slots; None: pages are copied at once
-        )
+        # snapshots that wait to be copied into slots; None: pages are copied at once
+        self._staging: SnapshotBuffer | None = None
         self._saving: set[Future[None]] = set()
         self._load_threads = Pool(_LOAD_THREADS, "pagoda-load")
         self._save_threads = Pool(_SAVE_THREADS, "pagoda-save")
@@ -92,19 +93,12 @@ class PagodaWorker:
             seen.parts * blocks * sum(seen.page_bytes),
             seen.description,
         )
-        kind = PagesKV if seen.on_cpu else DevicePagesKV
-        # the planes are checked here once, and not for each request
-        self._pages: PagesKV | DevicePagesKV = kind(
-            seen.planes,
-            layout,
-            block_tokens=seen.block_tokens,
-            block_table=[],
-            part=seen.part,
-            parts=seen.parts,
+        self._pages = paged_kv(
+            seen.planes, layout, block_tokens=seen.block_tokens, part=seen.part, parts=seen.parts
         )
         self._cache = opened(self._options.config, namespace, layout)
-        if self._pages.device_index is not None and self._cache.slots is not None:
-            self._cache.slots.use_device(self._pages.device_index)
+        if self._pages.device_index is not None:
+            self._slots.use_device(self._pages.device_index)
         if isinstance(self._pages, DevicePagesKV):
             self._staging = _reserved_on(self._pages)
         self._seen, self._layout = seen, layout
@@ -137,17 +131,14 @@ class PagodaWorker:
 
     def _retriever(self, load: Load) -> Callable[[], Hit]:
         """Return a load for a thread to run; on a GPU it waits for all work that was launched before now."""
-        cache, kv = self._opened(), self._kv(load.blocks)
-        start = load.first * self._layout.chunk_tokens
-        return lambda: cache.retrieve(
-            None,
-            kv,
-            keys=load.keys,
-            start_tokens=start,
-            lora=load.lora,
-            salt=load.salt,
-            counted=False,
-        )
+        kv, start = self._pages.with_table(load.blocks), load.first * self._layout.chunk_tokens
+        options: CallOptions = {
+            "keys": load.keys,
+            "start_tokens": start,
+            "lora": load.lora,
+            "salt": load.salt,
+        }
+        return partial(self._opened().retrieve, None, kv, counted=False, **options)
 
     def save(self, meta: PagodaMetadata) -> None:
         """Copy the pages of the step's new chunks; they become visible after the step.
@@ -168,7 +159,9 @@ class PagodaWorker:
                 continue  # another rank has the same bytes and writes them
             copies = list(save.copies)
             if not self._sound:
-                self._unsaved.update(_reserved(copies))  # the scheduler still owns them, not this rank
+                self._unsaved.update(
+                    [copy.reserved for copy in copies]
+                )  # the scheduler still owns them, not this rank
                 self._not_saved(copies, "a step of the engine was interrupted", Reason.FAILED_CHECK)
                 continue
             if not here:
@@ -185,12 +178,9 @@ class PagodaWorker:
 
     def _adopted(self, copies: Sequence[ChunkRef]) -> list[ChunkRef]:
         """Return the chunks whose slots still wait for this rank's part."""
-        slots = self._opened().slots
-        assert slots is not None
-        standing = slots.adopt(_reserved(copies), self._seen.part)
-        self._unsaved.update(
-            one for one, stands in zip(_reserved(copies), standing, strict=True) if not stands
-        )
+        reserved = [copy.reserved for copy in copies]
+        standing = self._slots.adopt(reserved, self._seen.part)
+        self._unsaved.update(one for one, stands in zip(reserved, standing, strict=True) if not stands)
         return [copy for copy, stands in zip(copies, standing, strict=True) if stands]
 
     def _with_room(self, save: Save, copies: list[ChunkRef]) -> list[ChunkRef]:
@@ -202,19 +192,17 @@ class PagodaWorker:
         return copies[:fit]
 
     def _copy(self, save: Save, copies: list[ChunkRef]) -> None:
-        slots = self._opened().slots
-        assert slots is not None
-        snapshot: DeviceSnapshot | None = None
+        slots, snapshot = self._slots, None
         try:
-            kv = self._kv([-1] * (save.first * self._blocks_per_chunk) + save.blocks)
+            blocks_per_chunk = self._layout.chunk_tokens // self._seen.block_tokens
+            kv = self._pages.with_table([-1] * (save.first * blocks_per_chunk) + save.blocks)
             starts = [copy.position * self._layout.chunk_tokens for copy in copies]
             views = slots.views([copy.slot for copy in copies])
             if isinstance(kv, PagesKV):
                 kv.to_slots(starts, views)
             else:
                 snapshot = kv.snapshot(starts, self._staging)
-            finish = _nothing if snapshot is None else partial(_landed, snapshot, views)
-            future = self._save_threads.submit(self._commit, save.root, copies, finish)
+            future = self._save_threads.submit(self._commit, save.root, copies, snapshot, views)
         except Exception as trouble:  # noqa: BLE001  # a boundary: what is not saved is computed again
             if snapshot is not None:
                 snapshot.release()
@@ -232,19 +220,22 @@ class PagodaWorker:
         self._lines.warn(log, reason, f"{len(copies)} chunks were not saved: {why}")
 
     def _give_up(self, copies: list[ChunkRef]) -> None:
-        slots = self._opened().slots
-        assert slots is not None
-        slots.abort(_reserved(copies))
+        self._slots.abort([copy.reserved for copy in copies])
 
-    def _commit(self, root: bytes, copies: list[ChunkRef], finish: Callable[[], None]) -> None:
-        slots = self._opened().slots
-        assert slots is not None
+    def _commit(
+        self, root: bytes, copies: list[ChunkRef], snapshot: DeviceSnapshot | None, views: list[Bytes]
+    ) -> None:
+        """Copy a snapshot, if there is one, into the slots, and commit them. Runs on a thread."""
         try:
-            finish()
+            if snapshot is not None:
+                try:
+                    snapshot.to_slots(views)
+                finally:
+                    snapshot.release()
         except Exception as trouble:  # noqa: BLE001  # a boundary: the thread continues
             self._not_saved(copies, f"{type(trouble).__name__}: {trouble}", Reason.IO_ERROR)
             return
-        slots.commit({root: copies}, self._seen.part)
+        self._slots.commit({root: copies}, self._seen.part)
 
     # ---- what is reported after a step
 
@@ -318,20 +309,15 @@ class PagodaWorker:
     # ---- parts of it
 
     @property
-    def _blocks_per_chunk(self) -> int:
-        return self._layout.chunk_tokens // self._seen.block_tokens
-
-    def _kv(self, blocks: Sequence[int]) -> PagesKV | DevicePagesKV:
-        return self._pages.with_table(blocks)
+    def _slots(self) -> HostSlots:
+        slots = self._opened().slots
+        assert slots is not None  # an engine without a host tier was refused
+        return slots
 
     def _opened(self) -> Cache:
         if self._cache is None:
             raise RuntimeError("the connector was shut down, or no KV memory was registered yet")
         return self._cache
-
-
-def _reserved(copies: Sequence[ChunkRef]) -> list[Reserved]:
-    return [Reserved(copy.key, copy.slot, copy.generation) for copy in copies]
 
 
 def _reserved_on(pages: DevicePagesKV) -> SnapshotBuffer | None:
@@ -361,15 +347,3 @@ def _snapshot_bytes(device_index: int | None) -> int:
 
     free, _ = torch.cuda.mem_get_info(device_index)
     return min(_MOST_SNAPSHOT_BYTES, int(free) // _FREE_SHARE)
-
-
-def _landed(snapshot: DeviceSnapshot, views: list[Bytes]) -> None:
-    """Copy a snapshot into its slots, and free its memory for others."""
-    try:
-        snapshot.to_slots(views)
-    finally:
-        snapshot.release()
-
-
-def _nothing() -> None:
-    """Do nothing: the pages are in their slots already."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from itertools import groupby
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -23,13 +24,26 @@ from pagoda.cache.writeback import Generations, Slots
 from pagoda.connectors.vllm.identity.engine_namespace import salt_of
 from pagoda.metrics import Reason
 
-__all__ = ["AskedChunk", "ChunkFinder", "ChunkState", "FoundChunk", "Group", "HeldSlots"]
+__all__ = [
+    "AskedChunk",
+    "ChunkFinder",
+    "ChunkState",
+    "FoundChunk",
+    "Group",
+    "HeldSlots",
+    "HostPlace",
+    "all_found",
+    "by_group",
+]
 
 _HELD_SHARE = 2  # at most half of the slots are held at a time
 _WINDOW_SHARE = 4  # a quarter of those, or one window of each group, is for windows: without them no run hits
 _PIECE, _PIECE_BYTES = 16, 64 << 20  # loaded together: all of a piece are reported when the last has arrived
 _BATCH = 64  # chunks of one transaction
 _MOST_FINDS = 128  # how many gaps in a run one question looks into
+
+
+HostPlace: TypeAlias = tuple[int, int]  # a host slot, and its generation
 
 
 class ChunkState(Enum):
@@ -69,15 +83,18 @@ class AskedChunk:
     users: set[str] = field(default_factory=set)
     loads: int = 0
 
+    @property
+    def place(self) -> HostPlace:
+        """The slot of a HELD chunk."""
+        return self.slot, self.generation
+
 
 class FoundChunk(NamedTuple):
     """The news of one chunk."""
 
     asked: AskedChunk
     state: ChunkState
-    slot: int = -1
-    generation: int = 0
-    tier: str = "host"
+    place: HostPlace = (-1, 0)
 
 
 class HeldSlots:
@@ -94,38 +111,32 @@ class HeldSlots:
         with self._lock:
             return max(0, most - self.count)
 
-    def hold(
-        self, asked: Sequence[AskedChunk], slots: Slots, generations: Generations, most: int
-    ) -> list[FoundChunk]:
+    def hold(self, asked: Sequence[AskedChunk], places: Sequence[HostPlace], most: int) -> list[FoundChunk]:
         """Hold as many leading chunks as are allowed; those that could not be held are MISSED."""
         with self._lock:
             room = max(0, min(len(asked), most - self.count))
             self.count += room
         held: list[bool] = []
         for at in range(0, room, _BATCH):
-            end = min(at + _BATCH, room)
-            held += self._slots.hold(slots[at:end], generations[at:end])
+            held += self._slots.hold(*_arrays(places[at : min(at + _BATCH, room)]))
         with self._lock:
             self.count -= held.count(False)
-        rows = zip(asked, held, slots[:room].tolist(), generations[:room].tolist(), strict=False)
-        found = [
-            FoundChunk(one, ChunkState.HELD, slot, generation, one.tier)
-            if ok
-            else FoundChunk(one, ChunkState.MISSED)
-            for one, ok, slot, generation in rows
+        held += [False] * (len(asked) - room)
+        return [
+            FoundChunk(one, ChunkState.HELD, place) if ok else FoundChunk(one, ChunkState.MISSED)
+            for one, place, ok in zip(asked, places, held, strict=True)
         ]
-        return found + [FoundChunk(one, ChunkState.MISSED) for one in asked[room:]]
 
-    def valid(self, pairs: Sequence[tuple[int, int]]) -> list[bool]:
-        """Return for each (slot, generation) whether the chunk can still be loaded."""
-        return self._slots.still_valid(*_arrays(pairs)).tolist() if pairs else []
+    def valid(self, places: Sequence[HostPlace]) -> list[bool]:
+        """Return for each place whether the chunk can still be loaded."""
+        return self._slots.still_valid(*_arrays(places)).tolist() if places else []
 
-    def release(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """End one hold on each of these (slot, generation)."""
-        if pairs:
-            self._slots.release(*_arrays(pairs))
+    def release(self, places: Sequence[HostPlace]) -> None:
+        """End one hold on each of these places."""
+        if places:
+            self._slots.release(*_arrays(places))
             with self._lock:
-                self.count -= len(pairs)
+                self.count -= len(places)
 
 
 class ChunkFinder:
@@ -163,41 +174,35 @@ class ChunkFinder:
 
     def answer(self, question: Sequence[AskedChunk]) -> list[AskedChunk]:
         """Find these chunks and hold those that are in host slots; returns those to be loaded from lower tiers."""
-        by_group: dict[int, list[AskedChunk]] = {}
-        for one in sorted(question, key=lambda one: (one.group, one.position)):
-            by_group.setdefault(one.group, []).append(one)
-        runs = {group: asked for group, asked in by_group.items() if self._groups[group].window is None}
-        windows = {group: asked for group, asked in by_group.items() if group not in runs}
+        groups = by_group(question)
+        runs = [asked for group, asked in groups.items() if self._groups[group].window is None]
+        windows = [asked for group, asked in groups.items() if self._groups[group].window is not None]
         news, coming, end = self._answer_runs(runs) if runs else ([], [], None)
-        for group, asked in windows.items():
-            told, more = self._answer_windows(group, asked, end)
+        for asked in windows:
+            told, more = self._answer_window(asked, end)
             news, coming = news + told, coming + more
-        self.tell(news + [FoundChunk(one, ChunkState.COMING) for one in coming])
+        self.tell(news + all_found(coming, ChunkState.COMING))
         return coming
 
     def _answer_runs(
-        self, runs: dict[int, list[AskedChunk]]
+        self, runs: Sequence[list[AskedChunk]]
     ) -> tuple[list[FoundChunk], list[AskedChunk], int]:
         """Full attention: a hit is the run that all such groups have from the first chunk on; returns also its end."""
-        places: dict[AskedChunk, tuple[int, int]] = {}
+        places: dict[AskedChunk, HostPlace] = {}
         below: set[AskedChunk] = set()
-        end, reason = min(self._stop(asked[-1]) for asked in runs.values()), None
-        for asked in runs.values():
+        end, reason = min(self._stop(asked[-1]) for asked in runs), None
+        for asked in runs:
             for run in _consecutive(asked):
-                match = self._slots.match_prefix([one.key for one in run], run[0].position)
-                have = len(match.slots)
-                places |= zip(
-                    run, zip(match.slots.tolist(), match.generations.tolist(), strict=True), strict=False
-                )
-                lower = self._below(run[have:])
-                below.update(run[have : have + lower])
-                if have + lower < len(run):
-                    first = run[have + lower]
-                    if self._start(first) < end:
-                        end, reason = self._start(first), match.reason or Reason.ABSENT
+                found, why = self._match(run)
+                places |= zip(run, found, strict=False)
+                have = len(found) + self._below(run[len(found) :])
+                below.update(run[len(found) : have])
+                if have < len(run):
+                    if self._start(run[have]) < end:
+                        end, reason = self._start(run[have]), why or Reason.ABSENT
                     break
-        begin = min(self._start(asked[0]) for asked in runs.values())
-        everyone = sorted((one for asked in runs.values() for one in asked), key=self._stop)
+        begin = min(self._start(asked[0]) for asked in runs)
+        everyone = sorted((one for asked in runs for one in asked), key=self._stop)
         hits = [one for one in everyone if self._stop(one) <= end and (one in places or one in below)]
         if len(hits) > (room := self.holds.room(self._run_most)):
             end, reason = self._start(hits[room]), Reason.FULL
@@ -205,34 +210,30 @@ class ChunkFinder:
             end, reason = begin, Reason.BELOW_MINIMUM
         hits = [one for one in hits if self._stop(one) <= end]
         here, coming = [one for one in hits if one in places], [one for one in hits if one not in places]
-        told = self._hold(here, [places[one] for one in here], self._run_most)
-        told += [FoundChunk(one, ChunkState.MISSED) for one in everyone if one not in hits]
-        self._count(next(iter(runs.values())), here, coming, reason)
+        told = self.holds.hold(here, [places[one] for one in here], self._run_most)
+        told += all_found([one for one in everyone if one not in hits], ChunkState.MISSED)
+        self._count(runs[0], here, coming, reason)
         return told, coming, end
 
-    def _answer_windows(
-        self, group: int, asked: list[AskedChunk], end: int | None
+    def _answer_window(
+        self, asked: list[AskedChunk], end: int | None
     ) -> tuple[list[FoundChunk], list[AskedChunk]]:
         """Sliding windows and states: hold the window before the end of the run, if all of it is found."""
         if end is None:
             return self._presence(asked), []
-        beyond = [FoundChunk(one, ChunkState.MISSED) for one in asked if self._start(one) >= end]
+        beyond = all_found([one for one in asked if self._start(one) >= end], ChunkState.MISSED)
         within = [one for one in asked if self._start(one) < end]
-        window, size = self._groups[group].window or 0, self._groups[group].chunk_tokens
-        needed = [one for one in within if self._stop(one) > end - window - size]
-        present, coming = list[tuple[list[AskedChunk], list[tuple[int, int]]]](), list[AskedChunk]()
+        group = self._groups[asked[0].group]
+        needed = [one for one in within if self._stop(one) > end - (group.window or 0) - group.chunk_tokens]
+        here, places, coming = list[AskedChunk](), list[HostPlace](), list[AskedChunk]()
         for run in _consecutive(needed):
-            match = self._slots.match_prefix([one.key for one in run], run[0].position)
-            here = len(match.slots)
-            if here + self._below(run[here:]) < len(run):
+            found, _ = self._match(run)
+            if len(found) + self._below(run[len(found) :]) < len(run):
                 return beyond + self._presence(within), []
-            present.append(
-                (run[:here], list(zip(match.slots.tolist(), match.generations.tolist(), strict=True)))
-            )
-            coming += run[here:]
-        lower = [FoundChunk(one, ChunkState.GONE) for one in within[: len(within) - len(needed)]]
-        held = [found for chunks, places in present for found in self._hold(chunks, places, self.holds.most)]
-        return beyond + lower + held, coming
+            here, places = here + run[: len(found)], places + found
+            coming += run[len(found) :]
+        lower = all_found(within[: len(within) - len(needed)], ChunkState.GONE)
+        return beyond + lower + self.holds.hold(here, places, self.holds.most), coming
 
     def _presence(self, asked: Sequence[AskedChunk]) -> list[FoundChunk]:
         """Return which chunks some tier has, also after gaps; from the last one back, as far as there is time."""
@@ -244,59 +245,45 @@ class ChunkFinder:
                 while at < len(piece):
                     rest, have = piece[at:], 0
                     if finds < _MOST_FINDS:
-                        match = self._slots.match_prefix(
-                            [one.key for one in rest], rest[0].position, touch=False
-                        )
-                        have = len(match.slots) + self._below(rest[len(match.slots) :])
+                        found, _ = self._match(rest, touch=False)
+                        have = len(found) + self._below(rest[len(found) :])
                     finds += 1
-                    told += [FoundChunk(one, ChunkState.FOUND) for one in rest[:have]]
-                    told += [FoundChunk(one, ChunkState.MISSED) for one in rest[have : have + 1]]
+                    told += all_found(rest[:have], ChunkState.FOUND)
+                    told += all_found(rest[have : have + 1], ChunkState.MISSED)
                     at += have + 1
         return told
 
     # ---- chunks to be loaded from lower tiers
 
     def bring(self, asked: Sequence[AskedChunk]) -> None:
-        """Load chunks that are not in the host tier into it, and hold all of them; reports them piece by piece."""
-        by_group: dict[int, list[AskedChunk]] = {}
-        for one in sorted(asked, key=lambda one: (one.group, one.position)):
-            by_group.setdefault(one.group, []).append(one)
-        for group, chunks in by_group.items():
-            chained = self._groups[group].window is None
-            most = self._run_most if chained else self.holds.most
-            broken = False
-            for run in _consecutive(chunks):
-                for piece in (run[at : at + self._piece] for at in range(0, len(run), self._piece)):
-                    wanted = [one for one in piece if one.state is not ChunkState.GONE]
-                    if broken:
-                        told = [FoundChunk(one, ChunkState.MISSED) for one in wanted]
-                    else:
-                        told = self._bring(wanted, chained, most)
-                    broken = chained and any(found.state is ChunkState.MISSED for found in told)
-                    self.tell(told)
+        """Load chunks of one group that are not in the host tier into it, and hold them; reports them in pieces."""
+        chained = self._groups[asked[0].group].window is None
+        most = self._run_most if chained else self.holds.most
+        broken = False
+        for run in _consecutive(asked):
+            for piece in (run[at : at + self._piece] for at in range(0, len(run), self._piece)):
+                wanted = [one for one in piece if one.state is not ChunkState.GONE]
+                told = all_found(wanted, ChunkState.MISSED) if broken else self._bring(wanted, chained, most)
+                broken = chained and any(found.state is ChunkState.MISSED for found in told)
+                self.tell(told)
 
     def _bring(self, piece: Sequence[AskedChunk], chained: bool, most: int) -> list[FoundChunk]:
         told: list[FoundChunk] = []
         for run in _consecutive(piece):
             at, fetched = 0, -1
             while at < len(run):
-                rest = run[at:]
-                match = self._slots.match_prefix([one.key for one in rest], rest[0].position)
-                here = rest[: len(match.slots)]
-                places = list(zip(match.slots.tolist(), match.generations.tolist(), strict=True))
-                told += self._hold(here, places, most)
-                at += len(here)
+                found, _ = self._match(run[at:])
+                told += self.holds.hold(run[at : at + len(found)], found, most)
+                at += len(found)
                 if at == len(run):
                     break
                 if fetched < at and run[at].lower and self._lower:
                     fetched = at
                     self._fetch(run[at:])
                     continue
-                if chained:
-                    told += [FoundChunk(one, ChunkState.MISSED) for one in run[at:]]
-                    break
-                told.append(FoundChunk(run[at], ChunkState.MISSED))
-                at += 1
+                missed = run[at:] if chained else run[at : at + 1]
+                told += all_found(missed, ChunkState.MISSED)
+                at += len(missed)
         return told
 
     def _fetch(self, run: Sequence[AskedChunk]) -> None:
@@ -308,12 +295,10 @@ class ChunkFinder:
 
     # ---- parts of it
 
-    def _hold(
-        self, asked: Sequence[AskedChunk], places: Sequence[tuple[int, int]], most: int
-    ) -> list[FoundChunk]:
-        if not asked:
-            return []
-        return self.holds.hold(asked, *_arrays(places), most)
+    def _match(self, run: Sequence[AskedChunk], touch: bool = True) -> tuple[list[HostPlace], Reason | None]:
+        """Return where the leading chunks of a run are in the host tier, and why not more."""
+        match = self._slots.match_prefix([one.key for one in run], run[0].position, touch=touch)
+        return list(zip(match.slots.tolist(), match.generations.tolist(), strict=True)), match.reason
 
     def _below(self, run: Sequence[AskedChunk]) -> int:
         """Return how many leading chunks of a run lower tiers have."""
@@ -354,18 +339,26 @@ class ChunkFinder:
             )
 
 
-def _arrays(pairs: Sequence[tuple[int, int]]) -> tuple[Slots, Generations]:
-    slots, generations = zip(*pairs, strict=True)
+def by_group(asked: Iterable[AskedChunk]) -> dict[int, list[AskedChunk]]:
+    """Return the chunks of each group, in ascending order."""
+    groups: dict[int, list[AskedChunk]] = {}
+    for one in sorted(asked, key=lambda one: (one.group, one.position)):
+        groups.setdefault(one.group, []).append(one)
+    return groups
+
+
+def all_found(asked: Iterable[AskedChunk], state: ChunkState) -> list[FoundChunk]:
+    """Return the same news of each of these chunks."""
+    return [FoundChunk(one, state) for one in asked]
+
+
+def _arrays(places: Sequence[HostPlace]) -> tuple[Slots, Generations]:
+    slots, generations = zip(*places, strict=True)
     return np.array(slots, np.int64), np.array(generations, np.uint64)
 
 
 def _consecutive(asked: Sequence[AskedChunk]) -> Iterator[list[AskedChunk]]:
     """Split chunks of one group, in ascending order, at the gaps between them."""
-    run: list[AskedChunk] = []
-    for one in asked:
-        if run and one.position != run[-1].position + 1:
-            yield run
-            run = []
-        run.append(one)
-    if run:
-        yield run
+    # the positions of a run grow as the indexes do
+    for _, run in groupby(enumerate(asked), lambda row: row[1].position - row[0]):
+        yield [one for _, one in run]

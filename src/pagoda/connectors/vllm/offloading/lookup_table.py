@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from itertools import groupby
 from typing import Any
 
 from pagoda.cache import Cache
@@ -16,6 +15,9 @@ from pagoda.connectors.vllm.offloading.chunk_finder import (
     ChunkState,
     FoundChunk,
     Group,
+    HostPlace,
+    all_found,
+    by_group,
 )
 from pagoda.keys import derive_keys
 from pagoda.threads import Pool
@@ -51,7 +53,7 @@ class LookupTable:
         self._answers = Pool(1, "pagoda-find")
         self._brings = Pool(_BRING_THREADS, "pagoda-bring")
         self._releases = Pool(1, "pagoda-release")
-        self._lingering: list[tuple[float, list[tuple[int, int]]]] = []
+        self._lingering: list[tuple[float, list[HostPlace]]] = []
         self._verified = False  # in this step
         self._swept_at = 0.0
         self._late = 0
@@ -92,7 +94,7 @@ class LookupTable:
         self._verified = True
         held = [asked for asked in self._known.values() if asked.state is ChunkState.HELD]
         if held:
-            standing = self._finder.holds.valid([(asked.slot, asked.generation) for asked in held])
+            standing = self._finder.holds.valid([asked.place for asked in held])
             self._drop([asked for asked, stands in zip(held, standing, strict=True) if not stands])
 
     def _again(self, asked: AskedChunk, request: str, lower: bool, now: float) -> bool:
@@ -115,8 +117,7 @@ class LookupTable:
         for asked in self._new.values():
             if question := [one for one in asked if one.state is ChunkState.ASKED]:
                 self._submit(self._answers, self._answer, question)
-        if self._wanted:
-            self._submit(self._brings, self._finder.bring, self._wanted)
+        self._bring(self._wanted)
         self._new, self._wanted = {}, []
         self._verified = False
         if now - self._swept_at > _MISS_SECONDS:
@@ -124,44 +125,45 @@ class LookupTable:
             self._sweep(now)
 
     def _answer(self, question: list[AskedChunk]) -> None:
-        coming = self._finder.answer(question)
-        for _, chunks in groupby(sorted(coming, key=lambda one: one.group), key=lambda one: one.group):
-            self._submit(self._brings, self._finder.bring, list(chunks))
+        self._bring(self._finder.answer(question))
+
+    def _bring(self, coming: Iterable[AskedChunk]) -> None:
+        for asked in by_group(coming).values():
+            self._submit(self._brings, self._finder.bring, asked)
 
     def _submit(self, threads: Pool, work: Any, asked: list[AskedChunk]) -> None:
         def ended(future: Future[Any]) -> None:
             trouble = None if future.cancelled() else future.exception()
             if trouble is not None:
                 log.warning("a look-up failed: %s: %s", type(trouble).__name__, trouble)
-                self._finder.tell([FoundChunk(one, ChunkState.MISSED) for one in asked])
+                self._finder.tell(all_found(asked, ChunkState.MISSED))
 
         try:
             threads.submit(work, asked).add_done_callback(ended)
         except RuntimeError:  # closed meanwhile, or no thread could be started
-            self._finder.tell([FoundChunk(one, ChunkState.MISSED) for one in asked])
+            self._finder.tell(all_found(asked, ChunkState.MISSED))
 
     # ---- answers
 
     def _drain(self) -> None:
         news = self._finder.news
         while not news.empty():
-            late = [pair for found in news.get() for pair in self._heard(found)]
-            self._release(late)
+            self._release([found.place for found in news.get() if not self._heard(found)])
 
-    def _heard(self, found: FoundChunk) -> Iterable[tuple[int, int]]:
-        """Note one chunk's news; yields the hold if no request wants it any more."""
+    def _heard(self, found: FoundChunk) -> bool:
+        """Note one chunk's news; False if it is now held for no request."""
         asked, now = found.asked, time.monotonic()
         if asked.state not in (ChunkState.ASKED, ChunkState.COMING):
-            if found.state is ChunkState.HELD:
-                yield found.slot, found.generation
-        elif found.state is ChunkState.HELD:
-            asked.state, asked.slot, asked.generation = ChunkState.HELD, found.slot, found.generation
+            return found.state is not ChunkState.HELD
+        if found.state is ChunkState.HELD:
+            asked.state, (asked.slot, asked.generation) = ChunkState.HELD, found.place
         elif found.state is ChunkState.MISSED:
             self._missed(asked, now)
         elif found.state is ChunkState.GONE:
             self._forget(asked)
         else:
             asked.state, asked.since = found.state, now
+        return True
 
     # ---- loads
 
@@ -205,7 +207,7 @@ class LookupTable:
 
     def _let_go(self, ended: Iterable[AskedChunk]) -> None:
         unused = [asked for asked in ended if not asked.users and not asked.loads]
-        held = [(asked.slot, asked.generation) for asked in unused if asked.state is ChunkState.HELD]
+        held = [asked.place for asked in unused if asked.state is ChunkState.HELD]
         for asked in unused:
             # a miss stays valid for other requests for a while
             if asked.state is not ChunkState.MISSED or time.monotonic() > asked.until:
@@ -229,7 +231,7 @@ class LookupTable:
         self._let_go(idle)
         over = [row for row in self._lingering if row[0] < now]
         self._lingering = [row for row in self._lingering if row[0] >= now]
-        self._release([pair for _, pairs in over for pair in pairs])
+        self._release([place for _, places in over for place in places])
 
     def reset(self) -> None:
         """Forget everything; chunks that were stored before are misses from now on."""
@@ -247,23 +249,23 @@ class LookupTable:
     def _drop(self, dropped: Sequence[AskedChunk]) -> None:
         """Forget these; slots that are being loaded from are kept for a while."""
         held = [asked for asked in dropped if asked.state is ChunkState.HELD]
-        loading = [(asked.slot, asked.generation) for asked in held if asked.loads]
+        loading = [asked.place for asked in held if asked.loads]
         for asked in dropped:
             self._forget(asked)
-        self._release([(asked.slot, asked.generation) for asked in held if not asked.loads])
+        self._release([asked.place for asked in held if not asked.loads])
         if loading:
             self._lingering.append((time.monotonic() + _LINGER_SECONDS, loading))
 
-    def _release(self, pairs: list[tuple[int, int]]) -> None:
-        if not pairs:
+    def _release(self, places: list[HostPlace]) -> None:
+        if not places:
             return
         try:
-            released = self._releases.submit(self._finder.holds.release, pairs)
+            released = self._releases.submit(self._finder.holds.release, places)
         except RuntimeError:  # closed meanwhile, or no thread could be started: no request waits any more
-            self._finder.holds.release(pairs)
+            self._finder.holds.release(places)
             return
         released.add_done_callback(
-            lambda done: self._finder.holds.release(pairs) if done.cancelled() else None
+            lambda done: self._finder.holds.release(places) if done.cancelled() else None
         )
 
     def take_late(self) -> int:
@@ -277,8 +279,7 @@ class LookupTable:
         self._brings.shutdown(wait=True, cancel_futures=True)
         self._drain()
         self._releases.shutdown(wait=True)
-        held = [asked for asked in self._known.values() if asked.state is ChunkState.HELD]
-        self._finder.holds.release([(asked.slot, asked.generation) for asked in held])
-        self._finder.holds.release([pair for _, pairs in self._lingering for pair in pairs])
+        held = [asked.place for asked in self._known.values() if asked.state is ChunkState.HELD]
+        self._finder.holds.release(held + [place for _, places in self._lingering for place in places])
         self._known.clear()
         self._lingering = []

@@ -18,6 +18,7 @@ from blake3 import blake3
 from vllm.v1.kv_offload.base import LoadStoreSpec
 
 from pagoda.cache.writeback import ChunkRef
+from pagoda.connectors.vllm.shared_caches import agreed
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 
@@ -99,12 +100,7 @@ def greeted(root: Path, engine_id: str, ranks: int) -> WorkerGreeting:
                 f"worker {rank} of {ranks} left no description of its KV memory in {root} ({trouble}): the scheduler "
                 "and all workers must run on one machine, as one user, with the same host_path"
             ) from None
-    if any(greeting != found[0] for greeting in found):
-        raise ValueError(
-            "the tensor-parallel ranks lay out their KV differently: start all with the same version, environment and "
-            "hardware"
-        )
-    return found[0]
+    return agreed(found)
 
 
 def _path(root: Path, engine_id: str, rank: int) -> Path:

@@ -7,10 +7,10 @@ import os
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from queue import SimpleQueue
 from typing import Any
 
-import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     Locality,
@@ -24,7 +24,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from pagoda.cache import Cache
-from pagoda.cache.writeback import ChunkRef
+from pagoda.cache.writeback import ChunkRef, columns_of
 from pagoda.connectors.vllm.offloading.chunk_finder import ChunkState, Group
 from pagoda.connectors.vllm.offloading.lookup_table import LookupTable
 from pagoda.connectors.vllm.offloading.messages import Placed, SlotsSpec
@@ -160,7 +160,7 @@ class PagodaOffloadingManager(OffloadingManager):
             for name, copy in zip(run, outcomes, strict=False):
                 if copy is not None:
                     spec.chunks.append(Placed(group, copy))
-                    self._storing[name] = Reserved(copy.key, copy.slot, copy.generation)
+                    self._storing[name] = copy.reserved
                     taken.append(name)
             left -= len(outcomes)
             if len(outcomes) < len(run):  # no more slots: leave out the tails of all groups
@@ -180,17 +180,11 @@ class PagodaOffloadingManager(OffloadingManager):
             if name not in self._storing  # and not being stored for another request
             for group, position in [self._place(name, context)]
         ]
-        run: list[bytes] = []
-        before = (-1, -1, -1)
-        for turn, group, position, name in sorted(places):
-            if run and (turn, group, position) != (*before[:2], before[2] + len(run)):
-                yield before[1], before[2], run
-                run = []
-            if not run:
-                before = turn, group, position
-            run.append(name)
-        if run:
-            yield before[1], before[2], run
+        # the positions of a run grow as the indexes do
+        runs = groupby(enumerate(sorted(places)), lambda row: (*row[1][:2], row[1][2] - row[0]))
+        for (_, group, _), rows in runs:
+            run = [place for _, place in rows]
+            yield group, run[0][2], [name for *_, name in run]
 
     def _reserved(
         self, request: _Request, root: bytes, group: int, first: int, keys: list[bytes], until: float
@@ -229,9 +223,7 @@ class PagodaOffloadingManager(OffloadingManager):
 
     def _settle(self, ended: list[tuple[bytes, Reserved]]) -> None:
         """Settle stores that have ended; runs on a thread."""
-        slots = np.array([item.slot for _, item in ended], np.int64)
-        generations = np.array([item.generation for _, item in ended], np.uint64)
-        ready = self._slots.ready(slots, generations).tolist()
+        ready = self._slots.ready(*columns_of([item for _, item in ended])).tolist()
         self._slots.abort([item for (_, item), there in zip(ended, ready, strict=True) if not there])
         self._stored.put([one for one, there in zip(ended, ready, strict=True) if there])
 
@@ -284,9 +276,7 @@ class PagodaOffloadingManager(OffloadingManager):
         now = time.monotonic()
         if self._told and now - self._looked_at > _EVENTS_SECONDS and not self._closed:
             self._looked_at = now
-            slots = np.array([item.slot for item in self._told.values()], np.int64)
-            generations = np.array([item.generation for item in self._told.values()], np.uint64)
-            there = self._slots.ready(slots, generations).tolist()
+            there = self._slots.ready(*columns_of(list(self._told.values()))).tolist()
             gone = [name for name, ok in zip(self._told, there, strict=True) if not ok]
             for name in gone:
                 del self._told[name]

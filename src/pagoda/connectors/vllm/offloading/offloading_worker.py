@@ -16,16 +16,15 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 
 from pagoda.cache import Cache
-from pagoda.cache.writeback import ChunkRef
+from pagoda.cache.writeback import ChunkRef, columns_of
+from pagoda.connectors.vllm.kv_memory import paged_kv
 from pagoda.connectors.vllm.offloading.messages import SlotsSpec
 from pagoda.connectors.vllm.shared_caches import let_go
 from pagoda.layout import KVLayout
-from pagoda.ledger import Reserved
 from pagoda.threads import Event, Pool, wait
 from pagoda.transfer.gpu.device_pages import DevicePagesKV
 from pagoda.transfer.pages import PagesKV
@@ -59,15 +58,11 @@ class EnginePages(NamedTuple):
 
 
 class _Share(NamedTuple):
-    """The copies of one job for one group. The chunks are consecutive in `kv`, which is built for the job."""
+    """The copies of one job for one group, and where each begins in `kv`, which is built for the job."""
 
     copies: list[ChunkRef]
+    starts: list[int]
     kv: PagesKV | DevicePagesKV
-
-    def starts(self, copies: Sequence[ChunkRef]) -> list[int]:
-        """Return where some of the chunks begin in `kv`."""
-        numbers = {copy: number for number, copy in enumerate(self.copies)}
-        return [numbers[copy] * self.kv.layout.chunk_tokens for copy in copies]
 
 
 @dataclass(eq=False)
@@ -103,8 +98,10 @@ class PagodaOffloadingWorker(OffloadingWorker):
         needed = max(layout.chunk_bytes for layout in layouts)
         if needed > cache.layout.chunk_bytes:
             raise ValueError(f"a chunk needs {needed} bytes, the layout has {cache.layout.chunk_bytes}")
-        # the planes are checked here once, and not for each job
-        self._kvs = [self._kv_of(stock, layout) for stock, layout in zip(stocks, layouts, strict=True)]
+        self._kvs = [
+            paged_kv(stock.planes, layout, block_tokens=stock.block_tokens, part=part, parts=parts)
+            for stock, layout in zip(stocks, layouts, strict=True)
+        ]
         for kv in self._kvs:
             if kv.device_index is not None:
                 self._slots.use_device(kv.device_index)
@@ -207,27 +204,18 @@ class PagodaOffloadingWorker(OffloadingWorker):
                 raise ValueError(
                     f"{len(mine)} blocks are not those of {len(copies)} chunks of group {stock.number}"
                 )
-            rows = list(_rows(stock, copies, table))
-            kept = [(copy, row) for copy, row in rows if not job.stores or -1 not in row]
-            job.lost += [copy for copy in copies if copy not in dict(kept)]
+            kept, kept_table, each = list[ChunkRef](), list[int](), stock.blocks_per_chunk
+            for number, copy in enumerate(copies):
+                row = table[number * each : (number + 1) * each] if table is not None else [-1]
+                if job.stores and -1 in row:
+                    job.lost.append(copy)
+                else:
+                    kept.append(copy)
+                    kept_table += row
             if kept:
-                job.shares.append(
-                    self._share(group, [copy for copy, _ in kept], [b for _, row in kept for b in row])
-                )
-
-    def _kv_of(self, stock: EnginePages, layout: KVLayout) -> PagesKV | DevicePagesKV:
-        kind = PagesKV if stock.planes[0].device.type == "cpu" else DevicePagesKV
-        return kind(
-            stock.planes,
-            layout,
-            block_tokens=stock.block_tokens,
-            block_table=[],
-            part=self._part,
-            parts=self._parts,
-        )
-
-    def _share(self, group: int, copies: list[ChunkRef], table: list[int]) -> _Share:
-        return _Share(copies, self._kvs[group].with_table(table))
+                size = self._kvs[group].layout.chunk_tokens
+                starts = [number * size for number in range(len(kept))]
+                job.shares.append(_Share(kept, starts, self._kvs[group].with_table(kept_table)))
 
     def _do(self, job: _Job) -> None:
         """Do a job, on a thread; the job ends in every case."""
@@ -248,7 +236,7 @@ class PagodaOffloadingWorker(OffloadingWorker):
         if job.wrong:
             log.warning("%s: %s", "chunks were not stored" if job.stores else "a load failed", job.wrong)
             if job.stores:
-                self._slots.abort(_reserved(copy for _, copy in job.spec.chunks))
+                self._slots.abort([copy.reserved for _, copy in job.spec.chunks])
         with self._lock:
             if job.wrong and not job.stores:
                 self._failed.add(job.spec.request)
@@ -261,15 +249,15 @@ class PagodaOffloadingWorker(OffloadingWorker):
 
     def _store(self, job: _Job) -> int:
         """Copy blocks into slots and commit this worker's part; returns how many chunks."""
-        every = [copy for share in job.shares for copy in share.copies]
-        standing = dict.fromkeys(every, True)
-        if every and job.spec.pid != os.getpid():
-            answers = self._slots.adopt(_reserved(every), self._part)
-            standing = dict(zip(every, answers, strict=True))
+        every = [copy.reserved for share in job.shares for copy in share.copies]
+        adopts = every and job.spec.pid != os.getpid()
+        standing = iter(self._slots.adopt(every, self._part) if adopts else [True] * len(every))
         done: list[list[ChunkRef]] = []
         for share in job.shares:
-            copies = [copy for copy in share.copies if standing[copy]]
-            share.kv.to_slots(share.starts(copies), self._slots.views([copy.slot for copy in copies]))
+            rows = [row for row in zip(share.copies, share.starts, strict=True) if next(standing)]
+            copies = [copy for copy, _ in rows]
+            views = self._slots.views([copy.slot for copy in copies])
+            share.kv.to_slots([start for _, start in rows], views)
             done.append(copies)
         with self._lock:
             job.copied.set()
@@ -278,7 +266,7 @@ class PagodaOffloadingWorker(OffloadingWorker):
         for copies in done:
             self._slots.commit({job.spec.root: copies}, self._part)
         if job.lost:
-            self._slots.abort(_reserved(job.lost))
+            self._slots.abort([copy.reserved for copy in job.lost])
         return sum(map(len, done))
 
     # ---- loads
@@ -286,31 +274,28 @@ class PagodaOffloadingWorker(OffloadingWorker):
     def _load(self, job: _Job) -> int:
         """Copy slots into blocks; returns how many chunks. Raises RuntimeError if one was removed."""
         for share in job.shares:
-            share.kv.from_slots(
-                share.starts(share.copies), self._slots.views([copy.slot for copy in share.copies])
-            )
-            valid = self._slots.still_valid(*_places(share.copies)).tolist()
-            for copy, stands in zip(share.copies, valid, strict=True):
-                if not stands and not self._again(share, copy):
+            share.kv.from_slots(share.starts, self._slots.views([copy.slot for copy in share.copies]))
+            valid = self._slots.still_valid(*columns_of(share.copies)).tolist()
+            for copy, start, stands in zip(share.copies, share.starts, valid, strict=True):
+                if not stands and not self._again(share, copy, start):
                     raise RuntimeError("a chunk was removed while it was being loaded")
         every = [copy for share in job.shares for copy in share.copies]
         if self._part == 0:
             self._slots.note_access(job.spec.root, every)
         return len(every)
 
-    def _again(self, share: _Share, copy: ChunkRef) -> bool:
+    def _again(self, share: _Share, copy: ChunkRef, start: int) -> bool:
         """Load a chunk from the tier that has it now; False if none has it."""
         size = self._cache.layout.chunk_tokens
+        placed = copy.position * size, (copy.position + 1) * size, copy.key
         for _ in range(_TRIES):
             match = self._slots.match_prefix([copy.key], copy.position)
             if not len(match.slots):
-                self._cache.prefetch(
-                    None, keys=[(copy.position * size, (copy.position + 1) * size, copy.key)]
-                ).result()
+                self._cache.prefetch(None, keys=[placed]).result()
                 match = self._slots.match_prefix([copy.key], copy.position)
             if not len(match.slots):
                 return False
-            share.kv.from_slots(share.starts([copy]), [self._slots.view(int(match.slots[0]))])
+            share.kv.from_slots([start], [self._slots.view(int(match.slots[0]))])
             if self._slots.still_valid(match.slots, match.generations).all():
                 return True
         return False
@@ -333,22 +318,3 @@ def _table(
     if not copies or first // each != copies[0].position or not 0 <= rest < (1 if stores else each):
         return None
     return [-1] * skip + ids + [-1] * rest
-
-
-def _rows(
-    stock: EnginePages, copies: list[ChunkRef], table: list[int] | None
-) -> Iterable[tuple[ChunkRef, list[int]]]:
-    """Return each chunk with the ids of its blocks."""
-    each = stock.blocks_per_chunk
-    if table is not None:
-        for number, copy in enumerate(copies):
-            yield copy, table[number * each : (number + 1) * each]
-
-
-def _reserved(copies: Iterable[ChunkRef]) -> list[Reserved]:
-    return [Reserved(copy.key, copy.slot, copy.generation) for copy in copies]
-
-
-def _places(copies: Sequence[ChunkRef]) -> tuple[Any, Any]:
-    slots = np.array([copy.slot for copy in copies], np.int64)
-    return slots, np.array([copy.generation for copy in copies], np.uint64)

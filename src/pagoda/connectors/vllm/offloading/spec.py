@@ -20,10 +20,10 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from pagoda.config.sources import DEFAULT, load
 from pagoda.connectors.vllm.identity.device_facts import machine_facts
 from pagoda.connectors.vllm.identity.engine_namespace import namespace_of
 from pagoda.connectors.vllm.identity.engine_settings import plain
+from pagoda.connectors.vllm.kv_memory import layer_specs
 from pagoda.connectors.vllm.offloading.chunk_finder import Group
 from pagoda.connectors.vllm.offloading.hybrid_connector import PagodaHybridConnector
 from pagoda.connectors.vllm.offloading.messages import WorkerGreeting, greet, greeted
@@ -114,7 +114,7 @@ class PagodaOffloadingSpec(OffloadingSpec):
         connector = self._connector()
         vllm_config, kv_cache_config = connector._vllm_config, connector._kv_cache_config
         check_engine(vllm_config, kv_cache_config, hybrid=True)
-        specs = [_specs(kv_cache_config.kv_cache_groups[group.group_id]) for group in self.config.groups]
+        specs = [layer_specs(kv_cache_config.kv_cache_groups[group.group_id]) for group in self.config.groups]
         stocks = self._stocks(kv_caches, specs)
         greeting = WorkerGreeting(
             namespace=namespace_of(
@@ -177,7 +177,7 @@ class PagodaOffloadingSpec(OffloadingSpec):
 
 def _options(config: OffloadingConfig) -> tuple[ConnectorOptions, int]:
     """Return the options, and the blocks of a chunk: vLLM's own options take precedence over `chunk_tokens`."""
-    extra, blocks = dict(config.extra_config), config.cache.blocks_per_chunk
+    extra, blocks = config.extra_config, config.cache.blocks_per_chunk
     if "store_output" in extra:
         raise ValueError(
             "store_output: offload_prompt_only (true by default) decides what vLLM's OffloadingConnector stores; "
@@ -186,25 +186,10 @@ def _options(config: OffloadingConfig) -> tuple[ConnectorOptions, int]:
     sizes = sorted({group.tokens_per_block for group in config.groups})
     theirs = [name for name in ("block_size", "blocks_per_chunk") if extra.get(name) is not None]
     if theirs or len(sizes) > 1:
-        tokens = sizes[-1] * blocks
-        configured = load()  # in a file or a variable it would be ignored
-        if configured.origins["chunk_tokens"] != DEFAULT:
-            extra.setdefault("chunk_tokens", configured.config.chunk_tokens)
-        if extra.setdefault("chunk_tokens", tokens) != tokens:
-            told = f"{theirs[0]} = {extra[theirs[0]]}" if theirs else f"groups with blocks of {sizes} tokens"
-            raise ValueError(
-                f"chunk_tokens = {extra['chunk_tokens']}, but {told} makes chunks of {tokens} tokens: leave "
-                "chunk_tokens out, or set blocks_per_chunk"
-            )
-        return read_options(extra, sizes[-1]), blocks
+        told = f"{theirs[0]} = {extra[theirs[0]]}" if theirs else f"groups with blocks of {sizes} tokens"
+        return read_options(extra, sizes[-1], (sizes[-1] * blocks, told)), blocks
     options = read_options(extra, sizes[0])
     return options, options.config.chunk_tokens // sizes[0]
-
-
-def _specs(group: Any) -> dict[str, Any]:
-    """Return the spec of each layer of a group, in its order."""
-    inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)
-    return {name: inner[name] if inner else group.kv_cache_spec for name in group.layer_names}
 
 
 def _kinds(layers: dict[str, Any]) -> set[str]:
