@@ -306,6 +306,10 @@ class Pool(Executor):
                 self._threads.append(thread)
         return bool(self._threads)
 
+    def join(self, timeout: float) -> None:
+        """Wait until the submitted calls have ended, at most `timeout` seconds."""
+        wait(list(self._open), timeout)
+
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """End the threads after the last call; with `cancel_futures`, cancel the calls that have not begun."""
         with self._lock:

@@ -12,7 +12,6 @@ Imports transformers, so import this module only when it is needed.
 
 from __future__ import annotations
 
-import threading
 import time
 from concurrent.futures import CancelledError, Future
 from typing import Any
@@ -23,8 +22,7 @@ from transformers.cache_utils import DynamicLayer
 from pagoda.cache import Cache, Hit
 from pagoda.connectors.transformers.dynamic_cache import kv_of_row, room_for
 from pagoda.connectors.transformers.supported_models import ProbedModel
-from pagoda.fork import reset_in_child
-from pagoda.threads import Pool, wait
+from pagoda.threads import Pool
 from pagoda.transfer.gpu.device import Device
 from pagoda.transfer.gpu.layer_events import LayerEvents
 
@@ -161,15 +159,7 @@ class LayerLoads:
     """The threads that load for one CachedModel: a few, started when needed, also after a fork. Thread-safe."""
 
     def __init__(self) -> None:
-        self._closed = False
-        self.reset()
-        reset_in_child(self)
-
-    def reset(self) -> None:
-        """Create the lock, without threads or running loads."""
-        self._lock = threading.Lock()
-        self._pool: Pool | None = None
-        self._running: set[Future[Hit]] = set()
+        self._pool = Pool(_THREADS, "pagoda-load")
 
     def begin(
         self, model: Any, seen: ProbedModel, cache: Cache, tokens: Any, space: dict[str, Any]
@@ -179,18 +169,18 @@ class LayerLoads:
         Returns None if all threads are busy, or after close: then load without this class.
         """
         assert seen.copy_engine is not None
-        with self._lock:
-            if self._closed or len(self._running) >= _THREADS:
-                return None
+        if self._pool.under_way >= _THREADS:
+            return None
         layout = seen.layout
         chunks = len(tokens) // layout.chunk_tokens
         planes = room_for(seen, 1, len(tokens))
         layer_events = LayerEvents(layout.layers, chunks)
         transfer = kv_of_row(planes, 0, 0, len(tokens), seen, layer_events)
-        future = self._submit(cache, tokens, transfer, space)
-        if future is None:
+        try:
+            future = self._pool.submit(cache.retrieve, tokens, transfer, counted=False, **space)
+        except RuntimeError:  # after close, or no thread could be started
             return None
-        future.add_done_callback(lambda done: self._ended(done, layer_events))
+        future.add_done_callback(lambda _: layer_events.end())
         kv: Any = DynamicCache(config=model.config)
         seconds = cache.config.deadline_seconds + chunks * layout.chunk_bytes / _SLOWEST_BYTES_PER_SECOND
         load = LayerLoad(kv, layer_events, seen.copy_engine.device, future, len(tokens), seconds)
@@ -202,30 +192,8 @@ class LayerLoads:
 
     def close(self, timeout: float) -> None:
         """Accept no more loads; wait for running ones, at most `timeout` seconds. Idempotent."""
-        with self._lock:
-            self._closed = True
-            running, pool, self._pool = list(self._running), self._pool, None
-        if pool is not None:
-            pool.shutdown(wait=False, cancel_futures=True)
-        wait(running, timeout)
-
-    def _submit(self, cache: Cache, tokens: Any, transfer: Any, space: dict[str, Any]) -> Future[Hit] | None:
-        with self._lock:
-            if self._closed or len(self._running) >= _THREADS:
-                return None
-            if self._pool is None:
-                self._pool = Pool(_THREADS, "pagoda-load")
-            try:
-                future = self._pool.submit(cache.retrieve, tokens, transfer, counted=False, **space)
-            except RuntimeError:  # no thread could be started
-                return None
-            self._running.add(future)
-        return future
-
-    def _ended(self, future: Future[Hit], layer_events: LayerEvents) -> None:
-        layer_events.end()
-        with self._lock:
-            self._running.discard(future)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.join(timeout)
 
 
 class Resumed:

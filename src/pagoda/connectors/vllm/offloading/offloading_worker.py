@@ -11,7 +11,6 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ from pagoda.connectors.vllm.kv_memory import paged_kv
 from pagoda.connectors.vllm.offloading.messages import SlotsSpec
 from pagoda.connectors.vllm.shared_caches import let_go
 from pagoda.layout import KVLayout
-from pagoda.threads import Event, Pool, wait
+from pagoda.threads import Event, Pool
 from pagoda.transfer.gpu.device_pages import DevicePagesKV
 from pagoda.transfer.pages import PagesKV
 
@@ -109,7 +108,6 @@ class PagodaOffloadingWorker(OffloadingWorker):
         self._jobs: dict[int, _Job] = {}
         self._finished: SimpleQueue[TransferResult] = SimpleQueue()
         self._failed: set[str] = set()
-        self._futures: set[Future[None]] = set()
         self._loads = Pool(_LOAD_THREADS, "pagoda-load")
         self._stores = Pool(1, "pagoda-store")
         self._closed = False
@@ -164,7 +162,9 @@ class PagodaOffloadingWorker(OffloadingWorker):
             return
         self._closed = True
         self._loads.shutdown(wait=False, cancel_futures=True)
-        wait(list(self._futures), _END_SECONDS)
+        until = time.monotonic() + _END_SECONDS
+        for threads in (self._loads, self._stores):
+            threads.join(max(0.0, until - time.monotonic()))
         self._stores.shutdown(wait=False, cancel_futures=True)
         let_go(self._cache)
 
@@ -179,13 +179,10 @@ class PagodaOffloadingWorker(OffloadingWorker):
         with self._lock:
             self._jobs[job.number] = job
         try:
-            future = threads.submit(self._do, job)
+            threads.submit(self._do, job)
         except RuntimeError as trouble:  # closed meanwhile, or no thread could be started
             job.wrong = str(trouble)
             self._end(job, 0)
-            return
-        self._futures.add(future)
-        future.add_done_callback(self._futures.discard)
 
     def _plan(self, job: _Job, blocks: Any) -> None:
         """Find the blocks of each chunk. Raises ValueError if vLLM's blocks are not those of the chunks."""
