@@ -150,12 +150,7 @@ class BlockManager:
     # ---- admission
 
     def admit(
-        self,
-        request_id: str,
-        *,
-        reserve_tokens: int = 0,
-        chunk_tokens: int | None = None,
-        evict: bool = True,
+        self, request_id: str, *, reserve_tokens: int = 0, chunk_tokens: int | None = None, evict: bool = True
     ) -> Admitted | Waiting | NoRoom:
         """Give a waiting request blocks for its tokens and `reserve_tokens` more; its prefix's hits are shared.
 

@@ -19,13 +19,7 @@ _ROUTE_B = 'write "kv_connector": "PagodaHybridConnector" (pagoda vllm --hybrid)
 _HASHES = ("sha256", "sha256_cbor")
 # spec classes by exact name: a subclass is an unknown kind until it has been checked
 _FULL = ("FullAttentionSpec", "MLAAttentionSpec")
-_HYBRID = (
-    *_FULL,
-    "ChunkedLocalAttentionSpec",
-    "MambaSpec",
-    "SlidingWindowMLASpec",
-    "SlidingWindowSpec",
-)
+_HYBRID = (*_FULL, "ChunkedLocalAttentionSpec", "MambaSpec", "SlidingWindowMLASpec", "SlidingWindowSpec")
 
 
 def check_vllm(options: ConnectorOptions) -> None:

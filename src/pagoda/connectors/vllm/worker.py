@@ -89,9 +89,7 @@ class PagodaWorker:
         """Open the cache for this memory. Raises StoreError, which says what to do, if a tier cannot be opened."""
         blocks = self._options.config.chunk_tokens // seen.block_tokens
         layout = KVLayout.opaque(
-            self._options.config.chunk_tokens,
-            seen.parts * blocks * sum(seen.page_bytes),
-            seen.description,
+            self._options.config.chunk_tokens, seen.parts * blocks * sum(seen.page_bytes), seen.description
         )
         self._pages = paged_kv(
             seen.planes, layout, block_tokens=seen.block_tokens, part=seen.part, parts=seen.parts
