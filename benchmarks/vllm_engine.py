@@ -248,7 +248,7 @@ def settle(room: Room) -> None:
     if not has_kv_transfer_group():
         return
     worker = get_kv_transfer_group()._worker
-    while worker._saving:
+    while worker._save_threads.under_way:
         time.sleep(0.0005)
     if not worker._cache.flush(60.0):
         raise RuntimeError("the lower tiers were not written in a minute")

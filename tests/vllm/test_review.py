@@ -102,7 +102,7 @@ class Halves:
         """Do what a worker does in a step without faults, until its chunks are visible or given up."""
         self.worker.begin(meta)
         self.worker.save(meta)
-        wait_until(lambda: not self.worker._saving)
+        wait_until(lambda: not self.worker._save_threads.under_way)
 
     def stored(self, tokens: list[int], name: str, table: list[int], **more: Any) -> None:
         request = self.request(tokens, name, **more)
@@ -159,7 +159,7 @@ def test_a_step_that_breaks_off_stores_nothing(halves: Halves, monkeypatch: pyte
         raise LookupError
     except LookupError:  # an engine may well be used where somebody handles something else
         step(halves.step(table, first=2 * CHUNK), None)
-    wait_until(lambda: not halves.worker._saving)
+    wait_until(lambda: not halves.worker._save_threads.under_way)
     assert halves.asked(halves.request(tokens(3), "next")) == 2 * CHUNK
     for number, trouble in enumerate((SystemExit(), KeyboardInterrupt(), RuntimeError("no memory"), None), 1):
         prompt = tokens(2, seed=number)  # the last goes well, but may have read what the others left
@@ -169,7 +169,7 @@ def test_a_step_that_breaks_off_stores_nothing(halves: Halves, monkeypatch: pyte
         assert len(meta.saves[0].copies) == 2
         with nullcontext() if trouble is None else pytest.raises(type(trouble)):
             step(meta, trouble)
-        wait_until(lambda: not halves.worker._saving)
+        wait_until(lambda: not halves.worker._save_threads.under_way)
         halves.scheduler.finished(request)
         assert halves.asked(halves.request([*prompt, 1], f"again{number}")) == 0
 
@@ -539,7 +539,7 @@ def test_each_rank_has_its_own_pages_in_a_chunk(shm_root: Path) -> None:
         fill(its, there, 10 * number)
         worker.begin(meta)
         worker.save(meta)
-        wait_until(lambda worker=worker: not worker._saving)
+        wait_until(lambda worker=worker: not worker._save_threads.under_way)
     second = halves.request([*tokens(2), 1], "second")
     assert halves.asked(second) == 2 * CHUNK
     halves.scheduler.allocated(second, SimpleNamespace(get_block_ids=lambda: (here,)), 2 * CHUNK)

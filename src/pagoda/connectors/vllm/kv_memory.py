@@ -91,13 +91,19 @@ def inspect_kv_caches(
 
 
 def paged_kv(
-    planes: Sequence[torch.Tensor], layout: KVLayout, *, block_tokens: int, part: int, parts: int
+    planes: Sequence[torch.Tensor],
+    layout: KVLayout,
+    *,
+    block_tokens: int,
+    part: int,
+    parts: int,
+    on_cpu: bool,
 ) -> PagesKV | DevicePagesKV:
     """Return the transfer of these pages, without blocks; `with_table` makes one of a request's blocks.
 
     The planes are checked here once, and not for each request.
     """
-    kind = PagesKV if planes[0].device.type == "cpu" else DevicePagesKV
+    kind = PagesKV if on_cpu else DevicePagesKV
     return kind(planes, layout, block_tokens=block_tokens, block_table=[], part=part, parts=parts)
 
 

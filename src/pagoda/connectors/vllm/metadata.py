@@ -63,9 +63,12 @@ class Later(NamedTuple):
 class PagodaWorkerMetadata(KVConnectorWorkerMetadata):
     """Failed loads and saves, each reported once."""
 
-    failed: set[str]  # requests whose load failed: they get no more hits
-    unsaved: set[Reserved]  # slots that a rank could not adopt: the scheduler aborts them
-    later: dict[str, Later]  # requests with more to save than there was memory for: to be tried again
+    failed: set[str] = field(default_factory=set)  # requests whose load failed: they get no more hits
+    unsaved: set[Reserved] = field(
+        default_factory=set
+    )  # slots that a rank could not adopt: the scheduler aborts them
+    # requests with more to save than there was memory for: to be tried again
+    later: dict[str, Later] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> PagodaWorkerMetadata:
         """Join the messages of two ranks; changes neither."""

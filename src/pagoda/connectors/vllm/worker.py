@@ -26,7 +26,6 @@ from pagoda.connectors.vllm.options import ConnectorOptions
 from pagoda.connectors.vllm.shared_caches import let_go, opened
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
-from pagoda.ledger import Reserved
 from pagoda.metrics import RateLimitedLog, Reason
 from pagoda.threads import Answer, Pool, wait
 from pagoda.transfer.base import Bytes
@@ -62,12 +61,9 @@ class PagodaWorker:
         self._cache: Cache | None = None
         self._loading: dict[str, _Loading] = {}
         self._bad_blocks: set[int] = set()
-        self._failed: set[str] = set()
-        self._unsaved: set[Reserved] = set()
-        self._later: dict[str, Later] = {}
+        self._report = PagodaWorkerMetadata()  # to the scheduler's half, since the last step
         # snapshots that wait to be copied into slots; None: pages are copied at once
         self._staging: SnapshotBuffer | None = None
-        self._saving: set[Future[None]] = set()
         self._load_threads = Pool(_LOAD_THREADS, "pagoda-load")
         self._save_threads = Pool(_SAVE_THREADS, "pagoda-save")
         self._began = 0.0
@@ -92,7 +88,12 @@ class PagodaWorker:
             self._options.config.chunk_tokens, seen.parts * blocks * sum(seen.page_bytes), seen.description
         )
         self._pages = paged_kv(
-            seen.planes, layout, block_tokens=seen.block_tokens, part=seen.part, parts=seen.parts
+            seen.planes,
+            layout,
+            block_tokens=seen.block_tokens,
+            part=seen.part,
+            parts=seen.parts,
+            on_cpu=seen.on_cpu,
         )
         self._cache = opened(self._options.config, namespace, layout)
         if self._pages.device_index is not None:
@@ -157,7 +158,7 @@ class PagodaWorker:
                 continue  # another rank has the same bytes and writes them
             copies = list(save.copies)
             if not self._sound:
-                self._unsaved.update(
+                self._report.unsaved.update(
                     [copy.reserved for copy in copies]
                 )  # the scheduler still owns them, not this rank
                 self._not_saved(copies, "a step of the engine was interrupted", Reason.FAILED_CHECK)
@@ -178,7 +179,7 @@ class PagodaWorker:
         """Return the chunks whose slots still wait for this rank's part."""
         reserved = [copy.reserved for copy in copies]
         standing = self._slots.adopt(reserved, self._seen.part)
-        self._unsaved.update(one for one, stands in zip(reserved, standing, strict=True) if not stands)
+        self._report.unsaved.update(one for one, stands in zip(reserved, standing, strict=True) if not stands)
         return [copy for copy, stands in zip(copies, standing, strict=True) if stands]
 
     def _with_room(self, save: Save, copies: list[ChunkRef]) -> list[ChunkRef]:
@@ -186,7 +187,7 @@ class PagodaWorker:
         fit = 1 if self._staging is None else self._staging.free
         if rest := copies[fit:]:
             self._give_up(rest)
-            self._later[save.request] = Later(rest[0].position, len(rest))
+            self._report.later[save.request] = Later(rest[0].position, len(rest))
         return copies[:fit]
 
     def _copy(self, save: Save, copies: list[ChunkRef]) -> None:
@@ -200,14 +201,12 @@ class PagodaWorker:
                 kv.to_slots(starts, views)
             else:
                 snapshot = kv.snapshot(starts, self._staging)
-            future = self._save_threads.submit(self._commit, save.root, copies, snapshot, views)
+            self._save_threads.submit(self._commit, save.root, copies, snapshot, views)
         except Exception as trouble:  # noqa: BLE001  # a boundary: what is not saved is computed again
             if snapshot is not None:
                 snapshot.release()
             self._not_saved(copies, f"{type(trouble).__name__}: {trouble}", Reason.IO_ERROR)
             return
-        self._saving.add(future)
-        future.add_done_callback(self._saving.discard)
         self._stats.count("saved_bytes", len(copies) * self._layout.chunk_bytes // self._seen.parts)
         if self._seen.part == 0:
             self._stats.count("saved_chunks", len(copies))
@@ -224,6 +223,7 @@ class PagodaWorker:
         self, root: bytes, copies: list[ChunkRef], snapshot: DeviceSnapshot | None, views: list[Bytes]
     ) -> None:
         """Copy a snapshot, if there is one, into the slots, and commit them. Runs on a thread."""
+        slots = self._slots
         try:
             if snapshot is not None:
                 try:
@@ -233,7 +233,7 @@ class PagodaWorker:
         except Exception as trouble:  # noqa: BLE001  # a boundary: the thread continues
             self._not_saved(copies, f"{type(trouble).__name__}: {trouble}", Reason.IO_ERROR)
             return
-        self._slots.commit({root: copies}, self._seen.part)
+        slots.commit({root: copies}, self._seen.part)
 
     # ---- what is reported after a step
 
@@ -269,7 +269,7 @@ class PagodaWorker:
         self._stats.count("load_seconds", time.perf_counter() - loading.began)
         if bad:
             self._bad_blocks.update(bad)
-            self._failed.add(load.request)
+            self._report.failed.add(load.request)
             self._lines.warn(
                 log, reason, f"{len(bad)} of {len(wanted)} blocks of a load were not loaded: {why}"
             )
@@ -283,11 +283,8 @@ class PagodaWorker:
 
     def take_meta(self) -> PagodaWorkerMetadata | None:
         """Return the failed loads and saves since the last call; None if there are none."""
-        if not self._failed and not self._unsaved and not self._later:
-            return None
-        taken = PagodaWorkerMetadata(self._failed, self._unsaved, self._later)
-        self._failed, self._unsaved, self._later = set(), set(), {}
-        return taken
+        taken, self._report = self._report, PagodaWorkerMetadata()
+        return taken if taken != self._report else None
 
     def take_stats(self) -> PagodaStats | None:
         """Return what was counted since the last call."""
@@ -296,9 +293,9 @@ class PagodaWorker:
     def shutdown(self) -> None:
         """End the running copies, then release the cache; ends in bounded time. Idempotent."""
         self._load_threads.shutdown(wait=False, cancel_futures=True)
-        running: list[Future[Any]] = [loading.future for loading in self._loading.values()]
-        running += list(self._saving)
-        wait(running, _END_SECONDS)
+        until = time.monotonic() + _END_SECONDS
+        for threads in (self._load_threads, self._save_threads):
+            threads.join(max(0.0, until - time.monotonic()))
         self._save_threads.shutdown(wait=False, cancel_futures=True)
         cache, self._cache = self._cache, None
         if cache is not None:

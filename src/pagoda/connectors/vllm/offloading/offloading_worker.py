@@ -97,9 +97,10 @@ class PagodaOffloadingWorker(OffloadingWorker):
         needed = max(layout.chunk_bytes for layout in layouts)
         if needed > cache.layout.chunk_bytes:
             raise ValueError(f"a chunk needs {needed} bytes, the layout has {cache.layout.chunk_bytes}")
+        on_cpu = stocks[0].planes[0].device.type == "cpu"
         self._kvs = [
-            paged_kv(stock.planes, layout, block_tokens=stock.block_tokens, part=part, parts=parts)
-            for stock, layout in zip(stocks, layouts, strict=True)
+            paged_kv(one.planes, layout, block_tokens=one.block_tokens, part=part, parts=parts, on_cpu=on_cpu)
+            for one, layout in zip(stocks, layouts, strict=True)
         ]
         for kv in self._kvs:
             if kv.device_index is not None:
