@@ -93,11 +93,11 @@ def inspect_kv_caches(
 def paged_kv(
     planes: Sequence[torch.Tensor],
     layout: KVLayout,
-    *,
     block_tokens: int,
+    on_cpu: bool,
+    *,
     part: int,
     parts: int,
-    on_cpu: bool,
 ) -> PagesKV | DevicePagesKV:
     """Return the transfer of these pages, without blocks; `with_table` makes one of a request's blocks.
 

@@ -88,12 +88,7 @@ class PagodaWorker:
             self._options.config.chunk_tokens, seen.parts * blocks * sum(seen.page_bytes), seen.description
         )
         self._pages = paged_kv(
-            seen.planes,
-            layout,
-            block_tokens=seen.block_tokens,
-            part=seen.part,
-            parts=seen.parts,
-            on_cpu=seen.on_cpu,
+            seen.planes, layout, seen.block_tokens, seen.on_cpu, part=seen.part, parts=seen.parts
         )
         self._cache = opened(self._options.config, namespace, layout)
         if self._pages.device_index is not None:

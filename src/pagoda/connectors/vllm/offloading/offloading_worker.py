@@ -99,7 +99,7 @@ class PagodaOffloadingWorker(OffloadingWorker):
             raise ValueError(f"a chunk needs {needed} bytes, the layout has {cache.layout.chunk_bytes}")
         on_cpu = stocks[0].planes[0].device.type == "cpu"
         self._kvs = [
-            paged_kv(one.planes, layout, block_tokens=one.block_tokens, part=part, parts=parts, on_cpu=on_cpu)
+            paged_kv(one.planes, layout, one.block_tokens, on_cpu, part=part, parts=parts)
             for one, layout in zip(stocks, layouts, strict=True)
         ]
         for kv in self._kvs:
