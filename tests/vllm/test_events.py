@@ -206,7 +206,7 @@ def test_a_chunk_stored_anew_elsewhere_does_not_end_with_its_old_slot(cache: Cac
     cache.clear()
     (event,) = engine.take(5.0)
     assert event.block_hashes == chunk(request, 0)
-    assert not engine.events._hashes and not engine.events._holder and not engine.events._told.any()
+    assert not engine.events._hashes and not engine.events._holder and not engine.events._reported.any()
 
 
 def test_what_was_there_before_this_engine_is_told_when_it_comes_across(cache: Cache) -> None:

@@ -61,7 +61,7 @@ class Halves:
         self.worker = PagodaWorker(self.options, None, None)
         text = "tests of the connector"
         self.seen = KVMemory([self.memory], BLOCK, BLOCKS, (PAGE,), text, parts, 0, True, on_cpu)
-        self.worker.saw(self.seen, NAMESPACE)
+        self.worker.open_cache(self.seen, NAMESPACE)
         self.scheduler.opened([self.worker.handshake])
 
     @property
@@ -213,7 +213,9 @@ def test_a_load_that_cannot_begin_is_told_as_failed(halves: Halves) -> None:
     assert halves.worker.finished_loads(False) == {"second"}
     assert halves.worker.take_bad_blocks() == set(far)
     meta = halves.worker.take_meta()
-    halves.scheduler.told(KVConnectorOutput(finished_recving={"second"}, kv_connector_worker_meta=meta))
+    halves.scheduler.take_output(
+        KVConnectorOutput(finished_recving={"second"}, kv_connector_worker_meta=meta)
+    )
     assert halves.asked(request) == 0  # it computes for itself
 
 
@@ -253,7 +255,7 @@ def test_who_waits_for_anothers_load_asks_anew_when_it_fails(halves: Halves) -> 
     wait_until(lambda: bool(halves.worker.finished_loads(True)))
     meta = halves.worker.take_meta()
     assert meta is not None and meta.failed == {"first"}
-    halves.scheduler.told(KVConnectorOutput(finished_recving={"first"}, kv_connector_worker_meta=meta))
+    halves.scheduler.take_output(KVConnectorOutput(finished_recving={"first"}, kv_connector_worker_meta=meta))
     assert halves.asked(second) == 0
 
 
@@ -340,7 +342,7 @@ def test_what_has_no_room_on_the_device_is_saved_in_a_later_step(on_device: Halv
         meta = halves.step(table, long=5 * CHUNK)
         assert sum(len(save.copies) for save in meta.saves) == chunks
         halves.saved(meta)
-        halves.scheduler.told(KVConnectorOutput(kv_connector_worker_meta=halves.worker.take_meta()))
+        halves.scheduler.take_output(KVConnectorOutput(kv_connector_worker_meta=halves.worker.take_meta()))
     assert halves.asked(halves.request([*tokens(5), 1], "next")) == 5 * CHUNK
     stats = halves.worker.take_stats()
     assert stats is not None and stats.data["saved_chunks"] == 5 and "refused_chunks" not in stats.data
@@ -357,7 +359,9 @@ def test_what_had_no_room_when_its_request_ended_is_counted(on_device: Halves, t
     request.num_computed_tokens = 5 * CHUNK
     request.append_output_token_ids(7)
     calls = [
-        lambda: halves.scheduler.told(KVConnectorOutput(kv_connector_worker_meta=halves.worker.take_meta())),
+        lambda: halves.scheduler.take_output(
+            KVConnectorOutput(kv_connector_worker_meta=halves.worker.take_meta())
+        ),
         lambda: halves.scheduler.finished(request),
     ]
     for call in calls if told_first else reversed(calls):
@@ -529,7 +533,7 @@ def test_each_rank_has_its_own_pages_in_a_chunk(shm_root: Path) -> None:
     halves = Halves(shm_root, parts=2)
     memory = torch.zeros_like(halves.memory)
     other = PagodaWorker(halves.options, None, None)
-    other.saw(halves.seen._replace(planes=[memory], part=1), NAMESPACE)
+    other.open_cache(halves.seen._replace(planes=[memory], part=1), NAMESPACE)
     both = {halves.worker: halves.memory, other: memory}
     there, here = list(range(8)), list(range(100, 108))
     first = halves.request(tokens(2), "first")

@@ -20,6 +20,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from pagoda.cache import Cache, Hit
+from pagoda.clock import Deadline
 from pagoda.connectors.transformers.dynamic_cache import kv_of_row, room_for
 from pagoda.connectors.transformers.supported_models import ProbedModel
 from pagoda.threads import Pool
@@ -59,13 +60,13 @@ class LayerLoad:
         self._future = future
         self._tokens = tokens
         self._began = time.monotonic()
-        self._until = self._began + seconds
+        self._deadline = Deadline(seconds)
         self._absent = set(range(len(kv.layers)))  # layers not yet used
         self._hit: Hit | None = None
 
     def wait_for(self, layer: int) -> None:
         """Block until a layer may be used by this thread's current stream. Raises LoadShort if it does not arrive."""
-        if not self._layer_events.wait_layer(layer, self._device, self._remaining()):
+        if not self._layer_events.wait_layer(layer, self._device, self._deadline.remaining()):
             self.hung, self.seconds = not self._layer_events.ended, time.monotonic() - self._began
             raise LoadShort
 
@@ -95,7 +96,7 @@ class LayerLoad:
 
     def _outcome(self) -> Hit | None:
         try:
-            return self._future.result(self._remaining())
+            return self._future.result(self._deadline.remaining())
         except CancelledError:
             return None
         except TimeoutError:
@@ -103,9 +104,6 @@ class LayerLoad:
             return None
         except Exception:  # noqa: BLE001  # wrong use: the second, plain load raises it to the caller
             return None
-
-    def _remaining(self) -> float:
-        return max(0.0, self._until - time.monotonic())
 
 
 class ArrivingLayer(DynamicLayer):  # type: ignore[no-untyped-call]

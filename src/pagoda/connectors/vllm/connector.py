@@ -127,7 +127,7 @@ class PagodaConnector(KVConnectorBase_V1):
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take the workers' messages."""
-        self._scheduling.told(connector_output)
+        self._scheduling.take_output(connector_output)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request; its blocks may be freed at once."""

@@ -46,7 +46,7 @@ class StoredEvents:
         self._clock = clock or Clock()
         self._swept = self._clock.monotonic_ns()
         self._generation = np.zeros(slots.count, np.uint64)
-        self._told = np.zeros(slots.count, np.bool_)
+        self._reported = np.zeros(slots.count, np.bool_)
         self._hashes: dict[int, bytes] = {}  # of each reported slot: the hashes of its blocks, concatenated
         self._holder: dict[bytes, int] = {}  # the last of these hashes -> a slot; two may hold the same
         self._pending: dict[int, BlockStored] = {}  # by slot: reserved, and not known to be committed
@@ -109,25 +109,25 @@ class StoredEvents:
     def _newly_stored(self) -> list[KVCacheEvent]:
         slots = np.fromiter(self._pending, np.int64, len(self._pending))
         ready = self._slots.ready(slots, self._generation[slots])
-        told: list[KVCacheEvent] = []
+        events: list[KVCacheEvent] = []
         for slot in slots[ready].tolist():
             event = self._pending.pop(slot)
             hashes: list[bytes] = event.block_hashes
-            self._hashes[slot], self._told[slot] = b"".join(hashes), True
+            self._hashes[slot], self._reported[slot] = b"".join(hashes), True
             before = self._holder.get(hashes[-1])
             self._holder[hashes[-1]] = slot
             if before is not None:  # stored again before its removal was seen, and already reported
                 del self._hashes[before]
-                self._told[before] = False
+                self._reported[before] = False
                 continue
             event.block_hashes = [maybe_convert_block_hash(BlockHash(each)) for each in hashes]
-            told.append(event)
-        return told
+            events.append(event)
+        return events
 
     def _sweep(self) -> None:
         for slot in self._ended(np.fromiter(self._pending, np.int64, len(self._pending))):
             del self._pending[slot]
-        for slot in self._ended(np.flatnonzero(self._told)):
+        for slot in self._ended(np.flatnonzero(self._reported)):
             self._gone(slot)
 
     def _ended(self, slots: npt.NDArray[np.int64]) -> list[int]:
@@ -135,7 +135,7 @@ class StoredEvents:
         return ended
 
     def _gone(self, slot: int) -> None:
-        joined, self._told[slot] = self._hashes.pop(slot), False
+        joined, self._reported[slot] = self._hashes.pop(slot), False
         size = len(joined) // self._blocks
         hashes = [joined[at : at + size] for at in range(0, len(joined), size)]
         del self._holder[hashes[-1]]

@@ -72,10 +72,10 @@ def read_options(
     loaded = load(**given)
     config, origin = loaded.config, loaded.origins["chunk_tokens"]
     if chunk is not None:
-        tokens, told = chunk
+        tokens, decided_by = chunk
         if origin != DEFAULT and config.chunk_tokens != tokens:
             raise ConfigError(
-                f"chunk_tokens = {config.chunk_tokens}, but {told} makes chunks of {tokens} tokens: leave "
+                f"chunk_tokens = {config.chunk_tokens}, but {decided_by} makes chunks of {tokens} tokens: leave "
                 "chunk_tokens out, or set blocks_per_chunk"
             )
         config = replace(config, chunk_tokens=tokens)

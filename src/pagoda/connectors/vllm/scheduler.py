@@ -186,7 +186,7 @@ class PagodaScheduler:
         for tier, number in by_tier.items():
             self._stats.count(f"hit_tokens_{tier}", number)
 
-    def told(self, output: Any) -> None:
+    def take_output(self, output: Any) -> None:
         """Note the workers' messages: which loads ended, which of them failed, which slots will not be filled."""
         meta = output.kv_connector_worker_meta
         if isinstance(meta, PagodaWorkerMetadata):

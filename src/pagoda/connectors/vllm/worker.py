@@ -18,6 +18,7 @@ from pagoda.cache import Cache, Hit
 from pagoda.cache.host_slots import HostSlots
 from pagoda.cache.request import CallOptions
 from pagoda.cache.writeback import ChunkRef
+from pagoda.clock import Deadline
 from pagoda.connectors.vllm.connector_stats import PagodaStats
 from pagoda.connectors.vllm.identity.engine_namespace import namespace_of
 from pagoda.connectors.vllm.kv_memory import KVMemory, inspect_kv_caches, paged_kv
@@ -70,7 +71,7 @@ class PagodaWorker:
         self._handled: BaseException | None = None
         self._step: int | None = None  # the last that began
         self._ended = True  # whether `save` was called for it
-        self._sound = True  # False once a step was interrupted
+        self._healthy = True  # False once a step was interrupted
         self._stats = PagodaStats()
         self._lines = RateLimitedLog()
 
@@ -79,9 +80,9 @@ class PagodaWorker:
         vllm_config, kv_cache_config = self._configs
         seen = inspect_kv_caches(kv_caches, vllm_config, kv_cache_config)
         kv_dtype = str(vllm_config.cache_config.cache_dtype)
-        self.saw(seen, namespace_of(vllm_config, kv_dtype, seen.parts, self._options))
+        self.open_cache(seen, namespace_of(vllm_config, kv_dtype, seen.parts, self._options))
 
-    def saw(self, seen: KVMemory, namespace: Namespace) -> None:
+    def open_cache(self, seen: KVMemory, namespace: Namespace) -> None:
         """Open the cache for this memory. Raises StoreError, which says what to do, if a tier cannot be opened."""
         blocks = self._options.config.chunk_tokens // seen.block_tokens
         layout = KVLayout.opaque(
@@ -107,7 +108,7 @@ class PagodaWorker:
         interrupt in a notebook), leaves pages in the engine that were not computed.
         """
         if not self._ended or self._step not in (None, meta.number - 1):
-            self._broken_off()
+            self._step_interrupted()
         self._step, self._ended = meta.number, False
         self._began = time.perf_counter()
         self._handled = sys.exc_info()[1]
@@ -143,7 +144,7 @@ class PagodaWorker:
         (handled, self._handled), trouble = (self._handled, None), sys.exc_info()[1]
         self._ended = True
         if trouble is not None and trouble is not handled:
-            self._broken_off()
+            self._step_interrupted()
         # in one process both halves have one cache, which compares loading with computing
         here = meta.scheduler_pid == os.getpid()
         if here and self._seen.on_cpu and meta.computed_tokens >= self._layout.chunk_tokens:
@@ -152,7 +153,7 @@ class PagodaWorker:
             if not self._seen.writes:
                 continue  # another rank has the same bytes and writes them
             copies = list(save.copies)
-            if not self._sound:
+            if not self._healthy:
                 self._report.unsaved.update(
                     [copy.reserved for copy in copies]
                 )  # the scheduler still owns them, not this rank
@@ -165,17 +166,17 @@ class PagodaWorker:
             if copies:
                 self._copy(save, copies)
 
-    def _broken_off(self) -> None:
-        if self._sound:
+    def _step_interrupted(self) -> None:
+        if self._healthy:
             log.error("a step of the engine was interrupted: the engine stores nothing until it is restarted")
-        self._sound = False
+        self._healthy = False
 
     def _adopted(self, copies: Sequence[ChunkRef]) -> list[ChunkRef]:
         """Return the chunks whose slots still wait for this rank's part."""
         reserved = [copy.reserved for copy in copies]
-        standing = self._slots.adopt(reserved, self._seen.part)
-        self._report.unsaved.update(one for one, stands in zip(reserved, standing, strict=True) if not stands)
-        return [copy for copy, stands in zip(copies, standing, strict=True) if stands]
+        adopted = self._slots.adopt(reserved, self._seen.part)
+        self._report.unsaved.update(one for one, ok in zip(reserved, adopted, strict=True) if not ok)
+        return [copy for copy, ok in zip(copies, adopted, strict=True) if ok]
 
     def _with_room(self, save: Save, copies: list[ChunkRef]) -> list[ChunkRef]:
         """Return the leading chunks for which there is device memory; the others are tried again in a later step."""
@@ -249,17 +250,17 @@ class PagodaWorker:
 
     def _load_ended(self, loading: _Loading) -> None:
         load, chunk = loading.load, self._layout.chunk_tokens
-        came = 0
+        loaded = 0
         if (trouble := loading.future.exception()) is None:
             hit = loading.future.result()
-            came, why, reason = hit.stop_tokens, hit.detail, hit.reason or Reason.ABSENT
+            loaded, why, reason = hit.stop_tokens, hit.detail, hit.reason or Reason.ABSENT
         else:
             why, reason = f"{type(trouble).__name__}: {trouble}", Reason.IO_ERROR
         wanted = [block for block in load.blocks if block >= 0]
-        bad = [block for block in load.blocks[came // self._seen.block_tokens :] if block >= 0]
+        bad = [block for block in load.blocks[loaded // self._seen.block_tokens :] if block >= 0]
         tokens = (len(wanted) - len(bad)) * self._seen.block_tokens
         self._stats.count("loaded_tokens", tokens)
-        chunks = max(0, came // chunk - load.first)
+        chunks = max(0, loaded // chunk - load.first)
         self._stats.count("loaded_bytes", chunks * self._layout.chunk_bytes // self._seen.parts)
         self._stats.count("load_seconds", time.perf_counter() - loading.began)
         if bad:
@@ -288,9 +289,9 @@ class PagodaWorker:
     def shutdown(self) -> None:
         """End the running copies, then release the cache; ends in bounded time. Idempotent."""
         self._load_threads.shutdown(wait=False, cancel_futures=True)
-        until = time.monotonic() + _END_SECONDS
+        deadline = Deadline(_END_SECONDS)
         for threads in (self._load_threads, self._save_threads):
-            threads.join(max(0.0, until - time.monotonic()))
+            threads.join(deadline.remaining())
         self._save_threads.shutdown(wait=False, cancel_futures=True)
         cache, self._cache = self._cache, None
         if cache is not None:

@@ -165,7 +165,7 @@ class ChunkFinder:
         """Change to a new namespace that no other engine ever uses, because the weights no longer have a name."""
         self._salt = salt_of(self._cache.namespace.salt, None, secrets.token_hex(16))
 
-    def tell(self, news: list[FoundChunk]) -> None:
+    def report(self, news: list[FoundChunk]) -> None:
         """Pass news to the scheduler's thread."""
         self.moved = time.monotonic()
         self.news.put(news)
@@ -179,9 +179,9 @@ class ChunkFinder:
         windows = [asked for group, asked in groups.items() if self._groups[group].window is not None]
         news, coming, end = self._answer_runs(runs) if runs else ([], [], None)
         for asked in windows:
-            told, more = self._answer_window(asked, end)
-            news, coming = news + told, coming + more
-        self.tell(news + all_found(coming, ChunkState.COMING))
+            more_news, more = self._answer_window(asked, end)
+            news, coming = news + more_news, coming + more
+        self.report(news + all_found(coming, ChunkState.COMING))
         return coming
 
     def _answer_runs(
@@ -202,18 +202,18 @@ class ChunkFinder:
                         end, reason = self._start(run[have]), why or Reason.ABSENT
                     break
         begin = min(self._start(asked[0]) for asked in runs)
-        everyone = sorted((one for asked in runs for one in asked), key=self._stop)
-        hits = [one for one in everyone if self._stop(one) <= end and (one in places or one in below)]
+        all_asked = sorted((one for asked in runs for one in asked), key=self._stop)
+        hits = [one for one in all_asked if self._stop(one) <= end and (one in places or one in below)]
         if len(hits) > (room := self.holds.room(self._run_most)):
             end, reason = self._start(hits[room]), Reason.FULL
         if end - begin < self._cache.config.min_hit_tokens:
             end, reason = begin, Reason.BELOW_MINIMUM
         hits = [one for one in hits if self._stop(one) <= end]
         here, coming = [one for one in hits if one in places], [one for one in hits if one not in places]
-        told = self.holds.hold(here, [places[one] for one in here], self._run_most)
-        told += all_found([one for one in everyone if one not in hits], ChunkState.MISSED)
+        news = self.holds.hold(here, [places[one] for one in here], self._run_most)
+        news += all_found([one for one in all_asked if one not in hits], ChunkState.MISSED)
         self._count(runs[0], here, coming, reason)
-        return told, coming, end
+        return news, coming, end
 
     def _answer_window(
         self, asked: list[AskedChunk], end: int | None
@@ -237,7 +237,7 @@ class ChunkFinder:
 
     def _presence(self, asked: Sequence[AskedChunk]) -> list[FoundChunk]:
         """Return which chunks some tier has, also after gaps; from the last one back, as far as there is time."""
-        told: list[FoundChunk] = []
+        news: list[FoundChunk] = []
         finds = 0
         for run in reversed(list(_consecutive(asked))):
             for piece in (run[max(0, at - _PIECE) : at] for at in range(len(run), 0, -_PIECE)):
@@ -248,10 +248,10 @@ class ChunkFinder:
                         found, _ = self._match(rest, touch=False)
                         have = len(found) + self._below(rest[len(found) :])
                     finds += 1
-                    told += all_found(rest[:have], ChunkState.FOUND)
-                    told += all_found(rest[have : have + 1], ChunkState.MISSED)
+                    news += all_found(rest[:have], ChunkState.FOUND)
+                    news += all_found(rest[have : have + 1], ChunkState.MISSED)
                     at += have + 1
-        return told
+        return news
 
     # ---- chunks to be loaded from lower tiers
 
@@ -263,17 +263,17 @@ class ChunkFinder:
         for run in _consecutive(asked):
             for piece in (run[at : at + self._piece] for at in range(0, len(run), self._piece)):
                 wanted = [one for one in piece if one.state is not ChunkState.GONE]
-                told = all_found(wanted, ChunkState.MISSED) if broken else self._bring(wanted, chained, most)
-                broken = chained and any(found.state is ChunkState.MISSED for found in told)
-                self.tell(told)
+                news = all_found(wanted, ChunkState.MISSED) if broken else self._bring(wanted, chained, most)
+                broken = chained and any(found.state is ChunkState.MISSED for found in news)
+                self.report(news)
 
     def _bring(self, piece: Sequence[AskedChunk], chained: bool, most: int) -> list[FoundChunk]:
-        told: list[FoundChunk] = []
+        news: list[FoundChunk] = []
         for run in _consecutive(piece):
             at, fetched = 0, -1
             while at < len(run):
                 found, _ = self._match(run[at:])
-                told += self.holds.hold(run[at : at + len(found)], found, most)
+                news += self.holds.hold(run[at : at + len(found)], found, most)
                 at += len(found)
                 if at == len(run):
                     break
@@ -282,9 +282,9 @@ class ChunkFinder:
                     self._fetch(run[at:])
                     continue
                 missed = run[at:] if chained else run[at : at + 1]
-                told += all_found(missed, ChunkState.MISSED)
+                news += all_found(missed, ChunkState.MISSED)
                 at += len(missed)
-        return told
+        return news
 
     def _fetch(self, run: Sequence[AskedChunk]) -> None:
         hit = self._cache.prefetch(None, keys=self._placed(run), salt=self._salt).result()

@@ -94,8 +94,8 @@ class LookupTable:
         self._verified = True
         held = [asked for asked in self._known.values() if asked.state is ChunkState.HELD]
         if held:
-            standing = self._finder.holds.valid([asked.place for asked in held])
-            self._drop([asked for asked, stands in zip(held, standing, strict=True) if not stands])
+            valid = self._finder.holds.valid([asked.place for asked in held])
+            self._drop([asked for asked, ok in zip(held, valid, strict=True) if not ok])
 
     def _again(self, asked: AskedChunk, request: str, lower: bool, now: float) -> bool:
         """Whether to look again for a chunk that was missed."""
@@ -136,21 +136,21 @@ class LookupTable:
             trouble = None if future.cancelled() else future.exception()
             if trouble is not None:
                 log.warning("a look-up failed: %s: %s", type(trouble).__name__, trouble)
-                self._finder.tell(all_found(asked, ChunkState.MISSED))
+                self._finder.report(all_found(asked, ChunkState.MISSED))
 
         try:
             threads.submit(work, asked).add_done_callback(ended)
         except RuntimeError:  # closed meanwhile, or no thread could be started
-            self._finder.tell(all_found(asked, ChunkState.MISSED))
+            self._finder.report(all_found(asked, ChunkState.MISSED))
 
     # ---- answers
 
     def _drain(self) -> None:
         news = self._finder.news
         while not news.empty():
-            self._release([found.place for found in news.get() if not self._heard(found)])
+            self._release([found.place for found in news.get() if not self._apply(found)])
 
-    def _heard(self, found: FoundChunk) -> bool:
+    def _apply(self, found: FoundChunk) -> bool:
         """Note one chunk's news; False if it is now held for no request."""
         asked, now = found.asked, time.monotonic()
         if asked.state not in (ChunkState.ASKED, ChunkState.COMING):

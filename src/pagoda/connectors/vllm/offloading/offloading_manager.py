@@ -25,6 +25,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from pagoda.cache import Cache
 from pagoda.cache.writeback import ChunkRef, columns_of
+from pagoda.clock import Deadline
 from pagoda.connectors.vllm.offloading.chunk_finder import ChunkState, Group
 from pagoda.connectors.vllm.offloading.lookup_table import LookupTable
 from pagoda.connectors.vllm.offloading.messages import Placed, SlotsSpec
@@ -85,7 +86,7 @@ class PagodaOffloadingManager(OffloadingManager):
         self._stored: SimpleQueue[list[tuple[bytes, Reserved]]] = SimpleQueue()
         self._events = events
         self._new: list[tuple[bytes, Reserved]] = []
-        self._told: dict[bytes, Reserved] = {}  # reported as stored
+        self._reported: dict[bytes, Reserved] = {}  # reported as stored
         self._looked_at = 0.0
         self._refused = 0
         self._failed = 0
@@ -153,10 +154,10 @@ class PagodaOffloadingManager(OffloadingManager):
         taken: list[bytes] = []
         request = self._requests.setdefault(req_context.req_id, _Request())
         names = [bytes(key) for key in keys] if request.stores and not self._closed else []
-        left, until = len(names), time.monotonic() + _RESERVE_SECONDS
+        left, deadline = len(names), Deadline(_RESERVE_SECONDS)
         for group, first, run in self._runs(names, req_context):
             ours = derive_keys(run, root)
-            outcomes = self._reserved(request, root, group, first, ours, until)
+            outcomes = self._reserved(request, root, group, first, ours, deadline)
             for name, copy in zip(run, outcomes, strict=False):
                 if copy is not None:
                     spec.chunks.append(Placed(group, copy))
@@ -187,7 +188,7 @@ class PagodaOffloadingManager(OffloadingManager):
             yield group, run[0][2], [name for *_, name in run]
 
     def _reserved(
-        self, request: _Request, root: bytes, group: int, first: int, keys: list[bytes], until: float
+        self, request: _Request, root: bytes, group: int, first: int, keys: list[bytes], deadline: Deadline
     ) -> list[ChunkRef | None]:
         """Reserve a slot for each chunk of a run; None if it is stored already. Ends before the first refused."""
         if request.stamp is None:
@@ -202,7 +203,7 @@ class PagodaOffloadingManager(OffloadingManager):
             parent=parent,
             stamp=request.stamp,
             parts=self._parts,
-            deadline_seconds=max(0.0, until - time.monotonic()),
+            deadline_seconds=deadline.remaining(),
         )
         request.tails[group] = first + len(keys) - 1, keys[-1]
         refused = [n for n, outcome in enumerate(outcomes) if isinstance(outcome, Refused)]
@@ -224,8 +225,8 @@ class PagodaOffloadingManager(OffloadingManager):
     def _settle(self, ended: list[tuple[bytes, Reserved]]) -> None:
         """Settle stores that have ended; runs on a thread."""
         ready = self._slots.ready(*columns_of([item for _, item in ended])).tolist()
-        self._slots.abort([item for (_, item), there in zip(ended, ready, strict=True) if not there])
-        self._stored.put([one for one, there in zip(ended, ready, strict=True) if there])
+        self._slots.abort([item for (_, item), ok in zip(ended, ready, strict=True) if not ok])
+        self._stored.put([one for one, ok in zip(ended, ready, strict=True) if ok])
 
     # ---- requests and steps
 
@@ -249,10 +250,6 @@ class PagodaOffloadingManager(OffloadingManager):
             self._lingering = [row for row in self._lingering if row[0] >= now]
             self._thread.later(self._slots.abort, given_up)
 
-    def has_pending_work(self) -> bool:
-        """Return False: requests that wait for an answer already keep the engine stepping."""
-        return False
-
     def reset_cache(self) -> None:
         """Make all earlier chunks misses for this engine: its weights may differ from those in its files."""
         for request in self._requests.values():
@@ -267,19 +264,19 @@ class PagodaOffloadingManager(OffloadingManager):
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Return what was stored since the last call and, at most once a second, what was removed."""
         self._take_stored()
-        told, self._new = self._new, []
-        if told:
+        new, self._new = self._new, []
+        if new:
             yield OffloadingEvent(
-                [name for name, _ in told], Medium.CPU, removed=False, locality=Locality.LOCAL
+                [name for name, _ in new], Medium.CPU, removed=False, locality=Locality.LOCAL
             )
-            self._told.update(told)
+            self._reported.update(new)
         now = time.monotonic()
-        if self._told and now - self._looked_at > _EVENTS_SECONDS and not self._closed:
+        if self._reported and now - self._looked_at > _EVENTS_SECONDS and not self._closed:
             self._looked_at = now
-            there = self._slots.ready(*columns_of(list(self._told.values()))).tolist()
-            gone = [name for name, ok in zip(self._told, there, strict=True) if not ok]
+            ready = self._slots.ready(*columns_of(list(self._reported.values()))).tolist()
+            gone = [name for name, ok in zip(self._reported, ready, strict=True) if not ok]
             for name in gone:
-                del self._told[name]
+                del self._reported[name]
             if gone:
                 yield OffloadingEvent(gone, Medium.CPU, removed=True, locality=Locality.LOCAL)
 

@@ -20,6 +20,7 @@ from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 
 from pagoda.cache import Cache
 from pagoda.cache.writeback import ChunkRef, columns_of
+from pagoda.clock import Deadline
 from pagoda.connectors.vllm.kv_memory import paged_kv
 from pagoda.connectors.vllm.offloading.messages import SlotsSpec
 from pagoda.connectors.vllm.shared_caches import let_go
@@ -76,7 +77,7 @@ class _Job:
     wrong: str = ""  # why the job cannot be done
     submitted: float = field(default_factory=time.perf_counter)
     begun: bool = False
-    spoilt: bool = False  # its blocks were given away before they were copied
+    revoked: bool = False  # its blocks were given away before they were copied
     copied: Event = field(default_factory=Event)  # afterwards its blocks are no longer used
 
 
@@ -88,19 +89,19 @@ class PagodaOffloadingWorker(OffloadingWorker):
     `take_failed` returns the request, so that vLLM computes it.
     """
 
-    def __init__(self, cache: Cache, stocks: Sequence[EnginePages], part: int = 0, parts: int = 1) -> None:
-        """Take over `cache`. `stocks`: in the order of vLLM's groups. Raises ValueError if a chunk is too large."""
+    def __init__(self, cache: Cache, groups: Sequence[EnginePages], part: int = 0, parts: int = 1) -> None:
+        """Take over `cache`. `groups` is in vLLM's order. Raises ValueError if a chunk is too large."""
         assert cache.slots is not None
         self._cache, self._slots = cache, cache.slots
-        self._stocks, self._part, self._parts = tuple(stocks), part, parts
-        layouts = [stock.layout(parts) for stock in stocks]
+        self._groups, self._part, self._parts = tuple(groups), part, parts
+        layouts = [pages.layout(parts) for pages in groups]
         needed = max(layout.chunk_bytes for layout in layouts)
         if needed > cache.layout.chunk_bytes:
             raise ValueError(f"a chunk needs {needed} bytes, the layout has {cache.layout.chunk_bytes}")
-        on_cpu = stocks[0].planes[0].device.type == "cpu"
+        on_cpu = groups[0].planes[0].device.type == "cpu"
         self._kvs = [
             paged_kv(one.planes, layout, one.block_tokens, on_cpu, part=part, parts=parts)
-            for one, layout in zip(stocks, layouts, strict=True)
+            for one, layout in zip(groups, layouts, strict=True)
         ]
         for kv in self._kvs:
             if kv.device_index is not None:
@@ -145,14 +146,14 @@ class PagodaOffloadingWorker(OffloadingWorker):
         A store that takes long is given up, and its copies are discarded. A load that has begun is waited for, because
         it is a copy in memory; one that has not begun is cancelled.
         """
-        until = time.monotonic() + _FENCE_SECONDS
+        deadline = Deadline(_FENCE_SECONDS)
         with self._lock:
             jobs = [self._jobs[number] for number in job_ids if number in self._jobs]
         for job in jobs:
-            if job.copied.wait(max(0.0, until - time.monotonic())):
+            if job.copied.wait(deadline.remaining()):
                 continue
             with self._lock:
-                job.spoilt = not job.copied.is_set()
+                job.revoked = not job.copied.is_set()
                 running = job.begun and not job.stores
             if running:
                 job.copied.wait()
@@ -163,9 +164,9 @@ class PagodaOffloadingWorker(OffloadingWorker):
             return
         self._closed = True
         self._loads.shutdown(wait=False, cancel_futures=True)
-        until = time.monotonic() + _END_SECONDS
+        deadline = Deadline(_END_SECONDS)
         for threads in (self._loads, self._stores):
-            threads.join(max(0.0, until - time.monotonic()))
+            threads.join(deadline.remaining())
         self._stores.shutdown(wait=False, cancel_futures=True)
         let_go(self._cache)
 
@@ -175,7 +176,7 @@ class PagodaOffloadingWorker(OffloadingWorker):
         """Prepare a job on vLLM's thread, after all work launched so far, and run it on another thread."""
         try:
             self._plan(job, blocks)
-        except Exception as trouble:  # noqa: BLE001  # a border: vLLM must not die of it
+        except Exception as trouble:  # noqa: BLE001  # a boundary: vLLM must not end because of it
             job.wrong = f"{type(trouble).__name__}: {trouble}"
         with self._lock:
             self._jobs[job.number] = job
@@ -192,17 +193,17 @@ class PagodaOffloadingWorker(OffloadingWorker):
         if job.spec.lost:
             raise ValueError("vLLM loads a chunk that was not a hit")
         ids, at = [int(block) for block in blocks.block_ids], 0
-        for group, stock in enumerate(self._stocks):
+        for group, pages in enumerate(self._groups):
             copies = [copy for of, copy in job.spec.chunks if of == group]
             mine, at = ids[at : at + blocks.group_sizes[group]], at + blocks.group_sizes[group]
             if not copies and not mine:
                 continue
-            table = _table(stock, copies, mine, int(blocks.block_indices[group]), job.stores)
+            table = _table(pages, copies, mine, int(blocks.block_indices[group]), job.stores)
             if table is None and not job.stores:
                 raise ValueError(
-                    f"{len(mine)} blocks are not those of {len(copies)} chunks of group {stock.number}"
+                    f"{len(mine)} blocks are not those of {len(copies)} chunks of group {pages.number}"
                 )
-            kept, kept_table, each = list[ChunkRef](), list[int](), stock.blocks_per_chunk
+            kept, kept_table, each = list[ChunkRef](), list[int](), pages.blocks_per_chunk
             for number, copy in enumerate(copies):
                 row = table[number * each : (number + 1) * each] if table is not None else [-1]
                 if job.stores and -1 in row:
@@ -219,13 +220,13 @@ class PagodaOffloadingWorker(OffloadingWorker):
         """Do a job, on a thread; the job ends in every case."""
         with self._lock:
             job.begun = True
-            if job.spoilt:
+            if job.revoked:
                 job.wrong = "its blocks were reassigned before it had begun"
         copied = 0
         try:
             if not job.wrong:
                 copied = self._store(job) if job.stores else self._load(job)
-        except Exception as trouble:  # noqa: BLE001  # a border: the thread lives on
+        except Exception as trouble:  # noqa: BLE001  # a boundary: the thread continues
             job.wrong = f"{type(trouble).__name__}: {trouble}"
         self._end(job, copied)
 
@@ -249,17 +250,17 @@ class PagodaOffloadingWorker(OffloadingWorker):
         """Copy blocks into slots and commit this worker's part; returns how many chunks."""
         every = [copy.reserved for share in job.shares for copy in share.copies]
         adopts = every and job.spec.pid != os.getpid()
-        standing = iter(self._slots.adopt(every, self._part) if adopts else [True] * len(every))
+        adopted = iter(self._slots.adopt(every, self._part) if adopts else [True] * len(every))
         done: list[list[ChunkRef]] = []
         for share in job.shares:
-            rows = [row for row in zip(share.copies, share.starts, strict=True) if next(standing)]
+            rows = [row for row in zip(share.copies, share.starts, strict=True) if next(adopted)]
             copies = [copy for copy, _ in rows]
             views = self._slots.views([copy.slot for copy in copies])
             share.kv.to_slots([start for _, start in rows], views)
             done.append(copies)
         with self._lock:
             job.copied.set()
-            if job.spoilt:
+            if job.revoked:
                 raise RuntimeError("its blocks were reassigned while they were being copied")
         for copies in done:
             self._slots.commit({job.spec.root: copies}, self._part)
@@ -274,8 +275,8 @@ class PagodaOffloadingWorker(OffloadingWorker):
         for share in job.shares:
             share.kv.from_slots(share.starts, self._slots.views([copy.slot for copy in share.copies]))
             valid = self._slots.still_valid(*columns_of(share.copies)).tolist()
-            for copy, start, stands in zip(share.copies, share.starts, valid, strict=True):
-                if not stands and not self._again(share, copy, start):
+            for copy, start, ok in zip(share.copies, share.starts, valid, strict=True):
+                if not ok and not self._again(share, copy, start):
                     raise RuntimeError("a chunk was removed while it was being loaded")
         every = [copy for share in job.shares for copy in share.copies]
         if self._part == 0:
@@ -300,16 +301,16 @@ class PagodaOffloadingWorker(OffloadingWorker):
 
 
 def _table(
-    stock: EnginePages, copies: list[ChunkRef], ids: list[int], first: int, stores: bool
+    pages: EnginePages, copies: list[ChunkRef], ids: list[int], first: int, stores: bool
 ) -> list[int] | None:
     """Return the id of each block of these chunks, -1 where vLLM names none; None if they do not belong together.
 
     vLLM names a group's blocks from number `first` of the sequence on, and leaves out those that it does not have. So
     these are the blocks of the chunks only if none is missing between the first and the last.
     """
-    each = stock.blocks_per_chunk
+    each = pages.blocks_per_chunk
     ids = [block or -1 for block in ids]  # block 0 is vLLM's null block
-    if stores and stock.state and len(ids) == len(copies):
+    if stores and pages.state and len(ids) == len(copies):
         return [block for block in ids for _ in range(each)]
     skip = first % each
     rest = len(copies) * each - skip - len(ids)

@@ -115,19 +115,19 @@ class PagodaOffloadingSpec(OffloadingSpec):
         vllm_config, kv_cache_config = connector._vllm_config, connector._kv_cache_config
         check_engine(vllm_config, kv_cache_config, hybrid=True)
         specs = [layer_specs(kv_cache_config.kv_cache_groups[group.group_id]) for group in self.config.groups]
-        stocks = self._stocks(kv_caches, specs)
+        groups = self._groups(kv_caches, specs)
         greeting = WorkerGreeting(
             namespace=namespace_of(
                 vllm_config, str(vllm_config.cache_config.cache_dtype), self._parts, self.options
             ),
             chunk_tokens=self.options.config.chunk_tokens,
-            chunk_bytes=max(stock.layout(self._parts).chunk_bytes for stock in stocks),
-            description=self._description(vllm_config, specs, stocks),
+            chunk_bytes=max(pages.layout(self._parts).chunk_bytes for pages in groups),
+            description=self._description(vllm_config, specs, groups),
             parts=self._parts,
             windows=tuple(_window(group) for group in specs),
         )
         cache = opened(self.options.config, greeting.namespace, greeting.layout)
-        worker = self._worker = PagodaOffloadingWorker(cache, stocks, self._part, self._parts)
+        worker = self._worker = PagodaOffloadingWorker(cache, groups, self._part, self._parts)
         greet(self._root, self.config.engine_id, self.config.parallel.rank, greeting)
         return worker
 
@@ -142,23 +142,23 @@ class PagodaOffloadingSpec(OffloadingSpec):
             "spec_name and spec_module_path out"
         )
 
-    def _stocks(self, kv_caches: CanonicalKVCaches, specs: list[dict[str, Any]]) -> list[EnginePages]:
-        stocks = []
+    def _groups(self, kv_caches: CanonicalKVCaches, specs: list[dict[str, Any]]) -> list[EnginePages]:
+        found = []
         for group, refs, layers in zip(self.config.groups, kv_caches.group_data_refs, specs, strict=True):
             pages = [kv_caches.tensors[ref.tensor_idx].tensor[:, : ref.page_size_bytes] for ref in refs]
             planes: list[Any] = merged(pages)
             state = _kinds(layers) == {_STATE}
-            stocks.append(
+            found.append(
                 EnginePages(group.group_id, planes, group.tokens_per_block, self.blocks_per_chunk, state)
             )
-        return stocks
+        return found
 
-    def _description(self, vllm_config: Any, specs: list[dict[str, Any]], stocks: list[EnginePages]) -> str:
+    def _description(self, vllm_config: Any, specs: list[dict[str, Any]], groups: list[EnginePages]) -> str:
         """Return everything that decides the bytes of a chunk."""
         layers = [name for group in specs for name in group]
         contexts = vllm_config.compilation_config.static_forward_context
         facts = {
-            "machine": machine_facts(stocks[0].planes[0].device, vllm_config, layers),
+            "machine": machine_facts(groups[0].planes[0].device, vllm_config, layers),
             "layout": self.config.kv_cache_layout,
             "cache_dtype": str(vllm_config.cache_config.cache_dtype),
             "groups": [
@@ -168,7 +168,7 @@ class PagodaOffloadingSpec(OffloadingSpec):
                 ]
                 for group in specs
             ],
-            "pages": [[stock.block_tokens, [plane.shape[1] for plane in stock.planes]] for stock in stocks],
+            "pages": [[pages.block_tokens, [plane.shape[1] for plane in pages.planes]] for pages in groups],
             "blocks_per_chunk": self.blocks_per_chunk,
             "parts": [self._parts, self.config.parallel.world_size],
         }
@@ -184,10 +184,10 @@ def _options(config: OffloadingConfig) -> tuple[ConnectorOptions, int]:
             "leave store_output out"
         )
     sizes = sorted({group.tokens_per_block for group in config.groups})
-    theirs = [name for name in ("block_size", "blocks_per_chunk") if extra.get(name) is not None]
-    if theirs or len(sizes) > 1:
-        told = f"{theirs[0]} = {extra[theirs[0]]}" if theirs else f"groups with blocks of {sizes} tokens"
-        return read_options(extra, sizes[-1], (sizes[-1] * blocks, told)), blocks
+    named = [name for name in ("block_size", "blocks_per_chunk") if extra.get(name) is not None]
+    if named or len(sizes) > 1:
+        decided_by = f"{named[0]} = {extra[named[0]]}" if named else f"groups with blocks of {sizes} tokens"
+        return read_options(extra, sizes[-1], (sizes[-1] * blocks, decided_by)), blocks
     options = read_options(extra, sizes[0])
     return options, options.config.chunk_tokens // sizes[0]
 
