@@ -211,7 +211,7 @@ class ChunkFinder:
         hits = [one for one in hits if self._stop(one) <= end]
         here, coming = [one for one in hits if one in places], [one for one in hits if one not in places]
         news = self.holds.hold(here, [places[one] for one in here], self._run_most)
-        news += all_found([one for one in all_asked if one not in hits], ChunkState.MISSED)
+        news += all_found(set(all_asked).difference(hits), ChunkState.MISSED)
         self._count(runs[0], here, coming, reason)
         return news, coming, end
 
