@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from pagoda.cache import Cache, Hit
+from pagoda.cache.call import CallOptions
 from pagoda.cache.host_slots import HostSlots
-from pagoda.cache.request import CallOptions
 from pagoda.cache.writeback import ChunkRef
 from pagoda.clock import Deadline
 from pagoda.connectors.vllm.connector_stats import PagodaStats
