@@ -28,9 +28,8 @@ BLOCK_TOKENS = 64
 LONG_TOKENS = 128 * 1024
 LONG_BLOCKS = LONG_TOKENS // BLOCK_TOKENS
 EVICTED = 1000
-HOST_SLOTS = (
-    32 * 1024
-)  # one reserve takes up to an eighth: enough for all evicted blocks and for a long prompt
+# one reserve takes up to an eighth: enough for all evicted blocks and for a long prompt
+HOST_SLOTS = 32 * 1024
 _LAYOUT = KVLayout.opaque(BLOCK_TOKENS, 4096, "benchmark")
 
 

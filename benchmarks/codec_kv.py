@@ -124,9 +124,8 @@ def _chunks(model: transformers.LlamaForCausalLM, tokens: Tokens, nbytes: int) -
     for number, place in enumerate(room):
         ids = tokens[number * PROMPT_TOKENS : (number + 1) * PROMPT_TOKENS]
         layers = model.model(torch.from_numpy(ids)[None], use_cache=True).past_key_values.layers[1:]
-        pairs = torch.stack(
-            [torch.cat((layer.keys, layer.values)) for layer in layers]
-        )  # [layer, K and V, head, ...]
+        # [layer, K and V, head, ...]
+        pairs = torch.stack([torch.cat((layer.keys, layer.values)) for layer in layers])
         words = pairs.to(torch.bfloat16).view(torch.int16).numpy()
         split = words.reshape(LAYERS - 1, 2, HEADS, -1, CHUNK_TOKENS, DIM)
         np.copyto(place, np.moveaxis(split, 3, 0))

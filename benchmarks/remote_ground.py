@@ -67,9 +67,8 @@ class Turns:
         self.turn_bytes = max(chunk_bytes, turn_bytes)
         self.turn = self.turn_bytes // chunk_bytes
         self.rounds = plan.rounds
-        self.kept = (
-            plan.rounds + 1 + ROOM_TURNS
-        )  # the first turn that is read; before it: raced turns, turns that fill
+        # the first turn that is read; before it: raced turns, turns that fill
+        self.kept = plan.rounds + 1 + ROOM_TURNS
         self.keys = keys_of("remote", self.turn * (self.kept + 2))
         self.sources = pieces(chunk_bytes, 2 * self.turn, 1)
         self.slots = pieces(chunk_bytes, 2 * self.turn, 2)

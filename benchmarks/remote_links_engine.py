@@ -150,10 +150,11 @@ class Engine:
     def remote(self, codec: str) -> RemoteTier:
         """Return a tier of the store, with a separate prefix for each codec."""
         remote = RedisClient(f"redis://{self._address}:{REDIS_PORT}/0", prefix=f"links-{codec}")
+        # a busy machine is not a slow link
         patience = {
             "deadline_seconds": PATIENCE_SECONDS,
             "look_seconds": 5.0,
-        }  # a busy machine is not a slow link
+        }
         return RemoteTier(self.layout, remote, codec=codec, **patience)
 
     def compute(self, _: int) -> None:

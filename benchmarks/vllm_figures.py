@@ -251,9 +251,8 @@ def _no_hit(without: Engine, ours: Engine, name: str, target: float | None, pair
     if without is ours:
         ours.call(inside.attach, True)
     calls, _ = ours.call(inside.take)
-    hooks = sum(map(sum, calls.values())) / (
-        pairs + 1
-    )  # of the two turns of a pair, on the engine's own thread
+    # of the two turns of a pair, on the engine's own thread
+    hooks = sum(map(sum, calls.values())) / (pairs + 1)
     return _of_pairs(name, target, runs, idle, hooks)
 
 

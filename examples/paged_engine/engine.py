@@ -182,9 +182,8 @@ class Engine:
                 return False
             else:
                 youngest = self.running[-1]
-                self.manager.preempt(
-                    youngest.id
-                )  # what it computed is cached, so it will find its own work again
+                # what it computed is cached, so it will find its own work again
+                self.manager.preempt(youngest.id)
                 youngest.preemptions += 1
                 self._back_to_waiting(youngest)
                 if youngest is seq:

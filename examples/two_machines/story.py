@@ -17,9 +17,8 @@ MOST_TRIES = 12  # prompts until the breaker is open
 OUTAGE_SECONDS = 20.0  # until B finds the store again, at most
 # why a chunk that is in the store is not served while the link is cut
 CUT_REASONS = ("tier_skipped", "deadline", "io_error")
-Expected = (
-    str | tuple[str, ...]
-)  # the tier that serves all of the document; or the reasons of which one is given
+# the tier that serves all of the document; or the reasons of which one is given
+Expected = str | tuple[str, ...]
 
 
 @dataclass

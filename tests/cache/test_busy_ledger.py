@@ -16,7 +16,8 @@ from tests.cache.kit import blank, cache_at, counters_of, kv_of, prompt, stored
 from tests.ledger.support import gate_taken
 
 T = TypeVar("T")
-SHORT, LONG = 0.05, 20.0  # of a call, and of the tiers: a call that waits for theirs is late on any machine
+# deadlines of a call, and of the tiers: a call that waits for the tiers' deadline is late on any machine
+SHORT, LONG = 0.05, 20.0
 
 
 @contextmanager
@@ -29,7 +30,7 @@ def busy(shm_root: Path, tmp_path: Path, tier: str) -> Iterator[Cache]:
 
 
 def soon(call: Callable[[], T]) -> T:
-    """What a call returns, which must not take as long as the tiers may."""
+    """Return the result of a call, which must end before the tiers' deadline."""
     began = time.monotonic()
     answer = call()
     assert time.monotonic() - began < LONG
@@ -44,7 +45,8 @@ def test_what_the_disk_did_not_say_in_time_is_not_called_absent(shm_root: Path, 
         assert (hit.num_tokens, hit.reason) == (0, Reason.DEADLINE) and "disk" in hit.detail
         assert soon(lambda: cache.explain(prompt(4, 1), deadline_seconds=SHORT)).reason is Reason.DEADLINE
         only = soon(lambda: cache.lookup(prompt(4, 1), tiers=["host"], deadline_seconds=SHORT))
-        assert only.num_tokens == 0  # who would say that the disk was not asked is not waited for
+        # the store that could explain the miss is busy, and the call does not wait for it
+        assert only.num_tokens == 0
         assert soon(lambda: cache.lookup(prompt(4))).num_tokens == 64
         assert soon(lambda: cache.store(prompt(4, 2), kv_of(prompt(4, 2)).transfer)).num_chunks == 4
 
@@ -73,7 +75,7 @@ def test_stats_show_what_can_be_shown_and_say_what_is_missing(
     shm_root: Path, tmp_path: Path, tier: str
 ) -> None:
     with cache_at(shm_root, tmp_path, deadline_seconds=5.0) as cache:
-        stored(cache, prompt(4))  # else the thread that writes it down would be under way in both ledgers
+        stored(cache, prompt(4))  # otherwise the write-back thread would use both ledgers
         cache.lookup(prompt(4))
         ledgers = dict(cache._tiers.ledgers())
         whole = cache.stats()

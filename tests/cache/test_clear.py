@@ -1,4 +1,4 @@
-"""Clearing: all tiers, this namespace only, and nothing comes back."""
+"""Clearing: all tiers, this namespace only, and no cleared chunk is found again."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_what_is_stored_after_a_clear_hits_again_on_the_disk(shm_root: Path, tmp
 def test_what_comes_up_in_the_middle_of_a_clear_is_cleared_above_as_well(
     shm_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host is cleared already when another call brings the chunks up from the disk, which is not yet."""
+    """Another call loads the chunks from the disk, which is not cleared yet, after the host is cleared."""
     with cache_at(shm_root, tmp_path) as cache:
         stored(cache, prompt(4))
         host, [disk] = cache._tiers.host, cache._tiers.lower
@@ -105,7 +105,7 @@ def test_a_store_that_began_before_does_not_come_back(shm_root: Path, tmp_path: 
         thread = threading.Thread(target=storing)
         thread.start()
         until, rounds = time.monotonic() + 60, 0
-        while rounds < 20 or (not clears and time.monotonic() < until):  # until the thread has got somewhere
+        while rounds < 20 or (not clears and time.monotonic() < until):  # until the thread has started
             rounds += 1
             clears += sum(cache.clear().chunks.values())
         stop.set()
@@ -117,6 +117,6 @@ def test_a_store_that_began_before_does_not_come_back(shm_root: Path, tmp_path: 
             assert tier.stats()["ready"] == 0
         assert cache.retrieve(prompt(4, 1), blank(prompt(4)).transfer).reason in (
             Reason.CLEARED,
-            Reason.EVICTED,  # by what came after it, before a clear
+            Reason.EVICTED,  # by a later chunk, before a clear
             Reason.ABSENT,
         )

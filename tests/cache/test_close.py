@@ -1,4 +1,4 @@
-"""A close while bytes are still on their way into slots: no slot is another's before they have come."""
+"""A close while bytes are being copied into slots: no slot is reassigned before the copy has ended."""
 
 from __future__ import annotations
 
@@ -70,9 +70,8 @@ def test_a_close_during_a_store_gives_no_slot_away_that_is_still_copied_into(shm
         seeds = filled(other)
         kv.may_go_on.set()
         storing.join(SECONDS)
-        assert (
-            sum(served(other, prompt(1, seed))[0].num_tokens for seed in seeds) > 0
-        )  # and every byte is right
+        # and every byte is right
+        assert sum(served(other, prompt(1, seed))[0].num_tokens for seed in seeds) > 0
         ledger = other._tiers.host.ledger  # type: ignore[union-attr]
         wait_until(lambda: admin.gauges(ledger)["reserved"] == 0)
         admin.check(ledger)

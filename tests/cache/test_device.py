@@ -1,6 +1,6 @@
-"""KV on a GPU: the slots are registered before the first copy, and outlive a process by a grace.
+"""KV on a GPU: the slots are registered before the first copy, and stay reserved for a grace period after a process.
 
-In processes that find a stand-in of NVIDIA's driver library, whose state is then a process's own.
+The tests run processes that find a stand-in for NVIDIA's driver library; each process has separate state.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class OnDevice(Watching):
 
 
 class Ahead(Clock):
-    """The machine's clock, and what was added to it."""
+    """The machine's clock plus an offset."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def wait_pinned(cache: Cache) -> None:
 
 @pytest.fixture
 def with_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Processes that are started from now on find the driver."""
+    """Let processes that are started from now on find the driver."""
     path = Stub(tmp_path).path
     monkeypatch.setenv("LD_LIBRARY_PATH", str(path.parent))
     return path
@@ -115,7 +115,7 @@ def _stores_and_loads(shm_root: Path) -> None:
         assert library.stub_registrations() == 1
         gone = slots_of(cache)
     assert library.stub_registered() == 0 and library.stub_fault() == b""
-    gone.use_device(0)  # of a cache that is closed: nothing
+    gone.use_device(0)  # a closed cache reports nothing
     assert library.stub_registrations() == 1
 
 
@@ -174,7 +174,7 @@ def _has_no_driver(shm_root: Path) -> None:
 
 
 def test_without_a_driver_all_goes_on(shm_root: Path, with_driver: Path) -> None:
-    with_driver.unlink()  # this process has it mapped: written over, it would end with a bus error
+    with_driver.unlink()  # this process has it mapped: overwriting it would cause a bus error
     with_driver.write_text("not a library")
     run_all([SPAWN.Process(target=_has_no_driver, args=(shm_root,))])
 
@@ -228,7 +228,7 @@ def test_slots_that_a_gpu_may_still_write_outlive_their_process(
         assert served(cache, prompt(4))[0].reason is Reason.ABSENT
         admin.reap(ledger)
         assert admin.gauges(ledger)["reserved"] == (4 if uses_device else 0)
-        stored(cache, prompt(4))  # its keys are free at once
+        stored(cache, prompt(4))  # its keys can be reserved at once
         assert admin.gauges(ledger)["reserved"] == (4 if uses_device else 0)
         clock.added_ns = DEVICE_GRACE_NS + 10**8
         admin.reap(ledger)

@@ -1,4 +1,4 @@
-"""Every reason of a miss, provoked for real, and reported alike by retrieve, lookup and explain."""
+"""Every reason of a miss, provoked in real tiers; retrieve, lookup and explain report the same reason."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tests.cache.test_retrieve_call import faulty_cache, on_disk
 
 @pytest.fixture(autouse=True)
 def _time_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine's call compares namespaces for a millisecond only, which may pass before the first of them."""
+    """An engine's call compares namespaces for only a millisecond, which may end before the first comparison."""
     monkeypatch.setattr(explain_miss, "_BUDGET_NS", 60 * 10**9)
     monkeypatch.setattr(explain_miss, "_LIST_SECONDS", 60.0)
 
 
 def _told(cache: Cache, chunks: float, reason: Reason, detail: str = "", seed: int = 0) -> Hit:
-    """All three calls name the same reason; explain counts nothing. `detail` is a pattern."""
+    """Check that all three calls have the same reason and explain counts nothing. `detail` is a pattern."""
     tokens = prompt(chunks, seed)
     before = cache.stats()["counters"]
     explained = cache.explain(tokens)
@@ -138,7 +138,7 @@ def test_a_disk_that_keeps_failing_is_left_out_and_says_so(shm_root: Path, tmp_p
         reasons = [served(cache, prompt(3, seed))[0].reason for seed in range(6)]
         assert reasons[0] is Reason.IO_ERROR and reasons[-1] is Reason.TIER_SKIPPED
         assert "failed repeatedly" in cache.explain(prompt(3, 5)).detail
-        stored(cache, prompt(3, 9), tiers=["host"])  # and the host tier goes on
+        stored(cache, prompt(3, 9), tiers=["host"])  # and the host tier continues
         assert served(cache, prompt(3, 9))[0].num_tokens == 48
 
 
@@ -146,7 +146,7 @@ def test_deadline(shm_root: Path, tmp_path: Path) -> None:
     on_disk(shm_root, tmp_path, 3)
     cache, slab = faulty_cache(shm_root, tmp_path)
     with cache:
-        slab.fail_next("read", Fault.HANG, times=3)  # what has come is served even when it is late
+        slab.fail_next("read", Fault.HANG, times=3)  # loaded chunks are served even if they are late
         hit, _ = served(cache, prompt(3), deadline_seconds=0.0)
         assert hit.num_tokens == 0 and hit.reason in (Reason.DEADLINE, Reason.LEDGER_BUSY)
         slab.heal()

@@ -54,7 +54,7 @@ def test_the_disk_serves_what_the_host_tier_has_lost(shm_root: Path, tmp_path: P
     with cache_at(shm_root / "after", tmp_path) as cache:
         assert cache.lookup(tokens).by_tier == {"disk": 160}
         assert served(cache, tokens)[0].by_tier == {"disk": 160}
-        assert served(cache, tokens)[0].by_tier == {"host": 160}  # it came up on the way
+        assert served(cache, tokens)[0].by_tier == {"host": 160}  # it was loaded during the call
 
 
 def test_one_run_may_come_from_two_tiers(shm_root: Path, tmp_path: Path) -> None:
@@ -313,7 +313,7 @@ def test_kv_that_is_too_short_for_its_tokens_is_refused_and_leaves_nothing(cache
     with pytest.raises(ValueError, match=r"is not (in|within) the"):
         cache.retrieve(tokens, blank(tokens[: 3 * CHUNK]).transfer, tiers=["disk"])
     assert admin.gauges(ledger)["reserved"] == 0
-    wait_until(lambda: cache.stats()["staging_buffers"] == 0)  # reads that were under way end by themselves
+    wait_until(lambda: cache.stats()["staging_buffers"] == 0)  # running reads end without a call
 
 
 def test_a_config_of_another_chunk_length_is_refused(shm_root: Path) -> None:
@@ -418,10 +418,10 @@ def test_a_tier_that_cannot_be_closed_leaves_no_other_open(
         raise OSError("out of order")
 
     monkeypatch.setattr(disk, "close", fail)
-    assert not cache.close(), "that something went wrong is told"
+    assert not cache.close(), "the failure is reported"
     for tier in (host, disk):
         assert not any(tier.contains(key) for _, _, key in cache.keys(prompt(2)))
-    with cache_at(shm_root, tmp_path) as again:  # another could not have either to itself
+    with cache_at(shm_root, tmp_path) as again:  # another process could not open either exclusively
         assert again._tiers.host is not None and again._tiers.host.ledger is not host.ledger
         assert served(again, prompt(2))[0].num_tokens == 32
 

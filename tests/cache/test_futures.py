@@ -33,7 +33,7 @@ def test_wrong_use_is_raised_by_the_call_itself(shm_root: Path) -> None:
         with pytest.raises(ValueError, match="multiple of the chunk"):
             cache.retrieve_future(prompt(2), blank(prompt(2)).transfer, start_tokens=3)
         future = cache.retrieve_future(prompt(2), blank(prompt(1)).transfer)
-        assert future.result(60).num_tokens == 0  # nothing to copy: nobody noticed
+        assert future.result(60).num_tokens == 0  # nothing to copy: no error
         cache.store(prompt(2), kv_of(prompt(2)).transfer)
         with pytest.raises(ValueError, match="not"):
             cache.retrieve_future(prompt(2), blank(prompt(1)).transfer).result(60)
@@ -116,7 +116,7 @@ def test_a_cancelled_retrieve_ends_before_the_await_does(shm_root: Path, tmp_pat
         ledger = cache._tiers.host.ledger  # type: ignore[union-attr]
         wait_until(lambda: admin.gauges(ledger)["reserved"] == 0)
         time.sleep(0.05)
-        assert np.array_equal(before, kv.blocks)  # nobody writes into memory that is the engine's again
+        assert np.array_equal(before, kv.blocks)  # nothing writes into memory that the engine uses again
         assert served(cache, prompt(8))[0].num_tokens == 128
         admin.check(ledger)
 
@@ -137,7 +137,7 @@ def test_a_cancelled_store_is_whole_or_not_there(shm_root: Path) -> None:
                 await asyncio.sleep(0.001)
             task.cancel()
             task.cancel()
-            for _ in range(10):  # the task gets its turn, and hears of it, before the copy goes on
+            for _ in range(10):  # the task runs, and gets the cancellation, before the copy continues
                 await asyncio.sleep(0)
             cancelled.set()
             with pytest.raises(asyncio.CancelledError):
@@ -146,7 +146,7 @@ def test_a_cancelled_store_is_whole_or_not_there(shm_root: Path) -> None:
         asyncio.run(main())
         assert admin.gauges(cache._tiers.host.ledger)["reserved"] == 0  # type: ignore[union-attr]
         hit, _ = served(cache, tokens)
-        assert hit.num_tokens == 8 * CHUNK  # the window that was being copied, and none after it
+        assert hit.num_tokens == 8 * CHUNK  # the running window, and no later one
 
 
 def test_a_call_cancelled_before_it_began_does_nothing(shm_root: Path) -> None:

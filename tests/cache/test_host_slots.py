@@ -1,4 +1,4 @@
-"""The door to host slots: what an engine copies by hand is the cache's like everything else."""
+"""Direct access to host slots: chunks that an engine copies itself are cached like all others."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tests.ledger.support import shut_to_threads
 
 
 def read(cache: Cache, tokens: Prompt) -> tuple[int, Bytes]:
-    """Copy a prompt out by hand: how many leading chunks are valid, and the bytes."""
+    """Copy a prompt out by hand; return how many leading chunks are valid, and the bytes."""
     slots, blocks = slots_of(cache), np.zeros((len(tokens) // CHUNK, LAYOUT.chunk_bytes), np.uint8)
     found = slots.match_prefix(keys_of(cache, tokens), 0)
     for i, slot in enumerate(found.slots.tolist()):
@@ -176,16 +176,16 @@ def test_a_reserve_may_be_longer_than_a_window(shm_root: Path) -> None:
         assert len(written(cache, tokens)) == 14
         assert served(cache, tokens)[0].num_tokens == 14 * CHUNK
         use = slots._ledger.columns.last_use[slots.match_prefix(keys_of(cache, tokens), 0, touch=False).slots]
-        assert (np.diff(use.astype(np.int64)) < 0).all()  # its tail goes before its head, across windows
+        assert (
+            np.diff(use.astype(np.int64)) < 0
+        ).all()  # its tail is evicted before its head, across windows
         assert admin.check(slots._ledger).unreachable == 0
 
 
 def test_a_reserve_ends_with_the_first_refusal(shm_root: Path) -> None:
     with cache_at(shm_root, None) as cache:
         slots = slots_of(cache)
-        outcomes = reserved_for(
-            cache, prompt(40)
-        )  # a quarter of 64 slots is the most that one may be promised
+        outcomes = reserved_for(cache, prompt(40))  # a member may reserve at most a quarter of 64 slots
         assert [isinstance(item, Reserved) for item in outcomes] == [True] * 16 + [False] * 24
         assert {item.reason for item in outcomes if isinstance(item, Refused)} == {Reason.FULL}
         assert [item.key for item in outcomes] == keys_of(cache, prompt(40))
@@ -242,7 +242,7 @@ def test_after_close_everything_is_a_miss(
     with cache_at(shm_root, tmp_path) as cache:
         slots, keys, copies = slots_of(cache), keys_of(cache, prompt(4)), written(cache, prompt(4))
     _all_are_misses(slots, keys, copies)
-    slots.view(copies[0].slot)[:] = 255  # a copy that comes too late harms nobody
+    slots.view(copies[0].slot)[:] = 255  # a late copy does no harm
     with cache_at(shm_root, None) as cache:
         assert read(cache, prompt(4))[0] in (0, 4)
         served(cache, prompt(4))
@@ -269,7 +269,7 @@ def test_a_closed_cache_gives_its_slots_up_though_another_has_the_ledger_open(
         ledger.columns.lease_until[:] = 0
         for seed in range(10, 20):
             written(other, prompt(8, seed))
-        assert not ledger.still_valid(held.slots, held.generations).any()  # no hold was left on them
+        assert not ledger.still_valid(held.slots, held.generations).any()  # no hold remains on them
 
 
 def test_a_slot_is_ready_between_its_commit_and_its_end(shm_root: Path) -> None:
@@ -302,7 +302,7 @@ def _copies_out(shm_root: Path, tmp_path: Path) -> None:
 
 
 def test_two_processes_share_the_slots(shm_root: Path, tmp_path: Path) -> None:
-    with cache_at(shm_root, tmp_path):  # the store outlives the one who commits
+    with cache_at(shm_root, tmp_path):  # the store outlives the committing process
         run_all([SPAWN.Process(target=work, args=(shm_root, tmp_path)) for work in (_copies_out, _commits)])
 
 

@@ -44,7 +44,7 @@ def reserved_in_parts(cache: Cache, tokens: Prompt, parts: int = 2) -> list[Rese
 
 
 def copied_part(cache: Cache, tokens: Prompt, rooms: Sequence[Reserved], part: int) -> list[ChunkRef]:
-    """Adopt one half of the chunks and fill it; returns what is to be committed."""
+    """Adopt one half of the chunks and fill it; return what can be committed."""
     slots, keys, blocks = slots_of(cache), keys_of(cache, tokens), kv_of(tokens).blocks
     assert slots.adopt(rooms, part) == [True] * len(rooms)
     for i, room in enumerate(rooms):
@@ -60,7 +60,7 @@ def commit_part(cache: Cache, copies: list[ChunkRef], part: int) -> list[bool]:
 
 
 def _other_rank(shm_root: Path, tmp_path: Path, pipe: Connection) -> None:
-    """Write part 1 into the slots that arrive through the pipe; each step is reported and waited for."""
+    """Write part 1 into the slots that arrive through the pipe; report each step and wait for the next."""
     with cache_at(shm_root, tmp_path) as cache:
         pipe.send("open")
         rooms: list[Reserved] = pipe.recv()
@@ -75,7 +75,7 @@ def _other_rank(shm_root: Path, tmp_path: Path, pipe: Connection) -> None:
 
 @contextmanager
 def other_rank(shm_root: Path, tmp_path: Path) -> Iterator[tuple[Connection, SpawnProcess]]:
-    """Another process, with the store open."""
+    """Start another process with the store open."""
     ours, theirs = SPAWN.Pipe()
     process = SPAWN.Process(target=_other_rank, args=(shm_root, tmp_path, theirs))
     process.start()
@@ -95,7 +95,7 @@ def told(pipe: Connection) -> object:
 
 
 def nowhere(cache: Cache, tokens: Prompt) -> bool:
-    """Whether a prompt is neither found nor on disk, once all that was noted has been written."""
+    """Return whether a prompt is neither found nor on disk, after all noted chunks were written."""
     assert cache.flush(100)
     found = slots_of(cache).match_prefix(keys_of(cache, tokens), 0)
     return not len(found.slots) and not on_disk(cache, tokens)
@@ -140,12 +140,13 @@ def test_a_rank_that_is_killed_before_its_part_takes_the_chunk_with_it(
         assert told(pipe) == "copied"
         assert commit_part(cache, copied_part(cache, tokens, rooms, 0), 0) == [True] * 4
         ledger = slots_of(cache)._ledger
-        assert admin.reap(ledger) == 0 and admin.gauges(ledger)["reserved"] == 4  # its bytes may yet come
+        # its bytes may still be written
+        assert admin.reap(ledger) == 0 and admin.gauges(ledger)["reserved"] == 4
         process.kill()
         process.join(60)
         assert admin.reap(ledger) == 4 and admin.gauges(ledger)["reserved"] == 0
         assert nowhere(cache, tokens)
-        assert len(written(cache, tokens)) == 4  # the keys are anybody's again
+        assert len(written(cache, tokens)) == 4  # any process may reserve the keys again
         assert served(cache, tokens)[0].num_tokens == 64
 
 
@@ -166,9 +167,7 @@ def test_of_a_commit_only_what_is_visible_is_written_down(shm_root: Path, tmp_pa
         rooms = reserved_in_parts(cache, prompt(4))
         halves = [copied_part(cache, prompt(4), rooms, part) for part in (0, 1)]
         assert commit_part(cache, halves[0][:2], 0) == [True] * 2
-        assert (
-            commit_part(cache, halves[1], 1) == [True] * 4
-        )  # of two chunks it is the last part, of two the first
+        assert commit_part(cache, halves[1], 1) == [True] * 4  # two chunks miss the last part, two the first
         assert cache.flush(100)
         assert cache.lookup(prompt(4)).num_tokens == on_disk(cache, prompt(4)) * CHUNK == 2 * CHUNK
         assert counters_of(cache)["stored_bytes"] == 2 * LAYOUT.chunk_bytes

@@ -1,4 +1,4 @@
-"""What is hot above stays below: used chunks do not grow old there, and what is missing there is written again."""
+"""Hot chunks of an upper tier stay in the lower tier: their age is updated, and missing ones are written again."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_what_the_disk_has_lost_is_written_again_when_it_is_used(
 def test_another_process_of_the_host_tier_fills_the_disk_that_it_brings(
     shm_root: Path, tmp_path: Path
 ) -> None:
-    """It has never written a chunk, and finds all in host memory."""
+    """A process that has written no chunk finds all of them in host memory."""
     with small_disk(shm_root, tmp_path / "one", FakeClock()) as first:
         stored(first, HOT)
         with small_disk(shm_root, tmp_path / "two", FakeClock()) as second:
@@ -97,7 +97,7 @@ def test_another_process_of_the_host_tier_fills_the_disk_that_it_brings(
 
 
 def asked_again(cache: Cache) -> float:
-    """Of how many chunks the disk's policy has seen that they were asked for again."""
+    """Return of how many chunks the disk's policy has seen a repeated request."""
     disk = cache._tiers.lower[0]
     assert isinstance(disk, DiskTier)
     ledger = disk.ledger
@@ -108,7 +108,7 @@ def asked_again(cache: Cache) -> float:
 def test_a_use_is_told_before_what_is_stored_after_it(
     shm_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Storing raises recency in the lower tier: a use that is reported afterwards looks like one of a new chunk."""
+    """Storing raises recency in the lower tier: a use reported after it looks like the use of a new chunk."""
     monkeypatch.setattr("pagoda.cache.writeback._GATHER_SECONDS", 1e6)
     clock = FakeClock()
     with small_disk(shm_root, tmp_path, clock, policy="hindsight") as cache:
@@ -128,7 +128,7 @@ def test_a_use_is_told_before_what_passes_through_a_buffer_after_it(
     clock = FakeClock()
     with small_disk(shm_root, tmp_path, clock) as cache:
         stored(cache, HOT)
-        for seed in range(2):  # the disk is full now, and the hot prompt is the oldest there
+        for seed in range(2):  # the disk is full now, and the hot prompt is its oldest
             clock.advance(1)
             stored(cache, prompt(20, 100 + seed))
         clock.advance(1)
@@ -170,7 +170,7 @@ def test_a_hit_waits_for_no_tier_below(shm_root: Path, tmp_path: Path) -> None:
             for _ in range(20):
                 served(cache, HOT)
             assert cache.flush(100)
-            assert slow.touches == before + 1  # the other notes said nothing new
+            assert slow.touches == before + 1  # the other notes contained nothing new
 
 
 def test_notes_of_uses_are_bounded(shm_root: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Calls of a cache that an exception of a signal handler ends at any moment: it and all other users continue."""
+"""Calls of a cache that an exception of a signal handler ends at a random moment: the cache and its users continue."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.cache.kit import CHUNK, blank, cache_at, kv_of, prompt, served, store
 from tests.interrupts import Interrupted, interrupts
 from tests.ledger.support import others_get_in
 
-pytestmark = pytest.mark.timeout(300, method="thread")  # the other method has the timer that these tests use
+pytestmark = pytest.mark.timeout(300, method="thread")  # the other method uses the same timer as these tests
 
 
 def interrupted_calls(cache: Cache, times: int, seed: int) -> None:
-    """Stores and retrieves, each time until an exception comes; what was served is right."""
+    """Store and retrieve, each until an exception is raised; served bytes are right."""
     chance = random.Random(seed)
     prompts = [prompt(3, number) for number in range(40)]
     kvs = [kv_of(tokens) for tokens in prompts]
@@ -43,7 +43,7 @@ def interrupted_calls(cache: Cache, times: int, seed: int) -> None:
 
 
 def outstanding(cache: Cache) -> dict[str, object]:
-    """What calls, or I/O that was begun for them, have not given back."""
+    """Return the resources that calls, or their I/O, have not released."""
     resources, host = cache._resources, cache._tiers.host
     return {
         "reserved": [admin.check(ledger).gauges["reserved"] for _, ledger in cache._tiers.ledgers()],
@@ -74,7 +74,7 @@ def test_a_cache_leaves_nothing_behind(shm_root: Path, tmp_path: Path, tiers: st
         )
         thread.start()
         thread.join(60)
-        assert answers == [3], "other threads go on too"
+        assert answers == [3], "other threads continue too"
         assert served(cache, prompt(3, 99))[0].num_tokens == 3 * CHUNK
         assert cache.close(100)
 
@@ -88,7 +88,7 @@ def test_what_a_broken_load_may_read_into_is_nobody_elses_until_it_has_ended(
         reading: list[object] = []
 
         def load(_: object, buffers: Sequence[object], **__: object) -> None:
-            reading.extend(buffers)  # an I/O thread goes on with them
+            reading.extend(buffers)  # an I/O thread continues with them
             raise Interrupted
 
         monkeypatch.setattr(cache._tiers.lower[0], "load", load)
@@ -106,7 +106,7 @@ def test_what_a_broken_load_may_read_into_is_nobody_elses_until_it_has_ended(
 def test_a_buffer_that_was_lost_makes_room_for_another() -> None:
     staging = StagingPool(64 << 20)
     for _ in range(3 * staging.count):
-        assert isinstance(staging.acquire(), np.ndarray), "the one before was given back by nobody"
+        assert isinstance(staging.acquire(), np.ndarray), "the previous one was not released"
     kept = [staging.acquire() for _ in range(staging.count)]
     assert staging.acquire() is None and staging.in_use == len(kept)
 

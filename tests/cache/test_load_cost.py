@@ -91,7 +91,7 @@ def test_a_run_that_is_cheaper_to_compute_is_left_alone(shm_root: Path, tmp_path
     tokens = prompt(10)
     with cache_at(shm_root / "before", tmp_path) as cache:
         stored(cache, tokens)
-    clock = FakeClock()  # stands still: a second later what is slow is tried again
+    clock = FakeClock()  # does not advance: a second later a slow tier would be tried again
     with cache_at(shm_root / "after", tmp_path, clock=clock, worth_it=True) as cache:
         cache.observe_prefill(1_000_000, 0.0001)  # absurdly fast
         assert served(cache, tokens[: 2 * CHUNK])[0].num_tokens == 32  # the disk has not been measured yet
@@ -107,7 +107,7 @@ def test_host_chunks_are_served_where_only_the_disk_is_too_slow(shm_root: Path, 
     tokens = prompt(10)
     with cache_at(shm_root / "before", tmp_path) as cache:
         stored(cache, tokens)
-    clock = FakeClock()  # stands still: a second later what is slow is tried again
+    clock = FakeClock()  # does not advance: a second later a slow tier would be tried again
     with cache_at(shm_root / "after", tmp_path, clock=clock, worth_it=True) as cache:
         stored(cache, tokens[: 4 * CHUNK])
         load_cost = cache._resources.load_cost

@@ -1,4 +1,4 @@
-"""Known mistakes of caches like this one, which must not come back. Each test names the mistake that it pins."""
+"""Known mistakes of such caches, which must not occur again. Each test names the mistake that it pins."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_mistake_1_staging_memory_that_leaks_until_close_hangs(tmp_path: Path) -
             def before(self) -> None:
                 raise RuntimeError("no")
 
-        for _ in range(50):  # more than there are buffers, on every path that ends early
+        for _ in range(50):  # more calls than buffers, on every path that ends early
             cache.retrieve(tokens, Failing(blank(tokens).transfer))
             cache.store(prompt(2, 9), Failing(kv_of(prompt(2, 9)).transfer))
             cache.retrieve(tokens, blank(tokens).transfer, deadline_seconds=0.0)
@@ -96,7 +96,7 @@ def test_mistake_2_locks_held_across_copies(shm_root: Path, tmp_path: Path) -> N
             cache.store_future(prompt(4, 1), Slow(kv_of(prompt(4, 1)).transfer)),
             cache.retrieve_future(prompt(4), Slow(blank(prompt(4)).transfer)),
         ]
-        inside.wait(60)  # one copy down and one copy up stand still, and everybody else goes on:
+        inside.wait(60)  # one copy down and one copy up are blocked, and all other calls continue:
         assert served(cache, prompt(4))[0].num_tokens == 64
         stored(cache, prompt(4, 2))
         assert cache.clear(salt="somebody else").ok
@@ -134,7 +134,9 @@ def test_mistake_4_half_written_chunks_that_are_found_and_rooms_that_are_lost(
             slab.heal()
         gauges = admin.check(cache._tiers.ledgers()[1][1]).gauges
         assert gauges["free"] + gauges["ready"] == gauges["slots"]
-    with cache_at(shm_root / "after", tmp_path) as again:  # what is found after a restart is whole
+    with cache_at(
+        shm_root / "after", tmp_path
+    ) as again:  # chunks that are found after a restart are complete
         for seed in range(30):
             served(again, prompt(4, seed))
 
@@ -205,7 +207,7 @@ def test_mistake_15_a_late_write_into_a_slot_that_is_somebody_else_s(shm_root: P
         slab.fail_next("write", Fault.HANG)
         cache.store(prompt(1), kv_of(prompt(1)).transfer)
         assert slab.hanging.wait(30)
-        cache.clear()  # its host slot goes to others while the write stands still
+        cache.clear()  # its host slot is reassigned while the write is blocked
         for seed in range(2, 10):
             cache.store(prompt(8, seed), kv_of(prompt(8, seed)).transfer)
         slab.heal()
@@ -273,10 +275,10 @@ def test_mistake_18_short_reads_and_writes_taken_for_whole(shm_root: Path, tmp_p
 def test_mistake_20_loading_what_is_cheaper_to_compute_and_writing_what_is_never_read(
     shm_root: Path, tmp_path: Path
 ) -> None:
-    clock = FakeClock()  # stands still: a second later what is slow is tried again
+    clock = FakeClock()  # does not advance: a second later a slow tier would be tried again
     with cache_at(shm_root, tmp_path, clock=clock, worth_it=True, write_policy="selective") as cache:
         stored(cache, prompt(4))
-        assert _counter(cache, "stored_chunks") == 0  # nobody has asked for it yet
+        assert _counter(cache, "stored_chunks") == 0  # no request for it yet
         for _ in range(3):
             served(cache, prompt(4))
         cache.observe_prefill(10**9, 0.001)
@@ -289,8 +291,8 @@ def test_mistake_21_a_hit_that_leaves_nothing_to_compute(shm_root: Path) -> None
     with cache_at(shm_root, None) as cache:
         stored(cache, tokens)
         whole, _ = served(cache, tokens)
-        assert whole.stop_tokens == len(tokens)  # plain to see for the caller
-        hit, _ = served(cache, tokens[:-1])  # and what a caller asks for who needs a last token
+        assert whole.stop_tokens == len(tokens)  # visible for the caller
+        hit, _ = served(cache, tokens[:-1])  # and the request of a caller that needs a last token
         assert hit.stop_tokens == 48 < len(tokens)
 
 
@@ -311,7 +313,7 @@ def test_mistake_23_metrics_that_reset_themselves(shm_root: Path) -> None:
             cache.lookup(None, keys=keys)
         counters = cache.stats()["counters"]
         assert isinstance(counters, dict) and counters["lookups"] == counters["miss_absent"] == 10_100
-    with cache_at(shm_root, None) as again:  # nor when everybody has left
+    with cache_at(shm_root, None) as again:  # nor after all processes have closed it
         counters = again.stats()["counters"]
         assert isinstance(counters, dict) and counters["lookups"] == 10_100
 

@@ -1,4 +1,4 @@
-"""What happens before what: bytes are in before they are found, and compared after they were copied."""
+"""The order of steps: chunks are found only after their bytes are written, and validated after the copy."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from tests.cache.kit import Bytes, blank, cache_at, kv_of, prompt, stored
 
 
 class Interrupted:
-    """A transfer with something that happens before and after each copy."""
+    """A transfer with a call before and after each copy."""
 
     def __init__(self, kv: Transfer, happens: Callable[[], int]) -> None:
         self.layout, self._kv, self._happens = kv.layout, kv, happens
         self.seen: list[int] = []
 
     def to_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
-        """Copies, between two interruptions."""
+        """Call the hooks before and after the copies."""
         self.seen.append(self._happens())
         self._kv.to_slots(starts, slots)
         self.seen.append(self._happens())
 
     def from_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
-        """Copies, between two interruptions."""
+        """Call the hooks before and after the copies."""
         self.seen.append(self._happens())
         self._kv.from_slots(starts, slots)
         self.seen.append(self._happens())

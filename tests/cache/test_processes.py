@@ -1,4 +1,4 @@
-"""Several processes with one cache: right bytes and no leaks when any of them dies."""
+"""Several processes with one cache: right bytes and no leaks after any of them dies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def _busy(shm_root: Path, tmp_path: Path, number: int, seconds: float) -> None:
     until = time.monotonic() + seconds
     with cache_at(shm_root, tmp_path, host_size=SMALL, deadline_seconds=5.0) as cache:
         calls = 0
-        while time.monotonic() < until or calls <= 10:  # opening alone may take that long on a busy machine
+        # on a busy machine the opening alone may take this long
+        while time.monotonic() < until or calls <= 10:
             calls += 1
             tokens = prompt(int(random.integers(1, 16)), int(random.integers(PROMPTS)))
             kind = random.integers(10)
@@ -149,7 +150,7 @@ def test_counters_are_seen_by_other_processes_and_outlive_them(shm_root: Path) -
 
 
 def test_bytes_scribbled_by_another_owner_are_never_served(shm_root: Path) -> None:
-    """A slot that was reassigned during the copy is noticed, whatever its bytes are by then."""
+    """A slot that was reassigned during the copy is detected, whatever its bytes are now."""
     with cache_at(shm_root, None) as cache:
         stored(cache, prompt(8, 5))
         ledger = cache._tiers.host.ledger  # type: ignore[union-attr]
@@ -168,7 +169,7 @@ def test_bytes_scribbled_by_another_owner_are_never_served(shm_root: Path) -> No
 
 
 def _with_private_memory(cache: Cache) -> None:
-    served(cache, prompt(5))  # the memory is the parent's: a hit is right, and a miss is right too
+    served(cache, prompt(5))  # the memory is the parent's: a hit with right bytes and a miss are both correct
     cache.store(prompt(5, 1), kv_of(prompt(5, 1)).transfer)
     served(cache, prompt(5, 1))
 
@@ -180,5 +181,5 @@ def test_a_forked_child_of_a_cache_in_private_memory_reads_and_leaves_right_byte
         process.start()
         process.join(60)
         assert process.exitcode == 0
-        served(cache, prompt(5, 1))  # whatever it finds of what the child stored is right
+        served(cache, prompt(5, 1))  # all chunks of the child that it finds have the right bytes
         assert served(cache, prompt(5))[0].num_tokens == 80

@@ -1,4 +1,4 @@
-"""Recording live traffic: what is one request, and what comes into the file whatever happens."""
+"""Recording live traffic: what counts as one request, and what is written to the file in all cases."""
 
 from __future__ import annotations
 
@@ -50,19 +50,19 @@ def cache(tmp_path: Path, trace: Path) -> Iterator[Cache]:
 
 
 def recorded(cache: Cache, trace: Path) -> list[Request]:
-    """What has been recorded when the cache is closed."""
+    """Return the recorded requests after the cache was closed."""
     cache.close()
     return list(read_trace(trace)) if trace.exists() else []
 
 
 def ids_of(tokens: Prompt) -> tuple[int, ...]:
-    """The ids that a prompt has in every process."""
+    """Return the ids that a prompt has in every process."""
     with Cache(config_of(None, None), namespace=NAMESPACE, layout=LAYOUT, tiers=[]) as nobody:
         return tuple(int.from_bytes(key[:8], "little") % 2**63 for key in keys_of(nobody, tokens))
 
 
 def ask_and_store(cache: Cache, tokens: Prompt) -> int:
-    """What an engine does with one request; returns how many chunks hit."""
+    """Do what an engine does with one request; return how many chunks hit."""
     hit = cache.retrieve(tokens, blank(tokens).transfer)
     assert cache.store(tokens, kv_of(tokens).transfer).refused == 0
     return hit.num_tokens // CHUNK
@@ -91,7 +91,7 @@ def test_polling_looking_up_and_retrieving_are_one_request(cache: Cache, trace: 
         cache.lookup(tokens)
     cache.retrieve(tokens[:-1], blank(tokens).transfer)
     assert cache.store(tokens, kv_of(tokens).transfer).num_chunks == 4
-    cache.lookup(tokens)  # somebody else, with the same prompt
+    cache.lookup(tokens)  # another caller with the same prompt
     cache.retrieve(tokens, blank(tokens).transfer, counted=False)
     cache.retrieve(tokens, blank(tokens).transfer)
     assert len(recorded(cache, trace)) == 3
@@ -133,9 +133,8 @@ def test_an_engine_with_hands_of_its_own_is_recorded(cache: Cache, trace: Path) 
     assert slots.is_recording
     slots.record_request(keys, 6 * CHUNK + 3)
     slots.record_request(keys, 6 * CHUNK + 3)
-    slots.reserve(
-        keys_of(cache, later), namespace=root, start=0, parent=None
-    )  # it reads: so it would have asked
+    # no line: a caller that retrieves would have recorded its request
+    slots.reserve(keys_of(cache, later), namespace=root, start=0, parent=None)
     lines = recorded(cache, trace)
     assert [len(line.hash_ids) for line in lines] == [4, 6, 6]
     assert lines[-1].input_length == 6 * CHUNK + 3
@@ -199,7 +198,7 @@ def test_a_replay_of_it_hits_what_the_cache_did(tmp_path: Path, trace: Path) -> 
             tokens = prompt(12, seed=int(random.zipf(1.3)) % 30)[: int(random.integers(1, 13)) * CHUNK]
             hits += ask_and_store(cache, tokens)
             asked += len(tokens) // CHUNK
-            clock.advance(60)  # what was asked for within the last seconds is kept, whatever the policy
+            clock.advance(60)  # chunks requested in the last seconds are kept, with every policy
     outcome = simulate(read_trace(trace), [TierSpec("host", slots, "lru")])
     assert outcome.requests == 150 and outcome.accesses == asked
     assert 0.2 < hits / asked < 0.9

@@ -1,4 +1,4 @@
-"""Runs on their way up: windows, staging, busy chunks, holes, what is evicted meanwhile."""
+"""Loads of runs: windows, staging, busy chunks, holes, eviction during the load."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SLOT = LAYOUT.slot_bytes
 
 
 class Watching:
-    """A transfer that does something of its own before or after each copy."""
+    """A transfer with a hook before or after each copy."""
 
     def __init__(self, kv: Transfer) -> None:
         self.layout: KVLayout = kv.layout
@@ -46,7 +46,7 @@ class Watching:
         self.calls: list[int] = []
 
     def before(self) -> None:
-        """What happens before a copy."""
+        """Do nothing before a copy."""
 
     def to_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
         self.before()
@@ -62,7 +62,7 @@ class Watching:
 def faulty_cache(
     shm_root: Path, tmp_path: Path, *, disk_clock: Clock | None = None, **options: object
 ) -> tuple[Cache, FaultySlab]:
-    """A cache whose disk can be made to fail; `disk_clock` says for how long a failing one is left out."""
+    """Open a cache whose disk fails on demand; `disk_clock` determines how long a failing one is skipped."""
     ledger = Ledger.open(StoreSpec(tmp_path / "disk", LAYOUT.fingerprint, "file", 256, SLOT + 4096))
     faulty = FaultySlab(ledger.slab_path, ledger.slots, SLOT + 4096)
     disk = DiskTier(LAYOUT, ledger, faulty, deadline_seconds=PATIENT_SECONDS, clock=disk_clock)
@@ -112,7 +112,7 @@ def test_what_is_queued_is_read_from_the_queue(shm_root: Path, tmp_path: Path) -
         assert not cache.flush(0.05)
         assert served(cache, tokens)[0].by_tier == {"host": 96}
         hit, _ = served(cache, tokens, tiers=["disk"])
-        assert hit.by_tier == {"disk": 96}  # in its queue, not in the file yet
+        assert hit.by_tier == {"disk": 96}  # still in the queue, not in the file
         slab.heal()
         assert cache.flush(100)
 
@@ -128,7 +128,7 @@ def test_a_slot_evicted_during_the_copy_is_a_miss(shm_root: Path) -> None:
             def before(self) -> None:
                 admin.remove(ledger, keys[5:])
                 other = prompt(50, 9)
-                cache.store(other, kv_of(other).transfer)  # fills the slots anew while they are copied
+                cache.store(other, kv_of(other).transfer)  # overwrites the slots while they are copied
 
         kv = blank(tokens)
         hit = cache.retrieve(tokens, Evicting(kv.transfer))
@@ -192,7 +192,7 @@ def test_a_chunk_that_stays_busy_is_a_miss_after_the_deadline(shm_root: Path) ->
         hit, _ = served(cache, tokens, deadline_seconds=0.2)
         assert (hit.num_tokens, hit.reason) == (0, Reason.BUSY)
         assert 0.15 < time.monotonic() - began < 8
-        assert cache.store(tokens, kv_of(tokens).transfer) == (0, 0, 4, 0, None)  # somebody else does it
+        assert cache.store(tokens, kv_of(tokens).transfer) == (0, 0, 4, 0, None)  # another call does it
         ledger.abort([item for item in reserved if isinstance(item, Reserved)])
         assert cache.store(tokens, kv_of(tokens).transfer).num_chunks == 4
 
@@ -223,9 +223,8 @@ def test_a_disk_that_hangs_costs_one_deadline_and_leaves_nothing_behind(
         assert (hit.num_tokens, hit.reason) == (0, Reason.DEADLINE) and "disk" in hit.detail
         assert time.monotonic() - began < 20
         ledger = cache._tiers.host.ledger  # type: ignore[union-attr]
-        assert (
-            admin.gauges(ledger)["reserved"] > 0
-        )  # a slot is not given up while I/O may still write into it
+        # a slot is not released while I/O may still write into it
+        assert admin.gauges(ledger)["reserved"] > 0
         slab.heal()
         wait_until(lambda: admin.gauges(ledger)["reserved"] == 0)
         hit, _ = served(cache, tokens)
@@ -257,7 +256,7 @@ def test_bytes_that_rotted_on_the_disk_are_a_miss(shm_root: Path, tmp_path: Path
     with cache_at(shm_root, tmp_path) as cache:
         disk = cache._tiers.lower[0]
         assert isinstance(disk, DiskTier)
-        with open(disk.ledger.slab_path, "r+b") as file:  # slot 2 begins with a page of header
+        with open(disk.ledger.slab_path, "r+b") as file:  # slot 2 begins with a header page
             file.seek(2 * (SLOT + 4096) + 4096 + 77)
             byte = file.read(1)[0]
             file.seek(-1, 1)
@@ -297,7 +296,7 @@ def test_reads_are_in_the_air_while_chunks_are_copied_out(shm_root: Path, tmp_pa
     class Looking(Watching):
         def before(self) -> None:
             if not reads_at_first_copy:
-                wait_until(lambda: slab.calls["read"] >= 4)  # they go on without this thread
+                wait_until(lambda: slab.calls["read"] >= 4)  # they continue without this thread
                 reads_at_first_copy.append(slab.calls["read"])
 
     with cache:

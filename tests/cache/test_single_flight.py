@@ -1,4 +1,4 @@
-"""The same chunk wanted twice at once is loaded once."""
+"""A chunk that two calls need at the same time is loaded once."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_many_processes_load_prompts_once(shm_root: Path, tmp_path: Path) -> Non
     run_all([SPAWN.Process(target=_process, args=(shm_root, tmp_path, together)) for _ in range(3)])
     with cache_at(shm_root, tmp_path) as cache:
         counters = cache.stats()["tiers"]["disk"]  # type: ignore[index]
-        # Each process alone would load 36. A commit that came too late (they stand still now and then) is made up for.
+        # Each process alone would load 36. The bound allows for late commits (processes may pause).
         assert isinstance(counters, dict) and 36 <= counters["loaded_chunks"] <= 44
         assert cache.retrieve(prompt(12), blank(prompt(12)).transfer).by_tier == {"host": 192}
 

@@ -1,4 +1,4 @@
-"""Private buffers are bounded, aligned and come back."""
+"""Private buffers are bounded, aligned and released."""
 
 from __future__ import annotations
 

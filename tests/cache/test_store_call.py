@@ -1,4 +1,4 @@
-"""Runs on their way down: rooms, refusals, write policies, what happens behind a store."""
+"""Stores of runs: space, refusals, write policies, and the writes to lower tiers after a store."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_run_longer_than_the_host_tier_keeps_its_head(shm_root: Path) -> None:
         assert answer == (64, 64 * CHUNK, 0, 36, Reason.FULL)
         assert served(cache, tokens)[0].num_tokens == 64 * CHUNK
         assert cache.store(tokens, kv_of(tokens).transfer).present == 64
-        assert served(cache, tokens)[0].num_tokens == 64 * CHUNK  # twice the same: nothing was lost by it
+        assert served(cache, tokens)[0].num_tokens == 64 * CHUNK  # the same twice: nothing was lost
 
 
 def test_a_prompt_of_more_than_the_tier_stored_twice_still_hits(shm_root: Path) -> None:
@@ -82,7 +82,7 @@ def test_what_finds_no_room_on_the_host_goes_below(shm_root: Path, tmp_path: Pat
 
 
 def test_what_goes_below_lies_behind_its_head_there(shm_root: Path, tmp_path: Path) -> None:
-    """In one queue: a tail that arrived first would be useless alone on the disk, and would be evicted last."""
+    """All in one queue: a tail written first would be useless alone on the disk, and would be evicted last."""
     tokens = prompt(100)
     with cache_at(shm_root, tmp_path) as cache:
         cache.store(tokens, kv_of(tokens).transfer)
@@ -95,10 +95,10 @@ def test_what_goes_below_lies_behind_its_head_there(shm_root: Path, tmp_path: Pa
 
 
 def refusing(cache: Cache, clock: FakeClock) -> None:
-    """Have the host's policy keep out what is new: it is full of what is worth more."""
+    """Make the host's policy refuse new chunks: it is full of more valuable ones."""
     ledger = cache._tiers.host.ledger  # type: ignore[union-attr]
     learnt = _SharedValues.of(ledger.policy_thread.learned)  # type: ignore[arg-type]
-    learnt.asked[:, 20:27] = learnt.watched[:, 20:27] = 1000  # asked for again when 10 to 50 s old
+    learnt.asked[:, 20:27] = learnt.watched[:, 20:27] = 1000  # requested again at an age of 10 to 50 s
     for _ in range(3):
         ledger.policy_thread.run_once()
         clock.advance(6)
@@ -119,10 +119,9 @@ def test_what_the_policy_of_the_host_keeps_out_goes_below(shm_root: Path, tmp_pa
         assert cache.flush(100)
         assert cache.lookup(tokens, tiers=["host"]).num_tokens == 0
         assert served(cache, tokens)[0].by_tier == {"disk": 12 * CHUNK}
-        assert cache.lookup(tokens, tiers=["host"]).num_tokens == 0  # nor is it let in on its way up
-        assert cache.prefetch(tokens).result(PATIENT_SECONDS).by_tier == {
-            "disk": 12 * CHUNK
-        }  # but where it is wanted there
+        assert cache.lookup(tokens, tiers=["host"]).num_tokens == 0  # a load does not admit it either
+        # unless it is needed there
+        assert cache.prefetch(tokens).result(PATIENT_SECONDS).by_tier == {"disk": 12 * CHUNK}
         assert cache.lookup(tokens).by_tier == {"host": 12 * CHUNK}
 
 
@@ -212,7 +211,7 @@ def test_store_does_not_wait_for_the_disk(shm_root: Path, tmp_path: Path) -> Non
         assert cache.flush(100)
         counters = cache.stats()["tiers"]["disk"]  # type: ignore[index]
         assert isinstance(counters, dict)
-        # what was evicted before its turn is a drop with a reason, and never counts as stored
+        # a chunk that was evicted before its write is a drop with a reason, and never counts as stored
         assert counters["stored_chunks"] == counters["ready"]
         assert counters["stored_chunks"] + counters["drop_stale"] >= 64
 
@@ -267,7 +266,7 @@ def test_write_back_writes_the_coldest_ahead_of_their_eviction(shm_root: Path, t
         for seed in range(3):
             cache.store(prompt(10, seed), kv_of(prompt(10, seed)).transfer)
         time.sleep(0.3)
-        assert _on_disk(cache) == 0  # there is room enough: nothing needs to be clean
+        assert _on_disk(cache) == 0  # there is enough space: nothing needs to be clean
         for seed in range(3, 6):
             cache.store(prompt(10, seed), kv_of(prompt(10, seed)).transfer)
         wait_until(lambda: _on_disk(cache) > 0)
@@ -276,14 +275,14 @@ def test_write_back_writes_the_coldest_ahead_of_their_eviction(shm_root: Path, t
         wait_until(lambda: cache._tiers.lower[0].contains(keys[-1]))
         assert cache.lookup(prompt(10, 5), tiers=["disk"]).num_tokens == 0
         assert cache.flush(100)
-        assert _on_disk(cache) == 60  # asked for, all goes down
+        assert _on_disk(cache) == 60  # on request, everything is written down
 
 
 def test_write_back_keeps_up_with_a_stream_of_prompts(shm_root: Path, tmp_path: Path) -> None:
     with cache_at(shm_root, tmp_path, write_policy="write_back") as cache:
         for seed in range(20):
             cache.store(prompt(8, seed), kv_of(prompt(8, seed)).transfer)
-            if seed >= 7:  # full: the next prompt's room is made clean before it comes
+            if seed >= 7:  # full: the next prompt's slots are written before it arrives
                 wait_until(lambda seed=seed: _on_disk(cache) >= 8 * (seed - 6))  # type: ignore[misc]
                 wait_until(lambda: cache.stats()["tiers"]["host"]["leased"] == 0)  # type: ignore[index]
         assert cache.flush(100)
@@ -344,4 +343,4 @@ def test_close_says_what_it_could_not_write(shm_root: Path, tmp_path: Path, with
     assert slab.hanging.wait(PATIENT_SECONDS)
     assert not cache.close(1.0)
     slab.heal()
-    wait_until(lambda: cache._resources.store_staging.in_use == 0)  # every buffer came back
+    wait_until(lambda: cache._resources.store_staging.in_use == 0)  # every buffer was released

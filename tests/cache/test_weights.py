@@ -1,4 +1,4 @@
-"""WeightsEpoch that were changed in place never hit what the old ones computed."""
+"""Weights that were changed in place never hit KV of the old ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_the_epoch_is_kept_under_every_root(tmp_path: Path) -> None:
     other = WeightsEpoch(roots, "m")
     assert other.epoch() == 1 and WeightsEpoch(roots, "another").epoch() == 0
     for path in (tmp_path / "a").iterdir():
-        path.unlink()  # wiped, as memory is by a reboot
+        path.unlink()  # wiped, as by a reboot
     assert WeightsEpoch(roots, "m").epoch() == 1
     assert other.raise_epoch() == (2, {})
     assert WeightsEpoch({"host": tmp_path / "a"}, "m").epoch() == 2
@@ -39,7 +39,7 @@ def test_an_epoch_that_cannot_be_kept_is_nobody_elses(tmp_path: Path) -> None:
     weights = WeightsEpoch({"disk": tmp_path / "file"}, "m")
     epoch, troubles = weights.raise_epoch()
     assert list(troubles) == ["disk"] and epoch >= 1 << 31
-    assert weights.epoch() == epoch, "this process does not go back"
+    assert weights.epoch() == epoch, "this process does not return to an old epoch"
     assert WeightsEpoch({"disk": tmp_path / "file"}, "m").raise_epoch()[0] != epoch
 
 
@@ -49,10 +49,10 @@ def test_a_tier_that_cannot_take_the_epoch_down_loses_what_it_has(shm_root: Path
         stored(cache, tokens)
         file = cache._weights._epoch._roots["disk"]
         file.unlink()
-        file.symlink_to("/nowhere/weights")  # as good as a disk that is only to be read
+        file.symlink_to("/nowhere/weights")  # equivalent to a read-only disk
         assert cache.weights_changed() == 1
         assert served(cache, tokens)[0].num_tokens == 0
-    with cache_at(shm_root / "rebooted", tmp_path) as cache:  # nobody remembers the epoch
+    with cache_at(shm_root / "rebooted", tmp_path) as cache:  # no tier has the epoch
         assert cache._weights.scope()[0].weights_epoch == 0
         assert served(cache, tokens)[0].num_tokens == 0
     with cache_at(None, tmp_path) as cache:
@@ -103,9 +103,8 @@ def test_without_a_shared_tier_it_holds_in_this_process() -> None:
 def test_nothing_stored_before_hits_again(
     shm_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        explain_miss, "_BUDGET_NS", 60 * 10**9
-    )  # an engine's call looks for a millisecond only
+    # an engine's call compares for only a millisecond
+    monkeypatch.setattr(explain_miss, "_BUDGET_NS", 60 * 10**9)
     monkeypatch.setattr(explain_miss, "_LIST_SECONDS", 60.0)
     tokens = prompt(4)
     with cache_at(shm_root, tmp_path) as cache:
@@ -118,7 +117,9 @@ def test_nothing_stored_before_hits_again(
         assert "weights_epoch" in hit.detail
         stored(cache, tokens)
         assert served(cache, tokens)[0].num_tokens == 64
-    with cache_at(shm_root / "rebooted", tmp_path) as cache:  # the host tier is gone, the disk remembers
+    with cache_at(
+        shm_root / "rebooted", tmp_path
+    ) as cache:  # the host tier was removed, the disk has the epoch
         assert served(cache, tokens)[0].by_tier == {"disk": 64}
         assert cache.namespace.weights_epoch == 0 and cache._weights.scope()[0].weights_epoch == 1
 

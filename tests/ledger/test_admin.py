@@ -1,4 +1,4 @@
-"""What can be seen of a ledger, and whether its numbers add up."""
+"""Queries of a ledger's contents, and the checks of its numbers."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_the_reason_of_a_match_is_that_of_the_first_key_not_in_the_run(ledger: L
 
 
 def test_a_damaged_entry_is_a_miss_and_goes(ledger: Ledger) -> None:
-    """LMDB has no checksums: a slot that does not exist, or that is another key's."""
+    """LMDB has no checksums: an entry may name a slot that does not exist, or the slot of another key."""
     [one, two] = put(ledger, keys(1, 2))
     for slot, generation in ((10**6, one.generation), (two.slot, two.generation)):
         ledger.session.write(
@@ -168,7 +168,7 @@ def test_a_damaged_entry_is_a_miss_and_goes(ledger: Ledger) -> None:
         match = ledger.match_prefix([one.key])
         assert not len(match.slots) and match.reason is Reason.FAILED_CHECK
         assert not len(ledger.match_prefix([one.key]).slots)
-        assert len(ledger.match_prefix(keys(2)).slots) == 1, "the chunk whose slot it named is none the worse"
+        assert len(ledger.match_prefix(keys(2)).slots) == 1, "the chunk in the named slot is not affected"
         many = keys(*range(100, 108))
         put(ledger, many)
         assert len(ledger.match_prefix(many).slots) == 8

@@ -1,4 +1,4 @@
-"""Reserve, commit, abort and adopt: parts, refusals, quota, window, busy, superseded, and who is a victim."""
+"""Reserve, commit, abort and adopt: parts, refusals, quota, window, busy, superseded, and the choice of victims."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def ledger(shm_root: Path, clock: FakeClock) -> Iterator[Ledger]:
     opened_here.close()
 
 
-# asking
+# admission
 
 
 @pytest.mark.parametrize("wrong", [b"", b"short", bytes(33)])
@@ -176,7 +176,7 @@ def test_a_wrong_part_is_an_error_and_another_members_part_is_not_mine(ledger: L
         assert ledger.adopt(rooms, part) == [False]
     in_child(lambda: _must(ledger.commit(rooms, 0) == [False]))
     assert ledger.commit(rooms, 0) == [True] and ledger.commit(rooms, 0) == [False]
-    assert ledger.adopt(rooms, 0) == [False], "it is in"
+    assert ledger.adopt(rooms, 0) == [False], "it was stored"
     assert ledger.commit(rooms, 1) == [True]
 
 
@@ -187,7 +187,7 @@ def test_a_reservation_under_another_key_is_not_committed(ledger: Ledger) -> Non
 
 
 def test_an_abort_waits_for_the_parts_of_the_living(ledger: Ledger) -> None:
-    """Their bytes are still being copied: no other chunk gets the slot before the copies have ended."""
+    """Bytes are still being copied: no other chunk gets the slot before the copies have ended."""
     [room] = reserved(ledger.reserve(keys(1), namespace=TENANT, parts=2))
 
     def adopt() -> None:
@@ -197,7 +197,7 @@ def test_an_abort_waits_for_the_parts_of_the_living(ledger: Ledger) -> None:
         ledger.abort([room])
         assert admin.gauges(ledger)["reserved"] == 1 and admin.reap(ledger) == 0
         [again] = reserved(ledger.reserve(keys(1), namespace=TENANT))
-        assert again.slot != room.slot, "the key is free at once, the slot is not"
+        assert again.slot != room.slot, "the key is free at once, but the slot is not"
         assert ledger.commit([again]) == [True]
         assert ledger.commit([room], 0) == [False]
     assert admin.reap(ledger) == 1 and admin.gauges(ledger)["reserved"] == 0
@@ -246,7 +246,7 @@ def test_no_part_of_what_was_cleared_is_said_to_be_in(ledger: Ledger) -> None:
 
 
 def long_store(root: Path, clock: FakeClock) -> tuple[Ledger, list[bytes]]:
-    """A full store of 1024 slots whose oldest 64 chunks are the head of a chain of 128 keys."""
+    """Return a full store of 1024 slots whose oldest 64 chunks are the head of a chain of 128 keys."""
     ledger = opened(root, 1024, clock)
     chain = keys(*range(128))
     put(ledger, chain[:64])
@@ -351,7 +351,7 @@ def test_a_victim_that_another_has_evicted_and_filled_since_is_left_alone(
 
     monkeypatch.setattr(ledger, "_victims", overtaken)
     [room] = reserved(ledger.reserve(keys(888), namespace=TENANT))
-    assert there(ledger, keys(777)) == [True], "what was just stored was evicted in place of what was old"
+    assert there(ledger, keys(777)) == [True], "a new chunk was evicted instead of an old one"
     assert room.slot not in [slot for slot, _ in named]
     assert sum(there(ledger, [one.key for one in old])) == ledger.slots - 2
     ledger.abort([room])

@@ -1,4 +1,4 @@
-"""Space and eviction, one rule in each test: what is evicted first, what never, and how much a member may have."""
+"""Space and eviction, one rule in each test: what is evicted first, what is never evicted, and a member's limit."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_touched_run_too_loses_its_tail_first(ledger: Ledger, clock: FakeClock
     put(ledger, keys(*range(100, 124)), chained=False)
     clock.advance(1)
     ledger.match_prefix(chain)
-    put(ledger, keys(*range(200, 224)), chained=False)  # all others go
+    put(ledger, keys(*range(200, 224)), chained=False)  # all others are evicted
     assert present(ledger, chain) == [True] * 8
     put(ledger, keys(*range(300, 302)), chained=False)
     survivors = present(ledger, chain)
@@ -101,9 +101,8 @@ def test_orphans_that_are_too_young_to_go_do_not_hide_those_that_may(
             )
         )
     admin.remove(ledger, chain[:1])
-    outcomes = ledger.reserve(
-        keys(200, 201, 202), namespace=TENANT, start=20, stamp=stamp
-    )  # of the same request
+    # of the same request
+    outcomes = ledger.reserve(keys(200, 201, 202), namespace=TENANT, start=20, stamp=stamp)
     assert len(reserved(outcomes)) == 3
     assert present(ledger, chain) == [False] + [True] * 11
     ledger.abort(reserved(outcomes))
@@ -154,7 +153,7 @@ def test_leased_chunks_are_passed_by_until_the_lease_ends(ledger: Ledger, clock:
 def test_a_lease_counts_even_if_its_chunk_was_about_to_go(ledger: Ledger) -> None:
     wanted = keys(*range(SLOTS))
     stored = put(ledger, wanted, chained=False)
-    put(ledger, keys(100), chained=False)  # now the policy knows whose turn it is
+    put(ledger, keys(100), chained=False)  # now the policy knows which chunk is next
     ledger.lease(*places(stored[1:3]), 5.0)
     put(ledger, keys(101, 102), chained=False)
     assert present(ledger, wanted[:5]) == [False, True, True, False, False]
@@ -166,7 +165,7 @@ def test_leases_far_from_the_front_are_passed_by_in_a_large_store_too(
     ledger = Ledger.open(spec(shm_root, 1024), clock=clock)
     wanted = keys(*range(1024))
     stored = put(ledger, wanted, chained=False)
-    ledger.lease(*places(stored[:400]), 5.0)  # the 400 that are oldest
+    ledger.lease(*places(stored[:400]), 5.0)  # the 400 oldest
     put(ledger, keys(*range(2000, 2100)), chained=False)
     assert present(ledger, wanted) == [True] * 400 + [False] * 100 + [True] * 524
     ledger.close()
@@ -206,7 +205,7 @@ def test_what_the_same_call_asked_for_is_not_its_victim(ledger: Ledger, clock: F
     ledger.release(*places(stored))
 
 
-# room
+# space
 
 
 def test_leading_keys_are_served_first(ledger: Ledger, clock: FakeClock) -> None:

@@ -1,4 +1,4 @@
-"""The ghosts of chunks that went: places, forgetting, what is learnt from those that give way, resize."""
+"""The ghosts of removed chunks: places, forgetting, learning from replaced ghosts, resize."""
 
 from __future__ import annotations
 

@@ -24,14 +24,14 @@ def ledger(shm_root: Path) -> Iterator[Ledger]:
 
 
 def held(ledger: Ledger, *numbers: int) -> list[Reserved]:
-    """Chunks that are stored and held."""
+    """Store and hold chunks."""
     stored = put(ledger, keys(*numbers), chained=False)
     assert ledger.hold(*places(stored)) == [True] * len(stored)
     return stored
 
 
 def handed_out(ledger: Ledger) -> set[int]:
-    """All slots that others can get, whatever they reserve; nothing is kept of it."""
+    """Return all slots that other calls can reserve; abort the reservations."""
     got: set[int] = set()
     for at in range(1000, 1000 + 4 * SLOTS):
         rooms = reserved(ledger.reserve(keys(at), namespace=TENANT))
@@ -81,9 +81,11 @@ def test_the_last_of_several_holds_frees_the_slot(ledger: Ledger) -> None:
         for _ in range(2):
             assert stored[0].slot not in handed_out(ledger)
             ledger.release(*places(stored))
-        assert stored[0].slot not in handed_out(ledger), "the other holds it"
+        assert stored[0].slot not in handed_out(ledger), "the other process holds it"
         ledger.release(*places(stored))
-        assert admin.gauges(ledger)["reserved"] == 1, "one more release than holds ends nobody else's"
+        assert admin.gauges(ledger)["reserved"] == 1, (
+            "a release without a hold does not end another process's hold"
+        )
         other.end()
         assert admin.reap(ledger) == 1 and admin.gauges(ledger)["reserved"] == 0
         assert stored[0].slot in handed_out(ledger)
@@ -111,7 +113,7 @@ def test_a_dead_holder_keeps_nothing(ledger: Ledger) -> None:
 
 
 def test_the_holds_of_a_dead_member_leave_nothing_in_the_tables(ledger: Ledger) -> None:
-    """Else each process that dies would leave a row for every chunk it was reading."""
+    """Otherwise each process that dies would leave a row for every chunk that it was reading."""
     stored = put(ledger, keys(*range(4)), chained=False)
     ledger.hold(*places(stored[:1]))
     with Other(lambda: _must(ledger.hold(*places(stored)) == [True] * 4)):

@@ -76,7 +76,7 @@ def test_what_was_judged_once_is_not_asked_about_again(shm_root: Path) -> None:
     ledger = opened(shm_root, clock)
     full_of_better(ledger, clock)
     stamp = ledger.stamp()
-    assert ledger.admit(keys(3), start=0, stamp=stamp) == 1  # it is here
+    assert ledger.admit(keys(3), start=0, stamp=stamp) == 1  # it is stored
     assert ledger.admit([*keys(3), *keys(100, 101)], start=0, stamp=stamp) == 1
     assert ledger.explain_miss(keys(100)[0]).reason is Reason.NOT_ADMITTED
     outcomes = ledger.reserve(keys(100), namespace=TENANT, stamp=stamp, admitted=True)
@@ -128,7 +128,7 @@ def test_what_was_asked_for_before_it_went_counts_when_it_is_back(shm_root: Path
     put(ledger, keys(1))
     ((slot),) = ledger.match_prefix(keys(1), touch=False).slots.tolist()
     assert ledger.columns.hits[slot] == 4
-    assert ledger.explain_miss(keys(1)[0]).reason is Reason.ABSENT  # its ghost has gone
+    assert ledger.explain_miss(keys(1)[0]).reason is Reason.ABSENT  # its ghost was removed
     ledger.close()
 
 

@@ -89,7 +89,7 @@ def test_locks_go_with_the_file(path: Path) -> None:
 def test_a_file_that_is_closed_is_unlocked_though_there_is_another_copy_of_its_descriptor(path: Path) -> None:
     file = LockFile(path)
     assert file.lock(7, exclusive=True)
-    copy = os.dup(file._fd)  # as a child has it that runs no hooks of Python
+    copy = os.dup(file._fd)  # as in a child without Python's fork hooks
     file.close()
     assert not LockFile(path).held_by_other(7)
     os.close(copy)
@@ -126,7 +126,7 @@ def test_shared_locks_go_together(path: Path) -> None:
     file = LockFile(path)
     with holding(path, 7, exclusive=False):
         assert file.lock(7, exclusive=False)
-        assert not file.lock(7, exclusive=True), "and the shared one is kept"
+        assert not file.lock(7, exclusive=True), "the shared lock is kept"
         in_child(lambda: _must(LockFile(path).held_by_other(7)))
 
 
@@ -176,11 +176,11 @@ def test_a_program_that_is_started_has_no_lock_file(path: Path) -> None:
     in_child(lambda: _must(not file.lock(7, exclusive=False) or not _inherits(path)))
     assert not _inherits(path)
     os.set_inheritable(file._fd, True)
-    assert _inherits(path), "the question can be answered with yes"
+    assert _inherits(path), "the check can return True"
 
 
 def _inherits(path: Path) -> bool:
-    """Whether a program that is started here, with no hook of Python, has the lock file open."""
+    """Return whether a program that is started without Python's fork hooks has the lock file open."""
     return (
         subprocess.run(
             ["ls", "-l", "/proc/self/fd"], capture_output=True, text=True, close_fds=False
@@ -200,7 +200,7 @@ def test_a_child_locks_the_file_of_its_parent_though_it_was_removed(path: Path) 
 def test_a_fork_while_the_file_is_being_opened_leaves_no_copy(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The child knows nothing of a descriptor that another thread has got and not yet kept."""
+    """A descriptor that another thread has opened and not yet stored is unknown in the child."""
     opened = os.open
     children: list[Other] = []
 
@@ -214,7 +214,7 @@ def test_a_fork_while_the_file_is_being_opened_leaves_no_copy(
         patch.setattr(os, "open", open_and_fork)
         file = LockFile(path)
     assert file.lock(7, exclusive=True)
-    file._file.close()  # as death does it: without a word
+    file._file.close()  # as at a kill: without cleanup
     assert not LockFile(path).held_by_other(7)
     children[0].end()
 
@@ -293,7 +293,7 @@ def test_a_gate_taken_by_a_thread_of_the_same_process_is_not_waited_for_past_the
 
 
 def test_who_is_inside_does_not_wait_for_itself(path: Path) -> None:
-    """A finalizer or a signal handler in the middle of a transaction."""
+    """A finalizer or a signal handler runs in the middle of a transaction."""
     gate = Gate(LockFile(path))
 
     def again() -> None:
@@ -334,10 +334,10 @@ class Interrupted(Exception):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300, method="thread")  # the other method has the timer that this test uses
+@pytest.mark.timeout(300, method="thread")  # the other method uses the same timer as this test
 @pytest.mark.parametrize("times", [1, 2, 3])
 def test_no_exceptions_of_signal_handlers_leave_the_gate_taken(path: Path, times: int) -> None:
-    """Each but the first comes while the one before is being dealt with."""
+    """Each exception except the first is raised while the previous one is being handled."""
     gate, other, chance = Gate(LockFile(path)), LockFile(path), random.Random(times)
     to_come = done = 0
 
@@ -375,7 +375,7 @@ def test_no_exceptions_of_signal_handlers_leave_the_gate_taken(path: Path, times
     thread = threading.Thread(target=partial(gate.run, nothing, 10, exclusive=True))
     thread.start()
     thread.join(5)
-    assert not thread.is_alive(), "and the lock of threads was given back, as often as it was taken"
+    assert not thread.is_alive(), "the threads' lock was released as often as it was taken"
 
 
 @pytest.mark.parametrize("byte", [GATE, INTENT])
@@ -410,7 +410,7 @@ def test_readers_give_way_to_a_writer_that_waits(path: Path) -> None:
         until = time.monotonic() + 30
         while LockFile(path).held_by_other(INTENT) and time.monotonic() < until:
             time.sleep(0.001)
-        assert LockFile(path).held_by_other(GATE), "the writer is in"
+        assert LockFile(path).held_by_other(GATE), "the writer has the gate"
         writer.end()
     gate.run(nothing, 1)
 

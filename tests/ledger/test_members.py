@@ -1,4 +1,4 @@
-"""Members: numbers, what the dead leave, the grace of a GPU, rows of counters."""
+"""Members: numbers, what dead ones leave, the grace period of a GPU, rows of counters."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_what_the_dead_reserved_is_taken_back_when_room_is_short(ledger: Ledger)
     put(ledger, keys(*range(100, 128)), chained=False)
     in_child(lambda: (ledger.reserve(keys(1, 2, 3, 4), namespace=TENANT), None)[1])
     put(ledger, keys(11, 12, 13, 14))
-    assert all(there(ledger, keys(*range(100, 128)))), "nobody living was evicted"
+    assert all(there(ledger, keys(*range(100, 128)))), "no stored chunk was evicted"
 
 
 def test_a_stopped_member_is_alive(ledger: Ledger) -> None:
@@ -150,7 +150,7 @@ def test_counters_are_those_of_all_the_living_and_the_dead(ledger: Ledger) -> No
     in_child(leave)
     assert admin.counters(ledger)["lookups"] == 21
     admin.reap(ledger)
-    with Other(work):  # takes the row of one who is gone
+    with Other(work):  # takes the row of a dead member
         assert admin.counters(ledger)["lookups"] == 31
 
 
@@ -174,12 +174,12 @@ def test_too_many_members_are_refused_until_one_leaves(
         admin.gauges(ledger)
 
     def too_many() -> None:
-        ledger.close()  # of this process's own, which is no member yet
+        ledger.close()  # this process's own ledger; the process is not a member yet
         with pytest.raises(StoreError, match="close some"):
             opened(shm_root)
 
     second = Other(work)
-    third = Other(too_many)  # refused, and lives on
+    third = Other(too_many)  # refused, and continues
     second.end()
     in_child(work)
     third.end()

@@ -1,4 +1,4 @@
-"""Namespaces: their rows and labels, what a clear takes, and what a rebuild takes back."""
+"""Namespaces: their rows and labels, what a clear removes, and what a rebuild restores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pagoda.ledger.namespaces import read_labels
 from pagoda.ledger.store_state import NAMESPACES
 from tests.ledger.support import OTHER, TENANT, keys, opened, put, reserved, there
 
-LATER = 1 << 60  # a generation behind every line
+LATER = 1 << 60  # a generation after every line
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
 
 
 def rebuilt(root: Path, slots: int = 32) -> Ledger:
-    """The store at `root` after its tables were lost."""
+    """Open the store at `root` after its tables were lost."""
     (root / "store" / "data.mdb").unlink()
     ledger = opened(root, slots, kind="file")
     assert rebuild.unscanned(ledger) == range(slots)
@@ -73,7 +73,7 @@ def test_what_is_stored_after_a_clear_stays(ledger: Ledger) -> None:
 
 
 def header(stored: Reserved, namespace: bytes = TENANT) -> ScannedChunk:
-    """What the header of a chunk says, as long as its slot is not written again."""
+    """Return the contents of a chunk's header, as long as its slot is not written again."""
     return ScannedChunk(stored.key, namespace, stored.generation, 0, 16, stored.generation)
 
 
@@ -128,13 +128,13 @@ def test_what_is_stored_during_a_scan_takes_nothing_from_what_the_scan_finds(tmp
 
 
 def test_a_store_of_an_older_version_tells_what_was_cleared_by_numbers(tmp_path: Path) -> None:
-    """It counted the clears of each namespace, in one file with the labels, and wrote the number into the headers."""
+    """That version counted the clears of each namespace in the file of labels, and wrote the number into headers."""
     opened(tmp_path, kind="file").close()
     for path in (tmp_path / "store").glob("clears-*"):
         path.unlink()
     old = {OTHER.hex(): {"fields": {"model": "b"}, "epoch": 2}, TENANT.hex(): {"fields": {}, "epoch": 0}}
     (tmp_path / "store" / NAMESPACES).write_bytes(msgspec.json.encode(old))
-    for turn in range(2):  # what it says is kept, also when the file says it no more
+    for turn in range(2):  # its contents are kept, even after the file no longer has them
         again = rebuilt(tmp_path)
         rebuild.absorb(again, 0, [ScannedChunk(keys(n)[0], OTHER, n, 0, 16, 5 + n) for n in range(4)])
         rebuild.absorb(again, 4, [ScannedChunk(keys(9)[0], TENANT, 0, 0, 16, 5)])
@@ -200,7 +200,7 @@ def test_what_is_stored_during_a_scan_stands_before_what_the_scan_finds(tmp_path
     )
     assert ledger.match_prefix(keys(1)).slots.tolist() == [stored.slot]
     assert ledger.match_prefix(keys(2)).slots.tolist() == [5]
-    assert ledger.commit(reserved(outcomes)) == [False], "there is one already"
+    assert ledger.commit(reserved(outcomes)) == [False], "one exists already"
     admin.check(ledger)
     rebuild.absorb(ledger, 6, [None] * 26)
     assert not len(rebuild.unscanned(ledger))

@@ -1,4 +1,4 @@
-"""One rule of the ledger a test, each as small as it can be: what no interleaving, policy or death may change."""
+"""One rule of the ledger in each test, as small as possible: no interleaving, policy or death may break it."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def ledger(shm_root: Path, clock: FakeClock) -> Iterator[Ledger]:
 
 
 class Interrupting(Clock):
-    """The machine's clock; the next look at it first runs something, as if another process had been quicker."""
+    """The machine's clock; its next reading first runs a call, as if another process had been faster."""
 
     def __init__(self) -> None:
         self.first: Callable[[], None] | None = None
 
     def monotonic_ns(self) -> int:
-        """The time, after what was to happen first."""
+        """Run the call if there is one, then return the time."""
         if (first := self.first) is not None:
             self.first = None
             first()
@@ -97,7 +97,7 @@ def test_a_chunk_that_another_process_replaced_during_the_match_is_not_valid(shm
         if replaced and len(match.slots):
             assert not ledger.still_valid(match.slots, match.generations).any()
         admin.clear(ledger)
-    assert seen, "match never looked at the clock: this test shows nothing"
+    assert seen, "match never read the clock: this test proves nothing"
     ledger.close()
 
 
@@ -127,7 +127,7 @@ def test_an_aborted_reservation_was_never_valid_to_a_reader(ledger: Ledger) -> N
 
 def test_a_key_that_was_published_for_another_slot_is_a_miss_and_its_entry_goes(ledger: Ledger) -> None:
     [one, two] = put(ledger, keys(1, 2))
-    ledger.columns.keys[one.slot] = ledger.columns.keys[two.slot]  # what a torn ledger would look like
+    ledger.columns.keys[one.slot] = ledger.columns.keys[two.slot]  # the state of a torn ledger
     assert not len(ledger.match_prefix([one.key]).slots)
     assert present(ledger, [one.key, two.key]) == [False, True]
 
@@ -180,7 +180,7 @@ def test_what_is_in_flight_during_a_clear_does_not_come_in(ledger: Ledger, whole
     admin.clear(ledger, None if whole else TENANT)
     assert ledger.commit(room) == [False]
     assert present(ledger, keys(1, 2)) == [not whole, False]
-    assert put(ledger, keys(2)), "the key may be stored anew"
+    assert put(ledger, keys(2)), "the key can be stored again"
 
 
 def on_disk(root: Path) -> Ledger:
@@ -205,16 +205,16 @@ def test_clearing_says_so_if_what_was_cleared_could_come_back(tmp_path: Path) ->
         path.mkdir()  # cannot be written
     with pytest.raises(StoreError, match="may bring it back"):
         admin.clear(ledger, TENANT)
-    assert present(ledger, keys(1)) == [False], "it is gone for now all the same"
-    ledger.namespaces.register(OTHER, {"model": "b"})  # of no consequence
+    assert present(ledger, keys(1)) == [False], "it is removed for the present"
+    ledger.namespaces.register(OTHER, {"model": "b"})  # does not raise
     ledger.close()
 
 
-# the living and the dead
+# live and dead members
 
 
 def filling(ledger: Ledger, *numbers: int) -> Peer:
-    """Another process that has reserved some keys."""
+    """Let another process reserve some keys."""
     return Peer(lambda: len(reserved(ledger.reserve(keys(*numbers), namespace=TENANT))) == len(numbers))
 
 
@@ -334,9 +334,7 @@ def test_calls_return_by_their_deadline_while_the_gate_is_taken(ledger: Ledger) 
         assert isinstance(refused, Refused) and refused.reason is Reason.LEDGER_BUSY
         assert ledger.still_valid(*places([stored])).all(), "validity needs no gate"
     put(ledger, keys(4))
-    assert admin.gauges(ledger)["reserved"] == 0, (
-        "the commit that was late has been done by the next transaction"
-    )
+    assert admin.gauges(ledger)["reserved"] == 0, "the next transaction has done the late commit"
     assert admin.counters(ledger)["miss_ledger_busy"] >= 2
 
 
@@ -351,7 +349,7 @@ def test_an_abort_that_was_late_is_done_by_the_next_transaction(ledger: Ledger) 
 
 @contextlib.contextmanager
 def gate_taken(ledger: Ledger) -> Iterator[None]:
-    """Another process has the gate to itself for as long as this lasts."""
+    """Let another process hold the gate exclusively during the block."""
     locks = ledger.directory / "locks"
     peer = Peer(lambda: fcntl.lockf(os.open(locks, os.O_RDWR), fcntl.LOCK_EX, 1, 0) is None)
     try:
@@ -366,9 +364,8 @@ def test_a_run_ends_where_another_tenant_or_place_begins(shm_root: Path, few: in
         own, others, moved = (list(range(at, at + few)) for at in (0, 100, 200))
         put(ledger, keys(*own))
         put(ledger, keys(*others), namespace=OTHER)
-        put(
-            ledger, keys(*moved, *moved)
-        )  # each twice: those of the second half are there, at the first's places
+        # each key twice: the second half is Present, at the places of the first
+        put(ledger, keys(*moved, *moved))
         for asked, start, found, reason in [
             (own, 0, few, None),
             (own, None, few, None),

@@ -48,7 +48,7 @@ def ledger(shm_root: Path) -> Iterator[Ledger]:
 
 
 def busy_store(ledger: Ledger) -> None:
-    """Every use of a store works."""
+    """Check that every use of a store works."""
     put(ledger, keys(*range(1000, 1100)), chained=False)
     assert len(ledger.match_prefix(keys(1099)).slots) == 1
     admin.remove(ledger, keys(1099))
@@ -89,7 +89,7 @@ def test_the_error_of_a_transaction_can_be_sent_to_another_process(ledger: Ledge
 
 
 def test_after_an_error_of_lmdb_the_environment_is_another(ledger: Ledger) -> None:
-    """LMDB does not continue with a transaction whose commit has failed: every later call would fail as well."""
+    """LMDB does not continue with a transaction whose commit failed: every later call would fail too."""
     before = ledger.session._open().env
 
     def fail(*_: object) -> None:
@@ -108,7 +108,7 @@ def test_the_last_to_leave_syncs_before_it_says_so(tmp_path: Path, monkeypatch: 
     done: list[str] = []
 
     class Watched:
-        """The environment, and what is asked of it."""
+        """The environment, with a record of its calls."""
 
         def __init__(self, env: lmdb.Environment) -> None:
             self._env = env
@@ -128,7 +128,7 @@ def test_the_last_to_leave_syncs_before_it_says_so(tmp_path: Path, monkeypatch: 
 
 
 def fill_map(ledger: Ledger) -> None:
-    """Fills the map to the last page that an ordinary transaction can have."""
+    """Fill the map to the last page that an ordinary transaction can use."""
     size, number = 1 << 20, 0
 
     def write(transaction: Transaction) -> None:
@@ -158,7 +158,7 @@ def test_a_full_map_is_a_refusal_and_the_rest_goes_on(shm_root: Path) -> None:
 
 @pytest.mark.parametrize("everything", [False, True])
 def test_a_full_map_keeps_nothing_from_being_taken_out(shm_root: Path, everything: bool) -> None:
-    """More than once, and with other processes that have opened the smaller map."""
+    """The map grows more than once, while other processes have opened the smaller map."""
     ledger = opened(shm_root, slots=1024)
     go_on, said = multiprocessing.Event(), multiprocessing.Event()
 
@@ -236,10 +236,12 @@ def test_every_call_ends_by_its_deadline_however_many_transactions_it_takes(shm_
     assert len(rooms) == 256
     with gate_taken(ledger):
         for call in (
-            lambda: ledger.commit(rooms * 10, deadline_seconds=0.3),  # of 64 a transaction: 40 of them
+            # 64 for each transaction: 40 transactions
+            lambda: ledger.commit(rooms * 10, deadline_seconds=0.3),
             lambda: ledger.adopt(rooms * 10, 0, deadline_seconds=0.3),
             lambda: ledger.abort(rooms * 10, deadline_seconds=0.3),
-            lambda: ledger.reserve(keys(*range(1000, 1256)), namespace=TENANT, deadline_seconds=2.5),  # four
+            # four transactions
+            lambda: ledger.reserve(keys(*range(1000, 1256)), namespace=TENANT, deadline_seconds=2.5),
             lambda: ledger.match_prefix(keys(*range(256)), deadline_seconds=0.3),
         ):
             began = time.monotonic()
@@ -403,7 +405,7 @@ def test_a_fork_while_a_thread_waits_at_the_gate(ledger: Ledger, monkeypatch: py
             time.sleep(0.005)
         began = time.monotonic()
         pid = child(act)
-        assert time.monotonic() - began < 25.0, "a fork waits for nobody who is stopped"
+        assert time.monotonic() - began < 25.0, "a fork does not wait for a stopped process"
     waiting.join(60)
     os.write(send, b"x")
     assert wait(pid) == 0
@@ -432,7 +434,7 @@ def test_a_fork_while_a_thread_writes_hangs_nobody(ledger: Ledger, monkeypatch: 
     until = time.monotonic() + 30
     while not (ended := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < until:
         time.sleep(0.01)
-    if not ended[0]:  # it hangs in the fork itself, before any alarm
+    if not ended[0]:  # it would hang in the fork itself, before any alarm
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     leave.set()

@@ -1,4 +1,4 @@
-"""Stores of several layouts in one root: which gets how much, which gives, and that no chunk is lost wrongly."""
+"""Stores of several layouts in one root: how much space each gets or gives up, without losing other chunks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ KINDS: tuple[Kind, ...] = ("memory", "file")
 
 
 class Room:
-    """One store with its slab, and chunks whose bytes tell their key."""
+    """One store with its slab, and chunks whose bytes depend on their key."""
 
     def __init__(
         self, root: Path, name: str = "a", kind: Kind = "memory", pages: int = 1, limit: int = LIMIT,
@@ -89,7 +89,7 @@ class Room:
         return room
 
     def put(self, wanted: Sequence[bytes]) -> int:
-        """Store single chunks; how many are there."""
+        """Store single chunks; return how many are stored."""
         done = 0
         for key in wanted:
             got = self.ledger.reserve([key], namespace=TENANT, tokens=16, deadline_seconds=PATIENT_SECONDS)[0]
@@ -100,7 +100,7 @@ class Room:
         return done
 
     def get(self, wanted: Sequence[bytes], touch: bool = True) -> int:
-        """Read single chunks and compare every byte; how many were there."""
+        """Read single chunks and compare every byte; return how many were found."""
         found = 0
         for key in wanted:
             match = self.ledger.match_prefix([key], touch=touch, deadline_seconds=PATIENT_SECONDS)
@@ -112,18 +112,18 @@ class Room:
         return found
 
     def give(self, nbytes: int, idle: bool) -> int:
-        """What another store of the root makes it do that needs space."""
+        """Do what another store of the root requests when it needs space."""
         with root_locked(self.ledger.directory.parent, PATIENT_SECONDS):
             return self.ledger.space.give(nbytes, idle)
 
     def more(self, pieces: int = 1) -> bool:
-        """What the thread of the ledger does when there are too few slots."""
+        """Do what the ledger's thread does when there are too few slots."""
         done = [self.ledger.space.more() for _ in range(pieces)]
         return all(done)
 
     @property
     def pages(self) -> int:
-        """The bytes that the slab takes, in pages."""
+        """Return the space of the slab, in pages."""
         return os.stat(self.ledger.slab_path).st_blocks * 512 // PAGE
 
     @property
@@ -131,7 +131,7 @@ class Room:
         return sum(map(len, self.ledger.space.backed_ranges()))
 
     def check(self) -> None:
-        """The tables add up, and every slot that may be reserved has pages."""
+        """Check that the tables are consistent, and that every slot that can be reserved has pages."""
         admin.check(self.ledger)
         gauges = admin.gauges(self.ledger)
         assert self.backed == gauges["slots"] - gauges["unbacked"]
@@ -147,14 +147,14 @@ class Room:
 
 @pytest.fixture(autouse=True)
 def no_thread(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is taken but by `more`, unless the test is about that."""
+    """Let only `more` take space, except in tests of the other ways."""
     if "threads" not in request.fixturenames:
         monkeypatch.setattr(PolicyThread, "wake", lambda *_, **__: None)
 
 
 @pytest.fixture
 def threads() -> None:
-    """For a test with the ledgers' own threads."""
+    """Let the ledgers' own threads run in a test."""
 
 
 @pytest.fixture(params=KINDS)
@@ -194,7 +194,7 @@ def test_a_second_layout_opens_beside_a_full_one_and_gets_its_share_in_pieces(
     while two.more():
         assert one.pages + two.pages <= 64
     assert two.pages == 32 and one.pages == 32
-    assert one.get(cold, touch=False) == 0 and one.get(hot) == 32, "the coldest went"
+    assert one.get(cold, touch=False) == 0 and one.get(hot) == 32, "the coldest were evicted"
     assert two.put(keys(*range(200, 216))) == two.get(keys(*range(200, 216))) == 16
     for room in (one, two):
         room.check()
@@ -216,7 +216,7 @@ def test_a_thread_of_the_ledger_gets_what_is_lacking(shm_root: Path, threads: No
 
 def test_a_thread_that_was_woken_at_its_end_is_started_again(shm_root: Path, threads: None) -> None:
     one = Room(shm_root, limit=LIMIT)
-    one.ledger.policy_thread._woken.set()  # and it ended without seeing it
+    one.ledger.policy_thread._woken.set()  # and the thread ended without seeing it
     one.ledger.policy_thread.wake(lacks=True)
     thread = one.ledger.policy_thread._thread
     assert thread is not None and thread.is_alive()
@@ -234,11 +234,11 @@ def test_who_is_at_its_share_takes_only_what_is_colder_and_of_nobody_who_is_with
     assert two.backed == 32
     two.put(keys(*range(100, 132)))
     two.more()
-    assert two.backed > 32, "what nobody has open and is colder goes"
+    assert two.backed > 32, "colder chunks of a store that no process has open are evicted"
     one = Room(shm_root, kind=kind)
     before = one.backed
     one.get(keys(*range(64)))
-    two.get(keys(*range(100, 132)))  # so that what `one` has is colder
+    two.get(keys(*range(100, 132)))  # so that the chunks of `one` are colder
     assert not two.more()
     assert one.backed == before, "in use, and within its share"
     for room in (one, two):
@@ -440,7 +440,7 @@ def test_sizes_change_at_any_restart_and_keep_what_fits(
     for limit in limits:
         room = Room(shm_root, kind=kind, limit=limit * PAGE)
         assert room.backed == room.pages == limit
-        assert room.get(stored[-limit:], touch=False) == min(limit, len(stored)), "the coldest went"
+        assert room.get(stored[-limit:], touch=False) == min(limit, len(stored)), "the coldest were evicted"
         stored = stored[-limit:]
         new = keys(*range(number, number + limit // 2))
         assert room.put(new) == len(new)
@@ -470,14 +470,14 @@ def test_a_smaller_size_beside_others_waits_for_them(shm_root: Path) -> None:
         kept.append(room)
 
     kept: list[Room] = []
-    with Other(fill):  # first: a child made later would share what this process has open
+    with Other(fill):  # first: a later child would inherit the open stores of this process
         one = Room(shm_root, limit=8 * PAGE)
         assert one.backed == 64 and one.get(keys(*range(64))) == 64
         one.close()
     one = Room(shm_root)
     assert one.get(keys(*range(64))) == 64
     in_child(lambda: Room(shm_root, "b", limit=8 * PAGE).close())
-    assert one.backed + 8 >= 64, "who asks for little takes little"
+    assert one.backed + 8 >= 64, "a small request takes little space"
     one.check()
     one.close()
     one = Room(shm_root, limit=8 * PAGE)
@@ -485,7 +485,7 @@ def test_a_smaller_size_beside_others_waits_for_them(shm_root: Path) -> None:
     one.close()
 
 
-# dying
+# death of processes
 
 
 def test_killed_before_a_taking_is_published(
@@ -513,7 +513,7 @@ def test_killed_before_a_taking_is_published(
     for key, match in zip(keys(*range(64)), matches, strict=True):
         copy = one.read(int(match.slots[0]))
         if one.ledger.still_valid(match.slots, match.generations)[0]:
-            assert np.array_equal(copy, one.bytes_of(key)), "who was reading it took zeros for the chunk"
+            assert np.array_equal(copy, one.bytes_of(key)), "a reader took zeros for the chunk"
     for room in (one, two):
         room.check()
         room.close()
@@ -531,9 +531,8 @@ def test_killed_at_any_step_of_a_taking(
     real = getattr(place, name)
 
     def dies(*arguments: int, **_: object) -> object:
-        if (
-            name == "punch" and arguments[1] >= os.fstat(arguments[0]).st_size
-        ):  # asks whether there can be holes
+        # checks whether holes are possible
+        if name == "punch" and arguments[1] >= os.fstat(arguments[0]).st_size:
             return real(*arguments)
         if step in ("punched", "allocated"):
             real(*arguments)
@@ -550,7 +549,7 @@ def test_killed_at_any_step_of_a_taking(
     two = Room(shm_root, "b", kind)
     while two.more():
         pass
-    assert two.backed == 32 and two.pages == 32 and one.pages == 32, "nothing is lost for good"
+    assert two.backed == 32 and two.pages == 32 and one.pages == 32, "no space is lost permanently"
     assert one.get(keys(*range(40, 64))) == 24
     two.put(keys(*range(100, 132)))
     assert two.get(keys(*range(100, 132))) == 32
@@ -559,7 +558,7 @@ def test_killed_at_any_step_of_a_taking(
         room.close()
 
 
-# beside each other
+# at the same time
 
 
 def test_a_view_keeps_its_pages_and_one_of_a_bare_slot_touches_none(shm_root: Path) -> None:
@@ -570,10 +569,10 @@ def test_a_view_keeps_its_pages_and_one_of_a_bare_slot_touches_none(shm_root: Pa
     assert one.memory is not None
     view = one.memory.view(slot)[16:].view(np.uint64)[1:]
     one.give(LIMIT, idle=False)
-    assert one.backed == 0 and one.pages == 1, "what was lent stays for now"
+    assert one.backed == 0 and one.pages == 1, "slots with a view stay for now"
     assert not one.ledger.still_valid(match.slots, match.generations)[0]
     assert np.array_equal(view, one.bytes_of(keys(0)[0])[16:].view(np.uint64)[1:])
-    assert not one.memory.view(slot).any(), "of a slot without pages there are zeros"
+    assert not one.memory.view(slot).any(), "a slot without pages reads as zeros"
     del view
     one.give(1, idle=False)
     assert one.pages == 0
@@ -619,7 +618,7 @@ def test_the_views_of_the_dead_are_not_those_of_the_next_member(shm_root: Path) 
 
     def join() -> None:
         kept.append(Room(shm_root))
-        assert one.get(keys(47)) == 1  # as a member of its own, in the row of the dead one
+        assert one.get(keys(47)) == 1  # as a new member, in the row of the dead one
 
     Other(look).end()
     with Other(join):
@@ -693,7 +692,7 @@ def test_anything_in_any_order_adds_up(shm_root: Path, kind: Kind, seed: int) ->
         room = rooms.get(name)
         if room is None:
             limit = dice.choice([LIMIT, LIMIT // 2, LIMIT * 2])
-            with contextlib.suppress(NoRoomError):  # what is kept by all the others is not taken
+            with contextlib.suppress(NoRoomError):  # space that all others protect is not taken
                 rooms[name] = Room(shm_root, name, kind, pages[name], limit)
             continue
         wanted = keys(*range(first := dice.randrange(60), first + dice.randrange(1, 12)))
@@ -754,7 +753,7 @@ subprocess.run(["mount", "-t", "tmpfs", "-o", "size=48m,mode=0700", "tmpfs", whe
 one = Room(where / "root", "a", pages=64, limit=32 << 20)
 assert one.put(keys(*range(128))) == 128
 match = one.ledger.match_prefix(keys(7), touch=False)
-views = one.memory.views(match.slots.tolist())  # of a reader that stands still all the time
+views = one.memory.views(match.slots.tolist())  # of a reader that is blocked all the time
 stop, wrong = threading.Event(), []
 
 def reads():
@@ -786,7 +785,7 @@ for reader in readers:
     reader.join()
 assert not wrong, wrong
 assert not one.ledger.still_valid(match.slots, match.generations)[0], "it was to go"
-assert one.memory.array[match.slots[0]].any(), "every page is there still"
+assert one.memory.array[match.slots[0]].any(), "every page still exists"
 del views
 one.check()
 two.check()
@@ -805,7 +804,7 @@ def test_pages_behind_the_slots_that_were_ever_used_come_back(shm_root: Path, ki
     two = Room(shm_root, "b", kind)
     backed = two.backed
     fd = os.open(two.ledger.slab_path, os.O_RDWR)
-    os.posix_fallocate(fd, backed * PAGE, 8 * PAGE)  # as who is killed before it says so
+    os.posix_fallocate(fd, backed * PAGE, 8 * PAGE)  # like a process that is killed before it records them
     os.close(fd)
     assert two.pages == backed + 8
     two.give(PAGE, idle=False)
@@ -820,7 +819,7 @@ def test_an_allocation_that_fails_in_the_middle_leaves_nothing(
 ) -> None:
     real = os.posix_fallocate
 
-    def half(fd: int, offset: int, nbytes: int) -> None:  # as file systems do that know no way back
+    def half(fd: int, offset: int, nbytes: int) -> None:  # like file systems without a way to undo it
         real(fd, offset, nbytes // 2)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -856,7 +855,7 @@ def test_a_directory_that_was_replaced_gives_nothing(shm_root: Path, kind: Kind)
     before = one.pages
     with contextlib.suppress(StoreError):
         one.give(LIMIT, idle=False)
-    assert one.pages == before == 64, "what lies there now is another's"
+    assert one.pages == before == 64, "the pages there belong to another store"
     one.close()
 
 

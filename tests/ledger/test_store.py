@@ -1,4 +1,4 @@
-"""The directory of a store: made, opened, joined, resized, rebuilt and discarded as a whole."""
+"""The directory of a store: created, opened, joined, resized, rebuilt and discarded as a whole."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def used_bytes(root: Path) -> int:
     return sum(path.stat().st_blocks * 512 for path in root.rglob("*") if path.is_file())
 
 
-# making
+# creating
 
 
 def test_a_new_store_has_all_its_blocks_and_is_its_owners_alone(shm_root: Path) -> None:
@@ -228,7 +228,7 @@ def test_the_private_store_of_a_dead_process_is_swept(shm_root: Path) -> None:
     assert names(shm_root) == {"store"}
 
 
-# room
+# space
 
 
 def test_a_store_that_cannot_fit_is_refused_with_the_remedy_and_nothing_stays(shm_root: Path) -> None:
@@ -255,9 +255,9 @@ def test_a_resize_keeps_as_many_chunks_as_fit(shm_root: Path, kind: str, slots: 
     expected = {one.key for one in stored}
     assert {row.key for row in admin.list_chunks(again)} - set(keys(100)) <= expected
     assert admin.gauges(again)["ready"] == min(31, slots) and with_pages(again) == slots
-    assert set(keys(*range(8))) <= {row.key for row in admin.list_chunks(again)}, "what is pinned stays"
+    assert set(keys(*range(8))) <= {row.key for row in admin.list_chunks(again)}, "pinned chunks stay"
     assert os.stat(again.slab_path).st_blocks * 512 == slots * 4096
-    assert os.stat(again.slab_path).st_size == max(slots, 32) * 4096, "a slab is never cut off"
+    assert os.stat(again.slab_path).st_size == max(slots, 32) * 4096, "a slab is never truncated"
     put(again, keys(*range(200, 200 + 3 * slots)), chained=False)
     admin.check(again)
     again.close()
@@ -338,7 +338,7 @@ def _must(holds: bool) -> None:
     assert holds
 
 
-# what is not ours
+# directories of others
 
 
 def test_only_names_that_are_made_here_are_swept(shm_root: Path, tmp_path: Path) -> None:
@@ -370,7 +370,7 @@ def test_the_symbolic_link_of_another_user_is_not_followed(
     with pytest.raises(StoreError, match="12345"):
         opened(root)
     os.lchown(link, 0, 0)
-    if of_whom == "the root":  # one's own is followed
+    if of_whom == "the root":  # a link of the same user is followed
         opened(root).close()
     assert (target / "store" / "state").exists()
 

@@ -43,7 +43,7 @@ def test_what_was_written_last_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("written", [1, 2, 3])
 def test_a_torn_write_leaves_what_stood(tmp_path: Path, written: int) -> None:
-    """Above all a torn `clean` must not read as clean; and a page that cannot be read costs one record at most."""
+    """A torn `clean` must never read as clean; an unreadable page loses at most one record."""
     for n in range(1, written + 1):
         write_state(tmp_path, state_of(incarnation=n))
     before = (tmp_path / STATE).read_bytes()

@@ -1,4 +1,4 @@
-"""A store after what went wrong: reboots, power cuts, crashes in the middle, children that come late."""
+"""A store after failures: reboots, power cuts, crashes in the middle, late children."""
 
 from __future__ import annotations
 
@@ -123,14 +123,14 @@ def test_memory_is_discarded_after_a_reboot(shm_root: Path) -> None:
 
 @pytest.mark.parametrize("name", ["data.mdb", "columns", "counters", "slab"])
 def test_a_store_in_memory_with_a_file_that_was_exchanged_is_discarded(shm_root: Path, name: str) -> None:
-    """A copy has the right size, and whatever was in the file when it was made."""
+    """A copy has the right size, and the contents of the file at that time."""
     ledger = opened(shm_root)
     put(ledger, keys(1))
     number = ledger.store_id
     ledger.close()
     path = shm_root / "store" / name
     content = path.read_bytes()
-    path.rename(path.with_name("old"))  # else the new one could get the same inode
+    path.rename(path.with_name("old"))  # otherwise the new file could get the same inode
     path.write_bytes(content)
     again = opened(shm_root)
     assert again.store_id != number and not admin.gauges(again)["ready"]

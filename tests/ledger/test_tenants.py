@@ -1,4 +1,4 @@
-"""Tenants by the thousand: each takes space only while it has chunks, and cleared chunks never come back."""
+"""Thousands of tenants: each takes space only while it has chunks, and cleared chunks are never found again."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from tests.ledger.support import (
     wait,
 )
 
-MANY = _SPARE + 200  # more clears than a file takes before the other one has its turn
+MANY = _SPARE + 200  # more clears than one file holds before the other one is written
 
 
 def tenant(number: int) -> bytes:
-    """The root of a tenant by number."""
+    """Return the root of a tenant by number."""
     return blake3(b"tenant %d" % number).digest()
 
 
 def header(stored: Reserved, namespace: bytes) -> ScannedChunk:
-    """What the header of a chunk says, as long as its slot is not written again."""
+    """Return the contents of a chunk's header, as long as its slot is not written again."""
     return ScannedChunk(stored.key, namespace, stored.generation, 0, 16, stored.generation)
 
 
@@ -79,7 +79,7 @@ def ledger(shm_root: Path, clock: FakeClock) -> Iterator[Ledger]:
 def test_any_number_of_tenants_may_come_and_go(shm_root: Path, kind: Kind) -> None:
     ledger = opened(shm_root, kind=kind)
     begun = sizes(ledger)
-    for number in range(5000):  # 4,096 was the end
+    for number in range(5000):  # the earlier limit was 4,096
         ledger.namespaces.register(tenant(number), {"model": "m", "salt": f"{number}"})
         put(ledger, keys(number), tenant(number), chained=False)
     rows = admin.list_namespaces(ledger)
@@ -151,16 +151,16 @@ def test_counts_that_are_off_are_found(shm_root: Path) -> None:
             transaction.txn.put(key, wrong, db=transaction.tables.namespaces)  # type: ignore[attr-defined]
 
     ledger.session.write(miscount, 1.0)
-    with pytest.raises(LedgerCorrupt, match="its row says"):
+    with pytest.raises(LedgerCorrupt, match="its row has it"):
         admin.check(ledger)
     ledger.close()
 
 
-# what must never come back
+# chunks that must never be found again
 
 
 def test_what_was_cleared_stays_away_when_its_tenant_is_forgotten(shm_root: Path) -> None:
-    """More are cleared than are remembered one by one; some come back, and others never were."""
+    """More tenants are cleared than have single records; some of them return, and others are new."""
 
     def before() -> None:
         ledger = opened(shm_root, clock=FakeClock(), kind="file")
@@ -170,9 +170,7 @@ def test_what_was_cleared_stays_away_when_its_tenant_is_forgotten(shm_root: Path
         for number in range(1, MANY):
             admin.clear(ledger, tenant(number))
         lines = ClearLog(ledger.directory).read()
-        assert lines is not None and tenant(0) not in lines.of and OTHER in lines.of, (
-            "the file was begun anew"
-        )
+        assert lines is not None and tenant(0) not in lines.of and OTHER in lines.of, "a new file was written"
         [back] = put(ledger, keys(3), tenant(0))
         [evicted] = put(ledger, keys(4), tenant(5))
         admin.remove(ledger, keys(4))
@@ -213,7 +211,7 @@ def test_a_tenant_that_comes_back_is_listed_with_a_line_of_its_own(shm_root: Pat
     [old] = put(ledger, keys(1), OTHER)
     admin.clear(ledger, OTHER)
     [new] = put(ledger, keys(2), OTHER)
-    put(ledger, keys(3))  # the file begins anew with a floor above that
+    put(ledger, keys(3))  # a new file begins with a floor above that
     ledger.namespaces._clear_log.replace(ledger.namespaces._watermarks())
     ledger.close()
     (shm_root / "store" / "data.mdb").unlink()
@@ -238,7 +236,7 @@ def test_a_clear_that_is_written_late_brings_nothing_back(shm_root: Path) -> Non
 
 
 def test_several_processes_clear_at_once(shm_root: Path) -> None:
-    """Each has its own tenants, more of them than a file takes, and one that it never clears."""
+    """Each process has separate tenants, more than a file holds, and one that it never clears."""
 
     def work(which: int) -> None:
         ledger = opened(shm_root, clock=FakeClock(), kind="file")
@@ -339,8 +337,8 @@ def test_names_are_bounded_in_length_and_number(shm_root: Path) -> None:
 def test_a_name_is_told_without_a_transaction_of_its_own(ledger: Ledger) -> None:
     with gate_taken(ledger):
         for number in range(100):
-            ledger.namespaces.register(tenant(number), {"model": f"{number}"})  # waits for nobody
-    put(ledger, keys(1))  # writes them with what it has to do anyway
+            ledger.namespaces.register(tenant(number), {"model": f"{number}"})  # waits for no lock
+    put(ledger, keys(1))  # writes them in its own transaction
     in_child(lambda: _knows(ledger.directory, 100))
 
 

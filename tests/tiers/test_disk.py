@@ -38,7 +38,7 @@ WORKER = Path(__file__).with_name("worker.py")
 
 
 def worker(*args: object) -> str:
-    """What another process prints."""
+    """Run a script in another process; return its output."""
     command = [sys.executable, "-m", "tests.tiers.worker", *map(str, args)]
     return subprocess.run(command, capture_output=True, text=True, timeout=90, check=True).stdout
 
@@ -163,12 +163,12 @@ def test_reads_go_before_the_writes_that_wait(tmp_path: Path) -> None:
     saving = tier.save(chunks_of(others, 1), ROOT)
     assert slab.hanging.wait(SECONDS)
     (loading,) = tier.load([first], [room()], namespace=ROOT)
-    written: list[int] = []  # writes that had begun when the read ended
+    written: list[int] = []  # writes that had begun before the end of the read
     loading.add_done_callback(lambda _: written.append(slab.calls["write"] - writes))
     slab.release()
     assert loading.result(SECONDS).ok
     assert all(oks(saving))
-    assert written == [1]  # the one that hung
+    assert written == [1]  # the hanging one
     tier.close()
 
 
@@ -278,7 +278,7 @@ def test_a_removed_chunk_that_was_being_written_does_not_appear(tmp_path: Path) 
 
 
 def test_remove_waits_for_a_write_that_has_begun(tmp_path: Path) -> None:
-    """When it returns, nothing is under way: the caller may do with the bytes what it likes."""
+    """No I/O remains after the return: the caller may reuse the bytes."""
     tier, slab = open_faulty(tmp_path)
     keys = keys_of(1)
     slab.fail_next("write", Fault.HANG)
@@ -309,7 +309,7 @@ def test_a_chunk_that_is_removed_while_it_is_being_committed_goes(
 
     def commit_and_lose(*given: object, **more: object) -> list[bool]:
         kept = commit(*given, **more)  # type: ignore[arg-type]
-        tier._cancel_writes(Reason.REMOVED, key=keys[1])  # as a `remove` does that cannot wait longer
+        tier._cancel_writes(Reason.REMOVED, key=keys[1])  # like a `remove` that cannot wait longer
         return kept
 
     monkeypatch.setattr(tier.ledger, "commit", commit_and_lose)
@@ -337,7 +337,7 @@ def test_a_cleared_namespace_stays_clear_of_what_was_being_written(tmp_path: Pat
 
 
 def test_chunks_of_another_process_are_busy_while_it_writes_them(tmp_path: Path) -> None:
-    """The same ledger with a second tier: the reservation belongs to another one."""
+    """A second tier over the same ledger: the reservation belongs to the other tier."""
     tier, slab = open_faulty(tmp_path)
     other, _ = open_faulty(tmp_path)
     keys = keys_of(1)

@@ -1,4 +1,4 @@
-"""What the policy of a disk tier lets in, of runs that are asked about in parts."""
+"""Admission by the policy of a disk tier, of runs that are queried in parts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RUN = keys_of(12)
 
 @pytest.fixture
 def tier(tmp_path: Path) -> Iterator[DiskTier]:
-    """A disk tier that is full of chunks that are worth more than a new one."""
+    """Return a disk tier that is full of chunks with a higher value than a new one."""
     clock = FakeClock()
     tier = open_disk(tmp_path, SLOTS, policy="hindsight", clock=clock)
     teach(tier.ledger, clock)
@@ -32,13 +32,13 @@ def tier(tmp_path: Path) -> Iterator[DiskTier]:
 
 
 def remembered(tier: DiskTier) -> int:
-    """Of how many chunks of the run the policy knows that they were asked for."""
+    """Return of how many chunks of the run the policy has seen a request."""
     return sum(tier.ledger.explain_miss(key).reason is Reason.NOT_ADMITTED for key in RUN)
 
 
 @pytest.mark.parametrize("first", [1, 5])
 def test_a_run_that_is_kept_out_is_remembered_to_its_end(tier: DiskTier, first: int) -> None:
-    """Its head is in host slots and one thread asks about it; its tail passes through buffers of another thread."""
+    """One thread queries the head, which is in host slots; another one the tail, which passes through buffers."""
     stamp = tier.ledger.stamp()
     for at, end in ((0, first), (first, 12), (0, 12), (3, 12)):
         assert tier.admit(RUN[at:end], namespace=ROOT, start=at, stamp=stamp) == (0, True)

@@ -1,4 +1,4 @@
-"""The disk tier on a disk that fails: a miss or a drop with its reason, never wrong bytes, nothing left behind."""
+"""The disk tier on a disk that fails: a miss or a drop with its reason, never wrong bytes, no leaks."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_well_sealed_header_that_is_not_the_one_asked_for(tmp_path: Path, what: str) -> None:
-    """A slab file of another store, or an older copy of this one, put in place of ours."""
+    """A slab file of another store, or an older copy of this one, replaces ours."""
     tier = open_disk(tmp_path, direct=False)
     (key,) = keys_of(1)
     store(tier, [key])
@@ -213,7 +213,7 @@ def test_a_well_sealed_header_that_is_not_the_one_asked_for(tmp_path: Path, what
 
 
 def test_an_evicted_chunk_is_no_failed_check(tmp_path: Path) -> None:
-    """The slot is taken for another chunk between the match and the read."""
+    """The slot is reassigned to another chunk between the match and the read."""
     tier, slab = open_faulty(tmp_path, slots=16, io_threads=2)
     (key,) = keys_of(1)
     store(tier, [key])
@@ -253,7 +253,7 @@ def test_a_disk_that_keeps_failing_is_left_out_and_tried_again(tmp_path: Path) -
 
 
 def test_a_queue_whose_disk_begins_to_fail_ends_quickly(tmp_path: Path) -> None:
-    tier, slab = open_faulty(tmp_path, slots=128, clock=FakeClock())  # the rest does not end meanwhile
+    tier, slab = open_faulty(tmp_path, slots=128, clock=FakeClock())  # the other reads have not ended
     slab.fail_next("write", Fault.EIO, times=99)
     reasons = [done.reason for done in ends(tier.save(chunks_of(keys_of(30)), ROOT))]
     assert reasons.count(Reason.IO_ERROR) == 4

@@ -29,7 +29,7 @@ FAULTS = [Fault.SHORT, Fault.TORN, Fault.EIO, Fault.BIT_FLIP, Fault.LOST, Fault.
 
 
 def act(tier: DiskTier, dice: random.Random) -> None:
-    """One deed on a random chain."""
+    """Do one operation on a random chain."""
     keys = keys_of(dice.randint(1, 8), chain=dice.randrange(12))
     match dice.randrange(8):
         case 0 | 1:
@@ -61,7 +61,7 @@ def act(tier: DiskTier, dice: random.Random) -> None:
 
 
 def trouble(slab: FaultySlab, dice: random.Random, enough: Callable[[], bool]) -> None:
-    """Let a call fail now and then."""
+    """Let calls fail at random."""
     slab.delay_seconds = 0.005
     while not enough():
         slab.fail_next(dice.choice(["read", "write"]), dice.choice(FAULTS), skip=dice.randrange(6))
@@ -76,7 +76,7 @@ def test_no_wrong_bytes_no_leaks_no_hangs(tmp_path: Path, seed: int) -> None:
     over = threading.Event()
 
     def enough() -> bool:
-        """Whether time is up, and something has happened in it: a busy machine takes longer."""
+        """Return whether the time is up and enough has happened: a busy machine takes longer."""
         seconds = time.monotonic() - begin
         happened = sum(slab.struck.values()) > 20 and tier.stats()["loaded_chunks"] > 20
         return seconds > 60 or bool(errors) or (seconds > 1.5 and happened)

@@ -1,4 +1,4 @@
-"""pagoda.tiers.header_scan: a disk tier whose ledger is gone."""
+"""pagoda.tiers.header_scan: a disk tier whose ledger was lost."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_damaged_payload_is_found_by_the_read(tmp_path: Path) -> None:
 
 
 def test_headers_of_another_store_are_not_ours(tmp_path: Path) -> None:
-    """The slab file of another store, put under this one's ledger."""
+    """The slab file of another store is put under this one's ledger."""
     theirs = open_disk(tmp_path / "theirs")
     store(theirs, keys_of(4))
     stolen = theirs.ledger.slab_path
@@ -199,7 +199,7 @@ def test_a_scan_that_is_closed_in_the_middle_goes_on_at_the_next_open(tmp_path: 
 
 
 def kill_while_storing(root: Path, slots: int, per_chain: int) -> int:
-    """The last chain that a process said it stored before it was killed."""
+    """Return the last chain that a process reported as stored before it was killed."""
     command = [sys.executable, "-m", "tests.tiers.worker", "for-ever", str(root), str(slots), str(per_chain)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

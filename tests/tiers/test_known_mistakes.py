@@ -6,7 +6,7 @@
 5. Evicting a key whose save is in flight; accounting that drifts until every write is refused.
 6. Unbounded queues; silent drops counted as stored.
 7. Threads started before the fields they use exist; a close that waits for a disk that hangs.
-15. A write that timed out and its slot given away: wrong bytes under a good hash.
+15. A write that timed out while its slot was reassigned: wrong bytes under a good hash.
 18. Short reads and writes reported as success; files truncated at open; one file a chunk.
 """
 
@@ -53,7 +53,7 @@ def test_mistake_1_an_idle_tier_sleeps_and_close_does_not_wait_for_it(tmp_path: 
     used: list[float] = []
     while not used or (
         used[-1] >= 0.1 and len(used) < 20
-    ):  # what an earlier test left may be busy for a while
+    ):  # threads of an earlier test may be busy for a while
         before = time.process_time(), time.monotonic()
         time.sleep(0.4)
         used.append((time.process_time() - before[0]) / (time.monotonic() - before[1]))
@@ -64,7 +64,7 @@ def test_mistake_1_an_idle_tier_sleeps_and_close_does_not_wait_for_it(tmp_path: 
 
 
 def test_mistake_1_staging_memory_does_not_grow(tmp_path: Path) -> None:
-    """Copies of payloads that O_DIRECT cannot use are bounded by the queue, and given back on every path."""
+    """Copies of payloads that O_DIRECT cannot use are bounded by the queue, and released on every path."""
     tier, slab = open_faulty(tmp_path, queue_chunks=4)
     slab.fail_next("write", Fault.HANG)
     chunks = [chunk._replace(payload=chunk.payload[: LAYOUT.chunk_bytes]) for chunk in chunks_of(keys_of(20))]
@@ -77,7 +77,7 @@ def test_mistake_1_staging_memory_does_not_grow(tmp_path: Path) -> None:
 
 
 class _Broken(FileSlab):
-    """Raises what no slab should."""
+    """Raises an exception that no slab should raise."""
 
     def write(self, slot: int, buffers: Sequence[Buffer]) -> None:
         raise RuntimeError("not even an OSError")
@@ -90,7 +90,7 @@ def test_mistake_3_an_exception_in_the_background_is_the_end_of_its_future(tmp_p
     ledger = Ledger.open(disk_spec(tmp_path, 32))
     tier = DiskTier(LAYOUT, ledger, _Broken(ledger.slab_path, 32, STRIDE), io_threads=1)
     keys = keys_of(3)
-    for _ in range(3):  # and the thread lives on
+    for _ in range(3):  # and the thread continues
         assert ends(tier.save(chunks_of(keys), ROOT)) == [Done(False, Reason.IO_ERROR)] * 3
     assert tier.find(keys) == 0
     assert tier.stats()["drop_io_error"] == 9
@@ -213,7 +213,7 @@ def test_mistake_7_close_does_not_wait_for_a_disk_that_hangs(tmp_path: Path) -> 
 
 
 def test_mistake_15_a_write_past_its_deadline_keeps_its_slot(tmp_path: Path) -> None:
-    """Otherwise its bytes would land in the middle of whatever got the slot next."""
+    """Otherwise its bytes would be written over the next chunk in the slot."""
     tier, slab = open_faulty(tmp_path, slots=16, deadline_seconds=0.2)
     other = open_disk(tmp_path, slots=16)
     (late,) = keys_of(1)
@@ -223,7 +223,7 @@ def test_mistake_15_a_write_past_its_deadline_keeps_its_slot(tmp_path: Path) -> 
     keys = keys_of(16, chain=1)
     oks(other.save(chunks_of(keys), ROOT))
     stored = [key for key in keys if other.contains(key)]  # a late head may have evicted a stored tail
-    assert len(stored) == 15  # one slot is not to be had
+    assert len(stored) == 15  # one slot cannot be reserved
     slab.release()
     assert tier.flush(SECONDS)
     assert all(right(other, key) for key in stored)

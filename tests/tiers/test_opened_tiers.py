@@ -1,4 +1,4 @@
-"""The register of tiers: what was opened is found again, and trouble with the register never hinders a tier."""
+"""The register of tiers: opened tiers are found again, and errors of the register never prevent the use of a tier."""
 
 from __future__ import annotations
 

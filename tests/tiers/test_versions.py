@@ -133,7 +133,7 @@ def test_two_versions_have_a_host_store_each(shm_root: Path, monkeypatch: pytest
         for module in (store_state, store, root_usage, space_sharing, host_module):
             monkeypatch.setattr(module, "FORMAT", FORMAT + 1)
         tier = host(shm_root)
-        assert admin.gauges(tier.ledger)["free"] == 16, "it has a limit of its own"
+        assert admin.gauges(tier.ledger)["free"] == 16, "it has a separate limit"
         assert not right(tier, KEYS[0]) and all(oks(tier.save(chunks_of(KEYS[:2]), ROOT)))
         tier.close()
 
@@ -155,7 +155,7 @@ def test_what_another_version_left_in_memory_gives_way(
         state = read_state(tier.ledger.directory)
         assert state is not None
         write_state(tier.ledger.directory, msgspec.structs.replace(state, format=2))
-        os.rename(tier.ledger.directory, shm_root / LAYOUT.fingerprint)  # where that version had it
+        os.rename(tier.ledger.directory, shm_root / LAYOUT.fingerprint)  # at the place in that version
 
     with Other(leave):
         host(shm_root).close()
@@ -169,7 +169,7 @@ def test_what_another_version_left_in_memory_gives_way(
 
 
 def test_a_new_counter_is_no_new_format(shm_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two versions at once: each counts by name, and what one does not know it neither changes nor loses."""
+    """Two versions at once: each counts by name, and neither changes nor loses counters that it does not know."""
     more = ("counted first", *metrics.COUNTERS, "counted last")
 
     def newer() -> None:
@@ -195,7 +195,7 @@ def test_a_new_counter_is_no_new_format(shm_root: Path, monkeypatch: pytest.Monk
     older.count("lookups", 10)
     with Other(newer):
         assert admin.counters(older)["lookups"] == 13
-    admin.reap(older)  # folds the row of the dead, all of it
+    admin.reap(older)  # adds up the whole row of the dead member
     older.count("hits", 1)
     assert tuple(admin.counters(older)) == metrics.COUNTERS and admin.counters(older)["lookups"] == 13
     in_child(newer_again)
@@ -226,7 +226,7 @@ def test_more_counters_than_columns_are_not_counted(shm_root: Path, monkeypatch:
 
 
 def foreign(page: np.ndarray, format_: int | None = None, codec: bytes | None = None) -> None:
-    """Make a header that of another version: sealed again, as every version seals its page."""
+    """Turn a header into one of another version: seal it again, as every version seals its page."""
     from pagoda.codec import header
 
     if format_ is not None:
@@ -252,7 +252,7 @@ def test_a_chunk_that_another_version_wrote_is_a_miss_and_stays(
         slab.write(page.tobytes())
     assert [right(tier, key) for key in KEYS] == [True, True, False, True, True, True]
     assert tier.contains(KEYS[2]) and not admin.counters(tier.ledger)["failed_checks"]
-    with open(tier.ledger.slab_path, "r+b") as slab:  # one bit more, and it is damage
+    with open(tier.ledger.slab_path, "r+b") as slab:  # with one more flipped bit it counts as damaged
         slab.seek(slot * STRIDE + 3000)
         slab.write(b"\x01")
     assert not right(tier, KEYS[2]) and not tier.contains(KEYS[2])

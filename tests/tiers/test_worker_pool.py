@@ -34,7 +34,7 @@ from tests.tiers.tools import (
 
 
 def io_threads(before: Iterable[threading.Thread]) -> list[threading.Thread]:
-    """The threads of tiers that were started since."""
+    """Return the threads of tiers that were started since then."""
     return [t for t in threading.enumerate() if t not in before and t.name != "pagoda-dropped"]
 
 
@@ -70,7 +70,7 @@ def test_close_drops_what_is_queued_and_counts_it(tmp_path: Path) -> None:
     assert ends(waiting) == [Done(False, Reason.CLOSED)] * 5
     assert loading.result(0) == Done(False, Reason.CLOSED)
     assert keep.stats()["drop_closed"] == 5
-    assert not begun.done()  # its I/O hangs: whether it is stored is not known
+    assert not begun.done()  # its I/O hangs: it is unknown whether it is stored
     slab.release()
     begun.result(SECONDS)
     keep.close()
@@ -204,7 +204,7 @@ def test_forks_in_the_middle_of_io(tmp_path: Path) -> None:
 
 
 def test_a_fork_while_a_thread_holds_the_locks_of_the_store(tmp_path: Path) -> None:
-    """The I/O threads take them for each chunk, and do not exist in the child to release them."""
+    """I/O threads take these locks for each chunk, and do not exist in the child to release them."""
     tier = open_disk(tmp_path)
     keys = keys_of(3)
     store(tier, keys)

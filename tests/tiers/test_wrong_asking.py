@@ -1,4 +1,4 @@
-"""A caller with wrong keys gets no chunk of another, and removes none."""
+"""A caller with wrong keys gets no chunk of another tenant, and removes none."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_what_is_queued_is_compared_too(tmp_path: Path) -> None:
 
 
 def test_storing_under_the_keys_of_another_namespace(tier: Local) -> None:
-    """Or its bytes would be handed down, to other tiers too, as the asker's own."""
+    """Otherwise its bytes would be passed to other tiers as the caller's chunk."""
     for done in ends(tier.save(chunks_of(KEYS), OTHER.root)):
         assert not done.ok and done.reason is Reason.OTHER_NAMESPACE
     unharmed(tier)
