@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import TypedDict
+from typing import TypedDict, TypeVar
 
 from pagoda import policy as policies
 from pagoda.config.remote_urls import RemoteSpec, parse
@@ -18,6 +18,14 @@ from pagoda.config.values import WritePolicy, checked
 from pagoda.errors import ConfigError
 
 __all__ = ["Config", "ConfigOptions", "RemoteSpec", "WritePolicy", "defaults", "option_names"]
+
+
+T = TypeVar("T")
+
+
+def _option(default: T, help: str) -> T:
+    """Return the dataclass field of an option, typed as the value that it stands for."""
+    return field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True)
@@ -33,27 +41,21 @@ class Config:
         (17179869184, 'write_through')
     """
 
-    chunk_tokens: int = field(default=256, metadata={"help": "Tokens in one chunk, the unit of storing."})
-    host_size: int | str = field(
-        default=AUTO,
-        metadata={"help": "Host memory of the whole machine: '64GiB', bytes, 'auto' (a quarter), 0 = off."},
+    chunk_tokens: int = _option(256, "Tokens in one chunk, the unit of storing.")
+    host_size: int | str = _option(
+        AUTO, "Host memory of the whole machine: '64GiB', bytes, 'auto' (a quarter), 0 = off."
     )
     host_path: str = field(
         default_factory=lambda: f"/dev/shm/pagoda-{os.getuid()}",
         metadata={"help": "Directory of the host tier; must be in memory (/dev/shm or hugetlbfs)."},
     )
-    host_shared: bool = field(
-        default=True,
-        metadata={"help": "Share host memory with other processes; false = private memory of one process."},
+    host_shared: bool = _option(
+        True, "Share host memory with other processes; false = private memory of one process."
     )
-    disk_size: int | str = field(
-        default=0, metadata={"help": "Disk room of the whole machine: '1.5TB', bytes, 0 = no disk tier."}
-    )
-    disk_path: str = field(
-        default="", metadata={"help": "Directory of the disk tier, on a local file system."}
-    )
-    disk_direct: bool | None = field(
-        default=None, metadata={"help": "Use O_DIRECT: true, false, or 'auto' (where the file system can)."}
+    disk_size: int | str = _option(0, "Disk room of the whole machine: '1.5TB', bytes, 0 = no disk tier.")
+    disk_path: str = _option("", "Directory of the disk tier, on a local file system.")
+    disk_direct: bool | None = _option(
+        None, "Use O_DIRECT: true, false, or 'auto' (where the file system can)."
     )
     remote: tuple[str, ...] = field(
         default=(),
@@ -62,50 +64,27 @@ class Config:
             "help": "Stores that many machines share, below the disk, top down: 'redis://HOST', 's3://BUCKET'."
         },
     )
-    weights_epoch: int = field(
-        default=0,
-        metadata={
-            "help": "Which weights all machines have: raise it on every machine when they change; "
-            "remote tiers need it."
-        },
+    weights_epoch: int = _option(
+        0,
+        "Which weights all machines have: raise it on every machine when they change; remote tiers need it.",
     )
-    durable: bool = field(
-        default=False, metadata={"help": "Sync each batch to the disk before it counts as stored."}
+    durable: bool = _option(False, "Sync each batch to the disk before it counts as stored.")
+    write_policy: WritePolicy = _option(  # noqa: RUF009  # a field, as all of them
+        "write_through",
+        "What reaches lower tiers: all, what was hit often enough, the coldest ahead of eviction.",
     )
-    write_policy: WritePolicy = field(
-        default="write_through",
-        metadata={
-            "help": "What reaches lower tiers: all, what was hit often enough, the coldest ahead of eviction."
-        },
+    selective_hits: int = _option(2, "Hits after which 'selective' writes a chunk down.")
+    min_hit_tokens: int = _option(0, "Hits of fewer tokens than this are not loaded.")
+    worth_it: bool = _option(True, "Load only what is expected to be faster than computing it.")
+    deadline_seconds: float = _option(1.0, "The longest that one call may wait.")
+    io_threads: int = _option(2, "Threads that read and write the disk.")
+    queue_chunks: int = _option(64, "Chunks that may wait for the lower tiers; more are dropped.")
+    policy: str = _option(policies.DEFAULT, "Which chunk is evicted first when a tier is full.")
+    record: str = _option(
+        "", "Record requests in this file, for pagoda replay: hashed ids, no text. Empty: off."
     )
-    selective_hits: int = field(
-        default=2, metadata={"help": "Hits after which 'selective' writes a chunk down."}
-    )
-    min_hit_tokens: int = field(
-        default=0, metadata={"help": "Hits of fewer tokens than this are not loaded."}
-    )
-    worth_it: bool = field(
-        default=True, metadata={"help": "Load only what is expected to be faster than computing it."}
-    )
-    deadline_seconds: float = field(default=1.0, metadata={"help": "The longest that one call may wait."})
-    io_threads: int = field(default=2, metadata={"help": "Threads that read and write the disk."})
-    queue_chunks: int = field(
-        default=64, metadata={"help": "Chunks that may wait for the lower tiers; more are dropped."}
-    )
-    policy: str = field(
-        default=policies.DEFAULT, metadata={"help": "Which chunk is evicted first when a tier is full."}
-    )
-    record: str = field(
-        default="",
-        metadata={
-            "help": "Record requests in this file, for pagoda replay: hashed ids, no text. Empty: off."
-        },
-    )
-    profile: bool = field(
-        default=False,
-        metadata={
-            "help": "Mark calls and copies of this process for torch.profiler and Nsight; needs torch."
-        },
+    profile: bool = _option(
+        False, "Mark calls and copies of this process for torch.profiler and Nsight; needs torch."
     )
 
     def __post_init__(self) -> None:

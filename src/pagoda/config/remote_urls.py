@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 __all__ = ["RemoteSpec", "parse", "redacted", "split", "tuple_of"]
 
 REDIS, OBJECTS = "redis", "objects"
-_SCHEMES = {  # scheme: the kind of engine, and the name of the tier unless the URL gives one
-    "redis": (REDIS, "redis"),
-    "rediss": (REDIS, "redis"),
-    "unix": (REDIS, "redis"),
-    "s3": (OBJECTS, "s3"),
-    "gs": (OBJECTS, "gs"),
-    "az": (OBJECTS, "az"),
-    "http": (OBJECTS, "webdav"),
-    "https": (OBJECTS, "webdav"),
+_SCHEMES = {  # scheme: the kind of engine, the name of the tier unless the URL gives one, how a URL is written
+    "redis": (REDIS, "redis", "redis://host:6379/0"),
+    "rediss": (REDIS, "redis", "rediss://host:6379/0"),
+    "unix": (REDIS, "redis", "unix:///run/redis.sock"),
+    "s3": (OBJECTS, "s3", "s3://bucket/prefix"),
+    "gs": (OBJECTS, "gs", "gs://bucket/prefix"),
+    "az": (OBJECTS, "az", "az://container/prefix"),
+    "http": (OBJECTS, "webdav", "http://host/path/"),
+    "https": (OBJECTS, "webdav", "https://host/path/"),
 }
 _LOOKS = {REDIS: "50ms", OBJECTS: "300ms"}  # some round trips of a network that such an engine is on
 _MEANT = {  # what others call them
@@ -45,16 +45,6 @@ _MEANT = {  # what others call them
     "dav": "http",
     "davs": "https",
     "webdav": "http",
-}
-_SHAPES = {
-    "redis": "redis://host:6379/0",
-    "rediss": "rediss://host:6379/0",
-    "unix": "unix:///run/redis.sock",
-    "s3": "s3://bucket/prefix",
-    "gs": "gs://bucket/prefix",
-    "az": "az://container/prefix",
-    "http": "http://host/path/",
-    "https": "https://host/path/",
 }
 _OURS = ("name", "prefix", "ttl", "codec", "connections", "deadline", "look", "queue_chunks", "password_file")
 _TLS = ("ssl_ca_certs", "ssl_ca_path", "ssl_cert_reqs", "ssl_certfile", "ssl_check_hostname", "ssl_keyfile")
@@ -195,8 +185,8 @@ def _parsed(url: str) -> RemoteSpec:
         raise ValueError(
             "an @ stands behind the password only; write %40 for others, and %2F %3F for / ? in it"
         )
-    _check_place(scheme, parts)
-    kind, name = _SCHEMES[scheme]
+    kind, name, shape = _SCHEMES[scheme]
+    _check_place(scheme, parts, f"write it as {shape}")
     given = _parameters(parts.query)
     ours = {name: given.pop(name) for name in _OURS if name in given}
     if kind == REDIS:
@@ -226,7 +216,7 @@ def _scheme(url: str) -> str:
     scheme, mark, _ = url.partition("://")
     known = ", ".join(f"{name}://" for name in _SCHEMES)
     if not mark:
-        raise ValueError(f"no scheme; write a URL such as {_SHAPES['redis']} (known are {known})")
+        raise ValueError(f"no scheme; write a URL such as {_SCHEMES['redis'][2]} (known are {known})")
     if scheme == "lm":
         raise ValueError(
             "lm:// is LMCache's own server; run Redis or Valkey instead and write redis://host:6379"
@@ -238,9 +228,8 @@ def _scheme(url: str) -> str:
     return scheme.lower()
 
 
-def _check_place(scheme: str, parts: SplitResult) -> None:
+def _check_place(scheme: str, parts: SplitResult, shape: str) -> None:
     """Raise ValueError if the part between the scheme and the parameters is not as the engine needs it."""
-    shape = f"write it as {_SHAPES[scheme]}"
     if scheme == "unix":
         if parts.hostname or not parts.path.strip("/"):
             raise ValueError(f"the path of a socket is needed, with three slashes; {shape}")

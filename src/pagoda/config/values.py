@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -46,14 +46,14 @@ def converted(kind: str, value: object) -> object:
     Raises:
         ValueError: the value is not of this type and cannot be read as one.
     """
-    return _CONVERTERS[kind](value.decode() if isinstance(value, bytes) else value)
+    return _TYPES[kind][0](value.decode() if isinstance(value, bytes) else value)
 
 
 def properties(config: type[Config], preset: dict[str, object]) -> dict[str, object]:
     """Return the JSON schema of each option, with its default on this machine. Changes nothing."""
     return {
         option.name: {
-            **_SCHEMAS[str(option.type)],
+            **_TYPES[str(option.type)][1],
             "default": list(value) if isinstance(value := preset[option.name], tuple) else value,
             "description": option.metadata["help"],
             "title": option.name.replace("_", " ").title(),
@@ -74,30 +74,21 @@ def _size(name: str, value: object) -> object:
     return size
 
 
-def _path(name: str, value: object) -> object:
-    if not isinstance(value, str | os.PathLike):
-        raise ValueError("a directory, as text")
-    text = os.fspath(value)
-    if not text and name == "disk_path":
-        return ""
-    if not text or "\0" in str(text):
-        raise ValueError("not a path; name a directory")
-    path = os.path.abspath(expanded(str(text)))
-    if os.path.exists(path) and not os.path.isdir(path):
-        raise ValueError("is a file; name a directory")
-    return path
+def _place(what: Literal["directory", "file"], needed: bool) -> Check:
+    def check(name: str, value: object) -> object:
+        if not isinstance(value, str | os.PathLike):
+            raise ValueError(f"a {what}, as text")
+        text = str(os.fspath(value))
+        if "\0" in text or (needed and not text):
+            raise ValueError(f"not a path; name a {what}")
+        path = os.path.abspath(expanded(text)) if text else ""
+        if what == "file" and (os.path.isdir(path) or text.endswith(os.sep)):
+            raise ValueError("is a directory; name a file")
+        if what == "directory" and os.path.exists(path) and not os.path.isdir(path):
+            raise ValueError("is a file; name a directory")
+        return path
 
-
-def _file(name: str, value: object) -> object:
-    if not isinstance(value, str | os.PathLike):
-        raise ValueError("a file, as text")
-    text = str(os.fspath(value))
-    if "\0" in text:
-        raise ValueError("not a path; name a file")
-    path = os.path.abspath(expanded(text)) if text else ""
-    if os.path.isdir(path) or text.endswith(os.sep):
-        raise ValueError("is a directory; name a file")
-    return path
+    return check
 
 
 def _flag(name: str, value: object) -> object:
@@ -127,19 +118,13 @@ def _seconds(name: str, value: object) -> object:
     return float(value)
 
 
-def _write_policy(name: str, value: object) -> object:
-    known = get_args(WritePolicy)
-    if value not in known:
-        raise ValueError(f"must be one of {', '.join(known)}{did_you_mean(str(value), known)}")
-    return value
+def _one_of(known: Sequence[str]) -> Check:
+    def check(name: str, value: object) -> object:
+        if value not in known:
+            raise ValueError(f"must be one of {', '.join(known)}{did_you_mean(str(value), known)}")
+        return value
 
-
-def _policy(name: str, value: object) -> object:
-    if value not in policies.NAMES:
-        raise ValueError(
-            f"must be one of {', '.join(policies.NAMES)}{did_you_mean(str(value), policies.NAMES)}"
-        )
-    return value
+    return check
 
 
 def _remote(name: str, value: object) -> object:
@@ -149,21 +134,21 @@ def _remote(name: str, value: object) -> object:
 _CHECKS: dict[str, Check] = {
     "chunk_tokens": _count(1, 2**20),
     "host_size": _size,
-    "host_path": _path,
+    "host_path": _place("directory", needed=True),
     "host_shared": _flag,
     "disk_size": _size,
-    "disk_path": _path,
+    "disk_path": _place("directory", needed=False),
     "disk_direct": _flag,
     "durable": _flag,
-    "write_policy": _write_policy,
+    "write_policy": _one_of(get_args(WritePolicy)),
     "selective_hits": _count(1, 2**31 - 1),
     "min_hit_tokens": _count(0, 2**31 - 1),
     "worth_it": _flag,
     "deadline_seconds": _seconds,
     "io_threads": _count(1, 64),
     "queue_chunks": _count(1, 2**20),
-    "policy": _policy,
-    "record": _file,
+    "policy": _one_of(policies.NAMES),
+    "record": _place("file", needed=False),
     "profile": _flag,
     "remote": _remote,
     "weights_epoch": _count(0, 2**31 - 1),
@@ -254,23 +239,17 @@ def _texts(value: object) -> tuple[str, ...]:
     return tuple(map(_text, value))
 
 
-_CONVERTERS: dict[str, Callable[[object], object]] = {
-    "int": _integer,
-    "float": _number,
-    "bool": _flag_of,
-    "bool | None": _flag_or_auto,
-    "str": _text,
-    "int | str": _size_of,
-    "WritePolicy": _write_policy_of,
-    "tuple[str, ...]": _texts,
-}
-_SCHEMAS: dict[str, dict[str, object]] = {
-    "int": {"type": "integer"},
-    "float": {"type": "number"},
-    "bool": {"type": "boolean"},
-    "bool | None": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
-    "str": {"type": "string"},
-    "int | str": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
-    "WritePolicy": {"enum": list(get_args(WritePolicy)), "type": "string"},
-    "tuple[str, ...]": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
+# by type annotation: what reads a value of it, and its JSON schema
+_TYPES: dict[str, tuple[Callable[[object], object], dict[str, object]]] = {
+    "int": (_integer, {"type": "integer"}),
+    "float": (_number, {"type": "number"}),
+    "bool": (_flag_of, {"type": "boolean"}),
+    "bool | None": (_flag_or_auto, {"anyOf": [{"type": "boolean"}, {"type": "null"}]}),
+    "str": (_text, {"type": "string"}),
+    "int | str": (_size_of, {"anyOf": [{"type": "integer"}, {"type": "string"}]}),
+    "WritePolicy": (_write_policy_of, {"enum": list(get_args(WritePolicy)), "type": "string"}),
+    "tuple[str, ...]": (
+        _texts,
+        {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
+    ),
 }
