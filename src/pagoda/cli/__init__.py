@@ -67,9 +67,8 @@ def _run(args: Sequence[str]) -> int:
 
     import typer
 
-    logging.getLogger("pagoda").addHandler(
-        logging.NullHandler()
-    )  # what matters is raised and said in one line
+    # what matters is raised and said in one line
+    logging.getLogger("pagoda").addHandler(logging.NullHandler())
     from pagoda.cli.app import app
     from pagoda.errors import ConfigError, PagodaError
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Annotated
 
 import typer
 
-from pagoda.cli import FailedError, config, vllm
+from pagoda.cli import config, vllm
 from pagoda.cli.bench import bench
 from pagoda.cli.check import check
 from pagoda.cli.clear import clear
+from pagoda.cli.demo.demo_command import demo
 from pagoda.cli.explain import explain
 from pagoda.cli.ls import ls
 from pagoda.cli.pin import pin, unpin
@@ -20,18 +20,17 @@ from pagoda.cli.replay import replay
 from pagoda.cli.size import size
 from pagoda.cli.stats import stats
 
-_STYLE = {"help_option_names": ["-h", "--help"]}
-
 app = typer.Typer(
     name="pagoda",
     help="PagodaKV: a KV cache in tiers, so that no prompt prefix is computed twice.",
     add_completion=False,
-    context_settings=_STYLE,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
 for command in (stats, ls, check, clear, remove, pin, unpin, explain, bench, replay, size):
     app.command()(command)
 app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(record)
+app.command()(demo)
 app.add_typer(config.app, name="config")
 app.add_typer(vllm.app, name="vllm")
 
@@ -48,21 +47,3 @@ def root(
         raise typer.Exit
     if ctx.invoked_subcommand is None:
         print(ctx.get_help())
-
-
-@app.command(
-    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []},
-    add_help_option=False,
-)
-def demo(ctx: typer.Context) -> int:
-    """Show a prompt served from memory and from disk: same text, much sooner."""
-    try:
-        module = import_module("pagoda.cli.demo.demo_command")
-    except ModuleNotFoundError as missing:
-        if missing.name not in ("torch", "transformers", "tokenizers"):
-            raise
-        raise FailedError(f"the demo needs {missing.name}: pip install 'pagodakv[transformers]'") from None
-    inner = typer.Typer(add_completion=False, context_settings=_STYLE)
-    inner.command()(module.demo)
-    code = typer.main.get_command(inner).main(args=ctx.args, prog_name="pagoda demo", standalone_mode=False)
-    return code if isinstance(code, int) else 0

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from pagoda.cli import FAILED, UsageError, printing
 from pagoda.cli.remote_stores import pinged, remotes_of
@@ -18,10 +17,10 @@ from pagoda.cli.stores import (
     Directory,
     Model,
     Prefix,
-    attached,
+    Tokens,
+    all_attached,
     chosen,
     configured,
-    find_stores,
     refuse_unknown,
 )
 
@@ -32,27 +31,20 @@ if TYPE_CHECKING:
 
 def explain(
     directory: Directory = None,
-    tokens: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Token ids: a JSON list or separated by spaces; - = stdin."),
-    ] = None,
+    tokens: Tokens = None,
     model: Model = None,
     namespace: Prefix = None,
     chunk_tokens: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Tokens in a chunk; default: as what is stored.")
+        int | None, Option(min=1, metavar="N", help="Tokens in a chunk; default: as what is stored.")
     ] = None,
     prefill: Annotated[
         float | None,
-        typer.Option(
-            min=1, metavar="N", help="Tokens a second that the engine computes: is loading worth it?"
-        ),
+        Option(min=1, metavar="N", help="Tokens a second that the engine computes: is loading worth it?"),
     ] = None,
     as_json: AsJson = False,
     config: ConfigFile = None,
 ) -> int:
     """Say how many leading tokens of a prompt each tier would serve, and why not more."""
-    if tokens is None:
-        raise UsageError("--tokens FILE is missing: the prompt's token ids (- = stdin)")
     ids = read_tokens(tokens)
     from pagoda.cli.prompt_coverage import answers, prompt_of
 
@@ -60,15 +52,14 @@ def explain(
     troubles = [asked.trouble for asked in pinged(specs)]
     silent = {spec.name: trouble for spec, trouble in zip(specs, troubles, strict=True) if trouble}
     remotes = [spec for spec, trouble in zip(specs, troubles, strict=True) if not trouble]
-    with ExitStack() as stack:
-        tiers = [stack.enter_context(attached(store)) for store in find_stores(directory, config)]
+    with all_attached(directory, config) as tiers:
         prompt = prompt_of(ids, tiers, remotes, configured(config), chunk_tokens, prefill)
         refuse_unknown(prompt.known, model, namespace)
         found = [answers(prompt, root) for root in chosen(prompt.known, model, namespace)]
-    found.sort(key=lambda group: -group[-1].verdict.num_tokens)  # the best namespace first
+    found.sort(key=lambda group: -group[-1].num_tokens)  # the best namespace first
     flat = [answer for group in found for answer in group]
     if as_json:
-        rows = [answer.as_json() for answer in flat]
+        rows = [answer._asdict() for answer in flat]
         printing.print_json({"asked_tokens": prompt.num_tokens, "answers": rows, "failed": silent})
     elif not flat:
         printing.note("nothing is stored yet, so nothing would hit")
@@ -79,12 +70,14 @@ def explain(
     return FAILED if silent else 0
 
 
-def read_tokens(source: str) -> TokenIds:
-    """Return the token ids in a file, or in stdin for "-". Raises UsageError for what is no token id."""
+def read_tokens(source: str | None) -> TokenIds:
+    """Return the token ids in a file, or in stdin for "-". Raises UsageError for None and what is no token id."""
     import json
 
     from pagoda.keys import as_token_ids
 
+    if source is None:
+        raise UsageError("--tokens FILE is missing: the prompt's token ids (- = stdin)")
     try:
         text = sys.stdin.read() if source == "-" else Path(source).read_text()
     except (OSError, UnicodeDecodeError) as trouble:
@@ -105,10 +98,10 @@ def _print(answers: Sequence[TierAnswer], asked_tokens: int) -> None:
         (
             answer.tier,
             answer.model,
-            answer.verdict.num_tokens,
-            printing.share(answer.verdict.num_tokens, asked_tokens),
-            answer.verdict.reason or "",
-            answer.verdict.detail,
+            answer.num_tokens,
+            printing.share(answer.num_tokens, asked_tokens),
+            answer.reason or "",
+            answer.detail,
         )
         for answer in answers
     ]

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-import typer
+from typer import Option
 
 from pagoda.cli import FAILED, UsageError, printing
 from pagoda.cli.explain import read_tokens
@@ -17,10 +15,10 @@ from pagoda.cli.stores import (
     Directory,
     Model,
     Prefix,
-    attached,
+    Tokens,
+    all_attached,
     chosen,
     configured,
-    find_stores,
     label,
     refuse_unknown,
     tier_of,
@@ -32,11 +30,7 @@ if TYPE_CHECKING:
 
 _OWNER = "pagoda"
 
-Tokens = Annotated[
-    str | None,
-    typer.Option(metavar="FILE", help="Token ids: a JSON list or separated by spaces; - = stdin."),
-]
-Owner = Annotated[str, typer.Option(metavar="NAME", help="In whose name; each ends its own pins only.")]
+Owner = Annotated[str, Option(metavar="NAME", help="In whose name; each ends its own pins only.")]
 
 
 class PinnedPrefix(NamedTuple):
@@ -46,10 +40,6 @@ class PinnedPrefix(NamedTuple):
     namespace: bytes
     model: str
     num_tokens: int
-
-    def as_json(self) -> dict[str, object]:
-        """Return all of it in plain types."""
-        return {**self._asdict(), "namespace": self.namespace.hex()}
 
 
 def pin(
@@ -62,16 +52,17 @@ def pin(
     config: ConfigFile = None,
 ) -> int:
     """Keep what the local tiers have of a prompt there: at most a quarter of a tier, until `pagoda unpin`."""
-    if tokens is None:
-        raise UsageError("--tokens FILE is missing: the prompt's token ids (- = stdin)")
-    with ExitStack() as stack:
-        prompt = _prompt(stack, directory, config, tokens)
+    from pagoda.cli.prompt_coverage import prompt_of
+
+    ids = read_tokens(tokens)
+    with all_attached(directory, config) as tiers:
+        prompt = prompt_of(ids, tiers, [], configured(config))
         refuse_unknown(prompt.known, model, namespace)
         roots = list(chosen(prompt.known, model, namespace))
         found = [_pinned(prompt, ledger, root, owner) for ledger in prompt.tiers for root in roots]
     done = [one for one in found if one.num_tokens]
     if as_json:
-        printing.print_json({"pinned": [one.as_json() for one in done]})
+        printing.print_json({"pinned": [one._asdict() for one in done]})
     elif done:
         rows = [(one.tier, one.model, one.num_tokens) for one in done]
         printing.print_table("pinned", ("tier", "model", "tokens"), rows)
@@ -90,31 +81,21 @@ def unpin(
     config: ConfigFile = None,
 ) -> int:
     """End the pins of an owner: on one prompt, or without --tokens on everything."""
+    from pagoda.cli.prompt_coverage import prompt_of
     from pagoda.ledger import admin
 
-    with ExitStack() as stack:
+    ids = None if tokens is None else read_tokens(tokens)
+    with all_attached(directory, config) as tiers:
         keys: Sequence[bytes] | None = None
-        if tokens is None:
-            tiers: Sequence[Ledger] = [
-                stack.enter_context(attached(store)) for store in find_stores(directory, config)
-            ]
-        else:
-            prompt = _prompt(stack, directory, config, tokens)
-            tiers, keys = prompt.tiers, [key for run in prompt.keys.values() for key in run]
+        if ids is not None:
+            prompt = prompt_of(ids, tiers, [], configured(config))
+            keys = [key for run in prompt.keys.values() for key in run]
         ended = {str(ledger.directory): admin.unpin(ledger, keys, owner) for ledger in tiers}
     if as_json:
         printing.print_json({"ended": ended})
     else:
         printing.note(f"{sum(ended.values()):,} chunks are no longer pinned by {owner}")
     return 0
-
-
-def _prompt(stack: ExitStack, directory: Path | None, config: Path | None, tokens: str) -> Prompt:
-    from pagoda.cli.prompt_coverage import prompt_of
-
-    ids = read_tokens(tokens)
-    tiers = [stack.enter_context(attached(store)) for store in find_stores(directory, config)]
-    return prompt_of(ids, tiers, [], configured(config), None, None)
 
 
 def _pinned(prompt: Prompt, ledger: Ledger, root: bytes, owner: str) -> PinnedPrefix:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeAlias
@@ -24,26 +25,15 @@ _TIMED_CHUNKS = 4
 _Place: TypeAlias = Ledger | RemoteSpec
 
 
-class PrefixVerdict(NamedTuple):
-    """How many leading tokens, why the next ones are not served (None: all whole chunks are), and that in words."""
-
-    num_tokens: int
-    reason: Reason | None
-    detail: str
-
-
 class TierAnswer(NamedTuple):
-    """The verdict on one tier (or "all") under one namespace."""
+    """How many leading tokens one tier (or "all") serves under one namespace, and why it does not serve more."""
 
     namespace: bytes
     model: str
     tier: str
-    verdict: PrefixVerdict
-
-    def as_json(self) -> dict[str, object]:
-        """Return all of it in plain types."""
-        verdict = self.verdict._asdict()
-        return {"namespace": self.namespace.hex(), "model": self.model, "tier": self.tier, **verdict}
+    num_tokens: int
+    reason: Reason | None  # None: all whole chunks are served
+    detail: str
 
 
 @dataclass(frozen=True)
@@ -65,8 +55,8 @@ def prompt_of(
     tiers: Sequence[Ledger],
     remotes: Sequence[RemoteSpec],
     config: Config,
-    chunk_tokens: int | None,
-    prefill: float | None,
+    chunk_tokens: int | None = None,
+    prefill: float | None = None,
 ) -> Prompt:
     """Hash the prompt under every namespace; chunks have `chunk_tokens` tokens, by default as what is stored."""
     from pagoda.ledger import admin
@@ -94,10 +84,11 @@ def answers(prompt: Prompt, root: bytes) -> list[TierAnswer]:
     model = label(prompt.known[root].fields)
     ledgers = [ledger for ledger in prompt.tiers if root in admin.list_namespaces(ledger)]
     here: list[_Place] = [*ledgers, *prompt.remotes]
+    together = _served(prompt, root, here, prompt.min_hit_tokens)
     if len(here) == 1:
-        return [TierAnswer(root, model, _name(here[0]), _verdict(prompt, root, here, prompt.min_hit_tokens))]
-    alone = [TierAnswer(root, model, _name(place), _verdict(prompt, root, [place])) for place in here]
-    return [*alone, TierAnswer(root, model, "all", _verdict(prompt, root, here, prompt.min_hit_tokens))]
+        return [TierAnswer(root, model, _name(here[0]), *together)]
+    alone = [TierAnswer(root, model, _name(place), *_served(prompt, root, [place])) for place in here]
+    return [*alone, TierAnswer(root, model, "all", *together)]
 
 
 def _name(place: _Place) -> str:
@@ -120,14 +111,15 @@ def _stored_sizes(tiers: Sequence[Ledger]) -> dict[bytes, int]:
     return found
 
 
-def _verdict(prompt: Prompt, root: bytes, places: Sequence[_Place], minimum: int = 0) -> PrefixVerdict:
-    """Return what these tiers serve together, from the top down, and why not more."""
+def _served(
+    prompt: Prompt, root: bytes, places: Sequence[_Place], minimum: int = 0
+) -> tuple[int, Reason | None, str]:
+    """Return how many tokens these tiers serve together, from the top down, and why not more, also in words."""
     from pagoda.cache.lookup_call import match_tiers
 
     size, keys = prompt.chunk_tokens[root], prompt.keys[root]
     if not keys:
-        detail = f"{prompt.num_tokens} tokens do not fill a chunk of {size}"
-        return PrefixVerdict(0, Reason.SHORT_PROMPT, detail)
+        return 0, Reason.SHORT_PROMPT, f"{prompt.num_tokens} tokens do not fill a chunk of {size}"
     said: dict[str, tuple[Reason, str]] = {}  # by each place, of the first chunk that it lacks
 
     def find(number: str, place: _Place, at: int) -> tuple[int, Reason | None]:
@@ -142,12 +134,12 @@ def _verdict(prompt: Prompt, root: bytes, places: Sequence[_Place], minimum: int
     finders = {str(at): partial(find, str(at), place) for at, place in enumerate(places)}
     total = size * match_tiers(finders, len(keys)).chunks
     if 0 < total < minimum:
-        return PrefixVerdict(0, Reason.BELOW_MINIMUM, f"{total} tokens are there, min_hit_tokens = {minimum}")
+        return 0, Reason.BELOW_MINIMUM, f"{total} tokens are there, min_hit_tokens = {minimum}"
     if total == size * len(keys):
-        return PrefixVerdict(total, None, "all whole chunks are there")
+        return total, None, "all whole chunks are there"
     # A tier that did not answer might have the chunk; else any tier that remembers more of it says more.
     whys = sorted(said.values(), key=lambda why: (why[0] is Reason.ABSENT, why[0] is not Reason.IO_ERROR))
-    return PrefixVerdict(total, *whys[0])
+    return total, *whys[0]
 
 
 def _from_remote(prompt: Prompt, root: bytes, spec: RemoteSpec, start: int) -> tuple[int, Reason, str]:
@@ -197,31 +189,26 @@ def _dear(prompt: Prompt, ledger: Ledger, slots: Sequence[int], size: int) -> st
     if prompt.prefill_tokens_per_second is None or not slots:
         return ""
     load, compute = _load_seconds(ledger, slots), size / prompt.prefill_tokens_per_second
-    return (
-        f"a chunk loads in {load * 1e3:.3g} ms, computing takes {compute * 1e3:.3g} ms"
-        if load > compute
-        else ""
-    )
+    if load <= compute:
+        return ""
+    return f"a chunk loads in {load * 1e3:.3g} ms, computing takes {compute * 1e3:.3g} ms"
 
 
 def _load_seconds(ledger: Ledger, slots: Sequence[int]) -> float:
     """Return the least time that bringing one of these slots into private memory took."""
-    room = aligned(ledger.slot_bytes)
-    times = []
+    room, size = aligned(ledger.slot_bytes), (ledger.slots, ledger.slot_bytes)
     if ledger.kind == "file":
-        disk = ledger.open_slab(lambda file: FileSlab(file, ledger.slots, ledger.slot_bytes))
-        for slot in slots:
-            began = time.perf_counter()
-            disk.read(slot, [room])
-            times.append(time.perf_counter() - began)
-        disk.close()
-        return min(times)
-    memory = ledger.open_slab(
-        lambda file: MemorySlab(file, ledger.slots, ledger.slot_bytes, ledger.page_guards)
-    )
-    for slot in [*slots, *slots]:  # the first time faults the pages in
+        with closing(ledger.open_slab(lambda file: FileSlab(file, *size))) as disk:
+            return _least_seconds(lambda slot: disk.read(slot, [room]), slots)
+    with closing(ledger.open_slab(lambda file: MemorySlab(file, *size, ledger.page_guards))) as memory:
+        # twice: the first time faults the pages in
+        return _least_seconds(lambda slot: np.copyto(room, memory.view(slot)), [*slots, *slots])
+
+
+def _least_seconds(load: Callable[[int], object], slots: Sequence[int]) -> float:
+    times = []
+    for slot in slots:
         began = time.perf_counter()
-        np.copyto(room, memory.view(slot))
+        load(slot)
         times.append(time.perf_counter() - began)
-    memory.close()
     return min(times)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar
 
-import typer
+from typer import Argument, Option, confirm
 
 from pagoda.cli import UsageError
 from pagoda.config.did_you_mean import did_you_mean
@@ -24,21 +24,20 @@ TIERS = {"memory": "host", "file": "disk"}
 
 Directory: TypeAlias = Annotated[
     Path | None,
-    typer.Argument(
-        metavar="DIRECTORY", help="A tier's root or one store in it; default: all that this user has."
-    ),
+    Argument(metavar="DIRECTORY", help="A tier's root or one store in it; default: all that this user has."),
 ]
 ConfigFile: TypeAlias = Annotated[
-    Path | None,
-    typer.Option("--config", metavar="FILE", help="Configuration file instead of the usual ones."),
+    Path | None, Option("--config", metavar="FILE", help="Configuration file instead of the usual ones.")
 ]
-AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-Model: TypeAlias = Annotated[str | None, typer.Option(metavar="NAME", help="Only namespaces of this model.")]
+AsJson: TypeAlias = Annotated[bool, Option("--json", help="Print one JSON object.")]
+Yes: TypeAlias = Annotated[bool, Option("--yes", "-y", help="Do not ask.")]
+Model: TypeAlias = Annotated[str | None, Option(metavar="NAME", help="Only namespaces of this model.")]
 Prefix: TypeAlias = Annotated[
     str | None,
-    typer.Option(
-        "--namespace", metavar="PREFIX", help="Only the namespace whose hexadecimal name begins so."
-    ),
+    Option("--namespace", metavar="PREFIX", help="Only the namespace whose hexadecimal name begins so."),
+]
+Tokens: TypeAlias = Annotated[
+    str | None, Option(metavar="FILE", help="Token ids: a JSON list or separated by spaces; - = stdin.")
 ]
 
 
@@ -53,7 +52,7 @@ def find_roots(config_file: Path | None) -> dict[Path, str]:
     """Return the roots of all local tiers known here and the tier of each: the configured, then the registered ones."""
     from pagoda.tiers import opened_tiers
 
-    named = [(tier, root) for tier, root in configured(config_file).roots().items()]
+    named = configured(config_file).roots().items()
     opened = [(entry.tier, Path(entry.place)) for entry in opened_tiers.entries() if entry.tier != "remote"]
     roots: dict[Path, str] = {}
     for tier, root in sorted([*named, *opened], key=lambda found: found[0] != "host"):
@@ -101,16 +100,18 @@ def _is_store(path: Path) -> bool:
         return False  # another user's, such as lost+found where a file system is mounted
 
 
-@contextmanager
-def attached(store: Path) -> Iterator[Ledger]:
-    """Open a store that exists, as long as the context lasts; others go on using it. Raises StoreError."""
+def attached(store: Path) -> AbstractContextManager[Ledger]:
+    """Open a store that exists; the context closes it. Other processes go on using it. Raises StoreError."""
     from pagoda.ledger import Ledger
 
-    ledger = Ledger.attach(store)
-    try:
-        yield ledger
-    finally:
-        ledger.close()
+    return closing(Ledger.attach(store))
+
+
+@contextmanager
+def all_attached(directory: Path | None, config_file: Path | None) -> Iterator[list[Ledger]]:
+    """Open all stores that `find_stores` finds, as long as the context lasts. Raises what both raise."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(attached(store)) for store in find_stores(directory, config_file)]
 
 
 def in_each(stores: Sequence[Path], work: Callable[[Ledger], T]) -> tuple[dict[Path, T], dict[Path, str]]:
@@ -132,7 +133,7 @@ def agreed(question: str, command: str) -> bool:
     """Ask a person. Raises UsageError where nobody can answer."""
     if not sys.stdin.isatty():
         raise UsageError(f"{command} asks before it deletes: say --yes where nobody can answer")
-    return typer.confirm(question, err=True)
+    return confirm(question, err=True)
 
 
 def tier_of(ledger: Ledger) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -33,6 +32,8 @@ def demo(
     ] = None,
 ) -> int:
     """Show a prompt served from memory and from disk: same text, much sooner. Leaves nothing behind."""
+    import tempfile
+
     from pagoda.cli.demo.demo_child import Size
 
     missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
