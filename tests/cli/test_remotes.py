@@ -181,9 +181,9 @@ def test_a_directory_is_that_directory_alone(where: dict[str, str], shm_root: Pa
 
 
 def test_the_question_says_that_it_is_for_all_machines() -> None:
-    from pagoda.cli.clear import RemoteNamespaces, _question
+    from pagoda.cli.clear import _question
 
-    asked = _question("EVERYTHING", [Path("/x")], [RemoteNamespaces(parse("redis://:hunter2@h"), {}, "")])
+    asked = _question("EVERYTHING", [Path("/x")], [parse("redis://:hunter2@h")])
     assert asked == "Clear EVERYTHING in 1 store(s) and, for all machines, in redis://:***@h?"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from pagoda.cli import UsageError, printing
 from pagoda.cli.stores import AsJson, ConfigFile, configured
@@ -16,10 +16,8 @@ if TYPE_CHECKING:
 
 
 def bench(
-    seconds: Annotated[float, typer.Option(min=1, max=600, help="About how long it may take.")] = 20.0,
-    chunk_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Bytes of a chunk, such as 32MiB.")
-    ] = "32MiB",
+    seconds: Annotated[float, Option(min=1, max=600, help="About how long it may take.")] = 20.0,
+    chunk_size: Annotated[str, Option(metavar="SIZE", help="Bytes of a chunk, such as 32MiB.")] = "32MiB",
     as_json: AsJson = False,
     config: ConfigFile = None,
 ) -> int:
@@ -65,7 +63,7 @@ def _chunk_bytes(text: str) -> int:
 
 
 def _measured(
-    config: Config, tiers: list[str], chunk_bytes: int, seconds: float, as_json: bool
+    config: Config, tiers: list[str], chunk_bytes: int, seconds: float, quiet: bool
 ) -> list[Figure]:
     """Measure the tiers one after the other, under a progress bar."""
     import time
@@ -74,7 +72,7 @@ def _measured(
 
     measures = {"host": host_figures, "disk": disk_figures}
     figures = []
-    with printing.progress(as_json) as bars:
+    with printing.progress(quiet) as bars:
         for tier in tiers:
             task, began = bars.add_task(f"measuring {tier}", total=seconds), time.monotonic()
 

@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
@@ -30,10 +31,10 @@ from pagoda.layout import KVLayout
 from pagoda.ledger import Reserved
 from pagoda.slab.file import aligned
 from pagoda.threads import Pool, wait
-from pagoda.tiers import Chunk, DiskTier, HostTier, opened_tiers
+from pagoda.tiers import Chunk, DiskTier, Done, HostTier, opened_tiers
 
 Bytes = npt.NDArray[np.uint8]
-Step = Callable[[], None]
+Step = Callable[[], object]
 
 _SPREAD_BYTES = 512 << 20  # what a turn cycles through: several times a common last-level cache
 _TURNS_AROUND = 4  # a member may have a quarter of the slots reserved at once, so that is one turn
@@ -71,13 +72,12 @@ def host_figures(config: Config, chunk_bytes: int, seconds: float, tick: Step) -
     layout = KVLayout.opaque(config.chunk_tokens, chunk_bytes, "bench")
     size_bytes = _slots(chunk_bytes) * layout.slot_bytes
     parent = Path(config.host_path).parent if config.host_shared else Path("/dev/shm")
-    with _place(parent, 2 * size_bytes) as root:
-        tier = HostTier.open(layout, root, size_bytes, populate=False)
-        try:
-            tier.slab.populate(background=False)
-            return _host_turns(tier, layout, seconds, tick)
-        finally:
-            tier.close()
+    with (
+        _place(parent, 2 * size_bytes) as root,
+        contextlib.closing(HostTier.open(layout, root, size_bytes, populate=False)) as tier,
+    ):
+        tier.slab.populate(background=False)
+        return _host_turns(tier, layout, seconds, tick)
 
 
 def disk_figures(config: Config, chunk_bytes: int, seconds: float, tick: Step) -> list[Figure]:
@@ -95,11 +95,8 @@ def disk_figures(config: Config, chunk_bytes: int, seconds: float, tick: Step) -
             queue_chunks=_slots(chunk_bytes),
             deadline_seconds=_IO_SECONDS,
         )
-        try:
-            with _limit_file(root, size_bytes, config.disk_direct) as limit:
-                return _disk_turns(tier, limit, config, layout, seconds, tick)
-        finally:
-            tier.close()
+        with contextlib.closing(tier), _limit_file(root, size_bytes, config.disk_direct) as limit:
+            return _disk_turns(tier, limit, config, layout, seconds, tick)
 
 
 def _host_turns(tier: HostTier, layout: KVLayout, seconds: float, tick: Step) -> list[Figure]:
@@ -142,13 +139,7 @@ def _host_turns(tier: HostTier, layout: KVLayout, seconds: float, tick: Step) ->
             raise FailedError("the host tier lost a chunk while it was measured")
 
     writes, reads = Figure("host_write", 1), Figure("host_read", 1)
-    nbytes = slots // _TURNS_AROUND * size
-    for _ in _turns(seconds):
-        writes.limit.append(_speed(nbytes, copy_in))
-        writes.tier.append(_speed(nbytes, write))
-        reads.limit.append(_speed(nbytes, copy_out))
-        reads.tier.append(_speed(nbytes, read))
-        tick()
+    _take_turns(writes, reads, slots // _TURNS_AROUND * size, (copy_in, write, copy_out, read), seconds, tick)
     return [writes, reads]
 
 
@@ -167,15 +158,14 @@ def _disk_turns(
     for buffer in buffers:
         buffer[: layout.chunk_bytes] = _filled(layout.chunk_bytes)
     keys: list[bytes] = []
-    nbytes, slot_bytes = count * layout.chunk_bytes, layout.slot_bytes
+    slot_bytes = layout.slot_bytes
 
     def save() -> None:
         keys[:] = _fresh_keys(count)
+        links = enumerate(zip(keys, [None, *keys], buffers, strict=False))
         chunks = [
-            Chunk(
-                key, number, config.chunk_tokens, buffer, keys[number - 1] if number else None, lambda: True
-            )
-            for number, (key, buffer) in enumerate(zip(keys, buffers, strict=True))
+            Chunk(key, number, config.chunk_tokens, buffer, parent, lambda: True)
+            for number, (key, parent, buffer) in links
         ]
         _all_done(tier.save(chunks, namespace.root), "write")
 
@@ -191,30 +181,25 @@ def _disk_turns(
     writes, reads = Figure("disk_write", config.io_threads), Figure("disk_read", config.io_threads)
     with Pool(config.io_threads, "pagoda-measure") as pool:
 
-        def at_once(move: Callable[[int], None]) -> Callable[[], object]:
+        def at_once(move: Callable[[int], None]) -> Step:
             return lambda: list(pool.map(move, range(count)))
 
-        for _ in _turns(seconds):
-            writes.limit.append(_speed(nbytes, at_once(bare_write)))
-            writes.tier.append(_speed(nbytes, save))
-            reads.limit.append(_speed(nbytes, at_once(bare_read)))
-            reads.tier.append(_speed(nbytes, load))
-            tick()
+        steps = (at_once(bare_write), save, at_once(bare_read), load)
+        _take_turns(writes, reads, count * layout.chunk_bytes, steps, seconds, tick)
     return [writes, reads]
 
 
-def _turns(seconds: float) -> Iterator[int]:
-    """Yield until the time is up, three times at least."""
-    until, number = time.monotonic() + seconds, 0
-    while number < 3 or time.monotonic() < until:
-        yield number
-        number += 1
-
-
-def _speed(nbytes: int, step: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    step()
-    return nbytes / (time.perf_counter() - began) / 1e9
+def _take_turns(
+    writes: Figure, reads: Figure, nbytes: int, steps: Sequence[Step], seconds: float, tick: Step
+) -> None:
+    """Time the steps (bare write, write, bare read, read) in turn until the time is up, three times at least."""
+    until = time.monotonic() + seconds
+    while len(writes.tier) < 3 or time.monotonic() < until:
+        for speeds, step in zip((writes.limit, writes.tier, reads.limit, reads.tier), steps, strict=True):
+            began = time.perf_counter()
+            step()
+            speeds.append(nbytes / (time.perf_counter() - began) / 1e9)
+        tick()
 
 
 def _fresh_keys(count: int) -> list[bytes]:
@@ -226,15 +211,9 @@ def _filled(nbytes: int) -> Bytes:
     return np.resize(np.random.default_rng(0).integers(0, 256, 1 << 20, np.uint8), nbytes)
 
 
-def _all_done(futures: Sequence[object], what: str) -> None:
-    from concurrent.futures import Future
-
-    from pagoda.tiers import Done
-
-    waited = [future for future in futures if isinstance(future, Future)]
-    wait(waited, _IO_SECONDS)
-    for future in waited:
-        done: Done = future.result(0)
+def _all_done(futures: Sequence[Future[Done]], what: str) -> None:
+    wait(futures, _IO_SECONDS)
+    for done in (future.result(0) for future in futures):
         if not done.ok:
             raise FailedError(f"the disk tier could not {what} a chunk: {done.reason}")
 
@@ -263,9 +242,9 @@ def _place(parent: Path, need_bytes: int) -> Iterator[Path]:
 def _limit_file(root: Path, nbytes: int, direct: bool | None) -> Iterator[int]:
     """Open a preallocated file for bare I/O, past the page cache where the file system can."""
     path = root / ".limit"
-    flags = os.O_RDWR | os.O_CREAT
+    flags, bypass = os.O_RDWR | os.O_CREAT, 0 if direct is False else os.O_DIRECT
     try:
-        fd = os.open(path, flags if direct is False else flags | os.O_DIRECT, 0o600)
+        fd = os.open(path, flags | bypass, 0o600)
     except OSError:
         fd = os.open(path, flags, 0o600)
     try:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-import typer
+from typer import Option
 
 from pagoda.cli import FAILED, printing
 from pagoda.cli.stores import AsJson, ConfigFile, Directory, attached, find_stores, tier_of
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
-
     from pagoda.cli.remote_stores import RemoteCheck
     from pagoda.ledger import ChunkRow, Ledger
     from pagoda.slab.file import FileSlab
@@ -29,11 +28,11 @@ class StoreCheck(NamedTuple):
     tier: str
     trouble: str
     gauges: dict[str, int]
-    unreachable: int
-    stale_hints: int
-    read_chunks: int
-    damaged: list[bytes]
-    dropped: int
+    unreachable: int = 0
+    stale_hints: int = 0
+    read_chunks: int = 0
+    damaged: Sequence[bytes] = ()
+    dropped: int = 0
     corrupt: bool = False  # the tables; else `trouble` says nothing of what is stored
 
     @property
@@ -50,18 +49,13 @@ class StoreCheck(NamedTuple):
         """Whether nothing is wrong (unreachable chunks and stale hints are none: they go by themselves)."""
         return not self.trouble and not self.damaged
 
-    def as_json(self) -> dict[str, object]:
-        """Return all of it in plain types."""
-        damaged = [key.hex() for key in self.damaged]
-        return {"ok": self.ok, **self._asdict(), "directory": str(self.directory), "damaged": damaged}
-
 
 def check(
     directory: Directory = None,
     read: Annotated[
-        bool, typer.Option("--read", help="Read every chunk on the disk and verify its bytes.")
+        bool, Option("--read", help="Read every chunk on the disk and verify its bytes.")
     ] = False,
-    drop: Annotated[bool, typer.Option("--drop", help="With --read: drop what is damaged.")] = False,
+    drop: Annotated[bool, Option("--drop", help="With --read: drop what is damaged.")] = False,
     as_json: AsJson = False,
     config: ConfigFile = None,
 ) -> int:
@@ -78,40 +72,34 @@ def check(
         verdicts = []
         for store in find_stores(directory, config):
             task = bars.add_task(f"checking {store}", total=None)
-            verdicts.append(_judged(store, read, drop, partial(_advance, bars, task)))
+            verdicts.append(_judged(store, read, drop, partial(bars.update, task)))
             bars.update(task, visible=False)
     remotes = pinged(remotes_of(directory, config))
     ok = all(verdict.ok for verdict in verdicts) and not any(asked.trouble for asked in remotes)
     if as_json:
-        asked = [remote._asdict() for remote in remotes]
-        printing.print_json(
-            {"ok": ok, "stores": [verdict.as_json() for verdict in verdicts], "remotes": asked}
-        )
+        stores = [{"ok": verdict.ok, **verdict._asdict()} for verdict in verdicts]
+        printing.print_json({"ok": ok, "stores": stores, "remotes": [remote._asdict() for remote in remotes]})
     else:
         _print(verdicts)
         _print_remotes(remotes)
     return 0 if ok else FAILED
 
 
-def _advance(bars: Progress, task: TaskID, done: int, total: int) -> None:
-    bars.update(task, completed=done, total=total)
-
-
-def _judged(store: Path, read: bool, drop: bool, advance: Callable[[int, int], None]) -> StoreCheck:
+def _judged(store: Path, read: bool, drop: bool, show: Callable[..., None]) -> StoreCheck:
     """Check one store; trouble with it is part of the verdict."""
     from pagoda.errors import LedgerCorrupt, PagodaError
     from pagoda.ledger import admin
 
-    verdict = StoreCheck(store, "", "", {}, 0, 0, 0, [], 0)
+    verdict = StoreCheck(store, "", "", {})
     try:
         with attached(store) as ledger:
             verdict = verdict._replace(tier=tier_of(ledger))
-            report = admin.check(ledger)
+            found = admin.check(ledger)
             verdict = verdict._replace(
-                gauges=report.gauges, unreachable=report.unreachable, stale_hints=report.stale_hints
+                gauges=found.gauges, unreachable=found.unreachable, stale_hints=found.stale_hints
             )
             if read and ledger.kind == "file":
-                number, damaged = _read_all(ledger, advance)
+                number, damaged = _read_all(ledger, show)
                 verdict = verdict._replace(read_chunks=number, damaged=[row.key for row in damaged])
                 verdict = verdict._replace(dropped=_drop(ledger, damaged) if drop else 0)
     except PagodaError as trouble:
@@ -119,22 +107,19 @@ def _judged(store: Path, read: bool, drop: bool, advance: Callable[[int, int], N
     return verdict
 
 
-def _read_all(ledger: Ledger, advance: Callable[[int, int], None]) -> tuple[int, list[ChunkRow]]:
+def _read_all(ledger: Ledger, show: Callable[..., None]) -> tuple[int, list[ChunkRow]]:
     """Verify each chunk that stays in place while it is read; return their number and the damaged ones."""
     from pagoda.ledger import admin
     from pagoda.slab.file import FileSlab
 
     total, read, damaged = admin.gauges(ledger)["ready"], 0, []
-    slab = ledger.open_slab(lambda file: FileSlab(file, ledger.slots, ledger.slot_bytes))
-    try:
+    with closing(ledger.open_slab(lambda file: FileSlab(file, ledger.slots, ledger.slot_bytes))) as slab:
         for row, sound in _verified(ledger, slab):
             read += 1
             if not sound:
                 damaged.append(row)
             if read % _ADVANCE_CHUNKS == 0:
-                advance(read, max(total, read))
-    finally:
-        slab.close()
+                show(completed=read, total=max(total, read))
     return read, damaged
 
 
@@ -194,18 +179,13 @@ def _print(verdicts: list[StoreCheck]) -> None:
     for verdict in verdicts:
         if verdict.trouble:
             printing.note(f"{verdict.directory}: {verdict.trouble}")
-        if verdict.gauges.get("unscanned"):
-            printing.note(
-                f"{verdict.directory}: {verdict.gauges['unscanned']:,} slots are still to be scanned, by the next who "
-                "has the tier open"
-            )
+        if unscanned := verdict.gauges.get("unscanned"):
+            whose = "by the next who has the tier open"
+            printing.note(f"{verdict.directory}: {unscanned:,} slots are still to be scanned, {whose}")
         if verdict.damaged:
             keys = ", ".join(key.hex()[:12] for key in verdict.damaged[:8])
-            done = (
-                f"; {verdict.dropped} dropped"
-                if verdict.dropped
-                else " (they will be misses; --drop removes them)"
-            )
+            kept = " (they will be misses; --drop removes them)"
+            done = f"; {verdict.dropped} dropped" if verdict.dropped else kept
             printing.note(f"{verdict.directory}: damaged chunks {keys}{done}")
 
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
-
-import typer
+from typing import TYPE_CHECKING, NamedTuple
 
 from pagoda.cli import FAILED, FailedError, UsageError, printing
-from pagoda.cli.remote_stores import NO_SECRET, Unanswered, all_remotes, census, cleared
+from pagoda.cli.remote_stores import NO_SECRET, Unanswered, all_remotes, censuses, cleared
 from pagoda.cli.stores import (
     AsJson,
     ConfigFile,
     Directory,
     Model,
     Prefix,
+    Yes,
     agreed,
     chosen,
     find_stores,
@@ -37,45 +36,33 @@ class ClearedStore(NamedTuple):
     directory: str
 
 
-class RemoteNamespaces(NamedTuple):
-    """A remote tier, what it has of each namespace, and what is wrong with it (empty: nothing)."""
-
-    spec: RemoteSpec
-    chunks: Mapping[bytes, int]
-    trouble: str
-
-
 def clear(
     directory: Directory = None,
     model: Model = None,
     namespace: Prefix = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Yes = False,
     as_json: AsJson = False,
     config: ConfigFile = None,
 ) -> int:
     """Forget all chunks, or those of one model or namespace, in every tier: the remote ones, for all machines, too."""
     stores = find_stores(directory, config)
     everything = model is None and namespace is None
-    asked, sealed = all_remotes(directory, config)
-    shared = [RemoteNamespaces(spec, *(({}, "") if everything else _counted(spec))) for spec in asked]
-    shared += [RemoteNamespaces(spec, {}, NO_SECRET) for spec in sealed]
+    remotes, sealed = all_remotes(directory, config)
     known = _known(stores)
-    for remote in shared:
-        known.update(
-            {root: _nameless(root, count) for root, count in remote.chunks.items() if root not in known}
-        )
-    broken = {remote.spec.redacted: remote.trouble for remote in shared if remote.trouble}
+    broken = {} if everything else censuses(remotes, known)[1]
+    broken |= {spec.redacted: NO_SECRET for spec in sealed}
     if not broken or chosen(known, model, namespace):  # a tier that does not answer may know more
         refuse_unknown(known, model, namespace)
     roots = chosen(known, model, namespace)
     if namespace is not None and len(roots) > 1:
         raise UsageError(f"--namespace {namespace}: begins {len(roots)} namespaces; write more of it")
-    if not yes and not agreed(_question(_described(roots, model, namespace), stores, shared), "clear"):
+    question = _question(_described(roots, model, namespace), stores, [*remotes, *sealed])
+    if not yes and not agreed(question, "clear"):
         return FAILED
     wanted = None if everything else list(roots)
     local, failed = in_each(stores, lambda ledger: (tier_of(ledger), _forget(ledger, wanted)))
     gone = [ClearedStore(*counted, str(store)) for store, counted in local.items()]
-    more, deaf = _clear_shared(shared, wanted)
+    more, deaf = _clear_remotes([spec for spec in remotes if spec.redacted not in broken], wanted)
     broken |= {**{str(store): trouble for store, trouble in failed.items()}, **deaf}
     _print([*gone, *more], broken, as_json)
     nameless = sum(not row.fields for row in known.values())
@@ -85,35 +72,17 @@ def clear(
             f"alone (pagoda ls --by namespace lists them, --namespace clears one)"
         )
     if broken:
-        raise FailedError(
-            f"not cleared: {'; '.join(f'{store}: {trouble}' for store, trouble in broken.items())}"
-        )
+        troubles = "; ".join(f"{store}: {trouble}" for store, trouble in broken.items())
+        raise FailedError(f"not cleared: {troubles}")
     return 0
 
 
 def _print(cleared: list[ClearedStore], broken: dict[str, str], as_json: bool) -> None:
     if as_json:
-        gone = [store._asdict() for store in cleared]
-        printing.print_json(
-            {"cleared": sum(store.chunks for store in cleared), "stores": gone, "failed": broken}
-        )
+        number, gone = sum(store.chunks for store in cleared), [store._asdict() for store in cleared]
+        printing.print_json({"cleared": number, "stores": gone, "failed": broken})
     else:
         printing.print_table("", ("tier", "chunks cleared", "directory"), cleared)
-
-
-def _counted(spec: RemoteSpec) -> tuple[Mapping[bytes, int], str]:
-    """Return what a remote tier has of each namespace, or what is wrong with it."""
-    try:
-        return census(spec), ""
-    except Unanswered as trouble:
-        return {}, trouble.text
-
-
-def _nameless(root: bytes, chunks: int) -> NamespaceRow:
-    """Return the row of a namespace of which only a remote tier knows: names stay on the machines that made them."""
-    from pagoda.ledger import NamespaceRow
-
-    return NamespaceRow(root, {}, chunks)
 
 
 def _known(stores: list[Path]) -> dict[bytes, NamespaceRow]:
@@ -134,26 +103,24 @@ def _described(roots: dict[bytes, NamespaceRow], model: str | None, prefix: str 
     return f"{len(roots)} namespace(s) of {', '.join(models)}"
 
 
-def _question(what: str, stores: list[Path], shared: list[RemoteNamespaces]) -> str:
-    where = f"{len(stores)} store(s)"
-    others = ", ".join(remote.spec.redacted for remote in shared)
-    return f"Clear {what} in {where}{f' and, for all machines, in {others}' if others else ''}?"
+def _question(what: str, stores: list[Path], remotes: Sequence[RemoteSpec]) -> str:
+    others = ", ".join(spec.redacted for spec in remotes)
+    return (
+        f"Clear {what} in {len(stores)} store(s){f' and, for all machines, in {others}' if others else ''}?"
+    )
 
 
-def _clear_shared(
-    shared: list[RemoteNamespaces], roots: list[bytes] | None
+def _clear_remotes(
+    remotes: Sequence[RemoteSpec], roots: list[bytes] | None
 ) -> tuple[list[ClearedStore], dict[str, str]]:
-    """Clear every remote tier that answered, going on past one that fails."""
+    """Clear each remote tier, going on past one that fails."""
     gone: list[ClearedStore] = []
     broken: dict[str, str] = {}
-    for remote in shared:
-        if remote.trouble:
-            continue
+    for spec in remotes:
         try:
-            chunks = cleared(remote.spec, roots)
-            gone.append(ClearedStore(remote.spec.name, chunks, remote.spec.redacted))
+            gone.append(ClearedStore(spec.name, cleared(spec, roots), spec.redacted))
         except Unanswered as trouble:
-            broken[remote.spec.redacted] = trouble.text
+            broken[spec.redacted] = trouble.text
     return gone, broken
 
 

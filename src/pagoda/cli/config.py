@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from pagoda.cli import FailedError, UsageError, printing
-from pagoda.cli.stores import AsJson, ConfigFile
+from pagoda.cli.stores import AsJson, ConfigFile, configured
 
 if TYPE_CHECKING:
     from pagoda.config import Config
-    from pagoda.config.sources import Loaded
 
 app = typer.Typer(help="Show, check, describe or import the configuration.")
-File = Annotated[
-    Path | None, typer.Argument(metavar="FILE", help="Configuration file instead of the usual ones.")
-]
+File = Annotated[Path | None, Argument(metavar="FILE", help="Configuration file instead of the usual ones.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -30,7 +29,9 @@ def root(ctx: typer.Context) -> None:
 @app.command("show")
 def show_values(as_json: AsJson = False, config: ConfigFile = None) -> int:
     """Show each option, its value and where that came from."""
-    loaded = _loaded(config)
+    from pagoda.config.sources import load
+
+    loaded = load(file=config)
     values = {**asdict(loaded.config), "remote": [spec.redacted for spec in loaded.config.remotes()]}
     if as_json:
         options = {name: {"value": value, "origin": loaded.origins[name]} for name, value in values.items()}
@@ -44,9 +45,9 @@ def show_values(as_json: AsJson = False, config: ConfigFile = None) -> int:
 @app.command()
 def check(file: File = None, as_json: AsJson = False) -> int:
     """Check the configuration, whether its places can be used and whether remote tiers answer."""
-    config = _loaded(file).config
     from pagoda.cli.remote_stores import pinged
 
+    config = configured(file)
     troubles = [*_troubles(config), *(asked.trouble for asked in pinged(config.remotes()) if asked.trouble)]
     if as_json:
         printing.print_json({"ok": not troubles, "troubles": troubles})
@@ -70,18 +71,15 @@ def schema() -> int:
 def import_lmcache(
     file: Annotated[
         Path | None,
-        typer.Argument(
-            metavar="FILE", help="LMCache's YAML file; default: the one its variables name, or they."
-        ),
+        Argument(metavar="FILE", help="LMCache's YAML file; default: the one its variables name, or they."),
     ] = None,
     output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Write a new file instead of printing."),
+        Path | None, Option("--output", "-o", metavar="FILE", help="Write a new file instead of printing.")
     ] = None,
     workers: Annotated[
-        int, typer.Option(min=1, help="Workers (ranks) on one machine: LMCache's sizes are one worker's.")
+        int, Option(min=1, help="Workers (ranks) on one machine: LMCache's sizes are one worker's.")
     ] = 1,
-    force: Annotated[bool, typer.Option("--force", help="Leave out what is not supported.")] = False,
+    force: Annotated[bool, Option("--force", help="Leave out what is not supported.")] = False,
     as_json: AsJson = False,
 ) -> int:
     """Turn LMCache's configuration into a pagoda.toml, naming all that does not map."""
@@ -119,20 +117,12 @@ def _write_new(file: Path, text: str) -> None:
     import os
 
     try:
-        with os.fdopen(
-            os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8"
-        ) as stream:
+        with open(file, "x", encoding="utf-8", opener=partial(os.open, mode=0o600)) as stream:
             stream.write(text)
     except FileExistsError:
         raise UsageError(f"{file}: is there already; name a new file") from None
     except OSError as trouble:
         raise UsageError(f"{file}: cannot be written: {trouble.strerror}") from None
-
-
-def _loaded(file: Path | None) -> Loaded:
-    from pagoda.config.sources import load
-
-    return load(file=file)
 
 
 def _worded(name: str, config: Config) -> str:
@@ -156,21 +146,16 @@ def _troubles(config: Config) -> list[str]:
     from pagoda.cgroup_memory import memory_limit_bytes
     from pagoda.config.sizes import nearest_existing
 
-    found = []
+    found, shown = [], printing.size
     for tier, root in config.roots().items():
         place = nearest_existing(root)
         if not os.access(place, os.W_OK):
             found.append(f"{tier}_path = {root}: {place} cannot be written; choose another directory")
         room = os.statvfs(place)
-        wanted = config.host_bytes if tier == "host" else config.disk_bytes
-        if wanted > room.f_blocks * room.f_frsize:
-            held = printing.size(room.f_blocks * room.f_frsize)
-            found.append(
-                f"{tier}_size = {printing.size(wanted)}: {place} holds only {held}; write a smaller size"
-            )
-    limit = memory_limit_bytes()
-    if config.host_bytes > limit:
-        found.append(
-            f"host_size = {printing.size(config.host_bytes)}: this process may use {printing.size(limit)}"
-        )
+        wanted, held = getattr(config, f"{tier}_bytes"), room.f_blocks * room.f_frsize
+        if wanted > held:
+            text = f"{tier}_size = {shown(wanted)}: {place} holds only {shown(held)}; write a smaller size"
+            found.append(text)
+    if config.host_bytes > (limit := memory_limit_bytes()):
+        found.append(f"host_size = {shown(config.host_bytes)}: this process may use {shown(limit)}")
     return found

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-import typer
+from typer import Option
 
 from pagoda.cli import FAILED, printing
-from pagoda.cli.remote_stores import Unanswered, census, remotes_of
+from pagoda.cli.remote_stores import censuses, remotes_of
 from pagoda.cli.stores import (
     AsJson,
     ConfigFile,
@@ -27,7 +27,6 @@ from pagoda.cli.stores import (
 )
 
 if TYPE_CHECKING:
-    from pagoda.config import RemoteSpec
     from pagoda.ledger import ChunkRow, NamespaceRow
 
 
@@ -80,12 +79,10 @@ class Total(NamedTuple):
 
 def ls(
     directory: Directory = None,
-    by: Annotated[By, typer.Option(help="One line a chunk or a namespace.")] = By.CHUNK,
+    by: Annotated[By, Option(help="One line a chunk or a namespace.")] = By.CHUNK,
     model: Model = None,
     namespace: Prefix = None,
-    limit: Annotated[
-        int, typer.Option(min=0, help="At most so many chunks, latest used first; 0 = all.")
-    ] = 100,
+    limit: Annotated[int, Option(min=0, help="At most so many chunks, latest used first; 0 = all.")] = 100,
     as_json: AsJson = False,
     config: ConfigFile = None,
 ) -> int:
@@ -99,11 +96,16 @@ def ls(
         totals = _totals(listed)
     else:
         found, number = _latest(listed, limit)
-    shared, broken = _shared(remotes_of(directory, config), known)
+    counts, broken = censuses(remotes_of(directory, config), known)
     if not broken:  # a tier that does not answer may know more
         refuse_unknown(known, model, namespace)
-    wanted = {root.hex() for root in chosen(known, model, namespace)}
-    shared = [total for total in shared if total.namespace in wanted]
+    wanted = chosen(known, model, namespace)
+    shared = [
+        Total(spec.name, root.hex(), label(known[root].fields), chunks)
+        for spec, found_there in counts.items()
+        for root, chunks in sorted(found_there.items(), key=lambda count: -count[1])
+        if root in wanted
+    ]
     if by is By.NAMESPACE:
         _print_totals([*totals, *shared], broken, as_json)
     elif as_json:
@@ -120,29 +122,6 @@ def ls(
     for address, trouble in broken.items():
         printing.note(f"not listed: {address}: {trouble}")
     return FAILED if broken else 0
-
-
-def _shared(
-    remotes: Sequence[RemoteSpec], known: dict[bytes, NamespaceRow]
-) -> tuple[list[Total], dict[str, str]]:
-    """Return what each remote tier has of each namespace, and what is wrong with those that do not answer.
-
-    `known` gets the namespaces that no local tier has: their names stay on the machines that made them.
-    """
-    from pagoda.ledger import NamespaceRow
-
-    totals: list[Total] = []
-    broken: dict[str, str] = {}
-    for spec in remotes:
-        try:
-            counts = census(spec)
-        except Unanswered as trouble:
-            broken[spec.redacted] = trouble.text
-            continue
-        for root, chunks in sorted(counts.items(), key=lambda count: -count[1]):
-            row = known.setdefault(root, NamespaceRow(root, {}, chunks))
-            totals.append(Total(spec.name, root.hex(), label(row.fields), chunks))
-    return totals, broken
 
 
 def _listed(
@@ -208,7 +187,7 @@ def _print_totals(totals: list[Total], broken: dict[str, str], as_json: bool) ->
             total.model,
             total.chunks,
             total.tokens,
-            "" if total.stored_bytes is None else printing.size(total.stored_bytes),
+            printing.size(total.stored_bytes),
             printing.age(total.newest_seconds),
             printing.age(total.oldest_seconds),
         )
@@ -232,6 +211,5 @@ def _print_chunks(found: list[Listed]) -> None:
         )
         for chunk in found
     ]
-    printing.print_table(
-        "", ("tier", "key", "model", "position", "tokens", "last use", "hits", "flags"), rows
-    )
+    columns = ("tier", "key", "model", "position", "tokens", "last use", "hits", "flags")
+    printing.print_table("", columns, rows)

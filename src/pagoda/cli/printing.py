@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from pagoda.config.sizes import format_size
@@ -53,13 +53,19 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
     out.print(table)
 
 
+def print_dicts(title: str, rows: Sequence[Mapping[str, object]], without: Container[str] = ()) -> None:
+    """Print a table of rows by column, but for the columns `without`. There is a row."""
+    columns = [name for name in rows[0] if name not in without]
+    print_table(title, columns, [[row[name] for name in columns] for row in rows])
+
+
 class _Right(str):
     """Text that stands to the right like a number."""
 
 
-def size(size_bytes: float) -> str:
-    """Return bytes as a number with its unit, to stand to the right."""
-    return _Right(format_size(size_bytes))
+def size(size_bytes: float | None) -> str:
+    """Return bytes as a number with its unit, to stand to the right; an empty text if they are not known."""
+    return "" if size_bytes is None else _Right(format_size(size_bytes))
 
 
 def age(seconds: float | None) -> str:

@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from pagoda.cli import FailedError, UsageError, printing
 
@@ -21,12 +21,11 @@ _FORWARDED = (signal.SIGTERM, signal.SIGHUP)
 
 
 def record(
-    out: Annotated[Path, typer.Argument(metavar="TRACE", help="The file to write.")],
+    out: Annotated[Path, Argument(metavar="TRACE", help="The file to write.")],
     command: Annotated[
-        list[str],
-        typer.Argument(metavar="-- COMMAND", help="What to run, such as: pagoda vllm serve MODEL"),
+        list[str], Argument(metavar="-- COMMAND", help="What to run, such as: pagoda vllm serve MODEL")
     ],
-    append: Annotated[bool, typer.Option("--append", help="Add to what the file has.")] = False,
+    append: Annotated[bool, Option("--append", help="Add to what the file has.")] = False,
 ) -> int:
     """Run COMMAND and record the requests of every cache in it: hashed ids and lengths, no text.
 

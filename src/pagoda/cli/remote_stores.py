@@ -15,6 +15,7 @@ from pagoda.cli.stores import configured
 
 if TYPE_CHECKING:
     from pagoda.config import RemoteSpec
+    from pagoda.ledger import NamespaceRow
     from pagoda.tiers.remote.store_client import ListingDeadline, StoreConnection, Usage
 
 _T = TypeVar("_T")
@@ -78,6 +79,28 @@ def all_remotes(
 def census(spec: RemoteSpec) -> Mapping[bytes, int]:
     """Return the number of chunks of each namespace (its root). Walks over all names. Raises Unanswered."""
     return ask(spec, lambda link: link.count_by_namespace(_walk(spec)))
+
+
+def censuses(
+    specs: Sequence[RemoteSpec], known: dict[bytes, NamespaceRow]
+) -> tuple[dict[RemoteSpec, Mapping[bytes, int]], dict[str, str]]:
+    """Return what each remote tier has of each namespace, and what is wrong with those that do not answer.
+
+    `known` gets the namespaces that no local tier has: their names stay on the machines that made them.
+    """
+    from pagoda.ledger import NamespaceRow
+
+    found: dict[RemoteSpec, Mapping[bytes, int]] = {}
+    broken: dict[str, str] = {}
+    for spec in specs:
+        try:
+            found[spec] = census(spec)
+        except Unanswered as trouble:
+            broken[spec.redacted] = trouble.text
+            continue
+        for root, chunks in found[spec].items():
+            known.setdefault(root, NamespaceRow(root, {}, chunks))
+    return found, broken
 
 
 def usage(spec: RemoteSpec) -> Usage:

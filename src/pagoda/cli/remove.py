@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
-import typer
+from typer import Argument
 
 from pagoda.cli import FAILED, FailedError, UsageError, printing
-from pagoda.cli.stores import AsJson, ConfigFile, agreed, find_roots
+from pagoda.cli.stores import AsJson, ConfigFile, Yes, agreed, find_roots
+
+_REMEDY = "name host, disk, a tier's root or a store in it"
 
 
 class DoomedStore(NamedTuple):
@@ -22,12 +24,12 @@ class DoomedStore(NamedTuple):
 def remove(
     what: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             metavar="host|disk|PATH|URL",
             help="A tier, a tier's root, one store in it, or the URL of a remote tier; default: all local tiers.",
         ),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Yes = False,
     as_json: AsJson = False,
     config: ConfigFile = None,
 ) -> int:
@@ -42,10 +44,8 @@ def remove(
         return FAILED
     gone, broken = _remove(stores)
     if as_json:
-        done = [store._asdict() for store in gone]
-        printing.print_json(
-            {"removed_bytes": sum(store.bytes for store in gone), "stores": done, "failed": broken}
-        )
+        total, done = sum(store.bytes for store in gone), [store._asdict() for store in gone]
+        printing.print_json({"removed_bytes": total, "stores": done, "failed": broken})
     elif gone:
         rows = [(store.tier, printing.size(store.bytes), store.directory) for store in gone]
         printing.print_table("", ("tier", "given back", "directory"), rows)
@@ -78,12 +78,10 @@ def _stores(what: str | None, config: Path | None) -> list[DoomedStore]:
         path = Path(str(what)).absolute()
         if not what or not path.is_dir():  # an empty name is no name for the working directory
             wrong = "not a directory" if what and path.exists() else "no such directory"
-            raise UsageError(
-                f"{what or repr(what)}: {wrong}; name host, disk, a tier's root or a store in it"
-            )
+            raise UsageError(f"{what or repr(what)}: {wrong}; {_REMEDY}")
         found = stores_in(path) or [store for store in stores_in(path.parent) if store == path]
         if not found:
-            raise UsageError(f"{what}: holds no store; name host, disk, a tier's root or a store in it")
+            raise UsageError(f"{what}: holds no store; {_REMEDY}")
     return [
         DoomedStore(roots.get(store.parent.resolve(), ""), allocated_bytes(store), str(store))
         for store in found

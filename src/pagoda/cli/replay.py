@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
-import typer
+from typer import Option
 
 from pagoda.cli import UsageError, printing
 from pagoda.cli.load_speeds import speeds_of
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pagoda.cli.load_speeds import Speeds
 
 Speed: TypeAlias = Annotated[
-    float | None, typer.Option(min=1e-3, metavar="GB/S", help="How fast chunks are loaded from there.")
+    float | None, Option(min=1e-3, metavar="GB/S", help="How fast chunks are loaded from there.")
 ]
 _PNG = Path("pagoda-curve.png")
 _WEIGHTS = {"lru": 1.0, "fifo": 1.0, OPTIMUM: 0.3}  # what simulating takes beside the LRU
@@ -44,37 +44,33 @@ _OTHERS = 3.0
 def replay(
     trace: TraceFile = SAMPLE,
     capacity_chunks: Annotated[
-        list[int] | None, typer.Option(min=1, metavar="N", help="One tier of that many chunks; or several.")
+        list[int] | None, Option(min=1, metavar="N", help="One tier of that many chunks; or several.")
     ] = None,
-    host: Annotated[str | None, typer.Option(metavar="SIZE", help="Host memory, such as 64GiB.")] = None,
-    disk: Annotated[str | None, typer.Option(metavar="SIZE", help="Disk below it, such as 1TiB.")] = None,
+    host: Annotated[str | None, Option(metavar="SIZE", help="Host memory, such as 64GiB.")] = None,
+    disk: Annotated[str | None, Option(metavar="SIZE", help="Disk below it, such as 1TiB.")] = None,
     policy: Policies = None,
     model: ModelName = None,
     bytes_per_token: TokenBytes = None,
     kv_dtype: KVType = "bfloat16",
     curve: Annotated[
-        bool, typer.Option("--curve", help="Hit rate against size: a table here, a plot as PNG.")
+        bool, Option("--curve", help="Hit rate against size: a table here, a plot as PNG.")
     ] = False,
-    points: Annotated[int, typer.Option(min=2, max=100, metavar="N", help="Sizes of the curve.")] = 8,
+    points: Annotated[int, Option(min=2, max=100, metavar="N", help="Sizes of the curve.")] = 8,
     png: Annotated[
-        Path | None, typer.Option(metavar="FILE", help=f"File for the curve as PNG; default {_PNG}.")
+        Path | None, Option(metavar="FILE", help=f"File for the curve as PNG; default {_PNG}.")
     ] = None,
     host_speed: Speed = None,
     disk_speed: Speed = None,
     measured: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Speeds as `pagoda bench --json` printed them.")
+        Path | None, Option(metavar="FILE", help="Speeds as `pagoda bench --json` printed them.")
     ] = None,
     prefill: Annotated[
         float | None,
-        typer.Option(
-            min=1, metavar="N", help="Tokens a second that the engine computes; default: by the model."
-        ),
+        Option(min=1, metavar="N", help="Tokens a second that the engine computes; default: by the model."),
     ] = None,
     engines: Annotated[
         int | None,
-        typer.Option(
-            min=1, metavar="N", help="Engines that compute; default: what the trace needs uncached."
-        ),
+        Option(min=1, metavar="N", help="Engines that compute; default: what the trace needs uncached."),
     ] = None,
     jobs: Jobs = None,
     as_json: AsJson = False,
@@ -94,10 +90,8 @@ def replay(
     if curve:
         from pagoda.cli.hit_rate_plot import sizes_of
 
-        names, chunks = (
-            list(dict.fromkeys([*names, "lru"])),
-            sorted(chunks) or sizes_of(found.distinct, points),
-        )
+        names = list(dict.fromkeys([*names, "lru"]))
+        chunks = sorted(chunks) or sizes_of(found.distinct, points)
     cells = _cells(found, names, chunks, jobs, as_json)
     drawn = {"png": _png(png, cells, found, chunk_bytes)} if curve else {}
     if as_json:
@@ -137,9 +131,8 @@ def _cells(
         for name in policies
     ]
     work += [TraceJob(best, (trace.room(size),), _WEIGHTS[OPTIMUM]) for size in sizes]
-    work.sort(
-        key=lambda piece: -piece.weight
-    )  # the long ones first, so that no process ends long after the others
+    # the long ones first, so that no process ends long after the others
+    work.sort(key=lambda piece: -piece.weight)
     with TracePool(trace.requests, jobs or cores(), quiet) as pool:
         found = pool.run(work, f"replaying {trace.name}")
     by_room = {(cell.policy, cell.chunks): cell for cell in found}
@@ -157,52 +150,40 @@ def _as_json(trace: Trace, cells: Sequence[Cell], chunk_bytes: int | None) -> di
     for cell in cells:
         if cell.policy == OPTIMUM:
             continue
-        run: dict[str, object] = {
-            "policy": cell.policy,
-            "capacity_chunks": cell.chunks,
-            "hit_rate": cell.hit_rate,
-            "chunks_written": cell.chunks_written,
-            "optimum": optimum[cell.chunks],
-        }
-        if chunk_bytes and cell.chunks_written is not None:
-            run |= {
-                "capacity_bytes": cell.chunks * chunk_bytes,
-                "bytes_written": cell.chunks_written * chunk_bytes,
+        runs.append(
+            {
+                "policy": cell.policy,
+                "capacity_chunks": cell.chunks,
+                "hit_rate": cell.hit_rate,
+                "chunks_written": cell.chunks_written,
+                "optimum": optimum[cell.chunks],
             }
-        runs.append(run)
+        )
+        if chunk_bytes:
+            runs[-1]["capacity_bytes"] = cell.chunks * chunk_bytes
+            runs[-1]["bytes_written"] = cell.chunks_written * chunk_bytes
     alone = runs[0] if len(runs) == 1 else {}
-    return {**trace.as_json(), "infinite": trace.infinite, **alone, "runs": runs}
+    return {**trace.as_json(), **alone, "runs": runs}
 
 
 def _print_cells(trace: Trace, cells: Sequence[Cell], chunk_bytes: int | None) -> None:
     optimum = {cell.chunks: cell.hit_rate for cell in cells if cell.policy == OPTIMUM}
-    rows = []
-    for cell in cells:
-        if cell.chunks_written is None:
-            continue
-        row: list[object] = [cell.policy, cell.chunks]
-        row += [printing.size(cell.chunks * chunk_bytes)] if chunk_bytes else []
-        row += [
-            printing.share(cell.hit_rate, 1),
-            printing.share(optimum[cell.chunks], 1),
-            printing.share(cell.hit_rate, trace.infinite),
-            cell.chunks_written,
-        ]
-        row += [printing.size(cell.chunks_written * chunk_bytes)] if chunk_bytes else []
-        rows.append(row)
-    columns = [
-        "policy",
-        "chunks",
-        "bytes",
-        "hit rate",
-        "optimum",
-        "of what is possible",
-        "written",
-        "bytes written",
+    slot_bytes = chunk_bytes or 0
+    rows = [
+        {
+            "policy": cell.policy,
+            "chunks": cell.chunks,
+            "bytes": printing.size(cell.chunks * slot_bytes),
+            "hit rate": printing.share(cell.hit_rate, 1),
+            "optimum": printing.share(optimum[cell.chunks], 1),
+            "of what is possible": printing.share(cell.hit_rate, trace.infinite),
+            "written": cell.chunks_written,
+            "bytes written": printing.size(cell.chunks_written * slot_bytes),
+        }
+        for cell in cells
+        if cell.policy != OPTIMUM
     ]
-    if not chunk_bytes:
-        columns = [name for name in columns if "bytes" not in name]
-    printing.print_table(trace.title, columns, rows)
+    printing.print_dicts(trace.title, rows, without=() if chunk_bytes else ("bytes", "bytes written"))
 
 
 def _tiers(

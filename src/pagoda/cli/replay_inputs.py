@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeAlias
 
-import typer
+from typer import Argument, Option
 
 from pagoda.cli import UsageError
 from pagoda.config.did_you_mean import did_you_mean
@@ -20,25 +20,23 @@ OPTIMUM = "optimum"
 _PAGE = 4096  # slots are whole pages
 
 TraceFile: TypeAlias = Annotated[
-    str,
-    typer.Argument(metavar="TRACE", help="Requests, a JSON object a line, .gz or not; - = stdin."),
+    str, Argument(metavar="TRACE", help="Requests, a JSON object a line, .gz or not; - = stdin.")
 ]
 Policies: TypeAlias = Annotated[
     list[str] | None,
-    typer.Option("--policy", metavar="NAME", help="A policy, or several; default: the configured one."),
+    Option("--policy", metavar="NAME", help="A policy, or several; default: the configured one."),
 ]
 ModelName: TypeAlias = Annotated[
-    str | None, typer.Option("--model", metavar="NAME", help="For bytes: a model such as llama-3-8b.")
+    str | None, Option("--model", metavar="NAME", help="For bytes: a model such as llama-3-8b.")
 ]
 TokenBytes: TypeAlias = Annotated[
-    int | None,
-    typer.Option(min=1, max=2**30, metavar="N", help="For bytes: KV of a token, whatever the model."),
+    int | None, Option(min=1, max=2**30, metavar="N", help="For bytes: KV of a token, whatever the model.")
 ]
 KVType: TypeAlias = Annotated[
-    str, typer.Option("--kv-dtype", metavar="DTYPE", help="For bytes: what the model's KV is kept in.")
+    str, Option("--kv-dtype", metavar="DTYPE", help="For bytes: what the model's KV is kept in.")
 ]
 Jobs: TypeAlias = Annotated[
-    int | None, typer.Option(min=1, max=256, metavar="N", help="Processes; default: one a processor.")
+    int | None, Option(min=1, max=256, metavar="N", help="Processes; default: one a processor.")
 ]
 
 
@@ -79,6 +77,7 @@ class Trace(NamedTuple):
             "distinct_chunks": self.distinct,
             "chunk_tokens": self.chunk_tokens,
             "seconds": self.seconds,
+            "infinite": self.infinite,
         }
 
     def room(self, chunks: int) -> int:
@@ -92,7 +91,7 @@ class Cell(NamedTuple):
     policy: str
     chunks: int
     hit_rate: float
-    chunks_written: int | None = None
+    chunks_written: int = 0
 
 
 def trace_of(name: str) -> Trace:
@@ -114,16 +113,13 @@ def _read(name: str, source: str | Path) -> Trace:
         raise UsageError(f"{name}: cannot be read: {trouble.strerror or trouble}") from None
     except ValueError as trouble:
         raise UsageError(str(trouble)) from None
-    distinct: set[int] = set()
-    for request in requests:
-        distinct.update(request.hash_ids)
+    distinct = {chunk for request in requests for chunk in request.hash_ids}
     if not distinct:
         raise UsageError(f"{name}: holds no request with a whole chunk")
     sizes = sorted({request.chunk_tokens for request in requests})
     if len(sizes) > 1:
-        raise UsageError(
-            f"{name}: has chunks of {' and '.join(map(str, sizes))} tokens; replay each size by itself"
-        )
+        several = " and ".join(map(str, sizes))
+        raise UsageError(f"{name}: has chunks of {several} tokens; replay each size by itself")
     accesses = sum(len(request.hash_ids) for request in requests)
     return Trace(name, requests, accesses, len(distinct), sizes[0], infinite(requests))
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pagoda.cli import printing
 
 if TYPE_CHECKING:
     from pagoda.cli.replay_tiers import ReplayPlan, ReplayResult
-
-Row = list[object]
 
 
 def print_results(plan: ReplayPlan, found: Sequence[ReplayResult]) -> None:
@@ -25,65 +23,54 @@ def print_results(plan: ReplayPlan, found: Sequence[ReplayResult]) -> None:
 
 
 def _tiers(plan: ReplayPlan, found: Sequence[ReplayResult]) -> None:
-    rows: list[Row] = []
-    for result in found:
-        for tier in result.alone.outcome.tiers:
-            size = plan.sizes[tier.name]
-            row: Row = [result.alone.policy, tier.name, printing.size(size), size // plan.chunk_bytes]
-            row += [printing.share(tier.hits, plan.trace.accesses), tier.chunks_written]
-            rows.append([*row, printing.size(tier.chunks_written * plan.chunk_bytes)])
-    columns = ("policy", "tier", "size", "chunks", "hit rate", "written", "bytes written")
-    printing.print_table(plan.trace.title, columns, rows)
+    rows = [
+        {
+            "policy": result.alone.policy,
+            "tier": tier.name,
+            "size": printing.size(plan.sizes[tier.name]),
+            "chunks": plan.sizes[tier.name] // plan.chunk_bytes,
+            "hit rate": printing.share(tier.hits, plan.trace.accesses),
+            "written": tier.chunks_written,
+            "bytes written": printing.size(tier.chunks_written * plan.chunk_bytes),
+        }
+        for result in found
+        for tier in result.alone.outcome.tiers
+    ]
+    printing.print_dicts(plan.trace.title, rows)
 
 
 def _alone(plan: ReplayPlan, found: Sequence[ReplayResult]) -> None:
-    rows: list[Row] = []
+    rows: list[tuple[object, ...]] = []
     for result in found:
         run = result.alone
-        row: Row = [
-            run.policy,
-            printing.share(run.outcome.hits, plan.trace.accesses),
-            printing.share(result.optimum, 1),
-        ]
-        row += [run.saved_tokens, printing.share(run.saved_tokens, plan.trace.input_tokens)]
-        rows.append(row + _waits(run.seconds))
+        hits = printing.share(run.outcome.hits, plan.trace.accesses), printing.share(result.optimum, 1)
+        saved = run.saved_tokens, printing.share(run.saved_tokens, plan.trace.input_tokens)
+        rows.append((run.policy, *hits, *saved, *map(printing.wait, run.seconds.values())))
     columns = ["policy", "hit rate", "optimum", "prefill tokens saved", "of all"]
-    if found[0].alone.seconds:
+    if cold := found[0].alone.cold_seconds:
         none = printing.share(0, 1)
-        rows.append(["no cache", none, "", 0, none, *_waits(found[0].alone.cold_seconds)])
+        rows.append(("no cache", none, "", 0, none, *map(printing.wait, cold.values())))
         columns += ["first token: mean", "p50", "p90", "p99"]
     printing.print_table("each prompt by itself", columns, rows)
 
 
-def _waits(seconds: Mapping[str, float]) -> Row:
-    return [printing.wait(value) for value in seconds.values()]
-
-
 def _load(plan: ReplayPlan, found: Sequence[ReplayResult]) -> None:
-    rows: list[Row] = []
-    load = None
-    for result in found:
-        load = result.load
-        if load is not None:
-            row: Row = [
-                result.alone.policy,
-                printing.share(load.hit_rate, 1),
-                printing.wait(load.ttft.median),
-            ]
-            rows.append(
-                [*row, printing.wait(load.ttft.p90), printing.share(load.busy, 1), sum(load.dropped_writes)]
-            )
-    if load is not None:
-        row = [
-            "no cache",
-            printing.share(0, 1),
-            printing.wait(load.cold_ttft.median),
-            printing.wait(load.cold_ttft.p90),
-        ]
-        rows.append([*row, printing.share(load.cold_busy, 1), 0])
+    loads = [(result.alone.policy, result.load) for result in found if result.load is not None]
+    runs = [(name, load.hit_rate, load.ttft, load.busy, sum(load.dropped_writes)) for name, load in loads]
+    runs += [("no cache", 0.0, load.cold_ttft, load.cold_busy, 0) for _, load in loads[-1:]]
+    rows = [
+        {
+            "policy": name,
+            "loaded": printing.share(hit_rate, 1),
+            "first token: p50": printing.wait(ttft.median),
+            "p90": printing.wait(ttft.p90),
+            "busy": printing.share(busy, 1),
+            "not written in time": dropped,
+        }
+        for name, hit_rate, ttft, busy, dropped in runs
+    ]
     engines = "one engine" if plan.engines == 1 else f"{plan.engines} engines"
-    columns = ("policy", "loaded", "first token: p50", "p90", "busy", "not written in time")
-    printing.print_table(f"{engines} in the time of the trace", columns, rows)
+    printing.print_dicts(f"{engines} in the time of the trace", rows)
 
 
 def _assumed(plan: ReplayPlan) -> None:

@@ -138,7 +138,6 @@ def as_json(plan: ReplayPlan, found: Sequence[ReplayResult]) -> dict[str, object
     runs = [_as_json(plan, result) for result in found]
     return {
         **plan.trace.as_json(),
-        "infinite": plan.trace.infinite,
         "chunk_bytes": plan.chunk_bytes,
         "speeds": plan.speeds._asdict(),
         **(runs[0] if len(runs) == 1 else {}),

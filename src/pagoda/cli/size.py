@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from pagoda.cli import FailedError, printing
 from pagoda.cli.replay_inputs import (
-    OPTIMUM,
     SAMPLE,
     Cell,
     Jobs,
@@ -34,7 +33,7 @@ _ROUNDING = 1e-9
 def size(
     trace: TraceFile = SAMPLE,
     percent: Annotated[
-        float, typer.Option(min=0.1, max=100, help="Of what a cache without bounds would serve.")
+        float, Option(min=0.1, max=100, help="Of what a cache without bounds would serve.")
     ] = 90.0,
     policy: Policies = None,
     model: ModelName = None,
@@ -112,30 +111,26 @@ def _as_json(
     for cell in cells:
         found: dict[str, object] = {"policy": cell.policy, "chunks": cell.chunks, "hit_rate": cell.hit_rate}
         sizes.append(found | ({"bytes": cell.chunks * chunk_bytes} if chunk_bytes else {}))
-    asked = [found for found in sizes if found["policy"] != OPTIMUM]
-    alone = asked[0] if len(asked) == 1 else {}
-    return {
-        **trace.as_json(),
-        "infinite": trace.infinite,
-        "percent": percent,
-        "target_hit_rate": target,
-        **alone,
-        "optimum_chunks": cells[-1].chunks,
-        "sizes": sizes,
-    }
+    alone = sizes[0] if len(sizes) == 2 else {}  # the last one is the optimum
+    asked = {"percent": percent, "target_hit_rate": target}
+    return {**trace.as_json(), **asked, **alone, "optimum_chunks": cells[-1].chunks, "sizes": sizes}
 
 
 def _print(
     trace: Trace, cells: Sequence[Cell], percent: float, target: float, chunk_bytes: int | None
 ) -> None:
-    rows = []
-    for cell in cells:
-        row: list[object] = [cell.policy, cell.chunks]
-        row += [printing.size(cell.chunks * chunk_bytes)] if chunk_bytes else []
-        rows.append([*row, printing.share(cell.hit_rate, 1), printing.share(cell.hit_rate, trace.infinite)])
-    columns = ["policy", "chunks", *(["bytes"] if chunk_bytes else []), "hit rate", "of what is possible"]
+    rows = [
+        {
+            "policy": cell.policy,
+            "chunks": cell.chunks,
+            "bytes": printing.size(cell.chunks * (chunk_bytes or 0)),
+            "hit rate": printing.share(cell.hit_rate, 1),
+            "of what is possible": printing.share(cell.hit_rate, trace.infinite),
+        }
+        for cell in cells
+    ]
     title = (
         f"for {percent:g} % of the {100 * trace.infinite:.1f} % that can be served of {trace.name}"
         f" ({len(trace.requests):,} requests, {trace.chunk_tokens} tokens a chunk)"
     )
-    printing.print_table(title, columns, rows)
+    printing.print_dicts(title, rows, without=() if chunk_bytes else ("bytes",))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-import typer
+from typer import Option
 
 from pagoda.cli import FAILED, printing
 from pagoda.cli.remote_stores import Unanswered, remotes_of, usage
@@ -41,9 +41,7 @@ class StoreSnapshot(NamedTuple):
 def stats(
     directory: Directory = None,
     as_json: AsJson = False,
-    prometheus: Annotated[
-        bool, typer.Option("--prometheus", help="Print the Prometheus text format.")
-    ] = False,
+    prometheus: Annotated[bool, Option("--prometheus", help="Print the Prometheus text format.")] = False,
     config: ConfigFile = None,
 ) -> int:
     """Show what the stores hold, what hit, and what missed and why."""
@@ -59,7 +57,7 @@ def stats(
         stores = [snapshot.as_json() for snapshot in found] + failures
         printing.print_json({"stores": stores, "remotes": [remote._asdict() for remote in shared]})
     elif prometheus:
-        print(_prometheus(found) + _prometheus_shared(shared), end="")
+        print(_prometheus(found, shared), end="")
     else:
         _print(found)
         _print_shared(shared)
@@ -141,10 +139,8 @@ def _print_room(found: list[StoreSnapshot]) -> None:
     ]
     printing.print_table("room", ("tier", *names, "slot", "used", "size", "directory"), rows)
     for snapshot in found:
-        if snapshot.gauges.get("unscanned"):
-            printing.note(
-                f"{snapshot.directory}: {snapshot.gauges['unscanned']:,} slots are still to be scanned"
-            )
+        if unscanned := snapshot.gauges.get("unscanned"):
+            printing.note(f"{snapshot.directory}: {unscanned:,} slots are still to be scanned")
 
 
 def _print_shared(shared: list[RemoteUsage]) -> None:
@@ -152,10 +148,8 @@ def _print_shared(shared: list[RemoteUsage]) -> None:
         (
             remote.tier,
             "NO ANSWER" if remote.error else "answers",
-            *(
-                "" if size is None else printing.size(size)
-                for size in (remote.used_bytes, remote.limit_bytes)
-            ),
+            printing.size(remote.used_bytes),
+            printing.size(remote.limit_bytes),
             remote.address,
         )
         for remote in shared
@@ -181,65 +175,48 @@ def _print_namespaces(found: list[StoreSnapshot]) -> None:
 
 
 def _print_traffic(found: list[StoreSnapshot]) -> None:
-    rows = []
-    for snapshot in found:
-        count = snapshot.counters
-        rows.append(
-            (
-                snapshot.tier,
-                count["lookups"],
-                count["hits"],
-                printing.share(count["hit_tokens"], count["asked_tokens"]),
-                count["stored_chunks"],
-                printing.size(count["stored_bytes"]),
-                count["loaded_chunks"],
-                printing.size(count["loaded_bytes"]),
-                count["evicted_chunks"],
-                count["failed_checks"],
-            )
+    rows = [
+        (
+            snapshot.tier,
+            count["lookups"],
+            count["hits"],
+            printing.share(count["hit_tokens"], count["asked_tokens"]),
+            count["stored_chunks"],
+            printing.size(count["stored_bytes"]),
+            count["loaded_chunks"],
+            printing.size(count["loaded_bytes"]),
+            count["evicted_chunks"],
+            count["failed_checks"],
         )
-    columns = (
-        "tier",
-        "lookups",
-        "hits",
-        "hit tokens",
-        "stored",
-        "bytes",
-        "loaded",
-        "bytes",
-        "evicted",
-        "damaged",
-    )
-    printing.print_table("traffic", columns, rows)
+        for snapshot, count in ((snapshot, snapshot.counters) for snapshot in found)
+    ]
+    columns = ("lookups", "hits", "hit tokens", "stored", "bytes", "loaded", "bytes", "evicted", "damaged")
+    printing.print_table("traffic", ("tier", *columns), rows)
 
 
-def _prometheus(found: list[StoreSnapshot]) -> str:
-    """Return all stores in one exposition: the samples of a family stand together under one TYPE line."""
+def _prometheus(found: list[StoreSnapshot], shared: list[RemoteUsage]) -> str:
+    """Return all tiers in one exposition: the samples of a family stand together under one TYPE line."""
     from pagoda.metrics import prometheus
 
-    families: dict[str, list[str]] = {}
-    for snapshot in found:
-        labels = {"tier": snapshot.tier, "store": str(snapshot.directory)}
-        gauges = {**snapshot.gauges, "slot_bytes": snapshot.slot_bytes}
-        family = ""
-        for line in prometheus(snapshot.counters, gauges, labels).splitlines():
-            if line.startswith("#"):
-                family = line
-            families.setdefault(family, []).extend([] if line == family else [line])
+    texts = [
+        prometheus(
+            snapshot.counters,
+            {**snapshot.gauges, "slot_bytes": snapshot.slot_bytes},
+            {"tier": snapshot.tier, "store": str(snapshot.directory)},
+        )
+        for snapshot in found
+    ]
+    for remote in shared:
+        room = {"remote_used_bytes": remote.used_bytes, "remote_limit_bytes": remote.limit_bytes}
+        known = {name: value for name, value in room.items() if value is not None}
+        gauges = {"remote_reachable": int(not remote.error), **known}
+        texts.append(prometheus({}, gauges, {"tier": remote.tier}))
+    families: dict[str, dict[str, None]] = {}  # the samples of each, none twice
+    family = ""
+    for line in "".join(texts).splitlines():
+        if line.startswith("#"):
+            family = line
+            families.setdefault(family, {})
+        else:
+            families[family][line] = None
     return "".join(f"{line}\n" for family, samples in families.items() for line in (family, *samples))
-
-
-def _prometheus_shared(shared: list[RemoteUsage]) -> str:
-    """Return whether each remote tier answers, and what it says of its room."""
-    from pagoda.metrics import prometheus
-
-    lines: list[str] = []
-    for name in ("reachable", "used_bytes", "limit_bytes"):
-        samples = [
-            line
-            for remote in shared
-            if (value := int(not remote.error) if name == "reachable" else getattr(remote, name)) is not None
-            for line in prometheus({}, {f"remote_{name}": value}, {"tier": remote.tier}).splitlines()
-        ]
-        lines += dict.fromkeys(samples)  # one TYPE line a family
-    return "".join(f"{line}\n" for line in lines)

