@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from pagoda.config.sources import load
 from pagoda.errors import ConfigError
-from pagoda.migrate.lmcache import FieldVerdict, Translation, from_environment, known_fields, read, translate
-from pagoda.migrate.lmcache_fields import BELONGS, NOT_NEEDED, SWITCHES, WHEN_SET
+from pagoda.migrate.lmcache import Translation, from_environment, known_fields, read, translate
+from pagoda.migrate.lmcache_fields import BELONGS, NOT_NEEDED, SWITCHES, WHEN_SET, FieldVerdict
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "lmcache.md"
 

@@ -37,8 +37,7 @@ app.add_typer(vllm.app, name="vllm")
 
 @app.callback(invoke_without_command=True)
 def root(
-    ctx: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    ctx: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
 ) -> None:
     from pagoda import __version__
 

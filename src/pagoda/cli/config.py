@@ -86,6 +86,7 @@ def import_lmcache(
     import os
 
     from pagoda.migrate import lmcache
+    from pagoda.migrate.lmcache_fields import FieldVerdict
 
     named = file or (Path(name) if (name := os.environ.get(f"{lmcache.VARIABLES}CONFIG_FILE")) else None)
     variables = lmcache.from_environment(os.environ)
@@ -103,7 +104,7 @@ def import_lmcache(
     if named and variables:
         printing.note(f"{lmcache.VARIABLES} variables are ignored, as by LMCache, because there is a file")
     for one in made.findings:
-        if one.verdict not in (lmcache.FieldVerdict.MAPPED, lmcache.FieldVerdict.SAME):
+        if one.verdict not in (FieldVerdict.MAPPED, FieldVerdict.SAME):
             printing.note(f"{one.field}: {one.verdict}: {one.text}")
     if output:
         _write_new(output, toml)

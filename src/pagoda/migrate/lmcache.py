@@ -28,28 +28,8 @@ from pagoda.migrate.lmcache_fields import (
 )
 from pagoda.migrate.lmcache_urls import IN_URLS, OWN_SERVER_HERE, Untranslated, is_own_server_here, translated
 
-__all__ = [
-    "VARIABLES",
-    "FieldVerdict",
-    "Finding",
-    "Translation",
-    "from_environment",
-    "known_fields",
-    "read",
-    "translate",
-]
-
 VARIABLES = "LMCACHE_"
 _DEFAULT_CPU_GIB = 5.0
-
-
-_ORDER = (
-    FieldVerdict.NOT_SUPPORTED,
-    FieldVerdict.UNKNOWN,
-    FieldVerdict.ELSEWHERE,
-    FieldVerdict.NOT_NEEDED,
-    FieldVerdict.SAME,
-)
 
 
 class Finding(NamedTuple):
@@ -69,25 +49,17 @@ class Translation(NamedTuple):
     @property
     def refused(self) -> list[Finding]:
         """What cannot be honoured: without it, something else would be stored or served."""
-        return [
-            one for one in self.findings if one.verdict in (FieldVerdict.NOT_SUPPORTED, FieldVerdict.UNKNOWN)
-        ]
+        wrong = (FieldVerdict.NOT_SUPPORTED, FieldVerdict.UNKNOWN)
+        return [one for one in self.findings if one.verdict in wrong]
 
     def toml(self, source: str) -> str:
         """Return the options as a pagoda.toml whose comments say where each came from, and what did not come."""
         lines = [f"# From LMCache's configuration ({_comment(source)})."]
         for name, value in self.options.items():
-            origins = [
-                one
-                for one in self.findings
-                if one.verdict is FieldVerdict.MAPPED and one.text.startswith(name)
-            ]
-            lines += [
-                "",
-                *(f"# {one.field}: {_comment(one.text)}" for one in origins),
-                f"{name} = {as_toml(value)}",
-            ]
-        for verdict in _ORDER:
+            mapped = (one for one in self.findings if one.verdict is FieldVerdict.MAPPED)
+            origins = (f"# {one.field}: {_comment(one.text)}" for one in mapped if one.text.startswith(name))
+            lines += ["", *origins, f"{name} = {as_toml(value)}"]
+        for verdict in list(FieldVerdict)[1:]:
             ones = [one for one in self.findings if one.verdict is verdict]
             lines += ["", f"# {verdict}:"] if ones else []
             lines += [f"#   {_comment(one.field)}: {_comment(one.text)}" for one in ones]
@@ -124,12 +96,9 @@ def _yaml(text: str) -> object:
 
 def from_environment(environ: Mapping[str, str]) -> dict[str, object]:
     """Return the fields that LMCACHE_ variables set, as text."""
-    given = {
-        name.removeprefix(VARIABLES).lower(): value
-        for name, value in environ.items()
-        if name.startswith(VARIABLES) and value
-    }
-    return {name: value for name, value in given.items() if name not in PLUMBING}
+    given = {name: value for name, value in environ.items() if name.startswith(VARIABLES) and value}
+    fields = {name.removeprefix(VARIABLES).lower(): value for name, value in given.items()}
+    return {name: value for name, value in fields.items() if name not in PLUMBING}
 
 
 def translate(fields: Mapping[str, object], workers: int = 1) -> Translation:
@@ -154,10 +123,8 @@ class _FieldReader:
 
     def __init__(self, fields: dict[str, object], workers: int) -> None:
         fields = {**_extra(fields.pop("extra_config", None)), **fields}
-        # null and empty text set nothing, but a name that nobody knows is named
-        self.fields = {
-            name: value for name, value in fields.items() if value not in (None, "") or not _known(name)
-        }
+        # null and empty text set nothing, but an unknown name is reported
+        self.fields = {name: it for name, it in fields.items() if it not in (None, "") or not _known(name)}
         self.options: dict[str, object] = {}
         self.findings: list[Finding] = []
         self._workers = workers
@@ -234,15 +201,15 @@ class _FieldReader:
         place = self.fields.pop("local_disk", None)
         gib = as_number("max_local_disk_size", size) if size is not None else 0.0
         path = place if isinstance(place, str) else ""
+        wrong = ""
         if place is True or (place and not path):
-            self.say("local_disk", FieldVerdict.NOT_SUPPORTED, "where is it? write local_disk: file:///PATH")
+            wrong = "where is it? write local_disk: file:///PATH"
         elif "," in path:
-            text = "one disk tier is one directory; join the disks (RAID 0, LVM) and write local_disk: file:///PATH"
-            self.say("local_disk", FieldVerdict.NOT_SUPPORTED, text)
+            wrong = "one disk tier is one directory; join the disks (RAID 0, LVM) and write local_disk: file:///PATH"
         elif path and not gib:
-            self.say(
-                "local_disk", FieldVerdict.NOT_SUPPORTED, "how large? write max_local_disk_size: GB beside it"
-            )
+            wrong = "how large? write max_local_disk_size: GB beside it"
+        if wrong:
+            self.say("local_disk", FieldVerdict.NOT_SUPPORTED, wrong)
         elif path:
             directory = os.path.abspath(expanded(path.removeprefix("file://")))
             self.map("local_disk", "disk_path", directory, "LMCache's files there are left as they are")
@@ -288,12 +255,9 @@ class _FieldReader:
             if "remote_serde" in self._given:
                 self.say("remote_serde", FieldVerdict.SAME, "bytes are stored as they are (codec=raw)")
             return ""
-        lossy = (
-            "loses precision, and all here is lossless"
-            if serde in ("cachegen", "kivi")
-            else "is not known here"
-        )
-        text = f"{serde} {lossy}; write remote_serde: naive, or ?codec=zstd in the URL of the remote tier"
+        lossy = "loses precision, and all here is lossless"
+        why = lossy if serde in ("cachegen", "kivi") else "is not known here"
+        text = f"{serde} {why}; write remote_serde: naive, or ?codec=zstd in the URL of the remote tier"
         self.say("remote_serde", FieldVerdict.NOT_SUPPORTED, text)
         return "zstd"
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from enum import StrEnum
 from functools import partial
 from typing import NamedTuple, TypeAlias
@@ -14,31 +15,16 @@ from typing import NamedTuple, TypeAlias
 from pagoda import policy as policies
 from pagoda.errors import ConfigError
 
-__all__ = [
-    "BELONGS",
-    "FIELDS",
-    "HISTOGRAM",
-    "NOT_NEEDED",
-    "PLUMBING",
-    "SWITCHES",
-    "WHEN_SET",
-    "FieldVerdict",
-    "Judgement",
-    "as_flag",
-    "as_number",
-    "as_toml",
-]
-
 
 class FieldVerdict(StrEnum):
-    """What became of a field."""
+    """What became of a field; in this order a pagoda.toml says it."""
 
     MAPPED = "mapped"
-    SAME = "same"  # what it says is how things are here
-    ELSEWHERE = "set elsewhere"
-    NOT_NEEDED = "not needed"
     NOT_SUPPORTED = "not supported"
     UNKNOWN = "unknown"
+    ELSEWHERE = "set elsewhere"
+    NOT_NEEDED = "not needed"
+    SAME = "same"  # what it says is how things are here
 
 
 class Judgement(NamedTuple):
@@ -51,7 +37,7 @@ class Judgement(NamedTuple):
 
 
 FieldRule: TypeAlias = Callable[[str, Mapping[str, object]], Judgement]
-_MAPPED, _SAME, _ELSEWHERE, _NOT_NEEDED, _NOT_SUPPORTED, _UNKNOWN = FieldVerdict
+_MAPPED, _NOT_SUPPORTED, _UNKNOWN, _ELSEWHERE, _NOT_NEEDED, _SAME = FieldVerdict
 
 _REMOTE = 'share a store instead: remote = "redis://HOST:6379/0"'
 
@@ -166,11 +152,9 @@ def as_flag(field: str, value: object) -> bool:
 
 def as_number(field: str, value: object) -> float:
     """Return a number."""
-    try:
+    with suppress(ValueError):
         if not isinstance(value, bool):
             return float(str(value))
-    except ValueError:
-        pass
     raise _no_number(field, value)
 
 
@@ -204,8 +188,8 @@ def _by_flag(on: Judgement, off: Judgement) -> FieldRule:
     return lambda field, fields: on if as_flag(field, fields[field]) else off
 
 
-def _always(text: str) -> FieldRule:
-    return lambda *_: Judgement(_NOT_NEEDED, text)
+def _always(text: str, *_: object) -> Judgement:
+    return Judgement(_NOT_NEEDED, text)
 
 
 def _when_set(text: str, field: str, fields: Mapping[str, object]) -> Judgement:
@@ -251,7 +235,7 @@ FIELDS: dict[str, FieldRule] = {
     },
     **{part: partial(_part_of, switch) for switch, parts in BELONGS.items() for part in parts},
     **{field: partial(_when_set, text) for field, text in WHEN_SET.items()},
-    **{field: _always(text) for field, text in NOT_NEEDED.items()},
+    **{field: partial(_always, text) for field, text in NOT_NEEDED.items()},
 }
 """Every field that no other field is needed for, by its name. Those that set an option of ours come first."""
 

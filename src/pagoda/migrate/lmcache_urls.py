@@ -48,9 +48,8 @@ def translated(url: str, fields: Mapping[str, object]) -> tuple[str, list[str]]:
     elif scheme in _OURS:
         found, used = url, []
     else:
-        reason = _REASONS.get(
-            scheme, f"this engine is not known here; use Redis, Valkey or an object store: {_REDIS}"
-        )
+        unknown = f"this engine is not known here; use Redis, Valkey or an object store: {_REDIS}"
+        reason = _REASONS.get(scheme, unknown)
         raise Untranslated(f"{scheme}://: {reason}" if scheme != url.lower() else reason)
     try:
         parse(found)
@@ -94,7 +93,5 @@ def _valkey(url: str, fields: Mapping[str, object]) -> tuple[str, list[str]]:
     password = quote(str(fields.get("valkey_password", "")), safe="")
     database = str(fields.get("valkey_database", ""))
     credentials = f"{user}{':' if password else ''}{password}@" if user or password else ""
-    names = ("valkey_mode", "valkey_username", "valkey_password", "valkey_database")
-    return f"redis://{credentials}{place}" + (f"/{database}" if database else ""), [
-        n for n in names if n in fields
-    ]
+    found = f"redis://{credentials}{place}" + (f"/{database}" if database else "")
+    return found, [name for name in _IN_VALKEY if name in fields]

@@ -86,11 +86,7 @@ class Shown:
 
 
 def run_demo(
-    size: Size,
-    model: str | None,
-    host_in: Path,
-    disk_in: Path,
-    step: Callable[[str, str], None],
+    size: Size, model: str | None, host_in: Path, disk_in: Path, step: Callable[[str, str], None]
 ) -> Shown:
     """Run the processes with stores of their own under `host_in` and `disk_in`, removed afterwards whatever happens.
 
