@@ -70,13 +70,6 @@ class SimulatedMatch(NamedTuple):
     stamps: Sequence[int]
 
 
-class SimulatedStore(NamedTuple):
-    """What came of storing: chunks written into a tier, and those for which there was no time."""
-
-    written: int
-    dropped: int
-
-
 class Simulation:
     """Tiers, the first asked first. Deterministic; not thread-safe.
 
@@ -135,12 +128,13 @@ class Simulation:
         ]
         return found._replace(chain=chain, starts=starts, stamps=stamps)
 
-    def store(self, found: SimulatedMatch, most: Sequence[int] | None = None) -> list[SimulatedStore]:
+    def store(self, found: SimulatedMatch, most: Sequence[int] | None = None) -> list[tuple[int, int]]:
         """Bring each tier what it lacks, leading chunks first; no more than `most` chunks into each.
 
+        Returns for each tier how many chunks were written into it, and how many were dropped because of `most`.
         What of a prompt the tier above has no room for comes on top: the store waits until it has passed.
         """
-        chain, stored, above = found.chain, list[SimulatedStore](), math.inf
+        chain, stored, above = found.chain, list[tuple[int, int]](), math.inf
         for at, tier in enumerate(self._tiers):
             start, end, dropped, before = found.starts[at], len(chain.ids), 0, tier.written
             if most is not None:
@@ -149,7 +143,7 @@ class Simulation:
                 dropped = max(0, len(new) - room)
                 end = new[room] if dropped else end
             tier.store(chain, start, end, found.stamps[at])
-            stored.append(SimulatedStore(tier.written - before, dropped))
+            stored.append((tier.written - before, dropped))
             above = self._specs[at].chunks
         return stored
 

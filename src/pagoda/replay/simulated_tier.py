@@ -164,11 +164,8 @@ class SimulatedTier:
         for _ in range(ATTEMPTS):
             looked = self._free() < end - start
             count = min(allowed - start + 4 * passed_over, MOST_VICTIMS)
-            victims: list[int] = []
-            if looked:
-                victims = self._advice.victims(
-                    count, wanted.stamp - STAMP_STEP + 1, wanted.chain.now
-                ).tolist()
+            newest, now = wanted.stamp - STAMP_STEP + 1, wanted.chain.now
+            victims = self._advice.victims(count, newest, now).tolist() if looked else []
             filled = self._fill(wanted.chain.ids, start, end, allowed, victims)
             self._publish(wanted, filled)
             if filled.passed_over:
@@ -232,11 +229,7 @@ class SimulatedTier:
             columns.table.remember(marks, uses, hits, chain.now, _EVICTED)
             self.evicted += len(gone)
         if filled.rows:
-            rows, positions, parents = (
-                np.array(filled.rows),
-                np.array(filled.positions),
-                np.array(filled.parents),
-            )
+            rows, positions, parents = map(np.array, (filled.rows, filled.positions, filled.parents))
             marks = chain.marks[positions]
             columns.generation[rows] = np.arange(self._generation - len(rows), self._generation)
             columns.last_use[rows] = NOT_READY

@@ -176,9 +176,8 @@ class _TimedRun:
             for tier, most in zip(tiers, above, strict=False)
         ]
         self._servers, self._cold = _Servers(engines.engines), _Servers(engines.engines)
-        self._computing: list[
-            tuple[float, int, SimulatedMatch, int]
-        ] = []  # until when, which, what, bytes of a chunk
+        # until when, which, what, bytes of a chunk
+        self._computing: list[tuple[float, int, SimulatedMatch, int]] = []
         self._loaded, self._dropped = [0] * len(tiers), [0] * len(tiers)
 
     def request(self, request: Request) -> None:

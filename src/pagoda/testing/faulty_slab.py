@@ -22,9 +22,7 @@ CALLS = ("read", "write", "read_headers", "sync")
 class Fault(StrEnum):
     """The fault of one call."""
 
-    SHORT = (
-        auto()
-    )  # one system call moves only half of the bytes; nothing is lost if the rest is moved afterwards
+    SHORT = auto()  # a system call moves only half of the bytes; no loss if the rest is moved afterwards
     TORN = auto()  # the first half is moved, then EIO
     EIO = auto()  # nothing is moved
     ENOSPC = auto()  # nothing is moved

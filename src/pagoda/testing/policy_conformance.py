@@ -48,6 +48,12 @@ class PolicyConformance:
         columns.lease_until[held] = _NOW + rng.integers(1, _MINUTE, len(held))
         return rows
 
+    def filled(self, tmp_path: Path, seed: int, leased: float = 0.1) -> tuple[Columns, Rows, Policy]:
+        """Return new columns, the rows that `fill` made ready, and a policy over them."""
+        columns = self.columns(tmp_path)
+        ready = self.fill(columns, seed, leased=leased)
+        return columns, ready, self.make_policy(columns)
+
     def make_ready(self, columns: Columns, rows: Rows, last_use: Rows) -> None:
         """Put heads of chains into these rows, as a commit does."""
         columns.generation[rows] += np.uint64(1)
@@ -70,9 +76,7 @@ class PolicyConformance:
 
     def test_victims_are_distinct_ready_and_no_more_than_asked(self, tmp_path: Path) -> None:
         for seed in range(10):
-            columns = self.columns(tmp_path)
-            ready = self.fill(columns, seed)
-            policy = self.make_policy(columns)
+            _, ready, policy = self.filled(tmp_path, seed)
             for count in (0, 1, 7, len(ready), self.slots * 2):
                 victims = policy.victims(count, _NEWEST, _NOW)
                 assert victims.ndim == 1 and victims.dtype.kind == "i"
@@ -87,10 +91,8 @@ class PolicyConformance:
             assert len(self.make_policy(columns).victims(count, _NEWEST, _NOW)) == count
 
     def test_leased_slots_come_last_and_the_soonest_to_end_first(self, tmp_path: Path) -> None:
-        columns = self.columns(tmp_path)
-        ready = self.fill(columns, 2, leased=0.3)
+        columns, ready, policy = self.filled(tmp_path, 2, leased=0.3)
         free = int((columns.lease_until[ready] <= _NOW).sum())
-        policy = self.make_policy(columns)
         assert (columns.lease_until[policy.victims(free, _NEWEST, _NOW)] <= _NOW).all()
         victims = policy.victims(self.slots, _NEWEST, _NOW)
         leases = columns.lease_until[victims]
@@ -106,30 +108,23 @@ class PolicyConformance:
         assert sorted(self.make_policy(columns).victims(4, _NEWEST, _NOW).tolist()) == [0, 1, 2, 3]
 
     def test_a_newcomer_older_than_all_that_is_kept_evicts_nobody(self, tmp_path: Path) -> None:
-        columns = self.columns(tmp_path)
-        ready = self.fill(columns, 3)
+        columns, ready, policy = self.filled(tmp_path, 3)
         oldest = int(columns.last_use[ready].min())
-        assert len(self.make_policy(columns).victims(10, oldest, _NOW)) == 0
+        assert len(policy.victims(10, oldest, _NOW)) == 0
 
     def test_no_victim_is_as_young_as_the_newcomer(self, tmp_path: Path) -> None:
-        columns = self.columns(tmp_path)
-        ready = self.fill(columns, 4)
+        columns, ready, policy = self.filled(tmp_path, 4)
         stamp = int(np.median(columns.last_use[ready]))
-        policy = self.make_policy(columns)
         for count in (3, self.slots):
             assert (columns.last_use[policy.victims(count, stamp, _NOW)] < stamp).all()
 
     def test_asked_again_it_answers_the_same(self, tmp_path: Path) -> None:
-        columns = self.columns(tmp_path)
-        self.fill(columns, 5)
-        policy = self.make_policy(columns)
+        _, _, policy = self.filled(tmp_path, 5)
         first = policy.victims(20, _NEWEST, _NOW)
         assert policy.victims(20, _NEWEST, _NOW).tolist() == first.tolist()
 
     def test_touched_slots_are_young(self, tmp_path: Path) -> None:
-        columns = self.columns(tmp_path)
-        self.fill(columns, 6, leased=0.0)
-        policy = self.make_policy(columns)
+        _, _, policy = self.filled(tmp_path, 6, leased=0.0)
         saved = policy.victims(5, _NEWEST, _NOW)
         policy.touch(saved, np.full(5, 2 * 10**6, dtype=np.int64))
         others = policy.victims(self.slots, 2 * 10**6, _NOW)
@@ -144,9 +139,7 @@ class PolicyConformance:
         assert columns.last_use[rows].tolist() == [50, 60, 90]
 
     def test_all_can_be_evicted_and_none_twice(self, tmp_path: Path) -> None:
-        columns = self.columns(tmp_path)
-        ready = self.fill(columns, 7)
-        policy = self.make_policy(columns)
+        columns, ready, policy = self.filled(tmp_path, 7)
         gone: list[int] = []
         while len(victims := policy.victims(13, _NEWEST, _NOW)):
             gone += victims.tolist()
@@ -187,6 +180,12 @@ class PolicyConformance:
         self.evict(columns, rows[gone])
         return rows[~gone]
 
+    def branching(self, tmp_path: Path, seed: int) -> tuple[Columns, Rows, Policy]:
+        """Return new columns, the ready rows of a `random_tree` in them, and a policy over them."""
+        columns = self.columns(tmp_path)
+        ready = self.random_tree(columns, seed)
+        return columns, ready, self.make_policy(columns)
+
     def put_behind(self, columns: Columns, row: int, parent: int) -> None:
         """Put into a row the chunk that follows another row's chunk in a prompt."""
         columns.parent_slot[row], columns.parent_generation[row] = parent, columns.generation[parent]
@@ -204,9 +203,7 @@ class PolicyConformance:
 
     def test_no_parent_goes_before_its_child(self, tmp_path: Path) -> None:
         for seed in range(20):
-            columns = self.columns(tmp_path)
-            ready = self.random_tree(columns, seed)
-            policy = self.make_policy(columns)
+            columns, ready, policy = self.branching(tmp_path, seed)
             for count, stamp in ((1, _NEWEST), (17, _NEWEST), (17, 5 * 10**5), (self.slots, _NEWEST)):
                 victims = policy.victims(count, stamp, _NOW)
                 self.check_leaf_first(columns, victims)
@@ -214,9 +211,8 @@ class PolicyConformance:
 
     def test_nor_when_some_are_touched_or_leased_after_it_was_looked_up(self, tmp_path: Path) -> None:
         for seed in range(10):
-            columns = self.columns(tmp_path)
-            ready = self.random_tree(columns, seed)
-            policy, rng, stamp = self.make_policy(columns), np.random.default_rng(seed), 10**6
+            columns, ready, policy = self.branching(tmp_path, seed)
+            rng, stamp = np.random.default_rng(seed), 10**6
             for _ in range(100):
                 some = np.unique(ready[rng.integers(0, len(ready), 2)])
                 some = some[columns.last_use[some] != NOT_READY]
@@ -241,9 +237,7 @@ class PolicyConformance:
         assert self.make_policy(columns).victims(19, _NEWEST, _NOW).tolist() == list(range(39, 20, -1))
 
     def test_admit_takes_a_leading_part_and_all_for_whom_there_is_room(self, tmp_path: Path) -> None:
-        columns = self.columns(tmp_path)
-        self.random_tree(columns, 9)
-        policy = self.make_policy(columns)
+        _, _, policy = self.branching(tmp_path, 9)
         assert policy.admit(self.newcomers(0, 0, 10**6), 0, _NOW) == 0
         for seed, count in enumerate((1, 2, 7, 64)):
             for room in (0, 1, 3, 64, 100):
@@ -251,9 +245,7 @@ class PolicyConformance:
                 assert isinstance(admitted, int) and min(room, count) <= admitted <= count
 
     def test_prepare_and_share_change_no_contract(self, tmp_path: Path) -> None:
-        columns = self.columns(tmp_path)
-        ready = self.random_tree(columns, 10)
-        policy = self.make_policy(columns)
+        columns, ready, policy = self.branching(tmp_path, 10)
         values = np.zeros(policy.shared_values)
         gone: list[int] = []
         for turn in range(self.slots):
@@ -272,9 +264,8 @@ class PolicyConformance:
         assert sorted(gone) == ready.tolist()
 
     def test_prepare_beside_the_other_calls(self, tmp_path: Path) -> None:
-        columns = self.columns(tmp_path)
-        self.random_tree(columns, 11)
-        policy, end = self.make_policy(columns), threading.Event()
+        columns, _, policy = self.branching(tmp_path, 11)
+        end = threading.Event()
 
         def prepare() -> None:
             stamp = _NEWEST
@@ -298,9 +289,7 @@ class PolicyConformance:
     def test_damaged_shared_values_do_no_harm(self, tmp_path: Path) -> None:
         rng = np.random.default_rng(12)
         for damage in (np.nan, np.inf, -np.inf, -1.0, 1e308, 1e18, 0.5, None):
-            columns = self.columns(tmp_path)
-            self.random_tree(columns, 12)
-            policy = self.make_policy(columns)
+            columns, _, policy = self.branching(tmp_path, 12)
             count = policy.shared_values
             values = rng.normal(0, 10.0 ** rng.integers(-9, 300)) * rng.random(count)
             if damage is not None:
@@ -341,10 +330,8 @@ class PolicyConformance:
     def test_the_same_calls_have_the_same_answers(self, tmp_path: Path) -> None:
         answers = []
         for _ in range(2):
-            columns = self.columns(tmp_path)
-            ready = self.random_tree(columns, 14)
-            policy, stamp = self.make_policy(columns), _NEWEST
-            values = np.zeros(policy.shared_values)
+            columns, ready, policy = self.branching(tmp_path, 14)
+            stamp, values = _NEWEST, np.zeros(policy.shared_values)
             said: list[object] = []
             for turn in range(30):
                 stamp += 10**9
@@ -362,9 +349,7 @@ class PolicyConformance:
         assert answers[0] == answers[1]
 
     def test_lost_columns_do_no_harm(self, tmp_path: Path) -> None:
-        columns = self.columns(tmp_path)
-        self.fill(columns, 8)
-        policy = self.make_policy(columns)
+        columns, _, policy = self.filled(tmp_path, 8)
         policy.victims(5, _NEWEST, _NOW)
         for column in (columns.last_use, columns.generation, columns.parent_slot, columns.parent_generation):
             column[:] = 0  # what is read from a page that never reached the disk

@@ -26,9 +26,8 @@ def _always() -> bool:
 
 def keys_of(namespace: Namespace, count: int, start: int = 0) -> list[bytes]:
     """Return the keys of chunks [start, start + count) of one chain in a namespace."""
-    return derive_keys(
-        [number.to_bytes(32, "little") for number in range(start, start + count)], namespace.root
-    )
+    chunks = [number.to_bytes(32, "little") for number in range(start, start + count)]
+    return derive_keys(chunks, namespace.root)
 
 
 class TierConformance:
@@ -76,9 +75,15 @@ class TierConformance:
         """Return all chunks of the chain `keys`."""
         return [self.chunk(tier, keys, position) for position in range(len(keys))]
 
-    def saved(self, tier: Tier, keys: Sequence[bytes], namespace: Namespace = ONE) -> None:
-        """Save the chain `keys` and wait; all of it must be stored."""
+    def saved(self, tier: Tier, keys: list[bytes], namespace: Namespace = ONE) -> list[bytes]:
+        """Save the chain `keys` and wait; all of it must be stored. Returns the keys."""
         assert all(done.ok for done in self.ends(tier.save(self.chunks(tier, keys), namespace.root)))
+        return keys
+
+    def saving(self, tier: Tier, count: int) -> tuple[list[bytes], list[Future[Done]]]:
+        """Begin to save a chain of so many chunks; return its keys and the futures."""
+        keys = keys_of(ONE, count)
+        return keys, tier.save(self.chunks(tier, keys), ONE.root)
 
     def ends(self, futures: Sequence[Future[Done]]) -> list[Done]:
         """Return the results of these futures."""
@@ -163,8 +168,7 @@ class TierConformance:
 
     def test_remove_reaches_what_is_on_its_way(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
-            keys = keys_of(ONE, 6)
-            futures = tier.save(self.chunks(tier, keys), ONE.root)
+            keys, futures = self.saving(tier, 6)
             assert tier.remove(keys[5]) is True
             self.ends(futures)
             assert not tier.contains(keys[5])
@@ -199,8 +203,7 @@ class TierConformance:
 
     def test_find_is_the_leading_run(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
-            keys = keys_of(ONE, 6)
-            self.saved(tier, keys)
+            keys = self.saved(tier, keys_of(ONE, 6))
             assert tier.find(keys) == 6
             tier.remove(keys[3])
             assert tier.find(keys) == 3
@@ -220,8 +223,7 @@ class TierConformance:
 
     def test_touch_knows_what_is_on_its_way(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
-            keys = keys_of(ONE, self.room_chunks)
-            futures = tier.save(self.chunks(tier, keys), ONE.root)
+            keys, futures = self.saving(tier, self.room_chunks)
             assert tier.touch(keys, namespace=ONE.root) == [True] * len(keys)
             self.ends(futures)
 
@@ -239,8 +241,7 @@ class TierConformance:
 
     def test_load_what_was_just_saved(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
-            keys = keys_of(ONE, 8)
-            futures = tier.save(self.chunks(tier, keys), ONE.root)
+            keys, futures = self.saving(tier, 8)
             for key, found in zip(keys, self.loaded(tier, keys), strict=True):
                 assert found is not None
                 assert np.array_equal(found, self.payload(tier, key))
@@ -248,8 +249,7 @@ class TierConformance:
 
     def test_load_of_what_is_absent_says_so(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
-            keys = keys_of(ONE, 4)
-            self.saved(tier, keys)
+            keys = self.saved(tier, keys_of(ONE, 4))
             tier.remove(keys[2])
             buffers = [aligned(-(-tier.chunk_bytes // 4096) * 4096) for _ in keys]
             ends = self.ends(tier.load(keys, buffers, namespace=ONE.root))
@@ -258,8 +258,7 @@ class TierConformance:
 
     def test_what_was_asked_for_wrongly_is_a_miss_and_stays(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
-            keys = keys_of(ONE, 4)
-            self.saved(tier, keys)
+            keys = self.saved(tier, keys_of(ONE, 4))
             for namespace, start in ((TWO.root, 0), (ONE.root, 7)):
                 buffers = [aligned(-(-tier.chunk_bytes // 4096) * 4096) for _ in keys]
                 ends = self.ends(tier.load(keys, buffers, start=start, namespace=namespace))
@@ -325,8 +324,7 @@ class TierConformance:
 
     def test_clear_reaches_what_is_on_its_way(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
-            keys = keys_of(ONE, 12)
-            futures = tier.save(self.chunks(tier, keys), ONE.root)
+            keys, futures = self.saving(tier, 12)
             tier.clear(ONE.root)
             self.ends(futures)
             assert not any(tier.contains(key) for key in keys)
@@ -373,8 +371,7 @@ class TierConformance:
 
     def test_close_is_bounded_and_final(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
-            keys = keys_of(ONE, 12)
-            futures = tier.save(self.chunks(tier, keys), ONE.root)
+            keys, futures = self.saving(tier, 12)
             begin = time.monotonic()
             tier.close(timeout=self.seconds)
             tier.close()

@@ -6,16 +6,17 @@ whatever it reuses came out of the cache's own memory and files.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
+
+import msgspec
 
 from pagoda.cli.demo.demo_text import QUESTIONS, ByteTokenizer, documents
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from pagoda.connectors.transformers import CachedModel
 
-__all__ = ["DemoAnswer", "DemoOutcome", "Size", "Task"]
+__all__ = ["DemoAnswer", "DemoOutcome", "Said", "Size", "Task"]
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,15 @@ class DemoOutcome:
     host_vs_handover: float = 0.0
 
 
+@dataclass
+class Said:
+    """One line that a process prints: what it does now, why it refuses the model, or what it found."""
+
+    step: str = ""
+    refused: str = ""
+    outcome: DemoOutcome | None = None
+
+
 # What is used of Transformers, whose own types promise less (and are not there where it is not installed).
 
 
@@ -129,9 +139,9 @@ class _Asker:
         self.model, self.tokenizer = _real(task.model) if task.model else _random(task.size)
         limit = getattr(self.model.config, "max_position_embeddings", None) or 1 << 20
         self.room = min(task.size.document_tokens, limit - task.size.new_tokens - 128)
-        texts = documents()
-        self.prompts = [self.prompt(texts.asked, question) for question in QUESTIONS]
-        self.other = self.prompt(texts.other, QUESTIONS[0])
+        asked, other = documents()
+        self.prompts = [self.prompt(asked, question) for question in QUESTIONS]
+        self.other = self.prompt(other, QUESTIONS[0])
         step("warming up")  # threads and buffers of torch are made on first use: not what is measured
         self.ask(torch.full((1, 64), 32), self.empty(), new_tokens=2)
 
@@ -265,9 +275,9 @@ def _host(asker: _Asker) -> DemoOutcome:
         asker.step("host hit against a clone of the same KV from a dict")
         ids = asker.prompts[0]
         with cached.prefix(ids) as prefix:
-            kept = {0: _planes(prefix.past_key_values, prefix.columns)} if prefix.columns else {}
-        if not kept:
-            return outcome
+            if not prefix.columns:
+                return outcome
+            kept = _planes(prefix.past_key_values, prefix.columns)
         hits: list[float] = []
         clones: list[float] = []
         for turn in range(asker.task.size.rounds):
@@ -282,11 +292,11 @@ def _host(asker: _Asker) -> DemoOutcome:
 
 
 def _asked(asker: _Asker, cached: CachedModel) -> DemoOutcome:
-    answers = []
+    outcome = DemoOutcome([])
     for number, ids in enumerate(asker.prompts):
         asker.step(f"question {number + 1}: looking for its KV")
-        answers.append(asker.ask_cached(cached, ids))
-    return DemoOutcome(answers)
+        outcome.answers.append(asker.ask_cached(cached, ids))
+    return outcome
 
 
 def _disk(asker: _Asker) -> DemoOutcome:
@@ -316,9 +326,9 @@ def _hit_seconds(asker: _Asker, cached: CachedModel) -> float:
     return asker.ask_cached(cached, asker.prompts[0], new_tokens=1).seconds
 
 
-def _clone_seconds(asker: _Asker, kept: dict[int, list[list[torch.Tensor]]]) -> float:
+def _clone_seconds(asker: _Asker, kept: list[list[torch.Tensor]]) -> float:
     began = time.perf_counter()
-    kv = _cache_of(asker, [[plane.clone() for plane in layer] for layer in kept[0]])
+    kv = _cache_of(asker, [[plane.clone() for plane in layer] for layer in kept])
     cloned = time.perf_counter() - began
     return cloned + asker.ask(asker.prompts[0], kv, new_tokens=1).seconds
 
@@ -332,23 +342,22 @@ def _end_with_the_parent() -> None:
 
 def main() -> int:
     """Do the task on stdin; returns the exit code."""
-    given = json.loads(sys.stdin.readline())
+    task = msgspec.json.decode(sys.stdin.readline(), type=Task)
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
-    task = Task(**{**given, "size": Size(**given["size"])})
 
-    def tell(**line: object) -> None:
-        print(json.dumps(line), flush=True)
+    def tell(said: Said) -> None:
+        print(msgspec.json.encode(said).decode(), flush=True)
 
     try:
-        asker = _Asker(task, lambda step: tell(step=step))
+        asker = _Asker(task, lambda step: tell(Said(step)))
         outcome = {"cold": _cold, "host": _host, "disk": _disk}[task.process](asker)
     except (OSError, ValueError) as trouble:
         if task.model is None:
             raise
-        tell(refused=str(trouble).strip().splitlines()[0])  # not to be had, or its KV cannot be cut
+        tell(Said(refused=str(trouble).strip().splitlines()[0]))  # not to be had, or its KV cannot be cut
         return 1
     outcome.parameters = sum(parameter.numel() for parameter in asker.model.parameters())
-    tell(outcome=asdict(outcome))
+    tell(Said(outcome=outcome))
     return 0
 
 

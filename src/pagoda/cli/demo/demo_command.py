@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from pagoda.cli import FAILED, INTERRUPTED, UsageError, printing
 from pagoda.cli.stores import AsJson
@@ -21,17 +21,20 @@ _FROM = {"cold": "computed", "host": "host", "disk": "disk"}
 
 def demo(
     model: Annotated[
-        str | None, typer.Option(metavar="PATH_OR_ID", help="A real model instead of a random one.")
+        str | None, Option(metavar="PATH_OR_ID", help="A real model instead of a random one.")
     ] = None,
     as_json: AsJson = False,
     host_path: Annotated[
-        Path, typer.Option(help="Where host memory is: the demo makes its own directory there.")
+        Path, Option(help="Where host memory is: the demo makes its own directory there.")
     ] = Path("/dev/shm"),
     disk_path: Annotated[
-        Path | None, typer.Option(help="Where the disk is: the demo makes its own directory there.")
+        Path | None, Option(help="Where the disk is: the demo makes its own directory there.")
     ] = None,
 ) -> int:
-    """Show a prompt served from memory and from disk: same text, much sooner. Leaves nothing behind."""
+    """Show a prompt served from memory and from disk: same text, much sooner.
+
+    Nothing of it is left afterwards.
+    """
     import tempfile
 
     from pagoda.cli.demo.demo_child import Size
@@ -73,40 +76,35 @@ def _print(shown: Shown, model: str | None) -> None:
     title = (
         f"{what}, fp32: two questions about the same {shown.cold[0].prompt_tokens:,} tokens, a process a tier"
     )
-    columns = ("process", "question", "tokens reused", "computed", "first token", "against cold", "text")
-    printing.print_table(title, columns, _rows(shown))
+    printing.print_dicts(title, _rows(shown))
     print(_chart(shown))
-    print(
-        f"host hit against handing generate a clone of the same KV: {shown.outcomes['host'].host_vs_handover:.2f}x "
-        "the time to first token"
-    )
+    ratio = f"{shown.outcomes['host'].host_vs_handover:.2f}x"
+    print(f"host hit against handing generate a clone of the same KV: {ratio} the time to first token")
     controls = {name: _changes(differs) for name, differs in shown.outcomes["cold"].controls.items()}
     print(
         f"controls: zeroed KV {controls['zeroed']} the text, another prompt's KV {controls['other']} it; "
         f"at least {shown.distinct_tokens} different tokens in {len(shown.cold[0].tokens)}"
     )
     if model is None:
-        print(
-            f"random weights write noise ({shown.cold[0].text[:12]!r}...): what counts is that it is the same"
-        )
+        noise = f"{shown.cold[0].text[:12]!r}..."
+        print(f"random weights write noise ({noise}): what counts is that it is the same")
 
 
-def _rows(shown: Shown) -> list[tuple[object, ...]]:
-    rows: list[tuple[object, ...]] = []
+def _rows(shown: Shown) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
     for process, outcome in shown.outcomes.items():
-        for number, (answer, cold) in enumerate(zip(outcome.answers, shown.cold, strict=True)):
-            reused = sum(answer.by_tier.values())
+        for number, (answer, cold) in enumerate(zip(outcome.answers, shown.cold, strict=True), 1):
+            reused = ", ".join(f"{tokens:,} from {tier}" for tier, tokens in answer.by_tier.items())
             rows.append(
-                (
-                    process,
-                    str(number + 1),
-                    ", ".join(f"{tokens:,} from {tier}" for tier, tokens in answer.by_tier.items())
-                    or f"none {answer.reason}".strip(),
-                    f"{answer.prompt_tokens - reused:,}",
-                    f"{answer.seconds:.3f} s",
-                    f"{cold.seconds / answer.seconds:.1f}x",
-                    "identical" if answer.tokens == cold.tokens else "DIFFERS",
-                )
+                {
+                    "process": process,
+                    "question": str(number),
+                    "tokens reused": reused or f"none {answer.reason}".strip(),
+                    "computed": f"{answer.prompt_tokens - sum(answer.by_tier.values()):,}",
+                    "first token": f"{answer.seconds:.3f} s",
+                    "against cold": f"{cold.seconds / answer.seconds:.1f}x",
+                    "text": "identical" if answer.tokens == cold.tokens else "DIFFERS",
+                }
             )
     return rows
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -13,12 +12,14 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+import msgspec
+
 from pagoda.cli import FailedError, UsageError
-from pagoda.cli.demo.demo_child import DemoAnswer, DemoOutcome, Size, Task
+from pagoda.cli.demo.demo_child import DemoAnswer, DemoOutcome, Said, Size, Task
 from pagoda.tiers import opened_tiers
 
 __all__ = ["Shown", "run_demo"]
@@ -58,10 +59,6 @@ class Shown:
         answers = self.outcomes[process].answers
         from_there = [answer.seconds for answer in answers if process == "cold" or process in answer.by_tier]
         return statistics.mean(from_there) if from_there else float("nan")
-
-    def served(self, tier: str) -> bool:
-        """Whether that tier served a question at all in its process."""
-        return any(tier in answer.by_tier for answer in self.outcomes[tier].answers)
 
     def as_json(self) -> dict[str, object]:
         """Return all of it in plain types."""
@@ -145,10 +142,8 @@ def _run(task: Task, step: Callable[[str], None]) -> DemoOutcome:
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            env={
-                "OMP_WAIT_POLICY": "passive",
-                **os.environ,
-            },  # spinning threads fall over each other on a busy machine
+            # threads that spin hinder each other on a busy machine
+            env={"OMP_WAIT_POLICY": "passive", **os.environ},
         )
         try:
             outcome = _followed(process, task, step)
@@ -157,9 +152,8 @@ def _run(task: Task, step: Callable[[str], None]) -> DemoOutcome:
         if outcome is None:
             errors.seek(0)
             said = [line for line in errors.read().splitlines() if line.strip()]
-            raise FailedError(
-                f"the {task.process} process failed: {said[-1] if said else process.returncode}"
-            )
+            why = said[-1] if said else process.returncode
+            raise FailedError(f"the {task.process} process failed: {why}")
         return outcome
 
 
@@ -167,31 +161,24 @@ def _followed(process: subprocess.Popen[str], task: Task, step: Callable[[str], 
     assert process.stdin is not None
     assert process.stdout is not None
     with contextlib.suppress(BrokenPipeError):
-        process.stdin.write(json.dumps(asdict(task)) + "\n")
+        process.stdin.write(msgspec.json.encode(task).decode() + "\n")
         process.stdin.flush()  # left open: its end tells the process that nobody waits for it any more
     for line in process.stdout:
-        with contextlib.suppress(json.JSONDecodeError):  # libraries print too
-            said = json.loads(line)
-            if "step" in said:
-                step(said["step"])
-            elif "refused" in said:
-                raise UsageError(f"--model {task.model}: {said['refused']}")
-            elif "outcome" in said:
-                found = said["outcome"]
-                return DemoOutcome(
-                    **{**found, "answers": [DemoAnswer(**answer) for answer in found["answers"]]}
-                )
+        with contextlib.suppress(msgspec.DecodeError):  # libraries print too
+            said = msgspec.json.decode(line, type=Said)
+            if said.refused:
+                raise UsageError(f"--model {task.model}: {said.refused}")
+            if said.outcome is not None:
+                return said.outcome
+            if said.step:
+                step(said.step)
     return None
 
 
 def _ended(process: subprocess.Popen[str]) -> None:
-    """End the process: what is done ends by itself, the rest is asked once, and then made to."""
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
+    """End the process: one that is done ends by itself, another when its stdin ends, the rest is killed."""
     try:
-        process.wait(10.0)
+        process.communicate(timeout=10.0)
     except subprocess.TimeoutExpired:
         process.kill()
-        process.wait()
+        process.communicate()

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-__all__ = ["QUESTIONS", "ByteTokenizer", "Documents", "documents"]
+__all__ = ["QUESTIONS", "ByteTokenizer", "documents"]
 
 QUESTIONS = (
     "\n\nQuestion: when is __del__ called?\nAnswer:",
     "\n\nQuestion: what should __repr__ return?\nAnswer:",
 )
 _SUBJECT = "specialnames"  # "Special method names" of the language reference
-
-
-class Documents(NamedTuple):
-    """The text that is asked about, and another one for the control."""
-
-    asked: str
-    other: str
 
 
 class ByteTokenizer:
@@ -34,10 +25,13 @@ class ByteTokenizer:
         return bytes(ids).decode(errors="replace")
 
 
-def documents() -> Documents:
-    """Return two texts of the Python documentation, each of more than 100,000 characters. Changes nothing."""
+def documents() -> tuple[str, str]:
+    """Return the text that is asked about, and another one for the control. Changes nothing.
+
+    Both are from the Python documentation and have more than 100,000 characters.
+    """
     from pydoc_data.topics import topics
 
     subjects = sorted(topics, key=lambda name: (name != _SUBJECT, -len(topics[name]), name))
     texts = [topics[name] for name in subjects]
-    return Documents("\n".join(texts), "\n".join(texts[1:]))
+    return "\n".join(texts), "\n".join(texts[1:])
