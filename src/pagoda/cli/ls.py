@@ -47,21 +47,9 @@ class Listed(NamedTuple):
 
     def as_json(self) -> dict[str, object]:
         """Return all of it in plain types."""
-        row, fields = self.row, self.namespace.fields if self.namespace else {}
-        return {
-            "tier": self.tier,
-            "key": row.key.hex(),
-            "namespace": row.namespace_root.hex(),
-            "model": fields.get("model", ""),
-            "slot": row.slot,
-            "generation": row.generation,
-            "position": row.position,
-            "tokens": row.tokens,
-            "last_use_age_seconds": row.last_use_age_seconds,
-            "hits": row.hits,
-            "leased": bool(row.leased),
-            "pinned": bool(row.pinned),
-        }
+        row, fields = self.row._asdict(), self.namespace.fields if self.namespace else {}
+        names = {"key": row.pop("key").hex(), "namespace": row.pop("namespace_root").hex()}
+        return {"tier": self.tier, **names, "model": fields.get("model", ""), **row}
 
 
 class Total(NamedTuple):

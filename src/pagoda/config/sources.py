@@ -37,11 +37,8 @@ class Loaded(NamedTuple):
     origins: dict[str, str]
 
 
-class _Layer(NamedTuple):
-    """Options from one place, and how that place is named in errors and origins."""
-
-    values: Mapping[str, object]
-    origin: Callable[[str], str]
+_Given = dict[str, tuple[object, str]]
+"""Options from one place: the value of each, and how errors and origins name where it is from."""
 
 
 def load(
@@ -62,19 +59,19 @@ def load(
         ConfigError: an unknown option or variable (with the nearest known one), or a value that cannot stand.
     """
     environ = os.environ if environ is None else environ
-    layers = [
-        _arguments(kwargs),
-        _options({name: value for name, value in (cli or {}).items() if value is not None}),
-        _environment(environ),
-        _file(_find_file(file, environ)),
-    ]
-    values, origins = _merge(layers)
+    arguments = _arguments(kwargs)
+    options = _options({name: value for name, value in (cli or {}).items() if value is not None})
+    variables = _environment(environ)
+    given = {**_file(_find_file(file, environ)), **variables, **options, **arguments}
+    origins = {name: given[name][1] if name in given else DEFAULT for name in option_names()}
+    kinds = {option.name: str(option.type) for option in fields(Config) if option.name in given}
+    values = {name: _converted(name, kind, *given[name]) for name, kind in kinds.items()}
     for name, value in values.items():
         try:
             checked(name, value)
         except ConfigError as trouble:
             raise ConfigError(f"{trouble} ({origins[name]})") from None
-    return Loaded(Config(**values), {name: origins.get(name, DEFAULT) for name in option_names()})  # type: ignore[arg-type]
+    return Loaded(Config(**values), origins)  # type: ignore[arg-type]
 
 
 def schema() -> dict[str, object]:
@@ -83,60 +80,46 @@ def schema() -> dict[str, object]:
     return {"additionalProperties": False, "properties": known, "title": "pagoda.toml", "type": "object"}
 
 
-def _merge(layers: list[_Layer]) -> tuple[dict[str, object], dict[str, str]]:
-    """Return each value that was given, of the first layer that has it, as the type of its option; and its origin."""
-    given: dict[str, object] = {}
-    origins: dict[str, str] = {}
-    for layer in reversed(layers):
-        given.update(layer.values)
-        origins.update({name: layer.origin(name) for name in layer.values})
-    values: dict[str, object] = {}
-    for option in fields(Config):
-        name = option.name
-        if name not in given:
-            continue
-        try:
-            values[name] = converted(str(option.type), given[name])
-        except ValueError as invalid:
-            shown = "" if name == "remote" else f" = {given[name]!r}"  # there may be a password in it
-            raise ConfigError(f"{name}{shown}: {invalid} ({origins[name]})") from None
-    return values, origins
+def _converted(name: str, kind: str, value: object, origin: str) -> object:
+    """Return the value of an option as its type. Raises ConfigError."""
+    try:
+        return converted(kind, value)
+    except ValueError as invalid:
+        shown = "" if name == "remote" else f" = {value!r}"  # there may be a password in it
+        raise ConfigError(f"{name}{shown}: {invalid} ({origin})") from None
 
 
-def _arguments(kwargs: Mapping[str, object]) -> _Layer:
+def _arguments(kwargs: Mapping[str, object]) -> _Given:
     _refuse_unknown(kwargs, "argument")
-    return _Layer({name: _text(value) for name, value in kwargs.items()}, lambda name: f"argument {name}")
+    return {name: (_text(value), f"argument {name}") for name, value in kwargs.items()}
 
 
 def _text(value: object) -> object:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-def _options(given: Mapping[str, object]) -> _Layer:
+def _options(given: Mapping[str, object]) -> _Given:
     def flag(name: str) -> str:
         return "--" + name.replace("_", "-")
 
     _refuse_unknown(given, "option", flag)
-    return _Layer(given, lambda name: f"option {flag(name)}")
+    return {name: (value, f"option {flag(name)}") for name, value in given.items()}
 
 
-def _environment(environ: Mapping[str, str]) -> _Layer:
+def _environment(environ: Mapping[str, str]) -> _Given:
     """Read the PAGODA_ variables; an empty one counts as not set, as shells cannot say otherwise.
 
     The variables that Kubernetes sets for services are passed over.
     """
 
-    def variable(name: str) -> str:
-        return PREFIX + name.upper()
-
-    known = {variable(name): name for name in option_names()}
+    known = {PREFIX + name.upper(): name for name in option_names()}
     for found in environ:
         if not found.startswith(PREFIX) or found == FILE_VARIABLE or _SERVICE_VARIABLE.fullmatch(found):
             continue
         if found not in known:
             raise ConfigError(f"{found}: no such variable{did_you_mean(found, known)}{_LISTED}")
-    values = {name: environ[found] for found, name in known.items() if environ.get(found)}
-    return _Layer(values, lambda name: f"environment {variable(name)}")
+    named = {name: found for found, name in known.items() if environ.get(found)}
+    return {name: (environ[found], f"environment {found}") for name, found in named.items()}
 
 
 def _find_file(file: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> Path | None:
@@ -148,21 +131,19 @@ def _find_file(file: str | os.PathLike[str] | None, environ: Mapping[str, str]) 
             where = "" if file is not None else f" (environment {FILE_VARIABLE})"
             raise ConfigError(f"{path}: no such configuration file{where}")
         return path
-    home = environ.get("HOME") or os.path.expanduser(
-        "~"
-    )  # stays "~" for a user that the system does not know
+    # stays "~" for a user that the system does not know
+    home = environ.get("HOME") or os.path.expanduser("~")
     config_home = environ.get("XDG_CONFIG_HOME") or os.path.join(home, ".config")
     if os.path.isfile("pagoda.toml"):
         return Path("pagoda.toml")
     theirs = Path(config_home, "pagoda", "config.toml")
-    return (
-        theirs if os.path.isfile(theirs) and os.access(theirs, os.R_OK) else None
-    )  # HOME may be another user's
+    # HOME may be another user's
+    return theirs if os.path.isfile(theirs) and os.access(theirs, os.R_OK) else None
 
 
-def _file(path: Path | None) -> _Layer:
+def _file(path: Path | None) -> _Given:
     if path is None:
-        return _Layer({}, str)
+        return {}
     try:
         with path.open("rb") as stream:
             values = tomllib.load(stream)
@@ -170,7 +151,7 @@ def _file(path: Path | None) -> _Layer:
         raise ConfigError(f"{path}: cannot be read as TOML: {trouble}") from None
     where = path.absolute()
     _refuse_unknown(values, f"{where}:")
-    return _Layer(values, lambda name: f"file {where}")
+    return {name: (value, f"file {where}") for name, value in values.items()}
 
 
 def _refuse_unknown(values: Mapping[str, object], place: str, spell: Callable[[str], str] = str) -> None:

@@ -159,26 +159,24 @@ class _FieldReader:
         """Replace the older field for one place by those for each place."""
         if field not in self.fields:
             return
-        where = str(self.fields.pop(field))
+        where, verdict = str(self.fields.pop(field)), FieldVerdict.SAME
+        fields: dict[str, object] = {}
         if where == "cpu":
-            self.fields.setdefault("local_cpu", True)
-            self.say(field, FieldVerdict.SAME, "the host tier, as local_cpu: true")
+            fields, text = {"local_cpu": True}, "the host tier, as local_cpu: true"
         elif where.startswith("cuda"):  # its oldest default
-            self.fields.setdefault("local_cpu", True)
+            fields, verdict = {"local_cpu": True}, FieldVerdict.NOT_NEEDED
             text = "device memory is the engine's prefix cache's; the host tier takes its place, as local_cpu: true"
-            self.say(field, FieldVerdict.NOT_NEEDED, text)
         elif where.startswith(("file://", "/", ".")):
-            self.fields.setdefault("local_disk", where)
+            fields, text = {"local_disk": where, "local_cpu": False}, "the disk tier, as local_disk"
             if "max_local_cache_size" in self.fields:
-                self.fields.setdefault("max_local_disk_size", self.fields.pop("max_local_cache_size"))
-            self.fields.setdefault("local_cpu", False)
-            self.say(field, FieldVerdict.SAME, "the disk tier, as local_disk")
+                fields["max_local_disk_size"] = self.fields.pop("max_local_cache_size")
         elif "://" in where:
-            self.fields.setdefault("remote_url", where)
-            self.say(field, FieldVerdict.SAME, "the remote tier, as remote_url")
+            fields, text = {"remote_url": where}, "the remote tier, as remote_url"
         else:
+            verdict = FieldVerdict.NOT_SUPPORTED
             text = f"{redacted(where)!r} is no place known here; write {field}: cpu, file:///PATH or redis://HOST:6379"
-            self.say(field, FieldVerdict.NOT_SUPPORTED, text)
+        self.fields = {**fields, **self.fields}
+        self.say(field, verdict, text)
 
     def _host(self) -> None:
         legacy = "max_local_cache_size" if "max_local_cache_size" in self.fields else ""
