@@ -162,20 +162,19 @@ def _print(verdicts: list[StoreCheck]) -> None:
         printing.note("nothing is stored yet (pagoda config show tells where it would be)")
         return
     rows = [
-        (
-            verdict.tier or "?",
-            verdict.word,
-            verdict.gauges.get("ready", 0),
-            verdict.unreachable,
-            verdict.stale_hints,
-            verdict.read_chunks,
-            len(verdict.damaged),
-            verdict.directory,
-        )
+        {
+            "tier": verdict.tier or "?",
+            "verdict": verdict.word,
+            "chunks": verdict.gauges.get("ready", 0),
+            "unreachable": verdict.unreachable,
+            "stale hints": verdict.stale_hints,
+            "read": verdict.read_chunks,
+            "damaged": len(verdict.damaged),
+            "directory": verdict.directory,
+        }
         for verdict in verdicts
     ]
-    columns = ("tier", "verdict", "chunks", "unreachable", "stale hints", "read", "damaged", "directory")
-    printing.print_table("", columns, rows)
+    printing.print_dicts("", rows)
     for verdict in verdicts:
         if verdict.trouble:
             printing.note(f"{verdict.directory}: {verdict.trouble}")

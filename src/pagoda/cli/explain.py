@@ -95,15 +95,14 @@ def read_tokens(source: str | None) -> TokenIds:
 
 def _print(answers: Sequence[TierAnswer], asked_tokens: int) -> None:
     rows = [
-        (
-            answer.tier,
-            answer.model,
-            answer.num_tokens,
-            printing.share(answer.num_tokens, asked_tokens),
-            answer.reason or "",
-            answer.detail,
-        )
+        {
+            "tier": answer.tier,
+            "model": answer.model,
+            "tokens": answer.num_tokens,
+            "share": printing.share(answer.num_tokens, asked_tokens),
+            "why not more": answer.reason or "",
+            "": answer.detail,
+        }
         for answer in answers
     ]
-    columns = ("tier", "model", "tokens", "share", "why not more", "")
-    printing.print_table(f"of {asked_tokens:,} tokens", columns, rows)
+    printing.print_dicts(f"of {asked_tokens:,} tokens", rows)

@@ -54,9 +54,10 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
 
 
 def print_dicts(title: str, rows: Sequence[Mapping[str, object]], without: Container[str] = ()) -> None:
-    """Print a table of rows by column, but for the columns `without`. There is a row."""
-    columns = [name for name in rows[0] if name not in without]
-    print_table(title, columns, [[row[name] for name in columns] for row in rows])
+    """Print a table of rows by the names of their columns, but for the columns `without`; nothing without a row."""
+    columns = [name for name in next(iter(rows), ()) if name not in without]
+    if columns:
+        print_table(title, columns, [[row[name] for name in columns] for row in rows])
 
 
 class _Right(str):

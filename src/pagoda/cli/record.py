@@ -6,7 +6,7 @@ import os
 import shlex
 import signal
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -66,7 +66,7 @@ def _ran(command: Sequence[str], environ: dict[str, str]) -> int:
         else:
             process.send_signal(number)
 
-    with _handling({signal.SIGINT: lambda *_: None, **dict.fromkeys(_FORWARDED, forward)}):
+    with handling({signal.SIGINT: lambda *_: None, **dict.fromkeys(_FORWARDED, forward)}):
         try:
             process = subprocess.Popen(command, env=environ)
         except OSError as trouble:
@@ -78,7 +78,8 @@ def _ran(command: Sequence[str], environ: dict[str, str]) -> int:
 
 
 @contextmanager
-def _handling(handlers: dict[signal.Signals, Callable[[int, object], None]]) -> Iterator[None]:
+def handling(handlers: Mapping[signal.Signals, Callable[[int, object], object]]) -> Iterator[None]:
+    """Handle these signals so, as long as the context lasts. For the main thread."""
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield

@@ -40,7 +40,9 @@ def remove(
     if what is not None and "://" in what:
         return _forget_remote(what)
     stores = _stores(what, config)
-    if stores and not yes and not _agreed(stores):
+    total, where = sum(store.bytes for store in stores), ", ".join(store.directory for store in stores)
+    question = f"Remove {printing.size(total)} with all that is stored there: {where}?"
+    if stores and not yes and not agreed(question, "remove"):
         return FAILED
     gone, broken = _remove(stores)
     if as_json:
@@ -86,12 +88,6 @@ def _stores(what: str | None, config: Path | None) -> list[DoomedStore]:
         DoomedStore(roots.get(store.parent.resolve(), ""), allocated_bytes(store), str(store))
         for store in found
     ]
-
-
-def _agreed(stores: list[DoomedStore]) -> bool:
-    total = printing.size(sum(store.bytes for store in stores))
-    where = ", ".join(store.directory for store in stores)
-    return agreed(f"Remove {total} with all that is stored there: {where}?", "remove")
 
 
 def _remove(stores: list[DoomedStore]) -> tuple[list[DoomedStore], dict[str, str]]:

@@ -25,8 +25,8 @@ class StoreSnapshot(NamedTuple):
     slot_bytes: int
     gauges: dict[str, int]
     counters: dict[str, int]
-    namespaces: list[NamespaceRow]
     pins: dict[str, int]
+    namespaces: list[NamespaceRow]
 
     def as_json(self) -> dict[str, object]:
         """Return all of it in plain types."""
@@ -34,8 +34,7 @@ class StoreSnapshot(NamedTuple):
             {"namespace": row.root.hex(), "chunks": row.chunks, "fields": row.fields}
             for row in self.namespaces
         ]
-        plain = {name: value for name, value in self._asdict().items() if name != "namespaces"}
-        return {**plain, "directory": str(self.directory), "namespaces": namespaces}
+        return {**self._asdict(), "namespaces": namespaces}
 
 
 def stats(
@@ -98,8 +97,8 @@ def _snapshot(ledger: Ledger) -> StoreSnapshot:
         # this command is a member too while it looks; people ask about the others
         gauges={**gauges, "members": gauges["members"] - 1},
         counters=admin.counters(ledger),
-        namespaces=sorted(admin.list_namespaces(ledger).values(), key=lambda row: -row.chunks),
         pins={owner: len(keys) for owner, keys in admin.list_pins(ledger).items()},
+        namespaces=sorted(admin.list_namespaces(ledger).values(), key=lambda row: -row.chunks),
     )
 
 
@@ -112,16 +111,14 @@ def _print(found: list[StoreSnapshot]) -> None:
     _print_traffic(found)
     for title, prefix in (("misses", "miss_"), ("drops", "drop_")):
         rows = [
-            (snapshot.tier, name.removeprefix(prefix), count)
+            {"tier": snapshot.tier, "reason": name.removeprefix(prefix), "chunks": count}
             for snapshot in found
             for name, count in snapshot.counters.items()
             if name.startswith(prefix) and count
         ]
-        if rows:
-            printing.print_table(f"{title} by reason", ("tier", "reason", "chunks"), rows)
-    pins = [(snapshot.tier, owner, count) for snapshot in found for owner, count in snapshot.pins.items()]
-    if pins:
-        printing.print_table("pins", ("tier", "owner", "chunks"), pins)
+        printing.print_dicts(f"{title} by reason", rows)
+    pins = [(snapshot.tier, *pin) for snapshot in found for pin in snapshot.pins.items()]
+    printing.print_dicts("pins", [{"tier": tier, "owner": owner, "chunks": n} for tier, owner, n in pins])
 
 
 def _print_room(found: list[StoreSnapshot]) -> None:
@@ -145,33 +142,31 @@ def _print_room(found: list[StoreSnapshot]) -> None:
 
 def _print_shared(shared: list[RemoteUsage]) -> None:
     rows = [
-        (
-            remote.tier,
-            "NO ANSWER" if remote.error else "answers",
-            printing.size(remote.used_bytes),
-            printing.size(remote.limit_bytes),
-            remote.address,
-        )
+        {
+            "tier": remote.tier,
+            "state": "NO ANSWER" if remote.error else "answers",
+            "used": printing.size(remote.used_bytes),
+            "limit": printing.size(remote.limit_bytes),
+            "address": remote.address,
+        }
         for remote in shared
     ]
-    if rows:
-        printing.print_table("remote tiers", ("tier", "state", "used", "limit", "address"), rows)
+    printing.print_dicts("remote tiers", rows)
 
 
 def _print_namespaces(found: list[StoreSnapshot]) -> None:
     rows = [
-        (
-            snapshot.tier,
-            row.root.hex()[:12],
-            label(row.fields),
-            row.chunks,
-            printing.size(row.chunks * snapshot.slot_bytes),
-        )
+        {
+            "tier": snapshot.tier,
+            "namespace": row.root.hex()[:12],
+            "model": label(row.fields),
+            "chunks": row.chunks,
+            "bytes": printing.size(row.chunks * snapshot.slot_bytes),
+        }
         for snapshot in found
         for row in snapshot.namespaces
     ]
-    if rows:
-        printing.print_table("namespaces", ("tier", "namespace", "model", "chunks", "bytes"), rows)
+    printing.print_dicts("namespaces", rows)
 
 
 def _print_traffic(found: list[StoreSnapshot]) -> None:

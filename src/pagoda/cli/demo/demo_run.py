@@ -10,16 +10,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 import msgspec
 
 from pagoda.cli import FailedError, UsageError
 from pagoda.cli.demo.demo_child import DemoAnswer, DemoOutcome, Said, Size, Task
+from pagoda.cli.record import handling
 from pagoda.tiers import opened_tiers
 
 __all__ = ["Shown", "run_demo"]
@@ -91,7 +90,9 @@ def run_demo(
     with the last words of a process that failed.
     """
     outcomes = {}
-    with _interruptible(), _own_directory(host_in, "host") as host, _own_directory(disk_in, "disk") as disk:
+    # both are an interruption, also where a shell had SIGINT ignored
+    stops = dict.fromkeys((signal.SIGINT, signal.SIGTERM), _interrupt)
+    with handling(stops), _own_directory(host_in, "host") as host, _own_directory(disk_in, "disk") as disk:
         for process in PROCESSES:
             if process == "disk":
                 step("disk", "wiping the host tier")
@@ -101,21 +102,7 @@ def run_demo(
     return Shown(outcomes)
 
 
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """Let SIGTERM and SIGINT both be a KeyboardInterrupt, also where a shell had SIGINT ignored; put back later."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
+def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
