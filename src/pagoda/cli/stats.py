@@ -170,23 +170,23 @@ def _print_namespaces(found: list[StoreSnapshot]) -> None:
 
 
 def _print_traffic(found: list[StoreSnapshot]) -> None:
-    rows = [
-        (
-            snapshot.tier,
-            count["lookups"],
-            count["hits"],
-            printing.share(count["hit_tokens"], count["asked_tokens"]),
-            count["stored_chunks"],
-            printing.size(count["stored_bytes"]),
-            count["loaded_chunks"],
-            printing.size(count["loaded_bytes"]),
-            count["evicted_chunks"],
-            count["failed_checks"],
-        )
-        for snapshot, count in ((snapshot, snapshot.counters) for snapshot in found)
-    ]
     columns = ("lookups", "hits", "hit tokens", "stored", "bytes", "loaded", "bytes", "evicted", "damaged")
+    rows = [(snapshot.tier, *_traffic(snapshot.counters)) for snapshot in found]
     printing.print_table("traffic", ("tier", *columns), rows)
+
+
+def _traffic(count: dict[str, int]) -> tuple[object, ...]:
+    return (
+        count["lookups"],
+        count["hits"],
+        printing.share(count["hit_tokens"], count["asked_tokens"]),
+        count["stored_chunks"],
+        printing.size(count["stored_bytes"]),
+        count["loaded_chunks"],
+        printing.size(count["loaded_bytes"]),
+        count["evicted_chunks"],
+        count["failed_checks"],
+    )
 
 
 def _prometheus(found: list[StoreSnapshot], shared: list[RemoteUsage]) -> str:
