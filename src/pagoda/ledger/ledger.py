@@ -320,8 +320,9 @@ class Ledger:
             self._room, self._unbacked = made.totals.free(), made.totals.unbacked()
             # before the next victims are chosen
             self._keep_present(made.outcomes, request.start + batch.start, request.stamp)
-            if made.passed_over:
-                self._pass_over(made.passed_over, request.stamp)
+            if made.passed_over:  # pinned or held: they are not offered again and again
+                stamps = np.full(len(made.passed_over), max(self.stamp(), request.stamp))
+                self.evictor.touch(np.array(made.passed_over, np.int64), stamps, asked=False)
             passed_over += len(made.passed_over)
             request.outcomes += made.outcomes[: made.served]
             if made.served == len(batch):
@@ -331,11 +332,6 @@ class Ledger:
                 break
         request.outcomes += left
         return Reason.FULL
-
-    def _pass_over(self, slots: list[int], stamp: int) -> None:
-        """Raise the recency of pinned or held chunks, so that they are not offered again and again."""
-        stamps = np.full(len(slots), max(self.stamp(), stamp))
-        self.evictor.touch(np.array(slots, np.int64), stamps, asked=False)
 
     def _victims(self, count: int, stamp: int) -> list[tuple[int, int]]:
         slots = self.evictor.victims(count, stamp, self._now())

@@ -169,27 +169,18 @@ def write_synced(path: Path, content: bytes) -> None:
     """Replace a small file so that it has either the old or the new content, also after a power cut."""
     fresh = path.with_name(f".{path.name}-{os.getpid()}")
     try:
-        with open(fresh, "wb", opener=_private) as file:
+        with open(fresh, "wb", opener=lambda name, flags: os.open(name, flags | os.O_CLOEXEC, 0o600)) as file:
             file.write(content)  # all of it, or OSError: `os.write` to a full disk may write only a part
             file.flush()
             os.fsync(file.fileno())
         os.replace(fresh, path)
     finally:
         fresh.unlink(missing_ok=True)
-    sync_directory(path.parent)
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CLOEXEC, 0o600)
-
-
-def sync_directory(directory: Path) -> None:
-    """Make the names in a directory durable."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(fd)
+        os.fsync(directory)
     finally:
-        os.close(fd)
+        os.close(directory)
 
 
 def mismatch(directory: Path, state: StoreState) -> str | None:

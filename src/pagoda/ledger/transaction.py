@@ -315,7 +315,7 @@ class Transaction:
         """Assign to the columns what was committed: after the commit, before the gate is released."""
         if (
             os.getpid() != self._pid
-        ):  # a signal handler forked meanwhile: the parent publishes, now or has done so
+        ):  # a signal handler forked meanwhile: the parent publishes, or has done so
             return
         columns.capacity = max(1, self.meta.with_pages())
         for reason, gone in self._ghosts.items():

@@ -128,7 +128,8 @@ class MemorySlab:
         with self._lock:
             if self._stop.is_set() or any(thread.is_alive() for thread in self._threads):
                 return
-            pieces = iter(self._populate_pieces([range(self.slots)] if backed is None else backed))
+            ranges = _byte_ranges([range(self.slots)] if backed is None else backed, self.slot_bytes)
+            pieces = pinned.pieces(ranges, _PIECE_BYTES)
             self._populated_bytes = 0
             made = [
                 threading.Thread(
@@ -141,20 +142,6 @@ class MemorySlab:
         if not background:
             for thread in running:
                 thread.join()
-
-    def _byte_ranges(
-        self, backed: Callable[[], Sequence[range]] | None
-    ) -> Callable[[], list[tuple[int, int]]] | None:
-        size = self.slot_bytes  # not `self`: the closure would keep it alive for ever
-        if backed is None:
-            return None
-        return lambda: [(slots.start * size, len(slots) * size) for slots in backed()]
-
-    def _populate_pieces(self, backed: Sequence[range]) -> Iterator[tuple[int, int]]:
-        for slots in backed:
-            end = slots.stop * self.slot_bytes
-            for start in range(slots.start * self.slot_bytes, end, _PIECE_BYTES):
-                yield start, min(_PIECE_BYTES, end - start)
 
     def _populate(self, array: Bytes, pieces: Iterator[tuple[int, int]]) -> None:
         # `array` keeps the mapping alive as long as this thread may access it, whatever close() does.
@@ -190,10 +177,11 @@ class MemorySlab:
             if self._pinned is not None:
                 self._pinned.rescan()
             else:
-                size = _piece_bytes(self.slot_bytes)
+                size = self.slot_bytes  # not `self` in what follows: that would keep it alive for ever
                 self._pinned = pinned.pin(
-                    self.array, device_index, driver=driver, piece_bytes=size, parts=self._byte_ranges(backed)
-                )
+                    self.array, device_index, driver=driver, piece_bytes=_piece_bytes(size),
+                    parts=None if backed is None else lambda: _byte_ranges(backed(), size),
+                )  # fmt: skip
                 if self._pinned is not None:  # else a slab that is never closed would stay registered
                     weakref.finalize(self, self._pinned.stop).atexit = False
             return self._pinned
@@ -220,6 +208,11 @@ class MemorySlab:
         for thread in running:
             thread.join(max(0.0, deadline - time.monotonic()))
         self._array = self._flat = None
+
+
+def _byte_ranges(slots: Sequence[range], slot_bytes: int) -> list[tuple[int, int]]:
+    """Return ranges of slots as offsets and lengths in bytes."""
+    return [(part.start * slot_bytes, len(part) * slot_bytes) for part in slots]
 
 
 def _zeros(nbytes: int) -> Bytes:

@@ -277,7 +277,7 @@ class PinnedMemory:
         self._total_bytes = self.nbytes + sum(nbytes for _, nbytes in parts)
         self._driver.use(self.device_index)
         began, pause = time.monotonic(), _PAUSE_SECONDS
-        for start, nbytes in _pieces(parts, self._piece_bytes):
+        for start, nbytes in pieces(parts, self._piece_bytes):
             with contextlib.suppress(queue.Empty):
                 if (seconds := self._requests.get(timeout=pause)) is not None:
                     return seconds
@@ -332,7 +332,8 @@ class PinnedMemory:
         self._done.set()
 
 
-def _pieces(parts: Iterable[tuple[int, int]], piece_bytes: int) -> Iterator[tuple[int, int]]:
+def pieces(parts: Iterable[tuple[int, int]], piece_bytes: int) -> Iterator[tuple[int, int]]:
+    """Split parts of memory (offset, length) into pieces of at most `piece_bytes`."""
     for start, nbytes in parts:
         for at in range(0, nbytes, piece_bytes):
             yield start + at, min(piece_bytes, nbytes - at)
