@@ -139,7 +139,7 @@ class Ledger:
                         )
                 _opening[me] = this
             with os_errors_mapped(spec.root / spec.name):
-                ledger = cls._opened(spec, policy, clock, deadline_seconds, create, borrowed)
+                ledger = cls._opened(spec, policy, clock, until, create, borrowed)
             ledger._borrowed = borrowed
             with _changed:
                 _ledgers.append(ledger)
@@ -148,15 +148,14 @@ class Ledger:
             with _changed:
                 _changed.notify_all()
         with os_errors_mapped(ledger.directory):
-            ledger._begin(_left(until), create)
+            ledger._begin(until, create)
         return ledger
 
-    def _begin(self, seconds: float, create: bool) -> None:
+    def _begin(self, until: float, create: bool) -> None:
         """Do what is left to do once a store is open, and take its share of its root, if it was to be created.
 
         If it fails, the store is closed: NoRoomError, StoreError or OSError.
         """
-        until = time.monotonic() + seconds
         try:
             self.namespaces.prepare_clears()
             self.session.recover(_left(until))
@@ -170,9 +169,8 @@ class Ledger:
 
     @classmethod
     def _opened(
-        cls, spec: StoreSpec, policy: str, clock: Clock, deadline_seconds: float, create: bool, locked: bool
+        cls, spec: StoreSpec, policy: str, clock: Clock, until: float, create: bool, locked: bool
     ) -> Ledger:
-        until = time.monotonic() + deadline_seconds
         store = _with_space(lambda seconds: open_store(spec, clock, seconds, create, locked), until)
         with contextlib.ExitStack() as undo:
             undo.callback(store.release)
