@@ -105,12 +105,15 @@ class FaultySlab(FileSlab):
     def read_headers(self, first: int, count: int) -> list[memoryview]:
         """As FileSlab.read_headers, with the planned faults; the pages of a LOST read are zeros."""
         plan = self._next("read_headers")
-        headers = [memoryview(bytearray(PAGE_BYTES)) for _ in range(count)]
+        pages = aligned(count * PAGE_BYTES).reshape(-1, PAGE_BYTES)
+        pages[:] = 0
+        headers = [page.data for page in pages]
 
         def read(part: Sequence[Buffer]) -> None:
-            headers[: len(part)] = FileSlab.read_headers(self, first, len(part))
+            for slot, page in enumerate(part, first):
+                FileSlab.read(self, slot, [page])
 
-        self._run(plan, list(headers), read)
+        self._run(plan, headers, read)
         if plan is not None and plan.fault is Fault.BIT_FLIP:
             _flip(headers, plan.at)
         return headers
