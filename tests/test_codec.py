@@ -41,7 +41,7 @@ def test_round_trip(header: Header, seed: int, slack: int) -> None:
     assert parse(page.tobytes()) == header
     assert verify(page, payload, header) is None
     assert verify(page, payload, Expected()) is None
-    payload[header.length :] ^= 0xFF  # beyond the length is nobody's
+    payload[header.length :] ^= 0xFF  # bytes after the length are not part of it
     assert verify(page, payload, Expected(key=header.key, sequence=header.sequence)) is None
 
 

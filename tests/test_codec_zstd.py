@@ -1,4 +1,4 @@
-"""Payloads as they are stored: what comes back, what is refused, and what that may cost."""
+"""Stored payloads: round trips, refusals, and bounds of their cost."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ ROOT = Path(__file__).resolve().parent.parent
 BLOCK = 1 << 18
 HEAD, PLANE = struct.Struct("<BBBQ"), struct.Struct("<BI")
 HEADER = Header(b"s" * 16, 3, b"n" * 32, 2, b"k" * 32, 7, 5000, 256, "zstd", "0123456789abcdef", 99)
-SPECIALS = np.array(
-    [0x7FC0, 0x7F80, 0xFF80, 0x0000, 0x8000, 0x0001, 0x7F7F, 0xFFFF], "<u2"
-)  # NaN, Inf, 0, ...
+# NaN, Inf, 0, ...
+SPECIALS = np.array([0x7FC0, 0x7F80, 0xFF80, 0x0000, 0x8000, 0x0001, 0x7F7F, 0xFFFF], "<u2")
 
 
 def random_of(nbytes: int, seed: int) -> np.ndarray:

@@ -62,7 +62,7 @@ def test_more_than_the_file_system_has_is_refused_with_the_remedy(tmp_path: Path
 
 
 def test_a_place_without_stores_needs_all_the_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where stores are, a tier gets by with what they have, whatever was asked for."""
+    """A tier with existing stores works with their space, whatever size was requested."""
     monkeypatch.setattr(disk_space, "cgroup_free_bytes", lambda: MIB)
     store = tmp_path / "root" / "layout"
     for _ in range(2):

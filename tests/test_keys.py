@@ -386,7 +386,7 @@ def test_bad_fields(wrong: dict[str, object]) -> None:
         Namespace(**{"model": "model", **wrong})  # type: ignore[arg-type]
 
 
-# ---- for ever
+# ---- pinned
 
 FULL = Namespace("model", "rev", "weights", 3, "bfloat16", "0123456789abcdef", 2, "lora", "salt")
 GOLDEN = {

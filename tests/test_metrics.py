@@ -14,7 +14,7 @@ logger = logging.getLogger("pagoda.test")
 
 
 class StoppedClock(Clock):
-    """A clock that moves when told."""
+    """A clock that a test advances."""
 
     now_ns = 10**9
 

@@ -98,7 +98,7 @@ def in_a_process(code: str) -> str:
 
 
 def test_a_submit_that_an_exception_breaks_off_runs_nothing_and_keeps_no_process() -> None:
-    """The thread is there, and no book has it: an exception of a signal handler came before."""
+    """The thread exists but is not registered: an exception of a signal handler was raised before that."""
     said = in_a_process("""
 start = threading.Thread.start
 def interrupted(thread):

@@ -1,4 +1,4 @@
-"""benchmarks/gpu without a GPU: it says why it skips, every measuring function runs, the tables are the JSON's."""
+"""benchmarks/gpu without a GPU: the reason of the skip, every measuring function, tables equal to the JSON."""
 
 from __future__ import annotations
 

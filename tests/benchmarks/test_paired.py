@@ -1,4 +1,4 @@
-"""Two source trees in turns: what is worse is said, and what does not run ends it."""
+"""Two source trees in turns: slower figures are reported, and a failing benchmark ends the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pool: blocks are had, given back and had again; what is freed wrongly is named and changes nothing."""
+"""The pool: blocks are allocated, freed and allocated again; a wrong free is reported and changes nothing."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_a_clean_refusal_changes_nothing(hosted: Engine, evict: bool) -> None:
     hosted.add("b", prompt(8) + prompt(17, 3))
     before = everything(hosted)
     answer = hosted.manager.admit("b", evict=evict)
-    assert answer == NoRoom(5, 2 if evict else 1)  # its own path is not counted as room
+    assert answer == NoRoom(5, 2 if evict else 1)  # its own path does not count as available
     assert everything(hosted) == before
     assert hosted.manager.extend("runs", 99, evict=evict) == NoRoom(21, 4 if evict else 1)
     assert everything(hosted) == before
@@ -84,7 +84,7 @@ def test_only_whole_computed_blocks_enter_the_tree(bare: Engine) -> None:
 
 
 def test_extend_gives_room_for_more_tokens(bare: Engine) -> None:
-    """Extend: blocks for what is generated, outside the tree until they are kept."""
+    """Extend: blocks for generated tokens, outside the tree until they are cached."""
     bare.start("a", prompt(4))
     assert bare.manager.extend("a", 4) == Extended(bare.manager.table("a"), 0)
     answer = bare.manager.extend("a", 10)
@@ -131,7 +131,7 @@ def test_a_twin_that_is_there_gives_our_block_back(bare: Engine) -> None:
     assert not set(bare.manager.table("a")) & set(bare.manager.table("b"))
     assert (bare.stat("cached"), bare.stat("in_use")) == (2, 4)
     bare.finish("b")
-    assert bare.manager.free == 8 - 3  # all of its own: the tree has those of "a"
+    assert bare.manager.free == 8 - 3  # all blocks are separate: the tree has those of "a"
     bare.finish("a")
     assert (bare.manager.free, bare.stat("evictable")) == (6, 2)
     assert bare.start("c", prompt(9)).computed_tokens == 8
@@ -142,7 +142,7 @@ def test_a_twin_that_is_coming_is_not_waited_for(hosted: Engine) -> None:
     assert hosted.cache is not None
     hosted.add("a", prompt(9))
     hosted.admit("a")
-    stored(hosted.cache, prompt(8))  # by somebody else, meanwhile
+    stored(hosted.cache, prompt(8))  # by another process, meanwhile
     hosted.add("b", prompt(9))
     up = hosted.admit("b").plan
     assert up is not None
@@ -161,7 +161,7 @@ def test_a_twin_that_leaves_without_its_parent_is_none(hosted: Engine) -> None:
     assert hosted.cache is not None
     hosted.leave("a", prompt(8))
     stored(hosted.cache, prompt(4))
-    down = hosted.manager.demote(2)  # the first is on the host and goes at once; the second is copied
+    down = hosted.manager.demote(2)  # the first is on the host and is dropped at once; the second is copied
     assert down is not None and len(down.copies) == 1 and hosted.places(prompt(8)) == ["host", "to_host"]
     admitted = hosted.start("b", prompt(9))
     assert admitted.by_tier == {"host": 4} and hosted.stat("cancelled_moves") == 0
@@ -178,7 +178,7 @@ def test_a_host_twin_adopts_our_device_block(hosted: Engine) -> None:
     assert hosted.cache is not None
     hosted.add("a", prompt(9))
     hosted.admit("a")
-    stored(hosted.cache, prompt(8))  # by somebody else, meanwhile
+    stored(hosted.cache, prompt(8))  # by another process, meanwhile
     hosted.compute("a")
     assert hosted.places(prompt(8)) == ["device", "device"]
     hosted.finish("a")

@@ -48,7 +48,7 @@ def test_a_prefix_tree_by_chained_hash(bare: Engine) -> None:
     bare.start("a", head + tail)
     same = bare.start("b", head + prompt(4, 2))
     assert (same.shared, same.computed_tokens) == (2, 8) and same.table[:2] == bare.manager.table("a")[:2]
-    bare.add("c", prompt(8, 3) + tail)  # the same third block behind another prefix
+    bare.add("c", prompt(8, 3) + tail)  # the same third block after another prefix
     assert bare.manager.match("c").num_tokens == 0
 
 
@@ -131,7 +131,7 @@ def test_a_hit_on_a_block_on_its_way_to_host_cancels_the_move(hosted: Engine) ->
 
 
 def test_a_hit_on_a_host_block_brings_it_back(hosted: Engine) -> None:
-    """A hit on a host block brings it back."""
+    """A hit on a host block loads it again."""
     hosted.leave("a", prompt(12))
     assert hosted.demoted(3) == 8
     hosted.kv[:] = 0
@@ -201,4 +201,4 @@ def test_match_pins_nothing(hosted: Engine) -> None:
         assert hosted.manager.match(f"wait {i}").device_tokens == 32
     assert (hosted.stat("evictable"), hosted.stat("in_use")) == (8, 0)
     hosted.add("b", prompt(32, 9))
-    assert len(hosted.admit("b").table) == 8  # the whole pool, whoever has looked
+    assert len(hosted.admit("b").table) == 8  # the whole pool, after any look-up

@@ -42,7 +42,7 @@ def test_reset_drains_moves_in_flight(hosted: Engine) -> None:
     hosted.manager.release("new")
     hosted.manager.reset()
     assert hosted.manager.free == 8
-    assert hosted.places(prompt(4, 2)) == ["freed"]  # what was on its way down is not stored
+    assert hosted.places(prompt(4, 2)) == ["freed"]  # blocks that were being copied down are not stored
 
 
 def in_all_states(engine: Engine) -> tuple[Plan, Plan]:
@@ -64,7 +64,7 @@ def in_all_states(engine: Engine) -> tuple[Plan, Plan]:
 
 
 def test_reset_abandons_moves_in_flight(hosted: Engine) -> None:
-    """...or abandons: everything comes back at once, and the ends of old tickets change nothing."""
+    """...or abandons: everything is freed at once, and the ends of old tickets change nothing."""
     down, up = in_all_states(hosted)
     hosted.manager.reset(abandon=True)
     hosted.manager.check()
@@ -96,7 +96,7 @@ def test_weights_updated_invalidates_everything_cached(housed: Engine) -> None:
     housed.manager.check()
     housed.add("again", prompt(9, 1))
     assert housed.manager.match("again") == PrefixMatch(0, 0, 0)
-    assert housed.resume("comes").computed_tokens == 0  # and from now on it is cached anew
+    assert housed.resume("comes").computed_tokens == 0  # and from now on it is cached again
     assert housed.manager.match("waits").device_tokens == 12
 
 
@@ -234,7 +234,7 @@ def test_moves_can_be_paused_and_drained(hosted: Engine) -> None:
     down = hosted.manager.demote(2)
     hosted.manager.pause()
     assert hosted.manager.paused and hosted.manager.in_flight == 1
-    hosted.end(down)  # what is under way ends as ever
+    hosted.end(down)  # running copies end as usual
     assert hosted.manager.in_flight == 0
     hosted.add("c", prompt(9))
     assert hosted.manager.match("c") == PrefixMatch(0, 0, 0) and hosted.manager.prefetch("c") is None

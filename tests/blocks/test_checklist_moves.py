@@ -54,7 +54,7 @@ def test_demote_if_the_host_has_room_or_can_make_it_else_drop(shm_root: Path) ->
         engine = Engine(16, cache, write_back=False)
         engine.leave("a", prompt(16))
         assert engine.demoted(4) == 16 and engine.places(prompt(16)) == ["host"] * 4
-        for seed in range(1, 5):  # 16 blocks more: the host makes room by dropping what is oldest there
+        for seed in range(1, 5):  # 16 blocks more: the host drops its oldest chunks for them
             clock.advance(100)
             engine.leave(f"{seed}", prompt(16, seed))
             engine.demoted(4)
@@ -73,7 +73,7 @@ def test_demote_if_the_host_has_room_or_can_make_it_else_drop(shm_root: Path) ->
         assert plan is not None and len(plan.copies) == 2
         assert engine.manager.free == 14 and engine.stat("dropped_blocks") == 2
         engine.end(plan)
-        assert engine.places(prompt(16, 9)) == ["host", "host", "freed", "freed"]  # the head is what is kept
+        assert engine.places(prompt(16, 9)) == ["host", "host", "freed", "freed"]  # the head is kept
 
 
 def test_the_host_evicts_to_storage(shm_root: Path, tmp_path: Path) -> None:
@@ -102,9 +102,8 @@ def test_write_back_at_finish_copies_what_is_missing_only(housed: Engine) -> Non
     housed.start("a", prompt(13))
     plan = housed.manager.finish("a")
     assert plan is not None and plan.direction is Direction.DOWN and len(plan.copies) == 3
-    assert (
-        housed.places(prompt(12)) == ["device"] * 3 and housed.stat("evictable") == 0
-    )  # read until it ended
+    # read until it ended
+    assert housed.places(prompt(12)) == ["device"] * 3 and housed.stat("evictable") == 0
     housed.end(plan)
     assert housed.places(prompt(12)) == ["device"] * 3 and housed.stat("evictable") == 3
     assert housed.cache is not None and housed.cache.flush(60)
@@ -167,7 +166,7 @@ def test_lengths_agree_by_minimum_over_ranks(shm_root: Path) -> None:
         assert plan is not None
         engine.copy(plan)
         assert not engine.manager.completed(plan.ticket, rank=1).ended
-        assert cache.lookup(prompt(16)).num_tokens == 0  # not before both have said so
+        assert cache.lookup(prompt(16)).num_tokens == 0  # not before both have reported
         assert engine.manager.completed(plan.ticket, rank=0, blocks=3).ended
         assert retrieved(cache, prompt(16)) == (12, True)
         engine.add("b", prompt(16))

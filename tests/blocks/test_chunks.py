@@ -126,7 +126,7 @@ def test_a_pool_grows_and_shrinks_with_what_is_cached(shm_root: Path) -> None:
     manager.check()
     manager.finish("a")
     assert manager.stats()["cached"] == 4
-    manager.resize(2)  # with the blocks that go goes what hangs below them
+    manager.resize(2)  # the descendants of removed blocks are removed too
     manager.check()
     assert manager.total == 2 and manager.stats()["cached"] + manager.free == 2
     manager.add("b", list(range(9)))

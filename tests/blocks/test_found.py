@@ -24,7 +24,7 @@ def test_a_manager_without_a_cache_has_a_namespace(bare: Engine) -> None:
 
 
 def test_resume_does_not_bring_a_dead_rank_back(shm_root: Path) -> None:
-    """Its share of a chunk would be missing, though all that live have said that theirs is in."""
+    """Its share of a chunk would be missing, although all live ranks have reported theirs."""
     with cache_at(shm_root) as cache:
         engine = Engine(8, cache, ranks=2, write_back=False)
         engine.leave("a", prompt(8))
@@ -92,7 +92,7 @@ def test_nothing_to_prefetch(shm_root: Path, tmp_path: Path) -> None:
         for name, tokens in (("a", prompt(8)), ("b", prompt(8, 1)), ("c", prompt(2))):
             engine.add(name, [*tokens, 1])
             assert engine.manager.prefetch(name) is None, name
-        engine.add("new", prompt(9, 2))  # of this one only the tiers can tell
+        engine.add("new", prompt(9, 2))  # only the tiers know of this one
         future = engine.manager.prefetch("new")
         assert future is not None and future.result(60).num_tokens == 0
     with cache_at(shm_root) as cache:

@@ -1,4 +1,4 @@
-"""Known mistakes of block managers, which must not come back. Each test names the mistake that it pins."""
+"""Known mistakes of block managers, which must not occur again. Each test names the mistake that it pins."""
 
 from __future__ import annotations
 
@@ -225,14 +225,15 @@ def test_mistake_11_a_request_of_the_same_name_has_nothing_of_the_old_ones_ticke
 def test_mistake_12_a_freed_block_that_counts_as_one_on_the_host(hosted: Engine) -> None:
     assert hosted.cache is not None
     ledger = ledger_of(hosted.cache)
-    hosted.manager.pause()  # what goes now is dropped: it is nowhere
+    hosted.manager.pause()  # blocks evicted now are dropped: no tier has them
     hosted.leave("a", prompt(16))
     hosted.manager.demote(4)
     assert hosted.places(prompt(16)) == ["freed"] * 4
+    # each list has its own, and all of it
     assert (hosted.manager.free, admin.gauges(ledger)["free"]) == (
         8,
         64,
-    )  # each list has its own, and all of it
+    )
     hosted.manager.resume()
     hosted.add("b", prompt(17))
     assert hosted.admit("b").computed_tokens == 0
@@ -328,7 +329,7 @@ def test_mistake_17_what_comes_back_is_inserted_behind_its_parent(hosted: Engine
     assert [node.key for node in reversed(nodes)] == hosted.keys(prompt(16))
     hosted.finish("b")
     hosted.demoted(1)
-    assert hosted.places(prompt(16)) == ["device"] * 3 + ["host"]  # not the first of what came back
+    assert hosted.places(prompt(16)) == ["device"] * 3 + ["host"]  # not the first of the freed blocks
 
 
 def test_mistake_19_a_rank_that_has_nothing_reports_as_well(shm_root: Path) -> None:
@@ -367,7 +368,7 @@ def test_mistake_20_writing_what_is_there_or_never_read_again(shm_root: Path, tm
         assert engine.manager.demote(16) is None and engine.manager.free == 16  # not copied a second time
         assert cache.flush(60)
         keys = engine.keys(prompt(16))
-        assert cache.holders(keys[0]) == ["host"]  # nobody has read it
+        assert cache.holders(keys[0]) == ["host"]  # it was not read
         for n in range(2):
             engine.leave(f"hit {n}", prompt(17))
             assert engine.manager.demote(16) is None
@@ -420,7 +421,7 @@ def test_mistake_5_evicting_what_is_being_loaded(shm_root: Path) -> None:
         engine.kv[:] = 0
         engine.add("b", prompt(17))
         plan = engine.admit("b").plan
-        for n in range(1, 6):  # twenty chunks more than there is room for, when every lease has ended
+        for n in range(1, 6):  # twenty chunks more than fit, after every lease has ended
             clock.advance(100)
             stored(cache, prompt(16, n))
         assert engine.end(plan).shortened == {}
@@ -439,7 +440,7 @@ def test_mistake_15_copies_that_were_overtaken_count_as_good(hosted: Engine) -> 
     hosted.demoted(4)
     hosted.add("b", prompt(17))
     plan = hosted.admit("b").plan
-    assert hosted.cache.clear().ok  # what is in the slots now may be anything
+    assert hosted.cache.clear().ok  # the slots may contain anything now
     assert hosted.end(plan).shortened == {"b": 0}
     hosted.compute("b")
     hosted.is_right("b")

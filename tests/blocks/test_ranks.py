@@ -76,7 +76,7 @@ def test_lengths_agree_by_minimum(four: Engine, good: tuple[int, ...]) -> None:
 def test_a_rank_that_reports_twice_or_late_changes_nothing(four: Engine) -> None:
     plan = going_down(four, prompt(12))
     assert four.manager.completed(plan.ticket, rank=2) == YET
-    for _ in range(5):  # nor does it stand for the others
+    for _ in range(5):  # nor does it count for the others
         assert four.manager.completed(plan.ticket, rank=2, blocks=0) == UNKNOWN
     for rank in (0, 1):
         assert four.manager.completed(plan.ticket, rank=rank) == YET
@@ -170,7 +170,7 @@ def test_no_new_moves_without_all_ranks(four: Engine) -> None:
     assert four.manager.lost(0) == [] and four.manager.paused
     assert four.manager.demote(2) is None and four.manager.free == 16
     four.add("b", prompt(9))
-    assert four.admit("b").plan is None  # it goes on, and computes
+    assert four.admit("b").plan is None  # it continues, and computes
     four.compute("b")
     assert four.manager.finish("b") is None
 

@@ -83,7 +83,7 @@ def test_an_image_whose_end_goes_while_it_is_looked_for(
 
 
 def test_who_needs_room_that_a_write_back_still_reads_waits_for_it(shm_root: Path) -> None:
-    """Before the fix it was refused although no other request was there, as if its prompt could never fit."""
+    """Before the fix it was refused, as if its prompt could never fit, although there was no other request."""
     with cache_at(shm_root) as cache:
         engine = Engine(8, cache)
         engine.start("a", prompt(29))
@@ -120,9 +120,8 @@ def test_a_write_back_keeps_no_block_that_it_does_not_copy(shm_root: Path) -> No
         engine = Engine(8, cache)
         engine.start("a", prompt(32))
         plan = engine.manager.finish("a")
-        assert (
-            plan is not None and len(plan.copies) == 4
-        )  # a quarter of the slots is what one member may reserve
+        # a quarter of the slots is what one member may reserve
+        assert plan is not None and len(plan.copies) == 4
         assert engine.stat("evictable") == 4
         engine.manager.check()
         engine.end(plan)
@@ -143,9 +142,9 @@ def test_a_plain_pool_writes_back_and_tells_of_new_weights(shm_root: Path) -> No
 
 
 def test_the_heir_of_a_run_is_in_no_other_move(shm_root: Path) -> None:
-    """It kept blocks that a second copy still wrote, waited for that for ever, and both freed them."""
+    """Before the fix it kept blocks that a second copy still wrote, waited forever, and both freed them."""
     long = prompt(40)
-    branch = [*long[:20], *prompt(9, 1)]  # goes on where neither ends
+    branch = [*long[:20], *prompt(9, 1)]  # continues after both
     with cache_at(shm_root) as cache:
         engine = Engine(24, cache, write_back=False)
         engine.leave("one", long)

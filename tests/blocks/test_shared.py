@@ -119,7 +119,7 @@ def test_two_managers_that_demote_the_same_write_it_once(shm_root: Path) -> None
         two.leave("a", TOKENS)
         first = one.manager.demote(3)
         assert first is not None
-        assert two.manager.demote(3) is None and two.manager.free == 5  # somebody else is writing them
+        assert two.manager.demote(3) is None and two.manager.free == 5  # another process is writing them
         one.end(first)
         assert two.manager.demote(3) is not None
         assert two.places(TOKENS) == ["to_host"] * 3 + ["host"] * 3
@@ -222,7 +222,7 @@ def test_an_engine_outlives_its_cache(shm_root: Path, tmp_path: Path) -> None:
         up = engine.admit("b").plan
         written = engine.manager.finish("runs")
         assert up is not None and written is not None
-    assert engine.manager.completed(up.ticket).shortened == {"b": 8}  # whose slots they were cannot be told
+    assert engine.manager.completed(up.ticket).shortened == {"b": 8}  # it is unknown whose slots they were
     assert engine.manager.completed(written.ticket).ended
     engine.manager.check()
     engine.compute("b")

@@ -58,7 +58,7 @@ def test_leaves_go_first_and_the_oldest_of_them() -> None:
     assert tree.evictable == 5
     assert evicted(tree, 1) == [22]  # a leaf, though its parent is no younger
     assert evicted(tree, 1) == [30]
-    assert evicted(tree, 9) == [12, 11, 10]  # a parent becomes a candidate when its last child has gone
+    assert evicted(tree, 9) == [12, 11, 10]  # a parent becomes a candidate when its last child was removed
     assert tree.evict(1) == [] and tree.evictable == 0 and not tree.nodes
 
 
@@ -67,7 +67,7 @@ def test_a_parent_has_been_used_when_its_child_was() -> None:
     used(tree, [1], 10)
     used(tree, [2], 20)
     tip = used(tree, [1, 3], 10)  # the path through [1] is younger than [2]
-    assert tree.remove(tip) == 11  # and is so though this end of it has gone
+    assert tree.remove(tip) == 11  # and remains so although this end of it was removed
     assert evicted(tree, 2) == [20, 10]
 
 
@@ -199,7 +199,7 @@ def test_the_heap_stays_bounded_whatever_is_used_again_and_again() -> None:
     assert most <= 2 * 50 + 1024 + 1
     tree.check()
     order = tree.remove_evicted(tree.evict(100))
-    assert order[:4] == [1, 0, 3, 2] and len(order) == 100  # the stale entries misled nobody
+    assert order[:4] == [1, 0, 3, 2] and len(order) == 100  # the stale entries had no effect
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ class Model:
     place: dict[tuple[int, ...], Place] = field(default_factory=dict)
     use: dict[tuple[int, ...], int] = field(default_factory=dict)  # the last use of a path through it
     tips: list[tuple[int, ...]] = field(default_factory=list)  # one a request
-    moves: list[tuple[int, ...]] = field(default_factory=list)  # where those end that bring something
+    moves: list[tuple[int, ...]] = field(default_factory=list)  # the end of the moves that load something
     blocks: dict[tuple[int, ...], int] = field(default_factory=dict)
 
     def found(self, path: tuple[int, ...]) -> list[tuple[int, ...]]:

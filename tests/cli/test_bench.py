@@ -1,4 +1,4 @@
-"""`pagoda bench` measures tiers of its own beside the configured ones."""
+"""`pagoda bench` measures separate tiers next to the configured ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pagoda config` and what the command itself says of wrong use."""
+"""`pagoda config`, and the messages of the command for wrong use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pagoda remove`: memory and disk come back; what is in use, or not ours, stays."""
+"""`pagoda remove` frees memory and disk; stores in use, or of others, stay."""
 
 from __future__ import annotations
 

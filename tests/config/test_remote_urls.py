@@ -1,4 +1,4 @@
-"""URLs of remote tiers: what they come to, what is wrong with them, and that no secret of theirs is ever shown."""
+"""URLs of remote tiers: their options, their errors, and that no secret in them is ever shown."""
 
 from __future__ import annotations
 

@@ -270,7 +270,7 @@ def test_a_broken_tier_is_found_out(broken: type[DictTier], test: str, tmp_path:
 
     class Suite(TierConformance):
         def make_tier(self, tmp_path: Path) -> Tier:
-            tier.may_write.clear()  # what is queued stays so until somebody waits for it
+            tier.may_write.clear()  # queued work stays queued until a call waits for it
             return tier
 
         def ends(self, futures: Sequence[Future[Done]]) -> list[Done]:

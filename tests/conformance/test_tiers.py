@@ -15,7 +15,7 @@ from tests.tiers.tools import SavingHost
 
 LAYOUT = KVLayout.opaque(4, 5000, "conformance")
 STRIDE = HEADER_BYTES + LAYOUT.slot_bytes
-PATIENT_SECONDS = 30.0  # every call may succeed: a busy machine may stand still for a while
+PATIENT_SECONDS = 30.0  # every call may succeed: a busy machine may pause for a while
 SLOTS = 128  # one member may have a quarter of them reserved
 
 

@@ -484,7 +484,7 @@ def test_a_pass_is_measured_when_its_time_is_known() -> None:
     with prefills.measured(model, watch):
         generated(model, IDS, 3)
     prefills.read()
-    assert (len(made), seen) == (1, [])  # the first pass only, and nobody waited
+    assert (len(made), seen) == (1, [])  # only the first pass, and there was no wait
     made[0].there = True
     prefills.read()
     prefills.read()
@@ -496,7 +496,7 @@ def test_a_pass_is_measured_when_its_time_is_known() -> None:
     for late in made:
         late.there = True
     prefills.read()
-    assert 2 <= len(seen) < 40  # what nobody reads does not pile up
+    assert 2 <= len(seen) < 40  # results that are never read do not accumulate
 
 
 def test_what_is_measured_how() -> None:

@@ -42,7 +42,7 @@ def processes(mark: dict[str, str]) -> list[int]:
             marked = sought in (place / "environ").read_bytes().split(b"\0")
             if marked or os.readlink(place / "cwd").startswith(mark["TMPDIR"]):
                 found.append(int(place.name))
-        except OSError:  # gone meanwhile, or a kernel's own
+        except OSError:  # ended meanwhile, or a kernel thread
             continue
     return found
 

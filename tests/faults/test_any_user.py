@@ -1,4 +1,4 @@
-"""Any user, with or without an account, whatever HOME says, and a small /dev/shm: a cache opens, hits, and is seen."""
+"""Any user, with or without an account, any HOME, and a small /dev/shm: a cache opens, hits, and is listed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kill -9` at every system call of making, opening, resizing, rebuilding and closing a store: the next goes on."""
+"""`kill -9` at every system call of creating, opening, resizing, rebuilding, closing a store: the next one works."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def use(root: Path, slots: int, clock: Clock | None = None) -> Callable[[], obje
 @pytest.mark.parametrize("rebooted", [False, True])
 def test_opening_and_closing_a_store_on_disk(shm_root: Path, rebooted: bool) -> None:
     image, root = image_of_disk(shm_root / "image"), shm_root / "root"
-    clock = AfterReboot() if rebooted else None  # the machine goes down too, after the kill
+    clock = AfterReboot() if rebooted else None  # the machine fails too, after the kill
     assert sweep(root, image, use(root, 40), look_at_disk(root, 40, clock, 12)) > 5
 
 
@@ -221,9 +221,8 @@ def test_taking_room_from_another_layout(shm_root: Path) -> None:
     def look() -> None:
         for name, wanted in (("first", hot), ("second", PROMPT)):
             room = Room(root, name, "file")
-            if rebuild.unscanned(
-                room.ledger
-            ):  # killed while it opened the tables: they are rebuilt, here of no headers
+            # killed while it opened the tables: they are rebuilt, here of no headers
+            if rebuild.unscanned(room.ledger):
                 absorb_nothing(room.ledger)
             elif name == "first":
                 assert room.get(hot) == len(hot)

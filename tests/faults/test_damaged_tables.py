@@ -218,7 +218,7 @@ def test_damage_that_a_look_does_not_find_is_remembered(tmp_path: Path) -> None:
 
         with pytest.raises(StoreError):
             tier.ledger.session.read(fail)
-        assert len(load_from(tier, PROMPT)) == 24, "it goes on as long as it is open"
+        assert len(load_from(tier, PROMPT)) == 24, "it works as long as it is open"
         tier.close()
 
     apart(meet_it)
@@ -300,7 +300,9 @@ def test_tables_that_take_too_long_to_read_are_rebuilt(
         monkeypatch.setattr(table_integrity, "_SECONDS", -1.0)
         serves(tmp_path)
         closed = read_state(store)
-        assert closed is not None and not closed.clean, "what cannot be read in time is not said to be clean"
+        assert closed is not None and not closed.clean, (
+            "a store that cannot be read in time is not marked clean"
+        )
 
     apart(slowly)
     after = read_state(store)

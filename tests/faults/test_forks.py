@@ -185,7 +185,7 @@ def test_what_was_open_at_a_fork_can_be_closed(shm_root: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(240, method="thread")
 def test_a_child_that_a_signal_handler_forks_in_a_transaction_leaves_the_tables_alone(shm_root: Path) -> None:
-    """It returns into the middle of the parent's call: its commit beside the parent's would damage the tables."""
+    """It returns into the middle of the parent's call: a commit in both processes would damage the tables."""
     store, parent, random = Store(shm_root, slots=64), os.getpid(), Random(0)
     ledger, children = store.ledger, list[int]()
 
@@ -208,9 +208,8 @@ def test_a_child_that_a_signal_handler_forks_in_a_transaction_leaves_the_tables_
                 call(keys(range(turn * 10, turn * 10 + 10)))
             finally:
                 if os.getpid() != parent:
-                    os._exit(
-                        0
-                    )  # whatever it has met: the store is unavailable in the middle of its parent's call
+                    # whatever it has met: the store is unavailable in the middle of its parent's call
+                    os._exit(0)
             signal.setitimer(signal.ITIMER_REAL, 0)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -39,7 +39,7 @@ class Removal:
 
 
 def opened(host: Path, disk: Path, removal: Removal) -> bool:
-    """Opens a cache, uses it if that was possible, and closes it; nothing but a StoreError may come."""
+    """Open a cache, use it if that was possible, and close it; only a StoreError may be raised."""
     sys.setprofile(removal)
     try:
         with cache_at(host, disk) as cache:
@@ -84,7 +84,7 @@ def test_an_opening_whose_directory_is_removed_is_a_store_error_or_works(
                 shutil.rmtree(tmp_path / "disk", ignore_errors=True)
             failed += not opened(shm_root, tmp_path, Removal(directory, at))
     assert failed, "some of them cannot go on"
-    assert opened(shm_root, tmp_path, Removal(shm_root, 0)), "whoever comes next goes on"
+    assert opened(shm_root, tmp_path, Removal(shm_root, 0)), "the next process works"
     until = time.monotonic() + 60
     while left := descriptors(shm_root, tmp_path):
         assert time.monotonic() < until, left

@@ -66,7 +66,7 @@ REPLACED = [remove, make_anew, move_another_there, copy_over]
 
 
 def counted(ledger: Ledger, name: str) -> int:
-    """What this member has counted, which can no longer be asked for in a transaction."""
+    """Return this member's counts, which a transaction can no longer read."""
     return int(ledger.session._row[ledger.session._column[name]])
 
 
@@ -91,7 +91,7 @@ def test_what_took_the_place_of_a_store_is_neither_read_nor_written(
     put(ledger, keys(1))
     replaced(shm_root)
     before = {path: path.read_bytes() for path in (shm_root / "store").rglob("*")}
-    assert len(ledger.match_prefix(keys(1)).slots) == 1, "what is open already goes on"
+    assert len(ledger.match_prefix(keys(1)).slots) == 1, "open files continue to work"
     reopens(ledger)
     with caplog.at_level(logging.WARNING):
         neither_finds_nor_stores(ledger)

@@ -1,4 +1,4 @@
-"""What is found again after a process, the host tier, all processes or the ledger are gone."""
+"""What is found again after the end of a process or of all processes, or the loss of the host tier or the ledger."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def reopened(root: Path) -> int:
     def work() -> int:
         store = Store(root)
         found = store.load(PROMPT)
-        while store.load(PROMPT) < 10:  # each damaged entry that is met goes
+        while store.load(PROMPT) < 10:  # each damaged entry that is read is removed
             assert store.save(PROMPT) == 10
         assert admin.check(store.ledger)
         store.close()

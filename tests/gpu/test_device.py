@@ -1,4 +1,4 @@
-"""The first of these tests, and where there is no GPU the only one: says what they run on."""
+"""The first of these tests, and without a GPU the only one: it reports the device of the tests."""
 
 from __future__ import annotations
 

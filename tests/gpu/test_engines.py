@@ -1,4 +1,4 @@
-"""Engines whose KV lies on the GPU: the same text with and without the cache, the example engine, vLLM's two halves."""
+"""Engines with KV on the GPU: the same text with and without the cache, the example engine, vLLM's two halves."""
 
 from __future__ import annotations
 

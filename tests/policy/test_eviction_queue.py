@@ -84,7 +84,7 @@ def assert_leaf_first(columns: Columns, victims: list[int]) -> None:
 
 trees = st.lists(
     st.tuples(
-        st.integers(-1, SLOTS - 1),  # behind which earlier one
+        st.integers(-1, SLOTS - 1),  # after which earlier one
         st.integers(1, 999),  # last use
         st.integers(0, 3),  # rank
         st.sampled_from([0, 0, 0, NOW, NOW + 5, NOW + 9]),  # lease
@@ -116,9 +116,8 @@ def test_the_order_is_that_of_a_plain_one(
     expected = plain(columns, ranks, stamp, NOW)
     assert_leaf_first(columns, victims)
     assert len(victims) == min(count, len(expected))
-    if (
-        len({columns.last_use[row] for row in expected}) == len(expected) == count
-    ):  # nothing is as old as another
+    # nothing is as old as another
+    if len({columns.last_use[row] for row in expected}) == len(expected) == count:
         leased = {row for row in expected if max(columns.lease_until[behind(columns)[row]]) > NOW}
         unleased = [row for row in expected if row not in leased]
         assert victims[: len(unleased)] == unleased[:count]

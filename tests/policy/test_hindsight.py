@@ -53,7 +53,7 @@ def ghosts_of(count: int, seconds: float, hits: int) -> Newcomers:
 
 
 def taught(columns: Columns, values: NDArray[np.float64]) -> Hindsight:
-    """One that knows: what was asked for again comes back after a minute, and of all others none ever."""
+    """Return a policy that has learned: chunks with a repeated request return after a minute, all others never."""
     policy = Hindsight(columns)
     long_ago = START - 3600 * SECOND - np.arange(1000)
     columns.table.remember(np.arange(1, 1001, dtype=np.uint64), long_ago, np.zeros(1000, np.uint32), START, 0)
@@ -91,7 +91,7 @@ def test_a_newcomer_that_never_comes_back_does_not_come_in() -> None:
     assert policy.admit(nobody, 0, 0) == 0
     assert policy.admit(nobody, 4, 0) == 4
     columns.hits[:] = 0
-    policy.prepare(START + 10**12, 0)  # looks anew
+    policy.prepare(START + 10**12, 0)  # decides again
     assert policy.admit(ghosts_of(9, 30, 0), 0, 0) == 9
 
 
@@ -247,7 +247,7 @@ def test_it_keeps_what_comes_back_through_a_flood_of_what_does_not() -> None:
     hits = {}
     for name in ("lru", "hindsight"):
         simulation, served, unique = Simulation([TierSpec("host", 100, name)]), 0, 10**6
-        for turn in range(9000):  # fifteen minutes; 40 prompts come back every minute, 560 never
+        for turn in range(9000):  # fifteen minutes; 40 prompts repeat every minute, 560 never
             document = turn % 15 == 0
             unique += 1
             one = turn // 15 % 40 if document else unique
@@ -278,7 +278,7 @@ def test_those_never_asked_for_again_count_as_well() -> None:
     long_ago = START - 60 * SECOND - np.arange(1000)
     columns.table.remember(np.arange(1, 1001, dtype=np.uint64), long_ago, np.zeros(1000, np.uint32), START, 0)
     learn(policy, values, START)
-    chance = 64 / (64 + 1000)  # of being asked for at about 5 s
+    chance = 64 / (64 + 1000)  # of requests at an age of about 5 s
     assert policy._worth[0, 0] < 1.5 * chance / 4
 
 

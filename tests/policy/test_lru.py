@@ -168,7 +168,7 @@ def test_an_orphan_that_is_reached_again_is_young(tmp_path: Path) -> None:
     policy = Lru(columns)
     assert policy.victims(3, NEWEST, NOW).tolist() == [399, 398, 397]
     policy.touch(np.arange(201, 400), np.full(199, 3000))
-    columns.parent_slot[201] = NO_PARENT  # its head has been stored anew
+    columns.parent_slot[201] = NO_PARENT  # its head was stored again
     assert policy.victims(3, NEWEST, NOW).tolist() == [199, 198, 197]
 
 

@@ -1,4 +1,4 @@
-"""Every policy passes the suite that says what a policy is."""
+"""Every policy passes the conformance suite of policies."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def test_by_the_bound_it_serves_what_lru_serves(name: str) -> None:
     for request in requests:
         simulation.request(request)
     lru = simulate(requests, [TierSpec("host", 400, "lru")])
-    if counted[0] == 0:  # all fits: there is nobody to be compared with
+    if counted[0] == 0:  # everything fits: there is no other policy to compare with
         assert lru.hits == simulation.outcome().hits
     else:
         assert abs(counted[2] / counted[0] - lru.hit_rate) < 0.02

@@ -50,7 +50,7 @@ def s3() -> Iterator[Server]:
 
 @pytest.fixture
 def url(redis: Server) -> str:
-    """A Redis in which this test has names of its own."""
+    """A Redis in which this test has a separate prefix."""
     return f"{redis.url}/0?prefix={fresh_prefix()}&{PATIENT}"
 
 
@@ -86,7 +86,7 @@ def test_the_remote_tier_serves_what_the_others_have_lost(shm_root: Path, tmp_pa
     with cache_over(url, shm_root / "after", tmp_path / "after") as cache:
         assert cache.lookup(tokens, counted=False).by_tier == {"redis": 160}
         assert served(cache, tokens)[0].by_tier == {"redis": 160}
-        assert served(cache, tokens)[0].by_tier == {"host": 160}  # it came up on the way
+        assert served(cache, tokens)[0].by_tier == {"host": 160}  # it was loaded during the call
         assert counters_of(cache)["hit_tokens_remote"] == 160
 
 
@@ -159,7 +159,7 @@ def test_a_prompt_is_brought_up_before_it_is_asked_for(shm_root: Path, url: str)
 
 
 def test_what_was_not_there_is_found_soon_after_it_came(shm_root: Path, url: str) -> None:
-    """What is known to be absent is not asked for again for a moment: a moment only."""
+    """A chunk that is known to be absent is not requested again for a moment, and only for a moment."""
     with cache_over(url, shm_root / "1") as one, cache_over(url, shm_root / "2") as two:
         assert served(two, prompt(4))[0].num_tokens == 0
         stored(one, prompt(4))

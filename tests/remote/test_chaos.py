@@ -32,7 +32,7 @@ FAULTS = [
 
 
 def disturb(server: Server, proxy: Proxy, over: threading.Event) -> None:
-    """Change the network several times a second, and now and then the server."""
+    """Change the network several times a second, and sometimes the server."""
     chance = random.Random(7)
     while not over.wait(chance.uniform(0.02, 0.25)):
         proxy.up, proxy.down = chance.choice(FAULTS), chance.choice(FAULTS)

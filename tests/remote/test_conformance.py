@@ -44,7 +44,7 @@ def dav() -> Iterator[Server]:
 
 
 class Remotely(TierConformance):
-    """The suite on tiers over `self.server`, in which each has names of its own."""
+    """The suite on tiers over `self.server`, each with a separate prefix."""
 
     codec = "raw"
     server: Server

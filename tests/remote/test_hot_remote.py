@@ -1,4 +1,4 @@
-"""What is hot on one machine stays in the store that it shares with others, and comes back there when it was lost."""
+"""Chunks that are hot on one machine stay in the shared store, and are stored again after a loss."""
 
 from __future__ import annotations
 
@@ -102,9 +102,8 @@ def test_while_others_fill_the_server(shm_root: Path) -> None:
             assert truth.info("stats")["evicted_keys"] > 100
             fresh = (shm_root / f"fresh{number}" for number in count())
 
-            def is_served() -> (
-                bool
-            ):  # a new connection costs the server memory: it may evict some of them once more
+            # a new connection costs the server memory: it may evict some of them once more
+            def is_served() -> bool:
                 use(cache, clock)
                 return found_by_another(url, next(fresh)) == 20
 

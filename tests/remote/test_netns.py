@@ -1,4 +1,4 @@
-"""Namespaces, cables and shaping do what other tests and the examples take for granted, and leave nothing behind."""
+"""Namespaces, cables and shaping work as other tests and the examples expect, and leave nothing."""
 
 from __future__ import annotations
 

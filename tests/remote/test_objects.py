@@ -135,7 +135,7 @@ def test_what_is_not_wanted_or_does_not_fit_is_refused(connection: ObjectStoreCo
         with pytest.raises(RefusedError) as refused:
             get(connection, keys(1)[0], room)
         assert refused.value.reason is Reason.FAILED_CHECK and room.wall_stands
-    assert get(connection, keys(1)[0], Room(5000)) == 5000  # the connection goes on
+    assert get(connection, keys(1)[0], Room(5000)) == 5000  # the connection continues
 
 
 def test_find_counts_the_leading_keys(connection: ObjectStoreConnection) -> None:
@@ -148,7 +148,7 @@ def test_find_counts_the_leading_keys(connection: ObjectStoreConnection) -> None
     assert connection.find(NAMESPACE, many[29:], until()) == 0
     assert connection.find(bytes(32), many, until()) == 0
     connection.remove(NAMESPACE, [many[3]], until())
-    assert connection.find(NAMESPACE, many[:16], until()) == 3  # up to 16, each is asked for
+    assert connection.find(NAMESPACE, many[:16], until()) == 3  # up to 16, each is requested
 
 
 @pytest.mark.parametrize("there", [0, 1, 16, 17, 255, 272, 511, 512])

@@ -36,7 +36,7 @@ obstore = pytest.importorskip("obstore")
 
 @pytest.fixture(params=["s3", "dav"])
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[LyingHttp, LyingHttp, ObjectStoreClient]]:
-    """A store, another server that says yes to everything, and the remote on the store."""
+    """A store, another server that answers everything with success, and the remote on the store."""
     store, victim = LyingHttp(), LyingHttp()
     for method in ("GET", "HEAD", "PUT", "DELETE", "POST", "PROPFIND"):
         victim.lies[method] = lambda _: [answer(200, b"", 5000)]

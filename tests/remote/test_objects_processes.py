@@ -51,7 +51,7 @@ def connection(store: Store) -> Iterator[ObjectStoreConnection]:
 
 
 def in_child(work: Callable[[], str]) -> str:
-    """What `work` says in a forked child, which is killed if it hangs."""
+    """Return the result of `work` in a forked child, which is killed if it hangs."""
     readable, writable = os.pipe()
     child = os.fork()
     if child == 0:
@@ -87,7 +87,7 @@ def test_a_forked_child_is_told_at_once(store: Store, connection: ObjectStoreCon
         return "told" if took < 20 else "slow"  # and not when the deadline has passed
 
     assert in_child(child) == "told"
-    put(connection, keys(1)[0], noise(10))  # the parent's goes on
+    put(connection, keys(1)[0], noise(10))  # the parent's continues
     assert get(connection, keys(1)[0], Room(10)) == 10
 
 
@@ -127,7 +127,7 @@ except TimeoutError:
     print("late")
 connection.close()
 """
-    with liar({"PUT": lambda _: []}) as (server, _):  # takes all and says nothing
+    with liar({"PUT": lambda _: []}) as (server, _):  # receives everything and answers nothing
         done = subprocess.run(
             [sys.executable, "-X", "dev", "-c", script, f"http://127.0.0.1:{server.port}/"],
             capture_output=True,

@@ -397,7 +397,7 @@ def test_a_full_server_refuses_and_nothing_is_left(
         with pytest.raises(RefusedError) as refused:
             put(connection, number, content(2, size))
         assert refused.value.reason is Reason.FULL and "OOM" in str(refused.value)
-    assert get(connection, 1, 2 * MIB) is not None, "the connection goes on"
+    assert get(connection, 1, 2 * MIB) is not None, "the connection continues"
     assert client.dbsize() == 1
 
 

@@ -28,7 +28,7 @@ need("redis-server")
 redis = pytest.importorskip("redis")
 
 MIB = 1 << 20
-LATE = 0.7  # a busy machine's slack behind a deadline, in seconds
+LATE = 0.7  # a busy machine's slack after a deadline, in seconds
 ROOT, KEY = b"\x01" * 32, b"\x07" * 32
 PAGE = np.random.default_rng(1).integers(0, 255, HEADER_BYTES, np.uint8)
 STORED = np.random.default_rng(2).integers(0, 255, 24 * MIB + 1, np.uint8)
@@ -69,7 +69,7 @@ def works(connection: RedisConnection) -> None:
     connection.close()
 
 
-# who may come in
+# access
 
 
 def test_a_password() -> None:
@@ -195,7 +195,7 @@ def test_a_replica_without_its_master_does_not_answer() -> None:
         RedisClient(server.url).connection().open(soon())
 
 
-# who is away
+# unreachable servers
 
 
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "x" * 70, "..", "127.0.0.1:1"])
@@ -265,7 +265,7 @@ def test_a_server_that_goes_under_way(act: str, verb: str) -> None:
             connection.ping(soon())
         connection.close()
         if act == "stop":
-            with ends_by(late := soon(0.3)):  # the kernel takes the connection, nobody answers
+            with ends_by(late := soon(0.3)):  # the kernel accepts the connection, but there is no answer
                 remote.connection().open(late)
             server.cont()
         if act == "kill":
@@ -324,10 +324,10 @@ def test_a_forked_child_makes_links_of_its_own() -> None:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
         assert ended[1] == 0
-        assert connection.find(ROOT, [KEY], soon()) == 1, "the parent's goes on"
+        assert connection.find(ROOT, [KEY], soon()) == 1, "the parent's continues"
 
 
-# who lies
+# malicious servers
 
 
 class Liar:

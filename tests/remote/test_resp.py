@@ -27,9 +27,7 @@ from testbed.servers import authority
 
 MIB = 1 << 20
 ANY = ReplyShape(b":+$*", 512, items=1 << 14, depth=2)
-LATE = (
-    30.0  # a busy machine's slack behind a deadline, in seconds: who waits for the other end waits for ever
-)
+LATE = 30.0  # a busy machine's slack after a deadline, in seconds: a wait for the other end would never end
 Peer = tuple[RespConnection, socket.socket]
 _beside: list[threading.Thread] = []
 

@@ -107,7 +107,7 @@ def test_a_server_that_answers_a_get_with(server: Server, liar: LyingRedis, lie:
             assert None not in load(tier, keys, LARGE)
         assert memory.peak_bytes < ROOM_BYTES
         liar.lies.clear()
-        saved(on(server.port, prefix), keys, LARGE)  # what failed its check may be gone: rightly
+        saved(on(server.port, prefix), keys, LARGE)  # chunks that failed their check may be removed
         recovers(tier, keys, LARGE)
 
 
@@ -115,7 +115,7 @@ def test_a_server_that_answers_a_get_with(server: Server, liar: LyingRedis, lie:
 def test_a_server_that_answers_everything_with(
     server: Server, liar: LyingRedis, lie: Callable[[], Lie]
 ) -> None:
-    """From the first greeting on: nothing is found, stored or served, and a walk over all names comes to an end."""
+    """From the first greeting on: nothing is found, stored or served, and a walk over all names ends."""
     prefix, keys = fresh_prefix(), keys_of(2)
     always = _Always(lie)
     liar.lies = always

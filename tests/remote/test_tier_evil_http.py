@@ -106,7 +106,7 @@ def test_a_server_that_answers_a_get_with(liar: LyingHttp, lie: Callable[[], Lie
             assert None not in load(tier, keys, LARGE)
         assert memory.peak_bytes < ROOM_BYTES
         liar.lies.clear()
-        saved(on(liar.port), keys, LARGE)  # what failed its check may be gone: rightly
+        saved(on(liar.port), keys, LARGE)  # chunks that failed their check may be removed
         recovers(tier, keys, LARGE)
 
 

@@ -74,7 +74,7 @@ def test_after_a_failover_writes_and_look_ups_go_to_the_new_master() -> None:
         remote = through(name, prefix)
         with tier_on(remote, clock=clock, deadline_seconds=PATIENT_SECONDS) as tier:
             assert all(end.ok for end in ends(tier.save(chunks_of(keys[:4]), ROOT)))
-            clock.advance(10.0)  # what was stored is not remembered any more: it is asked for
+            clock.advance(10.0)  # stored chunks are no longer remembered, so they are queried
             assert tier.find(keys[:4], namespace=ROOT) == 4
             replicates(first, second)
             with redis.Redis.from_url(second.url) as client:
@@ -89,7 +89,7 @@ def test_after_a_failover_writes_and_look_ups_go_to_the_new_master() -> None:
                 assert end.ok, end.reason
             with redis.Redis.from_url(second.url) as client:
                 assert client.dbsize() == 24
-                first.stop()  # who still asked it would wait
+                first.stop()  # a call that still asked it would wait
                 try:
                     clock.advance(10.0)
                     assert tier.find(keys[:24], namespace=ROOT) == 24
@@ -147,7 +147,7 @@ def test_an_idle_connection_that_was_forgotten_costs_nothing(
 
 
 def test_connections_that_were_forgotten_in_use_cost_one_deadline_and_no_rest(proxy: Proxy) -> None:
-    """With a clock that does not advance, a skipped tier would be skipped for ever."""
+    """With a clock that does not advance, a skipped tier would be skipped forever."""
     with tier_on(through(proxy, fresh_prefix()), clock=FakeClock()) as tier:
         store = tier._store
         connections = [WorkerConnection(store) for _ in range(3)]

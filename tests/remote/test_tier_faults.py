@@ -68,7 +68,7 @@ def on(server: Server | Proxy, prefix: str = "p", **options: object) -> RedisCli
 
 
 def moving(futures: list[Future[Done]], proxy: Proxy) -> list[Future[Done]]:
-    """Wait until bytes of a transfer have come through."""
+    """Wait until bytes of a transfer have passed."""
     before = proxy.up_bytes + proxy.down_bytes
     wait_until(lambda: proxy.up_bytes + proxy.down_bytes > before + 300_000)
     return futures
@@ -172,7 +172,7 @@ def test_the_server_forgets_in_the_middle_of_a_save(server: Server, proxy: Proxy
         wait_until(lambda: save(tier, keys, LARGE)[0].ok and load(tier, keys, LARGE) == [None])
 
 
-# ---- a server that says no
+# ---- a server that refuses
 
 
 def test_a_full_server_refuses_and_what_it_has_is_served(server: Server) -> None:
@@ -350,7 +350,7 @@ def test_two_writers_of_one_key(shared: Server, connections: int) -> None:
         for tier in (one, two):
             assert load(tier, keys, LARGE, PATIENT_SECONDS) == [None] * 8
     truth = client.Redis(port=shared.port)
-    assert len(list(truth.scan_iter(f"{prefix}:*"))) == 8  # and nothing beside them
+    assert len(list(truth.scan_iter(f"{prefix}:*"))) == 8  # and nothing else
 
 
 def test_a_time_to_live(shared: Server) -> None:

@@ -69,7 +69,7 @@ class Forger:
         self.truth.hset(name_of(self.prefix, self.key), mapping=changed)  # type: ignore[arg-type]
 
     def reseal(self, **changed: object) -> None:
-        """Give the value under `key` a well-sealed header that says something else."""
+        """Give the value under `key` a header with other fields and a valid checksum."""
         header = replace(self.header(self.key), **changed)  # type: ignore[arg-type]
         payload = payload_of(self.key, LARGE)
         whole = np.zeros(max(header.length, payload.nbytes), np.uint8) if header.length < 1 << 28 else payload
@@ -212,7 +212,7 @@ def test_a_value_of_another_kind(forger: Forger, kind: str) -> None:
 
 
 def zeros(nbytes: int, *, says: bool) -> bytes:
-    """A zstd frame that becomes `nbytes` of zeros, which it `says` or not."""
+    """Return a zstd frame that decodes to `nbytes` of zeros; `says`: whether it announces that size."""
     squeeze = zstandard.ZstdCompressor(level=1, write_content_size=says).compressobj(
         size=nbytes if says else -1
     )
@@ -220,7 +220,7 @@ def zeros(nbytes: int, *, says: bool) -> bytes:
 
 
 def modest(frame: bytes) -> bytes:
-    """The same frame, which says that it becomes just what is wanted."""
+    """Return the same frame with a header that announces the expected size."""
     descriptor = frame[4]
     at, size = 5 if descriptor & 0x20 else 6, {2: 4, 3: 8}[descriptor >> 6]
     return frame[:at] + PLANE_BYTES.to_bytes(size, "little") + frame[at + size :]

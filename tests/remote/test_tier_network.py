@@ -85,7 +85,7 @@ def test_a_load_over_a_bad_network(server: Server, proxy: Proxy, prefix: str, fa
         stats = tier.stats()
         assert sum(stats[f"miss_{reason}"] for reason in TROUBLE) >= sum(r is not None for r in reasons)
         proxy.heal()
-        if Reason.FAILED_CHECK in reasons:  # what is taken to be spoilt is taken away
+        if Reason.FAILED_CHECK in reasons:  # chunks that fail their check are removed
             saved(RedisClient(server.url, prefix=prefix), keys, LARGE)
         recovers(tier, keys, LARGE)
         assert proxy.open_connections <= 2  # one for transfers, one for probes
@@ -106,9 +106,8 @@ def test_a_save_over_a_bad_network(server: Server, proxy: Proxy, prefix: str, fa
         for left in truth.scan_iter(f"{prefix}:*"):
             assert left == name_of(prefix, warm[0]).encode() or truth.pttl(left) > 0, "an orphan that stays"
         proxy.heal()
-        if (
-            fault.reset or fault.stall
-        ):  # it takes a while: what a dead link has claimed is its own for some seconds
+        # it takes a while: what a dead link has claimed is its own for some seconds
+        if fault.reset or fault.stall:
             stores(tier, keys, LARGE)
             recovers(tier, keys, LARGE)
 

@@ -25,7 +25,7 @@ COLUMNS = ("last_use", "hits", "position", "parent_slot")
 
 
 class Real:
-    """A ledger that is asked for one request after the other, its learning done at the simulator's pace."""
+    """A ledger that serves one request after the other and learns at the same times as the simulator."""
 
     def __init__(self, root: Path, slots: int, policy: str) -> None:
         self._clock = FakeClock()

@@ -1,4 +1,4 @@
-"""The real cache, driven by a trace, hits what the simulator says; over a restart, and shared by two processes."""
+"""The real cache, driven by a trace, has the simulator's hits; also across a restart and with two processes."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _disk_only(root: Path, begin: int, end: int) -> tuple[Rate, Rate]:
 def test_a_restart_forgets_nothing(tmp_path: Path, process: ProcessPoolExecutor) -> None:
     through = process.submit(_disk_only, tmp_path / "through", 0, 2 * HALF).result(PATIENT_SECONDS)
     # A machine that stalls for a second while the tables are verified rebuilds them from the headers, and their ghosts
-    # are lost: that is not what is tested.
+    # are lost, which is not under test.
     for attempt in ("first", "second", "third"):
         before = process.submit(_disk_only, tmp_path / attempt, 0, HALF).result(PATIENT_SECONDS)
         after = process.submit(_disk_only, tmp_path / attempt, HALF, 2 * HALF).result(PATIENT_SECONDS)

@@ -42,7 +42,7 @@ def loop(rng: np.random.Generator) -> list[int]:
 
 
 def scans(rng: np.random.Generator) -> list[int]:
-    """What is asked for again and again, and now and then a long run of what is asked for once."""
+    """Request popular chunks repeatedly, and sometimes a long run of chunks that are requested once."""
     stream, new = [], 1000
     for _ in range(5):
         stream += zipf(rng)[:500]

@@ -1,4 +1,4 @@
-"""The pass with time: which request waits how long, what is not stored yet, what is dropped."""
+"""The replay with time: how long each request waits, which chunks are not stored yet, which are dropped."""
 
 from __future__ import annotations
 
@@ -66,9 +66,8 @@ def test_what_is_being_computed_is_not_there() -> None:
     assert waits(same, [tier()], ENGINES._replace(engines=2)) == pytest.approx([0.2, 0.2, 0.021])
     both = replay_timed(same, [tier()], ENGINES._replace(engines=2))
     assert both.loaded == (2,)
-    assert (
-        both.found.tiers[0].chunks_written == 2
-    )  # the second finds at its end that the first has stored them
+    # the second finds at its end that the first has stored them
+    assert both.found.tiers[0].chunks_written == 2
     one = replay_timed(same, [tier()], ENGINES)
     assert one.loaded == (4,)
 
@@ -91,7 +90,7 @@ def test_writes_that_do_not_fit_into_the_queue_are_dropped_tail_first() -> None:
     done = replay_timed(requests, [tier(queue=3)], ENGINES)
     assert done.dropped_writes == (2,)
     assert done.loaded == (3,)
-    assert done.found.tiers[0].chunks_written == 5  # the second time there is room
+    assert done.found.tiers[0].chunks_written == 5  # the second time there is space
 
 
 def test_the_queue_is_written_when_nothing_is_loaded() -> None:

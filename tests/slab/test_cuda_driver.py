@@ -91,7 +91,7 @@ def test_each_device_s_context_is_retained_once(stub: Stub) -> None:
     for thread in threads:
         thread.join(60)
     assert had == [True] * 8 and stub.library.stub_retained() == 2
-    assert not stub.library.stub_has_context()  # nobody else's thread changes
+    assert not stub.library.stub_has_context()  # other threads do not change
 
 
 def test_a_forked_child_never_calls_it(stub: Stub) -> None:

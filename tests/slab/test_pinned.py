@@ -279,7 +279,7 @@ def test_threads_that_ask_while_pieces_come_get_right_answers(stub: Stub) -> Non
                 reached = max(reached, begin + nbytes)
                 if place != base + begin + SHIFT:
                     wrong.append(f"{place} for {begin}")
-            elif begin + nbytes <= reached:  # pieces come from the front
+            elif begin + nbytes <= reached:  # pieces are registered from the front
                 wrong.append(f"[{begin}, {begin + nbytes}) was there")
 
     threads = [threading.Thread(target=ask, args=(n,)) for n in range(2)]

@@ -1,4 +1,4 @@
-"""Every call of the block manager, made and judged."""
+"""Every call of the block manager, with a check of its result."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ MOST_REQUESTS = 8
 
 
 class Calls(Judge):
-    """An engine that makes every call of the manager, and judges the answer."""
+    """An engine that makes every call of the manager, and checks the answer."""
 
-    # ---- requests come, and are looked at
+    # ---- requests arrive, and are looked up
 
     def add(self, prompt: Prompt) -> None:
-        """A new request."""
+        """Add a new request."""
         self.added(prompt)
 
     def added(self, prompt: Prompt) -> str:
-        """Makes a request known, and returns its name."""
+        """Add a request, and return its name."""
         self.names += 1
         name = f"r{self.names}"
         self.manager.add(name, prompt.tokens, items=prompt.items, salt=prompt.salt)
@@ -38,11 +38,11 @@ class Calls(Judge):
         return name
 
     def add_again(self, which: int) -> None:
-        """Another request with the prompt of one that is there."""
+        """Add another request with the prompt of an existing one."""
         self.added(Prompt(*vars(pick(self.requests.values(), which).prompt).values()))
 
     def append(self, which: int, count: int) -> None:
-        """Generated tokens."""
+        """Append generated tokens."""
         request = pick(self.requests.values(), which)
         tokens = request.prompt.more(count)
         request.prompt = Prompt([*request.prompt.tokens, *tokens], request.prompt.items, request.prompt.salt)
@@ -52,7 +52,7 @@ class Calls(Judge):
         assert self.manager.num_tokens(request.name) == len(request.prompt)
 
     def match(self, which: int) -> None:
-        """What could be had is what the memory, the host and the tiers below it have: not less and not more."""
+        """Check that a match finds exactly what the memory, the host and the lower tiers have."""
         request = pick(self.idle(), which)
         before = self.snapshot()
         match = self.manager.match(request.name)
@@ -78,7 +78,7 @@ class Calls(Judge):
             assert match.num_tokens == cut(everywhere) * BLOCK or self.kind == "disk"
 
     def prefetch(self, which: int, wait: bool) -> None:
-        """From the tiers below to the host, which has lost some of it."""
+        """Prefetch from the lower tiers to the host, which has lost some chunks."""
         assert self.ledger is not None
         request = pick(self.idle(), which)
         admin.remove(self.ledger, self.keys(request.prompt)[which % 4 :])
@@ -90,7 +90,7 @@ class Calls(Judge):
         if wait:
             self.fetched()
 
-    # ---- room
+    # ---- space
 
     def admit(self, which: int, reserve: int, evict: bool, chunk: int | None = None) -> None:
         """Admit once: the request has its blocks, or waits for free blocks, or is refused and nothing has changed."""
@@ -104,7 +104,7 @@ class Calls(Judge):
             if not isinstance(answer, Waiting):
                 return
             self.settle_all(answer.tickets)
-        raise AssertionError("room was promised four times and did not come")
+        raise AssertionError("blocks were promised four times and never became free")
 
     def serve(self, which: int, extra: int) -> None:
         """The life of a request up to its first tokens, in one step, so that there is much to share."""
@@ -129,14 +129,14 @@ class Calls(Judge):
             self.admitting(self.requests[name], 0, True)
 
     def recall(self, which: int, count: int) -> None:
-        """A request comes just when what it would hit is leaving."""
+        """Add a request while the blocks that it would hit are being evicted."""
         self.demote(1 + count)
         leaving = {key for key, node in self.manager._tree.nodes.items() if node.place is Place.TO_HOST}
         hits = [request for request in self.idle() if leaving.intersection(self.keys(request.prompt))]
         self.admitting(pick(hits or self.idle(), which), 0, True)
 
     def follow(self, which: int) -> None:
-        """A request with the prompt of a running one, admitted at once."""
+        """Add and admit a request with the prompt of a running one."""
         if len(self.requests) < MOST_REQUESTS:
             prompt = pick(self.running(), which).prompt
             name = self.added(Prompt([*prompt.tokens, 50, 51], prompt.items, prompt.salt))
@@ -145,7 +145,7 @@ class Calls(Judge):
     def admitting(
         self, request: Request, reserve: int, evict: bool, chunk: int | None = None
     ) -> Admitted | Waiting | NoRoom:
-        """Calls admit, and judges the answer."""
+        """Call admit, and check the answer."""
         keys, before = self.keys(request.prompt), self.snapshot()
         needed = blocks_of(len(request.prompt) + reserve)
         inside = leading(self.in_tree(key) for key in keys) if self.prefix else 0
@@ -206,7 +206,7 @@ class Calls(Judge):
             self.judge_victims(before, blocks_of(total) - len(before["tables"][request.name]))  # type: ignore[index]
 
     def has_room(self, count: int, evict: bool) -> None:
-        """Changes nothing, and agrees with the gauges."""
+        """Check that it changes nothing, and agrees with the gauges."""
         before = self.snapshot()
         says = self.manager.has_room(count, evict=evict)
         assert self.snapshot() == before
@@ -215,7 +215,7 @@ class Calls(Judge):
     # ---- running
 
     def compute(self, which: int, count: int) -> None:
-        """The engine computes KV, in chunks of any length."""
+        """Compute KV, in pieces of any length."""
         request = pick(self.able(), which)
         self.compute_to(request, request.computed + count)
 
@@ -232,7 +232,7 @@ class Calls(Judge):
         assert self.manager.table(request.name) == request.table
 
     def finish(self, which: int, keep: bool) -> None:
-        """Its blocks are cached, its output's too if wanted; what the host lacks may be written back."""
+        """Finish a request: its blocks, and on request its output, are cached and may be written back to the host."""
         request = pick([r for r in self.loose() if not r.waits], which)
         plan = self.manager.finish(request.name, keep_output=keep)
         if plan is not None:
@@ -242,7 +242,7 @@ class Calls(Judge):
         del self.requests[request.name]
 
     def preempt(self, which: int) -> None:
-        """It gives up its blocks, and finds what it computed unless they were taken."""
+        """Preempt a request: it releases its blocks, and finds its KV again unless they were reused."""
         request = pick(self.loose(), which)
         computed, waited, stale = request.computed, bool(request.waits), request.stale
         self.manager.preempt(request.name)
@@ -254,7 +254,7 @@ class Calls(Judge):
             assert found >= request.prompt.cut(own) * BLOCK, "it does not find its own work"
 
     def release(self, which: int, discard: bool) -> None:
-        """Aborted, in any state; twice is an error."""
+        """Abort a request in any state; twice is an error."""
         locked = self.locked()
         requests = [request for request in self.requests.values() if request.name not in locked]
         if not requests:
@@ -267,7 +267,7 @@ class Calls(Judge):
         if discard and request.running:
             own = self.nobodys(request)
             assert self.manager.free >= free + own, (
-                f"{own} blocks are nobody's, {self.manager.free - free} came back"
+                f"{own} blocks belong to no other, {self.manager.free - free} were freed"
             )
         with pytest.raises(ValueError):
             self.manager.release(request.name)
@@ -275,7 +275,7 @@ class Calls(Judge):
     # ---- moves
 
     def demote(self, count: int) -> None:
-        """Ahead of need."""
+        """Prefetch ahead of need."""
         before = self.snapshot()
         plan = self.manager.demote(count)
         if plan is not None:
@@ -284,14 +284,14 @@ class Calls(Judge):
         self.judge_victims(before, count + self.manager.total)
 
     def settle(self, which: int, rank: int, end: str, count: int) -> None:
-        """A rank reports the end of its copies."""
+        """Report the end of the copies of one rank."""
         ticket = pick(self.tickets.values(), which)
         left = [r for r in range(self.ranks) if r not in ticket.reports]
         if left:
             self.report(ticket, left[rank % len(left)], end, count)
 
     def settle_all(self, tickets: Iterable[int] | None = None) -> None:
-        """All copies end well."""
+        """Let all copies succeed."""
         for number in sorted(self.tickets if tickets is None else tickets):
             for rank in range(self.ranks):
                 ticket = self.tickets.get(number)
@@ -313,7 +313,7 @@ class Calls(Judge):
         self.judge_settled(ticket, settled, before)
 
     def late(self, which: int, rank: int, end: str) -> None:
-        """What a late, an unknown or a repeated report says changes nothing."""
+        """Check that a late, an unknown or a repeated report changes nothing."""
         number, rank = 10**6 + which, rank % self.ranks
         again = [ticket for ticket in self.tickets.values() if rank in ticket.reports]
         if end == "all" and again:
@@ -344,7 +344,7 @@ class Calls(Judge):
     # ---- pins, pauses, resets
 
     def pin(self, which: int) -> None:
-        """Leading blocks stay on the device."""
+        """Pin leading blocks on the device."""
         prompt = pick(self.requests.values(), which).prompt
         keys = self.keys(prompt)
         tokens = self.manager.pin(prompt.tokens, items=prompt.items, salt=prompt.salt)
@@ -360,7 +360,7 @@ class Calls(Judge):
         assert tokens == len(keys) * BLOCK
 
     def pause(self) -> None:
-        """No new moves; or again."""
+        """Pause or resume moves."""
         if self.manager.paused:
             self.manager.resume()
             assert not self.manager.paused
@@ -369,7 +369,7 @@ class Calls(Judge):
             assert self.manager.paused
 
     def reset(self, abandon: bool) -> None:
-        """All is forgotten; the blocks of running copies come back when those end, or at once."""
+        """Reset: everything is dropped; the blocks of running copies are freed at once or at their end."""
         if not abandon and self.locked():
             return
         self.manager.reset(abandon=abandon)
@@ -383,7 +383,7 @@ class Calls(Judge):
         assert self.manager.free >= self.manager.total - len(flying)
 
     def weights_changed(self) -> None:
-        """Nothing that was cached hits again; requests that waited for a move wait for blocks again."""
+        """Change the weights: nothing cached hits again; requests that waited for a move wait for blocks again."""
         waited = {request.name for request in self.running() if request.waits}
         for request in self.able():
             if not request.stale:
@@ -402,7 +402,7 @@ class Calls(Judge):
             assert match.num_tokens == 0 or self.surely(self.keys(request.prompt)), "KV of old weights hits"
 
     def lose(self, rank: int) -> None:
-        """A rank died: what waited for it alone ends now, the rest with the other rank's word."""
+        """Let a rank die: moves that waited only for it end now, the others with the report of the other rank."""
         waiting = [self.tickets[number] for number in sorted(self.tickets)]
         waiting = [ticket for ticket in waiting if rank not in ticket.reports]
         answers = self.manager.lost(rank)
@@ -418,7 +418,7 @@ class Calls(Judge):
     # ---- the other process
 
     def other_stores(self, prompt: Prompt) -> None:
-        """Another process stores a prompt, and evicts what is old."""
+        """Let another process store a prompt, and evict old chunks."""
         assert self.other is not None
         if len(self.keys(prompt)):
             right = np.array(prompt.right(self.epoch), np.uint64)[: len(prompt) // BLOCK * BLOCK]
@@ -428,7 +428,7 @@ class Calls(Judge):
             self.settled_below()
 
     def other_begins(self, prompt: Prompt, keep: bool) -> None:
-        """Another process has begun to store: the keys are busy until it ends, or it gives up."""
+        """Let another process begin a store: the keys are busy until it ends or aborts."""
         assert self.cache is not None and self.ledger is not None
         if self.busy:
             self.ledger.abort(self.busy.pop())
@@ -439,7 +439,7 @@ class Calls(Judge):
             self.busy.append([one for one in outcomes if isinstance(one, Reserved)])
 
     def other_removes(self, which: int, count: int) -> None:
-        """A person removes chunks; every other time what is being copied up."""
+        """Remove chunks on request; every second time chunks that are being copied up."""
         assert self.ledger is not None
         keys = list(self.on_host())
         ups = [one for one in self.tickets.values() if one.plan.direction is Direction.UP]
@@ -450,14 +450,14 @@ class Calls(Judge):
         self.rob()
 
     def wait(self, seconds: float) -> None:
-        """Time passes; leases end."""
+        """Advance the clock; leases end."""
         if isinstance(self.clock, FakeClock):
             self.clock.advance(seconds)
 
     # ---- wrong use
 
     def wrong(self, which: int) -> None:
-        """A ValueError, and nothing has changed."""
+        """Make a wrong call: a ValueError, and nothing has changed."""
         manager, before = self.manager, self.snapshot()
         wrongs = [
             lambda: manager.release("nobody"),

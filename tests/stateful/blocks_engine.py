@@ -1,4 +1,4 @@
-"""The engine of the model test: what it and the manager know, and what can be seen of both."""
+"""The engine of the model test: its state, the manager's state, and views of both."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ GAUGES = (
 
 
 class Engine:
-    """One engine, and now and then another process on the same host tier."""
+    """One engine, and sometimes another process on the same host tier."""
 
     kind = "host"
-    seen: Counter[str]  # what happened, so that a machine which tests nothing does not go unnoticed
+    seen: Counter[str]  # counts of events, so that a machine that tests nothing is detected
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Engine:
         self.tickets: dict[int, Ticket] = {}
         self.gone: list[int] = []  # tickets that have ended
         self.pins: list[tuple[Prompt, set[bytes]]] = []
-        self.right: dict[bytes, tuple[int, ...]] = {}  # every key ever asked for -> the KV of its block
+        self.right: dict[bytes, tuple[int, ...]] = {}  # every key ever requested -> the KV of its block
         self.named: dict[object, list[bytes]] = {}  # the keys of prompts
         self.used: dict[
             bytes, int
@@ -245,9 +245,8 @@ class Engine:
             for number, one in more.items():
                 came = self.came(one)
                 for behind in self.tickets.values() if came < len(one.plan.copies) else ():
-                    if (
-                        number in behind.deps and behind.first > one.first + came
-                    ):  # it builds upon what did not come
+                    # it depends on a failed move
+                    if number in behind.deps and behind.first > one.first + came:
                         behind.deps = set()
 
     def came(self, ticket: Ticket) -> int:

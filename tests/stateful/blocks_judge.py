@@ -1,4 +1,4 @@
-"""What must come of each call of the block manager, and what must hold after every step, recomputed from memory."""
+"""The expected result of each call of the block manager, and the invariants after every step, recomputed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tests.stateful.blocks_model import BLOCK, Request, Ticket
 
 
 class Judge(Engine):
-    """An engine that believes nothing."""
+    """An engine that verifies everything."""
 
-    # ---- room
+    # ---- space
 
     def saw(self, call: str, answer: Admitted | Extended | Waiting | NoRoom) -> None:
         """Counts answers."""
@@ -26,7 +26,7 @@ class Judge(Engine):
                 self.seen[f"hits {tier}"] += 1
 
     def judge_refusal(self, answer: NoRoom, before: dict[str, object], evict: bool) -> None:
-        """It says the truth, and changed nothing."""
+        """Check that a refusal is correct, and changed nothing."""
         assert answer.needed > answer.available >= 0
         after = self.snapshot()
         assert after == before, (
@@ -34,7 +34,7 @@ class Judge(Engine):
         )
 
     def judge_waiting(self, answer: Waiting) -> None:
-        """There is something to wait for."""
+        """Check that there is something to wait for."""
         if answer.plan is not None:
             assert answer.plan.direction is Direction.DOWN and answer.plan.ticket in answer.tickets
             self.took(answer.plan)
@@ -46,7 +46,7 @@ class Judge(Engine):
             return self.manager.free
         used = {block for request in self.running() for block in request.table}
         wanted = set(keys).union(*(pinned for _, pinned in self.pins))
-        for request in self.running():  # its path may go through a twin of its own block
+        for request in self.running():  # its path may pass through a duplicate of its own block
             if request.stale:
                 used |= {node.block for node in upward(self.manager._requests[request.name].last_node)}
             else:
@@ -173,7 +173,7 @@ class Judge(Engine):
             ticket.source = [self.devices.kv[:, block].tobytes() for block in blocks]
             known = {self.slot_bytes(tags) for tags in self.right.values()}
             assert all(held in known for held in ticket.source), "rubbish is on its way to the host"
-        # (a copy DOWN that was called off may still read what is somebody else's by now: nothing comes of it)
+        # (a cancelled copy DOWN may still read a block that was reassigned: its result is discarded)
         filled = {copy.block for other in others if other.direction is Direction.UP for copy in other.copies}
         assert not filled & set(blocks), "two copies with one block"
         self.tickets[plan.ticket] = ticket
@@ -241,9 +241,9 @@ class Judge(Engine):
                     f"block {block} is of two tables: {mine}, {owners[block]}"
                 )
                 if mine[1] is None:
-                    owners[block] = (at, request.name.encode())  # nobody else's
+                    owners[block] = (at, request.name.encode())  # of no other request
             if not request.waits:
-                assert not busy & set(request.table), "a copy goes into a table that waits for nothing"
+                assert not busy & set(request.table), "a copy writes into a table that waits for nothing"
                 assert self.devices.holds(request.table, request.kv), f"{request.name} has wrong KV"
             if not request.stale:
                 entered = max(request.shared, min(request.computed, request.first_tokens) // BLOCK)
@@ -275,7 +275,7 @@ class Judge(Engine):
         for ticket in self.tickets.values():
             if ticket.plan.direction is Direction.UP and not ticket.robbed:
                 assert self.standing(ticket) == len(ticket.plan.copies), (
-                    "a chunk went while it was being loaded"
+                    "a chunk was evicted while it was being loaded"
                 )
         fetching = any(not future.done() for future in self.fetches)
         host = self.on_host()
@@ -289,7 +289,7 @@ class Judge(Engine):
         assert self.cache.slots is not None
         views = self.cache.slots.views([slot for slot, _ in host.values()])
         for (key, (slot, generation)), view in zip(host.items(), views, strict=True):
-            assert key in self.right, "a key that nobody computed"
+            assert key in self.right, "a key that no request computed"
             if view[: BLOCK * 8 * self.ranks].tobytes() != self.slot_bytes(self.right[key]):
                 place = np.array([slot]), np.array([generation], np.uint64)
                 assert not self.cache.slots.still_valid(*place)[0], "the host has wrong bytes"

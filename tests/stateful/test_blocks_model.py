@@ -50,7 +50,7 @@ prompts = st.builds(
 
 
 class BlocksMachine(Calls, RuleBasedStateMachine):
-    """One engine, and now and then another process on the same host tier."""
+    """One engine, and sometimes another process on the same host tier."""
 
     steps = 0  # of all runs of this class
 
@@ -74,11 +74,10 @@ class BlocksMachine(Calls, RuleBasedStateMachine):
         self.start(blocks)
 
     def teardown(self) -> None:
-        """Ends every request and ticket: all blocks come back."""
+        """End every request and ticket: all blocks are freed."""
         try:
-            if (
-                hasattr(self, "manager") and sys.exc_info()[0] is None
-            ):  # or it would hide what went wrong before
+            # otherwise it would hide the earlier failure
+            if hasattr(self, "manager") and sys.exc_info()[0] is None:
                 self.drain()
         finally:
             for cache in (self.other, self.cache):
@@ -230,7 +229,7 @@ class BlocksMachine(Calls, RuleBasedStateMachine):
 
 
 class WithoutHost(BlocksMachine):
-    """No cache: what is evicted is gone."""
+    """No cache: evicted blocks are lost."""
 
     kind = "none"
 

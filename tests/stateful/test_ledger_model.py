@@ -78,7 +78,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.ledger.close()
         shutil.rmtree(self.root, ignore_errors=True)
 
-    # what the ledger says now
+    # the ledger's present answer
 
     def found(self) -> dict[bytes, tuple[int, int]]:
         """All chunks by the ledger's own listing."""
@@ -116,9 +116,8 @@ class LedgerMachine(RuleBasedStateMachine):
         """Store whole chains until there are no free slots except those that the policy frees."""
         for chain in range(last, last + 5):
             self.store(chain % CHAINS, DEPTH, 1, "commit")
-            self.clock.advance(
-                1.5
-            )  # leases of what was found present count among those that cover half of the slots
+            # leases of what was found present count among those that cover half of the slots
+            self.clock.advance(1.5)
 
     def reserve(
         self, wanted: Sequence[bytes], start: int, parts: int, stamp: int
@@ -179,11 +178,13 @@ class LedgerMachine(RuleBasedStateMachine):
             assert not hard[key], "a pinned or held chunk was evicted"
             if shields[key]:
                 spared = [other for other in stay if not shields[other]]
-                assert not spared, f"a leased chunk was evicted while {len(spared)} others could have gone"
+                assert not spared, (
+                    f"a leased chunk was evicted although {len(spared)} others could be evicted"
+                )
             else:
                 tail = [other for other in stay if not shields[other] and self.continues(other, key, before)]
                 assert not tail, (
-                    f"position {POSITION[key]} went before positions {[POSITION[one] for one in tail]} of its own chain"
+                    f"position {POSITION[key]} was evicted before {[POSITION[one] for one in tail]} of its chain"
                 )
 
     @staticmethod
@@ -278,7 +279,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(chain=chains, length=lengths, lease=st.sampled_from([0.0, 0.0, 5.0]), touch=st.booleans())
     def match(self, chain: int, length: int, lease: float, touch: bool) -> None:
-        """The leading run is exactly what the model has, and why it ends is said."""
+        """Check that the leading run is exactly that of the model, with the reason of its end."""
         wanted = KEYS[chain][:length]
         match = self.ledger.match_prefix(wanted, lease_seconds=lease, touch=touch)
         run = next((n for n, key in enumerate(wanted) if key not in self.model.ready), length)
@@ -330,7 +331,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(wanted=any_keys, owner=owners)
     def pin(self, wanted: list[bytes], owner: str) -> None:
-        """Pins what is there, up to a quarter of the slots."""
+        """Pin present chunks, up to a quarter of the slots."""
         admin.pin(self.ledger, wanted, owner)
         now = {who: set(pinned) for who, pinned in admin.list_pins(self.ledger).items() if pinned}
         mine = self.model.pins.setdefault(owner, set())
@@ -370,7 +371,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(which=st.sampled_from([0, 1, None]))
     def clear(self, which: int | None) -> None:
-        """Removes all chunks of a tenant, and what it has in flight will not come in."""
+        """Remove all chunks of a tenant; its running stores will not be committed."""
         namespace = None if which is None else NAMESPACES[which]
         gone = [key for key in self.model.ready if namespace in (None, NAMESPACE[key])]
         assert admin.clear(self.ledger, namespace) == len(gone)
@@ -398,7 +399,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(chain=chains, length=lengths, dies=st.booleans())
     def child(self, chain: int, length: int, dies: bool) -> None:
-        """A forked child reserves, holds what it finds, and dies or leaves without a word."""
+        """Fork a child that reserves, holds what it finds, and dies or ends without cleanup."""
         receive, send = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -475,11 +476,12 @@ SETTINGS = settings(
     max_examples=int(os.environ.get("PAGODA_TEST_EXAMPLES", "50")),
     stateful_step_count=40,
     deadline=None,
+    # to shrink one takes minutes: set Phase.shrink by hand
     phases=[
         Phase.explicit,
         Phase.reuse,
         Phase.generate,
-    ],  # to shrink one takes minutes: set Phase.shrink by hand
+    ],
 )
 TestLedger = pytest.mark.slow(LedgerMachine.TestCase)
 TestLedger.settings = SETTINGS

@@ -1,4 +1,4 @@
-"""Copies without a GPU: what it refuses, which way it takes, and that a table of runs is what it says."""
+"""Copies without a GPU: refusals, the choice of the method, and the contents of a table of runs."""
 
 from __future__ import annotations
 

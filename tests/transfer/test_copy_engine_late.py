@@ -54,7 +54,7 @@ class Scene(NamedTuple):
         return [self.room[begin : begin + self.slot_bytes] for begin in self.begins]
 
     def moves(self, begin: int = 0, end: int | None = None) -> list[tuple[int, int, int]]:
-        """(place in memory, place in room, bytes) of each run in rows [begin, end), computed plainly."""
+        """Return (place in memory, place in room, bytes) of each run in rows [begin, end), computed simply."""
         table, base, found = self.table, self.memory.ctypes.data, []
         for chunk, slot in enumerate(self.begins):
             for row in range(begin, len(table.address) if end is None else end):
@@ -283,7 +283,7 @@ def test_nothing_goes_on_after_an_error(way: str | None, direction: str, slots: 
         except Failure:
             raised += 1
         device.check()
-        it.room[:], it.memory[:] = 0x11, 0x22  # the slots are somebody else's now
+        it.room[:], it.memory[:] = 0x11, 0x22  # the slots are reassigned now
         device.current_stream().record_event().synchronize()
         assert (it.room == 0x11).all() and (it.memory == 0x22).all()
         device.fail_at = device.kernels.fail_at = None
@@ -296,7 +296,7 @@ def test_nothing_goes_on_after_an_error(way: str | None, direction: str, slots: 
 @pytest.mark.parametrize("direction", BOTH)
 @pytest.mark.parametrize("slots", SLOTS)
 def test_what_failed_on_the_device_is_raised(way: str | None, direction: str, slots: str) -> None:
-    """As CUDA reports it: some time later, by whichever call comes next."""
+    """As in CUDA: the error is reported later, by any next call."""
     for seed in range(8):
         it = scene(seed, skipped=0)
         device = device_of(it, slots, seed)

@@ -115,7 +115,7 @@ def test_a_snapshot_is_what_was_there_when_it_was_taken(device: str) -> None:
     snapshot = device_kv(case, wholes).snapshot(case.starts)
     assert snapshot.nbytes == 2 * case.layout.chunk_bytes
     for whole in wholes:
-        whole.zero_()  # the engine goes on
+        whole.zero_()  # the engine continues
     slots = [poisoned(case.layout) for _ in case.starts]
     with ThreadPoolExecutor(1) as thread:
         thread.submit(snapshot.to_slots, slots).result(60)

@@ -405,7 +405,7 @@ def test_warming_touches_nothing_and_bad_arguments_are_named() -> None:
 
 
 def test_what_was_sent_does_not_keep_the_table() -> None:
-    """Code that remembers what was sent by the table (weakly) would never forget it."""
+    """A weak cache of sent data, keyed by the table, would never drop it."""
     table = table_of(planes_first_aligned(Room(torch.bfloat16)), 2)
     alive = weakref.ref(table)
     sent = interpreted().upload(table)
@@ -417,7 +417,7 @@ def test_what_was_sent_does_not_keep_the_table() -> None:
 class Numbers(NamedTuple):
     """A table of any numbers, in bytes."""
 
-    rows: list[tuple[int, int]]  # bytes of a run, and of what lies between one group of ids and the next
+    rows: list[tuple[int, int]]  # bytes of a run, and of the gap between two groups of ids
     group: int
     ids: list[list[int]]
     there: list[bool]

@@ -90,7 +90,7 @@ def test_an_end_wakes_all_who_wait(beside) -> None:
     layer_events.end()
     layer_events.end()
     assert [one.result(LONG / 4) for one in waiting] == [False] * 3
-    assert layer_events.wait_layer(0, timeout=0)  # this one had come
+    assert layer_events.wait_layer(0, timeout=0)  # this one was complete
     assert layer_events.ended
     assert not layer_events.complete
 
@@ -130,7 +130,7 @@ def test_wrong_numbers() -> None:
     for layer, chunks in ((0, 1), (1, 3), (1, -1)):
         with pytest.raises(ValueError, match="are missing"):
             layer_events.record(layer, chunks, None)
-    assert not layer_events.wait_layer(1, timeout=0)  # what was refused changed nothing
+    assert not layer_events.wait_layer(1, timeout=0)  # the refused call changed nothing
     with pytest.raises(ValueError, match="at least 1 layer"):
         LayerEvents(0, 1)
 

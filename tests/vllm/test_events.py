@@ -195,14 +195,14 @@ def test_a_chunk_stored_anew_elsewhere_does_not_end_with_its_old_slot(cache: Cac
     (event,) = engine.take(5.0)
     assert event.block_hashes == chunk(request, 0)
 
-    (new,) = engine.stored(request)  # the same, but nobody has noticed that the old slot is another's
+    (new,) = engine.stored(request)  # the same, but no call has noticed that the old slot was reassigned
     assert len(engine.take()) == 1
     cache.clear()
     assert isinstance(engine.slots.reserve(
         [bytes(32)], namespace=engine.slots.namespace(), start=0, parent=None)[0], Reserved)  # fmt: skip
     (newer,) = engine.stored(request)
     assert newer.slot != new.slot
-    assert engine.take() == [] and engine.take(5.0) == []  # stored all the while, as far as anybody was told
+    assert engine.take() == [] and engine.take(5.0) == []  # stored the whole time, according to the events
     cache.clear()
     (event,) = engine.take(5.0)
     assert event.block_hashes == chunk(request, 0)
@@ -220,9 +220,8 @@ def test_what_was_there_before_this_engine_is_told_when_it_comes_across(cache: C
     engine.commit(done)
     assert [event.block_hashes for event in engine.take()] == [chunk(request, 3)]
     assert engine.reserved(request) == [] and engine.take(5.0) == []  # known
-    other = engine.slots.reserve(
-        [bytes(32)], namespace=engine.slots.namespace(), start=0, parent=None
-    )  # and what another is saving, or has no room, is not told
+    # chunks that another process saves, or that have no slot, cause no event
+    other = engine.slots.reserve([bytes(32)], namespace=engine.slots.namespace(), start=0, parent=None)
     engine.events.note(request_of(1, 9), 0, [Busy(bytes(32), 1)])
     assert len(other) == 1 and engine.take(5.0) == []
 

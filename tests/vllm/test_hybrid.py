@@ -37,7 +37,7 @@ class Rooms:
         self.host, self.disk = Path(extra["host_path"]), Path(extra["disk_path"])
 
     def same(self, answers: list[Answer]) -> list[Answer]:
-        """Assert that this is what the engine without a connector says."""
+        """Assert that this equals the answer of the engine without a connector."""
         assert [answer.tokens for answer in answers] == [answer.tokens for answer in self.right]
         return answers
 
@@ -98,7 +98,7 @@ def test_the_same_text_for_many_requests_at_once(rooms: Rooms) -> None:
 
 def test_the_same_text_from_the_disk_after_a_restart(rooms: Rooms) -> None:
     stores.wait_until(lambda: stores.keys(rooms.disk) >= stores.keys(rooms.host), "all chunks on the disk")
-    rooms.engine.call(hybrid.anew, rooms.plain, within=120.0)  # nobody has the tiers open
+    rooms.engine.call(hybrid.anew, rooms.plain, within=120.0)  # no process has the tiers open
     shutil.rmtree(rooms.host)
     rooms.engine.call(hybrid.anew, rooms.ours, within=120.0)
     answers = rooms.one_by_one()

@@ -42,7 +42,7 @@ HIT, MISS, RETRY, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.RE
 NEEDED = WINDOW // CHUNK
 
 
-# ---- what was stored comes back
+# ---- stored chunks are loaded
 
 
 def test_what_was_stored_comes_back_bit_by_bit(halves: Halves) -> None:
@@ -116,7 +116,7 @@ def test_blocks_that_are_not_those_of_the_chunks_are_not_filled(halves: Halves) 
 
 
 def test_a_chunk_with_a_block_missing_is_not_stored(halves: Halves) -> None:
-    """A block that has left its window may have been given away: vLLM does not name it, and its place is not known."""
+    """A block outside its window may have been reused: vLLM does not name it, and its place is unknown."""
     context = halves.request("stores", "p", 4)
     wanted = keys("p", SLIDING, 4)
     halves.store(context, wanted, {SLIDING: [0, 52, 53, 54, 55, 56, 57, 58]})
@@ -124,7 +124,7 @@ def test_a_chunk_with_a_block_missing_is_not_stored(halves: Halves) -> None:
     other = halves.request("stores too", "q", 4)
     wanted = keys("q", SLIDING, 4)
     halves.store(other, wanted, {SLIDING: [61, 62, 63, 0, 65, 66, 67, 68]})
-    assert halves.answers(other, wanted) == [MISS] * 4  # who can say which of the blocks are whose
+    assert halves.answers(other, wanted) == [MISS] * 4  # the owners of the blocks are unknown
 
 
 def test_what_is_stored_already_is_not_stored_again(halves: Halves) -> None:
@@ -150,7 +150,7 @@ def test_a_hit_is_held_against_eviction_until_it_is_loaded(halves: Halves, confi
     wait_until(lambda: halves.manager._questions._finder.holds.count == 0)
     _press(halves, range(20, 40))
     later = halves.request("later", "p", 6)
-    assert halves.answers(later, keys("p", FULL, 6)) == [MISS] * 6  # nothing was left held
+    assert halves.answers(later, keys("p", FULL, 6)) == [MISS] * 6  # nothing remains held
 
 
 def _press(halves: Halves, numbers: range) -> None:

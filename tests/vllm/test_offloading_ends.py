@@ -64,12 +64,11 @@ def test_an_answer_that_does_not_come_is_a_miss(host: Path) -> None:
         context, wanted = halves.request("asks", "p", 2), keys("p", FULL, 2)
         with gate_taken(halves.slots._ledger):
             assert halves.answers(context, wanted) == [MISS, MISS]
-        assert halves.answers(context, wanted) == [MISS, MISS]  # what was told stands
+        assert halves.answers(context, wanted) == [MISS, MISS]  # the earlier answer remains valid
         halves.finish(context)
         others = (halves.request(f"asks later {number}", "p", 2) for number in range(10_000))
-        wait_until(
-            lambda: halves.answers(next(others), wanted) == [HIT, HIT]
-        )  # and is forgotten after a while
+        # and is forgotten after a while
+        wait_until(lambda: halves.answers(next(others), wanted) == [HIT, HIT])
     finally:
         halves.close()
 
@@ -84,7 +83,7 @@ def test_a_look_that_hangs_is_a_miss_and_counted(host: Path) -> None:
         assert not go_on.is_set()
         stats = halves.manager.get_stats()
         assert stats is not None and stats.reduce()["vllm:pagoda_late_lookups"] == 2
-        go_on.set()  # what comes now is not kept
+        go_on.set()  # later chunks are not held
         wait_until(
             lambda: (
                 halves.manager.on_schedule_end(NO_STEP) or not halves.manager._questions._finder.holds.count
@@ -174,7 +173,7 @@ def test_a_hit_that_nobody_looks_at_is_let_go_and_found_again(
         wait_until(lambda: halves.manager._questions._finder.holds.count == 0)
 
 
-# ---- what goes away
+# ---- chunks that are removed
 
 
 def test_a_chunk_that_is_removed_while_it_is_loaded_is_found_below(host: Path, tmp_path: Path) -> None:
@@ -204,7 +203,7 @@ def test_a_chunk_that_has_gone_from_everywhere_fails_its_request(halves: Halves)
     assert halves.worker.take_failed({"another"}) == set()
     assert halves.worker.take_failed({"loads", "another"}) == {"loads"}
     halves.manager.complete_load(set(keys("p", FULL, 3)), context)
-    assert halves.answers(context, keys("p", FULL, 3)) == [MISS] * 3  # so it is not tried for ever
+    assert halves.answers(context, keys("p", FULL, 3)) == [MISS] * 3  # so it is not retried forever
 
 
 def test_what_was_cleared_is_no_hit_any_more_for_those_who_were_told_of_it(halves: Halves) -> None:
@@ -219,9 +218,8 @@ def test_what_was_cleared_is_no_hit_any_more_for_those_who_were_told_of_it(halve
     halves.run(loaded)
     halves.manager.complete_load(set(wanted), one)
     assert halves.worker.take_failed({"one"}) == {"one"}
-    halves.store_prompt(
-        "p", 3, name="anew"
-    )  # what was stored since is found, by those who have not asked yet
+    # chunks stored since then are found by requests without an earlier look-up
+    halves.store_prompt("p", 3, name="anew")
     three = halves.request("three", "p", 3)
     wait_until(lambda: halves.answers(three, wanted) == [HIT] * 3)
 
@@ -256,9 +254,8 @@ def test_a_request_whose_load_failed_is_offered_nothing_again(halves: Halves) ->
     stats = halves.manager.get_stats()
     assert stats is not None and stats.reduce()["vllm:pagoda_failed_loads"] == 1
     blocks = {FULL: list(range(20, 24))}
-    assert (
-        halves.store(one, keys("p", FULL, 5)[3:], blocks) == keys("p", FULL, 5)[3:]
-    )  # it is stored all the same
+    # it is stored all the same
+    assert halves.store(one, keys("p", FULL, 5)[3:], blocks) == keys("p", FULL, 5)[3:]
 
 
 def test_a_load_of_what_was_no_hit_fails_its_request(halves: Halves) -> None:
@@ -348,7 +345,7 @@ def test_the_end_comes_twice_and_leaves_nothing_held(halves: Halves, config: Con
     assert halves.manager.lookup(keys("p", FULL, 5)[4], context) is not HIT
 
 
-# ---- what is refused, and what the halves tell each other
+# ---- refusals, and messages between the halves
 
 
 def _offloading(host: Path, **extra: Any) -> OffloadingConfig:
@@ -414,7 +411,7 @@ def test_a_scheduler_without_its_workers_is_refused(host: Path) -> None:
 
 
 def test_below_a_connector_that_hears_of_no_failure_it_is_refused(host: Path) -> None:
-    """vLLM's plain OffloadingConnector would promise for ever what was cleared."""
+    """vLLM's plain OffloadingConnector would promise cleared chunks forever."""
     with pytest.raises(ValueError, match="PagodaHybridConnector only: name that as kv_connector"):
         PagodaOffloadingSpec(_offloading(host))._connector()
 

@@ -37,7 +37,7 @@ def ranks(
 
 
 def test_both_ranks(ranks: Ranks, same: Same) -> None:
-    """What two ranks store comes back from host memory and from the disk, and says what one rank says."""
+    """Chunks of two ranks are loaded from host memory and from the disk; the text equals that of one rank."""
     prompts = [prompt(4000 + i, 9 * CHUNK + 40 * i) for i in range(3)]
     for one in prompts:
         (answer,) = same(ranks.engine, one)
@@ -74,7 +74,7 @@ def test_behind_a_local_hit(ranks: Ranks, same: Same) -> None:
 
 
 def test_one_spoilt_part(ranks: Ranks, same: Same) -> None:
-    """A chunk that is spoilt on the disk is one for neither rank."""
+    """A chunk that is damaged on the disk is served to neither rank."""
     one = prompt(4200, 6 * CHUNK + 9)
     keys = stores.keys(ranks.disk)
     same(ranks.engine, one, max_tokens=1)
@@ -90,7 +90,7 @@ def test_one_spoilt_part(ranks: Ranks, same: Same) -> None:
 
 
 def test_nothing_is_left_over(ranks: Ranks) -> None:
-    """No slot waits for a part that never comes."""
+    """No slot waits for a part that is never written."""
     for tier in (ranks.host, ranks.disk):
         stores.wait_until(lambda tier=tier: stores.check(tier)["reserved"] == 0, "nothing reserved")
     assert stores.ready(ranks.host) > 0

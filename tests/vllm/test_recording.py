@@ -1,4 +1,4 @@
-"""What an engine's requests look like in a recording: one line each, whatever came from where."""
+"""An engine's requests in a recording: one line each, whatever tier the hits came from."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class Halves:
         return request
 
     def asked(self, request: Request, local: int = 0) -> int:
-        """What can be loaded, as soon as that is known."""
+        """Return what can be loaded, as soon as it is known."""
         answers: list[int | None] = [None]
 
         def known() -> bool:
@@ -157,12 +157,12 @@ def test_a_step_that_breaks_off_stores_nothing(halves: Halves, monkeypatch: pyte
     assert halves.asked(request) == 0
     try:
         raise LookupError
-    except LookupError:  # an engine may well be used where somebody handles something else
+    except LookupError:  # an engine may be used while an exception is being handled
         step(halves.step(table, first=2 * CHUNK), None)
     wait_until(lambda: not halves.worker._save_threads.under_way)
     assert halves.asked(halves.request(tokens(3), "next")) == 2 * CHUNK
     for number, trouble in enumerate((SystemExit(), KeyboardInterrupt(), RuntimeError("no memory"), None), 1):
-        prompt = tokens(2, seed=number)  # the last goes well, but may have read what the others left
+        prompt = tokens(2, seed=number)  # the last one succeeds, but may have read data of the failed ones
         request = halves.request(prompt, f"r{number}")
         assert halves.asked(request) == 0
         meta = halves.step(table, **{f"r{number}": 2 * CHUNK})
@@ -176,7 +176,7 @@ def test_a_step_that_breaks_off_stores_nothing(halves: Halves, monkeypatch: pyte
 
 @pytest.mark.parametrize("how", ["never begun", "never ended"])
 def test_after_a_step_that_was_lost_nothing_is_stored(halves: Halves, how: str) -> None:
-    """The scheduler takes it for computed, and so does the engine's own cache."""
+    """The scheduler counts it as computed, and so does the engine's own cache."""
     halves.stored(tokens(1), "first", [1, 2, 3, 4])
     lost = halves.step([], lost=0)
     if how == "never ended":
@@ -275,10 +275,11 @@ def test_who_can_get_nothing_does_not_wait_for_a_look_up(halves: Halves) -> None
     try:
         assert halves.scheduler.matched(halves.request(tokens(0.9), "short"), 0) == (0, False)
         long = halves.request(tokens(3.1), "long")
+        # all of it is in the engine's own cache
         assert halves.scheduler.matched(long, 3 * CHUNK) == (
             0,
             False,
-        )  # all of it is in the engine's own cache
+        )
         assert halves.scheduler.matched(long, 2 * CHUNK) == (None, False)
     finally:
         go_on.set()
@@ -287,16 +288,15 @@ def test_who_can_get_nothing_does_not_wait_for_a_look_up(halves: Halves) -> None
 
 
 def test_a_request_is_recorded_as_it_was_asked(shm_root: Path, tmp_path: Path) -> None:
-    """Not as it is when a busy thread gets to it: it has answered a word or two by then."""
+    """The state must not be that of a later time, when a busy thread handles it: the answer has begun by then."""
     halves = Halves(shm_root, record=str(tmp_path / "trace.jsonl"))
     go_on = threading.Event()
     busy = [halves.scheduler._lookups._threads.submit(go_on.wait, 60.0) for _ in range(2)]
     try:
         request = halves.request(tokens(2), "one")
         request.append_output_token_ids([5] * (CHUNK + 2))
-        halves.scheduler._lookups.begin(
-            TrackedRequest(request)
-        )  # as where very many came with it: its first, and late
+        # as where very many came with it: its first, and late
+        halves.scheduler._lookups.begin(TrackedRequest(request))
     finally:
         go_on.set()
     assert all(each.result() for each in busy)
@@ -307,7 +307,7 @@ def test_a_request_is_recorded_as_it_was_asked(shm_root: Path, tmp_path: Path) -
 
 
 def test_reserves_of_one_step_have_one_patience(halves: Halves) -> None:
-    """Many requests complete chunks in one step: those that come too late are saved in the next one."""
+    """Many requests complete chunks in one step: chunks beyond its limit are saved in the next step."""
     request = halves.request(tokens(1), "late")
     assert halves.asked(request) == 0
     tracked = halves.scheduler._tracked["late"]
@@ -428,7 +428,7 @@ def test_a_host_that_has_no_room_for_one_chunk_is_said_at_the_start(
     with pytest.raises(StoreError, match=f"no room for one chunk of {LAYOUT.slot_bytes:,} bytes.*shm-size"):
         opened(config_of(shm_root, None), NAMESPACE, LAYOUT)
     monkeypatch.undo()
-    let_go(opened(config_of(shm_root, None), NAMESPACE, LAYOUT))  # nothing of it stays open
+    let_go(opened(config_of(shm_root, None), NAMESPACE, LAYOUT))  # no part of it stays open
 
 
 def test_without_device_memory_the_engine_starts_all_the_same(
@@ -502,7 +502,7 @@ def test_after_a_reset_nothing_that_was_stored_before_hits(halves: Halves) -> No
     assert halves.asked(running) == 0
     halves.scheduler.reset()
     meta = halves.step(list(range(4)), running=CHUNK)
-    assert not meta.saves  # who can say which weights computed it
+    assert not meta.saves  # it is unknown which weights computed it
     halves.saved(meta)
     halves.scheduler.finished(running)
     assert halves.asked(halves.request([*tokens(2), 1], "after")) == 0

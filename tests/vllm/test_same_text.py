@@ -1,4 +1,4 @@
-"""With PagodaKV an engine says what it says without, whatever came from where; and what was to hit has hit."""
+"""With PagodaKV an engine gives the same answers as without, from all tiers, and the expected hits occur."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Server:
         return self
 
     def get(self, path: str) -> str:
-        """What a path says."""
+        """Return the answer of a path."""
         with urllib.request.urlopen(f"{self._url}{path}", timeout=_CALL_SECONDS) as answer:
             return str(answer.read().decode())
 

@@ -93,7 +93,7 @@ def test_counts_add_up_and_are_taken_once() -> None:
     assert taken is not None and taken.data == {"lookups": 3, "load_seconds": 0.25}
     assert stats.is_empty() and stats.take() is None
     stats.count("lookups", 5)
-    assert taken.data["lookups"] == 3  # what was handed out is not counted into any more
+    assert taken.data["lookups"] == 3  # a returned object is not changed any more
     assert taken.aggregate(stats) is taken and taken.data["lookups"] == 8
     stats.reset()
     assert stats.is_empty() and not taken.is_empty()
