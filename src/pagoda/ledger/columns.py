@@ -102,7 +102,7 @@ class Columns:
 
     def key_of(self, slot: int) -> bytes:
         """Return the published key of a slot."""
-        return bytes(self.keys[slot].tobytes())
+        return bytes(self.cells[1][slot * KEY_BYTES : (slot + 1) * KEY_BYTES])
 
     def names(self, slots: Rows, keys: Sequence[bytes]) -> NDArray[np.bool_]:
         """Tell which of these slots are published under these keys."""
