@@ -95,7 +95,7 @@ class Copier:
             other.result()
 
     def close(self) -> None:
-        """Ends the threads."""
+        """End the threads."""
         if self._pool is not None:
             self._pool.shutdown()
 
