@@ -22,6 +22,7 @@ from vllm.v1.kv_offload.base import (
 
 from pagoda.cache import Cache
 from pagoda.config import Config
+from pagoda.connectors.vllm.offloading import offloading_manager
 from pagoda.connectors.vllm.offloading.chunk_finder import Group
 from pagoda.connectors.vllm.offloading.messages import SlotsSpec
 from pagoda.connectors.vllm.offloading.offloading_manager import PagodaOffloadingManager
@@ -273,7 +274,8 @@ def forks() -> Any:
 
 
 def store_elsewhere(config: Config) -> None:
-    """Act as another engine: store a prompt and end."""
+    """Act as another engine: store a prompt and end; as patient as the test's own process."""
+    offloading_manager._RESERVE_SECONDS = PATIENT_SECONDS
     halves = Halves(config, seed=3)
     halves.store_prompt("p", 5)
     halves.close()

@@ -51,11 +51,10 @@ def inspect_kv_caches(
         raise ValueError(f"{len(kv_cache_config.kv_cache_groups)} KV cache groups: one is needed")
     group = kv_cache_config.kv_cache_groups[0]
     specs = layer_specs(group)
-    block_tokens = {int(spec.block_size) for spec in specs.values()}
-    if len(block_tokens) != 1:
-        raise ValueError(
-            f"layers with blocks of {sorted(block_tokens)} tokens in one group: one size is needed"
-        )
+    sizes = {int(spec.block_size) for spec in specs.values()}
+    if len(sizes) != 1:
+        raise ValueError(f"layers with blocks of {sorted(sizes)} tokens in one group: one size is needed")
+    (block_tokens,) = sizes
     pages = _pages(kv_caches, specs, kv_cache_config.num_blocks)
     devices = {page.plane.device for page in pages}
     if len(devices) != 1:
@@ -65,10 +64,10 @@ def inspect_kv_caches(
     parts, part, writes = _parts(vllm_config, int(kv_cache_config.kv_tp_replicas))
     page_bytes = tuple(int(plane.shape[1]) for plane in planes)
     facts = {
-        "machine": machine_facts(next(iter(pages)).plane.device, vllm_config, list(kv_caches)),
+        "machine": machine_facts(pages[0].plane.device, vllm_config, list(kv_caches)),
         "layout": kv_cache_config.kv_cache_layout or vllm_config.cache_config.kv_cache_layout,
         "cache_dtype": str(vllm_config.cache_config.cache_dtype),
-        "block_tokens": block_tokens.copy().pop(),
+        "block_tokens": block_tokens,
         "layers": [[list(page.names), page.kernel_tokens, page.page_bytes, page.text] for page in pages],
         "page_bytes": page_bytes,
         "parts": [parts, int(kv_cache_config.kv_tp_replicas)],
@@ -79,7 +78,7 @@ def inspect_kv_caches(
         )
     return KVMemory(
         planes=planes,  # type: ignore[arg-type]  # tensors went in
-        block_tokens=block_tokens.pop(),
+        block_tokens=block_tokens,
         num_blocks=int(kv_cache_config.num_blocks),
         page_bytes=page_bytes,
         description=json.dumps(facts, sort_keys=True),
