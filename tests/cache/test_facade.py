@@ -420,7 +420,7 @@ def test_a_tier_that_cannot_be_closed_leaves_no_other_open(
     monkeypatch.setattr(disk, "close", fail)
     assert not cache.close(), "the failure is reported"
     for tier in (host, disk):
-        assert not any(tier.contains(key) for _, _, key in cache.keys(prompt(2)))
+        assert not tier.find(cache_keys := [key for _, _, key in cache.keys(prompt(2))]), cache_keys
     with cache_at(shm_root, tmp_path) as again:  # another process could not open either exclusively
         assert again._tiers.host is not None and again._tiers.host.ledger is not host.ledger
         assert served(again, prompt(2))[0].num_tokens == 32

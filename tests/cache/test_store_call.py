@@ -143,7 +143,7 @@ def test_the_host_takes_what_its_policy_keeps_out_if_the_disk_does_not(
         answer = cache.store(tokens, kv_of(tokens).transfer)
         assert time.monotonic() - began < PATIENT_SECONDS  # a write hangs for 60 s
         assert answer.num_chunks + answer.refused == 40 and answer.refused <= 16  # there are 16 buffers
-        assert len(host.ledger.match_prefix(keys_of(cache, tokens)[16:], start=16).slots) == 24
+        assert host.find(keys_of(cache, tokens)[16:], start=16) == 24
         slab.heal()
 
 

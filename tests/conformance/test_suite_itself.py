@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -82,7 +82,7 @@ class DictTier:
 
     def write(self, chunk: Chunk, namespace: bytes, future: Future[Done]) -> None:
         self.may_write.wait(60)
-        entry = Entry(self.copy_of(chunk), namespace, chunk.position)
+        entry = Entry(chunk.payload[: self.chunk_bytes].copy(), namespace, chunk.position)
         with self.lock:
             wanted = self.queued.get(chunk.key, (None,))[0] is chunk
             ok = wanted and self.is_valid(chunk)
@@ -94,9 +94,6 @@ class DictTier:
                     del self.entries[next(iter(self.entries))]
                 self.entries[chunk.key] = entry
         future.set_result(Done(ok, None if ok else Reason.STALE))
-
-    def copy_of(self, chunk: Chunk) -> Bytes:
-        return chunk.payload[: self.chunk_bytes].copy()
 
     def is_valid(self, chunk: Chunk) -> bool:
         return chunk.still_valid()
@@ -120,20 +117,40 @@ class DictTier:
         future.set_result(Done(True) if found is not None else Done(False, reason))
         return future
 
-    def is_asked(self, key: bytes, namespace: bytes, position: int) -> bool:
+    def put(
+        self, key: bytes, payload: Bytes, *, namespace: bytes, position: int = 0, tokens: int = 0,
+        block: bool = True,
+    ) -> bool:  # fmt: skip
+        chunk = Chunk(key, position, tokens, payload.copy(), None, lambda: True)
+        future = self.save_one(chunk, namespace)
+        if not block and not future.done():
+            return True
+        self.may_write.set()
+        return future.result().ok
+
+    def put_many(self, items: Iterable[Chunk], *, namespace: bytes) -> int:
+        self.may_write.set()
+        return sum(self.save_one(chunk, namespace).result().ok for chunk in items)
+
+    def is_asked(self, key: bytes, namespace: bytes | None, position: int | None = None) -> bool:
         with self.lock:
             entry = self.entries.get(key)
             if entry is None and key in self.queued:
                 entry = Entry(self.queued[key][0].payload, self.queued[key][1], self.queued[key][0].position)
-            return entry is None or (namespace, position) == (entry.namespace, entry.position)
+            return entry is None or (
+                namespace in (None, entry.namespace) and position in (None, entry.position)
+            )
 
-    def get(self, key: bytes) -> Bytes | None:
+    def get(self, key: bytes, *, namespace: bytes | None = None) -> Bytes | None:
         with self.lock:
-            if not self.contains(key):
+            if not self.contains(key) or not self.is_asked(key, namespace):
                 return None
             entry = self.entries.get(key)
             payload = entry.payload if entry else self.queued[key][0].payload
             return payload[: self.chunk_bytes].copy()
+
+    def get_many(self, keys: Iterable[bytes], *, namespace: bytes | None = None) -> Iterator[Bytes | None]:
+        return (self.get(key) for key in keys)
 
     def remove(self, key: bytes) -> bool:
         with self.lock:
@@ -141,6 +158,16 @@ class DictTier:
             self.queued.pop(key, None)
             self.entries.pop(key, None)
             return was
+
+    def in_flight(self, key: bytes) -> bool:
+        with self.lock:
+            return key in self.queued
+
+    def wait(self, keys: Iterable[bytes], timeout: float) -> bool:
+        self.may_write.set()
+        if not self.closed:
+            self.threads.submit(lambda: None).result(timeout)
+        return not any(self.in_flight(key) for key in keys)
 
     def clear(self, namespace: bytes | None = None) -> int:
         with self.lock:
@@ -151,6 +178,9 @@ class DictTier:
                 if namespace in (None, of):
                     del self.queued[key]
             return len(gone)
+
+    def holders(self, key: bytes) -> list[str]:
+        return []
 
     def stats(self) -> Mapping[str, int]:
         return dict(self.counts)
@@ -172,12 +202,13 @@ class CountsNothing(DictTier):
 
 
 class SharesItsBytes(DictTier):
-    def copy_of(self, chunk: Chunk) -> Bytes:
-        return chunk.payload[: self.chunk_bytes]
+    def get(self, key: bytes, *, namespace: bytes | None = None) -> Bytes | None:
+        with self.lock:
+            return self.entries[key].payload if key in self.entries else None
 
 
 class ServesWrongBytes(DictTier):
-    def get(self, key: bytes) -> Bytes | None:
+    def get(self, key: bytes, *, namespace: bytes | None = None) -> Bytes | None:
         found = super().get(key)
         return None if found is None else np.roll(found, 1)
 
@@ -213,12 +244,12 @@ class RemovesSilently(DictTier):
 
 
 class ServesWhoeverHasTheKey(DictTier):
-    def is_asked(self, key: bytes, namespace: bytes, position: int) -> bool:
+    def is_asked(self, key: bytes, namespace: bytes | None, position: int | None = None) -> bool:
         return True
 
 
 class RemovesWhatWasAskedForWrongly(DictTier):
-    def is_asked(self, key: bytes, namespace: bytes, position: int) -> bool:
+    def is_asked(self, key: bytes, namespace: bytes | None, position: int | None = None) -> bool:
         asked = super().is_asked(key, namespace, position)
         if not asked:
             self.remove(key)
@@ -238,6 +269,14 @@ class TouchesTheLeadingRun(DictTier):
         return [number < self.find(keys) for number, _ in enumerate(keys)]
 
 
+class PutsLater(DictTier):
+    def put(
+        self, key: bytes, payload: Bytes, *, namespace: bytes, position: int = 0, tokens: int = 0,
+        block: bool = True,
+    ) -> bool:  # fmt: skip
+        return super().put(key, payload, namespace=namespace, block=False)
+
+
 class ForgetsWhatIsQueued(DictTier):
     def contains(self, key: bytes) -> bool:
         with self.lock:
@@ -247,7 +286,8 @@ class ForgetsWhatIsQueued(DictTier):
 BROKEN = [
     (CountsNothing, "test_stats_are_numbers"),
     (CountsNothing, "test_too_large_is_refused_and_counted"),
-    (SharesItsBytes, "test_the_payload_is_free_once_its_save_has_ended"),
+    (SharesItsBytes, "test_get_is_a_private_copy"),
+    (ServesWrongBytes, "test_put_and_get"),
     (ServesWrongBytes, "test_save_and_load"),
     (FindsBeyondAHole, "test_find_is_the_leading_run"),
     (ClearsAll, "test_clear_of_one_namespace_leaves_the_other"),
@@ -261,6 +301,7 @@ BROKEN = [
     (ForgetsWhatIsQueued, "test_touch_knows_what_is_on_its_way"),
     (TouchesTheLeadingRun, "test_touch_says_which_are_here_holes_notwithstanding"),
     (TouchesTheLeadingRun, "test_close_is_bounded_and_final"),
+    (PutsLater, "test_a_put_that_blocks_returns_when_it_has_ended"),
 ]
 
 

@@ -9,9 +9,8 @@ from pagoda.layout import KVLayout
 from pagoda.ledger import Ledger, StoreSpec
 from pagoda.slab import FileSlab, MemorySlab
 from pagoda.testing import TierConformance
-from pagoda.tiers import DiskTier
+from pagoda.tiers import DiskTier, HostTier
 from pagoda.tiers.base import Tier
-from tests.tiers.tools import SavingHost
 
 LAYOUT = KVLayout.opaque(4, 5000, "conformance")
 STRIDE = HEADER_BYTES + LAYOUT.slot_bytes
@@ -29,7 +28,7 @@ class TestSharedHost(TierConformance):
             StoreSpec(self.root / tmp_path.name, LAYOUT.fingerprint, "memory", SLOTS, LAYOUT.slot_bytes)
         )
         slab = MemorySlab(ledger.slab_path, SLOTS, LAYOUT.slot_bytes)
-        return SavingHost(LAYOUT, ledger, slab, deadline_seconds=PATIENT_SECONDS)
+        return HostTier(LAYOUT, ledger, slab, deadline_seconds=PATIENT_SECONDS)
 
 
 class TestPrivateHost(TierConformance):
@@ -38,7 +37,7 @@ class TestPrivateHost(TierConformance):
             StoreSpec(tmp_path, LAYOUT.fingerprint, "memory", SLOTS, LAYOUT.slot_bytes, private=True)
         )
         slab = MemorySlab(None, SLOTS, LAYOUT.slot_bytes)
-        return SavingHost(LAYOUT, ledger, slab, deadline_seconds=PATIENT_SECONDS)
+        return HostTier(LAYOUT, ledger, slab, deadline_seconds=PATIENT_SECONDS)
 
 
 class TestDisk(TierConformance):

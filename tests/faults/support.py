@@ -1,4 +1,4 @@
-"""Shared by the fault tests: stores of known bytes, children that may die, small file systems."""
+"""What the fault tests share: stores made of known bytes, children that may die, small file systems."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +16,10 @@ from blake3 import blake3
 
 from pagoda.clock import Clock
 from pagoda.codec import HEADER_BYTES
-from pagoda.errors import StoreError
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
-from pagoda.ledger import Ledger, Present, Reserved, StoreSpec, admin
-from pagoda.slab.memory import MemorySlab, aligned
+from pagoda.ledger import Ledger, Present, Reserved, StoreSpec
+from pagoda.slab.memory import MemorySlab
 from pagoda.tiers.base import Chunk
 from pagoda.tiers.disk import DiskTier
 
@@ -29,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NAMESPACE = blake3(b"a namespace").digest()
 FIELDS = {"model": "test"}
 SLOT_BYTES = 8192
-PATIENT_SECONDS = 30.0  # for a call that must succeed: a busy machine may pause for a while
+PATIENT_SECONDS = 30.0  # for a call that has to succeed: a busy machine may stand still for a while
 
 
 def key(number: int) -> bytes:
@@ -43,7 +41,7 @@ def keys(numbers: Iterable[int]) -> list[bytes]:
 
 
 def payload(of: bytes, nbytes: int = SLOT_BYTES) -> np.ndarray:
-    """Return the expected bytes of a key: every 8-byte word depends on the key and on its place."""
+    """The bytes that belong to a key: every 8-byte word depends on the key and on its place."""
     scale, shift = np.frombuffer(of[:16], np.uint64)
     words: np.ndarray = np.arange(nbytes // 8, dtype=np.uint64) * (scale | np.uint64(1)) + shift
     return words.view(np.uint8)
@@ -59,7 +57,7 @@ def memory_spec(
 
 
 class Store:
-    """A ledger with its slab in memory, and a store and a read. Not thread-safe."""
+    """A ledger with its slab in memory, and the two things one does with them. Not thread-safe."""
 
     def __init__(
         self, root: Path, slots: int = 32, name: str = "fingerprint", limit_bytes: int | None = None
@@ -71,7 +69,7 @@ class Store:
         self.ledger.namespaces.register(NAMESPACE, FIELDS)
 
     def save(self, wanted: Sequence[bytes]) -> int:
-        """Store a prompt from its start, in windows with one stamp; return how many of its chunks were stored."""
+        """Stores a prompt from its start, in windows with one stamp; returns how many of its chunks are in."""
         stamp, stored = self.ledger.stamp(), 0
         for start in range(0, len(wanted), self.ledger.window):
             window = wanted[start : start + self.ledger.window]
@@ -88,7 +86,7 @@ class Store:
         return stored
 
     def load(self, wanted: Sequence[bytes]) -> int:
-        """Read the leading run of a prompt, return its length; AssertionError if a valid chunk has other bytes."""
+        """Reads the leading run of a prompt and returns its length; AssertionError if a valid chunk has other bytes."""
         match = self.ledger.match_prefix(wanted, deadline_seconds=PATIENT_SECONDS)
         copies = [self.slab.view(int(slot)).copy() for slot in match.slots]
         valid = self.ledger.still_valid(match.slots, match.generations)
@@ -102,7 +100,7 @@ class Store:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment with which a child can import this module as `support`."""
+    """What a child needs so that it can import this module as `support`."""
     return os.environ | {
         "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(Path(__file__).parent)])
     }
@@ -111,7 +109,7 @@ def environment() -> dict[str, str]:
 def python(
     code: str, *arguments: object, before: Sequence[str] = (), seconds: float = 120.0
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script in a new process that can import this module as `support`."""
+    """Runs a script in a new process that can import this module as `support`."""
     command = [*before, sys.executable, "-c", code, *map(str, arguments)]
     return subprocess.run(
         command, env=environment(), capture_output=True, text=True, timeout=seconds, check=False
@@ -119,7 +117,7 @@ def python(
 
 
 def succeeded(done: subprocess.CompletedProcess[str]) -> str:
-    """Return the output of a script; AssertionError with its trace if it failed or was killed by a signal."""
+    """What a script printed; AssertionError with its trace if it failed or was killed by a signal."""
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout
 
@@ -131,7 +129,7 @@ def own_mounts() -> list[str]:
         shutil.which("unshare") is None
         or subprocess.run([*words, "true"], capture_output=True, check=False).returncode
     ):
-        pytest.skip("needs root (unshare --mount) for a file system of a given size")
+        pytest.skip("needs root (unshare --mount) for a file system of its own size")
     return words
 
 
@@ -155,7 +153,7 @@ def apart(work: Callable[[], object]) -> str:
 
 
 class AfterReboot(Clock):
-    """The machine's clock after a simulated restart of the machine."""
+    """The machine's clock, but after a restart of the machine."""
 
     def __init__(self, boot: str = "another boot") -> None:
         self._boot = boot
@@ -172,7 +170,7 @@ OTHER_TENANT = Namespace(model="test", salt="other")
 
 
 def disk(root: Path, slots: int = 40, clock: Clock | None = None) -> DiskTier:
-    """Open the disk tier of `slots` slots under a root."""
+    """Opens the disk tier of `slots` slots under a root."""
     tier = DiskTier.open(
         LAYOUT, root, disk_bytes(slots), policy="lru", deadline_seconds=PATIENT_SECONDS, clock=clock
     )
@@ -187,7 +185,7 @@ def disk_bytes(slots: int) -> int:
 
 
 def save_to(tier: DiskTier, wanted: Sequence[bytes], namespace: Namespace = TENANT) -> int:
-    """Store a prompt from its start; return how many of its chunks are on the disk."""
+    """Stores a prompt from its start; returns how many of its chunks are on the disk."""
     parents = [None, *wanted]
     chunks = [
         Chunk(one, position, 16, payload(one), parents[position], lambda: True)
@@ -202,14 +200,11 @@ def save_to(tier: DiskTier, wanted: Sequence[bytes], namespace: Namespace = TENA
 
 
 def load_from(tier: DiskTier, wanted: Sequence[bytes], namespace: Namespace = TENANT) -> list[bytes]:
-    """Return which of these keys the tier serves; AssertionError if one has other bytes."""
-    at = {one: position for position, one in enumerate(wanted)}
-    with suppress(StoreError):  # of damaged tables
-        at |= {row.key: row.position for row in admin.list_chunks(tier.ledger)}
-    served, buffer = [], aligned(SLOT_BYTES)
+    """Which of these keys the tier serves; AssertionError if one comes with other bytes."""
+    served = []
     for one in wanted:
-        (future,) = tier.load([one], [buffer], start=at[one], namespace=namespace.root)
-        if future.result(60).ok:
-            assert np.array_equal(buffer, payload(one)), f"wrong bytes for {one.hex()[:12]}"
+        found = tier.get(one, namespace=namespace.root)
+        if found is not None:
+            assert np.array_equal(found[:SLOT_BYTES], payload(one)), f"wrong bytes for {one.hex()[:12]}"
             served.append(one)
     return served

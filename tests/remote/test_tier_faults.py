@@ -197,8 +197,7 @@ def test_a_server_that_evicts_whole_chunks(server: Server) -> None:
     truth.config_set("maxmemory", "16mb")
     keys = keys_of(12)
     with tier_on(on(server), LARGE, deadline_seconds=PATIENT_SECONDS) as tier:
-        for chunk in chunks_of(keys, LARGE):
-            ends(tier.save([chunk], ROOT))
+        tier.put_many(chunks_of(keys, LARGE), namespace=ROOT)
         reasons = load(tier, keys, LARGE, PATIENT_SECONDS)
         assert set(reasons) == {None, Reason.ABSENT}
         assert truth.info("stats")["evicted_keys"] > 0

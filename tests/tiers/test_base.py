@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pagoda.tiers.base import Chunk, check_sizes, follows, running_future, runs
+from pagoda.tiers.base import Chunk, check_sizes, flat_bytes, follows, running_future, runs
 from tests.tiers.tools import always
 
 
@@ -25,6 +25,12 @@ def test_a_chunk_follows_its_parent_only() -> None:
 
 def test_a_future_of_moving_bytes_cannot_be_cancelled() -> None:
     assert running_future().cancel() is False
+
+
+def test_flat_bytes_copies_only_what_is_not_contiguous() -> None:
+    array = np.arange(8, dtype=np.float32).reshape(2, 4)
+    assert np.shares_memory(flat_bytes(array), array)
+    assert flat_bytes(array.T).tobytes() == array.T.tobytes()
 
 
 @pytest.mark.parametrize(

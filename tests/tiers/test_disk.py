@@ -89,7 +89,7 @@ def test_what_is_queued_is_found_and_read(tmp_path: Path) -> None:
     saving = tier.save(chunks_of(keys), ROOT)
     assert slab.hanging.wait(SECONDS)
     assert tier.find(keys) == 6
-    assert all(tier.contains(key) for key in keys) and not any(future.done() for future in saving)
+    assert all(tier.in_flight(key) and tier.contains(key) for key in keys)
     buffers = [room() for _ in keys]
     loading = tier.load(keys, buffers, namespace=ROOT)
     slab.release()
@@ -192,10 +192,28 @@ def test_a_full_queue_drops_the_newest_and_says_so(tmp_path: Path) -> None:
     keys = keys_of(7)
     slab.fail_next("write", Fault.HANG)
     saving = tier.save(chunks_of(keys), ROOT)
+    assert tier.put(keys[6], payload_of(keys[6])[: LAYOUT.chunk_bytes], namespace=ROOT) is False
     slab.release()
     assert ends(saving) == [Done(True, None)] * 4 + [Done(False, Reason.QUEUE_FULL)] * 3
-    assert tier.stats()["drop_queue_full"] == 3
+    assert tier.stats()["drop_queue_full"] == 4
     assert tier.find(keys) == 4
+    tier.close()
+
+
+def test_put_many_does_not_count_what_a_later_chunk_evicted(tmp_path: Path) -> None:
+    tier = open_disk(tmp_path, slots=8)
+    keys = [keys_of(1, chain=n)[0] for n in range(20)]
+    chunks = [chunk for key in keys for chunk in chunks_of([key])]
+    there = tier.put_many(iter(chunks), namespace=ROOT)
+    assert there == sum(map(tier.contains, keys)) and 0 < there <= 8
+    tier.close()
+
+
+def test_put_many_waits_for_room_in_the_queue(tmp_path: Path) -> None:
+    tier, slab = open_faulty(tmp_path, queue_chunks=2)
+    slab.fail_next("write", Fault.DELAY, times=3)
+    keys = keys_of(8)
+    assert tier.put_many(iter(chunks_of(keys)), namespace=ROOT) == 8
     tier.close()
 
 
@@ -284,11 +302,11 @@ def test_remove_waits_for_a_write_that_has_begun(tmp_path: Path) -> None:
     slab.fail_next("write", Fault.HANG)
     saving = tier.save(chunks_of(keys), ROOT)
     assert slab.hanging.wait(SECONDS)
-    seen: list[tuple[bool, int]] = []
+    seen: list[tuple[bool, bool]] = []
 
     def remove() -> None:
         removed = tier.remove(keys[0])
-        seen.append((removed, tier.stats()["queued_writes"]))
+        seen.append((removed, tier.in_flight(keys[0])))
 
     removing = threading.Thread(target=remove, daemon=True)
     removing.start()
@@ -296,7 +314,7 @@ def test_remove_waits_for_a_write_that_has_begun(tmp_path: Path) -> None:
     assert not seen, "it returned in the middle of the write"
     slab.release()
     removing.join(SECONDS)
-    assert seen == [(True, 0)] and ends(saving) == [Done(False, Reason.REMOVED)]
+    assert seen == [(True, False)] and ends(saving) == [Done(False, Reason.REMOVED)]
     tier.close()
 
 

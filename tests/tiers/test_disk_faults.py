@@ -22,7 +22,6 @@ from tests.tiers.tools import (
     chunks_of,
     ends,
     keys_of,
-    loaded,
     oks,
     open_disk,
     open_faulty,
@@ -177,7 +176,7 @@ def test_bytes_of_another_chunk_under_a_right_key(tmp_path: Path) -> None:
     slots = tier.ledger.match_prefix([one, two]).slots
     file = slot_file(tier)
     file[slots[0]] = file[slots[1]]
-    assert loaded(tier, one) is None
+    assert tier.get(one) is None
     assert right(tier, two)
     assert not tier.contains(one)
     tier.close()
@@ -240,7 +239,7 @@ def test_a_disk_that_keeps_failing_is_left_out_and_tried_again(tmp_path: Path) -
     assert failed[0] is Reason.IO_ERROR
     assert failed[-1] is Reason.TIER_SKIPPED
     assert tier.find([kept]) == 0
-    assert loaded(tier, kept) is None
+    assert tier.get(kept) is None
     assert tier.stats()["resting"] == 1
     assert tier.stats()["drop_tier_skipped"] >= 1
     slab.heal()

@@ -13,14 +13,15 @@ import pytest
 from pagoda.testing import Fault, FaultySlab
 from pagoda.tiers import DiskTier
 from tests.tiers.tools import (
+    LAYOUT,
     ROOT,
     SECONDS,
     check,
     chunks_of,
-    ends,
     is_right,
     keys_of,
     open_faulty,
+    payload_of,
     right,
     room,
 )
@@ -48,9 +49,9 @@ def act(tier: DiskTier, dice: random.Random) -> None:
             ):
                 assert not future.result(SECONDS).ok or is_right(key, buffer), "wrong bytes were served"
         case 5:
-            futures = tier.save(chunks_of(keys[:1]), ROOT)
-            if dice.random() < 0.5:
-                ends(futures)
+            tier.put(
+                keys[0], payload_of(keys[0])[: LAYOUT.chunk_bytes], namespace=ROOT, block=dice.random() < 0.5
+            )
             right(tier, keys[0])
         case 6:
             tier.remove(dice.choice(keys))

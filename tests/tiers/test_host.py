@@ -12,19 +12,18 @@ import pytest
 
 from pagoda.errors import ClosedError
 from pagoda.layout import KVLayout
+from pagoda.ledger import admin
 from pagoda.metrics import Reason
 from pagoda.tiers import Done, HostTier
 from tests.tiers.tools import (
     LAYOUT,
     NAMESPACE,
     ROOT,
-    SavingHost,
     check,
     chunks_of,
     ends,
     is_right,
     keys_of,
-    loaded,
     payload_of,
     right,
     room,
@@ -34,8 +33,8 @@ from tests.tiers.tools import (
 SIZE = 64 * LAYOUT.slot_bytes
 
 
-def open_host(root: Path, *, shared: bool = True, size_bytes: int = SIZE) -> SavingHost:
-    tier = SavingHost.open(LAYOUT, root, size_bytes, policy="lru", shared=shared, deadline_seconds=30.0)
+def open_host(root: Path, *, shared: bool = True, size_bytes: int = SIZE) -> HostTier:
+    tier = HostTier.open(LAYOUT, root, size_bytes, policy="lru", shared=shared, deadline_seconds=30.0)
     tier.register(NAMESPACE)
     return tier
 
@@ -164,7 +163,7 @@ def test_a_forked_child_does_not_use_private_memory(tmp_path: Path) -> None:
     if child == 0:
         try:
             (saved,) = ends(tier.save(chunks_of(keys_of(1, chain=7)), ROOT))
-            os._exit(0 if (tier.find(keys), loaded(tier, keys[0]), saved.ok) == (0, None, False) else 1)
+            os._exit(0 if (tier.find(keys), tier.get(keys[0]), saved.ok) == (0, None, False) else 1)
         finally:
             os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -210,6 +209,14 @@ def test_two_layouts_of_one_root_lie_apart(shm_root: Path) -> None:
     one.close()
     two = HostTier.open(other, shm_root, SIZE)
     (key,) = keys_of(1)
-    (reserved,) = two.ledger.reserve([key], namespace=ROOT)
-    assert two.ledger.commit([reserved]) == [True]  # type: ignore[list-item]
+    assert two.put(key, np.ones(5000, np.uint8), namespace=ROOT)
     two.close()
+
+
+def test_holders_are_those_who_pinned(shm_root: Path) -> None:
+    tier = open_host(shm_root)
+    keys = keys_of(1)
+    store(tier, keys)
+    admin.pin(tier.ledger, keys, "somebody")
+    assert tier.holders(keys[0]) == ["somebody"]
+    tier.close()

@@ -24,13 +24,12 @@ from pagoda.ledger import Ledger
 from pagoda.metrics import Reason
 from pagoda.slab.file import Buffer, FileSlab
 from pagoda.testing import Fault
-from pagoda.tiers import DiskTier, Done
+from pagoda.tiers import DiskTier, Done, HostTier
 from tests.tiers.tools import (
     LAYOUT,
     ROOT,
     SECONDS,
     STRIDE,
-    SavingHost,
     check,
     chunks_of,
     disk_spec,
@@ -40,6 +39,7 @@ from tests.tiers.tools import (
     oks,
     open_disk,
     open_faulty,
+    payload_of,
     right,
     room,
     store,
@@ -67,10 +67,12 @@ def test_mistake_1_staging_memory_does_not_grow(tmp_path: Path) -> None:
     """Copies of payloads that O_DIRECT cannot use are bounded by the queue, and released on every path."""
     tier, slab = open_faulty(tmp_path, queue_chunks=4)
     slab.fail_next("write", Fault.HANG)
-    chunks = [chunk._replace(payload=chunk.payload[: LAYOUT.chunk_bytes]) for chunk in chunks_of(keys_of(20))]
-    futures = tier.save(chunks, ROOT)
+    accepted = [
+        tier.put(key, payload_of(key)[: LAYOUT.chunk_bytes], namespace=ROOT, position=n, block=False)
+        for n, key in enumerate(keys_of(20))
+    ]
+    assert accepted == [True] * 4 + [False] * 16
     slab.release()
-    assert oks(futures) == [True] * 4 + [False] * 16
     assert tier.flush(SECONDS)
     assert tier.stats()["queued_writes"] == 0
     tier.close()
@@ -138,18 +140,17 @@ def test_mistake_5_a_slot_that_is_being_written_is_nobodys_victim(tmp_path: Path
 
 @pytest.mark.parametrize("kind", ["host", "disk"])
 def test_mistake_5_accounting_does_not_drift(tmp_path: Path, shm_root: Path, kind: str) -> None:
-    tier: SavingHost | DiskTier
+    tier: HostTier | DiskTier
     if kind == "host":
-        tier = SavingHost.open(LAYOUT, shm_root, 16 * LAYOUT.slot_bytes)
+        tier = HostTier.open(LAYOUT, shm_root, 16 * LAYOUT.slot_bytes)
     else:
         tier = open_disk(tmp_path, slots=16)
     for turn in range(30):
         keys = keys_of(6, chain=1 + turn % 5)
         for _ in range(2):  # stored again
-            ends(tier.save(chunks_of(keys[:1]), ROOT))
+            tier.put(keys[0], payload_of(keys[0])[: LAYOUT.chunk_bytes], namespace=ROOT)
         store(tier, keys)
-        (large,) = chunks_of(keys[1:2], 1)
-        ends(tier.save([large._replace(payload=large.payload.repeat(2))], ROOT))  # too large
+        tier.put(keys[1], payload_of(keys[1]).repeat(2), namespace=ROOT)  # too large
         ends(tier.save(chunks_of(keys_of(1, chain=99), still_valid=lambda: False), ROOT))  # given up
         tier.remove(keys[turn % 6])
         tier.remove(keys[turn % 6])
@@ -218,7 +219,7 @@ def test_mistake_15_a_write_past_its_deadline_keeps_its_slot(tmp_path: Path) -> 
     other = open_disk(tmp_path, slots=16)
     (late,) = keys_of(1)
     slab.fail_next("write", Fault.HANG)
-    saving = tier.save(chunks_of([late]), ROOT)
+    assert tier.put(late, payload_of(late)[: LAYOUT.chunk_bytes], namespace=ROOT) is False
     assert slab.hanging.wait(SECONDS)
     keys = keys_of(16, chain=1)
     oks(other.save(chunks_of(keys), ROOT))
@@ -228,7 +229,6 @@ def test_mistake_15_a_write_past_its_deadline_keeps_its_slot(tmp_path: Path) -> 
     assert tier.flush(SECONDS)
     assert all(right(other, key) for key in stored)
     assert right(tier, late) in (True, False)
-    ends(saving)
     check(tier)
     tier.close()
     other.close()

@@ -25,11 +25,11 @@ from pagoda.ledger import (
 )
 from pagoda.ledger.member_counters import COUNTERS_BYTES, WIDTH
 from pagoda.ledger.store_state import COUNTERS_FILE, FORMAT, SLAB_FORMAT, STATE, read_state, write_state
-from pagoda.tiers import DiskTier
+from pagoda.tiers import DiskTier, HostTier
 from pagoda.tiers import host as host_module
 from tests.ledger import support
 from tests.ledger.support import Other, in_child, keys, opened
-from tests.tiers.tools import LAYOUT, NAMESPACE, ROOT, STRIDE, SavingHost, chunks_of, keys_of, oks, right
+from tests.tiers.tools import LAYOUT, NAMESPACE, ROOT, STRIDE, chunks_of, keys_of, oks, right
 
 KEYS = keys_of(6)
 
@@ -40,8 +40,8 @@ def disk(root: Path) -> DiskTier:
     return tier
 
 
-def host(root: Path) -> SavingHost:
-    tier = SavingHost.open(LAYOUT, root, 16 * LAYOUT.slot_bytes, populate=False)
+def host(root: Path) -> HostTier:
+    tier = HostTier.open(LAYOUT, root, 16 * LAYOUT.slot_bytes, populate=False)
     tier.register(NAMESPACE)
     return tier
 

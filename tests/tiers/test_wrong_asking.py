@@ -11,18 +11,16 @@ import pytest
 from pagoda.keys import Namespace
 from pagoda.metrics import Reason
 from pagoda.testing import Fault
-from pagoda.tiers import DiskTier
+from pagoda.tiers import DiskTier, HostTier
 from tests.tiers.tools import (
     LAYOUT,
     NAMESPACE,
     ROOT,
     SECONDS,
     STRIDE,
-    SavingHost,
     chunks_of,
     ends,
     keys_of,
-    loaded,
     oks,
     open_faulty,
     right,
@@ -32,14 +30,14 @@ from tests.tiers.tools import (
 OTHER = Namespace(model="tiers", salt="mallory")
 KEYS = keys_of(6)
 
-Local = DiskTier | SavingHost
+Local = DiskTier | HostTier
 
 
 @pytest.fixture(params=["host", "disk"])
 def tier(request: pytest.FixtureRequest, shm_root: Path) -> Iterator[Local]:
     opened: Local
     if request.param == "host":
-        opened = SavingHost.open(LAYOUT, shm_root, 16 * LAYOUT.slot_bytes, populate=False)
+        opened = HostTier.open(LAYOUT, shm_root, 16 * LAYOUT.slot_bytes, populate=False)
     else:
         opened = DiskTier.open(LAYOUT, shm_root, 16 * STRIDE)
     opened.register(NAMESPACE)
@@ -61,7 +59,7 @@ def test_the_keys_of_another_namespace(tier: Local, root: bytes) -> None:
     for done in ends(tier.load(KEYS, buffers, namespace=root)):
         assert not done.ok and done.reason is Reason.OTHER_NAMESPACE
     assert not any(np.any(buffer) for buffer in buffers)
-    assert loaded(tier, KEYS[0], root=root) is None
+    assert tier.get(KEYS[0], namespace=root) is None
     unharmed(tier)
 
 
@@ -84,7 +82,7 @@ def test_another_place_in_the_chain(tier: Local, start: int) -> None:
 
 def test_who_does_not_say_a_namespace_is_not_asked_for_one(tier: Local) -> None:
     assert tier.find(KEYS) == 6 and tier.find(KEYS[3:]) == 3 and tier.contains(KEYS[4])
-    assert right(tier, KEYS[5])
+    assert tier.get(KEYS[5]) is not None
 
 
 def test_what_is_queued_is_compared_too(tmp_path: Path) -> None:

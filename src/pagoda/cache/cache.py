@@ -44,7 +44,7 @@ from pagoda.layout import KVLayout
 from pagoda.ledger import admin
 from pagoda.metrics import DROPS, MISSES
 from pagoda.threads import Condition
-from pagoda.tiers import HostTier, Tier
+from pagoda.tiers.base import Tier
 from pagoda.transfer import Transfer
 
 __all__ = ["Cache", "NameTaken", "forget"]
@@ -92,7 +92,7 @@ class Cache:
         namespace: Namespace,
         layout: KVLayout,
         name: str | None = None,
-        tiers: Sequence[HostTier | Tier] | None = None,
+        tiers: Sequence[Tier] | None = None,
         key_scheme: KeyScheme = chunk_keys,
         clock: Clock | None = None,
         **overrides: Unpack[ConfigOptions],
@@ -120,7 +120,7 @@ class Cache:
         with _name_taken(name, self):
             self._open(tiers, key_scheme, clock or Clock())
 
-    def _open(self, tiers: Sequence[HostTier | Tier] | None, key_scheme: KeyScheme, clock: Clock) -> None:
+    def _open(self, tiers: Sequence[Tier] | None, key_scheme: KeyScheme, clock: Clock) -> None:
         config, layout = self.config, self.layout
         stack = open_tiers(config, layout, clock) if tiers is None else build_tiers(tiers, layout)
         self._resources = build_resources(stack, config, layout, key_scheme, clock)

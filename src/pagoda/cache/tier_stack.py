@@ -34,7 +34,7 @@ class TierStack:
         self.host = host
         self.lower = lower
         self.left_out = left_out
-        self.all: tuple[HostTier | Tier, ...] = lower if host is None else (host, *lower)  # from the top down
+        self.all: tuple[Tier, ...] = lower if host is None else (host, *lower)  # from the top down
         self.names = tuple(tier.name for tier in self.all)
 
     def only(self, names: Iterable[str]) -> TierStack:
@@ -62,7 +62,7 @@ class TierStack:
             tier.register(namespace)
 
 
-def build_tiers(tiers: Sequence[HostTier | Tier], layout: KVLayout) -> TierStack:
+def build_tiers(tiers: Sequence[Tier], layout: KVLayout) -> TierStack:
     """Return the stack of tiers that the caller built. Raises ValueError if they do not fit each other."""
     for tier in tiers:
         if tier.chunk_bytes != layout.chunk_bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -89,19 +90,17 @@ class TierConformance:
         """Return the results of these futures."""
         return [future.result(self.seconds) for future in futures]
 
-    def loaded(
-        self, tier: Tier, keys: Sequence[bytes], start: int = 0, namespace: Namespace = ONE
-    ) -> list[Bytes | None]:
+    def loaded(self, tier: Tier, keys: Sequence[bytes], start: int = 0) -> list[Bytes | None]:
         """Return what `load` delivers for the chain positions from `start` on; None if it was not ok."""
         buffers = [aligned(-(-tier.chunk_bytes // 4096) * 4096) for _ in keys]
-        futures = tier.load(keys, buffers, start=start, namespace=namespace.root)
+        futures = tier.load(keys, buffers, start=start, namespace=ONE.root)
         assert len(futures) == len(keys)
         ends = zip(self.ends(futures), buffers, strict=True)
         return [buffer[: tier.chunk_bytes] if done.ok else None for done, buffer in ends]
 
-    def holds(self, tier: Tier, key: bytes, position: int = 0, namespace: Namespace = ONE) -> bool:
+    def holds(self, tier: Tier, key: bytes) -> bool:
         """Whether the chunk is in the tier, with the right bytes; wrong bytes fail the test at once."""
-        (found,) = self.loaded(tier, [key], position, namespace)
+        found = tier.get(key)
         assert found is None or np.array_equal(found, self.payload(tier, key)), "wrong bytes were served"
         return found is not None
 
@@ -118,40 +117,63 @@ class TierConformance:
         with self.opened(tmp_path) as tier:
             (key,) = keys_of(ONE, 1)
             assert not tier.contains(key)
-            assert not self.holds(tier, key)
+            assert tier.get(key) is None
             assert tier.find([key]) == 0
             assert tier.find([]) == 0
             assert tier.remove(key) is False
+            assert not tier.in_flight(key)
+            assert list(tier.holders(key)) == []
+            assert tier.wait([key], self.seconds)
+            assert list(tier.get_many([key])) == [None]
             assert tier.load([], [], namespace=ONE.root) == []
             assert tier.save([], ONE.root) == []
 
-    def test_the_payload_is_free_once_its_save_has_ended(self, tmp_path: Path) -> None:
+    def test_put_and_get(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
-            for key in keys_of(ONE, self.room_chunks // 2):
-                chunk = self.chunk(tier, [key], 0)
-                (done,) = self.ends(tier.save([chunk], ONE.root))
-                assert done.ok
-                chunk.payload[:] = 0
+            (key,) = keys_of(ONE, 1)
+            assert tier.put(key, self.payload(tier, key), namespace=ONE.root, tokens=4) is True
+            assert tier.contains(key)
+            assert self.holds(tier, key)
+
+    def test_get_is_a_private_copy(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as tier:
+            (key,) = keys_of(ONE, 1)
+            tier.put(key, self.payload(tier, key), namespace=ONE.root)
+            mine = tier.get(key)
+            assert mine is not None
+            assert mine.shape == (tier.chunk_bytes,)
+            mine[:] = 0
+            assert self.holds(tier, key)
+
+    def test_put_takes_a_copy(self, tmp_path: Path) -> None:
+        for block in (True, False):
+            with self.opened(tmp_path / str(block)) as tier:
+                (key,) = keys_of(ONE, 1)
+                payload = self.payload(tier, key)
+                assert tier.put(key, payload, namespace=ONE.root, block=block)
+                payload[:] = 0
+                assert self.holds(tier, key)
+                assert tier.wait([key], self.seconds)
                 assert self.holds(tier, key)
 
     def test_what_is_on_its_way_is_read(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
             keys = keys_of(ONE, 4)
-            futures = list[Future[Done]]()
             for position, key in enumerate(keys):
-                futures += tier.save([self.chunk(tier, keys, position)], ONE.root)
+                payload = self.payload(tier, key)
+                assert tier.put(key, payload, namespace=ONE.root, position=position, block=False)
                 assert tier.contains(key)
                 assert tier.find(keys) == position + 1
-            assert all(self.holds(tier, key, position) for position, key in enumerate(keys))
-            self.ends(futures)
+                assert self.holds(tier, key)
 
-    def test_a_save_again_keeps_the_room(self, tmp_path: Path) -> None:
+    def test_put_again_keeps_the_room(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
-            keys = keys_of(ONE, self.room_chunks)
+            again, *others = keys_of(ONE, self.room_chunks)
             for _ in range(3 * self.room_chunks):
-                self.saved(tier, keys[:1])
-            self.saved(tier, keys)
-            assert tier.find(keys) == self.room_chunks
+                assert tier.put(again, self.payload(tier, again), namespace=ONE.root)
+            for position, key in enumerate(others, 1):
+                assert tier.put(key, self.payload(tier, key), namespace=ONE.root, position=position)
+            assert tier.find([again, *others]) == self.room_chunks
 
     def test_remove(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
@@ -162,8 +184,8 @@ class TierConformance:
             assert not tier.contains(gone)
             assert not self.holds(tier, gone)
             assert tier.find([gone, stays]) == 0
-            assert self.holds(tier, stays, 1)
-            self.saved(tier, [gone])
+            assert self.holds(tier, stays)
+            assert tier.put(gone, self.payload(tier, gone), namespace=ONE.root)
             assert self.holds(tier, gone)
 
     def test_remove_reaches_what_is_on_its_way(self, tmp_path: Path) -> None:
@@ -171,28 +193,31 @@ class TierConformance:
             keys, futures = self.saving(tier, 6)
             assert tier.remove(keys[5]) is True
             self.ends(futures)
+            assert tier.wait(keys, self.seconds)
             assert not tier.contains(keys[5])
             assert tier.find(keys) == 5
 
     def test_too_large_is_refused_and_counted(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
-            (key,) = keys_of(ONE, 1)
+            put, saved = keys_of(ONE, 2)
             payload = np.zeros(2 * tier.chunk_bytes + 8192, dtype=np.uint8)
-            (done,) = self.ends(tier.save([Chunk(key, 0, 4, payload, None, _always)], ONE.root))
+            assert tier.put(put, payload, namespace=ONE.root) is False
+            (done,) = self.ends(tier.save([Chunk(saved, 0, 4, payload, None, _always)], ONE.root))
             assert done == Done(False, Reason.TOO_LARGE)
-            assert not tier.contains(key)
-            assert tier.stats()["drop_too_large"] == 1
+            assert not tier.contains(put)
+            assert not tier.contains(saved)
+            assert tier.stats()["drop_too_large"] == 2
 
     def test_wrong_use_is_a_value_error(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
             (key,) = keys_of(ONE, 1)
             small = np.zeros(tier.chunk_bytes - 1, dtype=np.uint8)
-            wrongs: list[Callable[[], object]] = [
+            for wrong in (
+                lambda: tier.put(key, small, namespace=ONE.root),
                 lambda: tier.save([Chunk(key, 0, 4, small, None, _always)], ONE.root),
                 lambda: tier.load([key], [small], namespace=ONE.root),
                 lambda: tier.load([key], [], namespace=ONE.root),
-            ]
-            for wrong in wrongs:
+            ):
                 try:
                     wrong()
                 except ValueError:
@@ -256,6 +281,15 @@ class TierConformance:
             assert [done.ok for done in ends[:3]] == [True, True, False]
             assert ends[2].reason is not None
 
+    def test_a_put_that_blocks_returns_when_it_has_ended(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as tier:
+            for key in keys_of(ONE, self.room_chunks // 2):
+                payload = self.payload(tier, key)
+                assert tier.put(key, payload, namespace=ONE.root)
+                assert not tier.in_flight(key), "put returned before the chunk was stored"
+                payload[:] = 0  # which belongs to the caller again
+                assert self.holds(tier, key)
+
     def test_what_was_asked_for_wrongly_is_a_miss_and_stays(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
             keys = self.saved(tier, keys_of(ONE, 4))
@@ -264,6 +298,7 @@ class TierConformance:
                 ends = self.ends(tier.load(keys, buffers, start=start, namespace=namespace))
                 assert not any(done.ok for done in ends)
                 assert all(done.reason is not None for done in ends)
+            assert tier.get(keys[0], namespace=TWO.root) is None
             assert tier.find(keys) == 4
             assert all(found is not None for found in self.loaded(tier, keys))
 
@@ -297,12 +332,38 @@ class TierConformance:
             (done,) = self.ends(tier.save([Chunk(key, 0, 4, payload, None, still_valid)], ONE.root))
             assert self.holds(tier, key) is done.ok  # a tier that copied before it asked has the right bytes
 
+    def test_wait(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as tier:
+            keys = keys_of(ONE, 8)
+            tier.save(self.chunks(tier, keys), ONE.root)
+            assert tier.wait(iter(keys), self.seconds)
+            assert not any(tier.in_flight(key) for key in keys)
+            assert all(tier.contains(key) for key in keys)
+
+    def test_put_many_counts_what_is_there(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as tier:
+            keys = keys_of(ONE, 6)
+            good = (self.chunk(tier, keys, position) for position in range(5))
+            bad = self.chunk(tier, keys, 5, lambda: False)
+            assert tier.put_many(itertools.chain(good, [bad]), namespace=ONE.root) == 5
+            assert tier.find(keys) == 5
+            assert tier.put_many([], namespace=ONE.root) == 0
+
+    def test_get_many_is_in_order_and_lazy(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as tier:
+            keys = keys_of(ONE, 5)
+            self.saved(tier, keys)
+            tier.remove(keys[2])
+            found_many = tier.get_many(_endless(keys))
+            for key, found in itertools.islice(zip(_endless(keys), found_many, strict=True), 12):
+                assert (found is None) == (key == keys[2])
+                assert found is None or np.array_equal(found, self.payload(tier, key))
+
     def test_full_is_a_value_and_never_wrong(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
             keys = keys_of(ONE, self.overfull_chunks)
             for key in keys:
-                (done,) = self.ends(tier.save([self.chunk(tier, [key], 0)], ONE.root))
-                assert done.ok or done.reason is not None
+                assert tier.put(key, self.payload(tier, key), namespace=ONE.root) in (True, False)
             assert sum(self.holds(tier, key) for key in keys) >= self.room_chunks // 2
 
     # -- namespaces, threads, the end
@@ -315,11 +376,10 @@ class TierConformance:
             assert tier.clear(ONE.root) == 4
             assert not any(tier.contains(key) for key in ones)
             assert tier.find(twos) == 4
-            assert all(found is not None for found in self.loaded(tier, twos, namespace=TWO))
+            assert all(self.holds(tier, key) for key in twos)
             self.saved(tier, ones, ONE)
             assert tier.clear() == 8
-            assert not any(tier.contains(key) for key in [*ones, *twos])
-            assert self.loaded(tier, ones) == self.loaded(tier, twos, namespace=TWO) == [None] * 4
+            assert not any(self.holds(tier, key) for key in [*ones, *twos])
             assert tier.clear() == 0
 
     def test_clear_reaches_what_is_on_its_way(self, tmp_path: Path) -> None:
@@ -327,8 +387,8 @@ class TierConformance:
             keys, futures = self.saving(tier, 12)
             tier.clear(ONE.root)
             self.ends(futures)
-            assert not any(tier.contains(key) for key in keys)
-            assert self.loaded(tier, keys) == [None] * len(keys)
+            assert tier.wait(keys, self.seconds)
+            assert not any(tier.contains(key) or self.holds(tier, key) for key in keys)
 
     def test_stats_are_numbers(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
@@ -346,7 +406,7 @@ class TierConformance:
                 rng = np.random.default_rng(seed)
                 try:
                     for position in rng.integers(0, len(keys), 40).tolist():
-                        self.act(tier, keys, position, int(rng.integers(0, 3)))
+                        self.act(tier, keys, position, int(rng.integers(0, 4)))
                 except Exception as error:  # noqa: BLE001  # raised again by the test's own thread
                     wrong.append(error)
 
@@ -360,12 +420,14 @@ class TierConformance:
                 raise wrong[0]
 
     def act(self, tier: Tier, keys: Sequence[bytes], position: int, what: int) -> None:
-        """Do one of three operations on one chunk."""
+        """Do one of four operations on one chunk."""
         key = keys[position]
         if what == 0:
-            self.ends(tier.save([self.chunk(tier, keys, position)], ONE.root))
+            tier.put(key, self.payload(tier, key), namespace=ONE.root, position=position)
         elif what == 1:
-            self.holds(tier, key, position)
+            self.ends(tier.save([self.chunk(tier, keys, position)], ONE.root))
+        elif what == 2:
+            self.holds(tier, key)
         else:
             tier.remove(key)
 
@@ -384,7 +446,14 @@ class TierConformance:
         assert tier.find(keys) == 0
         assert tier.touch(keys, namespace=ONE.root) is None
         assert not tier.contains(keys[0])
+        assert tier.get(keys[0]) is None
+        assert tier.put(keys[0], self.payload(tier, keys[0]), namespace=ONE.root) is False
         (saved,) = self.ends(tier.save([self.chunk(tier, keys, 0)], ONE.root))
         assert saved == Done(False, Reason.CLOSED)
         (loaded,) = self.ends(tier.load(keys[:1], [self.payload(tier, keys[0])], namespace=ONE.root))
         assert loaded == Done(False, Reason.CLOSED)
+
+
+def _endless(keys: Sequence[bytes]) -> Iterator[bytes]:
+    """Yield the keys backwards, for ever: only a lazy consumer ends."""
+    return itertools.cycle([*reversed(keys)])

@@ -108,11 +108,41 @@ class Tier(Protocol):
     def contains(self, key: bytes, *, deadline_seconds: float | None = None) -> bool:
         """Return whether `find` would find this key; does not update recency."""
 
+    def put(
+        self,
+        key: bytes,
+        payload: Bytes,
+        *,
+        namespace: bytes,
+        position: int = 0,
+        tokens: int = 0,
+        block: bool = True,
+    ) -> bool:
+        """Store a copy of `payload`. True: it is stored or, without `block`, queued (and readable)."""
+
+    def put_many(self, items: Iterable[Chunk], *, namespace: bytes) -> int:
+        """Store chunks from a lazy iterable; return how many are stored at the end. Waits, up to a limit."""
+
+    def get(self, key: bytes, *, namespace: bytes | None = None) -> Bytes | None:
+        """Return a verified private copy of a chunk, (chunk_bytes,) uint8, or None."""
+
+    def get_many(self, keys: Iterable[bytes], *, namespace: bytes | None = None) -> Iterator[Bytes | None]:
+        """Yield `get` of each key, in order. Takes the keys lazily and looks each up once."""
+
     def remove(self, key: bytes) -> bool:
         """Remove a chunk, queued or stored; return False if it is not here."""
 
+    def in_flight(self, key: bytes) -> bool:
+        """Return whether a save of this key is queued or running."""
+
+    def wait(self, keys: Iterable[bytes], timeout: float) -> bool:
+        """Wait until the saves of these keys have ended; return False after `timeout` seconds."""
+
     def clear(self, namespace: bytes | None = None) -> int:
         """Remove all chunks of one namespace, or all; saves in flight store nothing. Return how many were removed."""
+
+    def holders(self, key: bytes) -> list[str]:
+        """Return what keeps this chunk from eviction: names of pins, "lease", "in flight"."""
 
     def stats(self) -> Mapping[str, int]:
         """Return gauges and counters by name, of all processes that share the store."""
@@ -138,6 +168,11 @@ def running_future() -> Future[Done]:
 def clamp_deadline(own_seconds: float, deadline_seconds: float | None) -> float:
     """Return the deadline of a call: the tier's own by default and at most."""
     return own_seconds if deadline_seconds is None else max(0.0, min(own_seconds, deadline_seconds))
+
+
+def flat_bytes(array: npt.NDArray[np.generic]) -> Bytes:
+    """Return `array` as (nbytes,) uint8; copies only if it is not contiguous."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def check_sizes(name: str, arrays: Iterable[Bytes], chunk_bytes: int) -> None:

@@ -210,11 +210,16 @@ class DiskTier(QueuedTier):
         """Return whether the key is stored or queued; does not update recency."""
         if self._closed or self._breaker.resting:
             return False
-        sources = self._sources([key], 0, None, deadline_seconds, lease_seconds=0.0)
+        sources = self._sources([key], None, None, deadline_seconds, lease_seconds=0.0)
         return not isinstance(next(sources), Reason)
 
+    def holders(self, key: bytes) -> list[str]:
+        """Return what keeps this chunk from eviction: names of pins, "in flight"."""
+        owners = [owner for owner, keys in admin.list_pins(self.ledger).items() if key in keys]
+        return [*owners, "in flight"] if self.in_flight(key) else owners
+
     def _sources(
-        self, keys: Sequence[bytes], start: int, namespace: bytes | None, deadline_seconds: float | None, *,
+        self, keys: Sequence[bytes], start: int | None, namespace: bytes | None, deadline_seconds: float | None, *,
         stamp: int | None = None, touch: bool = False, lease_seconds: float = _LOAD_LEASE_SECONDS,
     ) -> Iterator[WriteRequest | tuple[int, int] | Reason]:  # fmt: skip
         """Yield lazily where each key is, or why it is absent: one transaction a run.
@@ -227,15 +232,16 @@ class DiskTier(QueuedTier):
         stamp = self.ledger.stamp() if stamp is None else stamp
         index = 0
         while index < len(keys):
+            position = None if start is None else start + index
             write = queued.get(keys[index])
             if write is not None and write.is_valid():
-                yield write if write.matches(namespace, start + index) else Reason.ABSENT
+                yield write if write.matches(namespace, position) else Reason.ABSENT
                 index += 1
                 continue
             stop = next((n for n in range(index + 1, len(keys)) if keys[n] in queued), len(keys))
             match = self.ledger.match_prefix(
                 keys[index:stop],
-                start=start + index,
+                start=position,
                 namespace=namespace,
                 stamp=stamp,
                 lease_seconds=lease_seconds,

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+
+import numpy as np
 
 from pagoda import policy as policies
 from pagoda.clock import Clock, Deadline
@@ -15,22 +19,25 @@ from pagoda.finalizers import Finalizer
 from pagoda.fork import reset_in_child
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
-from pagoda.ledger import Ledger, Reserved, StoreSpec, admin
+from pagoda.ledger import Busy, Ledger, Present, Reserved, StoreSpec, admin
 from pagoda.ledger.store_state import FORMAT
+from pagoda.metrics import Reason
 from pagoda.slab import MemorySlab
 from pagoda.threads import Condition
 from pagoda.tiers import opened_tiers
-from pagoda.tiers.base import Bytes, clamp_deadline
+from pagoda.tiers.base import Bytes, Chunk, Done, check_sizes, clamp_deadline, completed_future, follows, runs
+from pagoda.tiers.blocking import BlockingCalls
 
 
-class HostTier:
-    """Stores chunks in host memory, shared by all processes of the machine unless private.
+class HostTier(BlockingCalls):
+    """Stores chunks in host memory, shared by all processes of the machine unless private. Saves and loads end at once.
 
-    Thread-safe and fork-safe. The cache reserves, copies and commits in place through `ledger` and `slab`, so this has
-    no calls to find, save and load.
+    Thread-safe and fork-safe. The cache reserves, copies and commits in place through `ledger` and `slab`; the methods
+    of Tier are for other callers.
     """
 
     name = "host"
+    believed_seconds = 0.0  # a look-up costs next to nothing
 
     def __init__(
         self, layout: KVLayout, ledger: Ledger, slab: MemorySlab, *, deadline_seconds: float = 1.0
@@ -160,12 +167,157 @@ class HostTier:
                 self.slab.pin(device_index, backed=self.ledger.register_device)
                 self._registered = now
 
+    # ---- finding -------------------------------------------------------------------------------------------------
+
+    def find(
+        self, keys: Sequence[bytes], *, start: int = 0, stamp: int | None = None, namespace: bytes | None = None,
+        touch: bool = True, deadline_seconds: float | None = None,
+    ) -> int:  # fmt: skip
+        """Return how many leading keys are stored; copies nothing."""
+        if self._closed:
+            return 0
+        match = self.ledger.match_prefix(
+            keys, start=start, namespace=namespace, stamp=stamp, touch=touch,
+            deadline_seconds=clamp_deadline(self.deadline_seconds, deadline_seconds),
+        )  # fmt: skip
+        return len(match.slots)
+
+    def touch(
+        self, keys: Sequence[bytes], *, namespace: bytes, start: int = 0, stamp: int | None = None, asked: bool = True
+    ) -> list[bool] | None:  # fmt: skip
+        """Update the recency of the stored part of a run. See Tier.touch."""
+        if self._closed:
+            return None
+        return self.ledger.touch(
+            keys, start=start, stamp=stamp, asked=asked, deadline_seconds=self.deadline_seconds
+        )
+
     def contains(self, key: bytes, *, deadline_seconds: float | None = None) -> bool:
         """Return whether the key is stored; does not update recency."""
         if self._closed:
             return False
         seconds = clamp_deadline(self.deadline_seconds, deadline_seconds)
         return len(self.ledger.match_prefix([key], touch=False, deadline_seconds=seconds).slots) > 0
+
+    def in_flight(self, key: bytes) -> bool:
+        """Return False: a save has ended when `save` returns."""
+        return False
+
+    def wait(self, keys: Iterable[bytes], timeout: float) -> bool:
+        """Return True: nothing is in flight."""
+        return True
+
+    def flush(self, timeout: float) -> bool:
+        """Return True: nothing is in flight."""
+        return True
+
+    def holders(self, key: bytes) -> list[str]:
+        """Return what keeps this chunk from eviction: names of pins."""
+        return [owner for owner, keys in admin.list_pins(self.ledger).items() if key in keys]
+
+    # ---- saving and loading --------------------------------------------------------------------------------------
+
+    def save(
+        self, chunks: Sequence[Chunk], namespace: bytes, *, stamp: int | None = None
+    ) -> list[Future[Done]]:
+        """Copy chunks into slots, run by run. The futures are done when it returns. See Tier.save."""
+        check_sizes("payload", (chunk.payload for chunk in chunks), self.chunk_bytes)
+        try:
+            with self.copying():
+                return self._save_all(chunks, namespace, stamp)
+        except ClosedError:
+            return [completed_future(False, Reason.CLOSED) for _ in chunks]
+
+    def _save_all(self, chunks: Sequence[Chunk], namespace: bytes, stamp: int | None) -> list[Future[Done]]:
+        if self._closed:
+            return [completed_future(False, Reason.CLOSED) for _ in chunks]
+        stamp = self.ledger.stamp() if stamp is None else stamp
+        fitting = [chunk for chunk in chunks if chunk.payload.nbytes <= self.slot_bytes]
+        ends: deque[Future[Done]] = deque()
+        for run in runs(fitting, self.ledger.window, follows):
+            ends += self._save(run, namespace, stamp)
+        return [
+            ends.popleft() if chunk.payload.nbytes <= self.slot_bytes else self._dropped(Reason.TOO_LARGE)
+            for chunk in chunks
+        ]
+
+    def _save(self, run: Sequence[Chunk], namespace: bytes, stamp: int) -> list[Future[Done]]:
+        outcomes = self.ledger.reserve(
+            [chunk.key for chunk in run],
+            namespace=namespace,
+            start=run[0].position,
+            parent=run[0].parent,
+            tokens=run[0].tokens,
+            stamp=stamp,
+            deadline_seconds=self.deadline_seconds,
+        )
+        ends: dict[int, Future[Done]] = {}
+        copied: dict[int, Reserved] = {}
+        stale: list[Reserved] = []
+        try:
+            for n, (chunk, outcome) in enumerate(zip(run, outcomes, strict=True)):
+                if isinstance(outcome, Reserved):
+                    slot = self.slab.view(outcome.slot)
+                    np.copyto(slot[: self.chunk_bytes], chunk.payload[: self.chunk_bytes])
+                    if chunk.still_valid():
+                        copied[n] = outcome
+                    else:
+                        stale.append(outcome)
+                        ends[n] = self._dropped(Reason.STALE)
+                elif isinstance(outcome, Present):
+                    ends[n] = completed_future(True)
+                elif isinstance(outcome, Busy):
+                    ends[n] = self._dropped(Reason.BUSY)
+                else:
+                    ends[n] = completed_future(False, outcome.reason)  # counted by the ledger
+            if copied:
+                kept = self.ledger.commit(list(copied.values()), deadline_seconds=self.deadline_seconds)
+                for n, ok in zip(copied, kept, strict=True):
+                    ends[n] = completed_future(True) if ok else self._dropped(Reason.SUPERSEDED)
+                self.ledger.count("stored_bytes", sum(kept) * self.chunk_bytes)
+            if stale:
+                self.ledger.abort(stale)
+            return [ends[n] for n in range(len(run))]
+        except BaseException:
+            self.ledger.abort(outcomes, self.deadline_seconds)
+            raise
+
+    def _load(
+        self, keys: Sequence[bytes], buffers: Sequence[Bytes], start: int | None, namespace: bytes | None,
+        deadline_seconds: float | None,
+    ) -> list[Future[Done]]:  # fmt: skip
+        """Copy chunks out of slots, then validate them. The futures are done when it returns."""
+        if self._closed:
+            return [completed_future(False, Reason.CLOSED) for _ in keys]
+        stamp = self.ledger.stamp()
+        deadline = Deadline(clamp_deadline(self.deadline_seconds, deadline_seconds))
+        ends: list[Future[Done]] = []
+        while (at := len(ends)) < len(keys):  # one transaction a run: an absent key ends it
+            match = self.ledger.match_prefix(
+                keys[at:], start=None if start is None else start + at, namespace=namespace,
+                stamp=stamp, deadline_seconds=deadline.remaining(),
+            )  # fmt: skip
+            for buffer, slot in zip(buffers[at:], match.slots.tolist(), strict=False):
+                np.copyto(buffer[: self.chunk_bytes], self.slab.view(slot)[: self.chunk_bytes])
+            for ok in self.ledger.still_valid(match.slots, match.generations).tolist():
+                ends.append(self._loaded() if ok else self._missed(Reason.EVICTED))
+            if len(ends) < len(keys):
+                ends.append(self._missed(match.reason or Reason.ABSENT))
+        return ends
+
+    def _loaded(self) -> Future[Done]:
+        self.ledger.count("loaded_chunks")
+        self.ledger.count("loaded_bytes", self.chunk_bytes)
+        return completed_future(True)
+
+    def _drop_reason(self) -> Reason | None:
+        return Reason.CLOSED if self._closed else None
+
+    def _count(self, name: str) -> None:
+        if not self._closed:  # a closed ledger counts no more
+            self.ledger.count(name)
+
+    # ---- removing ------------------------------------------------------------------------------------------------
 
     def remove(self, key: bytes) -> bool:
         """Remove a chunk; return False if it is not here."""
@@ -174,6 +326,8 @@ class HostTier:
     def clear(self, namespace: bytes | None = None) -> int:
         """Remove all chunks of one namespace (its root), or all; saves in flight store nothing. Return how many."""
         return 0 if self._closed else admin.clear(self.ledger, namespace)
+
+    # ---- statistics and the end ----------------------------------------------------------------------------------
 
     def stats(self) -> Mapping[str, int]:
         """Return gauges and counters of the store, of all processes that share it. StoreError if it does not answer."""

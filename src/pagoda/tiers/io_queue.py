@@ -22,7 +22,8 @@ from pagoda.finalizers import close_when_dropped
 from pagoda.fork import reset_in_child
 from pagoda.metrics import Reason
 from pagoda.threads import Condition, Event, begin
-from pagoda.tiers.base import Bytes, Chunk, Done, check_sizes, completed_future, running_future
+from pagoda.tiers.base import Bytes, Chunk, Done, check_sizes, running_future
+from pagoda.tiers.blocking import BlockingCalls
 
 _FEWEST = 2  # the background thread and one that reads and writes: they are started first
 
@@ -42,9 +43,11 @@ class WriteRequest:
         """Return whether the payload is still what the key names, and the key was not removed."""
         return self.cancelled is None and self.chunk.still_valid()
 
-    def matches(self, namespace: bytes | None, position: int) -> bool:
-        """Return whether this is the chunk at that position of that namespace; without a namespace, it is."""
-        return namespace is None or (namespace, position) == (self.namespace, self.chunk.position)
+    def matches(self, namespace: bytes | None, position: int | None) -> bool:
+        """Return whether this is the chunk at that position of that namespace; None is not compared."""
+        return namespace in (None, self.namespace) and (
+            namespace is None or position in (None, self.chunk.position)
+        )
 
 
 # Where a chunk is: in the payload of a save while that is valid, or in a slot (slot, generation); None: not known
@@ -56,15 +59,15 @@ class ReadRequest:
     """A queued or running load."""
 
     key: bytes
-    position: int
-    namespace: bytes
+    position: int | None  # None: any; so with the namespace
+    namespace: bytes | None
     buffer: Bytes
     source: Source = None
     future: Future[Done] = field(default_factory=running_future)
     followers: list[ReadRequest] = field(default_factory=list)
 
     @property
-    def flight_key(self) -> tuple[bytes, int, bytes]:
+    def flight_key(self) -> tuple[bytes, int | None, bytes | None]:
         """Reads with the same flight key are done once, for all of them (single flight)."""
         return self.key, self.position, self.namespace
 
@@ -82,7 +85,7 @@ class IoQueue:
         self._writes: deque[WriteRequest] = deque()
         self._reads: deque[ReadRequest] = deque()
         self._outstanding_writes: dict[bytes, WriteRequest] = {}  # queued or running, by key
-        self._leaders: dict[tuple[bytes, int, bytes], ReadRequest] = {}  # by flight key
+        self._leaders: dict[tuple[bytes, int | None, bytes | None], ReadRequest] = {}  # by flight key
         self._read_count = 0  # followers included
         self._batch = 0  # the number of the last batch of writes that was taken
         self._closed = False
@@ -124,6 +127,11 @@ class IoQueue:
             self._changed.notify_all()
             return None
 
+    def has_room(self) -> bool:
+        """Return whether a write could be queued now."""
+        with self._changed:
+            return not self._closed and len(self._outstanding_writes) < self._write_chunks
+
     def pending_writes(self, keys: Iterable[bytes]) -> dict[bytes, WriteRequest]:
         """Return the outstanding writes of `keys` that are not cancelled, by key."""
         with self._changed:
@@ -131,6 +139,11 @@ class IoQueue:
                 ((key, self._outstanding_writes.get(key)) for key in keys) if self._outstanding_writes else ()
             )
             return {key: write for key, write in found if write is not None and write.cancelled is None}
+
+    def in_flight(self, key: bytes) -> bool:
+        """Return whether a write of this key is queued or running, cancelled or not."""
+        with self._changed:
+            return key in self._outstanding_writes
 
     def outstanding(self) -> tuple[int, int]:
         """Return how many writes and how many reads are queued or running."""
@@ -432,16 +445,14 @@ class WorkerPool:
             self._backend.close()
 
 
-class QueuedTier(ABC):
+class QueuedTier(BlockingCalls):
     """A tier whose saves and loads wait in one bounded queue and are done by a worker pool. Thread-safe.
 
     `close()` or garbage collection ends the threads.
     """
 
-    chunk_bytes: int
-    slot_bytes: int
-
     def __init__(self, backend: WorkerBackend, threads: int, queue_chunks: int) -> None:
+        self.read_ahead = threads
         self._backend = backend
         self._closed = False
         self._pool = WorkerPool(backend, threads, queue_chunks)
@@ -451,6 +462,14 @@ class QueuedTier(ABC):
     @abstractmethod
     def resting(self) -> bool:
         """Whether the tier is skipped for a while after failures in a row. Nothing is found meanwhile."""
+
+    def in_flight(self, key: bytes) -> bool:
+        """Return whether a save of this key is queued or being written."""
+        return self._pool.queue.in_flight(key)
+
+    def wait(self, keys: Iterable[bytes], timeout: float) -> bool:
+        """Wait until the saves of these keys have ended; return False after `timeout` seconds."""
+        return self._pool.queue.wait(keys, timeout)
 
     def flush(self, timeout: float) -> bool:
         """Wait until nothing is queued or running; return False after `timeout` seconds."""
@@ -464,15 +483,14 @@ class QueuedTier(ABC):
             return Reason.TIER_SKIPPED
         return None if self._pool.start() else Reason.IO_ERROR
 
-    def _dropped(self, reason: Reason) -> Future[Done]:
+    def _count(self, name: str) -> None:
         if not self._closed:  # a closed ledger counts no more
-            self._backend.count(f"drop_{reason}")
-        return completed_future(False, reason)
+            self._backend.count(name)
 
-    def _missed(self, reason: Reason) -> Future[Done]:
-        if not self._closed and reason is not Reason.LEDGER_BUSY:  # which the ledger counts
-            self._backend.count(f"miss_{reason}")
-        return completed_future(False, reason)
+    def _drop_reason(self) -> Reason | None:
+        if self._closed:
+            return Reason.CLOSED
+        return None if self._pool.queue.has_room() else Reason.QUEUE_FULL
 
     def save(
         self, chunks: Sequence[Chunk], namespace: bytes, *, stamp: int | None = None
@@ -490,14 +508,10 @@ class QueuedTier(ABC):
             futures.append(self._dropped(queued) if isinstance(queued, Reason) else queued.future)
         return futures
 
-    def load(
-        self, keys: Sequence[bytes], buffers: Sequence[Bytes], *, start: int = 0, namespace: bytes,
-        deadline_seconds: float | None = None,
+    def _load(
+        self, keys: Sequence[bytes], buffers: Sequence[Bytes], start: int | None, namespace: bytes | None,
+        deadline_seconds: float | None,
     ) -> list[Future[Done]]:  # fmt: skip
-        """Read verified chunks directly into `buffers`. See Tier.load."""
-        if len(keys) != len(buffers):
-            raise ValueError(f"{len(keys)} keys and {len(buffers)} buffers: need one buffer a key")
-        check_sizes("buffer", buffers, self.chunk_bytes)
         refusal = self._refusal()
         if refusal is not None:
             return [self._missed(refusal) for _ in keys]
@@ -507,14 +521,18 @@ class QueuedTier(ABC):
             if isinstance(source, Reason):
                 futures.append(self._missed(source))
                 continue
-            read = ReadRequest(key, start + n, namespace, buffer, source)
+            read = ReadRequest(key, None if start is None else start + n, namespace, buffer, source)
             refusal = self._pool.queue.add_read(read)
             futures.append(read.future if refusal is None else self._missed(refusal))
         return futures
 
     @abstractmethod
     def _sources(
-        self, keys: Sequence[bytes], start: int, namespace: bytes, deadline_seconds: float | None
+        self,
+        keys: Sequence[bytes],
+        start: int | None,
+        namespace: bytes | None,
+        deadline_seconds: float | None,
     ) -> Iterable[Source | Reason]:
         """Say lazily where a load finds each chunk, or why it is absent."""
 

@@ -185,14 +185,24 @@ class RemoteTier(QueuedTier):
         """Return whether the store said lately if it has this key."""
         return self._store.presence.get(namespace, key) is not None
 
+    def holders(self, key: bytes) -> list[str]:
+        """Return what keeps this chunk: "in flight". Nothing can prevent the store from evicting it."""
+        return ["in flight"] if self.in_flight(key) else []
+
     # ---- loading -------------------------------------------------------------------------------------------------
 
     def _sources(
-        self, keys: Sequence[bytes], start: int, namespace: bytes, deadline_seconds: float | None
+        self,
+        keys: Sequence[bytes],
+        start: int | None,
+        namespace: bytes | None,
+        deadline_seconds: float | None,
     ) -> Iterator[WriteRequest | Reason | None]:
         queued, presence = self._pool.queue.pending_writes(keys), self._store.presence
         for key in keys:
-            known_absent = key not in queued and presence.get(namespace, key) is False
+            known_absent = (
+                namespace is not None and key not in queued and presence.get(namespace, key) is False
+            )
             yield Reason.ABSENT if known_absent else queued.get(key)
 
     # ---- removing ------------------------------------------------------------------------------------------------
@@ -549,12 +559,19 @@ class RemoteWorker(IoWorker):
     # ---- loading -------------------------------------------------------------------------------------------------
 
     def _load(self, read: ReadRequest) -> Reason | None:
-        if self._store.breaker.is_open:
-            return Reason.TIER_SKIPPED
-        return self._connection.call(lambda connection: self._get(connection, read), "a load")
+        for root in self._store.roots(read.namespace):
+            if self._store.breaker.is_open:
+                return Reason.TIER_SKIPPED
+            reason = self._connection.call(
+                lambda connection, root=root: self._get(connection, root, read),  # type: ignore[misc]
+                "a load",
+            )
+            if reason is not Reason.ABSENT:
+                return reason
+        return Reason.ABSENT
 
-    def _get(self, connection: StoreConnection, read: ReadRequest) -> Reason | None:
-        store, root = self._store, read.namespace
+    def _get(self, connection: StoreConnection, root: bytes, read: ReadRequest) -> Reason | None:
+        store = self._store
         payload = read.buffer[: store.chunk_bytes]
         expected = codec.Expected(
             store_id=STORE_ID,
@@ -612,7 +629,7 @@ class RemoteWorker(IoWorker):
             return True
         if found is None or not codec.agrees(found, expected):
             return False
-        return read.position != found.position or not self._can_read(found.codec)
+        return read.position not in (None, found.position) or not self._can_read(found.codec)
 
     def _can_read(self, name: str) -> bool:
         """Return whether the library of a codec is installed here; log it if not."""
