@@ -46,7 +46,7 @@ class StoreCheck(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong (unreachable chunks and stale hints are none: they go by themselves)."""
+        """Whether nothing is wrong (unreachable chunks and stale hints do not count: they are removed in time)."""
         return not self.trouble and not self.damaged
 
 

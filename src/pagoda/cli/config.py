@@ -114,7 +114,7 @@ def import_lmcache(
 
 
 def _write_new(file: Path, text: str) -> None:
-    """Write a file that only its owner reads: a password may stand in it. Raises UsageError if there is one."""
+    """Write a file that only its owner reads: it may contain a password. Raises UsageError if there is one."""
     import os
 
     try:
@@ -127,7 +127,7 @@ def _write_new(file: Path, text: str) -> None:
 
 
 def _worded(name: str, config: Config) -> str:
-    """Return a value as people write it; "auto" with what it comes to here."""
+    """Return a value as people write it; "auto" with its size on this machine."""
     value = getattr(config, name)
     if name == "host_size" and value == "auto":
         return f"auto ({printing.size(config.host_bytes)})"

@@ -34,7 +34,7 @@ def _plain(value: object) -> object:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print a table; a column whose cells are all numbers stands to the right."""
+    """Print a table; a column whose cells are all numbers is aligned to the right."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -61,11 +61,11 @@ def print_dicts(title: str, rows: Sequence[Mapping[str, object]], without: Conta
 
 
 class _Right(str):
-    """Text that stands to the right like a number."""
+    """Text that is aligned to the right like a number."""
 
 
 def size(size_bytes: float | None) -> str:
-    """Return bytes as a number with its unit, to stand to the right; an empty text if they are not known."""
+    """Return bytes as a number with its unit, aligned to the right; an empty text if they are not known."""
     return "" if size_bytes is None else _Right(format_size(size_bytes))
 
 

@@ -95,7 +95,7 @@ class Cell(NamedTuple):
 
 
 def trace_of(name: str) -> Trace:
-    """Read a trace; "sample" is the one that comes with the package. Raises UsageError for what is none."""
+    """Read a trace; "sample" is the one that comes with the package. Raises UsageError if it is not a trace."""
     from importlib.resources import as_file, files
 
     if name != SAMPLE:
@@ -173,7 +173,7 @@ def simulated(requests: Sequence[Request], policy: str, chunks: int, tick: Calla
 
 
 def best(requests: Sequence[Request], chunks: int, tick: Callable[[int], None]) -> Cell:
-    """Return what nobody can do better at this size."""
+    """Return the best that is possible at this size."""
     from pagoda.replay import optimum
 
     return Cell(OPTIMUM, chunks, optimum(requests, chunks))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pagoda.replay import Request, SimulatedOutcome, TierSpec
     from pagoda.replay.timed_replay import TimedOutcome
 
-_BUSY = 0.7  # the share of time that engines compute if nobody says how many there are
+_BUSY = 0.7  # the share of time that engines compute if their number is not given
 
 
 class ReplayedTiers(NamedTuple):

@@ -130,7 +130,7 @@ def in_each(stores: Sequence[Path], work: Callable[[Ledger], T]) -> tuple[dict[P
 
 
 def agreed(question: str, command: str) -> bool:
-    """Ask a person. Raises UsageError where nobody can answer."""
+    """Ask a person. Raises UsageError if stdin is not a terminal."""
     if not sys.stdin.isatty():
         raise UsageError(f"{command} asks before it deletes: say --yes where nobody can answer")
     return confirm(question, err=True)

@@ -40,7 +40,7 @@ app = typer.Typer(help="Start vLLM with PagodaKV as its KV connector.")
 
 
 class Chosen(NamedTuple):
-    """What stands before `serve` on the command line."""
+    """What was given before `serve` on the command line."""
 
     extra: dict[str, object]
     config: Config
@@ -213,7 +213,7 @@ def _check_start(chosen: Chosen) -> None:
 
 
 def _version(*names: str) -> str | None:
-    """The version of the first of these distributions that is installed; None if there is none of them."""
+    """The version of the first of these distributions that is installed, or None."""
     for name in names:
         with suppress(metadata.PackageNotFoundError):
             return metadata.version(name)

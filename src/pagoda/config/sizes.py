@@ -1,4 +1,4 @@
-"""Sizes as people write them ("64GiB", "1.5TB", "auto"), and what "auto" comes to on this machine.
+"""Sizes as people write them ("64GiB", "1.5TB", "auto"), and what "auto" means on this machine.
 
 Every size is for the whole machine and shared by all its processes, never one rank's share.
 """
@@ -82,9 +82,9 @@ def format_size(size_bytes: float) -> str:
 
 
 def auto_bytes(directory: Path | None) -> int:
-    """Return what "auto" comes to: a share of the memory limit, never more than the file system can hold.
+    """Return what "auto" means here: a share of the memory limit, never more than the file system can hold.
 
-    `directory` is where the memory lies (it need not exist yet); None for private memory. The whole size of the
+    `directory` is where the memory is (it need not exist yet); None for private memory. The whole size of the
     file system counts, not what is free today, so that the answer is the same from one start to the next.
     """
     size_bytes = int(memory_limit_bytes() * AUTO_SHARE)

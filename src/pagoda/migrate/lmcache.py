@@ -102,14 +102,14 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, object]:
 
 
 def translate(fields: Mapping[str, object], workers: int = 1) -> Translation:
-    """Return what the fields come to here. Changes nothing.
+    """Return what becomes of the fields here. Changes nothing.
 
     Args:
         fields: by LMCache's names; values as YAML has them, or text.
         workers: how many workers (ranks) one machine runs: LMCache's sizes are one worker's, ours the machine's.
 
     Raises:
-        ConfigError: a value is none that its field can have.
+        ConfigError: a field cannot have the value that it has.
     """
     work = _FieldReader(dict(fields), workers)
     work.run()

@@ -1,6 +1,6 @@
 """What becomes of each field of LMCache's: one table, `FIELDS`. Only those that name a place are judged by `lmcache`.
 
-Pure: a rule is given the name of its field and all fields, and returns what the field comes to here.
+Pure: a rule is given the name of its field and all fields, and returns what becomes of the field here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class FieldVerdict(StrEnum):
 
 
 class Judgement(NamedTuple):
-    """What a field comes to, in words without secrets; with the option of ours that it sets, if any."""
+    """What becomes of a field, in words without secrets; with the option of ours that it sets, if any."""
 
     verdict: FieldVerdict
     text: str

@@ -60,7 +60,7 @@ class TimedOutcome(NamedTuple):
     """
 
     found: SimulatedOutcome
-    loaded: tuple[int, ...]  # chunks that were found and not computed nonetheless, by tier
+    loaded: tuple[int, ...]  # chunks that were found and loaded, not computed, by tier
     dropped_writes: tuple[int, ...]  # chunks, by tier
     ttft: Seconds
     busy: float

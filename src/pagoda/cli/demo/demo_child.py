@@ -1,7 +1,7 @@
 """One process of the demo: build the model, ask the questions, say how it went as JSON lines on stdout.
 
-Run as `python -m pagoda.cli.demo.demo_child` with a task (JSON) on stdin. Each process builds the same model anew, so
-whatever it reuses came out of the cache's own memory and files.
+Run as `python -m pagoda.cli.demo.demo_child` with a task (JSON) on stdin. Each process builds the same model again, so
+all that it reuses is from the cache's own memory and files.
 """
 
 from __future__ import annotations
@@ -334,7 +334,7 @@ def _clone_seconds(asker: _Asker, kept: list[list[torch.Tensor]]) -> float:
 
 
 def _end_with_the_parent() -> None:
-    """Wait for the end of stdin: whoever started this process has its outcome, or is gone."""
+    """Wait for the end of stdin: the process that started this one has its outcome, or has ended."""
     while os.read(0, 1):  # not through sys.stdin: its lock would be in the way of a normal exit
         pass
     os._exit(130)

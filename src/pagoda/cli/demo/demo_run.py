@@ -149,7 +149,7 @@ def _followed(process: subprocess.Popen[str], task: Task, step: Callable[[str], 
     assert process.stdout is not None
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(msgspec.json.encode(task).decode() + "\n")
-        process.stdin.flush()  # left open: its end tells the process that nobody waits for it any more
+        process.stdin.flush()  # left open: its end tells the process to end
     for line in process.stdout:
         with contextlib.suppress(msgspec.DecodeError):  # libraries print too
             said = msgspec.json.decode(line, type=Said)
