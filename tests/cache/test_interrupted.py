@@ -47,7 +47,7 @@ def outstanding(cache: Cache) -> dict[str, object]:
     resources, host = cache._resources, cache._tiers.host
     return {
         "reserved": [admin.check(ledger).gauges["reserved"] for _, ledger in cache._tiers.ledgers()],
-        "copies": len(host._pending.items) if host is not None else 0,
+        "copies": len(host._copies) if host is not None else 0,
         "buffers": resources.load_staging.in_use + cache._resources.store_staging.in_use,
         "waiting": cache.stats()["waiting_chunks"],
     }

@@ -142,9 +142,9 @@ def ask(spec: RemoteSpec, question: Callable[[StoreConnection], _T]) -> _T:
     from pagoda.tiers.remote.store_client import ListingTimeout, RefusedError
 
     try:
-        link = spec.engine().connection().open(time.monotonic() + patience(spec))
+        link = spec.engine().connection()
         try:
-            return question(link)
+            return question(link.open(time.monotonic() + patience(spec)))
         finally:
             link.close()
     except ListingTimeout as unended:

@@ -397,10 +397,6 @@ class DiskStore(WorkerBackend):
             return False
         return not self.slab.direct or buffer.ctypes.data % HEADER_BYTES == 0
 
-    def admitted_end(self, namespace: bytes, stamp: int | None) -> int:
-        """Return up to which position of a run the policy has admitted it until now."""
-        return self.admissions.get((namespace, stamp), _NOTHING_ADMITTED).end
-
     @contextmanager
     def in_turn(self, batch: int) -> Iterator[None]:
         """Let batches reserve slots in the order in which they were queued, or a head could find no free slot."""
@@ -536,6 +532,7 @@ class DiskWorker(IoWorker):
         results: dict[WriteRequest, Done],
     ) -> None:
         first = run[0]
+        admitted = self._store.admissions.get((first.namespace, first.stamp), _NOTHING_ADMITTED)
         outcomes = self._store.ledger.reserve(
             [write.chunk.key for write in run],
             namespace=first.namespace,
@@ -543,7 +540,7 @@ class DiskWorker(IoWorker):
             parent=first.chunk.parent,
             tokens=first.chunk.tokens,
             stamp=first.stamp,
-            admitted=run[-1].chunk.position < self._store.admitted_end(first.namespace, first.stamp),
+            admitted=run[-1].chunk.position < admitted.end,
             deadline_seconds=_LEDGER_SECONDS,
         )
         for write, outcome in zip(run, outcomes, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -49,13 +49,21 @@ class HostTier(BlockingCalls):
         self.slab = slab
         self.deadline_seconds = deadline_seconds
         self._ended = False
-        self._pending = _PendingCopies(self._close_store)
         self._pid = os.getpid()
         self._abandoned: dict[Reserved, Finalizer] = {}
         self._registered = (
             0,
             0,
         )  # the process (they fork) that has registered the slab, and the ledger's growth then
+        self.reset()
+        reset_in_child(self)
+
+    def reset(self) -> None:
+        """Start with no copies: in a forked child they are its parent's."""
+        self._changed = Condition()
+        # changed by single calls of built-in functions, which no signal handler interrupts
+        self._copies: set[object] = set()
+        self._late = False  # whether the last copy to end closes the store
 
     @classmethod
     def open(
@@ -124,20 +132,29 @@ class HostTier(BlockingCalls):
         """
         mine = object()
         try:
-            self._pending.begin(mine)
+            self._copies.add(mine)
+            if self._ended:
+                raise ClosedError("the host tier is closed")
             yield
         finally:
-            self._pending.items.discard(mine)
-            self._pending.end()
+            # by a built-in function, at once: a signal handler may raise in any other
+            self._copies.discard(mine)
+            self.end_copies(())
 
     def begin_copies(self, reserved: Sequence[Reserved]) -> None:
         """Record copies into slots that may outlast the `copying` that they start in: they last until `end_copies`."""
-        self._pending.items.update(reserved)
+        self._copies.update(reserved)
 
     def end_copies(self, reserved: Sequence[Reserved]) -> None:
         """Record that these copies have ended; does nothing for copies that had ended before."""
-        self._pending.items.difference_update(reserved)
-        self._pending.end()
+        self._copies.difference_update(reserved)
+        if not self._ended:  # `close` reads `_copies` after it has set this
+            return
+        with self._changed:
+            last, self._late = self._late and not self._copies, self._late and bool(self._copies)
+            self._changed.notify_all()
+        if last:
+            self._close_store()
 
     def abort_when_dropped(self, reserved: Sequence[Reserved], views: Bytes) -> None:
         """Abort reservations of no further use once no I/O can touch their slots: once nothing refers to `views`.
@@ -338,53 +355,16 @@ class HostTier(BlockingCalls):
 
         Waits for pending copies up to `timeout`. Copies that take longer keep their slots, and the last of them closes.
         """
-        if not self._ended:
-            self._ended = True
-            deadline = Deadline(timeout)
-            if self._pending.close(timeout):
-                self._close_store(max(0.1, deadline.remaining()))
+        if self._ended:
+            return
+        self._ended = True
+        deadline = Deadline(timeout)
+        with self._changed:
+            self._late = not self._changed.wait_for(lambda: not self._copies, timeout)
+            late = self._late
+        if not late:
+            self._close_store(max(0.1, deadline.remaining()))
 
     def _close_store(self, timeout: float = 5.0) -> None:
         self.slab.close(timeout)
         self.ledger.close()
-
-
-class _PendingCopies:
-    """The copies that have started and not ended. Calls `on_last` when the last one ends, if that is after `close`.
-
-    Thread-safe. `items` is changed by single calls of built-in functions, which no signal handler interrupts.
-    """
-
-    def __init__(self, on_last: Callable[[], None]) -> None:
-        self._on_last = on_last
-        self.reset()
-        reset_in_child(self)
-
-    def reset(self) -> None:
-        """Start empty in a forked child: the copies are its parent's."""
-        self._changed = Condition()
-        self.items: set[object] = set()
-        self._closed = self._late = False
-
-    def begin(self, copy: object) -> None:
-        """Add a copy; ClosedError after `close`."""
-        self.items.add(copy)
-        if self._closed:
-            raise ClosedError("the host tier is closed")
-
-    def end(self) -> None:
-        """Take note that copies were removed from `items`."""
-        if not self._closed:  # `close` reads `items` after it has set this
-            return
-        with self._changed:
-            last, self._late = self._late and not self.items, self._late and bool(self.items)
-            self._changed.notify_all()
-        if last:
-            self._on_last()
-
-    def close(self, timeout: float) -> bool:
-        """Refuse new copies and wait; return True if none is left. If not, the last one to end calls `on_last`."""
-        with self._changed:
-            self._closed = True
-            self._late = not self._changed.wait_for(lambda: not self.items, timeout)
-            return not self._late

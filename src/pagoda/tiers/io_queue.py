@@ -66,11 +66,6 @@ class ReadRequest:
     future: Future[Done] = field(default_factory=running_future)
     followers: list[ReadRequest] = field(default_factory=list)
 
-    @property
-    def flight_key(self) -> tuple[bytes, int | None, bytes | None]:
-        """Reads with the same flight key are done once, for all of them (single flight)."""
-        return self.key, self.position, self.namespace
-
 
 class IoQueue:
     """Holds reads and writes from their request to their end. Thread-safe; no I/O under its lock.
@@ -85,7 +80,8 @@ class IoQueue:
         self._writes: deque[WriteRequest] = deque()
         self._reads: deque[ReadRequest] = deque()
         self._outstanding_writes: dict[bytes, WriteRequest] = {}  # queued or running, by key
-        self._leaders: dict[tuple[bytes, int | None, bytes | None], ReadRequest] = {}  # by flight key
+        # reads that others wait for, too
+        self._leaders: dict[tuple[bytes, int | None, bytes | None], ReadRequest] = {}
         self._read_count = 0  # followers included
         self._batch = 0  # the number of the last batch of writes that was taken
         self._closed = False
@@ -114,15 +110,15 @@ class IoQueue:
                 return Reason.CLOSED
             if self._read_count >= self._read_chunks:
                 return Reason.QUEUE_FULL
-            flight_key = read.flight_key
-            leader = self._leaders.get(flight_key)
+            flight = read.key, read.position, read.namespace
+            leader = self._leaders.get(flight)
             target: list[ReadRequest] | deque[ReadRequest] = (
                 self._reads if leader is None else leader.followers
             )
             # No signal handler runs from here to the end of the append, so all of this happens or nothing.
             self._read_count += 1
             if leader is None:
-                self._leaders[flight_key] = read
+                self._leaders[flight] = read
             target.append(read)
             self._changed.notify_all()
             return None
@@ -219,7 +215,7 @@ class IoQueue:
     def finish_read(self, read: ReadRequest, done: Done, nbytes: int) -> None:
         """End a read. Its followers get their copies first, because afterwards its buffer is the caller's again."""
         with self._changed:
-            del self._leaders[read.flight_key]
+            del self._leaders[read.key, read.position, read.namespace]
             followers, read.followers = read.followers, []
         if done.ok:
             for follower in followers:

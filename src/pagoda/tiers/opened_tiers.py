@@ -15,7 +15,6 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,7 +65,8 @@ def entries() -> list[Entry]:
         for file in _files(directory):
             entry = _read(file)
             if entry is None or (entry.tier != "remote" and not os.path.isdir(entry.place)):
-                _expire(file)
+                if _age(file) > _GONE_SECONDS:
+                    file.unlink(missing_ok=True)
             else:
                 found[entry] = None
     return list(found)
@@ -144,15 +144,9 @@ def _is_own(directory: Path) -> bool:
 
 def _files(directory: Path) -> list[Path]:
     try:
-        return list(_listed(directory)) if _is_own(directory) else []
+        return sorted(directory.glob("*.json")) if _is_own(directory) else []
     except OSError:
         return []
-
-
-def _listed(directory: Path) -> Iterator[Path]:
-    for path in sorted(directory.iterdir()):
-        if path.suffix == ".json":
-            yield path
 
 
 def _read(file: Path) -> Entry | None:
@@ -162,12 +156,6 @@ def _read(file: Path) -> Entry | None:
     except (OSError, ValueError, LookupError, TypeError):
         return None  # a power cut may leave an empty file
     return entry if all(isinstance(field, str) for field in entry) else None
-
-
-def _expire(file: Path) -> None:
-    """Remove an entry whose place has been missing for long."""
-    if _age(file) > _GONE_SECONDS:
-        file.unlink(missing_ok=True)
 
 
 def _use(file: Path) -> tuple[bool, float]:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from pagoda.threads import NO_THREAD, Pool, begin, wait
-from pagoda.tiers.remote.socket_keepalive import IDLE_SECONDS, abort, keep_alive
+from pagoda.tiers.remote.socket_keepalive import IDLE_SECONDS, abort, keep_alive, seconds_left
 
 _HEAD_BYTES = 64 << 10  # of status line and headers
 _STEP_BYTES = 1 << 20  # of one send or receive: the deadline is checked in between
@@ -175,7 +175,7 @@ class HttpConnection:
         for piece in (head, *body):
             at = 0
             while at < piece.nbytes:
-                sock.settimeout(_seconds_left(until))
+                sock.settimeout(seconds_left(until))
                 at += sock.send(piece[at : at + _STEP_BYTES])
         for _ in range(_INTERIMS):
             response = self._read_head(until)
@@ -203,7 +203,7 @@ class HttpConnection:
         sock = self._socket
         if sock is None:
             raise ConnectionError("the connection was closed")
-        left = _seconds_left(until)
+        left = seconds_left(until)
         self._used = until - left
         sock.settimeout(left)
         count = sock.recv_into(into)
@@ -217,7 +217,7 @@ class HttpConnection:
         for family, kind, protocol, _, address in _addresses(self._host, self._port, until):
             self._socket, self._begin, self._end = socket.socket(family, kind, protocol), 0, 0
             try:
-                self._socket.settimeout(_seconds_left(until))
+                self._socket.settimeout(seconds_left(until))
                 self._check_open()  # from here on `abort` reaches this socket
                 self._socket.connect(address)
                 self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -239,7 +239,7 @@ class HttpConnection:
         secured = tls.wrap_socket(self._socket, server_hostname=self._host, do_handshake_on_connect=False)
         self._socket = secured
         self._check_open()
-        secured.settimeout(_seconds_left(until))
+        secured.settimeout(seconds_left(until))
         secured.do_handshake()
 
     def _check_open(self) -> None:
@@ -299,13 +299,6 @@ def _head_status(connection: HttpConnection, target: str, until: float, headers:
     return response.status
 
 
-def _seconds_left(until: float) -> float:
-    left = until - time.monotonic()
-    if left <= 0:
-        raise TimeoutError("out of time")
-    return left
-
-
 def _parse_head(head: bytes) -> Response:
     status = _STATUS.match(head)
     fields: dict[bytes, set[bytes]] = {}
@@ -342,10 +335,10 @@ def _addresses(host: str, port: int, until: float) -> list[_Address]:
     thread = threading.Thread(target=resolve, name="pagoda-resolve", daemon=True)
     if not begin(thread):
         raise OSError(NO_THREAD)
-    thread.join(_seconds_left(until))
+    thread.join(seconds_left(until))
     if failures:
         raise OSError("the host is not known (DNS)")
-    _seconds_left(until)
+    seconds_left(until)
     return found
 
 

@@ -140,11 +140,7 @@ class ObjectStoreConnection:
 
     def open(self, until: float) -> Self:
         """Send one request that proves that the store can be read."""
-        try:
-            self.ping(until)
-        except BaseException:
-            self.close()
-            raise
+        self.ping(until)
         return self
 
     def find(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
@@ -233,8 +229,7 @@ class ObjectStoreConnection:
         """Return if a name that is never written can be requested."""
         name = f"{self._base}/ping"
         if self._is_direct:
-            connection, response = self._request("GET", name, until)
-            self._finish(connection, response, (200, 404), until)
+            self._finish(self._request("GET", name, until), (200, 404), until)
         else:
             self._runner.run(self._ping_by_obstore(name), until)
 
@@ -268,8 +263,7 @@ class ObjectStoreConnection:
 
     def _delete_one(self, name: str, until: float) -> None:
         if self._is_direct:
-            connection, response = self._request("DELETE", name, until)
-            self._finish(connection, response, (200, 202, 204, 404), until)
+            self._finish(self._request("DELETE", name, until), (200, 202, 204, 404), until)
         else:
             self._runner.run(self._delete_by_obstore([name]), until)
 
@@ -283,11 +277,10 @@ class ObjectStoreConnection:
     def _delete_bulk(self, names: Sequence[str], until: float) -> bool:
         """Delete as many as S3 accepts in one request; return False if we cannot sign it."""
         headers, body = s3_requests.bulk_delete(names)
-        asked = self._request_bucket("POST", {"delete": ""}, until, headers, [memoryview(body)])
-        if asked is None:
+        response = self._request_bucket("POST", {"delete": ""}, until, headers, [memoryview(body)])
+        if response is None:
             return False
-        connection, response = asked
-        text = self._body(connection, response, 200, until)
+        text = self._body(response, 200, until)
         if b"<Error>" in text:  # of one of them
             raise self._runner.status_error(403, error_code(text.decode("latin-1")))
         return True
@@ -297,10 +290,11 @@ class ObjectStoreConnection:
     def _get_direct(
         self, name: str, page: Bytes, destination: Callable[[], Bytes | None], until: float
     ) -> int | None:
-        connection, response = self._request("GET", name, until)
+        response = self._request("GET", name, until)
         if response.status != 200:
-            self._finish(connection, response, (404,), until)
+            self._finish(response, (404,), until)
             return None
+        connection = self._connection
         try:
             if response.length is None or response.length < HEADER_BYTES:
                 raise self._bad_object("is shorter than a header, or its length is not announced")
@@ -318,10 +312,8 @@ class ObjectStoreConnection:
 
     def _put_direct(self, name: str, pieces: list[Bytes], until: float) -> bool:
         more = {"If-None-Match": "*"} if self._creates else {}
-        connection, response = self._request("PUT", name, until, more, [piece.data for piece in pieces])
-        if response.status == 404:
-            self._finish(connection, response, (), until)
-        self._finish(connection, response, (200, 201, 204, 409, 412), until)
+        response = self._request("PUT", name, until, more, [piece.data for piece in pieces])
+        self._finish(response, (200, 201, 204, 409, 412), until)
         return response.status < 300
 
     def _request(
@@ -329,18 +321,11 @@ class ObjectStoreConnection:
         method: str,
         name: str,
         until: float,
-        more: Mapping[str, str] | None = None,
+        more: Mapping[str, str] = {},
         body: Sequence[memoryview] = (),
-    ) -> tuple[HttpConnection, Response]:
+    ) -> Response:
         url, (target,) = self._request_targets(method, [name], until)
-        if self._http is None or not self._http.serves(url):
-            self._http = HttpConnection(url)
-        connection = self._http
-        self._runner.check_open()  # from here on `abort` reaches the connection
-        with self._http_errors():
-            return connection, connection.request(
-                method, target, until, {**self._headers, **(more or {})}, body
-            )
+        return self._send(url, method, target, until, {**self._headers, **more}, body)
 
     def _request_bucket(
         self,
@@ -349,20 +334,34 @@ class ObjectStoreConnection:
         until: float,
         headers: Mapping[str, str] = {},
         body: Sequence[memoryview] = (),
-    ) -> tuple[HttpConnection, Response] | None:
+    ) -> Response | None:
         """Send S3 a request to the whole bucket; return None if we cannot sign it."""
         if self._secret is None:
             return None
-        self._runner.check_usable()
-        url = urlsplit(self._runner.run(self._sign("GET", [""]), until)[0])
+        url, _ = self._request_targets("GET", [""], until)
         target = s3_requests.signed_target(method, url, self._secret, parameters)
-        if target is None:
-            return None
+        return None if target is None else self._send(url, method, target, until, headers, body)
+
+    def _send(
+        self,
+        url: SplitResult,
+        method: str,
+        target: str,
+        until: float,
+        headers: Mapping[str, str],
+        body: Sequence[memoryview],
+    ) -> Response:
         if self._http is None or not self._http.serves(url):
             self._http = HttpConnection(url)
         self._runner.check_open()  # from here on `abort` reaches the connection
         with self._http_errors():
-            return self._http, self._http.request(method, target, until, headers, body)
+            return self._http.request(method, target, until, headers, body)
+
+    @property
+    def _connection(self) -> HttpConnection:
+        """The connection that had the last response."""
+        assert self._http is not None
+        return self._http
 
     def _request_targets(
         self, method: str, names: Sequence[str], until: float
@@ -391,9 +390,9 @@ class ObjectStoreConnection:
     def _head_statuses(self, names: Sequence[str], until: float) -> list[int]:
         """Return the status of a HEAD request for each name, at most _AT_ONCE; one alone uses the main connection."""
         if len(names) == 1:
-            connection, response = self._request("HEAD", names[0], until)
+            response = self._request("HEAD", names[0], until)
             with self._http_errors():
-                connection.finish(response, 0, until)
+                self._connection.finish(response, 0, until)
             return [response.status]
         url, targets = self._request_targets("HEAD", names, until)
         if self._http_pool is not None and not self._http_pool.serves(url):
@@ -410,12 +409,10 @@ class ObjectStoreConnection:
             return status == 200
         raise self._runner.status_error(status, "")
 
-    def _finish(
-        self, connection: HttpConnection, response: Response, good: Sequence[int], until: float
-    ) -> None:
+    def _finish(self, response: Response, good: Sequence[int], until: float) -> None:
         """End a response that contains no chunk; RefusedError or OSError if its status is not among the good ones."""
         with self._http_errors():
-            text = connection.finish(response, 0, until).decode("latin-1")
+            text = self._connection.finish(response, 0, until).decode("latin-1")
         code = error_code(text)
         if response.status not in good or code in NO_BUCKET:
             raise self._runner.status_error(response.status, code)
@@ -571,18 +568,18 @@ class ObjectStoreConnection:
 
     def _s3_page(self, prefix: str, token: str | None, until: float) -> tuple[list[str] | None, str | None]:
         """Return the chunk names on one page of S3's listing, and the next page's token. None: we cannot sign it."""
-        asked = self._request_bucket("GET", s3_requests.page_parameters(prefix, token), until)
-        if asked is None:
+        response = self._request_bucket("GET", s3_requests.page_parameters(prefix, token), until)
+        if response is None:
             return None, None
-        names, following = s3_requests.parse_page(self._body(*asked, 200, until))
+        names, following = s3_requests.parse_page(self._body(response, 200, until))
         return self._only_chunks(names), following
 
-    def _body(self, connection: HttpConnection, response: Response, good: int, until: float) -> bytes:
+    def _body(self, response: Response, good: int, until: float) -> bytes:
         """Return the whole body, if the response has the good status."""
         if response.status != good:
-            self._finish(connection, response, (), until)
+            self._finish(response, (), until)
         with self._http_errors():
-            text = connection.read_body(response, _LISTING_BYTES, until)
+            text = self._connection.read_body(response, _LISTING_BYTES, until)
         if text is None:
             raise RefusedError(
                 Reason.FAILED_CHECK, f"{self._address}: a listing is longer than {_LISTING_BYTES >> 20} MiB"
@@ -604,16 +601,16 @@ class ObjectStoreConnection:
                 yield from self._webdav_names(f"{folder}/{part}", depth - 1, deadline)
 
     def _list_folder(self, folder: str, until: float) -> list[str]:
-        connection, response = self._request("PROPFIND", folder + "/", until, {"Depth": "1"})
+        response = self._request("PROPFIND", folder + "/", until, {"Depth": "1"})
         if response.status in (405, 501):
-            connection.drop()
+            self._connection.drop()
             raise UnsupportedError(
                 f"{self._address}: the server lists nothing (PROPFIND), so nothing can be cleared"
             )
         if response.status == 404:
-            self._finish(connection, response, (404,), until)
+            self._finish(response, (404,), until)
             return []
-        return listed_paths(self._body(connection, response, 207, until))
+        return listed_paths(self._body(response, 207, until))
 
     async def _list_folder_by_obstore(self, folder: str) -> list[str]:
         import obstore

@@ -95,14 +95,6 @@ class RedisConnection:
 
         OSError; RefusedError: the user may not read.
         """
-        try:
-            self._open(until)
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def _open(self, until: float) -> None:
         self._resp = RespConnection(self._address.connect(self._connected, until))
         username, password = self._address.username, self._address.password
         commands = []
@@ -112,6 +104,7 @@ class RedisConnection:
         if self._address.db:
             commands.append(command(b"SELECT", b"%d" % self._address.db))
         self._execute([*commands, self._probe()], until, _SHORT)
+        return self
 
     def ping(self, until: float) -> None:
         """Return if our names can be read."""

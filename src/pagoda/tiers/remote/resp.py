@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pagoda.tiers.remote.socket_keepalive import IDLE_SECONDS, abort, keep_alive
+from pagoda.tiers.remote.socket_keepalive import IDLE_SECONDS, LATE, keep_alive, seconds_left
 
 LINE_BYTES = 8192  # no line of a reply is longer; also the most that is read ahead
 STRING_BYTES = 1 << 20  # no string of a reply is longer
@@ -24,7 +24,6 @@ _SKIP_BYTES = 1 << 16
 _IOV_MAX = 1024
 _TLS_SEND_BYTES = 1 << 18  # between two checks of the deadline
 _END = b"\r\n"
-_LATE = "the deadline passed during a wait for the server"
 
 
 class ErrorReply(NamedTuple):
@@ -74,7 +73,7 @@ def command_parts(*words: bytes | memoryview) -> list[bytes | memoryview]:
 class RespConnection:
     """Sends commands on a connected socket (TCP, unix or TLS) and reads their replies, in order.
 
-    For one thread at a time, except `abort`. Every call ends by `until` (time.monotonic()), however slowly the server
+    For one thread at a time. Every call ends by `until` (time.monotonic()), however slowly the server
     sends or reads. All failures are OSErrors, and no call works after one: bytes still in transit could be taken for
     the reply to another command. An announced size is checked against the permitted one before a byte of it is read or
     memory is allocated for it.
@@ -132,16 +131,6 @@ class RespConnection:
         self._unread_replies -= 1
         self._failed = False
         return size
-
-    def abort(self) -> None:
-        """Make a call that waits in this connection fail soon. From any thread."""
-        abort(self._socket)
-
-    def close(self) -> None:
-        """Close the connection; never waits. Idempotent."""
-        self._failed = True
-        self.abort()
-        self._socket.close()
 
     def _start_call(self) -> None:
         """Mark the connection as failed until the call reaches its end."""
@@ -241,7 +230,7 @@ class RespConnection:
             flags = socket.MSG_WAITALL if whole and not self._tls else 0
             got = self._socket.recv_into(destination, 0, flags)
         except BlockingIOError:
-            raise TimeoutError(_LATE) from None
+            raise TimeoutError(LATE) from None
         if not got:
             raise ConnectionError("the server closed the connection")
         return got
@@ -252,7 +241,7 @@ class RespConnection:
         # on a unix socket the timeout of a blocking send is one for each of its small parts
         flags = socket.MSG_DONTWAIT if self._socket.family == socket.AF_UNIX else 0
         while first < len(views):
-            left = _seconds_left(until)
+            left = seconds_left(until)
             self._used = until - left
             self._set_socket_timeout(socket.SO_SNDTIMEO, left)
             try:
@@ -276,11 +265,11 @@ class RespConnection:
     def _wait_writable(self, until: float) -> None:
         ready = select.poll()
         ready.register(self._socket, select.POLLOUT)
-        ready.poll(_seconds_left(until) * 1000)
+        ready.poll(seconds_left(until) * 1000)
 
     def _set_deadline(self, until: float) -> None:
         """Make the next receive (TLS: also send) end at `until`. Linux counts all waits of one call together."""
-        left = _seconds_left(until)
+        left = seconds_left(until)
         self._used = now = until - left
         if self._deadline_set[0] == until and now - self._deadline_set[1] < _SLACK_SECONDS:
             return
@@ -293,13 +282,6 @@ class RespConnection:
     def _set_socket_timeout(self, option: int, left: float) -> None:
         limit = struct.pack("ll", *divmod(int(left * 1e6) + 1, 1_000_000))
         self._socket.setsockopt(socket.SOL_SOCKET, option, limit)
-
-
-def _seconds_left(until: float) -> float:
-    left = until - time.monotonic()
-    if left <= 0:
-        raise TimeoutError(_LATE)
-    return left
 
 
 def _parse_number(text: bytes) -> int:

@@ -1,14 +1,16 @@
-"""What all connections to remote stores share: keepalive, abort, and how long an idle connection is trusted."""
+"""What all connections to remote stores share: deadline, keepalive, abort, how long an idle connection is trusted."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
+import time
 
 IDLE_SECONDS = 30
 """A connection that was idle for longer is replaced before its next use: a NAT or load balancer may have forgotten it,
 and then a request over it gets no answer until a deadline passes."""
 
+LATE = "the deadline passed during a wait for the server"
 _INTERVAL_SECONDS, _PROBES = 10, 3  # after these the kernel gives up a silent peer
 
 
@@ -27,3 +29,11 @@ def abort(connected: socket.socket) -> None:
     with contextlib.suppress(OSError):
         # not SSLSocket.shutdown: that drops the encryption first, and a running send would continue in plain text
         socket.socket.shutdown(connected, socket.SHUT_RDWR)
+
+
+def seconds_left(until: float) -> float:
+    """Return the seconds until then (time.monotonic()); TimeoutError if there are none."""
+    left = until - time.monotonic()
+    if left <= 0:
+        raise TimeoutError(LATE)
+    return left

@@ -74,7 +74,7 @@ class StoreConnection(Protocol):
     def open(self, until: float) -> Self:
         """Connect, authenticate and prove that the store answers; return this connection. OSError, RefusedError.
 
-        Called once, before all others but `abort` and `close`. If it fails, the connection is closed.
+        Called once, before all others but `abort` and `close`. If it fails, the connection is to be closed.
         """
 
     def find(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
