@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -44,29 +44,6 @@ _LEDGER_SECONDS = 10.0  # only the queue waits here, and a chunk already read fr
 _logger = logging.getLogger("pagoda.tiers.disk")
 
 
-class Slab(Protocol):
-    """What a disk tier needs of its slab (`pagoda.slab.FileSlab` or one with its contract)."""
-
-    @property
-    def direct(self) -> bool:
-        """Whether buffers must start on a page and consist of whole pages."""
-
-    def read(self, slot: int, buffers: Sequence[Bytes]) -> None:
-        """Fill the buffers from the start of a slot; OSError if it could not read all of them."""
-
-    def write(self, slot: int, buffers: Sequence[Bytes]) -> None:
-        """Write the buffers from the start of a slot; OSError if it could not write all of them."""
-
-    def read_headers(self, first: int, count: int) -> Sequence[memoryview]:
-        """Return the first pages of the slots [first, first + count)."""
-
-    def sync(self) -> None:
-        """Return when all that was written is on the medium."""
-
-    def close(self) -> None:
-        """Close once the last running call ends."""
-
-
 class DiskTier(QueuedTier):
     """Stores chunks in one file, with background threads. Survives restarts, and the loss of its ledger (by a scan).
 
@@ -81,7 +58,7 @@ class DiskTier(QueuedTier):
         self,
         layout: KVLayout,
         ledger: Ledger,
-        slab: Slab,
+        slab: FileSlab,
         *,
         durable: bool = False,
         io_threads: int = 2,
@@ -330,13 +307,13 @@ _NOTHING_ADMITTED = _RunAdmission(0, False, 0)
 class DiskStore(WorkerBackend):
     """One store on a disk: its ledger and slab, its health, and what its I/O threads share. Thread-safe.
 
-    It is the backend of a disk tier's worker pool, which calls `attach` first.
+    It is the backend of a disk tier's worker pool, which calls `reset` first.
     """
 
     name = "disk"
 
     def __init__(
-        self, ledger: Ledger, slab: Slab, layout: KVLayout, breaker: CircuitBreaker, io_threads: int, durable: bool
+        self, ledger: Ledger, slab: FileSlab, layout: KVLayout, breaker: CircuitBreaker, io_threads: int, durable: bool
     ) -> None:  # fmt: skip
         """Take over `ledger` and `slab`, which belong together. `durable`: sync before a commit."""
         self.ledger = ledger
@@ -352,11 +329,10 @@ class DiskStore(WorkerBackend):
         share = ledger.window // io_threads
         self.batch_chunks = max(1, min(BATCH_CHUNKS, share, BATCH_BYTES // self.slot_bytes))
 
-    def attach(self, queue: IoQueue) -> None:
-        """Serve this queue from now on, with new locks: a thread of a parent process may have held the old ones."""
+    def reset(self) -> None:
+        """Create the locks: a thread of a parent process may have held the old ones."""
         self.breaker.reset()
         self.log.reset()
-        self._queue = queue
         self._batches = Condition()
         self._reserved_batch = 0  # the number of the last batch that has its slots
         self.admission_lock = threading.Lock()  # only one thread at a time asks the policy about a run
@@ -364,9 +340,9 @@ class DiskStore(WorkerBackend):
             tuple[bytes, int | None], _RunAdmission
         ] = {}  # by namespace and stamp, which are the same within a run
 
-    def make_worker(self) -> DiskWorker:
+    def make_worker(self, queue: IoQueue) -> DiskWorker:
         """Return the worker of a new thread."""
-        return DiskWorker(self, self._queue)
+        return DiskWorker(self, queue)
 
     def background(self, stop: Event) -> None:
         """Read the headers that the ledger has not seen."""

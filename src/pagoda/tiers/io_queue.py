@@ -257,12 +257,12 @@ class WorkerBackend(ABC):
     reader_threads = 0  # threads that only read
 
     @abstractmethod
-    def attach(self, queue: IoQueue) -> None:
-        """Serve this queue from now on, with new locks: at the start and in a forked child."""
+    def reset(self) -> None:
+        """Create the locks, and forget what other threads did: at the start and in a forked child."""
 
     @abstractmethod
-    def make_worker(self) -> IoWorker:
-        """Return the worker of a new thread."""
+    def make_worker(self, queue: IoQueue) -> IoWorker:
+        """Return the worker of a new thread that serves this queue."""
 
     def stamp(self) -> int:
         """Return the recency of a request that has none yet; the same for all its chunks."""
@@ -341,7 +341,7 @@ class WorkerPool:
         """Start with an empty queue, new locks and no threads: at first and in a forked child."""
         self._lock = threading.Lock()
         self.queue = IoQueue(self._queue_chunks)
-        self._backend.attach(self.queue)
+        self._backend.reset()
         self._stop = Event()
         self._background_done = Event()
         self._threads: list[threading.Thread] = []
@@ -388,7 +388,7 @@ class WorkerPool:
             self._close_backend()
 
     def _work(self, most_writes: int) -> None:
-        worker = self._backend.make_worker()
+        worker = self._backend.make_worker(self.queue)
         try:
             while (job := self.queue.take(most_writes, self._io_threads)) is not None:
                 if isinstance(job, list):

@@ -178,13 +178,10 @@ class HttpConnection:
                 sock.settimeout(seconds_left(until))
                 at += sock.send(piece[at : at + _STEP_BYTES])
         for _ in range(_INTERIMS):
-            response = self._read_head(until)
+            response = _parse_head(self._read_until(b"\r\n\r\n", until) + b"\r\n")
             if response.status >= 200:
                 return response
         raise ConnectionError("too many interim responses")
-
-    def _read_head(self, until: float) -> Response:
-        return _parse_head(self._read_until(b"\r\n\r\n", until) + b"\r\n")
 
     def _read_until(self, mark: bytes, until: float) -> bytes:
         """Return what comes before the next `mark`; consume the mark too."""

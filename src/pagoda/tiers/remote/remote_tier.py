@@ -28,7 +28,7 @@ from pagoda.tiers.base import Bytes, Done, clamp_deadline
 from pagoda.tiers.breaker import CircuitBreaker
 from pagoda.tiers.io_queue import IoQueue, IoWorker, QueuedTier, ReadRequest, WorkerBackend, WriteRequest
 from pagoda.tiers.remote.presence import PresenceCache
-from pagoda.tiers.remote.query_queue import Query, QueryFunction, QueryQueue
+from pagoda.tiers.remote.query_queue import QueryFunction, QueryQueue
 from pagoda.tiers.remote.store_client import (
     ListingDeadline,
     PutResult,
@@ -288,7 +288,6 @@ class RemoteStore(WorkerBackend):
         self._log = RateLimitedLog(clock)
         self._counts: Counter[str] = Counter()
         self._roots: dict[bytes, None] = {}
-        self.reset()
 
     def reset(self) -> None:
         """Start with new locks, in a forked child too; connections of a parent process are left alone."""
@@ -303,14 +302,9 @@ class RemoteStore(WorkerBackend):
 
     # ---- the backend of the worker pool --------------------------------------------------------------------------
 
-    def attach(self, queue: IoQueue) -> None:
-        """Serve this queue from now on, with new locks."""
-        self._queue = queue
-        self.reset()
-
-    def make_worker(self) -> RemoteWorker:
+    def make_worker(self, queue: IoQueue) -> RemoteWorker:
         """Return the worker of a new thread."""
-        return RemoteWorker(self, self._queue)
+        return RemoteWorker(self, queue)
 
     def background(self, stop: Event) -> None:
         """Answer queries and keep the connection for them open; probe the store while it rests."""
@@ -320,7 +314,9 @@ class RemoteStore(WorkerBackend):
             while not stop.is_set():
                 query = self.queries.take(_PROBE_SECONDS if self.breaker.is_open else pause)
                 if query is not None:
-                    self._answer(query, connection)
+                    skipped, asked = self.breaker.is_open, query.function
+                    answer = Reason.TIER_SKIPPED if skipped else self._call(connection, asked, "a question")
+                    self.queries.finish(query, answer)
                 if stop.is_set():
                     break
                 if self.breaker.is_open and not self.breaker.resting:
@@ -330,11 +326,6 @@ class RemoteStore(WorkerBackend):
         finally:
             self.queries.close()
             connection.close()
-
-    def _answer(self, query: Query, connection: WorkerConnection) -> None:
-        skipped = self.breaker.is_open
-        answer = Reason.TIER_SKIPPED if skipped else self._call(connection, query.function, "a question")
-        self.queries.finish(query, answer)
 
     def _call(self, connection: WorkerConnection, function: QueryFunction, what: str) -> int | Reason:
         try:
