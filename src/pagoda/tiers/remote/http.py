@@ -14,10 +14,11 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import NamedTuple
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from pagoda.threads import NO_THREAD, Pool, begin, wait
+from pagoda.threads import NO_THREAD, Pool, begin, complete, wait
 from pagoda.tiers.remote.socket_keepalive import IDLE_SECONDS, abort, keep_alive, seconds_left
 
 _HEAD_BYTES = 64 << 10  # of status line and headers
@@ -268,12 +269,10 @@ class HttpConnectionPool:
         try:
             for connection, target in zip(self._connections, targets, strict=False):
                 pending.append(self._pool.submit(_head_status, connection, target, until, headers))
-            wait(pending)
-        except BaseException as error:
-            wait(pending)  # they use their connections until they have ended
-            if isinstance(error, RuntimeError):
-                raise OSError(str(error)) from None
-            raise
+        except RuntimeError as error:  # no thread can be started
+            raise OSError(str(error)) from None
+        finally:
+            complete(partial(wait, pending))  # they use their connections until they have ended
         return [each.result() for each in pending]
 
     def abort(self) -> None:
