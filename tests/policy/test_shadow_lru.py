@@ -7,8 +7,7 @@ import pytest
 
 from benchmarks import streams
 from pagoda.ledger.columns import Columns
-from pagoda.policy.hindsight import Hindsight
-from pagoda.policy.shadow_lru import ShadowLru
+from pagoda.policy.hindsight import Hindsight, ShadowLru
 from pagoda.replay.simulate import Simulation, TierSpec, simulate
 from pagoda.replay.trace import Request
 

@@ -8,12 +8,11 @@ than its head.
 
 Modules, in the order in which data meets them:
 
-    shadow_lru      counts what least recently used would have served of the same requests
     reuse_worth     learns when chunks are asked for again, and the worth of a slot that holds one of them
     eviction_queue  keeps slots in the order of eviction, tail before head, for all policies
     lru             least recently used, and first in, first out
     arc             ARC
-    hindsight       the default: evicts the chunk that is worth least
+    hindsight       the default: evicts the chunk that is worth least, unless LRU would serve more
 """
 
 from __future__ import annotations
