@@ -149,12 +149,12 @@ def test_a_thread_learns_while_there_is_use_for_it(shm_root: Path) -> None:
     ledger = opened(shm_root, clock)
     put(ledger, keys(1))
     thread = ledger.policy_thread._thread
-    assert thread is not None and thread.daemon
+    assert thread.is_alive() and thread.daemon
     ledger.close()
     lru = Ledger.open(spec(shm_root, SLOTS, name="other"), "lru", clock=clock)
     lru.namespaces.register(TENANT, {"model": "test"})
     put(lru, keys(1))
-    assert lru.policy_thread._thread is None and lru.policy_thread.learned is None
+    assert not lru.policy_thread._thread.is_alive() and lru.policy_thread.learned is None
     lru.close()
 
 

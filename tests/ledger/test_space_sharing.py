@@ -219,7 +219,7 @@ def test_a_thread_that_was_woken_at_its_end_is_started_again(shm_root: Path, thr
     one.ledger.policy_thread._woken.set()  # and the thread ended without seeing it
     one.ledger.policy_thread.wake(lacks=True)
     thread = one.ledger.policy_thread._thread
-    assert thread is not None and thread.is_alive()
+    assert thread.is_alive()
     one.close()
 
 

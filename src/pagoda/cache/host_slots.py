@@ -19,7 +19,7 @@ from pagoda.cache.lookup_call import LEASE_SECONDS
 from pagoda.cache.recording import CallKind
 from pagoda.cache.resources import Resources
 from pagoda.cache.weights_epoch import PresentWeights
-from pagoda.cache.writeback import Access, ChunkRef, Generations, Slots, columns_of, follows, recency_stamps
+from pagoda.cache.writeback import Access, ChunkRef, Generations, Slots, columns_of, follows, recency_stamp
 from pagoda.clock import Deadline
 from pagoda.errors import ClosedError
 from pagoda.ledger import CommitResult, Match, Outcome, Refused, Reserved
@@ -230,7 +230,8 @@ class HostSlots:
             for namespace, refs in written.items():
                 for run in runs(refs, self.count, follows):
                     stored = [ref for ref in run if (ref.slot, ref.generation) in kept]
-                    stamps = recency_stamps(self._weights.scope()[1].lower)
+                    lower = self._weights.scope()[1].lower
+                    stamps = {tier.name: recency_stamp(tier) for tier in lower}
                     for queue in self._resources.writeback:
                         queue.enqueue(namespace, stored, stamps)
             return good

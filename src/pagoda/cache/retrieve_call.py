@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
-from itertools import islice, takewhile
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -431,8 +431,12 @@ class LoadPipeline:
             flights.popleft()
             self._stop(first.reason or Reason.IO_ERROR, f"{self._tier.name} could not deliver", counted=True)
             return False
-        most = max(1, _ARRIVED_BYTES // self._tier.chunk_bytes)
-        return self._deliver([flight.buffer for flight in takewhile(_has_arrived, islice(flights, most))])
+        arrived: list[LoadBuffer] = []
+        for flight in islice(flights, max(1, _ARRIVED_BYTES // self._tier.chunk_bytes)):
+            if not (flight.future.done() and flight.future.result().ok):
+                break
+            arrived.append(flight.buffer)
+        return self._deliver(arrived)
 
     def _deliver(self, arrived: Sequence[LoadBuffer]) -> bool:
         """Commit, copy out, validate."""
@@ -453,10 +457,6 @@ class LoadPipeline:
 
     def _stop(self, reason: Reason, detail: str, counted: bool = False) -> None:
         self._end = _PipelineEnd(reason, detail, counted)
-
-
-def _has_arrived(flight: _LoadInFlight) -> bool:
-    return flight.future.done() and flight.future.result().ok
 
 
 def _settle_later(destination: LoadDestination, flight: _LoadInFlight) -> None:

@@ -18,7 +18,7 @@ from pagoda.cache.writeback import (
     ChunkRef,
     admitted_prefix,
     chunk_ref,
-    recency_stamps,
+    recency_stamp,
     refs_in_slots,
 )
 from pagoda.clock import Deadline
@@ -70,13 +70,14 @@ class StoreCall:
         if host is not None and self._kv.device_index is not None:
             host.use_device(self._kv.device_index)  # before the first copy
         self._stamp = host.ledger.stamp() if host is not None else 0
-        self._stamps = recency_stamps(self._lower)
+        self._stamps = {tier.name: recency_stamp(tier) for tier in self._lower}
         with nullcontext() if host is None else host.copying():
             reason = self._store_below() if host is None else self._store(host)
-            stored = self._stored(reason)
+            reason = self._collect_refused() or reason
         nbytes = self._on_host * self._resources.layout.chunk_bytes
         self._resources.counters.add({"stored_bytes": nbytes})
-        return stored
+        new, present, refused = (self._fate.count(fate) for fate in (_NEW, _PRESENT, _LEFT))
+        return Stored(new, new * self._request.chunk_tokens, present, refused, reason if refused else None)
 
     def miss(self, reason: Reason, _: str = "") -> Stored:
         """Return the answer of a store that failed or was refused as a whole."""
@@ -100,11 +101,6 @@ class StoreCall:
         if self._overflows and reason not in _NOTHING_LEFT and not self._deadline.passed:
             reason = self._store_through_staging(self._deadline)
         return reason
-
-    def _stored(self, reason: Reason | None) -> Stored:
-        reason = self._collect_refused() or reason
-        new, present, refused = (self._fate.count(fate) for fate in (_NEW, _PRESENT, _LEFT))
-        return Stored(new, new * self._request.chunk_tokens, present, refused, reason if refused else None)
 
     # -- into host slots ------------------------------------------------------------------------------------------
 

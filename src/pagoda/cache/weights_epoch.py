@@ -113,7 +113,11 @@ class WeightsEpoch:
 
     def epoch(self) -> int:
         """Return the number of times that the weights were changed in place. Costs one stat a root."""
-        self._known = max(self._known, *map(_size, self._paths), 0)
+        for path in self._paths:
+            try:
+                self._known = max(self._known, os.stat(path).st_size)
+            except OSError:
+                continue
         return self._known
 
     def raise_epoch(self) -> tuple[int, dict[str, OSError]]:
@@ -128,13 +132,6 @@ class WeightsEpoch:
                 target = max(target, _BEYOND_FILES + secrets.randbelow(_BEYOND_FILES))
             self._known = max(target, self.epoch())
             return self._known, errors
-
-
-def _size(path: Path) -> int:
-    try:
-        return os.stat(path).st_size
-    except OSError:
-        return 0
 
 
 def _reserve_space(path: Path) -> None:

@@ -32,7 +32,7 @@ from pagoda.cache.staging import StagedChunk
 from pagoda.clock import Clock, Deadline
 from pagoda.config import Config
 from pagoda.fork import reset_in_child
-from pagoda.ledger import Reserved
+from pagoda.ledger import Ledger, Reserved
 from pagoda.ledger.columns import NOT_READY
 from pagoda.metrics import Reason
 from pagoda.threads import Condition, begin
@@ -50,7 +50,6 @@ __all__ = [
     "columns_of",
     "follows",
     "recency_stamp",
-    "recency_stamps",
     "refs_in_slots",
 ]
 
@@ -136,11 +135,6 @@ class Access(NamedTuple):
 
 
 # -- what only the disk tier is asked -----------------------------------------------------------------------------
-
-
-def recency_stamps(tiers: Iterable[Tier]) -> dict[str, int | None]:
-    """Return recency stamps for one run, by the name of the tier."""
-    return {tier.name: recency_stamp(tier) for tier in tiers}
 
 
 def recency_stamp(tier: Tier) -> int | None:
@@ -230,8 +224,11 @@ class WriteBackQueue:
         stamp = stamps[self.tier.name]
         if refs and refs[0].staged is not None:
             self._put(_WriteBatch(namespace, list(refs), stamp))
-        elif self._policy != "selective" and (fresh := self._unsettled(refs)):
+        elif self._policy != "selective":
+            fresh = list(compress(refs, (~self._is_known(*columns_of(refs))).tolist()))
             batch = _WriteBatch(namespace, fresh, stamp)
+            if not fresh:
+                return
             if self._policy == "write_through":
                 self._put(batch)
             else:
@@ -287,7 +284,8 @@ class WriteBackQueue:
                 self._waiting += number
                 self._queue.append(batch)
                 self._wake()
-        self._drop(late, reason)
+        if late:
+            self._drop(late, reason)
 
     def _wake(self) -> None:
         """Let the thread notice the change. Called with the lock."""
@@ -370,7 +368,8 @@ class WriteBackQueue:
                 if self._accesses:
                     pauses.append(max(0.0, self._due - time.monotonic()))
                 self._changed.wait(min(pauses, default=None))
-                self._enqueue_coldest()
+                if self._dirty and self._host is not None:
+                    self._enqueue_coldest(self._host.ledger)
             self._working = True
             return note
 
@@ -388,15 +387,13 @@ class WriteBackQueue:
         self._waiting -= len(batch.refs)
         return batch
 
-    def _enqueue_coldest(self) -> None:
+    def _enqueue_coldest(self, ledger: Ledger) -> None:
         """Queue the coldest dirty chunks if fewer than a share of the slots are free or clean. Called with the lock."""
-        if not self._dirty or self._host is None:
-            return
-        columns = self._host.ledger.columns
+        columns = ledger.columns
         wanted = max(1, self._slots // _CLEAN_SHARE) - int(np.count_nonzero(columns.last_use == NOT_READY))
         if wanted <= 0:
             return
-        coldest = self._host.ledger.next_victims(wanted).tolist()
+        coldest = ledger.next_victims(wanted).tolist()
         chosen = [self._dirty.pop(slot) for slot in coldest if slot in self._dirty]
         live = [entry for entry in chosen if columns.generation[entry[0].slot] == entry[0].generation]
         self._counters.add({f"drop_{Reason.STALE}": len(chosen) - len(live)})
@@ -424,7 +421,8 @@ class WriteBackQueue:
         except Exception as error:  # noqa: BLE001  # a boundary: the thread continues after any error
             self._counters.warn(log, Reason.IO_ERROR, f"chunks were not written: {error}", error)
         finally:
-            self._drop([] if batch.asked else left, Reason.IO_ERROR)
+            if left and not batch.asked:
+                self._drop(left, Reason.IO_ERROR)
 
     def _to_write(self, batch: _WriteBatch) -> list[ChunkRef]:
         """Return the chunks of a batch that the tier lacks, that are in host slots and are to be written now."""
@@ -432,8 +430,9 @@ class WriteBackQueue:
         if not batch.asked or not lacking:
             return lacking
         assert self._host is not None  # they are in its slots
-        ledger, lacking = self._host.ledger, self._unsettled(lacking)
-        lacking = list(compress(lacking, ledger.still_valid(*columns_of(lacking)).tolist()))
+        ledger, where = self._host.ledger, columns_of(lacking)
+        wanted = ledger.still_valid(*where) & ~self._is_known(*where)
+        lacking = list(compress(lacking, wanted.tolist()))
         if self._policy == "selective":
             return [ref for ref in lacking if ledger.columns.hits[ref.slot] >= self._hits]
         if self._policy == "write_back":
@@ -493,7 +492,7 @@ class WriteBackQueue:
             return chunk(payload=ref.staged.buffer, still_valid=lambda: True)
         assert self._host is not None
         ledger, where = self._host.ledger, columns_of([ref])
-        payload = self._host.slab.view(ref.slot)
+        payload = self._host.slab.views([ref.slot])[0]
         return chunk(payload=payload, still_valid=lambda: bool(ledger.still_valid(*where)[0]))
 
     def _on_write_done(self, ref: ChunkRef, lease: tuple[int, int] | None, future: Future[Done]) -> None:
@@ -543,10 +542,6 @@ class WriteBackQueue:
         now = self._clock.monotonic_ns()
         known: npt.NDArray[np.bool_] = (self._settled[slots] == generations) & (self._until[slots] > now)
         return known
-
-    def _unsettled(self, refs: Sequence[ChunkRef]) -> list[ChunkRef]:
-        """Return those of these chunks about which the tier has to be asked."""
-        return list(compress(refs, (~self._is_known(*columns_of(refs))).tolist()))
 
     def settle(self, refs: Sequence[ChunkRef | Reserved], least_seconds: float = 0.0) -> None:
         """Note that nothing has to be done for a while for the chunks in these slots."""

@@ -50,23 +50,20 @@ class PolicyThread:
         self._lacks = self._closed = False
         self._woken = Event()
         self._starting = threading.RLock()  # never waited for: the thread that has it starts the other
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread()  # not started: not alive
 
     def wake(self, lacks: bool = False) -> None:
         """Report a use; `lacks`: that there are too few slots. Cheap."""
         self._lacks |= lacks
-        if (self.learned is None and not self._lacks) or (self._woken.is_set() and self._runs()):
+        if (self.learned is None and not self._lacks) or (self._woken.is_set() and self._thread.is_alive()):
             return
         if_free(self._starting, self._start)
 
     def _start(self) -> None:
         self._woken.set()
-        if not self._runs():  # also not one that was about to end when it was last woken
-            thread = threading.Thread(target=self._run, name="pagoda-upkeep", daemon=True)
-            self._thread = thread if begin(thread) else None
-
-    def _runs(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        if not self._thread.is_alive():  # also not one that was about to end when it was last woken
+            self._thread = threading.Thread(target=self._run, name="pagoda-upkeep", daemon=True)
+            begin(self._thread)
 
     def run_once(self) -> None:
         """Share what was learned and prepare, now. The thread does it too; both together do no harm."""

@@ -49,6 +49,13 @@ class WriteRequest:
             namespace is None or position in (None, self.chunk.position)
         )
 
+    def copy_to(self, read: ReadRequest, nbytes: int) -> bool:
+        """Serve a read from the payload; return False if it asks for another chunk, or if this is no longer valid."""
+        if not self.matches(read.namespace, read.position):
+            return False
+        np.copyto(read.buffer[:nbytes], self.chunk.payload[:nbytes])
+        return self.is_valid()  # checked after the copy: the copied bytes are what the key names
+
 
 # Where a chunk is: in the payload of a save while that is valid, or in a slot (slot, generation); None: not known
 Source: TypeAlias = WriteRequest | tuple[int, int] | None
@@ -203,15 +210,6 @@ class IoQueue:
             self._changed.notify_all()
         write.future.set_result(done)
 
-    @staticmethod
-    def copy_from_write(read: ReadRequest, nbytes: int) -> bool:
-        """Serve a read from the payload of a save; return False if that is not its source or no longer valid."""
-        write = read.source
-        if not isinstance(write, WriteRequest) or not write.matches(read.namespace, read.position):
-            return False
-        np.copyto(read.buffer[:nbytes], write.chunk.payload[:nbytes])
-        return write.is_valid()  # checked after the copy: the copied bytes are what the key names
-
     def finish_read(self, read: ReadRequest, done: Done, nbytes: int) -> None:
         """End a read. Its followers get their copies first, because afterwards its buffer is the caller's again."""
         with self._changed:
@@ -297,9 +295,10 @@ class IoWorker(ABC):
 
     def load(self, read: ReadRequest) -> None:
         """Do one read and end its future, whatever happens."""
-        nbytes = self._backend.chunk_bytes
+        nbytes, source = self._backend.chunk_bytes, read.source
         try:
-            reason = None if self._queue.copy_from_write(read, nbytes) else self._load(read)
+            copied = isinstance(source, WriteRequest) and source.copy_to(read, nbytes)
+            reason = None if copied else self._load(read)
         except Exception as error:  # noqa: BLE001  # a background thread: the error becomes the future's value
             reason = self._backend.record_error(error, "a load")
         if reason is None:

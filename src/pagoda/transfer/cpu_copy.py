@@ -75,18 +75,14 @@ class CpuCopy:
         self._rows, self._count, self._units, self._threads = rows, count, units, threads
         self._by_token = any(row.group > 1 for row in rows)
 
-    def to_slots(self, ids: Ids, slots: Sequence[Bytes]) -> None:
-        """Copy runs, whose first ids are `ids` [chunks, count], into slots; changes nothing else."""
-        self._copy(ids, slots, True)
+    def copy(self, ids: Ids, slots: Sequence[Bytes], *, into_slots: bool) -> None:
+        """Copy runs, whose first ids are `ids` [chunks, count], into slots, or slots into runs; changes nothing else.
 
-    def from_slots(self, ids: Ids, slots: Sequence[Bytes]) -> None:
-        """Copy slots into runs, except those whose id is below 0; changes nothing else."""
-        self._copy(ids, slots, False)
-
-    def _copy(self, ids: Ids, slots: Sequence[Bytes], storing: bool) -> None:
+        Not `into_slots`: runs whose id is below 0 are left out.
+        """
         threads = self._threads or _idle_threads(sum(slot.nbytes for slot in slots))
         if threads == 1:
-            self._emit(ids, slots, storing, _now)
+            self._emit(ids, slots, into_slots, _now)
             return
         jobs: list[_Job] = []
 
@@ -96,7 +92,7 @@ class CpuCopy:
             else:
                 jobs.append((partial(call, *arguments), nbytes))
 
-        self._emit(ids, slots, storing, later)
+        self._emit(ids, slots, into_slots, later)
         in_threads(_shares(jobs), threads)
 
     def _emit(self, ids: Ids, slots: Sequence[Bytes], storing: bool, emit: Callable[..., None]) -> None:

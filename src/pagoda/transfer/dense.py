@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pagoda.layout import KVLayout
-from pagoda.transfer.base import Array, Bytes, Ids, Words, as_words, checked_slots, device_of
+from pagoda.transfer.base import Array, Bytes, Words, as_words, checked_slots, device_of
 from pagoda.transfer.cpu_copy import CpuCopy, KvRows
 from pagoda.transfer.gpu.copy_engine import GpuCopy, copy_engine_of
 from pagoda.transfer.run_table import dense_run_table
@@ -85,18 +85,17 @@ class DenseKV:
 
     def to_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
         """Copy the chunks that begin at `starts` into `slots`; changes only the slots."""
-        self._copier.to_slots(*self._of_chunks(starts, slots, into_slots=True))
+        self._copy(starts, slots, into_slots=True)
 
     def from_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
         """Copy `slots` into the chunks that begin at `starts`; changes only those tokens."""
-        self._copier.from_slots(*self._of_chunks(starts, slots, into_slots=False))
+        self._copy(starts, slots, into_slots=False)
 
-    def _of_chunks(
-        self, starts: Sequence[int], slots: Sequence[Bytes], *, into_slots: bool
-    ) -> tuple[Ids, list[Bytes]]:
-        """Return the run numbers [chunks, count] and the slots, all checked."""
+    def _copy(self, starts: Sequence[int], slots: Sequence[Bytes], *, into_slots: bool) -> None:
+        """Check starts and slots, then copy."""
         checked = checked_slots(self.layout, self.num_tokens, starts, slots, into_slots=into_slots)
-        return np.array(starts, dtype=np.int64)[:, None] + self._run_ids, checked
+        ids = np.array(starts, dtype=np.int64)[:, None] + self._run_ids  # [chunks, count]
+        self._copier.copy(ids, checked, into_slots=into_slots)
 
     def _planes(self, number: int, layer: Sequence[Array | None]) -> list[Words]:
         given = [plane for plane in layer if plane is not None]

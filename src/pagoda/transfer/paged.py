@@ -107,22 +107,21 @@ class PagedKV:
         skipped = self._runs.skip * self._runs.tokens
         if any(start < skipped for start in starts):
             raise ValueError(f"starts: the first {skipped} tokens are -1 and have no KV to store")
-        self._copier.to_slots(*self._of_chunks(starts, slots, into_slots=True))
+        self._copy(starts, slots, into_slots=True)
 
     def from_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
         """Copy `slots` into the chunks that begin at `starts`; changes only those tokens, and none that is -1."""
-        self._copier.from_slots(*self._of_chunks(starts, slots, into_slots=False))
+        self._copy(starts, slots, into_slots=False)
 
-    def _of_chunks(
-        self, starts: Sequence[int], slots: Sequence[Bytes], *, into_slots: bool
-    ) -> tuple[Ids, list[Bytes]]:
-        """Return the run numbers [chunks, count] and the slots, all checked."""
+    def _copy(self, starts: Sequence[int], slots: Sequence[Bytes], *, into_slots: bool) -> None:
+        """Check starts and slots, then copy."""
         odd = [start for start in starts if start % self._runs.tokens]
         if odd:
             raise ValueError(f"starts must be multiples of block_size ({self._runs.tokens}), got {odd[0]}")
         checked = checked_slots(self.layout, self.num_tokens, starts, slots, into_slots=into_slots)
         firsts = np.array(starts, dtype=np.int64) // self._runs.tokens
-        return self._runs.ids[firsts[:, None] + np.arange(self._count)], checked
+        ids = self._runs.ids[firsts[:, None] + np.arange(self._count)]  # [chunks, count]
+        self._copier.copy(ids, checked, into_slots=into_slots)
 
 
 # -- pools, block tables and slot mappings ----------------------------------------------------------------------------

@@ -217,11 +217,11 @@ class PagesKV:
 
     def to_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
         """Copy the chunks that begin at `starts` into this part of `slots`; changes nothing else."""
-        self._copier.to_slots(*self._page_table.chunks(starts, slots, into_slots=True))
+        self._copier.copy(*self._page_table.chunks(starts, slots, into_slots=True), into_slots=True)
 
     def from_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
         """Copy this part of `slots` into the blocks of `starts`; changes only those blocks, and none that is -1."""
-        self._copier.from_slots(*self._page_table.chunks(starts, slots, into_slots=False))
+        self._copier.copy(*self._page_table.chunks(starts, slots, into_slots=False), into_slots=False)
 
 
 def _widest_words(array: Words, plane: PagePlane, offset: int) -> Words:

@@ -344,13 +344,12 @@ class GpuCopy:
         other.after = self.copy_engine.device.current_event()
         return other
 
-    def to_slots(self, ids: Ids, slots: Sequence[Bytes]) -> None:
-        """Copy runs into slots; changes nothing else."""
-        self.copy_engine.store(self.table, ids, slots, self.after)
-
-    def from_slots(self, ids: Ids, slots: Sequence[Bytes]) -> None:
-        """Copy slots into runs, except those whose id is below 0; changes nothing else."""
-        self.copy_engine.load(self.table, ids, slots, self.after, self._layer_events)
+    def copy(self, ids: Ids, slots: Sequence[Bytes], *, into_slots: bool) -> None:
+        """Copy runs into slots, or slots into runs except those whose id is below 0; changes nothing else."""
+        if into_slots:
+            self.copy_engine.store(self.table, ids, slots, self.after)
+        else:
+            self.copy_engine.load(self.table, ids, slots, self.after, self._layer_events)
 
 
 def _word_bytes(table: RunTable, places: Ids) -> int:
