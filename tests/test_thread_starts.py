@@ -158,6 +158,21 @@ pool.later(print, "second")
     )
 
 
+def test_at_exit_what_no_thread_will_do_is_not_waited_for() -> None:
+    said = in_a_process("""
+import atexit, logging
+logging.disable()
+atexit.register(lambda: print(time.monotonic() - ended < 5))
+pool = Pool(1, "pool")
+def refused(thread):
+    raise RuntimeError("can't start new thread")
+threading.Thread.start = refused
+pool.later(print, "never")
+ended = time.monotonic()
+""")
+    assert said == "True\n"
+
+
 def test_the_child_of_a_fork_has_threads_of_its_own() -> None:
     with Pool(2, "pool") as pool:
         held, leave = threading.Event(), threading.Event()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import gc
 import re
 import threading
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import pagoda
-from pagoda.threads import Answer, Condition, Event, Pool, wait
+from pagoda.threads import Answer, Condition, Event, Pool, complete, wait
 from tests.interrupts import interrupts
 
 
@@ -154,6 +155,12 @@ def test_an_answer_is_a_future() -> None:
     assert answer.result(60) == 7 and answer.done()
 
 
+def test_a_wait_for_many_takes_no_longer_than_for_one() -> None:
+    answers, began = [Answer[int]() for _ in range(40)], time.monotonic()
+    wait(answers, 0.1)
+    assert 0.1 <= time.monotonic() - began < 3
+
+
 def test_the_threads_of_a_dropped_pool_end() -> None:
     pool = Pool(2, "dropped-pool")
     assert pool.submit(len, "abc").result(10) == 3
@@ -164,6 +171,44 @@ def test_the_threads_of_a_dropped_pool_end() -> None:
         gc.collect()
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+def test_what_is_completed_despite_a_signal_raises_it_at_the_end() -> None:
+    steps: list[int] = []
+
+    def step() -> None:
+        steps.append(len(steps))
+        if len(steps) < 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        complete(step)
+    assert steps == [0, 1, 2]
+
+
+def test_calls_one_after_the_other_need_one_thread() -> None:
+    pool = Pool(4, "idle-pool")
+    for _ in range(20):
+        assert pool.submit(len, "abc").result(60) == 3
+        until = time.monotonic() + 10
+        while not pool._idle:
+            assert time.monotonic() < until, "the thread that has nothing to do is not known to be idle"
+            time.sleep(0.001)
+    assert len(pool._threads) == 1
+    pool.shutdown()
+
+
+def test_a_pool_that_is_shut_down_takes_no_call_and_wakes_who_waits_for_those_it_cancels() -> None:
+    pool, begun, busy = Pool(1, "shut-pool"), threading.Event(), threading.Event()
+    first = pool.submit(lambda: (begun.set(), busy.wait(60)))
+    assert begun.wait(60)
+    second = pool.submit(len, "abc")
+    pool.shutdown(wait=False, cancel_futures=True)
+    assert second in concurrent.futures.wait([second], 5).done and second.cancelled()
+    busy.set()
+    assert first.result(60) == (None, True)
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        pool.submit(len, "abc")
 
 
 def test_a_pool_that_is_shut_down_cancels_without_its_lock() -> None:

@@ -217,6 +217,16 @@ def test_persistent_nodes_are_never_candidates(bare: Engine) -> None:
         bare.manager.unpin(prompt(8))
 
 
+def test_what_is_pinned_on_its_way_to_host_stays(hosted: Engine) -> None:
+    hosted.leave("a", prompt(12))
+    down = hosted.manager.demote(2)
+    assert hosted.places(prompt(12)) == ["device", "to_host", "to_host"]
+    assert hosted.manager.pin(prompt(12)) == 12
+    hosted.end(down)
+    assert hosted.places(prompt(12)) == ["device"] * 3
+    assert hosted.manager.unpin(prompt(12)) == 12
+
+
 def test_what_is_coming_cannot_be_pinned_yet(hosted: Engine) -> None:
     """...and a pin is for what is on the device: a leaving block is called back, a coming one is not counted."""
     hosted.leave("a", prompt(12))

@@ -247,6 +247,18 @@ def test_moves_can_be_paused_and_drained(hosted: Engine) -> None:
     assert hosted.manager.match("d") == PrefixMatch(0, 8, 0)
 
 
+def test_a_match_while_moves_are_paused_asks_no_storage(shm_root: Path, tmp_path: Path) -> None:
+    with cache_at(shm_root, tmp_path) as cache:
+        stored(cache, prompt(32))
+    with cache_at(shm_root / "wiped", tmp_path) as cache:
+        engine = Engine(16, cache, write_back=False)
+        engine.add("a", prompt(33))
+        engine.manager.pause()
+        assert engine.manager.match("a") == PrefixMatch(0, 0, 0)
+        engine.manager.resume()
+        assert engine.manager.match("a") == PrefixMatch(0, 0, 32)
+
+
 def test_clearing_has_a_visible_state(hosted: Engine) -> None:
     """Clearing has a visible state: blocks of old copies are counted as in flight until the last ticket ended."""
     down, up = in_all_states(hosted)

@@ -135,6 +135,19 @@ def test_a_pool_grows_and_shrinks_with_what_is_cached(shm_root: Path) -> None:
         manager.resize(0)
 
 
+def test_what_hangs_below_a_removed_block_goes_with_it_wherever_it_is() -> None:
+    engine = Engine(4)
+    engine.add("first", prompt(2))
+    assert engine.admit("first").table == [0]
+    engine.leave("parent", prompt(4, 1))
+    engine.manager.release("first")
+    engine.leave("child", prompt(8, 1))
+    assert [engine.manager._tree.nodes[key].block for key in engine.keys(prompt(8, 1))] == [1, 0]
+    engine.manager.resize(1)
+    engine.manager.check()
+    assert engine.places(prompt(8, 1)) == ["freed", "freed"] and engine.manager.free == 1
+
+
 def test_a_pool_that_cannot_shrink_changes_nothing() -> None:
     engine = Engine(8)
     engine.leave("cached", prompt(2 * BLOCK))

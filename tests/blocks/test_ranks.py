@@ -114,6 +114,20 @@ def test_what_builds_upon_a_move_waits_for_it(hosted: Engine) -> None:
     hosted.is_right("long", 16)
 
 
+def test_what_builds_upon_a_move_may_itself_come_in_part(hosted: Engine) -> None:
+    hosted.leave("a", prompt(16))
+    hosted.demoted(4)
+    for name, tokens in (("short", 9), ("long", 17), ("twin", 17)):
+        hosted.add(name, prompt(tokens))
+    first, second, third = (hosted.admit(name) for name in ("short", "long", "twin"))
+    assert first.plan is not None and second.plan is not None and third.plan is None
+    assert hosted.end(second.plan, blocks=1) == YET
+    settled = hosted.end(first.plan)
+    assert sorted(settled.ready) == ["long", "short"] and settled.shortened == {"long": 12}
+    assert settled.again == ("twin",) and hosted.manager.table("twin") == []
+    hosted.is_right("long", 12)
+
+
 def test_what_builds_upon_a_move_that_failed_waits_to_be_admitted_again(hosted: Engine) -> None:
     hosted.leave("a", prompt(16))
     hosted.demoted(4)

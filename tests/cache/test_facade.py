@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pagoda.cache import Cache
+from pagoda.cache.lookup_call import match_tiers
 from pagoda.errors import ConfigError, StoreError
 from pagoda.keys import Item, Namespace, chunk_keys
 from pagoda.layout import KVLayout
@@ -456,3 +457,9 @@ def test_wrong_arguments_are_one_value_error(cache: Cache, tmp_path: Path) -> No
     for move in (cache.store, cache.retrieve):
         with pytest.raises(ValueError, match="kv is of type NoneType: pass a transfer"):
             move(tokens, None)  # type: ignore[operator]
+
+
+def test_a_run_may_alternate_between_tiers() -> None:
+    has = {"host": {1, 3}, "disk": {0, 2}}
+    finders = {tier: lambda at, tier=tier: (int(at in has[tier]), None) for tier in has}
+    assert match_tiers(finders, 5) == (4, {"host": 2, "disk": 2}, None)

@@ -182,6 +182,14 @@ def test_a_reserve_may_be_longer_than_a_window(shm_root: Path) -> None:
         assert admin.check(slots._ledger).unreachable == 0
 
 
+def test_the_chain_goes_on_from_one_window_to_the_next(shm_root: Path) -> None:
+    """Else a policy would take the chunk after a window for the child of the chunk before the whole run."""
+    with cache_at(shm_root, None) as cache:
+        slots, tokens = slots_of(cache), prompt(14)
+        found = np.array([chunk.slot for chunk in written(cache, tokens)])
+        assert (slots._ledger.columns.parent_slot[found[1:]] == found[:-1]).all()
+
+
 def test_a_reserve_ends_with_the_first_refusal(shm_root: Path) -> None:
     with cache_at(shm_root, None) as cache:
         slots = slots_of(cache)

@@ -197,6 +197,19 @@ def test_a_chunk_is_visible_only_after_its_copy(shm_root: Path) -> None:
         assert seen == [0] and cache.lookup(tokens).num_tokens == 64
 
 
+def test_what_is_cleared_during_its_copy_is_refused_with_the_reason(shm_root: Path) -> None:
+    with cache_at(shm_root, None) as cache:
+        tokens = prompt(4)
+
+        class Clearing(Watching):
+            def before(self) -> None:
+                cache.clear()
+
+        answer = cache.store(tokens, Clearing(kv_of(tokens).transfer))
+        assert answer == (0, 0, 0, 4, Reason.SUPERSEDED)
+        assert cache.lookup(tokens).num_tokens == 0
+
+
 def test_store_does_not_wait_for_the_disk(shm_root: Path, tmp_path: Path) -> None:
     cache, slab = faulty_cache(shm_root, tmp_path)
     with cache:

@@ -51,6 +51,24 @@ def test_a_tier_that_hangs_keeps_no_other_waiting(stack: Stack) -> None:
     stack.cache.close()
 
 
+def test_chunks_that_a_tier_breaks_on_are_not_waited_for(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = prompt(4)
+
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("torn from the wall")
+
+    monkeypatch.setattr(stack.quick, "save", broken)
+    assert stack.cache.store(tokens, kv_of(tokens).transfer).refused == 0
+    assert stack.cache.flush(10), "nothing is being written any more"
+    monkeypatch.undo()
+    assert stack.cache.store(tokens, kv_of(tokens).transfer).present == 4
+    assert stack.cache.flush(PATIENT_SECONDS)
+    assert stack.quick.stats()["ready"] == 4
+    stack.cache.close()
+
+
 def test_what_one_tier_lost_is_written_there_again(stack: Stack) -> None:
     tokens = prompt(3)
     stack.slab.fail_next("write", Fault.EIO, times=3)

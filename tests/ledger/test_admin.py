@@ -73,6 +73,14 @@ def test_pins_are_listed_by_their_owners(ledger: Ledger) -> None:
             admin.pin(ledger, keys(1), owner)
 
 
+def test_an_unpin_ends_the_pins_of_the_chunks_that_it_names(ledger: Ledger) -> None:
+    put(ledger, keys(1, 2))
+    admin.pin(ledger, keys(1, 2), "ann")
+    assert admin.unpin(ledger, keys(1), "ann") == 1
+    assert admin.list_pins(ledger) == {"ann": keys(2)}
+    assert admin.unpin(ledger, None, "ann") == 1 and admin.list_pins(ledger) == {}
+
+
 def test_many_pins_are_bounded_and_counted(shm_root: Path) -> None:
     ledger = opened(shm_root, slots=1024)
     wanted = keys(*range(600))
@@ -111,6 +119,16 @@ def test_a_lease_of_what_is_gone_keeps_nothing(ledger: Ledger) -> None:
     admin.remove(ledger, keys(1))
     ledger.lease(*places(stored), 10.0)
     assert admin.gauges(ledger)["leased"] == 0
+
+
+def test_a_lease_ends_with_its_chunk(ledger: Ledger) -> None:
+    stored = put(ledger, keys(*range(4)))
+    ledger.lease(*places(stored), 30.0)
+    admin.remove(ledger, keys(*range(4)))
+    assert admin.gauges(ledger)["leased"] == 0
+    again = put(ledger, keys(*range(10, 14)))
+    assert {one.slot for one in again} == {one.slot for one in stored}
+    assert admin.gauges(ledger)["leased"] == 0, "what comes after it can be evicted at once"
 
 
 def test_counters_are_the_fixed_vocabulary(ledger: Ledger) -> None:
@@ -172,6 +190,16 @@ def test_a_damaged_entry_is_a_miss_and_goes(ledger: Ledger) -> None:
         many = keys(*range(100, 108))
         put(ledger, many)
         assert len(ledger.match_prefix(many).slots) == 8
+
+
+@pytest.mark.parametrize("beyond", [0, 1, 10**6])
+def test_an_entry_of_a_long_run_names_a_slot_that_does_not_exist(ledger: Ledger, beyond: int) -> None:
+    run = keys(*range(12))
+    stored = put(ledger, run)[9]
+    entry = ENTRY.pack(ledger.slots + beyond, stored.generation, 1, 9)
+    ledger.session.write(lambda w: w.txn.put(stored.key, entry, db=w.tables.entries), 1.0)
+    match = ledger.match_prefix(run)
+    assert len(match.slots) == 9 and match.reason is Reason.FAILED_CHECK
 
 
 def _entry(transaction: Transaction) -> None:

@@ -91,6 +91,16 @@ def test_the_last_of_several_holds_frees_the_slot(ledger: Ledger) -> None:
         assert stored[0].slot in handed_out(ledger)
 
 
+def test_each_hold_of_one_process_is_ended_by_itself(ledger: Ledger) -> None:
+    stored = held(ledger, 1)
+    assert ledger.hold(*places(stored)) == [True], "a second load of this process"
+    removed(ledger, stored)
+    ledger.release(*places(stored))
+    assert admin.gauges(ledger)["reserved"] == 1, "the second load still reads it"
+    ledger.release(*places(stored))
+    assert admin.gauges(ledger)["reserved"] == 0
+
+
 def test_a_holder_that_leaves_frees_what_it_held(shm_root: Path, ledger: Ledger) -> None:
     stored = put(ledger, keys(1), chained=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import random
@@ -35,6 +36,16 @@ def test_a_file_is_made_for_its_owner_alone_and_only_if_it_may_be(path: Path) ->
     LockFile(path).close()
     assert path.stat().st_mode & 0o777 == 0o600
     LockFile(path, create=False).close()
+
+
+@pytest.mark.parametrize("byte", [GATE, INTENT])
+def test_a_gate_is_waited_for_while_another_process_has_a_part_of_it(path: Path, byte: int) -> None:
+    gate = Gate(LockFile(path))
+    with holding(path, byte) as other:
+        end = threading.Timer(0.2, other.end)
+        end.start()
+        assert gate.run(lambda: "in", 30.0) == "in"
+        end.join()
 
 
 def test_two_who_open_a_file_in_one_process_are_two(path: Path) -> None:
@@ -73,14 +84,22 @@ def test_whatever_else_in_the_process_opens_and_closes_the_file_drops_no_lock(
     in_child(lambda: _must(LockFile(path).held_by_other(7) and LockFile(path).held_by_other(GATE)))
 
 
+def descriptors(path: Path) -> int:
+    """Return how many descriptors this process has of a file; others come and go with the garbage of other tests."""
+    found = 0
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found += os.readlink(f"/proc/self/fd/{fd}") == str(path)
+    return found
+
+
 def test_locks_go_with_the_file(path: Path) -> None:
-    before = os.listdir("/proc/self/fd")
     file = LockFile(path)
-    assert file.lock(7, exclusive=True)
+    assert file.lock(7, exclusive=True) and descriptors(path) == 1
     file.close()
     file.close()
     file.unlock(7)
-    assert os.listdir("/proc/self/fd") == before
+    assert descriptors(path) == 0
     with pytest.raises(OSError, match="closed"):
         file.lock(7, exclusive=True)
     assert not file.is_at(path) and not LockFile(path).held_by_other(7)

@@ -5,15 +5,30 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from pagoda.errors import StoreError
-from pagoda.ledger import Busy, Ledger, admin, members, rebuild, session
+from pagoda.ledger import Busy, Ledger, Reserved, admin, members, rebuild, session
+from pagoda.ledger.columns import NOT_READY
 from pagoda.ledger.members import DEVICE_GRACE_NS
+from pagoda.ledger.transaction import BATCH
 from pagoda.testing import FakeClock
-from tests.ledger.support import TENANT, Other, child, in_child, keys, opened, put, reserved, there, wait
+from tests.ledger.support import (
+    TENANT,
+    Other,
+    child,
+    in_child,
+    keys,
+    opened,
+    places,
+    put,
+    reserved,
+    there,
+    wait,
+)
 
 GRACE_SECONDS = DEVICE_GRACE_NS / 1e9
 
@@ -61,6 +76,53 @@ def test_the_dead_are_struck_off_with_all_they_had(ledger: Ledger) -> None:
     assert admin.counters(ledger)["reaped_chunks"] == 3
     put(ledger, keys(*range(100, 200)), chained=False)
     assert not any(there(ledger, keys(*range(4))))
+
+
+def test_however_much_the_dead_reserved_is_taken_back_a_part_at_a_time(shm_root: Path) -> None:
+    ledger = opened(shm_root, slots=1024)
+
+    def work() -> None:
+        for at in (0, 100):
+            assert len(reserved(ledger.reserve(keys(*range(at, at + 100)), namespace=TENANT))) == 100
+
+    in_child(work)
+    assert ledger.session.write(partial(members.reap, most=BATCH)) == BATCH
+    assert admin.reap(ledger) == 200 - BATCH
+    gauges = admin.gauges(ledger)
+    assert gauges["reserved"] == 0 and gauges["members"] == 1
+    ledger.close()
+
+
+def test_who_leaves_keeps_the_slots_into_which_another_member_copies(ledger: Ledger) -> None:
+    def work() -> None:
+        rooms = reserved(ledger.reserve(keys(1, 2), namespace=TENANT))
+        os.write(tell, b"".join(b"%d %d\n" % (one.slot, one.generation) for one in rooms))
+        os.read(go, 1)
+        ledger.close()
+
+    (told, tell), (go, let) = os.pipe(), os.pipe()
+    pid = child(work)
+    lines = os.read(told, 4096).split()
+    rooms = [Reserved(key, int(lines[2 * i]), int(lines[2 * i + 1])) for i, key in enumerate(keys(1, 2))]
+    assert ledger.adopt(rooms[:1], 0) == [True]
+    os.write(let, b"!")
+    assert wait(pid) == 0
+    assert admin.gauges(ledger)["reserved"] == 1, "only what nobody writes into is free"
+    assert ledger.commit(rooms[:1]) == [True] and ledger.commit(rooms[1:]) == [False]
+    for end in (told, tell, go, let):
+        os.close(end)
+
+
+def test_all_that_was_not_published_is_published_by_the_next_who_is_alone(tmp_path: Path) -> None:
+    ledger = opened(tmp_path, slots=4096, kind="file")
+    stored = put(ledger, keys(*range(3000)))
+    slots, _ = places(stored)
+    ledger.columns.last_use[slots] = NOT_READY
+    ledger.close()
+    ledger = opened(tmp_path, slots=4096, kind="file")
+    admin.reap(ledger)
+    assert (ledger.columns.last_use[slots] != NOT_READY).all(), "what is not published is never evicted"
+    ledger.close()
 
 
 def test_what_the_dead_reserved_is_taken_back_when_room_is_short(ledger: Ledger) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from pagoda.ledger import Ledger, Reserved, ScannedChunk, admin, rebuild
+from pagoda.errors import StoreError
+from pagoda.ledger import Ledger, Reserved, ScannedChunk, admin, chunk_ops, namespaces, rebuild
 from pagoda.ledger.namespaces import read_labels
 from pagoda.ledger.store_state import NAMESPACES
-from tests.ledger.support import OTHER, TENANT, keys, opened, put, reserved, there
+from tests.ledger.support import OTHER, TENANT, gate_taken, keys, opened, put, reserved, there
 
 LATER = 1 << 60  # a generation after every line
 
@@ -70,6 +72,39 @@ def test_what_is_stored_after_a_clear_stays(ledger: Ledger) -> None:
     [new] = put(ledger, keys(1))
     assert ledger.commit(old) == [False]
     assert there(ledger, keys(1, 2)) == [True, False] and new.generation > 0
+
+
+def test_what_is_stored_while_a_clear_removes_stays(ledger: Ledger) -> None:
+    """A clear first sets its watermark, and removes the chunks a few at a time."""
+    put(ledger, keys(1, 2))
+    scope = ledger.session.write(lambda w: namespaces.clear(w, TENANT))
+    [first] = reserved(ledger.reserve(keys(3), namespace=TENANT))
+    assert first.generation == scope.watermark and ledger.commit([first]) == [True]
+    dropped = chunk_ops.drop_cleared
+    slots = list(range(ledger.slots))
+    assert ledger.session.write(lambda w: dropped(w, slots, scope.namespace, scope.watermark)) == 2
+    assert there(ledger, keys(1, 2, 3)) == [False, False, True]
+
+
+def test_a_clear_that_cannot_be_written_down_removes_what_is_there(ledger: Ledger) -> None:
+    put(ledger, keys(1, 2))
+    for file in ledger.directory.glob("clears-*"):
+        file.unlink()
+        file.mkdir()
+    with pytest.raises(StoreError, match="a power cut may bring it back"):
+        admin.clear(ledger)
+    assert there(ledger, keys(1, 2)) == [False, False]
+
+
+def test_a_list_of_namespaces_takes_no_longer_than_its_deadline(ledger: Ledger) -> None:
+    """The tables are read within what is left of it, however often another process keeps the gate."""
+    put(ledger, keys(1))
+    ledger.namespaces.write_labels(5.0)
+    with gate_taken(ledger):
+        began = time.monotonic()
+        with pytest.raises(StoreError):
+            list(ledger.namespaces.counts(began + 0.2))
+        assert time.monotonic() - began < 3
 
 
 def header(stored: Reserved, namespace: bytes = TENANT) -> ScannedChunk:

@@ -171,6 +171,22 @@ def test_a_store_that_is_alone_has_all_at_once(shm_root: Path, kind: Kind) -> No
     one.close()
 
 
+def test_the_policy_knows_how_many_chunks_fit(shm_root: Path, kind: Kind) -> None:
+    one = Room(shm_root, kind=kind)
+    assert one.put(keys(*range(64))) == 64 and one.ledger.columns.capacity == 64
+    two = Room(shm_root, "b", kind)
+    one.get(keys(1))
+    two.put(keys(*range(100, 200)))
+    while two.more():
+        pass
+    assert two.ledger.columns.capacity == two.pages < 64
+    one.check()
+    one.put(keys(*range(200, 210)))
+    assert one.ledger.columns.capacity == one.pages < 64
+    for room in (one, two):
+        room.close()
+
+
 def test_two_layouts_used_in_turn_keep_what_they_have(shm_root: Path, kind: Kind) -> None:
     for turn in range(4):
         for name, pages in (("a", 1), ("b", 2)):

@@ -151,7 +151,7 @@ def test_counts_that_are_off_are_found(shm_root: Path) -> None:
             transaction.txn.put(key, wrong, db=transaction.tables.namespaces)  # type: ignore[attr-defined]
 
     ledger.session.write(miscount, 1.0)
-    with pytest.raises(LedgerCorrupt, match="its row has it"):
+    with pytest.raises(LedgerCorrupt, match="its row says"):
         admin.check(ledger)
     ledger.close()
 

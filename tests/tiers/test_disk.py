@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from pagoda.ledger import admin
+from pagoda.ledger.namespaces import read_labels
 from pagoda.metrics import Reason
 from pagoda.testing import Fault
 from pagoda.tiers import DiskTier, Done
@@ -100,6 +101,20 @@ def test_what_is_queued_is_found_and_read(tmp_path: Path) -> None:
     tier.close()
 
 
+def test_what_is_queued_is_there_when_it_is_touched(tmp_path: Path) -> None:
+    """Else the write-back would write it again."""
+    tier, slab = open_faulty(tmp_path)
+    keys = keys_of(4)
+    store(tier, keys[:1])
+    slab.fail_next("write", Fault.HANG)
+    saving = tier.save(chunks_of(keys[1:3], 1), ROOT)
+    assert slab.hanging.wait(SECONDS)
+    assert tier.touch(keys, namespace=ROOT) == [True, True, True, False]
+    slab.release()
+    assert all(oks(saving))
+    tier.close()
+
+
 def test_what_is_queued_and_goes_stale_is_not_served(tmp_path: Path) -> None:
     tier, slab = open_faulty(tmp_path)
     valid = threading.Event()
@@ -114,7 +129,7 @@ def test_what_is_queued_and_goes_stale_is_not_served(tmp_path: Path) -> None:
     valid.clear()
     assert not tier.contains(second)
     slab.release()
-    assert not loading[0].result(SECONDS).ok
+    assert ends(loading) == [Done(False, Reason.ABSENT)], "it never was in a slot"
     assert oks(saving) == [True, False]
     assert tier.stats()["drop_stale"] == 1
     check(tier)
@@ -200,12 +215,36 @@ def test_a_full_queue_drops_the_newest_and_says_so(tmp_path: Path) -> None:
     tier.close()
 
 
+def test_labels_are_written_with_the_first_chunks(tmp_path: Path) -> None:
+    """A process that is killed leaves them to those who list what is stored, and to a rebuild."""
+    tier = open_disk(tmp_path)
+    store(tier, keys_of(1))
+    until = time.monotonic() + 10
+    while ROOT not in read_labels(tier.ledger.directory):
+        assert time.monotonic() < until, "no label was written"
+        time.sleep(0.01)
+    tier.close()
+
+
 def test_put_many_does_not_count_what_a_later_chunk_evicted(tmp_path: Path) -> None:
     tier = open_disk(tmp_path, slots=8)
     keys = [keys_of(1, chain=n)[0] for n in range(20)]
     chunks = [chunk for key in keys for chunk in chunks_of([key])]
     there = tier.put_many(iter(chunks), namespace=ROOT)
     assert there == sum(map(tier.contains, keys)) and 0 < there <= 8
+    tier.close()
+
+
+def test_a_put_that_does_not_wait_says_whether_it_was_queued(tmp_path: Path) -> None:
+    tier, slab = open_faulty(tmp_path, queue_chunks=1)
+    first, second = keys_of(2)
+    slab.fail_next("write", Fault.HANG)
+    payload = payload_of(first)[: LAYOUT.chunk_bytes]
+    assert tier.put(first, payload, namespace=ROOT, block=False) is True
+    assert tier.put(second, payload, namespace=ROOT, position=1, block=False) is False
+    assert tier.stats()["drop_queue_full"] == 1
+    slab.release()
+    assert tier.flush(SECONDS) and tier.contains(first) and not tier.contains(second)
     tier.close()
 
 

@@ -62,3 +62,9 @@ def test_each_run_is_judged_for_itself(tier: DiskTier) -> None:
     assert tier.admit(RUN[:2], namespace=ROOT, start=0, stamp=tier.ledger.stamp()) == (0, True)
     assert admin.remove(tier.ledger, single_keys(*range(SLOTS))) == SLOTS
     assert tier.admit(RUN, namespace=ROOT, start=0, stamp=tier.ledger.stamp()) == (12, False)
+
+
+def test_of_many_runs_only_the_last_are_remembered(tier: DiskTier) -> None:
+    for _ in range(300):
+        tier.admit(RUN[:1], namespace=ROOT, start=0, stamp=tier.ledger.stamp())
+    assert len(tier._store.admissions) == 256

@@ -251,6 +251,18 @@ def test_a_disk_that_keeps_failing_is_left_out_and_tried_again(tmp_path: Path) -
     tier.close()
 
 
+def test_a_read_that_succeeds_ends_a_row_of_failures(tmp_path: Path) -> None:
+    tier, slab = open_faulty(tmp_path, clock=FakeClock())
+    kept, *others = keys_of(8)
+    store(tier, [kept])
+    for n, key in enumerate(others):
+        slab.fail_next("write", Fault.EIO)
+        assert ends(tier.save(chunks_of([key], n), ROOT))[0].reason is Reason.IO_ERROR
+        assert right(tier, kept)
+    assert tier.stats()["resting"] == 0
+    tier.close()
+
+
 def test_a_queue_whose_disk_begins_to_fail_ends_quickly(tmp_path: Path) -> None:
     tier, slab = open_faulty(tmp_path, slots=128, clock=FakeClock())  # the other reads have not ended
     slab.fail_next("write", Fault.EIO, times=99)

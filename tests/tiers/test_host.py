@@ -81,6 +81,16 @@ def test_a_source_that_goes_while_it_is_copied_is_not_stored(shm_root: Path) -> 
     tier.close()
 
 
+def test_a_payload_that_is_longer_than_a_chunk_is_not_cut(shm_root: Path) -> None:
+    tier = open_host(shm_root)
+    (key,) = keys_of(1)
+    assert LAYOUT.chunk_bytes + 1 < LAYOUT.slot_bytes
+    assert not tier.put(key, payload_of(key)[: LAYOUT.chunk_bytes + 1], namespace=ROOT)
+    assert not tier.contains(key) and tier.stats()["drop_too_large"] == 1
+    assert tier.put(key, payload_of(key)[: LAYOUT.chunk_bytes], namespace=ROOT) and right(tier, key)
+    tier.close()
+
+
 def test_a_source_that_raises_frees_its_slot(shm_root: Path) -> None:
     tier = open_host(shm_root)
 

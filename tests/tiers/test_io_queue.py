@@ -42,6 +42,17 @@ def test_the_writes_of_a_batch_leave_some_to_the_other_threads() -> None:
     assert [len(queue.take(16, 2) or []) for _ in range(3)] == [2, 1, 1]  # type: ignore[arg-type]
 
 
+def test_batches_are_numbered_in_the_order_in_which_they_are_taken() -> None:
+    """They reserve their slots in that order, whichever thread is faster."""
+    queue = IoQueue(8)
+    writes = [write(n) for n in range(3)]
+    for each in writes:
+        queue.add_write(each)
+    for _ in range(2):
+        queue.take(2)
+    assert [each.batch for each in writes] == [1, 1, 2]
+
+
 def test_the_newest_write_is_refused_until_one_has_ended() -> None:
     queue = IoQueue(2)
     first = write(0)
@@ -80,6 +91,17 @@ def test_a_write_is_in_flight_until_it_has_ended() -> None:
     assert not queue.in_flight(KEYS[0])
     assert queue.wait([KEYS[0]], 0)
     assert first.future.result(0) == OK
+
+
+def test_a_write_whose_future_is_done_is_in_flight_no_more() -> None:
+    queue = IoQueue(1)
+    ended = write(0)
+    queue.add_write(ended)
+    queue.take(1)
+    seen: list[tuple[bool, bool]] = []
+    ended.future.add_done_callback(lambda _: seen.append((queue.in_flight(KEYS[0]), queue.has_room())))
+    queue.finish_write(ended, OK)
+    assert seen == [(False, True)]
 
 
 def test_wait_ends_when_the_write_ends() -> None:
