@@ -14,6 +14,7 @@ import pytest
 
 from pagoda.cache import Cache
 from pagoda.cache.staging import StagingPool
+from pagoda.clock import Deadline
 from pagoda.finalizers import settle
 from pagoda.ledger import admin
 from pagoda.tiers.io_queue import WorkerPool
@@ -148,3 +149,22 @@ def test_nothing_stays_open_if_the_opening_of_a_tier_is_broken_off(
     with pytest.raises(Interrupted), cache_at(None, tmp_path):
         pass
     assert broken_off[0]._backend_closed
+
+
+def test_a_signal_before_the_commit_of_a_load_leaves_no_slot_reserved(
+    shm_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with cache_at(None, tmp_path) as cache:
+        stored(cache, prompt(3))
+
+    def interrupted(_: object) -> float:
+        raise Interrupted
+
+    with cache_at(shm_root, tmp_path) as cache:
+        monkeypatch.setattr(Deadline, "last", interrupted)
+        with pytest.raises(Interrupted):
+            cache.retrieve(prompt(3), blank(prompt(3)).transfer)
+        monkeypatch.undo()
+        assert settle(60)
+        assert (outstanding(cache)["reserved"], outstanding(cache)["copies"]) == ([0, 0], 0)
+        assert served(cache, prompt(3))[0].num_tokens == 3 * CHUNK

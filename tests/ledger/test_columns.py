@@ -73,3 +73,18 @@ def test_a_resize_takes_over_what_both_have(tmp_path: Path, slots: int) -> None:
     assert (new.generation[:both] == old.generation[:both]).all() and (new.last_use[both:] == NOT_READY).all()
     assert new.parent_slot[10] == (90 if slots > 90 else NO_PARENT)
     assert new.parent_slot[20] == 19 and (new.parent_slot < slots).all()
+
+
+@pytest.mark.parametrize("slots", [8192, 65536])
+@pytest.mark.parametrize("chunks", [2, 4, 32])
+def test_half_of_many_slots_are_leased_at_most_whatever_their_order(
+    tmp_path: Path, slots: int, chunks: int
+) -> None:
+    """Leases are counted in a sample, and prompts of equal length have their first chunks at equal distances."""
+    now, rows = 10**12, np.arange(slots)
+    tails, heads = rows[rows % chunks != 0], rows[::chunks]
+    for wanted, least, most in ((tails, 0.45, 0.55), (heads, min(0.45, 0.95 / chunks), 0.55)):
+        columns = make(tmp_path, slots)
+        for part in np.array_split(wanted, 64):
+            columns.lease(part, now, 10**10)
+        assert least <= np.mean(columns.lease_until > now) <= most

@@ -16,6 +16,7 @@ from pagoda.ledger.namespaces import read_labels
 from pagoda.metrics import Reason
 from pagoda.testing import Fault
 from pagoda.tiers import DiskTier, Done
+from pagoda.tiers.io_queue import WriteRequest
 from tests.tiers.tools import (
     LAYOUT,
     ROOT,
@@ -414,3 +415,55 @@ def test_wrong_numbers_are_value_errors(tmp_path: Path) -> None:
         DiskTier.open(LAYOUT, tmp_path, STRIDE - 1)
     with pytest.raises(ValueError, match="io_threads"):
         open_disk(tmp_path, io_threads=0)
+
+
+def test_what_is_stored_is_ok_and_takes_no_place_in_the_queue(tmp_path: Path) -> None:
+    tier, slab = open_faulty(tmp_path, queue_chunks=8)
+    keys = keys_of(24)
+    for begin in range(0, 16, 8):
+        assert all(oks(tier.save(chunks_of(keys[begin : begin + 8], begin), ROOT)))
+    slab.fail_next("write", Fault.HANG)
+    futures = tier.save(chunks_of(keys), ROOT)
+    assert all(future.done() for future in futures[:16])
+    slab.release()
+    assert all(oks(futures))
+    assert tier.stats()["drop_queue_full"] == 0
+    tier.close()
+
+
+def test_a_clear_that_a_signal_ends_leaves_no_write_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, slab = open_faulty(tmp_path, queue_chunks=8)
+    keys, queue = keys_of(6), tier._pool.queue
+    slab.fail_next("write", Fault.HANG)
+    futures = tier.save(chunks_of(keys[:1]), ROOT)
+    assert slab.hanging.wait(SECONDS)
+    futures += tier.save(chunks_of(keys[1:], 1), ROOT)
+    finish, times = queue.finish_write, iter(range(10))
+
+    def interrupted(write: WriteRequest, done: Done) -> None:
+        if next(times) in (1, 2):  # as if a signal came there
+            raise KeyboardInterrupt
+        finish(write, done)
+
+    monkeypatch.setattr(queue, "finish_write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tier.clear()
+    monkeypatch.undo()
+    assert all(future.done() for future in futures[1:])
+    slab.release()
+    assert tier.flush(SECONDS) and not any(oks(futures))
+    assert all(oks(tier.save(chunks_of(keys), ROOT)))
+    tier.close()
+
+
+def test_get_counts_as_a_use(tmp_path: Path) -> None:
+    tier = open_disk(tmp_path)
+    keys = keys_of(3)
+    store(tier, keys)
+    assert tier.contains(keys[0]) and tier.get(keys[1], namespace=ROOT) is not None
+    assert {row.key: row.hits for row in admin.list_chunks(tier.ledger)} == dict(
+        zip(keys, (0, 1, 0), strict=True)
+    )
+    tier.close()

@@ -146,7 +146,8 @@ def test_cancel_takes_what_waits_and_marks_what_is_being_written() -> None:
     for each in (begun, waiting, other):
         queue.add_write(each)
     assert queue.take(1) == [begun]
-    assert queue.cancel(Reason.CLEARED, namespace=ROOT) == ([waiting], [begun])
+    queued: list[WriteRequest] = []
+    assert queue.cancel(Reason.CLEARED, queued, namespace=ROOT) == [begun] and queued == [waiting]
     assert not begun.is_valid()
     assert queue.pending_writes(KEYS) == {KEYS[2]: other}
     assert queue.in_flight(KEYS[0])

@@ -439,20 +439,18 @@ class LoadPipeline:
         return self._deliver(arrived)
 
     def _deliver(self, arrived: Sequence[LoadBuffer]) -> bool:
-        """Commit, copy out, validate."""
-        try:
-            good = self._destination.commit(arrived)
-            self.committed += [buffer.reserved for buffer in arrived if buffer.reserved is not None]
-            if self._kv is not None and good:
-                starts = self._request.starts(self._done, self._done + good)
-                self._kv.from_slots(starts, [buffer.payload for buffer in arrived[:good]])
-                good = self._destination.count_valid(arrived[:good])
-            self._done += good
-            self._served(good, self._tier.name)
-        finally:
-            self._destination.release(arrived)
-            for _ in arrived:
-                self._flights.popleft()
+        """Commit, copy out, validate. After an exception `run` settles them: it may have come before the commit."""
+        good = self._destination.commit(arrived)
+        self.committed += [buffer.reserved for buffer in arrived if buffer.reserved is not None]
+        if self._kv is not None and good:
+            starts = self._request.starts(self._done, self._done + good)
+            self._kv.from_slots(starts, [buffer.payload for buffer in arrived[:good]])
+            good = self._destination.count_valid(arrived[:good])
+        self._done += good
+        self._served(good, self._tier.name)
+        self._destination.release(arrived)
+        for _ in arrived:
+            self._flights.popleft()
         return good == len(arrived)
 
     def _stop(self, reason: Reason, detail: str, counted: bool = False) -> None:

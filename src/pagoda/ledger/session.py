@@ -84,8 +84,8 @@ class Session:
         self._deferred: deque[Callable[[Transaction], object]] = deque()
         self._tables: Tables | None = None
         self._publish_from: int | None = 0 if store.sole else None
+        _sessions.add(self)  # first: a fork during the opening concerns it, too
         self._begin(deadline_seconds)
-        _sessions.add(self)
 
     # ---- transactions
 

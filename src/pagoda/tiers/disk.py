@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain, repeat
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ from pagoda.metrics import RateLimitedLog, Reason
 from pagoda.slab import FileSlab, aligned
 from pagoda.threads import NO_THREAD, Condition, Event
 from pagoda.tiers import opened_tiers
-from pagoda.tiers.base import Bytes, Done, clamp_deadline, follows, runs
+from pagoda.tiers.base import Bytes, Chunk, Done, clamp_deadline, follows, runs
 from pagoda.tiers.breaker import CircuitBreaker
 from pagoda.tiers.header_scan import HeaderScan
 from pagoda.tiers.io_queue import IoQueue, IoWorker, QueuedTier, ReadRequest, WorkerBackend, WriteRequest
@@ -38,6 +39,7 @@ BATCH_CHUNKS = 16
 BATCH_BYTES = 64 << 20  # a batch holds its payloads and its slots until the last of it is written
 _ADMISSIONS = 256  # runs whose admission is remembered
 _ADMIT_CHUNKS = 64  # how many the policy is asked about at once
+_STORED_SECONDS = 0.02  # for an answer that only saves work: a save does not wait
 _ADMIT_SECONDS = 0.05  # for the ledger's answer about admission: keys without an answer count as absent
 _LEDGER_SECONDS = 10.0  # only the queue waits here, and a chunk already read from the host is worth a wait
 
@@ -187,7 +189,7 @@ class DiskTier(QueuedTier):
         """Return whether the key is stored or queued; does not update recency."""
         if self._closed or self._breaker.resting:
             return False
-        sources = self._sources([key], None, None, deadline_seconds, lease_seconds=0.0)
+        sources = self._sources([key], None, None, deadline_seconds, touch=False, lease_seconds=0.0)
         return not isinstance(next(sources), Reason)
 
     def holders(self, key: bytes) -> list[str]:
@@ -195,15 +197,26 @@ class DiskTier(QueuedTier):
         owners = [owner for owner, keys in admin.list_pins(self.ledger).items() if key in keys]
         return [*owners, "in flight"] if self.in_flight(key) else owners
 
+    def _stored(self, chunks: Sequence[Chunk], namespace: bytes, stamp: int) -> Iterator[bool]:
+        if not chunks:
+            return repeat(False)
+        match = self.ledger.match_prefix(
+            [chunk.key for chunk in chunks], start=chunks[0].position, namespace=namespace, stamp=stamp,
+            lease_seconds=1.0, asked=False, deadline_seconds=_STORED_SECONDS,
+        )  # fmt: skip
+        return chain(repeat(True, len(match.slots)), repeat(False))
+
     def _sources(
         self, keys: Sequence[bytes], start: int | None, namespace: bytes | None, deadline_seconds: float | None, *,
-        stamp: int | None = None, touch: bool = False, lease_seconds: float = _LOAD_LEASE_SECONDS,
+        stamp: int | None = None, touch: bool | None = None, lease_seconds: float = _LOAD_LEASE_SECONDS,
     ) -> Iterator[WriteRequest | tuple[int, int] | Reason]:  # fmt: skip
         """Yield lazily where each key is, or why it is absent: one transaction a run.
 
         Looks into the queue first: what leaves it meanwhile is in the ledger, or was dropped and is a miss later. By
         default, for a load, this leases the run and does not touch it: `find` has, with one stamp for the whole run.
+        A `get` (of any position) comes without a `find`, so it touches.
         """
+        touch = start is None if touch is None else touch
         queued = self._pool.queue.pending_writes(keys)
         deadline = Deadline(clamp_deadline(self.deadline_seconds, deadline_seconds))
         stamp = self.ledger.stamp() if stamp is None else stamp

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,8 +21,8 @@ from pagoda.clock import Deadline
 from pagoda.finalizers import close_when_dropped
 from pagoda.fork import reset_in_child
 from pagoda.metrics import Reason
-from pagoda.threads import Condition, Event, begin
-from pagoda.tiers.base import Bytes, Chunk, Done, check_sizes, running_future
+from pagoda.threads import Condition, Event, begin, complete
+from pagoda.tiers.base import Bytes, Chunk, Done, check_sizes, completed_future, running_future
 from pagoda.tiers.blocking import BlockingCalls
 
 _FEWEST = 2  # the background thread and one that reads and writes: they are started first
@@ -154,12 +154,12 @@ class IoQueue:
             return len(self._outstanding_writes), self._read_count
 
     def cancel(
-        self, reason: Reason, *, key: bytes | None = None, namespace: bytes | None = None
-    ) -> tuple[list[WriteRequest], list[WriteRequest]]:
+        self, reason: Reason, waiting: list[WriteRequest], *, key: bytes | None = None, namespace: bytes | None = None
+    ) -> list[WriteRequest]:  # fmt: skip
         """Cancel the writes of a key or a namespace (None: all).
 
-        Returns the queued ones, which are out of the queue now and which the caller must finish, and the running ones,
-        which end by themselves with `reason`.
+        Adds the queued ones to `waiting`, before they leave the queue: the caller must finish them, also if a signal
+        handler raises in this call. Returns the running ones, which end by themselves with `reason`.
         """
         with self._changed:
             chosen = [
@@ -171,9 +171,9 @@ class IoQueue:
             ]
             for write in chosen:
                 write.cancelled = reason
-            waiting = [write for write in self._writes if write.cancelled is not None]
+            waiting += [write for write in self._writes if write.cancelled is not None]
             self._writes = deque(write for write in self._writes if write.cancelled is None)
-            return waiting, [write for write in chosen if write not in waiting]
+            return [write for write in chosen if write not in waiting]
 
     def take(self, most_writes: int, shares: int = 1) -> ReadRequest | list[WriteRequest] | None:
         """Wait for work; return the next read, or the oldest writes (at most 1/`shares` of the queue). None: closed.
@@ -204,11 +204,13 @@ class IoQueue:
             load(read)
 
     def finish_write(self, write: WriteRequest, done: Done) -> None:
-        """End a write. Its key is no longer in flight when its future is done."""
+        """End a write; can be repeated. Its key is no longer in flight when its future is done."""
         with self._changed:
-            del self._outstanding_writes[write.chunk.key]
+            if self._outstanding_writes.get(write.chunk.key) is write:
+                del self._outstanding_writes[write.chunk.key]
             self._changed.notify_all()
-        write.future.set_result(done)
+        if not write.future.done():
+            write.future.set_result(done)
 
     def finish_read(self, read: ReadRequest, done: Done, nbytes: int) -> None:
         """End a read. Its followers get their copies first, because afterwards its buffer is the caller's again."""
@@ -497,11 +499,18 @@ class QueuedTier(BlockingCalls):
             return [self._dropped(refusal) for _ in chunks]
         stamp = self._backend.stamp() if stamp is None else stamp
         futures = list[Future[Done]]()
-        for chunk in chunks:
+        for chunk, stored in zip(chunks, self._stored(chunks, namespace, stamp), strict=False):
+            if stored:
+                futures.append(completed_future(True))
+                continue
             write, fits = WriteRequest(chunk, namespace, stamp), chunk.payload.nbytes <= self.slot_bytes
             queued = self._pool.queue.add_write(write) if fits else Reason.TOO_LARGE
             futures.append(self._dropped(queued) if isinstance(queued, Reason) else queued.future)
         return futures
+
+    @abstractmethod
+    def _stored(self, chunks: Sequence[Chunk], namespace: bytes, stamp: int) -> Iterator[bool]:
+        """Say of each chunk whether it is known to be stored: it takes no place in the queue from others."""
 
     def _load(
         self, keys: Sequence[bytes], buffers: Sequence[Bytes], start: int | None, namespace: bytes | None,
@@ -539,10 +548,20 @@ class QueuedTier(BlockingCalls):
         Returns how many were queued, which have ended now, and how many were running.
         """
         queue = self._pool.queue
-        waiting, running = queue.cancel(reason, key=key, namespace=namespace)
-        for write in waiting:
-            self._backend.count(f"drop_{reason}")
-            queue.finish_write(write, Done(False, reason))
+        waiting: list[WriteRequest] = []
+        left: deque[WriteRequest] = deque()
+
+        def finish() -> None:
+            while left:
+                queue.finish_write(left[0], Done(False, reason))
+                self._backend.count(f"drop_{reason}")
+                left.popleft()
+
+        try:
+            running = queue.cancel(reason, waiting, key=key, namespace=namespace)
+        finally:
+            left.extend(waiting)
+            complete(finish)
         if running:
             queue.wait([write.chunk.key for write in running], wait_seconds)
         return len(waiting), len(running)

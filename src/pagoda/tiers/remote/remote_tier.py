@@ -24,7 +24,7 @@ from pagoda.layout import KVLayout, itemsize
 from pagoda.metrics import COUNTERS, RateLimitedLog, Reason
 from pagoda.slab import aligned
 from pagoda.threads import Event, if_free
-from pagoda.tiers.base import Bytes, Done, clamp_deadline
+from pagoda.tiers.base import Bytes, Chunk, Done, clamp_deadline
 from pagoda.tiers.breaker import CircuitBreaker
 from pagoda.tiers.io_queue import IoQueue, IoWorker, QueuedTier, ReadRequest, WorkerBackend, WriteRequest
 from pagoda.tiers.remote.presence import PresenceCache
@@ -190,6 +190,12 @@ class RemoteTier(QueuedTier):
         return ["in flight"] if self.in_flight(key) else []
 
     # ---- loading -------------------------------------------------------------------------------------------------
+
+    def _stored(self, chunks: Sequence[Chunk], namespace: bytes, stamp: int) -> Iterator[bool]:
+        return (bool(self._store.presence.get(namespace, chunk.key)) for chunk in chunks)
+
+    def _count(self, name: str) -> None:
+        self._store.count(name)
 
     def _sources(
         self,
