@@ -42,7 +42,7 @@ class Story:
 
     def __init__(self, house: House, told: Callable[[Turn | str], object]) -> None:
         self._house, self._told = house, told
-        self._text = documents().asked.encode()
+        self._text = documents()[0].encode()
         self.turns: list[Turn] = []
         self.wrong: list[str] = []  # of no single turn
 
