@@ -88,7 +88,7 @@ class _Books:
         marks = self._random.integers(1, 1 << 62, _BATCH).astype(np.uint64)
         stamps = self._stamp - np.arange(_BATCH)
         began = time.thread_time()
-        leading = self.advice.admit(marks, stamps, 0, self.now).leading
+        leading, _ = self.advice.admit(marks, stamps, 0, self.now)
         rows = self.advice.victims(leading, self._stamp, self.now) if leading else np.empty(0, np.int64)
         spent = time.thread_time() - began
         if len(rows):

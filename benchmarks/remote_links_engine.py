@@ -174,11 +174,11 @@ class Engine:
         for codec in CODECS:
             reader = Reader(self, codec, root, worth_it=False)
             tier = self.remote(codec)
-            before = tier.usage().used_bytes or 0
+            before = tier.stats().get("used_bytes", 0)
             reader.cached.store(self.ids, kv)
             if not reader.cache.flush(PATIENCE_SECONDS):
                 raise RuntimeError("the store did not take the prompt")
-            used[codec] = (tier.usage().used_bytes or 0) - before
+            used[codec] = tier.stats().get("used_bytes", 0) - before
             tier.close()
             reader.close()
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
