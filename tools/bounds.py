@@ -16,7 +16,7 @@ HERE = Path(__file__).resolve().parent
 # due): the bound of a caller has a margin of one or two, that of all threads three.
 BOUNDS = {
     "lines of code": (27_910, 23_000),
-    "lines of the core": (12_250, 9_200),
+    "lines of the core": (12_280, 9_200),
     "class names used twice": (0, 5),
     "mixed modules": (0, 0),
     "modules with two themes": (7, 12),

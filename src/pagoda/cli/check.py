@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 from typer import Option
 
 from pagoda.cli import FAILED, printing
-from pagoda.cli.stores import AsJson, ConfigFile, Directory, attached, find_stores, tier_of
+from pagoda.cli.stores import AsJson, ConfigFile, Directory, attached, find_stores
 
 if TYPE_CHECKING:
     from pagoda.cli.remote_stores import RemoteCheck
@@ -93,7 +93,7 @@ def _judged(store: Path, read: bool, drop: bool, show: Callable[..., None]) -> S
     verdict = StoreCheck(store, "", "", {})
     try:
         with attached(store) as ledger:
-            verdict = verdict._replace(tier=tier_of(ledger))
+            verdict = verdict._replace(tier=ledger.tier)
             found = admin.check(ledger)
             verdict = verdict._replace(
                 gauges=found.gauges, unreachable=found.unreachable, stale_hints=found.stale_hints

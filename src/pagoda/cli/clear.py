@@ -20,7 +20,6 @@ from pagoda.cli.stores import (
     find_stores,
     in_each,
     refuse_unknown,
-    tier_of,
 )
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ def clear(
     if not yes and not agreed(question, "clear"):
         return FAILED
     wanted = None if everything else list(roots)
-    local, failed = in_each(stores, lambda ledger: (tier_of(ledger), _forget(ledger, wanted)))
+    local, failed = in_each(stores, lambda ledger: (ledger.tier, _forget(ledger, wanted)))
     gone = [ClearedStore(*counted, str(store)) for store, counted in local.items()]
     more, deaf = _clear_remotes([spec for spec in remotes if spec.redacted not in broken], wanted)
     broken |= {**{str(store): trouble for store, trouble in failed.items()}, **deaf}

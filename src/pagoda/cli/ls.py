@@ -23,7 +23,6 @@ from pagoda.cli.stores import (
     find_stores,
     label,
     refuse_unknown,
-    tier_of,
 )
 
 if TYPE_CHECKING:
@@ -126,7 +125,7 @@ def _listed(
             everything = model is None and prefix is None
             for row in admin.list_chunks(ledger):
                 if everything or row.namespace_root in wanted:
-                    yield Listed(tier_of(ledger), ledger.slot_bytes, namespaces.get(row.namespace_root), row)
+                    yield Listed(ledger.tier, ledger.slot_bytes, namespaces.get(row.namespace_root), row)
 
 
 def _latest(listed: Iterator[Listed], limit: int) -> tuple[list[Listed], int]:

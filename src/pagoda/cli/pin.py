@@ -21,7 +21,6 @@ from pagoda.cli.stores import (
     configured,
     label,
     refuse_unknown,
-    tier_of,
 )
 
 if TYPE_CHECKING:
@@ -107,4 +106,4 @@ def _pinned(prompt: Prompt, ledger: Ledger, root: bytes, owner: str) -> PinnedPr
     except ValueError as trouble:
         raise UsageError(f"--owner {owner!r}: {trouble}") from None
     size, model = prompt.chunk_tokens[root], label(prompt.known[root].fields)
-    return PinnedPrefix(tier_of(ledger), root, model, chunks * size)
+    return PinnedPrefix(ledger.tier, root, model, chunks * size)

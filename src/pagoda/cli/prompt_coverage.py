@@ -13,7 +13,7 @@ import numpy as np
 
 from pagoda.cli import printing
 from pagoda.cli.remote_stores import Unanswered, leading
-from pagoda.cli.stores import label, tier_of
+from pagoda.cli.stores import label
 from pagoda.config import Config, RemoteSpec
 from pagoda.keys import Namespace, TokenIds, as_token_ids, chunk_keys
 from pagoda.ledger import Ledger, NamespaceRow
@@ -92,7 +92,7 @@ def answers(prompt: Prompt, root: bytes) -> list[TierAnswer]:
 
 
 def _name(place: _Place) -> str:
-    return place.name if isinstance(place, RemoteSpec) else tier_of(place)
+    return place.name if isinstance(place, RemoteSpec) else place.tier
 
 
 def _stored_sizes(tiers: Sequence[Ledger]) -> dict[bytes, int]:

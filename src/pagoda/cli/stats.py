@@ -2,39 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from typer import Option
 
 from pagoda.cli import FAILED, printing
 from pagoda.cli.remote_stores import Unanswered, remotes_of, usage
-from pagoda.cli.stores import AsJson, ConfigFile, Directory, find_stores, in_each, label, tier_of
+from pagoda.cli.stores import AsJson, ConfigFile, Directory, find_stores, in_each, label
 
 if TYPE_CHECKING:
     from pagoda.config import RemoteSpec
-    from pagoda.ledger import Ledger, NamespaceRow
-
-
-class StoreSnapshot(NamedTuple):
-    """What one store said at one moment."""
-
-    directory: Path
-    tier: str
-    kind: str
-    slot_bytes: int
-    gauges: dict[str, int]
-    counters: dict[str, int]
-    pins: dict[str, int]
-    namespaces: list[NamespaceRow]
-
-    def as_json(self) -> dict[str, object]:
-        """Return all of it in plain types."""
-        namespaces = [
-            {"namespace": row.root.hex(), "chunks": row.chunks, "fields": row.fields}
-            for row in self.namespaces
-        ]
-        return {**self._asdict(), "namespaces": namespaces}
+    from pagoda.ledger.snapshot import StoreSnapshot
 
 
 def stats(
@@ -45,10 +23,11 @@ def stats(
 ) -> int:
     """Show what the stores hold, what hit, and what missed and why."""
     from pagoda.cli import UsageError
+    from pagoda.ledger.snapshot import StoreSnapshot
 
     if as_json and prometheus:
         raise UsageError("--json and --prometheus: choose one")
-    snapshots, broken = in_each(find_stores(directory, config), _snapshot)
+    snapshots, broken = in_each(find_stores(directory, config), StoreSnapshot.of)
     found = [snapshot._replace(directory=store) for store, snapshot in snapshots.items()]
     shared = [_room_of(spec) for spec in remotes_of(directory, config)]
     if as_json:
@@ -85,23 +64,6 @@ def _room_of(spec: RemoteSpec) -> RemoteUsage:
     return RemoteUsage(spec.name, spec.redacted, found.used_bytes, found.limit_bytes, "")
 
 
-def _snapshot(ledger: Ledger) -> StoreSnapshot:
-    from pagoda.ledger import admin
-
-    gauges = admin.gauges(ledger)
-    return StoreSnapshot(
-        directory=ledger.directory,
-        tier=tier_of(ledger),
-        kind=ledger.kind,
-        slot_bytes=ledger.slot_bytes,
-        # this command is a member too while it looks; people ask about the others
-        gauges={**gauges, "members": gauges["members"] - 1},
-        counters=admin.counters(ledger),
-        pins={owner: len(keys) for owner, keys in admin.list_pins(ledger).items()},
-        namespaces=sorted(admin.list_namespaces(ledger).values(), key=lambda row: -row.chunks),
-    )
-
-
 def _print(found: list[StoreSnapshot]) -> None:
     if not found:
         printing.note("nothing is stored yet (pagoda config show tells where it would be)")
@@ -128,8 +90,8 @@ def _print_room(found: list[StoreSnapshot]) -> None:
             snapshot.tier,
             *(snapshot.gauges[name] for name in names),
             printing.size(snapshot.slot_bytes),
-            printing.size(snapshot.gauges["ready"] * snapshot.slot_bytes),
-            printing.size((snapshot.gauges["slots"] - snapshot.gauges["unbacked"]) * snapshot.slot_bytes),
+            printing.size(snapshot.used_bytes),
+            printing.size(snapshot.size_bytes),
             snapshot.directory,
         )
         for snapshot in found

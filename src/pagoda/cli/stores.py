@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 STATE = "state"  # the file that makes a directory a store
-TIERS = {"memory": "host", "file": "disk"}
 
 Directory: TypeAlias = Annotated[
     Path | None,
@@ -134,11 +133,6 @@ def agreed(question: str, command: str) -> bool:
     if not sys.stdin.isatty():
         raise UsageError(f"{command} asks before it deletes: say --yes where nobody can answer")
     return confirm(question, err=True)
-
-
-def tier_of(ledger: Ledger) -> str:
-    """Return the name of the tier that a store belongs to."""
-    return TIERS.get(ledger.kind, ledger.kind)
 
 
 def label(fields: Mapping[str, str]) -> str:

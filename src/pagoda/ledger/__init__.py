@@ -27,6 +27,7 @@ Modules, in the order in which data meets them:
     store               open, create, resize and rebuild a store's directory
     stores_under_root   which stores a root has; its lock; removing a store
     store_state         the state file of a store, and the names of its files
+    snapshot            `StoreSnapshot`: what people and monitors are shown of a store
     table_integrity     whether tables can be trusted: checksums, the check of all rows
 """
 

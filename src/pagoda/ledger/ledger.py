@@ -89,6 +89,11 @@ class Ledger:
         self._room = self._unbacked = 0
         self.window = window(self.slots)
 
+    @property
+    def tier(self) -> str:
+        """The name of the tier that the store belongs to: "host" or "disk"."""
+        return "host" if self.kind == "memory" else "disk"
+
     @classmethod
     def open(
         cls, spec: StoreSpec, policy: str = "lru", clock: Clock | None = None, deadline_seconds: float = 60.0

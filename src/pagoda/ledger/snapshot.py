@@ -1,0 +1,62 @@
+"""What one store says at one moment: `pagoda stats` and `pagoda top` show it, a server may send it.
+
+Calls `admin`; touches no recency and no counter.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from pagoda.ledger import admin
+from pagoda.ledger.ledger import Ledger
+from pagoda.ledger.outcomes import NamespaceRow
+
+__all__ = ["StoreSnapshot"]
+
+
+class StoreSnapshot(NamedTuple):
+    """What one store said at one moment."""
+
+    directory: Path
+    tier: str
+    kind: str
+    slot_bytes: int
+    gauges: dict[str, int]
+    counters: dict[str, int]
+    pins: dict[str, int]  # owner -> chunks
+    namespaces: list[NamespaceRow]  # the one with most chunks first
+
+    @classmethod
+    def of(cls, ledger: Ledger) -> StoreSnapshot:
+        """Read all of it. StoreError. Any thread."""
+        gauges = admin.gauges(ledger)
+        return cls(
+            directory=ledger.directory,
+            tier=ledger.tier,
+            kind=ledger.kind,
+            slot_bytes=ledger.slot_bytes,
+            # this process is a member too while it looks; people ask about the others
+            gauges={**gauges, "members": gauges["members"] - 1},
+            counters=admin.counters(ledger),
+            pins={owner: len(keys) for owner, keys in admin.list_pins(ledger).items()},
+            namespaces=sorted(admin.list_namespaces(ledger).values(), key=lambda row: -row.chunks),
+        )
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of all slots that there is memory or disk for."""
+        return (self.gauges["slots"] - self.gauges["unbacked"]) * self.slot_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """The bytes of the slots that hold a chunk."""
+        return self.gauges["ready"] * self.slot_bytes
+
+    def as_json(self) -> dict[str, object]:
+        """Return all of it in plain types, except the directory, a Path."""
+        namespaces = [
+            {"namespace": row.root.hex(), "chunks": row.chunks, "fields": row.fields}
+            for row in self.namespaces
+        ]
+        return {**self._asdict(), "namespaces": namespaces}
