@@ -1,4 +1,4 @@
-"""Reasons, counters, the rate-limited log line and the Prometheus text."""
+"""Reasons, counters and the rate-limited log line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,17 @@ import threading
 import pytest
 
 from pagoda.clock import Clock
-from pagoda.metrics import COUNTERS, DROPS, MISSES, RateLimitedLog, Reason, prometheus
+from pagoda.ledger.member_counters import WIDTH
+from pagoda.metrics import (
+    COUNTERS,
+    DROPS,
+    LOAD_BUCKETS,
+    LOAD_SECONDS,
+    MISSES,
+    TIER_KINDS,
+    RateLimitedLog,
+    Reason,
+)
 
 logger = logging.getLogger("pagoda.test")
 
@@ -34,6 +44,11 @@ def test_counters_have_a_column_each() -> None:
     assert COUNTERS[15] == "miss_absent"
     for reason in Reason:
         assert f"miss_{reason}" in COUNTERS and f"drop_{reason}" in COUNTERS
+    assert set(LOAD_BUCKETS) == set(TIER_KINDS)
+    for kind, buckets in LOAD_BUCKETS.items():
+        assert [float(edge) for edge in buckets] == [*LOAD_SECONDS, float("inf")]
+        assert {*buckets.values(), f"load_microseconds_{kind}"} <= set(COUNTERS)
+    assert len(COUNTERS) <= WIDTH, "a counter without a column is not counted"
 
 
 def test_one_line_a_reason_and_interval(caplog: pytest.LogCaptureFixture) -> None:
@@ -61,42 +76,3 @@ def test_many_threads_write_one_line(caplog: pytest.LogCaptureFixture) -> None:
         for thread in threads:
             thread.join(60)
     assert caplog.messages == ["busy: busy"]
-
-
-def test_prometheus_text() -> None:
-    counters = {
-        "lookups": 3,
-        "miss_absent": 1,
-        "miss_busy": 2,
-        "drop_full": 4,
-        "hit_tokens": 9,
-        "hit_tokens_host": 9,
-    }
-    assert prometheus(counters, {"slots.free": 7.5}) == (
-        "# TYPE pagoda_lookups_total counter\n"
-        "pagoda_lookups_total 3\n"
-        "# TYPE pagoda_misses_total counter\n"
-        'pagoda_misses_total{reason="absent"} 1\n'
-        'pagoda_misses_total{reason="busy"} 2\n'
-        "# TYPE pagoda_drops_total counter\n"
-        'pagoda_drops_total{reason="full"} 4\n'
-        "# TYPE pagoda_hit_tokens_total counter\n"
-        "pagoda_hit_tokens_total 9\n"
-        "# TYPE pagoda_hit_tokens_by_tier_total counter\n"
-        'pagoda_hit_tokens_by_tier_total{tier="host"} 9\n'
-        "# TYPE pagoda_slots_free gauge\n"
-        "pagoda_slots_free 7.5\n"
-    )
-
-
-def test_prometheus_labels_are_escaped() -> None:
-    text = prometheus({"hits": 1}, {}, {"model": 'a"\\\n'})
-    assert text.splitlines()[1] == r'pagoda_hits_total{model="a\"\\\n"} 1'
-    assert prometheus({}, {}) == ""
-
-
-def test_every_counter_has_one_family() -> None:
-    text = prometheus(dict.fromkeys(COUNTERS, 1), {})
-    types = [line for line in text.splitlines() if line.startswith("#")]
-    assert len(set(types)) == len(types)
-    assert len(text.splitlines()) - len(types) == len(COUNTERS)

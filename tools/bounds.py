@@ -15,7 +15,7 @@ HERE = Path(__file__).resolve().parent
 # figure: (bound, aim). Which modules a call enters depends a little on timing (a thread that must start, a policy that is
 # due): the bound of a caller has a margin of one or two, that of all threads three.
 BOUNDS = {
-    "lines of code": (27_910, 23_000),
+    "lines of code": (28_050, 23_000),
     "lines of the core": (12_280, 9_200),
     "class names used twice": (0, 5),
     "mixed modules": (0, 0),

@@ -18,7 +18,8 @@ import typer
 
 from pagoda.cli.app import app
 from pagoda.config import Config
-from pagoda.metrics import COUNTERS, DROPS, MISSES, Reason
+from pagoda.metrics import DROPS, MISSES, Reason
+from pagoda.serve.exposition import COUNTED, FAMILIES, MOST_NAMESPACES
 
 if TYPE_CHECKING:
     from click import Command, Context
@@ -50,23 +51,6 @@ REASONS = {
     Reason.CLOSED: "The cache or the tier is closed.",
     Reason.PIN_LIMIT: "A quarter of the slots is pinned already.",
     Reason.REBUILDING: "The store is being rebuilt from its slab.",
-}
-COUNTED = {
-    "lookups": "Calls of `lookup` and `retrieve` that were counted.",
-    "hits": "Calls that found at least one chunk.",
-    "asked_tokens": "Tokens that all these calls requested.",
-    "hit_tokens": "Tokens that these calls found.",
-    "hit_tokens_host": "Tokens found in host memory.",
-    "hit_tokens_disk": "Tokens found on the local disk.",
-    "hit_tokens_remote": "Tokens found in a remote tier.",
-    "stored_chunks": "Chunks written to this tier.",
-    "stored_bytes": "Bytes of the written chunks.",
-    "loaded_chunks": "Chunks read from this tier.",
-    "loaded_bytes": "Bytes of the read chunks.",
-    "evicted_chunks": "Chunks evicted by the policy.",
-    "removed_chunks": "Chunks removed on request, by `remove` or `clear`.",
-    "reaped_chunks": "Reservations of dead processes that other processes removed.",
-    "failed_checks": "Chunks whose bytes or entry were damaged. No such chunk was served.",
 }
 
 
@@ -112,21 +96,36 @@ def cli_page() -> str:
 
 def metrics_page() -> str:
     """Return the page of all counters and reasons."""
-    counted = [(f"`{name}`", COUNTED[name]) for name in COUNTERS if not name.startswith(("miss_", "drop_"))]
+    counted = [(f"`{name}`", text) for name, text in COUNTED.items()]
+    families = [
+        (
+            f"`{family.name}{'_total' if family.kind == 'counter' else ''}`",
+            family.kind,
+            ", ".join(f"`{label}`" for label in family.labels),
+            family.help,
+        )
+        for family in FAMILIES
+    ]
     misses = [(f"`{reason}`", REASONS[reason]) for reason in MISSES]
     drops = [(f"`{reason}`", REASONS[reason]) for reason in DROPS]
     return f"""# Metrics
 
 {GENERATED}
 
-`pagoda stats` prints them for each store of this machine; `--json` and `--prometheus` print them for programs. `Cache.stats()` has them
-for one cache. Counters of a store are those of all processes that ever opened it.
+`pagoda stats` prints them for each store of this machine; `--json` and `--prometheus` (extra `metrics`) print them for programs.
+`Cache.stats()` has them for one cache. Counters of a store are those of all processes that ever opened it.
 
 ## Counters
-In the Prometheus format a counter is `pagoda_NAME_total` with the labels `tier` and `store`; `miss_REASON` and `drop_REASON` are
-`pagoda_misses_total` and `pagoda_drops_total` with the label `reason`; `hit_tokens_TIER` is `pagoda_hit_tokens_by_tier_total`.
+`miss_REASON` and `drop_REASON` count by the reasons below; `loads_TIER_le_SECONDS` counts the calls that loaded from that kind of tier (host,
+disk, remote) in that time, above the next lower edge, and `load_microseconds_TIER` adds up their time.
 
 {_table(("counter", "what it counts"), counted)}
+## Prometheus
+The names, types and labels are an interface: they stay. `tier` and `store` say which store counted; in `pagoda_hit_tokens_by_tier_total` and
+`pagoda_load_seconds`, `tier` says where the tokens came from. `namespace` is the beginning of its hexadecimal name, as in `pagoda stats`, for the
+{MOST_NAMESPACES} largest namespaces.
+
+{_table(("metric", "type", "labels", "meaning"), families)}
 ## Reasons of a miss
 `miss_REASON` counts calls that got fewer tokens than they asked for. `Hit.reason` has the reason of one call, and `pagoda explain` finds it for a prompt.
 

@@ -1,19 +1,21 @@
-"""The names of all reasons and counters, a rate-limited log, and the Prometheus text format.
+"""The names of all reasons and counters, and a rate-limited log.
 
-Pure Python; the ledger stores the counters (one row for each member, in a mapped file).
+Pure Python; the ledger stores the counters (one row for each member, in a mapped file), and `serve.exposition` shows
+them to Prometheus.
 """
 
 from __future__ import annotations
 
 import logging
-import re
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from enum import StrEnum, auto
 
 from pagoda.clock import Clock
 
-__all__ = ["COUNTERS", "DROPS", "MISSES", "RateLimitedLog", "Reason", "prometheus"]
+__all__ = [
+    "COUNTERS", "DROPS", "LOAD_BUCKETS", "LOAD_SECONDS", "MISSES", "TIER_KINDS", "RateLimitedLog", "Reason",
+]  # fmt: skip
 
 
 class Reason(StrEnum):
@@ -50,6 +52,14 @@ _ALL = tuple(Reason)
 MISSES: tuple[Reason, ...] = _ALL[: _ALL.index(Reason.FULL)]
 DROPS: tuple[Reason, ...] = _ALL[_ALL.index(Reason.FULL) :]
 
+TIER_KINDS = ("host", "disk", "remote")  # every tier that is neither of the first two counts as remote
+LOAD_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)  # upper edges of the buckets; one more is open
+# of each kind of tier: upper edge in seconds -> the counter of the calls that loaded from it in that time
+LOAD_BUCKETS: Mapping[str, Mapping[str, str]] = {
+    kind: {edge: f"loads_{kind}_le_{edge}" for edge in (*map(str, LOAD_SECONDS), "inf")}
+    for kind in TIER_KINDS
+}
+
 # Stores keep them by name: a new one does not change the format, and a name is never reused with another meaning.
 # Every reason has both a miss_ and a drop_ column, because a BUSY may end either a load or a store.
 COUNTERS: tuple[str, ...] = (
@@ -70,6 +80,8 @@ COUNTERS: tuple[str, ...] = (
     "hit_tokens_remote",
     *(f"miss_{reason}" for reason in Reason),
     *(f"drop_{reason}" for reason in Reason),
+    *(counter for kind in TIER_KINDS for counter in LOAD_BUCKETS[kind].values()),
+    *(f"load_microseconds_{kind}" for kind in TIER_KINDS),
 )
 
 
@@ -100,55 +112,3 @@ class RateLimitedLog:
         suppressed = last[1] if last is not None else 0
         more = f" ({suppressed} more of this reason since the last line)" if suppressed else ""
         logger.warning("%s: %s%s", reason.value, message, more)
-
-
-# counters that are one Prometheus family with a label: prefix -> (family, label)
-_FAMILIES = {
-    "miss_": ("misses", "reason"),
-    "drop_": ("drops", "reason"),
-    "hit_tokens_": ("hit_tokens_by_tier", "tier"),
-}
-_Sample = tuple[str, float]  # rendered labels, value
-
-
-def prometheus(
-    counters: Mapping[str, int], gauges: Mapping[str, float], labels: Mapping[str, str] | None = None
-) -> str:
-    """Return the counters and gauges in the Prometheus text format; changes nothing.
-
-    `labels` are put on every sample. Counters `miss_x`, `drop_x` and `hit_tokens_x` become labelled families.
-    """
-    families: dict[str, list[_Sample]] = {}
-    for name, count in counters.items():
-        family, own = _family(name)
-        families.setdefault(f"pagoda_{family}_total", []).append((_labels({**(labels or {}), **own}), count))
-    lines = _render(families, "counter")
-    lines += _render({f"pagoda_{_name(g)}": [(_labels(labels or {}), v)] for g, v in gauges.items()}, "gauge")
-    return "\n".join(lines) + "\n" if lines else ""
-
-
-def _render(families: Mapping[str, Iterable[_Sample]], kind: str) -> list[str]:
-    """Return the lines of some families: one TYPE line, then its samples together, as the format demands."""
-    lines: list[str] = []
-    for family, samples in families.items():
-        lines.append(f"# TYPE {family} {kind}")
-        lines += [f"{family}{labels} {value}" for labels, value in samples]
-    return lines
-
-
-def _family(counter: str) -> tuple[str, dict[str, str]]:
-    for prefix, (family, label) in _FAMILIES.items():
-        if counter.startswith(prefix):
-            return family, {label: counter.removeprefix(prefix)}
-    return _name(counter), {}
-
-
-def _name(text: str) -> str:
-    return re.sub(r"[^a-zA-Z0-9_]", "_", text)
-
-
-def _labels(labels: Mapping[str, str]) -> str:
-    if not labels:
-        return ""
-    escaped = {k: v.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n") for k, v in labels.items()}
-    return "{" + ",".join(f'{_name(k)}="{v}"' for k, v in escaped.items()) + "}"

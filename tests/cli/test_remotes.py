@@ -104,7 +104,7 @@ def test_stats_ask_how_full_it_is(where: dict[str, str], url: str) -> None:
     shown = pagoda("stats", **where).stdout
     assert "remote tiers" in shown and "answers" in shown
     text = pagoda("stats", "--prometheus", **where).stdout
-    assert '# TYPE pagoda_remote_reachable gauge\npagoda_remote_reachable{tier="redis"} 1\n' in text
+    assert '# TYPE pagoda_remote_reachable gauge\npagoda_remote_reachable{tier="redis"} 1.0\n' in text
     assert 'pagoda_remote_used_bytes{tier="redis"} ' in text and "limit_bytes" not in text
 
 

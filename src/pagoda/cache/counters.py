@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
 
@@ -11,12 +12,12 @@ from pagoda.clock import Clock
 from pagoda.errors import StoreError
 from pagoda.fork import reset_in_child
 from pagoda.ledger import Ledger, admin
-from pagoda.metrics import COUNTERS, RateLimitedLog, Reason
+from pagoda.metrics import COUNTERS, LOAD_BUCKETS, LOAD_SECONDS, TIER_KINDS, RateLimitedLog, Reason
 
 __all__ = ["CacheCounters"]
 
-_LOCAL = ("host", "disk")
 _KNOWN = frozenset(COUNTERS)
+_BUCKETS = {kind: tuple(LOAD_BUCKETS[kind].values()) for kind in TIER_KINDS}  # a bucket by its number
 
 
 class CacheCounters:
@@ -51,10 +52,22 @@ class CacheCounters:
         if hit_tokens:
             counts["hits"], counts["hit_tokens"] = 1, hit_tokens
             for tier, tokens in by_tier.items():
-                name = f"hit_tokens_{tier if tier in _LOCAL else 'remote'}"
+                name = f"hit_tokens_{tier if tier in TIER_KINDS else 'remote'}"
                 counts[name] = counts.get(name, 0) + tokens
         if reason is not None and reason is not Reason.LEDGER_BUSY:
             counts[f"miss_{reason}"] = 1
+        self.add(counts)
+
+    def count_loads(self, chunks: int, nbytes: int, seconds: Mapping[str, float]) -> None:
+        """Count one call: what it copied out of host slots, and how long each tier took that it loaded from."""
+        counts = {"loaded_chunks": chunks, "loaded_bytes": nbytes}
+        for tier, spent in seconds.items():
+            kind = tier if tier in TIER_KINDS else "remote"
+            for name, number in (
+                (_BUCKETS[kind][bisect_left(LOAD_SECONDS, spent)], 1),
+                (f"load_microseconds_{kind}", int(spent * 1e6)),
+            ):
+                counts[name] = counts.get(name, 0) + number
         self.add(counts)
 
     def close(self) -> None:

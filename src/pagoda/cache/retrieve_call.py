@@ -68,6 +68,7 @@ class RetrieveCall:
         self._prefetch_slots = 0  # how many a prefetch may fill
         self._polls = 0  # looks at a chunk that another call is storing
         self._by_tier = dict.fromkeys(self._tiers.names, 0)
+        self._load_seconds: dict[str, float] = {}  # that each tier took
         self._reason: Reason | None = None
         self._detail = ""
         self._miss_counted = False  # by a lower tier, where this cache counts
@@ -113,10 +114,8 @@ class RetrieveCall:
             if host is not None:
                 self._stamp, self._prefetch_slots = host.ledger.stamp(), host.ledger.slots // 2
             self._serve()
-        if host is not None and self._kv is not None:
-            chunks = self._by_tier[host.name]
-            nbytes = chunks * resources.layout.chunk_bytes
-            resources.counters.add({"loaded_chunks": chunks, "loaded_bytes": nbytes})
+        chunks = self._by_tier[host.name] if host is not None and self._kv is not None else 0
+        resources.counters.count_loads(chunks, chunks * resources.layout.chunk_bytes, self._load_seconds)
         if self._reason is not Reason.ABSENT:
             return request.hit(self._by_tier, self._reason, self._detail)
         return request.hit(self._by_tier, *resources.explainer.explain(request, self._done, self._hint))
@@ -192,6 +191,7 @@ class RetrieveCall:
         good = count if valid.all() else int(valid.argmin())
         self._served(good, host.name)
         seconds = time.perf_counter() - began
+        self._load_seconds[host.name] = self._load_seconds.get(host.name, 0.0) + seconds
         self._resources.load_cost.record_load(host.name, good * host.chunk_bytes, seconds)
         if good < count:
             self._stop(Reason.ABSENT, "evicted while it was being copied")
@@ -247,6 +247,7 @@ class RetrieveCall:
             self._stop(end.reason, end.detail)
             self._miss_counted = end.counted and tier.name == self._resources.counts_in
         nbytes, seconds = (self._done - before) * tier.chunk_bytes, time.perf_counter() - began
+        self._load_seconds[tier.name] = self._load_seconds.get(tier.name, 0.0) + seconds
         self._resources.load_cost.record_load(tier.name, nbytes, seconds)
         for queue in self._resources.writeback:
             if queue.tier is tier:

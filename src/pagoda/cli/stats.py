@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from typer import Option
 
-from pagoda.cli import FAILED, printing
+from pagoda.cli import FAILED, UsageError, printing
 from pagoda.cli.remote_stores import Unanswered, remotes_of, usage
 from pagoda.cli.stores import AsJson, ConfigFile, Directory, find_stores, in_each, label
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from pagoda.config import RemoteSpec
     from pagoda.ledger.snapshot import StoreSnapshot
 
@@ -22,7 +25,6 @@ def stats(
     config: ConfigFile = None,
 ) -> int:
     """Show what the stores hold, what hit, and what missed and why."""
-    from pagoda.cli import UsageError
     from pagoda.ledger.snapshot import StoreSnapshot
 
     if as_json and prometheus:
@@ -35,7 +37,7 @@ def stats(
         stores = [snapshot.as_json() for snapshot in found] + failures
         printing.print_json({"stores": stores, "remotes": [remote._asdict() for remote in shared]})
     elif prometheus:
-        print(_prometheus(found, shared), end="")
+        print(_exposition(found, broken, shared), end="")
     else:
         _print(found)
         _print_shared(shared)
@@ -151,29 +153,15 @@ def _traffic(count: dict[str, int]) -> tuple[object, ...]:
     )
 
 
-def _prometheus(found: list[StoreSnapshot], shared: list[RemoteUsage]) -> str:
-    """Return all tiers in one exposition: the samples of a family stand together under one TYPE line."""
-    from pagoda.metrics import prometheus
+def _exposition(found: list[StoreSnapshot], broken: Iterable[Path], shared: list[RemoteUsage]) -> str:
+    """Return all of it in Prometheus' text format."""
+    from pagoda.tiers.remote.store_client import Usage
 
-    texts = [
-        prometheus(
-            snapshot.counters,
-            {**snapshot.gauges, "slot_bytes": snapshot.slot_bytes},
-            {"tier": snapshot.tier, "store": str(snapshot.directory)},
-        )
-        for snapshot in found
-    ]
-    for remote in shared:
-        room = {"remote_used_bytes": remote.used_bytes, "remote_limit_bytes": remote.limit_bytes}
-        known = {name: value for name, value in room.items() if value is not None}
-        gauges = {"remote_reachable": int(not remote.error), **known}
-        texts.append(prometheus({}, gauges, {"tier": remote.tier}))
-    families: dict[str, dict[str, None]] = {}  # the samples of each, none twice
-    family = ""
-    for line in "".join(texts).splitlines():
-        if line.startswith("#"):
-            family = line
-            families.setdefault(family, {})
-        else:
-            families[family][line] = None
-    return "".join(f"{line}\n" for family, samples in families.items() for line in (family, *samples))
+    try:
+        from pagoda.serve.exposition import Exposition, exposition
+    except ModuleNotFoundError as missing:
+        if missing.name != "prometheus_client":
+            raise
+        raise UsageError("--prometheus needs prometheus-client: pip install 'pagodakv[metrics]'") from None
+    remotes = {one.tier: None if one.error else Usage(one.used_bytes, one.limit_bytes) for one in shared}
+    return exposition(Exposition(found, [str(store) for store in broken], remotes))

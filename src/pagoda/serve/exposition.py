@@ -1,0 +1,240 @@
+"""Prometheus' exposition of the stores of a machine: `pagoda stats --prometheus` and `GET /metrics` of `pagoda serve`.
+
+`FAMILIES` is the interface: dashboards and alert rules name these metrics, so a name stays what it is. `make docs`
+writes docs/reference/metrics.md from it. Needs prometheus-client (extra `metrics`); calls nothing that waits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter as Tally
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from pagoda.ledger.snapshot import StoreSnapshot
+from pagoda.metrics import LOAD_BUCKETS, TIER_KINDS, Reason
+from pagoda.tiers.remote.store_client import Usage
+
+__all__ = ["COUNTED", "FAMILIES", "Exposition", "MetricFamily", "StoreCollector", "exposition"]
+
+MOST_NAMESPACES = 50
+"""Namespaces with a series of their own, those with most chunks; the others are counted together as "other"."""
+MODEL_CHARS = 80
+"""The most of a model's name that a label has."""
+
+COUNTED: Mapping[str, str] = {
+    "lookups": "Calls of `lookup` and `retrieve` that were counted.",
+    "hits": "Calls that found at least one chunk.",
+    "asked_tokens": "Tokens that all these calls requested.",
+    "hit_tokens": "Tokens that these calls found.",
+    "hit_tokens_host": "Tokens found in host memory.",
+    "hit_tokens_disk": "Tokens found on the local disk.",
+    "hit_tokens_remote": "Tokens found in a remote tier.",
+    "stored_chunks": "Chunks written to this tier.",
+    "stored_bytes": "Bytes of the written chunks.",
+    "loaded_chunks": "Chunks read from this tier.",
+    "loaded_bytes": "Bytes of the read chunks.",
+    "evicted_chunks": "Chunks evicted by the policy.",
+    "removed_chunks": "Chunks removed on request, by `remove` or `clear`.",
+    "reaped_chunks": "Reservations of dead processes that other processes removed.",
+    "failed_checks": "Chunks whose bytes or entry were damaged. No such chunk was served.",
+}
+"""What each counter counts. Those of reasons and of load times have a name for each value; their families do."""
+
+_GAUGES = {
+    "slots": "Slots of the store; each has space for one chunk.",
+    "free": "Slots without a chunk.",
+    "reserved": "Slots that a chunk is being written into.",
+    "ready": "Slots with a chunk that can be found.",
+    "unscanned": "Slots of a rebuilt store whose header is still to be read.",
+    "unbacked": "Slots that have no memory or disk space at present.",
+    "members": "Processes that have the store open, without the one that reads this.",
+    "pinned": "Chunks that a pin keeps from eviction.",
+    "leased": "Chunks that a lease keeps from eviction for a while.",
+    "slot_bytes": "Bytes of one slot.",
+}
+
+
+class MetricFamily(NamedTuple):
+    """One metric as Prometheus sees it: counters without the `_total` of their samples."""
+
+    name: str
+    kind: str  # counter, gauge or histogram
+    labels: tuple[str, ...]
+    help: str
+
+
+_STORE = ("tier", "store")
+_HITS_BY_TIER, _MISSES, _DROPS, _LOADS, _NAMESPACES, _READABLE = (
+    MetricFamily(
+        "pagoda_hit_tokens_by_tier", "counter", _STORE, "Tokens found; tier: where, host, disk or remote."
+    ),
+    MetricFamily(
+        "pagoda_misses", "counter", (*_STORE, "reason"), "Calls that got fewer tokens than they asked for."
+    ),
+    MetricFamily("pagoda_drops", "counter", (*_STORE, "reason"), "Chunks that were not stored."),
+    MetricFamily(
+        "pagoda_load_seconds",
+        "histogram",
+        _STORE,
+        "Seconds of a call that loaded from a kind of tier, with the copy to the engine; tier: host, disk or remote.",
+    ),
+    MetricFamily(
+        "pagoda_namespace_chunks",
+        "gauge",
+        (*_STORE, "namespace", "model"),
+        f'Chunks of a namespace; all but the {MOST_NAMESPACES} largest namespaces together are "other".',
+    ),
+    MetricFamily("pagoda_store_readable", "gauge", ("store",), "1 if the store could be read, 0 if not."),
+)
+_REMOTE_REACHABLE, _REMOTE_USED, _REMOTE_LIMIT = (
+    MetricFamily("pagoda_remote_reachable", "gauge", ("tier",), "1 if the remote tier answered, 0 if not."),
+    MetricFamily(
+        "pagoda_remote_used_bytes",
+        "gauge",
+        ("tier",),
+        "Bytes that the server of the remote tier uses, if it says so.",
+    ),
+    MetricFamily(
+        "pagoda_remote_limit_bytes", "gauge", ("tier",), "Bytes that it may use, if it has a limit."
+    ),
+)
+_COUNTER_FAMILIES = {
+    name: MetricFamily(f"pagoda_{name}", "counter", _STORE, text.replace("`", ""))
+    for name, text in COUNTED.items()
+    if not name.startswith("hit_tokens_")
+}
+_GAUGE_FAMILIES = {
+    name: MetricFamily(f"pagoda_{name}", "gauge", _STORE, text) for name, text in _GAUGES.items()
+}
+
+FAMILIES: tuple[MetricFamily, ...] = (
+    *_COUNTER_FAMILIES.values(), _HITS_BY_TIER, _MISSES, _DROPS, _LOADS,
+    *_GAUGE_FAMILIES.values(), _NAMESPACES, _READABLE, _REMOTE_REACHABLE, _REMOTE_USED, _REMOTE_LIMIT,
+)  # fmt: skip
+
+
+class Exposition(NamedTuple):
+    """What one exposition is made of."""
+
+    stores: Sequence[StoreSnapshot]
+    unreadable: Sequence[str] = ()  # directories of stores that could not be read
+    remotes: Mapping[str, Usage | None] = {}  # by the name of the tier; None: it gave no answer
+
+
+class StoreCollector(Collector):
+    """A collector of prometheus-client that calls `read` for each scrape; it keeps nothing between two scrapes."""
+
+    def __init__(self, read: Callable[[], Exposition]) -> None:
+        self._read = read
+
+    def describe(self) -> Iterable[Metric]:
+        """Return nothing, so that registering reads no store."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """Read the stores once and yield each family that has samples. Raises what `read` raises."""
+        return (metric for metric in _metrics(self._read()) if metric.samples)
+
+
+def exposition(found: Exposition) -> str:
+    """Return the text format of what was read."""
+    registry = CollectorRegistry()
+    registry.register(StoreCollector(lambda: found))
+    return generate_latest(registry).decode()
+
+
+def _metrics(found: Exposition) -> Iterator[Metric]:
+    yield from _counters(found.stores)
+    yield _loads(found.stores)
+    for name, family in _GAUGE_FAMILIES.items():
+        yield _gauge(family, [(_place(store), _gauge_of(store, name)) for store in found.stores])
+    yield _gauge(_NAMESPACES, _namespaces(found.stores).items())
+    readable = [((str(store.directory),), 1) for store in found.stores]
+    yield _gauge(_READABLE, [*readable, *(((directory,), 0) for directory in found.unreadable)])
+    yield from _remotes(found.remotes)
+
+
+def _place(store: StoreSnapshot) -> tuple[str, str]:
+    return store.tier, str(store.directory)
+
+
+def _gauge_of(store: StoreSnapshot, name: str) -> int:
+    return store.slot_bytes if name == "slot_bytes" else store.gauges[name]
+
+
+def _counters(stores: Sequence[StoreSnapshot]) -> Iterator[Metric]:
+    for name, family in _COUNTER_FAMILIES.items():
+        yield _counter(family, [(_place(store), store.counters[name]) for store in stores])
+    yield _counter(
+        _HITS_BY_TIER,
+        [
+            ((kind, str(store.directory)), store.counters[f"hit_tokens_{kind}"])
+            for store in stores
+            for kind in TIER_KINDS
+        ],
+    )
+    for family, prefix in ((_MISSES, "miss_"), (_DROPS, "drop_")):
+        yield _counter(
+            family,
+            [
+                ((*_place(store), str(reason)), store.counters[f"{prefix}{reason}"])
+                for store in stores
+                for reason in Reason
+            ],
+        )
+
+
+def _loads(stores: Sequence[StoreSnapshot]) -> Metric:
+    metric = HistogramMetricFamily(_LOADS.name, _LOADS.help, labels=_LOADS.labels)
+    for store in stores:
+        for kind, columns in LOAD_BUCKETS.items():
+            sums = accumulate(store.counters[column] for column in columns.values())
+            buckets = [
+                ("+Inf" if edge == "inf" else edge, total) for edge, total in zip(columns, sums, strict=True)
+            ]
+            seconds = store.counters[f"load_microseconds_{kind}"] / 1e6
+            metric.add_metric((kind, str(store.directory)), buckets, seconds)
+    return metric
+
+
+def _namespaces(stores: Sequence[StoreSnapshot]) -> Mapping[tuple[str, ...], int]:
+    """Return the chunks by labels: of the namespaces that have most over all stores, and of all others together."""
+    total: Tally[bytes] = Tally()
+    for store in stores:
+        total.update({row.root: row.chunks for row in store.namespaces})
+    largest = {root for root, chunks in total.most_common(MOST_NAMESPACES) if chunks}
+    found: Tally[tuple[str, ...]] = Tally()
+    for store in stores:
+        for row in store.namespaces:
+            own = (row.root.hex()[:12], row.fields.get("model", "")[:MODEL_CHARS])
+            if row.chunks:
+                found[*_place(store), *(own if row.root in largest else ("other", ""))] += row.chunks
+    return found
+
+
+def _remotes(remotes: Mapping[str, Usage | None]) -> Iterator[Metric]:
+    yield _gauge(_REMOTE_REACHABLE, [((tier,), int(usage is not None)) for tier, usage in remotes.items()])
+    for family, nbytes in (
+        (_REMOTE_USED, {tier: usage.used_bytes for tier, usage in remotes.items() if usage is not None}),
+        (_REMOTE_LIMIT, {tier: usage.limit_bytes for tier, usage in remotes.items() if usage is not None}),
+    ):
+        yield _gauge(family, [((tier,), value) for tier, value in nbytes.items() if value is not None])
+
+
+def _counter(family: MetricFamily, samples: Iterable[tuple[Sequence[str], float]]) -> Metric:
+    metric = CounterMetricFamily(family.name, family.help, labels=family.labels)
+    for labels, value in samples:
+        metric.add_metric(labels, value)
+    return metric
+
+
+def _gauge(family: MetricFamily, samples: Iterable[tuple[Sequence[str], float]]) -> Metric:
+    metric = GaugeMetricFamily(family.name, family.help, labels=family.labels)
+    for labels, value in samples:
+        metric.add_metric(labels, value)
+    return metric
