@@ -153,28 +153,25 @@ def _pack(header: Header) -> bytes:
     ):
         if len(value) != size:
             raise ValueError(f"{name} has {size} bytes, got {len(value)}")
+    codec, fingerprint = header.codec.encode(), header.fingerprint.encode()
+    for name, text, size in (("codec", codec, 16), ("fingerprint", fingerprint, 32)):
+        if len(text) > size or b"\0" in text:
+            raise ValueError(f"{name} may have {size} bytes of UTF-8 without NUL, got {text!r}")
     try:
         return _FIELDS.pack(
             MAGIC, FORMAT, HEADER_BYTES,
             header.store_id, header.slot, header.namespace, header.epoch, header.key,
             header.position, header.length, header.tokens,
-            _text("codec", header.codec, 16), _text("fingerprint", header.fingerprint, 32), header.sequence,
+            codec, fingerprint, header.sequence,
         )  # fmt: skip
     except struct.error as error:
         raise ValueError(f"a header number is outside 64 unsigned bits: {error}") from error
 
 
-def _text(name: str, value: str, size: int) -> bytes:
-    raw = value.encode()
-    if len(raw) > size or b"\0" in raw:
-        raise ValueError(f"{name} may have {size} bytes of UTF-8 without NUL, got {value!r}")
-    return raw
-
-
 def _payload_checksum(packed: bytes | memoryview, payload: npt.NDArray[np.uint8], length: int) -> bytes:
     state = xxhash.xxh3_128(packed)
     if length:
-        state.update(_view(payload)[:length])
+        state.update(payload.data.cast("B")[:length])
     return state.digest()
 
 

@@ -14,17 +14,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from pagoda.errors import StoreError
-from pagoda.slab.memory import PAGE_BYTES, aligned, open_slab
+from pagoda.slab.memory import PAGE_BYTES, Bytes, aligned, open_slab
 
-__all__ = ["Buffer", "FileSlab", "aligned", "as_view"]
+__all__ = ["FileSlab", "aligned"]
 
 _IOV_MAX = 1024
 _MAX_STALLS = 16  # consecutive calls without a whole page transferred before it is an error
 
-Buffer = npt.NDArray[np.uint8] | memoryview
 _Move = Callable[[Sequence[memoryview], int], int]
 
 _slabs: weakref.WeakSet[FileSlab] = weakref.WeakSet()
@@ -57,7 +55,7 @@ class FileSlab:
         self._lock = threading.Lock()
         self._calls = set()
 
-    def read(self, slot: int, buffers: Sequence[Buffer]) -> None:
+    def read(self, slot: int, buffers: Sequence[Bytes]) -> None:
         """Fill `buffers` in order from the start of `slot`; OSError if not all bytes were read."""
         views = self._views(slot, buffers)
         offset = slot * self.slot_bytes
@@ -66,16 +64,15 @@ class FileSlab:
             if not self.direct:  # the caller has the bytes: the page cache need not
                 _drop_page_cache(fd, offset, sum(view.nbytes for view in views))
 
-    def write(self, slot: int, buffers: Sequence[Buffer]) -> None:
+    def write(self, slot: int, buffers: Sequence[Bytes]) -> None:
         """Write `buffers` in order from the start of `slot`; an OSError leaves the slot torn."""
         views = self._views(slot, buffers)
         with self._open_fd():
             self._move_all(self._writev, views, slot * self.slot_bytes)
 
-    def read_headers(self, first: int, count: int) -> list[memoryview]:
+    def read_headers(self, first: int, count: int) -> list[Bytes]:
         """Return the first page of each slot in [first, first + count); OSError if any of them cannot be read."""
-        pages = aligned(max(0, count) * PAGE_BYTES).reshape(-1, PAGE_BYTES)
-        headers = [page.data for page in pages]
+        headers = list(aligned(max(0, count) * PAGE_BYTES).reshape(-1, PAGE_BYTES))
         for slot, header in enumerate(headers, first):
             self.read(slot, [header])
         return headers
@@ -112,10 +109,10 @@ class FileSlab:
                 fd, self._fd = self._fd, -1
                 os.close(fd)
 
-    def _views(self, slot: int, buffers: Sequence[Buffer]) -> list[memoryview]:
+    def _views(self, slot: int, buffers: Sequence[Bytes]) -> list[memoryview]:
         if not 0 <= slot < self.slots:
             raise ValueError(f"slot {slot} is outside [0, {self.slots})")
-        views = [as_view(buffer) for buffer in buffers if buffer.nbytes]
+        views = [buffer.data.cast("B") for buffer in buffers if buffer.nbytes]
         total = sum(view.nbytes for view in views)
         if total > self.slot_bytes:
             raise ValueError(f"{total} bytes do not fit a slot of {self.slot_bytes}")
@@ -164,11 +161,6 @@ def _skip_bytes(views: Sequence[memoryview], skip: int) -> list[memoryview]:
             return [view[skip:], *views[index + 1 :]]
         skip -= view.nbytes
     return []
-
-
-def as_view(buffer: Buffer) -> memoryview:
-    """Return the same bytes as a flat memoryview of format "B"; no copy."""
-    return (buffer.data if isinstance(buffer, np.ndarray) else buffer).cast("B")
 
 
 def _drop_page_cache(fd: int, offset: int, length: int) -> None:

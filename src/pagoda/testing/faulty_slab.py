@@ -11,12 +11,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum, auto
 from pathlib import Path
+from typing import TypeVar
 
-from pagoda.slab.file import Buffer, FileSlab, as_view
-from pagoda.slab.memory import PAGE_BYTES, aligned
+import numpy as np
+
+from pagoda.slab.file import FileSlab
+from pagoda.slab.memory import PAGE_BYTES, Bytes, aligned
 
 _HANG_SECONDS = 60.0  # a hang ends after this time without a release, so that no test run hangs for ever
 CALLS = ("read", "write", "read_headers", "sync")
+_B = TypeVar("_B", Bytes, memoryview)
 
 
 class Fault(StrEnum):
@@ -87,29 +91,29 @@ class FaultySlab(FileSlab):
         """Let all calls continue that hang now or later."""
         self._released.set()
 
-    def read(self, slot: int, buffers: Sequence[Buffer]) -> None:
+    def read(self, slot: int, buffers: Sequence[Bytes]) -> None:
         """As FileSlab.read, with the planned faults."""
         plan = self._next("read")
         self._run(plan, buffers, lambda part: FileSlab.read(self, slot, part))
         if plan is not None and plan.fault is Fault.BIT_FLIP:
-            _flip(self._views(slot, buffers), plan.at)
+            _flip(buffers, plan.at)
 
-    def write(self, slot: int, buffers: Sequence[Buffer]) -> None:
+    def write(self, slot: int, buffers: Sequence[Bytes]) -> None:
         """As FileSlab.write, with the planned faults."""
         plan = self._next("write")
         if plan is not None and plan.fault is Fault.BIT_FLIP:
-            buffers = [_copy(view) for view in self._views(slot, buffers)]
+            buffers = [_copy(buffer) for buffer in buffers]
             _flip(buffers, plan.at)
         self._run(plan, buffers, lambda part: FileSlab.write(self, slot, part))
 
-    def read_headers(self, first: int, count: int) -> list[memoryview]:
+    def read_headers(self, first: int, count: int) -> list[Bytes]:
         """As FileSlab.read_headers, with the planned faults; the pages of a LOST read are zeros."""
         plan = self._next("read_headers")
         pages = aligned(count * PAGE_BYTES).reshape(-1, PAGE_BYTES)
         pages[:] = 0
-        headers = [page.data for page in pages]
+        headers = list(pages)
 
-        def read(part: Sequence[Buffer]) -> None:
+        def read(part: Sequence[Bytes]) -> None:
             for slot, page in enumerate(part, first):
                 FileSlab.read(self, slot, [page])
 
@@ -139,7 +143,7 @@ class FaultySlab(FileSlab):
             return plan
 
     def _run(
-        self, plan: _Planned | None, buffers: Sequence[Buffer], move: Callable[[Sequence[Buffer]], None]
+        self, plan: _Planned | None, buffers: Sequence[Bytes], move: Callable[[Sequence[Bytes]], None]
     ) -> None:
         fault = plan.fault if plan is not None else None
         if fault is Fault.LOST:
@@ -174,31 +178,29 @@ class FaultySlab(FileSlab):
         return _first_half(views) or views
 
 
-def _first_half(buffers: Sequence[Buffer]) -> list[memoryview]:
+def _first_half(buffers: Sequence[_B]) -> list[_B]:
     """Return the first half of all the bytes, in whole pages; nothing of a single page."""
-    views = [as_view(buffer) for buffer in buffers]
-    left = sum(view.nbytes for view in views) // 2 // PAGE_BYTES * PAGE_BYTES
-    half: list[memoryview] = []
-    for view in views:
+    left = sum(buffer.nbytes for buffer in buffers) // 2 // PAGE_BYTES * PAGE_BYTES
+    half: list[_B] = []
+    for buffer in buffers:
         if left > 0:
-            half.append(view[:left])
+            half.append(buffer[:left])
             left -= half[-1].nbytes
     return half
 
 
-def _copy(view: memoryview) -> memoryview:
-    copy = aligned(view.nbytes)
-    copy.data[:] = view
-    return copy.data
+def _copy(buffer: Bytes) -> Bytes:
+    copy = aligned(buffer.nbytes)
+    np.copyto(copy, buffer)
+    return copy
 
 
-def _flip(buffers: Sequence[Buffer], at: int | None) -> None:
+def _flip(buffers: Sequence[Bytes], at: int | None) -> None:
     """Flip the lowest bit of byte `at`, counted over all the bytes (None: of the middle one)."""
     total = sum(buffer.nbytes for buffer in buffers)
     left = total // 2 if at is None else at
     for buffer in buffers:
-        view = as_view(buffer)
-        if left < view.nbytes:
-            view[left] ^= 1
+        if left < buffer.nbytes:
+            buffer[left] ^= 1
             return
-        left -= view.nbytes
+        left -= buffer.nbytes

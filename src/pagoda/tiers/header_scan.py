@@ -11,6 +11,7 @@ from pagoda import codec
 from pagoda.layout import KVLayout
 from pagoda.ledger import Ledger, ScannedChunk, rebuild
 from pagoda.threads import Event
+from pagoda.tiers.base import Bytes
 
 BATCH_SLOTS = 64
 _RETRY_SECONDS = 0.2
@@ -28,7 +29,7 @@ class HeaderScan:
     def __init__(
         self,
         ledger: Ledger,
-        read_headers: Callable[[int, int], Sequence[memoryview]],
+        read_headers: Callable[[int, int], Sequence[Bytes]],
         layout: KVLayout,
         on_error: Callable[[OSError, str], object],
     ) -> None:

@@ -28,7 +28,8 @@ _LEAST_BYTES = 8 << 20  # a smaller copy ends before a helper has woken up
 _MOST_THREADS = 4  # of a copy that asks for no number: they fill most memory buses
 _MOST_HELPERS = 15
 
-_Job = tuple[Callable[[], object], int]  # one call of numpy, and how many bytes it copies
+_Call = tuple[int, Callable[..., object], tuple[object, ...]]  # of numpy: how many bytes it copies; what to call
+_Job = tuple[Callable[[], object], int]  # a call of numpy, and how many bytes it copies
 
 
 class KvRows(NamedTuple):
@@ -81,22 +82,21 @@ class CpuCopy:
         Not `into_slots`: runs whose id is below 0 are left out.
         """
         threads = self._threads or _idle_threads(sum(slot.nbytes for slot in slots))
+        calls = self._calls(ids, slots, into_slots)
         if threads == 1:
-            self._emit(ids, slots, into_slots, _now)
+            for _, call, arguments in calls:
+                call(*arguments)
             return
         jobs: list[_Job] = []
-
-        def later(nbytes: int, call: Callable[..., object], *arguments: object) -> None:
+        for nbytes, call, arguments in calls:
             if call is np.copyto:
                 jobs.extend(_pieces(*cast("tuple[Words, Words]", arguments)))
             else:
                 jobs.append((partial(call, *arguments), nbytes))
-
-        self._emit(ids, slots, into_slots, later)
         in_threads(_shares(jobs), threads)
 
-    def _emit(self, ids: Ids, slots: Sequence[Bytes], storing: bool, emit: Callable[..., None]) -> None:
-        """Call `emit(bytes, function, *arguments)` for each call of numpy."""
+    def _calls(self, ids: Ids, slots: Sequence[Bytes], storing: bool) -> Iterator[_Call]:
+        """Make each call of numpy."""
         for run, some, at, memory, first, step in self._batches(ids, slots, storing):
             known: dict[object, Ids] = {}  # what rows of the same strides share
             seen, width, stop = None, 0, 0 if run is None else run + some.size * self._units
@@ -107,15 +107,12 @@ class CpuCopy:
                     begin, nbytes = first + at * run_bytes, math.prod(shape) * width
                 slot: Words = np.ndarray(shape, array.dtype, memory, begin + offset, strides)
                 if run is None:
-                    emit(nbytes, _gather if storing else _scatter, array, group, some, slot, known)
+                    yield nbytes, _gather if storing else _scatter, (array, group, some, slot, known)
                     continue
                 own = array[:, run:stop]
                 if len(shape) != own.ndim:
                     own = own.reshape(shape)  # a view: only an axis is cut
-                if storing:
-                    emit(nbytes, np.copyto, slot, own)
-                else:
-                    emit(nbytes, np.copyto, own, slot)
+                yield nbytes, np.copyto, (slot, own) if storing else (own, slot)
 
     def _in_slot(
         self, array: Words, group: int, ids: tuple[int, ...], step: int
@@ -154,10 +151,6 @@ class CpuCopy:
         if first < 0 or self._by_token or last - first != more:
             return None
         return first if not more or ids.tolist() == list(range(first, last + 1, self._units)) else None
-
-
-def _now(_nbytes: int, call: Callable[..., object], *arguments: object) -> None:
-    call(*arguments)
 
 
 def _joined(ids: Ids, slots: Sequence[Bytes]) -> Iterator[_Batch]:
