@@ -1,7 +1,7 @@
 """Fail when the package is harder to read than before: `python tools/bounds.py` (`make house`).
 
-Prints the figures of `house.py` (lines, names, themes) and `path_modules.py` (modules that a call passes through) with
-their bounds and aims. Exit code 1 if a figure is above its bound. A change that lowers a figure also lowers its bound.
+Prints the figures of `house.py` (lines, names, themes) and `path_modules.py` (modules and functions that a call passes
+through) with their bounds and aims. Exit code 1 if a figure is above its bound. A change that lowers a figure also lowers its bound.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 # figure: (bound, aim). Which modules a call enters depends a little on timing (a thread that must start, a policy that is
-# due): the bound of a caller has a margin of one or two, that of all threads three.
+# due): the lowest of three runs counts, and bounds have a margin. Functions are those of all threads.
 BOUNDS = {
     "lines of code": (28_050, 23_000),
     "lines of the core": (12_280, 9_200),
@@ -26,6 +26,10 @@ BOUNDS = {
     "retrieve from host, caller": (22, 22),
     "retrieve from disk, caller": (31, 30),
     "retrieve from disk, all threads": (35, 34),
+    "store, functions": (176, 170),
+    "lookup, functions": (42, 50),
+    "retrieve from host, functions": (70, 70),
+    "retrieve from disk, functions": (176, 175),
 }
 
 
@@ -41,7 +45,7 @@ def said(tool: str) -> dict[str, object]:
 
 def figures() -> dict[str, int]:
     """Return all figures that have a bound."""
-    house, paths = said("house.py"), said("path_modules.py")
+    house, runs = said("house.py"), [said("path_modules.py") for _ in range(3)]
     found = {
         "lines of code": house["code"],
         "lines of the core": house["core"],
@@ -50,9 +54,11 @@ def figures() -> dict[str, int]:
         "modules with two themes": house["two_themes"],
     }
     for name in BOUNDS:
-        call, _, threads = name.partition(", ")
-        if threads:
-            found[name] = paths[CALLS[call]]["caller" if threads == "caller" else "all"]["modules"]
+        call, _, counted = name.partition(", ")
+        if counted:
+            threads = "caller" if counted == "caller" else "all"
+            figure = "functions" if counted == "functions" else "modules"
+            found[name] = min(run[CALLS[call]][threads][figure] for run in runs)
     return found
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.ledger import Busy, Ledger, Present, Refused, Reserved, admin
+from pagoda.ledger import Busy, CommitResult, Ledger, Present, Refused, Reserved, admin
 from pagoda.metrics import Reason
 from pagoda.testing import FakeClock
 from tests.ledger.support import (
@@ -175,9 +175,9 @@ def test_a_wrong_part_is_an_error_and_another_members_part_is_not_mine(ledger: L
             ledger.commit(rooms, part)
         assert ledger.adopt(rooms, part) == [False]
     in_child(lambda: _must(ledger.commit(rooms, 0) == [False]))
-    assert ledger.commit(rooms, 0) == [True] and ledger.commit(rooms, 0) == [False]
+    assert ledger.commit(rooms, 0) == [CommitResult.PART] and ledger.commit(rooms, 0) == [False]
     assert ledger.adopt(rooms, 0) == [False], "it was stored"
-    assert ledger.commit(rooms, 1) == [True]
+    assert ledger.commit(rooms, 1) == [CommitResult.WHOLE]
 
 
 def test_a_reservation_under_another_key_is_not_committed(ledger: Ledger) -> None:
@@ -206,7 +206,7 @@ def test_an_abort_waits_for_the_parts_of_the_living(ledger: Ledger) -> None:
 
 def test_the_last_part_of_what_was_aborted_frees_the_slot_and_is_not_stored(ledger: Ledger) -> None:
     [room] = reserved(ledger.reserve(keys(1), namespace=TENANT, parts=3))
-    assert ledger.commit([room], 0) == [True]
+    assert ledger.commit([room], 0) == [CommitResult.PART]
     receive, send = os.pipe()
 
     def finish() -> None:

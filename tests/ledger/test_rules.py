@@ -14,7 +14,7 @@ import pytest
 
 from pagoda.clock import Clock
 from pagoda.errors import StoreError
-from pagoda.ledger import Busy, Ledger, Refused, Reserved, StoreSpec, admin
+from pagoda.ledger import Busy, CommitResult, Ledger, Refused, Reserved, StoreSpec, admin
 from pagoda.ledger.clear_log import ClearLog
 from pagoda.metrics import Reason
 from pagoda.testing import FakeClock
@@ -150,11 +150,11 @@ def test_nothing_is_seen_before_its_commit(ledger: Ledger) -> None:
 
 def test_a_chunk_of_two_parts_is_seen_when_both_are_in(ledger: Ledger) -> None:
     room = reserved(ledger.reserve(keys(1), namespace=TENANT, parts=2))
-    assert ledger.commit(room, part=1) == [True]
+    assert ledger.commit(room, part=1) == [CommitResult.PART]
     assert not len(ledger.match_prefix(keys(1)).slots)
     assert ledger.commit(room, part=1) == [False], "the same part twice is not both parts"
     assert not len(ledger.match_prefix(keys(1)).slots)
-    assert ledger.commit(room, part=0) == [True]
+    assert ledger.commit(room, part=0) == [CommitResult.WHOLE]
     assert len(ledger.match_prefix(keys(1)).slots) == 1
 
 
@@ -281,7 +281,8 @@ def test_a_part_that_a_living_member_adopted_keeps_the_reservation_of_a_dead_one
         peer.end()
     assert admin.reap(ledger) == 0 and admin.gauges(ledger)["reserved"] == 1
     assert ledger.adopt([room], 0) == [True]
-    assert ledger.commit([room], 0) == [True] and ledger.commit([room], 1) == [True]
+    assert ledger.commit([room], 0) == [CommitResult.PART]
+    assert ledger.commit([room], 1) == [CommitResult.WHOLE]
     assert present(ledger, keys(1)) == [True]
 
 

@@ -22,9 +22,10 @@ import pytest
 from pagoda.errors import StoreError
 from pagoda.ledger import Ledger
 from pagoda.metrics import Reason
-from pagoda.slab.file import Buffer, FileSlab
+from pagoda.slab.file import FileSlab
 from pagoda.testing import Fault
 from pagoda.tiers import DiskTier, Done, HostTier
+from pagoda.tiers.base import Bytes
 from tests.tiers.tools import (
     LAYOUT,
     ROOT,
@@ -81,10 +82,10 @@ def test_mistake_1_staging_memory_does_not_grow(tmp_path: Path) -> None:
 class _Broken(FileSlab):
     """Raises an exception that no slab should raise."""
 
-    def write(self, slot: int, buffers: Sequence[Buffer]) -> None:
+    def write(self, slot: int, buffers: Sequence[Bytes]) -> None:
         raise RuntimeError("not even an OSError")
 
-    def read(self, slot: int, buffers: Sequence[Buffer]) -> None:
+    def read(self, slot: int, buffers: Sequence[Bytes]) -> None:
         raise RuntimeError("not even an OSError")
 
 

@@ -221,8 +221,8 @@ class HostSlots:
         good: list[bool] = []
 
         def work(deadline: Deadline) -> list[bool]:
-            results = self._ledger.commit_part(reserved, part, deadline.remaining())
-            good.extend(how is not CommitResult.LOST for how in results)
+            results = self._ledger.commit(reserved, part, deadline.remaining())
+            good.extend(map(bool, results))
             # Not all that are good: a reserved slot has its generation already, so half a chunk would count as valid.
             visible = [one for one, how in zip(reserved, results, strict=True) if how is CommitResult.WHOLE]
             self._resources.counters.add({"stored_bytes": len(visible) * self._host.chunk_bytes})

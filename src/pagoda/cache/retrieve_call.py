@@ -174,7 +174,9 @@ class RetrieveCall:
         if len(match.slots) and self._tiers.lower:
             request, where = self._request, (match.slots, match.generations)
             root, count = request.namespace.root, len(match.slots)
-            self._note_access(Access(root, lambda: refs_in_slots(request, first, *where), count, where))
+            access = Access(root, lambda: refs_in_slots(request, first, *where), count, where)
+            for queue in self._resources.writeback:
+                queue.note_access(access)
 
     def _copy_from_host(
         self, host: HostTier, slots: npt.NDArray[np.int64], generations: npt.NDArray[np.uint64]
@@ -269,9 +271,7 @@ class RetrieveCall:
         def refs() -> list[ChunkRef]:
             return [chunk_ref(request, i, *where.get(request.keys[i], ())) for i in range(begin, end)]
 
-        self._note_access(Access(request.namespace.root, refs, end - begin, source=tier))
-
-    def _note_access(self, access: Access) -> None:
+        access = Access(request.namespace.root, refs, end - begin, source=tier)
         for queue in self._resources.writeback:
             queue.note_access(access)
 
@@ -554,7 +554,7 @@ class HostDestination(LoadDestination):
         """Commit the slots; a lease keeps other calls from evicting a chunk that is about to be copied."""
         reserved = _reserved(buffers)
         committed = self._host.ledger.commit(reserved, deadline_seconds=self._deadline.last())
-        self._host.ledger.count("stored_bytes", sum(committed) * self._host.chunk_bytes)
+        self._host.ledger.count("stored_bytes", sum(map(bool, committed)) * self._host.chunk_bytes)
         good = _count_leading(committed)
         if self._lease_seconds and good:
             self._host.ledger.lease(*columns_of(reserved[:good]), self._lease_seconds)
@@ -616,6 +616,6 @@ def _reserved(buffers: Sequence[LoadBuffer]) -> list[Reserved]:
     return [buffer.reserved for buffer in buffers if buffer.reserved is not None]
 
 
-def _count_leading(flags: Sequence[bool]) -> int:
-    """Return how many leading flags are set."""
+def _count_leading(flags: Sequence[int]) -> int:
+    """Return how many leading flags are true."""
     return next((i for i, flag in enumerate(flags) if not flag), len(flags))

@@ -22,7 +22,7 @@ from pagoda.cache.writeback import (
     refs_in_slots,
 )
 from pagoda.clock import Deadline
-from pagoda.ledger import Busy, Present, Refused, Reserved
+from pagoda.ledger import Busy, CommitResult, Present, Refused, Reserved
 from pagoda.metrics import Reason
 from pagoda.tiers import HostTier
 from pagoda.tiers.base import Bytes
@@ -153,7 +153,7 @@ class StoreCall:
         )
         try:
             reserved = [(i, item) for i, item in enumerate(outcomes, begin) if isinstance(item, Reserved)]
-            committed: list[bool] = []
+            committed: list[CommitResult] = []
             if reserved:
                 items = [item for _, item in reserved]
                 starts = [(request.first + i) * request.chunk_tokens for i, _ in reserved]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pagoda.ledger.members import reap
@@ -37,13 +38,12 @@ class ReserveRequest:
     parts: int = 1
     admit_all: bool = False
     admitted_before: bool = False
-
-    def __post_init__(self) -> None:
-        self.present = [False] * len(self.keys)
-        self.end = len(self.keys)  # no newcomer from there on is admitted
-        self.hits = [0] * len(self.keys)  # with which each chunk begins
-        self.outcomes: list[Outcome] = []  # of the leading keys
-        self.made: list[tuple[Transaction, list[Outcome]]] = []  # in each transaction, committed or not
+    present: set[int] = field(default_factory=set)  # indices of keys, as are the next two
+    end: int = sys.maxsize  # no newcomer from there on is admitted
+    hits: dict[int, int] = field(default_factory=dict)  # with which newcomers begin
+    outcomes: list[Outcome] = field(default_factory=list)  # of the leading keys
+    # in each transaction, committed or not
+    made: list[tuple[Transaction, list[Outcome]]] = field(default_factory=list)
 
 
 class BatchResult(NamedTuple):
@@ -95,9 +95,8 @@ def reserve(
             transaction.put(SLOT_KEY.pack(slot), reservation.pack(), db=transaction.tables.reserved)
             transaction.put(key, place, db=transaction.tables.pending)
             meta.reserved += 1
-            transaction.publish_filling(
-                slot, reservation.generation, key, request.hits[batch[i]], first + i, link
-            )
+            hits = request.hits.get(batch[i], 0)
+            transaction.publish_filling(slot, reservation.generation, key, hits, first + i, link)
             made += 1
             outcome = Reserved(key, slot, reservation.generation)
         if outcome is None:

@@ -46,19 +46,23 @@ class Evictor:
         *,
         admit_all: bool = False,
         refuse_all: bool = False,
+        asked: bool = False,
     ) -> tuple[int, NDArray[np.uint32]]:
         """Say how many newcomers, in chain order, are admitted, and the hits with which each begins.
 
         Leaves ghosts of the others.
 
-        `admit_all`, `refuse_all`: whatever the policy says, which learns of them even so.
+        `admit_all`, `refuse_all`: whatever the policy says, which learns of them even so. `asked`: it was asked before
+        and admitted all; nothing changes.
         """
         ghosts = self._columns.table
         known_hits, last_use = ghosts.recall(marks)
+        hits = known_hits + (last_use > 0)
+        if asked:
+            return len(marks), hits
         with self._lock:
             count = self._policy.admit(Newcomers(stamps, known_hits, last_use), room, now)
         count = len(marks) if admit_all else 0 if refuse_all else count
-        hits = known_hits + (last_use > 0)
         if count < len(marks):
             ghosts.remember(marks[count:], stamps[count:], hits[count:], int(stamps[0]), _REFUSED)
         return count, hits
@@ -66,11 +70,6 @@ class Evictor:
     def refuse(self, marks: Marks, stamps: Rows, now: int) -> None:
         """Record that newcomers were asked for that follow one that was not admitted."""
         self.admit(marks, stamps, len(marks), now, refuse_all=True)
-
-    def hits_of(self, marks: Marks) -> NDArray[np.int64]:
-        """Return the hits with which newcomers begin that were admitted before. Changes nothing."""
-        known_hits, last_use = self._columns.table.recall(marks)
-        return (known_hits + (last_use > 0)).astype(np.int64)
 
     def victims(self, count: int, stamp: int, now: int) -> Rows:
         """Return up to `count` slots to evict for newcomers of recency `stamp`, the first to evict first."""

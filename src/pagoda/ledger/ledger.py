@@ -86,7 +86,7 @@ class Ledger:
         self._now = session.clock.monotonic_ns
         self.count_all = session.count  # of several counters, cheaper than `count` one by one
         self._last_stamp = 0
-        self._room = self._unbacked = 0
+        self._room, self._lacks_pages = 0, False  # after the last reserve
         self.window = window(self.slots)
 
     @property
@@ -247,7 +247,7 @@ class Ledger:
             for outcome in outcomes:
                 if isinstance(outcome, Refused):
                     self.count(f"drop_{outcome.reason}")
-            self.policy_thread.wake(lacks=self._unbacked > 0 and self._room < self.window)
+            self.policy_thread.wake(lacks=self._lacks_pages and self._room < self.window)
             return outcomes
         except BaseException:  # of a signal handler: the caller gets none of these
             self.abort([one for w, outcomes in request.made if w.committed for one in outcomes])
@@ -262,12 +262,12 @@ class Ledger:
             found, self._room = self.session.read(
                 partial(queries.find_entries, keys=request.keys), until - time.monotonic()
             )
-            request.present[:] = [item is not None for item in found]
+            request.present.update(i for i, item in enumerate(found) if item is not None)
             self._keep_present(found, request.start, request.stamp)
 
     def _admit(self, request: allocation.ReserveRequest, batch: range, hindrance: Reason | None) -> None:
         """Ask the policy which newcomers of a batch are admitted: none after one that is not."""
-        new = [i for i in batch if not request.present[i]]
+        new = [i for i in batch if i not in request.present]
         if not new:
             return
         marks = marks_of([request.keys[i] for i in new])
@@ -275,13 +275,15 @@ class Ledger:
         if hindrance is Reason.NOT_ADMITTED:
             self.evictor.refuse(marks, stamps, self._now())
         elif hindrance is None:
-            leading, hits = (
-                (len(new), self.evictor.hits_of(marks))
-                if request.admitted_before
-                else self.evictor.admit(marks, stamps, self._room, self._now(), admit_all=request.admit_all)
+            leading, hits = self.evictor.admit(
+                marks,
+                stamps,
+                self._room,
+                self._now(),
+                admit_all=request.admit_all,
+                asked=request.admitted_before,
             )
-            for i, known in zip(new, hits.tolist(), strict=True):
-                request.hits[i] = known
+            request.hits.update(zip(new, hits.tolist(), strict=True))
             if leading < len(new):
                 request.end = new[leading]
 
@@ -293,7 +295,7 @@ class Ledger:
         request = allocation.ReserveRequest(keys[:BATCH], start, None, stamp)
         self._look(request, time.monotonic() + deadline_seconds)
         self._admit(request, range(len(request.keys)), None)
-        return request.end
+        return min(request.end, len(request.keys))
 
     def refuse(self, keys: Sequence[bytes], *, start: int, stamp: int) -> None:
         """Record that keys were asked for that follow one that was not admitted. Changes ghosts only."""
@@ -320,7 +322,7 @@ class Ledger:
             except UnavailableError as error:
                 request.outcomes += [Refused(request.keys[i], error.reason) for i in batch]
                 return error.reason
-            self._room, self._unbacked = made.totals.free(), made.totals.unbacked()
+            self._room, self._lacks_pages = made.totals.free(), made.totals.with_pages() < self.slots
             # before the next victims are chosen
             self._keep_present(made.outcomes, request.start + batch.start, request.stamp)
             if made.passed_over:  # pinned or held: they are not offered again and again
@@ -353,20 +355,12 @@ class Ledger:
 
     def commit(
         self, reserved: Sequence[Reserved], part: int = 0, deadline_seconds: float = 1.0
-    ) -> list[bool]:
+    ) -> list[CommitResult]:
         """Record that the bytes of one part are stored; a chunk is visible when all its parts are.
 
-        False: not stored (superseded, cleared, reaped), or not yet: what missed its deadline is committed by this
-        process's next transaction.
-        """
-        return [how is not CommitResult.LOST for how in self.commit_part(reserved, part, deadline_seconds)]
-
-    def commit_part(
-        self, reserved: Sequence[Reserved], part: int, deadline_seconds: float = 1.0
-    ) -> list[CommitResult]:
-        """Do what `commit` does, and tell for which chunks it was the last part: only those are visible now.
-
-        An exception (of a signal handler) leaves nothing reserved; a ValueError, for a wrong part, changes nothing.
+        LOST: not stored (superseded, cleared, reaped), or not yet: what missed its deadline is committed by this
+        process's next transaction. An exception (of a signal handler) leaves nothing reserved; a ValueError, for a
+        wrong part, changes nothing.
         """
         done: list[CommitResult] = []
         until = time.monotonic() + deadline_seconds

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
@@ -44,13 +44,13 @@ class Refused(NamedTuple):
 Outcome = Reserved | Present | Busy | Refused
 
 
-class CommitResult(Enum):
-    """The result of committing one part of a chunk. Of all its parts exactly one, the last, is WHOLE."""
+class CommitResult(IntEnum):
+    """The result of committing one part of a chunk; true if it is stored. Of all parts one, the last, is WHOLE."""
 
     LOST = 0  # superseded, cleared, reaped, or not committed in time
+    WHOLE = 1  # stored, and it was the last: the chunk is visible now
     # stored, and other parts are missing: the chunk cannot be read yet, though its generation is valid
-    PART = 1
-    WHOLE = 2  # stored, and it was the last: the chunk is visible now
+    PART = 2
 
 
 class Match(NamedTuple):

@@ -330,6 +330,7 @@ class DiskStore(WorkerBackend):
     ) -> None:  # fmt: skip
         """Take over `ledger` and `slab`, which belong together. `durable`: sync before a commit."""
         self.ledger = ledger
+        self.count = ledger.count
         self.slab = slab
         self.layout = layout
         self.chunk_bytes = layout.chunk_bytes
@@ -364,10 +365,6 @@ class DiskStore(WorkerBackend):
     def stamp(self) -> int:
         """Return the recency of a new request: one for its whole run, so that its tail is evicted before its head."""
         return self.ledger.stamp()
-
-    def count(self, name: str, number: int = 1) -> None:
-        """Add to a counter of the store."""
-        self.ledger.count(name, number)
 
     def record_error(self, error: Exception, what: str) -> Reason:
         """Log that I/O or a background job failed and return the reason to report. OSErrors count for the breaker."""

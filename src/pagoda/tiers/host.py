@@ -291,7 +291,7 @@ class HostTier(BlockingCalls):
                 kept = self.ledger.commit(list(copied.values()), deadline_seconds=self.deadline_seconds)
                 for n, ok in zip(copied, kept, strict=True):
                     ends[n] = completed_future(True) if ok else self._dropped(Reason.SUPERSEDED)
-                self.ledger.count("stored_bytes", sum(kept) * self.chunk_bytes)
+                self.ledger.count("stored_bytes", sum(map(bool, kept)) * self.chunk_bytes)
             if stale:
                 self.ledger.abort(stale)
             return [ends[n] for n in range(len(run))]

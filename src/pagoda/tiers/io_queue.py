@@ -255,6 +255,7 @@ class WorkerBackend(ABC):
     chunk_bytes: int
     batch_chunks = 1  # how many writes a worker takes at once
     reader_threads = 0  # threads that only read
+    count: Callable[[str, int], None]  # add to a counter of the tier
 
     @abstractmethod
     def reset(self) -> None:
@@ -274,10 +275,6 @@ class WorkerBackend(ABC):
 
     def interrupt(self) -> None:  # noqa: B027  # I/O of a disk cannot be interrupted
         """Wake the background work, and let I/O that hangs fail if that is possible: `stop` was set."""
-
-    @abstractmethod
-    def count(self, name: str, number: int = 1) -> None:
-        """Add to a counter of the tier."""
 
     @abstractmethod
     def record_error(self, error: Exception, what: str) -> Reason:
@@ -304,10 +301,10 @@ class IoWorker(ABC):
         except Exception as error:  # noqa: BLE001  # a background thread: the error becomes the future's value
             reason = self._backend.record_error(error, "a load")
         if reason is None:
-            self._backend.count("loaded_chunks")
+            self._backend.count("loaded_chunks", 1)
             self._backend.count("loaded_bytes", nbytes)
         elif reason is not Reason.LEDGER_BUSY:  # which the ledger counts
-            self._backend.count(f"miss_{reason}")
+            self._backend.count(f"miss_{reason}", 1)
         self._queue.finish_read(read, Done(reason is None, reason), nbytes)
 
     @abstractmethod
@@ -422,7 +419,7 @@ class WorkerPool:
         self._stop.set()
         writes, reads = self.queue.close()
         for write in writes:
-            self._backend.count(f"drop_{Reason.CLOSED}")
+            self._backend.count(f"drop_{Reason.CLOSED}", 1)
             self.queue.finish_write(write, Done(False, Reason.CLOSED))
         for read in reads:
             self.queue.finish_read(read, Done(False, Reason.CLOSED), 0)
@@ -482,7 +479,7 @@ class QueuedTier(BlockingCalls):
 
     def _count(self, name: str) -> None:
         if not self._closed:  # a closed ledger counts no more
-            self._backend.count(name)
+            self._backend.count(name, 1)
 
     def _drop_reason(self) -> Reason | None:
         if self._closed:
@@ -554,7 +551,7 @@ class QueuedTier(BlockingCalls):
         def finish() -> None:
             while left:
                 queue.finish_write(left[0], Done(False, reason))
-                self._backend.count(f"drop_{reason}")
+                self._backend.count(f"drop_{reason}", 1)
                 left.popleft()
 
         try:
