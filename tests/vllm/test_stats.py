@@ -183,6 +183,19 @@ def test_every_counter_is_shown_from_the_start_and_a_second_engine_finds_no_name
     assert value("lookups") == 0
 
 
+def test_hits_have_their_tier_as_a_label_too(config: object) -> None:
+    KVConnectorProm(config, LABELS, ENGINES).observe(
+        counted(hit_tokens_host=7, hit_tokens_disk=2).to_dict(), 1
+    )
+    labels = {"model_name": "a-model", "engine": "1"}
+    by_tier = [
+        REGISTRY.get_sample_value("vllm:pagoda_hit_tokens_total", {**labels, "tier": tier})
+        for tier in ("host", "disk", "remote")
+    ]
+    assert by_tier == [7, 2, 0]
+    assert [value(f"hit_tokens_{tier}", 1) for tier in ("host", "disk", "remote")] == by_tier  # as ever
+
+
 def test_counts_of_another_version_do_no_harm(config: object) -> None:
     metrics = PagodaPromMetrics(
         config, {Counter: Counter, Gauge: Gauge, Histogram: Histogram}, LABELS, ENGINES

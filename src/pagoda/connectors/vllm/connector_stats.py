@@ -39,6 +39,7 @@ COUNTERS: Mapping[str, str] = MappingProxyType(
 )
 
 _TIERS = ("host", "disk", "remote")
+_HITS = ("hit_tokens", "Tokens found and not computed, by the tier that had them.")
 
 
 class PagodaStats(KVConnectorStats):
@@ -107,7 +108,10 @@ class PagodaStats(KVConnectorStats):
 
 
 class PagodaPromMetrics(KVConnectorPromMetrics):
-    """One Prometheus counter for each name, `vllm:pagoda_<name>_total`, with the labels that vLLM gives each engine."""
+    """One Prometheus counter for each name, `vllm:pagoda_<name>_total`, with the labels that vLLM gives each engine.
+
+    In addition `vllm:pagoda_hit_tokens_total` has what the counters `hit_tokens_<tier>` have, with the label `tier`.
+    """
 
     def __init__(
         self,
@@ -117,17 +121,21 @@ class PagodaPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._counters: dict[str, dict[int, Any]] = {
-            name: create_metric_per_engine(
-                self._counter_cls(name=PREFIX + name, documentation=text, labelnames=labelnames),
-                per_engine_labelvalues,
-            )
+        self._counters: dict[str, list[dict[int, Any]]] = {
+            name: [create_metric_per_engine(self._counter(name, text, labelnames), per_engine_labelvalues)]
             for name, text in COUNTERS.items()
         }
+        hits = self._counter(*_HITS, [*labelnames, "tier"])
+        for tier in _TIERS:
+            values = {engine: [*labels, tier] for engine, labels in per_engine_labelvalues.items()}
+            self._counters[f"hit_tokens_{tier}"].append(create_metric_per_engine(hits, values))
+
+    def _counter(self, name: str, text: str, labelnames: list[str]) -> Any:
+        return self._counter_cls(name=PREFIX + name, documentation=text, labelnames=labelnames)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one step's counts of an engine."""
         for name, number in transfer_stats_data.items():
-            counter = self._counters.get(name, {}).get(engine_idx)
-            if counter is not None and number > 0:
-                counter.inc(number)
+            for counters in self._counters.get(name, ()):
+                if number > 0 and (counter := counters.get(engine_idx)) is not None:
+                    counter.inc(number)
