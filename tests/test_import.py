@@ -19,6 +19,8 @@ HEAVY = (
     "typer",
     "rich",
     "transformers",
+    "aiohttp",
+    "prometheus_client",
 )
 
 
@@ -65,6 +67,6 @@ def test_the_names_of_loggers_are_pinned() -> None:
     }
     assert {name.strip('"') for name in found} == {
         "pagoda", "pagoda.cache", "pagoda.connectors", "pagoda.ledger.clears", "pagoda.ledger.spaces",
-        "pagoda.ledger.store", "pagoda.slab", "pagoda.tiers.disk", "pagoda.tiers.register", "pagoda.tiers.remote",
-        "pagoda.transfer", "pagoda.vllm",
+        "pagoda.ledger.store", "pagoda.serve", "pagoda.slab", "pagoda.tiers.disk", "pagoda.tiers.register",
+        "pagoda.tiers.remote", "pagoda.transfer", "pagoda.vllm",
     }  # fmt: skip

@@ -29,22 +29,36 @@ _PAGE = 256
 # ---- listings
 
 
-def list_chunks(ledger: Ledger, limit: int | None = None) -> Iterator[ChunkRow]:
-    """Walk all chunks by slot, a page at a time, while others go on. StoreError."""
+def list_chunks(
+    ledger: Ledger, limit: int | None = None, *, slot: int | None = None,
+    deadline_seconds: float = PATIENT_SECONDS,
+) -> Iterator[ChunkRow]:  # fmt: skip
+    """Walk all chunks by slot, a page at a time, while others go on. StoreError.
+
+    `slot`: only the chunk in that slot, if it has one, within the deadline.
+    """
+    if slot is not None:
+        return iter(ledger.session.read(partial(_chunk_in, ledger, slot), deadline_seconds))
+    rows = ledger.session.read_rows(lambda tables: tables.slots, partial(_chunk_row, ledger), most=_PAGE)
+    return islice(rows, limit)
+
+
+def _chunk_in(ledger: Ledger, slot: int, txn: Txn, tables: Tables) -> list[ChunkRow]:
+    row = txn.get(SLOT_KEY.pack(slot), db=tables.slots)
+    return [] if row is None else [_chunk_row(ledger, txn, tables, SLOT_KEY.pack(slot), row)]
+
+
+def _chunk_row(ledger: Ledger, txn: Txn, tables: Tables, key: bytes, row: bytes) -> ChunkRow:
     columns, session = ledger.columns, ledger.session
-
-    def chunk(txn: Txn, tables: Tables, key: bytes, row: bytes) -> ChunkRow:
-        slot: int = SLOT_KEY.unpack(key)[0]
-        generation, namespace, position, tokens, name = SLOT.unpack(row)
-        now = session.clock.monotonic_ns()
-        age = (session.stamp(now) - int(columns.last_use[slot])) / 1e9
-        leased, pinned = columns.lease_until[slot] > now, txn.get(name, db=tables.pins) is not None
-        root = queries.root_of(txn, tables, namespace)
-        return ChunkRow(
-            name, slot, generation, root, position, tokens, max(0.0, age), int(columns.hits[slot]), bool(leased), pinned
-        )  # fmt: skip
-
-    return islice(session.read_rows(lambda tables: tables.slots, chunk, most=_PAGE), limit)
+    slot: int = SLOT_KEY.unpack(key)[0]
+    generation, namespace, position, tokens, name = SLOT.unpack(row)
+    now = session.clock.monotonic_ns()
+    age = (session.stamp(now) - int(columns.last_use[slot])) / 1e9
+    leased, pinned = columns.lease_until[slot] > now, txn.get(name, db=tables.pins) is not None
+    root = queries.root_of(txn, tables, namespace)
+    return ChunkRow(
+        name, slot, generation, root, position, tokens, max(0.0, age), int(columns.hits[slot]), bool(leased), pinned
+    )  # fmt: skip
 
 
 def list_namespaces(ledger: Ledger, deadline_seconds: float = PATIENT_SECONDS) -> dict[bytes, NamespaceRow]:

@@ -72,6 +72,7 @@ class Ledger:
         self.directory: Path = session.store.directory
         self.kind: Kind = state.kind
         self.slots, self.slot_bytes = state.slots, state.slot_bytes
+        self.chunk_bytes = state.chunk_bytes  # of a payload; 0: unknown
         self.store_id = bytes.fromhex(state.store_id)
         self.slab_path: Path = self.directory / SLAB
         self.columns: Columns = session.columns

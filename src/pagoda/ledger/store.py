@@ -63,6 +63,7 @@ _LAST_STAMP = 1 << 62  # no clock gets there: a larger stamp is damaged
 class StoreSpec:
     """Which store: `slots` slots of `slot_bytes` (stride in the slab file, headers included) in `<root>/<name>/`.
 
+    `chunk_bytes` is the size of a payload, for processes that know no layout (0: unknown).
     `limit_bytes` is for the slabs of all stores of the root, and the largest of those in use counts: `space_sharing`
     tells how they share it. A `private` store belongs to one process, and is removed when it is closed or the process
     dies. With `slot_bytes` 0 it has no slab.
@@ -75,6 +76,7 @@ class StoreSpec:
     slot_bytes: int
     limit_bytes: int | None = None
     private: bool = False
+    chunk_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.slots < 1:
@@ -288,7 +290,7 @@ def _judge(directory: Path, spec: StoreSpec, clock: Clock) -> StoreState | None:
         state = _rebuild(directory, state)
     if state.slots < spec.slots:
         state = _lengthen(directory, state, spec)
-    return _renew(directory, state, boot, clock)
+    return _renew(directory, state, spec, boot, clock)
 
 
 def _distrusted(directory: Path, state: StoreState, boot: str) -> str | None:
@@ -312,7 +314,7 @@ def _distrusted(directory: Path, state: StoreState, boot: str) -> str | None:
     return wrong
 
 
-def _renew(directory: Path, state: StoreState, boot: str, clock: Clock) -> StoreState:
+def _renew(directory: Path, state: StoreState, spec: StoreSpec, boot: str, clock: Clock) -> StoreState:
     """Take a store into use: from now on its ledger is only trusted in this boot, or after a clean close."""
     offset = state.recency_offset
     if state.boot_id != boot:
@@ -321,8 +323,9 @@ def _renew(directory: Path, state: StoreState, boot: str, clock: Clock) -> Store
         known = columns.last_use[columns.last_use < _LAST_STAMP]
         offset = max(FIRST_OFFSET, int(known.max(initial=0))) + 1 - clock.monotonic_ns()
     renewed = msgspec.structs.replace(
-        state, boot_id=boot, clean=False, recency_offset=offset, inodes=inodes(directory, state)
-    )
+        state, boot_id=boot, clean=False, recency_offset=offset, inodes=inodes(directory, state),
+        chunk_bytes=spec.chunk_bytes or state.chunk_bytes,
+    )  # fmt: skip
     if renewed != state:
         write_state(directory, renewed)
     return renewed
@@ -346,7 +349,7 @@ def _create(directory: Path, spec: StoreSpec, clock: Clock) -> OpenStore:
                 allocate(making / SLAB, first * spec.slot_bytes)
             if spec.slot_bytes:
                 lengthen(making / SLAB, spec.slots * spec.slot_bytes)
-            state = _renew(making, state, clock.boot_id(), clock)
+            state = _renew(making, state, spec, clock.boot_id(), clock)
             os.rename(making, directory)
             undo.pop_all()
     except (OSError, lmdb.Error) as error:

@@ -70,6 +70,9 @@ class StoreState(msgspec.Struct, frozen=True, kw_only=True):
     slab_format: int = 1
     used_bytes: int = 0  # of the tables, at a clean close
     checksum: str = ""  # of these and of the columns
+    chunk_bytes: int = (
+        0  # of a payload; 0 if only older versions, or none that stores payloads, had the store alone
+    )
 
     def sizes(self) -> dict[str, int]:
         """Return the exact size of each mapped file, in bytes."""

@@ -1,4 +1,9 @@
-"""What `pagoda serve` and operators' commands are made of. Importing this package imports nothing.
+"""`pagoda serve`: chunks of this machine's stores over HTTP, and what operators look at. Importing it imports nothing.
 
-`exposition` writes what stores hold and have counted in Prometheus' text format (extra `metrics`).
+server          the aiohttp application, its sockets and its life
+access          who may call: token, cookie, Host header, rates, connections
+blocking_calls  calls that may wait, on threads and never on the event loop
+chunk_routes    GET, HEAD, PUT and DELETE of a chunk, find
+served_stores   the stores, opened beside the engines; finds a chunk by namespace and key
+exposition      what stores hold and have counted, in Prometheus' text format (extra `metrics`)
 """

@@ -117,6 +117,7 @@ class DiskTier(QueuedTier):
             slots=slots,
             slot_bytes=stride,
             limit_bytes=size_bytes,
+            chunk_bytes=layout.chunk_bytes,
         )
         made = not os.path.exists(path / spec.name)  # false if this user may not see it
         ledger = Ledger.open(spec, policy=policy, clock=clock or Clock())

@@ -97,6 +97,7 @@ class HostTier(BlockingCalls):
             slot_bytes=layout.slot_bytes if shared else 0,
             limit_bytes=size_bytes if shared else None,
             private=not shared,
+            chunk_bytes=layout.chunk_bytes,
         )
         made = not os.path.exists(path / spec.name)  # false if this user may not see it
         ledger = Ledger.open(spec, policy=policy, clock=clock or Clock())

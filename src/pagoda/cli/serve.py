@@ -1,0 +1,134 @@
+"""`pagoda serve`: gives this machine's chunks to other machines over HTTP, beside the engines."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Option
+
+from pagoda.cli import UsageError, printing
+from pagoda.cli.stores import AsJson, ConfigFile, Directory, configured, find_stores
+
+if TYPE_CHECKING:
+    from pagoda.serve.served_stores import HostRoom
+
+
+def serve(
+    directory: Directory = None,
+    listen: Annotated[
+        str | None,
+        Option(metavar="HOST:PORT|unix:PATH", help="Where to listen; default: a Unix socket of this user."),
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        Option(
+            metavar="FILE", help="The token of TCP clients; default: PAGODA_SERVE_TOKEN, or a file made once."
+        ),
+    ] = None,
+    allow_host: Annotated[
+        list[str] | None, Option(metavar="NAME", help="A further name that clients may call this machine by.")
+    ] = None,
+    read_only: Annotated[bool, Option("--read-only", help="Take no chunks and remove none.")] = False,
+    host_size: Annotated[
+        str | None,
+        Option(
+            metavar="SIZE", help="Make host stores of this size for chunks of layouts that have none here."
+        ),
+    ] = None,
+    tls_cert: Annotated[
+        Path | None, Option(metavar="FILE", help="Certificate chain (PEM): serve https.")
+    ] = None,
+    tls_key: Annotated[Path | None, Option(metavar="FILE", help="Key of the certificate (PEM).")] = None,
+    as_json: AsJson = False,
+    config: ConfigFile = None,
+) -> int:
+    """Serve the chunks of this machine's stores over HTTP, until Ctrl-C. Engines need no change and do not wait."""
+    try:
+        import asyncio
+
+        from pagoda.serve.access import read_token
+        from pagoda.serve.server import ServeOptions
+        from pagoda.serve.server import serve as run
+    except ModuleNotFoundError as missing:
+        raise UsageError(f"serve needs {missing.name}: pip install 'pagodakv[serve]'") from None
+    if (tls_cert is None) != (tls_key is None):
+        raise UsageError("--tls-cert and --tls-key: give both or neither")
+    address, socket_path = _address(listen)
+    if address is None and (tls_cert or token_file or allow_host):
+        raise UsageError("--tls-cert, --token-file and --allow-host are for TCP: add --listen HOST:PORT")
+    options = ServeOptions(
+        find_stores=lambda: _stores(directory, config),
+        listen=address,
+        token=read_token(token_file) if address else None,
+        allow_hosts=allow_host or (),
+        read_only=read_only,
+        host_room=_host_room(host_size, config),
+        certificate=tls_cert,
+        certificate_key=tls_key,
+        **({"socket_path": socket_path} if socket_path else {}),
+    )
+    if address and tls_cert is None and not _is_loopback(address[0]):
+        printing.note(
+            f"{address[0]} is not loopback and without TLS: the network can read tokens and chunks; "
+            "add --tls-cert and --tls-key, or listen inside a private network"
+        )
+
+    def ready(url: str) -> None:
+        print(json.dumps({"url": url, "pid": os.getpid()}) if as_json else f"pagoda serve: {url}", flush=True)
+
+    asyncio.run(run(options, ready))
+    return 0
+
+
+def _stores(directory: Path | None, config: Path | None) -> Sequence[Path]:
+    """Return the stores that exist now; a directory that holds none yet may get one."""
+    from pagoda.errors import StoreError
+
+    try:
+        return find_stores(directory, config)
+    except UsageError as error:
+        if directory is not None and directory.is_dir():
+            return []
+        raise StoreError(str(error)) from None
+
+
+def _address(listen: str | None) -> tuple[tuple[str, int] | None, Path | None]:
+    """Return host and port, or the path of a Unix socket, that `--listen` names."""
+    if listen is None:
+        return None, None
+    if listen.startswith("unix:"):
+        path = Path(listen.removeprefix("unix:").removeprefix("//"))
+        if not path.is_absolute() or len(os.fsencode(path)) > 100:
+            raise UsageError(f"--listen {listen}: write unix: and an absolute path of at most 100 bytes")
+        return None, path
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise UsageError(f"--listen {listen}: write HOST:PORT, such as 127.0.0.1:7777, or unix:PATH")
+    return (host.removeprefix("[").removesuffix("]"), int(port)), None
+
+
+def _host_room(size: str | None, config: Path | None) -> HostRoom | None:
+    from pagoda.config.sizes import auto_bytes, parse_size
+    from pagoda.serve.served_stores import HostRoom
+
+    if size is None:
+        return None
+    found = configured(config)
+    try:
+        nbytes = parse_size(size)
+    except ValueError as error:
+        raise UsageError(f"--host-size {size}: {error}") from None
+    room = auto_bytes(Path(found.host_path)) if isinstance(nbytes, str) else nbytes
+    return HostRoom(Path(os.path.realpath(found.host_path)), room, found.policy)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

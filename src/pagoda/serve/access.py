@@ -1,0 +1,220 @@
+"""Who may call the server: the token and the page's cookie, the Host header, and how often.
+
+`server` makes one `AccessRules` and puts its `middleware` before all routes. The token is never logged, never in a URL.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
+
+from aiohttp import web
+
+from pagoda.errors import ConfigError
+
+TOKEN_VARIABLE = "PAGODA_SERVE_TOKEN"
+COOKIE = "pagoda"
+_SHORTEST_TOKEN, _LONGEST_TOKEN = 16, 1024
+_REQUESTS_A_SECOND, _BURST = 4000.0, 8000.0  # of one client
+_WRONG_TOKENS_A_SECOND, _WRONG_BURST = 1.0, 20.0
+_MOST_CLIENTS = 1024
+
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def refusal(status: int, reason: str, remedy: str = "") -> web.Response:
+    """Return an answer that refuses a request: JSON with the reason and, for people, what to do."""
+    body = {"reason": reason, **({"remedy": remedy} if remedy else {})}
+    return web.json_response(body, status=status, headers={"Cache-Control": "no-store"})
+
+
+class AccessRules:
+    """The rules of one server. Of its event loop.
+
+    Requests over TCP need the token, those over the Unix socket do not: its directory belongs to the user. `open_paths`
+    are answered without the token; other modules add theirs. `counts` tells how many requests were refused and why.
+    """
+
+    def __init__(self, token: str | None, hosts: Iterable[str], port: int | None) -> None:
+        """`token` None: the server listens on a Unix socket only. `hosts`: names that the Host header may have."""
+        self._token = token
+        self._hosts = {host.lower() for host in hosts}
+        self._port = port
+        self.open_paths = {"/healthz"}
+        self.counts: Counter[str] = Counter()
+        self._requests = RateLimit(_REQUESTS_A_SECOND, _BURST)
+        self._wrong_tokens = RateLimit(_WRONG_TOKENS_A_SECOND, _WRONG_BURST)
+
+    @web.middleware
+    async def middleware(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        """Answer requests that are not allowed; pass on the others."""
+        refused = self._refused(request)
+        if refused is None:
+            return await handler(request)
+        self.counts[f"refused_{refused.status}"] += 1
+        return refused
+
+    def _refused(self, request: web.Request) -> web.Response | None:
+        if self._token is None:
+            return None
+        client = request.remote or ""
+        if not self._requests.allows(client):
+            return refusal(429, "too_many_requests")
+        if not self.is_host(request.headers.get("Host", "")):
+            return refusal(421, "other_host", "start the server with --allow-host NAME")
+        if request.path in self.open_paths:
+            return None
+        if self._wrong_tokens.is_spent(client):
+            return refusal(429, "too_many_wrong_tokens")
+        if not self.is_known(request):
+            self._wrong_tokens.allows(client)
+            answer = refusal(401, "token", "send the header Authorization: Bearer TOKEN")
+            answer.headers["WWW-Authenticate"] = "Bearer"
+            return answer
+        return None
+
+    def is_host(self, host: str) -> bool:
+        """Return whether a Host header names this server: a page of another name (DNS rebinding) may not call it."""
+        name, port = host, ""
+        if not host.endswith("]") and ":" in host:
+            name, _, port = host.rpartition(":")
+        right_port = not port or self._port is None or port == str(self._port)
+        return right_port and name.strip("[]").lower() in self._hosts
+
+    def is_known(self, request: web.Request) -> bool:
+        """Return whether a request has the token, or the cookie and comes from this server's own page."""
+        kind, _, sent = request.headers.get("Authorization", "").partition(" ")
+        if kind.lower() == "bearer" and self.is_token(sent.strip()):
+            return True
+        cookie = request.cookies.get(COOKIE)
+        if cookie is None or self._token is None or not _equal(cookie, self.cookie()):
+            return False
+        origin = request.headers.get("Origin")
+        own = origin is None or origin.partition("://")[2] == request.headers.get("Host", "")
+        return own if request.method in ("GET", "HEAD") else own and origin is not None
+
+    def is_token(self, text: str) -> bool:
+        """Return whether `text` is the token; takes the same time whatever it is."""
+        return self._token is not None and _equal(text, self._token)
+
+    def cookie(self) -> str:
+        """Return the value of the page's cookie: it changes with the token and does not tell it."""
+        assert self._token is not None
+        return hmac.new(self._token.encode(), b"PagodaKV page cookie 1", hashlib.sha256).hexdigest()
+
+
+def _equal(a: str, b: str) -> bool:
+    digests = (hashlib.sha256(text.encode("utf-8", "replace")).digest() for text in (a, b))
+    return hmac.compare_digest(*digests)
+
+
+class RateLimit:
+    """At most `rate` events a second of each client, and `burst` at once. Of one thread; remembers a bounded number."""
+
+    def __init__(self, rate: float, burst: float) -> None:
+        self._rate, self._burst = rate, burst
+        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # (what was left, when)
+
+    def allows(self, client: str) -> bool:
+        """Count one event; return whether it is within the limit."""
+        left = self._tokens(client) - 1.0
+        self._left[client] = max(left, 0.0), time.monotonic()
+        self._left.move_to_end(client)
+        while len(self._left) > _MOST_CLIENTS:
+            self._left.popitem(last=False)
+        return left >= 0.0
+
+    def is_spent(self, client: str) -> bool:
+        """Return whether the next event would be above the limit. Changes nothing."""
+        return self._tokens(client) < 1.0
+
+    def _tokens(self, client: str) -> float:
+        left, at = self._left.get(client, (self._burst, 0.0))
+        return min(self._burst, left + (time.monotonic() - at) * self._rate)
+
+
+# ---- the token and the directories
+
+
+def read_token(file: Path | None) -> str:
+    """Return the token: of `file`, of the variable, or of the user's own file, which is made if it does not exist.
+
+    Raises ConfigError for a file that cannot be read or that other users can, and for a token that is too short.
+    """
+    if file is None and (given := os.environ.get(TOKEN_VARIABLE)) is not None:
+        return _checked(given, TOKEN_VARIABLE)
+    path = default_token_file() if file is None else file
+    if file is None and not path.exists():
+        _make_token(path)
+    try:
+        status = path.stat()
+        if status.st_mode & 0o077 and status.st_uid == os.geteuid():
+            raise ConfigError(f"{path}: other users can read the token: chmod 600 it")
+        return _checked(path.read_text(encoding="utf-8", errors="replace"), str(path))
+    except OSError as error:
+        raise ConfigError(f"{path}: the token cannot be read: {error.strerror}") from None
+
+
+def default_token_file() -> Path:
+    """Return where the token of this user is."""
+    state = os.environ.get("XDG_STATE_HOME", "")
+    base = Path(state) if os.path.isabs(state) else Path(os.path.expanduser("~"), ".local", "state")
+    return base / "pagoda" / "serve-token"
+
+
+def default_socket() -> Path:
+    """Return the Unix socket of this user."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    if os.path.isabs(runtime) and os.path.isdir(runtime):
+        return Path(runtime, "pagoda", "serve.sock")
+    return Path(f"/dev/shm/pagoda-{os.getuid()}", ".serve", "serve.sock")
+
+
+def private_directory(path: Path) -> None:
+    """Make a directory that only this user can enter. Raises ConfigError if another user can."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = path.lstat()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be made: {error.strerror}; choose another path") from None
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise ConfigError(
+            f"{path}: must be a directory of this user with mode 0700: chmod it or choose another"
+        )
+
+
+def _checked(text: str, place: str) -> str:
+    token = text.strip()
+    if not _SHORTEST_TOKEN <= len(token) <= _LONGEST_TOKEN or not token.isascii() or not token.isprintable():
+        raise ConfigError(
+            f"{place}: a token has {_SHORTEST_TOKEN} to {_LONGEST_TOKEN} printable ASCII characters: remove the "
+            "file for a new one, or write another"
+        )
+    return token
+
+
+def _make_token(path: Path) -> None:
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fresh = path.with_name(f".{path.name}-{os.getpid()}")
+        with open(fresh, "x", opener=lambda name, flags: os.open(name, flags | os.O_CLOEXEC, 0o600)) as file:
+            file.write(secrets.token_urlsafe(32) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(fresh, path)  # another server may have been first: then its token counts
+        except FileExistsError:
+            pass
+        finally:
+            fresh.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: a token cannot be written: {error.strerror}; name a file with --token-file"
+        ) from None

@@ -1,0 +1,365 @@
+"""The chunks over HTTP: GET, HEAD, PUT and DELETE /v1/NAMESPACE/KEY, POST /v1/NAMESPACE/find, PUT /v1/NAMESPACE.
+
+NAMESPACE and KEY are 64 hexadecimal digits. The value of a chunk is a header page and the payload, as in every remote
+store; whoever reads it verifies both. A GET takes a lease on the chunk, which ends by time, whatever happens to the
+client or to this process. Bytes in memory go from the slot to the socket inside the kernel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+from aiohttp import web
+
+from pagoda import codec
+from pagoda.codec import HEADER_BYTES
+from pagoda.errors import ClosedError
+from pagoda.metrics import Reason
+from pagoda.serve.access import refusal
+from pagoda.serve.blocking_calls import CALLS, OverloadedError
+from pagoda.serve.served_stores import LocatedChunk, ServedStore, ServedStores
+from pagoda.slab import aligned
+from pagoda.tiers.base import Bytes
+from pagoda.tiers.remote.remote_tier import STORE_ID
+
+STORES: web.AppKey[ServedStores] = web.AppKey("stores", ServedStores)
+COUNTS: web.AppKey[Counter[str]] = web.AppKey("counts", Counter)
+READ_ONLY: web.AppKey[bool] = web.AppKey("read_only", bool)
+
+MOST_KEYS = 4096  # in one find
+_KEY_BYTES = 32
+_MOST_LABEL_BYTES = 4096
+_PIECE_BYTES = 8 << 20  # is sent before the lease is renewed and the generation compared
+_WRITE_BYTES = 1 << 20  # is handed to a socket that cannot send from a file
+_START_SECONDS, _SLOWEST_BYTES_PER_SECOND = 5.0, 2 << 20  # a slower client is disconnected
+_BUFFER_BYTES, _BUFFER_SECONDS = 256 << 20, 5.0  # for chunks from the disk and from clients, in all
+T = TypeVar("T", bound=web.StreamResponse)
+
+_HEX = re.compile(r"[0-9a-f]{64}")
+_LABELS = re.compile(r"[a-z_]{1,32}")
+
+
+def add_routes(app: web.Application) -> None:
+    """Add the routes of this module. The application has its stores, calls, counts and whether it is read-only."""
+    app[_BUFFERS] = BufferPool(_BUFFER_BYTES)
+    app.router.add_route("HEAD", "/v1/{namespace}/{key}", _head)
+    app.router.add_route("GET", "/v1/{namespace}/{key}", _get)
+    app.router.add_put("/v1/{namespace}/{key}", _put)
+    app.router.add_delete("/v1/{namespace}/{key}", _delete)
+    app.router.add_post("/v1/{namespace}/find", _find)
+    app.router.add_put("/v1/{namespace}", _label)
+
+
+class BufferPool:
+    """Page-aligned buffers for chunks, of a bounded size together. Of the event loop."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._most = self._left = nbytes
+        self._changed = asyncio.Condition()
+        self._kept: list[Bytes] = []
+
+    @contextlib.asynccontextmanager
+    async def buffer(self, nbytes: int) -> AsyncIterator[Bytes]:
+        """Lend a buffer of `nbytes`. Raises OverloadedError if too many are lent for some seconds."""
+        if nbytes > self._most:
+            raise OverloadedError
+        await self._take(nbytes)
+        try:
+            same = [n for n, kept in enumerate(self._kept) if kept.nbytes == nbytes]
+            buffer = self._kept.pop(same[0]) if same else aligned(nbytes)
+            yield buffer
+            self._kept = [buffer, *self._kept][:2]  # not after an exception: a thread may still write into it
+        finally:
+            self._left += nbytes
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def _take(self, nbytes: int) -> None:
+        try:
+            async with asyncio.timeout(_BUFFER_SECONDS), self._changed:
+                await self._changed.wait_for(lambda: self._left >= nbytes)
+                self._left -= nbytes
+        except TimeoutError:
+            raise OverloadedError from None
+
+
+_BUFFERS: web.AppKey[BufferPool] = web.AppKey("buffers", BufferPool)
+
+
+def _named(request: web.Request, part: str) -> bytes:
+    """Return the namespace or the key of a URL. Raises HTTPBadRequest if it is none."""
+    text = request.match_info[part]
+    if not _HEX.fullmatch(text):
+        raise web.HTTPBadRequest(reason="Bad Name")
+    return bytes.fromhex(text)
+
+
+def _miss(reason: Reason) -> web.Response:
+    status = 503 if reason in (Reason.LEDGER_BUSY, Reason.IO_ERROR, Reason.DEADLINE) else 404
+    return refusal(status, reason.value)
+
+
+# ---- reading -----------------------------------------------------------------------------------------------------
+
+
+async def _head(request: web.Request) -> web.StreamResponse:
+    namespace, key = _named(request, "namespace"), _named(request, "key")
+    found = await request.app[CALLS].run(request.app[STORES].locate, namespace, key)
+    if isinstance(found, Reason):
+        return web.Response(status=_miss(found).status)
+    return web.Response(headers=_value_headers(found.store))
+
+
+def _value_headers(store: ServedStore) -> dict[str, str]:
+    length = str(HEADER_BYTES + store.chunk_bytes)
+    return {
+        "Content-Type": "application/octet-stream",
+        "Content-Length": length,
+        "Cache-Control": "no-store",
+        "Pagoda-Tier": store.tier,
+    }
+
+
+async def _get(request: web.Request) -> web.StreamResponse:
+    namespace, key = _named(request, "namespace"), _named(request, "key")
+    stores, calls = request.app[STORES], request.app[CALLS]
+    found = await calls.run(stores.locate, namespace, key)
+    if isinstance(found, Reason):
+        return _miss(found)
+    try:
+        with found.store.using():
+            if found.store.in_memory:
+                page = await calls.run(stores.header_of, namespace, key, found)
+                return _miss(page) if isinstance(page, Reason) else await _send_slot(request, found, page)
+            payload_bytes = found.store.ledger.slot_bytes - HEADER_BYTES
+            async with request.app[_BUFFERS].buffer(payload_bytes) as buffer:
+                page = await calls.run(stores.read, namespace, key, found, buffer)
+                if isinstance(page, Reason):
+                    return _miss(page)
+                return await _send_buffer(request, found, page, buffer)
+    except ClosedError:
+        return _miss(Reason.EVICTED)
+
+
+async def _send_slot(request: web.Request, found: LocatedChunk, page: bytes) -> web.StreamResponse:
+    """Send a chunk straight from its slot, inside the kernel; with TLS from a view of the slot."""
+    store, transport = found.store, request.transport
+    if transport is None:
+        raise ConnectionResetError
+    if transport.get_extra_info("sslcontext") is not None:
+        view = store.slab.view(found.slot)  # type: ignore[union-attr]
+        return await _send_buffer(request, found, page, view)
+    loop, begin, total = asyncio.get_running_loop(), store.offset(found.slot), store.chunk_bytes
+    response = web.StreamResponse(headers=_value_headers(store))
+    try:
+        async with asyncio.timeout(_START_SECONDS):
+            await response.prepare(request)
+            await response.write(page)
+        for at in range(0, total, _PIECE_BYTES):
+            count = min(_PIECE_BYTES, total - at)
+            async with asyncio.timeout(_seconds(count)):
+                await loop.sendfile(transport, store.file, begin + at, count, fallback=False)
+            if not found.renew():  # the reader would notice, by the checksum; it need not read the rest
+                return _aborted(request, response, "evicted_while_sent")
+        await response.write_eof()
+    except TimeoutError:
+        return _aborted(request, response, "slow_readers")
+    return _sent(request, found, response)
+
+
+async def _send_buffer(
+    request: web.Request, found: LocatedChunk, page: bytes, payload: Bytes
+) -> web.StreamResponse:
+    """Send a chunk from memory of this process, a piece at a time; it is all sent when this returns."""
+    response = web.StreamResponse(headers=_value_headers(found.store))
+    if request.transport is not None:
+        request.transport.set_write_buffer_limits(0)  # a drain waits until the buffer may be used again
+    view = payload[: found.store.chunk_bytes].data
+    try:
+        async with asyncio.timeout(_START_SECONDS):
+            await response.prepare(request)
+            await response.write(page)
+        for at in range(0, view.nbytes, _WRITE_BYTES):
+            piece = view[at : at + _WRITE_BYTES]
+            async with asyncio.timeout(_seconds(piece.nbytes)):
+                await response.write(piece)
+                await response.drain()
+            if found.store.in_memory and not found.renew():
+                return _aborted(request, response, "evicted_while_sent")
+        await response.write_eof()
+    except TimeoutError:
+        return _aborted(request, response, "slow_readers")
+    return _sent(request, found, response)
+
+
+def _seconds(nbytes: int) -> float:
+    return _START_SECONDS + nbytes / _SLOWEST_BYTES_PER_SECOND
+
+
+def _aborted(request: web.Request, response: web.StreamResponse, why: str) -> web.StreamResponse:
+    """Break the connection: what was announced cannot be sent."""
+    request.app[COUNTS][why] += 1
+    if request.transport is not None:
+        request.transport.abort()
+    return response
+
+
+def _sent(request: web.Request, found: LocatedChunk, response: web.StreamResponse) -> web.StreamResponse:
+    counts, nbytes = request.app[COUNTS], found.store.chunk_bytes
+    counts["sent_chunks"] += 1
+    counts["sent_bytes"] += nbytes
+    found.store.ledger.count_all({"loaded_chunks": 1, "loaded_bytes": nbytes})
+    return response
+
+
+async def _find(request: web.Request) -> web.Response:
+    namespace = _named(request, "namespace")
+    if (request.content_length or 0) > MOST_KEYS * _KEY_BYTES:
+        return _too_large(MOST_KEYS * _KEY_BYTES)
+    body = await _small_body(request, MOST_KEYS * _KEY_BYTES)
+    if len(body) % _KEY_BYTES:
+        return refusal(400, "bad_body", f"send at most {MOST_KEYS} keys of {_KEY_BYTES} bytes each")
+    keys = [body[at : at + _KEY_BYTES] for at in range(0, len(body), _KEY_BYTES)]
+    found = await request.app[CALLS].run(request.app[STORES].find, namespace, keys)
+    request.app[COUNTS]["finds"] += 1
+    return web.json_response({"found": found})
+
+
+# ---- storing and removing ----------------------------------------------------------------------------------------
+
+
+async def _put(request: web.Request) -> web.Response:
+    namespace, key = _named(request, "namespace"), _named(request, "key")
+    stores, calls, length = request.app[STORES], request.app[CALLS], request.content_length
+    if request.app[READ_ONLY]:
+        return _closing(refusal(403, "read_only"))
+    if length is None or length <= HEADER_BYTES:
+        return _closing(refusal(411 if length is None else 422, "failed_check", "send a whole value"))
+    page = np.empty(HEADER_BYTES, np.uint8)
+    if not await _read_body(request, page):
+        return _closing(refusal(408, "late"))
+    header = codec.parse(page)
+    if header is None or not _is_of(header, namespace, key, length):
+        return _closing(refusal(422, "failed_check", "the header is not of this key, or is damaged"))
+    store = await calls.run(stores.room_for, header)
+    if store is None:
+        remedy = "start an engine here, or the server with --host-size, to make a store for this layout"
+        return _closing(refusal(507, "no_store", remedy))
+    if header.length != store.chunk_bytes:
+        return _closing(refusal(413, "too_large", f"a chunk has {store.chunk_bytes} bytes here"))
+    with store.using():
+        async with request.app[_BUFFERS].buffer(store.ledger.slot_bytes) as buffer:
+            if not await _read_body(request, buffer[: length - HEADER_BYTES]):
+                return _closing(refusal(408, "late"))
+            status, reason = await calls.run(
+                _store, stores, store, header, page, buffer, length - HEADER_BYTES
+            )
+    request.app[COUNTS][f"puts_{reason}"] += 1
+    return web.json_response({"reason": reason}, status=status)
+
+
+def _is_of(header: codec.Header, namespace: bytes, key: bytes, length: int) -> bool:
+    """Return whether a header describes a value of this key and of this size, in a codec that is known."""
+    expected = codec.Expected(store_id=STORE_ID, slot=0, epoch=0, namespace=namespace, key=key)
+    stored = length - HEADER_BYTES
+    return (
+        codec.agrees(header, expected)
+        and stored == (header.stored_bytes or header.length)
+        and stored <= header.length
+        and header.tokens > 0
+        and re.fullmatch(r"[0-9a-f]{16}", header.fingerprint) is not None
+    )
+
+
+def _store(
+    stores: ServedStores, store: ServedStore, header: codec.Header, page: Bytes, stored: Bytes, nbytes: int
+) -> tuple[int, str]:
+    """Verify what arrived in `stored` and store it; return the status and the reason. On a thread."""
+    payload = stored
+    if header.codec != "raw":
+        payload = aligned(store.ledger.slot_bytes)
+        word_bytes = int(stored[1])  # as the encoded bytes say themselves; a wrong one fails
+        if not codec.decode(header.codec, stored[:nbytes], word_bytes, payload[: header.length]):
+            return 422, Reason.FAILED_CHECK.value
+    if codec.verify(page, payload, header) is not None:
+        return 422, Reason.FAILED_CHECK.value
+    is_new, reason = stores.put(store, header, payload)
+    if reason is None:
+        return (201, "stored") if is_new else (200, "present")
+    return {Reason.BUSY: 409, Reason.TOO_LARGE: 413}.get(reason, 507), reason.value
+
+
+async def _delete(request: web.Request) -> web.Response:
+    namespace, key = _named(request, "namespace"), _named(request, "key")
+    if request.app[READ_ONLY]:
+        return refusal(403, "read_only")
+    removed = await request.app[CALLS].run(request.app[STORES].remove, namespace, key)
+    return web.Response(status=204) if removed else _miss(Reason.ABSENT)
+
+
+async def _label(request: web.Request) -> web.Response:
+    """Take what people may read of a namespace, as `Namespace.fields()` gives it: a JSON object of texts."""
+    namespace = _named(request, "namespace")
+    if request.app[READ_ONLY]:
+        return _closing(refusal(403, "read_only"))
+    if (request.content_length or 0) > _MOST_LABEL_BYTES:
+        return _too_large(_MOST_LABEL_BYTES)
+    try:
+        fields = msgspec.json.decode(await _small_body(request, _MOST_LABEL_BYTES), type=dict[str, str])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return refusal(400, "bad_body", "send a JSON object of names and texts")
+    kept = {name: text for name, text in fields.items() if _LABELS.fullmatch(name) and name != "salt"}
+    request.app[STORES].label(namespace, kept)
+    return web.Response(status=204)
+
+
+# ---- bodies ------------------------------------------------------------------------------------------------------
+
+
+async def _read_body(request: web.Request, buffer: Bytes) -> bool:
+    """Fill `buffer` from the body. False if the client is too slow, or ends it early."""
+    at = 0
+    try:
+        async with asyncio.timeout(_seconds(buffer.nbytes)):
+            while at < buffer.nbytes:
+                piece = await request.content.read(buffer.nbytes - at)
+                if not piece:
+                    return False
+                buffer[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
+                at += len(piece)
+    except TimeoutError:
+        return False
+    return True
+
+
+async def _small_body(request: web.Request, most: int) -> bytes:
+    """Return a body of at most `most` bytes. Raises HTTPRequestEntityTooLarge, HTTPRequestTimeout."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(_START_SECONDS):
+            while piece := await request.content.read(most + 1 - len(body)):
+                body += piece
+                if len(body) > most:
+                    break
+    except TimeoutError:
+        raise web.HTTPRequestTimeout from None
+    if len(body) > most:
+        raise web.HTTPRequestEntityTooLarge(most, len(body))
+    return bytes(body)
+
+
+def _too_large(most: int) -> web.Response:
+    return _closing(refusal(413, "too_large", f"send at most {most} bytes"))
+
+
+def _closing(answer: T) -> T:
+    """Make the connection end with this answer: what is left of the body is not read."""
+    answer.force_close()
+    return answer

@@ -1,0 +1,367 @@
+"""The stores that the server serves: found under the known roots, opened beside the engines, looked up by namespace.
+
+`server` makes one `ServedStores`; `chunk_routes` calls it on the threads for blocking calls, because the ledger may let
+a call wait. No call here waits longer than its deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from pagoda import codec
+from pagoda.clock import Clock
+from pagoda.codec import HEADER_BYTES
+from pagoda.errors import ClosedError, PagodaError
+from pagoda.layout import KVLayout
+from pagoda.ledger import Ledger, admin
+from pagoda.ledger.store_state import FORMAT, read_state
+from pagoda.metrics import RateLimitedLog, Reason
+from pagoda.slab import FileSlab, MemorySlab, aligned
+from pagoda.tiers import Chunk, HostTier
+from pagoda.tiers.base import Bytes
+from pagoda.tiers.remote.remote_tier import STORE_ID
+
+LEASE_SECONDS = 10.0  # of a chunk that is being sent; renewed with each piece
+_LEDGER_SECONDS = 1.0  # for one call of a ledger
+_FIND_SECONDS = 0.25  # for all look-ups of one request
+_MOST_HEADERS = 2048  # of 4 KiB each
+_MOST_LABELS = 1024
+_RUN_SECONDS = 5.0  # chunks of one namespace that arrive within this time count as one run
+_MOST_RUNS = 1024
+
+_logger = logging.getLogger("pagoda.serve")
+
+
+class HostRoom(NamedTuple):
+    """Where the server makes host stores for chunks of a layout that has none here, and how large they may be."""
+
+    path: Path
+    size_bytes: int
+    policy: str
+
+
+class LocatedChunk(NamedTuple):
+    """A chunk that may be read: `slot` of `store` had it, as `generation`. It has a lease."""
+
+    store: ServedStore
+    slot: int
+    generation: int
+
+    def renew(self) -> bool:
+        """Renew the lease; return whether the slot still has this chunk, so whether bytes read before are its own."""
+        ledger, where = self.store.ledger, (np.array([self.slot]), np.array([self.generation], np.uint64))
+        ledger.lease(*where, LEASE_SECONDS)
+        return bool(ledger.still_valid(*where)[0])
+
+
+class ServedStore:
+    """One store that exists, opened beside the processes that use it. Thread-safe.
+
+    `close` takes effect when the last `using` has ended. `file` is a descriptor of the slab, for sendfile.
+    """
+
+    def __init__(self, directory: Path, ledger: Ledger, slab: MemorySlab | FileSlab) -> None:
+        """Take over `ledger` and `slab`, which belong together."""
+        self.directory = directory
+        self.ledger = ledger
+        self.slab = slab
+        self.in_memory = isinstance(slab, MemorySlab)
+        self.tier = "host" if self.in_memory else "disk"
+        self.chunk_bytes = ledger.chunk_bytes
+        self.fingerprint = directory.name.partition(".")[0]
+        self.file = open(ledger.slab_path, "rb", buffering=0)  # noqa: SIM115  # closed with the store
+        self._host_tier: HostTier | None = None
+        self._lock = threading.Lock()
+        self._users = 0
+        self._closing = self._closed = False
+
+    @classmethod
+    def open(cls, directory: Path) -> ServedStore | None:
+        """Open the store of a directory; None if it has no bytes that may be served. Raises StoreError.
+
+        The size of a payload is not known of a store that only older versions had alone: the next engine tells it.
+        """
+        state = read_state(directory)
+        if state is not None and (state.private or not state.chunk_bytes):
+            return None
+        ledger = Ledger.attach(directory)
+        try:
+            slots, slot_bytes, guards = ledger.slots, ledger.slot_bytes, ledger.page_guards
+            if ledger.kind == "memory":
+                slab: MemorySlab | FileSlab = ledger.open_slab(
+                    lambda file: MemorySlab(file, slots, slot_bytes, guards)
+                )
+            else:
+                slab = ledger.open_slab(lambda file: FileSlab(file, slots, slot_bytes))
+            return cls(directory, ledger, slab)
+        except BaseException:
+            ledger.close()
+            raise
+
+    def offset(self, slot: int) -> int:
+        """Return where the payload of a slot begins in the slab's file."""
+        return slot * self.ledger.slot_bytes + (0 if self.in_memory else HEADER_BYTES)
+
+    def host_tier(self, chunk_tokens: int) -> HostTier:
+        """Return the tier that stores chunks here; only of a store in memory."""
+        assert isinstance(self.slab, MemorySlab)
+        if self._host_tier is None:
+            layout = KVLayout(chunk_tokens, self.chunk_bytes, self.fingerprint)
+            self._host_tier = HostTier(layout, self.ledger, self.slab)
+        return self._host_tier
+
+    def is_current(self) -> bool:
+        """Return whether the directory still has this very store."""
+        return self.ledger.session.store.is_current()
+
+    @contextlib.contextmanager
+    def using(self) -> Iterator[ServedStore]:
+        """Keep the store open during a request. Raises ClosedError once it is to be closed."""
+        with self._lock:
+            if self._closing:
+                raise ClosedError(f"the store at {self.directory} is closed")
+            self._users += 1
+        try:
+            yield self
+        finally:
+            with self._lock:
+                self._users -= 1
+            self._close_if_idle()
+
+    def close(self) -> None:
+        """Close the store, now or when its last user has ended. Other processes go on using it."""
+        self._closing = True
+        self._close_if_idle()
+
+    def _close_if_idle(self) -> None:
+        with self._lock:
+            if self._users or self._closed or not self._closing:
+                return
+            self._closed = True
+        self.file.close()
+        self.slab.close()
+        self.ledger.close()
+
+
+class ServedStores:
+    """All stores that are served. Thread-safe; `scan` opens and closes them, the other calls only look.
+
+    The header of a chunk is computed once for a (store, slot, generation) and kept: generations are never reused.
+    """
+
+    def __init__(
+        self, find: Callable[[], Sequence[Path]], host: HostRoom | None = None, clock: Clock | None = None
+    ) -> None:
+        """`find` returns the directories of the stores that exist, host tier first. `host`: where to make new ones."""
+        self._find, self._host = find, host
+        self._stores: dict[Path, ServedStore] = {}
+        self._lock = threading.Lock()  # of what follows; held for moments
+        self._scanning = threading.Lock()  # held while stores are opened or closed
+        self._headers: OrderedDict[tuple[bytes, int, int], bytes] = OrderedDict()
+        self._labels: OrderedDict[bytes, dict[str, str]] = OrderedDict()
+        self._runs: OrderedDict[bytes, tuple[float, int]] = OrderedDict()
+        self._log = RateLimitedLog(clock)
+
+    # ---- which stores there are ----------------------------------------------------------------------------------
+
+    def scan(self) -> None:
+        """Open the stores that are new, close those that are gone. Waits for locks of stores that are being made."""
+        with self._scanning:
+            there = [Path(os.path.realpath(path)) for path in self._find()]
+            kept: dict[Path, ServedStore] = {}
+            for path in there:
+                known = self._stores.get(path)
+                if known is not None and known.is_current():
+                    kept[path] = known
+                elif (made := self._opened(path)) is not None:
+                    kept[path] = made
+            before, self._stores = self._stores, kept
+            for store in before.values():
+                if store not in kept.values():
+                    store.close()
+
+    def _opened(self, path: Path) -> ServedStore | None:
+        try:
+            return ServedStore.open(path)
+        except (PagodaError, OSError) as trouble:
+            self._log.warn(_logger, Reason.IO_ERROR, f"a store is not served: {trouble}")
+            return None
+
+    def stores(self) -> list[ServedStore]:
+        """Return the stores that are open, host tier first."""
+        return list(self._stores.values())
+
+    def close(self) -> None:
+        """Close all stores."""
+        with self._scanning:
+            before, self._stores = self._stores, {}
+        for store in before.values():
+            store.close()
+
+    # ---- finding -------------------------------------------------------------------------------------------------
+
+    def locate(self, namespace: bytes, key: bytes) -> LocatedChunk | Reason:
+        """Return where a chunk is, with a lease on it, or why it is not found. Does not change recency: `find` does."""
+        reason = Reason.ABSENT
+        for store in self.stores():
+            match = store.ledger.match_prefix(
+                [key], start=None, namespace=namespace, touch=False, lease_seconds=LEASE_SECONDS,
+                deadline_seconds=_LEDGER_SECONDS,
+            )  # fmt: skip
+            if len(match.slots):
+                return LocatedChunk(store, int(match.slots[0]), int(match.generations[0]))
+            if match.reason not in (None, Reason.OTHER_NAMESPACE) and reason is Reason.ABSENT:
+                reason = match.reason
+        return reason
+
+    def find(self, namespace: bytes, keys: Sequence[bytes]) -> int:
+        """Return how many leading keys are stored, in all stores together. Raises their recency as one run."""
+        until = time.monotonic() + _FIND_SECONDS
+        at, before = 0, -1
+        while (
+            before < at < len(keys) and time.monotonic() < until
+        ):  # again while a store continues another's run
+            before = at
+            for store in self.stores():
+                match = store.ledger.match_prefix(
+                    keys[at:], start=None, namespace=namespace, stamp=store.ledger.stamp() - at,
+                    deadline_seconds=max(0.0, until - time.monotonic()),
+                )  # fmt: skip
+                at += len(match.slots)
+                if at == len(keys):
+                    break
+        return at
+
+    # ---- reading -------------------------------------------------------------------------------------------------
+
+    def header_of(self, namespace: bytes, key: bytes, found: LocatedChunk) -> bytes | Reason:
+        """Return the header page of a chunk in memory: its fields, and the checksum of what is in its slot."""
+        name = found.store.ledger.store_id, found.slot, found.generation
+        with self._lock:
+            page = self._headers.get(name)
+            if page is not None:
+                self._headers.move_to_end(name)
+        if page is None:
+            slab = found.store.slab
+            assert isinstance(slab, MemorySlab)
+            sealed = self._sealed(namespace, key, found, slab.view(found.slot))
+            # Only now is it certain that the checksum is of this chunk's bytes, and not of the next one's in the slot.
+            if sealed is None or not found.renew():
+                return Reason.EVICTED
+            page = sealed
+            with self._lock:
+                self._headers[name] = page
+                while len(self._headers) > _MOST_HEADERS:
+                    self._headers.popitem(last=False)
+        return page
+
+    def read(self, namespace: bytes, key: bytes, found: LocatedChunk, buffer: Bytes) -> bytes | Reason:
+        """Read and verify a chunk on disk into `buffer` (page-aligned, a slot's payload); return its header page."""
+        store, page = found.store, aligned(HEADER_BYTES)
+        assert isinstance(store.slab, FileSlab)
+        try:
+            store.slab.read(found.slot, [page, buffer])
+        except OSError as error:
+            self._log.warn(
+                _logger, Reason.IO_ERROR, f"reading slot {found.slot} of {store.directory}: {error}"
+            )
+            return Reason.IO_ERROR
+        if not found.renew():
+            return Reason.EVICTED
+        expected = codec.Expected(
+            store_id=store.ledger.store_id, slot=found.slot, namespace=namespace, key=key, length=store.chunk_bytes,
+            codec="raw", fingerprint=store.fingerprint, sequence=found.generation,
+        )  # fmt: skip
+        if codec.verify(page, buffer, expected) is not None:
+            if not codec.is_foreign(page):
+                store.ledger.remove_exact(
+                    key, found.slot, found.generation, Reason.FAILED_CHECK, _LEDGER_SECONDS
+                )
+            return Reason.FAILED_CHECK
+        return self._sealed(namespace, key, found, buffer) or Reason.EVICTED
+
+    def _sealed(self, namespace: bytes, key: bytes, found: LocatedChunk, payload: Bytes) -> bytes | None:
+        store = found.store
+        row = next(admin.list_chunks(store.ledger, slot=found.slot, deadline_seconds=_LEDGER_SECONDS), None)
+        if row is None or (row.key, row.generation) != (key, found.generation):
+            return None
+        header = codec.Header(
+            store_id=STORE_ID, slot=0, namespace=namespace, epoch=0, key=key, position=row.position,
+            length=store.chunk_bytes, tokens=row.tokens, codec="raw", fingerprint=store.fingerprint,
+            sequence=found.generation,
+        )  # fmt: skip
+        return codec.seal(header, payload).tobytes()
+
+    # ---- storing and removing ------------------------------------------------------------------------------------
+
+    def room_for(self, header: codec.Header) -> ServedStore | None:
+        """Return the host store of a header's layout, made now if the server may make one. Raises StoreError."""
+        for store in self.stores():
+            if store.in_memory and store.fingerprint == header.fingerprint:
+                return store
+        if self._host is None:
+            return None
+        layout = KVLayout(header.tokens, header.length, header.fingerprint)
+        path = self._host.path / f"{layout.fingerprint}.{FORMAT}"
+        with self._scanning:
+            made = self._stores.get(path)
+            if made is None:
+                tier = HostTier.open(layout, self._host.path, self._host.size_bytes, policy=self._host.policy)
+                made = ServedStore(path, tier.ledger, tier.slab)
+                self._stores = {path: made, **self._stores}
+        return made
+
+    def put(self, store: ServedStore, header: codec.Header, payload: Bytes) -> tuple[bool, Reason | None]:
+        """Store a verified chunk. Return whether it is new; and why it is not stored, if so."""
+        namespace, key = header.namespace, header.key
+        tier = store.host_tier(header.tokens)
+        if tier.find([key], start=header.position, namespace=namespace):
+            return False, None
+        fields = self._labels.get(namespace) or {"layout": header.fingerprint}
+        store.ledger.namespaces.register(namespace, dict(fields))
+        chunk = Chunk(key, header.position, header.tokens, payload, None, lambda: True)
+        (ended,) = tier.save([chunk], namespace, stamp=self._stamp(store, namespace))
+        done = ended.result(0)
+        return done.ok, done.reason
+
+    def _stamp(self, store: ServedStore, namespace: bytes) -> int:
+        """Return the recency of a chunk that arrives: one for a run, so that its tail is evicted before its head."""
+        now = time.monotonic()
+        with self._lock:
+            until, stamp = self._runs.get(namespace, (0.0, 0))
+            if now > until:
+                until, stamp = now + _RUN_SECONDS, store.ledger.stamp()
+            self._runs[namespace] = until, stamp
+            self._runs.move_to_end(namespace)
+            while len(self._runs) > _MOST_RUNS:
+                self._runs.popitem(last=False)
+        return stamp
+
+    def label(self, namespace: bytes, fields: Mapping[str, str]) -> None:
+        """Remember what people may read of a namespace; the stores get it with its next chunk. Never of a salt."""
+        with self._lock:
+            self._labels[namespace] = dict(fields)
+            self._labels.move_to_end(namespace)
+            while len(self._labels) > _MOST_LABELS:
+                self._labels.popitem(last=False)
+
+    def remove(self, namespace: bytes, key: bytes) -> int:
+        """Remove a chunk from all stores; return how many had it. Raises StoreError."""
+        removed = 0
+        for store in self.stores():
+            found = store.ledger.match_prefix(
+                [key], start=None, namespace=namespace, touch=False, deadline_seconds=_LEDGER_SECONDS
+            )
+            if len(found.slots):
+                removed += admin.remove(store.ledger, [key])
+        return removed

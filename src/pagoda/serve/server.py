@@ -1,0 +1,286 @@
+"""The server: an aiohttp application on one socket, the threads for calls that may wait, and its life.
+
+`pagoda serve` calls `serve`. A new group of routes gets a module with an `add_routes(app)`, which `make_app` calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import ssl
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+from aiohttp import web
+from aiohttp.web_protocol import RequestHandler
+
+from pagoda.errors import ConfigError, PagodaError
+from pagoda.metrics import RateLimitedLog, Reason
+from pagoda.serve import chunk_routes
+from pagoda.serve.access import AccessRules, default_socket, private_directory, refusal
+from pagoda.serve.blocking_calls import CALLS, BlockingCallPool, OverloadedError
+from pagoda.serve.chunk_routes import COUNTS, READ_ONLY, STORES
+from pagoda.serve.served_stores import HostRoom, ServedStores
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+ACCESS: web.AppKey[AccessRules] = web.AppKey("access", AccessRules)
+
+_SCAN_SECONDS = 2.0
+_HEADER_SECONDS = 10.0  # for a request's first byte after connecting, and for all of its header
+_IDLE_SECONDS = 120.0  # between two requests of a connection
+_MOST_CONNECTIONS = 256
+_LINGERING_SECONDS = 2.0  # for the rest of a body that is not read
+_READ_BYTES = 256 << 10
+_SHUTDOWN_SECONDS = 2.0  # for requests that run when the server is to stop
+
+_logger = logging.getLogger("pagoda.serve")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """What `pagoda serve` is to do. `listen`: (host, port), or None for the Unix socket at `socket_path`."""
+
+    find_stores: Callable[[], Sequence[Path]]
+    listen: tuple[str, int] | None = None
+    socket_path: Path = field(default_factory=default_socket)
+    token: str | None = field(default=None, repr=False)
+    allow_hosts: Sequence[str] = ()
+    read_only: bool = False
+    host_room: HostRoom | None = None
+    certificate: Path | None = None
+    certificate_key: Path | None = None
+
+
+def make_app(options: ServeOptions, access: AccessRules) -> web.Application:
+    """Return the application with all its routes; its stores are opened when it starts."""
+    app = web.Application(middlewares=[_failures, access.middleware])
+    app[ACCESS] = access
+    app[READ_ONLY] = options.read_only
+    app[COUNTS] = Counter()
+    app[STORES] = ServedStores(options.find_stores, options.host_room)
+    app[CALLS] = BlockingCallPool()
+    app.cleanup_ctx.append(_open_stores)
+    app.router.add_get("/healthz", _healthz)
+    chunk_routes.add_routes(app)
+    return app
+
+
+async def serve(options: ServeOptions, ready: Callable[[str], None]) -> None:
+    """Serve until SIGINT or SIGTERM. `ready` is called with the URL once requests are answered. Raises ConfigError."""
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    listening = _listen(options)
+    access = AccessRules(options.token if options.listen else None, _hosts(options), _port(listening))
+    runner = web.AppRunner(make_app(options, access), access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS)
+    try:
+        await runner.setup()
+        assert runner.server is not None
+        connections = Connections(runner.server, loop)
+        server = await _accept(loop, connections, listening, _tls(options))
+        sweeping = asyncio.create_task(connections.abort_late_ones())
+        try:
+            ready(url_of(options, listening))
+            await stop.wait()
+        finally:
+            sweeping.cancel()
+            server.close()
+    finally:
+        await runner.cleanup()
+        listening.close()
+        if options.listen is None:
+            options.socket_path.unlink(missing_ok=True)
+
+
+def url_of(options: ServeOptions, listening: socket.socket) -> str:
+    """Return where clients reach the server."""
+    if options.listen is None:
+        return f"unix:{options.socket_path}"
+    host, port = listening.getsockname()[:2]
+    return f"{'https' if options.certificate else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+# ---- sockets -----------------------------------------------------------------------------------------------------
+
+
+def _listen(options: ServeOptions) -> socket.socket:
+    """Return the bound socket. ConfigError with the remedy if it cannot be had."""
+    where = f"unix:{options.socket_path}" if options.listen is None else ":".join(map(str, options.listen))
+    try:
+        if options.listen is None:
+            return _unix_socket(options.socket_path)
+        host, port = options.listen
+        family, _, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        return listening
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"--listen {where}: {error}; choose another address") from None
+
+
+def _unix_socket(path: Path) -> socket.socket:
+    private_directory(path.parent)
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with contextlib.suppress(FileNotFoundError):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.settimeout(1.0)
+            if probe.connect_ex(str(path)) in (0, 11):
+                raise ConfigError(
+                    f"unix:{path}: another pagoda serve listens there: stop it or choose another path"
+                )
+        path.unlink()  # of a server that was killed
+    listening.bind(str(path))
+    os.chmod(path, 0o600)
+    return listening
+
+
+def _port(listening: socket.socket) -> int | None:
+    return None if listening.family == socket.AF_UNIX else int(listening.getsockname()[1])
+
+
+def _hosts(options: ServeOptions) -> list[str]:
+    """Return the names that a Host header may have."""
+    own = [] if options.listen is None else [options.listen[0].strip("[]")]
+    return [*own, "localhost", "127.0.0.1", "::1", *options.allow_hosts]
+
+
+def _tls(options: ServeOptions) -> ssl.SSLContext | None:
+    if options.certificate is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(options.certificate, options.certificate_key)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"--tls-cert {options.certificate}: cannot be used: {error}") from None
+    return context
+
+
+async def _accept(
+    loop: asyncio.AbstractEventLoop,
+    connections: Connections,
+    listening: socket.socket,
+    tls: ssl.SSLContext | None,
+) -> asyncio.Server:
+    if listening.family == socket.AF_UNIX:
+        return await loop.create_unix_server(connections.make, sock=listening)
+    handshake = _HEADER_SECONDS if tls is not None else None
+    return await loop.create_server(
+        connections.make, sock=listening, ssl=tls, ssl_handshake_timeout=handshake
+    )
+
+
+class _Connection(RequestHandler):
+    """A connection that knows since when it waits for (the rest of) a request's header; None: not."""
+
+    __slots__ = ("late_since",)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.late_since: float | None = time.monotonic()
+        super().connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self.late_since is None and self._current_request is None:
+            self.late_since = time.monotonic()
+        super().data_received(data)
+
+
+class _Refused(asyncio.Protocol):
+    """A connection above the limit, closed at once."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.abort()
+
+
+class Connections:
+    """The connections of a server: a bounded number, and none that keeps it waiting for a header."""
+
+    def __init__(self, server: web.Server, loop: asyncio.AbstractEventLoop) -> None:
+        self._server, self._loop = server, loop
+
+    def make(self) -> asyncio.Protocol:
+        """Return the protocol of a new connection."""
+        if len(self._server.connections) >= _MOST_CONNECTIONS:
+            return _Refused()
+        return _Connection(
+            self._server,
+            loop=self._loop,
+            keepalive_timeout=_IDLE_SECONDS,
+            access_log=None,  # type: ignore[arg-type]  # aiohttp's own runner passes it too
+            logger=_logger,
+            read_bufsize=_READ_BYTES,
+            auto_decompress=False,
+            max_headers=64,
+            lingering_time=_LINGERING_SECONDS,
+        )
+
+    async def abort_late_ones(self) -> None:
+        """Abort, again and again, connections whose request header is late."""
+        while True:
+            await asyncio.sleep(_HEADER_SECONDS / 10)
+            before = time.monotonic() - _HEADER_SECONDS
+            for connection in self._server.connections:
+                assert isinstance(connection, _Connection)
+                late = connection.late_since is not None and connection.late_since < before
+                if late and connection.transport is not None:
+                    connection.transport.abort()
+
+
+# ---- the application ---------------------------------------------------------------------------------------------
+
+_log = RateLimitedLog()
+
+
+@web.middleware
+async def _failures(request: web.Request, handler: Callable[[web.Request], object]) -> web.StreamResponse:
+    """Answer a request that fails with its reason; note that its header has arrived."""
+    if isinstance(request.protocol, _Connection):
+        request.protocol.late_since = None
+    try:
+        answer: web.StreamResponse = await handler(request)  # type: ignore[misc]
+        return answer
+    except web.HTTPException as error:
+        return refusal(error.status, error.reason.lower().replace(" ", "_"))
+    except OverloadedError:
+        return refusal(503, "overloaded", "ask again later")
+    except PagodaError as error:
+        _log.warn(_logger, Reason.IO_ERROR, f"a request failed: {error}")
+        return refusal(503, "store_unavailable", "ask again later")
+
+
+async def _healthz(request: web.Request) -> web.Response:
+    return web.json_response({"ok": True})
+
+
+async def _open_stores(app: web.Application) -> AsyncIterator[None]:
+    stores, calls = app[STORES], app[CALLS]
+    await calls.run(stores.scan)
+
+    async def rescan() -> None:
+        while True:
+            await asyncio.sleep(_SCAN_SECONDS)
+            try:
+                await calls.run(stores.scan)
+            except (PagodaError, OSError, OverloadedError) as error:
+                _log.warn(_logger, Reason.IO_ERROR, f"looking for stores failed: {error}")
+
+    task = asyncio.create_task(rescan())
+    yield
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    await asyncio.to_thread(stores.close)
+    calls.close()

@@ -1,0 +1,295 @@
+"""A real `pagoda serve`, engines in other processes that store chunks, and a small HTTP client, for all tests."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda import codec
+from pagoda.codec import HEADER_BYTES
+from pagoda.keys import Namespace, chunk_keys
+from pagoda.layout import KVLayout
+from pagoda.slab import aligned
+from pagoda.tiers.remote.remote_tier import STORE_ID
+
+SECONDS = 60.0
+CHUNK = 64
+LAYOUT = KVLayout.dense(layers=2, kv_heads=2, head_dim=32, dtype="float32", chunk_tokens=CHUNK)  # 64 KiB
+ODD = KVLayout.dense(layers=1, kv_heads=1, head_dim=5, dtype="float32", chunk_tokens=CHUNK)  # 2560 bytes
+LARGE = KVLayout.dense(layers=4, kv_heads=8, head_dim=256, dtype="float32", chunk_tokens=CHUNK)  # 4 MiB
+NAMESPACE = Namespace("served")
+TOKEN = "a-token-of-the-tests"
+RUN = "import sys; from pagoda.cli import main; sys.exit(main())"
+
+Bytes = npt.NDArray[np.uint8]
+
+_ENGINE = """
+import sys
+from pathlib import Path
+from tests.serve.kit import *
+from tests.serve import kit
+from pagoda.cache import Cache
+layout, options = getattr(kit, sys.argv[1]), eval(sys.argv[2])
+with Cache(namespace=NAMESPACE, layout=layout, chunk_tokens=CHUNK, **options) as cache:
+    print(cache.namespace.root.hex(), flush=True)
+    for line in sys.stdin:
+        word, chain, chunks = line.split()
+        if word == "store":
+            cache.store(tokens_of(int(chain), int(chunks)), kv_of(int(chain), int(chunks), layout))
+            cache.flush(30.0)
+        else:
+            number = int(chain)
+            while True:  # a writer that evicts, until it is killed
+                cache.store(tokens_of(number % 50, int(chunks)), kv_of(number % 50, int(chunks), layout))
+                number += 1
+                if number == int(chain) + 3:
+                    print("writes", flush=True)
+        print("done", flush=True)
+"""
+
+
+def tokens_of(chain: int, chunks: int) -> list[int]:
+    """Return the tokens of a prompt: another `chain` has no chunk in common."""
+    return [chain * 1000 + n % 1000 for n in range(chunks * CHUNK)]
+
+
+def keys_of(root: bytes, chain: int, chunks: int) -> list[bytes]:
+    """Return the keys of a prompt's chunks."""
+    return chunk_keys(tokens_of(chain, chunks), root, CHUNK)
+
+
+def payload_of(chain: int, position: int, layout: KVLayout = LAYOUT) -> Bytes:
+    """Return the bytes of one chunk."""
+    words = np.random.default_rng((chain, position)).integers(0, 256, layout.chunk_bytes, np.uint8)
+    return words
+
+
+def kv_of(chain: int, chunks: int, layout: KVLayout = LAYOUT) -> object:
+    """Return the KV of a prompt as an engine has it."""
+    from pagoda.transfer import DenseKV
+
+    plane = layout.planes[0]
+    shape = layout.layers, len(layout.planes), plane.heads, CHUNK, plane.dim
+    whole = [payload_of(chain, n, layout).view(np.float32).reshape(shape) for n in range(chunks)]
+    joined = np.concatenate(whole, axis=3)
+    return DenseKV([[joined[layer, part] for part in range(shape[1])] for layer in range(shape[0])], layout)
+
+
+def value_of(
+    root: bytes, key: bytes, position: int, payload: Bytes, layout: KVLayout = LAYOUT, **other: object
+) -> bytes:
+    """Return the value of a chunk as clients send it."""
+    fields: dict[str, object] = {
+        "store_id": STORE_ID, "slot": 0, "namespace": root, "epoch": 0, "key": key, "position": position,
+        "length": layout.chunk_bytes, "tokens": CHUNK, "codec": "raw", "fingerprint": layout.fingerprint, "sequence": 1,
+    }  # fmt: skip
+    page = codec.seal(codec.Header(**(fields | other)), payload)  # type: ignore[arg-type]
+    return page.tobytes() + payload.tobytes()
+
+
+def verified(value: bytes, root: bytes, key: bytes, layout: KVLayout = LAYOUT) -> Bytes | None:
+    """Return the payload of a value if it passes the check of every reader."""
+    if len(value) != HEADER_BYTES + layout.chunk_bytes:
+        return None
+    whole = aligned(len(value))
+    whole[:] = np.frombuffer(value, np.uint8)
+    expected = codec.Expected(
+        store_id=STORE_ID, slot=0, namespace=root, epoch=0, key=key, length=layout.chunk_bytes,
+        fingerprint=layout.fingerprint,
+    )  # fmt: skip
+    good = codec.verify(whole[:HEADER_BYTES], whole[HEADER_BYTES:], expected) is None
+    return whole[HEADER_BYTES:] if good else None
+
+
+class Engine:
+    """A process with a Cache, which stores chunks when told to."""
+
+    def __init__(self, layout: str = "LAYOUT", **options: object) -> None:
+        """Open the cache; `options` are those of `Config`, as they can be written down."""
+        code = [sys.executable, "-c", _ENGINE, layout, repr(options)]
+        self.process = subprocess.Popen(code, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.root = bytes.fromhex(self._line())
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def tell(self, word: str, chain: int, chunks: int) -> str:
+        """Say "store" (and wait until it is) or "write" (for ever); return what the engine answers."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{word} {chain} {chunks}\n")
+        self.process.stdin.flush()
+        return self._line()
+
+    def store(self, chain: int, chunks: int) -> list[bytes]:
+        """Store a prompt; return its keys."""
+        assert self.tell("store", chain, chunks) == "done"
+        return keys_of(self.root, chain, chunks)
+
+    def end(self, number: int = signal.SIGKILL) -> None:
+        """End the process."""
+        self.process.send_signal(number)
+        self.process.wait(SECONDS)
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+@contextmanager
+def engine(layout: str = "LAYOUT", **options: object) -> Iterator[Engine]:
+    """Run an engine; kill it afterwards."""
+    made = Engine(layout, **options)
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+class Answer(NamedTuple):
+    """An answer of the server."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> dict[str, object]:
+        """The body, which must be a JSON object."""
+        found = json.loads(self.body)
+        assert isinstance(found, dict)
+        return found
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: str) -> None:
+        super().__init__("localhost", timeout=SECONDS)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(SECONDS)
+        self.sock.connect(self._path)
+
+
+class Server:
+    """A process `pagoda serve` and a client of it, which has one connection."""
+
+    def __init__(self, *arguments: object, token: str | None = TOKEN, **variables: str) -> None:
+        """Start it and wait until it answers. `token` is what it accepts and the client sends."""
+        self.token = token
+        given = {} if token is None else {"PAGODA_SERVE_TOKEN": token}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", RUN, "serve", "--json", *map(str, arguments)],
+            env={**os.environ, **given, **variables}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert self.process.stdout is not None and self.process.stderr is not None
+        line = self.process.stdout.readline()
+        assert line, self.process.stderr.read()
+        self.url = str(json.loads(line)["url"])
+        self._connection: http.client.HTTPConnection | None = None
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of a server on TCP."""
+        host, _, port = self.url.rpartition("//")[2].rpartition(":")
+        return host, int(port)
+
+    def connection(self) -> http.client.HTTPConnection:
+        """Return a new connection."""
+        if self.url.startswith("unix:"):
+            return _UnixConnection(self.url.removeprefix("unix:"))
+        return http.client.HTTPConnection(*self.address, timeout=SECONDS)
+
+    def socket(self) -> socket.socket:
+        """Return a new plain socket, connected."""
+        if self.url.startswith("unix:"):
+            made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            made.settimeout(SECONDS)
+            made.connect(self.url.removeprefix("unix:"))
+            return made
+        return socket.create_connection(self.address, SECONDS)
+
+    def ask(
+        self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
+    ) -> Answer:
+        """Return the answer to one request, on the kept connection or a new one."""
+        sent = {} if self.token is None else {"Authorization": f"Bearer {self.token}"}
+        connection = self._connection or self.connection()
+        self._connection = None
+        connection.request(method, path, body, {**sent, **(headers or {})})
+        answer = connection.getresponse()
+        found = Answer(answer.status, dict(answer.headers), answer.read())
+        if answer.will_close:
+            connection.close()
+        else:
+            self._connection = connection
+        return found
+
+    def get(self, root: bytes, key: bytes) -> Answer:
+        """GET a chunk."""
+        return self.ask("GET", f"/v1/{root.hex()}/{key.hex()}")
+
+    def put(self, root: bytes, key: bytes, value: bytes) -> Answer:
+        """PUT a chunk."""
+        return self.ask("PUT", f"/v1/{root.hex()}/{key.hex()}", value)
+
+    def find(self, root: bytes, keys: Sequence[bytes]) -> int:
+        """Return the leading run."""
+        found = self.ask("POST", f"/v1/{root.hex()}/find", b"".join(keys)).json["found"]
+        assert isinstance(found, int)
+        return found
+
+    def stop(self, number: int = signal.SIGTERM) -> tuple[int, str]:
+        """Send a signal; return the exit code and stderr."""
+        if self._connection is not None:
+            self._connection.close()
+        self.process.send_signal(number)
+        _, err = self.process.communicate(timeout=SECONDS)
+        return self.process.returncode, err
+
+
+@contextmanager
+def server(*arguments: object, token: str | None = TOKEN, **variables: str) -> Iterator[Server]:
+    """Run a server, by default on a free port of loopback; kill it afterwards."""
+    if "--listen" not in arguments:
+        arguments = *arguments, "--listen", "127.0.0.1:0"
+    made = Server(*arguments, token=token, **variables)
+    try:
+        yield made
+    finally:
+        if made.process.poll() is None:
+            made.stop(signal.SIGKILL)
+
+
+def wait_until(true: Callable[[], object], seconds: float = SECONDS) -> None:
+    """Wait until `true()` is."""
+    until = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < until, "it did not become true"
+        time.sleep(0.01)
+
+
+def closed_within(connected: socket.socket, seconds: float) -> bool:
+    """Return whether the other side closes a connection in time; reads and drops what it sends."""
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        if select.select([connected], [], [], left)[0]:
+            try:
+                if not connected.recv(1 << 20):
+                    return True
+            except ConnectionError:
+                return True
+    return False
