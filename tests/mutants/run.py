@@ -154,7 +154,7 @@ def _be_pytest(source: Path, tests: Sequence[str]) -> None:
     os.environ["HYPOTHESIS_PROFILE"] = "mutants"
     sys.dont_write_bytecode = True
     sys.path.insert(0, str(source))
-    plugins = ["-p", "no:cacheprovider", "-p", "no:xdist"]
+    plugins = ["-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:anyio"]  # anyio's takes a third of a start
     options = ["-o", "addopts=", "-o", f"pythonpath={source} .", f"--basetemp={source.parent / 'tmp'}"]
     code = pytest.main(["-x", "-q", *plugins, *options, *tests])
     import pagoda
