@@ -140,6 +140,7 @@ mutants-vllm: $(VLLM_READY)
 soak: $(READY)
 	$(BIN)/python tests/soak.py $(ARGS)
 	$(BIN)/python -m pytest -q -m soak --ignore=tests/vllm
+	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -q -n auto tests/faults
 	$(MAKE) bench-full ARGS=
 
 format: $(READY)
