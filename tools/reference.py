@@ -114,6 +114,7 @@ def metrics_page() -> str:
 
 `pagoda stats` prints them for each store of this machine; `--json` and `--prometheus` (extra `metrics`) print them for programs.
 `Cache.stats()` has them for one cache. Counters of a store are those of all processes that ever opened it.
+[Monitoring](../how-to/monitoring.md) has a dashboard and alert rules.
 
 ## Counters
 `miss_REASON` and `drop_REASON` count by the reasons below; `loads_TIER_le_SECONDS` counts the calls that loaded from that kind of tier (host,

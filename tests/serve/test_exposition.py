@@ -56,13 +56,15 @@ INTERFACE = {
     "pagoda_remote_reachable": "gauge tier",
     "pagoda_remote_used_bytes": "gauge tier",
     "pagoda_remote_limit_bytes": "gauge tier",
+    "pagoda_serve_events": "counter event",
+    "pagoda_serve_sent_bytes": "counter ",
 }
 
 
 def samples(found: Exposition) -> dict[str, list[Sample]]:
     """The samples of each name, as Prometheus' own parser reads the text."""
     named: dict[str, list[Sample]] = {}
-    for family in text_string_to_metric_families(exposition(found)):
+    for family in text_string_to_metric_families(exposition(found)[0].decode()):
         assert len(family.documentation) > 10, family.name
         for sample in family.samples:
             named.setdefault(sample.name, []).append(sample)
@@ -92,7 +94,7 @@ def test_every_counter_is_explained_and_shown(tmp_path: Path) -> None:
 
 
 def test_a_family_that_no_store_has_is_left_out() -> None:
-    assert exposition(Exposition([])) == ""
+    assert exposition(Exposition([]))[0] == b""
 
 
 def test_the_stores_of_a_machine_and_those_that_cannot_be_read(shm_root: Path) -> None:

@@ -164,4 +164,4 @@ def _exposition(found: list[StoreSnapshot], broken: Iterable[Path], shared: list
             raise
         raise UsageError("--prometheus needs prometheus-client: pip install 'pagodakv[metrics]'") from None
     remotes = {one.tier: None if one.error else Usage(one.used_bytes, one.limit_bytes) for one in shared}
-    return exposition(Exposition(found, [str(store) for store in broken], remotes))
+    return exposition(Exposition(found, [str(store) for store in broken], remotes))[0].decode()

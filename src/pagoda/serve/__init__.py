@@ -4,6 +4,7 @@ server          the aiohttp application, its sockets and its life
 access          who may call: token, cookie, Host header, rates, connections
 blocking_calls  calls that may wait, on threads and never on the event loop
 chunk_routes    GET, HEAD, PUT and DELETE of a chunk, find
+metrics_routes  GET /metrics
 served_stores   the stores, opened beside the engines; finds a chunk by namespace and key
 exposition      what stores hold and have counted, in Prometheus' text format (extra `metrics`)
 """

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from pagoda.ledger.snapshot import StoreSnapshot
@@ -103,6 +104,20 @@ _REMOTE_REACHABLE, _REMOTE_USED, _REMOTE_LIMIT = (
         "pagoda_remote_limit_bytes", "gauge", ("tier",), "Bytes that it may use, if it has a limit."
     ),
 )
+_SERVE_EVENTS, _SERVE_SENT = (
+    MetricFamily(
+        "pagoda_serve_events",
+        "counter",
+        ("event",),
+        "Chunks sent, finds, puts by outcome and the like.",
+    ),
+    MetricFamily(
+        "pagoda_serve_sent_bytes",
+        "counter",
+        (),
+        "Bytes of the chunks that pagoda serve sent.",
+    ),
+)
 _COUNTER_FAMILIES = {
     name: MetricFamily(f"pagoda_{name}", "counter", _STORE, text.replace("`", ""))
     for name, text in COUNTED.items()
@@ -115,6 +130,7 @@ _GAUGE_FAMILIES = {
 FAMILIES: tuple[MetricFamily, ...] = (
     *_COUNTER_FAMILIES.values(), _HITS_BY_TIER, _MISSES, _DROPS, _LOADS,
     *_GAUGE_FAMILIES.values(), _NAMESPACES, _READABLE, _REMOTE_REACHABLE, _REMOTE_USED, _REMOTE_LIMIT,
+    _SERVE_EVENTS, _SERVE_SENT,
 )  # fmt: skip
 
 
@@ -124,6 +140,7 @@ class Exposition(NamedTuple):
     stores: Sequence[StoreSnapshot]
     unreadable: Sequence[str] = ()  # directories of stores that could not be read
     remotes: Mapping[str, Usage | None] = {}  # by the name of the tier; None: it gave no answer
+    served: Mapping[str, int] = {}  # what `pagoda serve` has counted since its start
 
 
 class StoreCollector(Collector):
@@ -141,11 +158,12 @@ class StoreCollector(Collector):
         return (metric for metric in _metrics(self._read()) if metric.samples)
 
 
-def exposition(found: Exposition) -> str:
-    """Return the text format of what was read."""
+def exposition(found: Exposition, accept: str = "") -> tuple[bytes, str]:
+    """Return what was read, and its media type: the one that `accept` (HTTP's header) prefers, by default text."""
     registry = CollectorRegistry()
     registry.register(StoreCollector(lambda: found))
-    return generate_latest(registry).decode()
+    encode, media_type = choose_encoder(accept)
+    return encode(registry), media_type
 
 
 def _metrics(found: Exposition) -> Iterator[Metric]:
@@ -157,6 +175,10 @@ def _metrics(found: Exposition) -> Iterator[Metric]:
     readable = [((str(store.directory),), 1) for store in found.stores]
     yield _gauge(_READABLE, [*readable, *(((directory,), 0) for directory in found.unreadable)])
     yield from _remotes(found.remotes)
+    events = {event: count for event, count in found.served.items() if event != "sent_bytes"}
+    yield _counter(_SERVE_EVENTS, [((event,), count) for event, count in events.items()])
+    sent = found.served.get("sent_bytes")
+    yield _counter(_SERVE_SENT, [] if sent is None else [((), sent)])
 
 
 def _place(store: StoreSnapshot) -> tuple[str, str]:

@@ -24,7 +24,7 @@ from aiohttp.web_protocol import RequestHandler
 
 from pagoda.errors import ConfigError, PagodaError
 from pagoda.metrics import RateLimitedLog, Reason
-from pagoda.serve import chunk_routes
+from pagoda.serve import chunk_routes, metrics_routes
 from pagoda.serve.access import AccessRules, default_socket, private_directory, refusal
 from pagoda.serve.blocking_calls import CALLS, BlockingCallPool, OverloadedError
 from pagoda.serve.chunk_routes import COUNTS, READ_ONLY, STORES
@@ -72,6 +72,7 @@ def make_app(options: ServeOptions, access: AccessRules) -> web.Application:
     app.cleanup_ctx.append(_open_stores)
     app.router.add_get("/healthz", _healthz)
     chunk_routes.add_routes(app)
+    metrics_routes.add_routes(app, options.find_stores)
     return app
 
 

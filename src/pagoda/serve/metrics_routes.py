@@ -1,0 +1,62 @@
+"""`GET /metrics`: what the stores of the machine hold and have counted, for Prometheus.
+
+`server` calls `add_routes`; the text is made by `exposition`. One thread reads at a time, at most once a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+
+from aiohttp import web
+
+from pagoda.errors import PagodaError
+from pagoda.ledger import Ledger
+from pagoda.ledger.snapshot import StoreSnapshot
+from pagoda.serve.blocking_calls import CALLS
+from pagoda.serve.chunk_routes import COUNTS
+from pagoda.serve.exposition import Exposition, exposition
+
+_FRESH_SECONDS = 1.0
+_ATTACH_SECONDS = 1.0  # for the ledger of one store
+
+
+class StoreScrape:
+    """Reads all stores for scrapers. Of the event loop: scrapes at the same time share one reading."""
+
+    def __init__(self, find_stores: Callable[[], Sequence[Path]]) -> None:
+        self._find_stores = find_stores
+        self._reading = asyncio.Lock()
+        self._read_at = -_FRESH_SECONDS
+        self._last = Exposition([])
+
+    async def answer(self, request: web.Request) -> web.Response:
+        """Answer `GET /metrics` in the format that the request accepts."""
+        async with self._reading:
+            if time.monotonic() - self._read_at >= _FRESH_SECONDS:
+                self._last = await request.app[CALLS].run(self._read)
+                self._read_at = time.monotonic()
+        counts = request.app[COUNTS]
+        found = self._last._replace(served=counts)
+        body, media_type = exposition(found, request.headers.get("Accept", ""))
+        return web.Response(body=body, headers={"Content-Type": media_type, "Cache-Control": "no-store"})
+
+    def _read(self) -> Exposition:
+        """Read every store; one that cannot be read is named, and the others are read."""
+        stores: list[StoreSnapshot] = []
+        unreadable: list[str] = []
+        for directory in self._find_stores():
+            try:
+                with closing(Ledger.attach(directory, deadline_seconds=_ATTACH_SECONDS)) as ledger:
+                    stores.append(StoreSnapshot.of(ledger))
+            except (PagodaError, OSError):
+                unreadable.append(str(directory))
+        return Exposition(stores, unreadable)
+
+
+def add_routes(app: web.Application, find_stores: Callable[[], Sequence[Path]]) -> None:
+    """Add `GET /metrics`. `find_stores` returns the directories of the stores that exist."""
+    app.router.add_get("/metrics", StoreScrape(find_stores).answer)
