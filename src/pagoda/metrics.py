@@ -91,9 +91,8 @@ class RateLimitedLog:
     def __init__(self, clock: Clock | None = None, every_seconds: float = 10.0) -> None:
         self._clock = clock or Clock()
         self._every_ns = int(every_seconds * 1e9)
-        self._seen: dict[
-            Reason, tuple[int, int]
-        ] = {}  # reason -> (monotonic ns of its last line, suppressed since)
+        # reason -> (monotonic ns of its last line, suppressed since)
+        self._seen: dict[Reason, tuple[int, int]] = {}
         self.reset()
 
     def reset(self) -> None:

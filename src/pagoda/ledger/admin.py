@@ -191,9 +191,8 @@ def reap(ledger: Ledger) -> int:
 
 def _gauges(ledger: Ledger, txn: Txn, tables: Tables) -> dict[str, int]:
     meta = tables.load_meta(txn)
-    leased = (
-        ledger.columns.lease_until > ledger.session.clock.monotonic_ns()
-    )  # hints: all else is from the tables
+    # hints: all else is from the tables
+    leased = ledger.columns.lease_until > ledger.session.clock.monotonic_ns()
     return {
         "slots": meta.slots,
         "free": meta.free(),

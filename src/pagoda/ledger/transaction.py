@@ -51,14 +51,7 @@ def window(slots: int) -> int:
 class Transaction:
     """The state of one write transaction. Used inside the gate, on one thread, and not after `publish`."""
 
-    def __init__(
-        self,
-        txn: Txn,
-        tables: Tables,
-        member: int,
-        alive: Callable[[int], bool],
-        now: int,
-    ) -> None:
+    def __init__(self, txn: Txn, tables: Tables, member: int, alive: Callable[[int], bool], now: int) -> None:
         self.txn, self.tables, self.member, self.now = txn, tables, member, now
         self.get, self.put, self.pop, self.delete = txn.get, txn.put, txn.pop, txn.delete
         self.id: int = txn.id()
@@ -313,10 +306,8 @@ class Transaction:
 
     def publish(self, columns: Columns, stamp: int) -> None:
         """Assign to the columns what was committed: after the commit, before the gate is released."""
-        if (
-            os.getpid() != self._pid
-        ):  # a signal handler forked meanwhile: the parent publishes, or has done so
-            return
+        if os.getpid() != self._pid:
+            return  # a signal handler forked meanwhile: the parent publishes, or has done so
         columns.capacity = max(1, self.meta.with_pages())
         for reason, gone in self._ghosts.items():
             slots = np.array([slot for slot, _ in gone], np.int64)

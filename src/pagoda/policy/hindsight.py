@@ -115,10 +115,8 @@ class Hindsight:
         self._hints = hints
         self._queue = EvictionQueue(hints, self._ranks)
         self._shadow = ShadowLru(hints)
-        self._asked, self._watched = (
-            np.zeros((CLASSES, AGES)),
-            np.zeros((CLASSES, AGES)),
-        )  # here, not yet shared
+        # here, not yet shared
+        self._asked, self._watched = np.zeros((CLASSES, AGES)), np.zeros((CLASSES, AGES))
         self._known = self._asked, self._watched  # by all processes, when it was last shared
         self._worth = worth(*self._known)
         self._version = 0.0

@@ -178,9 +178,8 @@ class DiskTier(QueuedTier):
         """Update the recency of the stored part of a run, in one transaction. See Tier.touch."""
         if self._refusal() is not None:
             return None
-        queued = self._pool.queue.pending_writes(
-            keys
-        )  # first: what leaves the queue meanwhile is in the ledger
+        # first: what leaves the queue meanwhile is in the ledger
+        queued = self._pool.queue.pending_writes(keys)
         here = self.ledger.touch(
             keys, start=start, stamp=stamp, asked=asked, deadline_seconds=self.deadline_seconds
         )
@@ -265,9 +264,8 @@ class DiskTier(QueuedTier):
                 known = _RunAdmission(start + count, count < len(some), start + len(some))
                 refused = len(some) - count
             if known.refused and start + len(keys) > known.told:
-                rest = keys[
-                    max(0, known.told - start) :
-                ]  # other threads may have asked about a part of the run
+                # other threads may have asked about a part of the run
+                rest = keys[max(0, known.told - start) :]
                 store.ledger.refuse(rest, start=start + len(keys) - len(rest), stamp=stamp)
                 known = known._replace(told=start + len(keys))
                 refused += len(rest)
@@ -351,9 +349,8 @@ class DiskStore(WorkerBackend):
         self._batches = Condition()
         self._reserved_batch = 0  # the number of the last batch that has its slots
         self.admission_lock = threading.Lock()  # only one thread at a time asks the policy about a run
-        self.admissions: dict[
-            tuple[bytes, int | None], _RunAdmission
-        ] = {}  # by namespace and stamp, which are the same within a run
+        # by namespace and stamp, which are the same within a run
+        self.admissions: dict[tuple[bytes, int | None], _RunAdmission] = {}
 
     def make_worker(self, queue: IoQueue) -> DiskWorker:
         """Return the worker of a new thread."""

@@ -60,9 +60,8 @@ class HeaderScan:
 
     def _begin(self) -> bool:
         directory = self._ledger.directory
-        with (
-            _scanning_lock
-        ):  # the ledger's lock excludes other processes, this one other tiers of this process
+        # the ledger's lock excludes other processes, this one other tiers of this process
+        with _scanning_lock:
             if directory in _scanning or not rebuild.begin_scan(self._ledger):
                 return False
             _scanning.add(directory)

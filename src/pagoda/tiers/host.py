@@ -51,10 +51,8 @@ class HostTier(BlockingCalls):
         self._ended = False
         self._pid = os.getpid()
         self._abandoned: dict[Reserved, Finalizer] = {}
-        self._registered = (
-            0,
-            0,
-        )  # the process (they fork) that has registered the slab, and the ledger's growth then
+        # the process (they fork) that has registered the slab, and the ledger's growth then
+        self._registered = 0, 0
         self.reset()
         reset_in_child(self)
 

@@ -22,9 +22,8 @@ log = logging.getLogger("pagoda.tiers.register")
 
 _MOST_ENTRIES = 1024
 _FRESH_SECONDS = 86400.0  # how often the time of an entry is updated when its tier is opened again
-_GONE_SECONDS = (
-    30 * 86400.0
-)  # how long a directory may be missing (a disk that is not mounted) before its entry is removed
+# how long a directory may be missing (a disk that is not mounted) before its entry is removed
+_GONE_SECONDS = 30 * 86400.0
 
 
 class Entry(NamedTuple):

@@ -28,10 +28,9 @@ _LEAST_BYTES = 8 << 20  # a smaller copy ends before a helper has woken up
 _MOST_THREADS = 4  # of a copy that asks for no number: they fill most memory buses
 _MOST_HELPERS = 15
 
-_Call = tuple[
-    int, Callable[..., object], tuple[object, ...]
-]  # of numpy: how many bytes it copies; what to call
-_Job = tuple[Callable[[], object], int]  # a call of numpy, and how many bytes it copies
+# a call of numpy: how many bytes it copies, the function and its arguments
+_Call = tuple[int, Callable[..., object], tuple[object, ...]]
+_Job = tuple[Callable[[], object], int]  # a piece of such a call, and how many bytes it copies
 
 
 class KvRows(NamedTuple):

@@ -61,9 +61,8 @@ def weights_digest(model: Any) -> str:
     import transformers
 
     found = blake3(derive_key_context="PagodaKV weights of a Transformers model")
-    release = ".".join(
-        transformers.__version__.split(".")[:2]
-    )  # a release may change what a cache layer holds
+    # a release may change what a cache layer holds
+    release = ".".join(transformers.__version__.split(".")[:2])
     config = {name: value for name, value in model.config.to_dict().items() if name not in _VOLATILE}
     found.update(
         json.dumps([type(model).__qualname__, release, config], sort_keys=True, default=str).encode()

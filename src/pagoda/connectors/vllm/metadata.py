@@ -64,9 +64,8 @@ class PagodaWorkerMetadata(KVConnectorWorkerMetadata):
     """Failed loads and saves, each reported once."""
 
     failed: set[str] = field(default_factory=set)  # requests whose load failed: they get no more hits
-    unsaved: set[Reserved] = field(
-        default_factory=set
-    )  # slots that a rank could not adopt: the scheduler aborts them
+    # slots that a rank could not adopt: the scheduler aborts them
+    unsaved: set[Reserved] = field(default_factory=set)
     # requests with more to save than there was memory for: to be tried again
     later: dict[str, Later] = field(default_factory=dict)
 

@@ -154,9 +154,8 @@ class PagodaWorker:
                 continue  # another rank has the same bytes and writes them
             copies = list(save.copies)
             if not self._healthy:
-                self._report.unsaved.update(
-                    [copy.reserved for copy in copies]
-                )  # the scheduler still owns them, not this rank
+                # the scheduler still owns them, not this rank
+                self._report.unsaved.update([copy.reserved for copy in copies])
                 self._not_saved(copies, "a step of the engine was interrupted", Reason.FAILED_CHECK)
                 continue
             if not here:

@@ -529,9 +529,8 @@ class RedisAddress:
             protocol=2,
             socket_timeout=left,
             socket_connect_timeout=left,
-            redis_connect_func=lambda _: (
-                None
-            ),  # RedisConnection reads the replies to AUTH and SELECT, within bounds
+            # RedisConnection reads the replies to AUTH and SELECT, within bounds
+            redis_connect_func=lambda _: None,
         )
         try:
             connection.connect()

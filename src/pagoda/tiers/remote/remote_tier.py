@@ -46,10 +46,8 @@ _T = TypeVar("_T")
 
 _SLOWEST_BYTES_PER_SECOND = 10e6  # a connection that moves less counts as hung
 _FAILURES, _REST_SECONDS = 2, 1.0  # after these the store is only probed now and then
-_REFUSALS, _REFUSED_SECONDS = (
-    4,
-    5.0,
-)  # after these nothing is written for a while: the store is full or read-only
+# after these nothing is written for a while: the store is full or read-only
+_REFUSALS, _REFUSED_SECONDS = 4, 5.0
 _TOUCH_REST_SECONDS = 600.0  # after a store refused to be touched
 _PROBE_SECONDS = 0.1  # while the breaker is open: between two checks whether it is time for a probe
 _MOST_ROOTS = 4096
@@ -164,9 +162,8 @@ class RemoteTier(QueuedTier):
         """Tell the store that these keys are in use. Waits for it, up to its deadlines. See Tier.touch."""
         if self._refusal() is not None:
             return None
-        queued = self._pool.queue.pending_writes(
-            keys
-        )  # first: what leaves the queue meanwhile is in the store
+        # first: what leaves the queue meanwhile is in the store
+        queued = self._pool.queue.pending_writes(keys)
         here: list[bool] = []
         while len(here) < len(keys):
             there = self._store.touch(namespace, keys[len(here) : len(here) + _MOST_TOUCHED])

@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["lora_name", "namespace_of", "salt_of", "weights_digest"]
 
-_SNAPSHOT = re.compile(
-    r"models--(?P<name>[^/]+)/snapshots/[^/]+/?$"
-)  # a path in the hub's cache, as vLLM finds it offline
+# a path in the hub's cache, as vLLM finds it offline
+_SNAPSHOT = re.compile(r"models--(?P<name>[^/]+)/snapshots/[^/]+/?$")
 
 
 def namespace_of(

@@ -15,11 +15,8 @@ from pagoda.connectors.vllm.identity.weight_digests import file_digest
 __all__ = ["Adapters", "lora_name"]
 
 _CONFIG = "adapter_config.json"
-_WEIGHTS = (
-    "adapter_model.safetensors",
-    "adapter_model.bin",
-    "adapter_model.pt",
-)  # the first is what vLLM reads
+# the first is what vLLM reads
+_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 _MOST = 65_536  # adapters remembered; further ones are not named, so that no adapter is forgotten and then named again
 
 _Stamp = tuple[tuple[str, int, int, int, int], ...]
