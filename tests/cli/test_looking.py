@@ -28,8 +28,8 @@ def test_stats_of_two_tiers_from_the_configuration(shm_root: Path, tmp_path: Pat
     ledger = host(shm_root / "host")
     put(ledger, LLAMA, range(64))
     put(ledger, QWEN, range(32))
-    ledger.count("lookups", 3)
-    ledger.count("miss_absent", 2)
+    ledger.count({"lookups": 3})
+    ledger.count({"miss_absent": 2})
     ledger.close()
     with disk(tmp_path / "disk") as tier:
         save(tier, LLAMA, range(48))

@@ -135,11 +135,11 @@ def test_counters_are_the_fixed_vocabulary(ledger: Ledger) -> None:
     assert tuple(admin.counters(ledger)) == COUNTERS
     put(ledger, keys(1, 2))
     admin.remove(ledger, keys(1))
-    ledger.count("hit_tokens", 512)
+    ledger.count({"hit_tokens": 512})
     counters = admin.counters(ledger)
     assert (counters["stored_chunks"], counters["removed_chunks"], counters["hit_tokens"]) == (2, 1, 512)
     with pytest.raises(KeyError):
-        ledger.count("no such counter")
+        ledger.count({"no such counter": 1})
 
 
 @pytest.mark.parametrize("reason", [Reason.EVICTED, Reason.REMOVED, Reason.CLEARED, Reason.FAILED_CHECK])

@@ -194,11 +194,11 @@ def test_a_grace_ends_with_the_boot(tmp_path: Path) -> None:
 
 
 def test_counters_are_those_of_all_the_living_and_the_dead(ledger: Ledger) -> None:
-    ledger.count("lookups", 1)
+    ledger.count({"lookups": 1})
 
     def work() -> None:
         admin.gauges(ledger)
-        ledger.count("lookups", 10)
+        ledger.count({"lookups": 10})
 
     def leave() -> None:
         work()
@@ -218,7 +218,7 @@ def test_counters_are_those_of_all_the_living_and_the_dead(ledger: Ledger) -> No
 
 def test_counters_stay_when_all_have_left(shm_root: Path) -> None:
     ledger = opened(shm_root)
-    ledger.count("lookups", 5)
+    ledger.count({"lookups": 5})
     ledger.close()
     again = opened(shm_root)
     assert admin.counters(again)["lookups"] == 5

@@ -358,14 +358,14 @@ def test_grandchildren_work_too(ledger: Ledger) -> None:
 
 
 def test_what_a_child_counts_before_its_first_transaction_is_not_its_parents(ledger: Ledger) -> None:
-    ledger.count("lookups", 7)
-    in_child(lambda: ledger.count("lookups", 100))
+    ledger.count({"lookups": 7})
+    in_child(lambda: ledger.count({"lookups": 100}))
     assert admin.counters(ledger)["lookups"] == 7
 
     def act() -> None:
-        ledger.count("lookups", 10)
+        ledger.count({"lookups": 10})
         ledger.match_prefix(keys(1))
-        ledger.count("lookups", 10)
+        ledger.count({"lookups": 10})
 
     in_child(act)
     assert admin.counters(ledger)["lookups"] == 27

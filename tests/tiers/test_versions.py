@@ -177,9 +177,9 @@ def test_a_new_counter_is_no_new_format(shm_root: Path, monkeypatch: pytest.Monk
             monkeypatch.setattr(module, "COUNTERS", more)
         ledger = opened(shm_root)
         admin.gauges(ledger)  # a forked child becomes a member with its first transaction
-        ledger.count("counted last", 7)
-        ledger.count("counted first", 5)
-        ledger.count("lookups", 3)
+        ledger.count({"counted last": 7})
+        ledger.count({"counted first": 5})
+        ledger.count({"lookups": 3})
         assert admin.counters(ledger)["counted last"] == 7
 
     def newer_again() -> None:
@@ -192,11 +192,11 @@ def test_a_new_counter_is_no_new_format(shm_root: Path, monkeypatch: pytest.Monk
         ledger.close()
 
     older = opened(shm_root)
-    older.count("lookups", 10)
+    older.count({"lookups": 10})
     with Other(newer):
         assert admin.counters(older)["lookups"] == 13
     admin.reap(older)  # adds up the whole row of the dead member
-    older.count("hits", 1)
+    older.count({"hits": 1})
     assert tuple(admin.counters(older)) == metrics.COUNTERS and admin.counters(older)["lookups"] == 13
     in_child(newer_again)
     older.close()
@@ -211,11 +211,11 @@ def test_more_counters_than_columns_are_not_counted(shm_root: Path, monkeypatch:
             monkeypatch.setattr(module, "COUNTERS", many)
         ledger = opened(shm_root)
         for name in (many[0], many[-1]):
-            ledger.count(name, 4)
+            ledger.count({name: 4})
         told = admin.counters(ledger)
         assert (told[many[0]], told[many[-1]]) == (4, 0)
         with pytest.raises(KeyError):
-            ledger.count("no such counter", 1)
+            ledger.count({"no such counter": 1})
         ledger.close()
 
     in_child(work)

@@ -43,7 +43,7 @@ class CacheCounters:
             with self._lock:
                 self._own.update(known)
         elif known:
-            ledger.count_all(known)
+            ledger.count(known)
 
     def count_request(self, num_tokens: int, by_tier: Mapping[str, int], reason: Reason | None) -> None:
         """Count one request for that many tokens and its answer; `reason`: of a miss that no tier has counted."""

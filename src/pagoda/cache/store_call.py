@@ -74,8 +74,8 @@ class StoreCall:
         with nullcontext() if host is None else host.copying():
             reason = self._store_below() if host is None else self._store(host)
             reason = self._collect_refused() or reason
-        nbytes = self._on_host * self._resources.layout.chunk_bytes
-        self._resources.counters.add({"stored_bytes": nbytes})
+        if host is not None:
+            host.ledger.count({"stored_bytes": self._on_host * host.chunk_bytes})
         new, present, refused = (self._fate.count(fate) for fate in (_NEW, _PRESENT, _LEFT))
         return Stored(new, new * self._request.chunk_tokens, present, refused, reason if refused else None)
 

@@ -461,7 +461,6 @@ class WriteBackQueue:
             self._changed.wait_for(
                 lambda: self._closed or self._writing + len(piece) <= 2 * self._piece, _WRITE_SECONDS
             )
-            self._writing += len(piece)
         try:
             leased = self._lease(piece)
             chunks = [self._chunk(ref) for ref in piece]
@@ -471,8 +470,9 @@ class WriteBackQueue:
             for ref in piece:
                 if ref.staged is not None:
                     ref.staged.finish(Done(False, Reason.IO_ERROR), unread=False)
-            self._subtract_writing(len(piece))
             raise
+        with self._changed:
+            self._writing += len(piece)
         for ref, lease, future in zip(piece, leased, futures, strict=True):
             future.add_done_callback(partial(self._on_write_done, ref, lease))
 
@@ -513,12 +513,9 @@ class WriteBackQueue:
             if ref.staged is not None:
                 ref.staged.finish(done)
         finally:
-            self._subtract_writing(1)
-
-    def _subtract_writing(self, count: int) -> None:
-        with self._changed:
-            self._writing -= count
-            self._changed.notify_all()
+            with self._changed:
+                self._writing -= 1
+                self._changed.notify_all()
 
     # -- what the tier has ----------------------------------------------------------------------------------------
 

@@ -85,7 +85,7 @@ class Ledger:
         learned = map_learned(session.store.directory, self.evictor)
         self.policy_thread = PolicyThread(session, self.evictor, learned, self.space)
         self._now = session.clock.monotonic_ns
-        self.count_all = session.count  # of several counters, cheaper than `count` one by one
+        self.count = session.count
         self._last_stamp = 0
         self._room, self._lacks_pages = 0, False  # after the last reserve
         self.window = window(self.slots)
@@ -247,7 +247,7 @@ class Ledger:
             outcomes = request.outcomes + [Refused(key, Reason.FULL) for key in keys[self.window :]]
             for outcome in outcomes:
                 if isinstance(outcome, Refused):
-                    self.count(f"drop_{outcome.reason}")
+                    self.count({f"drop_{outcome.reason}": 1})
             self.policy_thread.wake(lacks=self._lacks_pages and self._room < self.window)
             return outcomes
         except BaseException:  # of a signal handler: the caller gets none of these
@@ -371,7 +371,7 @@ class Ledger:
                 try:
                     done += self.session.write(commit, until - time.monotonic())
                 except UnavailableError as error:
-                    self.count(f"drop_{error.reason}", len(batch))
+                    self.count({f"drop_{error.reason}": len(batch)})
                     self.session.defer(commit)
                     done += [CommitResult.LOST] * len(batch)
             return done
@@ -452,7 +452,7 @@ class Ledger:
                 deadline_seconds,
             )
         except UnavailableError as error:
-            self.count(f"miss_{error.reason}")
+            self.count({f"miss_{error.reason}": 1})
             return Match(np.empty(0, np.int64), np.empty(0, np.uint64), error.reason)
         if intact < len(slots):
             damaged = keys[intact], int(slots[intact]), int(generations[intact])
@@ -549,24 +549,20 @@ class Ledger:
         """Return the slots that would be evicted first if `count` were needed now. Changes nothing."""
         return self.evictor.victims(count, self.stamp(), self._now())
 
-    # ---- removal of a damaged chunk, counters
+    # ---- removal of a damaged chunk
 
     def remove_exact(
         self, key: bytes, slot: int, generation: int, reason: Reason, deadline_seconds: float = 1.0
     ) -> bool:
         """Remove a chunk that failed a check, if the entry still names that slot and generation; counted."""
         if reason is Reason.FAILED_CHECK:
-            self.count("failed_checks")
+            self.count({"failed_checks": 1})
         drop = partial(chunk_ops.drop, key=key, slot=slot, generation=generation, reason=reason)
         try:
             return self.session.write(drop, deadline_seconds, frees=True)
         except UnavailableError:
             self.session.defer(drop)
             return False
-
-    def count(self, counter: str, n: int = 1) -> None:
-        """Add to a counter of pagoda.metrics.COUNTERS; KeyError for an unknown one."""
-        self.session.count({counter: n})
 
     # ---- the slab, the end
 

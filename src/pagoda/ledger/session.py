@@ -314,7 +314,7 @@ class Session:
     # ---- counters
 
     def count(self, counts: Mapping[str, int]) -> None:
-        """Add to this member's counters."""
+        """Add to this member's counters, of pagoda.metrics.COUNTERS; KeyError for an unknown one."""
         with self._counting:
             row = self._row
             for counter, n in counts.items():

@@ -215,7 +215,7 @@ def _sent(request: web.Request, found: LocatedChunk, response: web.StreamRespons
     counts, nbytes = request.app[COUNTS], found.store.chunk_bytes
     counts["sent_chunks"] += 1
     counts["sent_bytes"] += nbytes
-    found.store.ledger.count_all({"loaded_chunks": 1, "loaded_bytes": nbytes})
+    found.store.ledger.count({"loaded_chunks": 1, "loaded_bytes": nbytes})
     return response
 
 

@@ -273,7 +273,7 @@ class DiskTier(QueuedTier):
             while len(store.admissions) > _ADMISSIONS:
                 del store.admissions[next(iter(store.admissions))]
         if refused:
-            store.ledger.count(f"drop_{Reason.NOT_ADMITTED}", refused)
+            store.ledger.count({f"drop_{Reason.NOT_ADMITTED}": refused})
         count = max(0, min(known.end - start, len(keys)))
         return count, known.refused and count < len(keys)
 
@@ -605,11 +605,11 @@ class DiskWorker(IoWorker):
                 admin.remove(ledger, [write.chunk.key])
                 results[write] = self._dropped(write.cancelled)
             else:
-                ledger.count("stored_bytes", self._store.chunk_bytes)
+                ledger.count({"stored_bytes": self._store.chunk_bytes})
                 results[write] = Done(True)
 
     def _dropped(self, reason: Reason) -> Done:
-        self._store.ledger.count(f"drop_{reason}")
+        self._store.ledger.count({f"drop_{reason}": 1})
         return Done(False, reason)
 
 

@@ -290,7 +290,7 @@ class HostTier(BlockingCalls):
                 kept = self.ledger.commit(list(copied.values()), deadline_seconds=self.deadline_seconds)
                 for n, ok in zip(copied, kept, strict=True):
                     ends[n] = completed_future(True) if ok else self._dropped(Reason.SUPERSEDED)
-                self.ledger.count("stored_bytes", sum(map(bool, kept)) * self.chunk_bytes)
+                self.ledger.count({"stored_bytes": sum(map(bool, kept)) * self.chunk_bytes})
             if stale:
                 self.ledger.abort(stale)
             return [ends[n] for n in range(len(run))]
@@ -322,8 +322,7 @@ class HostTier(BlockingCalls):
         return ends
 
     def _loaded(self) -> Future[Done]:
-        self.ledger.count("loaded_chunks")
-        self.ledger.count("loaded_bytes", self.chunk_bytes)
+        self.ledger.count({"loaded_chunks": 1, "loaded_bytes": self.chunk_bytes})
         return completed_future(True)
 
     def _drop_reason(self) -> Reason | None:
@@ -331,7 +330,7 @@ class HostTier(BlockingCalls):
 
     def _count(self, name: str) -> None:
         if not self._closed:  # a closed ledger counts no more
-            self.ledger.count(name)
+            self.ledger.count({name: 1})
 
     # ---- removing ------------------------------------------------------------------------------------------------
 

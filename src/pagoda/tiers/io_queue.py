@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -255,7 +255,7 @@ class WorkerBackend(ABC):
     chunk_bytes: int
     batch_chunks = 1  # how many writes a worker takes at once
     reader_threads = 0  # threads that only read
-    count: Callable[[str, int], None]  # add to a counter of the tier
+    count: Callable[[Mapping[str, int]], None]  # adds to counters of the tier
 
     @abstractmethod
     def reset(self) -> None:
@@ -301,10 +301,9 @@ class IoWorker(ABC):
         except Exception as error:  # noqa: BLE001  # a background thread: the error becomes the future's value
             reason = self._backend.record_error(error, "a load")
         if reason is None:
-            self._backend.count("loaded_chunks", 1)
-            self._backend.count("loaded_bytes", nbytes)
+            self._backend.count({"loaded_chunks": 1, "loaded_bytes": nbytes})
         elif reason is not Reason.LEDGER_BUSY:  # which the ledger counts
-            self._backend.count(f"miss_{reason}", 1)
+            self._backend.count({f"miss_{reason}": 1})
         self._queue.finish_read(read, Done(reason is None, reason), nbytes)
 
     @abstractmethod
@@ -419,7 +418,7 @@ class WorkerPool:
         self._stop.set()
         writes, reads = self.queue.close()
         for write in writes:
-            self._backend.count(f"drop_{Reason.CLOSED}", 1)
+            self._backend.count({f"drop_{Reason.CLOSED}": 1})
             self.queue.finish_write(write, Done(False, Reason.CLOSED))
         for read in reads:
             self.queue.finish_read(read, Done(False, Reason.CLOSED), 0)
@@ -479,7 +478,7 @@ class QueuedTier(BlockingCalls):
 
     def _count(self, name: str) -> None:
         if not self._closed:  # a closed ledger counts no more
-            self._backend.count(name, 1)
+            self._backend.count({name: 1})
 
     def _drop_reason(self) -> Reason | None:
         if self._closed:
@@ -551,7 +550,7 @@ class QueuedTier(BlockingCalls):
         def finish() -> None:
             while left:
                 queue.finish_write(left[0], Done(False, reason))
-                self._backend.count(f"drop_{reason}", 1)
+                self._backend.count({f"drop_{reason}": 1})
                 left.popleft()
 
         try:

@@ -143,7 +143,7 @@ class RemoteTier(QueuedTier):
 
         answer = self._query((namespace, *keys), find, until)
         if isinstance(answer, Reason):
-            store.count(f"miss_{answer}")
+            store.count({f"miss_{answer}": 1})
             return 0
         return answer
 
@@ -192,7 +192,7 @@ class RemoteTier(QueuedTier):
         return (bool(self._store.presence.get(namespace, chunk.key)) for chunk in chunks)
 
     def _count(self, name: str) -> None:
-        self._store.count(name)
+        self._store.count({name: 1})
 
     def _sources(
         self,
@@ -349,10 +349,10 @@ class RemoteStore(WorkerBackend):
         for connection in connections:
             connection.abort()
 
-    def count(self, name: str, number: int = 1) -> None:
-        """Add to a counter of this process."""
+    def count(self, counts: Mapping[str, int]) -> None:
+        """Add to counters of this process."""
         with self._lock:
-            self._counts[name] += number
+            self._counts.update(counts)
 
     def record_error(self, error: Exception, what: str, *, rests: bool = True) -> Reason:
         """Log that something failed and return the reason to report. OSErrors count for the breaker."""
@@ -606,7 +606,7 @@ class RemoteWorker(IoWorker):
             ):
                 return None
         # remove a value that cannot be served; otherwise its key could not be stored again
-        store.count("failed_checks")
+        store.count({"failed_checks": 1})
         with contextlib.suppress(RefusedError):
             connection.remove(root, [read.key], store.deadline())
         store.presence.record(root, [read.key], False)
@@ -650,7 +650,7 @@ class RemoteWorker(IoWorker):
             except Exception as error:  # noqa: BLE001  # a background thread: the error becomes the future's value
                 reason = self._store.record_error(error, "a save")
             if reason is not None:
-                self._store.count(f"drop_{reason}")
+                self._store.count({f"drop_{reason}": 1})
             self._queue.finish_write(write, Done(reason is None, reason))
 
     def _save(self, write: WriteRequest) -> Reason | None:
@@ -694,8 +694,7 @@ class RemoteWorker(IoWorker):
             return write.cancelled
         store.presence.record(write.namespace, [key], True)
         if result is PutResult.STORED:
-            store.count("stored_chunks")
-            store.count("stored_bytes", store.chunk_bytes)
+            store.count({"stored_chunks": 1, "stored_bytes": store.chunk_bytes})
         return None
 
     def _header(self, write: WriteRequest, name: str, stored_bytes: int) -> codec.Header:
