@@ -118,7 +118,8 @@ def metrics_page() -> str:
 
 ## Counters
 `miss_REASON` and `drop_REASON` count by the reasons below; `loads_TIER_le_SECONDS` counts the calls that loaded from that kind of tier (host,
-disk, remote) in that time, above the next lower edge, and `load_microseconds_TIER` adds up their time.
+disk, remote) in that time, above the next lower edge, and `load_microseconds_TIER` adds up their time;
+`prefill_microseconds` is the time of the `prefill_tokens`.
 
 {_table(("counter", "what it counts"), counted)}
 ## Prometheus

@@ -82,6 +82,8 @@ COUNTERS: tuple[str, ...] = (
     *(f"drop_{reason}" for reason in Reason),
     *(counter for kind in TIER_KINDS for counter in LOAD_BUCKETS[kind].values()),
     *(f"load_microseconds_{kind}" for kind in TIER_KINDS),
+    "prefill_tokens",
+    "prefill_microseconds",
 )
 
 

@@ -41,6 +41,8 @@ INTERFACE = {
     "pagoda_misses": f"counter {STORE} reason",
     "pagoda_drops": f"counter {STORE} reason",
     "pagoda_load_seconds": f"histogram {STORE}",
+    "pagoda_prefill_tokens": f"counter {STORE}",
+    "pagoda_prefill_seconds": f"counter {STORE}",
     "pagoda_slots": f"gauge {STORE}",
     "pagoda_free": f"gauge {STORE}",
     "pagoda_reserved": f"gauge {STORE}",
@@ -84,10 +86,12 @@ def test_the_names_types_and_labels_are_an_interface() -> None:
 
 
 def test_every_counter_is_explained_and_shown(tmp_path: Path) -> None:
-    grouped = ("miss_", "drop_", "loads_", "load_microseconds_")
+    grouped = ("miss_", "drop_", "loads_", "load_microseconds_", "prefill_microseconds")
     assert set(COUNTED) == {name for name in COUNTERS if not name.startswith(grouped)}
     counters = {name: number for number, name in enumerate(COUNTERS, 1)}
     named = samples(Exposition([snapshot(tmp_path, counters=counters)]))
+    (seconds,) = named["pagoda_prefill_seconds_total"]
+    assert seconds.value == counters.pop("prefill_microseconds") / 1e6
     shown = {s.value for each in named.values() for s in each if not s.name.startswith("pagoda_load_seconds")}
     assert {n for name, n in counters.items() if not name.startswith("load")} <= shown
     assert len(named["pagoda_misses_total"]) == len(named["pagoda_drops_total"]) == len((*MISSES, *DROPS))

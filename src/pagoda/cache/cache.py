@@ -361,6 +361,9 @@ class Cache:
     def observe_prefill(self, tokens: int, seconds: float) -> None:
         """Report how long the engine took to compute `tokens`: loading has to be faster."""
         self._resources.load_cost.record_prefill(tokens, seconds)
+        if tokens > 0 and seconds > 0:
+            microseconds = round(seconds * 1e6)
+            self._resources.counters.add({"prefill_tokens": tokens, "prefill_microseconds": microseconds})
 
     def weights_changed(self) -> int:
         """Declare that the model's weights were updated in place: no chunk stored before will hit again.

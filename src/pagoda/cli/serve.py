@@ -44,6 +44,19 @@ def serve(
         Path | None, Option(metavar="FILE", help="Certificate chain (PEM): serve https.")
     ] = None,
     tls_key: Annotated[Path | None, Option(metavar="FILE", help="Key of the certificate (PEM).")] = None,
+    gpu_price: Annotated[
+        float | None,
+        Option(
+            min=0, metavar="N", help="Price of an hour of an engine's GPUs: the page shows the money saved."
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        Option(
+            metavar="PATH",
+            help="The model's tokenizer.json, or its directory: the page takes prompts as text.",
+        ),
+    ] = None,
     as_json: AsJson = False,
     config: ConfigFile = None,
 ) -> int:
@@ -51,7 +64,8 @@ def serve(
     try:
         import asyncio
 
-        from pagoda.serve.access import read_token
+        from pagoda.cli.serve_page import page_options
+        from pagoda.serve.access import default_socket, read_token
         from pagoda.serve.server import ServeOptions
         from pagoda.serve.server import serve as run
     except ModuleNotFoundError as missing:
@@ -70,7 +84,8 @@ def serve(
         host_room=_host_room(host_size, config),
         certificate=tls_cert,
         certificate_key=tls_key,
-        **({"socket_path": socket_path} if socket_path else {}),
+        socket_path=socket_path or default_socket(),
+        page=page_options(directory, config, gpu_price, tokenizer),
     )
     if address and tls_cert is None and not _is_loopback(address[0]):
         printing.note(

@@ -31,7 +31,7 @@ def stats(
         raise UsageError("--json and --prometheus: choose one")
     snapshots, broken = in_each(find_stores(directory, config), StoreSnapshot.of)
     found = [snapshot._replace(directory=store) for store, snapshot in snapshots.items()]
-    shared = [_room_of(spec) for spec in remotes_of(directory, config)]
+    shared = [remote_usage(spec) for spec in remotes_of(directory, config)]
     if as_json:
         failures = [{"directory": str(store), "error": trouble} for store, trouble in broken.items()]
         stores = [snapshot.as_json() for snapshot in found] + failures
@@ -58,7 +58,8 @@ class RemoteUsage(NamedTuple):
     error: str
 
 
-def _room_of(spec: RemoteSpec) -> RemoteUsage:
+def remote_usage(spec: RemoteSpec) -> RemoteUsage:
+    """Ask a remote tier how full it is; an error is in the answer."""
     try:
         found = usage(spec)
     except Unanswered as trouble:

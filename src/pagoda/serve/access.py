@@ -100,6 +100,20 @@ class AccessRules:
         own = origin is None or origin.partition("://")[2] == request.headers.get("Host", "")
         return own if request.method in ("GET", "HEAD") else own and origin is not None
 
+    def lets_in(self, request: web.Request) -> bool:
+        """Return whether a request may see what is behind the token."""
+        return self._token is None or self.is_known(request)
+
+    def cookie_for(self, request: web.Request, text: str) -> str | None:
+        """Return the page's cookie if `text` is the token; None if not, or if this client was wrong too often."""
+        client = request.remote or ""
+        if self._token is None or self._wrong_tokens.is_spent(client):
+            return None
+        if not self.is_token(text):
+            self._wrong_tokens.allows(client)
+            return None
+        return self.cookie()
+
     def is_token(self, text: str) -> bool:
         """Return whether `text` is the token; takes the same time whatever it is."""
         return self._token is not None and _equal(text, self._token)

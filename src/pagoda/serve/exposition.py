@@ -43,6 +43,7 @@ COUNTED: Mapping[str, str] = {
     "removed_chunks": "Chunks removed on request, by `remove` or `clear`.",
     "reaped_chunks": "Reservations of dead processes that other processes removed.",
     "failed_checks": "Chunks whose bytes or entry were damaged. No such chunk was served.",
+    "prefill_tokens": "Tokens that engines computed, as they reported with the time that it took.",
 }
 """What each counter counts. Those of reasons and of load times have a name for each value; their families do."""
 
@@ -70,7 +71,7 @@ class MetricFamily(NamedTuple):
 
 
 _STORE = ("tier", "store")
-_HITS_BY_TIER, _MISSES, _DROPS, _LOADS, _NAMESPACES, _READABLE = (
+_HITS_BY_TIER, _MISSES, _DROPS, _LOADS, _PREFILL_SECONDS, _NAMESPACES, _READABLE = (
     MetricFamily(
         "pagoda_hit_tokens_by_tier", "counter", _STORE, "Tokens found; tier: where, host, disk or remote."
     ),
@@ -83,6 +84,9 @@ _HITS_BY_TIER, _MISSES, _DROPS, _LOADS, _NAMESPACES, _READABLE = (
         "histogram",
         _STORE,
         "Seconds of a call that loaded from a kind of tier, with the copy to the engine; tier: host, disk or remote.",
+    ),
+    MetricFamily(
+        "pagoda_prefill_seconds", "counter", _STORE, "Seconds in which engines computed these prefill tokens."
     ),
     MetricFamily(
         "pagoda_namespace_chunks",
@@ -128,7 +132,7 @@ _GAUGE_FAMILIES = {
 }
 
 FAMILIES: tuple[MetricFamily, ...] = (
-    *_COUNTER_FAMILIES.values(), _HITS_BY_TIER, _MISSES, _DROPS, _LOADS,
+    *_COUNTER_FAMILIES.values(), _HITS_BY_TIER, _MISSES, _DROPS, _LOADS, _PREFILL_SECONDS,
     *_GAUGE_FAMILIES.values(), _NAMESPACES, _READABLE, _REMOTE_REACHABLE, _REMOTE_USED, _REMOTE_LIMIT,
     _SERVE_EVENTS, _SERVE_SENT,
 )  # fmt: skip
@@ -192,6 +196,8 @@ def _gauge_of(store: StoreSnapshot, name: str) -> int:
 def _counters(stores: Sequence[StoreSnapshot]) -> Iterator[Metric]:
     for name, family in _COUNTER_FAMILIES.items():
         yield _counter(family, [(_place(store), store.counters[name]) for store in stores])
+    seconds = [(_place(store), store.counters["prefill_microseconds"] / 1e6) for store in stores]
+    yield _counter(_PREFILL_SECONDS, seconds)
     yield _counter(
         _HITS_BY_TIER,
         [

@@ -28,6 +28,7 @@ from pagoda.serve import chunk_routes, metrics_routes
 from pagoda.serve.access import AccessRules, default_socket, private_directory, refusal
 from pagoda.serve.blocking_calls import CALLS, BlockingCallPool, OverloadedError
 from pagoda.serve.chunk_routes import COUNTS, READ_ONLY, STORES
+from pagoda.serve.operator_routes import OperatorRoutes, PageOptions
 from pagoda.serve.served_stores import HostRoom, ServedStores
 
 P = ParamSpec("P")
@@ -59,6 +60,8 @@ class ServeOptions:
     host_room: HostRoom | None = None
     certificate: Path | None = None
     certificate_key: Path | None = None
+    page: PageOptions | None = None
+    """None: without the operator's page and its routes."""
 
 
 def make_app(options: ServeOptions, access: AccessRules) -> web.Application:
@@ -73,6 +76,8 @@ def make_app(options: ServeOptions, access: AccessRules) -> web.Application:
     app.router.add_get("/healthz", _healthz)
     chunk_routes.add_routes(app)
     metrics_routes.add_routes(app, options.find_stores)
+    if options.page is not None:
+        OperatorRoutes(options.page, app[STORES], access, app[CALLS], options.read_only).add_to(app)
     return app
 
 

@@ -1,0 +1,118 @@
+"""The stream of overviews: one sampling for all readers, and none while nobody looks.
+
+`operator_routes` calls it. It calls `Overview.take` on a thread, so that a slow store does not delay the event loop; a
+reader that does not take what it is sent is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+from pagoda.serve.blocking_calls import BlockingCallPool
+from pagoda.serve.overview import Overview
+
+__all__ = ["LiveFeed", "TooManyReaders"]
+
+MOST_READERS = 16
+PERIOD_SECONDS = 1.0
+_BACKLOG = 4  # events that wait for one reader; one that has more is dropped
+_PATIENCE_SECONDS = 5.0  # for one sampling; then readers are told, and the next waits until it has ended
+_FRESH_SECONDS = 0.5  # how old an overview may be that answers a single question
+
+Event = bytes | None  # None: the reader was too slow, or the server ends
+
+
+class TooManyReaders(Exception):
+    """As many streams as are allowed are open; the message says what to do."""
+
+
+class LiveFeed:
+    """Gives overviews to readers of one event loop; call `close` on that loop at the end."""
+
+    def __init__(self, overview: Overview, calls: BlockingCallPool) -> None:
+        self._overview = overview
+        self._calls = calls
+        self._readers: set[asyncio.Queue[Event]] = set()
+        self._sampler: asyncio.Task[None] | None = None
+        self._taking: asyncio.Future[dict[str, object]] | None = None
+        self._latest: dict[str, object] = {}
+        self._latest_at = float("-inf")
+
+    async def latest(self) -> Mapping[str, object]:
+        """Return an overview of this moment, or a moment ago. TimeoutError if the stores do not answer."""
+        if asyncio.get_running_loop().time() - self._latest_at > _FRESH_SECONDS:
+            await self._take()
+        return self._latest
+
+    @asynccontextmanager
+    async def reader(self) -> AsyncIterator[asyncio.Queue[Event]]:
+        """Open a stream: a queue of events, the first with the history. Raises TooManyReaders."""
+        if len(self._readers) >= MOST_READERS:
+            raise TooManyReaders(
+                f"{MOST_READERS} streams are open: close one of the pages that show this server"
+            )
+        queue: asyncio.Queue[Event] = asyncio.Queue(_BACKLOG)
+        self._readers.add(queue)
+        try:
+            first = {**await self.latest(), "history": list(self._overview.history)}
+            queue.put_nowait(_event(first))
+            if self._sampler is None:
+                self._sampler = asyncio.create_task(self._run())
+            yield queue
+        finally:
+            self._readers.discard(queue)
+
+    def close(self) -> None:
+        """End all streams and the sampling."""
+        for queue in self._readers:
+            _end(queue)
+        if self._sampler is not None:
+            self._sampler.cancel()
+
+    async def _run(self) -> None:
+        """Sample and send while there are readers."""
+        try:
+            while self._readers:
+                await asyncio.sleep(PERIOD_SECONDS)
+                if not self._readers:
+                    return
+                try:
+                    await self._take()
+                    event = _event(self._latest)
+                except TimeoutError:
+                    late = f"the stores have not answered for {_PATIENCE_SECONDS:g} s: look for a stopped process"
+                    event = _event({**self._latest, "troubles": [late], "sample": None})
+                for queue in list(self._readers):
+                    try:
+                        queue.put_nowait(event)
+                    except asyncio.QueueFull:
+                        self._readers.discard(queue)
+                        _end(queue)
+        finally:
+            self._sampler = None
+
+    async def _take(self) -> None:
+        """Renew the latest overview; callers at the same time share one reading. TimeoutError."""
+        if self._taking is None:
+            self._taking = asyncio.ensure_future(self._calls.run(self._overview.take))
+        taking = self._taking
+        try:
+            found = await asyncio.wait_for(asyncio.shield(taking), _PATIENCE_SECONDS)
+        finally:
+            if taking.done() and self._taking is taking:
+                self._taking = None
+        self._latest, self._latest_at = found, asyncio.get_running_loop().time()
+
+
+def _event(overview: Mapping[str, object]) -> bytes:
+    return b"event: snapshot\ndata: " + json.dumps(overview, separators=(",", ":")).encode() + b"\n\n"
+
+
+def _end(queue: asyncio.Queue[Event]) -> None:
+    """Make None the next event of a reader."""
+    while not queue.empty():
+        queue.get_nowait()
+    queue.put_nowait(None)

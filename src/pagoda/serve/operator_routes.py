@@ -1,0 +1,273 @@
+"""The operator's routes: the page and its files, what it shows as JSON and as a stream of events, login, the changes.
+
+`server.make_app` adds them. Answers come from `LiveFeed` and `Operations`; the latter run on a thread, one at a time.
+`AccessRules` has checked the token; here a request that a browser sends for another site's page is refused, also on
+a Unix socket, which people reach through a forwarded port.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+
+from aiohttp import web
+
+from pagoda.errors import PagodaError
+from pagoda.serve.access import COOKIE, AccessRules, refusal
+from pagoda.serve.blocking_calls import BlockingCallPool
+from pagoda.serve.live_feed import LiveFeed, TooManyReaders
+from pagoda.serve.operations import Operations, PromptTools
+from pagoda.serve.overview import Overview, RemoteState
+from pagoda.serve.served_stores import ServedStores
+
+__all__ = ["OperatorRoutes", "PageOptions"]
+
+MOST_BODY_BYTES = 8 << 20  # a million token ids
+_MOST_LOGIN_BYTES = 4096
+_SEND_SECONDS = 5.0  # for one event; a reader that is slower is dropped
+_WORK_SECONDS = 60.0  # how long a request waits for its operation, which goes on all the same
+_COOKIE_SECONDS = 12 * 3600
+_TYPES = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml", "html": "text/html"}
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+)
+_HEADERS = {
+    "Content-Security-Policy": _POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_Operation = Callable[[Mapping[str, object]], Mapping[str, object]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageOptions:
+    """What the page is told by the command line; see `Overview` and `Operations`."""
+
+    prompts: PromptTools
+    remotes: Callable[[], Sequence[RemoteState]] = tuple
+    settings: Sequence[tuple[str, str]] = ()
+    gpu_price: float | None = None
+
+
+class OperatorRoutes:
+    """The routes of one server. `add_to` adds them to an application, whose end closes the streams.
+
+    Args:
+        read_only: refuse every change.
+    """
+
+    def __init__(
+        self,
+        options: PageOptions,
+        stores: ServedStores,
+        access: AccessRules,
+        calls: BlockingCallPool,
+        read_only: bool,
+    ) -> None:
+        overview = Overview(
+            lambda: [store.ledger for store in stores.stores()],
+            options.remotes,
+            settings=options.settings,
+            gpu_price=options.gpu_price,
+            tokenizer=options.prompts.tokenize is not None,
+        )
+        self._feed = LiveFeed(overview, calls)
+        self._operations = Operations(stores, options.prompts)
+        self._access = access
+        self._calls = calls
+        self._read_only = read_only
+        self._working = asyncio.Semaphore(1)
+        folder = files("pagoda.serve").joinpath("page")
+        self._files = {
+            name: folder.joinpath(name).read_bytes()
+            for name in ("index.html", "page.css", "page.js", "icon.svg")
+        }
+        self._form, self._form_policy = _login_form(self._files["page.css"].decode())
+
+    def add_to(self, app: web.Application) -> None:
+        """Add the routes; `/` and `/login` are open, and tell nothing without the token."""
+        self._access.open_paths |= {"/", "/login"}
+        router, work = app.router, self._operations
+        router.add_get("/", self._own(self._index))
+        router.add_get("/page/{name}", self._own(self._file))
+        router.add_get("/stats.json", self._own(self._stats))
+        router.add_get("/events", self._own(self._events))
+        router.add_post("/login", self._own(self._log_in))
+        router.add_post("/explain", self._own(self._operating(work.explain)))
+        for change in (work.clear, work.pin, work.unpin, work.warm):
+            handler = self._refuse_change if self._read_only else self._operating(change)
+            router.add_post(f"/{change.__name__}", self._own(handler))
+
+        async def close(_: web.Application) -> None:
+            self._feed.close()
+
+        app.on_shutdown.append(close)
+
+    def _own(self, handler: _Handler) -> _Handler:
+        """Refuse what a browser sends for a page of another site, or to a name that is not this server's."""
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            headers = request.headers
+            origin, host = headers.get("Origin"), headers.get("Host", "")
+            if not self._access.is_host(host):
+                return refusal(421, "other_host", "start the server with --allow-host NAME")
+            from_here = origin is None or origin.partition("://")[2] == host
+            if request.method == "POST" and not (
+                from_here and headers.get("Sec-Fetch-Site", "none") in ("same-origin", "none")
+            ):
+                return refusal(403, "other_site", "use the page of this server")
+            return await handler(request)
+
+        return handle
+
+    # ---- what can be seen
+
+    async def _index(self, request: web.Request) -> web.Response:
+        if self._access.lets_in(request):
+            return self._sent("index.html")
+        headers = {**_HEADERS, "Content-Security-Policy": self._form_policy}
+        return web.Response(
+            status=401, body=self._form, content_type="text/html", charset="utf-8", headers=headers
+        )
+
+    async def _file(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        if name not in self._files:
+            raise web.HTTPNotFound
+        return self._sent(name)
+
+    def _sent(self, name: str) -> web.Response:
+        kind = _TYPES[name.rpartition(".")[2]]
+        return web.Response(body=self._files[name], content_type=kind, charset="utf-8", headers=_HEADERS)
+
+    async def _stats(self, _: web.Request) -> web.Response:
+        try:
+            return web.json_response(await self._feed.latest(), headers=_HEADERS)
+        except TimeoutError:
+            return refusal(503, "deadline", "look for a stopped process: the stores do not answer")
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={**_HEADERS, "Content-Type": "text/event-stream"})
+        try:
+            async with self._feed.reader() as queue:
+                await response.prepare(request)
+                while (event := await queue.get()) is not None:
+                    await asyncio.wait_for(response.write(event), _SEND_SECONDS)
+        except TooManyReaders as full:
+            return refusal(503, "too_many_streams", str(full))
+        except TimeoutError:
+            if not response.prepared:
+                return refusal(503, "deadline", "look for a stopped process: the stores do not answer")
+            if request.transport is not None:  # what it did not take is not kept for it
+                request.transport.abort()
+        except ConnectionError:  # the page was closed
+            pass
+        return response
+
+    # ---- what can be changed
+
+    async def _log_in(self, request: web.Request) -> web.StreamResponse:
+        """Take the token, as JSON or from the form, and set the cookie of the page."""
+        body = await _body(request, _MOST_LOGIN_BYTES)
+        is_form = request.content_type == "application/x-www-form-urlencoded"
+        cookie = self._access.cookie_for(request, _token_in(body, is_form))
+        if cookie is None and not is_form:
+            return refusal(
+                401, "token", "this is not the token, or there were too many wrong ones: wait a while"
+            )
+        response = (
+            web.Response(status=303, headers={"Location": "/"})
+            if is_form
+            else web.json_response({"ok": True})
+        )
+        if cookie is not None:
+            response.set_cookie(
+                COOKIE,
+                cookie,
+                max_age=_COOKIE_SECONDS,
+                httponly=True,
+                samesite="Strict",
+                secure=request.secure,
+            )
+        response.headers.update(_HEADERS)
+        return response
+
+    async def _refuse_change(self, _: web.Request) -> web.StreamResponse:
+        return refusal(403, "read_only", "start the server without --read-only")
+
+    def _operating(self, operation: _Operation) -> _Handler:
+        async def handle(request: web.Request) -> web.Response:
+            if request.content_type != "application/json":
+                return refusal(415, "content_type", "send application/json")
+            try:
+                asked = json.loads(await _body(request, MOST_BODY_BYTES))
+            except ValueError:
+                asked = None
+            if not isinstance(asked, dict):
+                return refusal(400, "not_json", "send one JSON object")
+            try:
+                async with asyncio.timeout(_WORK_SECONDS), self._working:
+                    answer = await self._calls.run(operation, asked)
+            except ValueError as wrong:
+                return refusal(400, "wrong_use", str(wrong))
+            except TimeoutError:
+                return refusal(
+                    503,
+                    "deadline",
+                    f"it took more than {_WORK_SECONDS:g} s: look at the page, then ask again",
+                )
+            except PagodaError as trouble:
+                return refusal(503, "store_unavailable", str(trouble))
+            return web.json_response(answer, headers=_HEADERS)
+
+        return handle
+
+
+async def _body(request: web.Request, most_bytes: int) -> bytes:
+    body = bytearray()
+    async for piece in request.content.iter_chunked(1 << 16):
+        body += piece
+        if len(body) > most_bytes:
+            raise web.HTTPRequestEntityTooLarge(most_bytes, len(body))
+    return bytes(body)
+
+
+def _token_in(body: bytes, is_form: bool) -> str:
+    from urllib.parse import parse_qs
+
+    text = body.decode("utf-8", "replace")
+    if is_form:
+        return parse_qs(text).get("token", [""])[0]
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return ""
+    token = found.get("token") if isinstance(found, dict) else None
+    return token if isinstance(token, str) else ""
+
+
+def _login_form(css: str) -> tuple[bytes, str]:
+    """Return a page that needs no other file, because those need the token, and the policy that allows its style."""
+    digest = base64.b64encode(hashlib.sha256(css.encode()).digest()).decode()
+    html = f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>PagodaKV: log in</title><link rel="icon" href="data:,"><style>{css}</style></head>
+<body><header><h1>PagodaKV</h1></header><main><section class="wide"><form method="post" action="login">
+<p><label for="token">Token of this server</label></p>
+<p><input id="token" name="token" type="password" autocomplete="current-password" required autofocus></p>
+<p class="note"><code>pagoda serve</code> printed the name of the file that has it.</p>
+<p class="actions"><button class="primary">Log in</button></p></form></section></main></body></html>
+"""
+    policy = _POLICY.replace("style-src 'self'", f"style-src 'sha256-{digest}'").replace(
+        "img-src 'self'", "img-src data:"
+    )
+    return html.encode(), policy

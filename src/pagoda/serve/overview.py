@@ -1,0 +1,276 @@
+"""Everything that the operator's page shows, as one dict: tiers, hits, what was saved, misses, namespaces, pins.
+
+`live_feed` calls `Overview.take` on a thread, once for all readers. It calls `StoreSnapshot.of`; all figures are from
+the counters that the engines of this machine share. What they cannot tell is None, with words that say what to do.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import Counter as Tally
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypedDict
+
+import pagoda
+from pagoda.errors import PagodaError
+from pagoda.ledger.snapshot import StoreSnapshot
+from pagoda.metrics import DROPS, MISSES, TIER_KINDS, Reason
+
+if TYPE_CHECKING:
+    from pagoda.ledger import Ledger
+
+__all__ = ["Overview", "RemoteState", "Sample"]
+
+MOST_SAMPLES = 300
+MOST_NAMESPACES = 50
+MOST_PINS = 50
+_REMOTES_SECONDS = 30.0  # between two questions to the remote tiers
+_TITLES = {"host": "host memory", "disk": "disk", "remote": "remote tiers"}
+
+
+class RemoteState(Protocol):
+    """What a remote tier said: how full its engine is (None: it does not say), or why it gave no answer."""
+
+    @property
+    def tier(self) -> str: ...
+    @property
+    def address(self) -> str: ...
+    @property
+    def used_bytes(self) -> int | None: ...
+    @property
+    def limit_bytes(self) -> int | None: ...
+    @property
+    def error(self) -> str: ...
+
+
+class Sample(TypedDict):
+    """What happened between two moments, `seconds` apart, the later one at `time`."""
+
+    time: float
+    seconds: float
+    lookups: int
+    asked_tokens: int
+    hit_tokens: dict[str, int]  # by kind of tier
+    stops: dict[str, int]  # requests that got less than they asked for, by reason
+
+
+class Overview:
+    """Makes the overviews of one server, and keeps the last samples. Used by one thread at a time.
+
+    Args:
+        ledgers: returns the stores as they are now, host tiers first; raises nothing.
+        remotes: returns what the remote tiers say; it may wait, and is called every half minute at most.
+        settings: names and values that stay the same, for people.
+        gpu_price: of an hour of an engine's GPUs, in any currency; None: not known.
+        tokenizer: whether questions may be asked as text.
+    """
+
+    def __init__(
+        self,
+        ledgers: Callable[[], Sequence[Ledger]],
+        remotes: Callable[[], Sequence[RemoteState]] = tuple,
+        *,
+        settings: Sequence[tuple[str, str]] = (),
+        gpu_price: float | None = None,
+        tokenizer: bool = False,
+    ) -> None:
+        self._ledgers = ledgers
+        self._ask_remotes = remotes
+        self._settings = settings
+        self._gpu_price = gpu_price
+        self._tokenizer = tokenizer
+        self._remotes: Sequence[RemoteState] = ()
+        self._asked_at: float | None = None
+        self._before: tuple[float, dict[Path, StoreSnapshot]] | None = None
+        self.history: deque[Sample] = deque(maxlen=MOST_SAMPLES)
+
+    def take(self) -> dict[str, object]:
+        """Read all stores and return the overview, with the sample since the last call (None at first)."""
+        now = time.time()
+        stores, troubles = [], list[str]()
+        for ledger in self._ledgers():
+            try:
+                stores.append(StoreSnapshot.of(ledger))
+            except PagodaError as trouble:
+                troubles.append(str(trouble))
+        remotes = self._known_remotes()
+        totals = _totals(stores)
+        shown = {name: totals[name] for name in ("lookups", "hits", "asked_tokens", "hit_tokens")}
+        namespaces = _namespaces(stores)
+        return {
+            "version": pagoda.__version__,
+            "machine": socket.gethostname(),
+            "time": now,
+            "troubles": troubles,
+            "tiers": [*_local_tiers(stores, totals), *_remote_tiers(remotes, totals["hit_tokens_remote"])],
+            "totals": shown,
+            "saved": _saved(stores, self._gpu_price),
+            "misses": _by_reason(totals, "miss_", MISSES),
+            "drops": _by_reason(totals, "drop_", DROPS),
+            "namespaces": namespaces[:MOST_NAMESPACES],
+            "more_namespaces": max(0, len(namespaces) - MOST_NAMESPACES),
+            "pins": [
+                {"tier": store.tier, "owner": owner, "chunks": chunks}
+                for store in stores
+                for owner, chunks in store.pins.items()
+            ][:MOST_PINS],
+            "settings": [*self._settings, *_setup(stores)],
+            "tokenizer": self._tokenizer,
+            "sample": self._sample(now, stores),
+        }
+
+    def _known_remotes(self) -> Sequence[RemoteState]:
+        now = time.monotonic()
+        if self._asked_at is None or now - self._asked_at > _REMOTES_SECONDS:
+            self._remotes = self._ask_remotes()
+            self._asked_at = time.monotonic()
+        return self._remotes
+
+    def _sample(self, now: float, stores: Sequence[StoreSnapshot]) -> Sample | None:
+        """Return, and keep, what happened since the last call; a store that was not there then adds nothing."""
+        known = {store.directory: store for store in stores}
+        before, self._before = self._before, (now, known)
+        if before is None or now <= before[0]:
+            return None
+        changed: Tally[str] = Tally()
+        for directory, old in before[1].items():
+            if directory in known:
+                fresh = known[directory].counters
+                changed.update({name: max(0, fresh[name] - count) for name, count in old.counters.items()})
+        sample = Sample(
+            time=now,
+            seconds=now - before[0],
+            lookups=changed["lookups"],
+            asked_tokens=changed["asked_tokens"],
+            hit_tokens={kind: changed[f"hit_tokens_{kind}"] for kind in TIER_KINDS},
+            stops=_by_reason(changed, "miss_", MISSES),
+        )
+        self.history.append(sample)
+        return sample
+
+
+def _totals(stores: Iterable[StoreSnapshot]) -> Tally[str]:
+    total: Tally[str] = Tally()
+    for store in stores:
+        total.update(store.counters)
+    return total
+
+
+def _by_reason(counts: Mapping[str, int], prefix: str, reasons: Iterable[Reason]) -> dict[str, int]:
+    return {str(reason): counts[f"{prefix}{reason}"] for reason in reasons if counts[f"{prefix}{reason}"]}
+
+
+def _local_tiers(stores: Sequence[StoreSnapshot], totals: Mapping[str, int]) -> list[dict[str, object]]:
+    """Return one row for each kind of tier that this machine has, from the top down."""
+    rows: list[dict[str, object]] = []
+    for kind in TIER_KINDS:
+        own = [store for store in stores if store.tier == kind]
+        if own:
+            rows.append(
+                {
+                    "kind": kind,
+                    "title": _TITLES[kind],
+                    "chunks": sum(store.gauges["ready"] for store in own),
+                    "used_bytes": sum(store.used_bytes for store in own),
+                    "size_bytes": sum(store.size_bytes for store in own),
+                    "hit_tokens": totals[f"hit_tokens_{kind}"],
+                    "address": "",
+                    "trouble": "",
+                }
+            )
+    return rows
+
+
+def _remote_tiers(remotes: Sequence[RemoteState], hit_tokens: int) -> list[dict[str, object]]:
+    """Return one row for each remote tier. Engines count the hits of all of them together."""
+    return [
+        {
+            "kind": "remote",
+            "title": remote.tier,
+            "chunks": None,
+            "used_bytes": remote.used_bytes,
+            "size_bytes": remote.limit_bytes,
+            "hit_tokens": hit_tokens if len(remotes) == 1 else None,
+            "address": remote.address,
+            "trouble": remote.error,
+        }
+        for remote in remotes
+    ]
+
+
+def _saved(stores: Sequence[StoreSnapshot], gpu_price: float | None) -> dict[str, object]:
+    """Return what the hits saved: each store's at the speed that the engines of this store reported."""
+    compute_seconds = load_seconds = 0.0
+    known_tokens = unknown_tokens = 0
+    for store in stores:
+        count = store.counters
+        if count["prefill_tokens"] and count["prefill_microseconds"]:
+            known_tokens += count["hit_tokens"]
+            compute_seconds += (
+                count["hit_tokens"] * count["prefill_microseconds"] / 1e6 / count["prefill_tokens"]
+            )
+            load_seconds += sum(count[f"load_microseconds_{kind}"] for kind in TIER_KINDS) / 1e6
+        else:
+            unknown_tokens += count["hit_tokens"]
+    if not known_tokens:
+        remedy = (
+            "no engine has reported yet how fast it computes; an engine of your own calls cache.observe_prefill"
+            if unknown_tokens
+            else "nothing has hit yet"
+        )
+        return {
+            "engine_seconds": None,
+            "engine_words": remedy,
+            "first_token_seconds": None,
+            "first_token_words": remedy,
+            "money": None,
+            "money_words": remedy,
+        }
+    rest = (
+        f"; not {unknown_tokens:,} tokens of engines that do not report their speed" if unknown_tokens else ""
+    )
+    speed = f"{known_tokens:,} tokens at {known_tokens / compute_seconds:,.0f} tokens/s, as engines reported{rest}"
+    priced = gpu_price is not None
+    return {
+        "engine_seconds": compute_seconds,
+        "engine_words": f"an estimate: {speed}",
+        "first_token_seconds": compute_seconds - load_seconds,
+        "first_token_words": "an estimate: the time to compute what hit, less the time it took to load",
+        "money": compute_seconds / 3600 * gpu_price if gpu_price is not None else None,
+        "money_words": f"at {gpu_price:g} an hour of an engine"
+        if priced
+        else "start the server with --gpu-price",
+    }
+
+
+def _namespaces(stores: Sequence[StoreSnapshot]) -> list[dict[str, object]]:
+    """Return the namespaces of all stores, those with most bytes first. Of a salt, `fields` has only a digest."""
+    fields: dict[bytes, dict[str, str]] = {}
+    chunks: dict[bytes, Tally[str]] = {}
+    size: Tally[bytes] = Tally()
+    for store in stores:
+        for row in store.namespaces:
+            fields[row.root] = row.fields or fields.get(row.root, {})
+            chunks.setdefault(row.root, Tally())[store.tier] += row.chunks
+            size[row.root] += row.chunks * store.slot_bytes
+    return [
+        {
+            "namespace": root.hex(),
+            "fields": fields[root],
+            "chunks": {tier: count for tier, count in chunks[root].items() if count},
+            "bytes": size[root],
+        }
+        for root in sorted(fields, key=lambda root: -size[root])
+    ]
+
+
+def _setup(stores: Sequence[StoreSnapshot]) -> list[tuple[str, str]]:
+    rows = [(f"Store ({store.tier})", str(store.directory)) for store in stores]
+    if stores:
+        rows.append(
+            ("Processes", f"at most {max(store.gauges['members'] for store in stores)} use one store")
+        )
+    return rows

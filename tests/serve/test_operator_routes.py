@@ -1,0 +1,237 @@
+"""The operator's routes of a real `pagoda serve`: what they show, who may call them, what they change."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.serve.kit import CHUNK, TOKEN, Answer, Engine, Server, engine, server, tokens_of, wait_until
+
+SALT = "tenant-of-the-tests"
+EVENTS = f"GET /events HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="pagoda-test-", dir="/dev/shm") as root:
+        yield Path(root, "host")
+
+
+@pytest.fixture(scope="module")
+def running(host: Path) -> Iterator[Engine]:
+    with engine(host_path=str(host), host_size="8MiB") as made:
+        made.store(1, 4)
+        yield made
+
+
+@pytest.fixture(scope="module")
+def shared(running: Engine, host: Path) -> Iterator[Server]:
+    with server(host) as made:
+        yield made
+
+
+@pytest.fixture
+def page(shared: Server) -> Iterator[Server]:
+    """Return the server; the next test finds its client with the token."""
+    yield shared
+    shared.token = TOKEN
+
+
+def post(page: Server, path: str, value: object, **headers: str) -> Answer:
+    body = json.dumps(value).encode()
+    names = {name.replace("_", "-"): text for name, text in headers.items()}
+    return page.ask("POST", path, body, {"Content-Type": "application/json", **names})
+
+
+def test_the_page_and_its_files_are_whole_and_may_load_nothing_else(page: Server) -> None:
+    index = page.ask("GET", "/")
+    assert index.status == 200 and b"Why did this prompt miss?" in index.body
+    for name, kind in (
+        ("page.js", "text/javascript"),
+        ("page.css", "text/css"),
+        ("icon.svg", "image/svg+xml"),
+    ):
+        assert f'"page/{name}"'.encode() in index.body
+        found = page.ask("GET", f"/page/{name}")
+        assert found.status == 200 and found.headers["Content-Type"].startswith(kind)
+        assert b"innerHTML" not in found.body and b"http://" not in found.body.replace(
+            b"http://www.w3.org/", b""
+        )
+    rules = index.headers["Content-Security-Policy"]
+    assert "default-src 'none'" in rules and "unsafe" not in rules
+    for wrong in ("/page/index.py", "/page/..%2foverview.py", "/page/%2e%2e/overview.py", "/page/"):
+        assert page.ask("GET", wrong).status == 404
+
+
+def test_without_the_token_there_is_only_a_form(page: Server) -> None:
+    page.token = None
+    form = page.ask("GET", "/")
+    assert form.status == 401 and b'type="password"' in form.body and b"prompt" not in form.body
+    for path in ("/stats.json", "/events", "/page/page.js"):
+        assert page.ask("GET", path).status == 401
+    for path in ("/clear", "/pin", "/unpin", "/warm", "/explain"):
+        assert post(page, path, {"everything": True}).status == 401
+
+
+def test_the_login_gives_a_cookie_that_serves_the_own_page_only(page: Server) -> None:
+    page.token = None
+    own = page.url
+    assert post(page, "/login", {"token": "wrong"}).status == 401
+    assert post(page, "/login", {"token": TOKEN}, Origin="http://evil.example").status == 403
+    answer = post(page, "/login", {"token": TOKEN}, Origin=own)
+    assert answer.status == 200
+    cookie = answer.headers["Set-Cookie"]
+    assert "HttpOnly" in cookie and "SameSite=Strict" in cookie and TOKEN not in cookie
+    kept = {"Cookie": cookie.partition(";")[0]}
+    assert page.ask("GET", "/stats.json", None, kept).status == 200
+    asked = {"owner": "nobody"}
+    assert post(page, "/unpin", asked, **kept, Origin=own).status == 200
+    assert post(page, "/unpin", asked, **kept).status == 401
+    assert post(page, "/unpin", asked, **kept, Origin="http://evil.example").status in (401, 403)
+    form = page.ask(
+        "POST", "/login", f"token={TOKEN}".encode(), {"Content-Type": "application/x-www-form-urlencoded"}
+    )
+    assert (form.status, form.headers["Location"]) == (303, "/") and "Set-Cookie" in form.headers
+
+
+@pytest.mark.slow
+def test_a_page_of_another_site_changes_nothing(page: Server, tmp_path: Path, host: Path) -> None:
+    everything = {"everything": True}
+    assert post(page, "/clear", everything, Sec_Fetch_Site="cross-site").status == 403
+    assert post(page, "/clear", everything, Origin="http://evil.example").status == 403
+    assert page.ask("POST", "/clear", b'{"everything": true}', {"Content-Type": "text/plain"}).status == 415
+    with server(
+        host, "--listen", f"unix:{tmp_path}/s/socket", token=None
+    ) as local:  # through a forwarded port
+        assert post(local, "/clear", everything, Origin="http://evil.example").status == 403
+        assert local.ask("GET", "/stats.json", None, {"Host": "evil.example"}).status == 421
+        assert local.ask("GET", "/stats.json").json["tiers"][0]["chunks"] == 4  # type: ignore[index]
+
+
+@pytest.mark.slow
+def test_a_read_only_server_refuses_changes_and_wrong_tokens_at_the_login_are_limited(tmp_path: Path) -> None:
+    with server(tmp_path, "--read-only") as page:
+        for path in ("/clear", "/pin", "/unpin", "/warm"):
+            assert post(page, path, {"everything": True}).json["reason"] == "read_only"
+        assert post(page, "/explain", {"tokens": tokens_of(1, 2)}).status == 200
+        with page.socket() as stream:
+            stream.sendall(EVENTS)
+            assert b"200 OK" in stream.recv(4096)
+            page.token = None
+            for _ in range(25):
+                post(page, "/login", {"token": "wrong"})
+            assert post(page, "/login", {"token": TOKEN}).status == 401
+            code, said = page.stop()  # at once, in spite of the stream
+        assert code == 0 and "Traceback" not in said
+
+
+def test_clear_pin_unpin_and_explain(page: Server, running: Engine) -> None:
+    prompt = {"tokens": tokens_of(1, 5)}
+    answer = post(page, "/explain", prompt).json
+    assert answer["asked_tokens"] == 5 * CHUNK
+    (row,) = answer["answers"]  # type: ignore[misc]
+    assert (row["tier"], row["num_tokens"], row["reason"]) == ("host", 4 * CHUNK, "absent")
+    assert post(page, "/pin", prompt).json["chunks"] == 4
+    assert page.ask("GET", "/stats.json").json["pins"] == [{"tier": "host", "owner": "pagoda", "chunks": 4}]
+    assert post(page, "/unpin", {"owner": "somebody else"}).json["chunks"] == 0
+    assert post(page, "/unpin", prompt).json["chunks"] == 4
+    assert post(page, "/clear", {"namespace": "00" * 32}).json["chunks"] == 0
+    assert post(page, "/clear", {"namespace": running.root.hex()}).json["chunks"] == 4
+    assert post(page, "/explain", prompt).json["answers"][0]["num_tokens"] == 0  # type: ignore[index]
+    running.store(1, 4)
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "said"),
+    [
+        ("/clear", {}, "everything"),
+        ("/clear", {"namespace": "abc"}, "64 hex digits"),
+        ("/clear", [], "JSON object"),
+        ("/pin", {}, "a prompt is missing"),
+        ("/pin", {"tokens": ["x"]}, "token"),
+        ("/pin", {"tokens": [1], "owner": "a\nb"}, "one line"),
+        ("/explain", {"text": "hello"}, "--tokenizer"),
+    ],
+)
+def test_wrong_use_is_refused_with_the_remedy(page: Server, path: str, asked: object, said: str) -> None:
+    answer = post(page, path, asked)
+    assert answer.status == 400 and said in str(answer.json["remedy"])
+
+
+@pytest.mark.slow
+def test_warm_brings_chunks_of_the_disk_up_to_the_host(shm_root: Path, tmp_path: Path) -> None:
+    host, disk = shm_root / "host", tmp_path / "disk"
+    options = {"host_path": str(host), "host_size": "1MiB", "disk_path": str(disk), "disk_size": "32MiB"}
+    with engine(**options, policy="lru") as running:  # 16 slots of 64 KiB on the host
+        running.store(1, 4)
+        for chain in range(2, 6):
+            running.store(chain, 4)
+        config = tmp_path / "pagoda.toml"
+        config.write_text("".join(f"{name} = '{value}'\n" for name, value in options.items()))
+        with server("--config", config) as page:
+            prompt = {"tokens": tokens_of(1, 4)}
+            before = {
+                row["tier"]: row["num_tokens"] for row in post(page, "/explain", prompt).json["answers"]
+            }  # type: ignore[attr-defined]
+            assert before["host"] == 0 and before["disk"] == 4 * CHUNK
+            assert post(page, "/warm", prompt).json["chunks"] == 4
+            after = {row["tier"]: row["num_tokens"] for row in post(page, "/explain", prompt).json["answers"]}  # type: ignore[attr-defined]
+            assert after["host"] == 4 * CHUNK
+
+
+def test_stats_has_no_salt_and_no_token(host: Path, page: Server) -> None:
+    from pagoda import Cache, Namespace
+    from tests.serve.kit import LAYOUT, kv_of
+
+    tenant = Namespace("served", salt=SALT)
+    with Cache(
+        namespace=tenant, layout=LAYOUT, chunk_tokens=CHUNK, host_path=str(host), host_size="8MiB"
+    ) as cache:
+        cache.store(tokens_of(7, 2), kv_of(7, 2))
+        wait_until(lambda: len(page.ask("GET", "/stats.json").json["namespaces"]) == 2)  # type: ignore[arg-type]
+    found = page.ask("GET", "/stats.json").body.decode()
+    assert SALT not in found and TOKEN not in found
+
+
+def test_a_stream_begins_with_the_history_and_goes_on(page: Server) -> None:
+    connection = page.connection()
+    connection.request("GET", "/events", headers={"Authorization": f"Bearer {TOKEN}"})
+    stream = connection.getresponse()
+    assert stream.headers["Content-Type"] == "text/event-stream"
+
+    def event() -> dict[str, object]:
+        assert stream.readline() == b"event: snapshot\n"
+        data = stream.readline()
+        assert stream.readline() == b"\n"
+        found = json.loads(data.removeprefix(b"data: "))
+        assert isinstance(found, dict)
+        return found
+
+    assert "history" in event()
+    second = event()
+    assert "history" not in second and second["sample"]
+    connection.close()
+
+
+def test_streams_are_a_bounded_number(page: Server) -> None:
+    from pagoda.serve.live_feed import MOST_READERS
+
+    wait_until(lambda: b"200 OK" in _first_bytes(page))
+    streams = [page.socket() for _ in range(MOST_READERS)]
+    for stream in streams:
+        stream.sendall(EVENTS)
+        stream.recv(1)
+    assert page.ask("GET", "/events").json["reason"] == "too_many_streams"
+    for stream in streams:
+        stream.close()
+    wait_until(lambda: b"200 OK" in _first_bytes(page))
+
+
+def _first_bytes(page: Server) -> bytes:
+    with page.socket() as stream:
+        stream.sendall(EVENTS)
+        return stream.recv(4096)

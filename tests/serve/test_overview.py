@@ -1,0 +1,154 @@
+"""What the page is made of: figures from the counters of real caches, and the one sampling for all readers."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+
+from pagoda import Cache
+from pagoda.ledger import Ledger
+from pagoda.serve import live_feed
+from pagoda.serve.blocking_calls import BlockingCallPool
+from pagoda.serve.live_feed import LiveFeed
+from pagoda.serve.overview import MOST_SAMPLES, Overview
+from tests.serve.kit import CHUNK, LAYOUT, NAMESPACE, kv_of, tokens_of
+
+
+def opened(root: Path) -> Cache:
+    return Cache(
+        namespace=NAMESPACE, layout=LAYOUT, chunk_tokens=CHUNK, host_path=str(root), host_size="4MiB"
+    )
+
+
+def ledgers_of(cache: Cache) -> list[Ledger]:
+    return [ledger for _, ledger in cache._tiers.ledgers()]
+
+
+def test_what_was_saved_is_counted_at_the_speed_that_engines_report(shm_root: Path) -> None:
+    with opened(shm_root) as cache:
+        overview = Overview(lambda: ledgers_of(cache), gpu_price=3600.0)
+        unknown = overview.take()["saved"]
+        assert isinstance(unknown, dict) and unknown["engine_seconds"] is None and unknown["money"] is None
+        assert unknown["engine_words"] == "nothing has hit yet"
+        cache.store(tokens_of(1, 4), kv_of(1, 4))
+        assert cache.retrieve(tokens_of(1, 4), kv_of(2, 4)).num_tokens == 4 * CHUNK
+        unknown = overview.take()["saved"]
+        assert isinstance(unknown, dict) and unknown["engine_seconds"] is None
+        assert "observe_prefill" in str(unknown["engine_words"])
+        cache.observe_prefill(1000, 2.0)
+        known = overview.take()["saved"]
+        assert isinstance(known, dict)
+        assert known["engine_seconds"] == known["money"] == pytest.approx(4 * CHUNK / 500)
+        assert 0 < known["engine_seconds"] - known["first_token_seconds"] < 1.0  # the time to load
+
+
+def test_a_sample_has_what_happened_between_two_looks(shm_root: Path) -> None:
+    with opened(shm_root) as cache:
+        overview = Overview(lambda: ledgers_of(cache))
+        assert overview.take()["sample"] is None
+        cache.store(tokens_of(1, 2), kv_of(1, 2))
+        cache.lookup(tokens_of(1, 3))
+        sample = overview.take()["sample"]
+        assert isinstance(sample, dict) and sample["seconds"] > 0
+        assert (sample["lookups"], sample["asked_tokens"]) == (1, 3 * CHUNK)
+        assert sample["hit_tokens"] == {"host": 2 * CHUNK, "disk": 0, "remote": 0}
+        assert sample["stops"] == {"absent": 1}
+        for _ in range(MOST_SAMPLES + 5):
+            overview.history.append(sample)
+        assert len(overview.history) == MOST_SAMPLES
+
+
+def test_a_store_that_cannot_be_read_is_named_and_the_others_are_shown(shm_root: Path) -> None:
+    with opened(shm_root / "good") as cache:
+        other = opened(shm_root / "other")
+        broken = ledgers_of(other)[0]
+        other.close()
+        found = Overview(lambda: [*ledgers_of(cache), broken]).take()
+        assert len(found["tiers"]) == 1 and len(found["troubles"]) == 1  # type: ignore[arg-type]
+
+
+def test_remote_tiers_are_asked_now_and_then_only(shm_root: Path) -> None:
+    from pagoda.cli.stats import RemoteUsage
+
+    asked = []
+
+    def remotes() -> list[RemoteUsage]:
+        asked.append(1)
+        return [
+            RemoteUsage("redis", "redis://a", 5, 10, ""),
+            RemoteUsage("s3", "s3://b", None, None, "refused"),
+        ]
+
+    overview = Overview(list, remotes)
+    first, second = overview.take()["tiers"], overview.take()["tiers"]
+    assert first == second and len(asked) == 1
+    redis, s3 = first  # type: ignore[misc]
+    assert (redis["used_bytes"], redis["size_bytes"], redis["hit_tokens"]) == (5, 10, None)
+    assert s3["trouble"] == "refused"
+
+
+def test_nothing_is_sampled_while_nobody_looks_and_slow_readers_are_dropped(
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_feed, "PERIOD_SECONDS", 0.01)
+    with opened(shm_root) as cache:
+        taken: list[int] = []
+
+        def ledgers() -> list[Ledger]:
+            taken.append(1)
+            return ledgers_of(cache)
+
+        async def look() -> None:
+            calls = BlockingCallPool()
+            feed = LiveFeed(Overview(ledgers), calls)
+            async with feed.reader() as slow, feed.reader() as quick:
+                events = 0
+                while slow.qsize() or events < 2:  # until the feed has given it up
+                    event = await asyncio.wait_for(quick.get(), 10)
+                    assert event is not None and event.startswith(b"event: snapshot\ndata: {")
+                    events += 1
+                    if slow.qsize() == 1 and slow._queue[0] is None:  # type: ignore[attr-defined]
+                        break
+                assert await slow.get() is None and events >= 4
+            for _ in range(100):
+                await asyncio.sleep(0.01)
+                if feed._sampler is None:
+                    break
+            before = len(taken)
+            await asyncio.sleep(0.1)
+            assert len(taken) == before
+            feed.close()
+            calls.close()
+
+        asyncio.run(look())
+
+
+def test_stores_that_do_not_answer_are_said_to_the_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_feed, "PERIOD_SECONDS", 0.01)
+    monkeypatch.setattr(live_feed, "_PATIENCE_SECONDS", 0.1)
+    hanging, free = threading.Event(), threading.Event()
+
+    def ledgers() -> list[Ledger]:
+        if hanging.is_set():
+            free.wait(10)
+        return []
+
+    async def look() -> None:
+        calls = BlockingCallPool()
+        feed = LiveFeed(Overview(ledgers), calls)
+        async with feed.reader() as queue:
+            await queue.get()
+            hanging.set()
+            while b"look for a stopped process" not in (await asyncio.wait_for(queue.get(), 10) or b""):
+                pass
+            hanging.clear()
+            free.set()
+            while b"look for a stopped process" in (await asyncio.wait_for(queue.get(), 10) or b""):
+                pass
+        feed.close()
+        calls.close()
+
+    asyncio.run(look())
