@@ -15,13 +15,13 @@ HERE = Path(__file__).resolve().parent
 # figure: (bound, aim). Which modules a call enters depends a little on timing (a thread that must start, a policy that is
 # due): the lowest of three runs counts, and bounds have a margin. Functions are those of all threads.
 BOUNDS = {
-    "lines of code": (29_920, 23_000),
-    "lines of the core": (12_310, 9_200),
+    "lines of code": (30_510, 23_000),
+    "lines of the core": (12_560, 9_200),
     "class names used twice": (0, 5),
     "mixed modules": (0, 0),
     "modules with two themes": (7, 12),
-    "store, caller": (24, 24),
-    "store, all threads": (33, 32),
+    "store, caller": (25, 24),
+    "store, all threads": (34, 32),
     "lookup, caller": (15, 17),
     "retrieve from host, caller": (22, 22),
     "retrieve from disk, caller": (31, 30),

@@ -109,6 +109,11 @@ def answer(*args: object, code: int = 0, stdin: str = "", **variables: str) -> d
 
 def refused(*args: object, stdin: str = "", **variables: str) -> str:
     """Run the command in this process; return the one line of its refusal."""
+    return one_line(*run_here(*args, stdin=stdin, **variables))
+
+
+def run_here(*args: object, stdin: str = "", **variables: str) -> tuple[int, str, str]:
+    """Run the command in this process, with no configuration except `variables`; return exit code, stdout, stderr."""
     out, err, environment = io.StringIO(), io.StringIO(), {"HOME": _NO_HOME, **variables}
     with (
         mock.patch.dict(os.environ, environment, clear=True),
@@ -117,7 +122,7 @@ def refused(*args: object, stdin: str = "", **variables: str) -> str:
         redirect_stderr(err),
     ):
         code = main([str(argument) for argument in args])
-    return one_line(code, out.getvalue(), err.getvalue())
+    return code, out.getvalue(), err.getvalue()
 
 
 def one_line(code: int, out: str, err: str) -> str:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import cast
+from threading import Thread
+from typing import ClassVar, cast
 
 import pytest
 
-from pagoda.keys import chunk_keys
-from pagoda.ledger import admin
+from pagoda.cache.prompt_log import PromptLog
+from pagoda.keys import Namespace, chunk_keys
+from pagoda.ledger import Ledger, admin
 from pagoda.metrics import Reason
-from tests.cli.shelf import CHUNK, LLAMA, QWEN, answer, disk, host, pagoda, put, refused, save
+from tests.cli.shelf import CHUNK, LLAMA, QWEN, answer, disk, host, pagoda, put, refused, run_here, save
 
 PROMPT = list(range(100, 164))  # four chunks
 
@@ -239,3 +243,175 @@ def test_wrong_use_is_one_line(shm_root: Path, tmp_path: Path) -> None:
 
 def test_reasons_are_those_of_the_metrics() -> None:
     assert {"absent", "evicted", "cleared", "busy", "short_prompt", "below_minimum"} <= set(Reason)
+
+
+# ---- the token that differs, and where the prompt comes from
+
+
+def logged(ledger: Ledger, namespace: Namespace, tokens: list[int]) -> None:
+    """Store a prompt as a cache does: its chunks, and the prompt in the log."""
+    keys = put(ledger, namespace, tokens)
+    PromptLog(ledger.directory, tokens=1).append(namespace.root, CHUNK, keys, tokens)
+
+
+def planted(at: int) -> list[int]:
+    return [*PROMPT[:at], 7, *PROMPT[at + 1 :]]
+
+
+def said(*args: object, stdin: str = "", **variables: str) -> dict[str, object]:
+    code, out, err = run_here("explain", *args, "--json", stdin=stdin, **variables)
+    assert code == 0, err
+    return cast("dict[str, object]", json.loads(out))
+
+
+def near(*args: object, stdin: str = "", **variables: str) -> dict[str, object]:
+    (one,) = cast("list[dict[str, object]]", said(*args, stdin=stdin, **variables)["nearest"])
+    return one
+
+
+def test_the_token_that_differs_the_nearest_prompt_and_the_tiers_that_have_it(shm_root: Path) -> None:
+    ledger = host(shm_root)
+    logged(ledger, LLAMA, PROMPT)
+    found = near(shm_root, "--tokens", "-", stdin=json.dumps(planted(37)))
+    assert (found["token"], found["token_id"], found["stored_id"]) == (37, 7, PROMPT[37])
+    assert (found["num_tokens"], found["tiers"], found["other_fields"]) == (64, ["host"], [])
+    assert found["key"] == chunk_keys(PROMPT, LLAMA.root, CHUNK)[2].hex()
+    shown = run_here("explain", shm_root, "--tokens", "-", stdin=json.dumps(planted(37)))[1]
+    assert "it differs at token 37: 7 here, 137 in the nearest" in shown
+    assert "the first that is not served: chunk 2 (tokens 32 to 47)" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    admin.remove(ledger, chunk_keys(PROMPT, LLAMA.root, CHUNK)[2:])
+    assert near(shm_root, "--tokens", "-", stdin=json.dumps(planted(37)))["tiers"] == []
+    shown = run_here("explain", shm_root, "--tokens", "-", stdin=json.dumps(planted(37)))[1]
+    assert "no longer stored" in shown
+
+
+def test_without_a_log_the_chunk_is_said_and_that_the_token_is_not_known(shm_root: Path) -> None:
+    put(host(shm_root), LLAMA, PROMPT)
+    shown = run_here("explain", shm_root, "--tokens", "-", stdin=json.dumps(planted(37)))[1]
+    assert "chunk 2" in shown and "the token that differs is not known" in shown
+
+
+def test_which_field_of_the_namespace_is_another_and_no_salt(shm_root: Path) -> None:
+    ledger = host(shm_root)
+    put(ledger, LLAMA, range(16))
+    other = LLAMA.with_(salt="secret of a tenant", kv_dtype="float8")
+    logged(ledger, other, PROMPT)
+    found = explained(shm_root, "--namespace", LLAMA.root.hex()[:16])
+    assert (found[0]["reason"], found[0]["other_fields"]) == ("other_namespace", ["kv_dtype", "salt"])
+    assert other.fields()["salt"] not in str(found[0]["detail"])
+    one = near(shm_root, "--namespace", LLAMA.root.hex()[:16], "--tokens", "-", stdin=json.dumps(PROMPT))
+    assert one["other_fields"] == ["kv_dtype", "salt"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer for which the text of token 7 is "t7", with a chat template."""
+    words, pre_tokenizers = (
+        pytest.importorskip("tokenizers.models"),
+        pytest.importorskip("tokenizers.pre_tokenizers"),
+    )
+    fast = pytest.importorskip("transformers").PreTrainedTokenizerFast
+    cutter = pytest.importorskip("tokenizers").Tokenizer(
+        words.WordLevel({f"t{number}": number for number in range(1000)}, unk_token="t0")
+    )
+    cutter.pre_tokenizer = pre_tokenizers.Whitespace()
+    made = fast(tokenizer_object=cutter, unk_token="t0")
+    made.chat_template = (
+        "{% for one in messages %}{{ one['content'] }}{% endfor %}{% if tools %} t900{% endif %}"
+    )
+    directory = tmp_path_factory.mktemp("tokenizer")
+    made.save_pretrained(directory)
+    return directory
+
+
+def words(tokens: list[int]) -> str:
+    return " ".join(f"t{token}" for token in tokens)
+
+
+@pytest.mark.slow
+def test_text_and_messages_by_a_tokenizer(shm_root: Path, tmp_path: Path, tokenizer: Path) -> None:
+    logged(host(shm_root), LLAMA, PROMPT)
+    for place in (tokenizer, tokenizer / "tokenizer.json"):
+        found = near(shm_root, "--text", words(planted(20)), "--tokenizer", place)
+        assert found["token"] == 20
+    chat = [{"role": "user", "content": words(planted(33))}]
+    (tmp_path / "chat.json").write_text(
+        json.dumps({"messages": chat, "model": "any", "tools": [{"type": "function"}]})
+    )
+    told = said(shm_root, "--messages", tmp_path / "chat.json", "--tokenizer", tokenizer)
+    assert told["asked_tokens"] == 65
+    assert cast("list[dict[str, object]]", told["nearest"])[0]["token"] == 33
+    for place in (tmp_path / "none", tmp_path / "chat.json"):
+        assert f"--tokenizer {place}" in refused("explain", shm_root, "--text", "a", "--tokenizer", place)
+
+
+class Vllm(BaseHTTPRequestHandler):
+    """What a vLLM server answers about tokens: whoever asks must have the key."""
+
+    seen: ClassVar[list[tuple[str, object]]] = []
+
+    def do_GET(self) -> None:
+        self._answer({"data": [{"id": "tiny", "root": "/models/llama"}, {"id": "adapter", "parent": "tiny"}]})
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.seen.append((self.path, asked))
+        self._answer({"tokens": [int(word[1:]) for word in asked["prompt"].split()], "count": 0})
+
+    def _answer(self, said: object) -> None:
+        right = self.headers["Authorization"] == "Bearer a-key"
+        content = json.dumps(said if right else {"error": "who?"}).encode()
+        self.send_response(200 if right else 401)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Vllm)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_text_by_a_server_with_its_key_and_only_of_its_model(
+    shm_root: Path, tmp_path: Path, url: str
+) -> None:
+    ledger = host(shm_root)
+    logged(ledger, LLAMA, PROMPT)
+    logged(ledger, QWEN, PROMPT)
+    key = tmp_path / "key"
+    key.write_text("a-key\n")
+    for options, variables in ((("--api-key-file", key), {}), ((), {"OPENAI_API_KEY": "a-key"})):
+        place = f"{url}/v1"  # as other programs have it
+        told = said(shm_root, "--text", words(planted(50)), "--url", place, *options, **variables)
+        (one,) = cast("list[dict[str, object]]", told["answers"])  # the model's, not Qwen's
+        assert str(one["model"]).startswith("llama")
+        assert cast("list[dict[str, object]]", told["nearest"])[0]["token"] == 50
+    assert Vllm.seen[-1] == ("/tokenize", {"model": "tiny", "prompt": words(planted(50))})
+    for place, words_of_it in ((url, "OPENAI_API_KEY"), ("http://127.0.0.1:9", "no answer")):
+        code, _, err = run_here("explain", shm_root, "--text", "t1", "--url", place)
+        assert code == 1 and words_of_it in err and err.count("\n") == 1
+
+
+def test_wrong_use_of_the_sources_is_one_line(shm_root: Path, tmp_path: Path) -> None:
+    put(host(shm_root), LLAMA, PROMPT)
+    ask = ("explain", shm_root)
+    assert "the prompt is missing" in refused(*ask)
+    assert "--text and --messages are given" in refused(*ask, "--text", "a", "--messages", "b")
+    assert "either --tokenizer PATH, or --url" in refused(*ask, "--text", "a")
+    assert "leave --tokenizer and --url out" in refused(*ask, "--tokens", "-", "--url", "http://h", stdin="1")
+    assert "holds more than a place" in refused(*ask, "--text", "a", "--url", "http://me:key@host:1")
+    assert "http://HOST:PORT" in refused(*ask, "--text", "a", "--url", "host:8000")
+    (tmp_path / "chat").write_text("[]")
+    assert "not chat messages" in refused(*ask, "--messages", tmp_path / "chat", "--url", "http://h")
+    (tmp_path / "chat").write_text("[")
+    assert "not JSON" in refused(*ask, "--messages", tmp_path / "chat", "--url", "http://h")

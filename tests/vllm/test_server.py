@@ -30,11 +30,11 @@ class Server:
     def __init__(self, log: Path, options: dict[str, Any], tiers: Tiers) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            self._url = f"http://127.0.0.1:{free.getsockname()[1]}"
+            self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
         self._log = log
         extra = connector(*tiers)["kv_transfer_config"]["kv_connector_extra_config"]
         model, rest = options["model"], {name: one for name, one in options.items() if name != "model"}
-        rest |= {"host": "127.0.0.1", "port": self._url.rsplit(":", 1)[1], "served_model_name": "tiny"}
+        rest |= {"host": "127.0.0.1", "port": self.url.rsplit(":", 1)[1], "served_model_name": "tiny"}
         command = [
             *(str(Path(sys.executable).with_name("pagoda")), "vllm", *_flags(extra)),
             *("serve", model, *_flags(rest), "--enable-prompt-tokens-details"),
@@ -64,7 +64,7 @@ class Server:
 
     def get(self, path: str) -> str:
         """Return the answer of a path."""
-        with urllib.request.urlopen(f"{self._url}{path}", timeout=_CALL_SECONDS) as answer:
+        with urllib.request.urlopen(f"{self.url}{path}", timeout=_CALL_SECONDS) as answer:
             return str(answer.read().decode())
 
     def complete(self, one: list[int], max_tokens: int) -> tuple[tuple[int, ...], int]:
@@ -74,7 +74,7 @@ class Server:
             "return_token_ids": True,
         }  # fmt: skip
         request = urllib.request.Request(
-            f"{self._url}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+            f"{self.url}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
         )
         with urllib.request.urlopen(request, timeout=_CALL_SECONDS) as answer:
             said = json.load(answer)

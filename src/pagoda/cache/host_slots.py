@@ -22,6 +22,7 @@ from pagoda.cache.weights_epoch import PresentWeights
 from pagoda.cache.writeback import Access, ChunkRef, Generations, Slots, columns_of, follows, recency_stamp
 from pagoda.clock import Deadline
 from pagoda.errors import ClosedError
+from pagoda.keys import TokenIds
 from pagoda.ledger import CommitResult, Match, Outcome, Refused, Reserved
 from pagoda.metrics import Reason
 from pagoda.tiers import HostTier
@@ -110,6 +111,16 @@ class HostSlots:
         For engines that look up uncounted and call `count_request`. Does nothing if requests are not recorded.
         """
         self._record(CallKind.REQUEST, keys, start, num_tokens)
+
+    def log_prompt(
+        self, namespace: bytes, keys: Sequence[bytes], tokens: TokenIds, chunk_tokens: int = 0
+    ) -> None:
+        """Log a prompt of text alone that was stored, for `pagoda explain`: `keys` of its chunks from the first one.
+
+        `chunk_tokens`: of its chunks, if not the layout's. Does nothing if prompts are not logged; never raises.
+        """
+        if (prompts := self._resources.prompt_log) is not None:
+            prompts.append(namespace, chunk_tokens or self._resources.layout.chunk_tokens, keys, tokens)
 
     def hold(self, slots: Slots, generations: Generations) -> list[bool]:
         """Keep chunks from eviction until `release` or the end of this process; False where a chunk is not there.

@@ -11,6 +11,7 @@ from pagoda.cache.counters import CacheCounters
 from pagoda.cache.executor import CallExecutor
 from pagoda.cache.explain_miss import MissExplainer
 from pagoda.cache.load_cost import LoadCost
+from pagoda.cache.prompt_log import PromptLog
 from pagoda.cache.recording import Recorder
 from pagoda.cache.staging import StagingPool
 from pagoda.cache.tier_stack import TierStack
@@ -46,6 +47,7 @@ class Resources:
     load_staging: StagingPool
     store_staging: StagingPool  # apart from the one for loads, so that neither starves the other
     recorder: Recorder | None = None
+    prompt_log: PromptLog | None = None
     closed: bool = False
     registered: set[bytes] = field(default_factory=set)  # roots of namespaces
 
@@ -104,5 +106,11 @@ def build_resources(
         ),
         load_staging=StagingPool(layout.slot_bytes),
         store_staging=StagingPool(layout.slot_bytes),
+        # not in private memory, where no other process could read it
+        prompt_log=(
+            PromptLog(tiers.host.ledger.directory, tiers.host.ledger.slots * layout.chunk_tokens, clock)
+            if config.prompt_log and config.host_shared and tiers.host is not None
+            else None
+        ),
         recorder=Recorder(Path(config.record), layout.chunk_tokens, clock) if config.record else None,
     )

@@ -64,9 +64,9 @@ class StoreCall:
             return self.miss(Reason.CLOSED)
         if not self._request.keys:
             return Stored(0, 0, 0, 0)
-        host = self._host
-        if self._request.namespace.root not in self._resources.registered:
-            self._resources.register(self._request.namespace)
+        host, request = self._host, self._request
+        if request.namespace.root not in self._resources.registered:
+            self._resources.register(request.namespace)
         if host is not None and self._kv.device_index is not None:
             host.use_device(self._kv.device_index)  # before the first copy
         self._stamp = host.ledger.stamp() if host is not None else 0
@@ -76,6 +76,10 @@ class StoreCall:
             reason = self._collect_refused() or reason
         if host is not None:
             host.ledger.count({"stored_bytes": self._on_host * host.chunk_bytes})
+        prompts, text_alone = self._resources.prompt_log, request.tokens is not None and not request.items
+        if prompts is not None and text_alone and len(request.head) == request.first:
+            keys = [*request.head, *request.keys]
+            prompts.append(request.namespace.root, request.chunk_tokens, keys, request.tokens)
         new, present, refused = (self._fate.count(fate) for fate in (_NEW, _PRESENT, _LEFT))
         return Stored(new, new * self._request.chunk_tokens, present, refused, reason if refused else None)
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from pagoda.cli import FAILED, UsageError, printing
+from pagoda.cli import FAILED, printing
+from pagoda.cli.prompt_source import read_prompt
 from pagoda.cli.remote_stores import pinged, remotes_of
 from pagoda.cli.stores import (
     AsJson,
@@ -25,13 +25,31 @@ from pagoda.cli.stores import (
 )
 
 if TYPE_CHECKING:
-    from pagoda.cli.prompt_coverage import TierAnswer
-    from pagoda.keys import TokenIds
+    from pagoda.cache.nearest_prompt import NearestPrompt
+    from pagoda.cli.prompt_coverage import PromptExplanation, TierAnswer
+
+_INDENT = "  "
 
 
 def explain(
     directory: Directory = None,
     tokens: Tokens = None,
+    text: Annotated[
+        str | None, Option(metavar="TEXT", help="The prompt as text, - = stdin; with --tokenizer or --url.")
+    ] = None,
+    messages: Annotated[
+        str | None,
+        Option(metavar="FILE", help="Chat messages as JSON, - = stdin; with --tokenizer or --url."),
+    ] = None,
+    tokenizer: Annotated[
+        str | None, Option(metavar="PATH", help="The model's tokenizer: a directory, or tokenizer.json.")
+    ] = None,
+    url: Annotated[
+        str | None, Option(metavar="URL", help="A vLLM server, asked for the token ids: http://HOST:PORT.")
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, Option(metavar="FILE", help="The server's key; default: the variable OPENAI_API_KEY.")
+    ] = None,
     model: Model = None,
     namespace: Prefix = None,
     chunk_tokens: Annotated[
@@ -44,65 +62,83 @@ def explain(
     as_json: AsJson = False,
     config: ConfigFile = None,
 ) -> int:
-    """Say how many leading tokens of a prompt each tier would serve, and why not more."""
-    ids = read_tokens(tokens)
-    from pagoda.cli.prompt_coverage import answers, prompt_of
+    """Say how many leading tokens of a prompt each tier would serve, why not more, and which token differs."""
+    asked = read_prompt(tokens, text, messages, tokenizer, url, api_key_file)
+    from pagoda.cli.prompt_coverage import explanation, prompt_of
 
     specs = remotes_of(directory, config)
     troubles = [asked.trouble for asked in pinged(specs)]
     silent = {spec.name: trouble for spec, trouble in zip(specs, troubles, strict=True) if trouble}
     remotes = [spec for spec, trouble in zip(specs, troubles, strict=True) if not trouble]
     with all_attached(directory, config) as tiers:
-        prompt = prompt_of(ids, tiers, remotes, configured(config), chunk_tokens, prefill)
+        prompt = prompt_of(asked.tokens, tiers, remotes, configured(config), chunk_tokens, prefill)
         refuse_unknown(prompt.known, model, namespace)
-        found = [answers(prompt, root) for root in chosen(prompt.known, model, namespace)]
-    found.sort(key=lambda group: -group[-1].num_tokens)  # the best namespace first
-    flat = [answer for group in found for answer in group]
+        if model is None and chosen(prompt.known, asked.model, None):
+            model = asked.model  # that the server serves
+        elif model is None and asked.model is not None and prompt.known:
+            printing.note(f"nothing is stored of the server's model, {asked.model}: here is what others have")
+        found = [explanation(prompt, root) for root in chosen(prompt.known, model, namespace)]
+    found.sort(key=lambda one: -one.answers[-1].num_tokens)  # the best namespace first
     if as_json:
-        rows = [answer._asdict() for answer in flat]
-        printing.print_json({"asked_tokens": prompt.num_tokens, "answers": rows, "failed": silent})
-    elif not flat:
+        rows = [answer._asdict() for one in found for answer in one.answers]
+        near = [one.nearest_row() for one in found if one.nearest is not None]
+        whole = {"asked_tokens": prompt.num_tokens, "answers": rows, "nearest": near, "failed": silent}
+        printing.print_json(whole)
+    elif not found:
         printing.note("nothing is stored yet, so nothing would hit")
     else:
-        _print(flat, prompt.num_tokens)
+        for one in found:
+            _print(one, prompt.num_tokens)
     for trouble in silent.values():
         printing.note(trouble)
     return FAILED if silent else 0
 
 
-def read_tokens(source: str | None) -> TokenIds:
-    """Return the token ids in a file, or in stdin for "-". Raises UsageError for None and what is no token id."""
-    import json
-
-    from pagoda.keys import as_token_ids
-
-    if source is None:
-        raise UsageError("--tokens FILE is missing: the prompt's token ids (- = stdin)")
-    try:
-        text = sys.stdin.read() if source == "-" else Path(source).read_text()
-    except (OSError, UnicodeDecodeError) as trouble:
-        reason = getattr(trouble, "strerror", None) or "not text"
-        raise UsageError(f"--tokens {source}: cannot be read: {reason}") from None
-    try:
-        ids = json.loads(text) if text.lstrip().startswith("[") else [int(word) for word in text.split()]
-        found = as_token_ids(ids)
-    except ValueError as trouble:
-        raise UsageError(f"--tokens {source}: not a list of token ids: {trouble}") from None
-    if not len(found):
-        raise UsageError(f"--tokens {source}: holds no token ids")
-    return found
-
-
-def _print(answers: Sequence[TierAnswer], asked_tokens: int) -> None:
+def _print(found: PromptExplanation, asked_tokens: int) -> None:
+    """Print what there is to say of one namespace; no line is wider than a terminal of 80 columns, but for names."""
     rows = [
         {
             "tier": answer.tier,
-            "model": answer.model,
             "tokens": answer.num_tokens,
             "share": printing.share(answer.num_tokens, asked_tokens),
-            "why not more": answer.reason or "",
-            "": answer.detail,
+            "why not more": answer.reason.value.replace("_", " ") if answer.reason else "",
         }
-        for answer in answers
+        for answer in found.answers
     ]
-    printing.print_dicts(f"of {asked_tokens:,} tokens", rows)
+    last = found.answers[-1]
+    printing.print_dicts(f"{last.model}: of {asked_tokens:,} tokens", rows)
+    lines = [*_first_missing(last, found.chunk_tokens), *_nearest_lines(found)]
+    printing.print_lines([_INDENT + line for line in lines if line])
+
+
+def _first_missing(answer: TierAnswer, size: int) -> list[str]:
+    if answer.chunk is None:
+        return [answer.detail]
+    first = f"chunk {answer.chunk} (tokens {answer.chunk * size:,} to {(answer.chunk + 1) * size - 1:,})"
+    return [f"the first that is not served: {first}", answer.detail]
+
+
+def _nearest_lines(found: PromptExplanation) -> list[str]:
+    near = found.nearest
+    if near is None:
+        if found.answers[-1].chunk is None:
+            return []
+        return ["no stored prompt near it is logged: the token that differs is not known"]
+    where = f"in {', '.join(near.tiers)}" if near.tiers else "no longer stored"
+    age = printing.age(max(0.0, time.time() - near.stored_at))
+    lines = [
+        *_difference(near),
+        f"nearest stored prompt: {near.num_tokens:,} tokens, from {age} ago, {where}",
+        f"chunk key: {near.key.hex()}",
+    ]
+    if near.other_fields:
+        lines.append(f"its namespace has another {', '.join(near.other_fields)}")
+    return lines
+
+
+def _difference(near: NearestPrompt) -> list[str]:
+    if near.token is not None:
+        return [f"it differs at token {near.token:,}: {near.token_id} here, {near.stored_id} in the nearest"]
+    if near.stored_id is None and near.token_id is not None:
+        return [f"the nearest is its beginning: that ends after token {near.same_tokens - 1:,}"]
+    return ["the nearest begins with all of it"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 from typer import Option
 
 from pagoda.cli import FAILED, UsageError, printing
-from pagoda.cli.explain import read_tokens
+from pagoda.cli.prompt_source import read_tokens
 from pagoda.cli.stores import (
     AsJson,
     ConfigFile,

@@ -60,6 +60,11 @@ def print_dicts(title: str, rows: Sequence[Mapping[str, object]], without: Conta
         print_table(title, columns, [[row[name] for name in columns] for row in rows])
 
 
+def print_lines(lines: Sequence[str]) -> None:
+    """Print lines of text as they are, without marks or colours."""
+    print("\n".join(lines))
+
+
 class _Right(str):
     """Text that is aligned to the right like a number."""
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from pagoda.cache.nearest_prompt import NearestPrompt, keys_of_prompt, nearest_prompt
+from pagoda.cache.prompt_log import LoggedPrompt, logged_prompts
 from pagoda.cli import printing
 from pagoda.cli.remote_stores import Unanswered, leading
 from pagoda.cli.stores import label
 from pagoda.config import Config, RemoteSpec
-from pagoda.keys import Namespace, TokenIds, as_token_ids, chunk_keys
+from pagoda.keys import Int32s, Namespace, TokenIds, as_token_ids
 from pagoda.ledger import Ledger, NamespaceRow
 from pagoda.metrics import Reason
 from pagoda.slab import FileSlab, MemorySlab
@@ -34,13 +36,32 @@ class TierAnswer(NamedTuple):
     num_tokens: int
     reason: Reason | None  # None: all whole chunks are served
     detail: str
+    chunk: int | None = None  # the first that is not served
+    other_fields: tuple[
+        str, ...
+    ] = ()  # of the namespace under which that chunk is stored, if it is another one
+
+
+@dataclass(frozen=True)
+class PromptExplanation:
+    """What the tiers would serve of a prompt under one namespace, and the stored prompt it is nearest to."""
+
+    namespace: bytes
+    chunk_tokens: int
+    answers: Sequence[TierAnswer]  # of each tier, then of all together if there are several
+    nearest: NearestPrompt | None
+
+    def nearest_row(self) -> dict[str, object]:
+        """Return the nearest prompt as a row for programs, with the namespace that it was compared under."""
+        assert self.nearest is not None
+        return {**asdict(self.nearest), "namespace": self.namespace, "of_namespace": self.nearest.namespace}
 
 
 @dataclass(frozen=True)
 class Prompt:
     """A prompt and its keys under every namespace that any tier knows. Made by `prompt_of`."""
 
-    num_tokens: int
+    tokens: Int32s
     tiers: Sequence[Ledger]
     remotes: Sequence[RemoteSpec]  # below them, top down
     known: Mapping[bytes, NamespaceRow]
@@ -48,6 +69,12 @@ class Prompt:
     keys: Mapping[bytes, list[bytes]]
     min_hit_tokens: int
     prefill_tokens_per_second: float | None  # None: nothing is judged by whether it is worth loading
+    logged: Sequence[LoggedPrompt]  # what was stored lately, with its tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens it has."""
+        return len(self.tokens)
 
 
 def prompt_of(
@@ -68,10 +95,21 @@ def prompt_of(
     found = {} if chunk_tokens else _stored_sizes(tiers)
     # a namespace of which nothing is stored is cut as its neighbours are
     usual = chunk_tokens or next(iter(found.values()), config.chunk_tokens)
+    logged = [one for ledger in tiers for one in _logged(ledger)]
+    if not chunk_tokens:
+        found |= {one.namespace: one.chunk_tokens for one in logged}
     sizes = {root: found.get(root, usual) for root in known}
-    keys = {root: chunk_keys(ids, root, size) for root, size in sizes.items()}
+    keys = {
+        root: keys_of_prompt(ids, root, size, logged, lambda key: any(_has_known(one, key) for one in tiers))
+        for root, size in sizes.items()
+    }
     worth = prefill if config.worth_it else None
-    return Prompt(len(ids), tiers, remotes, known, sizes, keys, config.min_hit_tokens, worth)
+    return Prompt(ids, tiers, remotes, known, sizes, keys, config.min_hit_tokens, worth, logged)
+
+
+def explanation(prompt: Prompt, root: bytes) -> PromptExplanation:
+    """Return all there is to say of a prompt under one namespace. Changes nothing."""
+    return PromptExplanation(root, prompt.chunk_tokens[root], answers(prompt, root), nearest(prompt, root))
 
 
 def answers(prompt: Prompt, root: bytes) -> list[TierAnswer]:
@@ -89,6 +127,40 @@ def answers(prompt: Prompt, root: bytes) -> list[TierAnswer]:
         return [TierAnswer(root, model, _name(here[0]), *together)]
     alone = [TierAnswer(root, model, _name(place), *_served(prompt, root, [place])) for place in here]
     return [*alone, TierAnswer(root, model, "all", *together)]
+
+
+def nearest(prompt: Prompt, root: bytes) -> NearestPrompt | None:
+    """Return which stored prompt this one is nearest to, for one namespace; None if no such prompt is logged.
+
+    If all of this prompt can be served, the nearest other one.
+    """
+    keys = prompt.keys[root]
+    served = any(len(one.match_prefix(keys, touch=False).slots) == len(keys) for one in prompt.tiers)
+
+    def tiers_with(key: bytes) -> tuple[str, ...]:
+        there = [
+            _name(one) for one in prompt.tiers if len(one.match_prefix([key], start=None, touch=False).slots)
+        ]
+        return tuple(dict.fromkeys(there))
+
+    def other_fields(other: bytes) -> tuple[str, ...]:
+        rows = prompt.known.get(root), prompt.known.get(other)
+        return tuple(Namespace.differing(*(row.fields for row in rows if row))) if all(rows) else ()
+
+    return nearest_prompt(prompt.tokens, root, prompt.logged, tiers_with, other_fields, besides=served)
+
+
+def _logged(ledger: Ledger) -> Sequence[LoggedPrompt]:
+    try:
+        return list(logged_prompts(ledger.directory))
+    except OSError:  # it helps to explain, and is not needed
+        return ()
+
+
+def _has_known(ledger: Ledger, key: bytes) -> bool:
+    """Whether a tier has a chunk, or remembers what became of it."""
+    here = len(ledger.match_prefix([key], start=None, touch=False).slots) > 0
+    return here or ledger.explain_miss(key).reason is not Reason.ABSENT
 
 
 def _name(place: _Place) -> str:
@@ -111,60 +183,66 @@ def _stored_sizes(tiers: Sequence[Ledger]) -> dict[bytes, int]:
     return found
 
 
+class _Why(NamedTuple):
+    """Why a tier does not serve one more chunk."""
+
+    reason: Reason | None
+    detail: str
+    other_fields: tuple[str, ...] = ()
+
+
 def _served(
     prompt: Prompt, root: bytes, places: Sequence[_Place], minimum: int = 0
-) -> tuple[int, Reason | None, str]:
-    """Return how many tokens these tiers serve together, from the top down, and why not more, also in words."""
+) -> tuple[int, Reason | None, str, int | None, tuple[str, ...]]:
+    """Return what a `TierAnswer` says of these tiers together, from the top down."""
     from pagoda.cache.lookup_call import match_tiers
 
     size, keys = prompt.chunk_tokens[root], prompt.keys[root]
     if not keys:
-        return 0, Reason.SHORT_PROMPT, f"{prompt.num_tokens} tokens do not fill a chunk of {size}"
-    said: dict[str, tuple[Reason, str]] = {}  # by each place, of the first chunk that it lacks
+        return 0, Reason.SHORT_PROMPT, f"{prompt.num_tokens} tokens do not fill a chunk of {size}", None, ()
+    said: dict[str, _Why] = {}  # by each place, of the first chunk that it lacks
 
     def find(number: str, place: _Place, at: int) -> tuple[int, Reason | None]:
-        if isinstance(place, RemoteSpec):
-            run, reason, detail = _from_remote(prompt, root, place, at)
-        else:
-            run, reason, detail = _from_ledger(prompt, root, place, at)
-        said[number] = reason, detail
+        asked = _from_remote if isinstance(place, RemoteSpec) else _from_ledger
+        run, said[number] = asked(prompt, root, place, at)  # type: ignore[arg-type]
         return run, None
 
     # by number: several stores may be of one tier
     finders = {str(at): partial(find, str(at), place) for at, place in enumerate(places)}
-    total = size * match_tiers(finders, len(keys)).chunks
+    chunks = match_tiers(finders, len(keys)).chunks
+    total = size * chunks
     if 0 < total < minimum:
-        return 0, Reason.BELOW_MINIMUM, f"{total} tokens are there, min_hit_tokens = {minimum}"
-    if total == size * len(keys):
-        return total, None, "all whole chunks are there"
+        return 0, Reason.BELOW_MINIMUM, f"{total} tokens are there, min_hit_tokens = {minimum}", 0, ()
+    if chunks == len(keys):
+        return total, None, "all whole chunks are there", None, ()
     # A tier that did not answer might have the chunk; else any tier that remembers more of it says more.
-    whys = sorted(said.values(), key=lambda why: (why[0] is Reason.ABSENT, why[0] is not Reason.IO_ERROR))
-    return total, *whys[0]
+    why = min(said.values(), key=lambda why: (why.reason is Reason.ABSENT, why.reason is not Reason.IO_ERROR))
+    return total, why.reason, why.detail, chunks, why.other_fields
 
 
-def _from_remote(prompt: Prompt, root: bytes, spec: RemoteSpec, start: int) -> tuple[int, Reason, str]:
+def _from_remote(prompt: Prompt, root: bytes, spec: RemoteSpec, start: int) -> tuple[int, _Why]:
     """Return how many chunks a remote tier has from `start` on, and why not more."""
     try:
         run = leading(spec, root, prompt.keys[root][start:])
     except Unanswered as trouble:
-        return 0, Reason.IO_ERROR, trouble.text
-    return run, Reason.ABSENT, f"chunk {start + run}: absent"
+        return 0, _Why(Reason.IO_ERROR, trouble.text)
+    return run, _Why(Reason.ABSENT, f"chunk {start + run}: absent")
 
 
-def _from_ledger(prompt: Prompt, root: bytes, ledger: Ledger, start: int) -> tuple[int, Reason, str]:
+def _from_ledger(prompt: Prompt, root: bytes, ledger: Ledger, start: int) -> tuple[int, _Why]:
     """Return how many chunks a local tier has from `start` on, and why not more."""
     keys = prompt.keys[root]
     match = ledger.match_prefix(keys[start:], start=start, touch=False)
     run = len(match.slots)
     dear = _dear(prompt, ledger, match.slots[:_TIMED_CHUNKS].tolist(), prompt.chunk_tokens[root])
     if dear:
-        return 0, Reason.NOT_WORTH_IT, dear
+        return 0, _Why(Reason.NOT_WORTH_IT, dear)
     if start + run == len(keys):
-        return run, Reason.ABSENT, ""
-    return run, *_why(prompt, root, ledger, start + run, match.reason)
+        return run, _Why(Reason.ABSENT, "")
+    return run, _why(prompt, root, ledger, start + run, match.reason)
 
 
-def _why(prompt: Prompt, root: bytes, ledger: Ledger, index: int, now: Reason | None) -> tuple[Reason, str]:
+def _why(prompt: Prompt, root: bytes, ledger: Ledger, index: int, now: Reason | None) -> _Why:
     """Return why chunk `index` is not there, and in words since when or which field differs."""
     reason, age_seconds = ledger.explain_miss(prompt.keys[root][index])
     if now is not None and now is not reason:  # what is the matter now says more than what is remembered
@@ -172,16 +250,21 @@ def _why(prompt: Prompt, root: bytes, ledger: Ledger, index: int, now: Reason | 
     if reason is Reason.ABSENT:
         for other, keys in prompt.keys.items():
             if other != root and len(ledger.match_prefix(keys[: index + 1], touch=False).slots) > index:
-                return Reason.OTHER_NAMESPACE, _difference(prompt.known[root], prompt.known[other])
+                return _difference(prompt.known[root], prompt.known[other])
     since = f" {printing.age(age_seconds)} ago" if age_seconds is not None else ""
-    return reason, f"chunk {index}: {reason.value.replace('_', ' ')}{since}"
+    return _Why(reason, f"chunk {index}: {reason.value.replace('_', ' ')}{since}")
 
 
-def _difference(mine: NamespaceRow, other: NamespaceRow) -> str:
-    """Say in which fields the namespace that has the chunk differs, and how."""
-    names = Namespace.differing(mine.fields, other.fields)
-    pairs = [f"{name} {other.fields.get(name, '')!r}, not {mine.fields.get(name, '')!r}" for name in names]
-    return f"there is one with {' and '.join(pairs)}"
+def _difference(mine: NamespaceRow, other: NamespaceRow) -> _Why:
+    """Say in which fields the namespace that has the chunk differs, and how; of a salt only that it does."""
+    names = tuple(Namespace.differing(mine.fields, other.fields))
+    pairs = [
+        "salt not shown"
+        if name == "salt"
+        else f"{name} {other.fields.get(name, '')!r}, not {mine.fields.get(name, '')!r}"
+        for name in names
+    ]
+    return _Why(Reason.OTHER_NAMESPACE, f"there is one with {' and '.join(pairs)}", names)
 
 
 def _dear(prompt: Prompt, ledger: Ledger, slots: Sequence[int], size: int) -> str:

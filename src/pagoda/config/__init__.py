@@ -83,6 +83,9 @@ class Config:
     record: str = _option(
         "", "Record requests in this file, for pagoda replay: hashed ids, no text. Empty: off."
     )
+    prompt_log: bool = _option(
+        True, "Keep the token ids of stored prompts beside the host tier, for pagoda explain."
+    )
     profile: bool = _option(
         False, "Mark calls and copies of this process for torch.profiler and Nsight; needs torch."
     )
@@ -147,6 +150,7 @@ class ConfigOptions(TypedDict, total=False):
     queue_chunks: int
     policy: str
     record: str | os.PathLike[str]
+    prompt_log: bool
     profile: bool
 
 

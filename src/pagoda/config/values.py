@@ -149,6 +149,7 @@ _CHECKS: dict[str, Check] = {
     "queue_chunks": _count(1, 2**20),
     "policy": _one_of(policies.NAMES),
     "record": _place("file", needed=False),
+    "prompt_log": _flag,
     "profile": _flag,
     "remote": _remote,
     "weights_epoch": _count(0, 2**31 - 1),

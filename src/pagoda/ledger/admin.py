@@ -6,6 +6,7 @@ if it could not be done; the calls of an engine, which never do, are the methods
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -21,6 +22,7 @@ from pagoda.ledger.member_counters import folded
 from pagoda.ledger.namespaces import ClearScope
 from pagoda.ledger.outcomes import ChunkRow, NamespaceRow, Report
 from pagoda.ledger.session import PATIENT_SECONDS
+from pagoda.ledger.store_state import OLD_PROMPTS, PROMPTS
 from pagoda.ledger.tables import COUNTERS_ROW, MEMBER, SLOT, SLOT_KEY, Tables, Txn
 from pagoda.ledger.transaction import BATCH, batches
 
@@ -115,9 +117,13 @@ def remove(ledger: Ledger, keys: Sequence[bytes]) -> int:
 def clear(ledger: Ledger, namespace: bytes | None = None) -> int:
     """Remove all chunks of one namespace (None: of all), also those being stored; return how many were there.
 
-    Needs no free space, neither in the tables nor on the disk. What another process stores after this call began
-    may stay. StoreError if it could not be done, or not so that it outlives a power cut.
+    Also removes the log of prompts, of all namespaces. Needs no free space, neither in the tables nor on the disk.
+    What another process stores after this call began may stay. StoreError if it could not be done, or not so that it
+    outlives a power cut.
     """
+    for name in (PROMPTS, OLD_PROMPTS):
+        with contextlib.suppress(OSError):
+            (ledger.directory / name).unlink(missing_ok=True)
     cleared = ledger.session.write(lambda w: namespaces.clear(w, namespace), frees=True)
     try:
         ledger.namespaces.save_clear(namespace)

@@ -141,6 +141,19 @@ class LookupThreads:
             tracked.keys += derive_keys(digests, tracked.found.root)
             tracked.named = digests[-1] if digests else tracked.named
 
+    def log_prompt(self, tracked: TrackedRequest, tokens: int) -> None:
+        """Log what was stored of a request that has ended, with its first `tokens` tokens; on a thread."""
+        request = tracked.request
+        text_alone = not request.mm_features and request.prompt_embeds is None
+        if text_alone and tracked.saved and self._threads.under_way < _MOST:
+            self._threads.later(self._log_prompt, tracked, tokens)
+
+    def _log_prompt(self, tracked: TrackedRequest, tokens: int) -> None:
+        self.extend_keys(tracked, tracked.saved)
+        assert tracked.found is not None and self._cache.slots is not None
+        keys = tracked.keys[: tracked.saved]
+        self._cache.slots.log_prompt(tracked.found.root, keys, list(tracked.request.all_token_ids[:tokens]))
+
     def renew(self) -> None:
         """Change to a new namespace that no other engine ever uses, because the weights no longer have a name."""
         self._since = secrets.token_hex(16)

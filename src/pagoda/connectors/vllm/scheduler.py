@@ -300,6 +300,9 @@ class PagodaScheduler:
             # the last token was not computed; vLLM may count it already in a step that it began ahead
             done = self._chunks_of(request, min(request.num_computed_tokens, request.num_tokens - 1))
             self._count_unsaved(done - max(tracked.saved, tracked.seen))
+            self._lookups.log_prompt(
+                tracked, request.num_tokens if self._options.store_output else request.num_prompt_tokens
+            )
 
     def _count_unsaved(self, chunks: int) -> None:
         """Count chunks that will not be saved, because their request ended first."""

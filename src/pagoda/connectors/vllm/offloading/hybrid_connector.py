@@ -79,6 +79,17 @@ class PagodaHybridConnector(OffloadingConnector):
             self._preemptions.pop(name, None)
         return super().build_connector_meta(scheduler_output)
 
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        """Log the prompt, for `pagoda explain`, and do what vLLM does."""
+        manager: PagodaOffloadingManager = self.scheduler.manager
+        manager.log_prompt(request, self.scheduler.config.tokens_per_hash)
+        late, parameters = super().request_finished(request, block_ids)
+        return late, parameters
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        """Do as `request_finished`."""
+        return self.request_finished(request, block_ids)
+
     def update_connector_output(self, connector_output: Any) -> None:
         """Take the workers' messages."""
         super().update_connector_output(connector_output)

@@ -240,6 +240,20 @@ class PagodaOffloadingManager(OffloadingManager):
         self._requests.pop(req_context.req_id, None)
         self._questions.finished(req_context.req_id)
 
+    def log_prompt(self, request: Any, hash_tokens: int) -> None:
+        """Log a request that has ended, with the keys of the first group that is a chain; on a thread."""
+        known = self._requests.get(request.request_id)
+        chains = [number for number, index in self._numbers.items() if self._groups[index].window is None]
+        text_alone = not request.mm_features and request.prompt_embeds is None
+        if known is not None and known.stores and chains and text_alone and not self._closed:
+            self._thread.later(self._log_prompt, request, hash_tokens, chains[0], self._questions.root)
+
+    def _log_prompt(self, request: Any, hash_tokens: int, number: int, root: bytes) -> None:
+        size = self._groups[self._numbers[number]].chunk_tokens
+        step = size // hash_tokens
+        names = [bytes(name) + number.to_bytes(4, "big") for name in request.block_hashes[step - 1 :: step]]
+        self._slots.log_prompt(root, derive_keys(names, root), list(request.all_token_ids), size)
+
     def on_schedule_end(self, context: Any) -> None:
         """Start the look-ups of what this step asked for."""
         self._take_stored()

@@ -1,0 +1,90 @@
+"""The keys of a prompt by the schemes in use: PagodaKV's own, and those made of the block hashes of a vLLM engine.
+
+vLLM hashes blocks of 16 or more tokens, `hash((parent, tokens, extra keys))`, and PagodaKV's connector derives the key
+of a chunk from the hash of its last block; the connector for hybrid models adds the number of a KV cache group. Here
+the same is computed without vLLM. What a request adds (an adapter's name, a `cache_salt`, images) is not known here:
+the keys of such a prompt are those of the prompt log. `nearest_prompt` calls it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TypeAlias
+
+from pagoda.keys import TokenIds, as_token_ids, chunk_keys, derive_keys
+
+__all__ = ["EngineScheme", "schemes"]
+
+# tokens, root, chunk_tokens -> the key of every whole chunk
+EngineScheme: TypeAlias = Callable[[TokenIds, bytes, int], list[bytes]]
+_Hash: TypeAlias = Callable[[object], bytes]
+
+_SEED = "vllm-none-hash"  # vLLM's own, where PYTHONHASHSEED is not set
+_LEAST_BLOCK = 8
+_GROUPS = 4  # KV cache groups whose chunks may be a chain from the first token on
+
+
+def schemes(chunk_tokens: int) -> Iterator[EngineScheme]:
+    """Return the schemes that chunks of that length may have been stored under, the most likely first."""
+    yield chunk_keys
+    blocks = [n for n in range(chunk_tokens, _LEAST_BLOCK - 1, -1) if chunk_tokens % n == 0]
+    blocks.sort(key=lambda n: n & (n - 1) != 0)  # powers of two first
+    seeds = dict.fromkeys((_SEED, os.environ.get("PYTHONHASHSEED", _SEED), "0"))
+    for group in (None, *range(_GROUPS)):
+        for digest in (_by_pickle, _by_cbor):
+            for seed in seeds:
+                for block in blocks:
+                    yield partial(_vllm_keys, digest, seed, block, group)
+
+
+def _vllm_keys(
+    digest: _Hash, seed: str, block: int, group: int | None, tokens: TokenIds, root: bytes, chunk_tokens: int
+) -> list[bytes]:
+    ids = as_token_ids(tokens).tolist()
+    names: list[bytes] = []
+    parent, suffix = digest(seed), b"" if group is None else group.to_bytes(4, "big")
+    for start in range(0, len(ids) // chunk_tokens * chunk_tokens, block):
+        parent = digest((parent, tuple(ids[start : start + block]), None))
+        if (start + block) % chunk_tokens == 0:
+            names.append(parent + suffix)
+    return derive_keys(names, root)
+
+
+def _by_pickle(value: object) -> bytes:
+    """Hash as vLLM's `sha256`."""
+    return hashlib.sha256(pickle.dumps(value, protocol=5)).digest()
+
+
+def _by_cbor(value: object) -> bytes:
+    """Hash as vLLM's `sha256_cbor`."""
+    return hashlib.sha256(_cbor(value)).digest()
+
+
+def _cbor(value: object) -> bytes:
+    """Encode as canonical CBOR (RFC 8949) what vLLM's block hashes are made of."""
+    if value is None:
+        return b"\xf6"
+    if isinstance(value, int):
+        return _cbor_head(0, value)
+    if isinstance(value, bytes):
+        return _cbor_head(2, len(value)) + value
+    if isinstance(value, str):
+        return _cbor_head(3, len(value.encode())) + value.encode()
+    assert isinstance(value, Sequence)
+    return _cbor_head(4, len(value)) + b"".join(map(_cbor, value))
+
+
+def _cbor_head(kind: int, number: int) -> bytes:
+    if number < 24:
+        return bytes([kind << 5 | number])
+    code, form = next(
+        (code, form)
+        for code, form, most in ((24, ">B", 8), (25, ">H", 16), (26, ">I", 32), (27, ">Q", 64))
+        if number < 1 << most
+    )
+    return bytes([kind << 5 | code]) + struct.pack(form, number)

@@ -1,0 +1,241 @@
+"""Where the prompt of a command comes from: token ids, text or chat messages, cut by a tokenizer or a vLLM server."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import ssl
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
+from urllib.parse import urlsplit
+
+from pagoda.cli import FailedError, UsageError
+
+if TYPE_CHECKING:
+    from pagoda.keys import TokenIds
+
+Json: TypeAlias = "Mapping[str, object]"
+
+_ASK_SECONDS = 30.0  # for one question to a server, in all
+_MOST_BYTES = 64 << 20  # of its answer
+_CHAT = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+
+
+class AskedPrompt(NamedTuple):
+    """The token ids of a prompt, and the model that a server serves (None: no server was asked)."""
+
+    tokens: TokenIds
+    model: str | None = None
+
+
+def read_prompt(
+    tokens: str | None, text: str | None, messages: str | None, tokenizer: str | None, url: str | None,
+    api_key_file: Path | None,
+) -> AskedPrompt:  # fmt: skip
+    """Return the prompt that the options name. Raises UsageError for wrong use, FailedError for a server."""
+    given = [("--tokens", tokens), ("--text", text), ("--messages", messages)]
+    named = [name for name, value in given if value is not None]
+    if len(named) != 1:
+        what = (
+            f"{' and '.join(named)} are given: give one of them"
+            if named
+            else "the prompt is missing: give one"
+        )
+        raise UsageError(f"{what}: --tokens FILE, --text TEXT or --messages FILE (- = stdin)")
+    if tokens is not None:
+        if tokenizer or url:
+            raise UsageError("--tokens are token ids already: leave --tokenizer and --url out")
+        return AskedPrompt(read_tokens(tokens))
+    if bool(tokenizer) == bool(url):
+        raise UsageError(f"{named[0]} needs either --tokenizer PATH, or --url URL of a vLLM server")
+    chat = None if messages is None else _read_messages(messages)
+    words = sys.stdin.read() if text == "-" else text
+    if url:
+        found = _ask_server(url, words, chat, api_key_file)
+    else:
+        found = AskedPrompt(_tokenized(str(tokenizer), words, chat))
+    if not len(found.tokens):
+        raise UsageError(f"{named[0]}: holds no tokens")
+    return found
+
+
+def read_tokens(source: str | None) -> TokenIds:
+    """Return the token ids in a file, or in stdin for "-". Raises UsageError for None and what is no token id."""
+    from pagoda.keys import as_token_ids
+
+    if source is None:
+        raise UsageError("--tokens FILE is missing: the prompt's token ids (- = stdin)")
+    text = _read("--tokens", source)
+    try:
+        ids = json.loads(text) if text.lstrip().startswith("[") else [int(word) for word in text.split()]
+        found = as_token_ids(ids)
+    except ValueError as trouble:
+        raise UsageError(f"--tokens {source}: not a list of token ids: {trouble}") from None
+    if not len(found):
+        raise UsageError(f"--tokens {source}: holds no token ids")
+    return found
+
+
+def _read_messages(source: str) -> Json:
+    """Return what a chat request says: its messages, and what else its template uses."""
+    text = _read("--messages", source)
+    try:
+        found = json.loads(text)
+    except ValueError as trouble:
+        raise UsageError(f"--messages {source}: not JSON: {trouble}") from None
+    asked = found if isinstance(found, dict) else {"messages": found}
+    listed = asked.get("messages")
+    if (
+        not isinstance(listed, list)
+        or not listed
+        or not all(isinstance(one, dict) and "role" in one for one in listed)
+    ):
+        raise UsageError(
+            f'--messages {source}: not chat messages: a list of {{"role": ..., "content": ...}}, or a request with it'
+        )
+    return {name: asked[name] for name in _CHAT if asked.get(name) is not None}
+
+
+def _read(option: str, source: str) -> str:
+    try:
+        return sys.stdin.read() if source == "-" else Path(source).read_text()
+    except (OSError, UnicodeDecodeError) as trouble:
+        reason = getattr(trouble, "strerror", None) or "not text"
+        raise UsageError(f"{option} {source}: cannot be read: {reason}") from None
+
+
+# ---- a tokenizer
+
+
+def _tokenized(tokenizer: str, text: str | None, chat: Json | None) -> TokenIds:
+    """Return the ids that the tokenizer of a model gives; of text with the special tokens that engines add."""
+    place = Path(tokenizer)
+    try:
+        if place.is_file() and text is not None:
+            from tokenizers import Tokenizer
+
+            found: list[int] = Tokenizer.from_file(tokenizer).encode(text).ids
+            return found
+        from transformers import AutoTokenizer
+
+        cutter = AutoTokenizer.from_pretrained(str(place.parent) if place.is_file() else tokenizer)
+        if chat is None:
+            return list(cutter(text)["input_ids"])
+        kwargs = chat.get("chat_template_kwargs")
+        options = dict(kwargs) if isinstance(kwargs, dict) else {}
+        for name, usual in (
+            ("tools", None),
+            ("add_generation_prompt", True),
+            ("continue_final_message", False),
+        ):
+            options[name] = chat.get(name, usual)
+        turns = cast("list[dict[str, str]]", chat["messages"])
+        ids = cutter.apply_chat_template(turns, tokenize=True, return_dict=False, **options)
+        return cast("list[int]", ids)
+    except ImportError as missing:
+        raise UsageError(
+            f"--tokenizer: {missing}; install it (pip install 'pagodakv[transformers]'), or ask a server by --url"
+        ) from None
+    except Exception as trouble:  # noqa: BLE001  # of the library or of a template: of any class
+        first = str(trouble).strip().partition("\n")[0]
+        raise UsageError(f"--tokenizer {tokenizer}: {first or type(trouble).__name__}") from None
+
+
+# ---- a vLLM server
+
+
+def _ask_server(url: str, text: str | None, chat: Json | None, key_file: Path | None) -> AskedPrompt:
+    """Return the ids that a server gives, and the model that it serves, named as the vLLM connector names it."""
+    key = _api_key(key_file)
+    listed = _ask(url, key, "GET", "/v1/models").get("data")
+    rows = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+    models = [one for one in rows if not one.get("parent")]  # others are its adapters
+    if not models or not isinstance(models[0].get("id"), str):
+        raise FailedError(f"{url}: /v1/models names no model: is it a vLLM server?")
+    question = {"model": models[0]["id"], **({"prompt": text} if chat is None else chat)}
+    ids = _ask(url, key, "POST", "/tokenize", question).get("tokens")
+    if not isinstance(ids, list):
+        raise FailedError(f"{url}: /tokenize gave no tokens: is it a vLLM server?")
+    from pagoda.keys import as_token_ids
+
+    return AskedPrompt(as_token_ids(ids), _model_name(str(models[0].get("root") or models[0]["id"])))
+
+
+def _model_name(root: str) -> str:
+    """Return a model as the vLLM connector names it: the last part of its path, or its name in a hub's cache."""
+    parts = Path(root).parts
+    if len(parts) > 2 and parts[-2] == "snapshots" and parts[-3].startswith("models--"):
+        return parts[-3].split("--")[-1]
+    return Path(root).name or root
+
+
+def _api_key(file: Path | None) -> str:
+    """Return the key in a file, else in the variable OPENAI_API_KEY; empty: none."""
+    key = os.environ.get("OPENAI_API_KEY", "") if file is None else _read("--api-key-file", str(file))
+    key = key.strip()
+    if not key.isprintable() or not key.isascii():
+        raise UsageError(
+            "the API key is not one line of plain text: it is in --api-key-file, else in OPENAI_API_KEY"
+        )
+    return key
+
+
+def _ask(url: str, key: str, method: str, path: str, question: Json | None = None) -> Json:
+    """Return the JSON answer of a server. No redirect is followed, which would carry the key elsewhere."""
+    link, base = _connection(url)
+    until = time.monotonic() + _ASK_SECONDS
+    headers = {"Accept": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    body = None if question is None else json.dumps(question).encode()
+    try:
+        link.request(
+            method, base + path, body, headers | ({"Content-Type": "application/json"} if body else {})
+        )
+        answer = link.getresponse()
+        content = b""
+        while piece := answer.read(1 << 20):
+            content += piece
+            if len(content) > _MOST_BYTES or time.monotonic() > until:
+                raise FailedError(f"{url}{path}: the answer is too long or too slow")
+    except (OSError, http.client.HTTPException) as trouble:
+        why = getattr(trouble, "strerror", None) or str(trouble) or type(trouble).__name__
+        raise FailedError(f"{url}: no answer ({why}): does a vLLM server run there?") from None
+    finally:
+        link.close()
+    if answer.status in (401, 403):
+        raise FailedError(
+            f"{url}: refused ({answer.status}): give its key in OPENAI_API_KEY or by --api-key-file"
+        )
+    if answer.status != 200:
+        said = " ".join(content[:200].decode(errors="replace").split())
+        raise FailedError(f"{url}{path}: answered {answer.status}: {said}")
+    try:
+        found = json.loads(content)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise FailedError(f"{url}{path}: answered with something else than JSON: is it a vLLM server?")
+    return found
+
+
+def _connection(url: str) -> tuple[http.client.HTTPConnection, str]:
+    """Return a connection to the server, and the path before its own paths."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as trouble:
+        raise UsageError(f"--url: {trouble}: give it as http://HOST:PORT") from None
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise UsageError(
+            "--url: holds more than a place: a key is given in OPENAI_API_KEY or by --api-key-file"
+        )
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UsageError(f"--url {url}: give it as http://HOST:PORT")
+    base = parts.path.rstrip("/").removesuffix("/v1")
+    if parts.scheme == "http":
+        return http.client.HTTPConnection(parts.hostname, port, timeout=_ASK_SECONDS), base
+    context = ssl.create_default_context()
+    return http.client.HTTPSConnection(parts.hostname, port, timeout=_ASK_SECONDS, context=context), base
