@@ -18,6 +18,7 @@ __all__ = ["CacheCounters"]
 
 _KNOWN = frozenset(COUNTERS)
 _BUCKETS = {kind: tuple(LOAD_BUCKETS[kind].values()) for kind in TIER_KINDS}  # a bucket by its number
+_MICROSECONDS = {kind: f"load_microseconds_{kind}" for kind in TIER_KINDS}
 
 
 class CacheCounters:
@@ -63,11 +64,9 @@ class CacheCounters:
         counts = {"loaded_chunks": chunks, "loaded_bytes": nbytes}
         for tier, spent in seconds.items():
             kind = tier if tier in TIER_KINDS else "remote"
-            for name, number in (
-                (_BUCKETS[kind][bisect_left(LOAD_SECONDS, spent)], 1),
-                (f"load_microseconds_{kind}", int(spent * 1e6)),
-            ):
-                counts[name] = counts.get(name, 0) + number
+            bucket, total = _BUCKETS[kind][bisect_left(LOAD_SECONDS, spent)], _MICROSECONDS[kind]
+            counts[bucket] = counts.get(bucket, 0) + 1
+            counts[total] = counts.get(total, 0) + int(spent * 1e6)
         self.add(counts)
 
     def close(self) -> None:
