@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
+import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
 from prometheus_client.parser import text_string_to_metric_families
 
+from pagoda.ledger import Ledger
+from tests.ledger.support import gate_taken
 from tests.serve.kit import Server, engine, server, wait_until
 
 
@@ -58,6 +63,21 @@ def test_only_who_has_the_token_may_scrape_and_may_choose_the_format(shm_root: P
         assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
         families = {family.name: family for family in open_metrics(answer.body.decode())}
         assert families["pagoda_load_seconds"].type == "histogram"
+
+
+@pytest.mark.slow
+def test_a_store_that_a_stopped_process_holds_is_named_in_time(shm_root: Path) -> None:
+    with engine(host_path=str(shm_root), host_size="4MiB") as writer, server(shm_root) as served:
+        writer.store(1, 2)
+        wait_until(lambda: scrape(served).get("pagoda_store_readable") == 1)
+        (store,) = [path.parent for path in shm_root.glob("*/state")]
+        with closing(Ledger.attach(store)) as ledger, gate_taken(ledger):
+            wait_until(lambda: scrape(served)["pagoda_store_readable"] == 0)
+            began = time.monotonic()
+            assert "pagoda_ready" not in scrape(served)
+            assert time.monotonic() - began < 10  # Prometheus' own patience
+            assert served.ask("GET", "/healthz").status == 200
+        wait_until(lambda: scrape(served).get("pagoda_ready") == 2)
 
 
 def test_many_scrapes_at_once_are_one_reading(shm_root: Path) -> None:

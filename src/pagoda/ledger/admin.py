@@ -75,7 +75,7 @@ def list_namespaces(ledger: Ledger, deadline_seconds: float = PATIENT_SECONDS) -
     return rows | {root: NamespaceRow(root, fields, 0) for root, fields in named.items()}
 
 
-def list_pins(ledger: Ledger) -> dict[str, list[bytes]]:
+def list_pins(ledger: Ledger, deadline_seconds: float = PATIENT_SECONDS) -> dict[str, list[bytes]]:
     """Return the pinned keys of each owner. StoreError."""
 
     def work(txn: Txn, tables: Tables) -> dict[str, list[bytes]]:
@@ -85,7 +85,7 @@ def list_pins(ledger: Ledger) -> dict[str, list[bytes]]:
                 found.setdefault(owner, []).append(key)
         return found
 
-    return ledger.session.read(work)
+    return ledger.session.read(work, deadline_seconds)
 
 
 # ---- pins, removal, clearing

@@ -8,9 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from pagoda.clock import Deadline
 from pagoda.ledger import admin
 from pagoda.ledger.ledger import Ledger
 from pagoda.ledger.outcomes import NamespaceRow
+from pagoda.ledger.session import PATIENT_SECONDS
+from pagoda.metrics import COUNTERS
 
 __all__ = ["StoreSnapshot"]
 
@@ -28,19 +31,23 @@ class StoreSnapshot(NamedTuple):
     namespaces: list[NamespaceRow]  # the one with most chunks first
 
     @classmethod
-    def of(cls, ledger: Ledger) -> StoreSnapshot:
-        """Read all of it. StoreError. Any thread."""
-        gauges = admin.gauges(ledger)
+    def of(cls, ledger: Ledger, deadline_seconds: float = PATIENT_SECONDS) -> StoreSnapshot:
+        """Read all of it. StoreError if that takes longer. Any thread."""
+        deadline = Deadline(deadline_seconds)
+        numbers = admin.numbers(ledger, deadline_seconds)
+        counters = {name: numbers.pop(name) for name in COUNTERS}
+        pins = admin.list_pins(ledger, deadline.remaining())
+        namespaces = admin.list_namespaces(ledger, deadline.remaining()).values()
         return cls(
             directory=ledger.directory,
             tier=ledger.tier,
             kind=ledger.kind,
             slot_bytes=ledger.slot_bytes,
             # this process is a member too while it looks; people ask about the others
-            gauges={**gauges, "members": gauges["members"] - 1},
-            counters=admin.counters(ledger),
-            pins={owner: len(keys) for owner, keys in admin.list_pins(ledger).items()},
-            namespaces=sorted(admin.list_namespaces(ledger).values(), key=lambda row: -row.chunks),
+            gauges={**numbers, "members": numbers["members"] - 1},
+            counters=counters,
+            pins={owner: len(keys) for owner, keys in pins.items()},
+            namespaces=sorted(namespaces, key=lambda row: -row.chunks),
         )
 
     @property

@@ -21,7 +21,7 @@ from pagoda.serve.chunk_routes import COUNTS
 from pagoda.serve.exposition import Exposition, exposition
 
 _FRESH_SECONDS = 1.0
-_ATTACH_SECONDS = 1.0  # for the ledger of one store
+_STORE_SECONDS = 1.0  # for one store; Prometheus waits ten seconds for all
 
 
 class StoreScrape:
@@ -50,8 +50,8 @@ class StoreScrape:
         unreadable: list[str] = []
         for directory in self._find_stores():
             try:
-                with closing(Ledger.attach(directory, deadline_seconds=_ATTACH_SECONDS)) as ledger:
-                    stores.append(StoreSnapshot.of(ledger))
+                with closing(Ledger.attach(directory, deadline_seconds=_STORE_SECONDS)) as ledger:
+                    stores.append(StoreSnapshot.of(ledger, _STORE_SECONDS))
             except (PagodaError, OSError):
                 unreadable.append(str(directory))
         return Exposition(stores, unreadable)
