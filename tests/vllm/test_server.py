@@ -141,6 +141,7 @@ def test_server(
 
     metrics = server.get("/metrics")
     assert counter(metrics, "hit_tokens_host") + counter(metrics, "hit_tokens_disk") == loadable(len(ours))
+    assert counter(metrics, "hit_tokens") == loadable(len(ours))  # by tier, as a label
     assert counter(metrics, "loaded_tokens") == loadable(len(ours))
     assert counter(metrics, "saved_chunks") == len(theirs) // CHUNK
 
