@@ -25,12 +25,12 @@ GPU_PATH := PYTHONPATH=src:.$(if $(PYTHONPATH),:$(PYTHONPATH))
 RECORD ?= docs/design/benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo test test-all test-vllm test-gpu check docs house bench bench-remote bench-replay bench-peers bench-full bench-vllm bench-gpu mutants mutants-vllm soak \
+.PHONY: help setup setup-vllm demo test test-all test-vllm test-gpu check docs house bench bench-remote bench-replay bench-peers bench-neighbours bench-full bench-vllm bench-gpu mutants mutants-vllm soak \
 	format wheel clean
 
 help:
 	@echo "make setup | demo | test | test-all | check | docs | house | format | wheel | clean"
-	@echo "make bench | bench-remote | bench-replay | bench-peers | bench-full | mutants | soak"
+	@echo "make bench | bench-remote | bench-replay | bench-peers | bench-neighbours | bench-full | mutants | soak"
 	@echo "make setup-vllm | test-vllm | bench-vllm | mutants-vllm"
 	@echo "make test-gpu | bench-gpu"
 
@@ -92,6 +92,10 @@ bench-remote: $(READY)
 	$(BIN)/python benchmarks/remote.py $(ARGS)
 	$(BIN)/python benchmarks/codec.py $(ARGS)
 	$(BIN)/python benchmarks/remote_links.py $(ARGS)
+
+# neighbours over loopback. make bench-neighbours ARGS='--quick --json'
+bench-neighbours: $(READY)
+	$(BIN)/python benchmarks/neighbours.py $(ARGS)
 
 # the real cache against the simulator, on whole traces: a quarter of an hour a run. make bench-replay ARGS='--runs 4'
 bench-replay: $(READY)

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import importlib.util
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -26,6 +27,7 @@ __all__ = [
     "moto_s3",
     "need",
     "nginx_dav",
+    "pagoda_server",
     "redis_server",
     "skip",
 ]
@@ -275,6 +277,41 @@ def nginx_dav() -> Iterator[Server]:
 
     def make(root: Path) -> Server:
         (root / "files").mkdir()
+        return Server(root, lambda port: command(root, port), answers, "http")
+
+    with _running(make) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def pagoda_server(host_path: Path, *args: str, **variables: str) -> Iterator[Server]:
+    """Start `pagoda serve` for the stores under `host_path`, with its token in `server.root / "token"`.
+
+    `args` are more options, such as "--host-size", "64MiB"; `variables` are for its environment.
+    """
+    program = Path(sys.executable).with_name("pagoda")
+
+    def command(root: Path, port: int) -> list[str]:
+        known = {
+            "PAGODA_HOST_PATH": str(host_path),
+            "XDG_STATE_HOME": str(root),
+            "HOME": str(root),
+        } | variables
+        environment = ["env", "-u", "PAGODA_CONFIG", *(f"{name}={value}" for name, value in known.items())]
+        listen = ["--listen", f"127.0.0.1:{port}", "--token-file", str(root / "token")]
+        return [*environment, str(program), "serve", *listen, *args]
+
+    def answers(port: int) -> bool:
+        client = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        try:
+            client.request("GET", "/healthz")
+            return client.getresponse().status == 200
+        finally:
+            client.close()
+
+    def make(root: Path) -> Server:
+        (root / "token").write_text(secrets.token_hex(16))
+        (root / "token").chmod(0o600)
         return Server(root, lambda port: command(root, port), answers, "http")
 
     with _running(make) as server:

@@ -56,6 +56,47 @@ def test_each_scheme(url: str, kind: str, name: str, engines: str) -> None:
     assert (spec.kind, spec.name, spec.url) == (kind, name, engines)
 
 
+def test_another_machines_server_is_named_by_a_parameter(tmp_path: Path) -> None:
+    spec = parse(f"https://host:7777?server=pagoda&password_file={tmp_path}/token&deadline=2s")
+    assert (spec.kind, spec.name, spec.url) == ("pagoda", "pagoda", "https://host:7777")
+    assert (spec.deadline_seconds, spec.look_seconds, spec.codec) == (2.0, 0.05, "raw")
+    assert spec.password_file == f"{tmp_path}/token"
+    assert parse("http://host:7777/?server=pagoda&name=big").name == "big"
+    assert parse("http://host:7777/").kind == "objects"
+
+
+def test_neighbours_are_servers_with_a_token_each() -> None:
+    urls = ("http://a:7777", "https://b:7777?password_file=/token", "http://:hunter2@c:7777?dns=all")
+    config = Config(peers=urls)
+    assert config.peers == urls and "hunter2" not in repr(config)
+    specs = config.peer_servers()
+    assert [spec.url for spec in specs] == ["http://a:7777", "https://b:7777", "http://:hunter2@c:7777"]
+    assert [spec.options for spec in specs] == [{}, {}, {"dns": "all"}]
+    assert specs[1].password_file == "/token" and specs[2].redacted == "http://:***@c:7777?dns=all"
+    assert Config(peers="http://a:1, http://b:1").peers == ("http://a:1", "http://b:1")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("peers", "said"),
+    [
+        (["redis://a"], "write http://host:7777"),
+        (["a:7777"], "write http://host:7777"),
+        (["http://a:7777/x"], "has no path"),
+        (["http://a:7777?look=1s"], "look: no such parameter"),
+        (["http://a:7777?dns=one"], "only dns=all"),
+        (["https://a:7777?dns=all"], "write http://"),
+        (["http://a:7777", "http://a:7777?dns=all"], "given twice"),
+        ([f"http://a{n}:7777" for n in range(9)], "9 servers, and at most 8"),
+        (7, "a list of URLs"),
+    ],
+)
+def test_wrong_neighbours_are_one_line_that_says_what_to_do(peers: object, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config(peers=peers)  # type: ignore[arg-type]
+    message = str(caught.value)
+    assert message.startswith("peers") and said in message and "\n" not in message
+
+
 def test_the_options_of_an_object_store_are_its_clients() -> None:
     spec = parse("s3://b?endpoint=http://h:9000&secret_access_key=a+b/c%26d&ttt=x&codec=zstd")
     assert spec.options == {"endpoint": "http://h:9000", "secret_access_key": "a+b/c&d", "ttt": "x"}
@@ -77,7 +118,13 @@ def test_a_password_may_lie_in_a_file_that_is_read_later(tmp_path: Path) -> None
         ("reddis://host", "did you mean redis?"),
         ("valkey://host", "did you mean redis?"),
         ("gcs://bucket", "did you mean gs?"),
-        ("lm://host:1", "redis://host:6379"),
+        ("lm://host:1", "http://host:7777?server=pagoda"),
+        ("http://host:7777?server=pagodas", "only server=pagoda is known"),
+        ("http://host:7777/path?server=pagoda", "has no path"),
+        ("http://me@host:7777?server=pagoda", "?password_file=TOKENFILE"),
+        ("http://host:7777?server=pagoda&ttl=1h", "ttl: a pagoda serve has none"),
+        ("http://host:7777?server=pagoda&dns=all", "dns: no such parameter"),
+        ("http://host:7777?server=pagoda&name=peers", "choose another"),
         ("redis://", "a host or bucket is needed"),
         ("redis://host:0", "a port"),
         ("redis://host:70000", "1 to 65535"),

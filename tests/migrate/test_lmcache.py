@@ -68,11 +68,13 @@ def test_what_lmcache_has_by_default_comes_to_our_tiers_with_remarks(fields: dic
     made = translate(fields)
     assert made.refused == []
     assert made.options["chunk_tokens"] == 256 and made.options["host_size"] == "5GiB"
-    assert "remote" not in made.options
     if fields["remote_url"]:
-        assert verdict(made, "remote_url") is FieldVerdict.NOT_NEEDED
-        assert "redis://HOST" in text(made, "remote_url")
-        assert verdict(made, "remote_serde") is FieldVerdict.NOT_NEEDED
+        assert made.options["remote"] == "http://localhost:65432?server=pagoda"
+        assert "pagoda serve --listen" in text(made, "remote_url")
+        lossless = FieldVerdict.NOT_NEEDED if fields["remote_serde"] == "cachegen" else FieldVerdict.SAME
+        assert verdict(made, "remote_serde") is lossless
+    else:
+        assert "remote" not in made.options
     if "local_device" in fields:
         assert verdict(made, "local_device") is FieldVerdict.NOT_NEEDED and "host tier" in text(
             made, "local_device"
@@ -172,7 +174,8 @@ def test_the_host_tier() -> None:
         ({"enable_p2p": "true"}, "enable_p2p", 'remote = "redis://HOST:6379/0"'),
         ({"enable_pd": True}, "enable_pd", "vLLM's own connector"),
         ({"enable_controller": True}, "enable_controller", "pagoda stats"),
-        ({"remote_url": "lm://host:65432"}, "remote_url", 'remote = "redis://HOST:6379/0"'),
+        ({"remote_url": "lm://host:port"}, "remote_url", "the port"),
+        ({"remote_url": "lm://"}, "remote_url", "a host"),
         ({"remote_url": "redis-sentinel://a:1,b:2"}, "remote_url", "name it: remote ="),
         ({"remote_url": "mooncakestore://a:1"}, "remote_url", "mooncakestore://: this engine is not known"),
         ({"remote_url": "u:hunter2@host"}, "remote_url", "this engine is not known"),
@@ -219,6 +222,7 @@ def test_what_can_be_had_instead_is_had_if_it_is_forced() -> None:
         ("s3://bucket", {"s3_region": "US-WEST-04A"}, "s3://bucket?region=US-WEST-04A"),
         ("s3://bucket.s3.eu-west-1.amazonaws.com", {}, "s3://bucket?region=eu-west-1"),
         ("gs://bucket/a", {}, "gs://bucket/a"),
+        ("lm://host:65432", {}, "http://host:65432?server=pagoda"),
     ],
 )
 def test_urls_of_engines_that_are_known(url: str, extra: dict[str, object], ours: str) -> None:
@@ -242,7 +246,7 @@ def test_urls_of_engines_that_are_known(url: str, extra: dict[str, object], ours
 def test_the_older_fields(fields: dict[str, object], options: dict[str, object]) -> None:
     made = translate(fields)
     assert made.options == options and made.refused == []
-    assert translate({"backend": "lm://h:1"}).refused[0].field == "remote_url"
+    assert translate({"backend": "lm://h:1"}).options["remote"] == "http://h:1?server=pagoda"
 
 
 def test_unknown_fields_are_named_and_never_dropped() -> None:

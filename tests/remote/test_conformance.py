@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,16 +13,20 @@ import pytest
 import redis as client
 
 from pagoda.codec import parse
+from pagoda.errors import StoreError
 from pagoda.layout import KVLayout
+from pagoda.ledger import Ledger, admin
 from pagoda.slab import aligned
 from pagoda.testing import TierConformance
 from pagoda.testing.tier_conformance import ONE, keys_of
 from pagoda.tiers.base import Bytes, Tier
 from pagoda.tiers.remote.object_store import ObjectStoreClient
+from pagoda.tiers.remote.open_client import url_with_password
+from pagoda.tiers.remote.pagoda_server import PagodaServerClient
 from pagoda.tiers.remote.redis import RedisClient
 from pagoda.tiers.remote.remote_tier import RemoteTier
 from pagoda.tiers.remote.store_client import StoreClient
-from testbed.servers import BUCKET, Server, moto_s3, nginx_dav, redis_server
+from testbed.servers import BUCKET, Server, moto_s3, nginx_dav, pagoda_server, redis_server
 from tests.remote.chunks import PATIENT_SECONDS, fresh_prefix
 
 LAYOUT = KVLayout.opaque(4, 5000, "conformance")
@@ -41,6 +48,17 @@ def s3() -> Iterator[Server]:
 def dav() -> Iterator[Server]:
     with nginx_dav() as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def machine() -> Iterator[tuple[Server, Path]]:
+    """Another machine: its server makes host stores."""
+    root = Path(tempfile.mkdtemp(prefix="pagoda-test-", dir="/dev/shm"))
+    try:
+        with pagoda_server(root, "--host-size", "1MiB", PAGODA_POLICY="lru") as server:
+            yield server, root
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
 
 
 class Remotely(TierConformance):
@@ -106,6 +124,33 @@ class TestS3(Remotely):
             "secret_access_key": "any",
         }
         return ObjectStoreClient(f"s3://{BUCKET}", prefix=self.prefix, options=options)
+
+
+class TestPagodaServer(Remotely):
+    @pytest.fixture(autouse=True)
+    def _server(self, machine: tuple[Server, Path]) -> None:
+        self.server, self.stores = machine
+
+    def remote(self) -> StoreClient:
+        return PagodaServerClient(url_with_password(self.server.url, str(self.server.root / "token")))
+
+    def make_tier(self, tmp_path: Path) -> Tier:
+        """A new tier over the server, whose stores were emptied: it has no prefixes."""
+        for store in self.stores.glob("*/state"):
+            with contextlib.closing(Ledger.attach(store.parent)) as ledger:
+                admin.clear(ledger)
+        return super().make_tier(tmp_path)
+
+    def test_clear_of_one_namespace_leaves_the_other(self, tmp_path: Path) -> None:
+        """What is stored there is that machine's: it is cleared there."""
+        with self.opened(tmp_path) as tier:
+            keys = self.saved(tier, keys_of(ONE, 4))
+            with pytest.raises(StoreError, match="run pagoda clear there"):
+                tier.clear(ONE.root)
+            assert tier.find(keys, namespace=ONE.root) == 4
+
+    def test_clear_reaches_what_is_on_its_way(self, tmp_path: Path) -> None:
+        """As above."""
 
 
 class TestWebDav(Remotely):

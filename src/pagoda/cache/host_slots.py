@@ -190,7 +190,7 @@ class HostSlots:
 
         def work(deadline: Deadline) -> list[Outcome]:
             one = self.stamp() if stamp is None else stamp
-            admit_all = bool(self._weights.scope()[1].lower)  # which get only chunks that have a slot here
+            admit_all = bool(self._weights.scope()[1].written)  # which get only chunks that have a slot here
             while (at := len(made)) < len(keys):
                 window, before = keys[at : at + self._ledger.window], keys[at - 1] if at else parent
                 made.extend(self._ledger.reserve(
@@ -241,7 +241,7 @@ class HostSlots:
             for namespace, refs in written.items():
                 for run in runs(refs, self.count, follows):
                     stored = [ref for ref in run if (ref.slot, ref.generation) in kept]
-                    lower = self._weights.scope()[1].lower
+                    lower = self._weights.scope()[1].written
                     stamps = {tier.name: recency_stamp(tier) for tier in lower}
                     for queue in self._resources.writeback:
                         queue.enqueue(namespace, stored, stamps)

@@ -43,7 +43,7 @@ class Resources:
     executor: CallExecutor
     explainer: MissExplainer
     load_cost: LoadCost
-    writeback: tuple[WriteBackQueue, ...]  # one a lower tier
+    writeback: tuple[WriteBackQueue, ...]  # one a lower tier that is written
     load_staging: StagingPool
     store_staging: StagingPool  # apart from the one for loads, so that neither starves the other
     recorder: Recorder | None = None
@@ -102,7 +102,7 @@ def build_resources(
         load_cost=LoadCost(layout.chunk_bytes, layout.chunk_tokens, clock, config.worth_it),
         writeback=tuple(
             WriteBackQueue(tier, tiers.host, config, layout.chunk_tokens, counters, clock)
-            for tier in tiers.lower
+            for tier in tiers.written
         ),
         load_staging=StagingPool(layout.slot_bytes),
         store_staging=StagingPool(layout.slot_bytes),

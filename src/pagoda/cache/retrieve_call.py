@@ -171,7 +171,7 @@ class RetrieveCall:
         for i in range(0, len(match.slots), step):
             if self._reason is None:
                 self._copy_from_host(host, match.slots[i : i + step], match.generations[i : i + step])
-        if len(match.slots) and self._tiers.lower:
+        if len(match.slots) and self._tiers.written:
             request, where = self._request, (match.slots, match.generations)
             root, count = request.namespace.root, len(match.slots)
             access = Access(root, lambda: refs_in_slots(request, first, *where), count, where)

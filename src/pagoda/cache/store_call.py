@@ -45,7 +45,7 @@ class StoreCall:
 
     def __init__(self, resources: Resources, request: CacheRequest, kv: CheckedTransfer) -> None:
         self._resources = resources
-        self._host, self._lower = request.tiers.host, request.tiers.lower
+        self._host, self._lower = request.tiers.host, request.tiers.written
         self._request, self._kv, self._deadline = request, kv, request.deadline
         self._queues, self._staging = resources.writeback, resources.store_staging
         # What gets no host slot is written below; else the host's policy refuses nothing.

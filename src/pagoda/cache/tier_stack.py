@@ -21,11 +21,11 @@ log = logging.getLogger("pagoda.cache")
 
 _FEW_CHUNKS = 64  # the log warns of an "auto" size with fewer chunks
 
-__all__ = ["TierStack", "build_tiers", "open_remote", "open_tiers"]
+__all__ = ["TierStack", "build_tiers", "open_peers", "open_remote", "open_tiers"]
 
 
 class TierStack:
-    """The host tier, if there is one, and the tiers below it. Immutable."""
+    """The host tier, if there is one, and the tiers below it. Immutable. `written`: those that are not only read."""
 
     def __init__(
         self, host: HostTier | None, lower: tuple[Tier, ...], left_out: tuple[str, ...] = ()
@@ -33,6 +33,7 @@ class TierStack:
         """`left_out`: names of tiers of this cache that may not be used now."""
         self.host = host
         self.lower = lower
+        self.written = tuple(tier for tier in lower if not (isinstance(tier, RemoteTier) and tier.read_only))
         self.left_out = left_out
         self.all: tuple[Tier, ...] = lower if host is None else (host, *lower)  # from the top down
         self.names = tuple(tier.name for tier in self.all)
@@ -111,6 +112,10 @@ def open_tiers(config: Config, layout: KVLayout, clock: Clock) -> TierStack:
             )
             undo.callback(disk.close)
             lower.append(disk)
+        if config.peers:
+            peers = open_peers(config, layout, clock)
+            undo.callback(peers.close)
+            lower.append(peers)
         for spec in config.remotes():
             remote = open_remote(spec, layout, clock)
             undo.callback(remote.close)
@@ -134,6 +139,15 @@ def _host_bytes(config: Config, layout: KVLayout) -> int:
     off = "" if chunks else ", so there is no host tier"
     log.warning(text, format_size(size_bytes), chunks, format_size(layout.slot_bytes), off, why)
     return size_bytes if chunks else 0
+
+
+def open_peers(config: Config, layout: KVLayout, clock: Clock | None = None) -> RemoteTier:
+    """Return the tier over the configured neighbours; does not connect yet. Raises ConfigError."""
+    from pagoda.tiers.remote.peers import PeersClient, PeerUrl
+
+    specs = config.peer_servers()
+    urls = [PeerUrl(spec.url_with_password(), spec.options.get("dns") == "all") for spec in specs]
+    return RemoteTier(layout, PeersClient(urls, clock=clock), clock=clock)
 
 
 def open_remote(spec: RemoteSpec, layout: KVLayout, clock: Clock | None = None) -> RemoteTier:

@@ -32,7 +32,9 @@ def show_values(as_json: AsJson = False, config: ConfigFile = None) -> int:
     from pagoda.config.sources import load
 
     loaded = load(file=config)
-    values = {**asdict(loaded.config), "remote": [spec.redacted for spec in loaded.config.remotes()]}
+    secret = {"remote": loaded.config.remotes(), "peers": loaded.config.peer_servers()}
+    shown = {name: [spec.redacted for spec in specs] for name, specs in secret.items()}
+    values = {**asdict(loaded.config), **shown}
     if as_json:
         options = {name: {"value": value, "origin": loaded.origins[name]} for name, value in values.items()}
         printing.print_json({"options": options, "host_bytes": loaded.config.host_bytes})
@@ -48,7 +50,8 @@ def check(file: File = None, as_json: AsJson = False) -> int:
     from pagoda.cli.remote_stores import pinged
 
     config = configured(file)
-    troubles = [*_troubles(config), *(asked.trouble for asked in pinged(config.remotes()) if asked.trouble)]
+    asked = pinged([*config.remotes(), *config.peer_servers()])
+    troubles = [*_troubles(config), *(each.trouble for each in asked if each.trouble)]
     if as_json:
         printing.print_json({"ok": not troubles, "troubles": troubles})
     if troubles:
@@ -133,8 +136,9 @@ def _worded(name: str, config: Config) -> str:
         return f"auto ({printing.size(config.host_bytes)})"
     if name in ("host_size", "disk_size"):
         return printing.size(value) if value else "0 (off)"
-    if name == "remote":
-        return "\n".join(spec.redacted for spec in config.remotes()) or "none"
+    if name in ("remote", "peers"):
+        specs = config.remotes() if name == "remote" else config.peer_servers()
+        return "\n".join(spec.redacted for spec in specs) or "none"
     if isinstance(value, bool):
         return str(value).lower()
     return "auto" if value is None else str(value)

@@ -168,13 +168,15 @@ def _checked(given: Mapping[str, str | bool]) -> tuple[dict[str, object], Config
         raise UsageError(
             f"{wrong}: vLLM's processes meet in host memory; write a host_size and leave host_shared"
         )
-    if "remote" in given and any(
-        spec.redacted != url for spec, url in zip(config.remotes(), config.remote, strict=True)
+    for name, urls, specs in (
+        ("remote", config.remote, config.remotes()),
+        ("peers", config.peers, config.peer_servers()),
     ):
-        raise UsageError(
-            "--remote: what is secret in it would stand in vLLM's command line and in its log; "
-            "write ?password_file=PATH, or the URL in PAGODA_REMOTE or pagoda.toml"
-        )
+        if name in given and any(spec.redacted != url for spec, url in zip(specs, urls, strict=True)):
+            raise UsageError(
+                f"--{name}: what is secret in it would stand in vLLM's command line and in its log; "
+                f"write ?password_file=PATH, or the URL in PAGODA_{name.upper()} or pagoda.toml"
+            )
     return {name: given[name] if name in _SIZES else getattr(config, name) for name in given}, config
 
 
@@ -204,6 +206,8 @@ def _check_start(chosen: Chosen) -> None:
     require_place(Path(config.host_path), config.host_bytes, in_memory=True)
     if config.disk_bytes:
         require_place(Path(config.disk_path), config.disk_bytes, in_memory=False)
+    for peer in config.peer_servers():
+        peer.url_with_password()
     if remotes := config.remotes():
         from pagoda import codec as codecs  # with numpy, which takes a quarter of a second
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypedDict, TypeVar
 
 from pagoda import policy as policies
-from pagoda.config.remote_urls import RemoteSpec, parse
+from pagoda.config.remote_urls import RemoteSpec, parse, parse_peer
 from pagoda.config.sizes import AUTO, auto_bytes
 from pagoda.config.values import WritePolicy, checked
 from pagoda.errors import ConfigError
@@ -62,6 +62,13 @@ class Config:
         repr=False,  # passwords may stand in it
         metadata={
             "help": "Stores that many machines share, below the disk, top down: 'redis://HOST', 's3://BUCKET'."
+        },
+    )
+    peers: tuple[str, ...] = field(
+        default=(),
+        repr=False,  # tokens may stand in it
+        metadata={
+            "help": "Neighbours whose chunks are read, never written: the 'http://HOST:7777' of each pagoda serve."
         },
     )
     weights_epoch: int = _option(
@@ -118,6 +125,10 @@ class Config:
         """Return what each remote tier is to be, top down. Reads no file and asks no server."""
         return tuple(parse(url) for url in self.remote)
 
+    def peer_servers(self) -> tuple[RemoteSpec, ...]:
+        """Return what each entry of `peers` says. Reads no file and asks no server."""
+        return tuple(parse_peer(url) for url in self.peers)
+
     def roots(self) -> dict[str, Path]:
         """Return the directory of each local tier that other processes see, by tier name. Changes nothing."""
         roots = {}
@@ -139,6 +150,7 @@ class ConfigOptions(TypedDict, total=False):
     disk_path: str | os.PathLike[str]
     disk_direct: bool | None
     remote: str | list[str] | tuple[str, ...]
+    peers: str | list[str] | tuple[str, ...]
     weights_epoch: int
     durable: bool
     write_policy: WritePolicy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, unquote, urlsplit
 
@@ -16,9 +16,9 @@ from pagoda.errors import ConfigError
 if TYPE_CHECKING:
     from pagoda.tiers.remote.store_client import StoreClient
 
-__all__ = ["RemoteSpec", "parse", "redacted", "split", "tuple_of"]
+__all__ = ["RemoteSpec", "parse", "parse_peer", "peers_of", "redacted", "split", "tuple_of"]
 
-REDIS, OBJECTS = "redis", "objects"
+REDIS, OBJECTS, PAGODA = "redis", "objects", "pagoda"
 _SCHEMES = {  # scheme: the kind of engine, the name of the tier unless the URL gives one, how a URL is written
     "redis": (REDIS, "redis", "redis://host:6379/0"),
     "rediss": (REDIS, "redis", "rediss://host:6379/0"),
@@ -29,7 +29,11 @@ _SCHEMES = {  # scheme: the kind of engine, the name of the tier unless the URL 
     "http": (OBJECTS, "webdav", "http://host/path/"),
     "https": (OBJECTS, "webdav", "https://host/path/"),
 }
-_LOOKS = {REDIS: "50ms", OBJECTS: "300ms"}  # some round trips of a network that such an engine is on
+_LOOKS = {
+    REDIS: "50ms",
+    OBJECTS: "300ms",
+    PAGODA: "50ms",
+}  # some round trips of a network that such an engine is on
 _MEANT = {  # what others call them
     "valkey": "redis",
     "valkeys": "rediss",
@@ -47,8 +51,16 @@ _MEANT = {  # what others call them
     "webdav": "http",
 }
 _OURS = ("name", "prefix", "ttl", "codec", "connections", "deadline", "look", "queue_chunks", "password_file")
+_OF_PEERS = ("password_file", "server", "dns")
+_MOST_PEERS = 8
 _TLS = ("ssl_ca_certs", "ssl_ca_path", "ssl_cert_reqs", "ssl_certfile", "ssl_check_hostname", "ssl_keyfile")
-_RESERVED = ("all", "device", "disk", "host")  # names of tiers that are no remote ones, and of all together
+_RESERVED = (
+    "all",
+    "device",
+    "disk",
+    "host",
+    "peers",
+)  # names of tiers that are no remote ones, and of all together
 _CODECS = ("raw", "zstd")
 
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
@@ -73,7 +85,7 @@ class RemoteSpec:
     redacted: str
     """The whole URL as it may be shown."""
     kind: str
-    """"redis" or "objects"."""
+    """"redis", "objects" or "pagoda" (another machine's `pagoda serve`)."""
     name: str
     prefix: str = "pagoda"
     ttl_seconds: float | None = None
@@ -83,7 +95,7 @@ class RemoteSpec:
     look_seconds: float = 0.05
     queue_chunks: int = 64
     options: Mapping[str, str] = field(default_factory=dict, repr=False, hash=False)
-    """Parameters for the object store's own client."""
+    """Parameters for the object store's own client; of a neighbour "dns"."""
     password_file: str = ""
     """Where the password is read from when the tier is opened; empty: it is in the URL, or there is none."""
 
@@ -110,6 +122,12 @@ class RemoteSpec:
             options=self.options,
             password_file=self.password_file,
         )
+
+    def url_with_password(self) -> str:
+        """Return `url` with the content of `password_file`. ConfigError: it cannot be read."""
+        from pagoda.tiers.remote.open_client import url_with_password
+
+        return url_with_password(self.url, self.password_file)
 
 
 def parse(url: str) -> RemoteSpec:
@@ -154,6 +172,43 @@ def tuple_of(value: object) -> tuple[str, ...]:
     return urls
 
 
+def parse_peer(url: str) -> RemoteSpec:
+    """Return what the URL of a neighbour says. Reads no file and asks no server.
+
+    Raises:
+        ConfigError: it cannot stand; the message names the option and the URL (without secrets), and what to do.
+    """
+    try:
+        return _parsed_peer(url)
+    except ValueError as trouble:
+        raise ConfigError(f"peers = {redacted(url)!r}: {trouble}") from None
+
+
+def peers_of(value: object) -> tuple[str, ...]:
+    """Return the option `peers` as it is kept: checked URLs.
+
+    Raises:
+        ConfigError: one of them cannot stand or is given twice, or there are too many.
+    """
+    if isinstance(value, str):
+        value = split(value)
+    if not isinstance(value, list | tuple) or not all(isinstance(url, str) for url in value):
+        raise ConfigError("peers: a list of URLs of pagoda serve is needed, such as ['http://a:7777']")
+    urls = tuple(url.strip() for url in value if url.strip())
+    seen: set[str] = set()
+    for url in urls:
+        place = redacted(parse_peer(url).url)
+        if place in seen:
+            raise ConfigError(f"peers = {redacted(url)!r}: given twice; remove one of them")
+        seen.add(place)
+    if len(urls) > _MOST_PEERS:
+        raise ConfigError(
+            f"peers: {len(urls)} servers, and at most {_MOST_PEERS} are asked at once; name {_MOST_PEERS} of them, "
+            'or let all machines share one store: remote = "redis://host:6379/0"'
+        )
+    return urls
+
+
 def redacted(url: str) -> str:
     """Return any text that was meant as a URL, with all that may be secret in it masked; rather too much of it."""
     scheme, mark, rest = url.partition("://")
@@ -188,9 +243,14 @@ def _parsed(url: str) -> RemoteSpec:
     kind, name, shape = _SCHEMES[scheme]
     _check_place(scheme, parts, f"write it as {shape}")
     given = _parameters(parts.query)
+    if scheme in ("http", "https") and "server" in given:
+        kind, name = PAGODA, PAGODA
+        _check_server(given.pop("server"), parts)
     ours = {name: given.pop(name) for name in _OURS if name in given}
     if kind == REDIS:
         _check_redis(scheme, given)
+    elif kind == PAGODA:
+        _check_pagoda(ours, given)
     else:
         _check_objects(scheme, ours)
     kept = "&".join(part for part in parts.query.split("&") if part.partition("=")[0] in given)
@@ -219,7 +279,8 @@ def _scheme(url: str) -> str:
         raise ValueError(f"no scheme; write a URL such as {_SCHEMES['redis'][2]} (known are {known})")
     if scheme == "lm":
         raise ValueError(
-            "lm:// is LMCache's own server; run Redis or Valkey instead and write redis://host:6379"
+            "lm:// is LMCache's own server; run pagoda serve there and write "
+            "http://host:7777?server=pagoda&password_file=TOKENFILE"
         )
     if scheme.lower() not in _SCHEMES:
         meant = _MEANT.get(scheme.lower())
@@ -286,6 +347,46 @@ def _check_objects(scheme: str, ours: Mapping[str, str]) -> None:
             "password_file: is for redis and http; keys of an object store come from the environment variables "
             "of its client, such as AWS_SECRET_ACCESS_KEY"
         )
+
+
+def _check_server(server: str, parts: SplitResult) -> None:
+    """Raise ValueError if this is not the URL of a pagoda serve."""
+    if server != PAGODA:
+        raise ValueError(f"server={server}: only server=pagoda is known; leave it out for a WebDAV server")
+    if parts.path not in ("", "/"):
+        raise ValueError(f"{parts.path}: a pagoda serve has no path; write http://host:7777?server=pagoda")
+    if parts.username:
+        raise ValueError("a pagoda serve has a token and no user; write ?password_file=TOKENFILE")
+
+
+def _check_pagoda(ours: Mapping[str, str], given: Mapping[str, str]) -> None:
+    for name in ("ttl", "prefix"):
+        if name in ours:
+            raise ValueError(f"{name}: a pagoda serve has none; remove it")
+    known = tuple(name for name in _OURS if name not in ("ttl", "prefix"))
+    for name in given:
+        hint = did_you_mean(name, known)
+        raise ValueError(f"{name}: no such parameter{hint} (known are {', '.join(known)})")
+
+
+def _parsed_peer(url: str) -> RemoteSpec:
+    """Return what the URL of a neighbour says. Raises ValueError."""
+    scheme, query = url.partition("://")[0].lower(), url.partition("?")[2]
+    if scheme not in ("http", "https"):
+        raise ValueError("a neighbour is a pagoda serve; write http://host:7777")
+    given = _parameters(query)
+    for name in given:
+        if name not in _OF_PEERS:
+            hint = did_you_mean(name, _OF_PEERS)
+            raise ValueError(f"{name}: no such parameter{hint} (known are {', '.join(_OF_PEERS)})")
+    if (dns := given.get("dns")) not in (None, "all"):
+        raise ValueError(f"dns={dns}: only dns=all is known: one neighbour at each address of the host")
+    if dns and scheme == "https":
+        raise ValueError("dns=all: a certificate is for a name and not for its addresses; write http://")
+    others = [part for part in query.split("&") if part and part.partition("=")[0] not in ("dns", "server")]
+    place = url.partition("?")[0]
+    spec = _parsed(f"{place}?{'&'.join([*others, f'server={PAGODA}'])}")
+    return replace(spec, name="peers", redacted=redacted(url), options={"dns": dns} if dns else {})
 
 
 def _named(name: str) -> str:

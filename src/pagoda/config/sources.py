@@ -19,6 +19,7 @@ from pagoda.config.did_you_mean import did_you_mean
 from pagoda.config.expand_home import expanded
 from pagoda.config.values import checked, converted, properties
 from pagoda.errors import ConfigError
+from pagoda.serve_token import TOKEN_VARIABLE
 
 PREFIX = "PAGODA_"
 FILE_VARIABLE = "PAGODA_CONFIG"
@@ -86,7 +87,7 @@ def _converted(name: str, kind: str, value: object, origin: str) -> object:
     try:
         return converted(kind, value)
     except ValueError as invalid:
-        shown = "" if name == "remote" else f" = {value!r}"  # there may be a password in it
+        shown = "" if name in ("remote", "peers") else f" = {value!r}"  # there may be a password in it
         raise ConfigError(f"{name}{shown}: {invalid} ({origin})") from None
 
 
@@ -116,6 +117,8 @@ def _environment(environ: Mapping[str, str]) -> _Given:
     known = {PREFIX + name.upper(): name for name in option_names()}
     for found in environ:
         if not found.startswith(PREFIX) or found in _NO_OPTIONS or _SERVICE_VARIABLE.fullmatch(found):
+            continue
+        if found == TOKEN_VARIABLE:  # of pagoda serve: a secret, and no option
             continue
         if found not in known:
             raise ConfigError(f"{found}: no such variable{did_you_mean(found, known)}{_LISTED}")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from pagoda import policy as policies
 from pagoda.config.did_you_mean import did_you_mean
 from pagoda.config.expand_home import expanded
-from pagoda.config.remote_urls import split, tuple_of
+from pagoda.config.remote_urls import peers_of, split, tuple_of
 from pagoda.config.sizes import AUTO, parse_size
 from pagoda.errors import ConfigError
 
@@ -131,6 +131,10 @@ def _remote(name: str, value: object) -> object:
     return tuple_of(value)
 
 
+def _peers(name: str, value: object) -> object:
+    return peers_of(value)
+
+
 _CHECKS: dict[str, Check] = {
     "chunk_tokens": _count(1, 2**20),
     "host_size": _size,
@@ -152,6 +156,7 @@ _CHECKS: dict[str, Check] = {
     "prompt_log": _flag,
     "profile": _flag,
     "remote": _remote,
+    "peers": _peers,
     "weights_epoch": _count(0, 2**31 - 1),
 }
 

@@ -26,7 +26,7 @@ from pagoda.migrate.lmcache_fields import (
     as_number,
     as_toml,
 )
-from pagoda.migrate.lmcache_urls import IN_URLS, OWN_SERVER_HERE, Untranslated, is_own_server_here, translated
+from pagoda.migrate.lmcache_urls import IN_URLS, START_SERVER, Untranslated, is_own_server, translated
 
 VARIABLES = "LMCACHE_"
 _DEFAULT_CPU_GIB = 5.0
@@ -224,10 +224,8 @@ class _FieldReader:
     def _remote(self) -> None:
         url = self.fields.pop("remote_url", None)
         serde = str(self.fields.pop("remote_serde", None) or "naive")
-        if url and is_own_server_here(str(url)):
-            self.say("remote_url", FieldVerdict.NOT_NEEDED, OWN_SERVER_HERE)
-            url = None
-        codec = self._codec(serde, wanted=bool(url))
+        own_server = bool(url) and is_own_server(str(url))
+        codec = self._codec(serde, wanted=bool(url), own_server=own_server)
         if not url:
             return
         try:
@@ -238,12 +236,13 @@ class _FieldReader:
         if codec:
             found += ("&" if "?" in found else "?") + f"codec={codec}"
         kept = "a password stands in it; ?password_file=PATH keeps it out" if redacted(found) != found else ""
+        kept = START_SERVER if own_server else kept
         self.map("remote_url", "remote", found, kept)
         for field in used:
             del self.fields[field]
             self.say(field, FieldVerdict.MAPPED, "remote: in the URL")
 
-    def _codec(self, serde: str, wanted: bool) -> str:
+    def _codec(self, serde: str, wanted: bool, own_server: bool) -> str:
         """Judge the serde; return the codec that stands for it, or an empty string for the usual one."""
         if not wanted:
             if "remote_serde" in self._given:
@@ -252,6 +251,10 @@ class _FieldReader:
         if serde in ("naive", "torch", "safetensor", "fast"):
             if "remote_serde" in self._given:
                 self.say("remote_serde", FieldVerdict.SAME, "bytes are stored as they are (codec=raw)")
+            return ""
+        if own_server and serde == "cachegen":  # both are in its oldest default
+            text = "cachegen loses precision; bytes are stored as they are, and ?codec=zstd in the URL compresses them"
+            self.say("remote_serde", FieldVerdict.NOT_NEEDED, text)
             return ""
         lossy = "loses precision, and all here is lossless"
         why = lossy if serde in ("cachegen", "kivi") else "is not known here"

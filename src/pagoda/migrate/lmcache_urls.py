@@ -9,19 +9,14 @@ from urllib.parse import quote, urlsplit
 from pagoda.config.remote_urls import parse
 from pagoda.errors import ConfigError
 
-__all__ = ["IN_URLS", "OWN_SERVER_HERE", "Untranslated", "is_own_server_here", "translated"]
+__all__ = ["IN_URLS", "START_SERVER", "Untranslated", "is_own_server", "translated"]
 
 _REDIS = 'remote = "redis://HOST:6379/0"'
 _REASONS = {
-    "lm": f"LMCache's own server is not spoken to; start Redis or Valkey and write {_REDIS}",
     "redis-sentinel": f"Sentinel is not asked for the master; name it: {_REDIS}",
     "fs": 'a shared file system is no store here; serve it by WebDAV: remote = "http://HOST/PATH/"',
 }
-_HERE = ("localhost", "127.0.0.1", "::1")
-OWN_SERVER_HERE = (
-    "LMCache's own server is not spoken to; on this machine engines share the host tier without one, and to share with "
-    f"other machines start Redis or Valkey and write {_REDIS}"
-)
+START_SERVER = "run pagoda serve --listen HOST:PORT --host-size SIZE there instead of LMCache's server"
 _AMAZON = re.compile(r"(?P<bucket>[a-z0-9-]+)\.s3[.-](?P<region>[a-z0-9-]+)\.amazonaws\.com")
 _IN_S3 = ("s3_region", "s3_file_prefix", "s3_enable_s3express")
 _IN_VALKEY = ("valkey_mode", "valkey_username", "valkey_password", "valkey_database")
@@ -45,6 +40,8 @@ def translated(url: str, fields: Mapping[str, object]) -> tuple[str, list[str]]:
         found, used = _s3(url, fields)
     elif scheme in ("valkey", "resp"):
         found, used = _valkey(url, fields)
+    elif scheme == "lm":
+        found, used = f"http://{urlsplit(url).netloc}?server=pagoda", []
     elif scheme in _OURS:
         found, used = url, []
     else:
@@ -58,13 +55,9 @@ def translated(url: str, fields: Mapping[str, object]) -> tuple[str, list[str]]:
     return found, used
 
 
-def is_own_server_here(url: str) -> bool:
-    """Whether a URL names LMCache's own server on this machine, as its default configuration does."""
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        return False
-    return parts.scheme == "lm" and parts.hostname in _HERE
+def is_own_server(url: str) -> bool:
+    """Whether a URL names LMCache's own server, as its default configuration does."""
+    return url.lower().startswith("lm://")
 
 
 def _s3(url: str, fields: Mapping[str, object]) -> tuple[str, list[str]]:

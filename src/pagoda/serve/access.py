@@ -64,16 +64,19 @@ class AccessRules:
     def _refused(self, request: web.Request) -> web.Response | None:
         if self._token is None:
             return None
-        client = request.remote or ""
+        client, is_open = request.remote or "", request.path in self.open_paths
         if not self._requests.allows(client):
             return refusal(429, "too_many_requests")
+        spent = self._wrong_tokens.is_spent(client)
+        if not is_open and not spent and self.has_token(request):
+            return None  # by whatever name it calls this machine: no page of another name knows the token
         if not self.is_host(request.headers.get("Host", "")):
             return refusal(421, "other_host", "start the server with --allow-host NAME")
-        if request.path in self.open_paths:
+        if is_open:
             return None
-        if self._wrong_tokens.is_spent(client):
+        if spent:
             return refusal(429, "too_many_wrong_tokens")
-        if not self.is_known(request):
+        if not self.has_cookie(request):
             self._wrong_tokens.allows(client)
             answer = refusal(401, "token", "send the header Authorization: Bearer TOKEN")
             answer.headers["WWW-Authenticate"] = "Bearer"
@@ -88,11 +91,13 @@ class AccessRules:
         right_port = not port or self._port is None or port == str(self._port)
         return right_port and name.strip("[]").lower() in self._hosts
 
-    def is_known(self, request: web.Request) -> bool:
-        """Return whether a request has the token, or the cookie and comes from this server's own page."""
+    def has_token(self, request: web.Request) -> bool:
+        """Return whether a request has the token in its header."""
         kind, _, sent = request.headers.get("Authorization", "").partition(" ")
-        if kind.lower() == "bearer" and self.is_token(sent.strip()):
-            return True
+        return kind.lower() == "bearer" and self.is_token(sent.strip())
+
+    def has_cookie(self, request: web.Request) -> bool:
+        """Return whether a request has the cookie and comes from this server's own page."""
         cookie = request.cookies.get(COOKIE)
         if cookie is None or self._token is None or not _equal(cookie, self.cookie()):
             return False
@@ -102,7 +107,7 @@ class AccessRules:
 
     def lets_in(self, request: web.Request) -> bool:
         """Return whether a request may see what is behind the token."""
-        return self._token is None or self.is_known(request)
+        return self._token is None or self.has_token(request) or self.has_cookie(request)
 
     def cookie_for(self, request: web.Request, text: str) -> str | None:
         """Return the page's cookie if `text` is the token; None if not, or if this client was wrong too often."""

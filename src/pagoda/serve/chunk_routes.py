@@ -273,7 +273,6 @@ def _is_of(header: codec.Header, namespace: bytes, key: bytes, length: int) -> b
         codec.agrees(header, expected)
         and stored == (header.stored_bytes or header.length)
         and stored <= header.length
-        and header.tokens > 0
         and re.fullmatch(r"[0-9a-f]{16}", header.fingerprint) is not None
     )
 

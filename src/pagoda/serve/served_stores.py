@@ -311,7 +311,7 @@ class ServedStores:
                 return store
         if self._host is None:
             return None
-        layout = KVLayout(header.tokens, header.length, header.fingerprint)
+        layout = KVLayout(max(1, header.tokens), header.length, header.fingerprint)
         path = self._host.path / f"{layout.fingerprint}.{FORMAT}"
         with self._scanning:
             made = self._stores.get(path)
@@ -324,7 +324,7 @@ class ServedStores:
     def put(self, store: ServedStore, header: codec.Header, payload: Bytes) -> tuple[bool, Reason | None]:
         """Store a verified chunk. Return whether it is new; and why it is not stored, if so."""
         namespace, key = header.namespace, header.key
-        tier = store.host_tier(header.tokens)
+        tier = store.host_tier(max(1, header.tokens))
         if tier.find([key], start=header.position, namespace=namespace):
             return False, None
         fields = self._labels.get(namespace) or {"layout": header.fingerprint}

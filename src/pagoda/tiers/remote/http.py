@@ -212,7 +212,7 @@ class HttpConnection:
     def _connect(self, until: float) -> socket.socket:
         self._check_open()
         failure: OSError = OSError("the host has no address")
-        for family, kind, protocol, _, address in _addresses(self._host, self._port, until):
+        for family, kind, protocol, _, address in resolve(self._host, self._port, until):
             self._socket, self._begin, self._end = socket.socket(family, kind, protocol), 0, 0
             try:
                 self._socket.settimeout(seconds_left(until))
@@ -317,18 +317,18 @@ _Address = tuple[
 ]
 
 
-def _addresses(host: str, port: int, until: float) -> list[_Address]:
+def resolve(host: str, port: int, until: float) -> list[_Address]:
     """Return the addresses of a host. The system's resolver has no deadline: a late result is left to its thread."""
     found: list[_Address] = []
     failures: list[OSError] = []
 
-    def resolve() -> None:
+    def ask() -> None:
         try:
             found.extend(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))  # type: ignore[arg-type, unused-ignore]
         except OSError as error:
             failures.append(error)
 
-    thread = threading.Thread(target=resolve, name="pagoda-resolve", daemon=True)
+    thread = threading.Thread(target=ask, name="pagoda-resolve", daemon=True)
     if not begin(thread):
         raise OSError(NO_THREAD)
     thread.join(seconds_left(until))

@@ -64,6 +64,8 @@ class ObjectStoreClient:
     After the first request, a forked child cannot connect: obstore's threads do not exist in it, and OSError says so.
     """
 
+    read_only = False
+
     def __init__(
         self,
         url: str,

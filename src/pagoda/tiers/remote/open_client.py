@@ -29,7 +29,7 @@ def open_client(
     """Return the client of a store; reads `password_file` (empty: none), connects to nothing.
 
     Args:
-        kind: "redis" or "objects".
+        kind: "redis", "objects" or "pagoda".
         url: without the parameters that are for PagodaKV.
         options: for obstore, the client of object stores.
 
@@ -37,13 +37,16 @@ def open_client(
         ConfigError: the password cannot be read, or the URL is invalid.
         StoreError: the library of the store is not installed; says how to install it.
     """
-    if password_file:
-        url = _with_password(url, _password_in(password_file))
+    url = url_with_password(url, password_file)
     try:
         if kind == "redis":
             from pagoda.tiers.remote.redis import RedisClient
 
             return RedisClient(url, prefix=prefix, ttl_seconds=ttl_seconds, name=name)
+        if kind == "pagoda":
+            from pagoda.tiers.remote.pagoda_server import PagodaServerClient
+
+            return PagodaServerClient(url, name=name)
         from pagoda.tiers.remote.object_store import ObjectStoreClient
 
         return ObjectStoreClient(url, prefix=prefix, name=name, options=options)
@@ -69,9 +72,11 @@ def _password_in(file: str) -> str:
     return password
 
 
-def _with_password(url: str, password: str) -> str:
-    """Return `url` with a password after its user name, if it has one."""
-    parts = urlsplit(url)
+def url_with_password(url: str, password_file: str) -> str:
+    """Return `url` with the password in a file (empty: none) after its user name. ConfigError: it cannot be read."""
+    if not password_file:
+        return url
+    parts, password = urlsplit(url), _password_in(password_file)
     user, _, place = parts.netloc.rpartition("@")
     return urlunsplit(parts._replace(netloc=f"{user}:{quote(password, safe='')}@{place}"))
 

@@ -64,6 +64,8 @@ class RedisClient:
     `ttl_seconds`: how long a chunk stays after it was last stored or used; None: until Redis evicts it.
     """
 
+    read_only = False
+
     def __init__(
         self, url: str, *, prefix: str = "pagoda", ttl_seconds: float | None = None, name: str = "redis"
     ) -> None:

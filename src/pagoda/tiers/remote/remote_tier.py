@@ -86,6 +86,7 @@ class RemoteTier(QueuedTier):
         self.name = client.name
         self.address = client.address
         self.believed_seconds = client.believed_seconds
+        self.read_only = client.read_only
         self.chunk_bytes = layout.chunk_bytes
         self.slot_bytes = layout.slot_bytes
         self.deadline_seconds = deadline_seconds
@@ -590,6 +591,9 @@ class RemoteWorker(IoWorker):
 
         try:
             count = connection.get(root, read.key, self._page, destination, store.deadline(store.chunk_bytes))
+            if isinstance(count, Reason):
+                store.count({"failed_checks": int(count is Reason.FAILED_CHECK and not stays)})
+                return count
             if count is None:
                 store.presence.record(root, [read.key], False)
                 return Reason.ABSENT

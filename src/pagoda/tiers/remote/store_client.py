@@ -100,8 +100,10 @@ class StoreConnection(Protocol):
 
     def get(
         self, namespace: bytes, key: bytes, page: Bytes, destination: Callable[[], Bytes | None], until: float
-    ) -> int | None:
+    ) -> int | Reason | None:
         """Fill `page`, call `destination`, fill its result from the start; return how many bytes. None: absent.
+
+        A reason: a miss that says nothing about the store as a whole.
 
         `destination` reads the page and returns where the rest goes. None: the rest is not wanted, and
         `RefusedError(FAILED_CHECK)` is raised; so it is if the page is incomplete or the rest does not fit.
@@ -137,6 +139,7 @@ class StoreClient(Protocol):
     keepalive_seconds: float | None
     """How often an idle connection for look-ups is used, so that it stays ready; None: that would cost requests."""
     believed_seconds: float  # how long a key in use is assumed to be present still: see Tier
+    read_only: bool  # nothing is ever stored there: no write-back, no touches
 
     def connection(self) -> StoreConnection:
         """Return a new connection that is still to be opened. Never waits. OSError."""

@@ -1,0 +1,30 @@
+"""Where the token of `pagoda serve` is: what the server makes at its first start, clients of the same user send."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+__all__ = ["TOKEN_VARIABLE", "default_token_file", "own_token"]
+
+TOKEN_VARIABLE = "PAGODA_SERVE_TOKEN"
+_LONGEST_BYTES = 4096
+
+
+def default_token_file() -> Path:
+    """Return where the token of this user is."""
+    state = os.environ.get("XDG_STATE_HOME", "")
+    base = Path(state) if os.path.isabs(state) else Path(os.path.expanduser("~"), ".local", "state")
+    return base / "pagoda" / "serve-token"
+
+
+def own_token() -> str:
+    """Return this user's token: of the variable, else of the file; empty if there is none. Changes nothing."""
+    given = os.environ.get(TOKEN_VARIABLE)
+    if given is not None:
+        return given.strip()
+    try:
+        with default_token_file().open("rb") as file:
+            return file.read(_LONGEST_BYTES).decode("ascii", "replace").strip()
+    except OSError:
+        return ""

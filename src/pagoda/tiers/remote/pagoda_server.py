@@ -1,0 +1,228 @@
+"""`pagoda serve` on another machine as a remote store: its chunks by HTTP, directly from and into memory.
+
+`open_client` makes a `PagodaServerClient` of a URL; `peers` uses one connection a neighbour. Version 1 of the protocol:
+
+    POST   /v1/NAMESPACE/find   keys -> {"found": leading run}
+    GET    /v1/NAMESPACE/KEY    header page and payload
+    PUT    /v1/NAMESPACE/KEY    the same, as the body
+    DELETE /v1/NAMESPACE/KEY
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Self
+from urllib.parse import SplitResult, unquote, urlsplit
+
+from pagoda.codec import HEADER_BYTES
+from pagoda.errors import ConfigError
+from pagoda.metrics import Reason
+from pagoda.serve_token import own_token
+from pagoda.tiers.base import Bytes
+from pagoda.tiers.remote.http import HttpConnection, Response
+from pagoda.tiers.remote.store_client import ListingDeadline, PutResult, RefusedError, Usage
+from pagoda.tiers.remote.store_urls import host_of
+
+_FIND_KEYS = 4096  # in one request
+_SMALL_BYTES = 1 << 16  # a chunk up to this size is sent without asking whether it is present
+_ANSWER_BYTES = 1 << 16  # of what is not a chunk
+_STATS_BYTES = 16 << 20
+_KEEPALIVE_SECONDS = 20.0
+_BELIEVED_SECONDS = 2.0
+_UNUSED = bytes(32)  # no namespace and no key: nothing is stored under it
+_PUT_RESULTS = {200: PutResult.PRESENT, 201: PutResult.STORED, 409: PutResult.BUSY}
+_REASONS = {413: Reason.TOO_LARGE, 422: Reason.FAILED_CHECK, 507: Reason.FULL}
+_TOKEN = re.compile(r"[!-~]{1,4096}")
+
+
+class PagodaServerClient:
+    """A `pagoda serve` at `http://:TOKEN@HOST:PORT` (or https). Thread-safe, keeps no connection.
+
+    Without a token in the URL, that of this user's own server is sent.
+    """
+
+    read_only = False
+
+    def __init__(self, url: str, *, name: str = "pagoda") -> None:
+        """ConfigError: the token cannot be sent in a header."""
+        parts = urlsplit(url)
+        token = unquote(parts.password or "") or own_token()
+        if token and not _TOKEN.fullmatch(token):
+            raise ConfigError(
+                "the token of a server is up to 4096 printable ASCII characters, without spaces"
+            )
+        self.name = name
+        self.address = f"{parts.scheme}://{host_of(parts)}"
+        self.keepalive_seconds: float | None = _KEEPALIVE_SECONDS
+        self.believed_seconds = _BELIEVED_SECONDS
+        self._origin = parts._replace(netloc=host_of(parts))
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+
+    def connection(self) -> PagodaServerConnection:
+        """Return a new connection that is still to be opened."""
+        return PagodaServerConnection(self._origin, self._headers)
+
+
+class PagodaServerConnection:
+    """One connection to a `pagoda serve`; see StoreConnection. For one thread at a time, except `abort`."""
+
+    def __init__(self, origin: SplitResult, headers: Mapping[str, str]) -> None:
+        self._http = HttpConnection(origin)
+        self._headers = dict(headers)
+
+    def open(self, until: float) -> Self:
+        """Connect and check that the server answers and accepts the token: one round trip."""
+        self.ping(until)
+        return self
+
+    def ping(self, until: float) -> None:
+        """Return if chunks can be read."""
+        self._ask("HEAD", _target(_UNUSED, _UNUSED), until, good=(200, 404))
+
+    def find(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
+        """Return how many leading keys are present: one round trip for thousands."""
+        for start in range(0, len(keys), _FIND_KEYS):
+            batch = keys[start : start + _FIND_KEYS]
+            found = self._find(namespace, batch, until)
+            if found < len(batch):
+                return start + found
+        return len(keys)
+
+    def _find(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
+        body = [memoryview(b"".join(keys))]
+        response = self._http.request("POST", f"/v1/{namespace.hex()}/find", until, self._headers, body)
+        answer = self._answer(response, until, good=(200,))
+        found = answer.get("found")
+        if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found <= len(keys):
+            raise ConnectionError(f"the answer to {len(keys)} keys is no number of them: is it pagoda serve?")
+        return found
+
+    def touch(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[bool]:
+        """Return which keys are present; the server counts the question as a use."""
+        present: list[bool] = []
+        while len(present) < len(keys):
+            left = keys[len(present) :]
+            found = self.find(namespace, left, until)
+            present += [True] * found + [False] * (found < len(left))
+        return present
+
+    def put(
+        self,
+        namespace: bytes,
+        key: bytes,
+        page: Bytes,
+        stored: Bytes,
+        is_valid: Callable[[], bool],
+        until: float,
+    ) -> PutResult:
+        """Send a chunk; the server checks it before it appears. A large one is sent only if it is absent.
+
+        `is_valid` is called directly after: if it returns False, the chunk is removed.
+        """
+        target = _target(namespace, key)
+        if stored.nbytes > _SMALL_BYTES and self._ask("HEAD", target, until, good=(200, 404)) == 200:
+            return PutResult.PRESENT
+        response = self._http.request("PUT", target, until, self._headers, [page.data, stored.data])
+        if response.status == 422 and not is_valid():  # the slot was reused while it was sent
+            self._http.finish(response, 0, until)
+            return PutResult.STALE
+        self._answer(response, until, good=tuple(_PUT_RESULTS))
+        result = _PUT_RESULTS[response.status]
+        if result is PutResult.STORED and not is_valid():
+            self.remove(namespace, [key], until)
+            return PutResult.STALE
+        return result
+
+    def get(
+        self, namespace: bytes, key: bytes, page: Bytes, destination: Callable[[], Bytes | None], until: float
+    ) -> int | None:
+        """Fill `page` and the result of `destination`; one round trip."""
+        response = self._http.request("GET", _target(namespace, key), until, self._headers)
+        if response.status != 200:
+            self._answer(response, until, good=(404,))
+            return None
+        with self._dropped_on_error():
+            if response.length is None or response.length < HEADER_BYTES:
+                raise RefusedError(
+                    Reason.FAILED_CHECK, "the value is shorter than a header, or of unknown length"
+                )
+            self._http.read_into(page.data, until)
+            rest_bytes = response.length - HEADER_BYTES
+            target = destination()
+            if target is None or rest_bytes > target.nbytes:
+                raise RefusedError(Reason.FAILED_CHECK, "the value is not the requested chunk")
+            self._http.read_into(target.data[:rest_bytes], until)
+            self._http.finish(response, response.length, until)
+        return rest_bytes
+
+    def remove(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
+        """Remove chunks, one request each; return how many were present."""
+        return sum(
+            self._ask("DELETE", _target(namespace, key), until, good=(204, 404)) == 204 for key in keys
+        )
+
+    def clear(self, namespace: bytes | None, deadline: ListingDeadline) -> int:
+        """Refuse: what is stored there is that machine's."""
+        raise RefusedError(Reason.NOT_ADMITTED, "its chunks are that machine's: run pagoda clear there")
+
+    def count_by_namespace(self, deadline: ListingDeadline) -> Mapping[bytes, int]:
+        """Refuse, for the same reason."""
+        raise RefusedError(Reason.NOT_ADMITTED, "its chunks are that machine's: run pagoda ls there")
+
+    def usage(self, until: float) -> Usage:
+        """Return nothing known: `pagoda stats` says it on that machine."""
+        return Usage(None, None)
+
+    def abort(self) -> None:
+        """Make a call that waits in this connection fail soon with an OSError. From any thread."""
+        self._http.abort()
+
+    def close(self) -> None:
+        """Close the connection; never waits. Idempotent."""
+        self._http.abort()
+        self._http.drop()
+
+    def _ask(self, method: str, target: str, until: float, good: Sequence[int]) -> int:
+        """Send a request without a body and return the status of its answer."""
+        response = self._http.request(method, target, until, self._headers)
+        self._answer(response, until, good)
+        return response.status
+
+    def _answer(self, response: Response, until: float, good: Sequence[int]) -> Mapping[str, object]:
+        """Read the rest of an answer that is no chunk; RefusedError or OSError if its status is not a good one."""
+        text = self._http.finish(response, 0, until)
+        try:
+            found = json.loads(text or b"{}")
+        except ValueError:
+            found = {}
+        answer = found if isinstance(found, dict) else {}
+        if response.status in good:
+            return answer
+        raise _failure(response.status, str(answer.get("reason", ""))[:100])
+
+    @contextlib.contextmanager
+    def _dropped_on_error(self) -> Iterator[None]:
+        """Drop the connection if the block fails: the rest of a value is not read."""
+        try:
+            yield
+        except BaseException:
+            self._http.drop()
+            raise
+
+
+def _target(namespace: bytes, key: bytes) -> str:
+    return f"/v1/{namespace.hex()}/{key.hex()}"
+
+
+def _failure(status: int, reason: str) -> Exception:
+    """Return the exception of a status that no caller expects."""
+    if status == 401:
+        return RefusedError(Reason.IO_ERROR, "401: name the server's token: ?password_file=PATH in the URL")
+    if status in (403, 405):
+        return RefusedError(Reason.IO_ERROR, f"{status}: the server does not allow this {reason}".rstrip())
+    if status in _REASONS:
+        return RefusedError(_REASONS[status], f"{status} {reason}".rstrip())
+    return ConnectionError(f"the server answered {status} {reason}".rstrip())

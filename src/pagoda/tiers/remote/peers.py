@@ -1,0 +1,459 @@
+"""Neighbours: a read-only client over the `pagoda serve` of several machines. Nothing is ever stored or removed there.
+
+A look-up asks all at once, one request each, and takes the longest leading run; which neighbour has which key is
+remembered for the loads that follow. A neighbour that fails is left out, and asked again in the background.
+
+    PeersClient       what all connections share: the neighbours, and who has which key
+    Peer              one neighbour: whether it is used now
+    PeersConnection   one connection to each neighbour, and a thread each for look-ups
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Self
+from urllib.parse import urlsplit
+
+from pagoda.clock import Clock
+from pagoda.fork import reset_in_child
+from pagoda.metrics import RateLimitedLog, Reason
+from pagoda.threads import Condition, Pool
+from pagoda.tiers.base import Bytes
+from pagoda.tiers.breaker import CircuitBreaker
+from pagoda.tiers.remote.http import resolve
+from pagoda.tiers.remote.pagoda_server import PagodaServerClient, PagodaServerConnection
+from pagoda.tiers.remote.store_client import ListingDeadline, PutResult, RefusedError, Usage
+
+_MOST_PEERS = 8  # that are asked at once
+_PATIENCE_SHARE = 0.5  # of the time that a caller waits: then a slow neighbour is not waited for
+_FAILURES, _REST_SECONDS = 2, 1.0  # after these a neighbour is left out until it answers a look-up again
+_LIES, _DISTRUST_SECONDS = (
+    8,
+    30.0,
+)  # wrong or missing values in a row: then nothing is asked of it for a while
+_MOST_KEYS = 1 << 17  # whose neighbours are remembered: a few MiB
+_RESOLVE_SECONDS = 30.0  # between two questions for the addresses of a name
+_RESOLVE_PATIENCE_SECONDS = 5.0
+_KEEPALIVE_SECONDS = 20.0
+_BELIEVED_SECONDS = 2.0
+
+_logger = logging.getLogger("pagoda.tiers.remote")
+
+
+class PeerUrl(NamedTuple):
+    """Where neighbours are: `http://:TOKEN@HOST:PORT`; `all_addresses`: one at each address of the host."""
+
+    url: str
+    all_addresses: bool
+
+
+class Peer:
+    """One neighbour: its client, its health, and the log of its trouble. Thread-safe; compared by identity."""
+
+    def __init__(self, url: str, clock: Clock) -> None:
+        self.client = PagodaServerClient(url)
+        self.breaker = CircuitBreaker(clock, _FAILURES, _REST_SECONDS)
+        self.trust = CircuitBreaker(clock, _LIES, _DISTRUST_SECONDS)
+        self._log = RateLimitedLog(clock)
+
+    def reset(self) -> None:
+        """Replace the locks in a forked child."""
+        for part in (self.breaker, self.trust, self._log):
+            part.reset()
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a caller may wait for it."""
+        return not self.breaker.is_open and not self.trust.resting
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it may be asked: it is used, or it is time to find out if it works again."""
+        return not self.breaker.resting and not self.trust.resting
+
+    def record_failure(self, error: Exception) -> Reason:
+        """Count and log that it did not answer, or refused; return the reason."""
+        reason = Reason.DEADLINE if isinstance(error, TimeoutError) else Reason.IO_ERROR
+        reason = error.reason if isinstance(error, RefusedError) else reason
+        self.breaker.record_failure()
+        self._log.warn(_logger, reason, f"{self.client.address}: {type(error).__name__}: {error}")
+        return reason
+
+    def record_lie(self, what: str) -> None:
+        """Count that it did not have what it said it had."""
+        self.trust.record_failure()
+        if self.trust.resting:
+            text = f"{self.client.address}: {what}, {_LIES} times: left out for {_DISTRUST_SECONDS:g} s"
+            self._log.warn(_logger, Reason.FAILED_CHECK, text)
+
+
+class PeersClient:
+    """Neighbours as one store. Thread-safe; in a forked child it makes new connections.
+
+    `look_seconds`: how long a caller waits for a look-up.
+    """
+
+    name = "peers"
+    read_only = True
+
+    def __init__(
+        self, urls: Sequence[PeerUrl], *, look_seconds: float = 0.05, clock: Clock | None = None
+    ) -> None:
+        """Connect to nothing yet. ConfigError: a token cannot be sent."""
+        self._clock = clock or Clock()
+        self.patience_seconds = look_seconds * _PATIENCE_SHARE
+        self.keepalive_seconds: float | None = _KEEPALIVE_SECONDS
+        self.believed_seconds = _BELIEVED_SECONDS
+        self._peers = {each.url: Peer(each.url, self._clock) for each in urls if not each.all_addresses}
+        self._names = [_PeerName(each.url, self._clock) for each in urls if each.all_addresses]
+        addresses = [peer.client.address for peer in self._peers.values()]
+        self.address = ", ".join([*addresses, *(name.address for name in self._names)])
+        self._holders: dict[bytes, tuple[Peer, ...]] = {}  # who has a key; the oldest key first
+        self.reset()
+        reset_in_child(self)
+
+    def reset(self) -> None:
+        """Create the locks; also in a forked child."""
+        self._lock = threading.Lock()
+        for peer in self.peers():
+            peer.reset()
+        for name in self._names:
+            name.reset()
+
+    def connection(self) -> PeersConnection:
+        """Return a new connection that is still to be opened."""
+        return PeersConnection(self)
+
+    def peers(self) -> list[Peer]:
+        """Return the neighbours that are known now, at most eight."""
+        found = [*self._peers.values(), *(peer for name in self._names for peer in name.peers)]
+        return found[:_MOST_PEERS]
+
+    def resolve(self, until: float) -> None:
+        """Find the addresses of names for which that is due; wait only for those that have none yet."""
+        for name in self._names:
+            name.resolve(until)
+
+    # ---- who has which key
+
+    def record_answers(self, keys: Sequence[bytes], answers: Mapping[Peer, int]) -> None:
+        """Remember how many leading keys each neighbour has, besides what is known of those that did not answer."""
+        begin = 0
+        for end in sorted(set(answers.values())):
+            holders = tuple(peer for peer, found in answers.items() if found >= end)
+            with self._lock:
+                for key in keys[begin:end]:
+                    others = self._holders.pop(key, ())
+                    more = tuple(peer for peer in others if peer not in answers) if others else ()
+                    self._holders[key] = holders + more
+            begin = end
+        with self._lock:
+            while len(self._holders) > _MOST_KEYS:
+                del self._holders[next(iter(self._holders))]
+
+    def holders(self, key: bytes) -> tuple[list[Peer], list[Peer]]:
+        """Return the neighbours that are known to have a key, in an order that depends on the key; and the rest.
+
+        One of the rest may have answered late, or not been asked.
+        """
+        known = self._holders.get(key, ())
+        found = [peer for peer in known if peer.is_used]
+        first = key[-1] % len(found) if found else 0
+        rest = [peer for peer in self.peers() if peer.is_used and peer not in known]
+        return found[first:] + found[:first], rest
+
+    def forget(self, key: bytes, peer: Peer) -> None:
+        """Remember that a neighbour lacks a key."""
+        with self._lock:
+            if peer in self._holders.get(key, ()):
+                left = tuple(other for other in self._holders[key] if other is not peer)
+                self._holders[key] = left
+                if not left:
+                    del self._holders[key]
+
+
+class _PeerName:
+    """A host name with a neighbour at each of its addresses, such as a headless service of Kubernetes. Thread-safe."""
+
+    def __init__(self, url: str, clock: Clock) -> None:
+        self.peers: tuple[Peer, ...] = ()
+        self._url, self._clock = urlsplit(url), clock
+        self.address = f"{PagodaServerClient(url).address}?dns=all"
+        self._pool = Pool(1, "pagoda-peers-dns")
+        self._due = 0.0  # time.monotonic()
+        self._log = RateLimitedLog(clock)
+
+    def reset(self) -> None:
+        """Replace the lock in a forked child."""
+        self._log.reset()
+
+    def resolve(self, until: float) -> None:
+        """Find the addresses if that is due; wait only the first time."""
+        if time.monotonic() < self._due or self._pool.under_way:
+            return
+        try:
+            done = self._pool.submit(self._resolve)
+            if not self._due:
+                done.exception(max(0.0, until - time.monotonic()))
+        except (RuntimeError, TimeoutError):  # no thread can be started; or it takes long
+            return
+
+    def _resolve(self) -> None:
+        host, port = self._url.hostname or "", self._url.port or 80
+        try:
+            found = resolve(host, port, time.monotonic() + _RESOLVE_PATIENCE_SECONDS)
+        except OSError as error:
+            self._log.warn(_logger, Reason.IO_ERROR, f"{self.address}: {error}: the known addresses are kept")
+        else:
+            others = {str(address[0]) for *_, address in found if not _is_own(str(address[0]))}
+            known = {peer.client.address: peer for peer in self.peers}
+            new = [Peer(self._url_of(each), self._clock) for each in self._nearest(others)]
+            self.peers = tuple(known.get(peer.client.address, peer) for peer in new)
+        self._due = time.monotonic() + _RESOLVE_SECONDS
+
+    def _nearest(self, addresses: set[str]) -> list[str]:
+        """Return at most eight, others for other machines: so that not all machines ask the same ones."""
+        own = socket.gethostname()
+        ordered = sorted(addresses, key=lambda each: hashlib.sha256(f"{own} {each}".encode()).digest())
+        if len(ordered) > _MOST_PEERS:
+            text = f"{self.address}: {len(ordered)} addresses, of which {_MOST_PEERS} are asked"
+            self._log.warn(_logger, Reason.TIER_SKIPPED, text)
+        return sorted(ordered[:_MOST_PEERS])
+
+    def _url_of(self, address: str) -> str:
+        credentials, at, _ = self._url.netloc.rpartition("@")
+        host = f"[{address}]" if ":" in address else address
+        return f"{self._url.scheme}://{credentials}{at}{host}:{self._url.port or 80}"
+
+
+class PeersConnection:
+    """A connection to each neighbour; see StoreConnection. For one thread at a time, except `abort`."""
+
+    def __init__(self, client: PeersClient) -> None:
+        self._client = client
+        self._lines: dict[Peer, _PeerLine] = {}
+        self._pool = Pool(_MOST_PEERS, "pagoda-peers")
+        self._changed = Condition()  # of look-ups
+        self._served: Peer | None = None  # whose value was returned last
+        self._closed = False
+
+    def open(self, until: float) -> Self:
+        """Connect to nothing: each neighbour is connected to when it is asked."""
+        return self
+
+    def ping(self, until: float) -> None:
+        """Return if a neighbour answers, or there is none."""
+        self.find(bytes(32), [bytes(32)], until)
+
+    def find(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
+        """Return the longest leading run that a neighbour has: one request each, all at once.
+
+        A slow neighbour is not waited for once another has answered; its late answer is remembered for loads. OSError
+        if none answers.
+        """
+        patience = min(until, time.monotonic() + self._client.patience_seconds)
+        self._client.resolve(patience)
+        look = _Look(keys)
+        lines = self._free_lines()
+        used = {
+            line.peer for line in lines if line.peer.is_used
+        }  # the others are only asked if they work again
+        look.open |= used or {line.peer for line in lines}
+        for line in lines:
+            line.looks = True
+            try:
+                self._pool.submit(self._look, line, look, namespace, until)
+            except RuntimeError as error:  # no thread can be started
+                line.looks = False
+                raise OSError(str(error)) from None
+        with self._changed:
+            self._changed.wait_for(lambda: look.is_complete, patience - time.monotonic())
+            look.is_late = True
+            self._changed.wait_for(lambda: look.is_complete, until - time.monotonic())
+            answers = dict(look.answers)
+            look.is_over = True
+        self._client.record_answers(keys, answers)
+        if answers:
+            return max(answers.values())
+        if look.open:
+            raise TimeoutError("no neighbour answered in time")
+        if not self._client.peers():
+            return 0
+        raise ConnectionError("no neighbour answers")
+
+    def _free_lines(self) -> list[_PeerLine]:
+        """Return the lines to the neighbours that may be asked now; drop those to neighbours that are gone."""
+        peers = self._client.peers()
+        for peer in [peer for peer, line in self._lines.items() if peer not in peers and not line.looks]:
+            self._lines.pop(peer).connection.close()
+        lines = [self._line(peer) for peer in peers if peer.is_due]
+        return [line for line in lines if not line.looks]
+
+    def _line(self, peer: Peer) -> _PeerLine:
+        line = self._lines.get(peer)
+        if line is None:
+            line = self._lines[peer] = _PeerLine(peer, peer.client.connection())
+        if self._closed:
+            line.connection.abort()
+        return line
+
+    def _look(self, line: _PeerLine, look: _Look, namespace: bytes, until: float) -> None:
+        """Ask one neighbour, on a thread of the pool."""
+        found: int | None = None
+        try:
+            found = line.connection.find(namespace, look.keys, until)
+            line.peer.breaker.record_success()
+        except (OSError, RefusedError) as error:
+            if not self._closed:
+                line.peer.record_failure(error)
+        finally:
+            line.looks = False
+            if self._closed:
+                line.connection.close()
+            with self._changed:
+                look.open.discard(line.peer)
+                late = look.is_over
+                if found is not None and not late:
+                    look.answers[line.peer] = found
+                if look.is_complete:
+                    self._changed.notify_all()
+        if found and late:
+            self._client.record_answers(look.keys, {line.peer: found})
+
+    def get(
+        self, namespace: bytes, key: bytes, page: Bytes, destination: Callable[[], Bytes | None], until: float
+    ) -> int | Reason | None:
+        """Fill `page` and the result of `destination` from a neighbour that has the chunk, or from the next one.
+
+        What a neighbour does wrong is a miss with a reason, and no failure of all neighbours together.
+        """
+        if self._served is not None:  # there was no complaint about what it sent
+            self._served.trust.record_success()
+            self._served = None
+        holders, rest = self._client.holders(key)
+        lines = [line for line in map(self._line, holders + rest) if not line.looks]
+        reason = None if lines or not self._client.peers() else Reason.TIER_SKIPPED
+        for tried, line in enumerate(lines):
+            left = until - time.monotonic()
+            if left <= 0:
+                break
+            share = until - left + left / max(1, len(holders) - tried)
+            try:
+                count = line.connection.get(namespace, key, page, destination, share)
+            except RefusedError as refusal:
+                reason = refusal.reason
+                if reason is Reason.FAILED_CHECK:
+                    line.peer.record_lie("a value is not the chunk that was asked for")
+                else:
+                    line.peer.record_failure(refusal)
+            except OSError as error:
+                if self._closed:
+                    raise
+                reason = line.peer.record_failure(error)
+            else:
+                if count is not None:
+                    line.peer.breaker.record_success()
+                    self._served = line.peer
+                    return count
+                if line.peer in holders:
+                    line.peer.record_lie("a chunk that it said it has is absent")
+            self._client.forget(key, line.peer)
+        return reason
+
+    def remove(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
+        """Remove nothing; remember that what was returned last was not the chunk, if that is why this is called."""
+        if self._served is not None:
+            self._served.record_lie("a value is not the chunk that was asked for")
+            for key in keys:
+                self._client.forget(key, self._served)
+            self._served = None
+        return 0
+
+    def touch(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[bool]:
+        """Return which leading keys are present: the question counts as a use."""
+        found = self.find(namespace, keys, until)
+        return [True] * found + [False] * (len(keys) - found)
+
+    def put(
+        self,
+        namespace: bytes,
+        key: bytes,
+        page: Bytes,
+        stored: Bytes,
+        is_valid: Callable[[], bool],
+        until: float,
+    ) -> PutResult:
+        """Refuse: neighbours are only read."""
+        raise RefusedError(Reason.NOT_ADMITTED, "neighbours are only read")
+
+    def clear(self, namespace: bytes | None, deadline: ListingDeadline) -> int:
+        """Remove nothing."""
+        return 0
+
+    def count_by_namespace(self, deadline: ListingDeadline) -> Mapping[bytes, int]:
+        """Return nothing: each neighbour lists its own."""
+        return {}
+
+    def usage(self, until: float) -> Usage:
+        """Return nothing known."""
+        return Usage(None, None)
+
+    def abort(self) -> None:
+        """Make all calls that wait in this connection fail soon. From any thread."""
+        self._closed = True
+        for line in list(self._lines.values()):
+            line.connection.abort()
+
+    def close(self) -> None:
+        """Close the connections; never waits. A look-up that is under way closes its own when it ends. Idempotent."""
+        self.abort()
+        for line in self._lines.values():
+            if not line.looks:
+                line.connection.close()
+        self._pool.shutdown(wait=False)
+
+
+class _PeerLine:
+    """The connection to one neighbour. `looks`: a look-up uses it, on another thread."""
+
+    def __init__(self, peer: Peer, connection: PagodaServerConnection) -> None:
+        self.peer, self.connection = peer, connection
+        self.looks = False
+
+
+class _Look:
+    """One look-up: what was asked, the answers, and who has not answered yet. Used with the connection's lock."""
+
+    def __init__(self, keys: Sequence[bytes]) -> None:
+        self.keys = keys
+        self.answers: dict[Peer, int] = {}
+        self.open: set[Peer] = set()
+        self.is_late = False  # whoever has not answered yet is not waited for, if there is an answer
+        self.is_over = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nobody has to be waited for any more."""
+        return (
+            not self.open or (self.is_late and bool(self.answers)) or len(self.keys) in self.answers.values()
+        )
+
+
+def _is_own(address: str) -> bool:
+    """Return whether an address is one of this machine, loopback excepted: there another server may listen."""
+    with_zone = address.partition("%")[0]
+    if ipaddress.ip_address(with_zone).is_loopback:
+        return False
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True

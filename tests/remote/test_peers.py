@@ -1,0 +1,418 @@
+"""Neighbours: what one machine stored another reads over `pagoda serve`, whatever the neighbours do."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from http.client import HTTPConnection
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pagoda.codec import HEADER_BYTES
+from pagoda.layout import KVLayout
+from pagoda.metrics import Reason
+from pagoda.tiers.remote.open_client import url_with_password
+from pagoda.tiers.remote.pagoda_server import PagodaServerClient
+from pagoda.tiers.remote.peers import PeersClient, PeerUrl
+from testbed.servers import Server, free_port, pagoda_server
+from tests.cache import kit
+from tests.remote.chunks import (
+    LARGE,
+    LATE_SECONDS,
+    ROOT,
+    SMALL,
+    QuickClock,
+    chunks_of,
+    ends,
+    keys_of,
+    load,
+    soon,
+    tier_on,
+    wait_until,
+)
+from tests.remote.evil import SILENCE, Lie, LyingHttp, dripping, endless, http
+
+NOISE = np.random.default_rng(0).bytes(1 << 20)
+PATIENT = {"deadline_seconds": 30.0, "look_seconds": 30.0}
+
+
+@contextlib.contextmanager
+def machine(size: str = "64MiB") -> Iterator[Server]:
+    """Another machine: its server makes host stores for what tests put there."""
+    root = Path(tempfile.mkdtemp(prefix="pagoda-test-", dir="/dev/shm"))
+    try:
+        with pagoda_server(root, "--host-size", size, PAGODA_POLICY="lru") as server:
+            yield server
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[list[Server]]:
+    """Three machines, which all tests of this module share."""
+    with machine() as one, machine() as two, machine() as three:
+        yield [one, two, three]
+
+
+_chains = iter(range(1000, 2**31))
+
+
+def fresh_keys(count: int) -> list[bytes]:
+    """Return a chain that no other test uses."""
+    return keys_of(count, next(_chains))
+
+
+def url_of(server: Server) -> str:
+    """Return the URL of a machine's server, with its token."""
+    return url_with_password(server.url, str(server.root / "token"))
+
+
+def client_of(*servers: Server | str, look_seconds: float = 0.5) -> PeersClient:
+    """Return the neighbours as one store; texts are URLs."""
+    urls = [server if isinstance(server, str) else url_of(server) for server in servers]
+    return PeersClient([PeerUrl(url, False) for url in urls], look_seconds=look_seconds, clock=QuickClock())
+
+
+def give(server: Server, keys: Sequence[bytes], layout: KVLayout = SMALL) -> None:
+    """Store a chain on one machine."""
+    with tier_on(PagodaServerClient(url_of(server)), layout, queue_chunks=4096, **PATIENT) as tier:
+        assert all(done.ok for done in ends(tier.save(chunks_of(keys, layout), ROOT)))
+
+
+# ---- finding and loading
+
+
+def test_a_look_up_takes_the_longest_run_and_loads_come_from_whoever_has_them(three: list[Server]) -> None:
+    keys = fresh_keys(12)
+    for server, count in zip(three, (4, 0, 9), strict=True):
+        if count:
+            give(server, keys[:count])
+    with tier_on(client_of(*three), **PATIENT) as tier:
+        assert tier.find(keys, namespace=ROOT) == 9
+        assert load(tier, keys[:9]) == [None] * 9
+        assert load(tier, keys[9:], seconds=60) == [Reason.ABSENT] * 3
+        assert tier.find(fresh_keys(3), namespace=ROOT) == 0
+
+
+def test_a_chunk_is_loaded_without_a_look_up(three: list[Server]) -> None:
+    keys = fresh_keys(3)
+    give(three[1], keys)
+    with tier_on(client_of(*three), **PATIENT) as tier:
+        assert load(tier, keys) == [None] * 3
+
+
+def test_another_neighbour_helps_when_one_has_lost_a_chunk(three: list[Server]) -> None:
+    keys = fresh_keys(6)
+    for server in three[:2]:
+        give(server, keys)
+    with tier_on(client_of(*three), **PATIENT) as tier:
+        assert tier.find(keys, namespace=ROOT) == 6
+        losing = PagodaServerClient(url_of(three[0])).connection().open(time.monotonic() + 30)
+        assert losing.remove(ROOT, keys, time.monotonic() + 30) == 6
+        losing.close()
+        assert load(tier, keys) == [None] * 6
+
+
+def test_nothing_is_written_to_a_neighbour(three: list[Server]) -> None:
+    keys = fresh_keys(2)
+    with tier_on(client_of(three[0]), **PATIENT) as tier:
+        assert tier.read_only
+        refused = [end.reason for end in ends(tier.save(chunks_of(keys), ROOT))]
+        assert refused == [Reason.NOT_ADMITTED] * 2
+        give(three[0], keys)
+        assert tier.remove(keys[0], ROOT) is False and tier.clear() == 0
+        assert tier.stats()["stored_chunks"] == 0
+    with tier_on(client_of(three[0]), **PATIENT) as tier:
+        assert tier.find(keys, namespace=ROOT) == 2
+
+
+def test_a_name_stands_for_all_its_addresses(three: list[Server]) -> None:
+    keys = fresh_keys(3)
+    give(three[0], keys)
+    url = url_of(three[0]).replace("127.0.0.1", "localhost")
+    client = PeersClient([PeerUrl(url, True)], look_seconds=30.0)
+    with tier_on(client, **PATIENT) as tier:
+        wait_until(lambda: bool(client.peers()) or tier.find(fresh_keys(1), namespace=ROOT) > 0)
+        assert f"http://127.0.0.1:{three[0].port}" in [peer.client.address for peer in client.peers()]
+        wait_until(lambda: tier.find(keys, namespace=ROOT) == 3)
+        assert load(tier, keys) == [None] * 3
+
+
+def test_a_name_without_addresses_is_no_neighbour() -> None:
+    client = PeersClient([PeerUrl("http://no-such-name.invalid:7777", True)])
+    with tier_on(client) as tier, soon():
+        assert tier.find(fresh_keys(1), namespace=ROOT) == 0
+        assert load(tier, fresh_keys(1)) == [Reason.ABSENT]
+
+
+def test_a_wrong_token_says_what_to_write(three: list[Server], caplog: pytest.LogCaptureFixture) -> None:
+    wrong = three[0].url.replace("http://", "http://:not-this-machines-token@")
+    with tier_on(client_of(wrong)) as tier:
+        assert tier.find(fresh_keys(1), namespace=ROOT) == 0
+        wait_until(lambda: "?password_file=PATH" in caplog.text)
+        assert "not-this-machines" not in caplog.text
+
+
+def test_a_machine_may_be_called_by_any_name(three: list[Server]) -> None:
+    """A page of another name (DNS rebinding) may not call it, and does not know the token."""
+    client = HTTPConnection("127.0.0.1", three[0].port, timeout=30)
+    target, token = f"/v1/{ROOT.hex()}/{ROOT.hex()}", (three[0].root / "token").read_text()
+    for header, status in (
+        ({"Authorization": f"Bearer {token}"}, 404),
+        ({}, 421),
+        ({"Authorization": "Bearer x"}, 421),
+    ):
+        client.request("GET", target, headers={"Host": "node-7:7777", **header})
+        answer = client.getresponse()
+        answer.read()
+        assert answer.status == status
+    client.close()
+
+
+# ---- neighbours that fail
+
+
+@pytest.mark.slow
+def test_a_dead_neighbour_is_left_out_and_used_again(three: list[Server]) -> None:
+    with machine() as dying:
+        keys = fresh_keys(5)
+        give(three[0], keys[:3])
+        give(dying, keys)
+        with tier_on(client_of(three[0], dying), **PATIENT) as tier:
+            assert tier.find(keys, namespace=ROOT) == 5
+            dying.kill()
+            outcome = load(tier, keys, seconds=60)
+            assert outcome[:3] == [None] * 3 and None not in outcome[3:]
+            for _ in range(3):
+                with soon(1.0):
+                    assert tier.find([*keys[:3], *fresh_keys(1)], namespace=ROOT) == 3
+            dying.restart()  # the store outlives its server
+            wait_until(lambda: tier.find([*keys, *fresh_keys(1)], namespace=ROOT) == 5)
+            assert load(tier, keys) == [None] * 5
+
+
+def test_all_neighbours_dead_is_a_tier_that_rests() -> None:
+    with tier_on(client_of(f"http://127.0.0.1:{free_port()}", f"http://127.0.0.1:{free_port()}")) as tier:
+        wait_until(lambda: tier.find(fresh_keys(1), namespace=ROOT) == 0 and tier.resting)
+        assert load(tier, fresh_keys(1)) == [Reason.TIER_SKIPPED]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_a_neighbour_that_ends_during_a_load_is_a_miss_in_time(three: list[Server], how: str) -> None:
+    """The reads are under way when it ends: what the other one lacks is a miss, and nothing is late or wrong."""
+    with machine("256MiB") as ending:
+        keys = fresh_keys(24)
+        give(ending, keys, layout=LARGE)
+        give(three[1], keys[:4], layout=LARGE)
+        with tier_on(client_of(ending, three[1]), LARGE, deadline_seconds=1.0, look_seconds=5.0) as tier:
+            assert tier.find(keys, namespace=ROOT) == 24
+            outcome: list[Reason | None] = []
+            thread = threading.Thread(
+                target=lambda: outcome.extend(load(tier, keys, LARGE, seconds=4 * LATE_SECONDS))
+            )
+            thread.start()
+            wait_until(lambda: tier.stats()["loaded_chunks"] >= 2)
+            ending.kill() if how == "kill" else ending.stop()
+            thread.join(5 * LATE_SECONDS)
+            assert not thread.is_alive() and len(outcome) == 24
+            assert set(outcome[4:]) <= {
+                None,
+                Reason.IO_ERROR,
+                Reason.DEADLINE,
+                Reason.TIER_SKIPPED,
+                Reason.ABSENT,
+            }
+            assert tier.stats()["failed_checks"] == 0
+            wait_until(lambda: load(tier, keys[:4], LARGE, seconds=2 * LATE_SECONDS) == [None] * 4)
+
+
+def test_a_slow_neighbour_never_delays_a_look_up_beyond_its_time(three: list[Server]) -> None:
+    with machine() as slow:
+        keys = fresh_keys(4)
+        give(three[0], keys)
+        with tier_on(client_of(three[0], slow, look_seconds=0.2), look_seconds=0.2) as tier:
+            tier.find(keys, namespace=ROOT)  # connections are made
+            slow.stop()
+            for _ in range(5):
+                asked = [*keys, *fresh_keys(1)]
+                began = time.monotonic()
+                assert tier.find(asked, namespace=ROOT) in (0, 4)  # a busy machine may be late itself
+                assert time.monotonic() - began < 0.2 + 0.3
+            wait_until(lambda: tier.find([*keys, *fresh_keys(1)], namespace=ROOT) == 4)
+
+
+# ---- neighbours that lie
+
+FOUND = b'{"found": 3}'
+LIES: dict[str, dict[str, Callable[[str], Lie | None]]] = {
+    "other bytes": {"GET": lambda _: [http(200, NOISE[: HEADER_BYTES + 10_000])]},
+    "too few": {"GET": lambda _: [http(200, NOISE[:5000])]},
+    "not even a header": {"GET": lambda _: [http(200, NOISE[:100])]},
+    "nothing": {"GET": lambda _: [http(200)]},
+    "endless": {"GET": lambda _: endless(http(200, b"", 1 << 40), blocks=64)},
+    "a drip": {"GET": lambda _: dripping(http(200, NOISE[: HEADER_BYTES + 10_000]))},
+    "silence": {"GET": lambda _: SILENCE},
+    "garbage": {"GET": lambda _: [NOISE]},
+    "absent": {"GET": lambda _: [http(404)]},
+    "later": {"GET": lambda _: [http(503)]},
+    "more than was asked": {"POST": lambda _: [http(200, b'{"found": 4000}')]},
+    "less than none": {"POST": lambda _: [http(200, b'{"found": -1}')]},
+    "no number": {"POST": lambda _: [http(200, b'{"found": true}')]},
+    "no json": {"POST": lambda _: [http(200, NOISE[:1000])]},
+    "json without end": {"POST": lambda _: endless(http(200, b"", 1 << 40), b"[" * (1 << 20), blocks=64)},
+    "find drips": {"POST": lambda _: dripping(http(200, FOUND))},
+    "find is silent": {"POST": lambda _: SILENCE},
+    "find moved": {"POST": lambda _: [http(302, more={"Location": "http://127.0.0.1:1/"})]},
+}
+
+
+@pytest.fixture
+def evil() -> Iterator[LyingHttp]:
+    """A neighbour that says it has everything."""
+    server = LyingHttp()
+    server.lies["POST"] = lambda _: [http(200, FOUND)]
+    server.lies["HEAD"] = lambda _: [http(404, length=0)]
+    yield server
+    server.close()
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_an_evil_neighbour_causes_only_misses(evil: LyingHttp, lie: str) -> None:
+    evil.lies |= LIES[lie]
+    keys = fresh_keys(3)
+    with tier_on(client_of(f"http://127.0.0.1:{evil.port}"), deadline_seconds=0.3) as tier, soon(2.5):
+        assert tier.find(keys, namespace=ROOT) <= 3
+        assert None not in load(tier, keys)
+        stats = tier.stats()
+        assert stats["loaded_chunks"] == 0 and sum(stats[name] for name in stats if name.startswith("miss_"))
+
+
+@pytest.mark.parametrize("lie", ["other bytes", "too few", "absent", "garbage", "find is silent"])
+def test_an_honest_neighbour_serves_beside_an_evil_one(
+    three: list[Server], evil: LyingHttp, lie: str
+) -> None:
+    evil.lies |= LIES[lie]
+    keys = fresh_keys(3)
+    give(three[0], keys)
+    client = client_of(f"http://127.0.0.1:{evil.port}", three[0])
+    with tier_on(client) as tier:
+        wait_until(lambda: tier.find(keys, namespace=ROOT) == 3 and load(tier, keys) == [None] * 3)
+
+
+def test_a_neighbour_that_lies_again_and_again_is_not_asked_for_a_while(evil: LyingHttp) -> None:
+    evil.lies["GET"] = lambda _: [http(200, NOISE[: HEADER_BYTES + 10_000])]
+    client = client_of(f"http://127.0.0.1:{evil.port}")
+    with tier_on(client) as tier:
+        for _ in range(12):
+            assert None not in load(tier, fresh_keys(3))
+        assert client.peers()[0].trust.resting
+        asked = len(evil.heard)
+        assert load(tier, fresh_keys(3)) == [Reason.TIER_SKIPPED] * 3
+        assert len(evil.heard) == asked
+
+
+# ---- whole machines
+
+
+@contextlib.contextmanager
+def serving(host: Path) -> Iterator[Server]:
+    """The server beside the engines of one machine."""
+    with pagoda_server(host) as server:
+        yield server
+
+
+def test_what_one_machine_computed_another_serves(tmp_path: Path, shm_root: Path) -> None:
+    first, second = shm_root / "first", shm_root / "second"
+    with kit.cache_at(first, None) as cache:
+        kit.stored(cache, kit.prompt(10))
+    with serving(first / "host") as server:
+        token = f"{server.url}?password_file={server.root}/token"
+        with kit.cache_at(second, tmp_path, peers=[token]) as cache:
+            assert cache.tiers == ("host", "disk", "peers")
+            wait_until(lambda: cache.lookup(kit.prompt(10)).by_tier.get("peers") == 160)
+            assert kit.served(cache, kit.prompt(10))[0].by_tier == {"peers": 160}
+            assert kit.served(cache, kit.prompt(10))[0].by_tier == {"host": 160}
+            kit.stored(cache, kit.prompt(10, seed=1))  # in the tiers of this machine, and nowhere else
+            assert kit.served(cache, kit.prompt(10), tiers=["disk"])[0].by_tier == {"disk": 160}
+            counters = cache.stats()
+            assert not [name for name in counters if name.startswith("drop_") and counters[name]]
+            assert cache.stats()["waiting_chunks"] == 0
+        with kit.cache_at(first, None) as cache:
+            assert cache.lookup(kit.prompt(10, seed=1)).num_tokens == 0
+            assert cache.lookup(kit.prompt(10)).num_tokens == 160
+
+
+def test_nothing_is_queued_for_neighbours(shm_root: Path) -> None:
+    with kit.cache_at(shm_root, None, peers=[f"http://127.0.0.1:{free_port()}"]) as cache:
+        kit.stored(cache, kit.prompt(10))
+        kit.served(cache, kit.prompt(10))
+        assert cache._resources.writeback == () and cache.flush(10)
+        assert cache.stats()["drops"] == {}
+
+
+def test_2000_chunks_byte_by_byte(shm_root: Path) -> None:
+    """The first machine has the first third, the second all."""
+    tokens, slots = kit.prompt(2000), 2100 * kit.LAYOUT.slot_bytes
+    with contextlib.ExitStack() as stack:
+        peers = []
+        for name, chunks in ("first", 700), ("second", 2000):
+            with kit.cache_at(shm_root / name, None, host_size=slots) as cache:
+                kit.stored(cache, tokens[: chunks * kit.CHUNK])
+            server = stack.enter_context(serving(shm_root / name / "host"))
+            peers.append(f"{server.url}?password_file={server.root}/token")
+        cache = stack.enter_context(kit.cache_at(shm_root / "third", None, host_size=slots, peers=peers))
+        wait_until(lambda: kit.served(cache, tokens)[0].by_tier == {"host": len(tokens)})
+        assert cache.stats()["tiers"]["peers"]["loaded_chunks"] >= 2000
+
+
+def test_slow_neighbours_are_not_loaded_from_when_computing_is_faster(shm_root: Path) -> None:
+    first, second = shm_root / "first", shm_root / "second"
+    with kit.cache_at(first, None) as cache:
+        for seed in range(5):
+            kit.stored(cache, kit.prompt(4, seed))
+    with serving(first / "host") as server:
+        token = f"{server.url}?password_file={server.root}/token"
+        with kit.cache_at(second, None, peers=[token], worth_it=True) as cache:
+            cache.observe_prefill(10**9, 0.001)  # an engine that computes faster than any network
+            hits = []
+            for seed in range(5):
+                wait_until(
+                    lambda seed=seed: cache.lookup(kit.prompt(4, seed)).by_tier.get("peers") or len(hits) > 3
+                )  # type: ignore[misc]
+                hits.append(cache.retrieve(kit.prompt(4, seed), kit.blank(kit.prompt(4, seed)).transfer))
+            assert hits[-1].reason is Reason.NOT_WORTH_IT and "peers" in (hits[-1].detail or "")
+
+
+def test_a_server_is_an_ordinary_remote_tier(three: list[Server], shm_root: Path) -> None:
+    url = f"{three[0].url}?server=pagoda&password_file={three[0].root}/token&deadline=30s&look=30s"
+    tokens = kit.prompt(6, seed=99)
+    with kit.cache_at(shm_root / "first", None, remote=[url]) as cache:
+        assert cache.tiers == ("host", "pagoda")
+        kit.stored(cache, tokens)
+    with kit.cache_at(shm_root / "second", None, remote=[url]) as cache:
+        assert kit.served(cache, tokens)[0].by_tier == {"pagoda": 96}
+
+
+def test_a_forked_child_makes_its_own_connections(three: list[Server]) -> None:
+    keys = fresh_keys(3)
+    give(three[0], keys)
+    with tier_on(client_of(*three), **PATIENT) as tier:
+        assert load(tier, keys) == [None] * 3
+        child = multiprocessing.get_context("fork").Process(target=_loads_in_child, args=(tier, keys))
+        child.start()
+        child.join(60)
+        assert child.exitcode == 0
+        assert load(tier, keys) == [None] * 3
+
+
+def _loads_in_child(tier: object, keys: list[bytes]) -> None:
+    assert tier.find(keys, namespace=ROOT) == 3  # type: ignore[attr-defined]
+    assert load(tier, keys) == [None] * 3  # type: ignore[arg-type]
