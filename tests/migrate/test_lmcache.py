@@ -171,7 +171,7 @@ def test_the_host_tier() -> None:
         ({"local_disk": True, "max_local_disk_size": 1}, "local_disk", "file:///PATH"),
         ({"local_disk": "/x,/y", "max_local_disk_size": 1}, "local_disk", "RAID 0"),
         ({"enable_blending": True}, "enable_blending", "enable_blending: false"),
-        ({"enable_p2p": "true"}, "enable_p2p", 'remote = "redis://HOST:6379/0"'),
+        ({"enable_p2p": "true"}, "enable_p2p", "--peers http://HOST:7777"),
         ({"enable_pd": True}, "enable_pd", "vLLM's own connector"),
         ({"enable_controller": True}, "enable_controller", "pagoda stats"),
         ({"remote_url": "lm://host:port"}, "remote_url", "the port"),
@@ -372,3 +372,15 @@ def test_without_pyyaml_there_is_a_remedy(tmp_path: Path) -> None:
         [sys.executable, "-c", code, str(tmp_path / "a.yaml")], capture_output=True, text=True, timeout=120
     )
     assert "pip install 'pagodakv[yaml]'" in done.stderr
+
+
+def test_p2p_comes_to_neighbours_that_are_named() -> None:
+    fields = {"enable_p2p": True, "lookup_url": "r:6379", "distributed_url": "a:8200", "p2p_host": "a"}
+    peers = ["http://b:7777", "http://:hunter2@c:7777"]
+    made = translate(fields, peers=peers)
+    assert made.refused == [] and made.options["peers"] == peers
+    assert verdict(made, "enable_p2p") is FieldVerdict.MAPPED and "hunter2" not in text(made, "enable_p2p")
+    assert "pagoda serve --listen a:8200" in text(made, "distributed_url")
+    assert verdict(made, "lookup_url") is verdict(made, "p2p_host") is FieldVerdict.NOT_NEEDED
+    assert tomllib.loads(made.toml("x"))["peers"] == peers
+    assert "peers" not in translate({"enable_p2p": False}, peers=peers).options

@@ -82,12 +82,19 @@ def import_lmcache(
     workers: Annotated[
         int, Option(min=1, help="Workers (ranks) on one machine: LMCache's sizes are one worker's.")
     ] = 1,
+    peers: Annotated[
+        str | None,
+        Option(
+            metavar="URL,...", help="The pagoda serve of each neighbour, for enable_p2p: the file names none."
+        ),
+    ] = None,
     force: Annotated[bool, Option("--force", help="Leave out what is not supported.")] = False,
     as_json: AsJson = False,
 ) -> int:
     """Turn LMCache's configuration into a pagoda.toml, naming all that does not map."""
     import os
 
+    from pagoda.config.remote_urls import split
     from pagoda.migrate import lmcache
     from pagoda.migrate.lmcache_fields import FieldVerdict
 
@@ -95,7 +102,7 @@ def import_lmcache(
     variables = lmcache.from_environment(os.environ)
     if named is None and not variables:
         raise UsageError(f"name LMCache's file, or set its {lmcache.VARIABLES} variables")
-    made = lmcache.translate(lmcache.read(named) if named else variables, workers)
+    made = lmcache.translate(lmcache.read(named) if named else variables, workers, split(peers or ""))
     toml = made.toml(str(named) if named else f"{lmcache.VARIABLES} variables")
     ok = force or not made.refused
     if as_json:

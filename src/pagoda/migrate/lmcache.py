@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from pagoda.config.expand_home import expanded
 from pagoda.config.remote_urls import redacted
 from pagoda.errors import ConfigError
 from pagoda.migrate.lmcache_fields import (
+    BELONGS,
     FIELDS,
     HISTOGRAM,
     PLUMBING,
@@ -101,17 +102,18 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, object]:
     return {name: value for name, value in fields.items() if name not in PLUMBING}
 
 
-def translate(fields: Mapping[str, object], workers: int = 1) -> Translation:
+def translate(fields: Mapping[str, object], workers: int = 1, peers: Sequence[str] = ()) -> Translation:
     """Return what becomes of the fields here. Changes nothing.
 
     Args:
         fields: by LMCache's names; values as YAML has them, or text.
         workers: how many workers (ranks) one machine runs: LMCache's sizes are one worker's, ours the machine's.
+        peers: the URLs of the neighbours, for enable_p2p: LMCache's file does not name them.
 
     Raises:
         ConfigError: a field cannot have the value that it has.
     """
-    work = _FieldReader(dict(fields), workers)
+    work = _FieldReader(dict(fields), workers, peers)
     work.run()
     translation = Translation(work.options, work.findings)
     Config(**work.options)  # type: ignore[arg-type]  # it checks them
@@ -121,18 +123,19 @@ def translate(fields: Mapping[str, object], workers: int = 1) -> Translation:
 class _FieldReader:
     """One translation under way: fields are taken out one after the other."""
 
-    def __init__(self, fields: dict[str, object], workers: int) -> None:
+    def __init__(self, fields: dict[str, object], workers: int, peers: Sequence[str] = ()) -> None:
         fields = {**_extra(fields.pop("extra_config", None)), **fields}
         # null and empty text set nothing, but an unknown name is reported
         self.fields = {name: it for name, it in fields.items() if it not in (None, "") or not _known(name)}
         self.options: dict[str, object] = {}
         self.findings: list[Finding] = []
-        self._workers = workers
+        self._workers, self._peers = workers, list(peers)
         self._given = dict(self.fields)
 
     def run(self) -> None:
         for field in ("backend", "local_device"):
             self._legacy(field)
+        self._p2p()
         for field, rule in FIELDS.items():
             if self.fields.pop(field, None) is not None:
                 found = rule(field, self._given)
@@ -150,10 +153,23 @@ class _FieldReader:
     def map(self, field: str, option: str, value: object, why: str = "") -> None:
         self.options[option] = value
         shown = redacted(value) if option == "remote" and isinstance(value, str) else value
+        shown = [redacted(url) for url in self._peers] if option == "peers" else shown
         self.say(field, FieldVerdict.MAPPED, f"{option} = {as_toml(shown)}{f' ({why})' if why else ''}")
 
     def flag(self, field: str, default: bool) -> bool:
         return as_flag(field, self.fields.pop(field)) if field in self.fields else default
+
+    def _p2p(self) -> None:
+        """Map LMCache's P2P to neighbours, if they are named."""
+        if not self._peers or not as_flag("enable_p2p", self.fields.get("enable_p2p", False)):
+            return
+        self.flag("enable_p2p", False)
+        self.map("enable_p2p", "peers", self._peers, "of --peers; run pagoda serve on every machine")
+        for field in BELONGS["enable_p2p"]:
+            if (value := self.fields.pop(field, None)) is not None:
+                listens = f"run pagoda serve --listen {redacted(str(value))} on this machine"
+                text = listens if field == "distributed_url" else "neighbours are asked themselves"
+                self.say(field, FieldVerdict.NOT_NEEDED, text)
 
     def _legacy(self, field: str) -> None:
         """Replace the older field for one place by those for each place."""

@@ -43,7 +43,10 @@ _REMOTE = 'share a store instead: remote = "redis://HOST:6379/0"'
 
 SWITCHES = {
     "enable_blending": "only prefixes are reused here, so that text stays as computed; write enable_blending: false",
-    "enable_p2p": f"engines do not serve each other here; write enable_p2p: false and {_REMOTE}",
+    "enable_p2p": (
+        "machines read each other's chunks through pagoda serve, and the file does not name them: "
+        "name them with --peers http://HOST:7777,http://HOST:7777"
+    ),
     "enable_pd": f"prefill and decode meet in a store here; use vLLM's own connector for that, or {_REMOTE}",
     "enable_nixl": f"the older name of enable_pd; use vLLM's own connector for that, or {_REMOTE}",
     "enable_xpyd": f"belongs to disaggregated prefill; use vLLM's own connector for that, or {_REMOTE}",
@@ -171,6 +174,8 @@ def _no_number(field: str, value: object) -> ConfigError:
 
 def as_toml(value: object) -> str:
     """Return a value as TOML writes it."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(as_toml, value))}]"
     if isinstance(value, bool | int | float):
         return json.dumps(value)
     return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,69 @@
+"""Two machines, each with a configuration that was imported from LMCache's: one hits what the other stored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pagoda.cache import Cache
+from pagoda.config.sources import load
+from pagoda.migrate.lmcache import translate
+from pagoda.serve_token import default_token_file
+from testbed.servers import Server, pagoda_server
+from tests.cache import kit
+
+OLDEST = {"chunk_size": kit.CHUNK, "local_device": "cpu", "remote_serde": "cachegen"}
+P2P = {"chunk_size": kit.CHUNK, "local_cpu": True, "enable_p2p": True, "lookup_url": "localhost:6379"}
+
+
+def share_token(server: Server) -> None:
+    """Give this machine's user the server's token, as an operator does."""
+    default_token_file().parent.mkdir(parents=True, exist_ok=True)
+    default_token_file().write_text((server.root / "token").read_text())
+
+
+def opened(root: Path, fields: dict[str, object], peers: tuple[str, ...] = ()) -> Cache:
+    """Open the cache of one machine with what is imported, as its file says it, with little host memory."""
+    made = translate(fields, peers=peers)
+    assert made.refused == []
+    root.mkdir(exist_ok=True)
+    (root / "pagoda.toml").write_text(made.toml("lmcache.yaml"))
+    small = {"host_path": str(root / "host"), "host_size": "2MiB", "worth_it": False}
+    config = load(file=root / "pagoda.toml", environ={}, **small).config
+    return Cache(config, namespace=kit.NAMESPACE, layout=kit.LAYOUT)
+
+
+def hits_by(cache: Cache, tier: str) -> None:
+    """Check that the whole prompt comes from `tier`, sooner or later: a busy machine may be late."""
+    tokens, seen = kit.prompt(8), set[str]()
+
+    def whole() -> bool:
+        hit, _ = kit.served(cache, tokens)
+        seen.update(name for name, count in hit.by_tier.items() if count)
+        return hit.num_tokens == len(tokens)
+
+    kit.wait_until(whole)
+    assert tier in seen
+
+
+def test_lmcaches_server(shm_root: Path) -> None:
+    with pagoda_server(shm_root / "server", "--host-size", "16MiB") as server:
+        share_token(server)
+        fields = OLDEST | {"remote_url": f"lm://127.0.0.1:{server.port}"}
+        with opened(shm_root / "a", fields) as cache:
+            kit.stored(cache, kit.prompt(8))
+        with opened(shm_root / "b", fields) as cache:
+            hits_by(cache, "pagoda")
+
+
+@pytest.mark.slow
+def test_p2p(shm_root: Path) -> None:
+    with pagoda_server(shm_root / "a" / "host") as one, pagoda_server(shm_root / "b" / "host") as two:
+        peers = tuple(
+            f"{server.url}?password_file={server.root}/token" for server in (one, two)
+        )  # the same list for both: each has itself in it
+        with opened(shm_root / "a", P2P, peers) as cache:
+            kit.stored(cache, kit.prompt(8))
+        with opened(shm_root / "b", P2P, peers) as cache:
+            hits_by(cache, "peers")
