@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import json
 import random
 import urllib.request
 from collections.abc import Iterator
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pagoda.cli import main
+from tests.cli.shelf import run_here
 from tests.vllm import stores
 from tests.vllm.conftest import Tiers
 from tests.vllm.engines import CHUNK, options
@@ -70,7 +68,7 @@ def test_the_token_that_differs_is_named(server: Server, own: Tiers, tmp_path: P
     chat.write_text(json.dumps([{"role": "user", "content": words(_changed(told, 130))}]))
     assert _near(_explain(server, own, "--messages", str(chat)))["token"] == 130
 
-    code, shown, _ = _run(
+    code, shown, _ = run_here(
         "explain", str(own.host), "--text", words(_changed(stored, 200)), "--url", server.url
     )
     assert code == 0 and "it differs at token 200:" in shown
@@ -97,7 +95,7 @@ def _changed(tokens: list[int], at: int) -> list[int]:
 
 
 def _explain(server: Server, own: Tiers, *prompt: str) -> dict[str, Any]:
-    code, out, err = _run("explain", str(own.host), *prompt, "--url", server.url, "--json")
+    code, out, err = run_here("explain", str(own.host), *prompt, "--url", server.url, "--json")
     assert code == 0, err
     found = json.loads(out)
     assert isinstance(found, dict)
@@ -108,13 +106,6 @@ def _near(said: dict[str, Any]) -> dict[str, Any]:
     (near,) = said["nearest"]
     assert isinstance(near, dict)
     return near
-
-
-def _run(*args: str) -> tuple[int, str, str]:
-    out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err):
-        code = main(args)
-    return code, out.getvalue(), err.getvalue()
 
 
 def _ask(server: Server, path: str, **asked: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from pagoda.cache.prompt_log import logged_prompts
+from tests.cli.shelf import run_here
 from tests.vllm import hybrid, stores
 from tests.vllm.engines import CHUNK, Engine, options
 from tests.vllm.inside import Answer
@@ -79,6 +82,28 @@ def test_the_model_is_hybrid_and_says_different_things(rooms: Rooms) -> None:
     assert set(rooms.engine.call(hybrid.groups)) == {"SlidingWindowSpec", "FullAttentionSpec"}
     assert len({answer.tokens for answer in rooms.right}) == len(PROMPTS)
     assert all(len(set(answer.tokens[0])) > TOKENS // 2 for answer in rooms.right)
+
+
+def test_the_token_in_which_a_prompt_differs_is_explained(rooms: Rooms, tmp_path: Path) -> None:
+    """By the log, which has the keys of the group with full attention; without it, by vLLM's hashes."""
+    asked = tmp_path / "tokens.json"
+    asked.write_text(json.dumps([*PROMPTS[0][:300], PROMPTS[0][300] + 1, *PROMPTS[0][301:]]))
+    (store,) = stores.stores(rooms.host)
+    stores.wait_until(lambda: len(list(logged_prompts(store))) >= len(PROMPTS) - 1, "logged prompts")
+    for logged in (True, False):
+        if not logged:
+            for name in ("prompts", "prompts-old"):
+                (store / name).unlink(missing_ok=True)
+        code, out, err = run_here("explain", str(rooms.host), "--tokens", str(asked), "--json")
+        assert code == 0, err
+        said = json.loads(out)
+        last = said["answers"][-1]
+        assert (last["chunk"], last["num_tokens"], last["reason"]) == (
+            300 // CHUNK,
+            300 // CHUNK * CHUNK,
+            "absent",
+        )
+        assert [near["token"] for near in said["nearest"]] == ([300] if logged else [])
 
 
 def test_the_same_text_from_host_memory(rooms: Rooms) -> None:

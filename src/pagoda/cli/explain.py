@@ -25,7 +25,6 @@ from pagoda.cli.stores import (
 )
 
 if TYPE_CHECKING:
-    from pagoda.cache.nearest_prompt import NearestPrompt
     from pagoda.cli.prompt_coverage import PromptExplanation, TierAnswer
 
 _INDENT = "  "
@@ -127,18 +126,10 @@ def _nearest_lines(found: PromptExplanation) -> list[str]:
     where = f"in {', '.join(near.tiers)}" if near.tiers else "no longer stored"
     age = printing.age(max(0.0, time.time() - near.stored_at))
     lines = [
-        *_difference(near),
+        near.difference(),
         f"nearest stored prompt: {near.num_tokens:,} tokens, from {age} ago, {where}",
         f"chunk key: {near.key.hex()}",
     ]
     if near.other_fields:
         lines.append(f"its namespace has another {', '.join(near.other_fields)}")
     return lines
-
-
-def _difference(near: NearestPrompt) -> list[str]:
-    if near.token is not None:
-        return [f"it differs at token {near.token:,}: {near.token_id} here, {near.stored_id} in the nearest"]
-    if near.stored_id is None and near.token_id is not None:
-        return [f"the nearest is its beginning: that ends after token {near.same_tokens - 1:,}"]
-    return ["the nearest begins with all of it"]

@@ -16,6 +16,7 @@ from pagoda.cli.stats import RemoteUsage, remote_usage
 from pagoda.cli.stores import configured
 
 if TYPE_CHECKING:
+    from pagoda.cli.prompt_coverage import PromptExplanation
     from pagoda.keys import TokenIds
     from pagoda.ledger import Ledger
     from pagoda.serve.operator_routes import PageOptions
@@ -27,7 +28,7 @@ def page_options(
     directory: Path | None, config_file: Path | None, gpu_price: float | None, tokenizer: Path | None
 ) -> PageOptions:
     """Return the options of the page. Raises UsageError for a tokenizer that cannot be used."""
-    from pagoda.cli.prompt_coverage import answers, prompt_of
+    from pagoda.cli.prompt_coverage import explanation, prompt_of
     from pagoda.serve.operations import PromptTools
     from pagoda.serve.operator_routes import PageOptions
 
@@ -39,12 +40,10 @@ def page_options(
 
     def explain(tokens: TokenIds, stores: Sequence[Ledger]) -> Sequence[Mapping[str, object]]:
         prompt = prompt_of(tokens, stores, specs, config)
-        groups = sorted(
-            (answers(prompt, root) for root in prompt.known), key=lambda group: -group[-1].num_tokens
+        found = sorted(
+            (explanation(prompt, root) for root in prompt.known), key=lambda one: -one.answers[-1].num_tokens
         )
-        return [
-            {**answer._asdict(), "namespace": answer.namespace.hex()} for group in groups for answer in group
-        ]
+        return [row for one in found for row in _rows(one)]
 
     def remotes() -> Sequence[RemoteUsage]:
         return [remote_usage(spec) for spec in specs]
@@ -55,6 +54,14 @@ def page_options(
         settings=[("Policy", config.policy), ("Write policy", config.write_policy)],
         gpu_price=gpu_price,
     )
+
+
+def _rows(found: PromptExplanation) -> list[dict[str, object]]:
+    """Return a row for each tier; the last also tells the token in which the prompt differs from the nearest."""
+    rows = [{**answer._asdict(), "namespace": answer.namespace.hex()} for answer in found.answers]
+    if found.nearest is not None:
+        rows[-1]["detail"] = f"{rows[-1]['detail']}; {found.nearest.difference()}"
+    return rows
 
 
 def _tokenizer(path: Path) -> Callable[[str], Sequence[int]]:
