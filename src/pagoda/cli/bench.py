@@ -44,7 +44,7 @@ def bench(
     ]
     columns = ("", "GB/s", "limit GB/s", "ratio", "threads", "turns")
     printing.print_table(f"chunks of {printing.size(chunk_bytes)}", columns, rows)
-    print("limits: copying in memory; bare O_DIRECT reads and writes of the same file system")
+    printing.print_text("limits: copying in memory; bare O_DIRECT reads and writes of the same file system")
     if "disk" not in tiers:
         printing.note("no disk tier is configured (disk_path and disk_size), so none was measured")
     return 0

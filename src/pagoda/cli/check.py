@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 from typer import Option
 
 from pagoda.cli import FAILED, printing
-from pagoda.cli.stores import AsJson, ConfigFile, Directory, attached, find_stores
+from pagoda.cli.stores import AsJson, ConfigFile, Directory, Wide, attached, find_stores
 
 if TYPE_CHECKING:
     from pagoda.cli.remote_stores import RemoteCheck
@@ -56,6 +56,7 @@ def check(
         bool, Option("--read", help="Read every chunk on the disk and verify its bytes.")
     ] = False,
     drop: Annotated[bool, Option("--drop", help="With --read: drop what is damaged.")] = False,
+    wide: Wide = False,
     as_json: AsJson = False,
     config: ConfigFile = None,
 ) -> int:
@@ -80,7 +81,7 @@ def check(
         stores = [{"ok": verdict.ok, **verdict._asdict()} for verdict in verdicts]
         printing.print_json({"ok": ok, "stores": stores, "remotes": [remote._asdict() for remote in remotes]})
     else:
-        _print(verdicts)
+        _print(verdicts, wide)
         _print_remotes(remotes)
     return 0 if ok else FAILED
 
@@ -157,7 +158,7 @@ def _drop(ledger: Ledger, damaged: list[ChunkRow]) -> int:
     return sum(ledger.remove_exact(row.key, row.slot, row.generation, Reason.FAILED_CHECK) for row in damaged)
 
 
-def _print(verdicts: list[StoreCheck]) -> None:
+def _print(verdicts: list[StoreCheck], wide: bool) -> None:
     if not verdicts:
         printing.note("nothing is stored yet (pagoda config show tells where it would be)")
         return
@@ -166,15 +167,15 @@ def _print(verdicts: list[StoreCheck]) -> None:
             "tier": verdict.tier or "?",
             "verdict": verdict.word,
             "chunks": verdict.gauges.get("ready", 0),
-            "unreachable": verdict.unreachable,
-            "stale hints": verdict.stale_hints,
             "read": verdict.read_chunks,
             "damaged": len(verdict.damaged),
+            "unreachable": verdict.unreachable,
+            "stale hints": verdict.stale_hints,
             "directory": verdict.directory,
         }
         for verdict in verdicts
     ]
-    printing.print_dicts("", rows)
+    printing.print_dicts("", rows, without=() if wide else ("unreachable", "stale hints"))
     for verdict in verdicts:
         if verdict.trouble:
             printing.note(f"{verdict.directory}: {verdict.trouble}")

@@ -39,8 +39,12 @@ def show_values(as_json: AsJson = False, config: ConfigFile = None) -> int:
         options = {name: {"value": value, "origin": loaded.origins[name]} for name, value in values.items()}
         printing.print_json({"options": options, "host_bytes": loaded.config.host_bytes})
         return 0
-    rows = [(name, _worded(name, loaded.config), loaded.origins[name]) for name in values]
-    printing.print_table("", ("option", "value", "from"), rows)
+    files = {origin for origin in loaded.origins.values() if origin.startswith("file ")}
+    origins = {name: "file" if origin in files else origin for name, origin in loaded.origins.items()}
+    rows = [(name, origins[name], _worded(name, loaded.config)) for name in values]
+    printing.print_table("", ("option", "from", "value"), rows)
+    for file in sorted(files):
+        print(file)
     return 0
 
 

@@ -107,7 +107,9 @@ def _print(found: PromptExplanation, asked_tokens: int) -> None:
     last = found.answers[-1]
     printing.print_dicts(f"{last.model}: of {asked_tokens:,} tokens", rows)
     lines = [*_first_missing(last, found.chunk_tokens), *_nearest_lines(found)]
-    printing.print_lines([_INDENT + line for line in lines if line])
+    for line in lines:
+        if line:
+            printing.print_text(line, _INDENT)
 
 
 def _first_missing(answer: TierAnswer, size: int) -> list[str]:

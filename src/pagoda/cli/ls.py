@@ -18,6 +18,7 @@ from pagoda.cli.stores import (
     Directory,
     Model,
     Prefix,
+    Wide,
     attached,
     chosen,
     find_stores,
@@ -70,6 +71,7 @@ def ls(
     model: Model = None,
     namespace: Prefix = None,
     limit: Annotated[int, Option(min=0, help="At most so many chunks, latest used first; 0 = all.")] = 100,
+    wide: Wide = False,
     as_json: AsJson = False,
     config: ConfigFile = None,
 ) -> int:
@@ -94,13 +96,13 @@ def ls(
         if root in wanted
     ]
     if by is By.NAMESPACE:
-        _print_totals([*totals, *shared], broken, as_json)
+        _print_totals([*totals, *shared], broken, wide, as_json)
     elif as_json:
         chunks = [chunk.as_json() for chunk in found]
         counted = [{"tier": one.tier, "namespace": one.namespace, "chunks": one.chunks} for one in shared]
         printing.print_json({"chunks": chunks, "total": number, "remotes": counted, "failed": broken})
     else:
-        _print_chunks(found)
+        _print_chunks(found, wide)
         if number > len(found):
             printing.note(f"{number - len(found):,} more (--limit 0 shows all)")
         for tier in dict.fromkeys(total.tier for total in shared):
@@ -163,40 +165,39 @@ def _totals(listed: Iterator[Listed]) -> list[Total]:
     return sorted(totals.values(), key=lambda total: -total.chunks)
 
 
-def _print_totals(totals: list[Total], broken: dict[str, str], as_json: bool) -> None:
+def _print_totals(totals: list[Total], broken: dict[str, str], wide: bool, as_json: bool) -> None:
     if as_json:
         printing.print_json({"namespaces": [total._asdict() for total in totals], "failed": broken})
         return
     rows = [
-        (
-            total.tier,
-            total.namespace[:12],
-            total.model,
-            total.chunks,
-            total.tokens,
-            printing.size(total.stored_bytes),
-            printing.age(total.newest_seconds),
-            printing.age(total.oldest_seconds),
-        )
+        {
+            "tier": total.tier,
+            "namespace": total.namespace[:12],
+            "chunks": total.chunks,
+            "tokens": total.tokens,
+            "bytes": printing.size(total.stored_bytes),
+            "newest use": printing.age(total.newest_seconds),
+            "oldest use": printing.age(total.oldest_seconds),
+            "model": total.model,
+        }
         for total in totals
     ]
-    columns = ("tier", "namespace", "model", "chunks", "tokens", "bytes", "newest use", "oldest use")
-    printing.print_table("", columns, rows)
+    printing.print_dicts("", rows, without=() if wide else ("tokens", "oldest use"))
 
 
-def _print_chunks(found: list[Listed]) -> None:
+def _print_chunks(found: list[Listed], wide: bool) -> None:
     rows = [
-        (
-            chunk.tier,
-            chunk.row.key.hex()[:12],
-            label(chunk.namespace.fields if chunk.namespace else {}),
-            chunk.row.position,
-            chunk.row.tokens,
-            printing.age(chunk.row.last_use_age_seconds),
-            chunk.row.hits,
-            " ".join(flag for flag in ("leased", "pinned") if getattr(chunk.row, flag)),
-        )
+        {
+            "tier": chunk.tier,
+            "key": chunk.row.key.hex()[:12],
+            "namespace": chunk.row.namespace_root.hex()[:12],
+            "position": chunk.row.position,
+            "tokens": chunk.row.tokens,
+            "last use": printing.age(chunk.row.last_use_age_seconds),
+            "hits": chunk.row.hits,
+            "flags": " ".join(flag for flag in ("leased", "pinned") if getattr(chunk.row, flag)),
+            "model": label(chunk.namespace.fields if chunk.namespace else {}),
+        }
         for chunk in found
     ]
-    columns = ("tier", "key", "model", "position", "tokens", "last use", "hits", "flags")
-    printing.print_table("", columns, rows)
+    printing.print_dicts("", rows, without=() if wide else ("namespace", "tokens", "flags"))

@@ -63,8 +63,8 @@ def pin(
     if as_json:
         printing.print_json({"pinned": [one._asdict() for one in done]})
     elif done:
-        rows = [(one.tier, one.model, one.num_tokens) for one in done]
-        printing.print_table("pinned", ("tier", "model", "tokens"), rows)
+        rows = [(one.tier, one.num_tokens, one.model) for one in done]
+        printing.print_table("pinned", ("tier", "tokens", "model"), rows)
     else:
         printing.note(
             "no tier has the beginning of this prompt, or as much is pinned as may be: pagoda explain tells"

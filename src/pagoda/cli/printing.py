@@ -1,4 +1,11 @@
-"""How commands print: tables for people, plain tables for pipes, one JSON object for programs."""
+"""How commands print: tables and sentences for people, one JSON object for programs (`--json`).
+
+Tables are whole in 80 columns, in a terminal and in a pipe. No value is cut, shortened to "..." or folded. A command
+shows the columns that answer most questions; `--wide` shows all of them, however wide. If a row does not fit, its last
+column (a path, an address, a model, a sentence) is on a line of its own below it, as long as it is. In a pipe the same
+columns come in the same order, without colours and rules, for 80 columns or COLUMNS, not for the terminal behind it.
+Scripts read `--json`: its names stay; what a table looks like may change.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +14,19 @@ import sys
 from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from pagoda.cli.text_tables import RightAligned, table_lines, wrapped
 from pagoda.config.sizes import format_size
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-_PIPE_WIDTH = 10_000  # a pipe has no edge: columns are never cut or folded there
-
 
 def console() -> Console:
-    """Return a console on stdout: colours and boxes on a terminal, plain wide text in a pipe."""
+    """Return a console on stdout: colours on a terminal, plain text in a pipe, and a width in both."""
     from rich.console import Console
 
-    plain = Console(highlight=False)
-    return plain if plain.is_terminal else Console(highlight=False, width=_PIPE_WIDTH, soft_wrap=True)
+    return Console(highlight=False)
 
 
 def print_json(value: Mapping[str, object]) -> None:
@@ -34,23 +39,20 @@ def _plain(value: object) -> object:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print a table; a column whose cells are all numbers is aligned to the right."""
-    from rich import box
-    from rich.table import Table
+    """Print a table; a column whose cells are all numbers is aligned to the right. See the module for what is long."""
     from rich.text import Text
 
     out = console()
-    style = box.SIMPLE_HEAD if out.is_terminal else None
-    table = Table(title=None, box=style, pad_edge=False, header_style="bold" if out.is_terminal else "")
-    cells = [[cell(value) for value in row] for row in rows]
-    for number, name in enumerate(columns):
-        numeric = bool(rows) and all(isinstance(row[number], int | float | _Right) for row in rows)
-        table.add_column(name, justify="right" if numeric else "left", no_wrap=not out.is_terminal)
-    for row in cells:
-        table.add_row(*(Text(text) for text in row))
-    if title:
-        out.print(Text(title, style="bold" if out.is_terminal else ""))
-    out.print(table)
+    for text in wrapped(title, out.width) if title else ():
+        out.print(Text(text, style="bold" if out.is_terminal else ""), soft_wrap=True)
+    heading, *lines = table_lines(columns, rows, out.width)
+    out.print(Text(heading, style="bold" if out.is_terminal else ""), soft_wrap=True)
+    if out.is_terminal:
+        out.print("─" * min(out.width, max(map(len, (heading, *lines)))), soft_wrap=True)
+    for line in lines:
+        out.print(Text(line), soft_wrap=True)
+    if out.is_terminal:
+        out.print()
 
 
 def print_dicts(title: str, rows: Sequence[Mapping[str, object]], without: Container[str] = ()) -> None:
@@ -60,18 +62,15 @@ def print_dicts(title: str, rows: Sequence[Mapping[str, object]], without: Conta
         print_table(title, columns, [[row[name] for name in columns] for row in rows])
 
 
-def print_lines(lines: Sequence[str]) -> None:
-    """Print lines of text as they are, without marks or colours."""
-    print("\n".join(lines))
-
-
-class _Right(str):
-    """Text that is aligned to the right like a number."""
+def print_text(text: str, indent: str = "") -> None:
+    """Print sentences, broken between words at the width of the terminal; what is longer than a line stays whole."""
+    width = console().width - len(indent)
+    print("\n".join(indent + line for line in wrapped(text, width)))
 
 
 def size(size_bytes: float | None) -> str:
     """Return bytes as a number with its unit, aligned to the right; an empty text if they are not known."""
-    return "" if size_bytes is None else _Right(format_size(size_bytes))
+    return "" if size_bytes is None else RightAligned(format_size(size_bytes))
 
 
 def age(seconds: float | None) -> str:
@@ -80,29 +79,26 @@ def age(seconds: float | None) -> str:
         return "-"
     for limit, divisor, unit in ((120.0, 1.0, "s"), (7200.0, 60.0, "min"), (172800.0, 3600.0, "h")):
         if seconds < limit:
-            return _Right(f"{seconds / divisor:.1f} {unit}")
-    return _Right(f"{seconds / 86400:.1f} days")
+            return RightAligned(f"{seconds / divisor:.1f} {unit}")
+    return RightAligned(f"{seconds / 86400:.1f} days")
 
 
 def wait(seconds: float) -> str:
     """Return a short time in milliseconds, a long one as `age` does."""
-    return _Right(f"{seconds * 1e3:,.0f} ms") if seconds < 10 else age(seconds)
+    return RightAligned(f"{seconds * 1e3:,.0f} ms") if seconds < 10 else age(seconds)
 
 
 def share(part: float, whole: float) -> str:
     """Return a percentage, or "-" of nothing."""
-    return _Right(f"{100 * part / whole:.1f} %") if whole else _Right("-")
+    return RightAligned(f"{100 * part / whole:.1f} %") if whole else RightAligned("-")
 
 
-def cell(value: object) -> str:
-    """Return the text of one cell: integers with thousands separated, floats short, the rest as it is."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return "" if value is None else str(value)
+def count(number: int) -> str:
+    """Return a number of things in at most nine characters: whole below ten million."""
+    for least, unit in ((10**13, "T"), (10**10, "G"), (10**7, "M")):
+        if number >= least:
+            return RightAligned(f"{number / least * 10:.1f} {unit}")
+    return RightAligned(f"{number:,}")
 
 
 def progress(json_wanted: bool = False) -> Progress:

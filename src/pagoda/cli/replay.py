@@ -28,7 +28,7 @@ from pagoda.cli.replay_inputs import (
     simulated,
     trace_of,
 )
-from pagoda.cli.stores import AsJson, ConfigFile
+from pagoda.cli.stores import AsJson, ConfigFile, Wide
 
 if TYPE_CHECKING:
     from pagoda.cli.load_speeds import Speeds
@@ -56,6 +56,7 @@ def replay(
         bool, Option("--curve", help="Hit rate against size: a table here, a plot as PNG.")
     ] = False,
     points: Annotated[int, Option(min=2, max=100, metavar="N", help="Sizes of the curve.")] = 8,
+    wide: Wide = False,
     png: Annotated[
         Path | None, Option(metavar="FILE", help=f"File for the curve as PNG; default {_PNG}.")
     ] = None,
@@ -97,7 +98,7 @@ def replay(
     if as_json:
         printing.print_json({**_as_json(found, cells, chunk_bytes), **drawn})
         return 0
-    _print_cells(found, cells, chunk_bytes)
+    _print_cells(found, cells, chunk_bytes, wide)
     if drawn.get("png"):
         print(f"\n{drawn['png']}")
     return 0
@@ -166,7 +167,7 @@ def _as_json(trace: Trace, cells: Sequence[Cell], chunk_bytes: int | None) -> di
     return {**trace.as_json(), **alone, "runs": runs}
 
 
-def _print_cells(trace: Trace, cells: Sequence[Cell], chunk_bytes: int | None) -> None:
+def _print_cells(trace: Trace, cells: Sequence[Cell], chunk_bytes: int | None, wide: bool) -> None:
     optimum = {cell.chunks: cell.hit_rate for cell in cells if cell.policy == OPTIMUM}
     slot_bytes = chunk_bytes or 0
     rows = [
@@ -183,7 +184,9 @@ def _print_cells(trace: Trace, cells: Sequence[Cell], chunk_bytes: int | None) -
         for cell in cells
         if cell.policy != OPTIMUM
     ]
-    printing.print_dicts(trace.title, rows, without=() if chunk_bytes else ("bytes", "bytes written"))
+    unknown = () if chunk_bytes else ("bytes", "bytes written")
+    rare = () if wide else ("written", "bytes written")
+    printing.print_dicts(trace.title, rows, without=(*unknown, *rare))
 
 
 def _tiers(

@@ -45,13 +45,14 @@ def _alone(plan: ReplayPlan, found: Sequence[ReplayResult]) -> None:
         run = result.alone
         hits = printing.share(run.outcome.hits, plan.trace.accesses), printing.share(result.optimum, 1)
         saved = run.saved_tokens, printing.share(run.saved_tokens, plan.trace.input_tokens)
-        rows.append((run.policy, *hits, *saved, *map(printing.wait, run.seconds.values())))
-    columns = ["policy", "hit rate", "optimum", "prefill tokens saved", "of all"]
-    if cold := found[0].alone.cold_seconds:
-        none = printing.share(0, 1)
-        rows.append(("no cache", none, "", 0, none, *map(printing.wait, cold.values())))
-        columns += ["first token: mean", "p50", "p90", "p99"]
+        rows.append((run.policy, *hits, *saved))
+    columns = ("policy", "hit rate", "optimum", "prefill tokens saved", "of all")
     printing.print_table("each prompt by itself", columns, rows)
+    if cold := found[0].alone.cold_seconds:
+        times = {**{result.alone.policy: result.alone.seconds for result in found}, "no cache": cold}
+        first = [(name, *map(printing.wait, seconds.values())) for name, seconds in times.items()]
+        print()
+        printing.print_table("its time to first token", ("policy", "mean", "p50", "p90", "p99"), first)
 
 
 def _load(plan: ReplayPlan, found: Sequence[ReplayResult]) -> None:
@@ -79,7 +80,10 @@ def _assumed(plan: ReplayPlan) -> None:
         printing.note("nothing is said of time: give --prefill, or a --model for an estimate")
         return
     loads = [f"{tier} {speeds.gbps(tier):.3g} GB/s ({speeds.sources[tier]})" for tier in plan.sizes]
-    print(f"\n{', '.join(loads)}, prefill {speeds.prefill:,.0f} tokens/s ({speeds.sources['prefill']})")
+    print()
+    printing.print_text(
+        f"{', '.join(loads)}, prefill {speeds.prefill:,.0f} tokens/s ({speeds.sources['prefill']})"
+    )
     computed = plan.trace.chunk_tokens / speeds.prefill
     for tier in plan.sizes:
         seconds = speeds.load_seconds(tier, plan.chunk_bytes)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from typer import Option
 
 from pagoda.cli import FAILED, UsageError, printing
 from pagoda.cli.remote_stores import Unanswered, remotes_of, usage
-from pagoda.cli.stores import AsJson, ConfigFile, Directory, find_stores, in_each, label
+from pagoda.cli.stores import AsJson, ConfigFile, Directory, Wide, find_stores, in_each, label
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,6 +23,7 @@ def stats(
     directory: Directory = None,
     as_json: AsJson = False,
     prometheus: Annotated[bool, Option("--prometheus", help="Print the Prometheus text format.")] = False,
+    wide: Wide = False,
     config: ConfigFile = None,
 ) -> int:
     """Show what the stores hold, what hit, and what missed and why."""
@@ -39,13 +41,17 @@ def stats(
     elif prometheus:
         print(_exposition(found, broken, shared), end="")
     else:
-        _print(found)
+        _print(found, wide)
         _print_shared(shared)
     troubles = [*broken.values(), *(remote.error for remote in shared if remote.error)]
     if not as_json:
         for trouble in troubles:
             printing.note(trouble)
     return FAILED if troubles else 0
+
+
+HIT_SOURCES = ("host", "disk", "remote")
+"""The kinds of tiers that hits are counted by."""
 
 
 class RemoteUsage(NamedTuple):
@@ -67,40 +73,79 @@ def remote_usage(spec: RemoteSpec) -> RemoteUsage:
     return RemoteUsage(spec.name, spec.redacted, found.used_bytes, found.limit_bytes, "")
 
 
-def _print(found: list[StoreSnapshot]) -> None:
+def _print(found: list[StoreSnapshot], wide: bool) -> None:
     if not found:
         printing.note("nothing is stored yet (pagoda config show tells where it would be)")
         return
-    _print_room(found)
-    _print_namespaces(found)
-    _print_traffic(found)
+    stores = dict(zip(store_names(found), found, strict=True))
+    _print_room(stores, wide)
+    _print_namespaces(stores)
+    printing.print_dicts("hits", hit_rows(stores))
+    _print_traffic(stores)
     for title, prefix in (("misses", "miss_"), ("drops", "drop_")):
         rows = [
-            {"tier": snapshot.tier, "reason": name.removeprefix(prefix), "chunks": count}
-            for snapshot in found
+            {"tier": tier, "reason": name.removeprefix(prefix), "chunks": count}
+            for tier, snapshot in stores.items()
             for name, count in snapshot.counters.items()
             if name.startswith(prefix) and count
         ]
         printing.print_dicts(f"{title} by reason", rows)
-    pins = [(snapshot.tier, *pin) for snapshot in found for pin in snapshot.pins.items()]
-    printing.print_dicts("pins", [{"tier": tier, "owner": owner, "chunks": n} for tier, owner, n in pins])
+    pins = [(tier, *pin) for tier, snapshot in stores.items() for pin in snapshot.pins.items()]
+    printing.print_dicts("pins", [{"tier": tier, "chunks": n, "owner": owner} for tier, owner, n in pins])
 
 
-def _print_room(found: list[StoreSnapshot]) -> None:
-    names = ("slots", "unbacked", "ready", "free", "reserved", "pinned", "leased", "members")
-    rows = [
-        (
-            snapshot.tier,
-            *(snapshot.gauges[name] for name in names),
-            printing.size(snapshot.slot_bytes),
-            printing.size(snapshot.used_bytes),
-            printing.size(snapshot.size_bytes),
-            snapshot.directory,
-        )
-        for snapshot in found
-    ]
-    printing.print_table("room", ("tier", *names, "slot", "used", "size", "directory"), rows)
+def store_names(found: Sequence[StoreSnapshot]) -> list[str]:
+    """Return a name for each store: its tier, numbered from the second of a tier on."""
+    seen: Counter[str] = Counter()
+    names = []
     for snapshot in found:
+        seen[snapshot.tier] += 1
+        number = seen[snapshot.tier]
+        names.append(snapshot.tier if number == 1 else f"{snapshot.tier} {number}")
+    return names
+
+
+def hit_rows(stores: Mapping[str, StoreSnapshot]) -> list[dict[str, object]]:
+    """Return how much of what was asked for was served, and from which tiers: a row a store that caches count in.
+
+    A cache counts in its first local tier, for all of its tiers.
+    """
+    rows: list[dict[str, object]] = []
+    for tier, snapshot in stores.items():
+        count = snapshot.counters
+        if not count["lookups"]:
+            continue
+        rows.append(
+            {
+                "counted in": tier,
+                "lookups": printing.count(count["lookups"]),
+                "hits": printing.count(count["hits"]),
+                "hit tokens": printing.share(count["hit_tokens"], count["asked_tokens"]),
+                **{
+                    f"from {source}": printing.share(count[f"hit_tokens_{source}"], count["asked_tokens"])
+                    for source in HIT_SOURCES
+                },
+            }
+        )
+    return rows
+
+
+def _print_room(stores: Mapping[str, StoreSnapshot], wide: bool) -> None:
+    counted = ("ready", "free", "pinned", "members")
+    rare = ("slots", "unbacked", "reserved", "leased")
+    rows = [
+        {
+            "tier": tier,
+            **{name: printing.count(snapshot.gauges[name]) for name in (*counted, *rare)},
+            "slot": printing.size(snapshot.slot_bytes),
+            "used": printing.size(snapshot.used_bytes),
+            "size": printing.size(snapshot.size_bytes),
+            "directory": snapshot.directory,
+        }
+        for tier, snapshot in stores.items()
+    ]
+    printing.print_dicts("room", rows, without=() if wide else (*rare, "slot"))
+    for snapshot in stores.values():
         if unscanned := snapshot.gauges.get("unscanned"):
             printing.note(f"{snapshot.directory}: {unscanned:,} slots are still to be scanned")
 
@@ -119,38 +164,35 @@ def _print_shared(shared: list[RemoteUsage]) -> None:
     printing.print_dicts("remote tiers", rows)
 
 
-def _print_namespaces(found: list[StoreSnapshot]) -> None:
+def _print_namespaces(stores: Mapping[str, StoreSnapshot]) -> None:
     rows = [
         {
-            "tier": snapshot.tier,
+            "tier": tier,
             "namespace": row.root.hex()[:12],
-            "model": label(row.fields),
             "chunks": row.chunks,
             "bytes": printing.size(row.chunks * snapshot.slot_bytes),
+            "model": label(row.fields),
         }
-        for snapshot in found
+        for tier, snapshot in stores.items()
         for row in snapshot.namespaces
     ]
     printing.print_dicts("namespaces", rows)
 
 
-def _print_traffic(found: list[StoreSnapshot]) -> None:
-    columns = ("lookups", "hits", "hit tokens", "stored", "bytes", "loaded", "bytes", "evicted", "damaged")
-    rows = [(snapshot.tier, *_traffic(snapshot.counters)) for snapshot in found]
-    printing.print_table("traffic", ("tier", *columns), rows)
+def _print_traffic(stores: Mapping[str, StoreSnapshot]) -> None:
+    columns = ("tier", "stored", "bytes", "loaded", "bytes", "evicted", "damaged")
+    rows = [(tier, *_traffic(snapshot.counters)) for tier, snapshot in stores.items()]
+    printing.print_table("traffic", columns, rows)
 
 
 def _traffic(count: dict[str, int]) -> tuple[object, ...]:
     return (
-        count["lookups"],
-        count["hits"],
-        printing.share(count["hit_tokens"], count["asked_tokens"]),
-        count["stored_chunks"],
+        printing.count(count["stored_chunks"]),
         printing.size(count["stored_bytes"]),
-        count["loaded_chunks"],
+        printing.count(count["loaded_chunks"]),
         printing.size(count["loaded_bytes"]),
-        count["evicted_chunks"],
-        count["failed_checks"],
+        printing.count(count["evicted_chunks"]),
+        printing.count(count["failed_checks"]),
     )
 
 

@@ -29,6 +29,7 @@ ConfigFile: TypeAlias = Annotated[
     Path | None, Option("--config", metavar="FILE", help="Configuration file instead of the usual ones.")
 ]
 AsJson: TypeAlias = Annotated[bool, Option("--json", help="Print one JSON object.")]
+Wide: TypeAlias = Annotated[bool, Option("--wide", help="Show all columns of the tables.")]
 Yes: TypeAlias = Annotated[bool, Option("--yes", "-y", help="Do not ask.")]
 Model: TypeAlias = Annotated[str | None, Option(metavar="NAME", help="Only namespaces of this model.")]
 Prefix: TypeAlias = Annotated[

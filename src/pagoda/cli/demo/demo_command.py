@@ -79,15 +79,17 @@ def _print(shown: Shown, model: str | None) -> None:
     printing.print_dicts(title, _rows(shown))
     print(_chart(shown))
     ratio = f"{shown.outcomes['host'].host_vs_handover:.2f}x"
-    print(f"host hit against handing generate a clone of the same KV: {ratio} the time to first token")
+    printing.print_text(
+        f"host hit against handing generate a clone of the same KV: {ratio} the time to first token"
+    )
     controls = {name: _changes(differs) for name, differs in shown.outcomes["cold"].controls.items()}
-    print(
+    printing.print_text(
         f"controls: zeroed KV {controls['zeroed']} the text, another prompt's KV {controls['other']} it; "
         f"at least {shown.distinct_tokens} different tokens in {len(shown.cold[0].tokens)}"
     )
     if model is None:
         noise = f"{shown.cold[0].text[:12]!r}..."
-        print(f"random weights write noise ({noise}): what counts is that it is the same")
+        printing.print_text(f"random weights write noise ({noise}): what counts is that it is the same")
 
 
 def _rows(shown: Shown) -> list[dict[str, object]]:
@@ -98,12 +100,12 @@ def _rows(shown: Shown) -> list[dict[str, object]]:
             rows.append(
                 {
                     "process": process,
-                    "question": str(number),
-                    "tokens reused": reused or f"none {answer.reason}".strip(),
+                    "prompt": str(number),
                     "computed": f"{answer.prompt_tokens - sum(answer.by_tier.values()):,}",
                     "first token": f"{answer.seconds:.3f} s",
                     "against cold": f"{cold.seconds / answer.seconds:.1f}x",
                     "text": "identical" if answer.tokens == cold.tokens else "DIFFERS",
+                    "tokens reused": reused or f"none {answer.reason}".strip(),
                 }
             )
     return rows

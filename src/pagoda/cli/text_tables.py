@@ -1,0 +1,65 @@
+"""A table as lines of text, for `printing` and for the view of `pagoda top`. Pure."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+_GAP = "  "
+_WIDEST_PROSE = 100  # longer lines are hard to read
+
+
+class RightAligned(str):
+    """Text that is aligned to the right like a number."""
+
+
+def table_lines(columns: Sequence[str], rows: Sequence[Sequence[object]], width: int) -> list[str]:
+    """Return a table as lines, the headings first, for a terminal of `width` columns. Pure."""
+    from rich.cells import cell_len
+
+    def aligned(cells: Sequence[str]) -> str:
+        padded = []
+        for text, cells_wide, to_right in zip(cells, widths, right, strict=True):
+            space = " " * (cells_wide - cell_len(text))
+            padded.append(space + text if to_right else text + space)
+        return _GAP.join(padded)
+
+    right = [
+        bool(rows) and all(isinstance(row[n], int | float | RightAligned) for row in rows)
+        for n in range(len(columns))
+    ]
+    texts = [[cell(value) for value in row] for row in rows]
+    widths = [max(cell_len(text) for text in each) for each in zip(columns, *texts, strict=True)]
+    if not right[-1]:  # long text: it may be below its row
+        widths[-1] = cell_len(columns[-1])
+    lines = [aligned(columns).rstrip()]
+    for *cells, last in texts:
+        if right[-1]:
+            lines.append(aligned([*cells, last]))
+            continue
+        row, (first, *more) = aligned([*cells, ""]).rstrip(), last.split("\n")
+        start = sum(widths[:-1]) + len(_GAP) * len(cells)
+        if start + max(map(cell_len, (first, *more))) <= width:
+            lines += [
+                row + " " * (start - cell_len(row)) * bool(first) + first,
+                *(" " * start + text for text in more),
+            ]
+        else:
+            lines += [row, *(_GAP + text for text in (first, *more))]
+    return lines
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """Return sentences as lines, broken between words. Pure."""
+    return textwrap.wrap(text, min(width, _WIDEST_PROSE), break_long_words=False, break_on_hyphens=False)
+
+
+def cell(value: object) -> str:
+    """Return the text of one cell: integers with thousands separated, floats short, the rest as it is."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "" if value is None else str(value)
