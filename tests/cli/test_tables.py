@@ -41,7 +41,7 @@ def machine(shm_root: Path, tmp_path: Path, server: Server, monkeypatch: pytest.
     ledger = host(shm_root / "host")
     put(ledger, MODEL, PROMPT[:32])
     admin.pin(ledger, put(ledger, MODEL, PROMPT[:16]), "pagoda")
-    ledger.count_all(
+    ledger.count(
         {
             "lookups": 123_456_789_012,
             "hits": 98_765_432_109,

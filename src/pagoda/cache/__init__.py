@@ -17,6 +17,7 @@ In the order in which a call meets them:
     resources       what all calls share, and how it ends
     tier_stack      the tiers, and opening them
     counters        counting and rate-limited logging
+    log_lines       the lines that are logged when a cache is opened, and of each call
     load_cost       whether loading is faster than computing
     recording       live traffic as a trace
     append_lines    whole lines into a file that processes share

@@ -28,6 +28,7 @@ from pagoda.cache.call import (
 )
 from pagoda.cache.hit import CacheStats, Cleared, Hit, Stored
 from pagoda.cache.host_slots import HostSlots
+from pagoda.cache.log_lines import log_opened
 from pagoda.cache.lookup_call import run_explain, run_lookup
 from pagoda.cache.recording import CallKind
 from pagoda.cache.resources import build_resources
@@ -39,6 +40,7 @@ from pagoda.clock import Clock, Deadline
 from pagoda.config import Config, ConfigOptions
 from pagoda.errors import ClosedError, ConfigError, StoreError
 from pagoda.finalizers import close_when_dropped
+from pagoda.json_log import log_json
 from pagoda.keys import Item, Namespace, TokenIds, chunk_keys
 from pagoda.layout import KVLayout
 from pagoda.ledger import admin
@@ -117,6 +119,8 @@ class Cache:
         self.namespace = _completed(namespace, layout, self.config)
         if self.config.profile:
             enable_profiler_ranges()
+        if self.config.log_format == "json":
+            log_json()
         with _name_taken(name, self):
             self._open(tiers, key_scheme, clock or Clock())
 
@@ -131,7 +135,9 @@ class Cache:
         )
         self._finalizer = close_when_dropped(self, partial(self._resources.close, _CLOSE_SECONDS))
         try:
-            self._resources.register(self._weights.scope()[0], wait=True)
+            namespace = self._weights.scope()[0]
+            self._resources.register(namespace, wait=True)
+            log_opened(namespace, layout, stack, config.deadline_seconds)
         except BaseException:
             self.close()
             raise

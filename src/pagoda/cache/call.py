@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import numpy.typing as npt
 
 from pagoda.cache.counters import CacheCounters
 from pagoda.cache.hit import Hit
+from pagoda.cache.log_lines import log_call
 from pagoda.cache.tier_stack import TierStack
 from pagoda.clock import Clock, Deadline
 from pagoda.errors import ClosedError, ConfigError
@@ -296,9 +298,13 @@ class Call(Generic[T]):
 
     def run(self) -> T:
         """Do the work. Raises ValueError for wrong use only; every other error is a miss, counted and logged."""
+        began = time.perf_counter() if log.isEnabledFor(logging.DEBUG) else None
         try:
             with profiler_range(self.name):
-                return self.work()
+                answer = self.work()
+            if began is not None:
+                log_call(self.name, answer, time.perf_counter() - began)
+            return answer
         except TransferMisuse as misuse:
             raise misuse.error from None
         except ClosedError as error:

@@ -20,6 +20,7 @@ from pagoda.cli.replay import replay
 from pagoda.cli.serve import serve
 from pagoda.cli.size import size
 from pagoda.cli.stats import stats
+from pagoda.cli.top import top
 
 app = typer.Typer(
     name="pagoda",
@@ -28,7 +29,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-for command in (stats, ls, check, clear, remove, pin, unpin, explain, bench, replay, size, serve):
+for command in (stats, top, ls, check, clear, remove, pin, unpin, explain, bench, replay, size, serve):
     app.command()(command)
 app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(record)
 app.command()(demo)

@@ -14,7 +14,7 @@ from typing import TypedDict, TypeVar
 from pagoda import policy as policies
 from pagoda.config.remote_urls import RemoteSpec, parse, parse_peer
 from pagoda.config.sizes import AUTO, auto_bytes
-from pagoda.config.values import WritePolicy, checked
+from pagoda.config.values import LogFormat, WritePolicy, checked
 from pagoda.errors import ConfigError
 
 __all__ = ["Config", "ConfigOptions", "RemoteSpec", "WritePolicy", "defaults", "option_names"]
@@ -96,6 +96,9 @@ class Config:
     profile: bool = _option(
         False, "Mark calls and copies of this process for torch.profiler and Nsight; needs torch."
     )
+    log_format: LogFormat = _option(  # noqa: RUF009  # a field, as all of them
+        "plain", "'json': what this process logs of PagodaKV goes to stderr as JSON, one object a line."
+    )
 
     def __post_init__(self) -> None:
         for option in fields(self):
@@ -164,6 +167,7 @@ class ConfigOptions(TypedDict, total=False):
     record: str | os.PathLike[str]
     prompt_log: bool
     profile: bool
+    log_format: LogFormat
 
 
 def option_names() -> list[str]:

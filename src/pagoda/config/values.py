@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pagoda.config import Config
 
 WritePolicy = Literal["write_through", "selective", "write_back"]
+LogFormat = Literal["plain", "json"]
 Check = Callable[[str, object], object]
 
 
@@ -155,6 +156,7 @@ _CHECKS: dict[str, Check] = {
     "record": _place("file", needed=False),
     "prompt_log": _flag,
     "profile": _flag,
+    "log_format": _one_of(get_args(LogFormat)),
     "remote": _remote,
     "peers": _peers,
     "weights_epoch": _count(0, 2**31 - 1),
@@ -230,11 +232,14 @@ def _size_of(value: object) -> int | str:
     return value if isinstance(value, str) else _integer(value)
 
 
-def _write_policy_of(value: object) -> object:
-    *known, last = map(repr, get_args(WritePolicy))
-    if value not in get_args(WritePolicy):
-        raise ValueError(f"input should be {', '.join(known)} or {last}")
-    return value
+def _word_of(words: Sequence[str]) -> Callable[[object], object]:
+    def read(value: object) -> object:
+        if value not in words:
+            *known, last = map(repr, words)
+            raise ValueError(f"input should be {', '.join(known)} or {last}")
+        return value
+
+    return read
 
 
 def _texts(value: object) -> tuple[str, ...]:
@@ -253,7 +258,10 @@ _TYPES: dict[str, tuple[Callable[[object], object], dict[str, object]]] = {
     "bool | None": (_flag_or_auto, {"anyOf": [{"type": "boolean"}, {"type": "null"}]}),
     "str": (_text, {"type": "string"}),
     "int | str": (_size_of, {"anyOf": [{"type": "integer"}, {"type": "string"}]}),
-    "WritePolicy": (_write_policy_of, {"enum": list(get_args(WritePolicy)), "type": "string"}),
+    **{
+        name: (_word_of(get_args(words)), {"enum": list(get_args(words)), "type": "string"})
+        for name, words in (("WritePolicy", WritePolicy), ("LogFormat", LogFormat))
+    },
     "tuple[str, ...]": (
         _texts,
         {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},

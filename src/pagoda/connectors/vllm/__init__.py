@@ -11,6 +11,7 @@ lookups            look-ups of requests in the tiers, on threads
 metadata           the messages between the halves
 worker             a worker's half: loads and saves
 shared_caches      one cache for all engines of a process
+vllm_log           lines of PagodaKV in vLLM's log
 events             KV events for routers
 connector_stats    what is counted
 offloading/        the connector for hybrid models

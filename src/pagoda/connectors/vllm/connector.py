@@ -12,6 +12,7 @@ from pagoda.connectors.vllm.metadata import Handshake, PagodaMetadata, PagodaWor
 from pagoda.connectors.vllm.options import read_options
 from pagoda.connectors.vllm.scheduler import PagodaScheduler
 from pagoda.connectors.vllm.supported_engines import check_engine, check_vllm
+from pagoda.connectors.vllm.vllm_log import join_vllm_log
 from pagoda.connectors.vllm.worker import PagodaWorker
 
 __all__ = ["PagodaConnector"]
@@ -30,6 +31,7 @@ class PagodaConnector(KVConnectorBase_V1):
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         block_tokens = vllm_config.cache_config.block_size
         options = read_options(extra, block_tokens)
+        join_vllm_log()
         check_vllm(options)
         check_engine(vllm_config, kv_cache_config, hybrid=False)
         self._scheduler: PagodaScheduler | None = None

@@ -37,6 +37,7 @@ from pagoda.connectors.vllm.offloading.offloading_worker import EnginePages, Pag
 from pagoda.connectors.vllm.options import ConnectorOptions, read_options
 from pagoda.connectors.vllm.shared_caches import opened
 from pagoda.connectors.vllm.supported_engines import check_engine, check_vllm
+from pagoda.connectors.vllm.vllm_log import join_vllm_log
 from pagoda.transfer.pages import merged
 
 __all__ = ["PagodaOffloadingSpec"]
@@ -74,6 +75,7 @@ class PagodaOffloadingSpec(OffloadingSpec):
         if config.canonical_layout:
             raise ValueError("canonical_layout: chunks always have the layout of the engine; leave it out")
         self.options, self.blocks_per_chunk = _options(config)
+        join_vllm_log()
         check_vllm(self.options)
         # vLLM says that all ranks hold the same bytes: then only the first stores, and all load its chunks
         self.replicated_layout = config.replicated_layout

@@ -1,0 +1,96 @@
+"""What a cache logs of itself: five lines when it is opened, at INFO, and one line a call, at DEBUG.
+
+`Cache` calls `log_opened`, `Call` calls `log_call`. No line has a token of a prompt, a salt or a password.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from pagoda.cache.hit import Hit, Stored
+from pagoda.cache.tier_stack import TierStack
+from pagoda.config.sizes import format_size
+from pagoda.errors import PagodaError
+from pagoda.json_log import FIELDS
+from pagoda.keys import Namespace
+from pagoda.layout import KVLayout
+from pagoda.ledger import Ledger, admin
+
+__all__ = ["log_call", "log_opened"]
+
+log = logging.getLogger("pagoda.cache")
+
+_LOOK = "`pagoda stats` shows what is stored and what hits, `pagoda explain` why a prompt misses"
+
+
+def log_opened(namespace: Namespace, layout: KVLayout, tiers: TierStack, deadline_seconds: float) -> None:
+    """Log which tiers a cache has, how large they are, what was found there, and where to look. Five lines, once."""
+    if not log.isEnabledFor(logging.INFO):
+        return
+    tokens, ledgers = layout.chunk_tokens, dict(tiers.ledgers())
+    sizes, found, places = [], [], []
+    fields: list[dict[str, object]] = []
+    for tier in tiers.all:
+        ledger = ledgers.get(tier.name)
+        if ledger is None:
+            place = str(getattr(tier, "address", ""))
+            sizes.append(f"{tier.name} shared")
+            fields.append({"tier": tier.name, "place": place})
+        else:
+            place, size_bytes = str(ledger.directory), ledger.slots * ledger.slot_bytes
+            chunks = _found(ledger, deadline_seconds)
+            sizes.append(f"{tier.name} {format_size(size_bytes)} = {ledger.slots * tokens:,} tokens")
+            if chunks is None:
+                found.append(f"{tier.name} not known yet")
+            else:
+                found.append(f"{tier.name} {chunks:,} chunks = {chunks * tokens:,} tokens")
+            size = {"bytes": size_bytes, "tokens": ledger.slots * tokens, "chunks": chunks}
+            fields.append({"tier": tier.name, "place": place, **size})
+        if place:
+            places.append(f"{tier.name} {place}")
+    short = namespace.root.hex()[:12]
+    chunk = f"chunks of {tokens:,} tokens, {format_size(layout.chunk_bytes)}"
+    lines = (
+        f"PagodaKV opened: {namespace.model}, namespace {short}, {chunk}",
+        f"  tiers: {', '.join(sizes) or 'none, so nothing is kept'}",
+        f"  found: {', '.join(found) or 'nothing'} of all models",
+        f"  where: {', '.join(places) or 'nowhere'}",
+        f"  look:  {_LOOK}",
+    )
+    known = {"model": namespace.model, "namespace": short, "chunk_tokens": tokens, "tiers": fields}
+    log.info("\n".join(lines), extra={FIELDS: known})
+
+
+def _found(ledger: Ledger, deadline_seconds: float) -> int | None:
+    try:
+        return admin.numbers(ledger, deadline_seconds)["ready"]
+    except PagodaError:
+        return None
+
+
+def log_call(name: str, answer: object, seconds: float) -> None:
+    """Log a call and its answer in one line; called at DEBUG only. Calls with other answers are parts of a request."""
+    known: dict[str, object]
+    if isinstance(answer, Hit):
+        tiers = ", ".join(f"{tier} {tokens}" for tier, tokens in answer.by_tier.items())
+        why = f", then {answer.reason}" if answer.reason is not None else ""
+        asked = len(answer.mask) - answer.start_tokens
+        text = f"{asked} tokens asked, {answer.num_tokens} hit{f' ({tiers})' if tiers else ''}{why}"
+        known = {"tokens": asked, "hit_tokens": answer.by_tier, "reason": answer.reason}
+    elif isinstance(answer, Stored):
+        why = f" ({answer.reason})" if answer.reason is not None else ""
+        text = (
+            f"{answer.num_tokens} tokens stored, chunks: {answer.num_chunks} new, {answer.present} present, "
+        )
+        text += f"{answer.refused} refused{why}"
+        known = {**answer._asdict()}
+    else:
+        return
+    milliseconds = round(seconds * 1e3, 3)
+    log.debug(
+        "%s: %s, %.3f ms",
+        name,
+        text,
+        milliseconds,
+        extra={FIELDS: {"call": name, **known, "ms": milliseconds}},
+    )

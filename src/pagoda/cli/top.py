@@ -1,0 +1,257 @@
+"""`pagoda top`: what the stores hold and do now, sample after sample; `--once` for one, `--json` for programs.
+
+No terminal needs repair afterwards, however the command ends: there is no other screen, and the cursor stays visible.
+Where lines cannot be rewritten (a pipe, TERM=dumb) each sample is printed below the one before.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+from typer import Option
+
+from pagoda.cli import UsageError, printing
+from pagoda.cli.remote_stores import remotes_of
+from pagoda.cli.stats import RemoteUsage, hit_rows, remote_usage, store_names
+from pagoda.cli.stores import AsJson, ConfigFile, Directory, attached, configured, find_stores, label
+from pagoda.cli.text_tables import table_lines, wrapped
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from rich.text import Text
+
+    from pagoda.config import RemoteSpec
+    from pagoda.ledger.snapshot import StoreSnapshot
+
+_RATES = ("lookups", "hit_tokens", "stored_bytes", "loaded_bytes", "evicted_chunks")
+_BAR_CELLS = 20
+_ASK_SECONDS = 10.0  # between two questions to the remote tiers
+_NAMESPACES = 5  # shown; the largest ones
+
+
+class Sample(NamedTuple):
+    """What was seen at one moment, and how fast counters rose since the sample before, by directory."""
+
+    seconds: float
+    stores: Sequence[StoreSnapshot]
+    failed: Mapping[str, str]
+    remotes: Sequence[RemoteUsage]
+    rates: Mapping[Path, Mapping[str, float]]
+    policy: str
+
+
+def top(
+    directory: Directory = None,
+    interval: Annotated[float, Option(min=0.1, max=3600, help="Seconds between two samples.")] = 2.0,
+    once: Annotated[bool, Option("--once", help="Show one sample and end.")] = False,
+    as_json: AsJson = False,
+    config: ConfigFile = None,
+) -> int:
+    """Show live what the stores hold, what hits and what moves. With --json: one object a line, a sample each."""
+    from rich.console import Group
+    from rich.live import Live
+
+    samples = _samples(directory, config, interval, once)
+    out = printing.console()
+    if as_json:
+        for sample in samples:
+            print(json.dumps(_as_json(sample), default=str), flush=True)
+    elif once or not out.is_terminal or out.is_dumb_terminal:
+        for sample in samples:
+            for line in _view(sample, out.width):
+                out.print(line, soft_wrap=True)
+            out.file.flush()
+    else:
+        with Live(console=out, auto_refresh=False, vertical_overflow="crop") as live:
+            out.show_cursor(True)
+            for sample in samples:
+                live.update(Group(*_view(sample, out.width)[: out.height - 1]), refresh=True)
+    return 0
+
+
+def _samples(
+    directory: Path | None, config_file: Path | None, interval: float, once: bool
+) -> Iterator[Sample]:
+    """Yield a sample now and every `interval` seconds. Raises UsageError if the directory has no store at first."""
+    from pagoda.threads import Pool, wait
+
+    config, specs = configured(config_file), remotes_of(directory, config_file)
+    policy = f"{config.policy}, {config.write_policy}"
+    remotes: list[RemoteUsage] = []
+    asked: Future[list[RemoteUsage]] | None = None
+    asked_at = -_ASK_SECONDS
+    pool = Pool(1, "pagoda-top")
+    before: Sample | None = None
+    directories = find_stores(directory, config_file)
+    try:
+        while True:
+            if specs and asked is None and time.monotonic() - asked_at >= _ASK_SECONDS:
+                asked, asked_at = pool.submit(_usages, specs), time.monotonic()
+            if asked is not None:
+                wait([asked], 60.0 if once else 0.2)  # so that most first samples have the answers
+                if asked.done():
+                    remotes, asked = asked.result(), None
+            sample = _sample(directories, remotes, before, policy)
+            yield sample
+            if once:
+                return
+            before = sample
+            time.sleep(interval)
+            directories = []
+            with suppress(UsageError):  # the directory may come back
+                directories = find_stores(directory, config_file)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _usages(specs: Sequence[RemoteSpec]) -> list[RemoteUsage]:
+    return [remote_usage(spec) for spec in specs]
+
+
+def _sample(
+    directories: Sequence[Path], remotes: Sequence[RemoteUsage], before: Sample | None, policy: str
+) -> Sample:
+    from pagoda.errors import PagodaError
+    from pagoda.ledger.snapshot import StoreSnapshot
+
+    found, failed = [], {}
+    for store in directories:
+        try:
+            with attached(store) as ledger:
+                found.append(StoreSnapshot.of(ledger)._replace(directory=store))
+        except (PagodaError, OSError) as trouble:
+            if store.exists():  # else it was removed meanwhile
+                failed[str(store)] = str(trouble)
+    now = time.monotonic()
+    rates = _rates(found, before, now) if before is not None else {}
+    return Sample(now, found, failed, remotes, rates, policy)
+
+
+def _rates(found: Sequence[StoreSnapshot], before: Sample, now: float) -> dict[Path, dict[str, float]]:
+    """Return how much each counter rose a second; a store that was not there, or was made anew, has no rates yet."""
+    old = {snapshot.directory: snapshot.counters for snapshot in before.stores}
+    seconds = max(now - before.seconds, 1e-3)
+    rates = {}
+    for snapshot in found:
+        counters = old.get(snapshot.directory)
+        if counters is not None:
+            rose = {name: snapshot.counters[name] - counters[name] for name in _RATES}
+            if min(rose.values()) >= 0:
+                rates[snapshot.directory] = {name: number / seconds for name, number in rose.items()}
+    return rates
+
+
+def _as_json(sample: Sample) -> dict[str, object]:
+    stores = [
+        {**snapshot.as_json(), "per_second": sample.rates.get(snapshot.directory)}
+        for snapshot in sample.stores
+    ]
+    remotes = [remote._asdict() for remote in sample.remotes]
+    failed = dict(sample.failed)
+    return {
+        "time": time.time(),
+        "policy": sample.policy,
+        "stores": stores,
+        "remotes": remotes,
+        "failed": failed,
+    }
+
+
+def _view(sample: Sample, width: int) -> list[Text]:
+    """Return the lines of the view, the most important first: a low terminal shows the beginning."""
+    from rich.text import Text
+
+    lines: list[Text] = []
+
+    def table(rows: Sequence[Mapping[str, object]]) -> None:
+        if rows:
+            heading, *rest = table_lines(tuple(rows[0]), [tuple(row.values()) for row in rows], width)
+            lines.extend([Text(), Text(heading, style="bold")])
+            lines.extend(map(Text, rest))
+
+    clock = time.strftime("%H:%M:%S")
+    lines.append(Text(f"PagodaKV {clock}  policy {sample.policy}", style="bold"))
+    if not sample.stores and not sample.failed:
+        lines.append(Text("nothing is stored yet (pagoda config show tells where it would be)"))
+    stores = dict(zip(store_names(sample.stores), sample.stores, strict=True))
+    for tier, snapshot in stores.items():
+        chunks = f"{printing.count(snapshot.gauges['ready']):>9} chunks"
+        lines.append(_bar(tier, snapshot.used_bytes, snapshot.size_bytes, chunks))
+    for remote in sample.remotes:
+        said = "NO ANSWER" if remote.error else "answers"
+        lines.append(_bar(remote.tier, remote.used_bytes, remote.limit_bytes, said))
+    for where, trouble in sample.failed.items():
+        lines += [Text(line, style="red") for line in wrapped(f"{where}: {trouble}", width)]
+    table(_rate_rows(stores, sample.rates))
+    table(hit_rows(stores))
+    for title, prefix in (("misses", "miss_"), ("drops", "drop_")):
+        told = _reasons(sample.stores, prefix)
+        if told:
+            lines += [Text(), *map(Text, wrapped(f"{title}: {told}", width))]
+    table(_namespace_rows(stores))
+    pins = [f"{owner} {n:,} in {tier}" for tier, one in stores.items() for owner, n in one.pins.items()]
+    if pins:
+        lines += [Text(), *map(Text, wrapped(f"pinned chunks: {', '.join(pins)}", width))]
+    return lines
+
+
+def _bar(tier: str, used: int | None, size: int | None, more: str) -> Text:
+    """Return a line that shows how full a tier is; without a bar if it has no limit or does not say."""
+    from rich.text import Text
+
+    full = min(1.0, (used or 0) / size) if size else 0.0
+    cells = round(full * _BAR_CELLS)
+    line = Text(f"{tier:<8}")
+    line.append("█" * cells, style="red" if full > 0.98 else "green").append("░" * (_BAR_CELLS - cells))
+    share = f"{100 * full:5.1f} %" if size else " " * 7
+    line.append(f" {share} {printing.size(used):>10} of {printing.size(size) or '-':>10}  {more}")
+    return line
+
+
+def _rate_rows(
+    stores: Mapping[str, StoreSnapshot], rates: Mapping[Path, Mapping[str, float]]
+) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    for tier, snapshot in stores.items():
+        rate = rates.get(snapshot.directory, {})
+        cells: dict[str, object] = {"a second": tier}
+        for name in _RATES:
+            heading = name.removesuffix("_bytes").replace("_chunks", "").replace("_", " ")
+            number = rate.get(name)
+            shown = printing.size if name.endswith("bytes") else lambda n: printing.count(round(n))
+            cells[heading] = printing.share(0, 0) if number is None else shown(number)
+        rows.append(cells)
+    return rows
+
+
+def _reasons(stores: Sequence[StoreSnapshot], prefix: str) -> str:
+    totals: dict[str, int] = {}
+    for snapshot in stores:
+        for name, number in snapshot.counters.items():
+            if name.startswith(prefix) and number:
+                reason = name.removeprefix(prefix)
+                totals[reason] = totals.get(reason, 0) + number
+    most = sorted(totals.items(), key=lambda item: -item[1])
+    return ", ".join(f"{reason} {printing.count(number)}" for reason, number in most)
+
+
+def _namespace_rows(stores: Mapping[str, StoreSnapshot]) -> list[dict[str, object]]:
+    rows: list[tuple[int, dict[str, object]]] = [
+        (row.chunks, {
+            "namespace": row.root.hex()[:12],
+            "tier": tier,
+            "chunks": printing.count(row.chunks),
+            "bytes": printing.size(row.chunks * snapshot.slot_bytes),
+            "model": label(row.fields),
+        })
+        for tier, snapshot in stores.items()
+        for row in snapshot.namespaces
+    ]  # fmt: skip
+    rows.sort(key=lambda row: -row[0])
+    return [row for _, row in rows[:_NAMESPACES]]

@@ -1,0 +1,23 @@
+"""PagodaKV's log lines in vLLM's log: vLLM configures its own loggers only, so others' lines would be lost."""
+
+from __future__ import annotations
+
+import logging
+
+__all__ = ["join_vllm_log"]
+
+
+def join_vllm_log() -> None:
+    """Give the logger "pagoda" the handlers and the level of vLLM's logger, unless somebody configured it. Idempotent.
+
+    Left alone: a logger "pagoda" with handlers or a level of its own (`log_format = "json"` too), a root logger
+    that shows INFO already, and a vLLM without handlers (VLLM_CONFIGURE_LOGGING=0).
+    """
+    ours, theirs, root = (logging.getLogger(name) for name in ("pagoda", "vllm", None))
+    if ours.handlers or ours.level != logging.NOTSET or not theirs.handlers:
+        return
+    if root.handlers and root.isEnabledFor(logging.INFO):
+        return
+    for handler in theirs.handlers:
+        ours.addHandler(handler)
+    ours.setLevel(theirs.level)

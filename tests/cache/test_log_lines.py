@@ -1,0 +1,111 @@
+"""What a cache logs: five lines at its opening, a line a call at DEBUG, as text or JSON, and no secrets."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pagoda.cache import Cache
+from pagoda.errors import ConfigError
+from pagoda.keys import Namespace
+from pagoda.layout import KVLayout
+from pagoda.transfer import DenseKV
+
+LAYOUT = KVLayout.dense(layers=1, kv_heads=1, head_dim=8, dtype="float32", chunk_tokens=64)
+TOKENS = [987_654 + n for n in range(256)]
+SECRET = "hunter2-salt"
+
+
+def opened(host: Path, disk: Path, **options: object) -> Cache:
+    return Cache(
+        namespace=Namespace("llama", salt=SECRET), layout=LAYOUT, host_path=host, host_size="4MiB",
+        disk_path=disk, disk_size="16MiB", remote="redis://:hunter2@localhost:1/0", **options,
+    )  # type: ignore[arg-type]  # fmt: skip
+
+
+def kv() -> DenseKV:
+    return DenseKV([[np.ones((1, len(TOKENS), 8), np.float32) for _ in "KV"]], LAYOUT)
+
+
+def test_opening_logs_five_lines_once(
+    shm_root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "pagoda")
+    with opened(shm_root, tmp_path) as cache:
+        cache.store(TOKENS, kv())
+        assert cache.retrieve(TOKENS, kv()).num_tokens == 256
+        short = cache.namespace.root.hex()[:12]
+    with opened(shm_root, tmp_path):
+        pass
+    first, second = [one.getMessage() for one in caplog.records if "PagodaKV opened" in one.getMessage()]
+    title, tiers, found, where, look = first.splitlines()
+    assert "llama" in title and short in title and "64 tokens" in title
+    assert "host 4." in tiers and "disk 16." in tiers and "redis shared" in tiers and " tokens" in tiers
+    assert "host 0 chunks = 0 tokens, disk 0 chunks" in found
+    assert str(shm_root) in where and str(tmp_path) in where and "redis://" in where
+    assert "pagoda stats" in look and "pagoda explain" in look
+    assert "host 4 chunks = 256 tokens" in second
+    assert "hunter2" not in caplog.text
+
+
+def test_no_line_below_its_level(shm_root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "pagoda")
+    with opened(shm_root, tmp_path) as cache:
+        cache.store(TOKENS, kv())
+    assert not [record for record in caplog.records if record.levelno < logging.WARNING]
+
+
+def test_a_call_is_a_line_without_its_prompt(
+    shm_root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(shm_root, tmp_path) as cache:
+        caplog.set_level(logging.DEBUG, "pagoda.cache")
+        caplog.clear()
+        cache.store(TOKENS[:128], kv(), salt=SECRET)
+        cache.lookup(TOKENS, salt=SECRET, tiers=("host", "disk"))
+        cache.retrieve(TOKENS, kv(), salt=SECRET, tiers="host")
+        calls = [record for record in caplog.records if hasattr(record, "pagoda")]
+    stored, looked, retrieved = [record.getMessage() for record in calls]
+    assert stored.startswith("store: 128 tokens stored, chunks: 2 new, 0 present, 0 refused, ")
+    assert looked.startswith("lookup: 256 tokens asked, 128 hit (host 128), then absent, ")
+    assert retrieved.startswith("retrieve: 256 tokens asked, 128 hit (host 128), then absent, ")
+    assert all(line.endswith(" ms") for line in (stored, looked, retrieved))
+    fields = calls[2].__dict__["pagoda"]
+    assert fields["hit_tokens"] == {"host": 128} and fields["reason"] == "absent" and fields["ms"] > 0
+    assert "98765" not in caplog.text and SECRET not in caplog.text
+
+
+CHILD = """
+import logging, sys
+from pathlib import Path
+from tests.cache.test_log_lines import TOKENS, kv, opened
+for number in range(2):
+    with opened(Path(sys.argv[1]), Path(sys.argv[2]), log_format="json") as cache:
+        cache.retrieve(TOKENS, kv(), tiers="host")
+logging.getLogger("another").warning("not ours")
+"""
+
+
+def test_json_is_one_object_a_line_and_only_for_our_loggers(shm_root: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", CHILD, str(shm_root), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    *lines, last = done.stderr.splitlines()
+    assert last == "not ours"
+    told = [json.loads(line) for line in lines]
+    blocks = [line for line in told if line["message"].startswith("PagodaKV opened")]
+    assert len(blocks) == 2  # one an open, though the handler was asked for twice
+    assert all(line["logger"].startswith("pagoda") and line["process"] and line["time"] for line in told)
+    assert blocks[0]["level"] == "INFO" and blocks[0]["model"] == "llama"
+    assert [tier["tier"] for tier in blocks[0]["tiers"]] == ["host", "disk", "redis"]
+    assert done.stdout == "" and "hunter2" not in done.stderr
+
+
+def test_another_log_format_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"log_format = 'xml': .* 'plain' or 'json'"):
+        Cache(namespace=Namespace("llama"), layout=LAYOUT, log_format="xml", host_size=0)  # type: ignore[arg-type]

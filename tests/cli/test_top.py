@@ -1,0 +1,171 @@
+"""`pagoda top`: one view, a live one in a real terminal, and JSON samples, over stores that come and go."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+
+from pagoda.ledger import admin
+from tests.cli.shelf import LLAMA, RUN, disk, host, put, refused, save
+from tests.cli.test_tables import ESCAPES, in_pipe, in_terminal, machine, server
+
+__all__ = ["machine", "server"]  # fixtures
+
+PATIENCE = 30.0
+
+
+class Terminal:
+    """The command in a real terminal of 24 lines of 80 columns."""
+
+    def __init__(self, *args: object, term: str = "xterm-256color") -> None:
+        self.ours, theirs = pty.openpty()
+        termios.tcsetwinsize(theirs, (24, 80))
+        self.before = termios.tcgetattr(theirs)
+        self._theirs = theirs
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", RUN, *map(str, args)],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env={**os.environ, "TERM": term},
+            start_new_session=True,
+        )
+        self.text = ""
+
+    def until(self, pattern: str) -> None:
+        """Read until what was written since the last call matches. Fails after some seconds."""
+        end, seen = time.monotonic() + PATIENCE, ""
+        while not re.search(pattern, ESCAPES.sub("", seen)):
+            assert time.monotonic() < end, f"no {pattern!r} in\n{seen}"
+            if select.select([self.ours], [], [], 0.5)[0]:
+                piece = os.read(self.ours, 65536).decode(errors="replace")
+                seen += piece
+                self.text += piece
+
+    def end(self, number: signal.Signals) -> int:
+        """Send the signal; return the exit code. The terminal must be as it was."""
+        self.process.send_signal(number)
+        code = self.process.wait(PATIENCE)
+        while select.select([self.ours], [], [], 0.2)[0]:
+            self.text += os.read(self.ours, 65536).decode(errors="replace")
+        assert termios.tcgetattr(self._theirs) == self.before
+        assert self.text.rfind("\x1b[?25h") >= self.text.rfind("\x1b[?25l"), "the cursor is hidden"
+        assert "\x1b[?1049h" not in self.text  # no other screen, which a killed process would leave behind
+        os.close(self._theirs)
+        os.close(self.ours)
+        return code
+
+
+def test_one_view_has_all_tiers_and_fits(machine: Path) -> None:
+    for run in (in_pipe, in_terminal):
+        code, text = run("top", "--once")
+        assert code == 0
+        lines = text.splitlines()
+        assert len(lines) <= 24 and max(map(cell_len, lines)) <= 80, text
+        assert re.search(r"host +[█░]{20} +3\.1 % +8\.00 KiB of 256\.00 KiB +2 chunks", text), text
+        assert re.search(r"disk +[█░]{20} +6\.2 %", text) and re.search(r"redis .*answers", text), text
+        for word in (
+            "policy hindsight",
+            "misses: other_namespace 12.3 M",
+            "drops: not_admitted",
+            "from remote",
+        ):
+            assert word in text, text
+        assert "pinned chunks: pagoda 1 in host" in text and "meta-llama/Llama-3.1-8B-Instruct" in text
+
+
+def test_json_is_one_object_a_sample(machine: Path) -> None:
+    code, text = in_pipe("top", "--json", "--once")
+    (line,) = text.splitlines()
+    found = json.loads(line)
+    assert code == 0 and [store["tier"] for store in found["stores"]] == ["host", "disk"]
+    assert found["stores"][0]["gauges"]["ready"] == 2 and found["stores"][0]["per_second"] is None
+    assert found["remotes"][0]["tier"] == "redis" and found["remotes"][0]["error"] == ""
+
+
+def test_no_store_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGODA_HOST_PATH", str(tmp_path / "none"))
+    code, text = in_pipe("top", "--once")
+    assert code == 0 and len(text.splitlines()) == 2 and "nothing is stored yet" in text
+    assert "no such directory" in refused("top", tmp_path / "none", "--once")
+    assert "--interval" in refused("top", "--interval", 0)
+
+
+def test_rates_and_stores_that_come_and_go(shm_root: Path, tmp_path: Path) -> None:
+    ledger = host(shm_root, name="a")
+    put(ledger, LLAMA, range(32))
+    command = [sys.executable, "-c", RUN, "top", str(shm_root), "--json", "--interval", "0.2"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+
+        def sample() -> dict[str, list[dict[str, dict[str, float]]]]:
+            assert process.stdout is not None
+            return json.loads(process.stdout.readline())  # type: ignore[no-any-return]
+
+        assert len(sample()["stores"]) == 1
+        ledger.count({"lookups": 100, "loaded_bytes": 1 << 20})
+        end = time.monotonic() + PATIENCE
+        while not (seen := sample())["stores"][0]["per_second"]["lookups"]:
+            assert time.monotonic() < end
+        rates = seen["stores"][0]["per_second"]
+        assert 10 < rates["lookups"] <= 510 and rates["loaded_bytes"] > rates["lookups"]
+        second = host(shm_root, name="b")
+        while len(sample()["stores"]) != 2:
+            assert time.monotonic() < end
+        ledger.close()
+        second.close()
+        shutil.rmtree(shm_root)
+        while (seen := sample())["stores"]:
+            assert time.monotonic() < end
+        put(host(shm_root, name="c"), LLAMA, range(16))
+        while len(sample()["stores"]) != 1:
+            assert time.monotonic() < end
+        process.send_signal(signal.SIGINT)
+        process.stdout.read()
+        assert process.wait(PATIENCE) == 130
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -15), (signal.SIGKILL, -9)]
+)
+def test_live_in_a_terminal_and_its_end(shm_root: Path, number: signal.Signals, code: int) -> None:
+    ledger = host(shm_root)
+    put(ledger, LLAMA, range(32))
+    live = Terminal("top", shm_root, "--interval", 0.2)
+    live.until("host .* 2 chunks")
+    put(ledger, LLAMA, range(64))
+    live.until("host .* 4 chunks")
+    assert live.end(number) == code
+    assert max(cell_len(line) for line in ESCAPES.sub("", live.text).splitlines()) <= 80
+    assert "Traceback" not in live.text
+
+
+def test_a_dumb_terminal_gets_a_view_below_the_other(shm_root: Path) -> None:
+    put(host(shm_root), LLAMA, range(32))
+    live = Terminal("top", shm_root, "--interval", 0.2, term="dumb")
+    live.until(r"(?s)(PagodaKV .*){3}")
+    assert live.end(signal.SIGINT) == 130 and "\x1b[2K" not in live.text and "\x1b[1A" not in live.text
+
+
+def test_a_broken_store_is_named_and_hides_no_other(shm_root: Path, tmp_path: Path) -> None:
+    put(host(shm_root, name="good"), LLAMA, range(16))
+    put(host(shm_root, name="bad"), LLAMA, range(16))
+    with disk(tmp_path) as tier:
+        save(tier, LLAMA, range(16))
+        assert admin.gauges(tier.ledger)["ready"] == 1
+    (shm_root / "bad" / "state").write_bytes(b"{}")
+    code, text = in_pipe("top", shm_root, "--once")
+    assert code == 0 and re.search("host .* 1 chunks", text) and f"{shm_root}/bad: " in text

@@ -1,0 +1,42 @@
+"""What PagodaKV logs stands in vLLM's log."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+from pagoda.connectors.vllm.vllm_log import join_vllm_log
+from tests.vllm.conftest import Tiers
+from tests.vllm.engines import Engine
+
+
+def test_the_opening_block_stands_in_the_log_of_an_engine(pagoda: Engine, tiers: Tiers) -> None:
+    pagoda.wait_up()
+    log = pagoda.log.read_text()
+    opened = re.search(r"INFO .*PagodaKV opened: .*namespace ([0-9a-f]{12}), chunks of \d+ tokens", log)
+    assert opened is not None, log[-3000:]
+    block = log[opened.start() :].splitlines()[:5]
+    for line, word in zip(
+        block, ("opened", "tiers: host ", "found: host ", "where: host ", "look: "), strict=True
+    ):
+        assert word in line, block
+    assert str(tiers.host) in block[3] and str(tiers.disk) in block[3] and "pagoda explain" in block[4]
+
+
+def test_loggers_that_somebody_configured_are_left_alone() -> None:
+    ours, theirs = logging.getLogger("pagoda"), logging.getLogger("vllm")
+    before = (ours.handlers[:], ours.level, theirs.handlers[:], theirs.level)
+    mine, vllms = logging.NullHandler(), logging.NullHandler()
+    try:
+        theirs.handlers[:], theirs.level = [vllms], logging.DEBUG
+        ours.handlers[:], ours.level = [mine], logging.NOTSET
+        join_vllm_log()
+        assert ours.handlers == [mine] and ours.level == logging.NOTSET
+        ours.handlers[:] = []
+        for _ in range(2):
+            join_vllm_log()
+            assert ours.handlers == [vllms] and ours.level == logging.DEBUG
+    finally:
+        ours.handlers[:], theirs.handlers[:] = before[0], before[2]
+        ours.setLevel(before[1])
+        theirs.setLevel(before[3])
