@@ -135,7 +135,7 @@ COMMANDS: dict[str, tuple[list[str], list[str]]] = {
     "ls": (["ls"], ["tier key position"]),
     "ls --by namespace": (["ls", "--by", "namespace"], ["tier namespace chunks"]),
     "check": (["check", "--read"], ["tier verdict chunks read damaged directory", "tier verdict address"]),
-    "explain": (["explain", "--tokens", "{}/tokens"], ["tier tokens share why not more model"]),
+    "explain": (["explain", "--tokens", "{}/tokens"], ["tier tokens share why not more"]),
     "pin": (["pin", "--tokens", "{}/tokens"], ["tier tokens model"]),
     "config show": (["config", "show"], ["option from"]),
     "replay": (

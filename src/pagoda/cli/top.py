@@ -35,7 +35,7 @@ _ASK_SECONDS = 10.0  # between two questions to the remote tiers
 _NAMESPACES = 5  # shown; the largest ones
 
 
-class Sample(NamedTuple):
+class TopSample(NamedTuple):
     """What was seen at one moment, and how fast counters rose since the sample before, by directory."""
 
     seconds: float
@@ -77,7 +77,7 @@ def top(
 
 def _samples(
     directory: Path | None, config_file: Path | None, interval: float, once: bool
-) -> Iterator[Sample]:
+) -> Iterator[TopSample]:
     """Yield a sample now and every `interval` seconds. Raises UsageError if the directory has no store at first."""
     from pagoda.threads import Pool, wait
 
@@ -87,7 +87,7 @@ def _samples(
     asked: Future[list[RemoteUsage]] | None = None
     asked_at = -_ASK_SECONDS
     pool = Pool(1, "pagoda-top")
-    before: Sample | None = None
+    before: TopSample | None = None
     directories = find_stores(directory, config_file)
     try:
         while True:
@@ -115,8 +115,8 @@ def _usages(specs: Sequence[RemoteSpec]) -> list[RemoteUsage]:
 
 
 def _sample(
-    directories: Sequence[Path], remotes: Sequence[RemoteUsage], before: Sample | None, policy: str
-) -> Sample:
+    directories: Sequence[Path], remotes: Sequence[RemoteUsage], before: TopSample | None, policy: str
+) -> TopSample:
     from pagoda.errors import PagodaError
     from pagoda.ledger.snapshot import StoreSnapshot
 
@@ -130,10 +130,10 @@ def _sample(
                 failed[str(store)] = str(trouble)
     now = time.monotonic()
     rates = _rates(found, before, now) if before is not None else {}
-    return Sample(now, found, failed, remotes, rates, policy)
+    return TopSample(now, found, failed, remotes, rates, policy)
 
 
-def _rates(found: Sequence[StoreSnapshot], before: Sample, now: float) -> dict[Path, dict[str, float]]:
+def _rates(found: Sequence[StoreSnapshot], before: TopSample, now: float) -> dict[Path, dict[str, float]]:
     """Return how much each counter rose a second; a store that was not there, or was made anew, has no rates yet."""
     old = {snapshot.directory: snapshot.counters for snapshot in before.stores}
     seconds = max(now - before.seconds, 1e-3)
@@ -147,7 +147,7 @@ def _rates(found: Sequence[StoreSnapshot], before: Sample, now: float) -> dict[P
     return rates
 
 
-def _as_json(sample: Sample) -> dict[str, object]:
+def _as_json(sample: TopSample) -> dict[str, object]:
     stores = [
         {**snapshot.as_json(), "per_second": sample.rates.get(snapshot.directory)}
         for snapshot in sample.stores
@@ -163,7 +163,7 @@ def _as_json(sample: Sample) -> dict[str, object]:
     }
 
 
-def _view(sample: Sample, width: int) -> list[Text]:
+def _view(sample: TopSample, width: int) -> list[Text]:
     """Return the lines of the view, the most important first: a low terminal shows the beginning."""
     from rich.text import Text
 
