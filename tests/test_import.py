@@ -68,5 +68,5 @@ def test_the_names_of_loggers_are_pinned() -> None:
     assert {name.strip('"') for name in found} == {
         "pagoda", "pagoda.cache", "pagoda.connectors", "pagoda.ledger.clears", "pagoda.ledger.spaces",
         "pagoda.ledger.store", "pagoda.serve", "pagoda.slab", "pagoda.tiers.disk", "pagoda.tiers.register",
-        "pagoda.tiers.remote", "pagoda.transfer", "pagoda.vllm",
+        "pagoda.tiers.remote", "pagoda.transfer", "pagoda.vllm", "vllm",
     }  # fmt: skip

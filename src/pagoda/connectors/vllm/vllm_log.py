@@ -13,7 +13,7 @@ def join_vllm_log() -> None:
     Left alone: a logger "pagoda" with handlers or a level of its own (`log_format = "json"` too), a root logger
     that shows INFO already, and a vLLM without handlers (VLLM_CONFIGURE_LOGGING=0).
     """
-    ours, theirs, root = (logging.getLogger(name) for name in ("pagoda", "vllm", None))
+    ours, theirs, root = logging.getLogger("pagoda"), logging.getLogger("vllm"), logging.root
     if ours.handlers or ours.level != logging.NOTSET or not theirs.handlers:
         return
     if root.handlers and root.isEnabledFor(logging.INFO):
