@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks import limits_cuda
-from benchmarks.gpu import ready, table
+from benchmarks.gpu import ready, table, transfer
 from benchmarks.gpu.crossing import Field, WrongBytes, crossing
 from benchmarks.gpu.entrants import BlockLoop, Entrant, Move, Ours, OurWay, TorchSelect
 from benchmarks.gpu.plan import FULL, QUICK, TINY
@@ -41,22 +41,18 @@ def run(*arguments: str, path: str = "") -> subprocess.CompletedProcess[str]:
 # ---- where there is no GPU
 
 
-@pytest.mark.slow
 @no_gpu
-def test_it_says_in_one_line_why_it_skips() -> None:
-    done = run("benchmarks/gpu/transfer.py")
-    assert done.returncode == 0
+def test_it_says_in_one_line_why_it_skips(capsys: pytest.CaptureFixture[str]) -> None:
+    assert transfer.main([]) == 0
     assert re.fullmatch(
-        r"skipped: torch \S+ .+ ; on a machine with an NVIDIA GPU: make bench-gpu\n", done.stdout
+        r"skipped: torch \S+ .+ ; on a machine with an NVIDIA GPU: make bench-gpu\n", capsys.readouterr().out
     )
 
 
-@pytest.mark.slow
 @no_gpu
-def test_the_json_says_why_it_skips() -> None:
-    done = run("benchmarks/gpu/transfer.py", "--json", "--quick")
-    found = json.loads(done.stdout)
-    assert done.returncode == 0
+def test_the_json_says_why_it_skips(capsys: pytest.CaptureFixture[str]) -> None:
+    assert transfer.main(["--json", "--quick"]) == 0
+    found = json.loads(capsys.readouterr().out)
     assert found["skipped"] in found["line"]
     assert table.tables(found).startswith("Skipped: torch ")
 
@@ -87,13 +83,16 @@ def test_what_is_missing_beside_a_gpu_is_named_with_the_remedy(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_it_needs_no_more_than_is_named() -> None:
+def test_it_needs_no_more_than_is_named_and_the_limits_nothing_of_pagoda() -> None:
     others = {"lmdb", "pydantic", "rich", "typer", "xxhash", *ready.BENCHMARK}
-    names = f"{sorted(others)} if name in sys.modules"
     code = (
-        f"import sys, benchmarks.gpu.bench, pagoda.transfer.gpu.kernels; print(*[name for name in {names}])"
+        "import sys, benchmarks.limits_cuda\n"
+        "assert not any(name.startswith('pagoda') for name in sys.modules)\n"
+        "import benchmarks.gpu.bench, pagoda.transfer.gpu.kernels\n"
+        f"print(*[name for name in {sorted(others)} if name in sys.modules])"
     )
-    assert run("-c", code).stdout.split() == sorted(ready.BENCHMARK)
+    done = run("-c", code)
+    assert done.stdout.split() == sorted(ready.BENCHMARK), done.stderr
 
 
 def test_what_the_tests_need_is_named() -> None:
@@ -101,14 +100,6 @@ def test_what_the_tests_need_is_named() -> None:
     assert done.returncode == 2
     assert done.stderr.endswith(" -m pip install pytest triton numpy blake3 msgspec lmdb xxhash\n")
     assert run("benchmarks/gpu/ready.py", "pytest").returncode == 0
-
-
-@pytest.mark.slow
-def test_the_limits_use_nothing_of_pagoda() -> None:
-    code = (
-        "import sys, benchmarks.limits_cuda; sys.exit(any(name.startswith('pagoda') for name in sys.modules))"
-    )
-    assert run("-c", code).returncode == 0
 
 
 # ---- every measuring function, on a CPU
@@ -136,11 +127,10 @@ def test_every_part_runs_on_a_cpu(tmp_path: Path) -> None:
         assert f"### {title}" in (tmp_path / "gpu.md").read_text()
 
 
-@pytest.mark.slow
-def test_only_takes_parts_that_there_are() -> None:
-    done = run("tests/benchmarks/tiny_gpu.py", "--only", "beside,wings")
-    assert done.returncode == 2
-    assert "not wings" in done.stderr and "cross_8b" in done.stderr
+def test_only_takes_parts_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert transfer.main(["--device", "cpu", "--tiny", "--only", "beside,wings"]) == 2
+    said = capsys.readouterr().err
+    assert "not wings" in said and "cross_8b" in said
 
 
 def test_when_time_is_over_the_rest_is_named() -> None:
