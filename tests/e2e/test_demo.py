@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from pagoda.cli import UsageError
-from pagoda.cli.demo import demo_command
-from pagoda.cli.demo.demo_child import Size
-from pagoda.cli.demo.demo_run import run_demo
+from pagoda.cli.demo import demo_child, demo_command
+from pagoda.cli.demo.demo_child import Size, Task
+from pagoda.cli.demo.demo_run import PROCESSES, Shown, run_demo
 from pagoda.cli.demo.demo_text import ByteTokenizer, documents
 from pagoda.tiers import opened_tiers
 from tests.e2e.tiny import llama
@@ -79,10 +80,8 @@ def test_three_processes_one_text(
     assert "█" in printed
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_real_model_from_a_path(shm_root: Path, tmp_path: Path) -> None:
-    """Saved weights and a tokenizer from disk; nothing is downloaded."""
+    """Saved weights and a tokenizer from disk; nothing is downloaded. All in this process: the others are above."""
     import tokenizers
     import transformers
 
@@ -93,9 +92,17 @@ def test_a_real_model_from_a_path(shm_root: Path, tmp_path: Path) -> None:
     saved = tmp_path / "model"
     transformers.PreTrainedTokenizerFast(tokenizer_object=plain).save_pretrained(saved)
     llama(vocab_size=len(alphabet)).save_pretrained(saved)
-    shown = run_demo(SMALL, str(saved), shm_root, tmp_path, lambda *_: None)
+    work = {"cold": demo_child._cold, "host": demo_child._host, "disk": demo_child._disk}
+    outcomes = {}
+    for process in PROCESSES:
+        if process == "disk":
+            shutil.rmtree(shm_root / "host")
+        task = Task(process, str(shm_root / "host"), str(tmp_path / "disk"), SMALL, str(saved))
+        outcomes[process] = work[process](demo_child._Asker(task, lambda _: None))
+    shown = Shown(outcomes)
     assert shown.identical
     assert shown.controls_differ
+    assert any("host" in answer.by_tier for answer in shown.outcomes["host"].answers)
     assert any("disk" in answer.by_tier for answer in shown.outcomes["disk"].answers)
 
 
