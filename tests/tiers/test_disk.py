@@ -163,7 +163,9 @@ def test_two_loads_of_one_chunk_read_it_once(tmp_path: Path) -> None:
     buffers = [room(), room(), room()]
     loading = [tier.load([key], [buffer], namespace=ROOT)[0] for buffer in buffers]
     assert slab.hanging.wait(SECONDS)
+    followers = [len(leader.followers) for leader in tier._pool.queue._leaders.values()]
     slab.release()
+    assert followers == [2]
     assert all(oks(loading))
     assert all(is_right(key, buffer) for buffer in buffers)
     assert slab.calls["read"] == 1
