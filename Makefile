@@ -144,7 +144,7 @@ mutants-vllm: $(VLLM_READY)
 soak: $(READY)
 	$(BIN)/python tests/soak.py $(ARGS)
 	$(BIN)/python -m pytest -q -m soak --ignore=tests/vllm
-	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -q -n auto tests/faults
+	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -q -n auto tests/faults tests/replay
 	$(MAKE) bench-full ARGS=
 
 format: $(READY)
