@@ -143,8 +143,8 @@ mutants-vllm: $(VLLM_READY)
 
 soak: $(READY)
 	$(BIN)/python tests/soak.py $(ARGS)
-	$(BIN)/python -m pytest -q -m soak --ignore=tests/vllm
-	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -q -n auto tests/faults tests/replay
+	PAGODA_TEST_EXAMPLES=50 $(BIN)/python -m pytest -q -m soak --ignore=tests/vllm
+	PAGODA_TEST_EXAMPLES=50 HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -q -n auto tests/faults tests/replay tests/stateful
 	$(MAKE) bench-full ARGS=
 
 format: $(READY)

@@ -261,7 +261,7 @@ RUNS: dict[str, tuple[type[BlocksMachine], int, int, dict[str, int]]] = {
 def run(name: str) -> None:
     """Runs one of the machines; AssertionError if something is wrong, or if too little happened."""
     machine, examples, least, usual = RUNS[name]
-    share = int(os.environ.get("PAGODA_TEST_EXAMPLES", "50")) / 50
+    share = int(os.environ.get("PAGODA_TEST_EXAMPLES", "25")) / 50
     machine.seen = Counter()
     run_state_machine_as_test(
         machine,
@@ -274,15 +274,17 @@ def run(name: str) -> None:
         ),
     )
     print(machine.steps, "steps:", dict(sorted(machine.seen.items())))
-    assert machine.steps >= least * min(1, share)
-    assert share < 1 or not {event: n for event, n in usual.items() if machine.seen[event] < n}, machine.seen
+    part = min(1, share)
+    assert machine.steps >= least * part
+    rare = {event: n for event, n in usual.items() if machine.seen[event] < n * part}
+    assert share < 0.5 or not rare, (rare, machine.seen)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["host", "nothing", pytest.param("disk", marks=pytest.mark.soak)])
 def test_model(name: str) -> None:
-    """Some 20,000 steps in all, and everything to be tested did happen in them: half a minute of one core.
+    """Some 9,000 steps in all, twice as many in `make soak`, and everything to be tested did happen in them.
 
     In a process of its own: Hypothesis draws constants that it finds in the modules which happen to be imported, so
     that only there the quick examples are the same in every run. The disk's threads are never quite the same: soak.
