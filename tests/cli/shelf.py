@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 import os
-import signal
 import subprocess
 import sys
-import tempfile
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import NoReturn
 from unittest import mock
 
 import numpy as np
@@ -31,6 +26,7 @@ LLAMA = Namespace("llama", kv_dtype="bfloat16")
 QWEN = Namespace("qwen")
 _NO_HOME = "/dev/null/home"  # cannot be created, not even by root
 RUN = "import sys; from pagoda.cli import main; sys.exit(main())"
+
 # stores chunks until it is killed and keeps about 64 of them, so that other processes can read
 _WRITER = """
 import sys, itertools
@@ -89,66 +85,22 @@ def save(tier: DiskTier, namespace: Namespace, tokens: Sequence[int]) -> list[by
     return keys
 
 
-def pagoda(
-    *args: object, stdin: str = "", anew: bool = False, **variables: str
-) -> subprocess.CompletedProcess[str]:
-    """Run the command in a separate process, with no configuration except `variables`.
-
-    It is forked from this one, so that it need not import everything again; `anew`: a Python of its own.
-    """
-    command = [str(argument) for argument in args]
+def pagoda(*args: object, stdin: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in a separate process, with no configuration except `variables`."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PAGODA_")}
-    environment = {**clean, "HOME": _NO_HOME, "XDG_CONFIG_HOME": _NO_HOME, **variables}
-    if anew:
-        return subprocess.run(
-            [sys.executable, "-c", RUN, *command], input=stdin, env=environment, capture_output=True, text=True,
-            timeout=120,
-        )  # fmt: skip
-    with (
-        tempfile.TemporaryFile("w+") as given,
-        tempfile.TemporaryFile("w+") as out,
-        tempfile.TemporaryFile("w+") as err,
-    ):
-        given.write(stdin)
-        given.seek(0)
-        pid = os.fork()
-        if pid == 0:
-            _be_the_command(command, environment, [given.fileno(), out.fileno(), err.fileno()])
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        out.seek(0)
-        err.seek(0)
-        return subprocess.CompletedProcess(command, code, out.read(), err.read())
+    return subprocess.run(
+        [sys.executable, "-c", RUN, *map(str, args)],
+        input=stdin,
+        env={**clean, "HOME": _NO_HOME, "XDG_CONFIG_HOME": _NO_HOME, **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
 
 
-def _be_the_command(command: list[str], environment: dict[str, str], files: list[int]) -> NoReturn:
-    """Run in the child process."""
-    code: object = 1
-    try:
-        signal.alarm(120)
-        for number, file in enumerate(files):
-            os.dup2(file, number)
-        sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False))
-        sys.stdout, sys.stderr = (io.TextIOWrapper(io.FileIO(fd, "w", closefd=False)) for fd in (1, 2))
-        logging.root.handlers.clear()  # pytest's
-        os.environ.clear()
-        os.environ.update(environment)
-        sys.argv = ["-c", *command]
-        code = main()
-    except SystemExit as end:
-        code = end.code
-    except BaseException:  # noqa: BLE001  # as Python itself ends
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code if isinstance(code, int) else int(code is not None))
-
-
-def answer(
-    *args: object, code: int = 0, stdin: str = "", anew: bool = False, **variables: str
-) -> dict[str, object]:
+def answer(*args: object, code: int = 0, stdin: str = "", **variables: str) -> dict[str, object]:
     """Run the command with --json; return its output, which must be exactly one object."""
-    done = pagoda(*args, "--json", stdin=stdin, anew=anew, **variables)
+    done = pagoda(*args, "--json", stdin=stdin, **variables)
     assert done.returncode == code, done.stderr
     found = json.loads(done.stdout)
     assert isinstance(found, dict)

@@ -18,6 +18,7 @@ from typing import cast
 import pytest
 
 from pagoda import replay as pagoda_replay
+from pagoda.cli import main
 from pagoda.policy import DEFAULT
 from tests.cli.shelf import answer, one_line, pagoda, refused
 from tests.cli.traces import PROMPTS, written
@@ -140,9 +141,9 @@ def test_without_matplotlib_the_remedy_is_said(trace: Path, tmp_path: Path) -> N
         "u.find_spec = lambda name, *rest: None if name == 'matplotlib' else find(name, *rest)\n"
     )
     hidden = {"PYTHONPATH": f"{tmp_path / 'hidden'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    asked = pagoda("replay", trace, "--curve", "--png", tmp_path / "x.png", anew=True, **hidden)
+    asked = pagoda("replay", trace, "--curve", "--png", tmp_path / "x.png", **hidden)
     assert "pip install 'pagodakv[plot]'" in one_line(asked.returncode, asked.stdout, asked.stderr)
-    usual = pagoda("replay", trace, "--curve", anew=True, **hidden)
+    usual = pagoda("replay", trace, "--curve", **hidden)
     assert usual.returncode == 0 and "optimum" in usual.stdout
     assert "pip install 'pagodakv[plot]'" in usual.stderr
 
@@ -257,12 +258,12 @@ README = (Path(__file__).parents[2] / "README.md").read_text()
     "command", re.findall(r"^pagoda ((?:replay|size) [^#\n]*\S) +#", README, re.MULTILINE)
 )
 def test_the_commands_of_the_readme_run(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On the head of the sample, which another test reads as a whole."""
     whole = pagoda_replay.read_trace
     monkeypatch.setattr(pagoda_replay, "read_trace", lambda source: islice(whole(source), 400))
     monkeypatch.chdir(tmp_path)
-    done = pagoda(*command.split())
-    assert done.returncode == 0 and "hit rate" in done.stdout, done.stderr
+    code, said = main(command.split()), capsys.readouterr()
+    assert code == 0 and "hit rate" in said.out, said.err
     assert [path.name for path in tmp_path.iterdir()] == ["pagoda-curve.png"] * ("--curve" in command)
