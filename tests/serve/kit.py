@@ -37,28 +37,45 @@ RUN = "import sys; from pagoda.cli import main; sys.exit(main())"
 Bytes = npt.NDArray[np.uint8]
 
 _ENGINE = """
-import sys
+import itertools, sys
 from pathlib import Path
 from tests.serve.kit import *
 from tests.serve import kit
 from pagoda.cache import Cache
+from pagoda.transfer import DenseKV
 layout, options = getattr(kit, sys.argv[1]), eval(sys.argv[2])
 with Cache(namespace=NAMESPACE, layout=layout, chunk_tokens=CHUNK, **options) as cache:
     print(cache.namespace.root.hex(), flush=True)
+    def store(chain, chunks):
+        cache.store(tokens_of(chain, chunks), DenseKV(kv_of(chain, chunks, layout), layout))
     for line in sys.stdin:
-        word, chain, chunks = line.split()
+        word, chain, chunks = line.split()[0], *map(int, line.split()[1:])
+        if word == "retrieve":
+            blank, wanted = kv_of(9, chunks, layout), kv_of(chain, chunks, layout)
+            hit = cache.retrieve(tokens_of(chain, chunks), DenseKV(blank, layout))
+            pairs = [(a, b) for one, other in zip(blank, wanted) for a, b in zip(one, other)]
+            same = all(a[:, :hit.num_tokens].tobytes() == b[:, :hit.num_tokens].tobytes() for a, b in pairs)
+            print(hit.num_tokens, same, flush=True)
+            continue
         if word == "store":
-            cache.store(tokens_of(int(chain), int(chunks)), kv_of(int(chain), int(chunks), layout))
+            store(chain, chunks)
             cache.flush(30.0)
-        else:
-            number = int(chain)
-            while True:  # a writer that evicts, until it is killed
-                cache.store(tokens_of(number % 50, int(chunks)), kv_of(number % 50, int(chunks), layout))
-                number += 1
-                if number == int(chain) + 3:
-                    print("writes", flush=True)
+        for number in itertools.count(chain) if word == "write" else ():  # it evicts, until it is killed
+            store(number % 50, chunks)
+            if number == chain + 3:
+                print("writes", flush=True)
         print("done", flush=True)
 """
+
+
+_LIMITED = (
+    """
+from functools import partial
+from pagoda.serve import access, server
+server.ServeOptions = partial(server.ServeOptions, limits=access.ServeLimits(**{limits}))
+"""
+    + RUN
+)
 
 
 def tokens_of(chain: int, chunks: int) -> list[int]:
@@ -77,15 +94,13 @@ def payload_of(chain: int, position: int, layout: KVLayout = LAYOUT) -> Bytes:
     return words
 
 
-def kv_of(chain: int, chunks: int, layout: KVLayout = LAYOUT) -> object:
-    """Return the KV of a prompt as an engine has it."""
-    from pagoda.transfer import DenseKV
-
+def kv_of(chain: int, chunks: int, layout: KVLayout = LAYOUT) -> list[list[npt.NDArray[np.float32]]]:
+    """Return the KV of a prompt as an engine has it: K and V of each layer."""
     plane = layout.planes[0]
     shape = layout.layers, len(layout.planes), plane.heads, CHUNK, plane.dim
     whole = [payload_of(chain, n, layout).view(np.float32).reshape(shape) for n in range(chunks)]
     joined = np.concatenate(whole, axis=3)
-    return DenseKV([[joined[layer, part] for part in range(shape[1])] for layer in range(shape[0])], layout)
+    return [[joined[layer, part] for part in range(shape[1])] for layer in range(shape[0])]
 
 
 def value_of(
@@ -184,21 +199,11 @@ class _UnixConnection(http.client.HTTPConnection):
         self.sock.connect(self._path)
 
 
-class Server:
-    """A process `pagoda serve` and a client of it, which has one connection."""
+class Client:
+    """A client of a server, with one connection that is kept. Of one thread."""
 
-    def __init__(self, *arguments: object, token: str | None = TOKEN, **variables: str) -> None:
-        """Start it and wait until it answers. `token` is what it accepts and the client sends."""
-        self.token = token
-        given = {} if token is None else {"PAGODA_SERVE_TOKEN": token}
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", RUN, "serve", "--json", *map(str, arguments)],
-            env={**os.environ, **given, **variables}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        assert self.process.stdout is not None and self.process.stderr is not None
-        line = self.process.stdout.readline()
-        assert line, self.process.stderr.read()
-        self.url = str(json.loads(line)["url"])
+    def __init__(self, url: str, token: str | None) -> None:
+        self.url, self.token = url, token
         self._connection: http.client.HTTPConnection | None = None
 
     @property
@@ -252,6 +257,33 @@ class Server:
         assert isinstance(found, int)
         return found
 
+
+class Server(Client):
+    """A process `pagoda serve` and a client of it."""
+
+    def __init__(
+        self,
+        *arguments: object,
+        token: str | None = TOKEN,
+        limits: Mapping[str, float] | None = None,
+        **variables: str,
+    ) -> None:
+        """Start it and wait until it answers. `token` is what it accepts and the client sends."""
+        code = RUN if limits is None else _LIMITED.format(limits=dict(limits))
+        given = {} if token is None else {"PAGODA_SERVE_TOKEN": token}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, "serve", "--json", *map(str, arguments)],
+            env={**os.environ, **given, **variables}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert self.process.stdout is not None and self.process.stderr is not None
+        line = self.process.stdout.readline()
+        assert line, self.process.stderr.read()
+        super().__init__(str(json.loads(line)["url"]), token)
+
+    def again(self) -> Client:
+        """Return another client of the same server."""
+        return Client(self.url, self.token)
+
     def stop(self, number: int = signal.SIGTERM) -> tuple[int, str]:
         """Send a signal; return the exit code and stderr."""
         if self._connection is not None:
@@ -261,12 +293,23 @@ class Server:
         return self.process.returncode, err
 
 
+def pagoda(*arguments: object) -> str:
+    """Run another command; return what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, *map(str, arguments)], capture_output=True, text=True, timeout=SECONDS
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @contextmanager
-def server(*arguments: object, token: str | None = TOKEN, **variables: str) -> Iterator[Server]:
+def server(
+    *arguments: object, token: str | None = TOKEN, limits: Mapping[str, float] | None = None, **variables: str
+) -> Iterator[Server]:
     """Run a server, by default on a free port of loopback; kill it afterwards."""
     if "--listen" not in arguments:
         arguments = *arguments, "--listen", "127.0.0.1:0"
-    made = Server(*arguments, token=token, **variables)
+    made = Server(*arguments, token=token, limits=limits, **variables)
     try:
         yield made
     finally:

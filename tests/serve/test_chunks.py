@@ -11,7 +11,7 @@ from tests.serve import kit
 from tests.serve.kit import LAYOUT, engine, keys_of, payload_of, server, verified, wait_until
 
 
-@pytest.mark.parametrize("name", ["LAYOUT", "ODD", "LARGE"])
+@pytest.mark.parametrize("name", ["ODD", "LARGE"])
 def test_every_byte_of_an_engines_chunks_arrives_from_memory(name: str, shm_root: Path) -> None:
     layout = getattr(kit, name)
     with engine(name, host_path=str(shm_root), host_size=40 << 20) as running, server(shm_root) as served:
@@ -61,6 +61,7 @@ def test_what_is_absent_is_a_miss_with_its_reason(shm_root: Path) -> None:
         assert served.ask("HEAD", path + others[0].hex()).status == 404
 
 
+@pytest.mark.slow
 def test_a_unix_socket_needs_no_token_and_ends_with_the_server(shm_root: Path, tmp_path: Path) -> None:
     path = tmp_path / "private" / "serve.sock"
     with engine(host_path=str(shm_root), host_size=16 << 20) as running:

@@ -72,6 +72,8 @@ def serve(
         raise UsageError(f"serve needs {missing.name}: pip install 'pagodakv[serve]'") from None
     if (tls_cert is None) != (tls_key is None):
         raise UsageError("--tls-cert and --tls-key: give both or neither")
+    if directory is not None and not directory.is_dir():
+        find_stores(directory, config)  # says what is wrong
     address, socket_path = _address(listen)
     if address is None and (tls_cert or token_file or allow_host):
         raise UsageError("--tls-cert, --token-file and --allow-host are for TCP: add --listen HOST:PORT")

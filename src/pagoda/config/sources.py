@@ -23,7 +23,7 @@ from pagoda.serve_token import TOKEN_VARIABLE
 
 PREFIX = "PAGODA_"
 FILE_VARIABLE = "PAGODA_CONFIG"
-_NO_OPTIONS = (FILE_VARIABLE, "PAGODA_SERVE_TOKEN")  # the token of `pagoda serve` is in no configuration
+_NO_OPTIONS = {FILE_VARIABLE, TOKEN_VARIABLE}  # the token of `pagoda serve` is a secret, and no option
 DEFAULT = "default"
 _LISTED = " (pagoda config show lists them)"
 # What Kubernetes sets in every pod for a service whose name begins with "pagoda"; no option may end like these.
@@ -117,8 +117,6 @@ def _environment(environ: Mapping[str, str]) -> _Given:
     known = {PREFIX + name.upper(): name for name in option_names()}
     for found in environ:
         if not found.startswith(PREFIX) or found in _NO_OPTIONS or _SERVICE_VARIABLE.fullmatch(found):
-            continue
-        if found == TOKEN_VARIABLE:  # of pagoda serve: a secret, and no option
             continue
         if found not in known:
             raise ConfigError(f"{found}: no such variable{did_you_mean(found, known)}{_LISTED}")

@@ -5,34 +5,72 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
 import hmac
 import os
 import secrets
+import socket
 import stat
+import struct
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from aiohttp import web
 
 from pagoda.errors import ConfigError
+from pagoda.serve_token import TOKEN_VARIABLE, default_token_file
 
-TOKEN_VARIABLE = "PAGODA_SERVE_TOKEN"
 COOKIE = "pagoda"
+"""The name of the page's cookie."""
 _SHORTEST_TOKEN, _LONGEST_TOKEN = 16, 1024
-_REQUESTS_A_SECOND, _BURST = 4000.0, 8000.0  # of one client
 _WRONG_TOKENS_A_SECOND, _WRONG_BURST = 1.0, 20.0
 _MOST_CLIENTS = 1024
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServeLimits:
+    """What clients may cost.
+
+    `header_seconds` is for a request's header, `start_seconds` for what follows besides its bytes, and a client that
+    moves fewer than `slowest_bytes_per_second` is disconnected. `buffer_bytes` is for chunks from the disk and from
+    clients. `requests_per_second` is of one client.
+    """
+
+    connections: int = 256
+    header_seconds: float = 10.0
+    idle_seconds: float = 120.0
+    start_seconds: float = 5.0
+    slowest_bytes_per_second: int = 2 << 20
+    buffer_bytes: int = 256 << 20
+    requests_per_second: float = 5000.0
+
+    def seconds(self, nbytes: int) -> float:
+        """Return how long a client may take for so many bytes."""
+        return self.start_seconds + nbytes / self.slowest_bytes_per_second
+
+
 def refusal(status: int, reason: str, remedy: str = "") -> web.Response:
     """Return an answer that refuses a request: JSON with the reason and, for people, what to do."""
     body = {"reason": reason, **({"remedy": remedy} if remedy else {})}
     return web.json_response(body, status=status, headers={"Cache-Control": "no-store"})
+
+
+def break_connection(transport: asyncio.BaseTransport | None) -> None:
+    """End a connection at once; the kernel drops what it has not sent yet, however slowly the client reads."""
+    if transport is None:
+        return
+    assert isinstance(transport, asyncio.Transport)
+    if (sock := transport.get_extra_info("socket")) is not None and not transport.is_closing():
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    transport.abort()
 
 
 class AccessRules:
@@ -42,14 +80,17 @@ class AccessRules:
     are answered without the token; other modules add theirs. `counts` tells how many requests were refused and why.
     """
 
-    def __init__(self, token: str | None, hosts: Iterable[str], port: int | None) -> None:
+    def __init__(
+        self, token: str | None, hosts: Iterable[str], port: int | None, limits: ServeLimits | None = None
+    ) -> None:
         """`token` None: the server listens on a Unix socket only. `hosts`: names that the Host header may have."""
         self._token = token
         self._hosts = {host.lower() for host in hosts}
         self._port = port
         self.open_paths = {"/healthz"}
         self.counts: Counter[str] = Counter()
-        self._requests = RateLimit(_REQUESTS_A_SECOND, _BURST)
+        self.limits = limits or ServeLimits()
+        self._requests = RateLimit(self.limits.requests_per_second, 2 * self.limits.requests_per_second)
         self._wrong_tokens = RateLimit(_WRONG_TOKENS_A_SECOND, _WRONG_BURST)
 
     @web.middleware
@@ -64,24 +105,21 @@ class AccessRules:
     def _refused(self, request: web.Request) -> web.Response | None:
         if self._token is None:
             return None
-        client, is_open = request.remote or "", request.path in self.open_paths
-        if not self._requests.allows(client):
+        client, has_token = request.remote or "", self.has_token(request)
+        # Other users of a machine have the same address on loopback: what they waste is not taken from who may call.
+        if not self._requests.allows(f"{client} {has_token}"):
             return refusal(429, "too_many_requests")
-        spent = self._wrong_tokens.is_spent(client)
-        if not is_open and not spent and self.has_token(request):
+        if has_token and request.path not in self.open_paths:
             return None  # by whatever name it calls this machine: no page of another name knows the token
         if not self.is_host(request.headers.get("Host", "")):
             return refusal(421, "other_host", "start the server with --allow-host NAME")
-        if is_open:
+        if request.path in self.open_paths or self.has_cookie(request):
             return None
-        if spent:
+        if not self._wrong_tokens.allows(client):
             return refusal(429, "too_many_wrong_tokens")
-        if not self.has_cookie(request):
-            self._wrong_tokens.allows(client)
-            answer = refusal(401, "token", "send the header Authorization: Bearer TOKEN")
-            answer.headers["WWW-Authenticate"] = "Bearer"
-            return answer
-        return None
+        answer = refusal(401, "token", "send the header Authorization: Bearer TOKEN")
+        answer.headers["WWW-Authenticate"] = "Bearer"
+        return answer
 
     def is_host(self, host: str) -> bool:
         """Return whether a Host header names this server: a page of another name (DNS rebinding) may not call it."""
@@ -179,13 +217,6 @@ def read_token(file: Path | None) -> str:
         return _checked(path.read_text(encoding="utf-8", errors="replace"), str(path))
     except OSError as error:
         raise ConfigError(f"{path}: the token cannot be read: {error.strerror}") from None
-
-
-def default_token_file() -> Path:
-    """Return where the token of this user is."""
-    state = os.environ.get("XDG_STATE_HOME", "")
-    base = Path(state) if os.path.isabs(state) else Path(os.path.expanduser("~"), ".local", "state")
-    return base / "pagoda" / "serve-token"
 
 
 def default_socket() -> Path:

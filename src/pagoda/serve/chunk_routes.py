@@ -20,9 +20,9 @@ from aiohttp import web
 
 from pagoda import codec
 from pagoda.codec import HEADER_BYTES
-from pagoda.errors import ClosedError
+from pagoda.errors import ClosedError, NoRoomError
 from pagoda.metrics import Reason
-from pagoda.serve.access import refusal
+from pagoda.serve.access import ServeLimits, break_connection, refusal
 from pagoda.serve.blocking_calls import CALLS, OverloadedError
 from pagoda.serve.served_stores import LocatedChunk, ServedStore, ServedStores
 from pagoda.slab import aligned
@@ -31,6 +31,7 @@ from pagoda.tiers.remote.remote_tier import STORE_ID
 
 STORES: web.AppKey[ServedStores] = web.AppKey("stores", ServedStores)
 COUNTS: web.AppKey[Counter[str]] = web.AppKey("counts", Counter)
+LIMITS: web.AppKey[ServeLimits] = web.AppKey("limits", ServeLimits)
 READ_ONLY: web.AppKey[bool] = web.AppKey("read_only", bool)
 
 MOST_KEYS = 4096  # in one find
@@ -38,8 +39,7 @@ _KEY_BYTES = 32
 _MOST_LABEL_BYTES = 4096
 _PIECE_BYTES = 8 << 20  # is sent before the lease is renewed and the generation compared
 _WRITE_BYTES = 1 << 20  # is handed to a socket that cannot send from a file
-_START_SECONDS, _SLOWEST_BYTES_PER_SECOND = 5.0, 2 << 20  # a slower client is disconnected
-_BUFFER_BYTES, _BUFFER_SECONDS = 256 << 20, 5.0  # for chunks from the disk and from clients, in all
+_BUFFER_SECONDS = 5.0  # a request waits for a buffer
 T = TypeVar("T", bound=web.StreamResponse)
 
 _HEX = re.compile(r"[0-9a-f]{64}")
@@ -48,7 +48,7 @@ _LABELS = re.compile(r"[a-z_]{1,32}")
 
 def add_routes(app: web.Application) -> None:
     """Add the routes of this module. The application has its stores, calls, counts and whether it is read-only."""
-    app[_BUFFERS] = BufferPool(_BUFFER_BYTES)
+    app[_BUFFERS] = BufferPool(app[LIMITS].buffer_bytes)
     app.router.add_route("HEAD", "/v1/{namespace}/{key}", _head)
     app.router.add_route("GET", "/v1/{namespace}/{key}", _get)
     app.router.add_put("/v1/{namespace}/{key}", _put)
@@ -156,15 +156,16 @@ async def _send_slot(request: web.Request, found: LocatedChunk, page: bytes) -> 
     if transport.get_extra_info("sslcontext") is not None:
         view = store.slab.view(found.slot)  # type: ignore[union-attr]
         return await _send_buffer(request, found, page, view)
+    limits = request.app[LIMITS]
     loop, begin, total = asyncio.get_running_loop(), store.offset(found.slot), store.chunk_bytes
     response = web.StreamResponse(headers=_value_headers(store))
     try:
-        async with asyncio.timeout(_START_SECONDS):
+        async with asyncio.timeout(limits.start_seconds):
             await response.prepare(request)
             await response.write(page)
         for at in range(0, total, _PIECE_BYTES):
             count = min(_PIECE_BYTES, total - at)
-            async with asyncio.timeout(_seconds(count)):
+            async with asyncio.timeout(limits.seconds(count)):
                 await loop.sendfile(transport, store.file, begin + at, count, fallback=False)
             if not found.renew():  # the reader would notice, by the checksum; it need not read the rest
                 return _aborted(request, response, "evicted_while_sent")
@@ -178,17 +179,19 @@ async def _send_buffer(
     request: web.Request, found: LocatedChunk, page: bytes, payload: Bytes
 ) -> web.StreamResponse:
     """Send a chunk from memory of this process, a piece at a time; it is all sent when this returns."""
-    response = web.StreamResponse(headers=_value_headers(found.store))
-    if request.transport is not None:
-        request.transport.set_write_buffer_limits(0)  # a drain waits until the buffer may be used again
+    response, limits = web.StreamResponse(headers=_value_headers(found.store)), request.app[LIMITS]
+    transport = request.transport
+    if transport is not None and transport.get_extra_info("sslcontext") is None:
+        # A drain waits until the buffer may be used again. TLS encrypts, so copies, at once.
+        transport.set_write_buffer_limits(0)
     view = payload[: found.store.chunk_bytes].data
     try:
-        async with asyncio.timeout(_START_SECONDS):
+        async with asyncio.timeout(limits.start_seconds):
             await response.prepare(request)
             await response.write(page)
         for at in range(0, view.nbytes, _WRITE_BYTES):
             piece = view[at : at + _WRITE_BYTES]
-            async with asyncio.timeout(_seconds(piece.nbytes)):
+            async with asyncio.timeout(limits.seconds(piece.nbytes)):
                 await response.write(piece)
                 await response.drain()
             if found.store.in_memory and not found.renew():
@@ -199,15 +202,10 @@ async def _send_buffer(
     return _sent(request, found, response)
 
 
-def _seconds(nbytes: int) -> float:
-    return _START_SECONDS + nbytes / _SLOWEST_BYTES_PER_SECOND
-
-
 def _aborted(request: web.Request, response: web.StreamResponse, why: str) -> web.StreamResponse:
     """Break the connection: what was announced cannot be sent."""
     request.app[COUNTS][why] += 1
-    if request.transport is not None:
-        request.transport.abort()
+    break_connection(request.transport)
     return response
 
 
@@ -248,7 +246,10 @@ async def _put(request: web.Request) -> web.Response:
     header = codec.parse(page)
     if header is None or not _is_of(header, namespace, key, length):
         return _closing(refusal(422, "failed_check", "the header is not of this key, or is damaged"))
-    store = await calls.run(stores.room_for, header)
+    try:
+        store = await calls.run(stores.room_for, header)
+    except NoRoomError as error:
+        return _closing(refusal(507, "full", str(error)))
     if store is None:
         remedy = "start an engine here, or the server with --host-size, to make a store for this layout"
         return _closing(refusal(507, "no_store", remedy))
@@ -273,6 +274,8 @@ def _is_of(header: codec.Header, namespace: bytes, key: bytes, length: int) -> b
         codec.agrees(header, expected)
         and stored == (header.stored_bytes or header.length)
         and stored <= header.length
+        and header.tokens < 1 << 31
+        and header.position < 1 << 31
         and re.fullmatch(r"[0-9a-f]{16}", header.fingerprint) is not None
     )
 
@@ -326,7 +329,7 @@ async def _read_body(request: web.Request, buffer: Bytes) -> bool:
     """Fill `buffer` from the body. False if the client is too slow, or ends it early."""
     at = 0
     try:
-        async with asyncio.timeout(_seconds(buffer.nbytes)):
+        async with asyncio.timeout(request.app[LIMITS].seconds(buffer.nbytes)):
             while at < buffer.nbytes:
                 piece = await request.content.read(buffer.nbytes - at)
                 if not piece:
@@ -342,7 +345,7 @@ async def _small_body(request: web.Request, most: int) -> bytes:
     """Return a body of at most `most` bytes. Raises HTTPRequestEntityTooLarge, HTTPRequestTimeout."""
     body = bytearray()
     try:
-        async with asyncio.timeout(_START_SECONDS):
+        async with asyncio.timeout(request.app[LIMITS].start_seconds):
             while piece := await request.content.read(most + 1 - len(body)):
                 body += piece
                 if len(body) > most:

@@ -21,7 +21,7 @@ import numpy as np
 from pagoda import codec
 from pagoda.clock import Clock
 from pagoda.codec import HEADER_BYTES
-from pagoda.errors import ClosedError, PagodaError
+from pagoda.errors import ClosedError, NoRoomError, PagodaError
 from pagoda.layout import KVLayout
 from pagoda.ledger import Ledger, admin
 from pagoda.ledger.store_state import FORMAT, read_state
@@ -38,6 +38,7 @@ _MOST_HEADERS = 2048  # of 4 KiB each
 _MOST_LABELS = 1024
 _RUN_SECONDS = 5.0  # chunks of one namespace that arrive within this time count as one run
 _MOST_RUNS = 1024
+_MOST_STORES = 64  # then no more are made
 
 _logger = logging.getLogger("pagoda.serve")
 
@@ -305,13 +306,17 @@ class ServedStores:
     # ---- storing and removing ------------------------------------------------------------------------------------
 
     def room_for(self, header: codec.Header) -> ServedStore | None:
-        """Return the host store of a header's layout, made now if the server may make one. Raises StoreError."""
+        """Return the host store of a header's layout, made now if the server may. StoreError, NoRoomError."""
         for store in self.stores():
             if store.in_memory and store.fingerprint == header.fingerprint:
                 return store
         if self._host is None:
             return None
         layout = KVLayout(max(1, header.tokens), header.length, header.fingerprint)
+        if not layout.slots_in(self._host.size_bytes) or len(self.stores()) >= _MOST_STORES:
+            raise NoRoomError(
+                f"no store for chunks of {header.length} bytes: start the server with more --host-size"
+            )
         path = self._host.path / f"{layout.fingerprint}.{FORMAT}"
         with self._scanning:
             made = self._stores.get(path)

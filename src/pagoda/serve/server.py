@@ -22,12 +22,19 @@ from typing import ParamSpec, TypeVar
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
-from pagoda.errors import ConfigError, PagodaError
+from pagoda.errors import ClosedError, ConfigError, PagodaError
 from pagoda.metrics import RateLimitedLog, Reason
 from pagoda.serve import chunk_routes, metrics_routes
-from pagoda.serve.access import AccessRules, default_socket, private_directory, refusal
+from pagoda.serve.access import (
+    AccessRules,
+    ServeLimits,
+    break_connection,
+    default_socket,
+    private_directory,
+    refusal,
+)
 from pagoda.serve.blocking_calls import CALLS, BlockingCallPool, OverloadedError
-from pagoda.serve.chunk_routes import COUNTS, READ_ONLY, STORES
+from pagoda.serve.chunk_routes import COUNTS, LIMITS, READ_ONLY, STORES
 from pagoda.serve.operator_routes import OperatorRoutes, PageOptions
 from pagoda.serve.served_stores import HostRoom, ServedStores
 
@@ -37,9 +44,6 @@ T = TypeVar("T")
 ACCESS: web.AppKey[AccessRules] = web.AppKey("access", AccessRules)
 
 _SCAN_SECONDS = 2.0
-_HEADER_SECONDS = 10.0  # for a request's first byte after connecting, and for all of its header
-_IDLE_SECONDS = 120.0  # between two requests of a connection
-_MOST_CONNECTIONS = 256
 _LINGERING_SECONDS = 2.0  # for the rest of a body that is not read
 _READ_BYTES = 256 << 10
 _SHUTDOWN_SECONDS = 2.0  # for requests that run when the server is to stop
@@ -62,12 +66,14 @@ class ServeOptions:
     certificate_key: Path | None = None
     page: PageOptions | None = None
     """None: without the operator's page and its routes."""
+    limits: ServeLimits = field(default_factory=ServeLimits)
 
 
 def make_app(options: ServeOptions, access: AccessRules) -> web.Application:
     """Return the application with all its routes; its stores are opened when it starts."""
     app = web.Application(middlewares=[_failures, access.middleware])
     app[ACCESS] = access
+    app[LIMITS] = options.limits
     app[READ_ONLY] = options.read_only
     app[COUNTS] = Counter()
     app[STORES] = ServedStores(options.find_stores, options.host_room)
@@ -87,12 +93,14 @@ async def serve(options: ServeOptions, ready: Callable[[str], None]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     listening = _listen(options)
-    access = AccessRules(options.token if options.listen else None, _hosts(options), _port(listening))
+    access = AccessRules(
+        options.token if options.listen else None, _hosts(options), _port(listening), options.limits
+    )
     runner = web.AppRunner(make_app(options, access), access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS)
     try:
         await runner.setup()
         assert runner.server is not None
-        connections = Connections(runner.server, loop)
+        connections = Connections(runner.server, loop, options.limits)
         server = await _accept(loop, connections, listening, _tls(options))
         sweeping = asyncio.create_task(connections.abort_late_ones())
         try:
@@ -182,7 +190,7 @@ async def _accept(
 ) -> asyncio.Server:
     if listening.family == socket.AF_UNIX:
         return await loop.create_unix_server(connections.make, sock=listening)
-    handshake = _HEADER_SECONDS if tls is not None else None
+    handshake = connections.limits.header_seconds if tls is not None else None
     return await loop.create_server(
         connections.make, sock=listening, ssl=tls, ssl_handshake_timeout=handshake
     )
@@ -214,17 +222,17 @@ class _Refused(asyncio.Protocol):
 class Connections:
     """The connections of a server: a bounded number, and none that keeps it waiting for a header."""
 
-    def __init__(self, server: web.Server, loop: asyncio.AbstractEventLoop) -> None:
-        self._server, self._loop = server, loop
+    def __init__(self, server: web.Server, loop: asyncio.AbstractEventLoop, limits: ServeLimits) -> None:
+        self._server, self._loop, self.limits = server, loop, limits
 
     def make(self) -> asyncio.Protocol:
         """Return the protocol of a new connection."""
-        if len(self._server.connections) >= _MOST_CONNECTIONS:
+        if len(self._server.connections) >= self.limits.connections:
             return _Refused()
         return _Connection(
             self._server,
             loop=self._loop,
-            keepalive_timeout=_IDLE_SECONDS,
+            keepalive_timeout=self.limits.idle_seconds,
             access_log=None,  # type: ignore[arg-type]  # aiohttp's own runner passes it too
             logger=_logger,
             read_bufsize=_READ_BYTES,
@@ -236,13 +244,12 @@ class Connections:
     async def abort_late_ones(self) -> None:
         """Abort, again and again, connections whose request header is late."""
         while True:
-            await asyncio.sleep(_HEADER_SECONDS / 10)
-            before = time.monotonic() - _HEADER_SECONDS
+            await asyncio.sleep(self.limits.header_seconds / 10)
+            before = time.monotonic() - self.limits.header_seconds
             for connection in self._server.connections:
                 assert isinstance(connection, _Connection)
-                late = connection.late_since is not None and connection.late_since < before
-                if late and connection.transport is not None:
-                    connection.transport.abort()
+                if connection.late_since is not None and connection.late_since < before:
+                    break_connection(connection.transport)
 
 
 # ---- the application ---------------------------------------------------------------------------------------------
@@ -259,12 +266,23 @@ async def _failures(request: web.Request, handler: Callable[[web.Request], objec
         answer: web.StreamResponse = await handler(request)  # type: ignore[misc]
         return answer
     except web.HTTPException as error:
-        return refusal(error.status, error.reason.lower().replace(" ", "_"))
+        return _refused(error)
     except OverloadedError:
         return refusal(503, "overloaded", "ask again later")
+    except ClosedError:
+        return refusal(503, "closed", "ask again later")
     except PagodaError as error:
         _log.warn(_logger, Reason.IO_ERROR, f"a request failed: {error}")
         return refusal(503, "store_unavailable", "ask again later")
+
+
+def _refused(error: web.HTTPException) -> web.Response:
+    answer = refusal(error.status, error.reason.lower().replace(" ", "_"))
+    if "Allow" in error.headers:
+        answer.headers["Allow"] = error.headers["Allow"]
+    if error.status in (408, 413):  # the rest of the body is not read
+        answer.force_close()
+    return answer
 
 
 async def _healthz(request: web.Request) -> web.Response:

@@ -1,0 +1,118 @@
+"""Who may call `pagoda serve`: the token's file, TLS, the page's cookie, and wrong options in one line."""
+
+from __future__ import annotations
+
+import http.client
+import ssl
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from pagoda.serve import access
+from pagoda.serve.access import AccessRules, RateLimit
+from tests.cli.shelf import refused
+from tests.serve import kit
+from tests.serve.kit import engine, payload_of, server, verified
+
+
+def test_the_token_is_made_once_and_only_its_user_can_read_it(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    for _ in range(2):
+        with server(tmp_path, token=None, XDG_STATE_HOME=str(state)) as served:
+            file = state / "pagoda" / "serve-token"
+            assert file.stat().st_mode & 0o777 == 0o600
+            assert served.get(bytes(32), bytes(32)).status == 401
+            served.token = file.read_text().strip()
+            assert served.get(bytes(32), bytes(32)).status == 404
+            _, err = served.stop()
+            assert served.token not in err and len(served.token) >= 40
+    file.chmod(0o644)
+    assert "chmod 600" in refused("serve", "--listen", "127.0.0.1:0", "--token-file", file)
+
+
+def test_wrong_options_are_one_line_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "short").write_text("abc")
+    (tmp_path / "short").chmod(0o600)
+    (tmp_path / "open").mkdir(mode=0o755)
+    tcp = "serve", "--listen"
+    with server(tmp_path) as served:
+        assert "another address" in refused(
+            *tcp, f"127.0.0.1:{served.address[1]}", PAGODA_SERVE_TOKEN=kit.TOKEN
+        )
+    assert "16 to 1024" in refused("serve", "--listen", "127.0.0.1:0", "--token-file", tmp_path / "short")
+    assert "cannot be read" in refused("serve", "--listen", "127.0.0.1:0", "--token-file", tmp_path / "none")
+    assert "0700" in refused("serve", "--listen", f"unix:{tmp_path}/open/socket")
+    for listen in ("7777", "host:", "host:x", "1.2.3.4:99999", "unix:relative", "unix:/" + "a" * 200):
+        assert "write" in refused("serve", "--listen", listen)
+    assert "--listen" in refused("serve", "--allow-host", "x")
+    assert "both or neither" in refused("serve", "--listen", "127.0.0.1:0", "--tls-cert", "x")
+    wrong = "--tls-cert", tmp_path / "short", "--tls-key", tmp_path / "short"
+    assert "cannot be used" in refused(*tcp, "127.0.0.1:0", *wrong, PAGODA_SERVE_TOKEN=kit.TOKEN)
+    assert "--host-size" in refused("serve", "--host-size", "much")
+    assert "no such directory" in refused("serve", tmp_path / "absent")
+
+
+@pytest.mark.slow
+def test_two_servers_do_not_take_one_socket(tmp_path: Path) -> None:
+    path = tmp_path / "mine" / "socket"
+    with server(tmp_path, "--listen", f"unix:{path}", token=None) as served:
+        assert "another pagoda serve" in refused("serve", tmp_path, "--listen", f"unix:{path}")
+        assert served.ask("GET", "/healthz").status == 200
+
+
+@pytest.mark.slow
+def test_with_certificates_it_speaks_https(shm_root: Path, tmp_path: Path) -> None:
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "1",
+         "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost", "-keyout", key, "-out", certificate],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    with engine("LARGE", host_path=str(shm_root), host_size=32 << 20) as running:
+        keys = running.store(1, 3)
+        with server(shm_root, "--tls-cert", certificate, "--tls-key", key) as served:
+            assert served.url.startswith("https://")
+            context = ssl.create_default_context(cafile=str(certificate))
+            connection = http.client.HTTPSConnection(
+                "localhost", served.address[1], context=context, timeout=kit.SECONDS
+            )
+            for position, name in enumerate(keys):
+                path = f"/v1/{running.root.hex()}/{name.hex()}"
+                connection.request("GET", path, headers={"Authorization": f"Bearer {kit.TOKEN}"})
+                found = verified(connection.getresponse().read(), running.root, name, kit.LARGE)
+                assert found is not None and (found == payload_of(1, position, kit.LARGE)).all()
+            connection.close()
+
+
+def test_the_host_header_names_this_server() -> None:
+    rules = AccessRules("a" * 16, ["10.0.0.5", "Cache.Example"], 7777)
+    for host in ("10.0.0.5", "10.0.0.5:7777", "cache.example", "CACHE.example:7777"):
+        assert rules.is_host(host), host
+    for host in ("", "10.0.0.6", "10.0.0.5:80", "evil.example", "cache.example.evil", ":7777", "x@10.0.0.5"):
+        assert not rules.is_host(host), host
+
+
+def test_only_the_token_is_the_token() -> None:
+    rules = AccessRules("a-token-of-16-or-more", [], 1)
+    assert rules.is_token("a-token-of-16-or-more")
+    for text in (
+        "",
+        "a-token-of-16-or-mor",
+        "a-token-of-16-or-more ",
+        "A-token-of-16-or-more",
+        "\udcff",
+        rules.cookie(),
+    ):
+        assert not rules.is_token(text), text
+    assert "a-token" not in rules.cookie()
+    assert rules.cookie() != AccessRules("a-token-of-16-or-morf", [], 1).cookie()
+
+
+def test_a_rate_is_of_each_client_and_remembers_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = RateLimit(0.001, 3.0)
+    assert [limit.allows("a") for _ in range(4)] == [True, True, True, False]
+    assert limit.is_spent("a") and not limit.is_spent("b") and limit.allows("b")
+    for number in range(3000):
+        limit.allows(f"client {number}")
+    assert len(limit._left) == access._MOST_CLIENTS

@@ -1,0 +1,134 @@
+"""`pagoda serve`: a server that is killed or stopped stops no engine, and eviction never makes other bytes pass."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pagoda.ledger import Ledger, admin
+from tests.serve import kit
+from tests.serve.kit import TOKEN, engine, keys_of, payload_of, server, verified
+
+
+@contextlib.contextmanager
+def half_read(served: kit.Server, root: bytes, key: bytes) -> Iterator[socket.socket]:
+    """Ask for a chunk and read only its beginning, so that the server is in the middle of it."""
+    with served.socket() as connected:
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        path = f"/v1/{root.hex()}/{key.hex()}"
+        connected.sendall(
+            f"GET {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()
+        )
+        assert connected.recv(4096).startswith(b"HTTP/1.1 200 ")
+        yield connected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_server_that_ends_or_stops_during_a_get_stops_no_engine(number: int, shm_root: Path) -> None:
+    with engine("LARGE", host_path=str(shm_root), host_size=32 << 20) as running, server(shm_root) as served:
+        key = running.store(1, 2)[0]
+        kit.wait_until(lambda: served.find(running.root, [key]) == 1)
+        with half_read(served, running.root, key):
+            served.process.send_signal(number)
+            begun = time.monotonic()
+            for chain in range(2, 10):  # more than there is room for: what was being sent is evicted in time
+                running.store(chain, 2)
+                assert running.tell("retrieve", chain, 2) == f"{2 * kit.CHUNK} True"
+            assert time.monotonic() - begun < 30.0
+        served.process.send_signal(signal.SIGKILL)
+        served.process.wait(kit.SECONDS)
+        with contextlib.closing(Ledger.attach(next(shm_root.glob("*.4")))) as ledger:
+            admin.check(ledger)
+            numbers = admin.gauges(ledger)
+            assert numbers["ready"] + numbers["free"] == numbers["slots"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("disk", [False, True])
+def test_eviction_during_gets_is_a_miss_or_the_right_bytes(
+    disk: bool, shm_root: Path, tmp_path: Path
+) -> None:
+    host = {"host_path": str(shm_root), "host_size": 2 << 20}
+    room = {"host_size": 0, "disk_path": str(tmp_path), "disk_size": 2 << 20} if disk else host
+    with engine(**room) as running, server(tmp_path if disk else shm_root) as served:
+        running.store(0, 12)
+        kit.wait_until(lambda: served.find(running.root, keys_of(running.root, 0, 12)))
+        assert running.tell("write", 0, 12) == "writes"  # 32 slots, and 50 prompts of 12 chunks in turn
+        right, until = [0] * 4, time.monotonic() + 3.0
+        wrong: list[object] = []
+
+        def read(number: int) -> None:
+            chain = number
+            while time.monotonic() < until:
+                chain = (chain + 1) % 50
+                for position, key in enumerate(keys_of(running.root, chain, 12)):
+                    with contextlib.suppress(ConnectionError, kit.http.client.HTTPException):
+                        answer = client[number].get(running.root, key)
+                        if answer.status == 404:
+                            break
+                        found = verified(answer.body, running.root, key) if answer.status == 200 else None
+                        if found is not None:
+                            right[number] += 1
+                            if (found != payload_of(chain, position)).any():
+                                wrong.append((chain, position))
+
+        client = [served.again() for _ in range(4)]
+        threads = [threading.Thread(target=read, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong and sum(right) > 20, right
+        assert running.process.poll() is None
+
+
+@pytest.mark.slow
+def test_a_store_that_is_removed_or_made_again_is_noticed(shm_root: Path) -> None:
+    with server(shm_root) as served:
+        for chain in (1, 2):
+            with engine(host_path=str(shm_root), host_size=2 << 20) as running:
+                keys = running.store(chain, 3)
+                kit.wait_until(lambda: served.find(running.root, keys) == 3)  # noqa: B023
+                root = running.root
+            os.rename(next(shm_root.glob("*.4")), shm_root / f".gone-{chain}")
+            kit.wait_until(lambda: served.find(root, keys) == 0)  # noqa: B023
+
+
+@pytest.mark.slow
+def test_requests_that_wait_are_bounded_and_health_is_answered(shm_root: Path) -> None:
+    """While another process holds the ledger, reads wait for their deadline only, and /healthz does not wait."""
+    with engine(host_path=str(shm_root), host_size=2 << 20) as running, server(shm_root) as served:
+        keys = running.store(1, 3)
+        kit.wait_until(lambda: served.find(running.root, keys) == 3)
+        with contextlib.closing(Ledger.attach(next(shm_root.glob("*.4")))) as ledger:
+            held, leave = threading.Event(), threading.Event()
+
+            def hold(_: object) -> None:
+                held.set()
+                leave.wait(kit.SECONDS)
+
+            thread = threading.Thread(target=ledger.session.write, args=(hold,))
+            thread.start()
+            held.wait()
+            clients = [served.again() for _ in range(20)]
+            asking = [threading.Thread(target=one.get, args=(running.root, keys[0])) for one in clients]
+            begun = time.monotonic()
+            for one in asking:
+                one.start()
+            assert json.loads(served.ask("GET", "/healthz").body) == {"ok": True}
+            assert time.monotonic() - begun < 1.0
+            for one in asking:
+                one.join(20.0)
+            leave.set()
+            thread.join()
+        kit.wait_until(lambda: served.get(running.root, keys[0]).status == 200)
