@@ -130,20 +130,20 @@ def _value_headers(store: ServedStore) -> dict[str, str]:
 async def _get(request: web.Request) -> web.StreamResponse:
     namespace, key = _named(request, "namespace"), _named(request, "key")
     stores, calls = request.app[STORES], request.app[CALLS]
-    found = await calls.run(stores.locate, namespace, key)
-    if isinstance(found, Reason):
-        return _miss(found)
+    located = await calls.run(stores.locate_with_header, namespace, key)
+    if isinstance(located, Reason):
+        return _miss(located)
+    found, page = located
     try:
         with found.store.using():
             if found.store.in_memory:
-                page = await calls.run(stores.header_of, namespace, key, found)
-                return _miss(page) if isinstance(page, Reason) else await _send_slot(request, found, page)
+                return await _send_slot(request, found, page)
             payload_bytes = found.store.ledger.slot_bytes - HEADER_BYTES
             async with request.app[_BUFFERS].buffer(payload_bytes) as buffer:
-                page = await calls.run(stores.read, namespace, key, found, buffer)
-                if isinstance(page, Reason):
-                    return _miss(page)
-                return await _send_buffer(request, found, page, buffer)
+                read = await calls.run(stores.read, namespace, key, found, buffer)
+                if isinstance(read, Reason):
+                    return _miss(read)
+                return await _send_buffer(request, found, read, buffer)
     except ClosedError:
         return _miss(Reason.EVICTED)
 

@@ -243,6 +243,14 @@ class ServedStores:
                     break
         return at
 
+    def locate_with_header(self, namespace: bytes, key: bytes) -> tuple[LocatedChunk, bytes] | Reason:
+        """Do what `locate` does, and `header_of` if the chunk is in memory: one step on a thread instead of two."""
+        found = self.locate(namespace, key)
+        if isinstance(found, Reason) or not found.store.in_memory:
+            return found if isinstance(found, Reason) else (found, b"")
+        page = self.header_of(namespace, key, found)
+        return page if isinstance(page, Reason) else (found, page)
+
     # ---- reading -------------------------------------------------------------------------------------------------
 
     def header_of(self, namespace: bytes, key: bytes, found: LocatedChunk) -> bytes | Reason:
