@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import hashlib
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from importlib.resources import files
 from aiohttp import web
 
 from pagoda.errors import PagodaError
+from pagoda.ledger import Ledger
 from pagoda.serve.access import COOKIE, AccessRules, refusal
 from pagoda.serve.blocking_calls import BlockingCallPool
 from pagoda.serve.live_feed import LiveFeed, TooManyReaders
@@ -73,8 +75,14 @@ class OperatorRoutes:
         calls: BlockingCallPool,
         read_only: bool,
     ) -> None:
+        def ledgers() -> Sequence[Ledger]:
+            """Return the ledgers of all stores, also of those that were made a moment ago."""
+            with contextlib.suppress(PagodaError, OSError):  # the server looks again, and logs it
+                stores.scan()
+            return [store.ledger for store in stores.stores()]
+
         overview = Overview(
-            lambda: [store.ledger for store in stores.stores()],
+            ledgers,
             options.remotes,
             settings=options.settings,
             gpu_price=options.gpu_price,
