@@ -133,15 +133,17 @@ def test_clear_pin_unpin_and_explain(page: Server, running: Engine) -> None:
     prompt = {"tokens": tokens_of(1, 5)}
     answer = post(page, "/explain", prompt).json
     assert answer["asked_tokens"] == 5 * CHUNK
-    (row,) = answer["answers"]  # type: ignore[misc]
+    (found,) = answer["namespaces"]  # type: ignore[misc]
+    (row,) = found["answers"]
     assert (row["tier"], row["num_tokens"], row["reason"]) == ("host", 4 * CHUNK, "absent")
+    assert any("nearest" in line for line in found["lines"])
     assert post(page, "/pin", prompt).json["chunks"] == 4
     assert page.ask("GET", "/stats.json").json["pins"] == [{"tier": "host", "owner": "pagoda", "chunks": 4}]
     assert post(page, "/unpin", {"owner": "somebody else"}).json["chunks"] == 0
     assert post(page, "/unpin", prompt).json["chunks"] == 4
     assert post(page, "/clear", {"namespace": "00" * 32}).json["chunks"] == 0
     assert post(page, "/clear", {"namespace": running.root.hex()}).json["chunks"] == 4
-    assert post(page, "/explain", prompt).json["answers"][0]["num_tokens"] == 0  # type: ignore[index]
+    assert post(page, "/explain", prompt).json["namespaces"][0]["answers"][0]["num_tokens"] == 0  # type: ignore[index]
     running.store(1, 4)
 
 
@@ -162,6 +164,11 @@ def test_wrong_use_is_refused_with_the_remedy(page: Server, path: str, asked: ob
     assert answer.status == 400 and said in str(answer.json["remedy"])
 
 
+def by_tier(explained: Answer) -> dict[str, int]:
+    (found,) = explained.json["namespaces"]  # type: ignore[misc]
+    return {row["tier"]: row["num_tokens"] for row in found["answers"]}
+
+
 @pytest.mark.slow
 def test_warm_brings_chunks_of_the_disk_up_to_the_host(shm_root: Path, tmp_path: Path) -> None:
     host, disk = shm_root / "host", tmp_path / "disk"
@@ -174,12 +181,10 @@ def test_warm_brings_chunks_of_the_disk_up_to_the_host(shm_root: Path, tmp_path:
         config.write_text("".join(f"{name} = '{value}'\n" for name, value in options.items()))
         with server("--config", config) as page:
             prompt = {"tokens": tokens_of(1, 4)}
-            before = {
-                row["tier"]: row["num_tokens"] for row in post(page, "/explain", prompt).json["answers"]
-            }  # type: ignore[attr-defined]
+            before = by_tier(post(page, "/explain", prompt))
             assert before["host"] == 0 and before["disk"] == 4 * CHUNK
             assert post(page, "/warm", prompt).json["chunks"] == 4
-            after = {row["tier"]: row["num_tokens"] for row in post(page, "/explain", prompt).json["answers"]}  # type: ignore[attr-defined]
+            after = by_tier(post(page, "/explain", prompt))
             assert after["host"] == 4 * CHUNK
 
 

@@ -106,10 +106,14 @@ def _print(found: PromptExplanation, asked_tokens: int) -> None:
     ]
     last = found.answers[-1]
     printing.print_dicts(f"{last.model}: of {asked_tokens:,} tokens", rows)
-    lines = [*_first_missing(last, found.chunk_tokens), *_nearest_lines(found)]
-    for line in lines:
-        if line:
-            printing.print_text(line, _INDENT)
+    for line in in_words(found):
+        printing.print_text(line, _INDENT)
+
+
+def in_words(found: PromptExplanation) -> list[str]:
+    """Return the first chunk that is not served under one namespace, why, and the token that differs, as lines."""
+    lines = [*_first_missing(found.answers[-1], found.chunk_tokens), *_nearest_lines(found)]
+    return [line for line in lines if line]
 
 
 def _first_missing(answer: TierAnswer, size: int) -> list[str]:

@@ -57,7 +57,7 @@ def read_prompt(
     if url:
         found = _ask_server(url, words, chat, api_key_file)
     else:
-        found = AskedPrompt(_tokenized(str(tokenizer), words, chat))
+        found = AskedPrompt(tokenized(str(tokenizer), words, chat))
     if not len(found.tokens):
         raise UsageError(f"{named[0]}: holds no tokens")
     return found
@@ -111,7 +111,7 @@ def _read(option: str, source: str) -> str:
 # ---- a tokenizer
 
 
-def _tokenized(tokenizer: str, text: str | None, chat: Json | None) -> TokenIds:
+def tokenized(tokenizer: str, text: str | None, chat: Json | None) -> TokenIds:
     """Return the ids that the tokenizer of a model gives; of text with the special tokens that engines add."""
     place = Path(tokenizer)
     try:

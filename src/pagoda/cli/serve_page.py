@@ -11,17 +11,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pagoda.cli import UsageError
+from pagoda.cli.explain import in_words
+from pagoda.cli.prompt_source import tokenized
 from pagoda.cli.remote_stores import remotes_of
 from pagoda.cli.stats import RemoteUsage, remote_usage
 from pagoda.cli.stores import configured
 
 if TYPE_CHECKING:
-    from pagoda.cli.prompt_coverage import PromptExplanation
     from pagoda.keys import TokenIds
     from pagoda.ledger import Ledger
     from pagoda.serve.operator_routes import PageOptions
 
 _MOST_TEXT = 4 << 20
+_MOST_NAMESPACES = 20  # in one answer
+_SHOWN = ("tier", "num_tokens", "reason", "detail")
 
 
 def page_options(
@@ -40,10 +43,20 @@ def page_options(
 
     def explain(tokens: TokenIds, stores: Sequence[Ledger]) -> Sequence[Mapping[str, object]]:
         prompt = prompt_of(tokens, stores, specs, config)
-        found = sorted(
-            (explanation(prompt, root) for root in prompt.known), key=lambda one: -one.answers[-1].num_tokens
-        )
-        return [row for one in found for row in _rows(one)]
+        found = [explanation(prompt, root) for root in prompt.known]
+        found.sort(key=lambda one: -one.answers[-1].num_tokens)  # the best namespace first
+        return [
+            {
+                "namespace": one.namespace.hex(),
+                "model": one.answers[-1].model,
+                "lines": in_words(one),
+                "answers": [
+                    {name: value for name, value in answer._asdict().items() if name in _SHOWN}
+                    for answer in one.answers
+                ],
+            }
+            for one in found[:_MOST_NAMESPACES]
+        ]
 
     def remotes() -> Sequence[RemoteUsage]:
         return [remote_usage(spec) for spec in specs]
@@ -56,30 +69,16 @@ def page_options(
     )
 
 
-def _rows(found: PromptExplanation) -> list[dict[str, object]]:
-    """Return a row for each tier; the last also tells the token in which the prompt differs from the nearest."""
-    rows = [{**answer._asdict(), "namespace": answer.namespace.hex()} for answer in found.answers]
-    if found.nearest is not None:
-        rows[-1]["detail"] = f"{rows[-1]['detail']}; {found.nearest.difference()}"
-    return rows
-
-
 def _tokenizer(path: Path) -> Callable[[str], Sequence[int]]:
-    """Return what cuts a text with a model's tokenizer: a tokenizer.json, or a directory that has one."""
-    try:
-        from tokenizers import Tokenizer
-    except ModuleNotFoundError:
-        raise UsageError("--tokenizer needs tokenizers: pip install 'pagodakv[transformers]'") from None
-    file = path / "tokenizer.json" if path.is_dir() else path
-    try:
-        loaded = Tokenizer.from_file(str(file))
-    except Exception as trouble:  # noqa: BLE001  # the library raises bare Exceptions
-        raise UsageError(f"--tokenizer {file}: cannot be used: {trouble}") from None
+    """Return what cuts a text with a model's tokenizer."""
+    tokenized(str(path), "pagoda", None)  # a tokenizer that cannot be used is refused at the start
 
     def ids(text: str) -> Sequence[int]:
         if len(text) > _MOST_TEXT:
             raise ValueError(f"the text has {len(text):,} characters: at most {_MOST_TEXT:,}")
-        found: list[int] = loaded.encode(text).ids  # with what the model puts around it
-        return found
+        try:
+            return list(tokenized(str(path), text, None))
+        except UsageError as trouble:
+            raise ValueError(str(trouble)) from None
 
     return ids

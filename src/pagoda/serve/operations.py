@@ -30,7 +30,7 @@ class PromptTools(NamedTuple):
     keys: Callable[[TokenIds, Sequence[Ledger]], Mapping[bytes, Sequence[bytes]]]
     """Of each namespace that a store knows: the keys of the prompt's chunks. Raises PagodaError."""
     explain: Callable[[TokenIds, Sequence[Ledger]], Sequence[Mapping[str, object]]]
-    """What each tier would serve and why not more: tier, model, num_tokens, reason, detail. Raises PagodaError."""
+    """Of each namespace: model, namespace, lines for people, and answers of the tiers. Raises PagodaError."""
     tokenize: Callable[[str], Sequence[int]] | None = None
     """None: there is no tokenizer, so prompts are token ids."""
 
@@ -86,7 +86,10 @@ class Operations:
     def explain(self, asked: Mapping[str, object]) -> dict[str, object]:
         """Say how many leading tokens of a prompt each tier would serve, and why not more."""
         tokens = self._tokens(asked)
-        return {"asked_tokens": len(tokens), "answers": list(self._prompts.explain(tokens, self._ledgers()))}
+        return {
+            "asked_tokens": len(tokens),
+            "namespaces": list(self._prompts.explain(tokens, self._ledgers())),
+        }
 
     def _warm_one(self, root: bytes, key: bytes) -> int | Reason:
         """Return 1 if the chunk was brought up, 0 if it was there, or why it could not be."""

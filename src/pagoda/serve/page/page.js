@@ -320,11 +320,11 @@ async function change(path, value, output) {
 
 function said(path, answer) {
   if (path !== "explain") return [make("p", {}, answer.said)];
-  if (!answer.answers.length) return [make("p", {}, "Nothing is stored yet, so nothing would hit.")];
-  const groups = new Map();
-  for (const row of answer.answers) groups.set(row.namespace, [...(groups.get(row.namespace) || []), row]);
-  return [...groups.values()].flatMap((rows) => [make("h3", {}, rows[0].model),
-    table(["Tier", `Of ${count(answer.asked_tokens)} tokens`, "Why not more"], rows.map((row) => [row.tier, count(row.num_tokens), row.detail || (row.reason || "").replaceAll("_", " ")]))]);
+  if (!answer.namespaces.length) return [make("p", {}, "Nothing is stored yet, so nothing would hit.")];
+  return answer.namespaces.flatMap((found) => [make("h3", {}, found.model),
+    table(["Tier", `Of ${count(answer.asked_tokens)} tokens`, "Why not more"],
+      found.answers.map((row) => [row.tier, count(row.num_tokens), (row.reason || "all whole chunks are there").replaceAll("_", " ")])),
+    ...found.lines.map((line) => make("p", { className: "note" }, line))]);
 }
 
 function clear(row) {
