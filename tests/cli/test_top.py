@@ -104,6 +104,7 @@ def test_no_store_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "--interval" in refused("top", "--interval", 0)
 
 
+@pytest.mark.slow
 def test_rates_and_stores_that_come_and_go(shm_root: Path, tmp_path: Path) -> None:
     ledger = host(shm_root, name="a")
     put(ledger, LLAMA, range(32))
