@@ -190,13 +190,14 @@ def test_warm_brings_chunks_of_the_disk_up_to_the_host(shm_root: Path, tmp_path:
 
 def test_stats_has_no_salt_and_no_token(host: Path, page: Server) -> None:
     from pagoda import Cache, Namespace
+    from pagoda.transfer import DenseKV
     from tests.serve.kit import LAYOUT, kv_of
 
     tenant = Namespace("served", salt=SALT)
     with Cache(
         namespace=tenant, layout=LAYOUT, chunk_tokens=CHUNK, host_path=str(host), host_size="8MiB"
     ) as cache:
-        cache.store(tokens_of(7, 2), kv_of(7, 2))
+        cache.store(tokens_of(7, 2), DenseKV(kv_of(7, 2), LAYOUT))
         wait_until(lambda: len(page.ask("GET", "/stats.json").json["namespaces"]) == 2)  # type: ignore[arg-type]
     found = page.ask("GET", "/stats.json").body.decode()
     assert SALT not in found and TOKEN not in found

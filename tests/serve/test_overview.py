@@ -14,6 +14,7 @@ from pagoda.serve import live_feed
 from pagoda.serve.blocking_calls import BlockingCallPool
 from pagoda.serve.live_feed import LiveFeed
 from pagoda.serve.overview import MOST_SAMPLES, Overview
+from pagoda.transfer import DenseKV
 from tests.serve.kit import CHUNK, LAYOUT, NAMESPACE, kv_of, tokens_of
 
 
@@ -33,8 +34,8 @@ def test_what_was_saved_is_counted_at_the_speed_that_engines_report(shm_root: Pa
         unknown = overview.take()["saved"]
         assert isinstance(unknown, dict) and unknown["engine_seconds"] is None and unknown["money"] is None
         assert unknown["engine_words"] == "nothing has hit yet"
-        cache.store(tokens_of(1, 4), kv_of(1, 4))
-        assert cache.retrieve(tokens_of(1, 4), kv_of(2, 4)).num_tokens == 4 * CHUNK
+        cache.store(tokens_of(1, 4), DenseKV(kv_of(1, 4), LAYOUT))
+        assert cache.retrieve(tokens_of(1, 4), DenseKV(kv_of(2, 4), LAYOUT)).num_tokens == 4 * CHUNK
         unknown = overview.take()["saved"]
         assert isinstance(unknown, dict) and unknown["engine_seconds"] is None
         assert "observe_prefill" in str(unknown["engine_words"])
@@ -49,7 +50,7 @@ def test_a_sample_has_what_happened_between_two_looks(shm_root: Path) -> None:
     with opened(shm_root) as cache:
         overview = Overview(lambda: ledgers_of(cache))
         assert overview.take()["sample"] is None
-        cache.store(tokens_of(1, 2), kv_of(1, 2))
+        cache.store(tokens_of(1, 2), DenseKV(kv_of(1, 2), LAYOUT))
         cache.lookup(tokens_of(1, 3))
         sample = overview.take()["sample"]
         assert isinstance(sample, dict) and sample["seconds"] > 0

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from pagoda import Cache, Namespace
+from pagoda.transfer import DenseKV
 from tests.serve.kit import CHUNK, LAYOUT, TOKEN, Server, kv_of, server, tokens_of
 
 CHROMIUM = shutil.which("chromium")
@@ -41,7 +42,7 @@ def cache(root: Path) -> Iterator[Cache]:
         host_size="8MiB",
         name="page",
     ) as made:
-        made.store(tokens_of(1, 4), kv_of(1, 4))
+        made.store(tokens_of(1, 4), DenseKV(kv_of(1, 4), LAYOUT))
         yield made
 
 
@@ -108,8 +109,8 @@ def test_it_shows_the_stores_and_goes_on_by_itself(page, cache: Cache) -> None: 
     assert "tenant A" not in page.content()
     chunks = page.locator("#storeys .facts")
     assert "4 chunks" in chunks.inner_text()
-    cache.store(tokens_of(2, 3), kv_of(2, 3))
-    hit = cache.retrieve(tokens_of(2, 4), kv_of(3, 4))
+    cache.store(tokens_of(2, 3), DenseKV(kv_of(2, 3), LAYOUT))
+    hit = cache.retrieve(tokens_of(2, 4), DenseKV(kv_of(3, 4), LAYOUT))
     assert hit.num_tokens == 3 * CHUNK
     expect(page, "#storeys", "7 chunks")
     expect(page, "#misses", "absent")
@@ -145,7 +146,7 @@ def test_it_is_used_by_keyboard(page) -> None:  # type: ignore[no-untyped-def]
 
 
 def test_clearing_asks_before(page, cache: Cache) -> None:  # type: ignore[no-untyped-def]
-    cache.store(tokens_of(1, 4), kv_of(1, 4))
+    cache.store(tokens_of(1, 4), DenseKV(kv_of(1, 4), LAYOUT))
     page.click("#namespaces button")
     assert page.locator("#confirm").is_visible() and page.evaluate("document.activeElement.value") == "no"
     page.keyboard.press("Escape")
