@@ -57,12 +57,15 @@ $(VLLM_READY): pyproject.toml constraints-vllm.txt
 demo: $(READY)
 	$(BIN)/pagoda demo
 
+# one more than there are cores: a third of the time, a test waits for processes and deadlines
+WORKERS := $(shell expr $$(nproc) + 1)
+
 # without the slowest 5 % of the tests, which take half of the time
 test: $(READY)
-	$(BIN)/python -m pytest -q -n auto -m 'not soak and not slow' --ignore=tests/vllm
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m 'not soak and not slow' --ignore=tests/vllm
 
 test-all: $(READY)
-	$(BIN)/python -m pytest -q -n auto -m 'not soak' --ignore=tests/vllm
+	$(BIN)/python -m pytest -q -n $(WORKERS) --durations=25 -m 'not soak' --ignore=tests/vllm
 
 # make test-vllm ARGS='-k server'
 test-vllm: $(VLLM_READY)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -14,6 +17,7 @@ from typing import ClassVar, cast
 import pytest
 
 from pagoda.cache.prompt_log import PromptLog
+from pagoda.cli import main, prompt_source
 from pagoda.keys import Namespace, chunk_keys
 from pagoda.ledger import Ledger, admin
 from pagoda.metrics import Reason
@@ -397,12 +401,33 @@ def test_text_by_a_server_with_its_key_and_only_of_its_model(
         assert str(one["model"]).startswith("llama")
         assert cast("list[dict[str, object]]", told["nearest"])[0]["token"] == 50
     assert Vllm.seen[-1] == ("/tokenize", {"model": "tiny", "prompt": words(planted(50))})
-    for place, words_of_it in ((url, "OPENAI_API_KEY"), ("http://127.0.0.1:9", "no answer")):
+    nowhere = ("http://127.0.0.1:9", "http://a..b:8000", "http://127.0.0.1:9/\N{SNOWMAN}")
+    for place, words_of_it in ((url, "OPENAI_API_KEY"), *((place, "no answer") for place in nowhere)):
         code, _, err = run_here("explain", shm_root, "--text", "t1", "--url", place)
         assert code == 1 and words_of_it in err and err.count("\n") == 1
 
 
-def test_wrong_use_of_the_sources_is_one_line(shm_root: Path, tmp_path: Path) -> None:
+def test_a_server_that_never_ends_its_answer_is_left_at_the_deadline(
+    shm_root: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def drip(self: Vllm) -> None:
+        self.send_response(200)
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            while True:
+                self.wfile.write(b" ")
+                time.sleep(0.02)
+
+    put(host(shm_root), LLAMA, PROMPT)
+    monkeypatch.setattr(Vllm, "do_GET", drip)
+    monkeypatch.setattr(prompt_source, "_ASK_SECONDS", 0.3)
+    code, _, err = run_here("explain", shm_root, "--text", "t1", "--url", url)
+    assert code == 1 and "too slow" in err
+
+
+def test_wrong_use_of_the_sources_is_one_line(
+    shm_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put(host(shm_root), LLAMA, PROMPT)
     ask = ("explain", shm_root)
     assert "the prompt is missing" in refused(*ask)
@@ -411,6 +436,13 @@ def test_wrong_use_of_the_sources_is_one_line(shm_root: Path, tmp_path: Path) ->
     assert "leave --tokenizer and --url out" in refused(*ask, "--tokens", "-", "--url", "http://h", stdin="1")
     assert "holds more than a place" in refused(*ask, "--text", "a", "--url", "http://me:key@host:1")
     assert "http://HOST:PORT" in refused(*ask, "--text", "a", "--url", "host:8000")
+    (tmp_path / "text").write_bytes(b"\xff")
+    with (tmp_path / "text").open() as binary, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdin", binary)
+        errors = io.StringIO()
+        with contextlib.redirect_stderr(errors):
+            assert main(["explain", str(shm_root), "--text", "-", "--url", "http://h"]) == 2
+        assert "not text" in errors.getvalue()
     (tmp_path / "chat").write_text("[]")
     assert "not chat messages" in refused(*ask, "--messages", tmp_path / "chat", "--url", "http://h")
     (tmp_path / "chat").write_text("[")

@@ -232,3 +232,15 @@ def test_cells() -> None:
     counts = [printing.count(n) for n in (9_999_999, 10**7, 123_456_789, 10**10, 2 * 10**13)]
     assert counts == ["9,999,999", "10.0 M", "123.5 M", "10.0 G", "20.0 T"]
     assert all(len(line) <= 80 for line in wrapped("a b " * 100, 80))
+
+
+def test_what_is_stored_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """A model's name, or what a server answered, is foreign text."""
+    evil = "llama\x1b]0;owned\x07\x9b2J\r"
+    printing.print_table("", ("model", "chunks"), [(evil, 1)])
+    printing.print_text(evil)
+    printing.note(evil)
+    assert main(["stats", f"/{evil}"]) == 2
+    shown = "".join(capsys.readouterr())
+    assert shown.count(r"llama\x1b]0;owned\x07\x9b2J") == 4
+    assert not {"\x1b", "\x07", "\x9b", "\r"} & set(shown)

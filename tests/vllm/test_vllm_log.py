@@ -25,7 +25,8 @@ def test_the_opening_block_stands_in_the_log_of_an_engine(pagoda: Engine, tiers:
 
 def test_loggers_that_somebody_configured_are_left_alone() -> None:
     ours, theirs = logging.getLogger("pagoda"), logging.getLogger("vllm")
-    before = (ours.handlers[:], ours.level, theirs.handlers[:], theirs.level)
+    root = logging.root
+    before = (ours.handlers[:], ours.level, theirs.handlers[:], theirs.level, root.handlers[:])
     mine, vllms = logging.NullHandler(), logging.NullHandler()
     try:
         theirs.handlers[:], theirs.level = [vllms], logging.DEBUG
@@ -33,10 +34,14 @@ def test_loggers_that_somebody_configured_are_left_alone() -> None:
         join_vllm_log()
         assert ours.handlers == [mine] and ours.level == logging.NOTSET
         ours.handlers[:] = []
+        root.handlers[:] = [mine]  # a program that has configured logging: its level counts, and each line comes once
+        join_vllm_log()
+        assert ours.handlers == [] and ours.level == logging.NOTSET
+        root.handlers[:] = []
         for _ in range(2):
             join_vllm_log()
             assert ours.handlers == [vllms] and ours.level == logging.DEBUG
     finally:
-        ours.handlers[:], theirs.handlers[:] = before[0], before[2]
+        ours.handlers[:], theirs.handlers[:], root.handlers[:] = before[0], before[2], before[4]
         ours.setLevel(before[1])
         theirs.setLevel(before[3])

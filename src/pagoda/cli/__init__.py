@@ -12,6 +12,8 @@ import sys
 from collections.abc import Sequence
 from typing import cast
 
+from pagoda.cli.text_tables import printable
+
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 
 
@@ -89,5 +91,5 @@ def _run(args: Sequence[str]) -> int:
 
 
 def _complain(message: str, code: int) -> int:
-    print(f"pagoda: {' '.join(message.split())}", file=sys.stderr)
+    print(f"pagoda: {printable(' '.join(message.split()))}", file=sys.stderr)
     return code

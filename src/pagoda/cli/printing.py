@@ -14,7 +14,7 @@ import sys
 from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from pagoda.cli.text_tables import RightAligned, table_lines, wrapped
+from pagoda.cli.text_tables import RightAligned, printable, table_lines, wrapped
 from pagoda.config.sizes import format_size
 
 if TYPE_CHECKING:
@@ -113,4 +113,4 @@ def progress(json_wanted: bool = False) -> Progress:
 
 def note(message: str) -> None:
     """Print a remark to stderr, out of the way of what is piped."""
-    print(f"pagoda: {message}", file=sys.stderr)
+    print(f"pagoda: {printable(message)}", file=sys.stderr)

@@ -53,7 +53,7 @@ def read_prompt(
     if bool(tokenizer) == bool(url):
         raise UsageError(f"{named[0]} needs either --tokenizer PATH, or --url URL of a vLLM server")
     chat = None if messages is None else _read_messages(messages)
-    words = sys.stdin.read() if text == "-" else text
+    words = _read("--text", "-") if text == "-" else text
     if url:
         found = _ask_server(url, words, chat, api_key_file)
     else:
@@ -196,11 +196,11 @@ def _ask(url: str, key: str, method: str, path: str, question: Json | None = Non
         )
         answer = link.getresponse()
         content = b""
-        while piece := answer.read(1 << 20):
+        while piece := answer.read1(1 << 16):  # what has come: a slow server meets the deadline
             content += piece
             if len(content) > _MOST_BYTES or time.monotonic() > until:
                 raise FailedError(f"{url}{path}: the answer is too long or too slow")
-    except (OSError, http.client.HTTPException) as trouble:
+    except (OSError, UnicodeError, http.client.HTTPException) as trouble:
         why = getattr(trouble, "strerror", None) or str(trouble) or type(trouble).__name__
         raise FailedError(f"{url}: no answer ({why}): does a vLLM server run there?") from None
     finally:

@@ -49,9 +49,19 @@ def table_lines(columns: Sequence[str], rows: Sequence[Sequence[object]], width:
     return lines
 
 
+def printable(text: str) -> str:
+    r"""Return text as a terminal may have it: of the control characters, only the end of a line; the others as \xNN.
+
+    A model's name or a server's answer could otherwise move the cursor or rename the window.
+    """
+    return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
+
+
 def wrapped(text: str, width: int) -> list[str]:
     """Return sentences as lines, broken between words. Pure."""
-    return textwrap.wrap(text, min(width, _WIDEST_PROSE), break_long_words=False, break_on_hyphens=False)
+    return textwrap.wrap(
+        printable(text), min(width, _WIDEST_PROSE), break_long_words=False, break_on_hyphens=False
+    )
 
 
 def cell(value: object) -> str:
@@ -62,4 +72,6 @@ def cell(value: object) -> str:
         return f"{value:,}"
     if isinstance(value, float):
         return f"{value:.4g}"
-    return "" if value is None else str(value)
+    if isinstance(value, RightAligned):
+        return value
+    return "" if value is None else printable(str(value))

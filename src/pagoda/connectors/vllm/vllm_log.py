@@ -11,12 +11,11 @@ def join_vllm_log() -> None:
     """Give the logger "pagoda" the handlers and the level of vLLM's logger, unless somebody configured it. Idempotent.
 
     Left alone: a logger "pagoda" with handlers or a level of its own (`log_format = "json"` too), a root logger
-    that shows INFO already, and a vLLM without handlers (VLLM_CONFIGURE_LOGGING=0).
+    with handlers (the program around vLLM decides, and no line is shown twice), and a vLLM without handlers
+    (VLLM_CONFIGURE_LOGGING=0).
     """
     ours, theirs, root = logging.getLogger("pagoda"), logging.getLogger("vllm"), logging.root
-    if ours.handlers or ours.level != logging.NOTSET or not theirs.handlers:
-        return
-    if root.handlers and root.isEnabledFor(logging.INFO):
+    if ours.handlers or ours.level != logging.NOTSET or root.handlers or not theirs.handlers:
         return
     for handler in theirs.handlers:
         ours.addHandler(handler)
