@@ -19,6 +19,7 @@ import yaml
 
 from pagoda.cache import Cache
 from pagoda.serve.exposition import FAMILIES
+from pagoda.transfer import DenseKV
 from tests.serve.kit import CHUNK, LAYOUT, NAMESPACE, TOKEN, kv_of, server, tokens_of, wait_until
 
 MONITORING = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "monitoring"
@@ -103,13 +104,14 @@ def test_prometheus_reads_every_metric_with_its_help_and_every_query_has_data(
 ) -> None:
     options = {"namespace": NAMESPACE, "layout": LAYOUT, "chunk_tokens": CHUNK}
     with Cache(host_path=shm_root, host_size="4MiB", **options) as cache, server(shm_root) as served:  # type: ignore[arg-type]
-        cache.store(tokens_of(1, 4), kv_of(1, 4))  # type: ignore[arg-type]
-        cache.retrieve(tokens_of(1, 4), kv_of(1, 4))  # type: ignore[arg-type]
+        cache.store(tokens_of(1, 4), DenseKV(kv_of(1, 4), LAYOUT))
+        cache.retrieve(tokens_of(1, 4), DenseKV(kv_of(1, 4), LAYOUT))
         with prometheus(tmp_path, ":".join(map(str, served.address))) as monitor:
             wait_until(lambda: has_data(monitor, "rate(pagoda_lookups_total[1m])"))
             for number in range(3):
-                cache.store(tokens_of(number, 4), kv_of(number, 4))  # type: ignore[arg-type]
-                assert cache.retrieve(tokens_of(number, 4), kv_of(number, 4)).num_tokens == 4 * CHUNK  # type: ignore[arg-type]
+                cache.store(tokens_of(number, 4), DenseKV(kv_of(number, 4), LAYOUT))
+                hit = cache.retrieve(tokens_of(number, 4), DenseKV(kv_of(number, 4), LAYOUT))
+                assert hit.num_tokens == 4 * CHUNK
             wait_until(lambda: has_data(monitor, "sum(rate(pagoda_load_seconds_count[1m])) > 0"))
             metadata = cast("dict[str, list[dict[str, str]]]", monitor.ask("metadata"))
             ours = [one for one in FAMILIES if not one.name.startswith(("pagoda_remote_", "pagoda_serve_"))]

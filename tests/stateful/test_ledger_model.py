@@ -219,7 +219,7 @@ class LedgerMachine(RuleBasedStateMachine):
             now = [one for one in self.model.pending if one.reserved in reserved]
             done = self.ledger.commit([one.reserved for one in now], part)
             for one, good in zip(now, done, strict=True):
-                assert good == (part in one.missing), f"part {part}, missing {one.missing}: {good}"
+                assert bool(good) == (part in one.missing), f"part {part}, missing {one.missing}: {good}"
                 self.landed(one, part)
 
     def landed(self, one: Pending, part: int) -> None:
@@ -246,7 +246,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if adopt:
             assert self.ledger.adopt([sent], part) == [True]
         lost = one.overtaken and one.missing == {part}
-        assert self.ledger.commit([sent], part) == [not lost]
+        assert [*map(bool, self.ledger.commit([sent], part))] == [not lost]
         if lost:
             self.model.pending.remove(one)
             self.model.gone.add((sent.slot, sent.generation))

@@ -34,7 +34,9 @@ def test_loggers_that_somebody_configured_are_left_alone() -> None:
         join_vllm_log()
         assert ours.handlers == [mine] and ours.level == logging.NOTSET
         ours.handlers[:] = []
-        root.handlers[:] = [mine]  # a program that has configured logging: its level counts, and each line comes once
+        root.handlers[:] = [
+            mine
+        ]  # a program that has configured logging: its level counts, and each line comes once
         join_vllm_log()
         assert ours.handlers == [] and ours.level == logging.NOTSET
         root.handlers[:] = []

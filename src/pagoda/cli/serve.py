@@ -74,6 +74,10 @@ def serve(
         raise UsageError("--tls-cert and --tls-key: give both or neither")
     if directory is not None and not directory.is_dir():
         find_stores(directory, config)  # says what is wrong
+    if directory is not None and host_size is not None:
+        raise UsageError(
+            "--host-size makes stores under host_path: leave DIRECTORY out, or set PAGODA_HOST_PATH"
+        )
     address, socket_path = _address(listen)
     if address is None and (tls_cert or token_file or allow_host):
         raise UsageError("--tls-cert, --token-file and --allow-host are for TCP: add --listen HOST:PORT")

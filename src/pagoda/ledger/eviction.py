@@ -57,12 +57,12 @@ class Evictor:
         """
         ghosts = self._columns.table
         known_hits, last_use = ghosts.recall(marks)
-        hits = known_hits + (last_use > 0)
         if asked:
-            return len(marks), hits
-        with self._lock:
+            return len(marks), known_hits + (last_use > 0)
+        with self._lock:  # the policy may correct what was recalled
             count = self._policy.admit(Newcomers(stamps, known_hits, last_use), room, now)
         count = len(marks) if admit_all else 0 if refuse_all else count
+        hits = known_hits + (last_use > 0)
         if count < len(marks):
             ghosts.remember(marks[count:], stamps[count:], hits[count:], int(stamps[0]), _REFUSED)
         return count, hits

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import hmac
 import os
+import re
 import secrets
 import socket
 import stat
@@ -103,12 +104,16 @@ class AccessRules:
         return refused
 
     def _refused(self, request: web.Request) -> web.Response | None:
-        if self._token is None:
-            return None
+        if self._token is None:  # the Unix socket; a browser reaches it where its port is forwarded
+            if request.path == "/healthz" or self.is_host(request.headers.get("Host", "")):
+                return None
+            return refusal(421, "other_host", "write Host: localhost")
         client, has_token = request.remote or "", self.has_token(request)
         # Other users of a machine have the same address on loopback: what they waste is not taken from who may call.
-        if not self._requests.allows(f"{client} {has_token}"):
+        if not self._requests.allows(f"{client} {has_token or self.has_cookie(request)}"):
             return refusal(429, "too_many_requests")
+        if request.path == "/healthz":  # tells nothing, and probes call it by any name
+            return None
         if has_token and request.path not in self.open_paths:
             return None  # by whatever name it calls this machine: no page of another name knows the token
         if not self.is_host(request.headers.get("Host", "")):
@@ -148,14 +153,11 @@ class AccessRules:
         return self._token is None or self.has_token(request) or self.has_cookie(request)
 
     def cookie_for(self, request: web.Request, text: str) -> str | None:
-        """Return the page's cookie if `text` is the token; None if not, or if this client was wrong too often."""
-        client = request.remote or ""
-        if self._token is None or self._wrong_tokens.is_spent(client):
-            return None
-        if not self.is_token(text):
-            self._wrong_tokens.allows(client)
-            return None
-        return self.cookie()
+        """Return the page's cookie if `text` is the token, else None. Others of this address lock nobody out."""
+        if self.is_token(text):
+            return self.cookie()
+        self._wrong_tokens.allows(request.remote or "")
+        return None
 
     def is_token(self, text: str) -> bool:
         """Return whether `text` is the token; takes the same time whatever it is."""
@@ -187,10 +189,6 @@ class RateLimit:
         while len(self._left) > _MOST_CLIENTS:
             self._left.popitem(last=False)
         return left >= 0.0
-
-    def is_spent(self, client: str) -> bool:
-        """Return whether the next event would be above the limit. Changes nothing."""
-        return self._tokens(client) < 1.0
 
     def _tokens(self, client: str) -> float:
         left, at = self._left.get(client, (self._burst, 0.0))
@@ -242,10 +240,10 @@ def private_directory(path: Path) -> None:
 
 def _checked(text: str, place: str) -> str:
     token = text.strip()
-    if not _SHORTEST_TOKEN <= len(token) <= _LONGEST_TOKEN or not token.isascii() or not token.isprintable():
+    if not _SHORTEST_TOKEN <= len(token) <= _LONGEST_TOKEN or not re.fullmatch("[!-~]+", token):
         raise ConfigError(
-            f"{place}: a token has {_SHORTEST_TOKEN} to {_LONGEST_TOKEN} printable ASCII characters: remove the "
-            "file for a new one, or write another"
+            f"{place}: a token has {_SHORTEST_TOKEN} to {_LONGEST_TOKEN} printable ASCII characters without spaces: "
+            "remove the file for a new one, or write another"
         )
     return token
 

@@ -13,9 +13,6 @@ from pagoda.threads import Pool
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_THREADS = 8
-_MOST_WAITING = 256
-
 
 class OverloadedError(Exception):
     """More calls wait for a thread than may."""
@@ -24,12 +21,13 @@ class OverloadedError(Exception):
 class BlockingCallPool:
     """A bounded number of threads, with a bounded number of calls that wait for them. `run` is of the event loop."""
 
-    def __init__(self) -> None:
-        self._pool = Pool(_THREADS, "pagoda-serve")
+    def __init__(self, threads: int = 8, most_waiting: int = 256) -> None:
+        self._most = threads + most_waiting
+        self._pool = Pool(threads, "pagoda-serve")
 
     async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return what `call` returns on another thread. Raises what it raises, or OverloadedError."""
-        if self._pool.under_way >= _THREADS + _MOST_WAITING:
+        if self._pool.under_way >= self._most:
             raise OverloadedError
         try:
             future = self._pool.submit(call, *args, **kwargs)

@@ -165,6 +165,8 @@ async def _send_slot(request: web.Request, found: LocatedChunk, page: bytes) -> 
             await response.write(page)
         for at in range(0, total, _PIECE_BYTES):
             count = min(_PIECE_BYTES, total - at)
+            if transport.is_closing():
+                raise ConnectionResetError
             async with asyncio.timeout(limits.seconds(count)):
                 await loop.sendfile(transport, store.file, begin + at, count, fallback=False)
             if not found.renew():  # the reader would notice, by the checksum; it need not read the rest

@@ -11,7 +11,8 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
-from pagoda.serve.blocking_calls import BlockingCallPool
+from pagoda.errors import PagodaError
+from pagoda.serve.blocking_calls import BlockingCallPool, OverloadedError
 from pagoda.serve.overview import Overview
 
 __all__ = ["LiveFeed", "TooManyReaders"]
@@ -82,7 +83,7 @@ class LiveFeed:
                 try:
                     await self._take()
                     event = _event(self._latest)
-                except TimeoutError:
+                except (TimeoutError, OSError, PagodaError, OverloadedError):
                     late = f"the stores have not answered for {_PATIENCE_SECONDS:g} s: look for a stopped process"
                     event = _event({**self._latest, "troubles": [late], "sample": None})
                 for queue in list(self._readers):

@@ -98,7 +98,7 @@ class Operations:
             return found
         if found.store.in_memory:
             return 0
-        payload = aligned(found.store.chunk_bytes)
+        payload = aligned(found.store.ledger.slot_bytes - codec.HEADER_BYTES)
         page = self._stores.read(root, key, found, payload)
         if isinstance(page, Reason):
             return page

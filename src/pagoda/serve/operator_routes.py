@@ -22,6 +22,7 @@ from pagoda.errors import PagodaError
 from pagoda.ledger import Ledger
 from pagoda.serve.access import COOKIE, AccessRules, refusal
 from pagoda.serve.blocking_calls import BlockingCallPool
+from pagoda.serve.chunk_routes import LIMITS
 from pagoda.serve.live_feed import LiveFeed, TooManyReaders
 from pagoda.serve.operations import Operations, PromptTools
 from pagoda.serve.overview import Overview, RemoteState
@@ -91,7 +92,7 @@ class OperatorRoutes:
         self._feed = LiveFeed(overview, calls)
         self._operations = Operations(stores, options.prompts)
         self._access = access
-        self._calls = calls
+        self._people = BlockingCallPool(threads=1, most_waiting=8)  # chunks do not wait for what people ask
         self._read_only = read_only
         self._working = asyncio.Semaphore(1)
         folder = files("pagoda.serve").joinpath("page")
@@ -117,6 +118,7 @@ class OperatorRoutes:
 
         async def close(_: web.Application) -> None:
             self._feed.close()
+            self._people.close()
 
         app.on_shutdown.append(close)
 
@@ -218,13 +220,13 @@ class OperatorRoutes:
                 return refusal(415, "content_type", "send application/json")
             try:
                 asked = json.loads(await _body(request, MOST_BODY_BYTES))
-            except ValueError:
+            except (ValueError, RecursionError):
                 asked = None
             if not isinstance(asked, dict):
                 return refusal(400, "not_json", "send one JSON object")
             try:
                 async with asyncio.timeout(_WORK_SECONDS), self._working:
-                    answer = await self._calls.run(operation, asked)
+                    answer = await self._people.run(operation, asked)
             except ValueError as wrong:
                 return refusal(400, "wrong_use", str(wrong))
             except TimeoutError:
@@ -241,11 +243,16 @@ class OperatorRoutes:
 
 
 async def _body(request: web.Request, most_bytes: int) -> bytes:
+    """Return the body. Raises HTTPRequestTimeout, HTTPRequestEntityTooLarge."""
     body = bytearray()
-    async for piece in request.content.iter_chunked(1 << 16):
-        body += piece
-        if len(body) > most_bytes:
-            raise web.HTTPRequestEntityTooLarge(most_bytes, len(body))
+    try:
+        async with asyncio.timeout(request.app[LIMITS].seconds(most_bytes)):
+            async for piece in request.content.iter_chunked(1 << 16):
+                body += piece
+                if len(body) > most_bytes:
+                    raise web.HTTPRequestEntityTooLarge(most_bytes, len(body))
+    except TimeoutError:
+        raise web.HTTPRequestTimeout from None
     return bytes(body)
 
 
@@ -257,7 +264,7 @@ def _token_in(body: bytes, is_form: bool) -> str:
         return parse_qs(text).get("token", [""])[0]
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return ""
     token = found.get("token") if isinstance(found, dict) else None
     return token if isinstance(token, str) else ""

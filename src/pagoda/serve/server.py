@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import ssl
+import stat
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -149,6 +150,8 @@ def _unix_socket(path: Path) -> socket.socket:
     private_directory(path.parent)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise ConfigError(f"unix:{path}: is not a socket: choose another path")
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.settimeout(1.0)
             if probe.connect_ex(str(path)) in (0, 11):
@@ -298,7 +301,7 @@ async def _open_stores(app: web.Application) -> AsyncIterator[None]:
             await asyncio.sleep(_SCAN_SECONDS)
             try:
                 await calls.run(stores.scan)
-            except (PagodaError, OSError, OverloadedError) as error:
+            except Exception as error:  # noqa: BLE001  # a boundary: the server looks again
                 _log.warn(_logger, Reason.IO_ERROR, f"looking for stores failed: {error}")
 
     task = asyncio.create_task(rescan())

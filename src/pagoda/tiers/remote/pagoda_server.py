@@ -52,7 +52,8 @@ class PagodaServerClient:
         token = unquote(parts.password or "") or own_token()
         if token and not _TOKEN.fullmatch(token):
             raise ConfigError(
-                "the token of a server is up to 4096 printable ASCII characters, without spaces"
+                "the token of a server is up to 4096 printable ASCII characters, without spaces: write another into "
+                "the file that password_file names"
             )
         self.name = name
         self.address = f"{parts.scheme}://{host_of(parts)}"

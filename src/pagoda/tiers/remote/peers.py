@@ -288,12 +288,17 @@ class PeersConnection:
         raise ConnectionError("no neighbour answers")
 
     def _free_lines(self) -> list[_PeerLine]:
-        """Return the lines to the neighbours that may be asked now; drop those to neighbours that are gone."""
-        peers = self._client.peers()
-        for peer in [peer for peer, line in self._lines.items() if peer not in peers and not line.looks]:
-            self._lines.pop(peer).connection.close()
-        lines = [self._line(peer) for peer in peers if peer.is_due]
+        """Return the lines to the neighbours that may be asked now."""
+        lines = [self._line(peer) for peer in self._kept_peers() if peer.is_due]
         return [line for line in lines if not line.looks]
+
+    def _kept_peers(self) -> Sequence[Peer]:
+        """Return the neighbours; drop the lines to those that are gone."""
+        peers = self._client.peers()
+        if len(self._lines) > len(peers) or not self._lines.keys() <= set(peers):
+            for peer in [peer for peer, line in self._lines.items() if peer not in peers and not line.looks]:
+                self._lines.pop(peer).connection.close()
+        return peers
 
     def _line(self, peer: Peer) -> _PeerLine:
         line = self._lines.get(peer)
@@ -338,7 +343,7 @@ class PeersConnection:
             self._served = None
         holders, rest = self._client.holders(key)
         lines = [line for line in map(self._line, holders + rest) if not line.looks]
-        reason = None if lines or not self._client.peers() else Reason.TIER_SKIPPED
+        reason = None if lines or not self._kept_peers() else Reason.TIER_SKIPPED
         for tried, line in enumerate(lines):
             left = until - time.monotonic()
             if left <= 0:
