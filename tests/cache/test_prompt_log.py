@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import threading
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 from pagoda.cache.engine_keys import schemes
 from pagoda.cache.nearest_prompt import keys_of_prompt, nearest_prompt
 from pagoda.cache.prompt_log import LoggedPrompt, PromptLog, logged_prompts
+from pagoda.errors import StoreError
 from pagoda.keys import Item, chunk_keys
 from pagoda.ledger import admin
 from pagoda.ledger.store_state import OLD_PROMPTS, PROMPTS
@@ -47,6 +50,64 @@ def test_a_store_logs_its_prompt_once_and_a_clear_forgets_it(shm_root: Path, tmp
         assert (directory / PROMPTS).stat().st_mode & 0o777 == 0o600
         admin.clear(ledger, root)
         assert list(logged_prompts(directory)) == []
+        cache.store(tokens, kv_of(tokens).transfer)
+        assert len(list(logged_prompts(directory))) == 1
+
+
+def test_a_clear_that_leaves_token_ids_says_so(shm_root: Path, tmp_path: Path) -> None:
+    tokens = prompt(3)
+    with cache_at(shm_root, tmp_path) as cache:
+        ledger = slots_of(cache)._ledger
+        cache.store(tokens, kv_of(tokens).transfer)
+        (ledger.directory / PROMPTS).rename(ledger.directory / OLD_PROMPTS)
+        (ledger.directory / PROMPTS).mkdir()  # cannot be removed as a file
+        with pytest.raises(StoreError, match=f"token ids of cleared prompts are left: .*/{PROMPTS}'"):
+            admin.clear(ledger)
+        assert not (ledger.directory / OLD_PROMPTS).exists()
+        assert cache.lookup(tokens, tiers=["host"]).num_tokens == 0
+
+
+def test_only_what_was_stored_is_logged(shm_root: Path, tmp_path: Path) -> None:
+    with cache_at(shm_root, None) as cache:  # 64 slots
+        directory = slots_of(cache)._ledger.directory
+        slots_of(cache)._ledger.close()
+        tokens = prompt(3)
+        assert cache.store(tokens, kv_of(tokens).transfer).refused == 3
+        assert not list(logged_prompts(directory))
+    with cache_at(shm_root / "long", None) as cache:
+        directory, tokens = slots_of(cache)._ledger.directory, prompt(100)
+        assert cache.store(tokens, kv_of(tokens).transfer).refused == 36
+        (logged,) = logged_prompts(directory)
+        assert logged.keys == chunk_keys(tokens, slots_of(cache).namespace(), CHUNK)[:64]
+        assert logged.tokens.tolist() == tokens[: 64 * CHUNK].tolist()
+
+
+def test_a_prompt_that_is_stored_in_parts_is_logged_a_few_times(tmp_path: Path) -> None:
+    log, tokens = PromptLog(tmp_path, tokens=1), prompt(100)
+    for chunks in range(1, 101):
+        part = tokens[: chunks * CHUNK]
+        log.append(ROOT, CHUNK, keys_of(part), part)
+    lengths = [len(logged.keys) for logged in logged_prompts(tmp_path)]
+    assert len(lengths) < 20
+    assert all(4 * after >= 5 * before for before, after in pairwise(lengths))
+
+
+def test_only_one_of_two_processes_begins_a_new_file(tmp_path: Path) -> None:
+    log = PromptLog(tmp_path, tokens=1)
+
+    def fill(seeds: range) -> None:
+        for seed in seeds:
+            tokens = prompt(512, seed)
+            log.append(ROOT, CHUNK, keys_of(tokens)[:1], tokens)
+
+    fill(range(1))
+    with (tmp_path / PROMPTS).open("rb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)  # as another process does that is about to rename the full file
+        fill(range(1, 40))
+        assert not (tmp_path / OLD_PROMPTS).exists()
+    fill(range(40, 41))
+    assert (tmp_path / OLD_PROMPTS).exists() and not (tmp_path / PROMPTS).exists()
+    assert len(list(logged_prompts(tmp_path))) == 41
 
 
 def test_what_is_not_only_text_or_not_wanted_is_not_logged(shm_root: Path, tmp_path: Path) -> None:
@@ -169,15 +230,17 @@ def test_another_namespace_is_compared_only_if_its_own_has_no_prompt() -> None:
 def test_the_scheme_of_keys_is_found_by_the_log_or_by_what_is_stored() -> None:
     stored, ours = prompt(4), changed(prompt(4), 40)
     names = []
+    salted = [bytes([n]) * 32 for n in range(4)]
     for scheme in schemes(CHUNK):
         keys, wanted = scheme(stored, ROOT, CHUNK), scheme(ours, ROOT, CHUNK)
         logged = LoggedPrompt(ROOT, CHUNK, keys, stored, 0.0)
         assert keys_of_prompt(ours, ROOT, CHUNK, [logged], lambda _: False) == wanted
         assert keys_of_prompt(ours, ROOT, CHUNK, [], lambda key, keys=keys: key in keys) == wanted
+        mixed = [logged, LoggedPrompt(ROOT, CHUNK, salted, stored, 0.0)]
+        assert keys_of_prompt(ours, ROOT, CHUNK, mixed, lambda _: False) == wanted
         names.append(tuple(keys))
     assert len(set(names)) == len(names) > 10  # no two schemes are the same
     # made with a salt that is not known here: the keys of the logged prompt, as far as it is the same
-    salted = [bytes([n]) * 32 for n in range(4)]
     logged = LoggedPrompt(ROOT, CHUNK, salted, stored, 0.0)
     found = keys_of_prompt(ours, ROOT, CHUNK, [logged], lambda _: False)
     assert found == [*salted[:2], *keys_of(ours)[2:]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,7 +19,9 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from pagoda.cache.prompt_log import logged_prompts
 from pagoda.config import Config
+from pagoda.keys import derive_keys
 from tests.vllm.halves import (
     CHUNK,
     EACH,
@@ -207,6 +210,29 @@ def test_where_room_is_short_every_group_gets_some_of_it(halves: Halves) -> None
     taken = halves.manager.prepare_store(wanted, halves.request("stores", "p", 24)).keys_to_store
     assert {key[-1] for key in taken} == {FULL, SLIDING}
     assert len(taken) < len(wanted)
+
+
+def test_only_what_was_stored_of_a_request_is_logged(halves: Halves) -> None:
+    """For `pagoda explain`: up to the last chunk of the group with full attention that was reserved or found."""
+    wanted = [*keys("p", FULL, 24), *keys("p", SLIDING, 24)]
+    contexts = {name: halves.request(name, "p", 24) for name in ("waits", "salted", "ends")}
+    taken = halves.manager.prepare_store(wanted, contexts["ends"]).keys_to_store
+    kept = sum(key[-1] == FULL for key in taken)
+    assert 0 < kept < 24
+    halves.manager.prepare_store(wanted, contexts["salted"])
+    halves.manager._requests["salted"].kept = {0: kept}
+    tokens = list(range(24 * CHUNK + 5))
+    for name in contexts:
+        request = SimpleNamespace(
+            request_id=name, mm_features=[], prompt_embeds=None, all_token_ids=tokens,
+            cache_salt="a tenant's" if name == "salted" else None,
+            block_hashes=[key[:-4] for key in keys("p", FULL, 24)],
+        )  # fmt: skip
+        halves.manager.log_prompt(request, CHUNK)
+    halves.manager._thread.join(30.0)
+    (logged,) = logged_prompts(halves.slots._ledger.directory)
+    assert (len(logged.keys), logged.tokens.tolist()) == (kept, tokens[: kept * CHUNK])
+    assert logged.keys == derive_keys(keys("p", FULL, kept), halves.slots.namespace())
 
 
 def test_a_chunk_of_two_requests_is_held_until_both_are_done(halves: Halves) -> None:

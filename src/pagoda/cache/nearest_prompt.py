@@ -18,6 +18,7 @@ from pagoda.keys import TokenIds, as_token_ids, chunk_keys
 __all__ = ["NearestPrompt", "keys_of_prompt", "nearest_prompt"]
 
 _LOOKED_AT = 16  # of the prompts that share the most with ours: which of them is still stored
+_TRIED = 8  # of the latest prompts of a namespace: a salt may be part of the keys of some
 _ALIKE = 0.5  # a prompt whose very first token is another is near if so much of the rest is the same
 
 
@@ -60,9 +61,9 @@ def keys_of_prompt(
 ) -> list[bytes]:  # fmt: skip
     """Return the key of every whole chunk under the scheme by which the namespace `root` was stored.
 
-    The scheme is the one that gives a logged prompt its keys; without one, that of which the first key is `known`. If
-    none is (an adapter's name or a request's salt is part of the engine's hash), the keys of the logged prompt that
-    shares most with ours are used as far as it is the same; keys after that are of no stored chunk.
+    The scheme is the one that gives one of the latest logged prompts its keys; without any, that of which the first
+    key is `known`. If none is (an adapter's name or a request's salt is part of the engine's hash), the keys of the
+    logged prompt that shares most with ours are used as far as it is the same; keys after that are of no stored chunk.
     """
     ids = as_token_ids(tokens)
     own = chunk_keys(ids, root, chunk_tokens)
@@ -71,7 +72,10 @@ def keys_of_prompt(
         return own
     for scheme in schemes(chunk_tokens):
         if theirs:
-            fits = scheme(theirs[-1].tokens[:chunk_tokens], root, chunk_tokens) == theirs[-1].keys[:1]
+            fits = any(
+                scheme(one.tokens[:chunk_tokens], root, chunk_tokens) == one.keys[:1]
+                for one in theirs[-_TRIED:]
+            )
         else:
             fits = known(scheme(ids[:chunk_tokens], root, chunk_tokens)[0])
         if fits:

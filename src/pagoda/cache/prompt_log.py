@@ -9,10 +9,13 @@ Nothing else depends on them: a prompt that is lost, torn or long gone costs a p
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
+from io import FileIO
 from pathlib import Path
 from struct import Struct
 from typing import NamedTuple
@@ -35,6 +38,7 @@ _HEAD = Struct("<8sQ")  # magic, checksum of all that follows
 _BODY = Struct("<IIId32s")  # tokens of a chunk, keys, tokens, time (Unix), root of the namespace
 _MAGIC = b"PAGODAP1"
 _LEAST_BYTES, _MOST_BYTES = 1 << 20, 64 << 20  # of each of the two files
+_open_private = partial(os.open, mode=0o600)
 _REMEMBERED = 1024  # prompts of this process that are not appended again while they are so recent
 
 
@@ -56,6 +60,7 @@ class PromptLog:
         self._path, self._old = directory / PROMPTS, directory / OLD_PROMPTS
         self._most_bytes = min(max(4 * tokens, _LEAST_BYTES), _MOST_BYTES)
         self._recent: dict[bytes, None] = {}  # last keys; changed by single calls of built-in functions
+        self._inode = 0  # of the file that has them
         self._lines = RateLimitedLog(clock or Clock())
         reset_in_child(self)
 
@@ -66,11 +71,21 @@ class PromptLog:
     def append(
         self, namespace: bytes, chunk_tokens: int, keys: Sequence[bytes], tokens: TokenIds | None
     ) -> None:
-        """Append a prompt that was stored, unless it was a moment ago. `keys`: of its chunks from the first one on.
+        """Append a prompt that was stored. `keys`: of its chunks from the first one on.
 
-        Never raises: a prompt that cannot be written is one log line in a while, and no prompt longer than the log is.
+        Not if it was a moment ago, or had then more than four fifths of its chunks: one that is stored in parts is
+        logged a few times, not with each part. Never raises: a prompt that cannot be written is one log line in a
+        while, and no prompt longer than the log is.
         """
-        if tokens is None or not keys or keys[-1] in self._recent or 4 * len(tokens) > self._most_bytes:
+        if tokens is None or not keys or 4 * len(tokens) > self._most_bytes:
+            return
+        try:
+            inode = os.stat(self._path).st_ino
+        except OSError:
+            inode = 0
+        if inode != self._inode:  # cleared, or full: prompts in use come into the new file, too
+            self._recent.clear()
+        if not self._recent.keys().isdisjoint(keys[4 * len(keys) // 5 :]):
             return
         ids = as_token_ids(tokens)
         body = _BODY.pack(chunk_tokens, len(keys), len(ids), time.time(), namespace)
@@ -83,20 +98,26 @@ class PromptLog:
             self._recent[keys[-1]] = None
 
     def _write(self, record: bytes) -> None:
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        fd = os.open(self._path, flags, 0o600)
+        # a file object, made by built-in functions alone: it closes itself if a signal handler raises in between
+        with FileIO(self._path, "a", opener=_open_private) as file:
+            written = file.write(record)
+            status = os.fstat(file.fileno())
+            if written < len(record):
+                raise OSError(errno.ENOSPC, "no space for a whole prompt", str(self._path))
+            if status.st_size >= self._most_bytes:
+                self._begin_anew(file.fileno(), status.st_ino)
+        self._inode = status.st_ino
+        if len(self._recent) >= _REMEMBERED:
+            self._recent.clear()
+
+    def _begin_anew(self, fd: int, inode: int) -> None:
+        """Let the full file take the place of the old one, unless another process does or did."""
         try:
-            written = os.write(fd, record)
-            status = os.fstat(fd)
-        finally:
-            os.close(fd)
-        if written < len(record):
-            raise OSError(errno.ENOSPC, "no space for a whole prompt", str(self._path))
-        full = status.st_size >= self._most_bytes
-        if full and os.stat(self._path).st_ino == status.st_ino:
-            os.replace(self._path, self._old)
-        if full or len(self._recent) >= _REMEMBERED:
-            self._recent.clear()  # prompts in use come into the new file, too
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until `fd` is closed
+            if os.stat(self._path).st_ino == inode:
+                os.replace(self._path, self._old)
+        except (BlockingIOError, FileNotFoundError):
+            pass
 
 
 def logged_prompts(directory: Path) -> Iterator[LoggedPrompt]:

@@ -76,10 +76,13 @@ class StoreCall:
             reason = self._collect_refused() or reason
         if host is not None:
             host.ledger.count({"stored_bytes": self._on_host * host.chunk_bytes})
-        prompts, text_alone = self._resources.prompt_log, request.tokens is not None and not request.items
-        if prompts is not None and text_alone and len(request.head) == request.first:
-            keys = [*request.head, *request.keys]
-            prompts.append(request.namespace.root, request.chunk_tokens, keys, request.tokens)
+        prompts, tokens, text_alone = self._resources.prompt_log, request.tokens, not request.items
+        if prompts is not None and tokens is not None and text_alone and len(request.head) == request.first:
+            keys, kept = [*request.head, *request.keys], self._fate.find(_LEFT)
+            if kept >= 0:  # not all of it
+                keys = keys[: request.first + kept] if kept else []
+                tokens = tokens[: len(keys) * request.chunk_tokens]
+            prompts.append(request.namespace.root, request.chunk_tokens, keys, tokens)
         new, present, refused = (self._fate.count(fate) for fate in (_NEW, _PRESENT, _LEFT))
         return Stored(new, new * self._request.chunk_tokens, present, refused, reason if refused else None)
 

@@ -6,7 +6,6 @@ if it could not be done; the calls of an engine, which never do, are the methods
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -121,9 +120,26 @@ def clear(ledger: Ledger, namespace: bytes | None = None) -> int:
     What another process stores after this call began may stay. StoreError if it could not be done, or not so that it
     outlives a power cut.
     """
-    for name in (PROMPTS, OLD_PROMPTS):
-        with contextlib.suppress(OSError):
+    try:
+        return _clear_chunks(ledger, namespace)
+    finally:  # a prompt that was logged before is stored no more
+        _remove_prompts(ledger)
+
+
+def _remove_prompts(ledger: Ledger) -> None:
+    left = []
+    for name in (PROMPTS, OLD_PROMPTS):  # in this order: the first may take the place of the second meanwhile
+        try:
             (ledger.directory / name).unlink(missing_ok=True)
+        except OSError as error:
+            left.append(str(error))
+    if left:
+        raise StoreError(
+            f"token ids of cleared prompts are left: {'; '.join(left)}; remove these files by hand"
+        )
+
+
+def _clear_chunks(ledger: Ledger, namespace: bytes | None) -> int:
     cleared = ledger.session.write(lambda w: namespaces.clear(w, namespace), frees=True)
     try:
         ledger.namespaces.save_clear(namespace)

@@ -21,6 +21,9 @@ __all__ = ["LookupAnswer", "LookupThreads", "TrackedRequest"]
 log = logging.getLogger("pagoda.vllm")
 
 _THREADS = 2
+_MOST_LOGS = (
+    8  # calls under way beside which a prompt is still logged: logging must not keep look-ups waiting
+)
 _MOST = 64  # look-ups that run; the others begin when vLLM asks for them
 _PATIENCE_SECONDS = 0.003  # waited in one pass over the waiting requests, so that it answers most of them
 _LONGEST_SECONDS = 5.0  # a look-up that takes longer is a miss
@@ -145,7 +148,7 @@ class LookupThreads:
         """Log what was stored of a request that has ended, with its first `tokens` tokens; on a thread."""
         request = tracked.request
         text_alone = not request.mm_features and request.prompt_embeds is None
-        if text_alone and tracked.saved and self._threads.under_way < _MOST:
+        if text_alone and tracked.saved and self._threads.under_way < _MOST_LOGS:
             self._threads.later(self._log_prompt, tracked, tokens)
 
     def _log_prompt(self, tracked: TrackedRequest, tokens: int) -> None:

@@ -43,6 +43,7 @@ FAILED = "vllm:pagoda_failed_loads"
 _RESERVE_SECONDS = 0.02  # of one step: a chunk that has no slot by then is not stored
 _TURN_CHUNKS = 8  # that are reserved of one group before the next
 _EVENTS_SECONDS = 1.0  # between two checks for removed chunks
+_MOST_LOGS = 16  # calls under way beside which a prompt is still logged
 _LINGER_SECONDS = 30.0  # a reservation whose end vLLM will not report is aborted after this time
 _ANSWERS = {
     ChunkState.ASKED: LookupResult.RETRY,
@@ -62,6 +63,9 @@ class _Request:
     stamp: int | None = None
     loads: bool = True  # False: a load of it failed, so vLLM computes it
     stores: bool = True  # False: it is unknown which weights computed which part of it
+    kept: dict[int, int] = field(
+        default_factory=dict
+    )  # group -> so many chunks reach to the last found or reserved
     tails: dict[int, tuple[int, bytes]] = field(default_factory=dict)  # group -> last chunk reserved, its key
 
 
@@ -164,6 +168,8 @@ class PagodaOffloadingManager(OffloadingManager):
                     self._storing[name] = copy.reserved
                     taken.append(name)
             left -= len(outcomes)
+            if outcomes:
+                request.kept[group] = max(request.kept.get(group, 0), first + len(outcomes))
             if len(outcomes) < len(run):  # no more slots: leave out the tails of all groups
                 self._refused += left
                 break
@@ -241,18 +247,25 @@ class PagodaOffloadingManager(OffloadingManager):
         self._questions.finished(req_context.req_id)
 
     def log_prompt(self, request: Any, hash_tokens: int) -> None:
-        """Log a request that has ended, with the keys of the first group that is a chain; on a thread."""
+        """Log what was stored of a request that has ended, with the keys of the first group that is a chain.
+
+        On a thread. Not with a salt: it is part of vLLM's hashes, and the namespace is the same.
+        """
         known = self._requests.get(request.request_id)
         chains = [number for number, index in self._numbers.items() if self._groups[index].window is None]
-        text_alone = not request.mm_features and request.prompt_embeds is None
-        if known is not None and known.stores and chains and text_alone and not self._closed:
-            self._thread.later(self._log_prompt, request, hash_tokens, chains[0], self._questions.root)
+        plain = not request.mm_features and request.prompt_embeds is None and not request.cache_salt
+        if known is None or not known.stores or not chains or not plain or self._closed:
+            return
+        kept = known.kept.get(self._numbers[chains[0]], 0)
+        if kept and self._thread.under_way < _MOST_LOGS:
+            self._thread.later(self._log_prompt, request, hash_tokens, chains[0], kept, self._questions.root)
 
-    def _log_prompt(self, request: Any, hash_tokens: int, number: int, root: bytes) -> None:
+    def _log_prompt(self, request: Any, hash_tokens: int, number: int, kept: int, root: bytes) -> None:
         size = self._groups[self._numbers[number]].chunk_tokens
         step = size // hash_tokens
         names = [bytes(name) + number.to_bytes(4, "big") for name in request.block_hashes[step - 1 :: step]]
-        self._slots.log_prompt(root, derive_keys(names, root), list(request.all_token_ids), size)
+        tokens = list(request.all_token_ids[: kept * size if kept < len(names) else None])
+        self._slots.log_prompt(root, derive_keys(names[:kept], root), tokens, size)
 
     def on_schedule_end(self, context: Any) -> None:
         """Start the look-ups of what this step asked for."""
