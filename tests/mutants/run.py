@@ -155,7 +155,7 @@ def _be_pytest(source: Path, tests: Sequence[str]) -> None:
     sys.dont_write_bytecode = True
     sys.path.insert(0, str(source))
     # anyio's takes a third of a start
-    plugins = ["-pno:cacheprovider", "-pno:xdist", "-pno:anyio"]
+    plugins = ["--import-mode=importlib", "-pno:cacheprovider", "-pno:xdist", "-pno:anyio"]
     options = ["-o", "addopts=", "-o", f"pythonpath={source} .", f"--basetemp={source.parent / 'tmp'}"]
     code = pytest.main(["-x", "-q", *plugins, *options, *tests])
     import pagoda
