@@ -30,7 +30,7 @@ def test_loggers_that_somebody_configured_are_left_alone() -> None:
     mine, vllms = logging.NullHandler(), logging.NullHandler()
     try:
         theirs.handlers[:], theirs.level = [vllms], logging.DEBUG
-        ours.handlers[:], ours.level = [mine], logging.NOTSET
+        ours.handlers[:], ours.level, root.handlers[:] = [mine], logging.NOTSET, []
         join_vllm_log()
         assert ours.handlers == [mine] and ours.level == logging.NOTSET
         ours.handlers[:] = []
