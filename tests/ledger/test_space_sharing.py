@@ -903,6 +903,21 @@ def test_the_limit_of_a_store_that_nobody_has_open_counts_no_more(shm_root: Path
     two.close()
 
 
+@pytest.mark.parametrize("trouble", ["its writer was killed", "it cannot be written"])
+def test_no_half_written_limit_is_left(shm_root: Path, kind: Kind, trouble: str) -> None:
+    one = Room(shm_root, kind=kind)
+    one.close()
+    if trouble == "its writer was killed":
+        (shm_root / "a" / "limit.new").touch()
+    else:
+        (shm_root / "a" / "limit").unlink()
+        (shm_root / "a" / "limit").mkdir()
+    one = Room(shm_root, kind=kind)
+    assert not (shm_root / "a" / "limit.new").exists()
+    one.check()
+    one.close()
+
+
 @pytest.mark.parametrize("passing", [".new-0123456789ab", ".gone-0123456789ab"])
 def test_what_was_killed_while_it_made_or_removed_a_store_is_not_grown_beside(
     shm_root: Path, kind: Kind, passing: str

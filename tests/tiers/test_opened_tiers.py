@@ -96,6 +96,17 @@ def test_damaged_entries_are_passed_over(tmp_path: Path, register_of_tiers: Path
     assert opened_tiers.entries() == [Entry("disk", str(tmp_path))]
 
 
+def test_what_a_killed_process_was_writing_is_removed(tmp_path: Path, register_of_tiers: Path) -> None:
+    opened_tiers.add("disk", tmp_path)
+    directory = files(register_of_tiers)[0].parent
+    old, fresh = directory / ".0123-4567", directory / ".89ab-cdef"
+    for file in (old, fresh):
+        file.touch()
+    os.utime(old, (time.time() - 3600,) * 2)
+    opened_tiers.add("disk", tmp_path.parent)
+    assert fresh.exists() and not old.exists()
+
+
 def test_the_register_is_bounded(
     tmp_path: Path, register_of_tiers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,6 +65,8 @@ def write_limit(directory: Path, nbytes: int | None, sole: bool) -> None:
     None: the caller only reads the store, or takes from it. A limit from an earlier time does not count then.
     """
     file = directory / _LIMIT
+    fresh = file.with_suffix(".new")
+    fresh.unlink(missing_ok=True)  # of a process that was killed while it wrote
     if nbytes is None:
         if sole:
             file.unlink(missing_ok=True)
@@ -72,11 +74,14 @@ def write_limit(directory: Path, nbytes: int | None, sole: bool) -> None:
     known = _read_limit(directory) or 0
     if known == nbytes or (known > nbytes and not sole):
         return
-    with contextlib.suppress(OSError):  # a full file system: the limit of before stays
-        fresh = file.with_suffix(".new")
+    try:
         fresh.write_text(f"{nbytes}\n")
         fresh.chmod(0o600)
         os.replace(fresh, file)
+    except OSError:  # a full file system: the limit of before stays
+        pass
+    finally:
+        fresh.unlink(missing_ok=True)
 
 
 def _read_limit(directory: Path) -> int | None:

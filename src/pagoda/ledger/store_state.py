@@ -10,7 +10,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 from enum import IntEnum
 from pathlib import Path
 from struct import Struct
@@ -40,6 +42,7 @@ NEVER_BOOTED = ""  # boot id of a store whose ledger is being made or resized: n
 Kind = Literal["memory", "file"]
 
 _PAGE = 4096
+_WRITE_SECONDS = 600.0
 _RECORD = Struct("<8sQQ16s")  # magic, number, length of the text, checksum of number and text
 _MAGIC = b"PAGODAST"
 _WORD = Struct("<Q")
@@ -172,6 +175,7 @@ def _record(content: bytes, page: int) -> _Record | None:
 def write_synced(path: Path, content: bytes) -> None:
     """Replace a small file so that it has either the old or the new content, also after a power cut."""
     fresh = path.with_name(f".{path.name}-{os.getpid()}")
+    remove_abandoned(path.parent, f".{path.name}-*")
     try:
         with open(fresh, "wb", opener=lambda name, flags: os.open(name, flags | os.O_CLOEXEC, 0o600)) as file:
             file.write(content)  # all of it, or OSError: `os.write` to a full disk may write only a part
@@ -185,6 +189,14 @@ def write_synced(path: Path, content: bytes) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+def remove_abandoned(directory: Path, names: str) -> None:
+    """Remove the files of a pattern whose writer must have been killed: they are older than any write takes. OSError."""
+    for file in directory.glob(names):
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - file.stat().st_mtime > _WRITE_SECONDS:
+                file.unlink()
 
 
 def mismatch(directory: Path, state: StoreState) -> str | None:

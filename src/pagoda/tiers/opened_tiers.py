@@ -18,6 +18,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from pagoda.ledger.store_state import remove_abandoned
+
 log = logging.getLogger("pagoda.tiers.register")
 
 _MOST_ENTRIES = 1024
@@ -104,6 +106,7 @@ def _write(directory: Path, entry: Entry) -> None:
         return
     except FileNotFoundError:
         pass
+    remove_abandoned(directory, ".*-*")
     fresh = directory / f".{name}-{secrets.token_hex(4)}"
     try:
         with open(fresh, "x", encoding="utf-8", opener=_private) as stream:
