@@ -192,7 +192,7 @@ def write_synced(path: Path, content: bytes) -> None:
 
 
 def remove_abandoned(directory: Path, names: str) -> None:
-    """Remove the files of a pattern whose writer must have been killed: they are older than any write takes. OSError."""
+    """Remove the files of a pattern that are older than any write takes: their writers were killed. OSError."""
     for file in directory.glob(names):
         with contextlib.suppress(FileNotFoundError):
             if time.time() - file.stat().st_mtime > _WRITE_SECONDS:
