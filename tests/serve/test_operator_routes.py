@@ -141,6 +141,7 @@ def test_clear_pin_unpin_and_explain(page: Server, running: Engine) -> None:
     (row,) = found["answers"]
     assert (row["tier"], row["num_tokens"], row["reason"]) == ("host", 4 * CHUNK, "absent")
     assert any("nearest" in line for line in found["lines"])
+    page.ask("GET", "/stats.json")  # what this read is no answer after the next change
     assert post(page, "/pin", prompt).json["chunks"] == 4
     assert page.ask("GET", "/stats.json").json["pins"] == [{"tier": "host", "owner": "pagoda", "chunks": 4}]
     assert post(page, "/unpin", {"owner": "somebody else"}).json["chunks"] == 0

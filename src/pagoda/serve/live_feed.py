@@ -40,13 +40,21 @@ class LiveFeed:
         self._sampler: asyncio.Task[None] | None = None
         self._taking: asyncio.Future[dict[str, object]] | None = None
         self._latest: dict[str, object] = {}
-        self._latest_at = float("-inf")
+        self._taking_at = self._latest_at = self._changed_at = float("-inf")  # when a reading began; of the loop
 
     async def latest(self) -> Mapping[str, object]:
-        """Return an overview of this moment, or a moment ago. TimeoutError if the stores do not answer."""
-        if asyncio.get_running_loop().time() - self._latest_at > _FRESH_SECONDS:
+        """Return an overview of this moment, or of a moment ago, but not of before a change.
+
+        TimeoutError if the stores do not answer.
+        """
+        oldest = max(self._changed_at, asyncio.get_running_loop().time() - _FRESH_SECONDS)
+        while self._latest_at < oldest:
             await self._take()
         return self._latest
+
+    def changed(self) -> None:
+        """Note that an operation has changed the stores: what was read before is no answer any more."""
+        self._changed_at = asyncio.get_running_loop().time()
 
     @asynccontextmanager
     async def reader(self) -> AsyncIterator[asyncio.Queue[Event]]:
@@ -98,14 +106,15 @@ class LiveFeed:
     async def _take(self) -> None:
         """Renew the latest overview; callers at the same time share one reading. TimeoutError."""
         if self._taking is None:
+            self._taking_at = asyncio.get_running_loop().time()
             self._taking = asyncio.ensure_future(self._calls.run(self._overview.take))
-        taking = self._taking
+        taking, taking_at = self._taking, self._taking_at
         try:
             found = await asyncio.wait_for(asyncio.shield(taking), _PATIENCE_SECONDS)
         finally:
             if taking.done() and self._taking is taking:
                 self._taking = None
-        self._latest, self._latest_at = found, asyncio.get_running_loop().time()
+        self._latest, self._latest_at = found, taking_at
 
 
 def _event(overview: Mapping[str, object]) -> bytes:

@@ -237,6 +237,8 @@ class OperatorRoutes:
                 )
             except PagodaError as trouble:
                 return refusal(503, "store_unavailable", str(trouble))
+            finally:
+                self._feed.changed()
             return web.json_response(answer, headers=_HEADERS)
 
         return handle
