@@ -40,7 +40,8 @@ class LiveFeed:
         self._sampler: asyncio.Task[None] | None = None
         self._taking: asyncio.Future[dict[str, object]] | None = None
         self._latest: dict[str, object] = {}
-        self._taking_at = self._latest_at = self._changed_at = float("-inf")  # when a reading began; of the loop
+        # times of the loop: when the reading began that is under way, and the latest; when something was changed
+        self._taking_at = self._latest_at = self._changed_at = float("-inf")
 
     async def latest(self) -> Mapping[str, object]:
         """Return an overview of this moment, or of a moment ago, but not of before a change.
