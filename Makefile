@@ -96,9 +96,10 @@ bench-remote: $(READY)
 	$(BIN)/python benchmarks/codec.py $(ARGS)
 	$(BIN)/python benchmarks/remote_links.py $(ARGS)
 
-# neighbours over loopback. make bench-neighbours ARGS='--quick --json'
+# neighbours over loopback and, with root, over a shaped link. make bench-neighbours ARGS='--quick --json'
 bench-neighbours: $(READY)
 	$(BIN)/python benchmarks/neighbours.py $(ARGS)
+	$(BIN)/python benchmarks/neighbours_link.py $(ARGS)
 
 # the real cache against the simulator, on whole traces: a quarter of an hour a run. make bench-replay ARGS='--runs 4'
 bench-replay: $(READY)
@@ -106,7 +107,7 @@ bench-replay: $(READY)
 
 # every benchmark that needs neither vLLM nor a GPU, once and whole: an hour or so. 2: it cannot run here, and has said why
 bench-full: $(READY)
-	for each in local cache blocks policies remote codec remote_links; do \
+	for each in local cache blocks policies remote codec remote_links neighbours neighbours_link; do \
 		echo "## $$each"; $(BIN)/python benchmarks/$$each.py $(ARGS) || [ $$? -eq 2 ] || exit 1; done
 
 # beside LMCache, which has an environment of its own (make bench-peers ARGS=--json). 2: it cannot be had, and one line says so

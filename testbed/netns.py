@@ -14,6 +14,7 @@ ends, so even a `kill -9` leaves nothing. Nothing outside the new namespaces is 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import shutil
@@ -152,16 +153,27 @@ class Cable:
             place.run("ip", "address", "add", f"{address}/24", "dev", name)
             place.run("ip", "link", "set", name, "up")
 
-    def shape(self, bits_per_second: float | None) -> None:
-        """Limit the rate in each direction; None: as fast as the machine can."""
+    def shape(self, bits_per_second: float | None, queue_seconds: float = 0.05) -> None:
+        """Limit the rate in each direction; None: as fast as the machine can.
+
+        `queue_seconds`: how long a packet may wait for its turn. A long queue delays, a short one loses packets.
+        """
         for place, name, _ in self._ends:
             if bits_per_second is None:
                 if "qdisc tbf" in place.run("tc", "qdisc", "show", "dev", name):
                     place.run("tc", "qdisc", "del", "dev", name, "root")
                 continue
             burst = max(_LEAST_BURST_BYTES, round(bits_per_second / 8 / 1000))
-            rate = ["rate", f"{round(bits_per_second)}bit", "burst", f"{burst}b", "latency", "50ms"]
+            rate = ["rate", f"{round(bits_per_second)}bit", "burst", f"{burst}b"]
+            rate += ["latency", f"{round(queue_seconds * 1e6)}us"]
             place.run("tc", "qdisc", "replace", "dev", name, "root", "tbf", *rate)
+
+    def traffic(self) -> tuple[int, int]:
+        """Return how many bytes have arrived at the near end, and how many packets were lost on the way to it."""
+        (near, at, _), (far, to, _) = self._ends
+        link = json.loads(near.run("ip", "-s", "-j", "link", "show", "dev", at))
+        queue = json.loads(far.run("tc", "-s", "-j", "qdisc", "show", "dev", to))
+        return int(link[0]["stats64"]["rx"]["bytes"]), sum(each.get("drops", 0) for each in queue)
 
     def cut(self) -> None:
         """Cut the cable at the far end: everything that either side sends is lost without an error."""

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
+import random
 import shutil
+import signal
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from http.client import HTTPConnection
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from pagoda.cache import Cache
+from pagoda.clock import Clock
 from pagoda.codec import HEADER_BYTES
 from pagoda.layout import KVLayout
 from pagoda.metrics import Reason
+from pagoda.testing import FakeClock
 from pagoda.tiers.remote.open_client import url_with_password
 from pagoda.tiers.remote.pagoda_server import PagodaServerClient
 from pagoda.tiers.remote.peers import PeersClient, PeerUrl
+from pagoda.transfer import DenseKV
 from testbed.servers import Server, free_port, pagoda_server
 from tests.cache import kit
 from tests.remote.chunks import (
@@ -38,6 +48,8 @@ from tests.remote.chunks import (
     wait_until,
 )
 from tests.remote.evil import SILENCE, Lie, LyingHttp, dripping, endless, http
+from tests.remote.proxy import Fault, proxy_to
+from tests.serve import kit as serve_kit
 
 NOISE = np.random.default_rng(0).bytes(1 << 20)
 PATIENT = {"deadline_seconds": 30.0, "look_seconds": 30.0}
@@ -118,6 +130,20 @@ def test_another_neighbour_helps_when_one_has_lost_a_chunk(three: list[Server]) 
         assert losing.remove(ROOT, keys, time.monotonic() + 30) == 6
         losing.close()
         assert load(tier, keys) == [None] * 6
+
+
+def test_a_neighbour_that_evicts_a_prompt_before_its_load_is_no_liar(three: list[Server]) -> None:
+    evicted, kept = fresh_keys(20), fresh_keys(3)
+    give(three[0], evicted)
+    give(three[0], kept)
+    with tier_on(client_of(three[0]), **PATIENT) as tier:
+        assert tier.find(evicted, namespace=ROOT) == 20
+        losing = PagodaServerClient(url_of(three[0])).connection().open(time.monotonic() + 30)
+        assert losing.remove(ROOT, evicted, time.monotonic() + 30) == 20
+        losing.close()
+        assert load(tier, evicted) == [Reason.ABSENT] * 20
+        assert tier.find(kept, namespace=ROOT) == 3
+        assert load(tier, kept) == [None] * 3
 
 
 def test_nothing_is_written_to_a_neighbour(three: list[Server]) -> None:
@@ -249,6 +275,56 @@ def test_a_slow_neighbour_never_delays_a_look_up_beyond_its_time(three: list[Ser
             wait_until(lambda: tier.find([*keys, *fresh_keys(1)], namespace=ROOT) == 4)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_reader_that_ends_or_stops_during_a_load_costs_its_neighbour_nothing(
+    number: int, shm_root: Path
+) -> None:
+    first = shm_root / "first"
+    with (
+        serve_kit.engine("LARGE", host_path=str(first), host_size=80 << 20) as producer,
+        serve_kit.server(first) as served,
+        proxy_to(served.address[1]) as proxy,
+    ):
+        producer.store(1, 8)
+        url = f"http://:{serve_kit.TOKEN}@127.0.0.1:{proxy.port}"
+        there = {
+            "host_path": str(shm_root / "second"),
+            "host_size": 256 << 20,
+            "peers": [url],
+            "worth_it": False,
+        }
+        with serve_kit.engine("LARGE", **there) as reader:
+            proxy.down = Fault(bytes_per_second=40e6)
+            reader.begin("retrieve", 1, 8)
+            wait_until(lambda: proxy.down_bytes > 6 << 20)
+            reader.process.send_signal(number)
+            for chain in range(2, 8):  # more than there is room for
+                producer.store(chain, 8)
+            assert served.get(producer.root, serve_kit.keys_of(producer.root, 7, 8)[0]).status == 200
+            proxy.heal()
+            if number == signal.SIGSTOP:
+                reader.process.send_signal(signal.SIGCONT)
+                assert reader.answer().endswith(" True")
+                whole = f"{8 * serve_kit.CHUNK} True"
+                wait_until(lambda: reader.tell("retrieve", 7, 8) == whole)
+        assert served.get(producer.root, serve_kit.keys_of(producer.root, 7, 8)[0]).status == 200
+
+
+def test_the_late_answer_of_a_neighbour_far_away_serves_the_next_look_up(three: list[Server]) -> None:
+    keys = fresh_keys(3)
+    give(three[0], keys)
+    with proxy_to(three[0].port) as proxy:
+        proxy.both(Fault(delay_seconds=0.1))
+        url = url_of(three[0]).replace(str(three[0].port), str(proxy.port))
+        with tier_on(
+            client_of(url, look_seconds=0.05), look_seconds=0.05, deadline_seconds=30.0, clock=Clock()
+        ) as tier:
+            assert tier.find(keys, namespace=ROOT) == 0
+            wait_until(lambda: tier.find(keys, namespace=ROOT) == 3)
+            assert load(tier, keys, seconds=30.0) == [None] * 3
+
+
 # ---- neighbours that lie
 
 FOUND = b'{"found": 3}'
@@ -319,6 +395,17 @@ def test_a_neighbour_that_lies_again_and_again_is_not_asked_for_a_while(evil: Ly
         assert len(evil.heard) == asked
 
 
+def test_a_neighbour_that_never_has_what_it_says_it_has_is_not_asked_for_a_while(evil: LyingHttp) -> None:
+    evil.lies["GET"] = lambda _: [http(404)]
+    client = client_of(f"http://127.0.0.1:{evil.port}")
+    with tier_on(client) as tier:
+        for _ in range(12):
+            keys = fresh_keys(3)
+            tier.find(keys, namespace=ROOT)
+            assert None not in load(tier, keys)
+        assert client.peers()[0].trust.resting
+
+
 # ---- whole machines
 
 
@@ -356,6 +443,70 @@ def test_nothing_is_queued_for_neighbours(shm_root: Path) -> None:
         kit.served(cache, kit.prompt(10))
         assert cache._resources.writeback == () and cache.flush(10)
         assert cache.stats()["drops"] == {}
+
+
+def _reads_prompts(root: Path, peers: list[str], work: Connection) -> None:
+    """Read each prompt that is asked for, compare all bytes, answer how many chunks came from neighbours."""
+    with kit.cache_at(root, None, host_size=1000 * kit.LAYOUT.slot_bytes, peers=peers) as cache:
+        while True:
+            hit, _ = kit.served(cache, kit.prompt(PROMPT_CHUNKS, work.recv()))
+            work.send(hit.by_tier.get("peers", 0) // kit.CHUNK)
+
+
+PROMPT_CHUNKS = 250
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_100_000_chunks_byte_by_byte_whatever_is_killed(shm_root: Path) -> None:
+    """Both stores take four prompts: chunks are evicted on both machines, also those that are being sent."""
+    rng, done, counts = random.Random(), threading.Event(), Counter[str]()
+    seed, slots = 0, 1000 * kit.LAYOUT.slot_bytes
+    with (
+        kit.cache_at(shm_root / "first", None, host_size=slots) as source,
+        serving(shm_root / "first" / "host") as server,
+    ):
+
+        def restarts() -> None:
+            while not done.wait(rng.uniform(1.0, 5.0)):
+                server.restart()
+                counts["servers killed"] += 1
+
+        def reader() -> tuple[SpawnProcess, Connection]:
+            ours, theirs = kit.SPAWN.Pipe()
+            peers = [f"{server.url}?password_file={server.root}/token"]
+            process = kit.SPAWN.Process(target=_reads_prompts, args=(shm_root / "second", peers, theirs))
+            process.start()
+            theirs.close()
+            return process, ours
+
+        thread = threading.Thread(target=restarts)
+        thread.start()
+        process, work = reader()
+        try:
+            while counts["chunks"] < 100_000:
+                for _ in range(2):
+                    seed += 1
+                    kit.stored(source, kit.prompt(PROMPT_CHUNKS, seed))
+                work.send(seed - rng.randrange(5))  # the oldest of these is evicted meanwhile
+                counts["prompts"] += 1
+                if rng.random() < 0.03:
+                    time.sleep(rng.uniform(0.0, 0.3))
+                    process.kill()
+                    process.join()
+                    process, work = reader()
+                    counts["readers killed"] += 1
+                    continue
+                assert work.poll(120), "a reader hangs"
+                found = work.recv()  # EOFError: it found wrong bytes, and ended
+                counts["chunks"] += found
+                counts["whole prompts"] += found == PROMPT_CHUNKS
+        finally:
+            done.set()
+            thread.join()
+            process.kill()
+    print(dict(counts))
+    assert counts["servers killed"] > 3 and counts["readers killed"] > 1
 
 
 def test_2000_chunks_byte_by_byte(shm_root: Path) -> None:
@@ -411,6 +562,54 @@ def test_a_forked_child_makes_its_own_connections(three: list[Server]) -> None:
         child.join(60)
         assert child.exitcode == 0
         assert load(tier, keys) == [None] * 3
+
+
+# ---- prefill on one machine, decoding on another
+
+
+def test_a_look_up_finds_what_was_stored_a_moment_ago(three: list[Server]) -> None:
+    """Even if one a moment before found less."""
+    keys, clock = fresh_keys(6), FakeClock()
+    with tier_on(client_of(three[0]), clock=clock, **PATIENT) as tier:
+        for stored in (2, 4, 6):
+            give(three[0], keys[:stored])
+            clock.advance(0.15)
+            assert tier.find(keys, namespace=ROOT) == stored
+            assert load(tier, keys[:stored]) == [None] * stored
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("word", ["grow", "store"])
+def test_a_decoder_loads_what_is_stored_while_the_producer_stores_the_tail(word: str, shm_root: Path) -> None:
+    """Chunk by chunk or as one; it is stopped again and again: in a copy, in a commit, holding the ledger."""
+    layout, chunks, runs, rng = serve_kit.LARGE, 12, [0], random.Random(word)
+    first, tokens = shm_root / "producer", serve_kit.tokens_of(1, chunks)
+    wanted, blank = serve_kit.kv_of(1, chunks, layout), serve_kit.kv_of(2, chunks, layout)
+    with (
+        serve_kit.engine("LARGE", host_path=str(first), host_size=64 << 20) as producer,
+        serve_kit.server(first) as served,
+    ):
+        url = served.url.replace("http://", f"http://:{serve_kit.TOKEN}@")
+        options = {"host_path": str(shm_root / "decoder"), "host_size": 64 << 20, "peers": [url]}
+        with Cache(
+            namespace=serve_kit.NAMESPACE, layout=layout, chunk_tokens=serve_kit.CHUNK, worth_it=False, **options
+        ) as decoder:  # fmt: skip
+            producer.begin(word, 1, chunks)
+            until = time.monotonic() + 60.0
+            while runs[-1] < chunks:
+                assert time.monotonic() < until, runs
+                time.sleep(rng.uniform(0.0, 0.02))
+                producer.process.send_signal(signal.SIGSTOP)
+                try:
+                    hit = decoder.retrieve(tokens, DenseKV(blank, layout))
+                finally:
+                    producer.process.send_signal(signal.SIGCONT)
+                runs.append(hit.num_tokens // serve_kit.CHUNK)
+                for ours, theirs in zip(itertools.chain(*blank), itertools.chain(*wanted), strict=True):
+                    assert ours[:, : hit.num_tokens].tobytes() == theirs[:, : hit.num_tokens].tobytes()
+            assert producer.answer() == "done"
+    assert runs == sorted(runs)
+    assert word == "store" or len(set(runs)) > 3, runs
 
 
 def _loads_in_child(tier: object, keys: list[bytes]) -> None:

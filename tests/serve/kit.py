@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,9 @@ from pagoda.keys import Namespace, chunk_keys
 from pagoda.layout import KVLayout
 from pagoda.slab import aligned
 from pagoda.tiers.remote.remote_tier import STORE_ID
+
+if TYPE_CHECKING:
+    from testbed.netns import Place
 
 SECONDS = 60.0
 CHUNK = 64
@@ -60,6 +63,8 @@ with Cache(namespace=NAMESPACE, layout=layout, chunk_tokens=CHUNK, **options) as
         if word == "store":
             store(chain, chunks)
             cache.flush(30.0)
+        for computed in range(1, chunks + 1) if word == "grow" else ():  # as in a prefill
+            store(chain, computed)
         for number in itertools.count(chain) if word == "write" else ():  # it evicts, until it is killed
             store(number % 50, chunks)
             if number == chain + 3:
@@ -132,22 +137,28 @@ def verified(value: bytes, root: bytes, key: bytes, layout: KVLayout = LAYOUT) -
 class Engine:
     """A process with a Cache, which stores chunks when told to."""
 
-    def __init__(self, layout: str = "LAYOUT", **options: object) -> None:
-        """Open the cache; `options` are those of `Config`, as they can be written down."""
+    def __init__(self, layout: str = "LAYOUT", place: Place | None = None, **options: object) -> None:
+        """Open the cache, in a network of its own if `place` is given; `options` are those of `Config`, as literals."""
         code = [sys.executable, "-c", _ENGINE, layout, repr(options)]
-        self.process = subprocess.Popen(code, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.root = bytes.fromhex(self._line())
-
-    def _line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
+        start = subprocess.Popen if place is None else lambda code, **pipes: place.start(*code, **pipes)
+        self.process = start(code, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.root = bytes.fromhex(self.answer())
 
     def tell(self, word: str, chain: int, chunks: int) -> str:
-        """Say "store" (and wait until it is) or "write" (for ever); return what the engine answers."""
+        """Do what `begin` does; return the answer."""
+        self.begin(word, chain, chunks)
+        return self.answer()
+
+    def begin(self, word: str, chain: int, chunks: int) -> None:
+        """Say "store" (and flush), "grow" (store it chunk by chunk), "retrieve" or "write" (for ever)."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{word} {chain} {chunks}\n")
         self.process.stdin.flush()
-        return self._line()
+
+    def answer(self) -> str:
+        """Return the next line that the engine says; of a retrieve: how many tokens, and whether all are right."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
 
     def store(self, chain: int, chunks: int) -> list[bytes]:
         """Store a prompt; return its keys."""
@@ -164,9 +175,9 @@ class Engine:
 
 
 @contextmanager
-def engine(layout: str = "LAYOUT", **options: object) -> Iterator[Engine]:
+def engine(layout: str = "LAYOUT", place: Place | None = None, **options: object) -> Iterator[Engine]:
     """Run an engine; kill it afterwards."""
-    made = Engine(layout, **options)
+    made = Engine(layout, place, **options)
     try:
         yield made
     finally:

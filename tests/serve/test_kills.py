@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import threading
@@ -21,14 +22,14 @@ from tests.serve.kit import TOKEN, engine, keys_of, payload_of, server, verified
 
 @contextlib.contextmanager
 def half_read(served: kit.Server, root: bytes, key: bytes) -> Iterator[socket.socket]:
-    """Ask for a chunk and read only its beginning, so that the server is in the middle of it."""
+    """Ask for a chunk and look only at its beginning, so that the server is in the middle of it."""
     with served.socket() as connected:
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         path = f"/v1/{root.hex()}/{key.hex()}"
         connected.sendall(
             f"GET {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()
         )
-        assert connected.recv(4096).startswith(b"HTTP/1.1 200 ")
+        assert connected.recv(4096, socket.MSG_PEEK).startswith(b"HTTP/1.1 200 ")
         yield connected
 
 
@@ -51,6 +52,64 @@ def test_a_server_that_ends_or_stops_during_a_get_stops_no_engine(number: int, s
             admin.check(ledger)
             numbers = admin.gauges(ledger)
             assert numbers["ready"] + numbers["free"] == numbers["slots"]
+
+
+def read_prompts(served: kit.Server, root: bytes) -> int:
+    """Read what is there of 50 prompts; return how many chunks. None is wrong, and no answer is late."""
+    right = busy = 0
+    for chain in range(50):
+        for position, key in enumerate(keys_of(root, chain, 12)):
+            begun = time.monotonic()
+            answer = served.get(root, key)
+            assert time.monotonic() - begun < 10.0
+            if answer.status != 200:
+                assert answer.status in (404, 503)
+                busy += answer.status == 503
+                break
+            found = verified(answer.body, root, key)
+            assert found is not None and (found == payload_of(chain, position)).all()
+            right += 1
+        if busy == 3:  # whoever holds the ledger is stopped
+            break
+    return right
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_engine_that_ends_or_stops_while_it_stores_costs_readers_only_misses(
+    number: int, shm_root: Path
+) -> None:
+    """Wherever it is: in a copy, in a commit, or holding the ledger. Once it has ended, all that it stored is read."""
+    rng = random.Random(number)
+    with server(shm_root) as served:
+        for turn in range(3):
+            with engine(host_path=str(shm_root), host_size=2 << 20) as running:
+                assert running.tell("write", 10 * turn, 12) == "writes"
+                time.sleep(rng.uniform(0.0, 0.05))
+                running.process.send_signal(number)
+                read_prompts(served, running.root)
+            kit.wait_until(lambda: read_prompts(served, running.root) > 10)
+
+
+@pytest.mark.slow
+def test_a_chunk_that_is_replaced_while_it_is_sent_never_passes(shm_root: Path) -> None:
+    with engine("LARGE", host_path=str(shm_root), host_size=32 << 20) as running, server(shm_root) as served:
+        key = running.store(1, 1)[0]
+        kit.wait_until(lambda: served.find(running.root, [key]) == 1)
+        with half_read(served, running.root, key) as reading:
+            assert served.ask("DELETE", f"/v1/{running.root.hex()}/{key.hex()}").status == 204
+            for chain in range(2, 6):  # every slot has other bytes now
+                running.store(chain, 2)
+            body = b""
+            with contextlib.suppress(ConnectionError, kit.http.client.HTTPException):
+                answer = kit.http.client.HTTPResponse(reading)
+                answer.begin()
+                body = answer.read()
+            found = verified(body, running.root, key, kit.LARGE)
+            assert found is None or (found == payload_of(1, 0, kit.LARGE)).all()
+        key = keys_of(running.root, 5, 2)[0]
+        found = verified(served.get(running.root, key).body, running.root, key, kit.LARGE)
+        assert found is not None and (found == payload_of(5, 0, kit.LARGE)).all()
 
 
 @pytest.mark.slow

@@ -60,6 +60,9 @@ class Peer:
         self.client = PagodaServerClient(url)
         self.breaker = CircuitBreaker(clock, _FAILURES, _REST_SECONDS)
         self.trust = CircuitBreaker(clock, _LIES, _DISTRUST_SECONDS)
+        self.answers = self._broken = (
+            0  # how many look-ups it has answered; the last one that it did not keep
+        )
         self._log = RateLimitedLog(clock)
 
     def reset(self) -> None:
@@ -84,6 +87,12 @@ class Peer:
         self.breaker.record_failure()
         self._log.warn(_logger, reason, f"{self.client.address}: {type(error).__name__}: {error}")
         return reason
+
+    def record_absent(self) -> None:
+        """Count that it lacks what it said it has. Once a look-up: an honest one may have evicted the whole run."""
+        if self._broken != self.answers:
+            self._broken = self.answers
+            self.record_lie("a chunk that it said it has is absent")
 
     def record_lie(self, what: str) -> None:
         """Count that it did not have what it said it had."""
@@ -145,6 +154,8 @@ class PeersClient:
     def record_answers(self, keys: Sequence[bytes], answers: Mapping[Peer, int]) -> None:
         """Remember how many leading keys each neighbour has, besides what is known of those that did not answer."""
         begin = 0
+        for peer in answers:
+            peer.answers += 1
         for end in sorted(set(answers.values())):
             holders = tuple(peer for peer, found in answers.items() if found >= end)
             with self._lock:
@@ -367,7 +378,7 @@ class PeersConnection:
                     self._served = line.peer
                     return count
                 if line.peer in holders:
-                    line.peer.record_lie("a chunk that it said it has is absent")
+                    line.peer.record_absent()
             self._client.forget(key, line.peer)
         return reason
 

@@ -287,7 +287,8 @@ class RemoteStore(WorkerBackend):
         self.write_breaker = CircuitBreaker(clock, _REFUSALS, _REFUSED_SECONDS)
         self.last_refusal = Reason.IO_ERROR
         self.touch_breaker = CircuitBreaker(clock, 1, _TOUCH_REST_SECONDS)
-        self.presence = PresenceCache(clock)
+        # what is absent may be stored at any moment: it is asked for again soon, unless questions cost
+        self.presence = PresenceCache(clock, absent_seconds=1.0 if client.keepalive_seconds is None else 0.1)
         self.usage = Usage(None, None)
         self._log = RateLimitedLog(clock)
         self._counts: Counter[str] = Counter()

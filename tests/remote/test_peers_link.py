@@ -1,0 +1,83 @@
+"""Neighbours on two machines: network namespaces, joined by a link that is shaped, cut and mended."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from testbed.netns import Cable, need_network, network
+from tests.remote.chunks import LATE_SECONDS, wait_until
+from tests.serve.kit import CHUNK, RUN, TOKEN, Engine, engine
+
+CHUNKS = 8  # 32 MiB a prompt
+DEADLINE_SECONDS = 2.0
+WHOLE = f"{CHUNKS * CHUNK} True"
+
+
+class Machines(NamedTuple):
+    """One engine computes and a server gives away what it stored; the other engine is at the near end."""
+
+    cable: Cable
+    computes: Engine
+    asks: Engine
+
+
+@pytest.fixture
+def machines(shm_root: Path) -> Iterator[Machines]:
+    need_network()
+    with network() as net:
+        near, far = net.place("near"), net.place("far")
+        cable = net.cable(near, far)
+        roots = [str(shm_root / place.name) for place in (near, far)]
+        sizes = {"host_size": 256 << 20, "deadline_seconds": DEADLINE_SECONDS, "worth_it": False}
+        url = f"http://:{TOKEN}@{cable.far}:7777"
+        with (
+            engine("LARGE", place=far, host_path=roots[1], **sizes) as computes,
+            engine("LARGE", place=near, host_path=roots[0], peers=[url], **sizes) as asks,
+        ):
+            server = far.start(
+                sys.executable, "-c", RUN, "serve", "--json", roots[1], "--listen", f"{cable.far}:7777",
+                env={**os.environ, "PAGODA_SERVE_TOKEN": TOKEN}, stdout=subprocess.PIPE,
+            )  # fmt: skip
+            assert server.stdout.readline()
+            yield Machines(cable, computes, asks)
+
+
+@pytest.mark.slow
+def test_a_link_that_is_shaped_cut_mended_and_loses_packets(machines: Machines) -> None:
+    """What arrives is right, what does not is a miss in time, and the next prompts hit again."""
+    cable, computes, asks = machines
+    for chain in range(1, 6):
+        computes.store(chain, CHUNKS)
+    cable.shape(200e6)
+    wait_until(lambda: asks.tell("retrieve", 1, CHUNKS) == WHOLE)
+
+    arrived, _ = cable.traffic()
+    asks.begin("retrieve", 2, CHUNKS)
+    wait_until(lambda: cable.traffic()[0] > arrived + (8 << 20))
+    cable.cut()
+    began = time.monotonic()
+    answer = asks.answer()
+    assert time.monotonic() - began < DEADLINE_SECONDS + LATE_SECONDS
+    assert answer != WHOLE and answer.endswith(" True")
+    began = time.monotonic()
+    assert asks.tell("retrieve", 3, CHUNKS) == "0 True"
+    assert time.monotonic() - began < LATE_SECONDS
+
+    cable.mend()
+    wait_until(lambda: asks.tell("retrieve", 2, CHUNKS) == WHOLE)
+    wait_until(lambda: asks.tell("retrieve", 3, CHUNKS) == WHOLE)
+
+    cable.shape(200e6, queue_seconds=0.4)
+    wait_until(lambda: asks.tell("retrieve", 4, CHUNKS) == WHOLE)
+    cable.shape(200e6, queue_seconds=0.001)
+    _, lost = cable.traffic()
+    wait_until(lambda: asks.tell("retrieve", 5, CHUNKS) == WHOLE)
+    assert cable.traffic()[1] > lost
