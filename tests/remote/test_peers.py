@@ -296,6 +296,7 @@ def test_a_reader_that_ends_or_stops_during_a_load_costs_its_neighbour_nothing(
         }
         with serve_kit.engine("LARGE", **there) as reader:
             proxy.down = Fault(bytes_per_second=40e6)
+            wait_until(lambda: reader.tell("lookup", 1, 8) == f"{8 * serve_kit.CHUNK}")
             reader.begin("retrieve", 1, 8)
             wait_until(lambda: proxy.down_bytes > 6 << 20)
             reader.process.send_signal(number)

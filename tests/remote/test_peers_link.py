@@ -59,6 +59,7 @@ def test_a_link_that_is_shaped_cut_mended_and_loses_packets(machines: Machines) 
     cable.shape(200e6)
     wait_until(lambda: asks.tell("retrieve", 1, CHUNKS) == WHOLE)
 
+    wait_until(lambda: asks.tell("lookup", 2, CHUNKS) == f"{CHUNKS * CHUNK}")
     arrived, _ = cable.traffic()
     asks.begin("retrieve", 2, CHUNKS)
     wait_until(lambda: cable.traffic()[0] > arrived + (8 << 20))

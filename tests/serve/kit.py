@@ -53,6 +53,9 @@ with Cache(namespace=NAMESPACE, layout=layout, chunk_tokens=CHUNK, **options) as
         cache.store(tokens_of(chain, chunks), DenseKV(kv_of(chain, chunks, layout), layout))
     for line in sys.stdin:
         word, chain, chunks = line.split()[0], *map(int, line.split()[1:])
+        if word == "lookup":
+            print(cache.lookup(tokens_of(chain, chunks)).num_tokens, flush=True)
+            continue
         if word == "retrieve":
             blank, wanted = kv_of(9, chunks, layout), kv_of(chain, chunks, layout)
             hit = cache.retrieve(tokens_of(chain, chunks), DenseKV(blank, layout))
@@ -150,13 +153,13 @@ class Engine:
         return self.answer()
 
     def begin(self, word: str, chain: int, chunks: int) -> None:
-        """Say "store" (and flush), "grow" (store it chunk by chunk), "retrieve" or "write" (for ever)."""
+        """Say "store" (and flush), "grow" (store it chunk by chunk), "lookup", "retrieve" or "write" (for ever)."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{word} {chain} {chunks}\n")
         self.process.stdin.flush()
 
     def answer(self) -> str:
-        """Return the next line that the engine says; of a retrieve: how many tokens, and whether all are right."""
+        """Return the next line of the engine: how many tokens it found, and of a retrieve whether all are right."""
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
