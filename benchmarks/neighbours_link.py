@@ -16,8 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -89,8 +88,7 @@ def _asker(work: Work) -> _Asker:
     return _Asker(Task("cold", work.host_path, "", Size()), lambda _: None)
 
 
-@contextmanager
-def _opened(asker: _Asker, work: Work) -> Iterator[CachedModel]:
+def _opened(asker: _Asker, work: Work) -> CachedModel:
     config = Config(
         chunk_tokens=asker.task.size.chunk_tokens,
         host_path=work.host_path,
@@ -99,8 +97,7 @@ def _opened(asker: _Asker, work: Work) -> Iterator[CachedModel]:
         deadline_seconds=60.0,
         worth_it=False,
     )
-    with CachedModel(asker.model, config) as cached:
-        yield cached
+    return CachedModel(asker.model, config)
 
 
 def measured(rounds: int, shm: Path) -> list[Figure]:
