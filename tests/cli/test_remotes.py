@@ -18,8 +18,9 @@ from pagoda.keys import Namespace, chunk_keys
 from pagoda.ledger import admin
 from pagoda.tiers.remote.open_client import open_client
 from pagoda.tiers.remote.store_client import PutResult
-from testbed.servers import Server, free_port, nginx_dav, redis_server
+from testbed.servers import Server, free_port, nginx_dav, pagoda_server, redis_server
 from tests.cli.shelf import CHUNK, LLAMA, QWEN, answer, host, pagoda, put, refused
+from tests.serve.kit import Client, payload_of, value_of
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +143,28 @@ def test_explain_goes_on_where_the_host_tier_ends(where: dict[str, str], shm_roo
     found = answer("explain", "--tokens", "-", stdin=tokens, code=1, **where)
     assert [one["tier"] for one in found["answers"]] == ["host"]  # type: ignore[attr-defined]
     assert list(found["failed"]) == ["dead"]  # type: ignore[call-overload]
+
+
+def test_explain_asks_the_neighbours_too(where: dict[str, str], shm_root: Path) -> None:
+    put(host(shm_root / "here"), LLAMA, range(32))
+    tokens = " ".join(map(str, range(80)))
+    with pagoda_server(shm_root / "there", "--host-size", "4MiB") as neighbour:
+        url = f"{neighbour.url}?password_file={neighbour.root / 'token'}"
+        client = Client(neighbour.url, (neighbour.root / "token").read_text())
+        for position, key in enumerate(chunk_keys(list(range(64)), LLAMA.root, CHUNK)):
+            value = value_of(LLAMA.root, key, position, payload_of(1, position))
+            assert client.put(LLAMA.root, key, value).status == 201
+        where |= {"PAGODA_HOST_PATH": str(shm_root / "here"), "PAGODA_REMOTE": "", "PAGODA_PEERS": url}
+        found = answer("explain", "--tokens", "-", stdin=tokens, **where)
+        told = [(one["tier"], one["num_tokens"], one["reason"]) for one in found["answers"]]  # type: ignore[attr-defined]
+        name = f"peers 127.0.0.1:{neighbour.port}"
+        assert told == [("host", 32, "absent"), (name, 64, "absent"), ("all", 64, "absent")]
+        neighbour.kill()
+        found = answer("explain", "--tokens", "-", stdin=tokens, code=1, **where)
+    assert [one["tier"] for one in found["answers"]] == ["host"]  # type: ignore[attr-defined]
+    assert list(found["failed"]) == [name]  # type: ignore[call-overload]
+    found = answer("explain", str(shm_root / "here"), "--tokens", "-", stdin=tokens, **where)
+    assert [one["tier"] for one in found["answers"]] == ["host"] and not found["failed"]  # type: ignore[attr-defined]
 
 
 def test_clear_reaches_every_tier(where: dict[str, str], shm_root: Path, url: str) -> None:

@@ -18,6 +18,12 @@ def prompt(seed: int, tokens: int) -> list[int]:
     return [draw.choice(_WORDS) for _ in range(tokens)]
 
 
+def plain_prompt(seed: int, tokens: int) -> list[int]:
+    """Return a prompt whose text is cut into just these tokens: the special ones begin with "t0", "t1" and "t2"."""
+    draw = random.Random(seed)
+    return [draw.choice(range(300, 1000)) for _ in range(tokens)]
+
+
 def words(tokens: list[int]) -> str:
     """The text that the tokenizer turns back into these tokens."""
     return " ".join(f"t{token}" for token in tokens)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from tests.cli.shelf import run_here
 from tests.vllm import stores
 from tests.vllm.conftest import Tiers
 from tests.vllm.engines import CHUNK, options
-from tests.vllm.models import words
+from tests.vllm.models import plain_prompt, words
 from tests.vllm.test_server import Server
 
 _CHUNKS = 9
@@ -40,11 +39,11 @@ def server(llama: Path, logs: Path, own: Tiers) -> Iterator[Server]:
 
 def test_the_token_that_differs_is_named(server: Server, own: Tiers, tmp_path: Path) -> None:
     """Text, chat and a tenant's prompt that vLLM stored, each beside prompts that share its beginning."""
-    stored, told = _prompt(7000, _TOKENS), _prompt(7001, 4 * CHUNK + 1)
+    stored, told = plain_prompt(7000, _TOKENS), plain_prompt(7001, 4 * CHUNK + 1)
     server.wait_up()
     _ask(server, "/v1/completions", prompt=words(stored))
     # shares two chunks and a half with it: not the nearest of most
-    _ask(server, "/v1/completions", prompt=words([*stored[: 2 * CHUNK + 30], *_prompt(7002, 3 * CHUNK)]))
+    _ask(server, "/v1/completions", prompt=words([*stored[: 2 * CHUNK + 30], *plain_prompt(7002, 3 * CHUNK)]))
     stores.wait_ready(own.host, _CHUNKS + 3)
     _ask(server, "/v1/chat/completions", messages=[{"role": "user", "content": words(told)}])
     stores.wait_ready(own.host, _CHUNKS + 3 + 4)
@@ -75,19 +74,13 @@ def test_the_token_that_differs_is_named(server: Server, own: Tiers, tmp_path: P
     assert max(map(len, shown.splitlines())) <= 80, shown
 
     # what another tenant stored: the field is named, the salt is not shown
-    theirs = _prompt(7003, 3 * CHUNK)
+    theirs = plain_prompt(7003, 3 * CHUNK)
     _ask(server, "/v1/completions", prompt=words(theirs), cache_salt="salt-of-a-tenant")
     stores.wait_until(lambda: _logged(own.host) == 4, "four logged prompts")
     said = _explain(server, own, "--text", words(theirs))
     ours = next(one for one in said["answers"] if one["reason"] == "other_namespace")
     assert ours["other_fields"] == ["salt"]
     assert "salt-of-a-tenant" not in json.dumps(said)
-
-
-def _prompt(seed: int, tokens: int) -> list[int]:
-    """Return a prompt whose text is cut into just these tokens: the special ones begin with "t0", "t1" and "t2"."""
-    draw = random.Random(seed)
-    return [draw.choice(range(300, 1000)) for _ in range(tokens)]
 
 
 def _changed(tokens: list[int], at: int) -> list[int]:

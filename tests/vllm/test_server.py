@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +27,24 @@ _START_SECONDS, _CALL_SECONDS, _END_SECONDS = 150.0, 60.0, 60.0
 class Server:
     """A server in a session of its own, so that whatever it leaves running can be found."""
 
-    def __init__(self, log: Path, options: dict[str, Any], tiers: Tiers) -> None:
+    def __init__(
+        self,
+        log: Path,
+        options: dict[str, Any],
+        tiers: Tiers,
+        environment: Mapping[str, str] | None = None,
+        **extra: Any,
+    ) -> None:
+        """Start it. `extra` are options of PagodaKV."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
         self._log = log
-        extra = connector(*tiers)["kv_transfer_config"]["kv_connector_extra_config"]
+        given = connector(*tiers, **extra)["kv_transfer_config"]["kv_connector_extra_config"]
         model, rest = options["model"], {name: one for name, one in options.items() if name != "model"}
         rest |= {"host": "127.0.0.1", "port": self.url.rsplit(":", 1)[1], "served_model_name": "tiny"}
         command = [
-            *(str(Path(sys.executable).with_name("pagoda")), "vllm", *_flags(extra)),
+            *(str(Path(sys.executable).with_name("pagoda")), "vllm", *_flags(given)),
             *("serve", model, *_flags(rest), "--enable-prompt-tokens-details"),
         ]
         with log.open("wb") as file:
@@ -44,7 +52,7 @@ class Server:
                 command,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env=os.environ | inside.ENVIRONMENT,
+                env=os.environ | inside.ENVIRONMENT | dict(environment or {}),
                 start_new_session=True,
             )
 
@@ -69,17 +77,21 @@ class Server:
 
     def complete(self, one: list[int], max_tokens: int) -> tuple[tuple[int, ...], int]:
         """The tokens of a completion, and how many of its prompt's were cached somewhere."""
-        asked = {
+        said = self.ask(one, max_tokens)
+        return tuple(said["choices"][0]["token_ids"]), cached_tokens(said)
+
+    def ask(self, one: list[int], max_tokens: int, **more: object) -> dict[str, Any]:
+        """The whole answer to a request for a completion."""
+        asked: dict[str, object] = {
             "model": "tiny", "prompt": one, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
-            "return_token_ids": True,
+            "return_token_ids": True, **more,
         }  # fmt: skip
         request = urllib.request.Request(
             f"{self.url}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
         )
         with urllib.request.urlopen(request, timeout=_CALL_SECONDS) as answer:
-            said = json.load(answer)
-        details = said["usage"]["prompt_tokens_details"]
-        return tuple(said["choices"][0]["token_ids"]), details["cached_tokens"] if details else 0
+            said: dict[str, Any] = json.load(answer)
+        return said
 
     def terminate(self) -> int:
         """End it as an operator does; its exit code."""
@@ -103,6 +115,12 @@ class Server:
         if self.left():
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(_END_SECONDS)
+
+
+def cached_tokens(said: Mapping[str, Any]) -> int:
+    """How many tokens of the prompt were cached somewhere, as an answer says."""
+    details = said["usage"]["prompt_tokens_details"]
+    return int(details["cached_tokens"]) if details else 0
 
 
 def _flags(options: dict[str, Any]) -> list[str]:
@@ -154,8 +172,8 @@ def test_server(
         assert stores.check(tier)["reserved"] == 0
 
 
-def counter(metrics: str, name: str) -> float:
-    """The sum of a counter of ours in Prometheus' text."""
-    found = re.findall(rf"^vllm:pagoda_{name}(?:_total)?(?:{{.*}})? (\S+)$", metrics, re.MULTILINE)
+def counter(metrics: str, name: str, label: str = "") -> float:
+    """The sum of a counter of ours in Prometheus' text, of those with a label."""
+    found = re.findall(rf"^vllm:pagoda_{name}(?:_total)?(?:{{.*{label}.*}})? (\S+)$", metrics, re.MULTILINE)
     assert found, f"no {name} in\n" + "\n".join(line for line in metrics.splitlines() if "pagoda" in line)
     return sum(map(float, found))

@@ -22,7 +22,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
 
 import pagoda.connectors.vllm.connector_stats as stats_module
-from pagoda.connectors.vllm.connector_stats import COUNTERS, PagodaPromMetrics, PagodaStats
+from pagoda.connectors.vllm.connector_stats import COUNTERS, TIERS, PagodaPromMetrics, PagodaStats
 
 LABELS = ["model_name", "engine"]
 ENGINES: dict[int, list[object]] = {0: ["a-model", "0"], 1: ["a-model", "1"]}
@@ -185,15 +185,14 @@ def test_every_counter_is_shown_from_the_start_and_a_second_engine_finds_no_name
 
 def test_hits_have_their_tier_as_a_label_too(config: object) -> None:
     KVConnectorProm(config, LABELS, ENGINES).observe(
-        counted(hit_tokens_host=7, hit_tokens_disk=2).to_dict(), 1
+        counted(hit_tokens_host=7, hit_tokens_disk=2, hit_tokens_peers=3).to_dict(), 1
     )
     labels = {"model_name": "a-model", "engine": "1"}
     by_tier = [
-        REGISTRY.get_sample_value("vllm:pagoda_hit_tokens_total", {**labels, "tier": tier})
-        for tier in ("host", "disk", "remote")
+        REGISTRY.get_sample_value("vllm:pagoda_hit_tokens_total", {**labels, "tier": tier}) for tier in TIERS
     ]
-    assert by_tier == [7, 2, 0]
-    assert [value(f"hit_tokens_{tier}", 1) for tier in ("host", "disk", "remote")] == by_tier  # as ever
+    assert dict(zip(TIERS, by_tier, strict=True)) == {"host": 7, "disk": 2, "peers": 3, "remote": 0}
+    assert [value(f"hit_tokens_{tier}", 1) for tier in TIERS] == by_tier  # as ever
 
 
 def test_counts_of_another_version_do_no_harm(config: object) -> None:

@@ -63,9 +63,10 @@ def explain(
 ) -> int:
     """Say how many leading tokens of a prompt each tier would serve, why not more, and which token differs."""
     asked = read_prompt(tokens, text, messages, tokenizer, url, api_key_file)
-    from pagoda.cli.prompt_coverage import explanation, prompt_of
+    from pagoda.cli.prompt_coverage import explanation, neighbours_of, prompt_of
 
-    specs = remotes_of(directory, config)
+    # top down
+    specs = [*neighbours_of(directory, configured(config)), *remotes_of(directory, config)]
     troubles = [asked.trouble for asked in pinged(specs)]
     silent = {spec.name: trouble for spec, trouble in zip(specs, troubles, strict=True) if trouble}
     remotes = [spec for spec, trouble in zip(specs, troubles, strict=True) if not trouble]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple, TypeAlias
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -75,6 +77,12 @@ class Prompt:
     def num_tokens(self) -> int:
         """How many tokens it has."""
         return len(self.tokens)
+
+
+def neighbours_of(directory: Path | None, config: Config) -> Sequence[RemoteSpec]:
+    """Return the configured neighbours, each with its place in its name; none if a command is about one directory."""
+    found = config.peer_servers() if directory is None else ()
+    return [replace(spec, name=f"peers {urlsplit(spec.url).netloc.rpartition('@')[2]}") for spec in found]
 
 
 def prompt_of(

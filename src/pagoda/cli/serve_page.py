@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from pagoda.cli import UsageError
 from pagoda.cli.explain import in_words
 from pagoda.cli.prompt_source import tokenized
-from pagoda.cli.remote_stores import remotes_of
+from pagoda.cli.remote_stores import pinged, remotes_of
 from pagoda.cli.stats import RemoteUsage, remote_usage
 from pagoda.cli.stores import configured
 
@@ -31,18 +31,19 @@ def page_options(
     directory: Path | None, config_file: Path | None, gpu_price: float | None, tokenizer: Path | None
 ) -> PageOptions:
     """Return the options of the page. Raises UsageError for a tokenizer that cannot be used."""
-    from pagoda.cli.prompt_coverage import explanation, prompt_of
+    from pagoda.cli.prompt_coverage import explanation, neighbours_of, prompt_of
     from pagoda.serve.operations import PromptTools
     from pagoda.serve.operator_routes import PageOptions
 
     config = configured(config_file)
-    specs = remotes_of(directory, config_file)
+    specs, neighbours = remotes_of(directory, config_file), neighbours_of(directory, config)
 
     def keys(tokens: TokenIds, stores: Sequence[Ledger]) -> Mapping[bytes, Sequence[bytes]]:
         return prompt_of(tokens, stores, [], config).keys
 
     def explain(tokens: TokenIds, stores: Sequence[Ledger]) -> Sequence[Mapping[str, object]]:
-        prompt = prompt_of(tokens, stores, specs, config)
+        there = [one for one, asked in zip(neighbours, pinged(neighbours), strict=True) if not asked.trouble]
+        prompt = prompt_of(tokens, stores, [*there, *specs], config)
         found = [explanation(prompt, root) for root in prompt.known]
         found.sort(key=lambda one: -one.answers[-1].num_tokens)  # the best namespace first
         return [

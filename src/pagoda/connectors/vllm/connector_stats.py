@@ -15,7 +15,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-__all__ = ["COUNTERS", "PREFIX", "PagodaPromMetrics", "PagodaStats"]
+__all__ = ["COUNTERS", "PREFIX", "TIERS", "PagodaPromMetrics", "PagodaStats"]
 
 PREFIX = "vllm:pagoda_"  # by "vllm:", a second engine in one process finds and unregisters those of the first
 
@@ -25,6 +25,7 @@ COUNTERS: Mapping[str, str] = MappingProxyType(
         "asked_tokens": "Tokens that were looked up: those of the requests that were not in the engine's own cache.",
         "hit_tokens_host": "Tokens found in host memory and not computed.",
         "hit_tokens_disk": "Tokens found on disk and not computed.",
+        "hit_tokens_peers": "Tokens found at neighbours and not computed.",
         "hit_tokens_remote": "Tokens found in remote tiers and not computed.",
         "loaded_tokens": "Tokens loaded into the engine's KV memory.",
         "loaded_bytes": "Bytes loaded into the engine's KV memory, by all ranks.",
@@ -38,7 +39,7 @@ COUNTERS: Mapping[str, str] = MappingProxyType(
     }
 )
 
-_TIERS = ("host", "disk", "remote")
+TIERS = ("host", "disk", "peers", "remote")  # every other tier counts as remote
 _HITS = ("hit_tokens", "Tokens found and not computed, by the tier that had them.")
 
 
@@ -87,7 +88,7 @@ class PagodaStats(KVConnectorStats):
         sums = dict(self.data)
         line: dict[str, int | float] = {}
         if asked := sums.get("asked_tokens", 0):
-            hits = sum(sums.get(f"hit_tokens_{tier}", 0) for tier in _TIERS)
+            hits = sum(sums.get(f"hit_tokens_{tier}", 0) for tier in TIERS)
             line["hit_rate"] = round(hits / asked, 3)
         for name in [*COUNTERS, *sorted(sums.keys() - COUNTERS.keys())]:
             number = sums.get(name, 0)
@@ -126,7 +127,7 @@ class PagodaPromMetrics(KVConnectorPromMetrics):
             for name, text in COUNTERS.items()
         }
         hits = self._counter(*_HITS, [*labelnames, "tier"])
-        for tier in _TIERS:
+        for tier in TIERS:
             values = {engine: [*labels, tier] for engine, labels in per_engine_labelvalues.items()}
             self._counters[f"hit_tokens_{tier}"].append(create_metric_per_engine(hits, values))
 

@@ -15,7 +15,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from pagoda.cache import Cache
 from pagoda.cache.writeback import ChunkRef
-from pagoda.connectors.vllm.connector_stats import PagodaStats
+from pagoda.connectors.vllm.connector_stats import TIERS, PagodaStats
 from pagoda.connectors.vllm.events import StoredEvents
 from pagoda.connectors.vllm.lookups import LookupThreads, TrackedRequest
 from pagoda.connectors.vllm.metadata import Handshake, Load, PagodaMetadata, PagodaWorkerMetadata, Save
@@ -135,16 +135,10 @@ class PagodaScheduler:
 
     def sources(self, request: Any, tokens: int) -> dict[CacheHitSource, int]:
         """Split the tokens that are being loaded by the tier they were found in."""
-        tracked = self._tracked.get(request.request_id)
-        if tracked is None or tracked.found is None or not tokens:
-            return {}
-        begin, split, at = tracked.local_tokens, dict[CacheHitSource, int](), 0
-        for tier, count in tracked.found.hit.by_tier.items():  # in the order of the prompt
-            share = max(0, min(at + count, begin + tokens) - max(at, begin))
+        tracked, split = self._tracked.get(request.request_id), dict[CacheHitSource, int]()
+        for tier, share in _by_tier(tracked, tokens).items() if tracked is not None else ():
             source = _SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
-            if share:
-                split[source] = split.get(source, 0) + share
-            at += count
+            split[source] = split.get(source, 0) + share
         return split
 
     # ---- loads
@@ -176,15 +170,13 @@ class PagodaScheduler:
             return
         tracked.counted = True
         asked = tracked.request.num_tokens - tracked.local_tokens
-        split = self.sources(tracked.request, tokens)
-        by_tier = {tier: split.get(source, 0) for tier, source in _SOURCES.items()}
-        by_tier["remote"] = tokens - sum(by_tier.values())
+        by_tier = _by_tier(tracked, tokens)
         reason = tracked.found.hit.reason if tracked.found is not None else tracked.reason
-        self._slots.count_request(asked, {tier: n for tier, n in by_tier.items() if n}, reason)
+        self._slots.count_request(asked, by_tier, reason)
         self._stats.count("lookups", 1)
         self._stats.count("asked_tokens", asked)
         for tier, number in by_tier.items():
-            self._stats.count(f"hit_tokens_{tier}", number)
+            self._stats.count(f"hit_tokens_{tier if tier in TIERS else 'remote'}", number)
 
     def take_output(self, output: Any) -> None:
         """Note the workers' messages: which loads ended, which of them failed, which slots will not be filled."""
@@ -335,3 +327,15 @@ class PagodaScheduler:
         if cache is not None:
             self._lookups.close()
             let_go(cache)
+
+
+def _by_tier(tracked: TrackedRequest, tokens: int) -> dict[str, int]:
+    """Split the `tokens` that are being loaded of a request by the tier they were found in."""
+    begin, split, at = tracked.local_tokens, dict[str, int](), 0
+    found = tracked.found.hit.by_tier if tracked.found is not None else {}
+    for tier, count in found.items():  # in the order of the prompt
+        share = min(at + count, begin + tokens) - max(at, begin)
+        if share > 0:
+            split[tier] = share
+        at += count
+    return split
