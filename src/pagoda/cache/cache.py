@@ -24,6 +24,7 @@ from pagoda.cache.call import (
     KeyScheme,
     build_request,
     enable_profiler_ranges,
+    enable_spans,
     hit_call,
 )
 from pagoda.cache.hit import CacheStats, Cleared, Hit, Stored
@@ -119,6 +120,8 @@ class Cache:
         self.namespace = _completed(namespace, layout, self.config)
         if self.config.profile:
             enable_profiler_ranges()
+        if self.config.otel:
+            enable_spans()
         if self.config.log_format == "json":
             log_json()
         with _name_taken(name, self):

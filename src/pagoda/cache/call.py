@@ -2,7 +2,7 @@
 
 `Cache` builds the `CacheRequest` of a prompt and a `Call` over it, which runs at once, on another thread, or awaited;
 `HostSlots` makes a `Call` of each of its own. Calls and copies are named ranges for profilers, switched on by
-`Config.profile`; switched off they cost a function call.
+`Config.profile`; switched off they cost a function call. `Config.otel` makes a span of each call that has ended.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy.typing as npt
 from pagoda.cache.counters import CacheCounters
 from pagoda.cache.hit import Hit
 from pagoda.cache.log_lines import log_call
+from pagoda.cache.spans import SpanRecorder
 from pagoda.cache.tier_stack import TierStack
 from pagoda.clock import Clock, Deadline
 from pagoda.errors import ClosedError, ConfigError
@@ -38,6 +39,7 @@ __all__ = [
     "KeyScheme",
     "build_request",
     "enable_profiler_ranges",
+    "enable_spans",
     "hit_call",
     "profiler_range",
 ]
@@ -243,6 +245,15 @@ def profiler_range(name: str) -> AbstractContextManager[object]:
     return found
 
 
+_spans: SpanRecorder | None = None
+
+
+def enable_spans(on: bool = True) -> None:
+    """Switch OpenTelemetry spans of this process on or off. Raises ConfigError where their package is not installed."""
+    global _spans
+    _spans = SpanRecorder() if on else None
+
+
 class TransferMisuse(Exception):
     """Carries the ValueError of a transfer out of `Call.run`: the caller's KV does not fit its tokens."""
 
@@ -298,19 +309,22 @@ class Call(Generic[T]):
 
     def run(self) -> T:
         """Do the work. Raises ValueError for wrong use only; every other error is a miss, counted and logged."""
-        began = time.perf_counter() if log.isEnabledFor(logging.DEBUG) else None
+        began = time.perf_counter() if _spans is not None or log.isEnabledFor(logging.DEBUG) else None
         try:
             with profiler_range(self.name):
                 answer = self.work()
-            if began is not None:
-                log_call(self.name, answer, time.perf_counter() - began)
-            return answer
         except TransferMisuse as misuse:
             raise misuse.error from None
         except ClosedError as error:
-            return self.refuse(Reason.CLOSED, str(error))
+            answer = self.refuse(Reason.CLOSED, str(error))
         except Exception as error:  # noqa: BLE001  # the boundary: the engine continues after any error
-            return self.refuse(Reason.IO_ERROR, f"{type(error).__name__}: {error}", error)
+            answer = self.refuse(Reason.IO_ERROR, f"{type(error).__name__}: {error}", error)
+        if began is not None:
+            seconds = time.perf_counter() - began
+            log_call(self.name, answer, seconds)
+            if _spans is not None:
+                _spans.record(self.name, answer, seconds)
+        return answer
 
     def refuse(self, reason: Reason, detail: str, error: Exception | None = None) -> T:
         """Return the miss without doing the work; count and log it."""

@@ -96,6 +96,10 @@ class Config:
     profile: bool = _option(
         False, "Mark calls and copies of this process for torch.profiler and Nsight; needs torch."
     )
+    otel: bool = _option(
+        False,
+        "Make an OpenTelemetry span of each store, lookup and retrieve of this process; needs pagodakv[otel].",
+    )
     log_format: LogFormat = _option(  # noqa: RUF009  # a field, as all of them
         "plain", "'json': what this process logs of PagodaKV goes to stderr as JSON, one object a line."
     )
@@ -167,6 +171,7 @@ class ConfigOptions(TypedDict, total=False):
     record: str | os.PathLike[str]
     prompt_log: bool
     profile: bool
+    otel: bool
     log_format: LogFormat
 
 

@@ -156,6 +156,7 @@ _CHECKS: dict[str, Check] = {
     "record": _place("file", needed=False),
     "prompt_log": _flag,
     "profile": _flag,
+    "otel": _flag,
     "log_format": _one_of(get_args(LogFormat)),
     "remote": _remote,
     "peers": _peers,
