@@ -94,10 +94,16 @@ def test_writers_at_the_same_time_leave_one_whole_chunk(store: Store) -> None:
     stored = noise(4 * MIB)
     connections = [store.remote().connection().open(until()) for _ in range(4)]
     results: list[PutResult] = []
-    threads = [
-        threading.Thread(target=lambda one=one: results.append(put(one, keys(1, 5)[0], stored)))
-        for one in connections
-    ]
+
+    def write(one: ObjectStoreConnection) -> None:
+        try:
+            results.append(put(one, keys(1, 5)[0], stored))
+        except OSError as error:  # moto may answer 500 to writers at the same time
+            if not str(error).endswith("500"):
+                raise
+            results.append(put(one, keys(1, 5)[0], stored))
+
+    threads = [threading.Thread(target=write, args=(one,)) for one in connections]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pagoda import threads
 from pagoda.transfer.gpu import autotune
 from pagoda.transfer.gpu.copy_engine import WAYS, CopyEngine
 from pagoda.transfer.gpu.layer_events import LayerEvents
@@ -31,8 +32,9 @@ BOTH = ["down", "up"]
 
 @pytest.fixture(autouse=True)
 def _little_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run by run in Python a megabyte takes a second."""
+    """Run by run in Python a megabyte takes a second, and 10,000 waits on a device that failed half a second."""
     monkeypatch.setattr(autotune, "_SCRATCH_BYTES", 300)
+    monkeypatch.setattr(threads, "_ATTEMPTS", 100)
 
 
 Bytes = npt.NDArray[np.uint8]
