@@ -87,22 +87,26 @@ def save(tier: DiskTier, namespace: Namespace, tokens: Sequence[int]) -> list[by
 
 def pagoda(*args: object, stdin: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
     """Run the command in a separate process, with no configuration except `variables`."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("PAGODA_")}
     return subprocess.run(
         [sys.executable, "-c", RUN, *map(str, args)],
         input=stdin,
-        env={**clean, "HOME": _NO_HOME, "XDG_CONFIG_HOME": _NO_HOME, **variables},
+        env={**_unconfigured(), **variables},
         capture_output=True,
         text=True,
         timeout=120,
     )
 
 
+def _unconfigured() -> dict[str, str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PAGODA_")}
+    return {**clean, "HOME": _NO_HOME, "XDG_CONFIG_HOME": _NO_HOME}
+
+
 def answer(*args: object, code: int = 0, stdin: str = "", **variables: str) -> dict[str, object]:
-    """Run the command with --json; return its output, which must be exactly one object."""
-    done = pagoda(*args, "--json", stdin=stdin, **variables)
-    assert done.returncode == code, done.stderr
-    found = json.loads(done.stdout)
+    """Run the command with --json in this process; return its output, which must be exactly one object."""
+    found_code, out, err = run_here(*args, "--json", stdin=stdin, **variables)
+    assert found_code == code, err
+    found = json.loads(out)
     assert isinstance(found, dict)
     return found
 
@@ -114,10 +118,10 @@ def refused(*args: object, stdin: str = "", **variables: str) -> str:
 
 def run_here(*args: object, stdin: str = "", **variables: str) -> tuple[int, str, str]:
     """Run the command in this process, with no configuration except `variables`; return exit code, stdout, stderr."""
-    out, err, environment = io.StringIO(), io.StringIO(), {"HOME": _NO_HOME, **variables}
+    out, err, environment = io.StringIO(), io.StringIO(), {**_unconfigured(), **variables}
     with (
         mock.patch.dict(os.environ, environment, clear=True),
-        mock.patch.object(sys, "stdin", io.StringIO(stdin)),
+        mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()))),
         redirect_stdout(out),
         redirect_stderr(err),
     ):
