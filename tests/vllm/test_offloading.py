@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import shutil
 from pathlib import Path
@@ -22,6 +23,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from pagoda.cache.prompt_log import logged_prompts
 from pagoda.config import Config
 from pagoda.keys import derive_keys
+from testbed.servers import pagoda_server
 from tests.vllm.halves import (
     CHUNK,
     EACH,
@@ -32,6 +34,7 @@ from tests.vllm.halves import (
     Halves,
     be_a_rank,
     blocks_of,
+    cache_of,
     config_of,
     forks,
     keys,
@@ -271,6 +274,25 @@ def test_what_is_on_the_disk_comes_back_after_a_restart(host: Path, tmp_path: Pa
         assert torch.equal(second.bytes_of(sliding), kept[SLIDING][:, -NEEDED * EACH :])
     finally:
         second.close()
+
+
+def test_hits_are_counted_by_the_tier_that_had_them(host: Path, tmp_path: Path) -> None:
+    first = Halves(config_of(host / "first"))
+    first.store_prompt("p", 6)
+    first.close()
+    with pagoda_server(host / "first") as neighbour:
+        peers = [f"{neighbour.url}?password_file={neighbour.root / 'token'}"]
+        config = config_of(host / "second", tmp_path / "disk", peers=peers)
+        second = Halves(config)
+        try:
+            names = (f"try {number}" for number in itertools.count())  # a look-up waits for it a moment only
+            wait_until(lambda: second.hit(second.request(next(names), "p", 6), "p", 6) == 6)
+            (key, *_) = keys("p", FULL, 6)
+            assert second.manager.get_load_source(key, second.request("says", "p", 6)) is CacheHitSource.P2P
+            counters = cache_of(config).stats()["counters"]
+            assert counters["hit_tokens_disk"] == 0 < counters["hit_tokens_remote"]
+        finally:
+            second.close()
 
 
 def test_a_request_that_may_not_use_a_tier_does_not(host: Path, tmp_path: Path) -> None:

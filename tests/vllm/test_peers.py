@@ -137,6 +137,9 @@ def test_the_second_machine_loads_what_the_first_has_computed(
     assert counter(metrics, "hit_tokens_peers") == hits > 0
     assert counter(metrics, "hit_tokens_host") == second.hits("host") > 0 == second.hits("remote")
 
+    source = re.search(r'^vllm:prompt_tokens_cached_by_source_total{.*"p2p".*} (\S+)$', metrics, re.MULTILINE)
+    assert source is not None and float(source[1]) == hits
+
     opened = [line for line in second.log.read_text().splitlines() if "PagodaKV opened" in line]
     assert len(opened) == 1, opened
     places = re.findall(r"  where: host .*", second.log.read_text())

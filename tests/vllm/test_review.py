@@ -496,6 +496,23 @@ def test_another_adapter_under_the_same_path_is_another(halves: Halves, tmp_path
     assert halves.asked(halves.request([*tokens(2), 1], "other", lora_request=other)) == 0
 
 
+def test_an_adapter_that_cannot_be_named_is_said_and_counted(
+    halves: Halves, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = models.make_lora(tmp_path / "adapter", 1)
+    adapter = LoRARequest("poet", 9004, str(path))
+    halves.stored(tokens(2), "before", list(range(8)), lora_request=adapter)
+    shutil.rmtree(path)
+    models.make_lora(path, 2)
+    for name in ("after", "again"):
+        request = halves.request([*tokens(2), 1], name, lora_request=adapter)
+        assert halves.asked(request) == 0
+        halves.scheduler.allocated(request, None, 0)
+    (line,) = [line for line in caplog.messages if "adapter" in line]
+    assert line.startswith("io_error: requests with the adapter 'poet' are not cached: its files")
+    assert halves.cache.stats()["misses"]["io_error"] == 2
+
+
 def test_after_a_reset_nothing_that_was_stored_before_hits(halves: Halves) -> None:
     halves.stored(tokens(2), "before", list(range(8)))
     running = halves.request([*tokens(1, seed=1), 1], "running")

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
+from pathlib import Path
 
+import pytest
+
+from pagoda.connectors.vllm.supported_engines import log_hashes
 from pagoda.connectors.vllm.vllm_log import join_vllm_log
+from tests.vllm.configs import engine_config
 from tests.vllm.conftest import Tiers
 from tests.vllm.engines import Engine
 
@@ -21,6 +26,20 @@ def test_the_opening_block_stands_in_the_log_of_an_engine(pagoda: Engine, tiers:
     ):
         assert word in line, block
     assert str(tiers.host) in block[3] and str(tiers.disk) in block[3] and "pagoda explain" in block[4]
+
+
+def test_what_else_decides_the_keys_is_said_where_it_is_not_the_default(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "pagoda.vllm")
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    log_hashes(engine_config(llama))
+    assert caplog.messages == []
+    log_hashes(engine_config(llama, prefix_caching_hash_algo="sha256_cbor"))
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    log_hashes(engine_config(llama))
+    assert ["sha256_cbor with PYTHONHASHSEED not set" in line for line in caplog.messages] == [True, False]
+    assert "by sha256 with PYTHONHASHSEED = 7: engines share" in caplog.messages[1]
 
 
 def test_loggers_that_somebody_configured_are_left_alone() -> None:

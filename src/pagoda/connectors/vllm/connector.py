@@ -11,7 +11,7 @@ from pagoda.connectors.vllm.connector_stats import PagodaPromMetrics, PagodaStat
 from pagoda.connectors.vllm.metadata import Handshake, PagodaMetadata, PagodaWorkerMetadata
 from pagoda.connectors.vllm.options import read_options
 from pagoda.connectors.vllm.scheduler import PagodaScheduler
-from pagoda.connectors.vllm.supported_engines import check_engine, check_vllm
+from pagoda.connectors.vllm.supported_engines import check_engine, check_vllm, log_hashes
 from pagoda.connectors.vllm.vllm_log import join_vllm_log
 from pagoda.connectors.vllm.worker import PagodaWorker
 
@@ -37,6 +37,7 @@ class PagodaConnector(KVConnectorBase_V1):
         self._scheduler: PagodaScheduler | None = None
         self._worker: PagodaWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
+            log_hashes(vllm_config)
             events, speculative = vllm_config.kv_events_config, vllm_config.speculative_config
             self._scheduler = PagodaScheduler(
                 options,

@@ -13,7 +13,7 @@ from pagoda.cache import Cache, Hit
 from pagoda.cache.lookup_call import LEASE_SECONDS
 from pagoda.connectors.vllm.identity.engine_namespace import lora_name, salt_of
 from pagoda.keys import derive_keys
-from pagoda.metrics import Reason
+from pagoda.metrics import RateLimitedLog, Reason
 from pagoda.threads import Pool, wait
 
 __all__ = ["LookupAnswer", "LookupThreads", "TrackedRequest"]
@@ -81,6 +81,7 @@ class LookupThreads:
         self._pass_seconds = _PATIENCE_SECONDS if waits else 0.0
         self._patience = self._pass_seconds  # left in this pass
         self._threads = Pool(_THREADS, "pagoda-look")
+        self._lines = RateLimitedLog()
 
     def begin(self, tracked: TrackedRequest) -> bool:
         """Begin to look a request up; False if too many look-ups run already."""
@@ -183,7 +184,9 @@ class LookupThreads:
         return True
 
     def _note(self, tracked: TrackedRequest, found: LookupAnswer | None) -> None:
-        if found is not None:
+        if found is None:
+            tracked.reason = Reason.IO_ERROR
+        else:
             if tracked.found is not None and tracked.found.root != found.root:
                 tracked.forget_keys()
             tracked.saved = max(tracked.saved, found.hit.stop_tokens // self._chunk_tokens)
@@ -208,6 +211,9 @@ class LookupThreads:
         if request.lora_request is not None:
             lora = lora_name(request.lora_request)
             if lora is None:
+                why = "its files cannot be read here, or were changed since this engine has met it"
+                text = f"requests with the adapter {request.lora_request.lora_name!r} are not cached: {why}"
+                self._lines.warn(log, Reason.IO_ERROR, text)
                 return None
         salt = salt_of(self._salt, request.cache_salt, self._since)
         assert self._cache.slots is not None

@@ -30,7 +30,7 @@ log = logging.getLogger("pagoda.vllm")
 
 _RESERVE_SECONDS = 0.02  # for all reserves of one step together
 _LEAST_SECONDS = 0.001  # with less time left, the other requests wait for the next step
-_SOURCES = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
+_SOURCES = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK, "peers": CacheHitSource.P2P}
 
 
 class PagodaScheduler:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -12,7 +14,9 @@ if TYPE_CHECKING:
 
     from pagoda.connectors.vllm.options import ConnectorOptions
 
-__all__ = ["TESTED", "check_engine", "check_vllm"]
+__all__ = ["TESTED", "check_engine", "check_vllm", "log_hashes"]
+
+log = logging.getLogger("pagoda.vllm")
 
 TESTED = (0, 32)  # the minor release of vLLM that this connector is tested with; pyproject.toml has it too
 _ROUTE_B = 'write "kv_connector": "PagodaHybridConnector" (pagoda vllm --hybrid) instead'
@@ -54,6 +58,17 @@ def check_version(version: str, allow_untested: bool) -> None:
         raise ValueError(
             f"vLLM {version} was not tested with this connector, {tested} was: install vLLM {tested}, or allow it"
             ' (pagoda vllm --allow-untested-vllm; "allow_untested_vllm": true in kv_connector_extra_config)'
+        )
+
+
+def log_hashes(vllm_config: VllmConfig) -> None:
+    """Log what decides vLLM's block hashes, if it is not the default: keys are made of them."""
+    seed, algorithm = os.environ.get("PYTHONHASHSEED"), str(vllm_config.cache_config.prefix_caching_hash_algo)
+    if seed is not None or algorithm != _HASHES[0]:
+        log.info(
+            "block hashes are made by %s with PYTHONHASHSEED %s: engines share chunks only where both are the same",
+            algorithm,
+            "not set" if seed is None else f"= {seed}",
         )
 
 

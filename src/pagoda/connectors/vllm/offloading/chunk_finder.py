@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -66,7 +67,10 @@ class Group(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class AskedChunk:
-    """One chunk of one group. Only the scheduler's thread changes it; others read constant fields, and `state`."""
+    """One chunk of one group. Only the scheduler's thread changes it, but for `tier`.
+
+    Others read constant fields, and `state`.
+    """
 
     name: bytes  # vLLM's key
     key: bytes
@@ -287,11 +291,7 @@ class ChunkFinder:
         return news
 
     def _fetch(self, run: Sequence[AskedChunk]) -> None:
-        hit = self._cache.prefetch(None, keys=self._placed(run), salt=self._salt).result()
-        chunks = hit.num_tokens // self._cache.layout.chunk_tokens
-        tier = max(hit.by_tier, key=lambda name: name in self._lower, default="host")
-        for one in run[:chunks]:
-            one.tier = tier
+        self._cache.prefetch(None, keys=self._placed(run), salt=self._salt).result()
 
     # ---- parts of it
 
@@ -301,13 +301,17 @@ class ChunkFinder:
         return list(zip(match.slots.tolist(), match.generations.tolist(), strict=True)), match.reason
 
     def _below(self, run: Sequence[AskedChunk]) -> int:
-        """Return how many leading chunks of a run lower tiers have."""
+        """Return how many leading chunks of a run lower tiers have; note which of them."""
         if not run or not self._lower or not run[0].lower:
             return 0
         hit = self._cache.lookup(
             None, counted=False, keys=self._placed(run), tiers=self._lower, salt=self._salt
         )
-        return hit.num_tokens // self._cache.layout.chunk_tokens
+        size = self._cache.layout.chunk_tokens
+        tiers = [tier for tier, tokens in hit.by_tier.items() for _ in range(tokens // size)]
+        for one, tier in zip(run, tiers, strict=False):
+            one.tier = tier
+        return len(tiers)
 
     def _placed(self, run: Sequence[AskedChunk]) -> list[tuple[int, int, bytes]]:
         """Return keys with token positions as the cache counts them: its chunks all have one length."""
@@ -329,9 +333,8 @@ class ChunkFinder:
     ) -> None:
         """Count the question in tokens: how many of them the first group with full attention has."""
         size, group = self._groups[asked[0].group].chunk_tokens, asked[0].group
-        host, below = (sum(one.group == group for one in ones) * size for ones in (here, coming))
-        by_tier = {"host": host} | ({self._lower[0]: below} if self._lower else {})
-        self._slots.count_request(len(asked) * size, {tier: n for tier, n in by_tier.items() if n}, reason)
+        by_tier = Counter(one.tier for one in (*here, *coming) if one.group == group)
+        self._slots.count_request(len(asked) * size, {tier: n * size for tier, n in by_tier.items()}, reason)
         if self._slots.is_recording:
             start = asked[0].position
             self._slots.record_request(

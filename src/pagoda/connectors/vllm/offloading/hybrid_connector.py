@@ -8,6 +8,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
+from pagoda.connectors.vllm.supported_engines import log_hashes
+
 if TYPE_CHECKING:
     from pagoda.connectors.vllm.offloading.offloading_manager import PagodaOffloadingManager
     from pagoda.connectors.vllm.offloading.offloading_worker import PagodaOffloadingWorker
@@ -27,6 +29,8 @@ class PagodaHybridConnector(OffloadingConnector):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(_with_spec(vllm_config), role, kv_cache_config)
+        if role is KVConnectorRole.SCHEDULER:
+            log_hashes(vllm_config)
         self._preemptions: dict[str, int] = {}  # by request, those that the workers know of
         self._unheard: set[str] = set()  # preempted since the last step
 

@@ -53,7 +53,7 @@ _ANSWERS = {
     ChunkState.MISSED: LookupResult.MISS,
     ChunkState.GONE: LookupResult.MISS,
 }
-_SOURCES = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
+_SOURCES = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK, "peers": CacheHitSource.P2P}
 
 
 @dataclass
