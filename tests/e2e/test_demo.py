@@ -80,6 +80,7 @@ def test_three_processes_one_text(
     assert "█" in printed
 
 
+@pytest.mark.slow
 def test_a_real_model_from_a_path(shm_root: Path, tmp_path: Path) -> None:
     """Saved weights and a tokenizer from disk; nothing is downloaded. All in this process: the others are above."""
     import tokenizers

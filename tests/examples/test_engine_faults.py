@@ -98,6 +98,7 @@ def test_copies_that_fail(up: int, down: int, house: House) -> None:
     closed(engine)
 
 
+@pytest.mark.slow
 def test_requests_that_wait_for_the_same_failing_copy(house: House) -> None:
     cache = house.cache(slots=512)
     tokens, answer = talks_of("llama")[1][0]
@@ -114,6 +115,7 @@ def test_requests_that_wait_for_the_same_failing_copy(house: House) -> None:
     closed(engine)
 
 
+@pytest.mark.slow
 def test_everything_at_once(house: House) -> None:
     cache, dice = house.cache(deadline_seconds=0.5), random.Random(3)
     slab, host = house.slab, cache._tiers.host

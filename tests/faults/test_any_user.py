@@ -174,6 +174,7 @@ for chunk_bytes in (65536, 4 << 20, 64 << 20):
 """
 
 
+@pytest.mark.slow
 def test_a_small_dev_shm_is_said_with_the_number_of_chunks(tmp_path: Path) -> None:
     (tmp_path / "mount").mkdir()
     done = python(SMALL_MEMORY, tmp_path / "mount", tmp_path / "disk", before=own_mounts())

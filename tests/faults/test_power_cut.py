@@ -123,6 +123,7 @@ def test_mixtures_of_old_and_new_pages_are_rebuilt_and_never_serve_wrong_bytes(
     assert len(found) == len(roots) and max(found) >= 10, found
 
 
+@pytest.mark.slow
 def test_a_whole_slab_is_found_again_whatever_the_ledger_looks_like(
     images: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -192,9 +192,11 @@ def test_a_file_system_too_small_for_each_file_in_turn_is_an_error_with_the_reme
     assert int(printed.split()[-1]) >= 20
 
 
+@pytest.mark.slow
 def test_a_file_system_that_fills_up_after_the_opening_disturbs_nothing(tmp_path: Path) -> None:
     assert "fine" in succeeded(python(FULL, tmp_path, before=own_mounts(), seconds=200))
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_to_the_last_byte_keeps_working(tmp_path: Path) -> None:
     assert "fine" in succeeded(python(FULL_DISK, tmp_path, before=own_mounts(), seconds=200))

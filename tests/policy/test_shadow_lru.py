@@ -84,6 +84,7 @@ def test_of_many_slots_a_sample_is_looked_at() -> None:
     assert abs(shadow._oldest - exact) < 0.05 * 20_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["agents", "loop"])
 def test_by_the_bound_it_serves_what_lru_serves(name: str) -> None:
     """The count of what LRU would serve agrees with a separate cache that runs LRU."""

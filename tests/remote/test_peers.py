@@ -510,6 +510,7 @@ def test_100_000_chunks_byte_by_byte_whatever_is_killed(shm_root: Path) -> None:
     assert counts["servers killed"] > 3 and counts["readers killed"] > 1
 
 
+@pytest.mark.slow
 def test_2000_chunks_byte_by_byte(shm_root: Path) -> None:
     """The first machine has the first third, the second all."""
     tokens, slots = kit.prompt(2000), 2100 * kit.LAYOUT.slot_bytes
