@@ -447,11 +447,11 @@ def test_nothing_is_queued_for_neighbours(shm_root: Path) -> None:
 
 
 def _reads_prompts(root: Path, peers: list[str], work: Connection) -> None:
-    """Read each prompt that is asked for, compare all bytes, answer how many chunks came from neighbours."""
+    """Read each prompt that is asked for and compare all bytes; answer how many chunks, and how many from peers."""
     with kit.cache_at(root, None, host_size=1000 * kit.LAYOUT.slot_bytes, peers=peers) as cache:
         while True:
             hit, _ = kit.served(cache, kit.prompt(PROMPT_CHUNKS, work.recv()))
-            work.send(hit.by_tier.get("peers", 0) // kit.CHUNK)
+            work.send([tokens // kit.CHUNK for tokens in (hit.num_tokens, hit.by_tier.get("peers", 0))])
 
 
 PROMPT_CHUNKS = 250
@@ -462,14 +462,14 @@ PROMPT_CHUNKS = 250
 def test_100_000_chunks_byte_by_byte_whatever_is_killed(shm_root: Path) -> None:
     """Both stores take four prompts: chunks are evicted on both machines, also those that are being sent."""
     rng, done, counts = random.Random(), threading.Event(), Counter[str]()
-    seed, slots = 0, 1000 * kit.LAYOUT.slot_bytes
+    seed, found, slots = 5, PROMPT_CHUNKS, 1000 * kit.LAYOUT.slot_bytes
     with (
         kit.cache_at(shm_root / "first", None, host_size=slots) as source,
         serving(shm_root / "first" / "host") as server,
     ):
 
         def restarts() -> None:
-            while not done.wait(rng.uniform(1.0, 5.0)):
+            while not done.wait(rng.uniform(2.0, 8.0)):
                 server.restart()
                 counts["servers killed"] += 1
 
@@ -481,27 +481,27 @@ def test_100_000_chunks_byte_by_byte_whatever_is_killed(shm_root: Path) -> None:
             theirs.close()
             return process, ours
 
+        kit.stored(source, kit.prompt(PROMPT_CHUNKS, seed))
         thread = threading.Thread(target=restarts)
         thread.start()
         process, work = reader()
         try:
             while counts["chunks"] < 100_000:
-                for _ in range(2):
+                work.send(seed - rng.randrange(5))  # the oldest of these is evicted, or is about to be
+                counts["prompts"] += 1
+                for _ in range(rng.randrange(3) if found == PROMPT_CHUNKS else 0):
                     seed += 1
                     kit.stored(source, kit.prompt(PROMPT_CHUNKS, seed))
-                work.send(seed - rng.randrange(5))  # the oldest of these is evicted meanwhile
-                counts["prompts"] += 1
                 if rng.random() < 0.03:
-                    time.sleep(rng.uniform(0.0, 0.3))
                     process.kill()
                     process.join()
                     process, work = reader()
                     counts["readers killed"] += 1
                     continue
                 assert work.poll(120), "a reader hangs"
-                found = work.recv()  # EOFError: it found wrong bytes, and ended
-                counts["chunks"] += found
-                counts["whole prompts"] += found == PROMPT_CHUNKS
+                found, loaded = work.recv()  # EOFError: it found wrong bytes, and ended
+                counts["chunks"] += loaded
+                counts["whole prompts"] += loaded == PROMPT_CHUNKS
         finally:
             done.set()
             thread.join()
