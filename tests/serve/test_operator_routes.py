@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -191,6 +192,26 @@ def test_warm_brings_chunks_of_the_disk_up_to_the_host(shm_root: Path, tmp_path:
             assert post(page, "/warm", prompt).json["chunks"] == 4
             after = by_tier(post(page, "/explain", prompt))
             assert after["host"] == 4 * CHUNK
+
+
+@pytest.mark.slow
+def test_the_question_goes_to_the_neighbours_too(shm_root: Path, tmp_path: Path) -> None:
+    here, there = shm_root / "here", shm_root / "there"
+    with (
+        engine(host_path=str(here), host_size="1MiB") as ours,
+        engine(host_path=str(there), host_size="1MiB") as theirs,
+    ):
+        ours.store(1, 2)
+        theirs.store(1, 4)
+        with server(there) as neighbour:
+            config = tmp_path / "pagoda.toml"
+            config.write_text(f"host_path = '{here}'\npeers = '{neighbour.url}'\n")
+            with server("--config", config, XDG_STATE_HOME=str(tmp_path)) as page:
+                prompt, name = {"tokens": tokens_of(1, 5)}, f"peers {neighbour.url.removeprefix('http://')}"
+                known = {"host": 2 * CHUNK, name: 4 * CHUNK, "all": 4 * CHUNK}
+                assert by_tier(post(page, "/explain", prompt)) == known
+                neighbour.stop(signal.SIGKILL)
+                assert by_tier(post(page, "/explain", prompt)) == {"host": 2 * CHUNK}
 
 
 def test_stats_has_no_salt_and_no_token(host: Path, page: Server) -> None:

@@ -25,7 +25,7 @@ from tests.vllm.test_server import Server, cached_tokens, counter
 
 pytestmark = pytest.mark.slow
 
-_SLOW = Fault(bytes_per_second=1e6)  # of each connection: a chunk takes a quarter of a second
+_SLOW = Fault(bytes_per_second=5e5)  # of each connection: a chunk takes half a second
 _TOKENS = 8
 
 

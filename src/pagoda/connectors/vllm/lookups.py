@@ -211,8 +211,10 @@ class LookupThreads:
         if request.lora_request is not None:
             lora = lora_name(request.lora_request)
             if lora is None:
-                why = "its files cannot be read here, or were changed since this engine has met it"
-                text = f"requests with the adapter {request.lora_request.lora_name!r} are not cached: {why}"
+                text = (
+                    f"requests with the adapter {request.lora_request.lora_name!r} are not cached: its files cannot be "
+                    "read here, or were changed since the engine has met it; load new weights under a new name and path"
+                )
                 self._lines.warn(log, Reason.IO_ERROR, text)
                 return None
         salt = salt_of(self._salt, request.cache_salt, self._since)
