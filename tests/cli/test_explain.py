@@ -296,6 +296,28 @@ def test_without_a_log_the_chunk_is_said_and_that_the_token_is_not_known(shm_roo
     assert "chunk 2" in shown and "the token that differs is not known" in shown
 
 
+def test_a_token_in_what_is_served_is_not_why_the_rest_misses(shm_root: Path) -> None:
+    ledger = host(shm_root)
+    logged(ledger, LLAMA, planted(5))
+    put(ledger, LLAMA, PROMPT[:48])  # stored so long ago that it is in the log no more
+    shown = run_here("explain", shm_root, "--tokens", "-", stdin=json.dumps(PROMPT))[1]
+    assert "chunk 3" in shown and "the token that differs is not known" in shown
+
+
+def test_what_the_tiers_serve_only_together_is_compared_with_another_prompt(
+    shm_root: Path, tmp_path: Path
+) -> None:
+    ledger = host(shm_root)
+    logged(ledger, LLAMA, PROMPT)
+    logged(ledger, LLAMA, planted(37))
+    admin.remove(ledger, chunk_keys(PROMPT, LLAMA.root, CHUNK)[3:])
+    with disk(tmp_path) as tier:
+        save(tier, LLAMA, PROMPT)
+        admin.remove(tier.ledger, chunk_keys(PROMPT, LLAMA.root, CHUNK)[:1])
+    where = {"PAGODA_HOST_PATH": str(shm_root), "PAGODA_DISK_PATH": str(tmp_path), "PAGODA_DISK_SIZE": "1GiB"}
+    assert near("--tokens", "-", stdin=json.dumps(PROMPT), **where)["token"] == 37
+
+
 def test_which_field_of_the_namespace_is_another_and_no_salt(shm_root: Path) -> None:
     ledger = host(shm_root)
     put(ledger, LLAMA, range(16))

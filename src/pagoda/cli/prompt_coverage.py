@@ -117,7 +117,8 @@ def prompt_of(
 
 def explanation(prompt: Prompt, root: bytes) -> PromptExplanation:
     """Return all there is to say of a prompt under one namespace. Changes nothing."""
-    return PromptExplanation(root, prompt.chunk_tokens[root], answers(prompt, root), nearest(prompt, root))
+    said = answers(prompt, root)
+    return PromptExplanation(root, prompt.chunk_tokens[root], said, nearest(prompt, root, said[-1]))
 
 
 def answers(prompt: Prompt, root: bytes) -> list[TierAnswer]:
@@ -137,13 +138,13 @@ def answers(prompt: Prompt, root: bytes) -> list[TierAnswer]:
     return [*alone, TierAnswer(root, model, "all", *together)]
 
 
-def nearest(prompt: Prompt, root: bytes) -> NearestPrompt | None:
+def nearest(prompt: Prompt, root: bytes, together: TierAnswer) -> NearestPrompt | None:
     """Return which stored prompt this one is nearest to, for one namespace; None if no such prompt is logged.
 
-    If all of this prompt can be served, the nearest other one.
+    If all of this prompt can be served, as all tiers `together` answered, the nearest other one. Else one that shares
+    less than what is served explains nothing: the prompt that shares more is not in the log.
     """
-    keys = prompt.keys[root]
-    served = any(len(one.match_prefix(keys, touch=False).slots) == len(keys) for one in prompt.tiers)
+    served = together.chunk is None
 
     def tiers_with(key: bytes) -> tuple[str, ...]:
         there = [
@@ -155,7 +156,9 @@ def nearest(prompt: Prompt, root: bytes) -> NearestPrompt | None:
         rows = prompt.known.get(root), prompt.known.get(other)
         return tuple(Namespace.differing(*(row.fields for row in rows if row))) if all(rows) else ()
 
-    return nearest_prompt(prompt.tokens, root, prompt.logged, tiers_with, other_fields, besides=served)
+    found = nearest_prompt(prompt.tokens, root, prompt.logged, tiers_with, other_fields, besides=served)
+    explains = served or found is None or found.same_tokens >= together.num_tokens
+    return found if explains else None
 
 
 def _logged(ledger: Ledger) -> Sequence[LoggedPrompt]:
