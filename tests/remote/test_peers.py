@@ -300,16 +300,16 @@ def test_a_reader_that_ends_or_stops_during_a_load_costs_its_neighbour_nothing(
             reader.begin("retrieve", 1, 8)
             wait_until(lambda: proxy.down_bytes > 6 << 20)
             reader.process.send_signal(number)
-            for chain in range(2, 8):  # more than there is room for
+            for chain in range(2, 5):  # more than there is room for
                 producer.store(chain, 8)
-            assert served.get(producer.root, serve_kit.keys_of(producer.root, 7, 8)[0]).status == 200
+            assert served.get(producer.root, serve_kit.keys_of(producer.root, 4, 8)[0]).status == 200
             proxy.heal()
             if number == signal.SIGSTOP:
                 reader.process.send_signal(signal.SIGCONT)
                 assert reader.answer().endswith(" True")
                 whole = f"{8 * serve_kit.CHUNK} True"
-                wait_until(lambda: reader.tell("retrieve", 7, 8) == whole)
-        assert served.get(producer.root, serve_kit.keys_of(producer.root, 7, 8)[0]).status == 200
+                wait_until(lambda: reader.tell("retrieve", 4, 8) == whole)
+        assert served.get(producer.root, serve_kit.keys_of(producer.root, 4, 8)[0]).status == 200
 
 
 def test_the_late_answer_of_a_neighbour_far_away_serves_the_next_look_up(three: list[Server]) -> None:
@@ -584,7 +584,7 @@ def test_a_look_up_finds_what_was_stored_a_moment_ago(three: list[Server]) -> No
 @pytest.mark.parametrize("word", ["grow", "store"])
 def test_a_decoder_loads_what_is_stored_while_the_producer_stores_the_tail(word: str, shm_root: Path) -> None:
     """Chunk by chunk or as one; it is stopped again and again: in a copy, in a commit, holding the ledger."""
-    layout, chunks, runs, rng = serve_kit.LARGE, 12, [0], random.Random(word)
+    layout, chunks, runs, rng = serve_kit.LARGE, 8, [0], random.Random(word)
     first, tokens = shm_root / "producer", serve_kit.tokens_of(1, chunks)
     wanted, blank = serve_kit.kv_of(1, chunks, layout), serve_kit.kv_of(2, chunks, layout)
     with (
