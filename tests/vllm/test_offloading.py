@@ -6,6 +6,7 @@ import itertools
 import pickle
 import shutil
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from pagoda.cache.prompt_log import logged_prompts
 from pagoda.config import Config
+from pagoda.connectors.vllm.offloading import offloading_manager
 from pagoda.keys import derive_keys
 from testbed.servers import pagoda_server
 from tests.vllm.halves import (
@@ -236,6 +238,25 @@ def test_only_what_was_stored_of_a_request_is_logged(halves: Halves) -> None:
     (logged,) = logged_prompts(halves.slots._ledger.directory)
     assert (len(logged.keys), logged.tokens.tolist()) == (kept, tokens[: kept * CHUNK])
     assert logged.keys == derive_keys(keys("p", FULL, kept), halves.slots.namespace())
+
+
+def test_few_prompts_wait_to_be_logged(halves: Halves) -> None:
+    """Behind a thread that is busy: requests that end keep their tokens alive no longer than that."""
+    free = Event()
+    halves.manager._thread.later(free.wait, 60.0)
+    for number in range(40):
+        name = f"p{number}"
+        halves.manager.prepare_store(keys(name, FULL, 1), halves.request(name, name, 1))
+        request = SimpleNamespace(
+            request_id=name, mm_features=[], prompt_embeds=None, all_token_ids=[number] * CHUNK,
+            cache_salt=None, block_hashes=[keys(name, FULL, 1)[0][:-4]],
+        )  # fmt: skip
+        halves.manager.log_prompt(request, CHUNK)
+    assert halves.manager._thread.under_way <= offloading_manager._MOST_LOGS
+    free.set()
+    halves.manager._thread.join(30.0)
+    logged = list(logged_prompts(halves.slots._ledger.directory))
+    assert [int(one.tokens[0]) for one in logged] == list(range(offloading_manager._MOST_LOGS - 1))
 
 
 def test_a_chunk_of_two_requests_is_held_until_both_are_done(halves: Halves) -> None:

@@ -24,6 +24,8 @@ from vllm.v1.request import Request
 from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
 from pagoda.cache import Cache
+from pagoda.cache.prompt_log import logged_prompts
+from pagoda.connectors.vllm import lookups
 from pagoda.connectors.vllm.connector import PagodaConnector
 from pagoda.connectors.vllm.identity.device_facts import machine_facts
 from pagoda.connectors.vllm.kv_memory import KVMemory
@@ -285,6 +287,26 @@ def test_who_can_get_nothing_does_not_wait_for_a_look_up(halves: Halves) -> None
         go_on.set()
     assert [each.result() for each in busy] == [True, True]
     assert halves.asked(long, 2 * CHUNK) == 0
+
+
+def test_few_prompts_wait_to_be_logged(halves: Halves) -> None:
+    """Behind threads that are busy: requests that end keep their tokens alive no longer than that."""
+    go_on, look_ups = threading.Event(), halves.scheduler._lookups
+    requests = [halves.request(tokens(1, seed), f"ends {seed}") for seed in range(20)]
+    assert all(halves.asked(request) == 0 for request in requests)
+    busy = [look_ups._threads.submit(go_on.wait, 60.0) for _ in range(2)]
+    try:
+        for request in requests:
+            tracked = halves.scheduler._tracked[request.request_id]
+            tracked.saved = 1
+            look_ups.log_prompt(tracked, CHUNK)
+        assert look_ups._threads.under_way <= lookups._MOST_LOGS
+    finally:
+        go_on.set()
+    assert all(each.result() for each in busy)
+    look_ups._threads.join(30.0)
+    ledger = halves.scheduler._lookups._cache.slots._ledger
+    assert len(list(logged_prompts(ledger.directory))) == lookups._MOST_LOGS - 2
 
 
 def test_a_request_is_recorded_as_it_was_asked(shm_root: Path, tmp_path: Path) -> None:
