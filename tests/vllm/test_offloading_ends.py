@@ -258,11 +258,16 @@ def test_a_request_whose_load_failed_is_offered_nothing_again(halves: Halves) ->
     assert halves.store(one, keys("p", FULL, 5)[3:], blocks) == keys("p", FULL, 5)[3:]
 
 
-def test_a_load_of_what_was_no_hit_fails_its_request(halves: Halves) -> None:
+def test_a_load_of_what_was_no_hit_fails_its_request(
+    halves: Halves, caplog: pytest.LogCaptureFixture
+) -> None:
     halves.store_prompt("p", 2)
-    context = halves.request("loads", "p", 2)
-    halves.run(halves.begin_load(context, {FULL: keys("p", FULL, 2)}, {FULL: [100, 101, 102, 103]}))
-    assert halves.worker.take_failed({"loads"}) == {"loads"}
+    for name in ("loads", "loads too"):
+        context = halves.request(name, "p", 2)
+        halves.run(halves.begin_load(context, {FULL: keys("p", FULL, 2)}, {FULL: [100, 101, 102, 103]}))
+        assert halves.worker.take_failed({name}) == {name}
+    told = [line for line in caplog.messages if "a load failed" in line]
+    assert len(told) == 1 and told[0].startswith("io_error: a load failed: "), told
 
 
 def test_slots_of_another_store_are_not_touched(halves: Halves) -> None:

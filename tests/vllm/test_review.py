@@ -518,6 +518,17 @@ def test_another_adapter_under_the_same_path_is_another(halves: Halves, tmp_path
     assert halves.asked(halves.request([*tokens(2), 1], "other", lora_request=other)) == 0
 
 
+def test_requests_without_hashes_are_not_cached_and_that_is_one_line(
+    halves: Halves, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("one", "two", "three"):
+        request = Request(name, tokens(2), SamplingParams(), None, block_hasher=None)
+        halves.scheduler.new_request(request)
+        assert halves.scheduler.matched(request, 0) == (0, False)
+    told = [line for line in caplog.messages if "block hashes" in line]
+    assert told == ["io_error: request one is not cached: it has too many or too few block hashes"]
+
+
 def test_an_adapter_that_cannot_be_named_is_said_and_counted(
     halves: Halves, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

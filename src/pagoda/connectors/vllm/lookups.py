@@ -95,7 +95,7 @@ class LookupThreads:
             tracked.look = self._threads.submit(self._lookup, request, digests, hashes, last, prompt)
             tracked.recorded = True
         except RuntimeError as trouble:  # no thread could be started, or the engine shuts down
-            log.warning("a look-up could not begin: %s", trouble)
+            self._lines.warn(log, Reason.IO_ERROR, f"a look-up could not begin: {trouble}")
             tracked.loads, tracked.reason = False, Reason.IO_ERROR
             return False
         return True
@@ -115,7 +115,7 @@ class LookupThreads:
             tracked.loads, tracked.reason = False, Reason.DEADLINE
             return True
         if (trouble := look.exception()) is not None:
-            log.warning("a look-up failed: %s: %s", type(trouble).__name__, trouble)
+            self._lines.warn(log, Reason.IO_ERROR, f"a look-up failed: {type(trouble).__name__}: {trouble}")
             tracked.loads, tracked.reason = False, Reason.IO_ERROR
             return True
         return self._taken(tracked, look.result())

@@ -90,7 +90,8 @@ class PagodaScheduler:
         if self._cache is None:
             return
         if len(request.block_hashes) != request.num_tokens // self._hash_tokens:
-            log.error("request %s is not cached: it has too many or too few block hashes", request.request_id)
+            text = f"request {request.request_id} is not cached: it has too many or too few block hashes"
+            self._lines.warn(log, Reason.IO_ERROR, text)
             return
         tracked = self._tracked[request.request_id] = TrackedRequest(request)
         self._lookups.begin(tracked)

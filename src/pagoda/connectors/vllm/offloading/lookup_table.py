@@ -20,6 +20,7 @@ from pagoda.connectors.vllm.offloading.chunk_finder import (
     by_group,
 )
 from pagoda.keys import derive_keys
+from pagoda.metrics import RateLimitedLog, Reason
 from pagoda.threads import Pool
 
 __all__ = ["LookupTable"]
@@ -57,6 +58,7 @@ class LookupTable:
         self._verified = False  # in this step
         self._swept_at = 0.0
         self._late = 0
+        self._lines = RateLimitedLog()
 
     def get(self, name: bytes) -> AskedChunk | None:
         """Return what is known of a chunk."""
@@ -135,7 +137,8 @@ class LookupTable:
         def ended(future: Future[Any]) -> None:
             trouble = None if future.cancelled() else future.exception()
             if trouble is not None:
-                log.warning("a look-up failed: %s: %s", type(trouble).__name__, trouble)
+                text = f"a look-up failed: {type(trouble).__name__}: {trouble}"
+                self._lines.warn(log, Reason.IO_ERROR, text)
                 self._finder.report(all_found(asked, ChunkState.MISSED))
 
         try:

@@ -25,6 +25,7 @@ from pagoda.connectors.vllm.kv_memory import paged_kv
 from pagoda.connectors.vllm.offloading.messages import SlotsSpec
 from pagoda.connectors.vllm.shared_caches import let_go
 from pagoda.layout import KVLayout
+from pagoda.metrics import RateLimitedLog, Reason
 from pagoda.threads import Event, Pool
 from pagoda.transfer.gpu.device_pages import DevicePagesKV
 from pagoda.transfer.pages import PagesKV
@@ -110,6 +111,7 @@ class PagodaOffloadingWorker(OffloadingWorker):
         self._jobs: dict[int, _Job] = {}
         self._finished: SimpleQueue[TransferResult] = SimpleQueue()
         self._failed: set[str] = set()
+        self._lines = RateLimitedLog()
         self._loads = Pool(_LOAD_THREADS, "pagoda-load")
         self._stores = Pool(1, "pagoda-store")
         self._closed = False
@@ -233,7 +235,8 @@ class PagodaOffloadingWorker(OffloadingWorker):
     def _end(self, job: _Job, copied: int) -> None:
         job.copied.set()
         if job.wrong:
-            log.warning("%s: %s", "chunks were not stored" if job.stores else "a load failed", job.wrong)
+            what = "chunks were not stored" if job.stores else "a load failed"
+            self._lines.warn(log, Reason.IO_ERROR, f"{what}: {job.wrong}")
             if job.stores:
                 self._slots.abort([copy.reserved for _, copy in job.spec.chunks])
         with self._lock:
