@@ -51,6 +51,7 @@ def test_a_store_in_use_stays(shm_root: Path) -> None:
     host(shm_root, name="idle").close()
     found = answer("remove", shm_root, "--yes", code=1)
     assert [Path(store["directory"]).name for store in found["stores"]] == ["idle"]  # type: ignore[attr-defined]
+    assert f"pid {os.getpid()} " in next(iter(found["failed"].values()))  # type: ignore[attr-defined]
     assert "stop it first" in next(iter(found["failed"].values()))  # type: ignore[attr-defined]
     assert len(ledger.match_prefix(keys).slots) == 4
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import ssl
 import subprocess
@@ -14,6 +15,18 @@ from pagoda.serve.access import AccessRules, RateLimit
 from tests.cli.shelf import refused
 from tests.serve import kit
 from tests.serve.kit import engine, payload_of, server, verified
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> tuple[Path, Path]:
+    """Return a certificate for localhost, and its key."""
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "1",
+         "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost", "-keyout", key, "-out", certificate],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return certificate, key
 
 
 def test_the_token_is_made_once_and_only_its_user_can_read_it(tmp_path: Path) -> None:
@@ -62,18 +75,12 @@ def test_two_servers_do_not_take_one_socket(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_with_certificates_it_speaks_https(shm_root: Path, tmp_path: Path) -> None:
-    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "1",
-         "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost", "-keyout", key, "-out", certificate],
-        check=True, capture_output=True,
-    )  # fmt: skip
+def test_with_certificates_it_speaks_https(shm_root: Path, certificate: tuple[Path, Path]) -> None:
     with engine("LARGE", host_path=str(shm_root), host_size=32 << 20) as running:
         keys = running.store(1, 3)
-        with server(shm_root, "--tls-cert", certificate, "--tls-key", key) as served:
+        with server(shm_root, "--tls-cert", certificate[0], "--tls-key", certificate[1]) as served:
             assert served.url.startswith("https://")
-            context = ssl.create_default_context(cafile=str(certificate))
+            context = ssl.create_default_context(cafile=str(certificate[0]))
             connection = http.client.HTTPSConnection(
                 "localhost", served.address[1], context=context, timeout=kit.SECONDS
             )
@@ -83,6 +90,31 @@ def test_with_certificates_it_speaks_https(shm_root: Path, tmp_path: Path) -> No
                 found = verified(connection.getresponse().read(), running.root, name, kit.LARGE)
                 assert found is not None and (found == payload_of(1, position, kit.LARGE)).all()
             connection.close()
+
+
+@pytest.mark.slow
+def test_handshakes_that_never_end_are_a_bounded_number_for_a_bounded_time(
+    tmp_path: Path, certificate: tuple[Path, Path]
+) -> None:
+    files = "--tls-cert", certificate[0], "--tls-key", certificate[1]
+    context = ssl.create_default_context(cafile=str(certificate[0]))
+
+    def answers() -> bool:
+        connection = http.client.HTTPSConnection("localhost", served.address[1], context=context, timeout=5)
+        try:
+            connection.request("GET", "/healthz")
+            return connection.getresponse().status == 200
+        except OSError:
+            return False
+        finally:
+            connection.close()
+
+    limits = {"connections": 8, "header_seconds": 4.0}
+    with server(tmp_path, *files, limits=limits) as served, contextlib.ExitStack() as stack:
+        assert answers()
+        silent = [stack.enter_context(served.socket()) for _ in range(20)]
+        assert sum(kit.closed_within(connected, 0.05) for connected in silent) >= 12
+        kit.wait_until(answers, 20.0)
 
 
 def test_the_host_header_names_this_server() -> None:

@@ -203,6 +203,18 @@ def test_too_many_connections_are_closed_and_memory_stays_bounded(served: Server
 
 
 @pytest.mark.slow
+def test_who_reads_nothing_of_small_answers_is_disconnected(served: Server, path: str) -> None:
+    files = len(os.listdir(f"/proc/{served.process.pid}/fd"))
+    asked = head("GET", "/page/page.js").encode() * 400  # 10 MB of answers
+    with contextlib.ExitStack() as stack:
+        for _ in range(4):
+            connected = stack.enter_context(served.socket())
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connected.sendall(asked)
+        kit.wait_until(lambda: len(os.listdir(f"/proc/{served.process.pid}/fd")) <= files + 1, 20.0)
+
+
+@pytest.mark.slow
 def test_many_who_leave_in_the_middle_leave_nothing(served: Server, path: str) -> None:
     files = len(os.listdir(f"/proc/{served.process.pid}/fd"))
     for _ in range(50):

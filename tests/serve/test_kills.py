@@ -163,22 +163,48 @@ def test_a_store_that_is_removed_or_made_again_is_noticed(shm_root: Path) -> Non
             kit.wait_until(lambda: served.find(root, keys) == 0)  # noqa: B023
 
 
+@contextlib.contextmanager
+def held(root: Path) -> Iterator[None]:
+    """Hold the ledger of the one store of a root, as a stopped process does."""
+    with contextlib.closing(Ledger.attach(next(root.glob("*.4")))) as ledger:
+        holding, leave = threading.Event(), threading.Event()
+
+        def hold(_: object) -> None:
+            holding.set()
+            leave.wait(kit.SECONDS)
+
+        thread = threading.Thread(target=ledger.session.write, args=(hold,))
+        thread.start()
+        holding.wait()
+        yield
+        leave.set()
+        thread.join()
+
+
+@pytest.mark.slow
+def test_a_store_that_another_process_holds_delays_neither_start_nor_end(shm_root: Path) -> None:
+    with engine(host_path=str(shm_root), host_size=2 << 20) as running:
+        running.store(1, 3)
+
+    def life() -> float:
+        begun = time.monotonic()
+        with server(shm_root) as served:
+            assert served.ask("GET", "/healthz").status == 200
+            assert served.stop()[0] == 0
+        return time.monotonic() - begun
+
+    usual = life()
+    with held(shm_root):
+        assert life() - usual < 8.0
+
+
 @pytest.mark.slow
 def test_requests_that_wait_are_bounded_and_health_is_answered(shm_root: Path) -> None:
     """While another process holds the ledger, reads wait for their deadline only, and /healthz does not wait."""
     with engine(host_path=str(shm_root), host_size=2 << 20) as running, server(shm_root) as served:
         keys = running.store(1, 3)
         kit.wait_until(lambda: served.find(running.root, keys) == 3)
-        with contextlib.closing(Ledger.attach(next(shm_root.glob("*.4")))) as ledger:
-            held, leave = threading.Event(), threading.Event()
-
-            def hold(_: object) -> None:
-                held.set()
-                leave.wait(kit.SECONDS)
-
-            thread = threading.Thread(target=ledger.session.write, args=(hold,))
-            thread.start()
-            held.wait()
+        with held(shm_root):
             clients = [served.again() for _ in range(20)]
             asking = [threading.Thread(target=one.get, args=(running.root, keys[0])) for one in clients]
             begun = time.monotonic()
@@ -188,6 +214,4 @@ def test_requests_that_wait_are_bounded_and_health_is_answered(shm_root: Path) -
             assert time.monotonic() - begun < 1.0
             for one in asking:
                 one.join(20.0)
-            leave.set()
-            thread.join()
         kit.wait_until(lambda: served.get(running.root, keys[0]).status == 200)

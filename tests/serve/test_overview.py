@@ -15,7 +15,7 @@ from pagoda.serve.blocking_calls import BlockingCallPool
 from pagoda.serve.live_feed import LiveFeed
 from pagoda.serve.overview import MOST_SAMPLES, Overview
 from pagoda.transfer import DenseKV
-from tests.serve.kit import CHUNK, LAYOUT, NAMESPACE, kv_of, tokens_of
+from tests.serve.kit import CHUNK, LAYOUT, NAMESPACE, kv_of, tokens_of, wait_until
 
 
 def opened(root: Path) -> Cache:
@@ -89,6 +89,25 @@ def test_remote_tiers_are_asked_now_and_then_only(shm_root: Path) -> None:
     redis, s3 = first  # type: ignore[misc]
     assert (redis["used_bytes"], redis["size_bytes"], redis["hit_tokens"]) == (5, 10, None)
     assert s3["trouble"] == "refused"
+
+
+def test_a_remote_that_does_not_answer_delays_and_changes_nothing_of_the_rest(shm_root: Path) -> None:
+    from pagoda.cli.stats import RemoteUsage
+
+    answering = threading.Event()
+
+    def remotes() -> list[RemoteUsage]:
+        answering.wait(30)
+        return [RemoteUsage("redis", "redis://a", 5, 10, "")]
+
+    with opened(shm_root) as cache:
+        overview = Overview(lambda: ledgers_of(cache), remotes)
+        for _ in range(2):
+            found = overview.take()
+            assert not answering.is_set() and not found["troubles"]
+            assert [tier["kind"] for tier in found["tiers"]] == ["host"]  # type: ignore[attr-defined]
+        answering.set()
+        wait_until(lambda: len(overview.take()["tiers"]) == 2)  # type: ignore[arg-type]
 
 
 def test_nothing_is_sampled_while_nobody_looks_and_slow_readers_are_dropped(

@@ -77,6 +77,20 @@ def test_a_chunk_that_is_gone_is_not_valid_while_it_is_sent(tier: HostTier, stor
     assert stores.locate(ROOT, KEYS[0]) is Reason.REMOVED
 
 
+def test_what_is_read_was_of_use_and_what_is_only_asked_for_was_not(
+    tier: HostTier, stores: ServedStores
+) -> None:
+    save(tier, [0, 1])
+    slots = [located(stores, n).slot for n in (0, 1)]
+    before = tier.ledger.columns.last_use[slots].tolist()
+    assert stores.find(ROOT, KEYS) == 2
+    assert tier.ledger.columns.last_use[slots].tolist() == before
+    for key in KEYS[:2]:
+        stores.locate_with_header(ROOT, key)
+    head, tail = tier.ledger.columns.last_use[slots].tolist()
+    assert head > tail > max(before)  # the tail of a run is evicted before its head
+
+
 def test_a_chunk_that_is_sent_is_evicted_last(tier: HostTier, stores: ServedStores) -> None:
     save(tier, [0, 1, 2, 3])
     found = located(stores, 0)

@@ -57,7 +57,8 @@ def remove_store(directory: Path, deadline_seconds: float = 10.0) -> int:
             raise StoreError(f"{directory} is no store, or holds other things too: remove it by hand")
         if in_use(directory):
             raise StoreError(
-                f"{directory} is open in a process: stop it first, or forget its chunks with `pagoda clear`"
+                f"{directory} is open in a process{_openers(directory)}: stop it first (`pagoda serve` keeps stores "
+                "open), or forget its chunks with `pagoda clear`"
             )
         nbytes = allocated_bytes(directory)
         discard(directory)
@@ -69,6 +70,17 @@ def allocated_bytes(directory: Path) -> int:
     with contextlib.suppress(FileNotFoundError):  # it may be removed at any time
         return sum(entry.stat().st_blocks * 512 for entry in directory.iterdir())
     return 0
+
+
+def _openers(directory: Path) -> str:
+    """Return which processes of this user have a store open, in words for people; empty if the system does not say."""
+    there = {entry.resolve() for entry in directory.iterdir()}
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # of another user, or gone
+            if any(Path(os.readlink(file)) in there for file in (process / "fd").iterdir()):
+                found.append(f"{process.name} {(process / 'comm').read_text().strip()}")
+    return f" (pid {', '.join(found)})" if found else ""
 
 
 def _is_store(directory: Path) -> bool:

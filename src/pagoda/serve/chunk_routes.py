@@ -183,10 +183,6 @@ async def _send_buffer(
 ) -> web.StreamResponse:
     """Send a chunk from memory of this process, a piece at a time; it is all sent when this returns."""
     response, limits = web.StreamResponse(headers=_value_headers(found.store)), request.app[LIMITS]
-    transport = request.transport
-    if transport is not None and transport.get_extra_info("sslcontext") is None:
-        # A drain waits until the buffer may be used again. TLS encrypts, so copies, at once.
-        transport.set_write_buffer_limits(0)
     view = payload[: found.store.chunk_bytes].data
     try:
         async with asyncio.timeout(limits.start_seconds):

@@ -7,6 +7,7 @@ the counters that the engines of this machine share. What they cannot tell is No
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections import Counter as Tally
 from collections import deque
@@ -18,6 +19,7 @@ import pagoda
 from pagoda.errors import PagodaError
 from pagoda.ledger.snapshot import StoreSnapshot
 from pagoda.metrics import DROPS, MISSES, TIER_KINDS, Reason
+from pagoda.threads import begin
 
 if TYPE_CHECKING:
     from pagoda.ledger import Ledger
@@ -28,6 +30,8 @@ MOST_SAMPLES = 300
 MOST_NAMESPACES = 50
 MOST_PINS = 50
 _REMOTES_SECONDS = 30.0  # between two questions to the remote tiers
+_REMOTES_PATIENCE_SECONDS = 0.2  # then an overview has what they said before
+_STORE_SECONDS = 1.0  # for one store
 _TITLES = {"host": "host memory", "disk": "disk", "remote": "remote tiers"}
 
 
@@ -62,7 +66,8 @@ class Overview:
 
     Args:
         ledgers: returns the stores as they are now, host tiers first; raises nothing.
-        remotes: returns what the remote tiers say; it may wait, and is called every half minute at most.
+        remotes: returns what the remote tiers say; it may wait, on a thread of its own, and is called every half
+            minute at most.
         settings: names and values that stay the same, for people.
         gpu_price: of an hour of an engine's GPUs, in any currency; None: not known.
         tokenizer: whether questions may be asked as text.
@@ -83,7 +88,8 @@ class Overview:
         self._gpu_price = gpu_price
         self._tokenizer = tokenizer
         self._remotes: Sequence[RemoteState] = ()
-        self._asked_at: float | None = None
+        self._asked_at = float("-inf")
+        self._asking: threading.Thread | None = None
         self._before: tuple[float, dict[Path, StoreSnapshot]] | None = None
         self.history: deque[Sample] = deque(maxlen=MOST_SAMPLES)
 
@@ -93,7 +99,7 @@ class Overview:
         stores, troubles = [], list[str]()
         for ledger in self._ledgers():
             try:
-                stores.append(StoreSnapshot.of(ledger))
+                stores.append(StoreSnapshot.of(ledger, _STORE_SECONDS))
             except PagodaError as trouble:
                 troubles.append(str(trouble))
         remotes = self._known_remotes()
@@ -123,10 +129,17 @@ class Overview:
         }
 
     def _known_remotes(self) -> Sequence[RemoteState]:
-        now = time.monotonic()
-        if self._asked_at is None or now - self._asked_at > _REMOTES_SECONDS:
+        """Return what the remote tiers said last: the local stores do not wait for one that is slow or away."""
+
+        def ask() -> None:
             self._remotes = self._ask_remotes()
+
+        asks = self._asking is not None and self._asking.is_alive()
+        if not asks and time.monotonic() - self._asked_at > _REMOTES_SECONDS:
             self._asked_at = time.monotonic()
+            self._asking = threading.Thread(target=ask, name="pagoda-remotes", daemon=True)
+            if begin(self._asking):
+                self._asking.join(_REMOTES_PATIENCE_SECONDS)
         return self._remotes
 
     def _sample(self, now: float, stores: Sequence[StoreSnapshot]) -> Sample | None:

@@ -36,7 +36,7 @@ _LEDGER_SECONDS = 1.0  # for one call of a ledger
 _FIND_SECONDS = 0.25  # for all look-ups of one request
 _MOST_HEADERS = 2048  # of 4 KiB each
 _MOST_LABELS = 1024
-_RUN_SECONDS = 5.0  # chunks of one namespace that arrive within this time count as one run
+_RUN_SECONDS = 5.0  # chunks of one namespace that arrive, or are read, within this time count as one run
 _MOST_RUNS = 1024
 _MOST_STORES = 64  # then no more are made
 
@@ -95,7 +95,7 @@ class ServedStore:
         state = read_state(directory)
         if state is not None and (state.private or not state.chunk_bytes):
             return None
-        ledger = Ledger.attach(directory)
+        ledger = Ledger.attach(directory, deadline_seconds=_LEDGER_SECONDS)
         try:
             slots, slot_bytes, guards = ledger.slots, ledger.slot_bytes, ledger.page_guards
             if ledger.kind == "memory":
@@ -171,6 +171,7 @@ class ServedStores:
         self._headers: OrderedDict[tuple[bytes, int, int], bytes] = OrderedDict()
         self._labels: OrderedDict[bytes, dict[str, str]] = OrderedDict()
         self._runs: OrderedDict[bytes, tuple[float, int]] = OrderedDict()
+        self._ending = False
         self._log = RateLimitedLog(clock)
 
     # ---- which stores there are ----------------------------------------------------------------------------------
@@ -181,6 +182,8 @@ class ServedStores:
             there = [Path(os.path.realpath(path)) for path in self._find()]
             kept: dict[Path, ServedStore] = {}
             for path in there:
+                if self._ending:
+                    break
                 known = self._stores.get(path)
                 if known is not None and known.is_current():
                     kept[path] = known
@@ -203,16 +206,19 @@ class ServedStores:
         return list(self._stores.values())
 
     def close(self) -> None:
-        """Close all stores."""
+        """Close all stores, for good. What another process holds for long is left to the end of this process."""
+        self._ending = True
         with self._scanning:
             before, self._stores = self._stores, {}
+        until = time.monotonic() + _LEDGER_SECONDS
         for store in before.values():
-            store.close()
+            if time.monotonic() < until:
+                store.close()
 
     # ---- finding -------------------------------------------------------------------------------------------------
 
     def locate(self, namespace: bytes, key: bytes) -> LocatedChunk | Reason:
-        """Return where a chunk is, with a lease on it, or why it is not found. Does not change recency: `find` does."""
+        """Return where a chunk is, with a lease on it, or why it is not found. Does not change recency."""
         reason = Reason.ABSENT
         for store in self.stores():
             match = store.ledger.match_prefix(
@@ -226,7 +232,10 @@ class ServedStores:
         return reason
 
     def find(self, namespace: bytes, keys: Sequence[bytes]) -> int:
-        """Return how many leading keys are stored, in all stores together. Raises their recency as one run."""
+        """Return how many leading keys are stored, in all stores together. Does not change recency.
+
+        Neighbours ask all neighbours about every prompt, and read from one: only what is read was of use.
+        """
         until = time.monotonic() + _FIND_SECONDS
         at, before = 0, -1
         while (
@@ -235,7 +244,7 @@ class ServedStores:
             before = at
             for store in self.stores():
                 match = store.ledger.match_prefix(
-                    keys[at:], start=None, namespace=namespace, stamp=store.ledger.stamp() - at,
+                    keys[at:], start=None, namespace=namespace, touch=False,
                     deadline_seconds=max(0.0, until - time.monotonic()),
                 )  # fmt: skip
                 at += len(match.slots)
@@ -244,10 +253,18 @@ class ServedStores:
         return at
 
     def locate_with_header(self, namespace: bytes, key: bytes) -> tuple[LocatedChunk, bytes] | Reason:
-        """Do what `locate` does, and `header_of` if the chunk is in memory: one step on a thread instead of two."""
+        """Do what `locate` does, for a reader, and `header_of` if the chunk is in memory: one step on a thread.
+
+        It raises the recency of the chunk, that of a run's head above that of its tail.
+        """
         found = self.locate(namespace, key)
-        if isinstance(found, Reason) or not found.store.in_memory:
-            return found if isinstance(found, Reason) else (found, b"")
+        if isinstance(found, Reason):
+            return found
+        ledger, slot = found.store.ledger, np.array([found.slot])
+        stamp = self._stamp(found.store, namespace) - ledger.columns.position[slot].astype(np.int64)
+        ledger.evictor.touch(slot, stamp, True)
+        if not found.store.in_memory:
+            return found, b""
         page = self.header_of(namespace, key, found)
         return page if isinstance(page, Reason) else (found, page)
 
@@ -348,14 +365,14 @@ class ServedStores:
         return done.ok, done.reason
 
     def _stamp(self, store: ServedStore, namespace: bytes) -> int:
-        """Return the recency of a chunk that arrives: one for a run, so that its tail is evicted before its head."""
-        now = time.monotonic()
+        """Return the recency of a chunk that arrives or is read: one for a run, so that its tail is evicted first."""
+        now, run = time.monotonic(), store.ledger.store_id + namespace
         with self._lock:
-            until, stamp = self._runs.get(namespace, (0.0, 0))
+            until, stamp = self._runs.get(run, (0.0, 0))
             if now > until:
                 until, stamp = now + _RUN_SECONDS, store.ledger.stamp()
-            self._runs[namespace] = until, stamp
-            self._runs.move_to_end(namespace)
+            self._runs[run] = until, stamp
+            self._runs.move_to_end(run)
             while len(self._runs) > _MOST_RUNS:
                 self._runs.popitem(last=False)
         return stamp

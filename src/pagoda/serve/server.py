@@ -14,9 +14,11 @@ import socket
 import ssl
 import stat
 import time
+import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -72,7 +74,7 @@ class ServeOptions:
 
 def make_app(options: ServeOptions, access: AccessRules) -> web.Application:
     """Return the application with all its routes; its stores are opened when it starts."""
-    app = web.Application(middlewares=[_failures, access.middleware])
+    app = web.Application(middlewares=[_in_time, _failures, access.middleware])
     app[ACCESS] = access
     app[LIMITS] = options.limits
     app[READ_ONLY] = options.read_only
@@ -191,21 +193,27 @@ async def _accept(
     listening: socket.socket,
     tls: ssl.SSLContext | None,
 ) -> asyncio.Server:
+    make = partial(connections.make, tls is not None)
     if listening.family == socket.AF_UNIX:
-        return await loop.create_unix_server(connections.make, sock=listening)
+        return await loop.create_unix_server(make, sock=listening)
     handshake = connections.limits.header_seconds if tls is not None else None
-    return await loop.create_server(
-        connections.make, sock=listening, ssl=tls, ssl_handshake_timeout=handshake
-    )
+    return await loop.create_server(make, sock=listening, ssl=tls, ssl_handshake_timeout=handshake)
 
 
 class _Connection(RequestHandler):
-    """A connection that knows since when it waits for (the rest of) a request's header; None: not."""
+    """A connection that knows since when it waits: for (the rest of) a request's header, or to close. None: not."""
 
-    __slots__ = ("late_since",)
+    __slots__ = ("late_since", "wire")
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
         self.late_since: float | None = time.monotonic()
+        self.wire = (
+            transport  # the other reference is dropped at a close, which waits for what is not sent yet
+        )
+        if transport.get_extra_info("sslcontext") is None:
+            # A drain waits until all is sent and the buffer may be used again. TLS encrypts, so copies, at once.
+            transport.set_write_buffer_limits(0)
         super().connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
@@ -214,24 +222,36 @@ class _Connection(RequestHandler):
         super().data_received(data)
 
 
-class _Refused(asyncio.Protocol):
-    """A connection above the limit, closed at once."""
+class _Handshake(asyncio.Protocol):
+    """A connection whose TLS handshake has not ended; asyncio forgets it when it has, or was too slow."""
+
+    def __init__(self, make: Callable[[], _Connection]) -> None:
+        self._make = make
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        transport.abort()
+        connection = self._make()
+        transport.set_protocol(connection)
+        connection.connection_made(transport)
 
 
 class Connections:
-    """The connections of a server: a bounded number, and none that keeps it waiting for a header."""
+    """The connections of a server: a bounded number, and none that waits long for a header, a handshake or a reader."""
 
     def __init__(self, server: web.Server, loop: asyncio.AbstractEventLoop, limits: ServeLimits) -> None:
         self._server, self._loop, self.limits = server, loop, limits
+        self._handshakes: weakref.WeakSet[_Handshake] = weakref.WeakSet()
 
-    def make(self) -> asyncio.Protocol:
-        """Return the protocol of a new connection."""
-        if len(self._server.connections) >= self.limits.connections:
-            return _Refused()
+    def make(self, tls: bool) -> asyncio.Protocol:
+        """Return the protocol of a new connection. Raises ConnectionRefusedError: then asyncio closes it."""
+        if len(self._server.connections) + len(self._handshakes) >= self.limits.connections:
+            raise ConnectionRefusedError
+        if not tls:
+            return self._connection()
+        self._handshakes.add(handshake := _Handshake(self._connection))
+        return handshake
+
+    def _connection(self) -> _Connection:
         return _Connection(
             self._server,
             loop=self._loop,
@@ -245,14 +265,19 @@ class Connections:
         )
 
     async def abort_late_ones(self) -> None:
-        """Abort, again and again, connections whose request header is late."""
+        """Abort, again and again, connections whose request header is late, or whose client keeps them from closing."""
         while True:
             await asyncio.sleep(self.limits.header_seconds / 10)
-            before = time.monotonic() - self.limits.header_seconds
+            now = time.monotonic()
             for connection in self._server.connections:
                 assert isinstance(connection, _Connection)
-                if connection.late_since is not None and connection.late_since < before:
-                    break_connection(connection.transport)
+                if connection.late_since is None and connection.wire.is_closing():
+                    connection.late_since = now
+                if (
+                    connection.late_since is not None
+                    and connection.late_since < now - self.limits.header_seconds
+                ):
+                    break_connection(connection.wire)
 
 
 # ---- the application ---------------------------------------------------------------------------------------------
@@ -261,10 +286,25 @@ _log = RateLimitedLog()
 
 
 @web.middleware
-async def _failures(request: web.Request, handler: Callable[[web.Request], object]) -> web.StreamResponse:
-    """Answer a request that fails with its reason; note that its header has arrived."""
+async def _in_time(request: web.Request, handler: Callable[[web.Request], object]) -> web.StreamResponse:
+    """Note that the header has arrived, and send the answer: a client that does not read it is disconnected."""
     if isinstance(request.protocol, _Connection):
         request.protocol.late_since = None
+    answer: web.StreamResponse = await handler(request)  # type: ignore[misc]
+    if isinstance(answer, web.Response):  # the others were sent
+        try:
+            async with asyncio.timeout(request.app[LIMITS].seconds(answer.content_length or 0)):
+                await answer.prepare(request)
+                await answer.write_eof()
+        except TimeoutError:
+            request.app[COUNTS]["slow_readers"] += 1
+            break_connection(request.transport)
+    return answer
+
+
+@web.middleware
+async def _failures(request: web.Request, handler: Callable[[web.Request], object]) -> web.StreamResponse:
+    """Answer a request that fails with its reason."""
     try:
         answer: web.StreamResponse = await handler(request)  # type: ignore[misc]
         return answer
