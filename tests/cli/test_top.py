@@ -87,6 +87,17 @@ def test_one_view_has_all_tiers_and_fits(machine: Path) -> None:
         assert "pinned chunks: pagoda 1 in host" in text and "meta-llama/Llama-3.1-8B-Instruct" in text
 
 
+def test_the_owners_of_most_pins_are_shown_and_the_rest_is_counted(shm_root: Path) -> None:
+    ledger = host(shm_root)
+    held = put(ledger, LLAMA, range(64))
+    for number in range(40):
+        admin.pin(ledger, held[:1], f"{number} " + "a-long-name" * 20)
+    admin.pin(ledger, held, "the\x1blargest")
+    code, text = in_pipe("top", shm_root, "--once")
+    assert code == 0 and max(map(cell_len, text.splitlines())) <= 80, text
+    assert "pinned chunks: the\\x1blargest 4 in host" in text and "and 36 more" in text, text
+
+
 def test_json_is_one_object_a_sample(machine: Path) -> None:
     code, text = in_pipe("top", "--json", "--once")
     (line,) = text.splitlines()

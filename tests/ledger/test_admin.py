@@ -9,11 +9,12 @@ import pytest
 
 from pagoda.errors import LedgerCorrupt
 from pagoda.ledger import Ledger, admin
-from pagoda.ledger.tables import ENTRY, PLACE, SLOT_KEY
+from pagoda.ledger.snapshot import StoreSnapshot
+from pagoda.ledger.tables import ENTRY, PLACE, SLOT_KEY, Tables, Txn
 from pagoda.ledger.transaction import Transaction
 from pagoda.metrics import COUNTERS, Reason
 from pagoda.testing import FakeClock
-from tests.ledger.support import OTHER, TENANT, keys, opened, places, put, reserved
+from tests.ledger.support import OTHER, TENANT, keys, opened, places, put, reserved, spec
 
 
 @pytest.fixture
@@ -79,6 +80,31 @@ def test_an_unpin_ends_the_pins_of_the_chunks_that_it_names(ledger: Ledger) -> N
     assert admin.unpin(ledger, keys(1), "ann") == 1
     assert admin.list_pins(ledger) == {"ann": keys(2)}
     assert admin.unpin(ledger, None, "ann") == 1 and admin.list_pins(ledger) == {}
+
+
+def test_no_call_about_many_pins_holds_the_gate_for_all_of_them(shm_root: Path) -> None:
+    ledger, many = Ledger.open(spec(shm_root, 36_000, slot_bytes=0)), keys(*range(9_000))
+    put(ledger, many)
+    for owner, part in (("ann", many[:6_000]), ("bob", many[3_000:])):
+        assert admin.pin(ledger, part, owner) == 6_000
+    rows: list[int] = []  # of the table of pins that each transaction read
+    walk = Tables.rows
+
+    def counted(tables: Tables, txn: Txn, table: object, start: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
+        rows.append(0)
+        for row in walk(tables, txn, table, start):  # type: ignore[arg-type]
+            rows[-1] += table is tables.pins
+            yield row
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tables, "rows", counted)
+        assert StoreSnapshot.of(ledger).pins == {"ann": 6_000, "bob": 6_000}
+        assert admin.unpin(ledger, many[:4_000], "ann") == 4_000 and admin.unpin(ledger, None, "bob") == 6_000
+        assert {owner: sorted(pinned) for owner, pinned in admin.list_pins(ledger).items()} == {
+            "ann": sorted(many[4_000:6_000])
+        }
+    assert 0 < max(rows) <= 5_000
+    ledger.close()
 
 
 def test_many_pins_are_bounded_and_counted(shm_root: Path) -> None:

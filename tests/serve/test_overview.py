@@ -13,7 +13,7 @@ from pagoda.ledger import Ledger
 from pagoda.serve import live_feed
 from pagoda.serve.blocking_calls import BlockingCallPool
 from pagoda.serve.live_feed import LiveFeed
-from pagoda.serve.overview import MOST_SAMPLES, Overview
+from pagoda.serve.overview import MOST_PINS, MOST_SAMPLES, Overview
 from pagoda.transfer import DenseKV
 from tests.serve.kit import CHUNK, LAYOUT, NAMESPACE, kv_of, tokens_of, wait_until
 
@@ -60,6 +60,18 @@ def test_a_sample_has_what_happened_between_two_looks(shm_root: Path) -> None:
         for _ in range(MOST_SAMPLES + 5):
             overview.history.append(sample)
         assert len(overview.history) == MOST_SAMPLES
+
+
+def test_however_many_own_pins_some_are_shown_and_the_rest_is_counted(shm_root: Path) -> None:
+    with opened(shm_root) as cache:
+        cache.store(tokens_of(1, 4), DenseKV(kv_of(1, 4), LAYOUT))
+        for number in range(MOST_PINS + 7):
+            cache.pin(tokens_of(1, 1), owner=f"owner {number}")
+        cache.pin(tokens_of(1, 4), owner="the largest")
+        found = Overview(lambda: ledgers_of(cache)).take()
+        pins = found["pins"]
+        assert isinstance(pins, list) and len(pins) == MOST_PINS and found["more_pins"] == 8
+        assert pins[0] == {"tier": "host", "owner": "the largest", "chunks": 4}
 
 
 def test_a_store_that_cannot_be_read_is_named_and_the_others_are_shown(shm_root: Path) -> None:

@@ -19,7 +19,7 @@ from pagoda.cli import UsageError, printing
 from pagoda.cli.remote_stores import remotes_of
 from pagoda.cli.stats import RemoteUsage, hit_rows, remote_usage, store_names
 from pagoda.cli.stores import AsJson, ConfigFile, Directory, attached, configured, find_stores, label
-from pagoda.cli.text_tables import table_lines, wrapped
+from pagoda.cli.text_tables import printable, table_lines, wrapped
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 _RATES = ("lookups", "hit_tokens", "stored_bytes", "loaded_bytes", "evicted_chunks")
 _BAR_CELLS = 20
 _ASK_SECONDS = 10.0  # between two questions to the remote tiers
-_NAMESPACES = 5  # shown; the largest ones
+_NAMESPACES = _OWNERS = 5  # shown; the largest ones
+_OWNER_LETTERS = 32
 
 
 class TopSample(NamedTuple):
@@ -195,9 +196,8 @@ def _view(sample: TopSample, width: int) -> list[Text]:
         if told:
             lines += [Text(), *map(Text, wrapped(f"{title}: {told}", width))]
     table(_namespace_rows(stores))
-    pins = [f"{owner} {n:,} in {tier}" for tier, one in stores.items() for owner, n in one.pins.items()]
-    if pins:
-        lines += [Text(), *map(Text, wrapped(f"pinned chunks: {', '.join(pins)}", width))]
+    if pins := _pins(stores):
+        lines += [Text(), *map(Text, wrapped(f"pinned chunks: {pins}", width))]
     return lines
 
 
@@ -255,3 +255,11 @@ def _namespace_rows(stores: Mapping[str, StoreSnapshot]) -> list[dict[str, objec
     ]  # fmt: skip
     rows.sort(key=lambda row: -row[0])
     return [row for _, row in rows[:_NAMESPACES]]
+
+
+def _pins(stores: Mapping[str, StoreSnapshot]) -> str:
+    rows = [(n, owner, tier) for tier, one in stores.items() for owner, n in one.pins.items()]
+    rows.sort(key=lambda row: -row[0])
+    told = [f"{printable(owner)[:_OWNER_LETTERS]} {n:,} in {tier}" for n, owner, tier in rows[:_OWNERS]]
+    more = [f"and {len(rows) - _OWNERS:,} more"] if len(rows) > _OWNERS else []
+    return ", ".join([*told, *more])

@@ -26,6 +26,7 @@ from pagoda.ledger.tables import COUNTERS_ROW, MEMBER, SLOT, SLOT_KEY, Tables, T
 from pagoda.ledger.transaction import BATCH, batches
 
 _PAGE = 256
+_PINS_PAGE = 4096  # some ms
 
 # ---- listings
 
@@ -75,16 +76,14 @@ def list_namespaces(ledger: Ledger, deadline_seconds: float = PATIENT_SECONDS) -
 
 
 def list_pins(ledger: Ledger, deadline_seconds: float = PATIENT_SECONDS) -> dict[str, list[bytes]]:
-    """Return the pinned keys of each owner. StoreError."""
-
-    def work(txn: Txn, tables: Tables) -> dict[str, list[bytes]]:
-        found: dict[str, list[bytes]] = {}
-        for key, value in tables.rows(txn, tables.pins):
-            for owner in value.decode().split("\n"):
-                found.setdefault(owner, []).append(key)
-        return found
-
-    return ledger.session.read(work, deadline_seconds)
+    """Return the pinned keys of each owner, read a page at a time, while others go on. StoreError."""
+    found: dict[str, list[bytes]] = {}
+    until = time.monotonic() + deadline_seconds
+    rows = ledger.session.read_rows(lambda tables: tables.pins, lambda _, __, *row: row, until, _PINS_PAGE)
+    for key, owners in rows:
+        for owner in owners.decode().split("\n"):
+            found.setdefault(owner, []).append(key)
+    return found
 
 
 # ---- pins, removal, clearing
@@ -102,8 +101,11 @@ def pin(ledger: Ledger, keys: Sequence[bytes], owner: str) -> int:
 
 
 def unpin(ledger: Ledger, keys: Sequence[bytes] | None, owner: str) -> int:
-    """End the pins of `owner` on these chunks (None: on all); return how many."""
-    return ledger.session.write(lambda w: chunk_ops.unpin(w, keys, owner))
+    """End the pins of `owner` on these chunks (None: on all that are pinned now); return how many."""
+    wanted = list_pins(ledger).get(owner, []) if keys is None else keys
+    return sum(
+        ledger.session.write(partial(chunk_ops.unpin, keys=batch, owner=owner)) for batch in batches(wanted)
+    )
 
 
 def remove(ledger: Ledger, keys: Sequence[bytes]) -> int:

@@ -94,13 +94,12 @@ def pin(transaction: Transaction, keys: Sequence[bytes], owner: str) -> int:
     return pinned
 
 
-def unpin(transaction: Transaction, keys: Sequence[bytes] | None, owner: str) -> int:
-    """End the pins of `owner` on these chunks, or on all; return how many."""
+def unpin(transaction: Transaction, keys: Sequence[bytes], owner: str) -> int:
+    """End the pins of `owner` on these chunks; return how many."""
     ended = 0
-    wanted = None if keys is None else set(keys)
-    for key, value in list(transaction.tables.rows(transaction.txn, transaction.tables.pins)):
-        names = value.decode().split(_OWNERS)
-        if owner in names and (wanted is None or key in wanted):
+    for key in keys:
+        names = (transaction.get(key, db=transaction.tables.pins) or b"").decode().split(_OWNERS)
+        if owner in names:
             left = _OWNERS.join(name for name in names if name != owner)
             _put_or_delete(transaction, transaction.tables.pins, key, left.encode())
             ended += 1

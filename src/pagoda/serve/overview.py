@@ -105,7 +105,7 @@ class Overview:
         remotes = self._known_remotes()
         totals = _totals(stores)
         shown = {name: totals[name] for name in ("lookups", "hits", "asked_tokens", "hit_tokens")}
-        namespaces = _namespaces(stores)
+        namespaces, pins = _namespaces(stores), _pins(stores)
         return {
             "version": pagoda.__version__,
             "machine": socket.gethostname(),
@@ -118,11 +118,8 @@ class Overview:
             "drops": _by_reason(totals, "drop_", DROPS),
             "namespaces": namespaces[:MOST_NAMESPACES],
             "more_namespaces": max(0, len(namespaces) - MOST_NAMESPACES),
-            "pins": [
-                {"tier": store.tier, "owner": owner, "chunks": chunks}
-                for store in stores
-                for owner, chunks in store.pins.items()
-            ][:MOST_PINS],
+            "pins": pins[:MOST_PINS],
+            "more_pins": max(0, len(pins) - MOST_PINS),
             "settings": [*self._settings, *_setup(stores)],
             "tokenizer": self._tokenizer,
             "sample": self._sample(now, stores),
@@ -278,6 +275,13 @@ def _namespaces(stores: Sequence[StoreSnapshot]) -> list[dict[str, object]]:
         }
         for root in sorted(fields, key=lambda root: -size[root])
     ]
+
+
+def _pins(stores: Sequence[StoreSnapshot]) -> list[dict[str, object]]:
+    """Return who pinned how much in each tier, most first."""
+    rows = [(chunks, store.tier, owner) for store in stores for owner, chunks in store.pins.items()]
+    rows.sort(key=lambda row: -row[0])
+    return [{"tier": tier, "owner": owner, "chunks": chunks} for chunks, tier, owner in rows]
 
 
 def _setup(stores: Sequence[StoreSnapshot]) -> list[tuple[str, str]]:

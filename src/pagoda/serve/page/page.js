@@ -174,11 +174,14 @@ function table(columns, rows) {
     make("tbody", {}, ...rows.map((row) => make("tr", {}, ...row.map((cell) => make("td", {}, cell))))));
 }
 
-function showPins(pins) {
-  show(byId("pins"), () => (pins.length
-    ? [table(["Tier", "In whose name", "Chunks", ""], pins.map((pin) => [pin.tier, pin.owner, count(pin.chunks),
-      make("button", { type: "button", ariaLabel: `End the pins of ${pin.owner}`, onclick: () => change("unpin", { owner: pin.owner }, byId("answer")) }, "Unpin")]))]
-    : [make("p", { className: "soft" }, "Nothing is pinned. Pin a prompt with the question box.")]), pins);
+function showPins(pins, more) {
+  show(byId("pins"), () => {
+    if (!pins.length) return [make("p", { className: "soft" }, "Nothing is pinned. Pin a prompt with the question box.")];
+    const shown = [table(["Tier", "In whose name", "Chunks", ""], pins.map((pin) => [pin.tier, pin.owner, count(pin.chunks),
+      make("button", { type: "button", ariaLabel: `End the pins of ${pin.owner}`, onclick: () => change("unpin", { owner: pin.owner }, byId("answer")) }, "Unpin")]))];
+    if (more) shown.push(make("p", { className: "soft" }, `and ${count(more)} more: pagoda stats lists them`));
+    return shown;
+  }, [pins, more]);
 }
 
 function showSettings(settings) {
@@ -246,7 +249,7 @@ function refresh(now) {
   showReasons(byId("misses"), now.misses, "No request got less than it asked for.");
   showReasons(byId("drops"), now.drops, "Every chunk was stored.");
   showNamespaces(now.namespaces, now.more_namespaces);
-  showPins(now.pins);
+  showPins(now.pins, now.more_pins);
   showSettings(now.settings);
   showChart();
   showActivity();
