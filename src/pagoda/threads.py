@@ -239,12 +239,15 @@ class Pool(Executor):
     Python's executor uses conditions. A signal handler's exception can end its `submit` before the new thread is
     recorded: then nothing ends that thread, and the interpreter waits for it at exit. If no thread can be started,
     its `submit` raises, but keeps the call and runs it later, when the caller may have freed the memory that the call
-    writes into. Here a refused call never runs, and at exit the submitted calls have ten seconds to end.
+    writes into. Here a refused call never runs, and at exit the submitted calls have some seconds to end.
     """
 
-    def __init__(self, most: int, name: str) -> None:
-        """Start no thread yet. Each `submit` starts one if no thread is idle and fewer than `most` exist."""
-        self._most, self._name = most, name
+    def __init__(self, most: int, name: str, exit_seconds: float = 10.0) -> None:
+        """Start no thread yet. Each `submit` starts one if no thread is idle and fewer than `most` exist.
+
+        `exit_seconds`: how long the end of the interpreter waits for submitted calls.
+        """
+        self._most, self._name, self.exit_seconds = most, name, exit_seconds
         self._renew()
         _pools.add(self)
         atexit.unregister(_at_exit)  # runs before older hooks: those of the libraries that calls use
@@ -351,13 +354,15 @@ def _withdraw(future: Future[T]) -> None:
         complete(partial(wait, [future]))  # it has begun, and uses memory of the caller
 
 
-_EXIT_SECONDS = 10.0
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
 
 
 def _at_exit() -> None:
     """Wait, for a bounded time, for submitted calls: no thread should be inside a library that is being unloaded."""
-    wait([future for pool in list(_pools) if pool._threads for future in list(pool._open)], _EXIT_SECONDS)
+    begun = time.monotonic()
+    for pool in sorted(_pools, key=lambda each: each.exit_seconds):
+        if pool._threads:
+            pool.join(begun + pool.exit_seconds - time.monotonic())
 
 
 def _renew_in_child() -> None:

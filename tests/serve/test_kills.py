@@ -165,20 +165,23 @@ def test_a_store_that_is_removed_or_made_again_is_noticed(shm_root: Path) -> Non
 
 @contextlib.contextmanager
 def held(root: Path) -> Iterator[None]:
-    """Hold the ledger of the one store of a root, as a stopped process does."""
-    with contextlib.closing(Ledger.attach(next(root.glob("*.4")))) as ledger:
-        holding, leave = threading.Event(), threading.Event()
+    """Hold the ledgers of all stores of a root, as a stopped process does."""
+    leave = threading.Event()
+    with contextlib.ExitStack() as stack:
+        for store in root.glob("*.4"):
+            ledger = stack.enter_context(contextlib.closing(Ledger.attach(store)))
+            holding = threading.Event()
 
-        def hold(_: object) -> None:
-            holding.set()
-            leave.wait(kit.SECONDS)
+            def hold(_: object, holding: threading.Event = holding) -> None:
+                holding.set()
+                leave.wait(kit.SECONDS)
 
-        thread = threading.Thread(target=ledger.session.write, args=(hold,))
-        thread.start()
-        holding.wait()
+            thread = threading.Thread(target=ledger.session.write, args=(hold,))
+            thread.start()
+            stack.callback(thread.join)
+            holding.wait()
+        stack.callback(leave.set)
         yield
-        leave.set()
-        thread.join()
 
 
 @pytest.mark.slow
@@ -196,6 +199,38 @@ def test_a_store_that_another_process_holds_delays_neither_start_nor_end(shm_roo
     usual = life()
     with held(shm_root):
         assert life() - usual < 8.0
+
+
+@pytest.mark.slow
+def test_many_held_stores_cost_no_more_than_one_and_a_stop_waits_for_nobody(shm_root: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        for layout in ("LARGE", "ODD", "LAYOUT"):
+            running = stack.enter_context(engine(layout, host_path=str(shm_root), host_size=8 << 20))
+            keys = running.store(1, 1)
+        served = stack.enter_context(server(shm_root))
+        kit.wait_until(lambda: served.find(running.root, keys) == 1)
+        stack.enter_context(held(shm_root))
+        for path, trouble in (("/metrics", b"} 0.0"), ("/stats.json", b"ledger_busy")):
+            begun = time.monotonic()
+            answer = served.ask("GET", path)
+            assert answer.status == 200 and time.monotonic() - begun < 2.5
+            assert answer.body.count(trouble) >= 3
+        chunk = f"/v1/{running.root.hex()}/{keys[0].hex()}"
+        for request, body in (
+            (f"GET {chunk}", b""),
+            (f"PUT {chunk}", b""),
+            ("POST /clear", b'{"everything": true}'),
+        ):
+            connected = stack.enter_context(served.socket())
+            connected.sendall(
+                f"{request} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
+                f"Content-Type: application/json\r\nContent-Length: {len(body) or 9999}\r\n\r\n".encode()
+                + body
+            )
+        time.sleep(0.5)  # until the operation waits for a store
+        begun = time.monotonic()
+        assert served.stop() == (0, "")
+        assert time.monotonic() - begun < 6.0
 
 
 @pytest.mark.slow

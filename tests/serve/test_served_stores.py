@@ -34,7 +34,8 @@ def stores(tier: HostTier) -> Iterator[ServedStores]:
     made = ServedStores(lambda: [tier.ledger.directory])
     made.scan()
     yield made
-    made.close()
+    for store in made.end():
+        store.close()
 
 
 def save(tier: HostTier | DiskTier, numbers: list[int]) -> None:
@@ -114,7 +115,8 @@ def test_a_damaged_chunk_on_the_disk_is_not_served(tmp_path: Path) -> None:
             assert made.read(ROOT, KEYS[0], found, buffer) is Reason.FAILED_CHECK
             assert isinstance(made.locate(ROOT, KEYS[0]), Reason)
         finally:
-            made.close()
+            for store in made.end():
+                store.close()
 
 
 def test_find_continues_in_another_store(tier: HostTier, tmp_path: Path) -> None:
@@ -128,7 +130,8 @@ def test_find_continues_in_another_store(tier: HostTier, tmp_path: Path) -> None
             assert made.find(ROOT, KEYS[3:]) == 3
             assert made.find(bytes(32), KEYS) == 0
         finally:
-            made.close()
+            for store in made.end():
+                store.close()
 
 
 def test_stores_that_it_makes_are_bounded_and_their_runs_evict_the_tail_first(shm_root: Path) -> None:
@@ -151,4 +154,5 @@ def test_stores_that_it_makes_are_bounded_and_their_runs_evict_the_tail_first(sh
         (victim,) = tier.ledger.next_victims(1).tolist()
         assert bytes(tier.ledger.columns.key_of(victim)) == keys[3]
     finally:
-        made.close()
+        for one in made.end():
+            one.close()

@@ -14,6 +14,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+_EXIT_SECONDS = 0.25  # after `close`, for calls that run: whatever they do can be interrupted
+
+
 class OverloadedError(Exception):
     """More calls wait for a thread than may."""
 
@@ -23,7 +26,7 @@ class BlockingCallPool:
 
     def __init__(self, threads: int = 8, most_waiting: int = 256) -> None:
         self._most = threads + most_waiting
-        self._pool = Pool(threads, "pagoda-serve")
+        self._pool = Pool(threads, "pagoda-serve", _EXIT_SECONDS)
 
     async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return what `call` returns on another thread. Raises what it raises, or OverloadedError."""
@@ -33,7 +36,11 @@ class BlockingCallPool:
             future = self._pool.submit(call, *args, **kwargs)
         except RuntimeError as error:  # no thread starts
             raise OverloadedError from error
-        return await asyncio.shield(asyncio.wrap_future(future))
+        called = asyncio.wrap_future(future)
+        called.add_done_callback(
+            lambda done: done.cancelled() or done.exception()
+        )  # also if nobody waits any more
+        return await asyncio.shield(called)
 
     def close(self) -> None:
         """End the threads; calls that have not begun are cancelled."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from aiohttp import web
 
+from pagoda.clock import Deadline
 from pagoda.errors import PagodaError
 from pagoda.ledger import Ledger
 from pagoda.ledger.snapshot import StoreSnapshot
@@ -21,7 +22,7 @@ from pagoda.serve.chunk_routes import COUNTS
 from pagoda.serve.exposition import Exposition, exposition
 
 _FRESH_SECONDS = 1.0
-_STORE_SECONDS = 1.0  # for one store; Prometheus waits ten seconds for all
+_STORES_SECONDS = 1.0  # for all that other processes hold; Prometheus waits ten seconds
 
 
 class StoreScrape:
@@ -48,10 +49,11 @@ class StoreScrape:
         """Read every store; one that cannot be read is named, and the others are read."""
         stores: list[StoreSnapshot] = []
         unreadable: list[str] = []
+        deadline = Deadline(_STORES_SECONDS)
         for directory in self._find_stores():
             try:
-                with closing(Ledger.attach(directory, deadline_seconds=_STORE_SECONDS)) as ledger:
-                    stores.append(StoreSnapshot.of(ledger, _STORE_SECONDS))
+                with closing(Ledger.attach(directory, deadline_seconds=deadline.last())) as ledger:
+                    stores.append(StoreSnapshot.of(ledger, deadline.last()))
             except (PagodaError, OSError):
                 unreadable.append(str(directory))
         return Exposition(stores, unreadable)

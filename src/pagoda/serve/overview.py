@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypedDict
 
 import pagoda
+from pagoda.clock import Deadline
 from pagoda.errors import PagodaError
 from pagoda.ledger.snapshot import StoreSnapshot
 from pagoda.metrics import DROPS, MISSES, TIER_KINDS, Reason
@@ -31,7 +32,7 @@ MOST_NAMESPACES = 50
 MOST_PINS = 50
 _REMOTES_SECONDS = 30.0  # between two questions to the remote tiers
 _REMOTES_PATIENCE_SECONDS = 0.2  # then an overview has what they said before
-_STORE_SECONDS = 1.0  # for one store
+_STORES_SECONDS = 1.0  # for all that other processes hold
 _TITLES = {"host": "host memory", "disk": "disk", "remote": "remote tiers"}
 
 
@@ -95,11 +96,11 @@ class Overview:
 
     def take(self) -> dict[str, object]:
         """Read all stores and return the overview, with the sample since the last call (None at first)."""
-        now = time.time()
+        ledgers, now, deadline = self._ledgers(), time.time(), Deadline(_STORES_SECONDS)
         stores, troubles = [], list[str]()
-        for ledger in self._ledgers():
+        for ledger in ledgers:
             try:
-                stores.append(StoreSnapshot.of(ledger, _STORE_SECONDS))
+                stores.append(StoreSnapshot.of(ledger, deadline.last()))
             except PagodaError as trouble:
                 troubles.append(str(trouble))
         remotes = self._known_remotes()

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pagoda import codec
-from pagoda.clock import Clock
+from pagoda.clock import Clock, Deadline
 from pagoda.codec import HEADER_BYTES
 from pagoda.errors import ClosedError, NoRoomError, PagodaError
 from pagoda.layout import KVLayout
@@ -87,7 +87,7 @@ class ServedStore:
         self._closing = self._closed = False
 
     @classmethod
-    def open(cls, directory: Path) -> ServedStore | None:
+    def open(cls, directory: Path, deadline_seconds: float) -> ServedStore | None:
         """Open the store of a directory; None if it has no bytes that may be served. Raises StoreError.
 
         The size of a payload is not known of a store that only older versions had alone: the next engine tells it.
@@ -95,7 +95,7 @@ class ServedStore:
         state = read_state(directory)
         if state is not None and (state.private or not state.chunk_bytes):
             return None
-        ledger = Ledger.attach(directory, deadline_seconds=_LEDGER_SECONDS)
+        ledger = Ledger.attach(directory, deadline_seconds=deadline_seconds)
         try:
             slots, slot_bytes, guards = ledger.slots, ledger.slot_bytes, ledger.page_guards
             if ledger.kind == "memory":
@@ -177,8 +177,9 @@ class ServedStores:
     # ---- which stores there are ----------------------------------------------------------------------------------
 
     def scan(self) -> None:
-        """Open the stores that are new, close those that are gone. Waits for locks of stores that are being made."""
+        """Open the stores that are new, close those that are gone. Waits a second in all for stores that are held."""
         with self._scanning:
+            deadline = Deadline(_LEDGER_SECONDS)
             there = [Path(os.path.realpath(path)) for path in self._find()]
             kept: dict[Path, ServedStore] = {}
             for path in there:
@@ -187,16 +188,16 @@ class ServedStores:
                 known = self._stores.get(path)
                 if known is not None and known.is_current():
                     kept[path] = known
-                elif (made := self._opened(path)) is not None:
+                elif (made := self._opened(path, deadline.last())) is not None:
                     kept[path] = made
             before, self._stores = self._stores, kept
             for store in before.values():
                 if store not in kept.values():
                     store.close()
 
-    def _opened(self, path: Path) -> ServedStore | None:
+    def _opened(self, path: Path, deadline_seconds: float) -> ServedStore | None:
         try:
-            return ServedStore.open(path)
+            return ServedStore.open(path, deadline_seconds)
         except (PagodaError, OSError) as trouble:
             self._log.warn(_logger, Reason.IO_ERROR, f"a store is not served: {trouble}")
             return None
@@ -205,25 +206,22 @@ class ServedStores:
         """Return the stores that are open, host tier first."""
         return list(self._stores.values())
 
-    def close(self) -> None:
-        """Close all stores, for good. What another process holds for long is left to the end of this process."""
+    def end(self) -> list[ServedStore]:
+        """Serve and open no store any more; return those that are to be closed."""
         self._ending = True
         with self._scanning:
             before, self._stores = self._stores, {}
-        until = time.monotonic() + _LEDGER_SECONDS
-        for store in before.values():
-            if time.monotonic() < until:
-                store.close()
+        return list(before.values())
 
     # ---- finding -------------------------------------------------------------------------------------------------
 
     def locate(self, namespace: bytes, key: bytes) -> LocatedChunk | Reason:
         """Return where a chunk is, with a lease on it, or why it is not found. Does not change recency."""
-        reason = Reason.ABSENT
+        reason, deadline = Reason.ABSENT, Deadline(_LEDGER_SECONDS)
         for store in self.stores():
             match = store.ledger.match_prefix(
                 [key], start=None, namespace=namespace, touch=False, lease_seconds=LEASE_SECONDS,
-                deadline_seconds=_LEDGER_SECONDS,
+                deadline_seconds=deadline.last(),
             )  # fmt: skip
             if len(match.slots):
                 return LocatedChunk(store, int(match.slots[0]), int(match.generations[0]))

@@ -49,7 +49,12 @@ ACCESS: web.AppKey[AccessRules] = web.AppKey("access", AccessRules)
 _SCAN_SECONDS = 2.0
 _LINGERING_SECONDS = 2.0  # for the rest of a body that is not read
 _READ_BYTES = 256 << 10
-_SHUTDOWN_SECONDS = 2.0  # for requests that run when the server is to stop
+_SHUTDOWN_SECONDS = (
+    0.7  # for requests that run when the server is to stop, and once more after their cancellation
+)
+_CLOSING_SECONDS = (
+    0.7  # for the stores then: what another process holds for long is left to the end of this one
+)
 
 _logger = logging.getLogger("pagoda.serve")
 
@@ -349,5 +354,9 @@ async def _open_stores(app: web.Application) -> AsyncIterator[None]:
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
-    await asyncio.to_thread(stores.close)
     calls.close()
+    closing = BlockingCallPool()  # all threads of the other one may wait for a store that is held
+    with contextlib.suppress(TimeoutError, OverloadedError):
+        async with asyncio.timeout(_CLOSING_SECONDS):
+            await asyncio.gather(*[closing.run(store.close) for store in await closing.run(stores.end)])
+    closing.close()
