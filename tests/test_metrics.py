@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
+from pathlib import Path
 
 import pytest
 
+import pagoda
 from pagoda.clock import Clock
 from pagoda.ledger.member_counters import WIDTH
 from pagoda.metrics import (
@@ -30,6 +33,12 @@ class StoppedClock(Clock):
 
     def monotonic_ns(self) -> int:
         return self.now_ns
+
+
+def test_the_loggers_of_all_modules_are_guarded() -> None:
+    own = re.compile(r"^\w+ = logging\.getLogger", re.MULTILINE)
+    sources = Path(pagoda.__file__).parent.rglob("*.py")
+    assert not [path for path in sources if own.search(path.read_text())]
 
 
 def test_a_reason_is_its_lower_case_name() -> None:

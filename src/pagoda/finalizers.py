@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import logging
 import os
 import queue
 import threading
@@ -18,13 +17,14 @@ import weakref
 from collections.abc import Callable
 from typing import Self
 
+from pagoda.metrics import guarded_logger
 from pagoda.threads import Event, begin
 
 __all__ = ["Finalizer", "close_when_dropped", "settle"]
 
 _LAST_SECONDS = 10.0  # at exit, for a close that has begun
 
-_log = logging.getLogger("pagoda")
+_log = guarded_logger("pagoda")
 
 # Its `put` is built in and reentrant. None: the end.
 _dropped: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()

@@ -1,4 +1,4 @@
-"""The names of all reasons and counters, and a rate-limited log.
+"""The names of all reasons and counters, the loggers, and a rate-limited log.
 
 Pure Python; the ledger stores the counters (one row for each member, in a mapped file), and `serve.exposition` shows
 them to Prometheus.
@@ -7,14 +7,19 @@ them to Prometheus.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from enum import StrEnum, auto
+from functools import partial
 
 from pagoda.clock import Clock
 
 __all__ = [
     "COUNTERS", "DROPS", "LOAD_BUCKETS", "LOAD_SECONDS", "MISSES", "TIER_KINDS", "RateLimitedLog", "Reason",
+    "guarded_logger",
 ]  # fmt: skip
 
 
@@ -85,6 +90,23 @@ COUNTERS: tuple[str, ...] = (
     "prefill_tokens",
     "prefill_microseconds",
 )
+
+
+def guarded_logger(name: str) -> logging.Logger:
+    """Return the logger of this name, which raises nothing: its filters and handlers are the program's. Thread-safe."""
+    found = logging.getLogger(name)
+    if "handle" not in vars(found):
+        found.handle = partial(_handle, found.handle)  # type: ignore[method-assign]
+    return found
+
+
+def _handle(handle: Callable[[logging.LogRecord], None], record: logging.LogRecord) -> None:
+    try:
+        handle(record)
+    except Exception:  # noqa: BLE001  # a boundary: nothing fails because its log line does
+        if logging.raiseExceptions and sys.stderr is not None:
+            with suppress(Exception):
+                traceback.print_exc()
 
 
 class RateLimitedLog:

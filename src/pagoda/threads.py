@@ -12,7 +12,6 @@ here are entered and left by built-in functions: Python runs no handler between 
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import queue
 import threading
@@ -27,7 +26,7 @@ from functools import partial
 from threading import Thread
 from typing import Generic, ParamSpec, TypeAlias, TypeVar, cast
 
-from pagoda.metrics import RateLimitedLog, Reason
+from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 
 __all__ = ["NO_THREAD", "Answer", "Condition", "Event", "Pool", "begin", "complete", "if_free", "wait"]
 
@@ -36,7 +35,7 @@ NO_THREAD = "no thread can be started: raise the container's pids limit or `ulim
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_log = logging.getLogger("pagoda")
+_log = guarded_logger("pagoda")
 _lines = RateLimitedLog()
 _ATTEMPTS = 10_000
 _REFUSED = "can't start new thread"  # Python's message for this error only

@@ -109,3 +109,33 @@ def test_json_is_one_object_a_line_and_only_for_our_loggers(shm_root: Path, tmp_
 def test_another_log_format_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"log_format = 'xml': .* 'plain' or 'json'"):
         Cache(namespace=Namespace("llama"), layout=LAYOUT, log_format="xml", host_size=0)  # type: ignore[arg-type]
+
+
+class Broken(logging.Handler):
+    """A handler, and a filter, of a program that has a fault."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        raise RuntimeError("the program's own fault")
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        raise RuntimeError("the program's own fault")
+
+
+@pytest.mark.parametrize("part", ["handler", "filter"])
+def test_a_handler_or_a_filter_that_raises_breaks_no_call(
+    part: str, shm_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours, broken = logging.getLogger("pagoda"), Broken()
+    if part == "handler":
+        broken.filter = lambda _: True  # type: ignore[method-assign]
+    ours.addHandler(broken)
+    ours.setLevel(logging.DEBUG)
+    try:
+        with opened(shm_root, tmp_path) as cache:
+            cache.store(TOKENS, kv())
+            assert cache.retrieve(TOKENS, kv()).num_tokens == 256
+            assert cache.lookup([1, *TOKENS]).num_tokens == 0
+    finally:
+        ours.removeHandler(broken)
+        ours.setLevel(logging.NOTSET)
+    assert "the program's own fault" in capsys.readouterr().err

@@ -27,7 +27,7 @@ from pagoda.clock import Clock, Deadline
 from pagoda.errors import ClosedError, ConfigError
 from pagoda.keys import Item, Namespace, TokenIds, as_token_ids
 from pagoda.layout import KVLayout
-from pagoda.metrics import Reason
+from pagoda.metrics import Reason, guarded_logger
 from pagoda.tiers.base import Bytes
 from pagoda.transfer import Transfer
 
@@ -44,7 +44,7 @@ __all__ = [
     "profiler_range",
 ]
 
-log = logging.getLogger("pagoda.cache")
+log = guarded_logger("pagoda.cache")
 T = TypeVar("T")
 
 # -- the request -----------------------------------------------------------------------------------------------------

@@ -15,10 +15,11 @@ from pagoda.json_log import FIELDS
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.ledger import Ledger, admin
+from pagoda.metrics import guarded_logger
 
 __all__ = ["log_call", "log_opened"]
 
-log = logging.getLogger("pagoda.cache")
+log = guarded_logger("pagoda.cache")
 
 _LOOK = "`pagoda stats` shows what is stored and what hits, `pagoda explain` why a prompt misses"
 

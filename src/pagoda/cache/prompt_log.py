@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -28,11 +27,11 @@ from pagoda.clock import Clock
 from pagoda.fork import reset_in_child
 from pagoda.keys import KEY_BYTES, TokenIds, as_token_ids
 from pagoda.ledger.store_state import OLD_PROMPTS, PROMPTS
-from pagoda.metrics import RateLimitedLog, Reason
+from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 
 __all__ = ["LoggedPrompt", "PromptLog", "logged_prompts"]
 
-log = logging.getLogger("pagoda.cache")
+log = guarded_logger("pagoda.cache")
 
 _HEAD = Struct("<8sQ")  # magic, checksum of all that follows
 _BODY = Struct("<IIId32s")  # tokens of a chunk, keys, tokens, time (Unix), root of the namespace

@@ -14,7 +14,6 @@ is recorded at its first call, by the keys of its prompt:
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -25,12 +24,12 @@ from typing import NamedTuple
 from pagoda.cache.append_lines import append_lines
 from pagoda.clock import Clock
 from pagoda.fork import reset_in_child
-from pagoda.metrics import RateLimitedLog, Reason
+from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.threads import Event, begin
 
 __all__ = ["CallKind", "RecordedCall", "Recorder", "RequestDetector"]
 
-log = logging.getLogger("pagoda.cache")
+log = guarded_logger("pagoda.cache")
 
 _MOST_CALLS = 4096  # waiting for the thread
 _MOST_KEYS = 1 << 20  # of those calls

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,12 +19,12 @@ from pagoda.clock import Clock, Deadline
 from pagoda.config import Config
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
-from pagoda.metrics import Reason
+from pagoda.metrics import Reason, guarded_logger
 from pagoda.transfer.cpu_copy import end_helpers
 
 __all__ = ["Resources", "build_resources"]
 
-log = logging.getLogger("pagoda.cache")
+log = guarded_logger("pagoda.cache")
 
 _MOST_REGISTERED = 4096
 

@@ -6,12 +6,12 @@ thread that ran the call. No span has a token of a prompt, a key or a salt.
 
 from __future__ import annotations
 
-import logging
 import time
 from typing import TYPE_CHECKING
 
 from pagoda.cache.hit import Hit, Stored
 from pagoda.errors import ConfigError
+from pagoda.metrics import guarded_logger
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SpanRecorder"]
 
-log = logging.getLogger("pagoda.cache")
+log = guarded_logger("pagoda.cache")
 
 
 class SpanRecorder:

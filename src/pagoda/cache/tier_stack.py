@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -14,10 +13,11 @@ from pagoda.config.sizes import AUTO, auto_bytes, format_size
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.ledger import Ledger
+from pagoda.metrics import guarded_logger
 from pagoda.tiers import DiskTier, HostTier, Tier, opened_tiers
 from pagoda.tiers.remote.remote_tier import RemoteTier
 
-log = logging.getLogger("pagoda.cache")
+log = guarded_logger("pagoda.cache")
 
 _FEW_CHUNKS = 64  # the log warns of an "auto" size with fewer chunks
 

@@ -9,7 +9,6 @@ prevent raising an epoch.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import secrets
 import threading
@@ -24,11 +23,11 @@ from pagoda.disk_space import reserve_beyond
 from pagoda.errors import StoreError
 from pagoda.fork import reset_in_child
 from pagoda.keys import Namespace
-from pagoda.metrics import Reason
+from pagoda.metrics import Reason, guarded_logger
 
 __all__ = ["PresentWeights", "WeightsEpoch"]
 
-log = logging.getLogger("pagoda.cache")
+log = guarded_logger("pagoda.cache")
 
 _RESERVED_BYTES = 1024  # space for this many epochs at any time
 _BEYOND_FILES = 1 << 31  # no file becomes this long

@@ -13,7 +13,6 @@ and many chunks at once, so that it does not grow old there; and chunks that are
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -34,7 +33,7 @@ from pagoda.config import Config
 from pagoda.fork import reset_in_child
 from pagoda.ledger import Ledger, Reserved
 from pagoda.ledger.columns import NOT_READY
-from pagoda.metrics import Reason
+from pagoda.metrics import Reason, guarded_logger
 from pagoda.threads import Condition, begin
 from pagoda.tiers import DiskTier, HostTier
 from pagoda.tiers.base import Chunk, Done, Tier, runs
@@ -53,7 +52,7 @@ __all__ = [
     "refs_in_slots",
 ]
 
-log = logging.getLogger("pagoda.cache")
+log = guarded_logger("pagoda.cache")
 
 _TICK_SECONDS = 0.1  # between two looks for cold chunks
 _GATHER_SECONDS = 0.2  # accesses are gathered before the tier is told of them

@@ -17,7 +17,6 @@ no chunks, and when they come back, their generations are above the floor. So it
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import zlib
 from bisect import bisect_left
@@ -29,8 +28,9 @@ from typing import NamedTuple
 import numpy as np
 
 from pagoda.disk_space import allocate
+from pagoda.metrics import guarded_logger
 
-log = logging.getLogger("pagoda.ledger.clears")
+log = guarded_logger("pagoda.ledger.clears")
 
 ALL = 2**64 - 1  # a watermark that clears everything
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -22,8 +21,9 @@ from pagoda.ledger.namespaces import NamespaceCounts
 from pagoda.ledger.session import PATIENT_SECONDS, Session
 from pagoda.ledger.tables import NAMESPACE
 from pagoda.ledger.transaction import Transaction
+from pagoda.metrics import guarded_logger
 
-log = logging.getLogger("pagoda.ledger.spaces")
+log = guarded_logger("pagoda.ledger.spaces")
 
 # labels that are known to be written; then all are written again, since some may have been removed
 _MOST_TOLD = 4096

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 from pathlib import Path
@@ -20,9 +19,10 @@ from pagoda.ledger.columns import map_file
 from pagoda.ledger.eviction import Evictor
 from pagoda.ledger.session import Session, UnavailableError
 from pagoda.ledger.space_sharing import SpaceShare
+from pagoda.metrics import guarded_logger
 from pagoda.threads import Event, begin, if_free
 
-log = logging.getLogger("pagoda")
+log = guarded_logger("pagoda")
 
 _SHARE_SECONDS = 1.0
 _PAUSE_SECONDS, _PAUSE_SHARE = 0.1, 10  # between two rounds, and so many times as long as the last one took

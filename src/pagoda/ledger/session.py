@@ -8,7 +8,6 @@ prevents it becomes an `UnavailableError` with a reason; the ledger turns that i
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import struct
 import threading
@@ -37,9 +36,9 @@ from pagoda.ledger.store_state import COLUMNS, COUNTERS_FILE, PAGE_GUARDS, TABLE
 from pagoda.ledger.table_integrity import is_damage
 from pagoda.ledger.tables import MEMBER, MEMBER_KEY, Tables, Txn
 from pagoda.ledger.transaction import BATCH, Transaction
-from pagoda.metrics import COUNTERS, Reason
+from pagoda.metrics import COUNTERS, Reason, guarded_logger
 
-log = logging.getLogger("pagoda")
+log = guarded_logger("pagoda")
 
 T = TypeVar("T")
 PATIENT_SECONDS = 5.0  # for one step of a call that a person waits for: listings, clear, pins

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import math
 import os
 import time
@@ -39,11 +38,12 @@ from pagoda.ledger.store_state import COLUMNS, FORMAT, read_state
 from pagoda.ledger.stores_under_root import root_locked
 from pagoda.ledger.tables import Meta
 from pagoda.ledger.transaction import BATCH, Transaction, batches
+from pagoda.metrics import guarded_logger
 
 if TYPE_CHECKING:
     from pagoda.ledger.ledger import Ledger
 
-log = logging.getLogger("pagoda")
+log = guarded_logger("pagoda")
 
 _MOST_PIECE_BYTES = 64 << 20  # taken at once: some tens of ms under the lock of the root
 _LEAST_PIECES = 8  # that a limit has

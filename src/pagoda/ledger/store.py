@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import os
 import secrets
 import shutil
@@ -53,8 +52,9 @@ from pagoda.ledger.stores_under_root import MAKING, discard, in_use, root_locked
 from pagoda.ledger.table_integrity import checksum, find_damage
 from pagoda.ledger.tables import META_ROW, NO_MEMBER, SLOT_KEY, Meta, Reservation, Tables, map_bytes
 from pagoda.ledger.transaction import Transaction
+from pagoda.metrics import guarded_logger
 
-log = logging.getLogger("pagoda.ledger.store")
+log = guarded_logger("pagoda.ledger.store")
 
 _LAST_STAMP = 1 << 62  # no clock gets there: a larger stamp is damaged
 

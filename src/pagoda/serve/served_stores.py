@@ -7,7 +7,6 @@ a call wait. No call here waits longer than its deadline.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
 import time
@@ -25,7 +24,7 @@ from pagoda.errors import ClosedError, NoRoomError, PagodaError
 from pagoda.layout import KVLayout
 from pagoda.ledger import Ledger, admin
 from pagoda.ledger.store_state import FORMAT, read_state
-from pagoda.metrics import RateLimitedLog, Reason
+from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.slab import FileSlab, MemorySlab, aligned
 from pagoda.tiers import Chunk, HostTier
 from pagoda.tiers.base import Bytes
@@ -40,7 +39,7 @@ _RUN_SECONDS = 5.0  # chunks of one namespace that arrive, or are read, within t
 _MOST_RUNS = 1024
 _MOST_STORES = 64  # then no more are made
 
-_logger = logging.getLogger("pagoda.serve")
+_logger = guarded_logger("pagoda.serve")
 
 
 class HostRoom(NamedTuple):

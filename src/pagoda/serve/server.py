@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import signal
 import socket
@@ -26,7 +25,7 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
 from pagoda.errors import ClosedError, ConfigError, PagodaError
-from pagoda.metrics import RateLimitedLog, Reason
+from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.serve import chunk_routes, metrics_routes
 from pagoda.serve.access import (
     AccessRules,
@@ -56,7 +55,7 @@ _CLOSING_SECONDS = (
     0.7  # for the stores then: what another process holds for long is left to the end of this one
 )
 
-_logger = logging.getLogger("pagoda.serve")
+_logger = guarded_logger("pagoda.serve")
 
 
 @dataclass(frozen=True, kw_only=True)

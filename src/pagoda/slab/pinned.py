@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
 import mmap
 import os
 import queue
@@ -21,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pagoda.metrics import guarded_logger
 from pagoda.slab.cuda_driver import ALREADY_GONE, Driver, DriverError
 from pagoda.slab.linux_mmap import collapse_huge_pages, populate
 from pagoda.threads import NO_THREAD, Event, begin
@@ -39,7 +39,7 @@ _ABANDON = -1.0  # instead of seconds: end, and unregister nothing
 _NOT_SUPPORTED = 801
 
 Bytes = npt.NDArray[np.uint8]
-log = logging.getLogger("pagoda.slab")
+log = guarded_logger("pagoda.slab")
 
 
 class _Spans(NamedTuple):

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ from pagoda.errors import StoreError
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.ledger import Busy, Ledger, Present, Reserved, StoreSpec, admin
-from pagoda.metrics import RateLimitedLog, Reason
+from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.slab import FileSlab, aligned
 from pagoda.threads import NO_THREAD, Condition, Event
 from pagoda.tiers import opened_tiers
@@ -43,7 +42,7 @@ _STORED_SECONDS = 0.02  # for an answer that only saves work: a save does not wa
 _ADMIT_SECONDS = 0.05  # for the ledger's answer about admission: keys without an answer count as absent
 _LEDGER_SECONDS = 10.0  # only the queue waits here, and a chunk already read from the host is worth a wait
 
-_logger = logging.getLogger("pagoda.tiers.disk")
+_logger = guarded_logger("pagoda.tiers.disk")
 
 
 class DiskTier(QueuedTier):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import secrets
 import stat
@@ -19,8 +18,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pagoda.ledger.store_state import remove_abandoned
+from pagoda.metrics import guarded_logger
 
-log = logging.getLogger("pagoda.tiers.register")
+log = guarded_logger("pagoda.tiers.register")
 
 _MOST_ENTRIES = 1024
 _FRESH_SECONDS = 86400.0  # how often the time of an entry is updated when its tier is opened again

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pagoda.connectors.transformers.batch_rows import BatchRow
 from pagoda.connectors.transformers.supported_models import ProbedModel
+from pagoda.metrics import guarded_logger
 from pagoda.transfer import DenseKV
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Planes", "copy_engine_for", "dynamic_cache", "kv_of_row", "room_for"]
 
-log = logging.getLogger("pagoda.connectors")
+log = guarded_logger("pagoda.connectors")
 
 Planes = list[list[Any]]  # a tensor [batch, heads, columns, dim] for each layer and plane
 

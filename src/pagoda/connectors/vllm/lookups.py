@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 import time
 from concurrent.futures import Future
@@ -13,12 +12,12 @@ from pagoda.cache import Cache, Hit
 from pagoda.cache.lookup_call import LEASE_SECONDS
 from pagoda.connectors.vllm.identity.engine_namespace import lora_name, salt_of
 from pagoda.keys import derive_keys
-from pagoda.metrics import RateLimitedLog, Reason
+from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.threads import Pool, wait
 
 __all__ = ["LookupAnswer", "LookupThreads", "TrackedRequest"]
 
-log = logging.getLogger("pagoda.vllm")
+log = guarded_logger("pagoda.vllm")
 
 _THREADS = 2
 _MOST_LOGS = (

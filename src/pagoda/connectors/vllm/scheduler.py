@@ -5,7 +5,6 @@ It never waits: look-ups run on threads, and if a slot cannot be reserved at onc
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Iterable
@@ -22,11 +21,11 @@ from pagoda.connectors.vllm.metadata import Handshake, Load, PagodaMetadata, Pag
 from pagoda.connectors.vllm.options import ConnectorOptions
 from pagoda.connectors.vllm.shared_caches import agreed, let_go, opened
 from pagoda.ledger import Refused, Reserved
-from pagoda.metrics import RateLimitedLog, Reason
+from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 
 __all__ = ["PagodaScheduler"]
 
-log = logging.getLogger("pagoda.vllm")
+log = guarded_logger("pagoda.vllm")
 
 _RESERVE_SECONDS = 0.02  # for all reserves of one step together
 _LEAST_SECONDS = 0.001  # with less time left, the other requests wait for the next step

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
+
+from pagoda.metrics import guarded_logger
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TESTED", "check_engine", "check_vllm", "log_hashes"]
 
-log = logging.getLogger("pagoda.vllm")
+log = guarded_logger("pagoda.vllm")
 
 TESTED = (0, 32)  # the minor release of vLLM that this connector is tested with; pyproject.toml has it too
 _ROUTE_B = 'write "kv_connector": "PagodaHybridConnector" (pagoda vllm --hybrid) instead'

@@ -5,7 +5,6 @@ New chunks are copied within the step that computed them, so that no block must 
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import time
@@ -27,7 +26,7 @@ from pagoda.connectors.vllm.options import ConnectorOptions
 from pagoda.connectors.vllm.shared_caches import let_go, opened
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
-from pagoda.metrics import RateLimitedLog, Reason
+from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.threads import Answer, Pool, wait
 from pagoda.transfer.base import Bytes
 from pagoda.transfer.gpu.device_pages import DevicePagesKV, DeviceSnapshot, SnapshotBuffer
@@ -35,7 +34,7 @@ from pagoda.transfer.pages import PagesKV
 
 __all__ = ["PagodaWorker"]
 
-log = logging.getLogger("pagoda.vllm")
+log = guarded_logger("pagoda.vllm")
 
 _LOAD_THREADS = 4
 _SAVE_THREADS = 1  # chunks of one prompt become visible in its order

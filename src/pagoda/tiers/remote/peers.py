@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
-import logging
 import socket
 import threading
 import time
@@ -22,7 +21,7 @@ from urllib.parse import urlsplit
 
 from pagoda.clock import Clock
 from pagoda.fork import reset_in_child
-from pagoda.metrics import RateLimitedLog, Reason
+from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.threads import Condition, Pool
 from pagoda.tiers.base import Bytes
 from pagoda.tiers.breaker import CircuitBreaker
@@ -43,7 +42,7 @@ _RESOLVE_PATIENCE_SECONDS = 5.0
 _KEEPALIVE_SECONDS = 20.0
 _BELIEVED_SECONDS = 2.0
 
-_logger = logging.getLogger("pagoda.tiers.remote")
+_logger = guarded_logger("pagoda.tiers.remote")
 
 
 class PeerUrl(NamedTuple):

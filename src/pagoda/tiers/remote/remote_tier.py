@@ -7,7 +7,6 @@ answers queries and probes a store that failed; each of the others has a `Remote
 from __future__ import annotations
 
 import contextlib
-import logging
 import secrets
 import threading
 import time
@@ -21,7 +20,7 @@ from pagoda.codec import HEADER_BYTES, require
 from pagoda.errors import ConfigError, StoreError
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout, itemsize
-from pagoda.metrics import COUNTERS, RateLimitedLog, Reason
+from pagoda.metrics import COUNTERS, RateLimitedLog, Reason, guarded_logger
 from pagoda.slab import aligned
 from pagoda.threads import Event, if_free
 from pagoda.tiers.base import Bytes, Chunk, Done, clamp_deadline
@@ -40,7 +39,7 @@ from pagoda.tiers.remote.store_client import (
 
 STORE_ID = b"pagoda/remote/1\0"  # in the headers, where a store of one machine has its id
 
-_logger = logging.getLogger("pagoda.tiers.remote")
+_logger = guarded_logger("pagoda.tiers.remote")
 
 _T = TypeVar("_T")
 

@@ -5,13 +5,13 @@ Called by `copy_engine`, once for each kind of table.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from pagoda.metrics import guarded_logger
 from pagoda.transfer.base import Bytes, Ids
 from pagoda.transfer.gpu.device import Device
 from pagoda.transfer.gpu.staging_ring import Workspace
@@ -19,7 +19,7 @@ from pagoda.transfer.run_table import RunTable
 
 __all__ = ["fastest_way"]
 
-log = logging.getLogger("pagoda.transfer")
+log = guarded_logger("pagoda.transfer")
 
 _SCRATCH_BYTES = 16 << 20  # a third of a millisecond on PCIe 5
 _MOST_CHUNKS = 64  # otherwise a million of tiny chunks, run by run

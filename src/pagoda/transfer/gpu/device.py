@@ -6,7 +6,6 @@ Called by `copy_engine`, `staging_ring` and `autotune`; calls torch, the CUDA dr
 from __future__ import annotations
 
 import ctypes
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import lru_cache
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from pagoda.metrics import guarded_logger
 from pagoda.slab import pinned
 from pagoda.slab.cuda_driver import Driver
 from pagoda.transfer.base import Ids
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CpuDevice", "CudaDevice", "Device", "DeviceEvent", "DeviceStream"]
 
-log = logging.getLogger("pagoda.transfer")
+log = guarded_logger("pagoda.transfer")
 
 
 class DeviceEvent(Protocol):

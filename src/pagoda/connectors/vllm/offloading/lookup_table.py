@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
@@ -20,12 +19,12 @@ from pagoda.connectors.vllm.offloading.chunk_finder import (
     by_group,
 )
 from pagoda.keys import derive_keys
-from pagoda.metrics import RateLimitedLog, Reason
+from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.threads import Pool
 
 __all__ = ["LookupTable"]
 
-log = logging.getLogger("pagoda.vllm")
+log = guarded_logger("pagoda.vllm")
 
 _MISS_SECONDS = 1.0  # how long a miss is valid for requests that have not seen it
 _LONGEST_SECONDS = 30.0  # that an answer may take, even while other look-ups make progress

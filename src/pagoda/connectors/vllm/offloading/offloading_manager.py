@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Collection, Iterable, Sequence
@@ -32,11 +31,12 @@ from pagoda.connectors.vllm.offloading.messages import Placed, SlotsSpec
 from pagoda.connectors.vllm.shared_caches import let_go
 from pagoda.keys import derive_keys
 from pagoda.ledger import Refused, Reserved
+from pagoda.metrics import guarded_logger
 from pagoda.threads import Pool
 
 __all__ = ["FAILED", "LATE", "REFUSED", "PagodaOffloadingManager"]
 
-log = logging.getLogger("pagoda.vllm")
+log = guarded_logger("pagoda.vllm")
 
 REFUSED, LATE = "vllm:pagoda_refused_chunks", "vllm:pagoda_late_lookups"
 FAILED = "vllm:pagoda_failed_loads"

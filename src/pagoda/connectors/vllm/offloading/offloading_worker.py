@@ -6,7 +6,6 @@ request before its load has ended.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -25,14 +24,14 @@ from pagoda.connectors.vllm.kv_memory import paged_kv
 from pagoda.connectors.vllm.offloading.messages import SlotsSpec
 from pagoda.connectors.vllm.shared_caches import let_go
 from pagoda.layout import KVLayout
-from pagoda.metrics import RateLimitedLog, Reason
+from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.threads import Event, Pool
 from pagoda.transfer.gpu.device_pages import DevicePagesKV
 from pagoda.transfer.pages import PagesKV
 
 __all__ = ["EnginePages", "PagodaOffloadingWorker"]
 
-log = logging.getLogger("pagoda.vllm")
+log = guarded_logger("pagoda.vllm")
 
 _LOAD_THREADS = 2
 _TRIES = 3  # to find a chunk again that was removed while it was being loaded

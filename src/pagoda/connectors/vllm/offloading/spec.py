@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,11 +37,12 @@ from pagoda.connectors.vllm.options import ConnectorOptions, read_options
 from pagoda.connectors.vllm.shared_caches import opened
 from pagoda.connectors.vllm.supported_engines import check_engine, check_vllm
 from pagoda.connectors.vllm.vllm_log import join_vllm_log
+from pagoda.metrics import guarded_logger
 from pagoda.transfer.pages import merged
 
 __all__ = ["PagodaOffloadingSpec"]
 
-log = logging.getLogger("pagoda.vllm")
+log = guarded_logger("pagoda.vllm")
 
 _WINDOWS = {  # by spec class: the attribute with the number of tokens before the end of a hit that are needed
     "ChunkedLocalAttentionSpec": "attention_chunk_size",
