@@ -62,10 +62,9 @@ def test_a_configuration_needs_little() -> None:
 def test_the_names_of_loggers_are_pinned() -> None:
     """Users name them in their logging configuration: a module that moves keeps its logger's name."""
     source = Path(__file__).resolve().parents[1] / "src" / "pagoda"
-    found = {
-        name for path in source.rglob("*.py") for name in re.findall(r"getLogger\((.*?)\)", path.read_text())
-    }
-    assert {name.strip('"') for name in found} == {
+    named = re.compile(r'(?:getLogger|guarded_logger)\("(.*?)"\)')
+    found = {name for path in source.rglob("*.py") for name in named.findall(path.read_text())}
+    assert found == {
         "pagoda", "pagoda.cache", "pagoda.connectors", "pagoda.ledger.clears", "pagoda.ledger.spaces",
         "pagoda.ledger.store", "pagoda.serve", "pagoda.slab", "pagoda.tiers.disk", "pagoda.tiers.register",
         "pagoda.tiers.remote", "pagoda.transfer", "pagoda.vllm", "vllm",
