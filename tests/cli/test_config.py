@@ -36,6 +36,7 @@ def test_check_says_what_would_not_work(tmp_path: Path) -> None:
     (tmp_path / "bad.toml").write_text("chunk_token = 1\n")
     assert "did you mean chunk_tokens?" in refused("config", "check", tmp_path / "bad.toml")
     assert "no such configuration file" in refused("config", "check", tmp_path / "none.toml")
+    assert "is a directory, not a configuration file" in refused("config", "check", tmp_path)
 
 
 def test_schema_is_json() -> None:
@@ -60,6 +61,16 @@ def test_wrong_use_of_the_real_command_is_one_line_and_no_traceback() -> None:
         one_line(done.returncode, done.stdout, done.stderr)
     done = pagoda("stats", PAGODA_HOST_SIZE="many")
     assert "PAGODA_HOST_SIZE" in one_line(done.returncode, done.stdout, done.stderr)
+
+
+def test_what_is_nested_too_deeply_to_be_read_is_one_line(tmp_path: Path) -> None:
+    deep = tmp_path / "deep"
+    deep.write_text("[" * 100_000)
+    tiers = ["--host", "1GiB", "--model", "llama-3-8b"]
+    for arguments in (["explain", "--tokens", deep], ["replay", *tiers, "--measured", deep]):
+        assert "nested too deeply" in refused(*arguments)
+    deep.write_text("a = " + "[" * 100_000)
+    assert f"{deep}: cannot be read as TOML" in refused("stats", "--config", deep)
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -369,7 +369,20 @@ def test_text_and_messages_by_a_tokenizer(shm_root: Path, tmp_path: Path, tokeni
     assert told["asked_tokens"] == 65
     assert cast("list[dict[str, object]]", told["nearest"])[0]["token"] == 33
     for place in (tmp_path / "none", tmp_path / "chat.json"):
-        assert f"--tokenizer {place}" in refused("explain", shm_root, "--text", "a", "--tokenizer", place)
+        line = refused("explain", shm_root, "--text", "a", "--tokenizer", place)
+        assert f"--tokenizer {place}" in line and "name a model's directory" in line
+
+
+def test_the_page_cuts_text_by_a_tokenizer_that_is_loaded_once(tmp_path: Path, tokenizer: Path) -> None:
+    from pagoda.cli.serve_page import page_options
+
+    file = tmp_path / "tokenizer.json"
+    file.write_bytes((tokenizer / "tokenizer.json").read_bytes())
+    cut = page_options(tmp_path, None, None, file).prompts.tokenize
+    file.unlink()
+    assert cut is not None and list(cut(words([7, 900]))) == [7, 900]
+    with pytest.raises(ValueError, match="characters: at most"):
+        cut("a" * (5 << 20))
 
 
 class Vllm(BaseHTTPRequestHandler):

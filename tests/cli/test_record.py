@@ -70,6 +70,8 @@ def test_it_says_when_nothing_was_recorded(trace: Path, capfd: pytest.CaptureFix
         (["/", "--", "true"], 2, "is a directory"),
         (["/nowhere/trace", "--", "true"], 2, "cannot be written"),
         (["{trace}", "--", "/no/such/command"], 1, "cannot be run"),
+        (["{trace}", "--append", "--", "true"], 2, "--append: options stand first"),
+        (["--apend", "{trace}", "--", "true"], 2, "--apend: options stand first"),
     ],
 )
 def test_wrong_use_is_one_line(

@@ -109,6 +109,7 @@ def test_engines_keep_prompts_waiting(trace: Path) -> None:
     one = cast("dict[str, object]", answer("replay", trace, *options, "--engines", 1)["load"])
     many = cast("dict[str, object]", answer("replay", trace, *options, "--engines", 9)["load"])
     assert (one["engines"], many["engines"]) == (1, 9)
+    assert "--engines" in refused("replay", trace, *options, "--engines", 10**30)
     assert cast("Table", many["ttft_seconds_cold"])["p90"] == pytest.approx(1.024)
     assert cast("Table", one["ttft_seconds_cold"])["p90"] > 1.03  # each takes 1.024 s, one comes every second
     assert cast("Table", one["ttft_seconds"])["p90"] <= cast("Table", one["ttft_seconds_cold"])["p90"]

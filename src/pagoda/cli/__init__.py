@@ -84,6 +84,8 @@ def _run(args: Sequence[str]) -> int:
         return _complain("interrupted", INTERRUPTED)
     except (UsageError, ConfigError) as trouble:
         return _complain(str(trouble), USAGE)
+    except RecursionError:  # of a reader of JSON, TOML or YAML
+        return _complain("what was given to read is nested too deeply", USAGE)
     except (FailedError, PagodaError) as trouble:
         return _complain(str(trouble), FAILED)
     except refusal as trouble:

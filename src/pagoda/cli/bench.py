@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from pagoda.cli import UsageError, printing
-from pagoda.cli.stores import AsJson, ConfigFile, configured
+from pagoda.cli.stores import AsJson, ConfigFile, configured, given_size
 
 if TYPE_CHECKING:
     from pagoda.cli.bench_tiers import Figure
@@ -51,12 +51,7 @@ def bench(
 
 
 def _chunk_bytes(text: str) -> int:
-    from pagoda.config.sizes import parse_size
-
-    try:
-        size = parse_size(text)
-    except ValueError as trouble:
-        raise UsageError(f"--chunk-size {text}: {trouble}") from None
+    size = given_size("--chunk-size", text)
     if not isinstance(size, int) or not 4096 <= size <= 2**30 or size % 4096:
         raise UsageError(f"--chunk-size {text}: a multiple of 4096 bytes up to 1GiB is needed")
     return size

@@ -152,7 +152,7 @@ def _worded(name: str, config: Config) -> str:
         return "\n".join(spec.redacted for spec in specs) or "none"
     if isinstance(value, bool):
         return str(value).lower()
-    return "auto" if value is None else str(value)
+    return "auto" if value is None else str(value) or "none"
 
 
 def _troubles(config: Config) -> list[str]:

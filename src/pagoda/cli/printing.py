@@ -76,7 +76,7 @@ def size(size_bytes: float | None) -> str:
 def age(seconds: float | None) -> str:
     """Return a time span in its largest fitting unit, such as "3.2 min"."""
     if seconds is None:
-        return "-"
+        return RightAligned("-")
     for limit, divisor, unit in ((120.0, 1.0, "s"), (7200.0, 60.0, "min"), (172800.0, 3600.0, "h")):
         if seconds < limit:
             return RightAligned(f"{seconds / divisor:.1f} {unit}")

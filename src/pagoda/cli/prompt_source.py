@@ -8,7 +8,8 @@ import os
 import ssl
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 from urllib.parse import urlsplit
@@ -16,6 +17,8 @@ from urllib.parse import urlsplit
 from pagoda.cli import FailedError, UsageError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from pagoda.keys import TokenIds
 
 Json: TypeAlias = "Mapping[str, object]"
@@ -57,7 +60,9 @@ def read_prompt(
     if url:
         found = _ask_server(url, words, chat, api_key_file)
     else:
-        found = AskedPrompt(tokenized(str(tokenizer), words, chat))
+        found = AskedPrompt(
+            text_tokenizer(str(tokenizer))(str(words)) if chat is None else _chat_ids(str(tokenizer), chat)
+        )
     if not len(found.tokens):
         raise UsageError(f"{named[0]}: holds no tokens")
     return found
@@ -111,38 +116,59 @@ def _read(option: str, source: str) -> str:
 # ---- a tokenizer
 
 
-def tokenized(tokenizer: str, text: str | None, chat: Json | None) -> TokenIds:
-    """Return the ids that the tokenizer of a model gives; of text with the special tokens that engines add."""
-    place = Path(tokenizer)
-    try:
-        if place.is_file() and text is not None:
+def text_tokenizer(tokenizer: str) -> Callable[[str], Sequence[int]]:
+    """Load a model's tokenizer; return what gives a text's ids, with the special tokens that engines add.
+
+    Both raise UsageError.
+    """
+    cut: Callable[[str], Sequence[int]]
+    with _explained(tokenizer):
+        if Path(tokenizer).is_file():
             from tokenizers import Tokenizer
 
-            found: list[int] = Tokenizer.from_file(tokenizer).encode(text).ids
-            return found
-        from transformers import AutoTokenizer
+            single = Tokenizer.from_file(tokenizer)
+            cut = lambda text: single.encode(text).ids  # noqa: E731
+        else:
+            whole = _of_model(tokenizer)
+            cut = lambda text: list(whole(text)["input_ids"])  # noqa: E731
+    return _explained(tokenizer)(cut)
 
-        cutter = AutoTokenizer.from_pretrained(str(place.parent) if place.is_file() else tokenizer)
-        if chat is None:
-            return list(cutter(text)["input_ids"])
-        kwargs = chat.get("chat_template_kwargs")
-        options = dict(kwargs) if isinstance(kwargs, dict) else {}
-        for name, usual in (
-            ("tools", None),
-            ("add_generation_prompt", True),
-            ("continue_final_message", False),
-        ):
-            options[name] = chat.get(name, usual)
+
+def _chat_ids(tokenizer: str, chat: Json) -> Sequence[int]:
+    """Return the ids of chat messages by the template of a model's tokenizer. Raises UsageError."""
+    kwargs = chat.get("chat_template_kwargs")
+    options = dict(kwargs) if isinstance(kwargs, dict) else {}
+    for name, usual in (("tools", None), ("add_generation_prompt", True), ("continue_final_message", False)):
+        options[name] = chat.get(name, usual)
+    with _explained(tokenizer):
         turns = cast("list[dict[str, str]]", chat["messages"])
-        ids = cutter.apply_chat_template(turns, tokenize=True, return_dict=False, **options)
-        return cast("list[int]", ids)
+        ids = _of_model(tokenizer).apply_chat_template(turns, tokenize=True, return_dict=False, **options)
+    return cast("list[int]", ids)
+
+
+def _of_model(path: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model's directory, or of the directory that a file is in."""
+    from transformers import AutoTokenizer
+
+    directory = Path(path).parent if Path(path).is_file() else path
+    return cast("PreTrainedTokenizerBase", AutoTokenizer.from_pretrained(str(directory)))
+
+
+@contextmanager
+def _explained(tokenizer: str) -> Iterator[None]:
+    """Raise what goes wrong with a tokenizer as a UsageError."""
+    try:
+        yield
     except ImportError as missing:
         raise UsageError(
             f"--tokenizer: {missing}; install it (pip install 'pagodakv[transformers]'), or ask a server by --url"
         ) from None
     except Exception as trouble:  # noqa: BLE001  # of the library or of a template: of any class
         first = str(trouble).strip().partition("\n")[0]
-        raise UsageError(f"--tokenizer {tokenizer}: {first or type(trouble).__name__}") from None
+        raise UsageError(
+            f"--tokenizer {tokenizer}: {first or type(trouble).__name__}; "
+            "name a model's directory, or its tokenizer.json"
+        ) from None
 
 
 # ---- a vLLM server

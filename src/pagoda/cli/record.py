@@ -34,6 +34,9 @@ def record(
     command = command[1:] if command[:1] == ["--"] else command
     if not command:
         raise UsageError("record what? write: pagoda record TRACE -- COMMAND...")
+    for word in (str(out), command[0]):
+        if word.startswith("-"):
+            raise UsageError(f"{word}: options stand first: pagoda record [--append] TRACE -- COMMAND...")
     before = _opened(out, append)
     code = _ran(command, {**os.environ, _VARIABLE: str(out.absolute())})
     _tell(out, before, command)

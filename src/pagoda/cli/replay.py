@@ -71,7 +71,12 @@ def replay(
     ] = None,
     engines: Annotated[
         int | None,
-        Option(min=1, metavar="N", help="Engines that compute; default: what the trace needs uncached."),
+        Option(
+            min=1,
+            max=10_000,
+            metavar="N",
+            help="Engines that compute; default: what the trace needs uncached.",
+        ),
     ] = None,
     jobs: Jobs = None,
     as_json: AsJson = False,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeAlias
 from typer import Argument, Option
 
 from pagoda.cli import UsageError
+from pagoda.cli.stores import configured, given_size
 from pagoda.config.did_you_mean import did_you_mean
 
 if TYPE_CHECKING:
@@ -126,7 +127,6 @@ def _read(name: str, source: str | Path) -> Trace:
 
 def policies_of(names: Sequence[str] | None, config: Path | None) -> list[str]:
     """Return the policies asked for, none twice, or the configured one. Raises UsageError for an unknown one."""
-    from pagoda.cli.stores import configured
     from pagoda.policy import NAMES
 
     asked = list(dict.fromkeys(names)) if names else [configured(config).policy]
@@ -153,12 +153,7 @@ def chunk_bytes_of(trace: Trace, model: str | None, token_bytes: int | None, dty
 
 def bytes_of(option: str, text: str) -> int:
     """Return a size in bytes, more than none. Raises UsageError."""
-    from pagoda.config.sizes import parse_size
-
-    try:
-        size = parse_size(text)
-    except ValueError as trouble:
-        raise UsageError(f"{option} {text}: {trouble}") from None
+    size = given_size(option, text)
     if not isinstance(size, int) or not size:
         raise UsageError(f"{option} {text}: a size such as 64GiB is needed")
     return size

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from pagoda.cli import UsageError, printing
-from pagoda.cli.stores import AsJson, ConfigFile, Directory, configured, find_stores
+from pagoda.cli.stores import AsJson, ConfigFile, Directory, configured, find_stores, given_size
 
 if TYPE_CHECKING:
     from pagoda.serve.served_stores import HostRoom
@@ -47,7 +47,10 @@ def serve(
     gpu_price: Annotated[
         float | None,
         Option(
-            min=0, metavar="N", help="Price of an hour of an engine's GPUs: the page shows the money saved."
+            min=0,
+            max=1e6,
+            metavar="N",
+            help="Price of an hour of an engine's GPUs: the page shows the money saved.",
         ),
     ] = None,
     tokenizer: Annotated[
@@ -134,18 +137,14 @@ def _address(listen: str | None) -> tuple[tuple[str, int] | None, Path | None]:
 
 
 def _host_room(size: str | None, config: Path | None) -> HostRoom | None:
-    from pagoda.config.sizes import auto_bytes, parse_size
+    from pagoda.config.sizes import auto_bytes
     from pagoda.serve.served_stores import HostRoom
 
     if size is None:
         return None
-    found = configured(config)
-    try:
-        nbytes = parse_size(size)
-    except ValueError as error:
-        raise UsageError(f"--host-size {size}: {error}") from None
+    found, nbytes = configured(config), given_size("--host-size", size)
     room = auto_bytes(Path(found.host_path)) if isinstance(nbytes, str) else nbytes
-    return HostRoom(Path(os.path.realpath(found.host_path)), room, found.policy)
+    return HostRoom(Path(os.path.realpath(found.host_path)), room, found.policy) if room else None
 
 
 def _is_loopback(host: str) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from pagoda.cli import UsageError
 from pagoda.cli.explain import in_words
-from pagoda.cli.prompt_source import tokenized
+from pagoda.cli.prompt_source import text_tokenizer
 from pagoda.cli.remote_stores import pinged, remotes_of
 from pagoda.cli.stats import RemoteUsage, remote_usage
 from pagoda.cli.stores import configured
@@ -36,6 +36,7 @@ def page_options(
     from pagoda.serve.operator_routes import PageOptions
 
     config = configured(config_file)
+    tokenize = None if tokenizer is None else _bounded(text_tokenizer(str(tokenizer)))
     specs, neighbours = remotes_of(directory, config_file), neighbours_of(directory, config)
 
     def keys(tokens: TokenIds, stores: Sequence[Ledger]) -> Mapping[bytes, Sequence[bytes]]:
@@ -63,22 +64,21 @@ def page_options(
         return [remote_usage(spec) for spec in specs]
 
     return PageOptions(
-        prompts=PromptTools(keys, explain, None if tokenizer is None else _tokenizer(tokenizer)),
+        prompts=PromptTools(keys, explain, tokenize),
         remotes=remotes,
         settings=[("Policy", config.policy), ("Write policy", config.write_policy)],
         gpu_price=gpu_price,
     )
 
 
-def _tokenizer(path: Path) -> Callable[[str], Sequence[int]]:
-    """Return what cuts a text with a model's tokenizer."""
-    tokenized(str(path), "pagoda", None)  # a tokenizer that cannot be used is refused at the start
+def _bounded(cut: Callable[[str], Sequence[int]]) -> Callable[[str], Sequence[int]]:
+    """Return what cuts a text of at most 4 Mi characters. Raises ValueError."""
 
     def ids(text: str) -> Sequence[int]:
         if len(text) > _MOST_TEXT:
             raise ValueError(f"the text has {len(text):,} characters: at most {_MOST_TEXT:,}")
         try:
-            return list(tokenized(str(path), text, None))
+            return cut(text)
         except UsageError as trouble:
             raise ValueError(str(trouble)) from None
 

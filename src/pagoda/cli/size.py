@@ -54,7 +54,7 @@ def size(
     if as_json:
         printing.print_json(_as_json(found, cells, percent, target, chunk_bytes))
     else:
-        _print(found, cells, percent, target, chunk_bytes)
+        _print(found, cells, percent, chunk_bytes)
     return 0
 
 
@@ -116,9 +116,7 @@ def _as_json(
     return {**trace.as_json(), **asked, **alone, "optimum_chunks": cells[-1].chunks, "sizes": sizes}
 
 
-def _print(
-    trace: Trace, cells: Sequence[Cell], percent: float, target: float, chunk_bytes: int | None
-) -> None:
+def _print(trace: Trace, cells: Sequence[Cell], percent: float, chunk_bytes: int | None) -> None:
     rows = [
         {
             "policy": cell.policy,

@@ -41,7 +41,8 @@ def stats(
     elif prometheus:
         print(_exposition(found, broken, shared), end="")
     else:
-        _print(found, wide)
+        if found or not broken:
+            _print(found, wide)
         _print_shared(shared)
     troubles = [*broken.values(), *(remote.error for remote in shared if remote.error)]
     if not as_json:

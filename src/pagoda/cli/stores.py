@@ -48,6 +48,16 @@ def configured(file: Path | None) -> Config:
     return load(file=file).config
 
 
+def given_size(option: str, text: str) -> int | str:
+    """Return the size that an option has, in bytes, or "auto". Raises UsageError."""
+    from pagoda.config.sizes import parse_size
+
+    try:
+        return parse_size(text)
+    except ValueError as trouble:
+        raise UsageError(f"{option} {text}: {trouble}") from None
+
+
 def find_roots(config_file: Path | None) -> dict[Path, str]:
     """Return the roots of all local tiers known here and the tier of each: the configured, then the registered ones."""
     from pagoda.tiers import opened_tiers

@@ -131,7 +131,8 @@ def _find_file(file: str | os.PathLike[str] | None, environ: Mapping[str, str]) 
         path = Path(expanded(named))
         if not os.path.isfile(path):
             where = "" if file is not None else f" (environment {FILE_VARIABLE})"
-            raise ConfigError(f"{path}: no such configuration file{where}")
+            what = "is a directory, not a" if path.is_dir() else "no such"
+            raise ConfigError(f"{path}: {what} configuration file{where}")
         return path
     # stays "~" for a user that the system does not know
     home = environ.get("HOME") or os.path.expanduser("~")
@@ -149,7 +150,9 @@ def _file(path: Path | None) -> _Given:
     try:
         with path.open("rb") as stream:
             values = tomllib.load(stream)
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as trouble:
+    except OSError as trouble:
+        raise ConfigError(f"{path}: cannot be read: {trouble.strerror}") from None
+    except (ValueError, RecursionError) as trouble:  # TOMLDecodeError, UnicodeDecodeError
         raise ConfigError(f"{path}: cannot be read as TOML: {trouble}") from None
     where = path.absolute()
     _refuse_unknown(values, f"{where}:")

@@ -174,15 +174,15 @@ def _metrics(found: Exposition) -> Iterator[Metric]:
     yield from _counters(found.stores)
     yield _loads(found.stores)
     for name, family in _GAUGE_FAMILIES.items():
-        yield _gauge(family, [(_place(store), _gauge_of(store, name)) for store in found.stores])
-    yield _gauge(_NAMESPACES, _namespaces(found.stores).items())
+        yield _metric(family, [(_place(store), _gauge_of(store, name)) for store in found.stores])
+    yield _metric(_NAMESPACES, _namespaces(found.stores).items())
     readable = [((str(store.directory),), 1) for store in found.stores]
-    yield _gauge(_READABLE, [*readable, *(((directory,), 0) for directory in found.unreadable)])
+    yield _metric(_READABLE, [*readable, *(((directory,), 0) for directory in found.unreadable)])
     yield from _remotes(found.remotes)
     events = {event: count for event, count in found.served.items() if event != "sent_bytes"}
-    yield _counter(_SERVE_EVENTS, [((event,), count) for event, count in events.items()])
+    yield _metric(_SERVE_EVENTS, [((event,), count) for event, count in events.items()])
     sent = found.served.get("sent_bytes")
-    yield _counter(_SERVE_SENT, [] if sent is None else [((), sent)])
+    yield _metric(_SERVE_SENT, [] if sent is None else [((), sent)])
 
 
 def _place(store: StoreSnapshot) -> tuple[str, str]:
@@ -195,10 +195,10 @@ def _gauge_of(store: StoreSnapshot, name: str) -> int:
 
 def _counters(stores: Sequence[StoreSnapshot]) -> Iterator[Metric]:
     for name, family in _COUNTER_FAMILIES.items():
-        yield _counter(family, [(_place(store), store.counters[name]) for store in stores])
+        yield _metric(family, [(_place(store), store.counters[name]) for store in stores])
     seconds = [(_place(store), store.counters["prefill_microseconds"] / 1e6) for store in stores]
-    yield _counter(_PREFILL_SECONDS, seconds)
-    yield _counter(
+    yield _metric(_PREFILL_SECONDS, seconds)
+    yield _metric(
         _HITS_BY_TIER,
         [
             ((kind, str(store.directory)), store.counters[f"hit_tokens_{kind}"])
@@ -207,7 +207,7 @@ def _counters(stores: Sequence[StoreSnapshot]) -> Iterator[Metric]:
         ],
     )
     for family, prefix in ((_MISSES, "miss_"), (_DROPS, "drop_")):
-        yield _counter(
+        yield _metric(
             family,
             [
                 ((*_place(store), str(reason)), store.counters[f"{prefix}{reason}"])
@@ -246,23 +246,17 @@ def _namespaces(stores: Sequence[StoreSnapshot]) -> Mapping[tuple[str, ...], int
 
 
 def _remotes(remotes: Mapping[str, Usage | None]) -> Iterator[Metric]:
-    yield _gauge(_REMOTE_REACHABLE, [((tier,), int(usage is not None)) for tier, usage in remotes.items()])
+    yield _metric(_REMOTE_REACHABLE, [((tier,), int(usage is not None)) for tier, usage in remotes.items()])
     for family, nbytes in (
         (_REMOTE_USED, {tier: usage.used_bytes for tier, usage in remotes.items() if usage is not None}),
         (_REMOTE_LIMIT, {tier: usage.limit_bytes for tier, usage in remotes.items() if usage is not None}),
     ):
-        yield _gauge(family, [((tier,), value) for tier, value in nbytes.items() if value is not None])
+        yield _metric(family, [((tier,), value) for tier, value in nbytes.items() if value is not None])
 
 
-def _counter(family: MetricFamily, samples: Iterable[tuple[Sequence[str], float]]) -> Metric:
-    metric = CounterMetricFamily(family.name, family.help, labels=family.labels)
-    for labels, value in samples:
-        metric.add_metric(labels, value)
-    return metric
-
-
-def _gauge(family: MetricFamily, samples: Iterable[tuple[Sequence[str], float]]) -> Metric:
-    metric = GaugeMetricFamily(family.name, family.help, labels=family.labels)
+def _metric(family: MetricFamily, samples: Iterable[tuple[Sequence[str], float]]) -> Metric:
+    kind = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
+    metric = kind(family.name, family.help, labels=family.labels)
     for labels, value in samples:
         metric.add_metric(labels, value)
     return metric

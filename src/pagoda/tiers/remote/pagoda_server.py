@@ -28,8 +28,6 @@ from pagoda.tiers.remote.store_urls import host_of
 
 _FIND_KEYS = 4096  # in one request
 _SMALL_BYTES = 1 << 16  # a chunk up to this size is sent without asking whether it is present
-_ANSWER_BYTES = 1 << 16  # of what is not a chunk
-_STATS_BYTES = 16 << 20
 _KEEPALIVE_SECONDS = 20.0
 _BELIEVED_SECONDS = 2.0
 _UNUSED = bytes(32)  # no namespace and no key: nothing is stored under it
