@@ -171,6 +171,19 @@ def test_a_name_stands_for_all_its_addresses(three: list[Server]) -> None:
         assert load(tier, keys) == [None] * 3
 
 
+def test_connections_to_neighbours_that_are_gone_are_closed(three: list[Server]) -> None:
+    client = client_of(*three, look_seconds=60.0)
+    connection = client.connection()
+    try:
+        assert connection.find(ROOT, fresh_keys(1), time.monotonic() + 30) == 0
+        gone = connection._lines[client._peers.pop(url_of(three[0]))]
+        assert gone.connection._http._socket is not None
+        assert connection.find(ROOT, fresh_keys(1), time.monotonic() + 30) == 0
+        assert gone.connection._http._socket is None and gone.peer not in connection._lines
+    finally:
+        connection.close()
+
+
 def test_a_name_without_addresses_is_no_neighbour() -> None:
     client = PeersClient([PeerUrl("http://no-such-name.invalid:7777", True)])
     with tier_on(client) as tier, soon():

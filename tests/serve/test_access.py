@@ -58,6 +58,10 @@ def test_wrong_options_are_one_line_with_the_remedy(tmp_path: Path) -> None:
     assert "0700" in refused("serve", "--listen", f"unix:{tmp_path}/open/socket")
     for listen in ("7777", "host:", "host:x", "1.2.3.4:99999", "unix:relative", "unix:/" + "a" * 200):
         assert "write" in refused("serve", "--listen", listen)
+    (tmp_path / "mine").mkdir(mode=0o700)
+    (tmp_path / "mine" / "notes").write_text("not a socket")
+    assert "is not a socket" in refused("serve", tmp_path, "--listen", f"unix:{tmp_path}/mine/notes")
+    assert (tmp_path / "mine" / "notes").read_text() == "not a socket"
     assert "--listen" in refused("serve", "--allow-host", "x")
     assert "both or neither" in refused("serve", "--listen", "127.0.0.1:0", "--tls-cert", "x")
     wrong = "--tls-cert", tmp_path / "short", "--tls-key", tmp_path / "short"

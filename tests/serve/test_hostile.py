@@ -152,7 +152,7 @@ def test_a_slow_body_ends(served: Server, path: str) -> None:
     find = path.rpartition("/")[0] + "/find"
     bodies = [
         ("PUT", path, 70000, b""), ("PUT", path, 70000, value[:4095]), ("PUT", path, 70000, value[:5000]),
-        ("POST", find, 3200, b""), ("POST", find, 3200, b"x"),
+        ("POST", find, 3200, b""), ("POST", find, 3200, b"x"), ("POST", "/login", 3200, b"x"),
     ]  # fmt: skip
     with contextlib.ExitStack() as stack:
         many = [stack.enter_context(served.socket()) for _ in bodies]

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from aiohttp.test_utils import TestClient, TestServer
 
+from pagoda.serve import operator_routes
+from pagoda.serve.access import AccessRules
+from pagoda.serve.operations import PromptTools
+from pagoda.serve.operator_routes import PageOptions
+from pagoda.serve.server import ServeOptions, make_app
 from tests.serve.kit import CHUNK, TOKEN, Answer, Engine, Server, engine, server, tokens_of, wait_until
 
 SALT = "tenant-of-the-tests"
@@ -176,10 +184,13 @@ def by_tier(explained: Answer) -> dict[str, int]:
 
 
 @pytest.mark.slow
-def test_warm_brings_chunks_of_the_disk_up_to_the_host(shm_root: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("layout", "host_size"), [("LAYOUT", "1MiB"), ("ODD", "64KiB")])
+def test_warm_brings_chunks_of_the_disk_up_to_the_host(
+    layout: str, host_size: str, shm_root: Path, tmp_path: Path
+) -> None:
     host, disk = shm_root / "host", tmp_path / "disk"
-    options = {"host_path": str(host), "host_size": "1MiB", "disk_path": str(disk), "disk_size": "32MiB"}
-    with engine(**options, policy="lru") as running:  # 16 slots of 64 KiB on the host
+    options = {"host_path": str(host), "host_size": host_size, "disk_path": str(disk), "disk_size": "32MiB"}
+    with engine(layout, **options, policy="lru") as running:  # 16 slots on the host
         running.store(1, 4)
         for chain in range(2, 6):
             running.store(chain, 4)
@@ -192,6 +203,30 @@ def test_warm_brings_chunks_of_the_disk_up_to_the_host(shm_root: Path, tmp_path:
             assert post(page, "/warm", prompt).json["chunks"] == 4
             after = by_tier(post(page, "/explain", prompt))
             assert after["host"] == 4 * CHUNK
+
+
+def test_operations_that_hang_take_no_thread_from_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operator_routes, "_WORK_SECONDS", 0.02)
+    free = threading.Event()
+
+    def hang(*_: object) -> list[dict[str, object]]:
+        free.wait(60)
+        return []
+
+    async def ask() -> None:
+        page = PageOptions(prompts=PromptTools(keys=lambda *_: {}, explain=hang))
+        app = make_app(ServeOptions(find_stores=list, page=page), AccessRules(None, ["127.0.0.1"], None))
+        async with TestClient(TestServer(app)) as client:
+            for _ in range(20):
+                assert (await client.post("/explain", json={"tokens": [1]})).status == 503
+            chunk = await asyncio.wait_for(client.get(f"/v1/{'0' * 64}/{'0' * 64}"), 5)
+            assert chunk.status == 404
+            free.set()
+
+    try:
+        asyncio.run(ask())
+    finally:
+        free.set()
 
 
 @pytest.mark.slow
