@@ -112,7 +112,7 @@ def open_tiers(config: Config, layout: KVLayout, clock: Clock) -> TierStack:
             )
             undo.callback(disk.close)
             lower.append(disk)
-        if config.peers:
+        if config.peers or config.lookup:
             peers = open_peers(config, layout, clock)
             undo.callback(peers.close)
             lower.append(peers)
@@ -142,12 +142,16 @@ def _host_bytes(config: Config, layout: KVLayout) -> int:
 
 
 def open_peers(config: Config, layout: KVLayout, clock: Clock | None = None) -> RemoteTier:
-    """Return the tier over the configured neighbours; does not connect yet. Raises ConfigError."""
+    """Return the tier over the configured neighbours; does not connect yet. Raises ConfigError, StoreError."""
+    from pagoda.tiers.remote.peer_directory import PeerDirectory
     from pagoda.tiers.remote.peers import PeersClient, PeerUrl
 
-    specs = config.peer_servers()
-    urls = [PeerUrl(spec.url_with_password(), spec.options.get("dns") == "all") for spec in specs]
-    return RemoteTier(layout, PeersClient(urls, clock=clock), clock=clock)
+    urls = [
+        PeerUrl(spec.url_with_password(), spec.options.get("dns") == "all") for spec in config.peer_servers()
+    ]
+    found = [PeerDirectory(spec.url_with_password(), prefix=spec.prefix) for spec in config.lookup_server()]
+    directory = found[0] if found else None
+    return RemoteTier(layout, PeersClient(urls, directory=directory, clock=clock), clock=clock)
 
 
 def open_remote(spec: RemoteSpec, layout: KVLayout, clock: Clock | None = None) -> RemoteTier:

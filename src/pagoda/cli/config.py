@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from pagoda.cli import FailedError, UsageError, printing
 from pagoda.cli.stores import AsJson, ConfigFile, configured
 
 if TYPE_CHECKING:
-    from pagoda.config import Config
+    from pagoda.config import Config, RemoteSpec
 
 app = typer.Typer(help="Show, check, describe or import the configuration.")
 File = Annotated[Path | None, Argument(metavar="FILE", help="Configuration file instead of the usual ones.")]
@@ -32,9 +33,8 @@ def show_values(as_json: AsJson = False, config: ConfigFile = None) -> int:
     from pagoda.config.sources import load
 
     loaded = load(file=config)
-    secret = {"remote": loaded.config.remotes(), "peers": loaded.config.peer_servers()}
-    shown = {name: [spec.redacted for spec in specs] for name, specs in secret.items()}
-    values = {**asdict(loaded.config), **shown}
+    shown = {name: [spec.redacted for spec in specs] for name, specs in _servers(loaded.config).items()}
+    values = {**asdict(loaded.config), **shown, "lookup": "".join(shown["lookup"])}
     if as_json:
         options = {name: {"value": value, "origin": loaded.origins[name]} for name, value in values.items()}
         printing.print_json({"options": options, "host_bytes": loaded.config.host_bytes})
@@ -54,7 +54,7 @@ def check(file: File = None, as_json: AsJson = False) -> int:
     from pagoda.cli.remote_stores import pinged
 
     config = configured(file)
-    asked = pinged([*config.remotes(), *config.peer_servers()])
+    asked = pinged([spec for specs in _servers(config).values() for spec in specs])
     troubles = [*_troubles(config), *(each.trouble for each in asked if each.trouble)]
     if as_json:
         printing.print_json({"ok": not troubles, "troubles": troubles})
@@ -140,6 +140,15 @@ def _write_new(file: Path, text: str) -> None:
         raise UsageError(f"{file}: cannot be written: {trouble.strerror}") from None
 
 
+def _servers(config: Config) -> dict[str, Sequence[RemoteSpec]]:
+    """Return what the options say that are URLs of servers, which may contain secrets."""
+    return {
+        "remote": config.remotes(),
+        "peers": config.peer_servers(),
+        "lookup": config.lookup_server(),
+    }
+
+
 def _worded(name: str, config: Config) -> str:
     """Return a value as people write it; "auto" with its size on this machine."""
     value = getattr(config, name)
@@ -147,9 +156,8 @@ def _worded(name: str, config: Config) -> str:
         return f"auto ({printing.size(config.host_bytes)})"
     if name in ("host_size", "disk_size"):
         return printing.size(value) if value else "0 (off)"
-    if name in ("remote", "peers"):
-        specs = config.remotes() if name == "remote" else config.peer_servers()
-        return "\n".join(spec.redacted for spec in specs) or "none"
+    if name in (servers := _servers(config)):
+        return "\n".join(spec.redacted for spec in servers[name]) or "none"
     if isinstance(value, bool):
         return str(value).lower()
     return "auto" if value is None else str(value) or "none"

@@ -16,6 +16,7 @@ from pagoda.cli.stores import AsJson, ConfigFile, Directory, configured, find_st
 
 if TYPE_CHECKING:
     from pagoda.serve.served_stores import HostRoom
+    from pagoda.tiers.remote.peer_directory import PeerDirectory
 
 
 def serve(
@@ -32,6 +33,10 @@ def serve(
     ] = None,
     allow_host: Annotated[
         list[str] | None, Option(metavar="NAME", help="A further name that clients may call this machine by.")
+    ] = None,
+    advertise: Annotated[
+        str | None,
+        Option(metavar="URL", help="With the option lookup: where other machines reach this one."),
     ] = None,
     read_only: Annotated[bool, Option("--read-only", help="Take no chunks and remove none.")] = False,
     host_size: Annotated[
@@ -71,6 +76,7 @@ def serve(
         from pagoda.serve.access import default_socket, read_token
         from pagoda.serve.server import ServeOptions
         from pagoda.serve.server import serve as run
+        from pagoda.tiers.remote.peer_directory import check_machine
     except ModuleNotFoundError as missing:
         raise UsageError(f"serve needs {missing.name}: pip install 'pagodakv[serve]'") from None
     if (tls_cert is None) != (tls_key is None):
@@ -84,6 +90,15 @@ def serve(
     address, socket_path = _address(listen)
     if address is None and (tls_cert or token_file or allow_host):
         raise UsageError("--tls-cert, --token-file and --allow-host are for TCP: add --listen HOST:PORT")
+    directory_of_peers = _directory(config)
+    if advertise and (address is None or directory_of_peers is None):
+        raise UsageError(
+            "--advertise: is for --listen HOST:PORT and the option lookup: set both, or leave it out"
+        )
+    if directory_of_peers and address is None:
+        printing.note(
+            "lookup: no other machine reaches a Unix socket, so none is told: add --listen HOST:PORT"
+        )
     options = ServeOptions(
         find_stores=lambda: _stores(directory, config),
         listen=address,
@@ -94,6 +109,8 @@ def serve(
         certificate=tls_cert,
         certificate_key=tls_key,
         socket_path=socket_path or default_socket(),
+        directory=directory_of_peers if address else None,
+        advertise=check_machine(advertise) if advertise else None,
         page=page_options(directory, config, gpu_price, tokenizer),
     )
     if address and tls_cert is None and not _is_loopback(address[0]):
@@ -119,6 +136,15 @@ def _stores(directory: Path | None, config: Path | None) -> Sequence[Path]:
         if directory is not None and directory.is_dir():
             return []
         raise StoreError(str(error)) from None
+
+
+def _directory(config: Path | None) -> PeerDirectory | None:
+    """Return where the machines say which chunks they have, if the option `lookup` says it."""
+    from pagoda.tiers.remote.peer_directory import PeerDirectory
+
+    for spec in configured(config).lookup_server():
+        return PeerDirectory(spec.url_with_password(), prefix=spec.prefix)
+    return None
 
 
 def _address(listen: str | None) -> tuple[tuple[str, int] | None, Path | None]:

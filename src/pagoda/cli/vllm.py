@@ -171,6 +171,7 @@ def _checked(given: Mapping[str, str | bool]) -> tuple[dict[str, object], Config
     for name, urls, specs in (
         ("remote", config.remote, config.remotes()),
         ("peers", config.peers, config.peer_servers()),
+        ("lookup", filter(None, [config.lookup]), config.lookup_server()),
     ):
         if name in given and any(spec.redacted != url for spec, url in zip(specs, urls, strict=True)):
             raise UsageError(
@@ -206,8 +207,8 @@ def _check_start(chosen: Chosen) -> None:
     require_place(Path(config.host_path), config.host_bytes, in_memory=True)
     if config.disk_bytes:
         require_place(Path(config.disk_path), config.disk_bytes, in_memory=False)
-    for peer in config.peer_servers():
-        peer.url_with_password()
+    for server in (*config.peer_servers(), *config.lookup_server()):
+        server.url_with_password()
     if remotes := config.remotes():
         from pagoda import codec as codecs  # with numpy, which takes a quarter of a second
 

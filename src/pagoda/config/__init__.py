@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypedDict, TypeVar
 
 from pagoda import policy as policies
-from pagoda.config.remote_urls import RemoteSpec, parse, parse_peer
+from pagoda.config.remote_urls import MOST_PEERS, RemoteSpec, parse, parse_lookup, parse_peer
 from pagoda.config.sizes import AUTO, auto_bytes
 from pagoda.config.values import LogFormat, WritePolicy, checked
 from pagoda.errors import ConfigError
@@ -71,6 +71,13 @@ class Config:
             "help": "Neighbours whose chunks are read, never written: the 'http://HOST:7777' of each pagoda serve."
         },
     )
+    lookup: str = field(
+        default="",
+        repr=False,  # a password may stand in it
+        metadata={
+            "help": "Where machines say which chunks they have: 'redis://HOST'; only those neighbours are asked."
+        },
+    )
     weights_epoch: int = _option(
         0,
         "Which weights all machines have: raise it on every machine when they change; remote tiers need it.",
@@ -107,6 +114,11 @@ class Config:
     def __post_init__(self) -> None:
         for option in fields(self):
             object.__setattr__(self, option.name, checked(option.name, getattr(self, option.name)))
+        if len(self.peers) > MOST_PEERS and not self.lookup:
+            raise ConfigError(
+                f"peers: {len(self.peers)} servers, and at most {MOST_PEERS} are asked at once; set lookup = "
+                "'redis://host:6379/0', where machines say which chunks they have, or name fewer"
+            )
         if self.disk_bytes and not self.disk_path:
             raise ConfigError(f"disk_size = {self.disk_size}: where is it? set disk_path, or disk_size = 0")
         if self.disk_path and not self.disk_bytes:
@@ -136,6 +148,10 @@ class Config:
         """Return what each entry of `peers` says. Reads no file and asks no server."""
         return tuple(parse_peer(url) for url in self.peers)
 
+    def lookup_server(self) -> tuple[RemoteSpec, ...]:
+        """Return what `lookup` says; empty if it is not set. Reads no file and asks no server."""
+        return (parse_lookup(self.lookup),) if self.lookup else ()
+
     def roots(self) -> dict[str, Path]:
         """Return the directory of each local tier that other processes see, by tier name. Changes nothing."""
         roots = {}
@@ -158,6 +174,7 @@ class ConfigOptions(TypedDict, total=False):
     disk_direct: bool | None
     remote: str | list[str] | tuple[str, ...]
     peers: str | list[str] | tuple[str, ...]
+    lookup: str
     weights_epoch: int
     durable: bool
     write_policy: WritePolicy

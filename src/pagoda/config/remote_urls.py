@@ -16,7 +16,17 @@ from pagoda.errors import ConfigError
 if TYPE_CHECKING:
     from pagoda.tiers.remote.store_client import StoreClient
 
-__all__ = ["RemoteSpec", "parse", "parse_peer", "peers_of", "redacted", "split", "tuple_of"]
+__all__ = [
+    "MOST_PEERS",
+    "RemoteSpec",
+    "parse",
+    "parse_lookup",
+    "parse_peer",
+    "peers_of",
+    "redacted",
+    "split",
+    "tuple_of",
+]
 
 REDIS, OBJECTS, PAGODA = "redis", "objects", "pagoda"
 _SCHEMES = {  # scheme: the kind of engine, the name of the tier unless the URL gives one, how a URL is written
@@ -29,6 +39,7 @@ _SCHEMES = {  # scheme: the kind of engine, the name of the tier unless the URL 
     "http": (OBJECTS, "webdav", "http://host/path/"),
     "https": (OBJECTS, "webdav", "https://host/path/"),
 }
+_SCHEMES_OF_REDIS = tuple(scheme for scheme, (kind, _, _) in _SCHEMES.items() if kind == REDIS)
 _LOOKS = {
     REDIS: "50ms",
     OBJECTS: "300ms",
@@ -52,7 +63,9 @@ _MEANT = {  # what others call them
 }
 _OURS = ("name", "prefix", "ttl", "codec", "connections", "deadline", "look", "queue_chunks", "password_file")
 _OF_PEERS = ("password_file", "server", "dns")
-_MOST_PEERS = 8
+_OF_LOOKUP = ("prefix", "password_file")
+MOST_PEERS = 8
+"""How many neighbours are asked at once; of more, `lookup` says which."""
 _TLS = ("ssl_ca_certs", "ssl_ca_path", "ssl_cert_reqs", "ssl_certfile", "ssl_check_hostname", "ssl_keyfile")
 _RESERVED = (
     "all",
@@ -188,7 +201,7 @@ def peers_of(value: object) -> tuple[str, ...]:
     """Return the option `peers` as it is kept: checked URLs.
 
     Raises:
-        ConfigError: one of them cannot stand or is given twice, or there are too many.
+        ConfigError: one of them cannot stand or is given twice.
     """
     if isinstance(value, str):
         value = split(value)
@@ -201,12 +214,25 @@ def peers_of(value: object) -> tuple[str, ...]:
         if place in seen:
             raise ConfigError(f"peers = {redacted(url)!r}: given twice; remove one of them")
         seen.add(place)
-    if len(urls) > _MOST_PEERS:
-        raise ConfigError(
-            f"peers: {len(urls)} servers, and at most {_MOST_PEERS} are asked at once; name {_MOST_PEERS} of them, "
-            'or let all machines share one store: remote = "redis://host:6379/0"'
-        )
     return urls
+
+
+def parse_lookup(url: str) -> RemoteSpec:
+    """Return what the URL of the option `lookup` says. Reads no file and asks no server.
+
+    Raises:
+        ConfigError: it cannot stand; the message names the option and the URL (without secrets), and what to do.
+    """
+    try:
+        if url.partition("://")[0].lower() not in _SCHEMES_OF_REDIS:
+            raise ValueError("machines meet in a Redis; write redis://host:6379/0")
+        spec, given = _parsed(url), _parameters(url.partition("?")[2])
+        for name in given:
+            if name in _OURS and name not in _OF_LOOKUP:
+                raise ValueError(f"{name}: means nothing here; remove it")
+    except ValueError as trouble:
+        raise ConfigError(f"lookup = {redacted(url)!r}: {trouble}") from None
+    return replace(spec, name="lookup")
 
 
 def redacted(url: str) -> str:

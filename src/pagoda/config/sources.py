@@ -87,7 +87,9 @@ def _converted(name: str, kind: str, value: object, origin: str) -> object:
     try:
         return converted(kind, value)
     except ValueError as invalid:
-        shown = "" if name in ("remote", "peers") else f" = {value!r}"  # there may be a password in it
+        shown = (
+            "" if name in ("remote", "peers", "lookup") else f" = {value!r}"
+        )  # there may be a password in it
         raise ConfigError(f"{name}{shown}: {invalid} ({origin})") from None
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from pagoda import policy as policies
 from pagoda.config.did_you_mean import did_you_mean
 from pagoda.config.expand_home import expanded
-from pagoda.config.remote_urls import peers_of, split, tuple_of
+from pagoda.config.remote_urls import parse_lookup, peers_of, split, tuple_of
 from pagoda.config.sizes import AUTO, parse_size
 from pagoda.errors import ConfigError
 
@@ -136,6 +136,14 @@ def _peers(name: str, value: object) -> object:
     return peers_of(value)
 
 
+def _lookup(name: str, value: object) -> object:
+    if not isinstance(value, str):
+        raise ValueError("a URL such as 'redis://host:6379/0' is needed, as text")
+    if value.strip():
+        parse_lookup(value.strip())
+    return value.strip()
+
+
 _CHECKS: dict[str, Check] = {
     "chunk_tokens": _count(1, 2**20),
     "host_size": _size,
@@ -160,6 +168,7 @@ _CHECKS: dict[str, Check] = {
     "log_format": _one_of(get_args(LogFormat)),
     "remote": _remote,
     "peers": _peers,
+    "lookup": _lookup,
     "weights_epoch": _count(0, 2**31 - 1),
 }
 

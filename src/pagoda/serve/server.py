@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import ParamSpec, TypeVar
+from urllib.parse import urlsplit
 
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
@@ -35,10 +36,12 @@ from pagoda.serve.access import (
     private_directory,
     refusal,
 )
+from pagoda.serve.announcer import Announcer
 from pagoda.serve.blocking_calls import CALLS, BlockingCallPool, OverloadedError
 from pagoda.serve.chunk_routes import COUNTS, LIMITS, READ_ONLY, STORES
 from pagoda.serve.operator_routes import OperatorRoutes, PageOptions
 from pagoda.serve.served_stores import HostRoom, ServedStores
+from pagoda.tiers.remote.peer_directory import PeerDirectory
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -71,6 +74,9 @@ class ServeOptions:
     host_room: HostRoom | None = None
     certificate: Path | None = None
     certificate_key: Path | None = None
+    directory: PeerDirectory | None = None
+    """Where to announce what the stores have, and that it is to be had at `advertise` or where the server listens."""
+    advertise: str | None = None
     page: PageOptions | None = None
     """None: without the operator's page and its routes."""
     limits: ServeLimits = field(default_factory=ServeLimits)
@@ -103,19 +109,26 @@ async def serve(options: ServeOptions, ready: Callable[[str], None]) -> None:
     access = AccessRules(
         options.token if options.listen else None, _hosts(options), _port(listening), options.limits
     )
-    runner = web.AppRunner(make_app(options, access), access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS)
+    app = make_app(options, access)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS)
     try:
         await runner.setup()
         assert runner.server is not None
         connections = Connections(runner.server, loop, options.limits)
         server = await _accept(loop, connections, listening, _tls(options))
         sweeping = asyncio.create_task(connections.abort_late_ones())
+        announcer = None
+        if options.directory is not None:
+            url = partial(_advertised, options, listening)
+            announcer = Announcer(options.directory, url, app[STORES], app[COUNTS])
         try:
             ready(url_of(options, listening))
             await stop.wait()
         finally:
             sweeping.cancel()
             server.close()
+            if announcer is not None:
+                await asyncio.to_thread(announcer.close)
     finally:
         await runner.cleanup()
         listening.close()
@@ -129,6 +142,14 @@ def url_of(options: ServeOptions, listening: socket.socket) -> str:
         return f"unix:{options.socket_path}"
     host, port = listening.getsockname()[:2]
     return f"{'https' if options.certificate else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _advertised(options: ServeOptions, listening: socket.socket, own_host: str) -> str:
+    """Return where other machines reach the server; `own_host`: this machine's address, if it listens on all."""
+    if options.advertise is not None:
+        return options.advertise
+    url = urlsplit(url_of(options, listening))
+    return f"{url.scheme}://{own_host}:{url.port}" if url.hostname in ("0.0.0.0", "::") else url.geturl()
 
 
 # ---- sockets -----------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Neighbours: a read-only client over the `pagoda serve` of several machines. Nothing is ever stored or removed there.
 
 A look-up asks all at once, one request each, and takes the longest leading run; which neighbour has which key is
-remembered for the loads that follow. A neighbour that fails is left out, and asked again in the background.
+remembered for the loads that follow. A neighbour that fails is left out, and asked again in the background. With a
+directory a look-up asks it first, and then only those that it names.
 
     PeersClient       what all connections share: the neighbours, and who has which key
     Peer              one neighbour: whether it is used now
@@ -15,7 +16,7 @@ import ipaddress
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import NamedTuple, Self
 from urllib.parse import urlsplit
 
@@ -27,9 +28,12 @@ from pagoda.tiers.base import Bytes
 from pagoda.tiers.breaker import CircuitBreaker
 from pagoda.tiers.remote.http import resolve
 from pagoda.tiers.remote.pagoda_server import PagodaServerClient, PagodaServerConnection
+from pagoda.tiers.remote.peer_directory import PeerDirectory, PeerDirectoryConnection
 from pagoda.tiers.remote.store_client import ListingDeadline, PutResult, RefusedError, Usage
 
 _MOST_PEERS = 8  # that are asked at once
+_MOST_LINES = 4 * _MOST_PEERS  # that are kept open while others are asked
+_MOST_FOUND = 1024  # neighbours that are known from the directory alone
 _PATIENCE_SHARE = 0.5  # of the time that a caller waits: then a slow neighbour is not waited for
 _FAILURES, _REST_SECONDS = 2, 1.0  # after these a neighbour is left out until it answers a look-up again
 _LIES, _DISTRUST_SECONDS = (
@@ -104,14 +108,20 @@ class Peer:
 class PeersClient:
     """Neighbours as one store. Thread-safe; in a forked child it makes new connections.
 
-    `look_seconds`: how long a caller waits for a look-up.
+    `directory`: names whom to ask, of `urls`, or anybody if there are none. `look_seconds`: how long a caller waits for
+    a look-up.
     """
 
     name = "peers"
     read_only = True
 
     def __init__(
-        self, urls: Sequence[PeerUrl], *, look_seconds: float = 0.05, clock: Clock | None = None
+        self,
+        urls: Sequence[PeerUrl],
+        *,
+        directory: PeerDirectory | None = None,
+        look_seconds: float = 0.05,
+        clock: Clock | None = None,
     ) -> None:
         """Connect to nothing yet. ConfigError: a token cannot be sent."""
         self._clock = clock or Clock()
@@ -119,9 +129,14 @@ class PeersClient:
         self.keepalive_seconds: float | None = _KEEPALIVE_SECONDS
         self.believed_seconds = _BELIEVED_SECONDS
         self._peers = {each.url: Peer(each.url, self._clock) for each in urls if not each.all_addresses}
-        self._names = [_PeerName(each.url, self._clock) for each in urls if each.all_addresses]
-        addresses = [peer.client.address for peer in self._peers.values()]
-        self.address = ", ".join([*addresses, *(name.address for name in self._names)])
+        most = _MOST_PEERS if directory is None else _MOST_FOUND
+        self._names = [_PeerName(each.url, most, self._clock) for each in urls if each.all_addresses]
+        self.directory = None if directory is None else _UsedDirectory(directory, bool(urls), self._clock)
+        addresses = [
+            *(peer.client.address for peer in self._peers.values()),
+            *(one.address for one in self._names),
+        ]
+        self.address = ", ".join(addresses if directory is None else [*addresses, directory.address])
         self._holders: dict[bytes, tuple[Peer, ...]] = {}  # who has a key; the oldest key first
         self.reset()
         reset_in_child(self)
@@ -129,19 +144,28 @@ class PeersClient:
     def reset(self) -> None:
         """Create the locks; also in a forked child."""
         self._lock = threading.Lock()
-        for peer in self.peers():
+        for peer in self.known():
             peer.reset()
         for name in self._names:
             name.reset()
+        if self.directory is not None:
+            self.directory.reset()
 
     def connection(self) -> PeersConnection:
         """Return a new connection that is still to be opened."""
         return PeersConnection(self)
 
-    def peers(self) -> list[Peer]:
-        """Return the neighbours that are known now, at most eight."""
-        found = [*self._peers.values(), *(peer for name in self._names for peer in name.peers)]
-        return found[:_MOST_PEERS]
+    def configured(self) -> list[Peer]:
+        """Return the neighbours that the URLs stand for now."""
+        return [*self._peers.values(), *(peer for name in self._names for peer in name.peers)]
+
+    def known(self) -> list[Peer]:
+        """Return all neighbours that are known now."""
+        return [*self.configured(), *(self.directory.found.values() if self.directory else ())]
+
+    def peers(self) -> Sequence[Peer]:
+        """Return the neighbours to ask, at most eight: those that the directory named last, else the first."""
+        return (self.directory and self.directory.named) or self.configured()[:_MOST_PEERS]
 
     def resolve(self, until: float) -> None:
         """Find the addresses of names for which that is due; wait only for those that have none yet."""
@@ -188,12 +212,57 @@ class PeersClient:
                     del self._holders[key]
 
 
+class _UsedDirectory:
+    """The directory as its client sees it: its health, the neighbours known from it alone, and whom it named last."""
+
+    def __init__(self, directory: PeerDirectory, is_limited: bool, clock: Clock) -> None:
+        """`is_limited`: only neighbours that are configured are asked."""
+        self.connection = directory.connection
+        self.breaker = CircuitBreaker(clock, _FAILURES, _REST_SECONDS)
+        self.found: dict[str, Peer] = {}
+        self.named: Sequence[Peer] = ()
+        self._address, self._is_limited, self._clock = directory.address, is_limited, clock
+        self._log = RateLimitedLog(clock)
+
+    def reset(self) -> None:
+        """Replace the locks in a forked child."""
+        self.breaker.reset()
+        self._log.reset()
+
+    def choose(self, urls: Sequence[str], configured: Sequence[Peer]) -> Sequence[Peer]:
+        """Return the first eight of these machines that may be asked, those in order first."""
+        known = {peer.client.address: peer for peer in configured}
+        peers = [known.get(url) if self._is_limited else self._peer(url) for url in urls]
+        ordered = sorted((peer for peer in peers if peer is not None), key=lambda peer: not peer.is_used)
+        self.named = ordered[:_MOST_PEERS] or self.named
+        self.breaker.record_success()
+        return ordered[:_MOST_PEERS]
+
+    def _peer(self, url: str) -> Peer | None:
+        peer = self.found.get(url)
+        if peer is None and not _is_own(urlsplit(url).hostname or ""):
+            if len(self.found) >= _MOST_FOUND:
+                self.found = {}
+            peer = self.found[url] = Peer(url, self._clock)
+        return peer
+
+    def record_failure(self, error: Exception) -> None:
+        """Count and log that it did not answer: those that it named last are asked."""
+        self.breaker.record_failure()
+        reason = Reason.DEADLINE if isinstance(error, TimeoutError) else Reason.IO_ERROR
+        text = (
+            f"{self._address}: {type(error).__name__}: {error}: the neighbours that it named last are asked"
+        )
+        self._log.warn(_logger, reason, text)
+
+
 class _PeerName:
     """A host name with a neighbour at each of its addresses, such as a headless service of Kubernetes. Thread-safe."""
 
-    def __init__(self, url: str, clock: Clock) -> None:
+    def __init__(self, url: str, most: int, clock: Clock) -> None:
+        """`most`: how many addresses are used."""
         self.peers: tuple[Peer, ...] = ()
-        self._url, self._clock = urlsplit(url), clock
+        self._url, self._most, self._clock = urlsplit(url), most, clock
         self.address = f"{PagodaServerClient(url).address}?dns=all"
         self._pool = Pool(1, "pagoda-peers-dns")
         self._due = 0.0  # time.monotonic()
@@ -228,13 +297,13 @@ class _PeerName:
         self._due = time.monotonic() + _RESOLVE_SECONDS
 
     def _nearest(self, addresses: set[str]) -> list[str]:
-        """Return at most eight, others for other machines: so that not all machines ask the same ones."""
+        """Return as many as are used, others for other machines: so that not all machines ask the same ones."""
         own = socket.gethostname()
         ordered = sorted(addresses, key=lambda each: hashlib.sha256(f"{own} {each}".encode()).digest())
-        if len(ordered) > _MOST_PEERS:
-            text = f"{self.address}: {len(ordered)} addresses, of which {_MOST_PEERS} are asked"
+        if len(ordered) > self._most:
+            text = f"{self.address}: {len(ordered)} addresses, of which {self._most} are asked; set lookup for more"
             self._log.warn(_logger, Reason.TIER_SKIPPED, text)
-        return sorted(ordered[:_MOST_PEERS])
+        return sorted(ordered[: self._most])
 
     def _url_of(self, address: str) -> str:
         credentials, at, _ = self._url.netloc.rpartition("@")
@@ -248,6 +317,7 @@ class PeersConnection:
     def __init__(self, client: PeersClient) -> None:
         self._client = client
         self._lines: dict[Peer, _PeerLine] = {}
+        self._directory: PeerDirectoryConnection | None = None
         self._pool = Pool(_MOST_PEERS, "pagoda-peers")
         self._changed = Condition()  # of look-ups
         self._served: Peer | None = None  # whose value was returned last
@@ -269,8 +339,8 @@ class PeersConnection:
         """
         patience = min(until, time.monotonic() + self._client.patience_seconds)
         self._client.resolve(patience)
-        look = _Look(keys)
-        lines = self._free_lines()
+        look, asked = _Look(keys), self._whom_to_ask(keys, patience)
+        lines = self._free_lines(asked)
         used = {
             line.peer for line in lines if line.peer.is_used
         }  # the others are only asked if they work again
@@ -293,22 +363,43 @@ class PeersConnection:
             return max(answers.values())
         if look.open:
             raise TimeoutError("no neighbour answered in time")
-        if not self._client.peers():
+        if not asked:
             return 0
         raise ConnectionError("no neighbour answers")
 
-    def _free_lines(self) -> list[_PeerLine]:
-        """Return the lines to the neighbours that may be asked now."""
-        lines = [self._line(peer) for peer in self._kept_peers() if peer.is_due]
+    def _whom_to_ask(self, keys: Sequence[bytes], until: float) -> Sequence[Peer]:
+        """Return the neighbours; of a directory those that it names for these keys. OSError: it fails, and none is known."""
+        directory = self._client.directory
+        if directory is None:
+            return self._client.peers()
+        try:
+            if directory.breaker.resting:
+                raise ConnectionError("the directory of neighbours does not answer")
+            if self._directory is None:
+                self._directory = directory.connection()
+                if self._closed:
+                    self._directory.abort()
+                self._directory.open(until)
+            return directory.choose(self._directory.machines(keys, until), self._client.configured())
+        except (OSError, RefusedError) as error:
+            if self._directory is not None:
+                self._directory.close()
+                self._directory = None
+                if not self._closed:
+                    directory.record_failure(error)
+            if not self._client.peers():
+                raise
+        return self._client.peers()
+
+    def _free_lines(self, peers: Sequence[Peer]) -> list[_PeerLine]:
+        """Return the lines to those of these neighbours that may be asked now; drop lines that are needed no more."""
+        self._drop_lines(set(peers if len(self._lines) > _MOST_LINES else self._client.known()))
+        lines = [self._line(peer) for peer in peers if peer.is_due]
         return [line for line in lines if not line.looks]
 
-    def _kept_peers(self) -> Sequence[Peer]:
-        """Return the neighbours; drop the lines to those that are gone."""
-        peers = self._client.peers()
-        if len(self._lines) > len(peers) or not self._lines.keys() <= set(peers):
-            for peer in [peer for peer, line in self._lines.items() if peer not in peers and not line.looks]:
-                self._lines.pop(peer).connection.close()
-        return peers
+    def _drop_lines(self, kept: Set[Peer]) -> None:
+        for peer in [peer for peer, line in self._lines.items() if peer not in kept and not line.looks]:
+            self._lines.pop(peer).connection.close()
 
     def _line(self, peer: Peer) -> _PeerLine:
         line = self._lines.get(peer)
@@ -353,7 +444,7 @@ class PeersConnection:
             self._served = None
         holders, rest = self._client.holders(key)
         lines = [line for line in map(self._line, holders + rest) if not line.looks]
-        reason = None if lines or not self._kept_peers() else Reason.TIER_SKIPPED
+        reason = None if lines or not self._client.peers() else Reason.TIER_SKIPPED
         for tried, line in enumerate(lines):
             left = until - time.monotonic()
             if left <= 0:
@@ -422,12 +513,16 @@ class PeersConnection:
     def abort(self) -> None:
         """Make all calls that wait in this connection fail soon. From any thread."""
         self._closed = True
+        if (directory := self._directory) is not None:
+            directory.abort()
         for line in list(self._lines.values()):
             line.connection.abort()
 
     def close(self) -> None:
         """Close the connections; never waits. A look-up that is under way closes its own when it ends. Idempotent."""
         self.abort()
+        if self._directory is not None:
+            self._directory.close()
         for line in self._lines.values():
             if not line.looks:
                 line.connection.close()
@@ -463,7 +558,10 @@ class _Look:
 def _is_own(address: str) -> bool:
     """Return whether an address is one of this machine, loopback excepted: there another server may listen."""
     with_zone = address.partition("%")[0]
-    if ipaddress.ip_address(with_zone).is_loopback:
+    try:
+        if ipaddress.ip_address(with_zone).is_loopback:
+            return False
+    except ValueError:  # a name
         return False
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

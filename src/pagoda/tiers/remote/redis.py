@@ -73,7 +73,7 @@ class RedisClient:
         self.keepalive_seconds: float | None = _KEEPALIVE_SECONDS
         self._address = RedisAddress(url)
         self.address = self._address.text
-        self._names = _Names(prefix)
+        self._names = RedisNames(prefix)
         self._ttl_ms = None if ttl_seconds is None else max(1, int(ttl_seconds * 1000))
         # Redis keeps recency in seconds, and a chunk in use must not expire between two touches
         self.believed_seconds = min(_BELIEVED_SECONDS, (ttl_seconds or math.inf) / 4)
@@ -86,7 +86,7 @@ class RedisClient:
 class RedisConnection:
     """One connection to a Redis; see StoreConnection. For one thread at a time, except `abort`."""
 
-    def __init__(self, address: RedisAddress, names: _Names, ttl_ms: int | None) -> None:
+    def __init__(self, address: RedisAddress, names: RedisNames, ttl_ms: int | None) -> None:
         self._address = address
         self._connected: Future[socket.socket] = Answer()
         self._names = names
@@ -402,10 +402,10 @@ class _Name(NamedTuple):
     is_chunk: bool  # True: a chunk; False: a draft or a claim
 
 
-class _Names:
+class RedisNames:
     """The names of chunks: `<prefix>:<format>:<namespace>:{<key>}`; of their claims and drafts: that and `:w...`.
 
-    The braces keep all three on one node of a cluster.
+    The braces keep all three on one node of a cluster. `<prefix>:at:<period>:<key>` is for `peer_directory`.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -414,6 +414,7 @@ class _Names:
                 f"prefix={prefix!r}: 1 to 100 printable characters of ASCII, without spaces and braces"
             )
         self._start = f"{prefix}:{NAME_FORMAT}:".encode()
+        self._at = f"{prefix}:at:".encode()
         self.probe = self._start + b"probe"  # no value has this name
         root, key, draft = rb"([0-9a-f]{64})", rb"\{[0-9a-f]{64}\}", rb"(:w(?::[0-9a-f]{32})?)?"
         self._ours = re.compile(re.escape(self._start) + root + b":" + key + draft)
@@ -423,6 +424,10 @@ class _Names:
         if len(namespace) != 32 or len(key) != 32:
             raise ValueError(f"need 32 bytes of namespace and key each, got {len(namespace)} and {len(key)}")
         return b"%b%b:{%b}" % (self._start, namespace.hex().encode(), key.hex().encode())
+
+    def at(self, key: bytes, period: int) -> bytes:
+        """Return the name of the set of machines that said, within a period, that they have a chunk."""
+        return b"%b%d:%b" % (self._at, period, key.hex().encode())
 
     def pattern(self, namespace: bytes | None) -> bytes:
         """Return the pattern for SCAN; the names it finds must still be parsed."""

@@ -1,0 +1,102 @@
+"""Tells a directory which chunks the stores of this machine have, so that other machines find them.
+
+`server` starts one `Announcer` if the option `lookup` is set. It reads the mapped columns of the stores and asks no
+ledger, so engines notice nothing; what it says are hints (`pagoda.tiers.remote.peer_directory`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagoda.errors import ClosedError
+from pagoda.ledger.columns import NOT_READY
+from pagoda.metrics import RateLimitedLog, Reason
+from pagoda.serve.served_stores import ServedStore, ServedStores
+from pagoda.tiers.remote.peer_directory import PERIOD_SECONDS, PeerDirectory, PeerDirectoryConnection
+from pagoda.tiers.remote.store_client import RefusedError
+
+_ROUND_SECONDS = 1.0
+_ROUNDS = PERIOD_SECONDS // 3  # in these every chunk is announced again, a part in each
+_MOST_KEYS = 20_000  # in one round; the others follow in the next ones
+_CALL_SECONDS = 5.0
+
+_logger = logging.getLogger("pagoda.serve")
+
+
+class Announcer:
+    """One thread that announces new chunks each second, and all of them a few times in a period, until `close`."""
+
+    def __init__(
+        self, directory: PeerDirectory, url: Callable[[str], str], stores: ServedStores, counts: Counter[str]
+    ) -> None:
+        """Start. `url` returns where other machines reach this one, from its address towards the directory.
+
+        `counts` gets "announced" and "announce_failures".
+        """
+        self._directory, self._url, self._stores, self._counts = directory, url, stores, counts
+        self._told: weakref.WeakKeyDictionary[ServedStore, NDArray[np.uint64]] = weakref.WeakKeyDictionary()
+        self._connection: PeerDirectoryConnection | None = None
+        self._ended = threading.Event()
+        self._log = RateLimitedLog()
+        self._thread = threading.Thread(target=self._run, name="pagoda-announcer", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop, soon, and wait for it. Hints that were given end by themselves."""
+        self._ended.set()
+        if (connection := self._connection) is not None:
+            connection.abort()
+        self._thread.join(_CALL_SECONDS)
+
+    def _run(self) -> None:
+        number = 0
+        while not self._ended.wait(_ROUND_SECONDS):
+            number += 1
+            try:
+                self._announce(number)
+            except (OSError, RefusedError) as error:
+                if self._connection is not None:
+                    self._connection.close()
+                    self._connection = None
+                if not self._ended.is_set():
+                    self._counts["announce_failures"] += 1
+                    text = f"{self._directory.address}: {error}: other machines may not find what is new here"
+                    self._log.warn(_logger, Reason.IO_ERROR, text)
+
+    def _announce(self, number: int) -> None:
+        """Announce what is new, and this round's part of the rest."""
+        until = time.monotonic() + _CALL_SECONDS
+        if self._connection is None:
+            connection = self._directory.connection()
+            self._connection = connection
+            connection.open(until)
+        url, left = self._url(self._connection.local_host()), _MOST_KEYS
+        for store in self._stores.stores():
+            with contextlib.suppress(ClosedError), store.using():
+                slots, generations, keys = self._due(store, number, left)
+                self._connection.announce(keys, url, until)
+                self._told[store][slots] = generations
+                self._counts["announced"] += len(keys)
+                left -= len(keys)
+
+    def _due(
+        self, store: ServedStore, number: int, most: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.uint64], list[bytes]]:
+        """Return slots to announce, new ones first, with their generations and keys. A torn row is a wrong hint."""
+        columns = store.ledger.columns
+        generations = columns.generation.copy()
+        told = self._told.setdefault(store, np.zeros_like(generations))
+        ready = columns.last_use != NOT_READY
+        new = np.flatnonzero(ready & (generations != told))
+        turn = np.arange(number % _ROUNDS, columns.slots, _ROUNDS)
+        slots = np.concatenate([new, turn[ready[turn] & (generations[turn] == told[turn])]])[:most]
+        return slots, generations[slots], [row.tobytes() for row in columns.keys[slots]]

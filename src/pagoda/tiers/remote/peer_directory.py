@@ -1,0 +1,108 @@
+"""Which machines have which chunks, as they say themselves in a Redis that all share: hints that end by themselves.
+
+`pagoda serve` announces what its stores have; `PeersClient` asks which neighbours to ask. For each key and each ten
+minutes, by Redis's clock, there is a set of URLs; those of these ten minutes and of the last ten are believed. Nobody
+withdraws a hint: only the machine itself says what it has.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from typing import Self
+
+from pagoda.errors import ConfigError
+from pagoda.tiers.remote.redis import RedisAddress, RedisConnection, RedisNames
+from pagoda.tiers.remote.resp import NUMBER, Reply, ReplyShape, command
+
+PERIOD_SECONDS = 600  # machines announce each chunk at least once in it
+_POSITIONS = 32  # of a prompt's keys that are asked about
+_MACHINES = 16  # named of those that have one key: any of them, so that not all ask the same ones
+_BATCH = 1000  # keys announced in one round trip
+_URL = re.compile(r"https?://([A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(:\d{1,5})?")
+_TIME = ReplyShape(b"*$", items=4, depth=1)
+_URLS = ReplyShape(b"*$", 300, items=2 * _MACHINES, depth=1)
+
+
+def check_machine(url: str) -> str:
+    """Return the URL of a machine's server as hints have it. ConfigError: it has another form."""
+    if not _URL.fullmatch(url):
+        raise ConfigError(f"{url}: write the URL at which other machines reach this one: http://HOST:7777")
+    return url
+
+
+class PeerDirectory:
+    """The directory in the Redis at `url` (see RedisAddress), under names that begin with `<prefix>:at:`.
+
+    Thread-safe, keeps no connection.
+    """
+
+    def __init__(self, url: str, *, prefix: str = "pagoda") -> None:
+        """Connect to nothing yet. ConfigError: the URL or the prefix cannot be used."""
+        self._address = RedisAddress(url)
+        self._names = RedisNames(prefix)
+        self.address = self._address.text
+
+    def connection(self) -> PeerDirectoryConnection:
+        """Return a new connection that is still to be opened."""
+        return PeerDirectoryConnection(self._address, self._names, None)
+
+
+class PeerDirectoryConnection(RedisConnection):
+    """One connection to the directory. For one thread at a time, except `abort`."""
+
+    def open(self, until: float) -> Self:
+        """Connect, and ask what time it is there. OSError; RefusedError: the user may not read."""
+        super().open(until)
+        (now,) = self._execute([command(b"TIME")], until, _TIME)
+        if not isinstance(now, list) or not now or not isinstance(now[0], bytes) or not now[0].isdigit():
+            raise ConnectionError("the reply to TIME has another form than Redis gives it")
+        self._ahead = int(now[0]) - time.monotonic()
+        return self
+
+    def machines(self, keys: Sequence[bytes], until: float) -> list[str]:
+        """Return the URLs of the machines that have leading keys, whoever has most of them first: one round trip.
+
+        Some of the keys are asked about, and of many machines with one key some are named, others each time. OSError;
+        RefusedError: the user may not ask.
+        """
+        step = -(-len(keys) // (_POSITIONS - 1))
+        asked = sorted({*range(0, len(keys), step), len(keys) - 1}) * 2
+        now = self._period()
+        names = [self._names.at(keys[at], now - (n >= len(asked) // 2)) for n, at in enumerate(asked)]
+        replies = self._execute(
+            [command(b"SRANDMEMBER", name, b"%d" % _MACHINES) for name in names], until, _URLS
+        )
+        reach: dict[str, int] = {}
+        for at, urls in zip(asked, replies, strict=True):
+            for url in map(_machine, urls if isinstance(urls, list) else []):
+                reach[url] = max(at, reach.get(url, 0))
+        reach.pop("", None)
+        return sorted(reach, key=lambda url: -reach[url])
+
+    def announce(self, keys: Sequence[bytes], url: str, until: float) -> None:
+        """Say that the machine at `url` has these keys. OSError, RefusedError: perhaps some of them were announced."""
+        life = b"%d" % (2 * PERIOD_SECONDS)
+        for start in range(0, len(keys), _BATCH):
+            names = [self._names.at(key, self._period()) for key in keys[start : start + _BATCH]]
+            commands = [
+                command(b"SADD", name, url.encode()) + command(b"EXPIRE", name, life) for name in names
+            ]
+            self._send([b"".join(commands)], 2 * len(names), until)
+            self._read_replies(2 * len(names), until, NUMBER)
+
+    def local_host(self) -> str:
+        """Return this machine's address on the connection, in brackets if it is one of IPv6."""
+        name = self._connected.result().getsockname()
+        host = str(name[0]) if isinstance(name, tuple) else "127.0.0.1"
+        return f"[{host}]" if ":" in host else host
+
+    def _period(self) -> int:
+        return int(self._ahead + time.monotonic()) // PERIOD_SECONDS
+
+
+def _machine(hint: Reply) -> str:
+    """Return the URL in a hint; empty: it is none."""
+    text = hint.decode("latin-1") if isinstance(hint, bytes) else ""
+    return text if _URL.fullmatch(text) else ""
