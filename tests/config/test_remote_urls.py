@@ -86,7 +86,7 @@ def test_neighbours_are_servers_with_a_token_each() -> None:
         (["http://a:7777?dns=one"], "only dns=all"),
         (["https://a:7777?dns=all"], "write http://"),
         (["http://a:7777", "http://a:7777?dns=all"], "given twice"),
-        ([f"http://a{n}:7777" for n in range(9)], "9 servers, and at most 8"),
+        ([f"http://a{n}:7777" for n in range(9)], "9 servers, and at most 8 are asked at once; set lookup"),
         (7, "a list of URLs"),
     ],
 )

@@ -384,3 +384,21 @@ def test_p2p_comes_to_neighbours_that_are_named() -> None:
     assert verdict(made, "lookup_url") is verdict(made, "p2p_host") is FieldVerdict.NOT_NEEDED
     assert tomllib.loads(made.toml("x"))["peers"] == peers
     assert "peers" not in translate({"enable_p2p": False}, peers=peers).options
+
+
+def test_p2p_comes_to_a_directory_of_neighbours_where_they_are_not_named_or_many() -> None:
+    fields = {"enable_p2p": True, "lookup_url": "r:6379", "distributed_url": "a:8200", "p2p_host": "a"}
+    made = translate(fields)
+    assert made.refused == [] and made.options["lookup"] == "redis://r:6379" and "peers" not in made.options
+    assert verdict(made, "lookup_url") is FieldVerdict.MAPPED
+    assert "pagoda serve --listen a:8200" in text(made, "distributed_url")
+    secret = translate({**fields, "lookup_url": "redis://:hunter2@r:6379/1"})
+    assert "hunter2" not in "".join(one.text for one in secret.findings)
+    assert tomllib.loads(secret.toml("x"))["lookup"] == "redis://:hunter2@r:6379/1"
+    many = [f"http://n{n}:7777" for n in range(9)]
+    assert translate(fields, peers=many).options["lookup"] == "redis://r:6379"
+    assert "lookup" not in translate(fields, peers=many[:8]).options
+    with pytest.raises(ConfigError, match="set lookup"):
+        translate({"enable_p2p": True}, peers=many)
+    with pytest.raises(ConfigError, match="machines meet in a Redis"):
+        translate({**fields, "lookup_url": "http://r:8100"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from pagoda.cache import Cache
 from pagoda.config.sources import load
 from pagoda.migrate.lmcache import translate
 from pagoda.serve_token import default_token_file
-from testbed.servers import Server, pagoda_server
+from testbed.servers import Server, pagoda_server, redis_server
 from tests.cache import kit
 
 OLDEST = {"chunk_size": kit.CHUNK, "local_device": "cpu", "remote_serde": "cachegen"}
@@ -23,12 +24,18 @@ def share_token(server: Server) -> None:
     default_token_file().write_text((server.root / "token").read_text())
 
 
-def opened(root: Path, fields: dict[str, object], peers: tuple[str, ...] = ()) -> Cache:
-    """Open the cache of one machine with what is imported, as its file says it, with little host memory."""
+def imported(root: Path, fields: dict[str, object], peers: tuple[str, ...] = ()) -> Path:
+    """Return the file of one machine."""
     made = translate(fields, peers=peers)
     assert made.refused == []
     root.mkdir(exist_ok=True)
     (root / "pagoda.toml").write_text(made.toml("lmcache.yaml"))
+    return root / "pagoda.toml"
+
+
+def opened(root: Path, fields: dict[str, object], peers: tuple[str, ...] = ()) -> Cache:
+    """Open the cache of one machine with what is imported, as its file says it, with little host memory."""
+    imported(root, fields, peers)
     small = {"host_path": str(root / "host"), "host_size": "2MiB", "worth_it": False}
     config = load(file=root / "pagoda.toml", environ={}, **small).config
     return Cache(config, namespace=kit.NAMESPACE, layout=kit.LAYOUT)
@@ -66,4 +73,23 @@ def test_p2p(shm_root: Path) -> None:
         with opened(shm_root / "a", P2P, peers) as cache:
             kit.stored(cache, kit.prompt(8))
         with opened(shm_root / "b", P2P, peers) as cache:
+            hits_by(cache, "peers")
+
+
+@pytest.mark.slow
+def test_p2p_with_a_look_up_server(shm_root: Path) -> None:
+    """No file names a neighbour: the machines meet in the Redis of `lookup_url`, and share one token."""
+    default_token_file().parent.mkdir(parents=True, exist_ok=True)
+    default_token_file().write_text("one-token-for-both")
+    default_token_file().chmod(0o600)
+    with redis_server() as meeting, ExitStack() as both:
+        for name, port in (("a", 8200), ("b", 8300)):
+            place = {"lookup_url": f"localhost:{meeting.port}", "distributed_url": f"localhost:{port}"}
+            file = imported(shm_root / name, P2P | place)
+            options = ("--config", str(file), "--token-file", str(default_token_file()))
+            both.enter_context(pagoda_server(shm_root / name / "host", *options))
+        place = {"lookup_url": f"redis://localhost:{meeting.port}"}
+        with opened(shm_root / "a", P2P | place) as cache:
+            kit.stored(cache, kit.prompt(8))
+        with opened(shm_root / "b", P2P | place) as cache:
             hits_by(cache, "peers")

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from pagoda.config import Config
 from pagoda.config.did_you_mean import did_you_mean
 from pagoda.config.expand_home import expanded
-from pagoda.config.remote_urls import redacted
+from pagoda.config.remote_urls import MOST_PEERS, redacted
 from pagoda.errors import ConfigError
 from pagoda.migrate.lmcache_fields import (
     BELONGS,
@@ -152,7 +152,7 @@ class _FieldReader:
 
     def map(self, field: str, option: str, value: object, why: str = "") -> None:
         self.options[option] = value
-        shown = redacted(value) if option == "remote" and isinstance(value, str) else value
+        shown = redacted(value) if option in ("remote", "lookup") and isinstance(value, str) else value
         shown = [redacted(url) for url in self._peers] if option == "peers" else shown
         self.say(field, FieldVerdict.MAPPED, f"{option} = {as_toml(shown)}{f' ({why})' if why else ''}")
 
@@ -160,11 +160,20 @@ class _FieldReader:
         return as_flag(field, self.fields.pop(field)) if field in self.fields else default
 
     def _p2p(self) -> None:
-        """Map LMCache's P2P to neighbours, if they are named."""
-        if not self._peers or not as_flag("enable_p2p", self.fields.get("enable_p2p", False)):
+        """Map LMCache's P2P to neighbours: those that are named, or that say in its look-up server what they have."""
+        lookup = str(self.fields.get("lookup_url", ""))
+        on = as_flag("enable_p2p", self.fields.get("enable_p2p", False))
+        if not on or not (self._peers or lookup):
             return
         self.flag("enable_p2p", False)
-        self.map("enable_p2p", "peers", self._peers, "of --peers; run pagoda serve on every machine")
+        if self._peers:
+            self.map("enable_p2p", "peers", self._peers, "of --peers; run pagoda serve on every machine")
+        else:
+            self.say("enable_p2p", FieldVerdict.SAME, "run pagoda serve on every machine, with one token for all")
+        if lookup and not 0 < len(self._peers) <= MOST_PEERS:
+            url = lookup if "://" in lookup else f"redis://{lookup}"
+            self.map("lookup_url", "lookup", url, "a Redis in which machines say which chunks they have")
+            del self.fields["lookup_url"]
         for field in BELONGS["enable_p2p"]:
             if (value := self.fields.pop(field, None)) is not None:
                 listens = f"run pagoda serve --listen {redacted(str(value))} on this machine"

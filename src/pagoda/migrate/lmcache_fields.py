@@ -45,7 +45,7 @@ SWITCHES = {
     "enable_blending": "only prefixes are reused here, so that text stays as computed; write enable_blending: false",
     "enable_p2p": (
         "machines read each other's chunks through pagoda serve, and the file does not name them: "
-        "name them with --peers http://HOST:7777,http://HOST:7777"
+        "name them with --peers http://HOST:7777,http://HOST:7777, or a Redis for all with lookup_url"
     ),
     "enable_pd": f"prefill and decode meet in a store here; use vLLM's own connector for that, or {_REMOTE}",
     "enable_nixl": f"the older name of enable_pd; use vLLM's own connector for that, or {_REMOTE}",

@@ -368,7 +368,7 @@ class PeersConnection:
         raise ConnectionError("no neighbour answers")
 
     def _whom_to_ask(self, keys: Sequence[bytes], until: float) -> Sequence[Peer]:
-        """Return the neighbours; of a directory those that it names for these keys. OSError: it fails, and none is known."""
+        """Return the neighbours; of a directory those that it names now. OSError: it fails, and none is known."""
         directory = self._client.directory
         if directory is None:
             return self._client.peers()

@@ -1,0 +1,494 @@
+"""The directory of neighbours in a real Redis: who has what, found among many, whatever the hints or the Redis do."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from pagoda.config import Config
+from pagoda.errors import ConfigError
+from pagoda.metrics import Reason
+from pagoda.serve import announcer as announcers
+from pagoda.serve import server
+from pagoda.serve.announcer import Announcer
+from pagoda.serve.served_stores import ServedStores
+from pagoda.serve.server import ServeOptions
+from pagoda.tiers import HostTier
+from pagoda.tiers.remote.pagoda_server import PagodaServerClient
+from pagoda.tiers.remote.peer_directory import PERIOD_SECONDS, PeerDirectory, PeerDirectoryConnection
+from pagoda.tiers.remote.peers import PeersClient, PeerUrl
+from pagoda.tiers.remote.store_client import RefusedError
+from testbed.servers import Server, free_port, need, pagoda_server, redis_server
+from tests.cli.shelf import answer, pagoda, refused
+from tests.remote.chunks import (
+    ROOT,
+    SMALL,
+    QuickClock,
+    chunks_of,
+    ends,
+    keys_of,
+    load,
+    soon,
+    tier_on,
+    wait_until,
+)
+from tests.remote.evil import LyingHttp, http
+
+need("redis-server")
+redis = pytest.importorskip("redis")
+
+TOKEN = "one-token-for-all-machines"
+PATIENT = {"deadline_seconds": 30.0, "look_seconds": 30.0}
+ELSEWHERE = "http://10.254.0.1:7777"
+_chains = iter(range(1000, 2**31))
+
+
+def fresh_keys(count: int) -> list[bytes]:
+    """Return a chain that no other test uses."""
+    return keys_of(count, next(_chains))
+
+
+@pytest.fixture(scope="module")
+def meeting() -> Iterator[Server]:
+    """The Redis in which the machines meet."""
+    with redis_server() as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGODA_SERVE_TOKEN", TOKEN)
+
+
+def until(seconds: float = 30.0) -> float:
+    return time.monotonic() + seconds
+
+
+@contextlib.contextmanager
+def connected(server: Server, prefix: str = "pagoda") -> Iterator[PeerDirectoryConnection]:
+    connection = PeerDirectory(server.url, prefix=prefix).connection()
+    try:
+        yield connection.open(until())
+    finally:
+        connection.close()
+
+
+def tell(server: Server, keys: Sequence[bytes], *urls: str) -> None:
+    """Announce keys for machines."""
+    with connected(server) as connection:
+        for url in urls:
+            connection.announce(keys, url, until())
+
+
+def client_of(meeting: Server, *urls: str, look_seconds: float = 5.0) -> PeersClient:
+    """Return the neighbours that the directory names, of `urls` if there are any."""
+    peers = [PeerUrl(url, False) for url in urls]
+    directory = PeerDirectory(meeting.url)
+    return PeersClient(peers, directory=directory, look_seconds=look_seconds, clock=QuickClock())
+
+
+@contextlib.contextmanager
+def machine(meeting: Server | None, **variables: str) -> Iterator[Server]:
+    """Another machine, whose server says in `meeting` what it has."""
+    root = Path(tempfile.mkdtemp(prefix="pagoda-test-", dir="/dev/shm"))
+    if meeting is not None:
+        variables["PAGODA_LOOKUP"] = meeting.url
+    try:
+        (root / "token").write_text(TOKEN)
+        (root / "token").chmod(0o600)
+        options = ["--host-size", "16MiB", "--token-file", str(root / "token")]
+        with pagoda_server(root / "host", *options, PAGODA_POLICY="lru", **variables) as server:
+            yield server
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def two(meeting: Server) -> Iterator[list[Server]]:
+    """Two machines, which all tests of this module share."""
+    with machine(meeting) as one, machine(meeting) as other:
+        yield [one, other]
+
+
+def give(server: Server, keys: Sequence[bytes]) -> None:
+    """Store a chain on one machine."""
+    url = server.url.replace("://", f"://:{TOKEN}@")
+    with tier_on(PagodaServerClient(url), queue_chunks=4096, **PATIENT) as tier:
+        assert all(done.ok for done in ends(tier.save(chunks_of(keys), ROOT)))
+
+
+def knows(meeting: Server, keys: Sequence[bytes], url: str) -> bool:
+    with connected(meeting) as connection:
+        return url in connection.machines(keys, until())
+
+
+# ---- hints
+
+
+def test_whoever_has_most_is_named_first(meeting: Server) -> None:
+    keys = fresh_keys(500)
+    for count, host in ((500, "c"), (3, "a"), (200, "b")):
+        tell(meeting, keys[:count], f"http://{host}:7777")
+    with connected(meeting) as connection:
+        assert connection.machines(keys, until()) == ["http://c:7777", "http://b:7777", "http://a:7777"]
+        assert connection.machines(fresh_keys(1), until()) == []
+        before = redis.Redis(port=meeting.port).info("commandstats")["cmdstat_srandmember"]["calls"]
+        connection.machines(keys, until())
+        after = redis.Redis(port=meeting.port).info("commandstats")["cmdstat_srandmember"]["calls"]
+        assert after - before <= 2 * 33  # however long the prompt is
+
+
+@pytest.mark.parametrize("count", [1, 2, 30, 31, 32, 33, 62, 63, 1000])
+def test_the_first_and_the_last_key_are_asked_about(meeting: Server, count: int) -> None:
+    keys = fresh_keys(count)
+    tell(meeting, keys[:1], "http://head:1")
+    tell(meeting, keys[-1:], "http://tail:1")
+    with connected(meeting) as connection:
+        assert set(connection.machines(keys, until())) == {"http://head:1", "http://tail:1"}
+
+
+def test_a_hint_ends_by_itself(meeting: Server) -> None:
+    keys = fresh_keys(3)
+    tell(meeting, keys, ELSEWHERE)
+    with connected(meeting) as connection:
+        connection._ahead += PERIOD_SECONDS
+        assert connection.machines(keys, until()) == [ELSEWHERE]
+        connection._ahead += PERIOD_SECONDS
+        assert connection.machines(keys, until()) == []
+    names = list(redis.Redis(port=meeting.port).scan_iter(f"pagoda:at:*:{keys[0].hex()}"))
+    assert 0 < redis.Redis(port=meeting.port).ttl(names[0]) <= 2 * PERIOD_SECONDS
+
+
+def test_what_is_no_machine_is_left_out(meeting: Server) -> None:
+    keys = fresh_keys(2)
+    tell(meeting, keys, ELSEWHERE)
+    (name,) = redis.Redis(port=meeting.port).scan_iter(f"pagoda:at:*:{keys[0].hex()}")
+    evil = [
+        b"",
+        b"\xff\x00",
+        b"file:///etc/passwd",
+        b"http://user:secret@host:1",
+        b"http://a/b",
+        b"http://a:1?b",
+    ]
+    redis.Redis(port=meeting.port).sadd(name, *evil, b"http://" + b"a" * 100_000)
+    with connected(meeting) as connection:
+        assert connection.machines(keys, until()) == [ELSEWHERE]
+    redis.Redis(port=meeting.port).delete(name)
+    redis.Redis(port=meeting.port).set(name, "no set")
+    with connected(meeting) as connection, pytest.raises(RefusedError, match="WRONGTYPE"):
+        connection.machines(keys, until())
+
+
+def test_directories_with_other_prefixes_share_a_redis(meeting: Server) -> None:
+    keys = fresh_keys(2)
+    tell(meeting, keys, ELSEWHERE)
+    with connected(meeting, "other") as connection:
+        assert connection.machines(keys, until()) == []
+
+
+# ---- machines
+
+
+def test_a_machine_says_what_it_has_and_another_finds_it_among_many(
+    meeting: Server, two: list[Server]
+) -> None:
+    keys = fresh_keys(8)
+    give(two[1], keys)
+    wait_until(lambda: knows(meeting, keys, two[1].url))
+    with tier_on(client_of(meeting), **PATIENT) as tier:
+        assert tier.find(keys, namespace=ROOT) == 8
+        assert load(tier, keys) == [None] * 8
+        assert tier.find(fresh_keys(3), namespace=ROOT) == 0
+    listed = [f"http://:{TOKEN}@127.0.0.1:{free_port()}" for _ in range(20)]
+    url = two[1].url.replace("://", f"://:{TOKEN}@")
+    with tier_on(client_of(meeting, *listed, url), **PATIENT) as tier, soon(20.0):
+        assert tier.find(keys, namespace=ROOT) == 8  # none of the twenty is asked, and none of them runs
+        assert load(tier, keys) == [None] * 8
+
+
+def test_only_neighbours_that_are_listed_are_asked_if_there_is_a_list(meeting: Server) -> None:
+    """Whoever can write the hints does not get the token."""
+    stranger = LyingHttp()
+    try:
+        keys = fresh_keys(2)
+        tell(meeting, keys, f"http://127.0.0.1:{stranger.port}")
+        with tier_on(client_of(meeting, f"http://127.0.0.1:{free_port()}")) as tier:
+            assert tier.find(keys, namespace=ROOT) == 0
+            assert None not in load(tier, keys)
+        assert not stranger.heard
+    finally:
+        stranger.close()
+
+
+def test_a_lie_is_a_miss(meeting: Server, two: list[Server]) -> None:
+    """Of hints for what no machine has, for a machine that is none, and for one that lies itself."""
+    keys, held = fresh_keys(4), fresh_keys(4)
+    liar = LyingHttp()
+    liar.lies["POST"] = lambda _: [http(200, b'{"found": 4}')]
+    try:
+        give(two[0], held)
+        wait_until(lambda: knows(meeting, held, two[0].url))
+        tell(meeting, keys, two[0].url, f"http://127.0.0.1:{free_port()}")
+        tell(meeting, held, f"http://127.0.0.1:{free_port()}", f"http://127.0.0.1:{liar.port}")
+        with tier_on(client_of(meeting), **PATIENT) as tier:
+            assert tier.find(keys, namespace=ROOT) == 0
+            wait_until(lambda: load(tier, held) == [None] * 4 or not tier.find(held, namespace=ROOT))
+            wait_until(lambda: tier.find(held, namespace=ROOT) == 4 and load(tier, held) == [None] * 4)
+    finally:
+        liar.close()
+
+
+@pytest.mark.slow
+def test_what_two_machines_have_survives_one(meeting: Server, two: list[Server]) -> None:
+    keys = fresh_keys(4)
+    with machine(meeting) as dying:
+        give(dying, keys)
+        give(two[0], keys)
+        wait_until(lambda: knows(meeting, keys, two[0].url) and knows(meeting, keys, dying.url))
+        with tier_on(client_of(meeting), **PATIENT) as tier:
+            assert tier.find(keys, namespace=ROOT) == 4
+            dying.kill()
+            wait_until(lambda: load(tier, keys, seconds=60) == [None] * 4)
+            wait_until(lambda: tier.find([*keys, *fresh_keys(1)], namespace=ROOT) == 4)
+
+
+def test_many_dead_machines_hide_no_living_one(meeting: Server, two: list[Server]) -> None:
+    keys = fresh_keys(2)
+    give(two[0], keys)
+    wait_until(lambda: knows(meeting, keys, two[0].url))
+    tell(meeting, keys, *(f"http://127.0.0.1:{free_port()}" for _ in range(14)))
+    with tier_on(client_of(meeting), **PATIENT) as tier:
+        wait_until(lambda: tier.find([*keys, *fresh_keys(1)], namespace=ROOT) == 2)
+        wait_until(lambda: load(tier, keys, seconds=60) == [None] * 2)
+
+
+@pytest.mark.slow
+def test_without_the_redis_those_named_last_are_asked(two: list[Server]) -> None:
+    with redis_server() as meeting:
+        keys, later = fresh_keys(4), fresh_keys(4)
+        give(two[0], [*keys])
+        tell(meeting, keys, two[0].url)
+        with tier_on(client_of(meeting, look_seconds=1.0), deadline_seconds=10.0, look_seconds=1.0) as tier:
+            wait_until(lambda: tier.find(keys, namespace=ROOT) == 4)
+            meeting.kill()
+            give(two[0], later)
+            with soon(20.0):
+                wait_until(lambda: tier.find(later, namespace=ROOT) == 4)
+                assert load(tier, later, seconds=30) == [None] * 4
+            meeting.restart()
+            give(two[1], wanted := fresh_keys(3))
+            tell(meeting, wanted, two[1].url)
+            wait_until(lambda: tier.find(wanted, namespace=ROOT) == 3)
+        with machine(meeting) as new:  # its server outlives its directory too
+            meeting.kill()
+            give(new, keys)
+            meeting.restart()
+            wait_until(lambda: knows(meeting, keys, new.url))
+
+
+def test_a_redis_that_hangs_delays_no_look_up_beyond_its_time() -> None:
+    with redis_server() as meeting:
+        meeting.stop()
+        with tier_on(client_of(meeting, look_seconds=0.2), look_seconds=0.2) as tier:
+            for _ in range(5):
+                with soon(0.2 + 0.3):
+                    assert tier.find(fresh_keys(2), namespace=ROOT) == 0
+            assert load(tier, fresh_keys(1))[0] in (Reason.TIER_SKIPPED, Reason.ABSENT)
+            with soon():
+                tier.close(1.0)
+        meeting.cont()
+
+
+def test_a_directory_that_was_never_reached_is_trouble_and_no_miss() -> None:
+    directory = PeerDirectory(f"redis://127.0.0.1:{free_port()}")
+    with tier_on(PeersClient([], directory=directory, clock=QuickClock())) as tier:
+        wait_until(lambda: tier.find(fresh_keys(1), namespace=ROOT) == 0 and tier.resting)
+        assert load(tier, fresh_keys(1)) == [Reason.TIER_SKIPPED]
+
+
+def test_neighbours_are_bounded_and_their_connections_too(meeting: Server) -> None:
+    client = client_of(meeting, look_seconds=0.5)
+    connection = client.connection().open(until())
+    try:
+        for part in range(3):
+            urls = [f"http://127.0.0.{2 + n % 250}:{1 + n}" for n in range(600 * part, 600 * (part + 1))]
+            for n in range(0, 600, 12):
+                keys = fresh_keys(1)
+                tell(meeting, keys, *urls[n : n + 12])
+                with contextlib.suppress(OSError):
+                    connection.find(ROOT, keys, until(1.0))
+        assert len(client.known()) <= 1024 and len(connection._lines) <= 32 + 16
+    finally:
+        connection.close()
+
+
+def test_a_forked_child_asks_the_directory_itself(meeting: Server, two: list[Server]) -> None:
+    keys = fresh_keys(3)
+    give(two[0], keys)
+    tell(meeting, keys, two[0].url)
+    with tier_on(client_of(meeting), **PATIENT) as tier:
+        assert tier.find(keys, namespace=ROOT) == 3
+
+        def child() -> None:
+            os._exit(0 if tier.find([*keys, *fresh_keys(1)], namespace=ROOT) == 3 else 1)
+
+        process = multiprocessing.get_context("fork").Process(target=child)
+        process.start()
+        process.join(60)
+        assert process.exitcode == 0
+        assert tier.find([*keys, *fresh_keys(1)], namespace=ROOT) == 3
+
+
+# ---- announcing
+
+
+def test_every_chunk_is_announced_again_and_what_is_gone_is_not(
+    meeting: Server, shm_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(announcers, "_ROUND_SECONDS", 0.02)
+    monkeypatch.setattr(announcers, "_ROUNDS", 3)
+    keys, counts = fresh_keys(4), Counter[str]()
+    host = HostTier.open(SMALL, shm_root, 16 * SMALL.slot_bytes, populate=False)
+    stores = ServedStores(lambda: [host.ledger.directory])
+    stores.scan()
+    running = Announcer(PeerDirectory(meeting.url), lambda own: f"http://{own}:7", stores, counts)
+
+    def announced(key: bytes) -> bool:
+        return knows(meeting, [key], "http://127.0.0.1:7")
+
+    try:
+        assert all(done.ok for done in ends(host.save(chunks_of(keys), ROOT)))
+        wait_until(lambda: all(map(announced, keys)))
+        first = counts["announced"]
+        host.remove(keys[3])
+        wait_until(lambda: counts["announced"] > first + 8)  # rounds that began before the removal have ended
+        redis.Redis(port=meeting.port).flushall()
+        wait_until(lambda: all(map(announced, keys[:3])))
+        seen = counts["announced"]
+        wait_until(lambda: counts["announced"] > seen + 8)
+        assert not announced(keys[3])
+        meeting.restart()  # it has lost all hints and all connections
+        wait_until(lambda: all(map(announced, keys[:3])))
+        assert counts["announce_failures"] >= 1
+    finally:
+        with soon():
+            running.close()
+        stores.close()
+        host.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "pagoda-announcer"]
+
+
+def test_no_round_announces_more_than_its_part(
+    meeting: Server, shm_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(announcers, "_ROUND_SECONDS", 0.02)
+    monkeypatch.setattr(announcers, "_MOST_KEYS", 3)
+    batches: list[int] = []
+    announce = PeerDirectoryConnection.announce
+
+    def counted(self: PeerDirectoryConnection, keys: Sequence[bytes], url: str, until: float) -> None:
+        batches.append(len(keys))
+        announce(self, keys, url, until)
+
+    monkeypatch.setattr(PeerDirectoryConnection, "announce", counted)
+    keys = fresh_keys(10)
+    host = HostTier.open(SMALL, shm_root, 16 * SMALL.slot_bytes, populate=False)
+    assert all(done.ok for done in ends(host.save(chunks_of(keys), ROOT)))
+    stores = ServedStores(lambda: [host.ledger.directory])
+    stores.scan()
+    running = Announcer(PeerDirectory(meeting.url), lambda own: ELSEWHERE, stores, Counter())
+    try:
+        wait_until(lambda: all(knows(meeting, [key], ELSEWHERE) for key in keys))
+    finally:
+        running.close()
+        stores.close()
+        host.close()
+    assert max(batches) == 3
+
+
+# ---- configuration
+
+
+def test_more_than_eight_neighbours_need_a_directory() -> None:
+    many = [f"http://node-{n}:7777" for n in range(100)]
+    with pytest.raises(ConfigError, match=r"100 servers, and at most 8 .* set lookup"):
+        Config(peers=tuple(many))
+    assert len(Config(peers=tuple(many), lookup="redis://meet:6379/3").peers) == 100
+
+
+@pytest.mark.parametrize("url", ["", "  "])
+def test_without_a_directory(url: str) -> None:
+    assert Config(lookup=url).lookup == "" and Config(lookup=url).lookup_server() == ()
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("node:6379", "write redis://host:6379/0"),
+        ("http://node:6379", "machines meet in a Redis"),
+        ("s3://bucket", "machines meet in a Redis"),
+        ("redis://node:6379?ttl=3s", "ttl: means nothing here"),
+        ("redis://node:6379?codec=zstd", "codec: means nothing here"),
+        ("redis://node:x", "port"),
+        ("redis://", "host"),
+        ("redis://:secret@node:6379?prefi=x", "did you mean prefix"),
+        (7, "as text"),
+    ],
+)
+def test_bad_directories(url: object, why: str) -> None:
+    with pytest.raises(ConfigError, match=why) as refused:
+        Config(lookup=url)  # type: ignore[arg-type]
+    assert "lookup" in str(refused.value) and "secret" not in str(refused.value)
+
+
+def test_no_password_is_shown() -> None:
+    config = Config(lookup="redis://user:secret@node:6379/1?prefix=team")
+    (spec,) = config.lookup_server()
+    assert "secret" not in repr(config) + repr(spec) + spec.redacted and spec.prefix == "team"
+
+
+def test_the_command_says_what_is_missing(meeting: Server) -> None:
+    lookup = {"PAGODA_LOOKUP": f"redis://:hunter2@127.0.0.1:{meeting.port}"}
+    shown = answer("config", "show", **lookup)["options"]
+    assert shown["lookup"]["value"] == f"redis://:***@127.0.0.1:{meeting.port}"  # type: ignore[index]
+    assert "hunter2" not in pagoda("config", "show", **lookup).stdout
+    checked = pagoda(
+        "config", "check", PAGODA_LOOKUP=f"redis://127.0.0.1:{free_port()}", PAGODA_HOST_SIZE="1MiB"
+    )
+    assert checked.returncode == 1 and checked.stderr.startswith("pagoda: lookup (redis://127.0.0.1:")
+    assert "hunter2" not in refused("vllm", "--lookup", lookup["PAGODA_LOOKUP"], "--print", "serve", "x")
+    listen = ("serve", "--listen", "127.0.0.1:0", "--advertise")
+    assert "the option lookup" in refused(*listen, "http://a:7777")
+    assert "write the URL at which" in refused(*listen, "a:7777", **lookup)
+    assert "--listen HOST:PORT" in refused("serve", "--advertise", "http://a:7777", **lookup)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"listen": ("127.0.0.1", 0)}, "http://127.0.0.1:{port}"),
+        ({"listen": ("0.0.0.0", 0)}, "http://10.1.2.3:{port}"),
+        ({"listen": ("::", 0)}, "http://10.1.2.3:{port}"),
+        ({"listen": ("0.0.0.0", 0), "certificate": Path("c.pem")}, "https://10.1.2.3:{port}"),
+        ({"listen": ("0.0.0.0", 0), "advertise": "http://node-7:80"}, "http://node-7:80"),
+    ],
+)
+def test_a_server_says_where_it_is_reached(options: dict[str, object], expected: str) -> None:
+    wanted = ServeOptions(find_stores=list, **options)  # type: ignore[arg-type]
+    family = socket.AF_INET6 if wanted.listen == ("::", 0) else socket.AF_INET
+    with socket.socket(family) as listening:
+        listening.bind(wanted.listen)
+        url = server._advertised(wanted, listening, "10.1.2.3")
+        assert url == expected.format(port=listening.getsockname()[1])
