@@ -19,6 +19,7 @@ import threading
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypedDict, cast
 
 from harness import Figure, Runs, race, ratios, report, say
 from remote_links_engine import Wire
@@ -50,7 +51,18 @@ class Work:
     rounds: int
 
 
-def store(work: Work) -> dict[str, object]:
+class Said(TypedDict, total=False):
+    """What a machine says at its end: of what it stored, or of the turns that it took."""
+
+    first: list[list[int]]
+    prompt_tokens: int
+    tokens: int
+    kv_bytes: int
+    runs: Runs
+    reused: list[int]
+
+
+def store(work: Work) -> Said:
     """Compute the prompt and store it; return how much that is."""
     asker = _asker(work)
     ids, kv = asker.prompts[0], asker.empty()
@@ -63,7 +75,7 @@ def store(work: Work) -> dict[str, object]:
     return {"first": first, "prompt_tokens": ids.shape[1], "tokens": tokens, "kv_bytes": kv_bytes}
 
 
-def ask(work: Work) -> dict[str, object]:
+def ask(work: Work) -> Said:
     """Race computing against the neighbour; return the seconds and how many tokens each turn reused."""
     asker = _asker(work)
     ids = asker.prompts[0]
@@ -147,7 +159,7 @@ def measured(rounds: int, shm: Path) -> list[Figure]:
     return [Figure("peer_ttft_vs_cold_10gbit", statistics.median(paired), LIMIT, "times", quoted, note)]
 
 
-def _answer(place: Place, work: Work) -> dict[str, object]:
+def _answer(place: Place, work: Work) -> Said:
     """Run one machine's part to its end."""
     process = place.start(
         sys.executable, __file__, "--work", json.dumps(asdict(work)), stdout=subprocess.PIPE,
@@ -163,7 +175,7 @@ def _answer(place: Place, work: Work) -> dict[str, object]:
         raise RuntimeError(
             f"a machine's part ended with {process.returncode}, or after {ANSWER_SECONDS:.0f} s"
         )
-    return json.loads(said.splitlines()[-1])
+    return cast("Said", json.loads(said.splitlines()[-1]))
 
 
 def main() -> int:

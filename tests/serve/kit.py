@@ -78,8 +78,10 @@ with Cache(namespace=NAMESPACE, layout=layout, chunk_tokens=CHUNK, **options) as
 
 _LIMITED = (
     """
+import gc
 from functools import partial
 from pagoda.serve import access, server
+gc.disable()  # no limit may depend on when garbage is collected
 server.ServeOptions = partial(server.ServeOptions, limits=access.ServeLimits(**{limits}))
 """
     + RUN

@@ -116,8 +116,9 @@ def test_handshakes_that_never_end_are_a_bounded_number_for_a_bounded_time(
     limits = {"connections": 8, "header_seconds": 4.0}
     with server(tmp_path, *files, limits=limits) as served, contextlib.ExitStack() as stack:
         assert answers()
-        silent = [stack.enter_context(served.socket()) for _ in range(20)]
-        assert sum(kit.closed_within(connected, 0.05) for connected in silent) >= 12
+        for closed in (12, 19):  # the second time the place of the connection above is taken too
+            silent = [stack.enter_context(served.socket()) for _ in range(20)]
+            assert sum(kit.closed_within(connected, 0.05) for connected in silent) >= closed
         kit.wait_until(answers, 20.0)
 
 

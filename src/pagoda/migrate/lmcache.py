@@ -169,7 +169,9 @@ class _FieldReader:
         if self._peers:
             self.map("enable_p2p", "peers", self._peers, "of --peers; run pagoda serve on every machine")
         else:
-            self.say("enable_p2p", FieldVerdict.SAME, "run pagoda serve on every machine, with one token for all")
+            self.say(
+                "enable_p2p", FieldVerdict.SAME, "run pagoda serve on every machine, with one token for all"
+            )
         if lookup and not 0 < len(self._peers) <= MOST_PEERS:
             url = lookup if "://" in lookup else f"redis://{lookup}"
             self.map("lookup_url", "lookup", url, "a Redis in which machines say which chunks they have")

@@ -248,13 +248,15 @@ class _Connection(RequestHandler):
 
 
 class _Handshake(asyncio.Protocol):
-    """A connection whose TLS handshake has not ended; asyncio forgets it when it has, or was too slow."""
+    """A connection whose TLS handshake has not ended. One that fails is not told so, and is forgotten `until` then."""
 
-    def __init__(self, make: Callable[[], _Connection]) -> None:
+    def __init__(self, make: Callable[[], _Connection], seconds: float) -> None:
         self._make = make
+        self.until = time.monotonic() + seconds
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
+        self.until = 0.0
         connection = self._make()
         transport.set_protocol(connection)
         connection.connection_made(transport)
@@ -269,11 +271,13 @@ class Connections:
 
     def make(self, tls: bool) -> asyncio.Protocol:
         """Return the protocol of a new connection. Raises ConnectionRefusedError: then asyncio closes it."""
-        if len(self._server.connections) + len(self._handshakes) >= self.limits.connections:
+        now = time.monotonic()
+        handshakes = sum(one.until > now for one in self._handshakes)
+        if len(self._server.connections) + handshakes >= self.limits.connections:
             raise ConnectionRefusedError
         if not tls:
             return self._connection()
-        self._handshakes.add(handshake := _Handshake(self._connection))
+        self._handshakes.add(handshake := _Handshake(self._connection, self.limits.header_seconds))
         return handshake
 
     def _connection(self) -> _Connection:
