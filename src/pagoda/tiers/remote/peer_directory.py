@@ -17,8 +17,8 @@ from pagoda.tiers.remote.redis import RedisAddress, RedisConnection, RedisNames
 from pagoda.tiers.remote.resp import NUMBER, Reply, ReplyShape, command
 
 PERIOD_SECONDS = 600  # machines announce each chunk at least once in it
-_POSITIONS = 32  # of a prompt's keys that are asked about
-_MACHINES = 16  # named of those that have one key: any of them, so that not all ask the same ones
+_POSITIONS = 16  # of a prompt's keys that are asked about
+_MACHINES = 8  # named of those that have one key: any of them, so that not all ask the same ones
 _BATCH = 1000  # keys announced in one round trip
 _URL = re.compile(r"https?://([A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(:\d{1,5})?")
 _TIME = ReplyShape(b"*$", items=4, depth=1)
