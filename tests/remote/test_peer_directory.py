@@ -385,7 +385,8 @@ def test_every_chunk_is_announced_again_and_what_is_gone_is_not(
     finally:
         with soon():
             running.close()
-        stores.close()
+        for store in stores.end():
+            store.close()
         host.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "pagoda-announcer"]
 
@@ -413,7 +414,8 @@ def test_no_round_announces_more_than_its_part(
         wait_until(lambda: all(knows(meeting, [key], ELSEWHERE) for key in keys))
     finally:
         running.close()
-        stores.close()
+        for store in stores.end():
+            store.close()
         host.close()
     assert max(batches) == 3
 

@@ -7,7 +7,6 @@ ledger, so engines notice nothing; what it says are hints (`pagoda.tiers.remote.
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 import weakref
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 
 from pagoda.errors import ClosedError
 from pagoda.ledger.columns import NOT_READY
-from pagoda.metrics import RateLimitedLog, Reason
+from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.serve.served_stores import ServedStore, ServedStores
 from pagoda.tiers.remote.peer_directory import PERIOD_SECONDS, PeerDirectory, PeerDirectoryConnection
 from pagoda.tiers.remote.store_client import RefusedError
@@ -28,8 +27,9 @@ _ROUND_SECONDS = 1.0
 _ROUNDS = PERIOD_SECONDS // 3  # in these every chunk is announced again, a part in each
 _MOST_KEYS = 20_000  # in one round; the others follow in the next ones
 _CALL_SECONDS = 5.0
+_END_SECONDS = 1.0
 
-_logger = logging.getLogger("pagoda.serve")
+_logger = guarded_logger("pagoda.serve")
 
 
 class Announcer:
@@ -55,7 +55,7 @@ class Announcer:
         self._ended.set()
         if (connection := self._connection) is not None:
             connection.abort()
-        self._thread.join(_CALL_SECONDS)
+        self._thread.join(_END_SECONDS)
 
     def _run(self) -> None:
         number = 0
