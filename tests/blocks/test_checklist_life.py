@@ -13,6 +13,7 @@ from pagoda.blocks import BlockManager, NoRoom, Plan, PrefixMatch, Waiting
 from pagoda.cache import Cache
 from pagoda.layout import KVLayout
 from pagoda.ledger import admin
+from pagoda.ledger.request_ring import NAMESPACE_BYTES
 from tests.blocks.kit import (
     BLOCK,
     NAMESPACE,
@@ -113,6 +114,11 @@ def test_metrics(housed: Engine) -> None:
     assert [stats[name] for name in moved.split()] == [2, 5, 2, 0, 0]
     assert all(stats[f"{name}_seconds"] >= 0 for name in ("match", "host", "fetch"))
     assert stats["match_seconds"] > 0 and stats["host_seconds"] > 0
+    last, *_ = ledger_of(housed.cache).requests.newest()
+    assert (
+        last.namespace == housed.cache.namespace.root[:NAMESPACE_BYTES]
+        and last.asked_tokens == 5 // BLOCK * BLOCK
+    )
 
 
 def test_blocks_outside_the_tree_return_on_release(bare: Engine) -> None:

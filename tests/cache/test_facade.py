@@ -15,6 +15,7 @@ from pagoda.errors import ConfigError, StoreError
 from pagoda.keys import Item, Namespace, chunk_keys
 from pagoda.layout import KVLayout
 from pagoda.ledger import admin
+from pagoda.ledger.request_ring import NAMESPACE_BYTES
 from pagoda.metrics import Reason
 from pagoda.tiers import HostTier
 from pagoda.transfer import BlockKV
@@ -284,6 +285,28 @@ def test_stats_add_up(cache: Cache) -> None:
     assert stats["misses"] == {"absent": 1, "short_prompt": 1}
     assert stats["hit_rate"] == pytest.approx(160 / 346)
     assert stats["waiting_chunks"] == stats["staging_buffers"] == 0
+
+
+def test_single_requests_are_remembered_by_the_store_that_counts_them(cache: Cache) -> None:
+    tokens = prompt(3.5)
+    stored(cache, tokens[: 2 * CHUNK])
+    cache.lookup(tokens)
+    cache.lookup(tokens, salt="a tenant")
+    served(cache, tokens[: 2 * CHUNK])
+    cache.retrieve(tokens[:5], blank(tokens[:5]).transfer)
+    cache.lookup(tokens, counted=False)
+    (_, host), (_, disk) = cache._tiers.ledgers()
+    none, found = {"host": 0, "disk": 0, "remote": 0}, {"host": 2 * CHUNK, "disk": 0, "remote": 0}
+    ours, theirs = (cache._weights.scope(None, salt)[0].root[:NAMESPACE_BYTES] for salt in (None, "a tenant"))
+    assert [
+        (one.asked_tokens, one.hit_tokens, one.namespace, one.reason) for one in host.requests.newest()
+    ] == [
+        (5, none, ours, "short_prompt"),
+        (2 * CHUNK, found, ours, None),
+        (len(tokens), none, theirs, "other_namespace"),
+        (len(tokens), found, ours, "absent"),
+    ]
+    assert disk.requests.newest() == []
 
 
 def test_a_look_up_may_stay_uncounted(cache: Cache) -> None:

@@ -265,6 +265,9 @@ def test_bytes_that_rotted_on_the_disk_are_a_miss(shm_root: Path, tmp_path: Path
         assert (hit.num_tokens, hit.reason) == (32, Reason.FAILED_CHECK)
         assert cache.stats()["misses"] == {"failed_check": 1}
         assert cache.stats()["tiers"]["disk"]["failed_checks"] == 1  # type: ignore[index]
+        assert disk.ledger.requests.newest() == []  # the host tier counts
+        (remembered,) = cache._tiers.host.ledger.requests.newest()  # type: ignore[union-attr]
+        assert (remembered.hit_tokens["disk"], remembered.reason) == (32, "failed_check")
         assert cache.lookup(tokens).num_tokens == 32
         stored(cache, tokens)
         cache._tiers.host.clear()  # type: ignore[union-attr]

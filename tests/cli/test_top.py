@@ -98,6 +98,21 @@ def test_the_owners_of_most_pins_are_shown_and_the_rest_is_counted(shm_root: Pat
     assert "pinned chunks: the\\x1blargest 4 in host" in text and "and 36 more" in text, text
 
 
+def test_the_last_requests_fit(shm_root: Path) -> None:
+    ledger = host(shm_root)
+    counts = {"asked_tokens": 1 << 20, "hit_tokens_host": 1 << 20, "hit_tokens_disk": 7}
+    for number in range(9):
+        ledger.requests.append({**counts, "hit_tokens_remote": number}, LLAMA.root, "other_namespace")
+    code, text = in_pipe("top", shm_root, "--once")
+    lines = [line for line in text.splitlines() if "other_namespace" in line]
+    assert code == 0 and max(map(cell_len, text.splitlines())) <= 80, text
+    assert len(lines) == 5 and "1,048,576" in lines[0] and str(os.getpid()) in lines[0], text
+    assert re.search(r"last requests .*why not more", text), text
+    (sample,) = in_pipe("top", shm_root, "--once", "--json")[1].splitlines()
+    request = json.loads(sample)["stores"][0]["requests"][0]
+    assert request["namespace"] == LLAMA.root.hex()[:32] and request["hit_tokens"]["remote"] == 8
+
+
 def test_json_is_one_object_a_sample(machine: Path) -> None:
     code, text = in_pipe("top", "--json", "--once")
     (line,) = text.splitlines()

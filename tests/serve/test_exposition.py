@@ -76,7 +76,7 @@ def samples(found: Exposition) -> dict[str, list[Sample]]:
 def snapshot(root: Path, **changes: object) -> StoreSnapshot:
     """An empty store, with these changes."""
     gauges = {family.name.removeprefix("pagoda_"): 0 for family in FAMILIES}
-    empty = StoreSnapshot(root, "host", "memory", 4096, gauges, dict.fromkeys(COUNTERS, 0), {}, [])
+    empty = StoreSnapshot(root, "host", "memory", 4096, gauges, dict.fromkeys(COUNTERS, 0), {}, [], [])
     return empty._replace(**changes)  # type: ignore[arg-type]
 
 

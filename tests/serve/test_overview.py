@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import threading
 from pathlib import Path
 
 import pytest
 
-from pagoda import Cache
+from pagoda import Cache, Namespace
 from pagoda.ledger import Ledger
 from pagoda.serve import live_feed
 from pagoda.serve.blocking_calls import BlockingCallPool
 from pagoda.serve.live_feed import LiveFeed
-from pagoda.serve.overview import MOST_PINS, MOST_SAMPLES, Overview
+from pagoda.serve.overview import MOST_PINS, MOST_REQUESTS, MOST_SAMPLES, Overview
 from pagoda.transfer import DenseKV
 from tests.serve.kit import CHUNK, LAYOUT, NAMESPACE, kv_of, tokens_of, wait_until
 
 
-def opened(root: Path) -> Cache:
+def opened(root: Path, namespace: Namespace = NAMESPACE) -> Cache:
     return Cache(
-        namespace=NAMESPACE, layout=LAYOUT, chunk_tokens=CHUNK, host_path=str(root), host_size="4MiB"
+        namespace=namespace, layout=LAYOUT, chunk_tokens=CHUNK, host_path=str(root), host_size="4MiB"
     )
 
 
@@ -54,12 +56,33 @@ def test_a_sample_has_what_happened_between_two_looks(shm_root: Path) -> None:
         cache.lookup(tokens_of(1, 3))
         sample = overview.take()["sample"]
         assert isinstance(sample, dict) and sample["seconds"] > 0
-        assert (sample["lookups"], sample["asked_tokens"]) == (1, 3 * CHUNK)
         assert sample["hit_tokens"] == {"host": 2 * CHUNK, "disk": 0, "remote": 0}
-        assert sample["stops"] == {"absent": 1}
         for _ in range(MOST_SAMPLES + 5):
             overview.history.append(sample)
         assert len(overview.history) == MOST_SAMPLES
+
+
+def test_the_last_requests_of_all_stores_have_their_model_and_the_reason(shm_root: Path) -> None:
+    other = Namespace("another", salt="a secret")
+    with opened(shm_root / "one") as cache, opened(shm_root / "two", other) as neighbour:
+        cache.store(tokens_of(1, 2), DenseKV(kv_of(1, 2), LAYOUT))
+        cache.lookup(tokens_of(1, 3))
+        neighbour.lookup(tokens_of(1, 1))
+        overview = Overview(lambda: [*ledgers_of(cache), *ledgers_of(neighbour)])
+        requests = overview.take()["requests"]
+        assert isinstance(requests, list)
+        last, first = requests
+        assert (first["asked_tokens"], first["reason"], first["pid"]) == (3 * CHUNK, "absent", os.getpid())
+        assert first["hit_tokens"] == {"host": 2 * CHUNK, "disk": 0, "remote": 0}
+        assert (
+            cache.namespace.root.hex().startswith(first["namespace"]) and first["fields"]["model"] == "served"
+        )
+        assert last["fields"]["model"] == "another" and "a secret" not in json.dumps(requests)
+        for _ in range(2 * MOST_REQUESTS):
+            neighbour.lookup(tokens_of(1, 1))
+        requests = overview.take()["requests"]
+        assert isinstance(requests, list) and len(requests) == MOST_REQUESTS
+        assert {one["fields"]["model"] for one in requests} == {"another"}  # the last ones, not some of each
 
 
 def test_however_many_own_pins_some_are_shown_and_the_rest_is_counted(shm_root: Path) -> None:

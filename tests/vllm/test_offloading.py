@@ -25,6 +25,7 @@ from pagoda.cache.prompt_log import logged_prompts
 from pagoda.config import Config
 from pagoda.connectors.vllm.offloading import offloading_manager
 from pagoda.keys import derive_keys
+from pagoda.ledger.request_ring import NAMESPACE_BYTES
 from testbed.servers import pagoda_server
 from tests.vllm.halves import (
     CHUNK,
@@ -312,6 +313,9 @@ def test_hits_are_counted_by_the_tier_that_had_them(host: Path, tmp_path: Path) 
             assert second.manager.get_load_source(key, second.request("says", "p", 6)) is CacheHitSource.P2P
             counters = cache_of(config).stats()["counters"]
             assert counters["hit_tokens_disk"] == 0 < counters["hit_tokens_remote"]
+            requests = cache_of(config).slots._ledger.requests.newest()
+            assert any(one.hit_tokens["remote"] for one in requests)
+            assert {one.namespace for one in requests} == {cache_of(config).namespace.root[:NAMESPACE_BYTES]}
         finally:
             second.close()
 

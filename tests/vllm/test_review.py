@@ -39,6 +39,7 @@ from pagoda.errors import StoreError
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.ledger import Reserved
+from pagoda.ledger.request_ring import NAMESPACE_BYTES
 from pagoda.replay import read_trace
 from pagoda.transfer.gpu.device_pages import DevicePagesKV
 from tests.cache.kit import config_of, wait_until
@@ -203,6 +204,18 @@ def test_what_is_loaded_is_what_was_saved(halves: Halves) -> None:
     assert not halves.worker.take_bad_blocks()
     assert torch.equal(halves.memory[here[1:]], halves.memory[there[1:]])
     assert (halves.memory[here[0]] == 111).all()  # that one was in the engine's own cache
+
+
+def test_a_request_is_remembered_with_the_namespace_of_its_tenant(halves: Halves) -> None:
+    there = list(range(10, 18))
+    halves.stored(tokens(2), "first", there, cache_salt="a tenant")
+    request = halves.request([*tokens(2), 1], "second", cache_salt="a tenant")
+    assert halves.asked(request) == 2 * CHUNK
+    halves.scheduler.allocated(request, SimpleNamespace(get_block_ids=lambda: (there,)), 2 * CHUNK)
+    root = halves.scheduler._tracked["second"].found.root  # type: ignore[union-attr]
+    (remembered,) = halves.cache.slots._ledger.requests.newest()  # type: ignore[union-attr]
+    assert remembered.namespace == root[:NAMESPACE_BYTES]
+    assert (remembered.asked_tokens, remembered.hit_tokens["host"]) == (2 * CHUNK + 1, 2 * CHUNK)
 
 
 def test_a_load_that_cannot_begin_is_told_as_failed(halves: Halves) -> None:

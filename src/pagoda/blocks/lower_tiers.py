@@ -133,7 +133,8 @@ class LowerTiers:
     def count_request(self, request: RequestState, wanted: int, held: int, reason: Reason | None) -> None:
         """Count a request for `wanted` blocks, of which `held` are held, in the cache's counters."""
         if self.slots is not None:
-            self.slots.count_request(wanted * request.block_tokens, self.by_tier(request, held), reason)
+            tokens, by_tier = wanted * request.block_tokens, self.by_tier(request, held)
+            self.slots.count_request(tokens, by_tier, reason, request.root)
             if self.slots.is_recording:
                 self.slots.record_request(request.keys, request.num_tokens)
 

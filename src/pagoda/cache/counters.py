@@ -18,6 +18,7 @@ __all__ = ["CacheCounters"]
 
 _KNOWN = frozenset(COUNTERS)
 _BUCKETS = {kind: tuple(LOAD_BUCKETS[kind].values()) for kind in TIER_KINDS}  # a bucket by its number
+_HIT_TOKENS = {kind: f"hit_tokens_{kind}" for kind in TIER_KINDS}
 _MICROSECONDS = {kind: f"load_microseconds_{kind}" for kind in TIER_KINDS}
 
 
@@ -46,18 +47,28 @@ class CacheCounters:
         elif known:
             ledger.count(known)
 
-    def count_request(self, num_tokens: int, by_tier: Mapping[str, int], reason: Reason | None) -> None:
-        """Count one request for that many tokens and its answer; `reason`: of a miss that no tier has counted."""
+    def count_request(
+        self, num_tokens: int, by_tier: Mapping[str, int], reason: Reason | None, namespace: bytes,
+        *, miss_counted: bool = False,
+    ) -> None:  # fmt: skip
+        """Count one request for that many tokens and its answer, and remember it among the last ones.
+
+        `reason`: why it got no more. `miss_counted`: by a tier. `namespace`: the root, empty if it is not known.
+        """
         hit_tokens = sum(by_tier.values())
         counts = {"lookups": 1, "asked_tokens": num_tokens}
         if hit_tokens:
             counts["hits"], counts["hit_tokens"] = 1, hit_tokens
             for tier, tokens in by_tier.items():
-                name = f"hit_tokens_{tier if tier in TIER_KINDS else 'remote'}"
+                name = _HIT_TOKENS.get(tier, "hit_tokens_remote")
                 counts[name] = counts.get(name, 0) + tokens
-        if reason is not None and reason is not Reason.LEDGER_BUSY:
+        if reason is not None and reason is not Reason.LEDGER_BUSY and not miss_counted:
             counts[f"miss_{reason}"] = 1
-        self.add(counts)
+        if (ledger := self._ledger) is None:
+            self.add(counts)
+        else:
+            ledger.count(counts)
+            ledger.requests.append(counts, namespace, reason or "")
 
     def count_loads(self, chunks: int, nbytes: int, seconds: Mapping[str, float]) -> None:
         """Count one call: what it copied out of host slots, and how long each tier took that it loaded from."""

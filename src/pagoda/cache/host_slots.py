@@ -92,9 +92,14 @@ class HostSlots:
             lambda reason, _: Match(*nothing, reason),
         )
 
-    def count_request(self, num_tokens: int, by_tier: Mapping[str, int], reason: Reason | None) -> None:
-        """Count what an engine requested and what it got, as a look-up does: tokens, and why not more."""
-        self._resources.counters.count_request(num_tokens, by_tier, reason)
+    def count_request(
+        self, num_tokens: int, by_tier: Mapping[str, int], reason: Reason | None, namespace: bytes = b""
+    ) -> None:
+        """Count what an engine requested and what it got, as a look-up does: tokens, and why not more.
+
+        `namespace`: its root, for the list of the last requests; empty if it is not known.
+        """
+        self._resources.counters.count_request(num_tokens, by_tier, reason, namespace)
 
     def count_dropped(self, reason: Reason, chunks: int) -> None:
         """Count chunks that an engine computed and does not store."""

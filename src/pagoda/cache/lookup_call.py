@@ -43,9 +43,8 @@ def run_lookup(resources: Resources, request: CacheRequest, counted: bool) -> Hi
     """Return what a retrieve is expected to serve; lease the part of it that the host tier has."""
     hit = expected_hit(resources, request)
     if counted:
-        resources.counters.count_request(
-            request.length_tokens - request.start_tokens, hit.by_tier, hit.reason
-        )
+        tokens, root = request.length_tokens - request.start_tokens, request.namespace.root
+        resources.counters.count_request(tokens, hit.by_tier, hit.reason, root)
     return hit
 
 

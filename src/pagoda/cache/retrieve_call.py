@@ -80,9 +80,13 @@ class RetrieveCall:
         if hit is None:
             hit = self._serve_all()
         if self._counted:
-            reason = None if self._miss_counted else hit.reason
-            tokens = self._request.length_tokens - self._request.start_tokens
-            self._resources.counters.count_request(tokens, hit.by_tier, reason)
+            tokens, root = (
+                self._request.length_tokens - self._request.start_tokens,
+                self._request.namespace.root,
+            )
+            self._resources.counters.count_request(
+                tokens, hit.by_tier, hit.reason, root, miss_counted=self._miss_counted
+            )
         return hit
 
     def _refusal(self) -> Hit | None:

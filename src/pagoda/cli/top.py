@@ -34,6 +34,7 @@ _BAR_CELLS = 20
 _ASK_SECONDS = 10.0  # between two questions to the remote tiers
 _NAMESPACES = _OWNERS = 5  # shown; the largest ones
 _OWNER_LETTERS = 32
+_REQUESTS = 5  # shown; the last ones
 
 
 class TopSample(NamedTuple):
@@ -198,6 +199,7 @@ def _view(sample: TopSample, width: int) -> list[Text]:
     table(_namespace_rows(stores))
     if pins := _pins(stores):
         lines += [Text(), *map(Text, wrapped(f"pinned chunks: {pins}", width))]
+    table(_request_rows(sample.stores))
     return lines
 
 
@@ -263,3 +265,17 @@ def _pins(stores: Mapping[str, StoreSnapshot]) -> str:
     told = [f"{printable(owner)[:_OWNER_LETTERS]} {n:,} in {tier}" for n, owner, tier in rows[:_OWNERS]]
     more = [f"and {len(rows) - _OWNERS:,} more"] if len(rows) > _OWNERS else []
     return ", ".join([*told, *more])
+
+
+def _request_rows(stores: Sequence[StoreSnapshot]) -> list[dict[str, object]]:
+    last = sorted((one for store in stores for one in store.requests), key=lambda one: -one.time)
+    return [
+        {
+            "last requests": time.strftime("%H:%M:%S", time.localtime(one.time)),
+            "process": str(one.pid),
+            "tokens": one.asked_tokens,
+            **one.hit_tokens,
+            "why not more": one.reason or "all was there",
+        }
+        for one in last[:_REQUESTS]
+    ]

@@ -33,11 +33,12 @@ from pagoda.ledger.members import mark_device
 from pagoda.ledger.namespace_registry import NamespaceRegistry
 from pagoda.ledger.outcomes import CommitResult, Match, Miss, Outcome, Present, Refused, Reserved
 from pagoda.ledger.policy_thread import PolicyThread, map_learned
+from pagoda.ledger.request_ring import RequestRing
 from pagoda.ledger.session import Session, UnavailableError
 from pagoda.ledger.slot_view_guards import PageGuards
 from pagoda.ledger.space_sharing import SpaceShare
 from pagoda.ledger.store import StoreSpec, open_store, os_errors_mapped
-from pagoda.ledger.store_state import LOCKS, SLAB, Kind, read_state
+from pagoda.ledger.store_state import LOCKS, REQUESTS, SLAB, Kind, read_state
 from pagoda.ledger.stores_under_root import discard_idle
 from pagoda.ledger.transaction import BATCH, Transaction, batches, window
 from pagoda.metrics import Reason
@@ -78,6 +79,7 @@ class Ledger:
         self.columns: Columns = session.columns
         self.page_guards: PageGuards | None = session.page_guards
         self.namespaces = NamespaceRegistry(session)
+        self.requests = RequestRing(self.directory / REQUESTS)
         self._uses = 1
         self._closing = self._borrowed = False
         self.evictor = Evictor(policy, session.columns)

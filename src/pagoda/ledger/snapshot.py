@@ -12,6 +12,7 @@ from pagoda.clock import Deadline
 from pagoda.ledger import admin
 from pagoda.ledger.ledger import Ledger
 from pagoda.ledger.outcomes import NamespaceRow
+from pagoda.ledger.request_ring import RecentRequest
 from pagoda.ledger.session import PATIENT_SECONDS
 from pagoda.metrics import COUNTERS
 
@@ -29,6 +30,7 @@ class StoreSnapshot(NamedTuple):
     counters: dict[str, int]
     pins: dict[str, int]  # owner -> chunks
     namespaces: list[NamespaceRow]  # the one with most chunks first
+    requests: list[RecentRequest]  # that were counted here, the newest first
 
     @classmethod
     def of(cls, ledger: Ledger, deadline_seconds: float = PATIENT_SECONDS) -> StoreSnapshot:
@@ -48,6 +50,7 @@ class StoreSnapshot(NamedTuple):
             counters=counters,
             pins={owner: len(keys) for owner, keys in pins.items()},
             namespaces=sorted(namespaces, key=lambda row: -row.chunks),
+            requests=ledger.requests.newest(),
         )
 
     @property
@@ -66,4 +69,5 @@ class StoreSnapshot(NamedTuple):
             {"namespace": row.root.hex(), "chunks": row.chunks, "fields": row.fields}
             for row in self.namespaces
         ]
-        return {**self._asdict(), "namespaces": namespaces}
+        requests = [{**request._asdict(), "namespace": request.namespace.hex()} for request in self.requests]
+        return {**self._asdict(), "namespaces": namespaces, "requests": requests}

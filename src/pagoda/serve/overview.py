@@ -12,12 +12,14 @@ import time
 from collections import Counter as Tally
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypedDict
 
 import pagoda
 from pagoda.clock import Deadline
 from pagoda.errors import PagodaError
+from pagoda.ledger.request_ring import NAMESPACE_BYTES
 from pagoda.ledger.snapshot import StoreSnapshot
 from pagoda.metrics import DROPS, MISSES, TIER_KINDS, Reason
 from pagoda.threads import begin
@@ -30,6 +32,7 @@ __all__ = ["Overview", "RemoteState", "Sample"]
 MOST_SAMPLES = 300
 MOST_NAMESPACES = 50
 MOST_PINS = 50
+MOST_REQUESTS = 20
 _REMOTES_SECONDS = 30.0  # between two questions to the remote tiers
 _REMOTES_PATIENCE_SECONDS = 0.2  # then an overview has what they said before
 _STORES_SECONDS = 1.0  # for all that other processes hold
@@ -56,10 +59,7 @@ class Sample(TypedDict):
 
     time: float
     seconds: float
-    lookups: int
-    asked_tokens: int
     hit_tokens: dict[str, int]  # by kind of tier
-    stops: dict[str, int]  # requests that got less than they asked for, by reason
 
 
 class Overview:
@@ -117,6 +117,7 @@ class Overview:
             "saved": _saved(stores, self._gpu_price),
             "misses": _by_reason(totals, "miss_", MISSES),
             "drops": _by_reason(totals, "drop_", DROPS),
+            "requests": _requests(stores),
             "namespaces": namespaces[:MOST_NAMESPACES],
             "more_namespaces": max(0, len(namespaces) - MOST_NAMESPACES),
             "pins": pins[:MOST_PINS],
@@ -154,10 +155,7 @@ class Overview:
         sample = Sample(
             time=now,
             seconds=now - before[0],
-            lookups=changed["lookups"],
-            asked_tokens=changed["asked_tokens"],
             hit_tokens={kind: changed[f"hit_tokens_{kind}"] for kind in TIER_KINDS},
-            stops=_by_reason(changed, "miss_", MISSES),
         )
         self.history.append(sample)
         return sample
@@ -275,6 +273,16 @@ def _namespaces(stores: Sequence[StoreSnapshot]) -> list[dict[str, object]]:
             "bytes": size[root],
         }
         for root in sorted(fields, key=lambda root: -size[root])
+    ]
+
+
+def _requests(stores: Sequence[StoreSnapshot]) -> list[dict[str, object]]:
+    """Return the last requests, the newest first, with what is known of their namespaces (of a salt only a digest)."""
+    last = sorted(chain.from_iterable(store.requests for store in stores), key=lambda one: -one.time)
+    fields = {row.root[:NAMESPACE_BYTES]: row.fields for store in stores for row in store.namespaces}
+    return [
+        {**one._asdict(), "namespace": one.namespace.hex(), "fields": fields.get(one.namespace, {})}
+        for one in last[:MOST_REQUESTS]
     ]
 
 

@@ -171,8 +171,9 @@ class PagodaScheduler:
         tracked.counted = True
         asked = tracked.request.num_tokens - tracked.local_tokens
         by_tier = _by_tier(tracked, tokens)
-        reason = tracked.found.hit.reason if tracked.found is not None else tracked.reason
-        self._slots.count_request(asked, by_tier, reason)
+        found = tracked.found
+        reason, root = (tracked.reason, b"") if found is None else (found.hit.reason, found.root)
+        self._slots.count_request(asked, by_tier, reason, root)
         self._stats.count("lookups", 1)
         self._stats.count("asked_tokens", asked)
         for tier, number in by_tier.items():

@@ -3,7 +3,6 @@
 
 const SVG = "http://www.w3.org/2000/svg";
 const MOST_SAMPLES = 300; // as many as the server keeps
-const MOST_ROWS = 12;
 const REASONS = {
   absent: "never stored, or forgotten since", evicted: "stored, then evicted: more memory or disk would have kept it",
   cleared: "cleared on request", removed: "removed by its key", other_namespace: "stored under another namespace",
@@ -192,7 +191,7 @@ function showTroubles(troubles) {
   show(byId("troubles"), () => troubles.map((text) => make("p", { className: "notice" }, text)), troubles);
 }
 
-// ---- the chart and the last requests
+// ---- the chart, the last requests
 
 const KINDS = [["host", "host memory"], ["disk", "disk"], ["remote", "remote"]];
 
@@ -227,14 +226,13 @@ function chartWords(most, span) {
   return `Tokens served in the last ${duration(span)}, by tier: ${sums.join(", ")}; at most ${count(most > 1 ? most : 0)} a second`;
 }
 
-function showActivity() {
-  const busy = samples.filter((sample) => sample.lookups).slice(-MOST_ROWS).reverse();
-  show(byId("activity"), () => (busy.length ? busy.map((sample) => make("tr", {},
-    make("td", {}, new Date(1000 * sample.time).toLocaleTimeString("en-GB")), make("td", { className: "number" }, count(sample.lookups)),
-    make("td", { className: "number" }, count(sample.asked_tokens)),
-    make("td", { className: "number" }, percent(KINDS.reduce((sum, [kind]) => sum + (sample.hit_tokens[kind] || 0), 0), sample.asked_tokens)),
-    make("td", {}, Object.entries(sample.stops).map(([reason, n]) => `${reason.replaceAll("_", " ")} ${count(n)}`).join(", ") || "all whole chunks were there")))
-    : [make("tr", {}, make("td", { colSpan: 5, className: "soft" }, "No request since this page was opened."))]), busy.map((sample) => sample.time));
+function showRequests(requests) {
+  show(byId("requests"), () => (requests.length ? requests.map((row) => make("tr", {},
+    make("td", {}, new Date(1000 * row.time).toLocaleTimeString("en-GB")), make("td", {}, titleOf(row)), make("td", { className: "number" }, `${row.pid}`),
+    make("td", { className: "number" }, count(row.asked_tokens)),
+    make("td", { className: "number" }, KINDS.filter(([kind]) => row.hit_tokens[kind]).map(([kind, title]) => `${title} ${count(row.hit_tokens[kind])}`).join(", ") || "0"),
+    make("td", {}, (row.reason || "all whole chunks were there").replaceAll("_", " "))))
+    : [make("tr", {}, make("td", { colSpan: 6, className: "soft" }, "No request yet."))]), requests);
 }
 
 // ---- live
@@ -252,7 +250,7 @@ function refresh(now) {
   showPins(now.pins, now.more_pins);
   showSettings(now.settings);
   showChart();
-  showActivity();
+  showRequests(now.requests);
   byId("as-text").disabled = !now.tokenizer;
   byId("text-note").textContent = now.tokenizer ? "" : "(text: start the server with --tokenizer PATH)";
 }

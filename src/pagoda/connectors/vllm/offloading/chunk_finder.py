@@ -334,7 +334,8 @@ class ChunkFinder:
         """Count the question in tokens: how many of them the first group with full attention has."""
         size, group = self._groups[asked[0].group].chunk_tokens, asked[0].group
         by_tier = Counter(one.tier for one in (*here, *coming) if one.group == group)
-        self._slots.count_request(len(asked) * size, {tier: n * size for tier, n in by_tier.items()}, reason)
+        tokens = {tier: n * size for tier, n in by_tier.items()}
+        self._slots.count_request(len(asked) * size, tokens, reason, self.root())
         if self._slots.is_recording:
             start = asked[0].position
             self._slots.record_request(

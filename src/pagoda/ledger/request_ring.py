@@ -1,0 +1,83 @@
+"""The last requests of all processes that share a store, with why each got no more: a ring of records in one page.
+
+`CacheCounters` appends a record where it counts a request, `StoreSnapshot` reads them. An append is two plain writes to
+mapped memory, with no lock and no call of the system: of two processes that append at the same moment one record may be
+lost. What is torn, or of another version, has a wrong checksum and is left out. Nothing else depends on them.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from struct import Struct
+from typing import NamedTuple
+from zlib import crc32
+
+from pagoda.disk_space import allocate
+from pagoda.errors import NoRoomError
+from pagoda.fork import reset_in_child
+from pagoda.ledger.columns import map_file
+from pagoda.metrics import TIER_KINDS
+
+MOST_REQUESTS = 63
+NAMESPACE_BYTES = 16  # of the root of a namespace that are kept
+_PAGE_BYTES, _RECORD_BYTES = 4096, 64  # of the page the first 8 bytes are the number of the next record
+# time (Unix), process id, tokens asked for and hit by kind of tier, begin of the root of the namespace, reason
+_RECORD = Struct(f"<dIIIII{NAMESPACE_BYTES}s16s")
+_CHECKSUM = Struct("<I")
+
+
+class RecentRequest(NamedTuple):
+    """A request that was counted. `namespace`: how its root begins, zeros if it is not known."""
+
+    time: float
+    pid: int
+    asked_tokens: int
+    hit_tokens: dict[str, int]  # by kind of tier
+    namespace: bytes
+    reason: str | None  # why it got no more; None: all whole chunks were there
+
+
+class RequestRing:
+    """The ring of one store. Thread-safe and fork-safe; without space for its page it is this process's own."""
+
+    def __init__(self, path: Path) -> None:
+        """Map the page, made if it is not there."""
+        try:
+            allocate(path, _PAGE_BYTES)
+            self._page = memoryview(map_file(path, _PAGE_BYTES))
+        except (NoRoomError, OSError):
+            self._page = memoryview(bytearray(_PAGE_BYTES))
+        self._next = self._page[:8].cast("Q")
+        self.reset()
+        reset_in_child(self)
+
+    def reset(self) -> None:
+        """Note which process this is: to ask the system each time would cost as much as the rest of an append."""
+        self._pid = os.getpid()
+
+    def append(self, counts: Mapping[str, int], namespace: bytes, reason: str) -> None:
+        """Append a request, by what it adds to the counters; `reason` is empty if all whole chunks were there."""
+        hits = counts.get
+        record = _RECORD.pack(
+            time.time(), self._pid, counts["asked_tokens"], hits("hit_tokens_host", 0), hits("hit_tokens_disk", 0),
+            hits("hit_tokens_remote", 0), namespace, reason.encode(),
+        )  # fmt: skip
+        number = self._next[0] % MOST_REQUESTS
+        self._next[0] = number + 1
+        begin = _RECORD_BYTES * (number + 1)
+        self._page[begin : begin + _RECORD_BYTES] = record + _CHECKSUM.pack(crc32(record))
+
+    def newest(self) -> list[RecentRequest]:
+        """Return the requests that are remembered, the newest first."""
+        page, found = bytes(self._page), list[RecentRequest]()
+        for begin in range(_RECORD_BYTES, _PAGE_BYTES, _RECORD_BYTES):
+            end = begin + _RECORD.size
+            if _CHECKSUM.unpack_from(page, end)[0] == crc32(page[begin:end]):
+                when, pid, asked, *hits, namespace, reason = _RECORD.unpack_from(page, begin)
+                by_kind = dict(zip(TIER_KINDS, hits, strict=True))
+                why = reason.rstrip(b"\0").decode() or None
+                found.append(RecentRequest(when, pid, asked, by_kind, namespace, why))
+        return sorted(found, key=lambda request: -request.time)
