@@ -274,6 +274,17 @@ def test_many_dead_machines_hide_no_living_one(meeting: Server, two: list[Server
         wait_until(lambda: load(tier, keys, seconds=60) == [None] * 2)
 
 
+def test_neighbours_out_of_order_leave_their_places_to_others(meeting: Server) -> None:
+    client = client_of(meeting)
+    assert client.directory is not None
+    dead = [f"http://127.0.0.1:{n}" for n in range(1, 13)]
+    assert [peer.client.address for peer in client.directory.choose(dead, [])] == dead[:8]
+    for peer in client.known():
+        for _ in range(2):
+            peer.record_failure(ConnectionError("refused"))
+    assert client.directory.choose([*dead, ELSEWHERE], [])[0].client.address == ELSEWHERE
+
+
 @pytest.mark.slow
 def test_without_the_redis_those_named_last_are_asked(two: list[Server]) -> None:
     with redis_server() as meeting:
