@@ -18,6 +18,7 @@ import pytest
 
 from pagoda.config import Config
 from pagoda.errors import ConfigError
+from pagoda.keys import chunk_keys
 from pagoda.metrics import Reason
 from pagoda.serve import announcer as announcers
 from pagoda.serve import server
@@ -30,7 +31,7 @@ from pagoda.tiers.remote.peer_directory import PERIOD_SECONDS, PeerDirectory, Pe
 from pagoda.tiers.remote.peers import PeersClient, PeerUrl
 from pagoda.tiers.remote.store_client import RefusedError
 from testbed.servers import Server, free_port, need, pagoda_server, redis_server
-from tests.cli.shelf import answer, pagoda, refused
+from tests.cli.shelf import CHUNK, LLAMA, answer, host, pagoda, put, refused
 from tests.remote.chunks import (
     ROOT,
     SMALL,
@@ -44,6 +45,7 @@ from tests.remote.chunks import (
     wait_until,
 )
 from tests.remote.evil import LyingHttp, http
+from tests.serve import kit as serve_kit
 
 need("redis-server")
 redis = pytest.importorskip("redis")
@@ -128,6 +130,14 @@ def give(server: Server, keys: Sequence[bytes]) -> None:
         assert all(done.ok for done in ends(tier.save(chunks_of(keys), ROOT)))
 
 
+def give_value(server: Server, tokens: Sequence[int]) -> None:
+    """Store the chunks of a prompt of the tests of commands on one machine."""
+    client = serve_kit.Client(server.url, TOKEN)
+    for position, key in enumerate(chunk_keys(tokens, LLAMA.root, CHUNK)):
+        value = serve_kit.value_of(LLAMA.root, key, position, serve_kit.payload_of(1, position))
+        assert client.put(LLAMA.root, key, value).status == 201
+
+
 def knows(meeting: Server, keys: Sequence[bytes], url: str) -> bool:
     with connected(meeting) as connection:
         return url in connection.machines(keys, until())
@@ -138,8 +148,8 @@ def knows(meeting: Server, keys: Sequence[bytes], url: str) -> bool:
 
 def test_whoever_has_most_is_named_first(meeting: Server) -> None:
     keys = fresh_keys(500)
-    for count, host in ((500, "c"), (3, "a"), (200, "b")):
-        tell(meeting, keys[:count], f"http://{host}:7777")
+    for count, name in ((500, "c"), (3, "a"), (200, "b")):
+        tell(meeting, keys[:count], f"http://{name}:7777")
     with connected(meeting) as connection:
         assert connection.machines(keys, until()) == ["http://c:7777", "http://b:7777", "http://a:7777"]
         assert connection.machines(fresh_keys(1), until()) == []
@@ -371,8 +381,8 @@ def test_every_chunk_is_announced_again_and_what_is_gone_is_not(
     monkeypatch.setattr(announcers, "_ROUND_SECONDS", 0.02)
     monkeypatch.setattr(announcers, "_ROUNDS", 3)
     keys, counts = fresh_keys(4), Counter[str]()
-    host = HostTier.open(SMALL, shm_root, 16 * SMALL.slot_bytes, populate=False)
-    stores = ServedStores(lambda: [host.ledger.directory])
+    tier = HostTier.open(SMALL, shm_root, 16 * SMALL.slot_bytes, populate=False)
+    stores = ServedStores(lambda: [tier.ledger.directory])
     stores.scan()
     running = Announcer(PeerDirectory(meeting.url), lambda own: f"http://{own}:7", stores, counts)
 
@@ -380,10 +390,10 @@ def test_every_chunk_is_announced_again_and_what_is_gone_is_not(
         return knows(meeting, [key], "http://127.0.0.1:7")
 
     try:
-        assert all(done.ok for done in ends(host.save(chunks_of(keys), ROOT)))
+        assert all(done.ok for done in ends(tier.save(chunks_of(keys), ROOT)))
         wait_until(lambda: all(map(announced, keys)))
         first = counts["announced"]
-        host.remove(keys[3])
+        tier.remove(keys[3])
         wait_until(lambda: counts["announced"] > first + 8)  # rounds that began before the removal have ended
         redis.Redis(port=meeting.port).flushall()
         wait_until(lambda: all(map(announced, keys[:3])))
@@ -398,7 +408,7 @@ def test_every_chunk_is_announced_again_and_what_is_gone_is_not(
             running.close()
         for store in stores.end():
             store.close()
-        host.close()
+        tier.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "pagoda-announcer"]
 
 
@@ -416,9 +426,9 @@ def test_no_round_announces_more_than_its_part(
 
     monkeypatch.setattr(PeerDirectoryConnection, "announce", counted)
     keys = fresh_keys(10)
-    host = HostTier.open(SMALL, shm_root, 16 * SMALL.slot_bytes, populate=False)
-    assert all(done.ok for done in ends(host.save(chunks_of(keys), ROOT)))
-    stores = ServedStores(lambda: [host.ledger.directory])
+    tier = HostTier.open(SMALL, shm_root, 16 * SMALL.slot_bytes, populate=False)
+    assert all(done.ok for done in ends(tier.save(chunks_of(keys), ROOT)))
+    stores = ServedStores(lambda: [tier.ledger.directory])
     stores.scan()
     running = Announcer(PeerDirectory(meeting.url), lambda own: ELSEWHERE, stores, Counter())
     try:
@@ -427,7 +437,7 @@ def test_no_round_announces_more_than_its_part(
         running.close()
         for store in stores.end():
             store.close()
-        host.close()
+        tier.close()
     assert max(batches) == 3
 
 
@@ -470,6 +480,23 @@ def test_no_password_is_shown() -> None:
     config = Config(lookup="redis://user:secret@node:6379/1?prefix=team")
     (spec,) = config.lookup_server()
     assert "secret" not in repr(config) + repr(spec) + spec.redacted and spec.prefix == "team"
+
+
+def test_explain_asks_the_neighbours_that_are_named(
+    meeting: Server, two: list[Server], shm_root: Path
+) -> None:
+    put(host(shm_root), LLAMA, range(32))
+    tokens = list(range(next(_chains) * 100, next(_chains) * 100 + 64))
+    give_value(two[1], tokens)
+    wait_until(lambda: knows(meeting, chunk_keys(tokens, LLAMA.root, CHUNK), two[1].url))
+    dead = ",".join(f"http://127.0.0.1:{free_port()}" for _ in range(3))
+    for peers in ("", f"{two[1].url},{dead}"):
+        where = {"PAGODA_HOST_PATH": str(shm_root), "PAGODA_LOOKUP": meeting.url, "PAGODA_PEERS": peers}
+        where["PAGODA_SERVE_TOKEN"] = TOKEN
+        with soon(30.0):
+            found = answer("explain", "--tokens", "-", stdin=" ".join(map(str, tokens)), **where)
+        told = [(one["tier"], one["num_tokens"]) for one in found["answers"]]  # type: ignore[attr-defined]
+        assert told == [("host", 0), ("peers", 64), ("all", 64)]
 
 
 def test_the_command_says_what_is_missing(meeting: Server) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pagoda.clock import Clock
 from pagoda.config import Config
@@ -17,11 +18,14 @@ from pagoda.metrics import guarded_logger
 from pagoda.tiers import DiskTier, HostTier, Tier, opened_tiers
 from pagoda.tiers.remote.remote_tier import RemoteTier
 
+if TYPE_CHECKING:
+    from pagoda.tiers.remote.peers import PeersClient
+
 log = guarded_logger("pagoda.cache")
 
 _FEW_CHUNKS = 64  # the log warns of an "auto" size with fewer chunks
 
-__all__ = ["TierStack", "build_tiers", "open_peers", "open_remote", "open_tiers"]
+__all__ = ["TierStack", "build_tiers", "open_peers", "open_remote", "open_tiers", "peers_client"]
 
 
 class TierStack:
@@ -143,6 +147,11 @@ def _host_bytes(config: Config, layout: KVLayout) -> int:
 
 def open_peers(config: Config, layout: KVLayout, clock: Clock | None = None) -> RemoteTier:
     """Return the tier over the configured neighbours; does not connect yet. Raises ConfigError, StoreError."""
+    return RemoteTier(layout, peers_client(config, clock=clock), clock=clock)
+
+
+def peers_client(config: Config, *, look_seconds: float = 0.05, clock: Clock | None = None) -> PeersClient:
+    """Return the configured neighbours as one store; connects to nothing. Raises ConfigError, StoreError."""
     from pagoda.tiers.remote.peer_directory import PeerDirectory
     from pagoda.tiers.remote.peers import PeersClient, PeerUrl
 
@@ -151,7 +160,7 @@ def open_peers(config: Config, layout: KVLayout, clock: Clock | None = None) -> 
     ]
     found = [PeerDirectory(spec.url_with_password(), prefix=spec.prefix) for spec in config.lookup_server()]
     directory = found[0] if found else None
-    return RemoteTier(layout, PeersClient(urls, directory=directory, clock=clock), clock=clock)
+    return PeersClient(urls, directory=directory, look_seconds=look_seconds, clock=clock)
 
 
 def open_remote(spec: RemoteSpec, layout: KVLayout, clock: Clock | None = None) -> RemoteTier:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -15,8 +15,9 @@ import numpy as np
 
 from pagoda.cache.nearest_prompt import NearestPrompt, keys_of_prompt, nearest_prompt
 from pagoda.cache.prompt_log import LoggedPrompt, logged_prompts
+from pagoda.cache.tier_stack import peers_client
 from pagoda.cli import printing
-from pagoda.cli.remote_stores import Unanswered, leading
+from pagoda.cli.remote_stores import PATIENCE_SECONDS, Unanswered, leading
 from pagoda.cli.stores import label
 from pagoda.config import Config, RemoteSpec
 from pagoda.keys import Int32s, Namespace, TokenIds, as_token_ids
@@ -24,6 +25,7 @@ from pagoda.ledger import Ledger, NamespaceRow
 from pagoda.metrics import Reason
 from pagoda.slab import FileSlab, MemorySlab
 from pagoda.slab.file import aligned
+from pagoda.tiers.remote.store_client import StoreClient
 
 _TIMED_CHUNKS = 4
 _Place: TypeAlias = Ledger | RemoteSpec
@@ -79,8 +81,27 @@ class Prompt:
         return len(self.tokens)
 
 
+@dataclass(frozen=True)
+class _NamedNeighbours(RemoteSpec):
+    """The neighbours that the directory of `config` names for a prompt, as one store."""
+
+    config: Config = field(default_factory=Config)
+
+    def engine(self) -> StoreClient:
+        """Return the client of all of them."""
+        return peers_client(self.config, look_seconds=PATIENCE_SECONDS)
+
+
 def neighbours_of(directory: Path | None, config: Config) -> Sequence[RemoteSpec]:
-    """Return the configured neighbours, each with its place in its name; none if a command is about one directory."""
+    """Return the configured neighbours, each with its place in its name; none if a command is about one directory.
+
+    With a directory of neighbours they are one: it names whom to ask.
+    """
+    if directory is None and config.lookup:
+        return [
+            _NamedNeighbours(one.url, one.redacted, one.kind, "peers", config=config)
+            for one in config.lookup_server()
+        ]
     found = config.peer_servers() if directory is None else ()
     return [replace(spec, name=f"peers {urlsplit(spec.url).netloc.rpartition('@')[2]}") for spec in found]
 
