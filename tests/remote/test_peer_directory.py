@@ -486,7 +486,8 @@ def test_explain_asks_the_neighbours_that_are_named(
     meeting: Server, two: list[Server], shm_root: Path
 ) -> None:
     put(host(shm_root), LLAMA, range(32))
-    tokens = list(range(next(_chains) * 100, next(_chains) * 100 + 64))
+    first = next(_chains) * 100
+    tokens = list(range(first, first + 64))
     give_value(two[1], tokens)
     wait_until(lambda: knows(meeting, chunk_keys(tokens, LLAMA.root, CHUNK), two[1].url))
     dead = ",".join(f"http://127.0.0.1:{free_port()}" for _ in range(3))
