@@ -272,6 +272,22 @@ def test_with_stdout_closed_the_code_tells(shm_root: Path) -> None:
         assert (done.returncode, done.stderr.count("\n")) == (code, code // 2), done.stderr
 
 
+def test_output_that_cannot_be_written_is_one_line(shm_root: Path) -> None:
+    put(host(shm_root), LLAMA, range(16))
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", RUN, "check", shm_root], stdout=full, stderr=-1, text=True
+        )
+    assert (done.returncode, done.stderr) == (1, "pagoda: No space left on device\n")
+
+
+def test_a_locale_that_cannot_write_what_is_shown_stops_no_command(shm_root: Path) -> None:
+    put(host(shm_root), LLAMA, range(16))
+    for command in (("top", "--once"), ("stats",)):
+        done = pagoda(*command, shm_root, PYTHONIOENCODING="ascii:strict")
+        assert done.returncode == 0 and "Traceback" not in done.stderr and "host" in done.stdout
+
+
 def test_called_from_python_it_returns_the_code(shm_root: Path) -> None:
     put(host(shm_root), LLAMA, range(16))
     assert main(["check", str(shm_root)]) == 0

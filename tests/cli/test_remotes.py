@@ -159,6 +159,8 @@ def test_explain_asks_the_neighbours_too(where: dict[str, str], shm_root: Path) 
         told = [(one["tier"], one["num_tokens"], one["reason"]) for one in found["answers"]]  # type: ignore[attr-defined]
         name = f"peers 127.0.0.1:{neighbour.port}"
         assert told == [("host", 32, "absent"), (name, 64, "absent"), ("all", 64, "absent")]
+        done = pagoda("ls", PAGODA_REMOTE=url.replace("?", "?server=pagoda&"))
+        assert done.stderr.endswith("refuses: its chunks are that machine's: run pagoda ls there\n")
         neighbour.kill()
         found = answer("explain", "--tokens", "-", stdin=tokens, code=1, **where)
     assert [one["tier"] for one in found["answers"]] == ["host"]  # type: ignore[attr-defined]

@@ -31,6 +31,8 @@ def main(args: Sequence[str] | None = None) -> int:
         return _complain(f"PagodaKV runs on Linux, this is {sys.platform}", USAGE)
     if sys.stdout is None:  # closed by the caller: the exit code tells
         sys.stdout = io.StringIO()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # not every locale can write every name
     try:
         return _run(sys.argv[1:] if args is None else args)
     except KeyboardInterrupt:
@@ -41,7 +43,8 @@ def main(args: Sequence[str] | None = None) -> int:
     except OSError as trouble:
         if not _flushed():
             _drop_output()
-        return _complain(_described(trouble), USAGE)
+        # without a name it is of the output, not of a file that was given
+        return _complain(_described(trouble), USAGE if trouble.filename else FAILED)
 
 
 def _described(trouble: OSError) -> str:

@@ -139,6 +139,7 @@ def _walk(spec: RemoteSpec) -> ListingDeadline:
 def ask(spec: RemoteSpec, question: Callable[[StoreConnection], _T]) -> _T:
     """Return the answer of a remote tier. Raises Unanswered."""
     from pagoda.errors import PagodaError
+    from pagoda.metrics import Reason
     from pagoda.tiers.remote.store_client import ListingTimeout, RefusedError
 
     try:
@@ -155,9 +156,13 @@ def ask(spec: RemoteSpec, question: Callable[[StoreConnection], _T]) -> _T:
         late = f"no answer within {patience(spec):g} s; does it run, and is it let through?"
         raise Unanswered(spec, late) from None
     except RefusedError as refusal:
-        raise Unanswered(spec, f"refuses: {refusal}; may this user read and write here?") from None
+        said = str(refusal).rstrip(".")
+        if refusal.reason is not Reason.NOT_ADMITTED:  # else it says where to ask instead
+            said += "; check the password and the rights of its user"
+        raise Unanswered(spec, f"refuses: {said}") from None
     except OSError as trouble:
-        raise Unanswered(spec, f"{trouble.strerror or trouble}; does it run there?") from None
+        said = str(trouble.strerror or trouble).rstrip(".")
+        raise Unanswered(spec, f"{said}; does it run there?") from None
     except PagodaError as trouble:
         raise Unanswered(spec, str(trouble)) from None
 

@@ -281,7 +281,7 @@ def _login_form(css: str) -> tuple[bytes, str]:
 <body><header><h1>PagodaKV</h1></header><main><section class="wide"><form method="post" action="login">
 <p><label for="token">Token of this server</label></p>
 <p><input id="token" name="token" type="password" autocomplete="current-password" required autofocus></p>
-<p class="note"><code>pagoda serve</code> printed the name of the file that has it.</p>
+<p class="note">The file <code>~/.local/state/pagoda/serve-token</code> has it, unless the server was given another.</p>
 <p class="actions"><button class="primary">Log in</button></p></form></section></main></body></html>
 """
     policy = _POLICY.replace("style-src 'self'", f"style-src 'sha256-{digest}'").replace(
