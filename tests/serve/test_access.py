@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import os
+import socket
 import ssl
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from pagoda.serve import access
 from pagoda.serve.access import AccessRules, RateLimit
+from testbed.servers import free_port
 from tests.cli.shelf import refused
 from tests.serve import kit
 from tests.serve.kit import engine, payload_of, server, verified
@@ -76,6 +80,45 @@ def test_two_servers_do_not_take_one_socket(tmp_path: Path) -> None:
     with server(tmp_path, "--listen", f"unix:{path}", token=None) as served:
         assert "another pagoda serve" in refused("serve", tmp_path, "--listen", f"unix:{path}")
         assert served.ask("GET", "/healthz").status == 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on_socket", [True, False])
+def test_of_servers_that_start_at_once_on_one_address_one_serves(on_socket: bool, tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/mine/socket" if on_socket else f"127.0.0.1:{free_port()}"
+    variables = {**os.environ, "PAGODA_SERVE_TOKEN": kit.TOKEN}
+    code = [sys.executable, "-c", kit.RUN, "serve", str(tmp_path), "--listen", address]
+    many = [subprocess.Popen(code, env=variables, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    try:
+        kit.wait_until(lambda: sum(one.poll() is None for one in many) == 1)
+        said = [one.stderr.read() for one in many if one.stderr and one.poll() is not None]
+        assert all("choose another" in text and "Traceback" not in text for text in said)
+        client = kit.Client(address if on_socket else f"http://{address}", None)
+        kit.wait_until(lambda: client.ask("GET", "/healthz").status == 200)
+    finally:
+        for one in many:
+            one.kill()
+            one.wait(kit.SECONDS)
+
+
+@pytest.mark.slow
+def test_a_server_that_ends_late_leaves_the_socket_to_the_next_one(tmp_path: Path) -> None:
+    path = tmp_path / "mine" / "socket"
+    where = tmp_path, "--listen", f"unix:{path}"
+    with server(*where, token=None) as first, first.socket() as slow:
+        slow.sendall(b"PUT /v1/" + b"0" * 64 + b"/" + b"0" * 64 + b" HTTP/1.1\r\nHost: localhost\r\n")
+        slow.sendall(b"Content-Length: 9999\r\n\r\n")
+        first.process.terminate()
+        kit.wait_until(lambda: _refuses(path))
+        assert not path.exists()  # what is removed later is the next one's
+        with server(*where, token=None) as second:
+            first.process.wait(kit.SECONDS)
+            assert second.ask("GET", "/healthz").status == 200
+
+
+def _refuses(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(str(path)) != 0
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import signal
 import socket
@@ -15,7 +16,7 @@ import stat
 import time
 import weakref
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -126,14 +127,14 @@ async def serve(options: ServeOptions, ready: Callable[[str], None]) -> None:
             await stop.wait()
         finally:
             sweeping.cancel()
+            if options.listen is None:  # while it listens: later the path may be the next server's
+                options.socket_path.unlink(missing_ok=True)
             server.close()
             if announcer is not None:
                 await asyncio.to_thread(announcer.close)
     finally:
         await runner.cleanup()
         listening.close()
-        if options.listen is None:
-            options.socket_path.unlink(missing_ok=True)
 
 
 def url_of(options: ServeOptions, listening: socket.socket) -> str:
@@ -156,7 +157,7 @@ def _advertised(options: ServeOptions, listening: socket.socket, own_host: str) 
 
 
 def _listen(options: ServeOptions) -> socket.socket:
-    """Return the bound socket. ConfigError with the remedy if it cannot be had."""
+    """Return a socket that listens: no other server gets the address. ConfigError with the remedy."""
     where = f"unix:{options.socket_path}" if options.listen is None else ":".join(map(str, options.listen))
     try:
         if options.listen is None:
@@ -168,6 +169,7 @@ def _listen(options: ServeOptions) -> socket.socket:
         listening = socket.socket(family, socket.SOCK_STREAM)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
+        listening.listen()
         return listening
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"--listen {where}: {error}; choose another address") from None
@@ -176,19 +178,31 @@ def _listen(options: ServeOptions) -> socket.socket:
 def _unix_socket(path: Path) -> socket.socket:
     private_directory(path.parent)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    with contextlib.suppress(FileNotFoundError):
-        if not stat.S_ISSOCK(path.lstat().st_mode):
-            raise ConfigError(f"unix:{path}: is not a socket: choose another path")
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            probe.settimeout(1.0)
-            if probe.connect_ex(str(path)) in (0, 11):
-                raise ConfigError(
-                    f"unix:{path}: another pagoda serve listens there: stop it or choose another path"
-                )
-        path.unlink()  # of a server that was killed
-    listening.bind(str(path))
+    with _locked(path.parent):  # between two servers that start, one would remove the socket of the other
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISSOCK(path.lstat().st_mode):
+                raise ConfigError(f"unix:{path}: is not a socket: choose another path")
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                probe.settimeout(1.0)
+                if probe.connect_ex(str(path)) in (0, 11):
+                    raise ConfigError(
+                        f"unix:{path}: another pagoda serve listens there: stop it or choose another path"
+                    )
+            path.unlink()  # of a server that was killed
+        listening.bind(str(path))
+        listening.listen()
     os.chmod(path, 0o600)
     return listening
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    lock = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # held for moments
+        yield
+    finally:
+        os.close(lock)
 
 
 def _port(listening: socket.socket) -> int | None:
