@@ -13,6 +13,7 @@ In the order in which a save meets them:
 - `obstore_runner`: obstore, which signs, lists and deletes, and moves what HTTP connections of ours cannot
 - `pagoda_server`: `pagoda serve` of another machine
 - `peers`: several of these as one store that is only read
+- `peer_directory`: which machines say, in a Redis, that they have which chunks
 - `http`: direct HTTP connections, which copy nothing
 - `s3_requests`: requests to an S3 bucket that obstore cannot make
 - `socket_keepalive`: keepalive and abort of connections
