@@ -90,15 +90,6 @@ def serve(
     address, socket_path = _address(listen)
     if address is None and (tls_cert or token_file or allow_host):
         raise UsageError("--tls-cert, --token-file and --allow-host are for TCP: add --listen HOST:PORT")
-    directory_of_peers = _directory(config)
-    if advertise and (address is None or directory_of_peers is None):
-        raise UsageError(
-            "--advertise: is for --listen HOST:PORT and the option lookup: set both, or leave it out"
-        )
-    if directory_of_peers and address is None:
-        printing.note(
-            "lookup: no other machine reaches a Unix socket, so none is told: add --listen HOST:PORT"
-        )
     options = ServeOptions(
         find_stores=lambda: _stores(directory, config),
         listen=address,
@@ -109,7 +100,7 @@ def serve(
         certificate=tls_cert,
         certificate_key=tls_key,
         socket_path=socket_path or default_socket(),
-        directory=directory_of_peers if address else None,
+        directory=_peer_directory(config, address is not None, advertise),
         advertise=check_machine(advertise) if advertise else None,
         page=page_options(directory, config, gpu_price, tokenizer),
     )
@@ -138,13 +129,20 @@ def _stores(directory: Path | None, config: Path | None) -> Sequence[Path]:
         raise StoreError(str(error)) from None
 
 
-def _directory(config: Path | None) -> PeerDirectory | None:
-    """Return where the machines say which chunks they have, if the option `lookup` says it."""
+def _peer_directory(config: Path | None, over_tcp: bool, advertise: str | None) -> PeerDirectory | None:
+    """Return where this machine says which chunks it has, if the option `lookup` names a place."""
     from pagoda.tiers.remote.peer_directory import PeerDirectory
 
-    for spec in configured(config).lookup_server():
-        return PeerDirectory(spec.url_with_password(), prefix=spec.prefix)
-    return None
+    specs = configured(config).lookup_server()
+    if advertise and not (over_tcp and specs):
+        raise UsageError(
+            "--advertise: is for --listen HOST:PORT and the option lookup: set both, or leave it out"
+        )
+    if specs and not over_tcp:
+        printing.note(
+            "lookup: no other machine reaches a Unix socket, so none is told: add --listen HOST:PORT"
+        )
+    return PeerDirectory(specs[0].url_with_password(), prefix=specs[0].prefix) if specs and over_tcp else None
 
 
 def _address(listen: str | None) -> tuple[tuple[str, int] | None, Path | None]:

@@ -214,7 +214,9 @@ def read_token(file: Path | None) -> str:
             raise ConfigError(f"{path}: other users can read the token: chmod 600 it")
         return _checked(path.read_text(encoding="utf-8", errors="replace"), str(path))
     except OSError as error:
-        raise ConfigError(f"{path}: the token cannot be read: {error.strerror}") from None
+        raise ConfigError(
+            f"{path}: the token cannot be read: {error.strerror}; write one there that only this user can read"
+        ) from None
 
 
 def default_socket() -> Path:
