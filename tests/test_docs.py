@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
 import re
@@ -62,3 +63,12 @@ def test_every_page_is_on_the_index() -> None:
     linked = set(re.findall(r"\]\(([^)#\s]+)", (DOCS / "index.md").read_text()))
     assert [page.name for page in DOCS.glob("*.md")] == ["index.md"]
     assert {f"{page.parent.name}/{page.name}" for page in DOCS.glob("*/*.md")} <= linked
+
+
+@pytest.mark.parametrize(
+    "package", sorted({page.parent for page in (ROOT / "src").rglob("*.py")}), ids=lambda each: each.name
+)
+def test_a_package_names_its_modules(package: Path) -> None:
+    said = ast.get_docstring(ast.parse((package / "__init__.py").read_text())) or ""
+    modules = {page.stem for page in package.glob("*.py") if not page.stem.startswith("__")}
+    assert not {name for name in modules if not re.search(rf"\b{name}\b", said)}

@@ -1,6 +1,18 @@
 """PagodaKV: a KV cache in tiers for the attention keys and values that an LLM engine has computed.
 
-Public names are resolved on first use: `import pagoda` loads no numpy, lmdb or torch.
+Public names are resolved on first use: `import pagoda` loads no numpy, lmdb or torch. Packages, as data meets them:
+
+    connectors      Transformers and vLLM
+    cache           Cache, which knows all tiers
+    transfer        moves KV between an engine's memory and slots
+    tiers           host, disk, remote
+    ledger, slab    which chunk is in which slot of a local tier; the slots
+    codec, policy   the header and checksum of a chunk; which chunk is evicted first
+    blocks, config, replay, migrate, serve, cli, testing    what is around them, and what users and operators call
+
+and the modules that all of them use: `keys` (tokens to keys), `layout` (the bytes of a chunk), `metrics` (reasons,
+counters, loggers), `errors`, `clock`, `threads`, `fork`, `finalizers`, `disk_space`, `cgroup_memory`, `json_log` and
+`serve_token`.
 """
 
 from __future__ import annotations

@@ -2,6 +2,20 @@
 
 Exit codes: 0 done, 1 failed (damage found, a store that cannot be used), 2 wrong use (one line on stderr says
 what), 130 interrupted.
+
+    app                    the commands and their names
+    stats, top, ls, check  what is stored and what hits; single chunks; is all of it right
+    explain                why a prompt misses: `prompt_source`, `prompt_coverage`
+    clear, pin, remove     changes
+    serve                  chunks for other machines, and the page: `serve_page`
+    config                 options, and the import of LMCache's
+    vllm                   starts vLLM with the connector
+    bench                  how fast the tiers are: `bench_tiers`, `load_speeds`
+    record, replay, size   traces: `replay_inputs`, `replay_tiers`, `replay_tables`, `hit_rate_plot`,
+                           `trace_pool`, `model_sizes`
+    demo                   three processes, one text
+    stores, remote_stores  which stores and remote tiers a command is about
+    printing, text_tables  how commands print
 """
 
 from __future__ import annotations

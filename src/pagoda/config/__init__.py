@@ -2,6 +2,13 @@
 
 `Config` may be built by hand; `pagoda.config.sources.load` builds it from files, the environment and options,
 and tells where every value came from.
+
+    sources       reads files, the environment and options
+    values        what the value of each option may be
+    sizes         sizes as people write them, and what "auto" means
+    remote_urls   the URLs of remote tiers, neighbours and their directory
+    expand_home   a leading ~ in paths
+    did_you_mean  names that are nearly right
 """
 
 from __future__ import annotations

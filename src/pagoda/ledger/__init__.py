@@ -19,6 +19,7 @@ Modules, in the order in which data meets them:
     tables              the LMDB tables: everything that must be right
     columns             the mapped columns and ghosts: hints for policies, and the published generations
     member_counters     the mapped counters, a row a member
+    request_ring        the last requests, with why each got no more
     eviction            `Evictor`: the one way to the policy
     policy_thread       the thread on which a policy learns, and which asks for more slots
     slot_view_guards    which slots of a slab in memory are in use, so that their pages stay

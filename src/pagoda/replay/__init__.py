@@ -1,4 +1,11 @@
-"""What a cache of another size or policy would have done with recorded requests, with the policies' own code."""
+"""What a cache of another size or policy would have done with recorded requests, with the policies' own code.
+
+trace           recorded requests
+simulate        tiers of one trace, by the policies' own code
+simulated_tier  one of them
+timed_replay    with time: engines that are busy, tiers that move bytes
+optimum         what no cache can do better
+"""
 
 from __future__ import annotations
 

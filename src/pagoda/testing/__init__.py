@@ -1,7 +1,10 @@
 """Tools to test code that uses or extends PagodaKV. Importing this needs no test framework.
 
-`FakeClock` is a clock that stops until it is advanced; `FaultySlab` is a file slab that fails on demand;
-`TierConformance` and `PolicyConformance` are suites to subclass: they define what a tier and a policy must do.
+    fake_clock          `FakeClock` stops until it is advanced
+    faulty_slab         `FaultySlab`, a file slab that fails on demand
+    tier_conformance    `TierConformance`, a suite to subclass: what a tier must do
+    policy_conformance  `PolicyConformance`: what a policy must do
+
 The names resolve lazily: `FakeClock` does not import the tiers.
 """
 
