@@ -228,10 +228,9 @@ function chartWords(most, span) {
 
 function showRequests(requests) {
   show(byId("requests"), () => (requests.length ? requests.map((row) => make("tr", {},
-    make("td", {}, new Date(1000 * row.time).toLocaleTimeString("en-GB")), make("td", {}, titleOf(row)), make("td", { className: "number" }, `${row.pid}`),
-    make("td", { className: "number" }, count(row.asked_tokens)),
-    make("td", { className: "number" }, KINDS.filter(([kind]) => row.hit_tokens[kind]).map(([kind, title]) => `${title} ${count(row.hit_tokens[kind])}`).join(", ") || "0"),
-    make("td", {}, (row.reason || "all whole chunks were there").replaceAll("_", " "))))
+    make("td", {}, new Date(1000 * row.time).toLocaleTimeString("en-GB")), make("td", { className: "number" }, count(row.asked_tokens)),
+    make("td", { className: "number hits" }, KINDS.filter(([kind]) => row.hit_tokens[kind]).map(([kind]) => `${kind} ${count(row.hit_tokens[kind])}`).join(", ") || "0"),
+    make("td", {}, (row.reason || "all was there").replaceAll("_", " ")), make("td", { className: "model" }, titleOf(row)), make("td", { className: "number" }, `${row.pid}`)))
     : [make("tr", {}, make("td", { colSpan: 6, className: "soft" }, "No request yet."))]), requests);
 }
 
