@@ -80,7 +80,7 @@ def _print(found: list[StoreSnapshot], wide: bool) -> None:
         return
     stores = dict(zip(store_names(found), found, strict=True))
     _print_room(stores, wide)
-    _print_namespaces(stores)
+    printing.print_dicts("namespaces", namespace_rows(stores))
     printing.print_dicts("hits", hit_rows(stores))
     _print_traffic(stores)
     for title, prefix in (("misses", "miss_"), ("drops", "drop_")):
@@ -165,19 +165,21 @@ def _print_shared(shared: list[RemoteUsage]) -> None:
     printing.print_dicts("remote tiers", rows)
 
 
-def _print_namespaces(stores: Mapping[str, StoreSnapshot]) -> None:
-    rows = [
+def namespace_rows(stores: Mapping[str, StoreSnapshot], most: int | None = None) -> list[dict[str, object]]:
+    """Return a row for each namespace of each store, or for the `most` that have most chunks, those first."""
+    found = [(tier, store.slot_bytes, row) for tier, store in stores.items() for row in store.namespaces]
+    if most is not None:
+        found = sorted(found, key=lambda one: -one[2].chunks)[:most]
+    return [
         {
             "tier": tier,
             "namespace": row.root.hex()[:12],
-            "chunks": row.chunks,
-            "bytes": printing.size(row.chunks * snapshot.slot_bytes),
+            "chunks": printing.count(row.chunks),
+            "bytes": printing.size(row.chunks * slot_bytes),
             "model": label(row.fields),
         }
-        for tier, snapshot in stores.items()
-        for row in snapshot.namespaces
+        for tier, slot_bytes, row in found
     ]
-    printing.print_dicts("namespaces", rows)
 
 
 def _print_traffic(stores: Mapping[str, StoreSnapshot]) -> None:

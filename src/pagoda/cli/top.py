@@ -17,8 +17,8 @@ from typer import Option
 
 from pagoda.cli import UsageError, printing
 from pagoda.cli.remote_stores import remotes_of
-from pagoda.cli.stats import RemoteUsage, hit_rows, remote_usage, store_names
-from pagoda.cli.stores import AsJson, ConfigFile, Directory, attached, configured, find_stores, label
+from pagoda.cli.stats import RemoteUsage, hit_rows, namespace_rows, remote_usage, store_names
+from pagoda.cli.stores import AsJson, ConfigFile, Directory, attached, configured, find_stores
 from pagoda.cli.text_tables import printable, table_lines, wrapped
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def _view(sample: TopSample, width: int) -> list[Text]:
         told = _reasons(sample.stores, prefix)
         if told:
             lines += [Text(), *map(Text, wrapped(f"{title}: {told}", width))]
-    table(_namespace_rows(stores))
+    table(namespace_rows(stores, _NAMESPACES))
     if pins := _pins(stores):
         lines += [Text(), *map(Text, wrapped(f"pinned chunks: {pins}", width))]
     table(_request_rows(sample.stores))
@@ -241,22 +241,6 @@ def _reasons(stores: Sequence[StoreSnapshot], prefix: str) -> str:
                 totals[reason] = totals.get(reason, 0) + number
     most = sorted(totals.items(), key=lambda item: -item[1])
     return ", ".join(f"{reason} {printing.count(number)}" for reason, number in most)
-
-
-def _namespace_rows(stores: Mapping[str, StoreSnapshot]) -> list[dict[str, object]]:
-    rows: list[tuple[int, dict[str, object]]] = [
-        (row.chunks, {
-            "namespace": row.root.hex()[:12],
-            "tier": tier,
-            "chunks": printing.count(row.chunks),
-            "bytes": printing.size(row.chunks * snapshot.slot_bytes),
-            "model": label(row.fields),
-        })
-        for tier, snapshot in stores.items()
-        for row in snapshot.namespaces
-    ]  # fmt: skip
-    rows.sort(key=lambda row: -row[0])
-    return [row for _, row in rows[:_NAMESPACES]]
 
 
 def _pins(stores: Mapping[str, StoreSnapshot]) -> str:

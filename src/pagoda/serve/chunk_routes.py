@@ -12,7 +12,7 @@ import contextlib
 import re
 import struct
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
 import msgspec
@@ -42,6 +42,7 @@ _PIECE_BYTES = 8 << 20  # is sent before the lease is renewed and the generation
 _WRITE_BYTES = 1 << 20  # is handed to a socket that cannot send from a file
 _BUFFER_SECONDS = 5.0  # a request waits for a buffer
 T = TypeVar("T", bound=web.StreamResponse)
+_SendPiece = Callable[[web.StreamResponse, int, int], Awaitable[None]]
 
 _HEX = re.compile(r"[0-9a-f]{64}")
 _LABELS = re.compile(r"[a-z_]{1,32}")
@@ -157,42 +158,44 @@ async def _send_slot(request: web.Request, found: LocatedChunk, page: bytes) -> 
     if transport.get_extra_info("sslcontext") is not None:
         view = store.slab.view(found.slot)  # type: ignore[union-attr]
         return await _send_buffer(request, found, page, view)
-    limits = request.app[LIMITS]
-    loop, begin, total = asyncio.get_running_loop(), store.offset(found.slot), store.chunk_bytes
-    response = web.StreamResponse(headers=_value_headers(store))
-    try:
-        async with asyncio.timeout(limits.start_seconds):
-            await response.prepare(request)
-            await response.write(page)
-        for at in range(0, total, _PIECE_BYTES):
-            count = min(_PIECE_BYTES, total - at)
-            if transport.is_closing():
-                raise ConnectionResetError
-            async with asyncio.timeout(limits.seconds(count)):
-                await loop.sendfile(transport, store.file, begin + at, count, fallback=False)
-            if not found.renew():  # the reader would notice, by the checksum; it need not read the rest
-                return _aborted(request, response, "evicted_while_sent")
-        await response.write_eof()
-    except TimeoutError:
-        return _aborted(request, response, "slow_readers")
-    return _sent(request, found, response)
+    loop, begin = asyncio.get_running_loop(), store.offset(found.slot)
+
+    async def send(_: web.StreamResponse, at: int, count: int) -> None:
+        if transport.is_closing():
+            raise ConnectionResetError
+        await loop.sendfile(transport, store.file, begin + at, count, fallback=False)
+
+    return await _send_pieces(request, found, page, _PIECE_BYTES, send)
 
 
 async def _send_buffer(
     request: web.Request, found: LocatedChunk, page: bytes, payload: Bytes
 ) -> web.StreamResponse:
-    """Send a chunk from memory of this process, a piece at a time; it is all sent when this returns."""
-    response, limits = web.StreamResponse(headers=_value_headers(found.store)), request.app[LIMITS]
+    """Send a chunk from memory of this process; it is all sent when this returns."""
     view = payload[: found.store.chunk_bytes].data
+
+    async def send(response: web.StreamResponse, at: int, count: int) -> None:
+        await response.write(view[at : at + count])
+        await response.drain()
+
+    return await _send_pieces(request, found, page, _WRITE_BYTES, send)
+
+
+async def _send_pieces(
+    request: web.Request, found: LocatedChunk, page: bytes, most: int, send: _SendPiece
+) -> web.StreamResponse:
+    """Send the page and then the chunk, at most `most` bytes at a time, with the lease renewed after each piece."""
+    response, limits = web.StreamResponse(headers=_value_headers(found.store)), request.app[LIMITS]
+    total = found.store.chunk_bytes
     try:
         async with asyncio.timeout(limits.start_seconds):
             await response.prepare(request)
             await response.write(page)
-        for at in range(0, view.nbytes, _WRITE_BYTES):
-            piece = view[at : at + _WRITE_BYTES]
-            async with asyncio.timeout(limits.seconds(piece.nbytes)):
-                await response.write(piece)
-                await response.drain()
+        for at in range(0, total, most):
+            count = min(most, total - at)
+            async with asyncio.timeout(limits.seconds(count)):
+                await send(response, at, count)
+            # the reader would notice, by the checksum; it need not read the rest
             if found.store.in_memory and not found.renew():
                 return _aborted(request, response, "evicted_while_sent")
         await response.write_eof()
