@@ -18,7 +18,8 @@ import pytest
 
 from pagoda.cache.prompt_log import PromptLog
 from pagoda.cli import main, prompt_source
-from pagoda.keys import Namespace, chunk_keys
+from pagoda.clock import Clock
+from pagoda.keys import Namespace, as_token_ids, chunk_keys
 from pagoda.ledger import Ledger, admin
 from pagoda.metrics import Reason
 from tests.cli.shelf import CHUNK, LLAMA, QWEN, answer, disk, host, pagoda, put, refused, run_here, save
@@ -255,7 +256,9 @@ def test_reasons_are_those_of_the_metrics() -> None:
 def logged(ledger: Ledger, namespace: Namespace, tokens: list[int]) -> None:
     """Store a prompt as a cache does: its chunks, and the prompt in the log."""
     keys = put(ledger, namespace, tokens)
-    PromptLog(ledger.directory, tokens=1).append(namespace.root, CHUNK, keys, tokens)
+    log = PromptLog(ledger, CHUNK, Clock())
+    log.append(namespace.root, CHUNK, keys, as_token_ids(tokens))
+    log.close()
 
 
 def planted(at: int) -> list[int]:

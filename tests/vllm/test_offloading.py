@@ -236,6 +236,7 @@ def test_only_what_was_stored_of_a_request_is_logged(halves: Halves) -> None:
         )  # fmt: skip
         halves.manager.log_prompt(request, CHUNK)
     halves.manager._thread.join(30.0)
+    halves.slots._resources.prompt_log.flush()
     (logged,) = logged_prompts(halves.slots._ledger.directory)
     assert (len(logged.keys), logged.tokens.tolist()) == (kept, tokens[: kept * CHUNK])
     assert logged.keys == derive_keys(keys("p", FULL, kept), halves.slots.namespace())
@@ -256,6 +257,7 @@ def test_few_prompts_wait_to_be_logged(halves: Halves) -> None:
     assert halves.manager._thread.under_way <= offloading_manager._MOST_LOGS
     free.set()
     halves.manager._thread.join(30.0)
+    halves.slots._resources.prompt_log.flush()
     logged = list(logged_prompts(halves.slots._ledger.directory))
     assert [int(one.tokens[0]) for one in logged] == list(range(offloading_manager._MOST_LOGS - 1))
 

@@ -318,6 +318,7 @@ def test_few_prompts_wait_to_be_logged(halves: Halves) -> None:
         go_on.set()
     assert all(each.result() for each in busy)
     look_ups._threads.join(30.0)
+    assert look_ups._cache.flush(30.0)
     ledger = halves.scheduler._lookups._cache.slots._ledger
     assert len(list(logged_prompts(ledger.directory))) == lookups._MOST_LOGS - 2
 

@@ -437,8 +437,13 @@ class Cache:
         return stats
 
     def flush(self, timeout: float = 30.0) -> bool:
-        """Wait until the lower tiers have what was queued for them; False if `timeout` seconds were not enough."""
+        """Wait until the lower tiers have what was queued for them; False if `timeout` seconds were not enough.
+
+        Also writes the prompts that wait to be logged for `pagoda explain`.
+        """
         deadline = Deadline(timeout)
+        if (prompts := self._resources.prompt_log) is not None:
+            prompts.flush()
         flushed = [queue.flush(deadline.remaining()) for queue in self._resources.writeback]
         for tier in self._tiers.lower:
             wait = getattr(tier, "flush", None)

@@ -25,7 +25,7 @@ from pagoda.cache.spans import SpanRecorder
 from pagoda.cache.tier_stack import TierStack
 from pagoda.clock import Clock, Deadline
 from pagoda.errors import ClosedError, ConfigError
-from pagoda.keys import Item, Namespace, TokenIds, as_token_ids
+from pagoda.keys import Int32s, Item, Namespace, TokenIds, as_token_ids
 from pagoda.layout import KVLayout
 from pagoda.metrics import Reason, guarded_logger
 from pagoda.tiers.base import Bytes
@@ -83,7 +83,7 @@ class CacheRequest(NamedTuple):
     parent: bytes | None  # the key at first - 1
     length_tokens: int
     chunk_tokens: int
-    tokens: TokenIds | None = None  # None: the caller gave keys only
+    tokens: Int32s | None = None  # None: the caller gave keys only
     items: tuple[Item, ...] = ()
     head: Sequence[bytes] = ()  # the keys before keys[0], as far as the caller gave them
 

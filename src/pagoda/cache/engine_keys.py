@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeAlias
@@ -82,9 +81,5 @@ def _cbor(value: object) -> bytes:
 def _cbor_head(kind: int, number: int) -> bytes:
     if number < 24:
         return bytes([kind << 5 | number])
-    code, form = next(
-        (code, form)
-        for code, form, most in ((24, ">B", 8), (25, ">H", 16), (26, ">I", 32), (27, ">Q", 64))
-        if number < 1 << most
-    )
-    return bytes([kind << 5 | code]) + struct.pack(form, number)
+    power = next(power for power in range(4) if number < 1 << (8 << power))
+    return bytes([kind << 5 | 24 + power]) + number.to_bytes(1 << power, "big")

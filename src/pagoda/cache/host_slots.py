@@ -22,7 +22,7 @@ from pagoda.cache.weights_epoch import PresentWeights
 from pagoda.cache.writeback import Access, ChunkRef, Generations, Slots, columns_of, follows, recency_stamp
 from pagoda.clock import Deadline
 from pagoda.errors import ClosedError
-from pagoda.keys import TokenIds
+from pagoda.keys import TokenIds, as_token_ids
 from pagoda.ledger import CommitResult, Match, Outcome, Refused, Reserved
 from pagoda.metrics import Reason
 from pagoda.tiers import HostTier
@@ -125,7 +125,9 @@ class HostSlots:
         `chunk_tokens`: of its chunks, if not the layout's. Does nothing if prompts are not logged; never raises.
         """
         if (prompts := self._resources.prompt_log) is not None:
-            prompts.append(namespace, chunk_tokens or self._resources.layout.chunk_tokens, keys, tokens)
+            prompts.append(
+                namespace, chunk_tokens or self._resources.layout.chunk_tokens, keys, as_token_ids(tokens)
+            )
 
     def hold(self, slots: Slots, generations: Generations) -> list[bool]:
         """Keep chunks from eviction until `release` or the end of this process; False where a chunk is not there.

@@ -9,11 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pagoda.cache.engine_keys import schemes
 from pagoda.cache.prompt_log import LoggedPrompt
-from pagoda.keys import TokenIds, as_token_ids, chunk_keys
+from pagoda.keys import Int32s, chunk_keys
 
 __all__ = ["NearestPrompt", "keys_of_prompt", "nearest_prompt"]
 
@@ -56,8 +55,7 @@ class NearestPrompt:
 
 
 def keys_of_prompt(
-    tokens: TokenIds, root: bytes, chunk_tokens: int, logged: Sequence[LoggedPrompt],
-    known: Callable[[bytes], bool],
+    ids: Int32s, root: bytes, chunk_tokens: int, logged: Sequence[LoggedPrompt], known: Callable[[bytes], bool],
 ) -> list[bytes]:  # fmt: skip
     """Return the key of every whole chunk under the scheme by which the namespace `root` was stored.
 
@@ -65,7 +63,6 @@ def keys_of_prompt(
     key is `known`. If none is (an adapter's name or a request's salt is part of the engine's hash), the keys of the
     logged prompt that shares most with ours are used as far as it is the same; keys after that are of no stored chunk.
     """
-    ids = as_token_ids(tokens)
     own = chunk_keys(ids, root, chunk_tokens)
     theirs = [one for one in logged if one.namespace == root and one.chunk_tokens == chunk_tokens]
     if not own:
@@ -83,12 +80,12 @@ def keys_of_prompt(
     if theirs:
         best = max(theirs, key=lambda one: _same_tokens(ids, one.tokens))
         same = best.keys[: _same_tokens(ids, best.tokens) // chunk_tokens]
-        return same + own[len(same) :]
+        return [*same, *own[len(same) :]]
     return own
 
 
 def nearest_prompt(
-    tokens: TokenIds, root: bytes, logged: Sequence[LoggedPrompt], tiers_with: Callable[[bytes], tuple[str, ...]],
+    ids: Int32s, root: bytes, logged: Sequence[LoggedPrompt], tiers_with: Callable[[bytes], tuple[str, ...]],
     other_fields: Callable[[bytes], tuple[str, ...]], *, besides: bool = False,
 ) -> NearestPrompt | None:  # fmt: skip
     """Return the logged prompt nearest to ours: of the same namespace, else of any; None if none is near.
@@ -97,7 +94,6 @@ def nearest_prompt(
     of the other tokens in common, then the latest. `besides`: ours itself, and what it is the beginning of, is left
     out. `tiers_with` tells which tiers have a key, `other_fields` in which fields a namespace differs.
     """
-    ids = as_token_ids(tokens)
     theirs = [one for one in logged if one.namespace == root] or logged
     measured = [(_same_tokens(ids, one.tokens), one) for one in theirs]
     measured = [(same, one) for same, one in measured if not besides or same < len(ids)]
@@ -129,14 +125,14 @@ def _key_at(prompt: LoggedPrompt, token: int) -> bytes:
     return prompt.keys[min(token // prompt.chunk_tokens, len(prompt.keys) - 1)]
 
 
-def _same_tokens(ours: NDArray[np.int32], theirs: NDArray[np.int32]) -> int:
+def _same_tokens(ours: Int32s, theirs: Int32s) -> int:
     """Return how many leading tokens are the same."""
     both = min(len(ours), len(theirs))
     other = ours[:both] != theirs[:both]
     return int(other.argmax()) if other.any() else both
 
 
-def _alike(ours: NDArray[np.int32], theirs: NDArray[np.int32]) -> int:
+def _alike(ours: Int32s, theirs: Int32s) -> int:
     """Return how many tokens are the same at their places."""
     both = min(len(ours), len(theirs))
     return int(np.count_nonzero(ours[:both] == theirs[:both]))

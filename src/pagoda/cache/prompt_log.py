@@ -2,8 +2,9 @@
 
 Keys are hashes: they tell which chunk of a prompt is not stored, not which token of it is another. So two files beside
 the ledger of the host tier, `prompts` and `prompts-old`, hold prompts with their keys; when the first is full, it
-takes the place of the second. `StoreCall` and `HostSlots` append, each prompt by one write; `nearest_prompt` reads.
-Nothing else depends on them: a prompt that is lost, torn or long gone costs a part of an explanation.
+takes the place of the second. `StoreCall` and `HostSlots` append, and a thread writes a moment later, each prompt by
+one write; `nearest_prompt` reads. Nothing else depends on them: a prompt that is lost, torn or long gone costs a part
+of an explanation.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from io import FileIO
 from pathlib import Path
@@ -21,13 +24,14 @@ from typing import NamedTuple
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from pagoda.clock import Clock
 from pagoda.fork import reset_in_child
-from pagoda.keys import KEY_BYTES, TokenIds, as_token_ids
+from pagoda.keys import KEY_BYTES, Int32s
+from pagoda.ledger import Ledger
 from pagoda.ledger.store_state import OLD_PROMPTS, PROMPTS
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
+from pagoda.threads import Pool
 
 __all__ = ["LoggedPrompt", "PromptLog", "logged_prompts"]
 
@@ -38,7 +42,8 @@ _BODY = Struct("<IIId32s")  # tokens of a chunk, keys, tokens, time (Unix), root
 _MAGIC = b"PAGODAP1"
 _LEAST_BYTES, _MOST_BYTES = 1 << 20, 64 << 20  # of each of the two files
 _open_private = partial(os.open, mode=0o600)
-_REMEMBERED = 1024  # prompts of this process that are not appended again while they are so recent
+_PAUSE_SECONDS = 0.1  # between two rounds of the thread
+_REMEMBERED = 1024  # prompts of this process that are not written again while they are so recent
 
 
 class LoggedPrompt(NamedTuple):
@@ -46,106 +51,127 @@ class LoggedPrompt(NamedTuple):
 
     namespace: bytes
     chunk_tokens: int
-    keys: list[bytes]
-    tokens: NDArray[np.int32]
+    keys: Sequence[bytes]
+    tokens: Int32s
     stored_at: float  # Unix time
 
 
 class PromptLog:
     """Appends prompts to the log of one store. Thread-safe and fork-safe: it keeps no file open."""
 
-    def __init__(self, directory: Path, tokens: int, clock: Clock | None = None) -> None:
-        """Append to the log in `directory`; each of its files has room for about `tokens` tokens."""
-        self._path, self._old = directory / PROMPTS, directory / OLD_PROMPTS
-        self._most_bytes = min(max(4 * tokens, _LEAST_BYTES), _MOST_BYTES)
+    def __init__(self, ledger: Ledger, chunk_tokens: int, clock: Clock) -> None:
+        """Append to the log beside `ledger`; each of its files has room for about as many tokens as the ledger."""
+        self._ledger, self._path = ledger, ledger.directory / PROMPTS
+        self._most_bytes = min(max(4 * ledger.slots * chunk_tokens, _LEAST_BYTES), _MOST_BYTES)
+        self._clock, self._lines = clock, RateLimitedLog(clock)
         self._recent: dict[bytes, None] = {}  # last keys; changed by single calls of built-in functions
         self._inode = 0  # of the file that has them
-        self._lines = RateLimitedLog(clock or Clock())
+        self._thread = Pool(1, "pagoda-prompts")
+        self.reset()
         reset_in_child(self)
 
     def reset(self) -> None:
-        """Create the lock of the log lines."""
+        """Create the locks; nothing waits: what did before a fork is written by the parent."""
+        # a signal handler may call at any line
+        self._lock, self._writing = threading.RLock(), threading.RLock()
+        self._waiting: dict[bytes, LoggedPrompt] = {}  # by last key
+        self._waiting_bytes = 0
         self._lines.reset()
 
-    def append(
-        self, namespace: bytes, chunk_tokens: int, keys: Sequence[bytes], tokens: TokenIds | None
-    ) -> None:
-        """Append a prompt that was stored. `keys`: of its chunks from the first one on.
+    def append(self, namespace: bytes, chunk_tokens: int, keys: Sequence[bytes], tokens: Int32s) -> None:
+        """Append a prompt that was stored, a moment later. `keys`: of its chunks from the first one on.
 
         Not if it was a moment ago, or had then more than four fifths of its chunks: one that is stored in parts is
-        logged a few times, not with each part. Never raises: a prompt that cannot be written is one log line in a
-        while, and no prompt longer than the log is.
+        logged a few times, not with each part; nor one that is longer than the log. Never raises.
         """
-        if tokens is None or not keys or 4 * len(tokens) > self._most_bytes:
+        size, latest = KEY_BYTES * len(keys) + tokens.nbytes, keys[4 * len(keys) // 5 :]
+        if not keys or size > self._most_bytes or not self._waiting.keys().isdisjoint(latest):
             return
-        try:
-            inode = os.stat(self._path).st_ino
-        except OSError:
-            inode = 0
-        if inode != self._inode:  # cleared, or full: prompts in use come into the new file, too
-            self._recent.clear()
-        if not self._recent.keys().isdisjoint(keys[4 * len(keys) // 5 :]):
+        if self._is_written(latest):
             return
-        ids = as_token_ids(tokens)
-        body = _BODY.pack(chunk_tokens, len(keys), len(ids), time.time(), namespace)
-        body = b"".join((body, *keys, ids.tobytes()))
-        try:
-            self._write(_HEAD.pack(_MAGIC, xxhash.xxh3_64_intdigest(body)) + body)
-        except OSError as error:
-            self._lines.warn(log, Reason.IO_ERROR, f"a prompt was not logged, for explanations only: {error}")
-        else:
-            self._recent[keys[-1]] = None
+        prompt = LoggedPrompt(namespace, chunk_tokens, keys, tokens.copy(), self._clock.time())
+        with self._lock:
+            if not self._waiting:
+                self._thread.later(self.flush, _PAUSE_SECONDS)
+            self._waiting[keys[-1]] = prompt
+            self._waiting_bytes += size
+        if self._waiting_bytes > self._most_bytes:  # more than the tier holds, in a moment
+            self.flush()
 
-    def _write(self, record: bytes) -> None:
+    def flush(self, pause_seconds: float = 0.0) -> None:
+        """Write what waits, after a pause. Never raises: what cannot be written is one log line in a while."""
+        time.sleep(pause_seconds)
+        with self._writing:
+            with self._lock:
+                prompts, self._waiting, self._waiting_bytes = [*self._waiting.values()], {}, 0
+            try:
+                while prompts:
+                    self._write(prompts)
+            except OSError as error:
+                why = f"{len(prompts)} prompts were not logged, for explanations only: {error}"
+                self._lines.warn(log, Reason.IO_ERROR, why)
+
+    def close(self) -> None:
+        """Write what waits, and end the thread. Idempotent."""
+        self._thread.shutdown(wait=False)
+        self.flush()
+
+    def _is_written(self, keys: Sequence[bytes]) -> bool:
+        """Whether a prompt that ends with one of these keys is in the file: one in use comes into each new file."""
+        try:
+            return not self._recent.keys().isdisjoint(keys) and os.stat(self._path).st_ino == self._inode
+        except OSError:  # cleared, or full
+            return False
+
+    def _write(self, prompts: list[LoggedPrompt]) -> None:
+        """Write prompts and remove them from the list, until the file is full. OSError."""
         # a file object, made by built-in functions alone: it closes itself if a signal handler raises in between
         with FileIO(self._path, "a", opener=_open_private) as file:
-            written = file.write(record)
             status = os.fstat(file.fileno())
-            if written < len(record):
-                raise OSError(errno.ENOSPC, "no space for a whole prompt", str(self._path))
-            if status.st_size >= self._most_bytes:
-                self._begin_anew(file.fileno(), status.st_ino)
-        self._inode = status.st_ino
-        if len(self._recent) >= _REMEMBERED:
-            self._recent.clear()
-
-    def _begin_anew(self, fd: int, inode: int) -> None:
-        """Let the full file take the place of the old one, unless another process does or did."""
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until `fd` is closed
-            if os.stat(self._path).st_ino == inode:
-                os.replace(self._path, self._old)
-        except (BlockingIOError, FileNotFoundError):
-            pass
+            if status.st_size > 2 * self._most_bytes:
+                raise OSError(errno.EFBIG, "it cannot be renamed", str(self._path))
+            if status.st_ino != self._inode or len(self._recent) >= _REMEMBERED:
+                self._recent.clear()
+                self._inode = status.st_ino
+            full = False
+            while prompts and not full:
+                namespace, size, keys, tokens, stored_at = prompts[0]
+                # a clear removes the chunks, then the file: asked after this was opened, nothing cleared stays
+                gone = self._ledger.explain_miss(keys[-1]).reason
+                if gone is not Reason.CLEARED and not self._is_written(keys[4 * len(keys) // 5 :]):
+                    head = _BODY.pack(size, len(keys), len(tokens), stored_at, namespace)
+                    body = b"".join((head, *keys, tokens.tobytes()))
+                    record = _HEAD.pack(_MAGIC, xxhash.xxh3_64_intdigest(body)) + body
+                    if file.write(record) < len(record):
+                        raise OSError(errno.ENOSPC, "no space for a whole prompt", str(self._path))
+                    self._recent[keys[-1]] = None
+                del prompts[0]
+                full = os.fstat(file.fileno()).st_size >= self._most_bytes
+            if full:
+                with suppress(BlockingIOError, FileNotFoundError):  # another process renames it, or did
+                    fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if os.stat(self._path).st_ino == status.st_ino:
+                        os.replace(self._path, self._path.with_name(OLD_PROMPTS))
 
 
 def logged_prompts(directory: Path) -> Iterator[LoggedPrompt]:
     """Read the log of a store, the oldest prompt first; what is torn is left out. Changes nothing. OSError."""
     for name in (OLD_PROMPTS, PROMPTS):
-        try:
-            content = (directory / name).read_bytes()
-        except FileNotFoundError:
-            continue
-        at = content.find(_MAGIC)
-        while at >= 0:
-            prompt, end = _parsed(content, at)
-            if prompt is not None:
-                yield prompt
-            at = content.find(_MAGIC, end)
+        with suppress(FileNotFoundError):
+            yield from _prompts_in((directory / name).read_bytes())
 
 
-def _parsed(content: bytes, at: int) -> tuple[LoggedPrompt | None, int]:
-    """Return the prompt at a place of the log, None if it is not whole; and where to look for the next one."""
-    begin = at + _HEAD.size
-    if begin + _BODY.size > len(content):
-        return None, at + 1
-    size, keys, tokens, stored_at, namespace = _BODY.unpack_from(content, begin)
-    first = begin + _BODY.size
-    last = first + KEY_BYTES * keys
-    end = last + 4 * tokens
-    checksum = _HEAD.unpack_from(content, at)[1]
-    if end > len(content) or xxhash.xxh3_64_intdigest(memoryview(content)[begin:end]) != checksum:
-        return None, at + 1
-    named = [content[place : place + KEY_BYTES] for place in range(first, last, KEY_BYTES)]
-    ids = np.frombuffer(content, "<i4", tokens, last)
-    return LoggedPrompt(namespace, size, named, ids, stored_at), end
+def _prompts_in(content: bytes) -> Iterator[LoggedPrompt]:
+    at = content.find(_MAGIC)
+    while 0 <= at <= len(content) - _HEAD.size - _BODY.size:
+        begin = at + _HEAD.size
+        size, keys, tokens, stored_at, namespace = _BODY.unpack_from(content, begin)
+        first = begin + _BODY.size
+        last = first + KEY_BYTES * keys
+        end = last + 4 * tokens
+        whole = memoryview(content)[begin:end]  # shorter if it was cut: then it has another checksum
+        if xxhash.xxh3_64_intdigest(whole) == _HEAD.unpack_from(content, at)[1]:
+            named = [content[place : place + KEY_BYTES] for place in range(first, last, KEY_BYTES)]
+            yield LoggedPrompt(namespace, size, named, np.frombuffer(content, "<i4", tokens, last), stored_at)
+            at = end - 1
+        at = content.find(_MAGIC, at + 1)

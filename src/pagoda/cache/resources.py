@@ -72,6 +72,8 @@ class Resources:
         end_helpers()
         writing = Deadline(timeout * 0.6)
         ended = [queue.close(writing.remaining()) for queue in self.writeback]
+        if self.prompt_log is not None:
+            self.prompt_log.close()
         self.counters.close()
         for tier in reversed(self.tiers.all):
             try:
@@ -107,7 +109,7 @@ def build_resources(
         store_staging=StagingPool(layout.slot_bytes),
         # not in private memory, where no other process could read it
         prompt_log=(
-            PromptLog(tiers.host.ledger.directory, tiers.host.ledger.slots * layout.chunk_tokens, clock)
+            PromptLog(tiers.host.ledger, layout.chunk_tokens, clock)
             if config.prompt_log and config.host_shared and tiers.host is not None
             else None
         ),

@@ -41,9 +41,8 @@ class TierAnswer(NamedTuple):
     reason: Reason | None  # None: all whole chunks are served
     detail: str
     chunk: int | None = None  # the first that is not served
-    other_fields: tuple[
-        str, ...
-    ] = ()  # of the namespace under which that chunk is stored, if it is another one
+    # of the namespace under which that chunk is stored, if it is another one
+    other_fields: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
