@@ -26,7 +26,7 @@ BOUNDS = {
     "retrieve from host, caller": (22, 22),
     "retrieve from disk, caller": (31, 30),
     "retrieve from disk, all threads": (35, 34),
-    "store, functions": (175, 170),
+    "store, functions": (177, 170),
     "lookup, functions": (42, 50),
     "retrieve from host, functions": (70, 70),
     "retrieve from disk, functions": (176, 175),

@@ -125,9 +125,8 @@ class HostSlots:
         `chunk_tokens`: of its chunks, if not the layout's. Does nothing if prompts are not logged; never raises.
         """
         if (prompts := self._resources.prompt_log) is not None:
-            prompts.append(
-                namespace, chunk_tokens or self._resources.layout.chunk_tokens, keys, as_token_ids(tokens)
-            )
+            size = chunk_tokens or self._resources.layout.chunk_tokens
+            prompts.append(namespace, size, keys, as_token_ids(tokens))
 
     def hold(self, slots: Slots, generations: Generations) -> list[bool]:
         """Keep chunks from eviction until `release` or the end of this process; False where a chunk is not there.

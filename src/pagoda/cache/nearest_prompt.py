@@ -46,9 +46,8 @@ class NearestPrompt:
     def difference(self) -> str:
         """Say in a few words where ours differs."""
         if self.token is not None:
-            return (
-                f"it differs at token {self.token:,}: {self.token_id} here, {self.stored_id} in the nearest"
-            )
+            here, there = self.token_id, self.stored_id
+            return f"it differs at token {self.token:,}: {here} here, {there} in the nearest"
         if self.stored_id is None and self.token_id is not None:
             return f"the nearest is its beginning: that ends after token {self.same_tokens - 1:,}"
         return "the nearest begins with all of it"

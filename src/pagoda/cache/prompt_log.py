@@ -85,9 +85,8 @@ class PromptLog:
         logged a few times, not with each part; nor one that is longer than the log. Never raises.
         """
         size, latest = KEY_BYTES * len(keys) + tokens.nbytes, keys[4 * len(keys) // 5 :]
-        if not keys or size > self._most_bytes or not self._waiting.keys().isdisjoint(latest):
-            return
-        if self._is_written(latest):
+        known = not self._waiting.keys().isdisjoint(latest) or self._is_written(latest)
+        if not keys or known or size > self._most_bytes:
             return
         prompt = LoggedPrompt(namespace, chunk_tokens, keys, tokens.copy(), self._clock.time())
         with self._lock:
@@ -133,9 +132,7 @@ class PromptLog:
             if status.st_ino != self._inode or len(self._recent) >= _REMEMBERED:
                 self._recent.clear()
                 self._inode = status.st_ino
-            full = False
-            while prompts and not full:
-                namespace, size, keys, tokens, stored_at = prompts[0]
+            for namespace, size, keys, tokens, stored_at in [*prompts]:
                 # a clear removes the chunks, then the file: asked after this was opened, nothing cleared stays
                 gone = self._ledger.explain_miss(keys[-1]).reason
                 if gone is not Reason.CLEARED and not self._is_written(keys[4 * len(keys) // 5 :]):
@@ -146,12 +143,12 @@ class PromptLog:
                         raise OSError(errno.ENOSPC, "no space for a whole prompt", str(self._path))
                     self._recent[keys[-1]] = None
                 del prompts[0]
-                full = os.fstat(file.fileno()).st_size >= self._most_bytes
-            if full:
-                with suppress(BlockingIOError, FileNotFoundError):  # another process renames it, or did
-                    fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    if os.stat(self._path).st_ino == status.st_ino:
-                        os.replace(self._path, self._path.with_name(OLD_PROMPTS))
+                if os.fstat(file.fileno()).st_size >= self._most_bytes:
+                    with suppress(BlockingIOError, FileNotFoundError):  # another process renames it, or did
+                        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        if os.stat(self._path).st_ino == status.st_ino:
+                            os.replace(self._path, self._path.with_name(OLD_PROMPTS))
+                    break
 
 
 def logged_prompts(directory: Path) -> Iterator[LoggedPrompt]:

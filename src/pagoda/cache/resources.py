@@ -91,6 +91,8 @@ def build_resources(
     ledgers = tiers.ledgers()
     counters = CacheCounters(ledgers[0][1] if ledgers else None, clock)
     executor = CallExecutor()
+    # prompts are not logged in private memory, where no other process could read them
+    shared = tiers.host if config.prompt_log and config.host_shared else None
     return Resources(
         config=config,
         layout=layout,
@@ -107,11 +109,6 @@ def build_resources(
         ),
         load_staging=StagingPool(layout.slot_bytes),
         store_staging=StagingPool(layout.slot_bytes),
-        # not in private memory, where no other process could read it
-        prompt_log=(
-            PromptLog(tiers.host.ledger, layout.chunk_tokens, clock)
-            if config.prompt_log and config.host_shared and tiers.host is not None
-            else None
-        ),
+        prompt_log=None if shared is None else PromptLog(shared.ledger, layout.chunk_tokens, clock),
         recorder=Recorder(Path(config.record), layout.chunk_tokens, clock) if config.record else None,
     )

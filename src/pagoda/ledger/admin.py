@@ -136,9 +136,7 @@ def _remove_prompts(ledger: Ledger) -> None:
         except OSError as error:
             left.append(str(error))
     if left:
-        raise StoreError(
-            f"token ids of cleared prompts are left: {'; '.join(left)}; remove these files by hand"
-        )
+        raise StoreError(f"token ids of cleared prompts are left: {'; '.join(left)}; remove them by hand")
 
 
 def _clear_chunks(ledger: Ledger, namespace: bytes | None) -> int:
