@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -101,3 +102,25 @@ def test_what_is_closed_takes_no_copies(shm_root: Path) -> None:
         pass
     again = cache.store(prompt(1), kv_of(prompt(1)).transfer)
     assert (again.num_chunks, again.reason) == (0, Reason.CLOSED)
+
+
+@pytest.mark.parametrize("policy", ["hindsight", "lru", "arc", "fifo"])
+def test_a_closed_cache_leaves_no_file_mapped_until_a_collection(
+    policy: str, shm_root: Path, tmp_path: Path
+) -> None:
+    """They hold memory of stores that were removed, in a process that opens new ones, such as `pagoda serve`."""
+
+    def mapped() -> bool:
+        maps = Path("/proc/self/maps").read_text()
+        return str(shm_root) in maps or str(tmp_path) in maps
+
+    gc.collect()
+    gc.disable()
+    try:
+        with cache_at(shm_root, tmp_path, policy=policy) as cache:
+            stored(cache, prompt(4))
+            assert served(cache, prompt(4))[0].num_tokens and mapped()
+        del cache
+        wait_until(lambda: not mapped(), 10.0)
+    finally:
+        gc.enable()

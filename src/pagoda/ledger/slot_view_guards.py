@@ -49,7 +49,7 @@ class PageGuards:
         """Map the file. `join` makes this process a member, if it is none yet, by calling `become`."""
         self._rows = memoryview(map_file(path, GUARD_BYTES)).cast("Q")
         self._generation = columns.generation.data
-        self._join = join
+        self._join = weakref.WeakMethod(join)  # else a store that is closed keeps its mapped files
         self.forget()
 
     def forget(self) -> None:
@@ -79,7 +79,9 @@ class PageGuards:
     def lend(self, slots: Sequence[int], base: Bytes) -> list[int]:
         """Guard the pages of slots for as long as `base` lives; return those that have no pages."""
         if not self._joined:  # a forked child that uses what its parent has found
-            self._join()
+            join = self._join()
+            if join is not None:
+                join()
         if self._ended:
             self.settle()
         mask = 0

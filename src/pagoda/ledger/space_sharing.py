@@ -24,6 +24,7 @@ import itertools
 import math
 import os
 import time
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -60,7 +61,7 @@ class SpaceShare:
     """The share of one store in its root. Thread-safe: what it changes, it changes under the lock of the root."""
 
     def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+        self._ledger: Ledger = weakref.proxy(ledger)  # which holds this: closed, it frees its mapped files
         self._session = ledger.session
         self._slot_bytes = ledger.slot_bytes
         self._directory = ledger.directory

@@ -11,6 +11,7 @@ process adds the chunks that were asked for again to the shared values.
 
 from __future__ import annotations
 
+import weakref
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -113,7 +114,8 @@ class Hindsight:
 
     def __init__(self, hints: Hints) -> None:
         self._hints = hints
-        self._queue = EvictionQueue(hints, self._ranks)
+        me = weakref.proxy(self)  # which holds the queue: a store that is closed frees its columns at once
+        self._queue = EvictionQueue(hints, lambda: me._ranks())
         self._shadow = ShadowLru(hints)
         # here, not yet shared
         self._asked, self._watched = np.zeros((CLASSES, AGES)), np.zeros((CLASSES, AGES))

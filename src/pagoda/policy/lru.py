@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagoda.policy import Hints, Newcomers
-from pagoda.policy.eviction_queue import EvictionQueue, Ranks, Rows
+from pagoda.policy.eviction_queue import EvictionQueue, Rows
 
 
 class Lru:
@@ -22,7 +22,7 @@ class Lru:
 
     def __init__(self, hints: Hints) -> None:
         self._hints = hints
-        self._queue = EvictionQueue(hints, self._ranks)
+        self._queue = EvictionQueue(hints, lambda: np.zeros(hints.slots))
 
     def touch(self, rows: Rows, stamps: Rows, asked: bool = True) -> None:
         """Raise the recency of these slots; never lower it."""
@@ -42,19 +42,13 @@ class Lru:
     def share(self, values: NDArray[np.float64]) -> None:
         """Do nothing: the columns are shared already."""
 
-    def _ranks(self) -> Ranks:
-        return np.zeros(self._hints.slots)
-
 
 class Fifo(Lru):
     """Evicts the chunk that was stored first, even if it is asked for often."""
 
     def __init__(self, hints: Hints) -> None:
         self._hints = hints
-        self._queue = EvictionQueue(hints, self._ranks, by_use=False)
-
-    def _ranks(self) -> Ranks:
-        return self._hints.generation.astype(np.float64)
+        self._queue = EvictionQueue(hints, lambda: hints.generation.astype(np.float64), by_use=False)
 
 
 def raise_recency(hints: Hints, rows: Rows, stamps: Rows) -> None:
