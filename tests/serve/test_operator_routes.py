@@ -101,9 +101,10 @@ def test_the_login_gives_a_cookie_that_serves_the_own_page_only(page: Server) ->
     assert post(page, "/unpin", asked, **kept, Origin=own).status == 200
     assert post(page, "/unpin", asked, **kept).status == 401
     assert post(page, "/unpin", asked, **kept, Origin="http://evil.example").status in (401, 403)
-    form = page.ask(
-        "POST", "/login", f"token={TOKEN}".encode(), {"Content-Type": "application/x-www-form-urlencoded"}
-    )
+    kind = {"Content-Type": "application/x-www-form-urlencoded"}
+    wrong = page.ask("POST", "/login", b"token=wrong", kind)
+    assert wrong.status == 401 and b"<form" in wrong.body and b"this is not the token" in wrong.body
+    form = page.ask("POST", "/login", f"token={TOKEN}".encode(), kind)
     assert (form.status, form.headers["Location"]) == (303, "/") and "Set-Cookie" in form.headers
 
 

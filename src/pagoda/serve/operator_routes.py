@@ -142,10 +142,12 @@ class OperatorRoutes:
     async def _index(self, request: web.Request) -> web.Response:
         if self._access.lets_in(request):
             return self._sent("index.html")
+        return self._login_page()
+
+    def _login_page(self, said: str = "") -> web.Response:
+        body = self._form.replace(b"</h1>", f'</h1><p class="trouble" role="alert">{said}</p>'.encode())
         headers = {**_HEADERS, "Content-Security-Policy": self._form_policy}
-        return web.Response(
-            status=401, body=self._form, content_type="text/html", charset="utf-8", headers=headers
-        )
+        return web.Response(status=401, body=body, content_type="text/html", charset="utf-8", headers=headers)
 
     async def _file(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
@@ -188,24 +190,17 @@ class OperatorRoutes:
         body = await _body(request, _MOST_LOGIN_BYTES)
         is_form = request.content_type == "application/x-www-form-urlencoded"
         cookie = self._access.cookie_for(request, _token_in(body, is_form))
-        if cookie is None and not is_form:
-            return refusal(
-                401, "token", "this is not the token, or there were too many wrong ones: wait a while"
-            )
+        if cookie is None:
+            wrong = "this is not the token, or there were too many wrong ones: wait a while"
+            return self._login_page(wrong) if is_form else refusal(401, "token", wrong)
         response = (
             web.Response(status=303, headers={"Location": "/"})
             if is_form
             else web.json_response({"ok": True})
         )
-        if cookie is not None:
-            response.set_cookie(
-                COOKIE,
-                cookie,
-                max_age=_COOKIE_SECONDS,
-                httponly=True,
-                samesite="Strict",
-                secure=request.secure,
-            )
+        response.set_cookie(
+            COOKIE, cookie, max_age=_COOKIE_SECONDS, httponly=True, samesite="Strict", secure=request.secure
+        )
         response.headers.update(_HEADERS)
         return response
 
