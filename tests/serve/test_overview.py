@@ -107,7 +107,7 @@ def test_a_store_that_cannot_be_read_is_named_and_the_others_are_shown(shm_root:
 
 
 def test_remote_tiers_are_asked_now_and_then_only(shm_root: Path) -> None:
-    from pagoda.cli.stats import RemoteUsage
+    from pagoda.serve.overview import RemoteUsage
 
     asked = []
 
@@ -127,7 +127,7 @@ def test_remote_tiers_are_asked_now_and_then_only(shm_root: Path) -> None:
 
 
 def test_a_remote_that_does_not_answer_delays_and_changes_nothing_of_the_rest(shm_root: Path) -> None:
-    from pagoda.cli.stats import RemoteUsage
+    from pagoda.serve.overview import RemoteUsage
 
     answering = threading.Event()
 

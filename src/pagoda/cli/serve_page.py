@@ -14,13 +14,14 @@ from pagoda.cli import UsageError
 from pagoda.cli.explain import in_words
 from pagoda.cli.prompt_source import text_tokenizer
 from pagoda.cli.remote_stores import pinged, remotes_of
-from pagoda.cli.stats import RemoteUsage, remote_usage
+from pagoda.cli.stats import remote_usage
 from pagoda.cli.stores import configured
 
 if TYPE_CHECKING:
     from pagoda.keys import TokenIds
     from pagoda.ledger import Ledger
     from pagoda.serve.operator_routes import PageOptions
+    from pagoda.serve.overview import RemoteUsage
 
 _MOST_TEXT = 4 << 20
 _MOST_NAMESPACES = 20  # in one answer

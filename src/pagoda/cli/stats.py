@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from pagoda.config import RemoteSpec
     from pagoda.ledger.snapshot import StoreSnapshot
+    from pagoda.serve.overview import RemoteUsage
 
 
 def stats(
@@ -55,18 +56,10 @@ HIT_SOURCES = ("host", "disk", "remote")
 """The kinds of tiers that hits are counted by."""
 
 
-class RemoteUsage(NamedTuple):
-    """How full the engine of one remote tier is, in bytes (None: it does not say), or why it gave no answer."""
-
-    tier: str
-    address: str
-    used_bytes: int | None
-    limit_bytes: int | None
-    error: str
-
-
 def remote_usage(spec: RemoteSpec) -> RemoteUsage:
     """Ask a remote tier how full it is; an error is in the answer."""
+    from pagoda.serve.overview import RemoteUsage
+
     try:
         found = usage(spec)
     except Unanswered as trouble:

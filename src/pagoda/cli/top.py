@@ -17,7 +17,7 @@ from typer import Option
 
 from pagoda.cli import UsageError, printing
 from pagoda.cli.remote_stores import remotes_of
-from pagoda.cli.stats import RemoteUsage, hit_rows, namespace_rows, remote_usage, store_names
+from pagoda.cli.stats import hit_rows, namespace_rows, remote_usage, store_names
 from pagoda.cli.stores import AsJson, ConfigFile, Directory, attached, configured, find_stores
 from pagoda.cli.text_tables import printable, table_lines, wrapped
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from pagoda.config import RemoteSpec
     from pagoda.ledger.snapshot import StoreSnapshot
+    from pagoda.serve.overview import RemoteUsage
 
 _RATES = ("lookups", "hit_tokens", "stored_bytes", "loaded_bytes", "evicted_chunks")
 _BAR_CELLS = 20

@@ -25,7 +25,7 @@ from pagoda.serve.blocking_calls import BlockingCallPool
 from pagoda.serve.chunk_routes import LIMITS
 from pagoda.serve.live_feed import LiveFeed, TooManyReaders
 from pagoda.serve.operations import Operations, PromptTools
-from pagoda.serve.overview import Overview, RemoteState
+from pagoda.serve.overview import Overview, RemoteUsage
 from pagoda.serve.served_stores import ServedStores
 
 __all__ = ["OperatorRoutes", "PageOptions"]
@@ -56,7 +56,7 @@ class PageOptions:
     """What the page is told by the command line; see `Overview` and `Operations`."""
 
     prompts: PromptTools
-    remotes: Callable[[], Sequence[RemoteState]] = tuple
+    remotes: Callable[[], Sequence[RemoteUsage]] = tuple
     settings: Sequence[tuple[str, str]] = ()
     gpu_price: float | None = None
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypedDict
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 import pagoda
 from pagoda.clock import Deadline
@@ -27,7 +27,7 @@ from pagoda.threads import begin
 if TYPE_CHECKING:
     from pagoda.ledger import Ledger
 
-__all__ = ["Overview", "RemoteState", "Sample"]
+__all__ = ["Overview", "RemoteUsage", "Sample"]
 
 MOST_SAMPLES = 300
 MOST_NAMESPACES = 50
@@ -39,19 +39,14 @@ _STORES_SECONDS = 1.0  # for all that other processes hold
 _TITLES = {"host": "host memory", "disk": "disk", "remote": "remote tiers"}
 
 
-class RemoteState(Protocol):
-    """What a remote tier said: how full its engine is (None: it does not say), or why it gave no answer."""
+class RemoteUsage(NamedTuple):
+    """How full the engine of one remote tier is, in bytes (None: it does not say), or why it gave no answer."""
 
-    @property
-    def tier(self) -> str: ...
-    @property
-    def address(self) -> str: ...
-    @property
-    def used_bytes(self) -> int | None: ...
-    @property
-    def limit_bytes(self) -> int | None: ...
-    @property
-    def error(self) -> str: ...
+    tier: str
+    address: str
+    used_bytes: int | None
+    limit_bytes: int | None
+    error: str
 
 
 class Sample(TypedDict):
@@ -77,7 +72,7 @@ class Overview:
     def __init__(
         self,
         ledgers: Callable[[], Sequence[Ledger]],
-        remotes: Callable[[], Sequence[RemoteState]] = tuple,
+        remotes: Callable[[], Sequence[RemoteUsage]] = tuple,
         *,
         settings: Sequence[tuple[str, str]] = (),
         gpu_price: float | None = None,
@@ -88,7 +83,7 @@ class Overview:
         self._settings = settings
         self._gpu_price = gpu_price
         self._tokenizer = tokenizer
-        self._remotes: Sequence[RemoteState] = ()
+        self._remotes: Sequence[RemoteUsage] = ()
         self._asked_at = float("-inf")
         self._asking: threading.Thread | None = None
         self._before: tuple[float, dict[Path, StoreSnapshot]] | None = None
@@ -127,7 +122,7 @@ class Overview:
             "sample": self._sample(now, stores),
         }
 
-    def _known_remotes(self) -> Sequence[RemoteState]:
+    def _known_remotes(self) -> Sequence[RemoteUsage]:
         """Return what the remote tiers said last: the local stores do not wait for one that is slow or away."""
 
         def ask() -> None:
@@ -193,7 +188,7 @@ def _local_tiers(stores: Sequence[StoreSnapshot], totals: Mapping[str, int]) -> 
     return rows
 
 
-def _remote_tiers(remotes: Sequence[RemoteState], hit_tokens: int) -> list[dict[str, object]]:
+def _remote_tiers(remotes: Sequence[RemoteUsage], hit_tokens: int) -> list[dict[str, object]]:
     """Return one row for each remote tier. Engines count the hits of all of them together."""
     return [
         {
