@@ -286,6 +286,8 @@ def test_a_locale_that_cannot_write_what_is_shown_stops_no_command(shm_root: Pat
     for command in (("top", "--once"), ("stats",)):
         done = pagoda(*command, shm_root, PYTHONIOENCODING="ascii:strict")
         assert done.returncode == 0 and "Traceback" not in done.stderr and "host" in done.stdout
+    done = pagoda("vllm", "--print", "serve", os.fsdecode(b"/models/\xff"))
+    assert done.returncode == 0 and r"/models/\udcff" in done.stdout
 
 
 def test_called_from_python_it_returns_the_code(shm_root: Path) -> None:

@@ -46,7 +46,7 @@ def main(args: Sequence[str] | None = None) -> int:
     if sys.stdout is None:  # closed by the caller: the exit code tells
         sys.stdout = io.StringIO()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # not every locale can write every name
+        sys.stdout.reconfigure(errors="backslashreplace")  # not every locale can write every name
     try:
         return _run(sys.argv[1:] if args is None else args)
     except KeyboardInterrupt:
