@@ -9,13 +9,14 @@ import threading
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 
 from pagoda import Cache, Namespace
 from pagoda.ledger import Ledger
 from pagoda.serve import live_feed
 from pagoda.serve.blocking_calls import BlockingCallPool
 from pagoda.serve.live_feed import LiveFeed
-from pagoda.serve.overview import MOST_PINS, MOST_REQUESTS, MOST_SAMPLES, Overview
+from pagoda.serve.overview import MOST_NAMESPACES, MOST_PINS, MOST_REQUESTS, MOST_SAMPLES, Overview
 from pagoda.transfer import DenseKV
 from tests.serve.kit import CHUNK, LAYOUT, NAMESPACE, kv_of, tokens_of, wait_until
 
@@ -60,6 +61,18 @@ def test_a_sample_has_what_happened_between_two_looks(shm_root: Path) -> None:
         for _ in range(MOST_SAMPLES + 5):
             overview.history.append(sample)
         assert len(overview.history) == MOST_SAMPLES
+
+
+def test_of_many_namespaces_the_largest_are_shown_and_the_rest_is_counted(shm_root: Path) -> None:
+    with opened(shm_root) as cache:
+        (ledger,) = ledgers_of(cache)
+        for number in range(MOST_NAMESPACES + 9):
+            ledger.namespaces.register(blake3(b"%d" % number).digest(), {"model": f"empty {number}"})
+        cache.store(tokens_of(1, 1), DenseKV(kv_of(1, 1), LAYOUT))
+        found = Overview(lambda: [ledger]).take()
+        rows = found["namespaces"]
+        assert isinstance(rows, list) and len(rows) == MOST_NAMESPACES and found["more_namespaces"] == 10
+        assert (rows[0]["fields"]["model"], rows[0]["chunks"]) == ("served", {"host": 1})
 
 
 def test_the_last_requests_of_all_stores_have_their_model_and_the_reason(shm_root: Path) -> None:
@@ -165,6 +178,7 @@ def test_nothing_is_sampled_while_nobody_looks_and_slow_readers_are_dropped(
                     event = await asyncio.wait_for(quick.get(), 10)
                     assert event is not None and event.startswith(b"event: snapshot\ndata: {")
                     events += 1
+                    assert events < 200, "it is never given up"
                     if slow.qsize() == 1 and slow._queue[0] is None:  # type: ignore[attr-defined]
                         break
                 assert await slow.get() is None and events >= 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -12,7 +13,7 @@ import pytest
 
 from pagoda import Cache, Namespace
 from pagoda.transfer import DenseKV
-from tests.serve.kit import CHUNK, LAYOUT, TOKEN, Server, kv_of, server, tokens_of
+from tests.serve.kit import CHUNK, LAYOUT, TOKEN, Server, kv_of, server, tokens_of, wait_until
 
 CHROMIUM = shutil.which("chromium")
 MARKUP = "<img src=x onerror=document.title='broken'>"
@@ -32,17 +33,15 @@ def root() -> Iterator[Path]:
         yield Path(made)
 
 
+def opened(root: Path, namespace: Namespace) -> Cache:
+    return Cache(
+        namespace=namespace, layout=LAYOUT, chunk_tokens=CHUNK, host_path=str(root), host_size="8MiB"
+    )
+
+
 @pytest.fixture(scope="module")
 def cache(root: Path) -> Iterator[Cache]:
-    namespace = Namespace(MARKUP, salt="tenant A")
-    with Cache(
-        namespace=namespace,
-        layout=LAYOUT,
-        chunk_tokens=CHUNK,
-        host_path=str(root),
-        host_size="8MiB",
-        name="page",
-    ) as made:
+    with opened(root, Namespace(MARKUP, salt="tenant A")) as made:
         made.store(tokens_of(1, 4), DenseKV(kv_of(1, 4), LAYOUT))
         yield made
 
@@ -101,27 +100,40 @@ def test_the_token_is_asked_for_and_opens_the_page(browser, serving: Server) -> 
     opened.keyboard.type(TOKEN)
     opened.keyboard.press("Enter")
     opened.wait_for_selector("#storeys .storey")
+    context.clear_cookies()  # it has expired meanwhile
+    opened.fill("#prompt", "9999999999")
+    opened.click("text=Explain")
+    opened.fill("#login #token", TOKEN)
+    opened.keyboard.press("Enter")
+    expect(opened, "#answer .trouble", "token")  # why it was refused
+    assert not opened.locator("#login").is_visible()
     context.close()
 
 
 def test_it_shows_the_stores_and_goes_on_by_itself(page, cache: Cache) -> None:  # type: ignore[no-untyped-def]
+    cache.clear(everything=True)
+    cache.store(tokens_of(1, 4), DenseKV(kv_of(1, 4), LAYOUT))
+    expect(page, "#storeys", "4 chunks")
     assert "host memory" in page.inner_text("#storeys")
     assert MARKUP in page.inner_text("#namespaces") and page.title() == "PagodaKV"
     assert "tenant A" not in page.content()
-    chunks = page.locator("#storeys .facts")
-    assert "4 chunks" in chunks.inner_text()
     cache.store(tokens_of(2, 3), DenseKV(kv_of(2, 3), LAYOUT))
     hit = cache.retrieve(tokens_of(2, 4), DenseKV(kv_of(3, 4), LAYOUT))
     assert hit.num_tokens == 3 * CHUNK
     expect(page, "#storeys", "7 chunks")
     expect(page, "#misses", "absent")
+    page.focus("#namespaces button")
     expect(page, "#requests", "absent")
     row = page.locator("#requests tr").first.inner_text()
     assert MARKUP in row and str(4 * CHUNK) in row and f"host {3 * CHUNK}" in row and str(os.getpid()) in row
     assert "live" in page.inner_text("#live")
+    cache.lookup(tokens_of(3, 1))
+    expect(page, "#requests tr >> nth=1", "absent")
+    assert page.evaluate("document.activeElement.textContent") == "Clear…"  # it is where it was
 
 
-def test_it_is_used_by_keyboard(page) -> None:  # type: ignore[no-untyped-def]
+def test_it_is_used_by_keyboard(page, cache: Cache) -> None:  # type: ignore[no-untyped-def]
+    cache.store(tokens_of(1, 4), DenseKV(kv_of(1, 4), LAYOUT))
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.className") == "skip"
     for _ in range(10):
@@ -143,21 +155,121 @@ def test_it_is_used_by_keyboard(page) -> None:  # type: ignore[no-untyped-def]
     assert page.evaluate("document.activeElement.textContent") == "Pin it"
     page.keyboard.press("Enter")
     expect(page, "#pins", "pagoda")
+    cache.pin(tokens_of(1, 2), owner="another")
+    page.click('[aria-label="End the pins of another"]')
+    expect(page, "#answer", "2 chunks are no longer pinned by another")
+    assert "pagoda" in page.inner_text("#pins")
     page.click("#pins button")
     expect(page, "#pins", "Nothing is pinned")
 
 
-def test_clearing_asks_before(page, cache: Cache) -> None:  # type: ignore[no-untyped-def]
-    cache.store(tokens_of(1, 4), DenseKV(kv_of(1, 4), LAYOUT))
-    page.click("#namespaces button")
-    assert page.locator("#confirm").is_visible() and page.evaluate("document.activeElement.value") == "no"
-    page.keyboard.press("Escape")
-    assert not page.locator("#confirm").is_visible()
-    assert cache.lookup(tokens_of(1, 4)).num_tokens == 4 * CHUNK
-    page.click("#namespaces button")
-    page.click("#confirm .danger")
-    expect(page, "#answer", "were removed")
-    assert cache.lookup(tokens_of(1, 4)).num_tokens == 0
+def test_clearing_asks_before_and_clears_what_it_names(page, root: Path, cache: Cache) -> None:  # type: ignore[no-untyped-def]
+    sent: list[str] = []
+    page.on("request", lambda request: sent.append(request.url) if request.method == "POST" else None)
+    with opened(root, Namespace("another")) as neighbour:
+        for one in (cache, neighbour):
+            one.store(tokens_of(1, 4), DenseKV(kv_of(1, 4), LAYOUT))
+        for button in ('[aria-label="Clear another"]', "#clear-all"):
+            page.click(button)
+            assert (
+                page.locator("#confirm").is_visible()
+                and page.evaluate("document.activeElement.value") == "no"
+            )
+            page.keyboard.press("Escape")
+            assert not page.locator("#confirm").is_visible()
+            page.click(button)
+            page.click("text=Keep them")
+        page.click('[aria-label="Clear another"]')
+        page.click("#confirm .danger")
+        expect(page, "#answer", "4 chunks were removed")
+        assert neighbour.lookup(tokens_of(1, 4)).num_tokens == 0
+        assert cache.lookup(tokens_of(1, 4)).num_tokens == 4 * CHUNK
+        page.click("#clear-all")
+        page.click("#confirm .danger")
+        wait_until(lambda: cache.lookup(tokens_of(1, 4)).num_tokens == 0)
+        expect(page, "#answer", "were removed")
+        assert len(sent) == 2
+
+
+def test_what_it_is_told_it_shows(browser, serving: Server) -> None:  # type: ignore[no-untyped-def]
+    told = serving.ask("GET", "/stats.json").json
+    tier = {
+        "chunks": None,
+        "used_bytes": None,
+        "size_bytes": None,
+        "hit_tokens": None,
+        "address": "",
+        "trouble": "",
+    }
+    told["tiers"] = [
+        {
+            **tier,
+            "kind": "host",
+            "title": "host memory",
+            "used_bytes": 25,
+            "size_bytes": 100,
+            "hit_tokens": 20,
+        },
+        {**tier, "kind": "disk", "title": "disk", "used_bytes": 1 << 30, "hit_tokens": 4000},
+        {**tier, "kind": "remote", "title": "redis", "trouble": f"refused {MARKUP}"},
+    ]
+    hits = {"host": 0, "disk": 64, "remote": 32}
+    request = {
+        "time": 0,
+        "pid": 7,
+        "asked_tokens": 100,
+        "hit_tokens": hits,
+        "namespace": "",
+        "reason": "evicted",
+    }
+    told["requests"] = [{**request, "fields": {"model": MARKUP}}]
+    told["history"] = [{"time": 9.0, "seconds": 2.0, "hit_tokens": {"host": 20, "disk": 4000, "remote": 600}}]
+    told["saved"] = dict.fromkeys(told["saved"])  # type: ignore[attr-defined]
+    row = {
+        "namespace": "c7" * 32,
+        "chunks": {"disk": 3},
+        "bytes": 5,
+        "fields": {"model": MARKUP, "lora": MARKUP},
+    }
+    told |= {"namespaces": 50 * [row], "more_namespaces": 9_950, "troubles": [f"a store is broken {MARKUP}"]}
+    told |= {
+        "pins": [{"tier": "host", "owner": MARKUP, "chunks": 3}],
+        "more_pins": 12,
+        "misses": {"evicted": 5},
+    }
+    answers = [
+        {"status": 503},
+        {"content_type": "text/event-stream", "body": f"event: snapshot\ndata: {json.dumps(told)}\n\n"},
+    ]
+
+    context = browser.new_context()
+    page = context.new_page()
+    page.clock.install()
+    page.route(
+        "**/*",
+        lambda route: (
+            route.fulfill(**answers.pop(0))
+            if "events" in route.request.url and answers
+            else route.continue_()
+        ),
+    )
+    context.set_extra_http_headers({"Authorization": f"Bearer {TOKEN}"})
+    page.goto(serving.url)
+    expect(page, "#live", "no connection")
+    page.clock.fast_forward(3000)
+    expect(page, "#requests", "disk 64, remote 32")
+    assert "evicted" in page.inner_text("#requests") and MARKUP in page.inner_text("#requests")
+    host, disk, redis = (page.locator("#storeys .storey").nth(number) for number in range(3))
+    assert "10/s now" in host.inner_text() and host.locator(".window.lit").count() == 3
+    assert "2K/s now" in disk.inner_text() and "1.0 GiB" in disk.inner_text()
+    assert f"refused {MARKUP}" in redis.inner_text() and "/s now" not in redis.inner_text()
+    assert page.locator("#saved .unknown").all_inner_texts() == 3 * ["unknown"]
+    assert page.locator("#namespaces tr").count() == 51 and "and 9,950 more" in page.inner_text("#namespaces")
+    assert MARKUP in page.inner_text("#pins") and "and 12 more" in page.inner_text("#pins")
+    assert f"a store is broken {MARKUP}" in page.inner_text("#troubles")
+    assert "more memory or disk" in page.inner_text("#misses")
+    assert page.title() == "PagodaKV" and page.locator("img").count() == 0
+    context.close()
 
 
 @pytest.mark.parametrize(
