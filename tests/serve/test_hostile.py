@@ -37,6 +37,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, 
 def served(running: tuple[Server, Engine, list[bytes]]) -> Iterator[Server]:
     """After each test the server still answers, and soon."""
     yield running[0]
+    running[0]._connection = None  # it may have been idle for longest, and ended
     begun = time.monotonic()
     assert running[0].get(running[1].root, running[2][0]).status == 200
     assert time.monotonic() - begun < 2.0
@@ -200,6 +201,20 @@ def test_too_many_connections_are_closed_and_memory_stays_bounded(served: Server
         refused = sum(closed_within(connected, 0.005) for connected in many)
         assert refused >= 100
         assert memory_of(served) - before < 100 << 20
+
+
+@pytest.mark.slow
+def test_idle_connections_without_a_token_keep_nobody_out(served: Server, path: str) -> None:
+    asked = head("GET", "/healthz", "").encode()
+    with contextlib.ExitStack() as stack:
+        for _ in range(400):
+            with contextlib.suppress(ConnectionError):
+                connected = stack.enter_context(served.socket())
+                connected.sendall(asked)
+                assert connected.recv(4096)
+        served._connection = None
+        assert served.ask("GET", path).status == 200
+        assert len(os.listdir(f"/proc/{served.process.pid}/fd")) < 260
 
 
 @pytest.mark.slow

@@ -242,11 +242,12 @@ async def _accept(
 class _Connection(RequestHandler):
     """A connection that knows since when it waits: for (the rest of) a request's header, or to close. None: not."""
 
-    __slots__ = ("late_since", "wire")
+    __slots__ = ("late_since", "used", "wire")
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.late_since: float | None = time.monotonic()
+        self.used = time.monotonic()  # when something arrived
         self.wire = (
             transport  # the other reference is dropped at a close, which waits for what is not sent yet
         )
@@ -256,9 +257,15 @@ class _Connection(RequestHandler):
         super().connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
+        self.used = time.monotonic()
         if self.late_since is None and self._current_request is None:
-            self.late_since = time.monotonic()
+            self.late_since = self.used
         super().data_received(data)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has no request, and is not about to close."""
+        return self._current_request is None and not self.wire.is_closing()
 
 
 class _Handshake(asyncio.Protocol):
@@ -284,11 +291,19 @@ class Connections:
         self._handshakes: weakref.WeakSet[_Handshake] = weakref.WeakSet()
 
     def make(self, tls: bool) -> asyncio.Protocol:
-        """Return the protocol of a new connection. Raises ConnectionRefusedError: then asyncio closes it."""
+        """Return the protocol of a new connection. If there are too many, the one that is idle for longest ends.
+
+        Raises ConnectionRefusedError if none is idle: then asyncio closes the new one.
+        """
         now = time.monotonic()
         handshakes = sum(one.until > now for one in self._handshakes)
         if len(self._server.connections) + handshakes >= self.limits.connections:
-            raise ConnectionRefusedError
+            idle = [
+                each for each in self._server.connections if isinstance(each, _Connection) and each.is_idle
+            ]
+            if not idle:
+                raise ConnectionRefusedError
+            break_connection(min(idle, key=lambda each: each.used).wire)
         if not tls:
             return self._connection()
         self._handshakes.add(handshake := _Handshake(self._connection, self.limits.header_seconds))
