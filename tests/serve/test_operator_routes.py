@@ -15,8 +15,8 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from pagoda.serve import operator_routes
 from pagoda.serve.access import AccessRules
-from pagoda.serve.operations import PromptTools
-from pagoda.serve.operator_routes import PageOptions
+from pagoda.serve.operations import MOST_TOKENS, PromptTools
+from pagoda.serve.operator_routes import MOST_BODY_BYTES, PageOptions
 from pagoda.serve.server import ServeOptions, make_app
 from tests.serve.kit import CHUNK, TOKEN, Answer, Engine, Server, engine, server, tokens_of, wait_until
 
@@ -172,12 +172,19 @@ def test_clear_pin_unpin_and_explain(page: Server, running: Engine) -> None:
         ("/pin", {}, "a prompt is missing"),
         ("/pin", {"tokens": ["x"]}, "token"),
         ("/pin", {"tokens": [1], "owner": "a\nb"}, "one line"),
+        ("/pin", {"tokens": [1], "owner": "a" * 101}, "at most 100"),
         ("/explain", {"text": "hello"}, "--tokenizer"),
+        ("/explain", {"tokens": [1] * (MOST_TOKENS + 1)}, "too many"),
     ],
 )
 def test_wrong_use_is_refused_with_the_remedy(page: Server, path: str, asked: object, said: str) -> None:
     answer = post(page, path, asked)
     assert answer.status == 400 and said in str(answer.json["remedy"])
+
+
+def test_a_body_is_bounded(page: Server) -> None:
+    body = b'{"tokens": [' + b" " * MOST_BODY_BYTES + b"1]}"
+    assert page.ask("POST", "/explain", body, {"Content-Type": "application/json"}).status == 413
 
 
 def by_tier(explained: Answer) -> dict[str, int]:

@@ -13,6 +13,7 @@ from blake3 import blake3
 
 from pagoda import Cache, Namespace
 from pagoda.ledger import Ledger
+from pagoda.ledger.stores_under_root import remove_store
 from pagoda.serve import live_feed
 from pagoda.serve.blocking_calls import BlockingCallPool
 from pagoda.serve.live_feed import LiveFeed
@@ -61,6 +62,23 @@ def test_a_sample_has_what_happened_between_two_looks(shm_root: Path) -> None:
         for _ in range(MOST_SAMPLES + 5):
             overview.history.append(sample)
         assert len(overview.history) == MOST_SAMPLES
+
+
+def test_hits_are_of_the_tier_that_served_and_a_store_that_was_made_again_takes_none_back(
+    shm_root: Path,
+) -> None:
+    ledgers: list[Ledger] = []
+    overview = Overview(lambda: ledgers)
+    with opened(shm_root) as cache:
+        ledgers[:] = ledgers_of(cache)
+        ledgers[0].count({"hit_tokens": 9, "hit_tokens_host": 5, "hit_tokens_disk": 4})
+        found = overview.take()
+        assert found["tiers"][0]["hit_tokens"] == 5  # type: ignore[index]
+    remove_store(ledgers[0].directory)
+    with opened(shm_root) as cache:
+        ledgers[:] = ledgers_of(cache)
+        sample = overview.take()["sample"]
+        assert isinstance(sample, dict) and set(sample["hit_tokens"].values()) == {0}
 
 
 def test_of_many_namespaces_the_largest_are_shown_and_the_rest_is_counted(shm_root: Path) -> None:
