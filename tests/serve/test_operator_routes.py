@@ -155,7 +155,12 @@ def test_clear_pin_unpin_and_explain(page: Server, running: Engine) -> None:
     assert post(page, "/pin", prompt).json["chunks"] == 4
     assert page.ask("GET", "/stats.json").json["pins"] == [{"tier": "host", "owner": "pagoda", "chunks": 4}]
     assert post(page, "/unpin", {"owner": "somebody else"}).json["chunks"] == 0
-    assert post(page, "/unpin", prompt).json["chunks"] == 4
+    assert post(page, "/pin", {**prompt, "owner": "ann"}).json["chunks"] == 4
+    assert post(page, "/unpin", {"tokens": tokens_of(1, 1)}).json["chunks"] == 1
+    pins = {pin["owner"]: pin["chunks"] for pin in page.ask("GET", "/stats.json").json["pins"]}  # type: ignore[attr-defined]
+    assert pins == {"ann": 4, "pagoda": 3}
+    assert post(page, "/unpin", prompt).json["chunks"] == 3
+    assert post(page, "/unpin", {"owner": "ann"}).json["chunks"] == 4
     assert post(page, "/clear", {"namespace": "00" * 32}).json["chunks"] == 0
     assert post(page, "/clear", {"namespace": running.root.hex()}).json["chunks"] == 4
     assert post(page, "/explain", prompt).json["namespaces"][0]["answers"][0]["num_tokens"] == 0  # type: ignore[index]
