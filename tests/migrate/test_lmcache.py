@@ -383,7 +383,8 @@ def test_p2p_comes_to_neighbours_that_are_named() -> None:
     assert "pagoda serve --listen a:8200" in text(made, "distributed_url")
     assert verdict(made, "lookup_url") is verdict(made, "p2p_host") is FieldVerdict.NOT_NEEDED
     assert tomllib.loads(made.toml("x"))["peers"] == peers
-    assert "peers" not in translate({"enable_p2p": False}, peers=peers).options
+    off = translate({"enable_p2p": False}, peers=peers)
+    assert "peers" not in off.options and "enable_p2p is off" in text(off, "--peers")
 
 
 def test_p2p_comes_to_a_directory_of_neighbours_where_they_are_not_named_or_many() -> None:

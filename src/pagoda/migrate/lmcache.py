@@ -163,6 +163,8 @@ class _FieldReader:
         """Map LMCache's P2P to neighbours: those that are named, or that say in its look-up server what they have."""
         lookup = str(self.fields.get("lookup_url", ""))
         on = as_flag("enable_p2p", self.fields.get("enable_p2p", False))
+        if self._peers and not on:
+            self.say("--peers", FieldVerdict.NOT_NEEDED, "enable_p2p is off: no neighbours are asked")
         if not on or not (self._peers or lookup):
             return
         self.flag("enable_p2p", False)
