@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 from pagoda import Cache
-from pagoda.cache.engine_keys import schemes
-from pagoda.cache.nearest_prompt import keys_of_prompt, nearest_prompt
 from pagoda.cache.prompt_log import LoggedPrompt, PromptLog, logged_prompts
+from pagoda.cli.engine_keys import schemes
+from pagoda.cli.nearest_prompt import keys_of_prompt, nearest_prompt
 from pagoda.clock import Clock
 from pagoda.errors import StoreError
 from pagoda.keys import Item, as_token_ids, chunk_keys

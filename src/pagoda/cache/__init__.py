@@ -12,9 +12,7 @@ In the order in which a call meets them:
     staging         staging buffers, for chunks without a host slot
     writeback       the queues and threads that write to the lower tiers
     explain_miss    the reason of a miss
-    engine_keys     keys made of a vLLM engine's block hashes, for explanations
     prompt_log      the prompts that were stored lately, with their tokens
-    nearest_prompt  which of them a prompt is nearest to, and the token in which they differ
     hit             the answers: Hit, Stored, Cleared, CacheStats
     host_slots      the slots of the host tier, for engines that copy themselves
     resources       what all calls share, and how it ends

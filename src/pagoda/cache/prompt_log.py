@@ -3,8 +3,8 @@
 Keys are hashes: they tell which chunk of a prompt is not stored, not which token of it is another. So two files beside
 the ledger of the host tier, `prompts` and `prompts-old`, hold prompts with their keys; when the first is full, it
 takes the place of the second. `StoreCall` and `HostSlots` append, and a thread writes a moment later, each prompt by
-one write; `nearest_prompt` reads. Nothing else depends on them: a prompt that is lost, torn or long gone costs a part
-of an explanation.
+one write; `cli/nearest_prompt` reads. Nothing else depends on them: a prompt that is lost, torn or long gone costs a
+part of an explanation.
 """
 
 from __future__ import annotations

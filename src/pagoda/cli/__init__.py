@@ -5,7 +5,7 @@ what), 130 interrupted.
 
     app                    the commands and their names
     stats, top, ls, check  what is stored and what hits; single chunks; is all of it right
-    explain                why a prompt misses: `prompt_source`, `prompt_coverage`
+    explain                why a prompt misses: `prompt_source`, `prompt_coverage`, `nearest_prompt`, `engine_keys`
     clear, pin, remove     changes
     serve                  chunks for other machines, and the page: `serve_page`
     config                 options, and the import of LMCache's

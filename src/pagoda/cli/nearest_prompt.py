@@ -1,6 +1,6 @@
 """Which stored prompt a prompt is nearest to, and the token in which they differ. Reads the log of prompts; pure.
 
-`pagoda explain` calls it through `cli/prompt_coverage.py`; it calls `engine_keys` for the schemes of keys.
+`pagoda explain` calls it through `prompt_coverage`; it calls `engine_keys` for the schemes of keys.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pagoda.cache.engine_keys import schemes
 from pagoda.cache.prompt_log import LoggedPrompt
+from pagoda.cli.engine_keys import schemes
 from pagoda.keys import Int32s, chunk_keys
 
 __all__ = ["NearestPrompt", "keys_of_prompt", "nearest_prompt"]
