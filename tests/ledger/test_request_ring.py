@@ -106,3 +106,10 @@ def test_a_store_opens_with_it_without_it_and_where_it_cannot_be_made(tmp_path: 
     (tmp_path / "store" / REQUESTS).unlink()
     (tmp_path / "store" / REQUESTS).mkdir()
     assert requests_of(Ledger.attach(tmp_path / "store")) == []
+
+
+@pytest.mark.parametrize("number", [-1, 1 << 32, 1 << 70])
+def test_odd_numbers_fail_no_request(number: int, tmp_path: Path) -> None:
+    ring = RequestRing(tmp_path / "ring")
+    append(ring, number)
+    assert numbers(ring) == [number & 0xFFFFFFFF]

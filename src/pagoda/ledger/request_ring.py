@@ -27,6 +27,7 @@ _PAGE_BYTES, _RECORD_BYTES = 4096, 64  # of the page the first 8 bytes are the n
 # time (Unix), process id, tokens asked for and hit by kind of tier, begin of the root of the namespace, reason
 _RECORD = Struct(f"<dIIIII{NAMESPACE_BYTES}s16s")
 _CHECKSUM = Struct("<I")
+_WORD = 0xFFFFFFFF  # the largest number in a record: no request may fail because its numbers are odd
 
 
 class RecentRequest(NamedTuple):
@@ -62,8 +63,8 @@ class RequestRing:
         """Append a request, by what it adds to the counters; `reason` is empty if all whole chunks were there."""
         hits = counts.get
         record = _RECORD.pack(
-            time.time(), self._pid, counts["asked_tokens"], hits("hit_tokens_host", 0), hits("hit_tokens_disk", 0),
-            hits("hit_tokens_remote", 0), namespace, reason.encode(),
+            time.time(), self._pid, counts["asked_tokens"] & _WORD, hits("hit_tokens_host", 0) & _WORD,
+            hits("hit_tokens_disk", 0) & _WORD, hits("hit_tokens_remote", 0) & _WORD, namespace, reason.encode(),
         )  # fmt: skip
         number = self._next[0] % MOST_REQUESTS
         self._next[0] = number + 1
