@@ -20,6 +20,7 @@ from pagoda.errors import ClosedError
 from pagoda.ledger.columns import NOT_READY
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.serve.served_stores import ServedStore, ServedStores
+from pagoda.threads import Event
 from pagoda.tiers.remote.peer_directory import PERIOD_SECONDS, PeerDirectory, PeerDirectoryConnection
 from pagoda.tiers.remote.store_client import RefusedError
 
@@ -45,7 +46,7 @@ class Announcer:
         self._directory, self._url, self._stores, self._counts = directory, url, stores, counts
         self._told: weakref.WeakKeyDictionary[ServedStore, NDArray[np.uint64]] = weakref.WeakKeyDictionary()
         self._connection: PeerDirectoryConnection | None = None
-        self._ended = threading.Event()
+        self._ended = Event()
         self._log = RateLimitedLog()
         self._thread = threading.Thread(target=self._run, name="pagoda-announcer", daemon=True)
         self._thread.start()
