@@ -43,6 +43,7 @@ def test_what_is_ours_is_taken_out_and_the_rest_is_the_engines() -> None:
         ("redis://host", "redis", "redis", "redis://host"),
         ("REDIS://[::1]:6379/", "redis", "redis", "redis://[::1]:6379/"),
         ("rediss://host/1?ssl_ca_certs=/ca&ttl=1d", "redis", "redis", "rediss://host/1?ssl_ca_certs=/ca"),
+        ("redis+pool://a:1,b,[::1]:2/3?ttl=1h", "redis", "redis", "redis+pool://a:1,b,[::1]:2/3"),
         ("unix:///run/redis.sock?db=2&codec=raw", "redis", "redis", "unix:///run/redis.sock?db=2"),
         ("s3://bucket/some/where?region=eu", "objects", "s3", "s3://bucket/some/where"),
         ("gs://bucket?prefix=a", "objects", "gs", "gs://bucket"),
@@ -127,6 +128,12 @@ def test_a_password_may_lie_in_a_file_that_is_read_later(tmp_path: Path) -> None
         ("http://host:7777?server=pagoda&name=peers", "choose another"),
         ("redis://", "a host or bucket is needed"),
         ("redis://host:0", "a port"),
+        ("redis+pool://a,,b", "a host or bucket is needed; write it as redis+pool://host1:6379,host2:6379"),
+        ("redis+pool://a,b:x", "1 to 65535"),
+        ("redis+pool://a,A", "a host is given twice"),
+        ("redis+pool://a,b/x", "number of a database"),
+        ("redis+pool://a,b?ssl_ca_certs=/ca", "write rediss+pool://"),
+        ("redis+pol://a,b", "did you mean redis+pool?"),
         ("redis://host:70000", "1 to 65535"),
         ("redis://[::1", "IPv6"),
         ("redis://host/zero", "number of a database"),
@@ -196,6 +203,8 @@ def test_a_wrong_url_is_one_line_that_says_what_to_do(url: str, said: str) -> No
         "rediss://host?ssl_password=hunter2",
         "redis://host?token=hunter2",
         "redis://user:hunter2@host?nmae=x",
+        "redis+pool://user:hunter2@a:1,b:2,c",
+        "redis+pool://:1,hunter2@a:1,b:0",
     ],
 )
 def test_no_secret_is_shown(url: str) -> None:
@@ -213,7 +222,8 @@ def test_no_secret_is_shown(url: str) -> None:
 
 
 @given(
-    st.text("ab:/?#@&=%,. ü", max_size=20), st.sampled_from(["redis://", "unix://", "s3://", "http://", ""])
+    st.text("ab:/?#@&=%,. ü", max_size=20),
+    st.sampled_from(["redis://", "redis+pool://", "unix://", "s3://", "http://", ""]),
 )
 def test_any_text_is_a_spec_or_a_config_error(text: str, scheme: str) -> None:
     try:

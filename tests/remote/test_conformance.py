@@ -24,6 +24,7 @@ from pagoda.tiers.remote.object_store import ObjectStoreClient
 from pagoda.tiers.remote.open_client import url_with_password
 from pagoda.tiers.remote.pagoda_server import PagodaServerClient
 from pagoda.tiers.remote.redis import RedisClient
+from pagoda.tiers.remote.redis_nodes import RedisPoolClient
 from pagoda.tiers.remote.remote_tier import RemoteTier
 from pagoda.tiers.remote.store_client import StoreClient
 from testbed.servers import BUCKET, Server, moto_s3, nginx_dav, pagoda_server, redis_server
@@ -88,6 +89,18 @@ class TestRedis(Remotely):
     @pytest.fixture(autouse=True)
     def _server(self, redis: Server) -> None:
         self.server = redis
+
+
+class TestRedisPool(Remotely):
+    @pytest.fixture(autouse=True)
+    def _servers(self, redis: Server) -> Iterator[None]:
+        with redis_server() as second, redis_server() as third:
+            self.servers = (redis, second, third)
+            yield
+
+    def remote(self) -> StoreClient:
+        places = ",".join(f"127.0.0.1:{server.port}" for server in self.servers)
+        return RedisPoolClient(f"redis+pool://{places}", prefix=self.prefix, look_seconds=PATIENT_SECONDS)
 
 
 class TestCompressedRedis(TestRedis):

@@ -33,13 +33,15 @@ _SCHEMES = {  # scheme: the kind of engine, the name of the tier unless the URL 
     "redis": (REDIS, "redis", "redis://host:6379/0"),
     "rediss": (REDIS, "redis", "rediss://host:6379/0"),
     "unix": (REDIS, "redis", "unix:///run/redis.sock"),
+    "redis+pool": (REDIS, "redis", "redis+pool://host1:6379,host2:6379,host3:6379"),
+    "rediss+pool": (REDIS, "redis", "rediss+pool://host1:6379,host2:6379,host3:6379"),
     "s3": (OBJECTS, "s3", "s3://bucket/prefix"),
     "gs": (OBJECTS, "gs", "gs://bucket/prefix"),
     "az": (OBJECTS, "az", "az://container/prefix"),
     "http": (OBJECTS, "webdav", "http://host/path/"),
     "https": (OBJECTS, "webdav", "https://host/path/"),
 }
-_SCHEMES_OF_REDIS = tuple(scheme for scheme, (kind, _, _) in _SCHEMES.items() if kind == REDIS)
+_SCHEMES_OF_ONE_REDIS = ("redis", "rediss", "unix")
 _LOOKS = {
     REDIS: "50ms",
     OBJECTS: "300ms",
@@ -84,7 +86,9 @@ _SECRET = re.compile(r"key|secret|token|password|sas|credential|signature", re.I
 _NO_SECRET = ("password_file", "ssl_keyfile")  # these only say where one is
 _NEXT = re.compile(r"\s*,\s*(?=[A-Za-z][A-Za-z0-9+.-]*:/)|[\s,]+$")
 _USER = re.compile(r"[A-Za-z0-9_.%-]*")
-_HOST = re.compile(r"(\[|[^:?]*(:\d*)?([/?]|$))")  # with a port or without; else a password is all there is
+_HOST = re.compile(
+    r"(\[|[^:?,]*(:\d*)?(,[^:?,]*(:\d*)?)*([/?]|$))"
+)  # with a port or without; else a password is all there is
 _PARAMETER = re.compile(r"([?&][^=&?]*)=([^&]*)")
 _MASK = "***"
 
@@ -134,6 +138,7 @@ class RemoteSpec:
             ttl_seconds=self.ttl_seconds,
             options=self.options,
             password_file=self.password_file,
+            look_seconds=self.look_seconds,
         )
 
     def url_with_password(self) -> str:
@@ -224,8 +229,8 @@ def parse_lookup(url: str) -> RemoteSpec:
         ConfigError: it cannot stand; the message names the option and the URL (without secrets), and what to do.
     """
     try:
-        if url.partition("://")[0].lower() not in _SCHEMES_OF_REDIS:
-            raise ValueError("machines meet in a Redis; write redis://host:6379/0")
+        if url.partition("://")[0].lower() not in _SCHEMES_OF_ONE_REDIS:
+            raise ValueError("machines meet in one Redis; write redis://host:6379/0")
         spec, given = _parsed(url), _parameters(url.partition("?")[2])
         for name in given:
             if name in _OURS and name not in _OF_LOOKUP:
@@ -321,6 +326,13 @@ def _check_place(scheme: str, parts: SplitResult, shape: str) -> None:
         if parts.hostname or not parts.path.strip("/"):
             raise ValueError(f"the path of a socket is needed, with three slashes; {shape}")
         return
+    if "+" in scheme:
+        one, (credentials, at, hosts) = scheme.partition("+")[0], parts.netloc.rpartition("@")
+        for host in (names := hosts.split(",")):
+            _check_place(one, parts._replace(netloc=f"{credentials}{at}{host}"), shape)
+        if len({name.lower() for name in names}) < len(names):
+            raise ValueError(f"a host is given twice; {shape}")
+        return
     try:
         port = parts.port
     except ValueError:
@@ -351,10 +363,12 @@ def _parameters(query: str) -> dict[str, str]:
 
 
 def _check_redis(scheme: str, given: Mapping[str, str]) -> None:
-    known = (*_OURS, "db", *(_TLS if scheme == "rediss" else ()))
+    is_encrypted = scheme.startswith("rediss")
+    known = (*_OURS, "db", *(_TLS if is_encrypted else ()))
     for name in given:
-        if name in _TLS and scheme != "rediss":
-            raise ValueError(f"{name}: is for encrypted connections; write rediss:// for one")
+        if name in _TLS and not is_encrypted:
+            kind = scheme.partition("redis")[2]
+            raise ValueError(f"{name}: is for encrypted connections; write rediss{kind}:// for one")
         if name not in known:
             raise ValueError(
                 f"{name}: no such parameter{did_you_mean(name, known)} (known are {', '.join(known)})"

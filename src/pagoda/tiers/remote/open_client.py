@@ -25,6 +25,7 @@ def open_client(
     ttl_seconds: float | None,
     options: Mapping[str, str],
     password_file: str,
+    look_seconds: float = 0.05,
 ) -> StoreClient:
     """Return the client of a store; reads `password_file` (empty: none), connects to nothing.
 
@@ -32,6 +33,7 @@ def open_client(
         kind: "redis", "objects" or "pagoda".
         url: without the parameters that are for PagodaKV.
         options: for obstore, the client of object stores.
+        look_seconds: how long a caller waits for a look-up: a slow one of several nodes is not waited for so long.
 
     Raises:
         ConfigError: the password cannot be read, or the URL is invalid.
@@ -39,6 +41,12 @@ def open_client(
     """
     url = url_with_password(url, password_file)
     try:
+        if url.startswith(("redis+", "rediss+")):
+            from pagoda.tiers.remote.redis_nodes import RedisPoolClient
+
+            return RedisPoolClient(
+                url, prefix=prefix, ttl_seconds=ttl_seconds, name=name, look_seconds=look_seconds
+            )
         if kind == "redis":
             from pagoda.tiers.remote.redis import RedisClient
 

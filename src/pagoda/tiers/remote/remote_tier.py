@@ -392,6 +392,8 @@ class RemoteStore(WorkerBackend):
 
     def record_refusal(self, refusal: RefusedError, what: str, breaker: CircuitBreaker) -> Reason:
         """Log that the store refused, count it for `breaker` and return the reason to report."""
+        if refusal.contained:
+            return refusal.reason
         self.last_refusal = refusal.reason
         breaker.record_failure()
         self.queries.wake()

@@ -17,12 +17,16 @@ class RefusedError(Exception):
     """The store answered with a refusal. The connection can still be used, unless `reconnect`.
 
     `reconnect`: a new connection may reach a server that accepts (after a failover the address leads to another one).
+    `contained`: one part of the store failed, which was counted and logged; it says nothing about the store as a whole.
     """
 
-    def __init__(self, reason: Reason, message: str, *, reconnect: bool = False) -> None:
+    def __init__(
+        self, reason: Reason, message: str, *, reconnect: bool = False, contained: bool = False
+    ) -> None:
         super().__init__(message)
         self.reason = reason
         self.reconnect = reconnect
+        self.contained = contained
 
 
 class ListingDeadline:

@@ -11,7 +11,7 @@ import ipaddress
 import os
 import re
 from collections.abc import Mapping
-from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit, urlunsplit
 from urllib.request import getproxies, proxy_bypass
 
 from pagoda.errors import ConfigError
@@ -57,6 +57,14 @@ def check_redis_url(url: str) -> str:
     if unknown := {name for name, _ in parse_qsl(parts.query)}.difference(REDIS_OPTIONS):
         raise ConfigError(f"unknown options of a Redis URL: {', '.join(sorted(unknown))}")
     return parts.scheme
+
+
+def node_urls(url: str) -> list[str]:
+    """Return the URL of each node of `redis+pool://[user:password@]host:port,host:port[/db]`."""
+    parts = urlsplit(url)
+    credentials, at, hosts = parts.netloc.rpartition("@")
+    parts = parts._replace(scheme=parts.scheme.partition("+")[0])
+    return [urlunsplit(parts._replace(netloc=f"{credentials}{at}{host}")) for host in hosts.split(",")]
 
 
 def parse_store_url(url: str) -> tuple[SplitResult, str]:

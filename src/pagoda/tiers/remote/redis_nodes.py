@@ -1,0 +1,410 @@
+"""Several Redis as one store: each key is on one node, and a node that fails costs its own chunks only.
+
+A look-up asks all nodes at the same time. A node that fails is left out, and a thread asks whether it is back.
+
+    RedisPoolClient        what all connections share: the nodes, and which node has a key
+    RedisNode              one node: how it is reached, and whether it is used now
+    RedisNodesConnection   one `RedisConnection` to each node
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Self, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.clock import Clock
+from pagoda.fork import reset_in_child
+from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
+from pagoda.threads import Pool, wait
+from pagoda.tiers.base import Bytes
+from pagoda.tiers.breaker import CircuitBreaker
+from pagoda.tiers.remote.redis import RedisClient, RedisConnection
+from pagoda.tiers.remote.store_client import ListingDeadline, PutResult, RefusedError, Usage
+from pagoda.tiers.remote.store_urls import node_urls
+
+_FAILURES, _REST_SECONDS = 2, 1.0  # after these a node is left out until it answers a probe
+_REFUSALS, _REFUSED_SECONDS = 4, 5.0  # after these nothing is written to a node for a while
+_PROBE_SECONDS = 1.0
+_PATIENCE_SHARE = 1 / 3  # of the time that a caller waits: then a slow node is not waited for much longer
+_MOST_THREADS = 32  # that ask nodes at the same time
+
+_logger = guarded_logger("pagoda.tiers.remote")
+_T = TypeVar("_T")
+_Calls = Mapping["RedisNode", Callable[[RedisConnection], _T]]
+
+
+class RedisNode:
+    """One node: how it is reached, and its health. Thread-safe; compared by identity."""
+
+    def __init__(self, client: RedisClient, clock: Clock) -> None:
+        self.client = client
+        place = client.address.partition("://")[2].rpartition("/")[0].lower()  # host:port
+        self.seed = np.frombuffer(hashlib.blake2b(place.encode(), digest_size=8).digest(), "<u8")[0]
+        self.breaker = CircuitBreaker(clock, _FAILURES, _REST_SECONDS)
+        self.write_breaker = CircuitBreaker(clock, _REFUSALS, _REFUSED_SECONDS)
+        self.last_refusal = Reason.IO_ERROR
+        self.trusted_since = 0.0  # connections that are older are replaced before their next use
+        self.is_probed = False
+        self._log = RateLimitedLog(clock)
+
+    def reset(self) -> None:
+        """Replace the locks in a forked child."""
+        self.is_probed = False
+        for part in (self.breaker, self.write_breaker, self._log):
+            part.reset()
+
+    def failed(self, error: Exception) -> RefusedError:
+        """Count and log that the node failed; return the miss of its keys."""
+        if isinstance(error, TimeoutError):
+            self.trusted_since = time.monotonic()
+        self.breaker.record_failure()
+        return self._contained(error)
+
+    def refused_write(self, refusal: RefusedError) -> RefusedError:
+        """Count and log that the node stores nothing; return the drop."""
+        self.last_refusal = refusal.reason
+        self.write_breaker.record_failure()
+        return self._contained(refusal)
+
+    def _contained(self, error: Exception) -> RefusedError:
+        reason = Reason.DEADLINE if isinstance(error, TimeoutError) else Reason.IO_ERROR
+        reason = error.reason if isinstance(error, RefusedError) else reason
+        text = f"{self.client.address}: {type(error).__name__}: {error}"
+        self._log.warn(_logger, reason, f"{text}: the other nodes are used as before")
+        return RefusedError(reason, text, contained=True)
+
+
+class RedisPoolClient:
+    """Independent Redis as one store, `redis+pool://host:port,host:port`: a key's node is found by rendezvous hashing.
+
+    Each key has an order of all nodes, by a hash of both, and is on the first that is used now: without a node its keys
+    are on others, and no other key moves. All machines must name the nodes alike. Thread-safe, keeps no connection.
+    `look_seconds`: how long a caller waits for a look-up.
+    """
+
+    read_only = False
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        prefix: str = "pagoda",
+        ttl_seconds: float | None = None,
+        name: str = "redis",
+        look_seconds: float = 0.05,
+        clock: Clock | None = None,
+    ) -> None:
+        """Connect to nothing yet. ConfigError: the URL or the prefix cannot be used."""
+        self.name = name
+        self.patience_seconds = look_seconds * _PATIENCE_SHARE
+        clock = clock or Clock()
+        clients = [
+            RedisClient(each, prefix=prefix, ttl_seconds=ttl_seconds, name=name) for each in node_urls(url)
+        ]
+        self.nodes = [RedisNode(client, clock) for client in clients]
+        places = ",".join(client.address.partition("://")[2].rpartition("/")[0] for client in clients)
+        self.address = f"{url.partition('://')[0]}://{places}/{clients[0].address.rpartition('/')[2]}"
+        self.keepalive_seconds = clients[0].keepalive_seconds
+        self.believed_seconds = clients[0].believed_seconds
+        self._probes = Pool(len(self.nodes), "pagoda-redis-probe")
+        reset_in_child(self)
+
+    def reset(self) -> None:
+        """Replace the locks in a forked child."""
+        for node in self.nodes:
+            node.reset()
+
+    def connection(self) -> RedisNodesConnection:
+        """Return a new connection that is still to be opened."""
+        return RedisNodesConnection(self)
+
+    def shares(self, keys: Sequence[bytes]) -> dict[RedisNode, list[int]]:
+        """Return which of these keys (their indices, in order) each node has. ConnectionError: no node is used now."""
+        nodes = [node for node in self.nodes if self._is_used(node)]
+        if not nodes:
+            raise ConnectionError(f"{self.address}: no node answers")
+        heads = np.frombuffer(b"".join(key[:8] for key in keys), "<u8")
+        first = np.argmax([_mixed(heads ^ node.seed) for node in nodes], axis=0)
+        shares = {node: np.flatnonzero(first == number).tolist() for number, node in enumerate(nodes)}
+        return {node: share for node, share in shares.items() if share}
+
+    def node_of(self, key: bytes) -> RedisNode:
+        """Return the node that has a key now. ConnectionError: no node is used now."""
+        return next(iter(self.shares([key])))
+
+    def _is_used(self, node: RedisNode) -> bool:
+        """Return whether a node is used now; if not, find out in the background, now and then, whether it is back."""
+        if not node.breaker.is_open:
+            return True
+        if not node.breaker.resting and not node.is_probed:
+            node.is_probed = True
+            self._probes.later(self._probe, node)
+        return False
+
+    def _probe(self, node: RedisNode) -> None:
+        connection = node.client.connection()
+        try:
+            connection.open(time.monotonic() + _PROBE_SECONDS)
+            node.breaker.record_success()
+        except (OSError, RefusedError) as error:
+            node.failed(error)
+        finally:
+            connection.close()
+            node.is_probed = False
+
+
+def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return a hash of each word (the last step of SplitMix64). It never changes: it says where chunks are."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+class _NodeLine:
+    """The connection to one node. `is_busy`: a thread uses it, and closes it if it was given up meanwhile."""
+
+    def __init__(self, connection: RedisConnection) -> None:
+        self.connection, self.made = connection, time.monotonic()
+        self.is_open = self.is_busy = False
+
+
+class RedisNodesConnection:
+    """One connection to each node; see StoreConnection. For one thread at a time, except `abort`.
+
+    What a node does wrong is a contained refusal: a miss or a drop with a reason. OSError: no node is used now.
+    """
+
+    def __init__(self, client: RedisPoolClient) -> None:
+        self._client = client
+        self._lines: dict[RedisNode, _NodeLine] = {}
+        self._pool = Pool(_MOST_THREADS, "pagoda-redis-nodes")
+        self._closed = False
+
+    def open(self, until: float) -> Self:
+        """Connect to nothing: each node is connected to when it is used."""
+        return self
+
+    def ping(self, until: float) -> None:
+        """Return if a node answers."""
+        if not self._ask({node: lambda line: line.ping(until) for node in self._client.nodes}, until):
+            raise ConnectionError(f"{self._client.address}: no node answers")
+
+    def find(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
+        """Return how many leading keys are present: the nodes are asked at the same time.
+
+        A slow node is not waited for once others have answered.
+        """
+        shares = self._client.shares(keys) if keys else {}
+        found = self._ask(
+            {
+                node: partial(
+                    RedisConnection.find, namespace=namespace, keys=[keys[at] for at in share], until=until
+                )
+                for node, share in shares.items()
+            },
+            until,
+        )
+        ends = [share[found.get(node, 0) :][:1] for node, share in shares.items()]
+        end = min((at for each in ends for at in each), default=len(keys))
+        silent = [node for node, share in shares.items() if node not in found and share[0] == end]
+        if silent and not end:  # else what was found is worth more than the reason
+            raise RefusedError(Reason.DEADLINE, f"{silent[0].client.address}: no answer", contained=True)
+        return end
+
+    def touch(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[bool]:
+        """Update recency and extend expiry times; return which keys are present on nodes that answer."""
+        shares = self._client.shares(keys) if keys else {}
+        touched = self._ask(
+            {
+                node: partial(
+                    RedisConnection.touch, namespace=namespace, keys=[keys[at] for at in share], until=until
+                )
+                for node, share in shares.items()
+            },
+            until,
+        )
+        here = [False] * len(keys)
+        for node, present in touched.items():
+            for at, is_here in zip(shares[node], present, strict=True):
+                here[at] = is_here
+        return here
+
+    def put(
+        self,
+        namespace: bytes,
+        key: bytes,
+        page: Bytes,
+        stored: Bytes,
+        is_valid: Callable[[], bool],
+        until: float,
+    ) -> PutResult:
+        """Store a chunk on its node; see RedisConnection."""
+        node = self._client.node_of(key)
+        if node.write_breaker.resting:
+            raise RefusedError(node.last_refusal, "the node refused writes", contained=True)
+        try:
+            result = self._call(
+                node, lambda line: line.put(namespace, key, page, stored, is_valid, until), until
+            )
+        except RefusedError as refusal:
+            raise refusal if refusal.contained else node.refused_write(refusal) from None
+        node.write_breaker.record_success()
+        return result
+
+    def get(
+        self, namespace: bytes, key: bytes, page: Bytes, destination: Callable[[], Bytes | None], until: float
+    ) -> int | None:
+        """Fill `page` and the result of `destination` from the chunk's node; see RedisConnection."""
+        node = self._client.node_of(key)
+        try:
+            return self._call(node, lambda line: line.get(namespace, key, page, destination, until), until)
+        except RefusedError as refusal:
+            if refusal.contained or refusal.reason is Reason.FAILED_CHECK:
+                raise
+            raise node.failed(refusal) from None
+
+    def remove(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
+        """Remove chunks from all nodes, because a chunk may be on another node than now; return how many there were.
+
+        A contained refusal if a node does not answer: its chunks may be there when it is back.
+        """
+        calls = {node: lambda line: line.remove(namespace, keys, until) for node in self._client.nodes}
+        removed = self._ask(calls, until)
+        if lacking := [node.client.address for node in self._client.nodes if node not in removed]:
+            text = f"{', '.join(lacking)}: no answer: nothing was removed there"
+            raise RefusedError(Reason.IO_ERROR, text, contained=True)
+        return sum(removed.values())
+
+    def clear(self, namespace: bytes | None, deadline: ListingDeadline) -> int:
+        """Remove all chunks of one namespace, or all of ours, from all nodes. OSError, at the end, if one fails."""
+        return sum(self._all(lambda line: line.clear(namespace, deadline), deadline))
+
+    def count_by_namespace(self, deadline: ListingDeadline) -> Mapping[bytes, int]:
+        """Return the number of chunks of each namespace, on all nodes together. OSError if one fails."""
+        chunks: Counter[bytes] = Counter()
+        for counted in self._all(lambda line: line.count_by_namespace(deadline), deadline):
+            chunks.update(counted)
+        return chunks
+
+    def usage(self, until: float) -> Usage:
+        """Return the memory of the nodes that answer, and the sum of their limits; None: one has no limit."""
+        calls = {node: lambda line: line.usage(until) for node in self._client.nodes}
+        usages = list(self._ask(calls, until).values())
+        limits = [usage.limit_bytes or math.inf for usage in usages]
+        limit = sum(limits)
+        used = [usage.used_bytes for usage in usages if usage.used_bytes is not None]
+        return Usage(sum(used) if used else None, int(limit) if limits and limit < math.inf else None)
+
+    def abort(self) -> None:
+        """Make all calls that wait in this connection fail soon. From any thread."""
+        self._closed = True
+        for line in list(self._lines.values()):
+            line.connection.abort()
+
+    def close(self) -> None:
+        """Close the connections; never waits. A call that is under way closes its own when it ends. Idempotent."""
+        self.abort()
+        for node, line in list(self._lines.items()):
+            if not line.is_busy:
+                self._drop(node, line)
+        self._pool.shutdown(wait=False)
+
+    # ---- nodes
+
+    def _all(self, call: Callable[[RedisConnection], _T], deadline: ListingDeadline) -> list[_T]:
+        """Call all nodes at the same time and return their results. OSError if one fails, after the last has ended."""
+        until = deadline.next_step()
+        futures = [self._submit(node, call, until) for node in self._client.nodes]
+        wait(futures)
+        for future in futures:
+            if isinstance(error := future.exception(), RefusedError):
+                raise ConnectionError(str(error))
+        return [future.result() for future in futures]
+
+    def _ask(self, calls: _Calls[_T], until: float) -> dict[RedisNode, _T]:
+        """Call nodes at the same time; return the results of those that answer. The others count as failed.
+
+        Where none answers in the time that is usual in one network, the first answer shows how far away they are.
+        """
+        begun = time.monotonic()
+        futures = {node: self._submit(node, call, until) for node, call in calls.items()}
+        wait(futures.values(), min(until - begun, self._client.patience_seconds))
+        for future in futures.values():
+            if any(each.done() and each.exception() is None for each in futures.values()):
+                break
+            wait([future], until - time.monotonic())
+        now = time.monotonic()
+        wait(futures.values(), min(until - now, now - begun))
+        answers = {}
+        for node, future in futures.items():
+            if not future.done():
+                if (line := self._lines.pop(node, None)) is not None:
+                    line.connection.abort()
+                node.failed(TimeoutError("no answer in time"))
+            elif (error := future.exception()) is None:
+                answers[node] = future.result()
+            elif not isinstance(error, RefusedError) or not (error.contained or error.reconnect):
+                raise error
+        return answers
+
+    def _submit(self, node: RedisNode, call: Callable[[RedisConnection], _T], until: float) -> Future[_T]:
+        try:
+            return self._pool.submit(self._call, node, call, until)
+        except RuntimeError as error:  # no thread can be started
+            raise OSError(str(error)) from None
+
+    def _call(self, node: RedisNode, work: Callable[[RedisConnection], _T], until: float) -> _T:
+        """Run `work` with the connection to a node. After an old connection failed, try a new one."""
+        while True:
+            line = self._line(node)
+            is_old, line.is_busy = line.is_open, True
+            try:
+                if self._closed:
+                    line.connection.abort()
+                if not is_old:
+                    line.connection.open(until)
+                    line.is_open = True
+                done = work(line.connection)
+            except (OSError, RefusedError) as error:
+                has_failed = not (isinstance(error, RefusedError) and line.is_open)
+                if isinstance(error, RefusedError) and not has_failed and not error.reconnect:
+                    raise
+                is_given_up = self._lines.get(node) is not line
+                self._drop(node, line)
+                if self._closed or is_given_up:
+                    raise ConnectionAbortedError("the connection was aborted") from None
+                if is_old and not isinstance(error, TimeoutError):
+                    continue
+                raise node.failed(error) if has_failed else error from None
+            except BaseException:
+                self._drop(node, line)
+                raise
+            finally:
+                line.is_busy = False
+            if self._closed:
+                self._drop(node, line)
+            node.breaker.record_success()
+            return done
+
+    def _line(self, node: RedisNode) -> _NodeLine:
+        line = self._lines.get(node)
+        if line is not None and line.made < node.trusted_since:
+            self._drop(node, line)
+            line = None
+        if line is None:
+            line = self._lines[node] = _NodeLine(node.client.connection())
+        return line
+
+    def _drop(self, node: RedisNode, line: _NodeLine) -> None:
+        if self._lines.get(node) is line:
+            del self._lines[node]
+        line.connection.close()
