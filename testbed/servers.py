@@ -28,6 +28,8 @@ __all__ = [
     "need",
     "nginx_dav",
     "pagoda_server",
+    "redis_cluster",
+    "redis_sentinel",
     "redis_server",
     "skip",
 ]
@@ -116,6 +118,13 @@ class Server:
     def ca(self) -> Path:
         """Return the certificate of the authority that signed the server's (with `tls` only)."""
         return self.root / "ca.crt"
+
+    def call(self, *words: str) -> str:
+        """Return the raw answer to a command (Redis only). RuntimeError: it is an error."""
+        said = _said(self.socket, " ".join(words).encode()).decode()
+        if said.startswith("-"):
+            raise RuntimeError(f"{' '.join(words)}: {said}")
+        return said
 
     @property
     def pid(self) -> int:
@@ -222,13 +231,90 @@ def redis_server(*args: str, password: str | None = None, tls: bool = False) -> 
         yield server
 
 
+@contextlib.contextmanager
+def redis_cluster(masters: int = 3, *args: str, replicas: int = 0) -> Iterator[list[Server]]:
+    """Start a Redis Cluster; return its masters, in the order of their slots, and then their replicas.
+
+    `args` are more options of each; `replicas`: of each master. A node that does not answer for a second has failed.
+    """
+    with contextlib.ExitStack() as stack:
+        servers = []
+        for _ in range(masters * (1 + replicas)):
+            bus = ["--cluster-port", str(free_port()), "--cluster-node-timeout", "1000"]
+            quick = ["--repl-diskless-sync-delay", "0"]
+            servers.append(stack.enter_context(redis_server("--cluster-enabled", "yes", *bus, *quick, *args)))
+        first = servers[0]
+        for number, server in enumerate(servers):
+            server.call("CLUSTER", "SET-CONFIG-EPOCH", str(number + 1))
+            if number < masters:
+                ends = (16384 * number // masters, 16384 * (number + 1) // masters - 1)
+                server.call("CLUSTER", "ADDSLOTSRANGE", *map(str, ends))
+            bus_port = server.call("CONFIG", "GET", "cluster-port").split()[-1]
+            if number:
+                first.call("CLUSTER", "MEET", "127.0.0.1", str(server.port), bus_port)
+        _wait_for(lambda: all(_known(server) == len(servers) for server in servers), "the nodes do not meet")
+        for number, server in enumerate(servers[masters:]):
+            server.call("CLUSTER", "REPLICATE", servers[number % masters].call("CLUSTER", "MYID").split()[-1])
+        _wait_for(
+            lambda: (
+                all("cluster_state:ok" in server.call("CLUSTER", "INFO") for server in servers)
+                and all("master_link_status:up" in each.call("INFO") for each in servers[masters:])
+            ),
+            "the cluster does not become ready",
+        )
+        yield servers
+
+
+def _known(server: Server) -> int:
+    nodes = server.call("CLUSTER", "NODES").splitlines()
+    return sum(" connected" in line and "handshake" not in line for line in nodes)
+
+
+def _wait_for(true: Callable[[], bool], trouble: str) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while not true():
+        if time.monotonic() > deadline:
+            raise RuntimeError(trouble)
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def redis_sentinel(master: Server, service: str, quorum: int = 2) -> Iterator[Server]:
+    """Start a Sentinel that watches a master; after half a second without an answer that has failed."""
+    program = need("redis-server")
+
+    def command(root: Path, port: int) -> list[str]:
+        (root / "sentinel.conf").write_text(
+            f"port {port}\nbind 127.0.0.1\ndir {root}\nunixsocket {root}/unix.sock\n"
+            f"sentinel monitor {service} 127.0.0.1 {master.port} {quorum}\n"
+            f"sentinel down-after-milliseconds {service} 500\nsentinel failover-timeout {service} 3000\n"
+        )
+        return [program, str(root / "sentinel.conf"), "--sentinel"]
+
+    def answers(port: int) -> bool:
+        with socket.create_connection(("127.0.0.1", port), timeout=2) as client:
+            client.sendall(b"PING\r\n")
+            return client.recv(64).startswith(b"+PONG")
+
+    with _running(lambda root: Server(root, lambda port: command(root, port), answers, "redis")) as server:
+        yield server
+
+
 def _pongs(path: Path) -> bool:
+    # a replica without its master answers MASTERDOWN, a server with a password NOAUTH: both are up
+    return _said(path, b"PING").startswith((b"+PONG", b"-NOAUTH", b"-MASTERDOWN"))
+
+
+def _said(path: Path, line: bytes) -> bytes:
+    """Return what a Redis answers to one line; of a long answer perhaps the begin."""
     with socket.socket(socket.AF_UNIX) as client:
-        client.settimeout(2)
+        client.settimeout(10)
         client.connect(str(path))
-        client.sendall(b"PING\r\n")
-        # a replica without its master answers MASTERDOWN, a server with a password NOAUTH: both are up
-        return client.recv(64).startswith((b"+PONG", b"-NOAUTH", b"-MASTERDOWN"))
+        client.sendall(line + b"\r\n")
+        said = client.recv(1 << 16)
+        while said[:1] == b"$" and len(said) < int(said[1 : said.index(b"\r\n")]):
+            said += client.recv(1 << 16)
+        return said
 
 
 @contextlib.contextmanager

@@ -24,10 +24,20 @@ from pagoda.tiers.remote.object_store import ObjectStoreClient
 from pagoda.tiers.remote.open_client import url_with_password
 from pagoda.tiers.remote.pagoda_server import PagodaServerClient
 from pagoda.tiers.remote.redis import RedisClient
+from pagoda.tiers.remote.redis_cluster import RedisClusterClient
 from pagoda.tiers.remote.redis_nodes import RedisPoolClient
 from pagoda.tiers.remote.remote_tier import RemoteTier
 from pagoda.tiers.remote.store_client import StoreClient
-from testbed.servers import BUCKET, Server, moto_s3, nginx_dav, pagoda_server, redis_server
+from testbed.servers import (
+    BUCKET,
+    Server,
+    moto_s3,
+    nginx_dav,
+    pagoda_server,
+    redis_cluster,
+    redis_sentinel,
+    redis_server,
+)
 from tests.remote.chunks import PATIENT_SECONDS, fresh_prefix
 
 LAYOUT = KVLayout.opaque(4, 5000, "conformance")
@@ -36,6 +46,18 @@ LAYOUT = KVLayout.opaque(4, 5000, "conformance")
 @pytest.fixture(scope="module")
 def redis() -> Iterator[Server]:
     with redis_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Server]:
+    with redis_cluster() as servers:
+        yield servers[-1]
+
+
+@pytest.fixture(scope="module")
+def sentinel(redis: Server) -> Iterator[Server]:
+    with redis_sentinel(redis, "kv", quorum=1) as server:
         yield server
 
 
@@ -101,6 +123,25 @@ class TestRedisPool(Remotely):
     def remote(self) -> StoreClient:
         places = ",".join(f"127.0.0.1:{server.port}" for server in self.servers)
         return RedisPoolClient(f"redis+pool://{places}", prefix=self.prefix, look_seconds=PATIENT_SECONDS)
+
+
+class TestRedisCluster(Remotely):
+    @pytest.fixture(autouse=True)
+    def _servers(self, cluster: Server) -> None:
+        self.server = cluster
+
+    def remote(self) -> StoreClient:
+        url = f"redis+cluster://127.0.0.1:{self.server.port}"
+        return RedisClusterClient(url, prefix=self.prefix, look_seconds=PATIENT_SECONDS)
+
+
+class TestRedisSentinel(Remotely):
+    @pytest.fixture(autouse=True)
+    def _servers(self, sentinel: Server) -> None:
+        self.server = sentinel
+
+    def remote(self) -> StoreClient:
+        return RedisClient(f"redis+sentinel://127.0.0.1:{self.server.port}/kv", prefix=self.prefix)
 
 
 class TestCompressedRedis(TestRedis):

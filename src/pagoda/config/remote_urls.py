@@ -35,6 +35,9 @@ _SCHEMES = {  # scheme: the kind of engine, the name of the tier unless the URL 
     "unix": (REDIS, "redis", "unix:///run/redis.sock"),
     "redis+pool": (REDIS, "redis", "redis+pool://host1:6379,host2:6379,host3:6379"),
     "rediss+pool": (REDIS, "redis", "rediss+pool://host1:6379,host2:6379,host3:6379"),
+    "redis+cluster": (REDIS, "redis", "redis+cluster://host1:6379,host2:6379"),
+    "rediss+cluster": (REDIS, "redis", "rediss+cluster://host1:6379,host2:6379"),
+    "redis+sentinel": (REDIS, "redis", "redis+sentinel://host1:26379,host2:26379/service"),
     "s3": (OBJECTS, "s3", "s3://bucket/prefix"),
     "gs": (OBJECTS, "gs", "gs://bucket/prefix"),
     "az": (OBJECTS, "az", "az://container/prefix"),
@@ -50,7 +53,8 @@ _LOOKS = {
 _MEANT = {  # what others call them
     "valkey": "redis",
     "valkeys": "rediss",
-    "redis-sentinel": "redis",
+    "redis-sentinel": "redis+sentinel",
+    "redis-cluster": "redis+cluster",
     "redis+unix": "unix",
     "redis+socket": "unix",
     "gcs": "gs",
@@ -230,7 +234,7 @@ def parse_lookup(url: str) -> RemoteSpec:
     """
     try:
         if url.partition("://")[0].lower() not in _SCHEMES_OF_ONE_REDIS:
-            raise ValueError("machines meet in one Redis; write redis://host:6379/0")
+            raise ValueError("machines meet in a Redis; write redis://host:6379/0")
         spec, given = _parsed(url), _parameters(url.partition("?")[2])
         for name in given:
             if name in _OURS and name not in _OF_LOOKUP:
@@ -327,7 +331,15 @@ def _check_place(scheme: str, parts: SplitResult, shape: str) -> None:
             raise ValueError(f"the path of a socket is needed, with three slashes; {shape}")
         return
     if "+" in scheme:
-        one, (credentials, at, hosts) = scheme.partition("+")[0], parts.netloc.rpartition("@")
+        one, _, kind = scheme.partition("+")
+        credentials, at, hosts = parts.netloc.rpartition("@")
+        if kind == "sentinel":
+            found = re.fullmatch(r"/[A-Za-z0-9_.-]{1,64}(/\d{1,9})?", parts.path)
+            if found is None:
+                raise ValueError(f"after the hosts there is the name of the master's service; {shape}")
+            parts = parts._replace(path=found[1] or "")
+        if kind == "cluster" and (parts.path.strip("/0") or "db=" in parts.query):
+            raise ValueError(f"a cluster has no numbers of databases; {shape}")
         for host in (names := hosts.split(",")):
             _check_place(one, parts._replace(netloc=f"{credentials}{at}{host}"), shape)
         if len({name.lower() for name in names}) < len(names):

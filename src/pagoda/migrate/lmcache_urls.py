@@ -13,7 +13,7 @@ __all__ = ["IN_URLS", "START_SERVER", "Untranslated", "is_own_server", "translat
 
 _REDIS = 'remote = "redis://HOST:6379/0"'
 _REASONS = {
-    "redis-sentinel": f"Sentinel is not asked for the master; name it: {_REDIS}",
+    "redis-sentinel": 'name the service in the URL: remote = "redis+sentinel://HOST:26379,HOST:26379/SERVICE"',
     "fs": 'a shared file system is no store here; serve it by WebDAV: remote = "http://HOST/PATH/"',
 }
 START_SERVER = "run pagoda serve --listen HOST:PORT --host-size SIZE there instead of LMCache's server"
@@ -79,12 +79,12 @@ def _s3(url: str, fields: Mapping[str, object]) -> tuple[str, list[str]]:
 
 
 def _valkey(url: str, fields: Mapping[str, object]) -> tuple[str, list[str]]:
-    if str(fields.get("valkey_mode", "standalone")).lower() not in ("standalone", ""):
-        raise Untranslated(f"a cluster of Valkey is not spoken to; name one server: {_REDIS}")
+    is_cluster = str(fields.get("valkey_mode", "standalone")).lower() == "cluster"
     place = urlsplit(url).netloc
     user = quote(str(fields.get("valkey_username", "")), safe="")
     password = quote(str(fields.get("valkey_password", "")), safe="")
     database = str(fields.get("valkey_database", ""))
     credentials = f"{user}{':' if password else ''}{password}@" if user or password else ""
-    found = f"redis://{credentials}{place}" + (f"/{database}" if database else "")
+    scheme = "redis+cluster" if is_cluster else "redis"
+    found = f"{scheme}://{credentials}{place}" + (f"/{database}" if database else "")
     return found, [name for name in _IN_VALKEY if name in fields]

@@ -9,7 +9,7 @@ In the order in which a save meets them:
 - `query_queue`: short queries that a caller waits a moment for
 - `store_client`: the protocol of a store's client and of its connections
 - `redis`, `resp`: Redis, and its wire protocol
-- `redis_nodes`: several Redis as one store
+- `redis_nodes`, `redis_cluster`: several Redis as one store: a pool, a cluster
 - `object_store`: object stores (S3, GCS, Azure, WebDAV)
 - `obstore_runner`: obstore, which signs, lists and deletes, and moves what HTTP connections of ours cannot
 - `pagoda_server`: `pagoda serve` of another machine

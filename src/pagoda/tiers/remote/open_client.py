@@ -6,14 +6,23 @@ import atexit
 import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
+from typing import TypedDict
 from urllib.parse import quote, urlsplit, urlunsplit
 
 from pagoda.errors import ConfigError, StoreError
 from pagoda.tiers.remote.store_client import StoreClient
+from pagoda.tiers.remote.store_urls import password_in
 
-_LONGEST_PASSWORD_BYTES = 4096
 _SETTLE_SECONDS = 0.05
+
+
+class _Settings(TypedDict):
+    """What every client of Redis is made with."""
+
+    prefix: str
+    ttl_seconds: float | None
+    name: str
+    password_file: str
 
 
 def open_client(
@@ -39,18 +48,24 @@ def open_client(
         ConfigError: the password cannot be read, or the URL is invalid.
         StoreError: the library of the store is not installed; says how to install it.
     """
-    url = url_with_password(url, password_file)
     try:
-        if url.startswith(("redis+", "rediss+")):
-            from pagoda.tiers.remote.redis_nodes import RedisPoolClient
-
-            return RedisPoolClient(
-                url, prefix=prefix, ttl_seconds=ttl_seconds, name=name, look_seconds=look_seconds
-            )
         if kind == "redis":
+            settings = _Settings(
+                prefix=prefix, ttl_seconds=ttl_seconds, name=name, password_file=password_file
+            )
+            layout = url.partition("://")[0].partition("+")[2]
+            if layout == "pool":
+                from pagoda.tiers.remote.redis_nodes import RedisPoolClient
+
+                return RedisPoolClient(url, look_seconds=look_seconds, **settings)
+            if layout == "cluster":
+                from pagoda.tiers.remote.redis_cluster import RedisClusterClient
+
+                return RedisClusterClient(url, look_seconds=look_seconds, **settings)
             from pagoda.tiers.remote.redis import RedisClient
 
-            return RedisClient(url, prefix=prefix, ttl_seconds=ttl_seconds, name=name)
+            return RedisClient(url, **settings)
+        url = url_with_password(url, password_file)
         if kind == "pagoda":
             from pagoda.tiers.remote.pagoda_server import PagodaServerClient
 
@@ -66,25 +81,11 @@ def open_client(
         raise ConfigError(str(error)) from None
 
 
-def _password_in(file: str) -> str:
-    """Return the content of a file, without its line end."""
-    try:
-        with Path(file).open("rb") as stream:
-            text = stream.read(_LONGEST_PASSWORD_BYTES + 1).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
-        raise ConfigError(f"password_file = {file}: cannot be read: {why}") from None
-    password = text.rstrip("\r\n")
-    if not password or len(text) > _LONGEST_PASSWORD_BYTES:
-        raise ConfigError(f"password_file = {file}: {'is too long' if password else 'is empty'}")
-    return password
-
-
 def url_with_password(url: str, password_file: str) -> str:
     """Return `url` with the password in a file (empty: none) after its user name. ConfigError: it cannot be read."""
     if not password_file:
         return url
-    parts, password = urlsplit(url), _password_in(password_file)
+    parts, password = urlsplit(url), password_in(password_file)
     user, _, place = parts.netloc.rpartition("@")
     return urlunsplit(parts._replace(netloc=f"{user}:{quote(password, safe='')}@{place}"))
 

@@ -14,6 +14,7 @@ from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from itertools import takewhile
 from typing import NamedTuple, Self
+from urllib.parse import urlsplit, urlunsplit
 
 from pagoda.errors import ConfigError, StoreError
 from pagoda.metrics import Reason
@@ -36,7 +37,13 @@ from pagoda.tiers.remote.store_client import (
     RefusedError,
     Usage,
 )
-from pagoda.tiers.remote.store_urls import REDIS_OPTIONS, REDIS_SHAPE, check_redis_url
+from pagoda.tiers.remote.store_urls import (
+    REDIS_OPTIONS,
+    REDIS_SHAPE,
+    check_redis_url,
+    node_urls,
+    password_in,
+)
 
 # of a field of a hash. One value of many MiB would cost Redis twice the time. Fields of 1 MiB would cost a quarter
 # more memory: with what Redis adds, its allocator rounds them up to 1.25 MiB
@@ -55,23 +62,42 @@ _KEEPALIVE_SECONDS = 20.0
 _BELIEVED_SECONDS = 2.0
 _DRAFT_SECONDS = 2.0  # how long a draft outlives the deadline of its put
 _KNOWN = ("host", "port", "path", *REDIS_OPTIONS)
+_SENTINEL_PORT = 26379
 _MOST_LATE = 8  # connections that are still being made though their call has ended
 
 
-class RedisClient:
-    """A Redis at `url` (see RedisAddress). All names begin with `<prefix>:`. Thread-safe, keeps no connection.
+class RedirectError(RefusedError):
+    """Another node of a cluster has the key. `has_moved`: for good; else it is being moved there."""
 
-    `ttl_seconds`: how long a chunk stays after it was last stored or used; None: until Redis evicts it.
+    def __init__(self, error: ErrorReply) -> None:
+        words = error.text.split(" ")
+        place = words[2] if len(words) == 3 else "host:port"
+        advice = f"this is a node of a Redis Cluster: write redis+cluster://{place}"
+        super().__init__(Reason.IO_ERROR, f"{advice} ({error.text})")
+        self.has_moved = error.code == "MOVED"
+
+
+class RedisClient:
+    """A Redis at `url` (see RedisAddress, SentinelAddress). All names begin with `<prefix>:`. Thread-safe.
+
+    Keeps no connection. `ttl_seconds`: how long a chunk stays after it was last stored or used; None: until Redis
+    evicts it. `password_file` is read for each connection.
     """
 
     read_only = False
 
     def __init__(
-        self, url: str, *, prefix: str = "pagoda", ttl_seconds: float | None = None, name: str = "redis"
+        self,
+        url: str,
+        *,
+        prefix: str = "pagoda",
+        ttl_seconds: float | None = None,
+        name: str = "redis",
+        password_file: str = "",
     ) -> None:
         self.name = name
         self.keepalive_seconds: float | None = _KEEPALIVE_SECONDS
-        self._address = RedisAddress(url)
+        self._address = _address(url, password_file)
         self.address = self._address.text
         self._names = RedisNames(prefix)
         self._ttl_ms = None if ttl_seconds is None else max(1, int(ttl_seconds * 1000))
@@ -80,7 +106,12 @@ class RedisClient:
 
     def connection(self) -> RedisConnection:
         """Return a new connection that is still to be opened."""
-        return RedisConnection(self._address, self._names, self._ttl_ms)
+        return self.connection_type(self._address, self._names, self._ttl_ms)
+
+    @property
+    def connection_type(self) -> type[RedisConnection]:
+        """What `connection` makes."""
+        return RedisConnection
 
 
 class RedisConnection:
@@ -98,7 +129,7 @@ class RedisConnection:
         OSError; RefusedError: the user may not read.
         """
         self._resp = RespConnection(self._address.connect(self._connected, until))
-        username, password = self._address.username, self._address.password
+        username, password = self._address.credentials()
         commands = []
         if password or username:
             words = [word.encode() for word in (username, password or "") if word is not None]
@@ -343,8 +374,9 @@ class RedisConnection:
         removed = 0
         for start in range(0, len(names), _SCAN_NAMES):
             batch = names[start : start + _SCAN_NAMES]
-            (number,) = self._execute([command(b"UNLINK", *batch)], until)
-            removed += min(number, len(batch)) if isinstance(number, int) else 0
+            # one by one: in a cluster they have different slots
+            numbers = self._execute([command(b"UNLINK", name) for name in batch], until)
+            removed += sum(number == 1 for number in numbers)
         return removed
 
     def _drop(self, names: list[bytes], until: float) -> None:
@@ -384,6 +416,8 @@ class RedisConnection:
             text = text.replace(self._address.password, "***")  # a server may send anything
         because = re.match(r"EXECABORT .*because of: -?(\w+)", error.text)
         code = because[1] if because else error.code
+        if code in _ELSEWHERE_IN_CLUSTER:
+            return RedirectError(ErrorReply(code, code + text.partition(code)[2]))
         if code in _NOT_READY:
             return ConnectionError(text)
         return RefusedError(_REASONS.get(code, Reason.IO_ERROR), text, reconnect=code in _ELSEWHERE)
@@ -393,6 +427,7 @@ _Field = tuple[bytes, memoryview]  # of a hash: its name and its value
 _REASONS = {"OOM": Reason.FULL, "WRONGTYPE": Reason.FAILED_CHECK}
 # of a server that serves no request at present; and of one that a new connection may avoid, or use with success
 _NOT_READY = ("LOADING", "MASTERDOWN", "CLUSTERDOWN", "BUSY")
+_ELSEWHERE_IN_CLUSTER = ("MOVED", "ASK", "TRYAGAIN")
 _ELSEWHERE = ("READONLY", "NOREPLICAS", "MISCONF", "NOAUTH")
 
 
@@ -474,7 +509,8 @@ class RedisAddress:
     password: str | None
     db: int
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, password_file: str = "") -> None:
+        """ConfigError: the URL or the password file cannot be used."""
         try:
             from redis import ConnectionPool
         except ImportError:
@@ -491,7 +527,19 @@ class RedisAddress:
         self.password = options.pop("password", None)
         self.db = options.pop("db", 0)
         self._options = options
+        self._password_file = password_file
+        if password_file:
+            self.password = password_in(password_file)
         self._late: list[threading.Thread] = []
+
+    def credentials(self) -> tuple[str | None, str | None]:
+        """Return user and password. A password file is read again: it may have changed. OSError: it cannot be read."""
+        if self._password_file:
+            try:
+                self.password = password_in(self._password_file)
+            except ConfigError as error:
+                raise ConnectionError(str(error)) from None
+        return self.username, self.password
 
     def connect(self, made: Future[socket.socket], until: float) -> socket.socket:
         """Return a new connection, encrypted if the URL says so, not yet authenticated. OSError by `until`.
@@ -528,11 +576,12 @@ class RedisAddress:
     def _connect(self, until: float) -> socket.socket:
         from redis import exceptions
 
+        options = self._options | self._place(until)
         left = until - time.monotonic()
         if left <= 0:
             raise TimeoutError(f"{self.text}: no connection before the deadline")
         connection = self._connection(
-            **self._options,
+            **options,
             protocol=2,
             socket_timeout=left,
             socket_connect_timeout=left,
@@ -548,6 +597,54 @@ class RedisAddress:
         connected: socket.socket = connection._sock
         connection._sock = None  # it belongs to the caller now
         return connected
+
+    def _place(self, until: float) -> dict[str, object]:
+        """Return the host and port to connect to, if the URL does not say them."""
+        return {}
+
+
+class SentinelAddress(RedisAddress):
+    """The address of a master that Sentinels know: `redis+sentinel://[user:password@]host:port,host:port/service[/db]`.
+
+    User and password are for the master. Each new connection asks the Sentinels, so that a failover is followed.
+    """
+
+    def __init__(self, url: str, password_file: str = "") -> None:
+        """ConfigError: the URL or the password file cannot be used."""
+        parts = urlsplit(url)
+        _, self._service, *db = parts.path.split("/")
+        place, hosts = parts._replace(path="/" + "/".join(db)), parts.netloc.rpartition("@")[2]
+        super().__init__(node_urls(urlunsplit(place))[0], password_file)
+        self.text = f"redis+sentinel://{hosts}/{self._service}/{self.db}"
+        self._sentinels = [urlsplit(each) for each in node_urls(f"redis+sentinel://{hosts}")]
+
+    def _place(self, until: float) -> dict[str, object]:
+        from redis.backoff import NoBackoff
+        from redis.exceptions import RedisError
+        from redis.retry import Retry
+        from redis.sentinel import Sentinel
+
+        left = max(0.001, (until - time.monotonic()) / (2 * len(self._sentinels)))
+        options = {
+            "socket_timeout": left,
+            "socket_connect_timeout": left,
+            "retry": Retry(NoBackoff(), 0),
+        }
+        places = [(each.hostname, each.port or _SENTINEL_PORT) for each in self._sentinels]
+        sentinel = Sentinel(places, sentinel_kwargs=options)  # type: ignore[no-untyped-call]
+        try:
+            host, port = sentinel.discover_master(self._service)  # type: ignore[no-untyped-call]
+        except (RedisError, OSError) as error:
+            raise ConnectionError(f"{self.text}: no Sentinel names a master: {error}") from None
+        finally:
+            for each in sentinel.sentinels:
+                each.close()
+        return {"host": host, "port": port}
+
+
+def _address(url: str, password_file: str) -> RedisAddress:
+    kind = SentinelAddress if url.startswith("redis+sentinel:") else RedisAddress
+    return kind(url, password_file)
 
 
 def _text(options: Mapping[str, object]) -> str:

@@ -2,7 +2,7 @@
 
 A look-up asks all nodes at the same time. A node that fails is left out, and a thread asks whether it is back.
 
-    RedisPoolClient        what all connections share: the nodes, and which node has a key
+    RedisPoolClient        what all connections share: the nodes, and which node has a key (see `redis_cluster` too)
     RedisNode              one node: how it is reached, and whether it is used now
     RedisNodesConnection   one `RedisConnection` to each node
 """
@@ -15,8 +15,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import Self, TypeVar
+from urllib.parse import urlsplit
 
 import numpy as np
 import numpy.typing as npt
@@ -27,14 +29,15 @@ from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.threads import Pool, wait
 from pagoda.tiers.base import Bytes
 from pagoda.tiers.breaker import CircuitBreaker
-from pagoda.tiers.remote.redis import RedisClient, RedisConnection
+from pagoda.tiers.remote.redis import RedirectError, RedisClient, RedisConnection
 from pagoda.tiers.remote.store_client import ListingDeadline, PutResult, RefusedError, Usage
 from pagoda.tiers.remote.store_urls import node_urls
 
-_FAILURES, _REST_SECONDS = 2, 1.0  # after these a node is left out until it answers a probe
+_FAILURES, _REST_SECONDS = 2, 0.25  # after these a node is left out until it answers a probe
 _REFUSALS, _REFUSED_SECONDS = 4, 5.0  # after these nothing is written to a node for a while
 _PROBE_SECONDS = 1.0
 _PATIENCE_SHARE = 1 / 3  # of the time that a caller waits: then a slow node is not waited for much longer
+_MOST_MOVES = 4  # of a key, followed by one call
 _MOST_THREADS = 32  # that ask nodes at the same time
 
 _logger = guarded_logger("pagoda.tiers.remote")
@@ -47,8 +50,8 @@ class RedisNode:
 
     def __init__(self, client: RedisClient, clock: Clock) -> None:
         self.client = client
-        place = client.address.partition("://")[2].rpartition("/")[0].lower()  # host:port
-        self.seed = np.frombuffer(hashlib.blake2b(place.encode(), digest_size=8).digest(), "<u8")[0]
+        self.place = client.address.partition("://")[2].rpartition("/")[0].lower()  # host:port
+        self.seed = np.frombuffer(hashlib.blake2b(self.place.encode(), digest_size=8).digest(), "<u8")[0]
         self.breaker = CircuitBreaker(clock, _FAILURES, _REST_SECONDS)
         self.write_breaker = CircuitBreaker(clock, _REFUSALS, _REFUSED_SECONDS)
         self.last_refusal = Reason.IO_ERROR
@@ -83,15 +86,12 @@ class RedisNode:
         return RefusedError(reason, text, contained=True)
 
 
-class RedisPoolClient:
-    """Independent Redis as one store, `redis+pool://host:port,host:port`: a key's node is found by rendezvous hashing.
-
-    Each key has an order of all nodes, by a hash of both, and is on the first that is used now: without a node its keys
-    are on others, and no other key moves. All machines must name the nodes alike. Thread-safe, keeps no connection.
-    `look_seconds`: how long a caller waits for a look-up.
-    """
+class RedisNodesClient:
+    """Several Redis as one store: what is common to a pool and a cluster. Thread-safe, keeps no connection."""
 
     read_only = False
+    is_cluster = False
+    _client_type: type[RedisClient] = RedisClient
 
     def __init__(
         self,
@@ -100,27 +100,36 @@ class RedisPoolClient:
         prefix: str = "pagoda",
         ttl_seconds: float | None = None,
         name: str = "redis",
+        password_file: str = "",
         look_seconds: float = 0.05,
         clock: Clock | None = None,
     ) -> None:
-        """Connect to nothing yet. ConfigError: the URL or the prefix cannot be used."""
+        """Connect to nothing yet. ConfigError: the URL, the password file or the prefix cannot be used.
+
+        `look_seconds`: how long a caller waits for a look-up.
+        """
         self.name = name
+        self._url = urlsplit(url)
         self.patience_seconds = look_seconds * _PATIENCE_SHARE
-        clock = clock or Clock()
-        clients = [
-            RedisClient(each, prefix=prefix, ttl_seconds=ttl_seconds, name=name) for each in node_urls(url)
-        ]
-        self.nodes = [RedisNode(client, clock) for client in clients]
-        places = ",".join(client.address.partition("://")[2].rpartition("/")[0] for client in clients)
-        self.address = f"{url.partition('://')[0]}://{places}/{clients[0].address.rpartition('/')[2]}"
-        self.keepalive_seconds = clients[0].keepalive_seconds
-        self.believed_seconds = clients[0].believed_seconds
-        self._probes = Pool(len(self.nodes), "pagoda-redis-probe")
+        self._clock = clock or Clock()
+        self._client_of = partial(
+            self._client_type, prefix=prefix, ttl_seconds=ttl_seconds, name=name, password_file=password_file
+        )
+        self.nodes = self._seeds = [RedisNode(self._client_of(each), self._clock) for each in node_urls(url)]
+        first = self.nodes[0].client
+        database = first.address.rpartition("/")[2]
+        places = ",".join(node.place for node in self.nodes)
+        self.address = f"{self._url.scheme}://{places}/{database}"
+        self.keepalive_seconds = first.keepalive_seconds
+        self.believed_seconds = first.believed_seconds
+        self.version = 0  # of the list of nodes
+        self._probes = Pool(_MOST_THREADS, "pagoda-redis-probe")
+        self.reset()
         reset_in_child(self)
 
     def reset(self) -> None:
-        """Replace the locks in a forked child."""
-        for node in self.nodes:
+        """Create the locks; also in a forked child."""
+        for node in {*self._seeds, *self.nodes}:
             node.reset()
 
     def connection(self) -> RedisNodesConnection:
@@ -129,37 +138,58 @@ class RedisPoolClient:
 
     def shares(self, keys: Sequence[bytes]) -> dict[RedisNode, list[int]]:
         """Return which of these keys (their indices, in order) each node has. ConnectionError: no node is used now."""
-        nodes = [node for node in self.nodes if self._is_used(node)]
-        if not nodes:
-            raise ConnectionError(f"{self.address}: no node answers")
-        heads = np.frombuffer(b"".join(key[:8] for key in keys), "<u8")
-        first = np.argmax([_mixed(heads ^ node.seed) for node in nodes], axis=0)
-        shares = {node: np.flatnonzero(first == number).tolist() for number, node in enumerate(nodes)}
-        return {node: share for node, share in shares.items() if share}
+        raise NotImplementedError
 
     def node_of(self, key: bytes) -> RedisNode:
-        """Return the node that has a key now. ConnectionError: no node is used now."""
-        return next(iter(self.shares([key])))
+        """Return the node that has a key. ConnectionError: no node is used now; contained refusal: its node is not."""
+        for node in self.shares([key]):
+            return node
+        raise RefusedError(Reason.TIER_SKIPPED, "the chunk's node is not used now", contained=True)
 
-    def _is_used(self, node: RedisNode) -> bool:
-        """Return whether a node is used now; if not, find out in the background, now and then, whether it is back."""
-        if not node.breaker.is_open:
-            return True
-        if not node.breaker.resting and not node.is_probed:
-            node.is_probed = True
-            self._probes.later(self._probe, node)
-        return False
+    def refresh(self, until: float, version: int | None = None, node: RedisNode | None = None) -> None:
+        """Find out which nodes there are, if that can change: unless it is known since `version`; from `node` first."""
+
+    def _used(self, nodes: Sequence[RedisNode]) -> list[RedisNode]:
+        """Return which nodes are used now. Ask the others in the background, now and then, whether they are back."""
+        used = []
+        for node in nodes:
+            if not node.breaker.is_open:
+                used.append(node)
+            elif not node.breaker.resting and not node.is_probed:
+                node.is_probed = True
+                self._probes.later(self._probe, node)
+        if not used:
+            raise ConnectionError(f"{self.address}: no node answers")
+        return used
 
     def _probe(self, node: RedisNode) -> None:
         connection = node.client.connection()
         try:
-            connection.open(time.monotonic() + _PROBE_SECONDS)
-            node.breaker.record_success()
+            self.refresh(time.monotonic() + _PROBE_SECONDS)
+            if node in self.nodes:
+                connection.open(time.monotonic() + _PROBE_SECONDS)
+                node.breaker.record_success()
         except (OSError, RefusedError) as error:
             node.failed(error)
         finally:
             connection.close()
             node.is_probed = False
+
+
+class RedisPoolClient(RedisNodesClient):
+    """Independent Redis, `redis+pool://host:port,host:port`: rendezvous hashing says which node has a key.
+
+    Each key has an order of all nodes, by a hash of both, and is on the first that is used now: without a node its keys
+    are on others, and no other key moves. All machines must name the nodes alike.
+    """
+
+    def shares(self, keys: Sequence[bytes]) -> dict[RedisNode, list[int]]:
+        """Return which of these keys (their indices, in order) each node has. ConnectionError: no node is used now."""
+        nodes = self._used(self.nodes)
+        heads = np.frombuffer(b"".join(key[:8] for key in keys), "<u8")
+        first = np.argmax([_mixed(heads ^ node.seed) for node in nodes], axis=0)
+        shares = {node: np.flatnonzero(first == number).tolist() for number, node in enumerate(nodes)}
+        return {node: share for node, share in shares.items() if share}
 
 
 def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -183,18 +213,24 @@ class RedisNodesConnection:
     What a node does wrong is a contained refusal: a miss or a drop with a reason. OSError: no node is used now.
     """
 
-    def __init__(self, client: RedisPoolClient) -> None:
+    def __init__(self, client: RedisNodesClient) -> None:
         self._client = client
         self._lines: dict[RedisNode, _NodeLine] = {}
         self._pool = Pool(_MOST_THREADS, "pagoda-redis-nodes")
         self._closed = False
+        self._has_moved = False  # a key of the latest call: it is known by now where it is
 
     def open(self, until: float) -> Self:
-        """Connect to nothing: each node is connected to when it is used."""
+        """Find out which nodes there are, if the URL does not say all. Each is connected to when used. OSError."""
+        self._client.refresh(until, version=0)
         return self
 
     def ping(self, until: float) -> None:
         """Return if a node answers."""
+        self._client.refresh(until)
+        for node, line in list(self._lines.items()):
+            if node not in self._client.nodes and not line.is_busy:
+                self._drop(node, line)
         if not self._ask({node: lambda line: line.ping(until) for node in self._client.nodes}, until):
             raise ConnectionError(f"{self._client.address}: no node answers")
 
@@ -203,35 +239,19 @@ class RedisNodesConnection:
 
         A slow node is not waited for once others have answered.
         """
-        shares = self._client.shares(keys) if keys else {}
-        found = self._ask(
-            {
-                node: partial(
-                    RedisConnection.find, namespace=namespace, keys=[keys[at] for at in share], until=until
-                )
-                for node, share in shares.items()
-            },
-            until,
-        )
-        ends = [share[found.get(node, 0) :][:1] for node, share in shares.items()]
-        end = min((at for each in ends for at in each), default=len(keys))
-        silent = [node for node, share in shares.items() if node not in found and share[0] == end]
-        if silent and not end:  # else what was found is worth more than the reason
-            raise RefusedError(Reason.DEADLINE, f"{silent[0].client.address}: no answer", contained=True)
-        return end
+        shares, found = self._ask_for(keys, RedisConnection.find, namespace, until)
+        here = [False] * len(keys)
+        for node, number in found.items():
+            for at in shares[node][:number]:
+                here[at] = True
+        end = here.index(False) if False in here else len(keys)
+        if not end and keys and not any(shares[node][0] == 0 for node in found):
+            raise RefusedError(Reason.DEADLINE, "the node of the first chunk did not answer", contained=True)
+        return end  # what was found is worth more than the reason
 
     def touch(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[bool]:
         """Update recency and extend expiry times; return which keys are present on nodes that answer."""
-        shares = self._client.shares(keys) if keys else {}
-        touched = self._ask(
-            {
-                node: partial(
-                    RedisConnection.touch, namespace=namespace, keys=[keys[at] for at in share], until=until
-                )
-                for node, share in shares.items()
-            },
-            until,
-        )
+        shares, touched = self._ask_for(keys, RedisConnection.touch, namespace, until)
         here = [False] * len(keys)
         for node, present in touched.items():
             for at, is_here in zip(shares[node], present, strict=True):
@@ -248,40 +268,32 @@ class RedisNodesConnection:
         until: float,
     ) -> PutResult:
         """Store a chunk on its node; see RedisConnection."""
-        node = self._client.node_of(key)
-        if node.write_breaker.resting:
-            raise RefusedError(node.last_refusal, "the node refused writes", contained=True)
-        try:
-            result = self._call(
-                node, lambda line: line.put(namespace, key, page, stored, is_valid, until), until
-            )
-        except RefusedError as refusal:
-            raise refusal if refusal.contained else node.refused_write(refusal) from None
-        node.write_breaker.record_success()
-        return result
+
+        def put(line: RedisConnection) -> PutResult:
+            return line.put(namespace, key, page, stored, is_valid, until)
+
+        return self._call_for(key, put, until, writes=True)
 
     def get(
         self, namespace: bytes, key: bytes, page: Bytes, destination: Callable[[], Bytes | None], until: float
     ) -> int | None:
         """Fill `page` and the result of `destination` from the chunk's node; see RedisConnection."""
-        node = self._client.node_of(key)
-        try:
-            return self._call(node, lambda line: line.get(namespace, key, page, destination, until), until)
-        except RefusedError as refusal:
-            if refusal.contained or refusal.reason is Reason.FAILED_CHECK:
-                raise
-            raise node.failed(refusal) from None
+        return self._call_for(key, lambda line: line.get(namespace, key, page, destination, until), until)
 
     def remove(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
-        """Remove chunks from all nodes, because a chunk may be on another node than now; return how many there were.
+        """Remove chunks; return how many there were. Of a pool all nodes are asked: it may have been on another one.
 
         A contained refusal if a node does not answer: its chunks may be there when it is back.
         """
-        calls = {node: lambda line: line.remove(namespace, keys, until) for node in self._client.nodes}
-        removed = self._ask(calls, until)
-        if lacking := [node.client.address for node in self._client.nodes if node not in removed]:
-            text = f"{', '.join(lacking)}: no answer: nothing was removed there"
-            raise RefusedError(Reason.IO_ERROR, text, contained=True)
+        if self._client.is_cluster:
+            shares, removed = self._ask_for(keys, RedisConnection.remove, namespace, until)
+            is_done = sum(len(shares[node]) for node in removed) == len(keys)
+        else:
+            calls = {node: lambda line: line.remove(namespace, keys, until) for node in self._client.nodes}
+            removed = self._ask(calls, until)
+            is_done = len(removed) == len(calls)
+        if not is_done:
+            raise RefusedError(Reason.IO_ERROR, "a node did not answer: it may have it", contained=True)
         return sum(removed.values())
 
     def clear(self, namespace: bytes | None, deadline: ListingDeadline) -> int:
@@ -319,6 +331,44 @@ class RedisNodesConnection:
         self._pool.shutdown(wait=False)
 
     # ---- nodes
+
+    def _ask_for(
+        self, keys: Sequence[bytes], question: Callable[..., _T], namespace: bytes, until: float
+    ) -> tuple[dict[RedisNode, list[int]], dict[RedisNode, _T]]:
+        """Ask each node about its share of the keys; return the shares, and the answers of those that answer."""
+        for _ in range(_MOST_MOVES):
+            shares = self._client.shares(keys) if keys else {}
+            calls: _Calls[_T] = {
+                node: partial(question, namespace=namespace, keys=[keys[at] for at in share], until=until)
+                for node, share in shares.items()
+            }
+            self._has_moved = False
+            answers = self._ask(calls, until)
+            if not self._has_moved:
+                break
+        return shares, answers
+
+    def _call_for(
+        self, key: bytes, work: Callable[[RedisConnection], _T], until: float, *, writes: bool = False
+    ) -> _T:
+        """Call the node of a key; what it does wrong is a contained refusal, except what it has under the key."""
+        for _ in range(_MOST_MOVES):
+            node = self._client.node_of(key)
+            if writes and node.write_breaker.resting:
+                raise RefusedError(node.last_refusal, "the node refused writes", contained=True)
+            self._has_moved = False
+            try:
+                done = self._call(node, work, until)
+            except RefusedError as refusal:
+                if self._has_moved:
+                    continue
+                if refusal.contained or (refusal.reason is Reason.FAILED_CHECK and not writes):
+                    raise
+                raise (node.refused_write if writes else node.failed)(refusal) from None
+            if writes:
+                node.write_breaker.record_success()
+            return done
+        raise RefusedError(Reason.BUSY, "the chunk is moved again and again", contained=True)
 
     def _all(self, call: Callable[[RedisConnection], _T], deadline: ListingDeadline) -> list[_T]:
         """Call all nodes at the same time and return their results. OSError if one fails, after the last has ended."""
@@ -364,6 +414,7 @@ class RedisNodesConnection:
 
     def _call(self, node: RedisNode, work: Callable[[RedisConnection], _T], until: float) -> _T:
         """Run `work` with the connection to a node. After an old connection failed, try a new one."""
+        version = self._client.version
         while True:
             line = self._line(node)
             is_old, line.is_busy = line.is_open, True
@@ -374,6 +425,15 @@ class RedisNodesConnection:
                     line.connection.open(until)
                     line.is_open = True
                 done = work(line.connection)
+            except RedirectError as redirect:
+                if not self._client.is_cluster:
+                    self._drop(node, line)
+                    raise node.failed(redirect) from None
+                if redirect.has_moved:
+                    with suppress(OSError):
+                        self._client.refresh(until, version, node)
+                        self._has_moved = True
+                raise RefusedError(Reason.BUSY, str(redirect), contained=True) from None
             except (OSError, RefusedError) as error:
                 has_failed = not (isinstance(error, RefusedError) and line.is_open)
                 if isinstance(error, RefusedError) and not has_failed and not error.reconnect:
@@ -390,8 +450,8 @@ class RedisNodesConnection:
                 raise
             finally:
                 line.is_busy = False
-            if self._closed:
-                self._drop(node, line)
+                if self._closed:
+                    self._drop(node, line)
             node.breaker.record_success()
             return done
 

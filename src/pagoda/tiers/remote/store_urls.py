@@ -11,6 +11,7 @@ import ipaddress
 import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit, urlunsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -24,6 +25,7 @@ _REQUEST_OPTIONS = re.compile(
 TIER_NAMES = {"s3": "s3", "gs": "gs", "az": "az", "http": "webdav", "https": "webdav"}  # by the scheme
 _PREFIX = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 _PATH = re.compile(r"([A-Za-z0-9_~=+-][A-Za-z0-9_.~=+-]*(/|$))*")
+_LONGEST_PASSWORD_BYTES = 4096
 _REDIS_SCHEMES = ("redis", "rediss", "unix")
 _REDIS_TLS_OPTIONS = (
     "ssl_ca_certs",
@@ -60,11 +62,25 @@ def check_redis_url(url: str) -> str:
 
 
 def node_urls(url: str) -> list[str]:
-    """Return the URL of each node of `redis+pool://[user:password@]host:port,host:port[/db]`."""
+    """Return the URL of each Redis of `redis+pool://[user:password@]host:port,host:port[/db]`, and the like."""
     parts = urlsplit(url)
     credentials, at, hosts = parts.netloc.rpartition("@")
     parts = parts._replace(scheme=parts.scheme.partition("+")[0])
     return [urlunsplit(parts._replace(netloc=f"{credentials}{at}{host}")) for host in hosts.split(",")]
+
+
+def password_in(file: str) -> str:
+    """Return the content of a file, without its line end."""
+    try:
+        with Path(file).open("rb") as stream:
+            text = stream.read(_LONGEST_PASSWORD_BYTES + 1).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
+        raise ConfigError(f"password_file = {file}: cannot be read: {why}") from None
+    password = text.rstrip("\r\n")
+    if not password or len(text) > _LONGEST_PASSWORD_BYTES:
+        raise ConfigError(f"password_file = {file}: {'is too long' if password else 'is empty'}")
+    return password
 
 
 def parse_store_url(url: str) -> tuple[SplitResult, str]:

@@ -1,0 +1,156 @@
+"""A Redis Cluster as a remote store: the masters say which slots they have, and are asked again when that changes."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from binascii import crc_hqx
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import NamedTuple, Self
+from urllib.parse import urlunsplit
+
+from pagoda.tiers.remote.redis import RedirectError, RedisClient, RedisConnection
+from pagoda.tiers.remote.redis_nodes import RedisNode, RedisNodesClient
+from pagoda.tiers.remote.resp import Reply, ReplyShape, command
+from pagoda.tiers.remote.store_client import RefusedError
+
+_SLOTS = 1 << 14
+_SLOTS_SHAPE = ReplyShape(b":$*", 255, items=1 << 16, depth=5)
+_HOST = re.compile(r"[A-Za-z0-9_.:-]{0,253}")
+_REFRESH_SECONDS = 2.0
+
+
+class SlotRange(NamedTuple):
+    """Slots of one master. `host` is empty if it is the host that was asked."""
+
+    first: int
+    last: int
+    host: str
+    port: int
+
+
+class ClusterNodeConnection(RedisConnection):
+    """One connection to a node of a cluster. It answers if another node has the name of the probe."""
+
+    def open(self, until: float) -> Self:
+        """Connect and authenticate. OSError; RefusedError: the user may not read."""
+        with suppress(RedirectError):
+            super().open(until)
+        return self
+
+    def ping(self, until: float) -> None:
+        """Return if the node answers."""
+        with suppress(RedirectError):
+            super().ping(until)
+
+    def slots(self, until: float) -> list[SlotRange]:
+        """Return which slots the masters have, as this node knows it. OSError; RefusedError: it is in no cluster."""
+        (reply,) = self._execute([command(b"CLUSTER", b"SLOTS")], until, _SLOTS_SHAPE)
+        ranges = [_slot_range(each) for each in reply] if isinstance(reply, list) else []
+        if not ranges:
+            raise ConnectionError("the cluster has no slots yet")
+        return ranges
+
+
+class ClusterNodeClient(RedisClient):
+    """One node of a cluster."""
+
+    @property
+    def connection_type(self) -> type[RedisConnection]:
+        """What `connection` makes."""
+        return ClusterNodeConnection
+
+
+class RedisClusterClient(RedisNodesClient):
+    """A Redis Cluster, `redis+cluster://host:port,host:port`: of these nodes one at least must answer at first.
+
+    A chunk is on the master of its key's slot. Which masters there are is asked when a node says that a slot has moved,
+    and while one does not answer, until a replica has taken over.
+    """
+
+    is_cluster = True
+    _client_type = ClusterNodeClient
+    _owners: Sequence[RedisNode | None] = ()  # of each slot
+
+    def reset(self) -> None:
+        """Create the locks; also in a forked child."""
+        super().reset()
+        self._lock = threading.Lock()
+
+    def shares(self, keys: Sequence[bytes]) -> dict[RedisNode, list[int]]:
+        """Return which of these keys (their indices, in order) each master has, of those that are used now.
+
+        ConnectionError: none is.
+        """
+        owners, used = self._owners, set(self._used(self.nodes))
+        shares: dict[RedisNode, list[int]] = {}
+        for at, key in enumerate(keys):
+            node = owners[crc_hqx(key.hex().encode(), 0) % _SLOTS]
+            if node is not None and node in used:
+                shares.setdefault(node, []).append(at)
+        return shares
+
+    def refresh(self, until: float, version: int | None = None, node: RedisNode | None = None) -> None:
+        """Ask for the slots, unless they were asked for since `version`; `node` first. OSError: no node answers."""
+        until = min(until, time.monotonic() + _REFRESH_SECONDS)
+        if not self._lock.acquire(timeout=max(0.0, until - time.monotonic())):
+            raise TimeoutError(f"{self.address}: the slots of the cluster are still being asked for")
+        try:
+            if version is None or version == self.version:
+                self._ask_for_slots(until, node)
+        finally:
+            self._lock.release()
+
+    def _ask_for_slots(self, until: float, first: RedisNode | None) -> None:
+        healthy = sorted(self.nodes, key=lambda node: node.breaker.is_open)
+        nodes = list(dict.fromkeys([*([first] if first else []), *healthy, *self._seeds]))
+        trouble: Exception | None = None
+        for number, node in enumerate(nodes):
+            now = time.monotonic()
+            share = now + (until - now) / (len(nodes) - number)
+            connection = node.client.connection()
+            try:
+                assert isinstance(connection, ClusterNodeConnection)
+                self._learn(connection.open(share).slots(share), node)
+                return
+            except (OSError, RefusedError) as error:
+                trouble = error
+            finally:
+                connection.close()
+        raise ConnectionError(f"{self.address}: no node says which slots it has: {trouble}")
+
+    def _learn(self, ranges: Sequence[SlotRange], asked: RedisNode) -> None:
+        known = {node.place: node for node in self.nodes}
+        owners: list[RedisNode | None] = [None] * _SLOTS
+        for first, last, host, port in ranges:
+            name = f"[{host}]" if ":" in host else host or asked.place.rpartition(":")[0]
+            place = f"{name}:{port}".lower()
+            if place not in known:
+                known[place] = RedisNode(self._client_of(self._url_of(place)), self._clock)
+            owners[first : last + 1] = [known[place]] * (last + 1 - first)
+        self._owners, self.nodes = owners, list(dict.fromkeys(node for node in owners if node is not None))
+        self.version += 1
+
+    def _url_of(self, place: str) -> str:
+        credentials, at, _ = self._url.netloc.rpartition("@")
+        scheme = self._url.scheme.partition("+")[0]
+        return urlunsplit(self._url._replace(scheme=scheme, netloc=f"{credentials}{at}{place}"))
+
+
+def _slot_range(reply: Reply) -> SlotRange:
+    """Return one item of the reply to CLUSTER SLOTS: first and last slot, and the master as host, port, name, more."""
+    if isinstance(reply, list) and len(reply) > 2 and isinstance(reply[2], list) and len(reply[2]) > 1:
+        (first, last), (host, port) = reply[:2], reply[2][:2]
+        name = host.decode("latin-1") if isinstance(host, bytes) else ""
+        if (
+            isinstance(first, int)
+            and isinstance(last, int)
+            and isinstance(port, int)
+            and 0 <= first <= last < _SLOTS
+            and 0 < port < 1 << 16
+            and _HOST.fullmatch(name)
+        ):
+            return SlotRange(first, last, name if name != "?" else "", port)
+    raise ConnectionError("the reply to CLUSTER SLOTS has another form than Redis gives it")

@@ -1,0 +1,261 @@
+"""A Redis Cluster as a remote store: slots that move, masters that die, what a plain URL says."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from binascii import crc_hqx
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import redis as client
+
+from pagoda.metrics import Reason
+from pagoda.tiers.remote.redis import RedisClient
+from pagoda.tiers.remote.redis_cluster import RedisClusterClient
+from pagoda.tiers.remote.redis_nodes import RedisPoolClient
+from pagoda.tiers.remote.remote_tier import RemoteTier
+from pagoda.tiers.remote.store_client import RefusedError
+from testbed.servers import Server, redis_cluster, redis_server
+from tests.remote.chunks import (
+    LARGE,
+    PATIENT_SECONDS,
+    ROOT,
+    SMALL,
+    fresh_prefix,
+    keys_of,
+    load,
+    name_of,
+    save,
+    saved,
+    stores,
+    tier_on,
+    wait_until,
+    walk,
+)
+from tests.remote.evil import LyingRedis
+
+FULL_COVERAGE = ("--cluster-require-full-coverage", "no")
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[list[Server]]:
+    """Three masters for tests that leave them as they were, but for the places of slots."""
+    with redis_cluster() as servers:
+        yield servers
+
+
+def on(*servers: Server, prefix: str, **options: object) -> RedisClusterClient:
+    """The engine over the cluster of these nodes."""
+    places = ",".join(f"127.0.0.1:{server.port}" for server in servers)
+    return RedisClusterClient(f"redis+cluster://{places}", prefix=prefix, **options)  # type: ignore[arg-type]
+
+
+def slot_of(key: bytes) -> int:
+    return crc_hqx(key.hex().encode(), 0) % 16384
+
+
+def begin_move(slot: int, source: Server, target: Server) -> None:
+    target.call("CLUSTER", "SETSLOT", str(slot), "IMPORTING", source.call("CLUSTER", "MYID").split()[-1])
+    source.call("CLUSTER", "SETSLOT", str(slot), "MIGRATING", target.call("CLUSTER", "MYID").split()[-1])
+
+
+def finish_move(slot: int, source: Server, target: Server) -> None:
+    with client.Redis(port=source.port) as sending:
+        while names := sending.execute_command("CLUSTER", "GETKEYSINSLOT", slot, 10):
+            sending.execute_command("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *names)
+    for server in (target, source):
+        server.call("CLUSTER", "SETSLOT", str(slot), "NODE", target.call("CLUSTER", "MYID").split()[-1])
+
+
+def owner(servers: Sequence[Server], slot: int) -> Server:
+    """Return the server that says that the slot is its own."""
+    for server in servers:
+        for line in server.call("CLUSTER", "NODES").splitlines():
+            if "myself" in line:
+                for part in line.split()[8:]:
+                    first, _, last = part.partition("-")
+                    if first.isdigit() and int(first) <= slot <= int(last or first):
+                        return server
+    raise LookupError(slot)
+
+
+def test_a_key_is_where_the_cluster_has_it(shared: list[Server]) -> None:
+    prefix, keys = fresh_prefix(), keys_of(40)
+    remote = on(shared[1], prefix=prefix, look_seconds=PATIENT_SECONDS)
+    saved(remote, keys)
+    for key in keys:
+        with client.Redis(port=owner(shared, slot_of(key)).port) as truth:
+            assert truth.exists(name_of(prefix, key)) == 1
+            assert truth.execute_command("CLUSTER", "KEYSLOT", name_of(prefix, key)) == slot_of(key)
+    connection = remote.connection().open(time.monotonic() + PATIENT_SECONDS)
+    try:
+        until = time.monotonic() + PATIENT_SECONDS
+        connection.ping(until)
+        assert connection.find(ROOT, keys, until) == 40
+        assert connection.touch(ROOT, [*keys[:2], bytes(32)], until) == [True, True, False]
+        assert connection.count_by_namespace(walk(5)) == {ROOT: 40}
+        assert connection.usage(until).used_bytes
+        assert connection.remove(ROOT, keys[:3], until) == 3
+        assert connection.find(ROOT, keys, until) == 0
+        assert connection.clear(None, walk(5)) == 37
+        assert connection.count_by_namespace(walk(5)) == {}
+    finally:
+        connection.close()
+
+
+def test_a_plain_url_that_meets_a_cluster_says_what_to_write(shared: list[Server]) -> None:
+    for server in shared:
+        connection = RedisClient(server.url).connection()
+        try:
+            with pytest.raises(RefusedError, match=r"write redis\+cluster://127.0.0.1:\d+ \(MOVED"):
+                connection.open(time.monotonic() + 10)
+                connection.find(ROOT, keys_of(40), time.monotonic() + 10)
+        finally:
+            connection.close()
+
+
+def test_a_pool_that_meets_a_cluster_says_what_to_write(
+    shared: list[Server], caplog: pytest.LogCaptureFixture
+) -> None:
+    places = ",".join(f"127.0.0.1:{server.port}" for server in shared)
+    with tier_on(RedisPoolClient(f"redis+pool://{places}")) as tier:
+        wait_until(lambda: bool(load(tier, keys_of(3))) and "write redis+cluster://127.0.0.1" in caplog.text)
+
+
+def test_a_cluster_that_is_none_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with redis_server() as server, tier_on(on(server, prefix="p")) as tier:
+        wait_until(lambda: bool(load(tier, keys_of(3))) and tier.resting)
+        assert "cluster support disabled" in caplog.text
+
+
+def test_a_slot_that_has_moved_is_followed(shared: list[Server]) -> None:
+    prefix, keys = fresh_prefix(), keys_of(20)
+    with tier_on(on(shared[0], prefix=prefix, look_seconds=PATIENT_SECONDS), look_seconds=5.0) as tier:
+        stores(tier, keys)
+        for key in keys[:3]:
+            source = owner(shared, slot_of(key))
+            target = next(server for server in shared if server is not source)
+            begin_move(slot_of(key), source, target)
+            finish_move(slot_of(key), source, target)
+        assert load(tier, keys) == [None] * 20
+        tier._store.presence.clear()
+        assert tier.find(keys, namespace=ROOT) == 20
+        for key in keys[:3]:
+            assert tier.remove(key, ROOT)
+        assert [end.ok for end in save(tier, keys)] == [True] * 20
+        assert load(tier, keys) == [None] * 20
+        assert not tier.resting and tier.stats()["failed_checks"] == 0
+
+
+def test_a_slot_that_is_being_moved_costs_its_own_chunks(shared: list[Server]) -> None:
+    prefix, keys = fresh_prefix(), keys_of(20)
+    with tier_on(on(shared[0], prefix=prefix, look_seconds=PATIENT_SECONDS), look_seconds=5.0) as tier:
+        stores(tier, keys[:10])
+        key = keys[0]
+        source = owner(shared, slot_of(key))
+        target = next(server for server in shared if server is not source)
+        begin_move(slot_of(key), source, target)
+        with client.Redis(port=source.port) as sending:
+            sending.execute_command("MIGRATE", "127.0.0.1", target.port, name_of(prefix, key), 0, 5000)
+        assert load(tier, keys[:10]) == [Reason.BUSY, *[None] * 9]
+        assert not tier.resting
+        finish_move(slot_of(key), source, target)
+        assert load(tier, keys[:10]) == [None] * 10
+
+
+def under_load(tier: RemoteTier, keys: Sequence[bytes], work: Callable[[], None]) -> None:
+    """Load a chain, and save others, while `work` is done. No byte is wrong: `load` checks."""
+    stop, trouble = threading.Event(), list[BaseException]()
+
+    def engine(seed: int) -> None:
+        rng = random.Random(seed)
+        try:
+            while not stop.is_set():
+                if rng.random() < 0.3:  # others: what waits to be sent is served too
+                    save(tier, keys_of(10, chain=rng.randrange(1, 100)))
+                load(tier, keys, seconds=PATIENT_SECONDS)
+        except BaseException as error:  # noqa: BLE001  # raised by the test's own thread
+            trouble.append(error)
+
+    threads = [threading.Thread(target=engine, args=(seed,)) for seed in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        work()
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert not trouble, trouble
+
+
+def test_resharding_under_load(shared: list[Server]) -> None:
+    prefix, keys = fresh_prefix(), keys_of(30)
+    with tier_on(on(*shared, prefix=prefix, look_seconds=PATIENT_SECONDS)) as tier:
+        stores(tier, keys)
+
+        def reshard() -> None:
+            for key in keys:
+                source = owner(shared, slot_of(key))
+                target = random.Random(key).choice([server for server in shared if server is not source])
+                begin_move(slot_of(key), source, target)
+                finish_move(slot_of(key), source, target)
+
+        under_load(tier, keys, reshard)
+        wait_until(lambda: load(tier, keys) == [None] * 30)
+        assert not tier.resting and tier.stats()["failed_checks"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [FULL_COVERAGE, ()], ids=["partial", "full-coverage"])
+def test_a_killed_master_is_replaced_by_its_replica(options: tuple[str, ...]) -> None:
+    with redis_cluster(3, *options, replicas=1) as servers:
+        prefix, keys = fresh_prefix(), keys_of(60)
+        saved(on(*servers[:2], prefix=prefix, look_seconds=PATIENT_SECONDS), keys)
+        for server in servers[:3]:
+            server.call("WAIT", "1", "5000")
+        here = [key for key in keys if owner(servers[:3], slot_of(key)) is servers[0]]
+        others = [key for key in keys if key not in here]
+        with tier_on(on(*servers, prefix=prefix), look_seconds=1.0) as tier:
+            wait_until(lambda: load(tier, keys) == [None] * 60)
+
+            def kill() -> None:
+                servers[0].kill()
+                began = time.monotonic()
+                while set(load(tier, keys)) != {None}:
+                    assert time.monotonic() < began + 25
+                print(f"misses ended after {time.monotonic() - began:.1f} s")
+
+            under_load(tier, keys, kill)
+            assert here and others and tier.stats()["failed_checks"] == 0
+            servers[0].restart()  # it becomes a replica
+            wait_until(lambda: "slave" in servers[0].call("ROLE"))
+            wait_until(lambda: load(tier, keys) == [None] * 60)
+            wait_until(lambda: {end.ok for end in save(tier, keys_of(20, chain=100))} == {True})
+
+
+def test_what_a_lying_node_says_of_slots_is_checked() -> None:
+    with redis_server() as server:
+        liar = LyingRedis(server.port)
+        try:
+            for lie in (
+                b"*0", b":1", b"*1\r\n:5", b"*1\r\n*3\r\n:0\r\n:99999\r\n*2\r\n$1\r\na\r\n:1", b"*9999999",
+                b"*1\r\n*3\r\n:5\r\n:1\r\n*2\r\n$1\r\na\r\n:1", b"*1\r\n*3\r\n:0\r\n:1\r\n*2\r\n$3\r\na@b\r\n:1",
+                b"*1\r\n*3\r\n:0\r\n:1\r\n*2\r\n$1\r\na\r\n:0", b"*1\r\n*2\r\n:0\r\n:1",
+            ):  # fmt: skip
+                liar.lies[b"CLUSTER"] = lambda _, lie=lie: [lie + b"\r\n"]
+                remote = RedisClusterClient(f"redis+cluster://127.0.0.1:{liar.port}")
+                with pytest.raises(OSError):
+                    remote.connection().open(time.monotonic() + 5)
+            slots = b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$0\r\n\r\n:%d\r\n" % server.port
+            liar.lies[b"CLUSTER"] = lambda _: [slots]
+            remote = RedisClusterClient(
+                f"redis+cluster://127.0.0.1:{liar.port}", look_seconds=PATIENT_SECONDS
+            )
+            saved(remote, keys_of(3), SMALL)  # without a host it is the one that was asked
+            assert server.call("DBSIZE") == ":3\r\n"
+            saved(remote, keys_of(3, chain=1), LARGE)
+        finally:
+            liar.close()
