@@ -23,6 +23,9 @@ def opened(kind: str, url: str, password_file: object = "") -> StoreClient:
         ("redis", "redis://user:hunter2@127.0.0.1:6379/0"),
         ("redis", "rediss://:hunter2@127.0.0.1:6379/0"),
         ("redis", "unix:///run/redis.sock?db=2"),
+        ("redis", "redis+pool://user:hunter2@127.0.0.1:1,127.0.0.1:2/3"),
+        ("redis", "redis+cluster://user:hunter2@127.0.0.1:1,127.0.0.1:2"),
+        ("redis", "redis+sentinel://user:hunter2@127.0.0.1:1,127.0.0.1:2/service"),
         ("objects", "http://user:hunter2@127.0.0.1:80/kv/"),
     ],
 )

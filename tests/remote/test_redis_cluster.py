@@ -7,6 +7,7 @@ import threading
 import time
 from binascii import crc_hqx
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import redis as client
@@ -103,6 +104,22 @@ def test_a_key_is_where_the_cluster_has_it(shared: list[Server]) -> None:
         assert connection.count_by_namespace(walk(5)) == {}
     finally:
         connection.close()
+
+
+def test_the_documented_user_may_do_all_we_do(shared: list[Server]) -> None:
+    """The rule of docs/how-to/redis.md, with what a cluster needs more."""
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "redis.md").read_text()
+    (rule,) = [line.strip() for line in page.splitlines() if line.strip().startswith("ACL SETUSER pagoda")]
+    for server in shared:
+        server.call(*rule.split(), "+cluster|slots")
+    url = f"redis+cluster://pagoda:PASSWORD@127.0.0.1:{shared[0].port}"
+    with tier_on(RedisClusterClient(url, look_seconds=PATIENT_SECONDS), LARGE, look_seconds=5.0) as tier:
+        keys = keys_of(12)
+        stores(tier, keys, LARGE)
+        tier._store.presence.clear()
+        assert tier.find(keys, namespace=ROOT) == 12
+        assert load(tier, keys, LARGE) == [None] * 12
+        assert tier.remove(keys[0], ROOT) and tier.clear(ROOT) == 11
 
 
 def test_a_plain_url_that_meets_a_cluster_says_what_to_write(shared: list[Server]) -> None:

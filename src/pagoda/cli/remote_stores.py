@@ -157,6 +157,8 @@ def ask(spec: RemoteSpec, question: Callable[[StoreConnection], _T]) -> _T:
         raise Unanswered(spec, late) from None
     except RefusedError as refusal:
         said = str(refusal).rstrip(".")
+        if refusal.contained:
+            raise Unanswered(spec, said) from None
         if refusal.reason is not Reason.NOT_ADMITTED:  # else it says where to ask instead
             said += "; check the password and the rights of its user"
         raise Unanswered(spec, f"refuses: {said}") from None

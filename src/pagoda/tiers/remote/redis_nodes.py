@@ -226,13 +226,17 @@ class RedisNodesConnection:
         return self
 
     def ping(self, until: float) -> None:
-        """Return if a node answers."""
+        """Return if all nodes answer. OSError: none does; a contained refusal: some do not."""
         self._client.refresh(until)
         for node, line in list(self._lines.items()):
             if node not in self._client.nodes and not line.is_busy:
                 self._drop(node, line)
-        if not self._ask({node: lambda line: line.ping(until) for node in self._client.nodes}, until):
+        nodes = self._client.nodes
+        answers = self._ask({node: lambda line: line.ping(until) for node in nodes}, until)
+        if not answers:
             raise ConnectionError(f"{self._client.address}: no node answers")
+        if silent := ", ".join(node.place for node in nodes if node not in answers):
+            raise RefusedError(Reason.IO_ERROR, f"{silent}: no answer; the other nodes do", contained=True)
 
     def find(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
         """Return how many leading keys are present: the nodes are asked at the same time.

@@ -338,7 +338,11 @@ class RemoteStore(WorkerBackend):
             return self.record_error(error, what)
 
     def _probe(self, connection: StoreConnection) -> int:
-        connection.ping(self.deadline())
+        try:
+            connection.ping(self.deadline())
+        except RefusedError as refusal:
+            if not refusal.contained:
+                raise
         return 0
 
     def interrupt(self) -> None:

@@ -126,7 +126,7 @@ class StoreConnection(Protocol):
         """Return how full the store is."""
 
     def ping(self, until: float) -> None:
-        """Return if the store answers and can be read."""
+        """Return if the store answers and can be read. A contained refusal: a part of it does."""
 
     def abort(self) -> None:
         """Make a call that waits in this connection fail soon with an OSError. From any thread; may do nothing."""
