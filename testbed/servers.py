@@ -235,12 +235,14 @@ def redis_server(*args: str, password: str | None = None, tls: bool = False) -> 
 def redis_cluster(masters: int = 3, *args: str, replicas: int = 0) -> Iterator[list[Server]]:
     """Start a Redis Cluster; return its masters, in the order of their slots, and then their replicas.
 
-    `args` are more options of each; `replicas`: of each master. A node that does not answer for a second has failed.
+    `args` are more options of each; `replicas`: of each master. With some, a node that is silent for a second has
+    failed.
     """
     with contextlib.ExitStack() as stack:
         servers = []
         for _ in range(masters * (1 + replicas)):
-            bus = ["--cluster-port", str(free_port()), "--cluster-node-timeout", "1000"]
+            patience = "1000" if replicas else "15000"
+            bus = ["--cluster-port", str(free_port()), "--cluster-node-timeout", patience]
             quick = ["--repl-diskless-sync-delay", "0"]
             servers.append(stack.enter_context(redis_server("--cluster-enabled", "yes", *bus, *quick, *args)))
         first = servers[0]
@@ -249,10 +251,20 @@ def redis_cluster(masters: int = 3, *args: str, replicas: int = 0) -> Iterator[l
             if number < masters:
                 ends = (16384 * number // masters, 16384 * (number + 1) // masters - 1)
                 server.call("CLUSTER", "ADDSLOTSRANGE", *map(str, ends))
-            bus_port = server.call("CONFIG", "GET", "cluster-port").split()[-1]
-            if number:
+
+        def meet() -> bool:
+            """Introduce all nodes to the first; again, because a busy node gives up after a second."""
+            for server in servers[1:]:
+                bus_port = server.call("CONFIG", "GET", "cluster-port").split()[-1]
                 first.call("CLUSTER", "MEET", "127.0.0.1", str(server.port), bus_port)
-        _wait_for(lambda: all(_known(server) == len(servers) for server in servers), "the nodes do not meet")
+            until = time.monotonic() + 3.0
+            while not (done := all(_known(server) == len(servers) for server in servers)):
+                if time.monotonic() > until:
+                    break
+                time.sleep(0.02)
+            return done
+
+        _wait_for(meet, "the nodes do not meet")
         for number, server in enumerate(servers[masters:]):
             server.call("CLUSTER", "REPLICATE", servers[number % masters].call("CLUSTER", "MYID").split()[-1])
         _wait_for(
