@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -209,12 +210,14 @@ def test_a_killed_node_costs_its_own_chunks_and_is_used_again(
     lost, *_ = servers
     here = of(servers, keys)
     others = [key for key in keys if key not in here[lost]]
-    stop, wrong = threading.Event(), list[str]()
-    with tier_on(on(servers), look_seconds=0.05) as tier:
+    stop, wrong, rounds, pool = threading.Event(), list[str](), 0, on(servers)
+    with tier_on(pool, look_seconds=0.05) as tier:
         healthy(tier, keys)
 
         def engine() -> None:
+            nonlocal rounds
             while not stop.is_set():
+                rounds += 1
                 for key, reason in zip(keys, load(tier, keys), strict=True):
                     if reason is not None and key in others:
                         wrong.append(f"{reason}")
@@ -222,9 +225,9 @@ def test_a_killed_node_costs_its_own_chunks_and_is_used_again(
         thread = threading.Thread(target=engine)
         thread.start()
         try:
-            time.sleep(0.2)
+            wait_until(lambda: rounds > 3)
             lost.kill()
-            wait_until(lambda: not stores_on(tier, 1))
+            wait_until(lambda: len(shares(pool, keys)) == 2)
             healthy(tier, keys, others)
             assert not tier.resting
             assert all(end.ok for end in save(tier, keys)), "what was lost is stored again, elsewhere"
@@ -235,16 +238,10 @@ def test_a_killed_node_costs_its_own_chunks_and_is_used_again(
         assert not wrong, "a chunk of another node was not served"
         assert "the other nodes are used as before" in caplog.text
         lost.restart()  # empty
-        wait_until(lambda: len(tier._store.client.shares(keys)) == 3)  # type: ignore[attr-defined]
+        wait_until(lambda: len(shares(pool, keys)) == 3)
         healthy(tier, keys, others)
         wait_until(lambda: save(tier, keys)[-1].ok and sorted(of(servers, keys)[lost]) == sorted(here[lost]))
         assert not tier.resting and tier.stats()["failed_checks"] == 0
-
-
-def stores_on(tier: RemoteTier, nodes: int) -> bool:
-    """Load something, so that lost nodes are noticed; return whether all nodes are used still."""
-    load(tier, keys_of(12, chain=9))
-    return len(tier._store.client.shares(keys_of(60))) == 3  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow
@@ -292,6 +289,30 @@ def test_a_look_up_goes_on_without_a_node_that_stands_still(servers: list[Server
     finally:
         lost.cont()
         connection.close()
+
+
+def test_loads_from_a_node_that_stands_still_end_when_a_look_up_has_found_out(servers: list[Server]) -> None:
+    """They would keep all threads of the tier from the other nodes."""
+    keys, lost = keys_of(60), servers[0]
+    pool = on(servers, look_seconds=0.2)
+    saved(pool, keys)
+    here = of(servers, keys)
+    with tier_on(pool, deadline_seconds=60.0, look_seconds=0.2) as tier:
+        healthy(tier, keys)
+        lost.stop()
+        try:
+            loads = [
+                tier.load([key], [aligned(SMALL.slot_bytes)], namespace=ROOT, start=keys.index(key))[0]
+                for key in here[lost][:4]
+            ]
+            wait_until(
+                lambda: tier.find(keys_of(20, chain=1), namespace=ROOT) >= 0 and len(shares(pool, keys)) == 2
+            )
+            assert not any(end.ok for end in ends(loads, LATE_SECONDS))
+            others = [key for key in keys if key not in here[lost]]
+            assert reasons(tier, keys, others) == {None}
+        finally:
+            lost.cont()
 
 
 def test_a_distant_pool_is_waited_for(shared: list[Server]) -> None:
@@ -357,6 +378,22 @@ def test_what_cannot_be_removed_everywhere_is_said(servers: list[Server]) -> Non
             tier.clear(ROOT)
         assert not any(of(servers[:2], keys).values()), "the others were cleared"
         assert not tier.resting
+
+
+def test_an_encrypted_pool(tmp_path: Path) -> None:
+    with redis_server(tls=True) as first, redis_server(tls=True) as second:
+        authorities = tmp_path / "ca.crt"
+        authorities.write_text(first.ca.read_text() + second.ca.read_text())
+        places = f"127.0.0.1:{first.port},127.0.0.1:{second.port}"
+        spec = parse(f"rediss+pool://{places}?ssl_ca_certs={authorities}&look=30s")
+        keys = keys_of(20)
+        saved(spec.engine(), keys)
+        with tier_on(spec.engine(), deadline_seconds=PATIENT_SECONDS) as tier:
+            healthy(tier, keys)
+        untrusting = parse(f"rediss+pool://{places}").engine().connection()
+        with pytest.raises(OSError, match="no node answers"):
+            untrusting.ping(time.monotonic() + 10)
+        untrusting.close()
 
 
 def test_a_node_that_forgot_the_password_is_left_out(caplog: pytest.LogCaptureFixture) -> None:

@@ -57,19 +57,24 @@ class RedisNode:
         self.last_refusal = Reason.IO_ERROR
         self.trusted_since = 0.0  # connections that are older are replaced before their next use
         self.is_probed = False
+        self.lines: set[_NodeLine] = set()  # all connections to it
         self._log = RateLimitedLog(clock)
 
     def reset(self) -> None:
-        """Replace the locks in a forked child."""
+        """Replace the locks in a forked child, which has no connection yet."""
         self.is_probed = False
+        self.lines = set()
         for part in (self.breaker, self.write_breaker, self._log):
             part.reset()
 
     def failed(self, error: Exception) -> RefusedError:
-        """Count and log that the node failed; return the miss of its keys."""
+        """Count and log that the node failed; return the miss of its keys. End all calls of a node that is left out."""
         if isinstance(error, TimeoutError):
             self.trusted_since = time.monotonic()
         self.breaker.record_failure()
+        if self.breaker.is_open:
+            for line in list(self.lines):
+                line.connection.abort()
         return self._contained(error)
 
     def refused_write(self, refusal: RefusedError) -> RefusedError:
@@ -446,7 +451,7 @@ class RedisNodesConnection:
                 self._drop(node, line)
                 if self._closed or is_given_up:
                     raise ConnectionAbortedError("the connection was aborted") from None
-                if is_old and not isinstance(error, TimeoutError):
+                if is_old and not isinstance(error, TimeoutError) and not node.breaker.is_open:
                     continue
                 raise node.failed(error) if has_failed else error from None
             except BaseException:
@@ -466,9 +471,11 @@ class RedisNodesConnection:
             line = None
         if line is None:
             line = self._lines[node] = _NodeLine(node.client.connection())
+            node.lines.add(line)
         return line
 
     def _drop(self, node: RedisNode, line: _NodeLine) -> None:
+        node.lines.discard(line)
         if self._lines.get(node) is line:
             del self._lines[node]
         line.connection.close()
