@@ -148,6 +148,14 @@ def test_chunks_are_on_all_nodes_and_all_calls_reach_them(shared: list[Server]) 
         assert connection.count_by_namespace(walk(5)) == {ROOT: 60}
         used = connection.usage(until)
         assert used.used_bytes is not None and used.used_bytes > 1_500_000 and used.limit_bytes is None
+        for limits, together in (
+            (("1gb", "0", "1gb"), None),
+            (("1gb", "2gb", "1gb"), 4 << 30),
+            (("0",) * 3, None),
+        ):
+            for server, limit in zip(shared, limits, strict=True):
+                server.call("CONFIG", "SET", "maxmemory", limit)
+            assert connection.usage(until).limit_bytes == together
         assert connection.remove(ROOT, keys[:3], until) == 3
         assert connection.find(ROOT, keys, until) == 0
         assert connection.clear(OTHER.root, walk(5)) == 0

@@ -97,7 +97,8 @@ class RedisClient:
     ) -> None:
         self.name = name
         self.keepalive_seconds: float | None = _KEEPALIVE_SECONDS
-        self._address = _address(url, password_file)
+        kind = SentinelAddress if url.startswith("redis+sentinel:") else RedisAddress
+        self._address = kind(url, password_file)
         self.address = self._address.text
         self._names = RedisNames(prefix)
         self._ttl_ms = None if ttl_seconds is None else max(1, int(ttl_seconds * 1000))
@@ -640,11 +641,6 @@ class SentinelAddress(RedisAddress):
             for each in sentinel.sentinels:
                 each.close()
         return {"host": host, "port": port}
-
-
-def _address(url: str, password_file: str) -> RedisAddress:
-    kind = SentinelAddress if url.startswith("redis+sentinel:") else RedisAddress
-    return kind(url, password_file)
 
 
 def _text(options: Mapping[str, object]) -> str:

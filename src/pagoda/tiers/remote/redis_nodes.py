@@ -10,7 +10,6 @@ A look-up asks all nodes at the same time. A node that fails is left out, and a 
 from __future__ import annotations
 
 import hashlib
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -57,7 +56,7 @@ class RedisNode:
         self.last_refusal = Reason.IO_ERROR
         self.trusted_since = 0.0  # connections that are older are replaced before their next use
         self.is_probed = False
-        self.lines: set[_NodeLine] = set()  # all connections to it
+        self.lines: set[_NodeLine] = set()  # the connections to it that may be used
         self._log = RateLimitedLog(clock)
 
     def reset(self) -> None:
@@ -73,7 +72,8 @@ class RedisNode:
             self.trusted_since = time.monotonic()
         self.breaker.record_failure()
         if self.breaker.is_open:
-            for line in list(self.lines):
+            ended, self.lines = self.lines, set()
+            for line in list(ended):
                 line.connection.abort()
         return self._contained(error)
 
@@ -320,10 +320,9 @@ class RedisNodesConnection:
         """Return the memory of the nodes that answer, and the sum of their limits; None: one has no limit."""
         calls = {node: lambda line: line.usage(until) for node in self._client.nodes}
         usages = list(self._ask(calls, until).values())
-        limits = [usage.limit_bytes or math.inf for usage in usages]
-        limit = sum(limits)
-        used = [usage.used_bytes for usage in usages if usage.used_bytes is not None]
-        return Usage(sum(used) if used else None, int(limit) if limits and limit < math.inf else None)
+        used = sum(usage.used_bytes or 0 for usage in usages)
+        limits = [usage.limit_bytes for usage in usages if usage.limit_bytes]
+        return Usage(used or None, sum(limits) if 0 < len(limits) == len(usages) else None)
 
     def abort(self) -> None:
         """Make all calls that wait in this connection fail soon. From any thread."""
@@ -447,11 +446,13 @@ class RedisNodesConnection:
                 has_failed = not (isinstance(error, RefusedError) and line.is_open)
                 if isinstance(error, RefusedError) and not has_failed and not error.reconnect:
                     raise
-                is_given_up = self._lines.get(node) is not line
+                is_given_up = self._lines.get(node) is not line or line not in node.lines
                 self._drop(node, line)
-                if self._closed or is_given_up:
+                if self._closed:
                     raise ConnectionAbortedError("the connection was aborted") from None
-                if is_old and not isinstance(error, TimeoutError) and not node.breaker.is_open:
+                if is_given_up:
+                    raise RefusedError(Reason.TIER_SKIPPED, "the node is left out", contained=True) from None
+                if is_old and not isinstance(error, TimeoutError):
                     continue
                 raise node.failed(error) if has_failed else error from None
             except BaseException:
@@ -466,7 +467,7 @@ class RedisNodesConnection:
 
     def _line(self, node: RedisNode) -> _NodeLine:
         line = self._lines.get(node)
-        if line is not None and line.made < node.trusted_since:
+        if line is not None and (line.made < node.trusted_since or line not in node.lines):
             self._drop(node, line)
             line = None
         if line is None:
