@@ -253,6 +253,24 @@ def test_a_killed_master_is_replaced_by_its_replica(options: tuple[str, ...]) ->
             wait_until(lambda: {end.ok for end in save(tier, keys_of(20, chain=100))} == {True})
 
 
+def test_hosts_without_the_names_that_are_preferred_are_reached_by_address() -> None:
+    with redis_cluster(2, "--cluster-preferred-endpoint-type", "hostname") as servers:
+        remote = on(servers[0], prefix="p", look_seconds=PATIENT_SECONDS)
+        saved(remote, keys_of(20), SMALL)
+        assert {node.place for node in remote.nodes} == {f"127.0.0.1:{server.port}" for server in servers}
+
+
+def test_a_node_with_an_ipv6_address_stays_the_same_node() -> None:
+    options = ("--cluster-enabled", "yes", "--bind", "127.0.0.1", "::1", "--cluster-announce-ip", "::1")
+    with redis_server(*options) as server:
+        server.call("CLUSTER", "ADDSLOTSRANGE", "0", "16383")
+        wait_until(lambda: "cluster_state:ok" in server.call("CLUSTER", "INFO"))
+        remote = RedisClusterClient(f"redis+cluster://[::1]:{server.port}")
+        for _ in range(2):
+            remote.refresh(time.monotonic() + 5)
+            assert remote.nodes == remote._seeds
+
+
 def test_what_a_lying_node_says_of_slots_is_checked() -> None:
     with redis_server() as server:
         liar = LyingRedis(server.port)
@@ -261,6 +279,7 @@ def test_what_a_lying_node_says_of_slots_is_checked() -> None:
                 b"*0", b":1", b"*1\r\n:5", b"*1\r\n*3\r\n:0\r\n:99999\r\n*2\r\n$1\r\na\r\n:1", b"*9999999",
                 b"*1\r\n*3\r\n:5\r\n:1\r\n*2\r\n$1\r\na\r\n:1", b"*1\r\n*3\r\n:0\r\n:1\r\n*2\r\n$3\r\na@b\r\n:1",
                 b"*1\r\n*3\r\n:0\r\n:1\r\n*2\r\n$1\r\na\r\n:0", b"*1\r\n*2\r\n:0\r\n:1",
+                b"*1\r\n*3\r\n:0\r\n:1\r\n*2\r\n$3\r\na:b\r\n:1",
             ):  # fmt: skip
                 liar.lies[b"CLUSTER"] = lambda _, lie=lie: [lie + b"\r\n"]
                 remote = RedisClusterClient(f"redis+cluster://127.0.0.1:{liar.port}")

@@ -21,6 +21,7 @@ from pagoda.metrics import Reason
 from pagoda.slab import aligned
 from pagoda.tiers.remote.redis_nodes import RedisNode, RedisPoolClient
 from pagoda.tiers.remote.remote_tier import RemoteTier
+from pagoda.tiers.remote.store_client import RefusedError
 from testbed.servers import Server, free_port, redis_server
 from tests.remote.chunks import (
     LARGE,
@@ -321,6 +322,25 @@ def test_loads_from_a_node_that_stands_still_end_when_a_look_up_has_found_out(se
             assert reasons(tier, keys, others) == {None}
         finally:
             lost.cont()
+
+
+def test_a_refusal_leaves_no_call_under_way_at_a_slow_node(servers: list[Server]) -> None:
+    pool, keys = on(servers, look_seconds=0.2), keys_of(60)
+    saved(pool, keys)
+    connection = pool.connection().open(time.monotonic() + LATE_SECONDS)
+    assert all(connection.touch(ROOT, keys, time.monotonic() + LATE_SECONDS))
+    wrong = name_of("p", keys[pool.shares(keys)[pool.nodes[0]][0]])
+    with client.Redis(port=servers[0].port) as first:
+        first.delete(wrong)
+        first.set(wrong, "no hash")
+    servers[1].stop()
+    try:
+        with pytest.raises(RefusedError, match="WRONGTYPE"):
+            connection.touch(ROOT, keys, time.monotonic() + LATE_SECONDS)
+        assert pool.nodes[1] not in connection._lines, "the next call would share it with a thread"
+    finally:
+        servers[1].cont()
+        connection.close()
 
 
 def test_a_distant_pool_is_waited_for(shared: list[Server]) -> None:

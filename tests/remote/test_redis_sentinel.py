@@ -13,6 +13,34 @@ from pagoda.tiers.remote.redis import RedisClient
 from pagoda.tiers.remote.redis_nodes import RedisPoolClient
 from testbed.servers import free_port, redis_sentinel, redis_server
 from tests.remote.chunks import fresh_prefix, keys_of, load, save, stores, tier_on, wait_until
+from tests.remote.evil import LyingRedis
+
+
+def test_a_lying_sentinel_is_left_for_the_next() -> None:
+    lies = (
+        b":1",
+        b"+OK",
+        b"*2\r\n:1\r\n:2",
+        b"*2\r\n$1\r\n/\r\n$1\r\n1",
+        b"*2\r\n$1\r\na\r\n$5\r\n99999",
+        b"$2000000000\r\nx",
+        b"+" + b"x" * 9000,
+    )
+    with redis_server() as server, redis_sentinel(server, "kv") as sentinel:
+        liar = LyingRedis(server.port)
+        url = f"redis+sentinel://127.0.0.1:{liar.port}"
+        try:
+            for lie in lies:
+                liar.lies[b"SENTINEL"] = lambda _, lie=lie: [lie + b"\r\n"]
+                connection = RedisClient(f"{url}/kv").connection()
+                with pytest.raises(OSError, match="no Sentinel names a master"):
+                    connection.open(time.monotonic() + 10)
+                connection.close()
+                RedisClient(f"{url},127.0.0.1:{sentinel.port}/kv").connection().open(
+                    time.monotonic() + 10
+                ).close()
+        finally:
+            liar.close()
 
 
 @pytest.mark.slow

@@ -63,6 +63,8 @@ _BELIEVED_SECONDS = 2.0
 _DRAFT_SECONDS = 2.0  # how long a draft outlives the deadline of its put
 _KNOWN = ("host", "port", "path", *REDIS_OPTIONS)
 _SENTINEL_PORT = 26379
+_MASTER = ReplyShape(b"$*", 255, items=2, depth=1)  # of a Sentinel: host and port
+HOST = re.compile(rb"[A-Za-z0-9_.:-]{1,253}")  # as a server may name another one
 _MOST_LATE = 8  # connections that are still being made though their call has ended
 
 
@@ -617,34 +619,37 @@ class SentinelAddress(RedisAddress):
         place, hosts = parts._replace(path="/" + "/".join(db)), parts.netloc.rpartition("@")[2]
         super().__init__(node_urls(urlunsplit(place))[0], password_file)
         self.text = f"redis+sentinel://{hosts}/{self._service}/{self.db}"
-        self._sentinels = [urlsplit(each) for each in node_urls(f"redis+sentinel://{hosts}")]
+        urls = [
+            url if urlsplit(url).port else f"{url}:{_SENTINEL_PORT}" for url in node_urls(f"redis://{hosts}")
+        ]
+        self._sentinels = [RedisAddress(url) for url in urls]
 
     def _place(self, until: float) -> dict[str, object]:
-        from redis.backoff import NoBackoff
-        from redis.exceptions import RedisError
-        from redis.retry import Retry
-        from redis.sentinel import Sentinel
-
-        left = max(0.001, (until - time.monotonic()) / (2 * len(self._sentinels)))
-        options = {
-            "socket_timeout": left,
-            "socket_connect_timeout": left,
-            "retry": Retry(NoBackoff(), 0),
-        }
-        places = [(each.hostname, each.port or _SENTINEL_PORT) for each in self._sentinels]
-        sentinel = Sentinel(places, sentinel_kwargs=options)  # type: ignore[no-untyped-call]
-        try:
-            host, port = sentinel.discover_master(self._service)  # type: ignore[no-untyped-call]
-        except (RedisError, OSError) as error:
-            raise ConnectionError(f"{self.text}: no Sentinel names a master: {error}") from None
-        finally:
-            for each in sentinel.sentinels:
-                each.close()
-        return {"host": host, "port": port}
+        question = command(b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", self._service.encode())
+        trouble: object = None
+        for number, sentinel in enumerate(self._sentinels):
+            now = time.monotonic()
+            share = now + (until - now) / (len(self._sentinels) - number + 1)  # the last is the master's
+            try:
+                with sentinel._connect(share) as connected:
+                    resp = RespConnection(connected)
+                    resp.send([question], 1, share)
+                    reply: object = resp.read_reply(share, _MASTER)
+            except OSError as error:
+                trouble = error
+                continue
+            match reply:
+                case [bytes(host), bytes(port)] if HOST.fullmatch(host) and re.fullmatch(rb"\d{1,5}", port):
+                    if 0 < int(port) < 1 << 16:
+                        return {"host": host.decode(), "port": int(port)}
+            said = reply.text if isinstance(reply, ErrorReply) else "knows no such service"
+            trouble = f"{sentinel.text}: {said}"
+        raise ConnectionError(f"{self.text}: no Sentinel names a master: {trouble}")
 
 
 def _text(options: Mapping[str, object]) -> str:
     db = options.get("db", 0)
     if "path" in options:
         return f"{options['path']}?db={db}"
-    return f"{options['host']}:{options.get('port', 6379)}/{db}"
+    host = f"[{options['host']}]" if ":" in str(options["host"]) else options["host"]
+    return f"{host}:{options.get('port', 6379)}/{db}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from binascii import crc_hqx
@@ -11,14 +10,14 @@ from contextlib import suppress
 from typing import NamedTuple, Self
 from urllib.parse import urlunsplit
 
-from pagoda.tiers.remote.redis import RedirectError, RedisClient, RedisConnection
+from pagoda.errors import ConfigError
+from pagoda.tiers.remote.redis import HOST, RedirectError, RedisClient, RedisConnection
 from pagoda.tiers.remote.redis_nodes import RedisNode, RedisNodesClient
-from pagoda.tiers.remote.resp import Reply, ReplyShape, command
+from pagoda.tiers.remote.resp import ReplyShape, command
 from pagoda.tiers.remote.store_client import RefusedError
 
 _SLOTS = 1 << 14
 _SLOTS_SHAPE = ReplyShape(b":$*", 255, items=1 << 16, depth=5)
-_HOST = re.compile(r"[A-Za-z0-9_.:-]{0,253}")
 _REFRESH_SECONDS = 2.0
 
 
@@ -115,7 +114,7 @@ class RedisClusterClient(RedisNodesClient):
                 assert isinstance(connection, ClusterNodeConnection)
                 self._learn(connection.open(share).slots(share), node)
                 return
-            except (OSError, RefusedError) as error:
+            except (OSError, RefusedError, ConfigError) as error:  # ConfigError: of a host, a password file
                 trouble = error
             finally:
                 connection.close()
@@ -139,18 +138,16 @@ class RedisClusterClient(RedisNodesClient):
         return urlunsplit(self._url._replace(scheme=scheme, netloc=f"{credentials}{at}{place}"))
 
 
-def _slot_range(reply: Reply) -> SlotRange:
+def _slot_range(reply: object) -> SlotRange:
     """Return one item of the reply to CLUSTER SLOTS: first and last slot, and the master as host, port, name, more."""
-    if isinstance(reply, list) and len(reply) > 2 and isinstance(reply[2], list) and len(reply[2]) > 1:
-        (first, last), (host, port) = reply[:2], reply[2][:2]
-        name = host.decode("latin-1") if isinstance(host, bytes) else ""
-        if (
-            isinstance(first, int)
-            and isinstance(last, int)
-            and isinstance(port, int)
-            and 0 <= first <= last < _SLOTS
-            and 0 < port < 1 << 16
-            and _HOST.fullmatch(name)
-        ):
-            return SlotRange(first, last, name if name != "?" else "", port)
+    match reply:
+        case [int(first), int(last), [b"?", int(port), _, [b"ip", bytes(host), *_], *_], *_]:
+            pass  # names of hosts are preferred, and this one has none
+        case [int(first), int(last), [host, int(port), *_], *_]:
+            pass
+        case _:
+            first, last, host, port = -1, -1, None, -1
+    name = host if isinstance(host, bytes) else b""
+    if 0 <= first <= last < _SLOTS and 0 < port < 1 << 16 and (not name or HOST.fullmatch(name)):
+        return SlotRange(first, last, name.decode(), port)
     raise ConnectionError("the reply to CLUSTER SLOTS has another form than Redis gives it")

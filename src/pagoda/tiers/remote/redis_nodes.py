@@ -162,7 +162,10 @@ class RedisNodesClient:
                 used.append(node)
             elif not node.breaker.resting and not node.is_probed:
                 node.is_probed = True
-                self._probes.later(self._probe, node)
+                try:
+                    self._probes.submit(self._probe, node)
+                except RuntimeError:  # no thread can be started
+                    node.is_probed = False
         if not used:
             raise ConnectionError(f"{self.address}: no node answers")
         return used
@@ -402,13 +405,14 @@ class RedisNodesConnection:
             wait([future], until - time.monotonic())
         now = time.monotonic()
         wait(futures.values(), min(until - now, now - begun))
-        answers = {}
-        for node, future in futures.items():
-            if not future.done():
-                if (line := self._lines.pop(node, None)) is not None:
-                    line.connection.abort()
-                node.failed(TimeoutError("no answer in time"))
-            elif (error := future.exception()) is None:
+        answers, ended = {}, {node: future for node, future in futures.items() if future.done()}
+        for node in futures.keys() - ended.keys():
+            futures[node].cancel()  # if no thread has begun with it
+            if (line := self._lines.pop(node, None)) is not None:
+                line.connection.abort()
+            node.failed(TimeoutError("no answer in time"))
+        for node, future in ended.items():
+            if (error := future.exception()) is None:
                 answers[node] = future.result()
             elif not isinstance(error, RefusedError) or not (error.contained or error.reconnect):
                 raise error
