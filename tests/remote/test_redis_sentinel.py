@@ -22,7 +22,6 @@ def test_a_lying_sentinel_is_left_for_the_next() -> None:
         b"+OK",
         b"*2\r\n:1\r\n:2",
         b"*2\r\n$1\r\n/\r\n$1\r\n1",
-        b"*2\r\n$1\r\na\r\n$5\r\n99999",
         b"$2000000000\r\nx",
         b"+" + b"x" * 9000,
     )

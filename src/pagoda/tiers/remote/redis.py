@@ -595,7 +595,7 @@ class RedisAddress:
             connection.connect()
         except exceptions.TimeoutError:
             raise TimeoutError(f"{self.text}: no connection before the deadline") from None
-        except (exceptions.RedisError, ValueError) as error:  # ValueError: a host name that no resolver takes
+        except (exceptions.RedisError, ValueError, OverflowError) as error:  # of a host name, of a port
             raise ConnectionError(f"{self.text}: {error}") from None
         connected: socket.socket = connection._sock
         connection._sock = None  # it belongs to the caller now
@@ -640,8 +640,7 @@ class SentinelAddress(RedisAddress):
                 continue
             match reply:
                 case [bytes(host), bytes(port)] if HOST.fullmatch(host) and re.fullmatch(rb"\d{1,5}", port):
-                    if 0 < int(port) < 1 << 16:
-                        return {"host": host.decode(), "port": int(port)}
+                    return {"host": host.decode(), "port": int(port)}
             said = reply.text if isinstance(reply, ErrorReply) else "knows no such service"
             trouble = f"{sentinel.text}: {said}"
         raise ConnectionError(f"{self.text}: no Sentinel names a master: {trouble}")

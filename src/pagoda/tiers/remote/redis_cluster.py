@@ -141,13 +141,10 @@ class RedisClusterClient(RedisNodesClient):
 def _slot_range(reply: object) -> SlotRange:
     """Return one item of the reply to CLUSTER SLOTS: first and last slot, and the master as host, port, name, more."""
     match reply:
-        case [int(first), int(last), [b"?", int(port), _, [b"ip", bytes(host), *_], *_], *_]:
-            pass  # names of hosts are preferred, and this one has none
+        case [int(first), int(last), [b"?", int(port), node, [b"ip", bytes(host), *_], *_], *_]:
+            return _slot_range([first, last, [host, port, node]])  # names are preferred, and it has none
         case [int(first), int(last), [host, int(port), *_], *_]:
-            pass
-        case _:
-            first, last, host, port = -1, -1, None, -1
-    name = host if isinstance(host, bytes) else b""
-    if 0 <= first <= last < _SLOTS and 0 < port < 1 << 16 and (not name or HOST.fullmatch(name)):
-        return SlotRange(first, last, name.decode(), port)
+            name = host if isinstance(host, bytes) else b""
+            if 0 <= first <= last < _SLOTS and 0 < port < 1 << 16 and (not name or HOST.fullmatch(name)):
+                return SlotRange(first, last, name.decode(), port)
     raise ConnectionError("the reply to CLUSTER SLOTS has another form than Redis gives it")

@@ -162,10 +162,7 @@ class RedisNodesClient:
                 used.append(node)
             elif not node.breaker.resting and not node.is_probed:
                 node.is_probed = True
-                try:
-                    self._probes.submit(self._probe, node)
-                except RuntimeError:  # no thread can be started
-                    node.is_probed = False
+                self._probes.later(self._probe, node)
         if not used:
             raise ConnectionError(f"{self.address}: no node answers")
         return used
