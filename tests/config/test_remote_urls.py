@@ -133,6 +133,8 @@ def test_a_password_may_lie_in_a_file_that_is_read_later(tmp_path: Path) -> None
         ("redis+pool://a,,b", "a host or bucket is needed; write it as redis+pool://host1:6379,host2:6379"),
         ("redis+pool://a,b:x", "1 to 65535"),
         ("redis+pool://a,A", "a host is given twice"),
+        ("redis+pool://u:p@a:1,u:p@b:2", "one user and password for all hosts"),
+        ("redis+cluster://a:1,u:p@b:2", "one user and password for all hosts"),
         ("redis+pool://a,b/x", "number of a database"),
         ("redis+pool://a,b?ssl_ca_certs=/ca", "write rediss+pool://"),
         ("redis+cluster://a,b/1", "a cluster has no numbers of databases"),

@@ -333,6 +333,10 @@ def _check_place(scheme: str, parts: SplitResult, shape: str) -> None:
     if "+" in scheme:
         one, _, kind = scheme.partition("+")
         credentials, at, hosts = parts.netloc.rpartition("@")
+        if re.search("[@,]", credentials):
+            raise ValueError(
+                f"one user and password for all hosts, before the first, with %40 and %2C for @ and ,; {shape}"
+            )
         if kind == "sentinel":
             found = re.fullmatch(r"/[A-Za-z0-9_.-]{1,64}(/\d{1,9})?", parts.path)
             if found is None:
