@@ -117,8 +117,8 @@ def test_the_documented_user_may_do_all_we_do(shared: list[Server]) -> None:
         keys = keys_of(12)
         stores(tier, keys, LARGE)
         tier._store.presence.clear()
-        assert tier.find(keys, namespace=ROOT) == 12
-        assert load(tier, keys, LARGE) == [None] * 12
+        wait_until(lambda: tier.find(keys, namespace=ROOT) == 12)
+        wait_until(lambda: load(tier, keys, LARGE) == [None] * 12)
         assert tier.remove(keys[0], ROOT) and tier.clear(ROOT) == 11
 
 
@@ -156,13 +156,13 @@ def test_a_slot_that_has_moved_is_followed(shared: list[Server]) -> None:
             target = next(server for server in shared if server is not source)
             begin_move(slot_of(key), source, target)
             finish_move(slot_of(key), source, target)
-        assert load(tier, keys) == [None] * 20
+        wait_until(lambda: load(tier, keys) == [None] * 20)
         tier._store.presence.clear()
-        assert tier.find(keys, namespace=ROOT) == 20
+        wait_until(lambda: tier.find(keys, namespace=ROOT) == 20)
         for key in keys[:3]:
             assert tier.remove(key, ROOT)
-        assert [end.ok for end in save(tier, keys)] == [True] * 20
-        assert load(tier, keys) == [None] * 20
+        wait_until(lambda: [end.ok for end in save(tier, keys)] == [True] * 20)
+        wait_until(lambda: load(tier, keys) == [None] * 20)
         assert not tier.resting and tier.stats()["failed_checks"] == 0
 
 
@@ -176,10 +176,10 @@ def test_a_slot_that_is_being_moved_costs_its_own_chunks(shared: list[Server]) -
         begin_move(slot_of(key), source, target)
         with client.Redis(port=source.port) as sending:
             sending.execute_command("MIGRATE", "127.0.0.1", target.port, name_of(prefix, key), 0, 5000)
-        assert load(tier, keys[:10]) == [Reason.BUSY, *[None] * 9]
+        wait_until(lambda: load(tier, keys[:10]) == [Reason.BUSY, *[None] * 9])
         assert not tier.resting
         finish_move(slot_of(key), source, target)
-        assert load(tier, keys[:10]) == [None] * 10
+        wait_until(lambda: load(tier, keys[:10]) == [None] * 10)
 
 
 def under_load(tier: RemoteTier, keys: Sequence[bytes], work: Callable[[], None]) -> None:

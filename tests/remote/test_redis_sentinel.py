@@ -63,7 +63,7 @@ def test_after_a_failover_the_new_master_is_used() -> None:
         assert remote.address == f"redis+sentinel://{hosts}/kv/0"
         with tier_on(remote) as tier:
             stores(tier, keys)
-            assert load(tier, keys) == [None] * 10
+            wait_until(lambda: load(tier, keys) == [None] * 10)
             wait_until(lambda: second.call("DBSIZE") == first.call("DBSIZE"))
             first.kill()
             began = time.monotonic()
@@ -102,7 +102,7 @@ def test_a_password_file_is_read_again(tmp_path: Path, is_pool: bool) -> None:
         with tier_on(remote) as tier:
             keys = keys_of(4)
             stores(tier, keys)
-            assert load(tier, keys) == [None] * 4
+            wait_until(lambda: load(tier, keys) == [None] * 4)
             truth.acl_setuser("kv", enabled=True, reset_passwords=True, passwords=["+second"])
             truth.execute_command("CLIENT", "KILL", "USER", "kv")
             file.write_text("second\n")
