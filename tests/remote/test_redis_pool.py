@@ -47,6 +47,7 @@ from tests.remote.chunks import (
     walk,
 )
 from tests.remote.proxy import Fault, proxy_to
+from tests.thread_limits import no_threads
 
 
 @contextlib.contextmanager
@@ -251,6 +252,16 @@ def test_a_killed_node_costs_its_own_chunks_and_is_used_again(
         healthy(tier, keys, others)
         wait_until(lambda: save(tier, keys)[-1].ok and sorted(of(servers, keys)[lost]) == sorted(here[lost]))
         assert not tier.resting and tier.stats()["failed_checks"] == 0
+
+
+def test_a_node_is_used_again_though_no_thread_could_ask_it_at_first(servers: list[Server]) -> None:
+    keys, pool = keys_of(60), on(servers)
+    for _ in range(2):
+        pool.nodes[0].failed(ConnectionError("refused"))
+    with no_threads():
+        wait_until(lambda: not pool.nodes[0].breaker.resting)
+        assert len(shares(pool, keys)) == 2
+    wait_until(lambda: len(shares(pool, keys)) == 3)
 
 
 @pytest.mark.slow

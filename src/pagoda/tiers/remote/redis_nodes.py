@@ -122,9 +122,8 @@ class RedisNodesClient:
         )
         self.nodes = self._seeds = [RedisNode(self._client_of(each), self._clock) for each in node_urls(url)]
         first = self.nodes[0].client
-        database = first.address.rpartition("/")[2]
         places = ",".join(node.place for node in self.nodes)
-        self.address = f"{self._url.scheme}://{places}/{database}"
+        self.address = f"{self._url.scheme}://{places}/{first.address.rpartition('/')[2]}"
         self.keepalive_seconds = first.keepalive_seconds
         self.believed_seconds = first.believed_seconds
         self.version = 0  # of the list of nodes
@@ -162,7 +161,10 @@ class RedisNodesClient:
                 used.append(node)
             elif not node.breaker.resting and not node.is_probed:
                 node.is_probed = True
-                self._probes.later(self._probe, node)
+                try:
+                    self._probes.submit(self._probe, node)
+                except RuntimeError:  # no thread can be started now
+                    node.is_probed = False
         if not used:
             raise ConnectionError(f"{self.address}: no node answers")
         return used
