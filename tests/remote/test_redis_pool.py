@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,7 @@ from pagoda.slab import aligned
 from pagoda.tiers.remote.redis_nodes import RedisNode, RedisPoolClient
 from pagoda.tiers.remote.remote_tier import RemoteTier
 from pagoda.tiers.remote.store_client import RefusedError
-from testbed.servers import Server, free_port, redis_server
+from testbed.servers import Server, redis_server
 from tests.remote.chunks import (
     LARGE,
     LATE_SECONDS,
@@ -447,13 +448,15 @@ def test_a_node_that_forgot_the_password_is_left_out(caplog: pytest.LogCaptureFi
 
 
 def test_a_host_that_does_not_exist_is_left_out_and_named(shared: list[Server]) -> None:
-    gone = f"127.0.0.1:{free_port()}"
-    url = f"redis+pool://127.0.0.1:{shared[0].port},{gone},127.0.0.1:{shared[1].port}"
-    with tier_on(RedisPoolClient(url, prefix=fresh_prefix())) as tier:
-        keys = keys_of(20)
-        stores(tier, keys)
-        healthy(tier, keys)
-    (checked,) = pinged([parse(url)])
+    with socket.socket() as held:  # nobody else listens there meanwhile
+        held.bind(("127.0.0.1", 0))
+        gone = f"127.0.0.1:{held.getsockname()[1]}"
+        url = f"redis+pool://127.0.0.1:{shared[0].port},{gone},127.0.0.1:{shared[1].port}"
+        with tier_on(RedisPoolClient(url, prefix=fresh_prefix())) as tier:
+            keys = keys_of(20)
+            stores(tier, keys)
+            healthy(tier, keys)
+        (checked,) = pinged([parse(url)])
     assert f"{gone}: no answer; the other nodes do" in checked.trouble
     (well,) = pinged([parse(on(shared).address)])
     assert not well.trouble
