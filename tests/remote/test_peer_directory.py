@@ -533,3 +533,12 @@ def test_a_server_says_where_it_is_reached(options: dict[str, object], expected:
         listening.bind(wanted.listen)
         url = server._advertised(wanted, listening, "10.1.2.3")
         assert url == expected.format(port=listening.getsockname()[1])
+
+
+@pytest.mark.parametrize("log_format", ["plain", "json"])
+def test_a_server_that_cannot_tell_anybody_says_so(log_format: str, tmp_path: Path) -> None:
+    gone = f"redis://:hunter2@127.0.0.1:{free_port()}"
+    with machine(None, PAGODA_LOOKUP=gone, PAGODA_LOG_FORMAT=log_format) as server:
+        wait_until(lambda: "other machines may not find what is new here" in server.log())
+        (line,) = [line for line in server.log().splitlines() if "other machines" in line]
+        assert line.startswith("{") is (log_format == "json") and "hunter2" not in server.log()

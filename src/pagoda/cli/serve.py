@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +13,7 @@ from typer import Option
 
 from pagoda.cli import UsageError, printing
 from pagoda.cli.stores import AsJson, ConfigFile, Directory, configured, find_stores, given_size
+from pagoda.json_log import log_json
 
 if TYPE_CHECKING:
     from pagoda.serve.served_stores import HostRoom
@@ -77,6 +78,7 @@ def serve(
         from pagoda.serve.server import ServeOptions
         from pagoda.serve.server import serve as run
         from pagoda.tiers.remote.peer_directory import check_machine
+        from pagoda.tiers.remote.store_urls import is_loopback
     except ModuleNotFoundError as missing:
         raise UsageError(f"serve needs {missing.name}: pip install 'pagodakv[serve]'") from None
     if (tls_cert is None) != (tls_key is None):
@@ -104,7 +106,7 @@ def serve(
         advertise=check_machine(advertise) if advertise else None,
         page=page_options(directory, config, gpu_price, tokenizer),
     )
-    if address and tls_cert is None and not _is_loopback(address[0]):
+    if address and tls_cert is None and not is_loopback(address[0]):
         printing.note(
             f"{address[0]} is not loopback and without TLS: the network can read tokens and chunks; "
             "add --tls-cert and --tls-key, or listen inside a private network"
@@ -113,6 +115,9 @@ def serve(
     def ready(url: str) -> None:
         print(json.dumps({"url": url, "pid": os.getpid()}) if as_json else f"pagoda serve: {url}", flush=True)
 
+    if configured(config).log_format == "json":
+        log_json()
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")  # what goes wrong while it serves
     asyncio.run(run(options, ready))
     return 0
 
@@ -169,10 +174,3 @@ def _host_room(size: str | None, config: Path | None) -> HostRoom | None:
     found, nbytes = configured(config), given_size("--host-size", size)
     room = auto_bytes(Path(found.host_path)) if isinstance(nbytes, str) else nbytes
     return HostRoom(Path(os.path.realpath(found.host_path)), room, found.policy) if room else None
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -79,11 +79,11 @@ def _client_settings(parts: SplitResult, options: Mapping[str, str]) -> dict[str
     endpoint = endpoint_of(parts, options)
     settings = {"timeout": _LONGEST, "pool_idle_timeout": f"{IDLE_SECONDS}s"}
     is_plain = endpoint is not None and endpoint.scheme == "http"
-    if is_plain and is_loopback(endpoint):
+    if is_plain and is_loopback(endpoint and endpoint.hostname):
         settings["allow_http"] = "true"
     elif is_plain and options.get("allow_http", "").lower() != "true":
         raise ValueError("plain http can be read and changed on the way: write https, or say allow_http=true")
-    if parts.scheme == "s3" and (not is_plain or is_loopback(endpoint)):
+    if parts.scheme == "s3" and (not is_plain or is_loopback(endpoint and endpoint.hostname)):
         settings["unsigned_payload"] = "true"  # TLS guards the bytes; hashing them costs 6x the CPU
     given = {without_vendor(name) for name in options}
     return {name: value for name, value in settings.items() if name not in given} | dict(options)

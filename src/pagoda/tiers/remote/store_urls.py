@@ -156,10 +156,9 @@ def is_webdav(scheme: str) -> bool:
     return scheme in ("http", "https")
 
 
-def is_loopback(parts: SplitResult | None) -> bool:
-    """Return whether the host of a URL is this machine."""
-    host = parts.hostname or "" if parts else ""
+def is_loopback(host: str | None) -> bool:
+    """Return whether a host, an address or a name, is this machine."""
     try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+        return host == "localhost" or ipaddress.ip_address(host or "").is_loopback
     except ValueError:
         return False
