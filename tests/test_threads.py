@@ -7,6 +7,7 @@ import gc
 import re
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -190,11 +191,24 @@ def test_calls_one_after_the_other_need_one_thread() -> None:
     pool = Pool(4, "idle-pool")
     for _ in range(20):
         assert pool.submit(len, "abc").result(60) == 3
-        until = time.monotonic() + 10
-        while not pool._idle:
-            assert time.monotonic() < until, "the thread that has nothing to do is not known to be idle"
-            time.sleep(0.001)
+        with pytest.raises(TypeError):
+            pool.submit(len).result(60)
     assert len(pool._threads) == 1
+    pool.shutdown()
+
+
+@pytest.mark.parametrize("call", [lambda: 3, lambda: len(3)], ids=["result", "error"])  # type: ignore[arg-type]
+def test_who_has_a_result_finds_its_thread_free(call: Callable[[], int]) -> None:
+    """A pool that is asked again at once does not grow to its limit."""
+    pool, begin, end = Pool(4, "idle-pool"), threading.Event(), threading.Event()
+    first = pool.submit(lambda: (begin.wait(60), call()))
+    first.add_done_callback(lambda _: end.wait(60))  # between its result and what its thread does next
+    begin.set()
+    concurrent.futures.wait([first], 60)
+    second = pool.submit(len, "abc")
+    assert len(pool._threads) == 1
+    end.set()
+    assert second.result(60) == 3
     pool.shutdown()
 
 

@@ -219,16 +219,20 @@ class _Work(Generic[T]):
         if future.cancel():
             future.set_running_or_notify_cancel()  # otherwise `wait` waits for it
 
-    def __call__(self) -> None:
+    def __call__(self, done: Callable[[], object]) -> None:
+        """Do the call; then call `done`, and only then set the result."""
         call, future = self._parts.pop()  # from here on only this frame refers to them
         if not future.set_running_or_notify_cancel():
+            done()
             return
         try:
             result = call()
         except BaseException as trouble:  # noqa: BLE001  # the future carries it to the caller
+            done()
             future.set_exception(trouble)
             del call, future  # the exception refers to this frame
         else:
+            done()
             future.set_result(result)
 
 
@@ -334,18 +338,21 @@ def _take_calls(
     _gone: object, lock: AbstractContextManager[object], calls: _Calls, idle: deque[None]
 ) -> None:
     """Run calls until the end (None, or `_gone` after the pool was collected), and pass the end on to other threads."""
-    while isinstance(call := _next_call(lock, calls, idle), _Work):
-        call()
+    following: deque[object] = deque()
+
+    def look_on() -> None:
+        """Take the next call, or be idle: who has a result sees a thread that is free."""
+        with lock:
+            try:
+                following.append(calls.get_nowait())
+            except queue.Empty:
+                idle.append(None)
+
+    look_on()
+    while isinstance(call := following.pop() if following else calls.get(), _Work):
+        call(look_on)
         del call  # a waiting thread must not keep alive what the call used
     calls.put(None)
-
-
-def _next_call(lock: AbstractContextManager[object], calls: _Calls, idle: deque[None]) -> object:
-    with lock:
-        with suppress(queue.Empty):
-            return calls.get_nowait()
-        idle.append(None)
-    return calls.get()
 
 
 def _withdraw(future: Future[T]) -> None:
