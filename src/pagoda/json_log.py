@@ -1,18 +1,43 @@
-"""What PagodaKV logs as JSON, one object a line, for log collectors. A cache with `log_format = "json"` calls it."""
+"""What PagodaKV logs on stderr: as JSON for log collectors (`log_format = "json"`), and without ever waiting."""
 
 from __future__ import annotations
 
 import json
 import logging
+import select
 import sys
 import time
+from typing import TextIO
 
-__all__ = ["JsonFormatter", "log_json"]
+__all__ = ["JsonFormatter", "StderrHandler", "log_json"]
 
 FIELDS = "pagoda"
 """The attribute of a log record, a mapping, whose entries become keys: `log.info(text, extra={FIELDS: {...}})`."""
 
 _KEYS = ("time", "level", "logger", "process", "message")
+_MOST_CHARACTERS = 4000  # fit into a pipe that has room at all
+_MOST_OF_EXCEPTION = 3000
+
+
+class StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to stderr and never waits: a line that has no room there, because nobody reads it, is dropped."""
+
+    def __init__(self) -> None:
+        """Write to what is `sys.stderr` now."""
+        super().__init__(sys.stderr)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line, cut where it would not fit."""
+        return super().format(record)[:_MOST_CHARACTERS]
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the line if there is room."""
+        try:
+            if not select.select([], [self.stream], [], 0)[1]:
+                return
+        except (OSError, TypeError, ValueError):  # a stream of the program that is not a file
+            pass
+        super().emit(record)
 
 
 class JsonFormatter(logging.Formatter):
@@ -30,7 +55,7 @@ class JsonFormatter(logging.Formatter):
         )
         line = {**getattr(record, FIELDS, {}), **dict(zip(_KEYS, values, strict=True))}
         if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
+            line["exception"] = self.formatException(record.exc_info)[-_MOST_OF_EXCEPTION:]
         return json.dumps(line, default=str, ensure_ascii=False)
 
 
@@ -42,7 +67,7 @@ def log_json() -> None:
     ours = logging.getLogger("pagoda")
     if any(isinstance(handler.formatter, JsonFormatter) for handler in ours.handlers):
         return
-    handler = logging.StreamHandler(sys.stderr)
+    handler = StderrHandler()
     handler.setFormatter(JsonFormatter())
     ours.handlers[:] = [handler]
     ours.propagate = False

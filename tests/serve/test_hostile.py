@@ -232,11 +232,38 @@ def test_who_reads_nothing_of_small_answers_is_disconnected(served: Server, path
 @pytest.mark.slow
 def test_many_who_leave_in_the_middle_leave_nothing(served: Server, path: str) -> None:
     files = len(os.listdir(f"/proc/{served.process.pid}/fd"))
+    before, _ = gone_of(served), logged(served)
     for _ in range(50):
         with served.socket() as gone:
             gone.sendall(head("GET", path).encode())
             gone.recv(1000)
     kit.wait_until(lambda: len(os.listdir(f"/proc/{served.process.pid}/fd")) <= files + 2, 10.0)
+    kit.wait_until(
+        lambda: gone_of(served) >= before + 25, 10.0
+    )  # the others left after the last byte was sent
+    assert logged(served).count("Traceback") == 0
+
+
+def test_bad_requests_are_logged_now_and_then(served: Server) -> None:
+    for _ in range(200):
+        assert raw(served, "GET / HTTP/1.1\r\nHost localhost\r\n\r\n") == 400
+    assert logged(served).count("could not be handled") <= 2
+
+
+def gone_of(served: Server) -> int:
+    text = served.ask("GET", "/metrics").body.decode()
+    found = [line.split()[-1] for line in text.splitlines() if "clients_gone" in line and line[0] != "#"]
+    return int(float(found[0])) if found else 0
+
+
+def logged(served: Server) -> str:
+    """Return what the server has written to stderr since this was asked last."""
+    assert served.process.stderr is not None
+    number = served.process.stderr.fileno()
+    os.set_blocking(number, False)
+    with contextlib.suppress(BlockingIOError):
+        return os.read(number, 1 << 20).decode()
+    return ""
 
 
 def threads_of(served: Server) -> int:

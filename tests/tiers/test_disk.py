@@ -360,8 +360,9 @@ def test_remove_waits_for_a_write_that_has_begun(tmp_path: Path) -> None:
     tier.close()
 
 
+@pytest.mark.parametrize("why", [Reason.REMOVED, Reason.CLEARED])
 def test_a_chunk_that_is_removed_while_it_is_being_committed_goes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: Reason
 ) -> None:
     tier, _ = open_faulty(tmp_path)
     keys = keys_of(2)
@@ -369,12 +370,13 @@ def test_a_chunk_that_is_removed_while_it_is_being_committed_goes(
 
     def commit_and_lose(*given: object, **more: object) -> list[bool]:
         kept = commit(*given, **more)  # type: ignore[arg-type]
-        tier._cancel_writes(Reason.REMOVED, key=keys[1])  # like a `remove` that cannot wait longer
+        tier._cancel_writes(why, key=keys[1])  # like a `remove` or `clear` that cannot wait longer
         return kept
 
     monkeypatch.setattr(tier.ledger, "commit", commit_and_lose)
-    assert ends(tier.save(chunks_of(keys), ROOT)) == [Done(True, None), Done(False, Reason.REMOVED)]
+    assert ends(tier.save(chunks_of(keys), ROOT)) == [Done(True, None), Done(False, why)]
     assert tier.contains(keys[0]) and not tier.contains(keys[1])
+    assert tier.ledger.explain_miss(keys[1]).reason is why
     assert admin.gauges(tier.ledger)["ready"] == 1
     tier.close()
 

@@ -13,7 +13,7 @@ from typer import Option
 
 from pagoda.cli import UsageError, printing
 from pagoda.cli.stores import AsJson, ConfigFile, Directory, configured, find_stores, given_size
-from pagoda.json_log import log_json
+from pagoda.json_log import StderrHandler, log_json
 
 if TYPE_CHECKING:
     from pagoda.serve.served_stores import HostRoom
@@ -117,7 +117,8 @@ def serve(
 
     if configured(config).log_format == "json":
         log_json()
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")  # what goes wrong while it serves
+    # what goes wrong while it serves
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", handlers=[StderrHandler()])
     asyncio.run(run(options, ready))
     return 0
 

@@ -24,6 +24,7 @@ from pagoda.ledger.session import PATIENT_SECONDS
 from pagoda.ledger.store_state import OLD_PROMPTS, PROMPTS
 from pagoda.ledger.tables import COUNTERS_ROW, MEMBER, SLOT, SLOT_KEY, Tables, Txn
 from pagoda.ledger.transaction import BATCH, batches
+from pagoda.metrics import Reason
 
 _PAGE = 256
 _PINS_PAGE = 4096  # some ms
@@ -108,10 +109,11 @@ def unpin(ledger: Ledger, keys: Sequence[bytes] | None, owner: str) -> int:
     )
 
 
-def remove(ledger: Ledger, keys: Sequence[bytes]) -> int:
-    """Remove chunks, pinned or not; return how many were there."""
+def remove(ledger: Ledger, keys: Sequence[bytes], reason: Reason = Reason.REMOVED) -> int:
+    """Remove chunks, pinned or not; return how many were there. Later misses of them say `reason`."""
     return sum(
-        ledger.session.write(partial(chunk_ops.remove, keys=batch), frees=True) for batch in batches(keys)
+        ledger.session.write(partial(chunk_ops.remove, keys=batch, reason=reason), frees=True)
+        for batch in batches(keys)
     )
 
 

@@ -106,12 +106,10 @@ def unpin(transaction: Transaction, keys: Sequence[bytes], owner: str) -> int:
     return ended
 
 
-def remove(transaction: Transaction, keys: Sequence[bytes]) -> int:
+def remove(transaction: Transaction, keys: Sequence[bytes], reason: Reason) -> int:
     """Remove the chunks of these keys; return how many were stored."""
     rows = [transaction.get(key, db=transaction.tables.entries) for key in keys]
-    return sum(
-        transaction.remove_chunk(PLACE.unpack_from(row)[0], Reason.REMOVED) for row in rows if row is not None
-    )
+    return sum(transaction.remove_chunk(PLACE.unpack_from(row)[0], reason) for row in rows if row is not None)
 
 
 def drop(transaction: Transaction, key: bytes, slot: int, generation: int, reason: Reason) -> bool:

@@ -14,6 +14,7 @@ import socket
 import ssl
 import stat
 import time
+import traceback
 import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -24,6 +25,7 @@ from typing import ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 from aiohttp.web_protocol import RequestHandler
 
 from pagoda.errors import ClosedError, ConfigError, PagodaError
@@ -262,6 +264,12 @@ class _Connection(RequestHandler):
             self.late_since = self.used
         super().data_received(data)
 
+    def log_exception(self, *args: object, exc_info: BaseException | None = None, **_: object) -> None:
+        """Log why a request could not be handled, now and then: strangers send bad ones as often as they like."""
+        expected = isinstance(exc_info, HttpProcessingError)
+        text = repr(exc_info) if expected else "".join(traceback.format_exception(exc_info))
+        _log.warn(_logger, Reason.IO_ERROR, f"a request could not be handled: {text.strip()}")
+
     @property
     def is_idle(self) -> bool:
         """Whether it has no request, and is not about to close."""
@@ -345,19 +353,27 @@ _log = RateLimitedLog()
 
 @web.middleware
 async def _in_time(request: web.Request, handler: Callable[[web.Request], object]) -> web.StreamResponse:
-    """Note that the header has arrived, and send the answer: a client that does not read it is disconnected."""
+    """Note that the header has arrived, and send the answer: a client that does not read it is disconnected.
+
+    A client that leaves in the middle is counted and no error.
+    """
     if isinstance(request.protocol, _Connection):
         request.protocol.late_since = None
-    answer: web.StreamResponse = await handler(request)  # type: ignore[misc]
-    if isinstance(answer, web.Response):  # the others were sent
-        try:
-            async with asyncio.timeout(request.app[LIMITS].seconds(answer.content_length or 0)):
-                await answer.prepare(request)
-                await answer.write_eof()
-        except TimeoutError:
-            request.app[COUNTS]["slow_readers"] += 1
-            break_connection(request.transport)
-    return answer
+    try:
+        answer: web.StreamResponse = await handler(request)  # type: ignore[misc]
+        if isinstance(answer, web.Response):  # the others were sent
+            try:
+                async with asyncio.timeout(request.app[LIMITS].seconds(answer.content_length or 0)):
+                    await answer.prepare(request)
+                    await answer.write_eof()
+            except TimeoutError:
+                request.app[COUNTS]["slow_readers"] += 1
+                break_connection(request.transport)
+        return answer
+    except (ConnectionError, asyncio.SendfileNotAvailableError):  # the latter: before the first byte
+        request.app[COUNTS]["clients_gone"] += 1
+        break_connection(request.transport)
+        return web.Response()
 
 
 @web.middleware

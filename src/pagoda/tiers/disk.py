@@ -600,8 +600,8 @@ class DiskWorker(IoWorker):
             del reserved[write]
             if not ok:
                 results[write] = self._dropped(Reason.SUPERSEDED)
-            elif write.cancelled is not None:  # its key was removed while it was being committed
-                admin.remove(ledger, [write.chunk.key])
+            elif write.cancelled is not None:  # its key was removed or cleared while it was being committed
+                admin.remove(ledger, [write.chunk.key], write.cancelled)
                 results[write] = self._dropped(write.cancelled)
             else:
                 ledger.count({"stored_bytes": self._store.chunk_bytes})
