@@ -12,13 +12,15 @@ from pathlib import Path
 import pytest
 import redis as client
 
+from pagoda.layout import KVLayout
 from pagoda.metrics import Reason
+from pagoda.slab import aligned
 from pagoda.tiers.remote.redis import RedisClient
 from pagoda.tiers.remote.redis_cluster import RedisClusterClient
 from pagoda.tiers.remote.redis_nodes import RedisPoolClient
 from pagoda.tiers.remote.remote_tier import RemoteTier
 from pagoda.tiers.remote.store_client import RefusedError
-from testbed.servers import Server, redis_cluster, redis_server
+from testbed.servers import Server, free_port, redis_cluster, redis_server
 from tests.remote.chunks import (
     LARGE,
     PATIENT_SECONDS,
@@ -28,6 +30,7 @@ from tests.remote.chunks import (
     keys_of,
     load,
     name_of,
+    payload_of,
     save,
     saved,
     stores,
@@ -111,7 +114,7 @@ def test_the_documented_user_may_do_all_we_do(shared: list[Server]) -> None:
     page = (Path(__file__).parents[2] / "docs" / "how-to" / "redis.md").read_text()
     (rule,) = [line.strip() for line in page.splitlines() if line.strip().startswith("ACL SETUSER pagoda")]
     for server in shared:
-        server.call(*rule.split(), "+cluster|slots")
+        server.call(*rule.split(), "+cluster|slots", "+asking")
     url = f"redis+cluster://pagoda:PASSWORD@127.0.0.1:{shared[0].port}"
     with tier_on(RedisClusterClient(url, look_seconds=PATIENT_SECONDS), LARGE, look_seconds=5.0) as tier:
         keys = keys_of(12)
@@ -166,20 +169,99 @@ def test_a_slot_that_has_moved_is_followed(shared: list[Server]) -> None:
         assert not tier.resting and tier.stats()["failed_checks"] == 0
 
 
-def test_a_slot_that_is_being_moved_costs_its_own_chunks(shared: list[Server]) -> None:
-    prefix, keys = fresh_prefix(), keys_of(20)
-    with tier_on(on(shared[0], prefix=prefix, look_seconds=PATIENT_SECONDS), look_seconds=5.0) as tier:
-        stores(tier, keys[:10])
-        key = keys[0]
-        source = owner(shared, slot_of(key))
-        target = next(server for server in shared if server is not source)
+@pytest.mark.parametrize("layout", [SMALL, LARGE], ids=["small", "large"])
+def test_a_slot_that_is_being_moved_is_read_where_its_chunks_are(
+    shared: list[Server], layout: KVLayout
+) -> None:
+    """Some of its chunks are on the node that receives it, which serves nothing of it without ASKING."""
+    prefix, keys = fresh_prefix(), keys_of(12)
+    remote = on(shared[0], prefix=prefix, look_seconds=PATIENT_SECONDS)
+    with tier_on(remote, layout, look_seconds=5.0) as tier:
+        stores(tier, keys[:10], layout)
+        moves = []
+        for key in (keys[0], keys[4], keys[11]):  # the last is not stored
+            source = owner(shared, slot_of(key))
+            target = next(server for server in shared if server is not source)
+            moves.append((slot_of(key), source, target))
+            begin_move(*moves[-1])
+            with client.Redis(port=source.port) as sending:
+                sending.execute_command("MIGRATE", "127.0.0.1", target.port, name_of(prefix, key), 0, 5000)
+        wait_until(lambda: load(tier, keys[:10], layout) == [None] * 10)
+        connection = remote.connection().open(time.monotonic() + PATIENT_SECONDS)
+        try:
+            until = time.monotonic() + PATIENT_SECONDS
+            assert connection.find(ROOT, keys, until) == 10
+            assert connection.touch(ROOT, keys, until) == [True] * 10 + [False] * 2
+            assert connection.remove(ROOT, [keys[4]], until) == 1
+            assert connection.find(ROOT, keys, until) == 4
+        finally:
+            connection.close()
+        assert [(end.ok, end.reason) for end in save(tier, keys[11:], layout)] == [(False, Reason.BUSY)]
+        assert not tier.resting
+        for move in moves:
+            finish_move(*move)
+        wait_until(lambda: save(tier, keys, layout)[-1].ok and load(tier, keys, layout) == [None] * 12)
+        assert tier.stats()["failed_checks"] == 0
+
+
+def test_a_draft_that_is_moved_is_dropped(shared: list[Server]) -> None:
+    """The slot begins to move when all of the chunk was sent: it is not published in parts, and nothing is left."""
+    prefix, (key,) = fresh_prefix(), keys_of(1, chain=7)
+    source = owner(shared, slot_of(key))
+    target = next(server for server in shared if server is not source)
+    connection = on(shared[0], prefix=prefix).connection().open(time.monotonic() + PATIENT_SECONDS)
+
+    def move() -> bool:
         begin_move(slot_of(key), source, target)
         with client.Redis(port=source.port) as sending:
-            sending.execute_command("MIGRATE", "127.0.0.1", target.port, name_of(prefix, key), 0, 5000)
-        wait_until(lambda: load(tier, keys[:10]) == [Reason.BUSY, *[None] * 9])
-        assert not tier.resting
+            names = sending.keys(f"{prefix}:*")
+            assert len(names) == 2  # the draft and the claim
+            sending.execute_command("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *names)
+        return True
+
+    try:
+        page, payload = aligned(4096), payload_of(key, LARGE)
+        with pytest.raises(RefusedError) as refused:
+            connection.put(ROOT, key, page, payload, move, time.monotonic() + PATIENT_SECONDS)
+        assert refused.value.reason is Reason.BUSY and refused.value.contained
+        for server in shared:
+            with client.Redis(port=server.port) as truth:
+                assert not truth.keys(f"{prefix}:*")
+    finally:
+        connection.close()
         finish_move(slot_of(key), source, target)
-        wait_until(lambda: load(tier, keys[:10]) == [None] * 10)
+
+
+def test_where_a_slot_is_moved_to_is_checked(shared: list[Server]) -> None:
+    """A node that lies costs a miss."""
+    with redis_server() as server:
+        liar = LyingRedis(server.port)
+        gone = free_port()
+        slots = b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$0\r\n\r\n:%d\r\n" % liar.port
+        liar.lies[b"CLUSTER"] = lambda _: [slots]
+        remote = RedisClusterClient(f"redis+cluster://127.0.0.1:{liar.port}", look_seconds=PATIENT_SECONDS)
+        try:
+            saved(remote, keys_of(3))
+            for place in (
+                b":0",
+                b"a@b:1",
+                b"127.0.0.1:%d" % gone,
+                b"127.0.0.1:99999999",
+                b"x",
+                b":%d" % liar.port,
+            ):
+                lie = b"-ASK 1 %b\r\n" % place
+                liar.lies[b"HGET"] = liar.lies[b"EXISTS"] = lambda _, lie=lie: [lie]
+                connection = remote.connection().open(time.monotonic() + 10)
+                with pytest.raises(RefusedError) as refused:
+                    connection.get(ROOT, keys_of(1)[0], aligned(4096), lambda: None, time.monotonic() + 10)
+                assert refused.value.contained
+                with pytest.raises(RefusedError) as refused:
+                    connection.find(ROOT, keys_of(3), time.monotonic() + 10)
+                assert refused.value.contained
+                connection.close()
+        finally:
+            liar.close()
 
 
 def under_load(tier: RemoteTier, keys: Sequence[bytes], work: Callable[[], None]) -> None:

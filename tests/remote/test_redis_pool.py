@@ -341,18 +341,31 @@ def test_a_refusal_leaves_no_call_under_way_at_a_slow_node(servers: list[Server]
     saved(pool, keys)
     connection = pool.connection().open(time.monotonic() + LATE_SECONDS)
     assert all(connection.touch(ROOT, keys, time.monotonic() + LATE_SECONDS))
-    wrong = name_of("p", keys[pool.shares(keys)[pool.nodes[0]][0]])
-    with client.Redis(port=servers[0].port) as first:
-        first.delete(wrong)
-        first.set(wrong, "no hash")
+    servers[0].call("ACL", "SETUSER", "default", "-hlen")
     servers[1].stop()
     try:
-        with pytest.raises(RefusedError, match="WRONGTYPE"):
+        with pytest.raises(RefusedError, match="NOPERM"):
             connection.touch(ROOT, keys, time.monotonic() + LATE_SECONDS)
         assert pool.nodes[1] not in connection._lines, "the next call would share it with a thread"
     finally:
         servers[1].cont()
         connection.close()
+
+
+def test_a_name_with_something_else_costs_its_own_chunk_only(shared: list[Server]) -> None:
+    """It is not there; the touches of all other chunks, on this node and the others, go on."""
+    prefix, keys = fresh_prefix(), keys_of(20)
+    with tier_on(on(shared, prefix, look_seconds=PATIENT_SECONDS), deadline_seconds=PATIENT_SECONDS) as tier:
+        stores(tier, keys)
+        for server, here in of(shared, keys, prefix).items():
+            if keys[3] in here:
+                with client.Redis(port=server.port) as truth:
+                    truth.delete(name_of(prefix, keys[3]))
+                    truth.set(name_of(prefix, keys[3]), "no hash")
+        there = tier.touch(keys, namespace=ROOT)
+        assert there == [key != keys[3] for key in keys] and not tier._store.touch_breaker.resting
+        # a load removes it, and then the chunk can be stored again
+        wait_until(lambda: save(tier, keys)[-1].ok and load(tier, keys) == [None] * 20)
 
 
 def test_a_distant_pool_is_waited_for(shared: list[Server]) -> None:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import contextmanager, suppress
+from copy import copy
 from itertools import takewhile
 from typing import NamedTuple, Self
 from urllib.parse import urlsplit, urlunsplit
@@ -69,7 +70,7 @@ _MOST_LATE = 8  # connections that are still being made though their call has en
 
 
 class RedirectError(RefusedError):
-    """Another node of a cluster has the key. `has_moved`: for good; else it is being moved there."""
+    """Another node of a cluster has the key. `has_moved`: for good; else it is being moved, perhaps to `target`."""
 
     def __init__(self, error: ErrorReply) -> None:
         words = error.text.split(" ")
@@ -77,6 +78,7 @@ class RedirectError(RefusedError):
         advice = f"this is a node of a Redis Cluster: write redis+cluster://{place}"
         super().__init__(Reason.IO_ERROR, f"{advice} ({error.text})")
         self.has_moved = error.code == "MOVED"
+        self.target = words[2] if error.code == "ASK" and len(words) == 3 else ""
 
 
 class RedisClient:
@@ -139,12 +141,12 @@ class RedisConnection:
             commands.append(command(b"AUTH", *words))
         if self._address.db:
             commands.append(command(b"SELECT", b"%d" % self._address.db))
-        self._execute([*commands, self._probe()], until, _SHORT)
+        self._execute_here([*commands, self._probe()], until, _SHORT)
         return self
 
     def ping(self, until: float) -> None:
         """Return if our names can be read."""
-        self._execute([self._probe()], until)
+        self._execute_here([self._probe()], until, NUMBER)
 
     def find(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
         """Return how many leading keys are present: one round trip for thousands."""
@@ -161,15 +163,17 @@ class RedisConnection:
     def touch(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[bool]:
         """Update recency and extend expiry times; return which keys are present. One round trip.
 
-        HLEN counts as a use and, unlike TOUCH, is among the commands that a writer needs anyway.
+        HLEN counts as a use and, unlike TOUCH, is among the commands that a writer needs anyway. What is no hash is no
+        chunk.
         """
         names = [self._names.chunk(namespace, key) for key in keys]
         if self._ttl_ms is None:
             commands = [command(b"HLEN", name) for name in names]
         else:
             commands = [command(b"PEXPIRE", name, b"%d" % self._ttl_ms) for name in names]
-        replies = self._execute(commands, until)
-        return [reply != 0 for reply in replies]
+        replies = self._replies(commands, until, NUMBER)
+        known = [0 if isinstance(each, ErrorReply) and each.code == "WRONGTYPE" else each for each in replies]
+        return [reply != 0 for reply in self._checked(known)]
 
     def put(
         self,
@@ -243,7 +247,7 @@ class RedisConnection:
 
     def _publish(self, draft: bytes, name: bytes, claim: bytes, until: float) -> PutResult:
         commands = [command(b"MULTI"), *self._rename_commands(draft, name, claim), command(b"EXEC")]
-        return _rename_result(self._execute(commands, until, _SHORT))
+        return _rename_result(self._execute_here(commands, until, _SHORT))
 
     def _put_in_one(
         self,
@@ -313,7 +317,7 @@ class RedisConnection:
         return received
 
     def _request(self, name: bytes, fields: list[bytes], until: float) -> None:
-        self._resp.send([b"".join(command(b"HGET", name, field) for field in fields)], len(fields), until)
+        self._resp.send_commands([command(b"HGET", name, field) for field in fields], until)
 
     def remove(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
         """Remove chunks; return how many were present."""
@@ -390,10 +394,20 @@ class RedisConnection:
     def _probe(self) -> bytes:
         return command(b"EXISTS", self._names.probe)
 
-    def _execute(self, commands: Sequence[bytes], until: float, shape: ReplyShape = NUMBER) -> list[Reply]:
-        """Send commands together and return their replies. RefusedError if one is an error, after all were read."""
+    def _execute_here(self, commands: Sequence[bytes], until: float, shape: ReplyShape) -> list[Reply]:
+        """Send commands that belong together, or to this server. RefusedError if one is an error."""
         self._send([b"".join(commands)], len(commands), until)
         return self._read_replies(len(commands), until, shape)
+
+    def _execute(self, commands: Sequence[bytes], until: float, shape: ReplyShape = NUMBER) -> list[Reply]:
+        """Send independent commands together and return their replies. RefusedError if one is an error."""
+        return self._checked(self._replies(commands, until, shape))
+
+    def _replies(self, commands: Sequence[bytes], until: float, shape: ReplyShape) -> list[Reply]:
+        """Send independent commands together and return all replies: an error is a value."""
+        self._resp.check_usable()
+        self._resp.send_commands(commands, until)
+        return [self._resp.read_reply(until, shape) for _ in commands]
 
     def _send(self, parts: Sequence[bytes | memoryview], replies: int, until: float) -> None:
         """Send a request, to which so many replies will come."""
@@ -401,15 +415,12 @@ class RedisConnection:
         self._resp.send(parts, replies, until)
 
     def _read_replies(self, number: int, until: float, shape: ReplyShape) -> list[Reply]:
-        replies = list[Reply]()
-        error: ErrorReply | None = None
-        for _ in range(number):
-            reply = self._resp.read_reply(until, shape)
+        return self._checked([self._resp.read_reply(until, shape) for _ in range(number)])
+
+    def _checked(self, replies: list[Reply]) -> list[Reply]:
+        for reply in replies:
             if isinstance(reply, ErrorReply):
-                error = reply = error or reply  # one is enough: a server may send anything
-            replies.append(reply)
-        if error is not None:
-            raise self._refusal(error)
+                raise self._refusal(reply)
         return replies
 
     def _refusal(self, error: ErrorReply) -> RefusedError | OSError:
@@ -534,6 +545,17 @@ class RedisAddress:
         if password_file:
             self.password = password_in(password_file)
         self._late: list[threading.Thread] = []
+
+    def at(self, place: str) -> RedisAddress:
+        """Return the address of another server (host:port; without a host it is this one's). OSError: it is none."""
+        host, _, port = place.rpartition(":")
+        host = host or str(self._options["host"])
+        if not HOST.fullmatch(host.encode()) or not re.fullmatch(r"\d{1,5}", port):
+            raise ConnectionError(f"{self.text}: a server names what is no place: {place}")
+        other = copy(self)
+        other._options = self._options | {"host": host, "port": int(port)}
+        other.text = f"{self.text.partition('://')[0]}://{_text(other._options | {'db': self.db})}"
+        return other
 
     def credentials(self) -> tuple[str | None, str | None]:
         """Return user and password. A password file is read again: it may have changed. OSError: it cannot be read."""

@@ -5,20 +5,24 @@ from __future__ import annotations
 import threading
 import time
 from binascii import crc_hqx
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import NamedTuple, Self
 from urllib.parse import urlunsplit
 
 from pagoda.errors import ConfigError
+from pagoda.metrics import Reason
+from pagoda.tiers.base import Bytes
 from pagoda.tiers.remote.redis import HOST, RedirectError, RedisClient, RedisConnection
 from pagoda.tiers.remote.redis_nodes import RedisNode, RedisNodesClient
-from pagoda.tiers.remote.resp import ReplyShape, command
+from pagoda.tiers.remote.resp import NUMBER, ErrorReply, Reply, ReplyShape, RespConnection, command
 from pagoda.tiers.remote.store_client import RefusedError
 
 _SLOTS = 1 << 14
 _SLOTS_SHAPE = ReplyShape(b":$*", 255, items=1 << 16, depth=5)
 _REFRESH_SECONDS = 2.0
+_ASKING = command(b"ASKING")
+_OK = ReplyShape(b"+")
 
 
 class SlotRange(NamedTuple):
@@ -30,8 +34,92 @@ class SlotRange(NamedTuple):
     port: int
 
 
+class _AskingResp(RespConnection):
+    """Says before each command that it follows a redirection (ASKING): a node serves a slot that it is only receiving.
+
+    What the node answers to that is read and left: if it is no, the command is redirected again.
+    """
+
+    def send_commands(self, commands: Sequence[bytes], until: float) -> None:
+        self.send([b"".join(_ASKING + each for each in commands)], 2 * len(commands), until)
+
+    def read_reply(self, until: float, shape: ReplyShape = NUMBER) -> Reply:
+        super().read_reply(until, _OK)
+        return super().read_reply(until, shape)
+
+    def read_into(self, destination: memoryview, until: float) -> int | ErrorReply | None:
+        super().read_reply(until, _OK)
+        return super().read_into(destination, until)
+
+
+class _ReceivingNodeConnection(RedisConnection):
+    """One connection to a node for slots that are being moved there. It follows no redirection."""
+
+    def open(self, until: float) -> Self:
+        """Connect and authenticate. OSError; RefusedError: the user may not read."""
+        with suppress(RedirectError):
+            super().open(until)
+        self._resp = _AskingResp(self._connected.result())
+        return self
+
+
 class ClusterNodeConnection(RedisConnection):
-    """One connection to a node of a cluster. It answers if another node has the name of the probe."""
+    """One connection to a node of a cluster. It answers if another node has the name of the probe.
+
+    What reads, touches or removes a chunk of a slot that is being moved follows it to the node that receives it. No
+    chunk can be stored in such a slot: neither node executes the RENAMENX.
+    """
+
+    _target: _ReceivingNodeConnection | None = None
+
+    def get(
+        self, namespace: bytes, key: bytes, page: Bytes, destination: Callable[[], Bytes | None], until: float
+    ) -> int | None:
+        """Fill `page` and the result of `destination`; see RedisConnection."""
+        try:
+            return super().get(namespace, key, page, destination, until)
+        except RedirectError as redirect:
+            if not redirect.target:
+                raise
+            with self._following(redirect.target, until) as target:
+                return target.get(namespace, key, page, destination, until)
+
+    def _replies(self, commands: Sequence[bytes], until: float, shape: ReplyShape) -> list[Reply]:
+        replies = super()._replies(commands, until, shape)
+        moving: dict[str, list[int]] = {}
+        for at, reply in enumerate(replies):
+            if isinstance(reply, ErrorReply) and (place := RedirectError(reply).target):
+                moving.setdefault(place, []).append(at)
+        for place, indices in moving.items():
+            with self._following(place, until) as target:
+                moved = target._replies([commands[at] for at in indices], until, shape)
+            for at, reply in zip(indices, moved, strict=True):
+                replies[at] = reply
+        return replies
+
+    @contextmanager
+    def _following(self, place: str, until: float) -> Iterator[RedisConnection]:
+        """Connect to a node that receives a slot. Contained refusal: it fails."""
+        target: _ReceivingNodeConnection | None = None
+        try:
+            target = _ReceivingNodeConnection(self._address.at(place), self._names, self._ttl_ms)
+            self._target = target
+            yield target.open(until)
+        except OSError as error:
+            reason = Reason.DEADLINE if isinstance(error, TimeoutError) else Reason.IO_ERROR
+            raise RefusedError(
+                reason, f"{place}, to which the chunk is being moved: {error}", contained=True
+            ) from None
+        finally:
+            self._target = None
+            if target is not None:
+                target.close()
+
+    def abort(self) -> None:
+        """Make a call that waits in this connection fail soon with an OSError. From any thread."""
+        super().abort()
+        if (target := self._target) is not None:
+            target.abort()
 
     def open(self, until: float) -> Self:
         """Connect and authenticate. OSError; RefusedError: the user may not read."""

@@ -112,6 +112,10 @@ class RespConnection:
         self._unread_replies += answers
         self._failed = False
 
+    def send_commands(self, commands: Sequence[bytes], until: float) -> None:
+        """Send whole commands together, to each of which one reply will come."""
+        self.send([b"".join(commands)], len(commands), until)
+
     def read_reply(self, until: float, shape: ReplyShape = NUMBER) -> Reply:
         """Return the next reply, which must have this shape. An error reply is a value too: an ErrorReply."""
         self._start_call()
